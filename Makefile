@@ -1,0 +1,44 @@
+# One word a job. Each job installs what it needs into $(VENV), once.
+VENV ?= .venv
+export VENV
+INSTALL := sh tools/install.sh
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart test lint docs notebooks constraints clean
+
+help: ## Show the jobs
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+quickstart: ## Install scforge and run the tour; results go to quickstart/
+	@$(INSTALL)
+	$(VENV)/bin/scforge quickstart --output quickstart
+
+test: ## Run the tests; ARGS="-k tokenizer" passes options to pytest
+	@$(INSTALL) test
+	$(VENV)/bin/pytest $(ARGS)
+
+lint: ## Check style, imports between rooms, and types
+	@$(INSTALL) dev
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/lint-imports --no-logo
+	$(VENV)/bin/mypy
+
+docs: ## Build the documentation into docs/_build/html
+	@$(INSTALL) docs
+	$(VENV)/bin/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+
+notebooks: ## Run every notebook from top to bottom
+	@$(INSTALL) test
+	$(VENV)/bin/pytest --nbmake notebooks
+
+constraints: ## Renew constraints.txt; needs uv
+	{ echo '# Versions that are tested together, for every extra except census. Renew with: make constraints'; \
+	  uv pip compile -q --universal --python-version 3.12 --no-header --no-annotate --no-emit-index-url \
+	    --extra all --group dev pyproject.toml; } > constraints.txt.new
+	mv constraints.txt.new constraints.txt
+
+clean: ## Remove what the jobs made, except the environment
+	rm -rf quickstart docs/_build docs/generated docs/notebooks lightning_logs
+	rm -rf .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis .coverage
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,33 @@
+"""scforge: train, fine-tune and evaluate single-cell foundation models on AnnData.
+
+>>> import scforge
+>>> adata = scforge.datasets.pbmc3k()
+>>> adata.shape[0]
+2700
+"""
+
+from __future__ import annotations
+
+from scforge._lazy import lazy_names
+from scforge._version import __version__
+
+_NAMES = {
+    name: f"scforge.{name}"
+    for name in ("config", "data", "datasets", "errors", "estimators", "eval", "models", "pl", "tokenizers", "training")
+}
+
+__all__ = [
+    "__version__",
+    "config",
+    "data",
+    "datasets",
+    "errors",
+    "estimators",
+    "eval",
+    "models",
+    "pl",
+    "tokenizers",
+    "training",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -1,0 +1,28 @@
+"""Names and numbers that more than one room needs."""
+
+from __future__ import annotations
+
+from typing import Final
+
+PAD_TOKEN: Final = "<pad>"
+UNK_TOKEN: Final = "<unk>"
+MASK_TOKEN: Final = "<mask>"
+CLS_TOKEN: Final = "<cls>"
+
+SPECIAL_TOKENS: Final = (PAD_TOKEN, UNK_TOKEN, MASK_TOKEN, CLS_TOKEN)
+"""Special tokens in the order of their ids, which stand before all genes."""
+
+PAD_ID: Final = 0
+UNK_ID: Final = 1
+MASK_ID: Final = 2
+CLS_ID: Final = 3
+N_SPECIAL: Final = len(SPECIAL_TOKENS)
+
+IGNORE_LABEL: Final = -100
+"""Label of a position without a target, the ``ignore_index`` of torch's cross entropy."""
+
+TARGET_SUM: Final = 10_000.0
+"""Counts a cell is scaled to before log1p (CP10K)."""
+
+OBSM_KEY: Final = "X_scforge"
+UNS_KEY: Final = "scforge"

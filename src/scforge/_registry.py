@@ -1,0 +1,111 @@
+"""One registry class for everything that users may add: tokenizers, models, objectives, benchmarks, tasks."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from scforge.errors import OptionError, ScforgeError, did_you_mean, listing
+
+__all__ = ["Registry"]
+
+T = TypeVar("T")
+
+
+class Registry(Generic[T]):
+    """Names to objects: built-in ones by module path, others by decorator or by entry point.
+
+    Parameters
+    ----------
+    kind
+        The word for one entry in messages, e.g. ``"architecture"``.
+    group
+        Entry-point group that other packages use to add entries, e.g. ``"scforge.models"``.
+    builtin
+        Name to module path of the entries that ship with scforge. The module is imported when the entry is first
+        asked for, and registers itself.
+    """
+
+    def __init__(self, kind: str, *, group: str, builtin: dict[str, str] | None = None) -> None:
+        self.kind = kind
+        self.group = group
+        self._builtin = dict(builtin or {})
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Return a decorator that registers an object as `name` and hands it back.
+
+        An object of the same module and qualified name takes the place of the earlier one, so that a notebook cell
+        can be run again.
+
+        Raises
+        ------
+        OptionError
+            If `name` belongs to another object.
+        """
+
+        def decorator(obj: T) -> T:
+            taken = self._entries.get(name)
+            owner = self._builtin.get(name)
+            foreign = taken is not None and _identity(taken) != _identity(obj)
+            if foreign or (owner is not None and _identity(obj)[0] != owner):
+                raise OptionError(f"{self.kind} {name!r} is already registered; choose another name.")
+            self._entries[name] = obj
+            return obj
+
+        return decorator
+
+    def get(self, name: str) -> T:
+        """Return the object registered as `name`.
+
+        Raises
+        ------
+        OptionError
+            If `name` is unknown; the message lists the known names.
+        ScforgeError
+            If a plugin offers `name` but cannot be imported; the cause is attached.
+        """
+        if name not in self._entries and name in self._builtin:
+            importlib.import_module(self._builtin[name])
+        if name not in self._entries:
+            plugin = self._plugins().get(name)
+            if plugin is None:
+                known = self.names()
+                raise OptionError(
+                    f"{self.kind}={name!r} is not known{did_you_mean(name, known) or ';'} (known: {listing(known)})"
+                )
+            self._load(name, plugin)
+        return self._entries[name]
+
+    def names(self) -> list[str]:
+        """Return all names, sorted, without importing what they stand for."""
+        return sorted({*self._builtin, *self._entries, *self._plugins()})
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def name_of(self, obj: T) -> str | None:
+        """Return the name under which `obj` is registered, or None."""
+        return next((name for name, entry in self._entries.items() if entry is obj), None)
+
+    def _plugins(self) -> dict[str, EntryPoint]:
+        return {point.name: point for point in entry_points(group=self.group)}
+
+    def _load(self, name: str, plugin: EntryPoint) -> None:
+        try:
+            loaded = plugin.load()
+        except Exception as error:
+            raise ScforgeError(
+                f"the plugin {plugin.value!r} that offers {self.kind} {name!r} cannot be imported: {error}"
+            ) from error
+        # A plugin may register itself on import, or just point at the object.
+        self._entries.setdefault(name, loaded)
+
+
+def _identity(obj: object) -> tuple[str | None, str | None]:
+    return getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)

@@ -1,0 +1,44 @@
+"""Configuration files: what may stand in them, reading and writing them, and the recipes of the package."""
+
+from __future__ import annotations
+
+from scforge._lazy import lazy_names
+
+_SCHEMA = "scforge.config.schema"
+_NAMES = {
+    "Config": _SCHEMA,
+    "DataConfig": _SCHEMA,
+    "MaskingConfig": _SCHEMA,
+    "ModelConfig": _SCHEMA,
+    "ObjectiveConfig": _SCHEMA,
+    "OptimizerConfig": _SCHEMA,
+    "OutputConfig": _SCHEMA,
+    "PreprocessingConfig": _SCHEMA,
+    "SchedulerConfig": _SCHEMA,
+    "TokenizerConfig": _SCHEMA,
+    "TrainingConfig": _SCHEMA,
+    "dump_config": "scforge.config.load",
+    "list_recipes": "scforge.config.recipes",
+    "load_config": "scforge.config.load",
+    "recipe_path": "scforge.config.recipes",
+}
+
+__all__ = [
+    "Config",
+    "DataConfig",
+    "MaskingConfig",
+    "ModelConfig",
+    "ObjectiveConfig",
+    "OptimizerConfig",
+    "OutputConfig",
+    "PreprocessingConfig",
+    "SchedulerConfig",
+    "TokenizerConfig",
+    "TrainingConfig",
+    "dump_config",
+    "list_recipes",
+    "load_config",
+    "recipe_path",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

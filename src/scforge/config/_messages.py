@@ -1,0 +1,124 @@
+"""One sentence on one line for each mistake in a configuration."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ValidationError
+
+from scforge.errors import ConfigError, listing
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+__all__ = ["config_error", "shown"]
+
+_REPR = reprlib.Repr(maxlevel=2, maxdict=3, maxlist=3, maxstring=60, maxother=60, maxlong=40)
+_PLAIN_KEY = re.compile(r"[\w-]+")
+
+_PLAIN = {
+    "bool_parsing": "is not true or false",
+    "bool_type": "is not true or false",
+    "finite_number": "is not a finite number",
+    "float_parsing": "is not a number",
+    "float_type": "is not a number",
+    "int_from_float": "is not a whole number",
+    "int_parsing": "is not an integer",
+    "int_parsing_size": "is not an integer of usual size",
+    "int_type": "is not an integer",
+    "list_type": "is not a list",
+    "model_type": "is not a section with options",
+    "string_too_short": "is empty",
+    "string_type": "is not text; put it in quotes",
+    "too_short": "is empty",
+}
+_LIMITS = {
+    "greater_than": ("gt", "must be greater than"),
+    "greater_than_equal": ("ge", "must be at least"),
+    "less_than": ("lt", "must be less than"),
+    "less_than_equal": ("le", "must be at most"),
+}
+
+
+def shown(value: object) -> str:
+    """Return `value` for a message: on one line, and short however large it is."""
+    return " ".join(_REPR.repr(value).split())
+
+
+def config_error(error: ValidationError, schema: type[BaseModel]) -> ConfigError:
+    """Return the first mistake that pydantic found in `schema` as a sentence, with the number of the others."""
+    details = error.errors(include_url=False)
+    sentence = _sentence(details[0], schema)
+    if len(details) == 1:
+        return ConfigError(f"{sentence}.")
+    others = f"{len(details) - 1} more option{'s' if len(details) > 2 else ''}"
+    return ConfigError(f"{sentence} (and {others} cannot be used).")
+
+
+def dotted_name(location: Iterable[int | str]) -> str:
+    """Return ``training.optimizer.lr`` or ``data.paths[0]`` for a location in a configuration."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        else:
+            name += ("." if name else "") + (part if _PLAIN_KEY.fullmatch(part) else shown(part))
+    return name
+
+
+def known_names(schema: type[BaseModel], prefix: str = "") -> list[str]:
+    """Return the dotted names of all options of `schema`, those of its sections included."""
+    names: list[str] = []
+    for name, field in schema.model_fields.items():
+        names.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            names += known_names(field.annotation, f"{prefix}{name}.")
+    return names
+
+
+def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    name = dotted_name(detail["loc"])
+    option = f"{name}={shown(value)}"
+    if kind == "extra_forbidden":
+        return _unknown(name, option, schema)
+    if kind == "missing":
+        return f"{name} is missing; every configuration names its data, e.g. data: {{paths: [cells.h5ad]}}"
+    if kind == "literal_error":
+        known = re.findall(r"'([^']*)'", context["expected"])
+        return f"{option} is not known{_hint(_nearest(str(value), known))} (known: {listing(known)})"
+    if kind in _LIMITS:
+        limit, words = _LIMITS[kind]
+        return f"{option} is out of range; it {words} {context[limit]}"
+    if kind == "invalid_key":
+        section = dotted_name(detail["loc"][:-1]) or "a configuration"
+        return f"{section} has the key {shown(value)}, which is not the name of an option"
+    if kind == "value_error":
+        return f"{option} {context['error']}"
+    words = _PLAIN.get(kind) or "cannot be used: " + " ".join(detail["msg"].split()).rstrip(".")
+    return f"{option} {words}"
+
+
+def _unknown(name: str, option: str, schema: type[BaseModel]) -> str:
+    section, _, key = name.rpartition(".")
+    names = known_names(schema)
+    siblings = [known.rpartition(".")[2] for known in names if known.rpartition(".")[0] == section]
+    elsewhere = [known for known in names if known.rpartition(".")[2] == key]
+    near = _nearest(key, siblings)
+    suggestion = elsewhere[0] if elsewhere else near and f"{section}.{near}".lstrip(".")
+    has = f"{section or 'a configuration'} has: {listing(siblings, most=20)}"
+    return f"{option} is not a known option{_hint(suggestion)} ({has})"
+
+
+def _nearest(word: str, known: list[str]) -> str | None:
+    # "bf16" is meant as the usual "bf16-mixed", though "bf16-true" shares a larger part of its letters.
+    longer = [name for name in known if word and name.startswith(word)]
+    return next(iter(longer or difflib.get_close_matches(word.lower(), known, n=1)), None)
+
+
+def _hint(suggestion: str | None) -> str:
+    return f"; did you mean {suggestion!r}?" if suggestion else ""

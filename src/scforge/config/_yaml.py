@@ -1,0 +1,95 @@
+"""YAML as configurations use it: safe, without duplicate keys, and with ``1e-4`` a number."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from scforge.config._messages import shown
+from scforge.errors import ConfigError
+
+__all__ = ["dump_yaml", "parse_yaml"]
+
+# YAML 1.1, which PyYAML follows, asks for a dot and a sign in a number with an exponent.
+_NUMBER = re.compile(r"[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$|[-+]?\.[\d_]+[eE][-+]?\d+$")
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            # Some scalars look like a date or a number and are none, e.g. 2024-13-01; PyYAML leaves that to Python.
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{shown(node.value)} is not a value of type {kind}; put text in quotes", node.start_mark
+            ) from error
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"the key {shown(key.value)} stands twice in its section", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
+
+
+def parse_yaml(text: str, *, where: str) -> Any:
+    """Return the content of a YAML document.
+
+    Parameters
+    ----------
+    text
+        The document.
+    where
+        What to call it in an error.
+
+    Raises
+    ------
+    ConfigError
+        If the text is not YAML, has a key twice in one section, or holds objects other than plain values.
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        reason = ", ".join(part for part in (error.context, error.problem) if part)
+    except yaml.reader.ReaderError as error:
+        place, reason = f", character {error.position + 1}", f"{error.reason}: #x{error.character:04x}"
+    except RecursionError:
+        place, reason = "", "it is nested too deeply"
+    raise ConfigError(f"{where}{place} is not valid YAML: {' '.join(reason.split()).rstrip('.')}.")
+
+
+def dump_yaml(content: Any) -> str:
+    """Return `content` as YAML that :func:`parse_yaml` reads back.
+
+    Raises
+    ------
+    ConfigError
+        If `content` holds something other than plain values.
+    """
+    try:
+        return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+    except yaml.representer.RepresenterError as error:
+        kind = type(error.args[-1]).__name__
+        raise ConfigError(
+            f"an option holds a value of type {kind}, which has no place in a file; use plain values."
+        ) from error
+    except RecursionError as error:
+        raise ConfigError("an option holds itself, which has no place in a file; use plain values.") from error

@@ -1,0 +1,132 @@
+"""Other places where a configuration file may set an option, and keys that cannot be used yet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from scforge.config._messages import shown
+from scforge.errors import ConfigError
+
+__all__ = ["ALIASES", "UNSUPPORTED", "apply_aliases"]
+
+ALIASES = {
+    "model.mask_ratio": "tokenizer.masking.mask_ratio",
+    "model.pretraining_task": "objective.name",
+    "tokenizer.gene_vocab": "data.gene_vocab",
+    "tokenizer.max_genes": "data.max_genes",
+    "training.lr": "training.optimizer.lr",
+    "training.num_gpus": "training.devices",
+}
+"""Accepted place of an option to the place where the schema has it."""
+
+UNSUPPORTED = {
+    "data.organism": "selects cells of the CELLxGENE Census, which is not supported yet; name h5ad files in data.paths",
+    "data.filters": "selects cells of the CELLxGENE Census, which is not supported yet; name h5ad files in data.paths",
+    "data.preprocessing.normalize": (
+        "is not an option: every tokenizer normalises raw counts by library size itself; remove the key"
+    ),
+    "training.strategy": "is not supported yet; remove the key (training.devices sets the number of devices)",
+    "eval": "is not supported yet; remove the section and evaluate the trained model with the command 'evaluate'",
+}
+"""Keys that other tools or later versions know, and what to do instead."""
+
+_LOCAL_ONLY = "is not supported yet; supported is 'local', h5ad files named in data.paths"
+_ON_GPUS = ("auto", "gpu", "cuda")
+
+
+def apply_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `raw` with every aliased option at its canonical place; `raw` is not changed.
+
+    Parameters
+    ----------
+    raw
+        Content of a configuration file, before validation.
+
+    Raises
+    ------
+    ConfigError
+        If an alias and its canonical option have different values, or a key is not supported yet.
+    """
+    content = _copied(raw)
+    _refuse_unsupported(content)
+    for alias, canonical in ALIASES.items():
+        found, value = _pop(content, alias)
+        if not found:
+            continue
+        if alias == "training.num_gpus":
+            _use_gpus(content, value)
+        else:
+            _put(content, canonical, value, alias=alias)
+    return content
+
+
+def _get(content: Mapping[str, Any], dotted: str) -> tuple[bool, Any]:
+    """Return whether `content` has the option, and its value."""
+    value: Any = content
+    for key in dotted.split("."):
+        if not isinstance(value, Mapping) or key not in value:
+            return False, None
+        value = value[key]
+    return True, value
+
+
+def _copied(raw: Mapping[str, Any]) -> dict[str, Any]:
+    # Two levels down is as deep as an alias reaches; deeper values are shared, and not changed.
+    return {
+        name: {key: dict(value) if isinstance(value, Mapping) else value for key, value in section.items()}
+        if isinstance(section, Mapping)
+        else section
+        for name, section in raw.items()
+    }
+
+
+def _pop(content: dict[str, Any], dotted: str) -> tuple[bool, Any]:
+    section, key = dotted.split(".")
+    holder = content.get(section)
+    if not isinstance(holder, dict) or key not in holder:
+        return False, None
+    return True, holder.pop(key)
+
+
+def _put(content: dict[str, Any], dotted: str, value: Any, *, alias: str) -> None:
+    *sections, key = dotted.split(".")
+    holder = content
+    for depth, name in enumerate(sections):
+        if holder.get(name) is None:
+            holder[name] = {}
+        holder = holder[name]
+        if not isinstance(holder, dict):
+            raise ConfigError(f"{'.'.join(sections[: depth + 1])}={shown(holder)} is not a section with options.")
+    if key in holder and holder[key] != value:
+        raise ConfigError(
+            f"{alias}={shown(value)} and {dotted}={shown(holder[key])} set the same option to different values; "
+            f"keep {dotted} alone."
+        )
+    holder[key] = value
+
+
+def _use_gpus(content: dict[str, Any], n_gpus: Any) -> None:
+    if isinstance(n_gpus, bool) or not isinstance(n_gpus, int) or n_gpus < 0:
+        raise ConfigError(f"training.num_gpus={shown(n_gpus)} is not a number of GPUs; give 0 or more.")
+    _, accelerator = _get(content, "training.accelerator")
+    if n_gpus == 0:
+        _put(content, "training.accelerator", "cpu", alias="training.num_gpus")
+        return
+    if accelerator not in (None, *_ON_GPUS):
+        raise ConfigError(
+            f"training.num_gpus={n_gpus} and training.accelerator={shown(accelerator)} contradict each other; "
+            "keep one of the two."
+        )
+    content["training"]["accelerator"] = "gpu" if accelerator in (None, "auto") else accelerator
+    _put(content, "training.devices", n_gpus, alias="training.num_gpus")
+
+
+def _refuse_unsupported(content: Mapping[str, Any]) -> None:
+    found, source = _get(content, "data.source")
+    if found and source == "cellxgene_census":
+        raise ConfigError(f"data.source={shown(source)} {_LOCAL_ONLY}.")
+    for dotted, reason in UNSUPPORTED.items():
+        found, value = _get(content, dotted)
+        if found:
+            raise ConfigError(f"{dotted}={shown(value)} {reason}.")

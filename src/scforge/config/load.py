@@ -1,0 +1,118 @@
+"""Reading and writing configuration files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from scforge.config._messages import config_error, shown
+from scforge.config._yaml import dump_yaml, parse_yaml
+from scforge.config.aliases import apply_aliases
+from scforge.config.schema import Config
+from scforge.errors import ConfigError
+
+__all__ = ["dump_config", "load_config"]
+
+
+def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+    """Read a configuration file.
+
+    Parameters
+    ----------
+    path
+        A YAML file.
+    overrides
+        Options that take the place of those in the file, as ``"training.batch_size=32"``. Values are read as YAML; a
+        mapping is merged into its section. The last of several for one option counts.
+
+    Returns
+    -------
+    The checked configuration. Paths in it stay as written, so relative ones start at the working directory.
+
+    Raises
+    ------
+    ConfigError
+        If the file cannot be read, is not YAML, or has a key or a value that cannot be used.
+
+    Examples
+    --------
+    >>> from scforge.config import load_config, recipe_path
+    >>> config = load_config(recipe_path("light"), ["training.batch_size=64"])
+    >>> config.model.architecture, config.training.batch_size
+    ('gene_pooling', 64)
+    """
+    content = apply_aliases(_read(Path(path)))
+    for override in overrides:
+        content = _merged(content, apply_aliases(_parse_override(override)))
+    try:
+        return Config.model_validate(content)
+    except ValidationError as error:
+        raise config_error(error, Config) from None
+
+
+def dump_config(config: Config) -> str:
+    """Return `config` as YAML text that :func:`load_config` reads back to an equal configuration.
+
+    Only what the user set is written, so that defaults may improve with the package.
+
+    Examples
+    --------
+    >>> from scforge.config import Config
+    >>> print(dump_config(Config(data={"paths": "cells.h5ad"}, training={"lr": 1e-4})))
+    data:
+      paths:
+      - cells.h5ad
+    training:
+      optimizer:
+        lr: 0.0001
+    <BLANKLINE>
+    """
+    return dump_yaml(config.user_set())
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    name = repr(str(path))
+    if path.is_dir():
+        raise ConfigError(f"config={name} is a folder; name the YAML file in it.")
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"config={name} does not exist; check the path.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"config={name} is not a text file; name a YAML file.") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"config={name} cannot be read: {reason}.") from None
+    content = parse_yaml(text, where=str(path))
+    if content is None:
+        raise ConfigError(f"config={name} is empty; it needs at least a section data with paths.")
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"config={name} holds {shown(content)} instead of sections such as data and training.")
+    return content
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    name, equals, text = override.partition("=")
+    keys = [key.strip() for key in name.split(".")]
+    if not equals or not all(keys):
+        raise ConfigError(f"override={override!r} is not an option; write it as section.option=value.")
+    content: Any = parse_yaml(text, where=f"override {override!r}")
+    for key in reversed(keys):
+        content = {key: content}
+    return content
+
+
+def _merged(content: Mapping[str, Any], changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    merged = dict(content)
+    for key, change in changes.items():
+        old = merged.get(key)
+        if isinstance(change, Mapping) and old is not None:
+            if not isinstance(old, Mapping):
+                raise ConfigError(f"{prefix}{key}={shown(old)} is not a section with options.")
+            change = _merged(old, change, f"{prefix}{key}.")
+        merged[key] = change
+    return merged

@@ -1,0 +1,36 @@
+"""Configurations that ship with the package, each a starting point to copy and change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from scforge.errors import ConfigError, did_you_mean, listing
+
+__all__ = ["list_recipes", "recipe_path"]
+
+_FOLDER = Path(__file__).parent
+
+
+def list_recipes() -> list[str]:
+    """Return the names of the recipes.
+
+    Examples
+    --------
+    >>> list_recipes()
+    ['gene_pooling', 'light', 'masked_gene']
+    """
+    return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
+
+
+def recipe_path(name: str) -> Path:
+    """Return the file of a recipe.
+
+    Raises
+    ------
+    ConfigError
+        If there is no recipe of that name.
+    """
+    known = list_recipes()
+    if name not in known:
+        raise ConfigError(f"recipe={name!r} is not known{did_you_mean(name, known)} (known: {listing(known)})")
+    return _FOLDER / f"{name}.yaml"

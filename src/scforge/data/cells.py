@@ -1,0 +1,105 @@
+"""Cells in memory: counts over the genes of a vocabulary, and blocks of them.
+
+Shapes: N cells of a source, B cells of a block, G genes of the vocabulary, Z nonzeros.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import sparse
+
+__all__ = ["CellBlock", "CellSource"]
+
+
+@dataclass(frozen=True)
+class CellBlock:
+    """The counts of some cells, compressed by row (CSR), over vocabulary genes.
+
+    Attributes
+    ----------
+    indptr
+        Row boundaries, int64, shape (B + 1,).
+    genes
+        Gene index (token id minus 4) of each entry, ascending within a cell, int32, shape (Z,).
+    counts
+        Count of each entry, float32, above zero, shape (Z,).
+    totals
+        Counts of each cell over all genes of the data, also those outside the vocabulary, float64, shape (B,).
+    rows
+        Position of each cell in its source, int64, shape (B,). Randomness is keyed by it.
+    """
+
+    indptr: np.ndarray
+    genes: np.ndarray
+    counts: np.ndarray
+    totals: np.ndarray
+    rows: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.indptr) - 1
+
+    @classmethod
+    def from_csr(cls, matrix: sparse.csr_matrix, totals: np.ndarray | None = None) -> CellBlock:
+        """Make a block of a CSR matrix of counts of shape (B, G); `totals` are its row sums if not given."""
+        if not isinstance(matrix, sparse.csr_matrix):
+            matrix = sparse.csr_matrix(matrix)
+        if not matrix.has_canonical_format or (matrix.data == 0).any():
+            matrix = matrix.copy()
+            matrix.sum_duplicates()
+            matrix.eliminate_zeros()
+        sums = np.asarray(matrix.sum(axis=1), dtype=np.float64).ravel()
+        return cls(
+            indptr=matrix.indptr.astype(np.int64),
+            genes=matrix.indices.astype(np.int32, copy=False),
+            counts=matrix.data.astype(np.float32, copy=False),
+            totals=sums if totals is None else np.asarray(totals, dtype=np.float64),
+            rows=np.arange(matrix.shape[0], dtype=np.int64),
+        )
+
+
+@dataclass(frozen=True)
+class CellSource:
+    """Cells that batches are drawn from.
+
+    Attributes
+    ----------
+    counts
+        Counts over vocabulary genes, canonical CSR, shape (N, G).
+    totals
+        Counts of each cell over all genes of the data, float64, shape (N,).
+    overlap
+        Share of the vocabulary's genes that the data have.
+    counts_kept
+        Share of all counts that lie in vocabulary genes.
+    """
+
+    counts: sparse.csr_matrix
+    totals: np.ndarray
+    overlap: float = 1.0
+    counts_kept: float = 1.0
+
+    def __len__(self) -> int:
+        return self.counts.shape[0]
+
+    @property
+    def n_expressed(self) -> np.ndarray:
+        """Number of expressed vocabulary genes of each cell, int64, shape (N,)."""
+        return np.diff(self.counts.indptr).astype(np.int64)
+
+    def block(self, rows: np.ndarray) -> CellBlock:
+        """Return the cells at `rows`, in that order."""
+        rows = np.asarray(rows, dtype=np.int64)
+        starts = self.counts.indptr[rows].astype(np.int64)
+        lengths = self.counts.indptr[rows + 1] - starts
+        indptr = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        # One gather for all rows: position within the block, shifted to where its row starts in the source.
+        take = np.arange(indptr[-1]) + np.repeat(starts - indptr[:-1], lengths)
+        return CellBlock(
+            indptr=indptr,
+            genes=self.counts.indices[take].astype(np.int32, copy=False),
+            counts=self.counts.data[take].astype(np.float32, copy=False),
+            totals=self.totals[rows],
+            rows=rows,
+        )

@@ -1,0 +1,122 @@
+"""Checks of what a user hands in: each failure is one sentence that names the argument, the value and the fix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy import sparse
+
+from scforge.errors import DataError, OptionError, did_you_mean, listing
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+__all__ = ["check_adata", "check_obs_column", "counts_of"]
+
+
+def check_adata(adata: Any, *, argument: str = "adata") -> None:
+    """Raise unless `adata` is an AnnData in memory with cells and genes."""
+    import anndata
+
+    if not isinstance(adata, anndata.AnnData):
+        kind = type(adata).__name__
+        hint = "read it with anndata.read_h5ad first" if isinstance(adata, str) else "pass an anndata.AnnData"
+        raise OptionError(f"{argument} is of type {kind!r}; {hint}.")
+    if adata.n_obs == 0 or adata.n_vars == 0:
+        raise DataError(f"{argument} is empty ({adata.n_obs} cells x {adata.n_vars} genes); it needs cells and genes.")
+    if adata.isbacked:
+        raise DataError(f"{argument} is backed by {str(adata.filename)!r}; load it with {argument}.to_memory() first.")
+
+
+def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
+    """Raise unless `key` is None or a column of ``adata.obs``."""
+    if key is not None and key not in adata.obs:
+        columns = [column for column in adata.obs.columns if not str(column).startswith("_scvi_")]
+        raise DataError(
+            f"{argument}={key!r} is not a column of adata.obs{did_you_mean(key, columns) or ';'} "
+            f"(adata.obs has: {listing(columns)})"
+        )
+
+
+def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
+    """Return the raw counts of `adata` as CSR with sorted indices, after checking that they are counts.
+
+    Parameters
+    ----------
+    adata
+        Annotated data.
+    layer
+        Key in ``adata.layers``; None reads ``adata.X``.
+
+    Returns
+    -------
+    Matrix of shape (n_obs, n_vars). A CSR matrix is returned as it is, not copied, unless its indices are unsorted.
+
+    Raises
+    ------
+    DataError
+        If the layer does not exist, holds negative, missing or fractional values, or has cells without counts. The
+        message names a layer that does hold counts, if there is one.
+    """
+    counts = _as_csr(_matrix(adata, layer))
+    where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
+    if problem := _problem(counts):
+        raise DataError(f"{where} {problem}, but raw counts are needed; {_where_counts_are(adata, layer)}.")
+    empty = np.flatnonzero(np.asarray(counts.sum(axis=1)).ravel() == 0)
+    if len(empty):
+        some = listing(adata.obs_names[empty[:3]])
+        raise DataError(
+            f"{where} has {len(empty)} cells without any count (first: {some}); "
+            "remove them with sc.pp.filter_cells(adata, min_counts=1)."
+        )
+    return counts
+
+
+def _matrix(adata: AnnData, layer: str | None) -> Any:
+    if layer is None:
+        if adata.X is None:
+            raise DataError(f"adata.X is None; {_where_counts_are(adata, layer)}.")
+        return adata.X
+    if layer not in adata.layers:
+        layers = list(adata.layers)
+        raise DataError(
+            f"layer={layer!r} is not in adata.layers{did_you_mean(layer, layers) or ';'} "
+            f"(adata.layers has: {listing(layers)}; layer=None reads adata.X)"
+        )
+    return adata.layers[layer]
+
+
+def _as_csr(matrix: Any) -> sparse.csr_matrix:
+    matrix = sparse.csr_matrix(matrix) if not isinstance(matrix, sparse.csr_matrix) else matrix
+    if not matrix.has_canonical_format:
+        matrix = matrix.copy()
+        matrix.sum_duplicates()
+    return matrix
+
+
+def _problem(counts: sparse.csr_matrix) -> str | None:
+    """Return what is wrong with values that should be counts, or None."""
+    data = counts.data
+    if data.dtype.kind not in "biuf":
+        return f"has the dtype {data.dtype}"
+    if data.dtype.kind == "f" and not np.isfinite(data).all():
+        return f"holds {int((~np.isfinite(data)).sum())} missing or infinite values"
+    if len(data) and data.min() < 0:
+        return f"holds negative values (smallest: {data.min():g})"
+    if data.dtype.kind == "f" and (fractional := data != np.floor(data)).any():
+        return f"holds values that are not whole numbers (first: {data[fractional][0]:g})"
+    return None
+
+
+def _where_counts_are(adata: AnnData, layer: str | None) -> str:
+    others: list[str | None] = [key for key in adata.layers if key is not None and key != layer]
+    if layer is not None and adata.X is not None:
+        others.append(None)
+    for key in others:
+        matrix = adata.X if key is None else adata.layers[key]
+        if _problem(_as_csr(matrix)) is None:
+            return f"layer={key!r} holds counts ({'adata.X' if key is None else 'adata.layers'}), pass that"
+    if adata.raw is not None and _problem(_as_csr(adata.raw.X)) is None:
+        return "adata.raw holds counts, pass adata.raw.to_adata()"
+    return "pass the layer that holds them, or undo the normalisation"

@@ -1,0 +1,41 @@
+"""Random numbers that belong to a cell: they depend on seed, epoch, cell and purpose, and on nothing else.
+
+So a batch, a thread count, a number of workers or a resumed run cannot change what happens to a cell.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+__all__ = ["cell_keys", "uniform"]
+
+
+def cell_keys(rows: np.ndarray, *, seed: int, epoch: int, stream: int = 0) -> np.ndarray:
+    """Return one random 64-bit key for each cell, uint64, shape (B,), as the start of its own random numbers."""
+    return _mix_keys(np.asarray(rows, dtype=np.int64), np.uint64(seed), np.uint64(epoch), np.uint64(stream))
+
+
+@numba.njit(cache=True)
+def _hash(state):
+    """Scramble 64 bits (the finaliser of splitmix64: Steele, Lea and Flood 2014)."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+@numba.njit(cache=True)
+def _mix_keys(rows, seed, epoch, stream):
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    keys = np.empty(len(rows), dtype=np.uint64)
+    base = _hash(_hash(_hash(seed + golden) + epoch + golden) + stream + golden)
+    for i in range(len(rows)):
+        keys[i] = _hash(base + np.uint64(rows[i]) * golden)
+    return keys
+
+
+@numba.njit(cache=True)
+def uniform(key, position):
+    """Return the number at `position` of the random sequence of `key`, in [0, 1)."""
+    bits = _hash(key + (position + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    return np.float64(bits >> np.uint64(11)) * (1.0 / 9007199254740992.0)

@@ -1,0 +1,117 @@
+"""Which genes a model is built on: detected genes, highly variable genes, and the medians of their values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy import sparse
+
+from scforge._constants import N_SPECIAL, TARGET_SUM
+from scforge.data.checks import counts_of
+from scforge.data.mapping import gene_names
+from scforge.data.vocab import GeneVocab, strip_version
+from scforge.errors import DataError, OptionError
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+__all__ = ["gene_medians", "select_genes"]
+
+
+def select_genes(
+    adata: AnnData,
+    *,
+    layer: str | None = None,
+    gene_key: str | None = None,
+    n_top_genes: int | None = None,
+    min_cells: int = 3,
+    batch_key: str | None = None,
+    within: GeneVocab | None = None,
+) -> GeneVocab:
+    """Make a vocabulary of the genes of `adata` that a model should see.
+
+    Parameters
+    ----------
+    adata
+        Annotated data with raw counts; not changed.
+    layer, gene_key
+        Where the counts and the gene names are.
+    n_top_genes
+        Keep this many highly variable genes, found by :func:`scanpy.pp.highly_variable_genes` with
+        ``flavor="seurat"`` on log1p CP10K values, within batches if there is a `batch_key`. None keeps all detected
+        genes.
+    min_cells
+        Leave out genes detected in fewer cells.
+    batch_key
+        Column of ``adata.obs``.
+    within
+        Choose among the genes of this vocabulary, and name them as it does.
+
+    Returns
+    -------
+    Vocabulary in the order of ``adata.var``.
+    """
+    counts = counts_of(adata, layer)
+    names = gene_names(adata, gene_key)
+    if n_top_genes is not None and n_top_genes < 1:
+        raise OptionError(f"n_top_genes={n_top_genes} is not a positive number of genes.")
+    keep = np.bincount(counts.indices[counts.data > 0], minlength=counts.shape[1]) >= min_cells
+    if within is not None:
+        ids = within.encode(names)
+        keep &= ids >= N_SPECIAL
+        names = np.array(within.decode(ids))
+    if not keep.any():
+        raise DataError(f"no gene is detected in at least min_cells={min_cells} cells; lower min_cells.")
+    if n_top_genes is not None and n_top_genes < keep.sum():
+        chosen = np.flatnonzero(keep)
+        batches = None if batch_key is None else np.asarray(adata.obs[batch_key], dtype=object).astype(str)
+        keep = np.zeros(len(names), dtype=bool)
+        keep[chosen[_highly_variable(counts, chosen, n_top_genes, batches)]] = True
+    unversioned = [strip_version(name) for name in names[keep]]
+    return GeneVocab.from_genes(list(dict.fromkeys(unversioned)))
+
+
+def _highly_variable(
+    counts: sparse.csr_matrix, chosen: np.ndarray, n_top_genes: int, batches: np.ndarray | None
+) -> np.ndarray:
+    """Return a boolean array over `chosen` that is true for the highly variable genes."""
+    import anndata
+    import pandas as pd
+    import scanpy as sc
+
+    obs = pd.DataFrame(index=[str(i) for i in range(counts.shape[0])])
+    if batches is not None:
+        obs["batch"] = pd.Categorical(batches)
+    # Library sizes are those of all genes, so they are divided out before the genes are chosen.
+    totals = np.asarray(counts.sum(axis=1, dtype=np.float64)).ravel()
+    values = counts.astype(np.float32, copy=True)
+    values.data *= np.repeat((TARGET_SUM / totals).astype(np.float32), np.diff(values.indptr))
+    np.log1p(values.data, out=values.data)
+    work = anndata.AnnData(values[:, chosen], obs=obs, uns={"log1p": {"base": None}})
+    sc.pp.highly_variable_genes(work, n_top_genes=n_top_genes, batch_key=None if batches is None else "batch")
+    return np.asarray(work.var["highly_variable"], dtype=bool)
+
+
+def gene_medians(counts: sparse.csr_matrix, totals: np.ndarray) -> np.ndarray:
+    """Return the median of the nonzero CP10K values of each gene, as Geneformer scales its ranks.
+
+    Parameters
+    ----------
+    counts
+        Counts, shape (N, G).
+    totals
+        Library size of each cell, shape (N,).
+
+    Returns
+    -------
+    Medians, float64, shape (G,); 1 for a gene that no cell expresses.
+    """
+    scale = TARGET_SUM / totals
+    by_gene = sparse.csc_matrix(counts)
+    values = by_gene.data * scale[by_gene.indices]
+    medians = np.ones(counts.shape[1])
+    for gene, (start, stop) in enumerate(zip(by_gene.indptr[:-1], by_gene.indptr[1:], strict=True)):
+        if stop > start:
+            medians[gene] = np.median(values[start:stop])
+    return medians

@@ -1,0 +1,134 @@
+"""Opening cells: an AnnData, or h5ad files that are read into one."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scforge.data.cells import CellSource
+from scforge.data.checks import check_adata, counts_of
+from scforge.data.mapping import MIN_OVERLAP, gene_names, map_genes
+from scforge.data.vocab import GeneVocab
+from scforge.errors import DataError, MissingFileError, OptionError, ScforgeWarning
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+__all__ = ["open_cells", "read_h5ad"]
+
+
+def open_cells(
+    adata: AnnData,
+    vocab: GeneVocab,
+    *,
+    layer: str | None = None,
+    gene_key: str | None = None,
+    whole_annotation: bool = False,
+    min_overlap: float = MIN_OVERLAP,
+) -> CellSource:
+    """Map the counts of `adata` onto the genes of `vocab`.
+
+    Parameters
+    ----------
+    adata
+        Annotated data with raw counts.
+    vocab
+        Vocabulary to map the genes to. Genes of `adata` outside of it are left out, but their counts stay in the
+        library size of each cell.
+    layer
+        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+    gene_key
+        Column of ``adata.var`` with the gene names; None reads ``adata.var_names``.
+    whole_annotation
+        `vocab` is a whole annotation, of which no data set measures every gene.
+    min_overlap
+        Smallest share of genes to accept, see :func:`scforge.data.map_genes`.
+
+    Returns
+    -------
+    The cells in the order of ``adata.obs_names``.
+
+    Raises
+    ------
+    DataError
+        If the counts or the gene names cannot be used.
+    GeneMismatchError
+        If too few genes of `vocab` are in `adata`.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()
+    >>> cells = open_cells(adata, GeneVocab.from_genes(["CD3D", "LYZ", "MS4A1"]))
+    >>> cells.counts.shape
+    (2700, 3)
+    """
+    check_adata(adata)
+    counts = counts_of(adata, layer)
+    names = gene_names(adata, gene_key)
+    gene_map = map_genes(
+        names, vocab, min_overlap=min_overlap, whole=whole_annotation, var=adata.var, gene_key=gene_key
+    )
+    totals = np.asarray(counts.sum(axis=1, dtype=np.float64)).ravel()
+    mapped = gene_map.apply(counts)
+    empty = int((np.diff(mapped.indptr) == 0).sum())
+    if empty:
+        warnings.warn(
+            f"{empty} of {adata.n_obs} cells express no gene of the vocabulary; their embedding carries no information.",
+            ScforgeWarning,
+            stacklevel=2,
+        )
+    kept = float(mapped.sum(dtype=np.float64) / totals.sum())
+    return CellSource(counts=mapped, totals=totals, overlap=gene_map.overlap, counts_kept=kept)
+
+
+def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> AnnData:
+    """Read one or several h5ad files into one AnnData in memory.
+
+    Several files are concatenated over the union of their genes (by ``var_names``); a gene that a file lacks counts
+    as not expressed there. ``obs["source_file"]`` says where a cell comes from, and cell names are made unique.
+
+    Raises
+    ------
+    MissingFileError
+        If a file does not exist.
+    DataError
+        If a file is not an h5ad, or is empty.
+    """
+    import anndata
+
+    files = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
+    if not files:
+        raise OptionError("paths=[] names no file; name at least one h5ad file.")
+    parts = {str(path): _read_one(path) for path in files}
+    if len(files) == 1:
+        return parts[str(files[0])]
+    if len(parts) < len(files):
+        raise OptionError("paths names the same file twice; name each file once.")
+    for path, part in parts.items():
+        if not part.var_names.is_unique:
+            raise DataError(f"{path!r} has duplicate var_names; make them unique before joining files.")
+    # One annotation of each gene is enough; files that disagree keep the first.
+    joined = anndata.concat(parts, join="outer", label="source_file", index_unique="-", fill_value=0, merge="first")
+    return joined
+
+
+def _read_one(path: Path) -> AnnData:
+    import anndata
+
+    if not path.exists():
+        raise MissingFileError(f"the file {str(path)!r} does not exist; check data.paths.")
+    if not path.is_file():
+        raise DataError(f"{str(path)!r} is not a file; data.paths takes h5ad files.")
+    try:
+        adata = anndata.read_h5ad(path)
+    except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise DataError(f"{str(path)!r} cannot be read as an h5ad file: {reason.rstrip('.')}.") from error
+    check_adata(adata, argument=repr(str(path)))
+    return adata

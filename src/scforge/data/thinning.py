@@ -1,0 +1,99 @@
+"""Views of cells: binomial thinning of counts and dropout of genes.
+
+Thinning each count with one rate is what a shallower sequencing of the same cell would have given. Every random
+number depends on the seed, the epoch, the cell and the view alone, not on batches, threads or workers.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from scforge.data.cells import CellBlock
+from scforge.data.random import cell_keys, uniform
+
+__all__ = ["thin"]
+
+_NORMAL_ABOVE = 1000.0
+"""Counts above which the binomial is drawn from its normal approximation (relative error of its spread < 0.1 %)."""
+
+
+@numba.njit(cache=True)
+def _binomial(n, p, key, position):
+    """Draw from Binomial(n, p); return the draw and the next position of the random sequence."""
+    if n > _NORMAL_ABOVE:
+        radius = np.sqrt(-2.0 * np.log(1.0 - uniform(key, position)))
+        angle = 2.0 * np.pi * uniform(key, position + np.uint64(1))
+        draw = np.rint(n * p + np.sqrt(n * p * (1.0 - p)) * radius * np.cos(angle))
+        return min(max(draw, 0.0), n), position + np.uint64(2)
+    draw = 0.0
+    for _ in range(int(n)):
+        draw += 1.0 if uniform(key, position) < p else 0.0
+        position += np.uint64(1)
+    return draw, position
+
+
+@numba.njit(cache=True)
+def _thin(indptr, genes, counts, totals, keys, keep_low, keep_high, drop_low, drop_high):
+    n_cells = len(indptr) - 1
+    out_indptr = np.zeros(n_cells + 1, dtype=np.int64)
+    out_genes = np.empty(len(genes), dtype=np.int32)
+    out_counts = np.empty(len(counts), dtype=np.float32)
+    out_totals = np.empty(n_cells, dtype=np.float64)
+    size = 0
+    for cell in range(n_cells):
+        key = keys[cell]
+        keep = keep_low + (keep_high - keep_low) * uniform(key, np.uint64(0))
+        drop = drop_low + (drop_high - drop_low) * uniform(key, np.uint64(1))
+        position = np.uint64(2)
+        before, after = 0.0, 0.0
+        for entry in range(indptr[cell], indptr[cell + 1]):
+            count = np.float64(counts[entry])
+            draw, position = _binomial(count, keep, key, position)
+            before += count
+            after += draw
+            hidden = uniform(key, position) < drop
+            position += np.uint64(1)
+            if draw > 0 and not hidden:
+                out_genes[size] = genes[entry]
+                out_counts[size] = draw
+                size += 1
+        # The genes outside the vocabulary are thinned as one, which has the same distribution.
+        rest, position = _binomial(max(totals[cell] - before, 0.0), keep, key, position)
+        out_totals[cell] = max(after + rest, 1.0)
+        out_indptr[cell + 1] = size
+    return out_indptr, out_genes[:size].copy(), out_counts[:size].copy(), out_totals
+
+
+def thin(
+    block: CellBlock,
+    *,
+    keep: tuple[float, float],
+    gene_dropout: tuple[float, float],
+    seed: int,
+    epoch: int,
+    view: int,
+) -> CellBlock:
+    """Return one random view of each cell.
+
+    Parameters
+    ----------
+    block
+        Cells with whole-numbered counts.
+    keep
+        Range from which the share of counts to keep is drawn, one for each cell.
+    gene_dropout
+        Range from which the rate of hidden genes is drawn, one for each cell. A hidden gene is not in the view, but
+        its counts stay in the library size.
+    seed, epoch, view
+        What the random numbers depend on, besides the cell.
+
+    Returns
+    -------
+    Block of the same cells, with fewer counts and genes.
+    """
+    keys = cell_keys(block.rows, seed=seed, epoch=epoch, stream=view + 1)
+    indptr, genes, counts, totals = _thin(
+        block.indptr, block.genes, block.counts, block.totals, keys, *map(float, keep), *map(float, gene_dropout)
+    )
+    return CellBlock(indptr=indptr, genes=genes, counts=counts, totals=totals, rows=block.rows)

@@ -1,0 +1,355 @@
+"""What all front classes share: set-up, embedding, saving and loading."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import pandas as pd
+import torch
+from scvi import REGISTRY_KEYS
+from scvi.data import AnnDataManager
+from scvi.model.base import BaseModelClass
+
+from scforge._constants import OBSM_KEY, UNS_KEY
+from scforge._version import __version__
+from scforge.data.cells import CellSource
+from scforge.data.checks import check_adata, check_obs_column
+from scforge.data.mapping import gene_names, map_genes
+from scforge.data.selection import gene_medians, select_genes
+from scforge.data.sources import open_cells
+from scforge.data.vocab import GeneVocab
+from scforge.errors import DataError, NotTrainedWarning, OptionError
+from scforge.estimators.card import model_card
+from scforge.estimators.fields import GeneField, ObsField
+from scforge.estimators.saving import load_weights, read_folder, write_folder
+from scforge.estimators.spec import ModelSpec
+from scforge.models._utils import count_parameters
+from scforge.tokenizers.base import Tokenizer
+from scforge.training.predict import embed
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+    from torch import nn
+
+__all__ = ["FROM_DATA", "CellModel"]
+
+FROM_DATA = "from_data"
+
+
+class CellModel(BaseModelClass):
+    """Base of the front classes, on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
+
+    A subclass makes ``_spec``, ``_tokenizer`` and ``module`` in its constructor, which takes what :meth:`load` hands
+    over, and implements ``train``.
+    """
+
+    module: nn.Module
+    seed: int
+    _spec: ModelSpec
+    _tokenizer: Tokenizer
+
+    def __init__(self, adata: AnnData | None, registry: dict[str, Any] | None) -> None:
+        self._require_setup(adata, registry)
+        super().__init__(adata, registry=registry)
+        self.n_epochs_ = 0
+        self.history_: dict[str, pd.DataFrame] = {}
+
+    @classmethod
+    def setup_anndata(
+        cls,
+        adata: AnnData,
+        layer: str | None = None,
+        gene_key: str | None = None,
+        batch_key: str | None = None,
+        labels_key: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Tell the model where things are in `adata`, and check them.
+
+        Parameters
+        ----------
+        adata
+            Annotated data with raw counts. Only ``_scvi_...`` entries are added to it.
+        layer
+            Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+        gene_key
+            Column of ``adata.var`` with the gene names; None reads ``adata.var_names``.
+        batch_key
+            Column of ``adata.obs`` with the batch of a cell. Highly variable genes are chosen within batches.
+        labels_key
+            Column of ``adata.obs`` with the label of a cell; cells may have none. Pretraining does not use it.
+        **kwargs
+            ``source_registry`` and the transfer options of :class:`scvi.data.AnnDataManager`.
+
+        Raises
+        ------
+        DataError
+            If counts, gene names or columns cannot be used.
+        """
+        setup_method_args = cls._get_setup_method_args(**locals())
+        check_adata(adata)
+        if adata.is_view:
+            raise DataError("adata is a view of another AnnData; copy it first with adata = adata.copy().")
+        check_obs_column(adata, batch_key, argument="batch_key")
+        check_obs_column(adata, labels_key, argument="labels_key")
+        fields: list[Any] = [GeneField(REGISTRY_KEYS.X_KEY, layer, gene_key)]
+        if batch_key is not None:
+            fields.append(ObsField(REGISTRY_KEYS.BATCH_KEY, batch_key, allow_missing=False))
+        if labels_key is not None:
+            fields.append(ObsField(REGISTRY_KEYS.LABELS_KEY, labels_key, allow_missing=True))
+        manager = AnnDataManager(fields=fields, setup_method_args=setup_method_args)
+        manager.register_fields(adata, **kwargs)
+        cls.register_manager(manager)
+
+    def get_latent_representation(
+        self, adata: AnnData | None = None, *, key_added: str | None = OBSM_KEY, batch_size: int = 256
+    ) -> np.ndarray:
+        """Embed cells, and write the embedding into ``adata.obsm``.
+
+        Parameters
+        ----------
+        adata
+            Cells to embed; None for those of the training. It needs no set-up: counts and gene names are read from
+            where they were in the training data, genes are matched by name.
+        key_added
+            Key in ``adata.obsm``, and in ``adata.uns["scforge"]`` for what the embedding was made with. None writes
+            nothing.
+        batch_size
+            Cells a batch.
+
+        Returns
+        -------
+        Embedding in the order of ``adata.obs_names``, float32, shape (n_obs, n_latent).
+
+        Raises
+        ------
+        GeneMismatchError
+            If `adata` has too few genes of the model.
+        """
+        if adata is None:
+            adata = self.adata
+        if adata is None:
+            raise OptionError("adata=None but the model was loaded without adata; pass the cells to embed.")
+        if not self.is_trained_:
+            warnings.warn("The model is not trained; its embedding is random.", NotTrainedWarning, stacklevel=2)
+        cells = self._open(adata)
+        embedding = embed(self.module, cells, self._tokenizer, batch_size=batch_size)
+        if key_added is not None:
+            adata.obsm[key_added] = embedding
+            adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key_added: self._provenance(cells, embedding.shape[1])}
+        return embedding
+
+    def save(  # type: ignore[override]
+        self, dir_path: str | os.PathLike[str], *, overwrite: bool = False, save_anndata: bool = False
+    ) -> None:
+        """Save the model to a folder: weights (safetensors), description (JSON), vocabulary (JSON), model card.
+
+        Parameters
+        ----------
+        dir_path
+            Folder to make. It appears whole or not at all.
+        overwrite
+            Replace a folder that exists.
+        save_anndata
+            Also write the training data, as ``adata.h5ad``.
+        """
+        if save_anndata and self.adata is None:
+            raise OptionError("save_anndata=True but the model was loaded without adata.")
+        content = {
+            "class": type(self).__name__,
+            **self._spec.to_json(),
+            "setup": dict(self.registry_["setup_args"]),
+            "categories": {
+                key: [str(c) for c in field["state_registry"]["categorical_mapping"]]
+                for key, field in self.registry_["field_registries"].items()
+                if "categorical_mapping" in field["state_registry"]
+            },
+            "seed": self.seed,
+            "is_trained": self.is_trained_,
+            "n_epochs": self.n_epochs_,
+            "history": {name: frame[name].tolist() for name, frame in self.history_.items()},
+        }
+        extra = (lambda folder: self.adata.write_h5ad(folder / "adata.h5ad")) if save_anndata else None
+        write_folder(
+            dir_path,
+            module=self.module,
+            vocab=self._spec.vocab,
+            content=content,
+            card=model_card(self._spec, self.n_epochs_, count_parameters(self.module)),
+            overwrite=overwrite,
+            extra=extra,
+        )
+
+    @classmethod
+    def load(  # type: ignore[override]
+        cls, dir_path: str | os.PathLike[str], adata: AnnData | None = None, *, device: str | torch.device = "cpu"
+    ) -> Self:
+        """Load a model that :meth:`save` wrote.
+
+        Parameters
+        ----------
+        dir_path
+            The folder.
+        adata
+            Data to go on with, set up as the training data were; columns of obs that it lacks are left out. None:
+            pass the cells to :meth:`get_latent_representation`.
+        device
+            Where to put the module.
+
+        Raises
+        ------
+        MissingFileError, ModelFileError
+            If the folder, or what is in it, cannot be used.
+        GeneMismatchError
+            If `adata` has too few genes of the model.
+        """
+        config, vocab, weights = read_folder(dir_path)
+        setup = config["setup"]
+        registry = None
+        if adata is None:
+            registry = {
+                "scvi_version": None,
+                "model_name": cls.__name__,
+                "setup_args": setup,
+                "setup_method_name": "setup_anndata",
+                "field_registries": {},
+            }
+        else:
+            check_adata(adata)
+            names = gene_names(adata, setup["gene_key"])
+            map_genes(names, vocab, var=adata.var, gene_key=setup["gene_key"], whole=_is_whole(vocab))
+            present = {key: setup[key] if setup[key] in adata.obs else None for key in ("batch_key", "labels_key")}
+            cls.setup_anndata(adata, **(setup | present))
+        architecture = dict(config["architecture"])
+        model = cls(
+            adata,
+            architecture.pop("name"),
+            config["tokenizer"],
+            config["objective"],
+            vocab=vocab,
+            n_top_genes=0,
+            seed=config["seed"],
+            registry=registry,
+            **architecture,
+        )
+        load_weights(model.module, weights, source=str(dir_path))
+        model.to_device(device)
+        model.is_trained_ = config["is_trained"]
+        model._extend_history(config["history"])
+        model.n_epochs_ = config["n_epochs"]
+        return model
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the weights."""
+        return next(self.module.parameters()).device
+
+    @property
+    def vocab(self) -> GeneVocab:
+        """The genes that the model knows."""
+        return self._spec.vocab
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer."""
+        return self._tokenizer
+
+    def __repr__(self) -> str:
+        spec = self._spec
+        trained = f"trained for {self.n_epochs_} epochs" if self.is_trained_ else "not trained"
+        cells = "without adata" if self.adata is None else f"{self.adata.n_obs} cells"
+        return (
+            f"{type(self).__name__}({spec.architecture}, {count_parameters(self.module):,} parameters, {trained})\n"
+            f"    data: {cells}, {spec.vocab}\n"
+            f"    tokenizer: {self._tokenizer}\n"
+            f"    objective: {spec.build_objective()}\n"
+            f"    options: {', '.join(f'{k}={v!r}' for k, v in spec.model_options.items())}"
+        )
+
+    @classmethod
+    def _require_setup(cls, adata: AnnData | None, registry: dict[str, Any] | None) -> None:
+        """Raise unless there is a registry, or an AnnData that was set up."""
+        name = cls.__name__
+        if adata is None:
+            if registry is None:
+                raise OptionError(f"adata=None; pass an AnnData that {name}.setup_anndata(adata) was called on.")
+            return
+        check_adata(adata)
+        try:
+            cls._get_most_recent_anndata_manager(adata, required=True)
+        except ValueError as error:
+            copied = ", because it is a copy of the one that was set up" if "copy" in str(error) else ""
+            raise OptionError(f"adata is not set up{copied}; call {name}.setup_anndata(adata) first.") from error
+
+    @property
+    def _setup(self) -> dict[str, Any]:
+        return self.registry_["setup_args"]
+
+    def _open(self, adata: AnnData, vocab: GeneVocab | None = None) -> CellSource:
+        vocab = self._spec.vocab if vocab is None else vocab
+        return open_cells(
+            adata,
+            vocab,
+            layer=self._setup["layer"],
+            gene_key=self._setup["gene_key"],
+            whole_annotation=_is_whole(vocab),
+        )
+
+    def _make_vocab(
+        self, adata: AnnData | None, vocab: str | GeneVocab, n_top_genes: int | None, *, needs_medians: bool
+    ) -> GeneVocab:
+        """Choose the genes of the model, with their medians if the tokenizer needs them."""
+        if adata is None:
+            if not isinstance(vocab, GeneVocab):
+                raise OptionError(f"vocab={vocab!r} needs adata; pass a GeneVocab.")
+            return vocab
+        within = None
+        if isinstance(vocab, GeneVocab):
+            within = vocab
+        elif vocab != FROM_DATA:
+            within = GeneVocab.from_file(vocab) if Path(vocab).is_file() else GeneVocab.named(vocab)
+        made = within
+        if made is None or n_top_genes is not None:
+            made = select_genes(
+                adata,
+                layer=self._setup["layer"],
+                gene_key=self._setup["gene_key"],
+                n_top_genes=n_top_genes,
+                batch_key=self._setup["batch_key"],
+                within=within,
+            )
+        if needs_medians and made.medians is None:
+            cells = self._open(adata, made)
+            made = made.with_medians(gene_medians(cells.counts, cells.totals))
+        return made
+
+    def _provenance(self, cells: CellSource, n_latent: int) -> dict[str, Any]:
+        """Return what an embedding was made with, as scalars that h5ad can hold."""
+        return {
+            "scforge_version": __version__,
+            "architecture": self._spec.architecture,
+            "tokenizer": self._spec.tokenizer,
+            "objective": self._spec.objective,
+            "n_latent": n_latent,
+            "n_epochs": self.n_epochs_,
+            "is_trained": bool(self.is_trained_),
+            "vocab_hash": self._spec.vocab.hash,
+            "gene_overlap": cells.overlap,
+            "counts_kept": cells.counts_kept,
+        }
+
+    def _extend_history(self, figures: dict[str, list[float]]) -> None:
+        """Append the figures of further epochs: one data frame a name, as in scvi-tools."""
+        for name, values in figures.items():
+            before = self.history_[name][name].tolist() if name in self.history_ else []
+            index = pd.RangeIndex(len(before) + len(values), name="epoch")
+            self.history_[name] = pd.DataFrame({name: [*before, *values]}, index=index)
+
+
+def _is_whole(vocab: GeneVocab) -> bool:
+    """Whether a vocabulary is a whole annotation, of which no data set measures every gene."""
+    return vocab.release != FROM_DATA

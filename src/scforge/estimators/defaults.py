@@ -1,0 +1,72 @@
+"""What a front class does where the user says nothing. The only place for such choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Recipe", "recipe_for"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """An architecture with what goes well with it.
+
+    Attributes
+    ----------
+    architecture, tokenizer, objective
+        Names in the registries.
+    n_top_genes
+        Highly variable genes of the vocabulary; None for all detected genes.
+    options
+        Options of the architecture.
+    tokenizer_options
+        Options of the tokenizer.
+    """
+
+    architecture: str
+    tokenizer: str = "rank_value"
+    objective: str = "masked_gene_prediction"
+    n_top_genes: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    tokenizer_options: dict[str, Any] = field(default_factory=dict)
+
+
+_LIGHT = Recipe(
+    architecture="gene_pooling",
+    tokenizer="continuous_projection",
+    objective="joint_embedding",
+    n_top_genes=2_000,
+    options={
+        "pooling": "weighted_sum",
+        "hidden_dim": 256,
+        "num_layers": 1,
+        "ffn_dim": 512,
+        "latent_dim": 32,
+        "dropout": 0.0,
+    },
+    tokenizer_options={"append_cls": False},
+)
+"""Measured on PBMC 3k: all genes instead of 2,000, or 16 dimensions instead of 32, cost .1 of macro-F1 and more."""
+
+_TRANSFORMER = Recipe(
+    architecture="transformer_encoder",
+    options={"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "pooling": "mean"},
+)
+
+
+def recipe_for(architecture: str | None, options: dict[str, Any]) -> Recipe:
+    """Return the recipe for an architecture; the light encoder if none is named.
+
+    Parameters
+    ----------
+    architecture
+        Name in the registry, or None.
+    options
+        Options of the user: ``gene_pooling`` with another pooling than ``"weighted_sum"`` is not the light encoder.
+    """
+    if architecture in (None, _LIGHT.architecture) and options.get("pooling", "weighted_sum") == "weighted_sum":
+        return _LIGHT
+    if architecture == _TRANSFORMER.architecture:
+        return _TRANSFORMER
+    return Recipe(architecture=architecture or _LIGHT.architecture)

@@ -1,0 +1,240 @@
+"""The front class for every registered architecture: AnnData in, AnnData out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from scforge._io import remove_folder
+from scforge.data.vocab import GeneVocab
+from scforge.errors import OptionError
+from scforge.estimators.base import FROM_DATA, CellModel
+from scforge.estimators.defaults import recipe_for
+from scforge.estimators.spec import ModelSpec, named_options
+from scforge.tokenizers.registry import TOKENIZERS
+from scforge.training.callbacks import SaveBest
+from scforge.training.datamodule import CellDataModule, split_cells
+from scforge.training.fitting import fit
+from scforge.training.plan import TrainingPlan
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+__all__ = ["Encoder"]
+
+
+class Encoder(CellModel):
+    """Train an architecture on single cells and embed cells with it.
+
+    Parameters
+    ----------
+    adata
+        AnnData that :meth:`setup_anndata` was called on.
+    architecture
+        Name of a registered architecture (``scforge.models.list_models()``). None takes the light encoder:
+        ``gene_pooling`` over 2,000 highly variable genes with the ``joint_embedding`` objective, which on data of a
+        laptop's size is better and much faster than a transformer trained from scratch.
+    tokenizer
+        Name of a registered tokenizer, or a dict with ``name`` and its options. None takes what suits the
+        architecture (``rank_value`` for a transformer).
+    objective
+        Name of a registered objective, or a dict with ``name`` and its options. None takes what suits the
+        architecture (``masked_gene_prediction`` for a transformer).
+    vocab
+        Genes the model knows: ``"from_data"`` (genes detected in at least 3 cells), the name of a shipped vocabulary
+        such as ``"human_protein_coding"``, or a :class:`scforge.data.GeneVocab`.
+    n_top_genes
+        Keep only this many highly variable genes of them; 0 keeps all. None takes what suits the architecture.
+    seed
+        Seed of weights, splits, orders, masks and views.
+    registry
+        Registry of a saved model, in place of `adata`; used by :meth:`load`.
+    **options
+        Options of the architecture, e.g. ``hidden_dim``.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()
+    >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+    >>> model = scforge.models.Encoder(adata)
+    >>> model.train(max_epochs=1, progress_bar=False)
+    >>> model.get_latent_representation().shape
+    (2700, 32)
+    >>> adata.obsm["X_scforge"].shape
+    (2700, 32)
+
+    Notes
+    -----
+    The data are read by gene name each time, so that new data may have other genes in another order. What the model
+    was built with (vocabulary, tokenizer, highly variable genes, medians) is never computed again.
+    """
+
+    def __init__(
+        self,
+        adata: AnnData | None = None,
+        architecture: str | None = None,
+        tokenizer: str | dict[str, Any] | None = None,
+        objective: str | dict[str, Any] | None = None,
+        *,
+        vocab: str | GeneVocab = FROM_DATA,
+        n_top_genes: int | None = None,
+        seed: int = 0,
+        registry: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(adata, registry)
+        self.seed = int(seed)
+        recipe = recipe_for(architecture, options)
+        if n_top_genes is None:
+            n_top_genes = recipe.n_top_genes if vocab == FROM_DATA else 0
+        names = named_options("tokenizer", tokenizer, recipe.tokenizer)
+        self._spec = ModelSpec.resolve(
+            recipe,
+            self._make_vocab(adata, vocab, n_top_genes or None, needs_medians=_needs_medians(*names)),
+            tokenizer=names,
+            objective=named_options("objective", objective, recipe.objective),
+            options=options,
+        )
+        self._tokenizer = self._spec.build_tokenizer()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            self.module = self._spec.build_module().eval()
+        self.init_params_ = self._get_init_params(locals())
+
+    def train(
+        self,
+        max_epochs: int | None = None,
+        *,
+        batch_size: int | None = None,
+        lr: float | None = None,
+        weight_decay: float | None = None,
+        schedule: str | None = None,
+        warmup_steps: int | None = None,
+        max_steps: int = -1,
+        validation_size: float = 0.1,
+        early_stopping: bool = True,
+        early_stopping_patience: int = 10,
+        accelerator: str = "auto",
+        devices: int | str | list[int] = "auto",
+        precision: str | None = None,
+        gradient_clip_val: float = 1.0,
+        num_workers: int = 0,
+        progress_bar: bool = True,
+        checkpoint_dir: str | os.PathLike[str] | None = None,
+        save_top_k: int = 1,
+        callbacks: Sequence[Any] = (),
+        **trainer_options: Any,
+    ) -> None:
+        """Train, or train on: a second call continues from the weights of the first.
+
+        The module ends with the weights of the epoch with the lowest validation loss. Ctrl-C stops after the current
+        step and keeps the best weights so far.
+
+        Parameters
+        ----------
+        max_epochs
+            Most epochs; None chooses by objective and number of cells.
+        batch_size, lr, weight_decay, schedule
+            None takes the objective's defaults. `schedule` is one of ``"cosine_warmup"``, ``"linear_warmup"``,
+            ``"one_cycle"``, ``"constant"``.
+        warmup_steps
+            Steps until the peak of the learning rate; None takes a share of all steps.
+        max_steps
+            Most optimizer steps; -1 for no limit.
+        validation_size
+            Share of cells held out, drawn with the model's seed, so the same cells in every call.
+        early_stopping, early_stopping_patience
+            Stop when the validation loss has not improved for so many epochs.
+        accelerator, devices, precision, gradient_clip_val
+            As in :class:`lightning.Trainer`.
+        num_workers
+            Worker processes that prepare batches.
+        progress_bar
+            Show a bar.
+        checkpoint_dir
+            Folder in which the best epochs are saved while training runs, each as a model folder ``epoch=NN``.
+        save_top_k
+            How many epochs to keep there; -1 keeps all.
+        callbacks
+            Further Lightning callbacks.
+        **trainer_options
+            Further options of :class:`lightning.Trainer`, e.g. ``logger``.
+
+        Raises
+        ------
+        OptionError
+            If an argument cannot be used.
+        TrainingError
+            If the loss is not a number.
+        """
+        if self.adata is None:
+            raise OptionError("the model was loaded without adata; call Encoder.load(dir_path, adata) to train on.")
+        objective = self._spec.build_objective()
+        cells = self._open(self.adata)
+        train_rows, validation_rows = split_cells(len(cells), validation_size, self.seed)
+        batch_size = objective.defaults.batch_size if batch_size is None else batch_size
+        data = CellDataModule(
+            cells,
+            self._tokenizer,
+            objective,
+            train_rows=train_rows,
+            validation_rows=validation_rows,
+            batch_size=batch_size,
+            seed=self.seed,
+            num_workers=num_workers,
+            first_epoch=self.n_epochs_,
+        )
+        callbacks = list(callbacks)
+        if checkpoint_dir is not None and save_top_k != 0:
+            monitor = "validation_loss" if len(validation_rows) else "train_loss"
+            callbacks.append(self._saver(checkpoint_dir, save_top_k, monitor))
+        if not self.is_trained_:
+            objective.initialise(self.module, cells, self._tokenizer)
+        plan = TrainingPlan(
+            self.module, objective, lr=lr, weight_decay=weight_decay, schedule=schedule, warmup_steps=warmup_steps
+        )
+        self.train_indices_, self.validation_indices_ = train_rows, validation_rows
+        with torch.random.fork_rng(devices=[]):
+            # Dropout and the directions of SIGReg; other than those of earlier trainings.
+            torch.manual_seed(self.seed + self.n_epochs_)
+            result = fit(
+                plan,
+                data,
+                max_epochs=max_epochs,
+                max_steps=max_steps,
+                early_stopping=early_stopping,
+                early_stopping_patience=early_stopping_patience,
+                progress_bar=progress_bar,
+                callbacks=callbacks,
+                accelerator=accelerator,
+                devices=devices,
+                precision=precision,
+                gradient_clip_val=gradient_clip_val or None,
+                **trainer_options,
+            )
+        self.module.to(result.device)
+        self._extend_history(result.history)
+        self.n_epochs_ += result.n_epochs
+        self.is_trained_ = True
+
+    def _saver(self, folder: str | os.PathLike[str], top_k: int, monitor: str) -> SaveBest:
+        """Return a callback that keeps the best epochs as model folders inside `folder`."""
+        before = self.n_epochs_
+
+        def save(name: str, epochs_done: int) -> None:
+            trained, self.is_trained_, self.n_epochs_ = self.is_trained_, True, before + epochs_done
+            try:
+                self.save(Path(folder) / name, overwrite=True)
+            finally:
+                self.is_trained_, self.n_epochs_ = trained, before
+
+        return SaveBest(save, lambda name: remove_folder(Path(folder) / name), top_k=top_k, monitor=monitor)
+
+
+def _needs_medians(name: str, options: dict[str, Any]) -> bool:
+    return TOKENIZERS.get(name).needs_medians and options.get("use_medians", True)

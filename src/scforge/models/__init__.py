@@ -1,0 +1,35 @@
+"""Architectures (plain torch modules) and, lazily, the front classes that train them on AnnData."""
+
+from __future__ import annotations
+
+from scforge._lazy import lazy_names
+
+_NAMES = {
+    "Encoder": "scforge.estimators.encoder",
+    "CellModule": "scforge.models.protocol",
+    "GenePoolingModel": "scforge.models.gene_pooling",
+    "ModelOutput": "scforge.models.protocol",
+    "TransformerEncoder": "scforge.models.transformer_encoder",
+    "components": "scforge.models.components",
+    "count_parameters": "scforge.models._utils",
+    "get_model": "scforge.models.registry",
+    "init_weights": "scforge.models._utils",
+    "list_models": "scforge.models.registry",
+    "register_model": "scforge.models.registry",
+}
+
+__all__ = [  # noqa: RUF022 -- in the order in which one meets them
+    "Encoder",
+    "TransformerEncoder",
+    "GenePoolingModel",
+    "ModelOutput",
+    "CellModule",
+    "register_model",
+    "get_model",
+    "list_models",
+    "init_weights",
+    "count_parameters",
+    "components",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

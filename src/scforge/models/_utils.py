@@ -1,0 +1,103 @@
+"""Small helpers for all architectures."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from scforge._constants import IGNORE_LABEL
+from scforge.errors import OptionError, listing
+
+if TYPE_CHECKING:
+    from scforge.config.schema import ModelConfig
+
+__all__ = ["build_from_config", "check_choice", "count_parameters", "init_weights", "token_loss"]
+
+M = TypeVar("M", bound=nn.Module)
+
+_INIT_STD = 0.02
+
+
+def init_weights(module: nn.Module) -> None:
+    """Initialise one module; meant for ``model.apply(init_weights)``.
+
+    Linear layers: Xavier uniform weights, zero biases. Embeddings: normal with standard deviation 0.02, zero at the
+    padding index. Layer norms: ones and zeros.
+
+    Parameters
+    ----------
+    module
+        A single module.
+    """
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        nn.init.normal_(module.weight, mean=0.0, std=_INIT_STD)
+        if module.padding_idx is not None:
+            with torch.no_grad():
+                module.weight[module.padding_idx].zero_()
+    elif isinstance(module, nn.LayerNorm) and module.elementwise_affine:
+        nn.init.ones_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def count_parameters(model: nn.Module, *, trainable_only: bool = True) -> int:
+    """Return the number of parameters of `model`, those without gradient left out if `trainable_only`."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable_only)
+
+
+def check_choice(argument: str, value: Any, known: list[str]) -> None:
+    """Raise unless `value` is one of `known`."""
+    if value not in known:
+        raise OptionError(f"{argument}={value!r} is not known (known: {listing(known)})")
+
+
+def build_from_config(cls: type[M], config: ModelConfig) -> M:
+    """Make a module from a configuration: what the user set is passed on, for the rest the constructor's defaults hold.
+
+    Raises
+    ------
+    ValueError
+        If ``config.vocab_size`` is None.
+    OptionError
+        If the user set an option that the constructor does not have.
+    """
+    if config.vocab_size is None:
+        raise OptionError("ModelConfig.vocab_size must be set before constructing a model.")
+    parameters = {p.name: p for p in inspect.signature(cls).parameters.values()}
+    options = config.user_options()
+    if unknown := [name for name in options if name not in parameters]:
+        known = [name for name in parameters if name != "vocab_size"]
+        raise OptionError(f"{cls.__name__} has no option {unknown[0]!r} (known: {listing(known, most=20)})")
+    for name, parameter in parameters.items():
+        if parameter.default is inspect.Parameter.empty and name not in options and name != "vocab_size":
+            options[name] = getattr(config, name)
+    return cls(vocab_size=config.vocab_size, **options)
+
+
+def token_loss(
+    head: nn.Module, hidden_bsh: torch.Tensor, labels_bs: torch.Tensor | None, *, return_logits: bool
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the cross entropy at labelled positions and the logits.
+
+    Without `return_logits` the vocabulary head runs at labelled positions only, which is most of the cost of a small
+    model, and the logits are None.
+    """
+    if return_logits:
+        logits = head(hidden_bsh)
+        if labels_bs is None:
+            return None, logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), labels_bs.flatten(), ignore_index=IGNORE_LABEL)
+        return loss, logits
+    if labels_bs is None:
+        return None, None
+    chosen = labels_bs != IGNORE_LABEL
+    logits = head(hidden_bsh[chosen])
+    return F.cross_entropy(logits.float(), labels_bs[chosen]), None

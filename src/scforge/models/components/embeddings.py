@@ -1,0 +1,85 @@
+"""From tokens to vectors.
+
+Shapes: B cells, S tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from scforge._constants import PAD_ID
+from scforge.errors import OptionError
+
+__all__ = ["GeneExpressionEmbedding"]
+
+
+class GeneExpressionEmbedding(nn.Module):
+    """Sum of gene embedding, learned position embedding and projected expression value; layer norm; dropout.
+
+    Parameters
+    ----------
+    vocab_size
+        Number of tokens, special tokens included.
+    hidden_dim
+        Width H.
+    max_seq_len
+        Number of positions.
+    dropout
+        Dropout after the layer norm.
+    use_expression_values
+        Project the scalar value of each token to H and add it.
+    layer_norm_eps
+        Epsilon of the layer norm.
+
+    Examples
+    --------
+    >>> embedding = GeneExpressionEmbedding(vocab_size=50, hidden_dim=8)
+    >>> embedding(torch.randint(0, 50, (2, 5)), values=torch.rand(2, 5)).shape
+    torch.Size([2, 5, 8])
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_dim: int,
+        max_seq_len: int = 2048,
+        dropout: float = 0.1,
+        use_expression_values: bool = True,
+        layer_norm_eps: float = 1e-12,
+    ) -> None:
+        super().__init__()
+        self.max_seq_len = max_seq_len
+        self.gene_embedding = nn.Embedding(vocab_size, hidden_dim, padding_idx=PAD_ID)
+        self.position_embedding = nn.Embedding(max_seq_len, hidden_dim)
+        self.expression_projection = nn.Linear(1, hidden_dim) if use_expression_values else None
+        self.layer_norm = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, input_ids: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
+        """Embed tokens.
+
+        Parameters
+        ----------
+        input_ids
+            Token ids, shape (B, S).
+        values
+            Expression values, shape (B, S); zeros if None.
+
+        Returns
+        -------
+        Shape (B, S, H).
+        """
+        seq_len = input_ids.shape[1]
+        if seq_len > self.max_seq_len:
+            raise OptionError(
+                f"a cell has {seq_len} tokens but max_seq_len={self.max_seq_len}; "
+                "raise max_seq_len or lower the tokenizer's max_genes."
+            )
+        positions = torch.arange(seq_len, device=input_ids.device)
+        hidden = self.gene_embedding(input_ids) + self.position_embedding(positions)
+        if self.expression_projection is not None:
+            weight = self.expression_projection.weight
+            values = torch.zeros_like(input_ids) if values is None else values
+            hidden = hidden + self.expression_projection(values.unsqueeze(-1).to(weight.dtype))
+        return self.dropout(self.layer_norm(hidden))

@@ -1,0 +1,58 @@
+"""SIGReg: embeddings of cells are pulled towards an isotropic Gaussian, so that they cannot collapse.
+
+Shapes: N cells, D dimensions, K directions, T points.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+__all__ = ["SIGReg"]
+
+
+class SIGReg(nn.Module):
+    """Sketched isotropic Gaussian regularisation over cells (LeJEPA: Balestriero and LeCun 2025, arXiv:2511.08544).
+
+    The cells are projected onto random unit directions. For each direction the Epps-Pulley statistic compares the
+    empirical characteristic function of the N projections with that of the standard normal::
+
+        N * integral over t of |mean_n exp(i t p_n) - exp(-t^2 / 2)|^2 * exp(-t^2 / 2) dt
+
+    by the trapezoidal rule on [-t_max, t_max] (symmetric, so points on [0, t_max] are enough). The mean over
+    directions is returned. Its expectation for Gaussian cells does not depend on N.
+
+    Parameters
+    ----------
+    slices
+        Number of random directions K, drawn anew at each call.
+    points
+        Number of points T.
+    t_max
+        Largest t.
+    """
+
+    def __init__(self, slices: int = 256, points: int = 17, t_max: float = 3.0) -> None:
+        super().__init__()
+        self.slices = slices
+        t = torch.linspace(0.0, t_max, points)
+        phi = torch.exp(-(t**2) / 2)
+        step = t_max / (points - 1)
+        trapezoid = torch.full((points,), 2.0 * step)
+        trapezoid[[0, -1]] = step
+        self.register_buffer("t", t, persistent=False)
+        self.register_buffer("phi", phi, persistent=False)
+        self.register_buffer("weights", trapezoid * phi, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the statistic of embeddings of shape (..., N, D), averaged over the leading dimensions."""
+        noise = torch.randn(x.shape[-1], self.slices, device=x.device, dtype=torch.float32)
+        return self.compute(x, noise)
+
+    def compute(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """Return the statistic along the directions of `noise`, shape (D, K)."""
+        x = x.float()
+        directions = noise / noise.norm(dim=0, keepdim=True)
+        angles = (x @ directions).unsqueeze(-1) * self.t  # (..., N, K, T)
+        error = (angles.cos().mean(dim=-3) - self.phi).square() + angles.sin().mean(dim=-3).square()
+        return (error @ self.weights).mean() * x.shape[-2]

@@ -1,0 +1,211 @@
+"""Cells as pooled gene embeddings, without attention.
+
+Shapes: B cells, S tokens, H hidden, L latent, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from scforge._constants import PAD_ID
+from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights, token_loss
+from scforge.models.components.embeddings import GeneExpressionEmbedding
+from scforge.models.components.heads import MaskedGenePredictionHead
+from scforge.models.components.pooling import mean_pool
+from scforge.models.protocol import ModelOutput
+from scforge.models.registry import register_model
+
+if TYPE_CHECKING:
+    from scforge.config.schema import ModelConfig
+
+__all__ = ["GenePoolingModel"]
+
+
+class _TokenStates(nn.Module):
+    """A state for each token (residual feed-forward layers), then the mean over tokens."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_dim: int,
+        num_layers: int,
+        ffn_dim: int,
+        dropout: float,
+        max_seq_len: int,
+        use_expression_values: bool,
+        layer_norm_eps: float,
+    ) -> None:
+        super().__init__()
+        self.embedding = GeneExpressionEmbedding(
+            vocab_size, hidden_dim, max_seq_len, dropout, use_expression_values, layer_norm_eps
+        )
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(hidden_dim, ffn_dim),
+                nn.GELU(),
+                nn.Dropout(dropout),
+                nn.Linear(ffn_dim, hidden_dim),
+                nn.Dropout(dropout),
+                nn.LayerNorm(hidden_dim, eps=layer_norm_eps),
+            )
+            for _ in range(num_layers)
+        )
+        self.apply(init_weights)
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_bsh = self.embedding(input_ids, values)
+        for layer in self.layers:
+            hidden_bsh = hidden_bsh + layer(hidden_bsh)
+        return hidden_bsh, mean_pool(hidden_bsh, attention_mask)
+
+
+class _WeightedSum(nn.Module):
+    """The sum of gene embeddings weighted by expression, then a perceptron: one state a cell."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_dim: int,
+        num_layers: int,
+        ffn_dim: int,
+        latent_dim: int,
+        dropout: float,
+        layer_norm_eps: float,
+    ) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(vocab_size, hidden_dim, mode="sum", padding_idx=PAD_ID)
+        widths = [hidden_dim, *[ffn_dim] * num_layers]
+        layers: list[nn.Module] = []
+        for width, next_width in zip(widths, [*widths[1:], latent_dim], strict=True):
+            layers += [nn.LayerNorm(width, eps=layer_norm_eps), nn.GELU(), nn.Dropout(dropout)]
+            layers += [nn.Linear(width, next_width)]
+        self.mlp = nn.Sequential(*layers)
+        # Small gene embeddings matter: with torch's N(0, 1) the macro-F1 of kNN on PBMC 3k is .81 instead of .88.
+        init_weights(self.bag)
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = torch.ones_like(input_ids, dtype=self.bag.weight.dtype) if values is None else values
+        weights = weights.to(self.bag.weight.dtype) * (attention_mask != 0)
+        latent_bl = self.mlp(self.bag(input_ids, per_sample_weights=weights))
+        # The cell is all that this form knows at every position.
+        return latent_bl.unsqueeze(1).expand(-1, input_ids.shape[1], -1), latent_bl
+
+
+@register_model("gene_pooling")
+class GenePoolingModel(nn.Module):
+    """Baseline without attention, in two forms.
+
+    ``pooling="mean"``: feed-forward layers on each token, then the mean over tokens. A reference for what attention
+    adds.
+
+    ``pooling="weighted_sum"``, the fast form: a sum of gene embeddings weighted by expression, then LayerNorm, GELU and
+    a linear layer, `num_layers` times and once more to `latent_dim`. It costs a sparse sum a cell and is what
+    ``Encoder`` uses on small data. Masked genes are predicted from the cell as a whole.
+
+    Parameters
+    ----------
+    vocab_size
+        Number of tokens V, special tokens included.
+    hidden_dim
+        Width H of the gene embeddings.
+    num_layers
+        Number of feed-forward layers (``"mean"``) or of hidden layers (``"weighted_sum"``).
+    dropout
+        Dropout probability.
+    max_seq_len
+        Most tokens of a cell, only for ``"mean"``, which has position embeddings.
+    pooling
+        ``"mean"`` or ``"weighted_sum"``.
+    ffn_dim
+        Width of the feed-forward layers; ``4 * hidden_dim`` if None.
+    latent_dim
+        Width L of the cell embedding for ``"weighted_sum"``; `hidden_dim` if None. ``"mean"`` has `hidden_dim`.
+    use_expression_values
+        Whether ``"mean"`` adds the projected value of each token.
+    layer_norm_eps
+        Epsilon of the layer norms.
+
+    Examples
+    --------
+    >>> model = GenePoolingModel(vocab_size=50, hidden_dim=8, pooling="weighted_sum", latent_dim=3)
+    >>> ids, mask = torch.randint(4, 50, (2, 5)), torch.ones(2, 5)
+    >>> model.encode(ids, mask, values=torch.rand(2, 5)).shape
+    torch.Size([2, 3])
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_dim: int,
+        num_layers: int = 2,
+        dropout: float = 0.1,
+        max_seq_len: int = 2048,
+        *,
+        pooling: str = "mean",
+        ffn_dim: int | None = None,
+        latent_dim: int | None = None,
+        use_expression_values: bool = True,
+        layer_norm_eps: float = 1e-12,
+    ) -> None:
+        super().__init__()
+        check_choice("pooling", pooling, ["mean", "weighted_sum"])
+        self.vocab_size = vocab_size
+        self.hidden_dim = hidden_dim
+        self.pooling = pooling
+        ffn_dim = 4 * hidden_dim if ffn_dim is None else ffn_dim
+        if pooling == "mean":
+            self.latent_dim = hidden_dim
+            self.body: nn.Module = _TokenStates(
+                vocab_size, hidden_dim, num_layers, ffn_dim, dropout, max_seq_len, use_expression_values, layer_norm_eps
+            )
+        else:
+            self.latent_dim = hidden_dim if latent_dim is None else latent_dim
+            self.body = _WeightedSum(
+                vocab_size, hidden_dim, num_layers, ffn_dim, self.latent_dim, dropout, layer_norm_eps
+            )
+        self.head = MaskedGenePredictionHead(self.latent_dim, vocab_size, layer_norm_eps).apply(init_weights)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        return_logits: bool = True,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """Predict the genes of a batch; arguments and result as for ``TransformerEncoder.forward``."""
+        hidden_bsl, embeddings_bl = self.body(input_ids, attention_mask, values)
+        loss, logits = token_loss(self.head, hidden_bsl, labels, return_logits=return_logits)
+        return ModelOutput(loss=loss, logits=logits, embeddings=embeddings_bl)
+
+    def encode(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        values: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return cell embeddings, shape (B, L)."""
+        return self.body(input_ids, attention_mask, values)[1]
+
+    def init_token_prior(self, token_counts: torch.Tensor) -> None:
+        """Start the prediction head at the token frequencies, see :meth:`MaskedGenePredictionHead.init_bias`."""
+        self.head.init_bias(token_counts)
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> GenePoolingModel:
+        """Make the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None."""
+        return build_from_config(cls, config)
+
+    def num_parameters(self, *, trainable_only: bool = True) -> int:
+        """Return the number of parameters."""
+        return count_parameters(self, trainable_only=trainable_only)

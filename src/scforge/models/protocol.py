@@ -1,0 +1,66 @@
+"""What every architecture hands back and what it has to offer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+
+if TYPE_CHECKING:
+    from scforge.config.schema import ModelConfig
+
+__all__ = ["CellModule", "ModelOutput"]
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """What ``forward`` of every architecture returns.
+
+    Attributes
+    ----------
+    loss
+        Scalar, present only if labels were given.
+    logits
+        Predictions for each token, shape (B, S, V), or (B, S) for continuous values. None if they were not asked for.
+    embeddings
+        One vector a cell, shape (B, H).
+    hidden_states
+        Hidden states after each layer, each of shape (B, S, H), where an architecture offers them.
+    """
+
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    embeddings: torch.Tensor | None = None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+@runtime_checkable
+class CellModule(Protocol):
+    """The protocol of an architecture: an ``nn.Module`` with ``forward``, ``encode`` and ``from_config``."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """Return loss (with `labels`), logits and embeddings."""
+        ...
+
+    def encode(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        values: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return cell embeddings, shape (B, H)."""
+        ...
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> Any:
+        """Make the module that `config` describes."""
+        ...

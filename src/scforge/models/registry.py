@@ -1,0 +1,91 @@
+"""The registry of architectures."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from scforge._registry import Registry
+from scforge.errors import OptionError, did_you_mean, listing
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from scforge.config.schema import ModelConfig
+
+__all__ = ["MODELS", "check_options", "get_model", "list_models", "option_names", "register_model"]
+
+MODELS: Registry[Any] = Registry(
+    "architecture",
+    group="scforge.models",
+    builtin={
+        "gene_pooling": "scforge.models.gene_pooling",
+        "transformer_encoder": "scforge.models.transformer_encoder",
+    },
+)
+
+
+def register_model(name: str) -> Callable[[Any], Any]:
+    """Register an architecture under `name` (class decorator).
+
+    Parameters
+    ----------
+    name
+        Registry key, e.g. ``"transformer_encoder"``.
+
+    Raises
+    ------
+    OptionError
+        If `name` belongs to another class. (It is a ``ValueError``.)
+    """
+    return MODELS.register(name)
+
+
+def list_models() -> list[str]:
+    """Return the names of all architectures, sorted.
+
+    Examples
+    --------
+    >>> list_models()
+    ['gene_pooling', 'transformer_encoder']
+    """
+    return MODELS.names()
+
+
+def get_model(name: str, config: ModelConfig) -> nn.Module:
+    """Make the architecture registered as `name` from a configuration with ``vocab_size`` set.
+
+    Raises
+    ------
+    OptionError
+        If `name` is unknown. (It is a ``ValueError``.)
+    ValueError
+        If ``config.vocab_size`` is None.
+    """
+    return MODELS.get(name).from_config(config)
+
+
+def option_names(name: str) -> list[str] | None:
+    """Return the options of the constructor of `name`, or None where it takes any."""
+    parameters = inspect.signature(MODELS.get(name)).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return None
+    return [p.name for p in parameters if p.name != "vocab_size"]
+
+
+def check_options(name: str, options: dict[str, Any]) -> None:
+    """Raise unless all `options` are options of the architecture `name`.
+
+    Raises
+    ------
+    OptionError
+        Naming the option, the nearest known one and all known ones.
+    """
+    known = option_names(name)
+    for option in options:
+        if known is not None and option not in known:
+            raise OptionError(
+                f"option {option!r} is not one of architecture {name!r}{did_you_mean(option, known) or ';'} "
+                f"(known: {listing(known, most=20)})"
+            )

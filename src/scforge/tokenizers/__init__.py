@@ -1,0 +1,31 @@
+"""Tokenizers: one strategy a file, vectorised over blocks of cells."""
+
+from __future__ import annotations
+
+from scforge._lazy import lazy_names
+
+_NAMES = {
+    "ContinuousProjectionTokenizer": "scforge.tokenizers.continuous_projection",
+    "Masking": "scforge.tokenizers.masking",
+    "RaggedTokens": "scforge.tokenizers.base",
+    "RankValueTokenizer": "scforge.tokenizers.rank_value",
+    "TokenBatch": "scforge.tokenizers.base",
+    "Tokenizer": "scforge.tokenizers.base",
+    "get_tokenizer": "scforge.tokenizers.registry",
+    "list_tokenizers": "scforge.tokenizers.registry",
+    "register_tokenizer": "scforge.tokenizers.registry",
+}
+
+__all__ = [  # noqa: RUF022 -- in the order in which one meets them
+    "Tokenizer",
+    "TokenBatch",
+    "RaggedTokens",
+    "RankValueTokenizer",
+    "ContinuousProjectionTokenizer",
+    "Masking",
+    "register_tokenizer",
+    "get_tokenizer",
+    "list_tokenizers",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

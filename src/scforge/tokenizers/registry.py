@@ -1,0 +1,59 @@
+"""The registry of tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from scforge._registry import Registry
+from scforge.errors import OptionError, did_you_mean, listing
+
+if TYPE_CHECKING:
+    from scforge.data.vocab import GeneVocab
+    from scforge.tokenizers.base import Tokenizer
+
+__all__ = ["TOKENIZERS", "get_tokenizer", "list_tokenizers", "register_tokenizer"]
+
+TOKENIZERS: Registry[type[Tokenizer]] = Registry(
+    "tokenizer",
+    group="scforge.tokenizers",
+    builtin={
+        "continuous_projection": "scforge.tokenizers.continuous_projection",
+        "rank_value": "scforge.tokenizers.rank_value",
+    },
+)
+
+
+def register_tokenizer(name: str) -> Callable[[Any], Any]:
+    """Register a :class:`~scforge.tokenizers.Tokenizer` class as `name` (class decorator)."""
+    return TOKENIZERS.register(name)
+
+
+def list_tokenizers() -> list[str]:
+    """Return the names of all tokenizers.
+
+    Examples
+    --------
+    >>> list_tokenizers()
+    ['continuous_projection', 'rank_value']
+    """
+    return TOKENIZERS.names()
+
+
+def get_tokenizer(name: str, vocab: GeneVocab, **options: Any) -> Tokenizer:
+    """Make the tokenizer registered as `name`.
+
+    Raises
+    ------
+    OptionError
+        If the name, or an option, is unknown.
+    """
+    cls = TOKENIZERS.get(name)
+    known = cls.option_names()
+    for option in options:
+        if option not in known:
+            raise OptionError(
+                f"tokenizer option {option!r} is not one of {name!r}{did_you_mean(option, known) or ';'} "
+                f"(known: {listing(known)})"
+            )
+    return cls(vocab, **options)

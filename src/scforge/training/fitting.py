@@ -1,0 +1,163 @@
+"""Running a training plan on Lightning's Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+
+from scforge.errors import OptionError
+from scforge.training.callbacks import BestWeights, EpochProgress, GracefulStop, History
+from scforge.training.datamodule import CellDataModule
+from scforge.training.objectives.base import TrainingDefaults
+from scforge.training.plan import TrainingPlan
+
+__all__ = ["FitResult", "default_max_epochs", "fit"]
+
+logger = logging.getLogger("scforge")
+
+_REFERENCE_CELLS = 2_500
+_FEWEST_EPOCHS = 3
+_MOST_TIMES = 10
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a training left behind.
+
+    Attributes
+    ----------
+    history
+        Name of a figure to one value an epoch.
+    best_epoch
+        Epoch whose weights the module now has; -1 if no epoch ended.
+    stopped
+        Whether the user stopped it with Ctrl-C.
+    n_epochs
+        Epochs that ended.
+    device
+        Where it ran.
+    """
+
+    history: dict[str, list[float]]
+    best_epoch: int
+    stopped: bool
+    n_epochs: int
+    device: torch.device
+
+
+def default_max_epochs(defaults: TrainingDefaults, n_cells: int) -> int:
+    """Return about as many steps as the objective's epochs mean on 2,500 cells, within reason.
+
+    Examples
+    --------
+    >>> from scforge.training import JointEmbedding
+    >>> [default_max_epochs(JointEmbedding.defaults, n) for n in (250, 2_430, 25_000, 1_000_000)]
+    [400, 42, 4, 3]
+    """
+    epochs = math.ceil(defaults.max_epochs * _REFERENCE_CELLS / n_cells)
+    return max(_FEWEST_EPOCHS, min(epochs, _MOST_TIMES * defaults.max_epochs))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence Lightning's remarks on hardware and on loaders that are as they should be."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
+    rank_zero = [logging.getLogger(f"lightning.{part}.utilities.rank_zero") for part in ("pytorch", "fabric")]
+    levels = {log: log.level for log in loggers + rank_zero}
+    for log in levels:
+        log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
+            warnings.filterwarnings("ignore", category=UserWarning, message=".*Total length of.*across ranks is zero.*")
+            yield
+    finally:
+        for log, level in levels.items():
+            log.setLevel(level)
+
+
+def fit(
+    plan: TrainingPlan,
+    data: CellDataModule,
+    *,
+    max_epochs: int | None = None,
+    max_steps: int = -1,
+    early_stopping: bool = True,
+    early_stopping_patience: int = 10,
+    progress_bar: bool = True,
+    callbacks: Sequence[Callback] = (),
+    **trainer_options: Any,
+) -> FitResult:
+    """Train, and leave the module with the weights of its best epoch.
+
+    Parameters
+    ----------
+    plan, data
+        What to train on what.
+    max_epochs
+        Most epochs; None chooses by the number of cells, see :func:`default_max_epochs`.
+    max_steps
+        Most optimizer steps; -1 for no limit.
+    early_stopping
+        Stop when the validation loss has not improved for `early_stopping_patience` epochs. Needs validation cells.
+    early_stopping_patience
+        Epochs without improvement to wait.
+    progress_bar
+        Show a bar.
+    callbacks
+        Further Lightning callbacks.
+    **trainer_options
+        For :class:`lightning.Trainer`, e.g. ``accelerator``, ``devices``, ``precision``, ``logger``.
+
+    Raises
+    ------
+    TrainingError
+        If the loss is not a number.
+    """
+    if max_epochs is not None and max_epochs < 1:
+        raise OptionError(f"max_epochs={max_epochs} is not a positive number of epochs.")
+    if max_epochs is None:
+        max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if max_steps < 0 else -1
+    has_validation = len(data.validation_rows) > 0
+    monitor = "validation_loss" if has_validation else "train_loss"
+    history, best, stop = History(), BestWeights(monitor), GracefulStop()
+    # History stands first so that a loss that is not a number ends the run before anything is saved.
+    own: list[Callback] = [history, best, stop]
+    if progress_bar:
+        own.append(EpochProgress())
+    if early_stopping and has_validation:
+        own.append(EarlyStopping(monitor, patience=early_stopping_patience, check_finite=False))
+    with _quiet():
+        trainer = lightning.Trainer(
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            callbacks=[*own, *callbacks],
+            logger=trainer_options.pop("logger", False),
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            **trainer_options,
+        )
+        # Modules that were used for inference are in eval mode, and Lightning leaves them so.
+        plan.train()
+        trainer.fit(plan, datamodule=data)
+    if best.state is not None:
+        plan.module.load_state_dict(best.state)
+    plan.module.eval()
+    n_epochs = len(next(iter(history.epochs.values()), []))
+    if stop.stopped:
+        kept = f"the weights of epoch {best.epoch} ({monitor} {best.loss:.4g})" if n_epochs else "the current weights"
+        logger.warning("Training was stopped by Ctrl-C after %d whole epochs; the model has %s.", n_epochs, kept)
+    return FitResult(history.epochs, best.epoch, stop.stopped, n_epochs, trainer.strategy.root_device)

@@ -1,0 +1,25 @@
+"""Objectives: what a training step minimises, one a file, independent of the architecture."""
+
+from __future__ import annotations
+
+from scforge._lazy import lazy_names
+
+_NAMES = {
+    "JointEmbedding": "scforge.training.objectives.joint_embedding",
+    "MaskedGenePrediction": "scforge.training.objectives.masked_gene_prediction",
+    "Objective": "scforge.training.objectives.base",
+    "get_objective": "scforge.training.objectives.registry",
+    "list_objectives": "scforge.training.objectives.registry",
+    "register_objective": "scforge.training.objectives.registry",
+}
+
+__all__ = [  # noqa: RUF022 -- in the order in which one meets them
+    "Objective",
+    "MaskedGenePrediction",
+    "JointEmbedding",
+    "register_objective",
+    "get_objective",
+    "list_objectives",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

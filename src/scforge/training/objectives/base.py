@@ -1,0 +1,74 @@
+"""What an objective is."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from scforge.data.cells import CellBlock, CellSource
+from scforge.tokenizers.base import Tokenizer
+
+__all__ = ["Objective", "TrainingDefaults"]
+
+
+@dataclass(frozen=True)
+class TrainingDefaults:
+    """What works for an objective where the user says nothing.
+
+    Attributes
+    ----------
+    batch_size
+        Cells a step.
+    lr, weight_decay
+        Of AdamW.
+    schedule
+        Name of the learning-rate schedule.
+    max_epochs
+        Epochs for a data set of a few thousand cells.
+    """
+
+    batch_size: int
+    lr: float
+    weight_decay: float
+    schedule: str
+    max_epochs: int
+
+
+class Objective(ABC):
+    """A loss, and how batches are prepared for it.
+
+    :meth:`prepare` runs where batches are made (a loader, maybe in a worker process), :meth:`loss` on the device.
+    All options are keyword-only arguments of the constructor, kept under their own names.
+    """
+
+    defaults: ClassVar[TrainingDefaults]
+
+    @classmethod
+    def option_names(cls) -> list[str]:
+        """Names of the options of the constructor."""
+        parameters = inspect.signature(cls).parameters.values()
+        return [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+
+    def config(self) -> dict[str, Any]:
+        """Options that make this objective again, JSON-safe."""
+        return {name: getattr(self, name) for name in self.option_names()}
+
+    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:  # noqa: B027 -- optional
+        """Adapt an untrained module to the training cells, before the first step."""
+
+    @abstractmethod
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+        """Return the batch of tensors that :meth:`loss` takes. Random choices depend on seed, epoch and cell only."""
+
+    @abstractmethod
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss to minimise and further figures to log beside it (scalars)."""
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{key}={value!r}" for key, value in self.config().items())
+        return f"{type(self).__name__}({options})"

@@ -1,0 +1,106 @@
+"""Joint embedding: views of one cell share an embedding, and all cells together fill the space.
+
+Shapes: B cells, K views, D dimensions.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from scforge.data.cells import CellBlock
+from scforge.data.thinning import thin
+from scforge.errors import OptionError
+from scforge.models.components.sigreg import SIGReg
+from scforge.tokenizers.base import RaggedTokens, Tokenizer, pad
+from scforge.training.objectives.base import Objective, TrainingDefaults
+from scforge.training.objectives.registry import register_objective
+
+__all__ = ["JointEmbedding"]
+
+
+@register_objective("joint_embedding")
+class JointEmbedding(Objective):
+    """Agreement of the views of a cell plus SIGReg over cells (after LeJEPA, arXiv:2511.08544).
+
+    Each cell is seen several times: its counts thinned to a random depth and some genes hidden. With z the embedding
+    of a view::
+
+        loss = (1 - weight) * mean((z - mean of the cell's views)^2) + weight * SIGReg(z)
+
+    where SIGReg is taken over the cells of the batch for each view, and averaged over the views.
+
+    Parameters
+    ----------
+    views
+        Views of each cell, at least 2.
+    keep_min, keep_max
+        Range of the share of counts that a view keeps, drawn for each view.
+    gene_dropout
+        Largest rate of hidden genes; the rate is drawn between 0 and this for each view.
+    weight
+        Weight of SIGReg, in (0, 1).
+    slices
+        Random directions of SIGReg.
+    """
+
+    defaults = TrainingDefaults(batch_size=256, lr=2e-3, weight_decay=0.01, schedule="one_cycle", max_epochs=40)
+
+    def __init__(
+        self,
+        *,
+        views: int = 4,
+        keep_min: float = 0.3,
+        keep_max: float = 1.0,
+        gene_dropout: float = 0.4,
+        weight: float = 0.05,
+        slices: int = 256,
+    ) -> None:
+        if views < 2:
+            raise OptionError(f"views={views} is too few; at least 2 views of a cell can agree.")
+        if not 0 < keep_min <= keep_max <= 1:
+            raise OptionError(
+                f"keep_min={keep_min} and keep_max={keep_max} must satisfy 0 < keep_min <= keep_max <= 1."
+            )
+        if not 0 <= gene_dropout < 1:
+            raise OptionError(f"gene_dropout={gene_dropout} is not in [0, 1).")
+        if not 0 < weight < 1:
+            raise OptionError(f"weight={weight} is not between 0 and 1.")
+        self.views = views
+        self.keep_min = keep_min
+        self.keep_max = keep_max
+        self.gene_dropout = gene_dropout
+        self.weight = weight
+        self.slices = slices
+        self._sigreg = SIGReg(slices)
+
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+        """Tokenise all views of all cells, view after view: tensors of shape (K * B, S)."""
+        parts = [
+            tokenizer.ragged(
+                thin(
+                    block,
+                    keep=(self.keep_min, self.keep_max),
+                    gene_dropout=(0.0, self.gene_dropout),
+                    seed=seed,
+                    epoch=epoch,
+                    view=view,
+                )
+            )
+            for view in range(self.views)
+        ]
+        shifts = np.cumsum([0, *[part.indptr[-1] for part in parts]])
+        indptr = np.concatenate([[0], *[part.indptr[1:] + shift for part, shift in zip(parts, shifts, strict=False)]])
+        ids = np.concatenate([part.ids for part in parts])
+        values = np.concatenate([part.values for part in parts])
+        return dict(pad(RaggedTokens(indptr, ids, values)))
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss; log its two parts and the spread of the embedding."""
+        z_kbd = module.encode(**batch).float().unflatten(0, (self.views, -1))
+        agreement = (z_kbd - z_kbd.mean(dim=0)).square().mean()
+        sigreg = self._sigreg.to(z_kbd.device)(z_kbd)
+        loss = (1 - self.weight) * agreement + self.weight * sigreg
+        spread = z_kbd.detach().std(dim=1, correction=0).mean()
+        return loss, {"agreement": agreement.detach(), "sigreg": sigreg.detach(), "spread": spread}

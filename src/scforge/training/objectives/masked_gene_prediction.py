@@ -1,0 +1,99 @@
+"""Masked gene prediction: hide tokens of a cell and predict which genes they were."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+
+from scforge._constants import N_SPECIAL
+from scforge.data.cells import CellBlock, CellSource
+from scforge.errors import TrainingError
+from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.masking import Masking
+from scforge.training.objectives.base import Objective, TrainingDefaults
+from scforge.training.objectives.registry import register_objective
+
+__all__ = ["MaskedGenePrediction", "token_counts", "token_entropy"]
+
+_PRIOR_CELLS = 10_000
+"""Cells that the token frequencies are counted on."""
+
+
+@register_objective("masked_gene_prediction")
+class MaskedGenePrediction(Objective):
+    """Cross entropy of the gene at hidden positions.
+
+    Parameters
+    ----------
+    mask_ratio, mask_token_prob, random_token_prob
+        See :class:`scforge.tokenizers.Masking`.
+    token_prior
+        Start the prediction head at the token frequencies of the training cells, so that the loss begins at about
+        their entropy. For architectures that offer ``init_token_prior``.
+    """
+
+    defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=10)
+
+    def __init__(
+        self,
+        *,
+        mask_ratio: float = 0.15,
+        mask_token_prob: float = 0.8,
+        random_token_prob: float = 0.1,
+        token_prior: bool = True,
+    ) -> None:
+        # Made once here so that a bad value is refused before training starts.
+        Masking(1, mask_ratio=mask_ratio, mask_token_prob=mask_token_prob, random_token_prob=random_token_prob)
+        self.mask_ratio = mask_ratio
+        self.mask_token_prob = mask_token_prob
+        self.random_token_prob = random_token_prob
+        self.token_prior = token_prior
+
+    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+        """Start the prediction head at the token frequencies."""
+        if self.token_prior and hasattr(module, "init_token_prior"):
+            module.init_token_prior(torch.from_numpy(token_counts(cells, tokenizer)))
+
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+        """Tokenise and mask."""
+        masking = Masking(
+            len(tokenizer.vocab),
+            mask_ratio=self.mask_ratio,
+            mask_token_prob=self.mask_token_prob,
+            random_token_prob=self.random_token_prob,
+            seed=seed,
+        )
+        return dict(masking(tokenizer(block), block.rows, epoch=epoch))
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the module's own loss at labelled positions."""
+        output = module(**batch, return_logits=False)
+        if output.loss is None:
+            raise TrainingError(f"{type(module).__name__}.forward returned no loss although labels were given.")
+        return output.loss, {}
+
+
+def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
+    """Count how often each gene is a token, over at most 10,000 cells; int64, shape (V,), zero for special tokens."""
+    rows = np.arange(len(cells))
+    if len(rows) > _PRIOR_CELLS:
+        rows = np.sort(np.random.default_rng(0).choice(rows, _PRIOR_CELLS, replace=False))
+    counts = np.zeros(len(tokenizer.vocab), dtype=np.int64)
+    for start in range(0, len(rows), 1024):
+        tokens = tokenizer.ragged(cells.block(rows[start : start + 1024]))
+        counts += np.bincount(tokens.ids, minlength=len(counts))
+    counts[:N_SPECIAL] = 0
+    return counts
+
+
+def token_entropy(counts: np.ndarray) -> float:
+    """Return the entropy of token frequencies in nats: the loss of a model that knows nothing of the cell.
+
+    Examples
+    --------
+    >>> round(token_entropy(np.array([0, 0, 2, 2])), 4)
+    0.6931
+    """
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())

@@ -1,0 +1,58 @@
+"""The registry of objectives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from scforge._registry import Registry
+from scforge.errors import OptionError, did_you_mean, listing
+
+if TYPE_CHECKING:
+    from scforge.training.objectives.base import Objective
+
+__all__ = ["OBJECTIVES", "get_objective", "list_objectives", "register_objective"]
+
+OBJECTIVES: Registry[type[Objective]] = Registry(
+    "objective",
+    group="scforge.objectives",
+    builtin={
+        "joint_embedding": "scforge.training.objectives.joint_embedding",
+        "masked_gene_prediction": "scforge.training.objectives.masked_gene_prediction",
+    },
+)
+
+
+def register_objective(name: str) -> Callable[[Any], Any]:
+    """Register an :class:`~scforge.training.Objective` class as `name` (class decorator)."""
+    return OBJECTIVES.register(name)
+
+
+def list_objectives() -> list[str]:
+    """Return the names of all objectives.
+
+    Examples
+    --------
+    >>> list_objectives()
+    ['joint_embedding', 'masked_gene_prediction']
+    """
+    return OBJECTIVES.names()
+
+
+def get_objective(name: str, **options: Any) -> Objective:
+    """Make the objective registered as `name`.
+
+    Raises
+    ------
+    OptionError
+        If the name, or an option, is unknown.
+    """
+    cls = OBJECTIVES.get(name)
+    known = cls.option_names()
+    for option in options:
+        if option not in known:
+            raise OptionError(
+                f"objective option {option!r} is not one of {name!r}{did_you_mean(option, known) or ';'} "
+                f"(known: {listing(known)})"
+            )
+    return cls(**options)

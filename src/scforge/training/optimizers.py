@@ -1,0 +1,107 @@
+"""Optimizers and learning-rate schedules."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from scforge.errors import OptionError, did_you_mean, listing
+
+__all__ = ["SCHEDULES", "make_optimizer", "make_schedule", "parameter_groups"]
+
+_WARMUP_SHARE = 0.1
+_NO_DECAY = (nn.LayerNorm, nn.Embedding, nn.EmbeddingBag)
+
+
+def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split parameters into those with and without weight decay (norms, embeddings and biases have none)."""
+    decay: list[nn.Parameter] = []
+    plain: list[nn.Parameter] = []
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if parameter.requires_grad:
+                no_decay = isinstance(part, _NO_DECAY) or name.endswith("bias") or parameter.ndim < 2
+                (plain if no_decay else decay).append(parameter)
+    unique = {id(p): p for p in plain}
+    decay = [p for p in {id(p): p for p in decay}.values() if id(p) not in unique]
+    return [{"params": decay, "weight_decay": weight_decay}, {"params": list(unique.values()), "weight_decay": 0.0}]
+
+
+def make_optimizer(module: nn.Module, *, name: str, lr: float, weight_decay: float) -> torch.optim.Optimizer:
+    """Make AdamW with fused kernels.
+
+    Raises
+    ------
+    OptionError
+        If `name` is not known.
+    """
+    if name != "adamw":
+        raise OptionError(f"optimizer={name!r} is not known (known: 'adamw')")
+    return torch.optim.AdamW(parameter_groups(module, weight_decay), lr=lr, fused=True)
+
+
+def _one_cycle(optimizer: torch.optim.Optimizer, total: int, warmup: int) -> lr_scheduler.LRScheduler:
+    peaks = [group["lr"] for group in optimizer.param_groups]
+    # OneCycleLR needs a step on each side of its peak.
+    share = min(max(warmup / total, 1.0 / total), 0.5)
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=peaks, total_steps=max(total, 2), pct_start=share)
+
+
+def _factor(shape: Callable[[float], float]) -> Callable[[torch.optim.Optimizer, int, int], lr_scheduler.LRScheduler]:
+    def make(optimizer: torch.optim.Optimizer, total: int, warmup: int) -> lr_scheduler.LRScheduler:
+        def factor(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / (warmup + 1)
+            return shape(min(1.0, (step - warmup) / max(1, total - warmup)))
+
+        return lr_scheduler.LambdaLR(optimizer, factor)
+
+    return make
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, int, int], lr_scheduler.LRScheduler]] = {
+    "constant": _factor(lambda done: 1.0),
+    "cosine_warmup": _factor(lambda done: 0.5 * (1.0 + math.cos(math.pi * done))),
+    "linear_warmup": _factor(lambda done: 1.0 - done),
+    "one_cycle": _one_cycle,
+}
+"""Learning-rate schedules by name: all but ``one_cycle`` warm up linearly and then follow their shape to the end."""
+
+_ONE_CYCLE_WARMUP = 0.3
+
+
+def make_schedule(
+    optimizer: torch.optim.Optimizer, *, name: str, total_steps: int, warmup_steps: int | None = None
+) -> lr_scheduler.LRScheduler:
+    """Make a schedule that is stepped once an optimizer step.
+
+    Parameters
+    ----------
+    optimizer
+        Its learning rate is the peak.
+    name
+        A key of ``SCHEDULES``.
+    total_steps
+        Optimizer steps of the whole training.
+    warmup_steps
+        Steps until the peak; None: 10 % of all (30 % for ``one_cycle``, 0 for ``constant``). More than half of all
+        steps are cut to half, so that a short run also leaves its warm-up.
+
+    Raises
+    ------
+    OptionError
+        If `name` is not known.
+    """
+    if name not in SCHEDULES:
+        raise OptionError(
+            f"schedule={name!r} is not known{did_you_mean(name, SCHEDULES) or ';'} (known: {listing(sorted(SCHEDULES))})"
+        )
+    if warmup_steps is None:
+        share = {"one_cycle": _ONE_CYCLE_WARMUP, "constant": 0.0}.get(name, _WARMUP_SHARE)
+        warmup_steps = round(share * total_steps)
+    return SCHEDULES[name](optimizer, total_steps, min(warmup_steps, total_steps // 2))

@@ -1,0 +1,107 @@
+"""Options at another place than the schema has them, and keys that are not supported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from scforge.config import Config
+from scforge.config._messages import known_names
+from scforge.config.aliases import ALIASES, UNSUPPORTED, apply_aliases
+from scforge.errors import ConfigError
+
+
+def nested(dotted: str, value: object) -> dict[str, Any]:
+    for key in reversed(dotted.split(".")):
+        value = {key: value}
+    return value
+
+
+@pytest.mark.parametrize(
+    ("alias", "value", "expected"),
+    [
+        ("model.mask_ratio", 0.3, {"model": {}, "tokenizer": {"masking": {"mask_ratio": 0.3}}}),
+        ("model.pretraining_task", "x", {"model": {}, "objective": {"name": "x"}}),
+        ("tokenizer.gene_vocab", "v.json", {"tokenizer": {}, "data": {"gene_vocab": "v.json"}}),
+        ("tokenizer.max_genes", 7, {"tokenizer": {}, "data": {"max_genes": 7}}),
+        ("training.lr", 1e-4, {"training": {"optimizer": {"lr": 1e-4}}}),
+        ("training.num_gpus", 4, {"training": {"accelerator": "gpu", "devices": 4}}),
+        ("training.num_gpus", 0, {"training": {"accelerator": "cpu"}}),
+    ],
+)
+def test_each_alias_moves(alias: str, value: object, expected: dict[str, Any]) -> None:
+    raw = nested(alias, value)
+    assert apply_aliases(raw) == expected
+    assert apply_aliases(expected) == expected
+    assert raw == nested(alias, value)
+
+
+def test_the_table_fits_the_schema() -> None:
+    known = known_names(Config)
+    assert set(ALIASES.values()) <= set(known)
+    assert not set(ALIASES) & set(known)
+    assert not set(UNSUPPORTED) & set(known)
+
+
+@pytest.mark.parametrize(("alias", "canonical"), [item for item in ALIASES.items() if item[0] != "training.num_gpus"])
+def test_alias_and_canonical_must_agree(alias: str, canonical: str) -> None:
+    def both(first: object, second: object) -> dict[str, Any]:
+        raw: dict[str, Any] = nested(canonical, second)
+        section, key = alias.split(".")
+        raw.setdefault(section, {})[key] = first
+        return raw
+
+    agreed = apply_aliases(both(0.5, 0.5))
+    for key in canonical.split("."):
+        agreed = agreed[key]
+    assert agreed == 0.5
+    with pytest.raises(ConfigError, match="set the same option to different values") as caught:
+        apply_aliases(both(0.5, 0.25))
+    assert alias in str(caught.value)
+    assert canonical in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"num_gpus": 4, "accelerator": "cpu"},
+        {"num_gpus": 4, "devices": 2},
+        {"num_gpus": 0, "accelerator": "gpu"},
+        {"num_gpus": -1},
+        {"num_gpus": "four"},
+        {"num_gpus": True},
+    ],
+)
+def test_num_gpus_refuses(training: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="num_gpus"):
+        apply_aliases({"training": training})
+
+
+def test_num_gpus_keeps_a_fitting_accelerator() -> None:
+    assert apply_aliases({"training": {"num_gpus": 2, "accelerator": "auto"}})["training"]["accelerator"] == "gpu"
+    assert apply_aliases({"training": {"num_gpus": 2, "accelerator": "cuda"}})["training"]["accelerator"] == "cuda"
+
+
+def test_an_alias_into_something_that_is_no_section() -> None:
+    with pytest.raises(ConfigError, match=r"training\.optimizer=5 is not a section"):
+        apply_aliases({"training": {"lr": 1e-4, "optimizer": 5}})
+
+
+def test_aliases_work_without_a_file() -> None:
+    config = Config(data={"paths": "a.h5ad"}, training={"lr": 1e-4}, model={"mask_ratio": 0.3})
+    assert config.training.optimizer.lr == 1e-4
+    assert config.tokenizer.masking.mask_ratio == 0.3
+    assert config.model.user_options() == {}
+    assert isinstance(config.training, BaseModel)
+
+
+@pytest.mark.parametrize("dotted", UNSUPPORTED)
+def test_unsupported_keys_say_so(dotted: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply_aliases(nested(dotted, "x"))
+    message = str(caught.value)
+    assert message.startswith(f"{dotted}='x' ")
+    assert "\n" not in message
+    assert "not supported" in message or "not an option" in message

@@ -1,0 +1,51 @@
+"""The recipes of the package load, and say what they set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scforge.config import dump_config, list_recipes, load_config, recipe_path
+from scforge.errors import ConfigError
+
+
+def test_names() -> None:
+    assert list_recipes() == ["gene_pooling", "light", "masked_gene"]
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_each_recipe_loads_and_survives_writing(name: str, tmp_path: Path) -> None:
+    config = load_config(recipe_path(name))
+    assert config.data.paths == ["data.h5ad"]
+    assert config.output.checkpoint_dir.endswith(f"checkpoints/{name}")
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+def test_light() -> None:
+    config = load_config(recipe_path("light"))
+    assert (config.tokenizer.strategy, config.objective.name) == ("continuous_projection", "joint_embedding")
+    assert config.model.architecture == "gene_pooling"
+    assert config.model.user_options() == {
+        "hidden_dim": 256,
+        "ffn_dim": 512,
+        "pooling": "weighted_sum",
+        "latent_dim": 32,
+    }
+    assert config.data.preprocessing.hvg_selection == 2000
+    assert (config.training.batch_size, config.training.max_epochs) == (256, 40)
+    assert (config.training.optimizer.lr, config.training.scheduler.name) == (2e-3, "one_cycle")
+
+
+def test_masked_gene() -> None:
+    config = load_config(recipe_path("masked_gene"))
+    assert (config.tokenizer.strategy, config.objective.name) == ("rank_value", "masked_gene_prediction")
+    assert config.model.architecture == "transformer_encoder"
+    assert config.model.user_options() == {"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "pooling": "mean"}
+    assert config.data.max_genes == 512
+
+
+def test_unknown_recipe() -> None:
+    with pytest.raises(ConfigError, match=r"recipe='lite' is not known; did you mean 'light'\? \(known: "):
+        recipe_path("lite")

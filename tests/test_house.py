@@ -1,0 +1,105 @@
+"""The house around the code: what is installed, what is pinned, what must not be in a file."""
+
+import re
+import subprocess
+import tomllib
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+import scforge
+
+ROOT = Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+GROUPS = PYPROJECT["dependency-groups"]
+
+
+def name_of(requirement: str) -> str:
+    """Return the normalised name (PEP 503) of a requirement or pin."""
+    return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
+
+
+def tracked_files() -> list[Path]:
+    try:
+        command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "anndata",
+        "huggingface-hub",
+        "lightning",
+        "matplotlib",
+        "mudata",
+        "peft",
+        "pertpy",
+        "scanpy",
+        "scib-metrics",
+        "scvi-tools",
+        "torch",
+    ],
+)
+def test_the_field_is_a_plain_dependency(name):
+    assert name in map(name_of, PROJECT["dependencies"])
+
+
+@pytest.mark.parametrize("name", ["pytest", "nbmake"])
+def test_test_tools_are_in_the_group(name):
+    assert name in map(name_of, GROUPS["test"])
+
+
+def test_everything_installed_by_default_is_pinned():
+    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    odd = [pin for pin in pins if not re.fullmatch(r"[a-z0-9-]+==[\w.+!]+( ; .+)?", pin)]
+    assert not odd, "constraints.txt holds pins only, without addresses or extras"
+    groups = [entry for group in GROUPS.values() for entry in group if isinstance(entry, str)]
+    extras = [
+        r for name, extra in PROJECT["optional-dependencies"].items() if name not in {"all", "census"} for r in extra
+    ]
+    missing = {name_of(r) for r in [*PROJECT["dependencies"], *groups, *extras]} - {name_of(pin) for pin in pins}
+    assert not missing, "renew with: make constraints"
+
+
+def test_extra_all_is_every_extra_but_census():
+    (everything,) = PROJECT["optional-dependencies"]["all"]
+    named = set(re.search(r"\[(.*)\]", everything)[1].split(","))
+    assert named == set(PROJECT["optional-dependencies"]) - {"all", "census"}
+
+
+def test_version_is_the_installed_one():
+    assert scforge.__version__ == version("scforge")
+
+
+def test_types_are_shipped():
+    assert files("scforge").joinpath("py.typed").is_file()
+
+
+def test_files_are_short():
+    lengths = {path: len(path.read_text().splitlines()) for path in ROOT.joinpath("src").rglob("*.py")}
+    long = {str(path.relative_to(ROOT)): length for path, length in lengths.items() if length > 400}
+    assert not long
+
+
+# Written in pieces, so that this file does not match itself.
+MACHINE_PATH = r"(?<![\w.:/~>}-])/(?:home|root|Users|work)" + r"/[\w.]+"
+REGISTRY_HOST = r"\b(?:py" + r"pi\.org|pythonhosted\.org|extra-index-" + r"url|find-" + r"links)\b"
+
+
+@pytest.mark.parametrize("pattern", [MACHINE_PATH, REGISTRY_HOST], ids=["machine path", "registry host"])
+def test_no_file_names(pattern):
+    found = []
+    for path in tracked_files():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # binary data
+        found += [f"{path.relative_to(ROOT)}: {match[0]}" for match in re.finditer(pattern, text)]
+    assert not found
