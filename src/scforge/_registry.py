@@ -5,16 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
 
 from scforge.errors import OptionError, ScforgeError, did_you_mean, listing
 
 __all__ = ["Registry"]
 
-T = TypeVar("T")
 
-
-class Registry(Generic[T]):
+class Registry[T]:
     """Names to objects: built-in ones by module path, others by decorator or by entry point.
 
     Parameters

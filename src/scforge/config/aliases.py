@@ -27,7 +27,7 @@ UNSUPPORTED = {
         "is not an option: every tokenizer normalises raw counts by library size itself; remove the key"
     ),
     "training.strategy": "is not supported yet; remove the key (training.devices sets the number of devices)",
-    "eval": "is not supported yet; remove the section and evaluate the trained model with the command 'evaluate'",
+    "eval": "is not supported yet; remove the section and score the embedding with scforge.eval.evaluate",
 }
 """Keys that other tools or later versions know, and what to do instead."""
 

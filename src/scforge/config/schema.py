@@ -205,7 +205,7 @@ class ModelConfig(_OpenSection):
     Parameters
     ----------
     architecture
-        Registered name of the architecture.
+        Registered name of the architecture. None takes the light encoder.
     vocab_size
         Number of token ids, special tokens included. None until the vocabulary is known.
     hidden_dim, num_layers, num_heads
@@ -234,7 +234,7 @@ class ModelConfig(_OpenSection):
 
     _not_options: ClassVar[frozenset[str]] = frozenset({"architecture", "vocab_size"})
 
-    architecture: _Text | None = "transformer_encoder"
+    architecture: _Text | None = None
     vocab_size: _Positive | None = None
     hidden_dim: _Positive = 512
     num_layers: _Positive = 12

@@ -161,7 +161,9 @@ def map_genes(
 
 def _better_column(var: pd.DataFrame | None, vocab: GeneVocab, gene_key: str | None, n_matched: int) -> str:
     """Name the column of ``adata.var`` that fits the vocabulary best, or say what is needed."""
-    candidates = {} if var is None else {None: np.asarray(var.index.astype(str))}
+    candidates: dict[str | None, np.ndarray] = {}
+    if var is not None:
+        candidates[None] = np.asarray(var.index.astype(str))
     if var is not None:
         text = [c for c in var.columns if var[c].dtype.kind not in "biufcmM"]
         candidates |= {c: np.asarray(var[c], dtype=object).astype(str) for c in text}

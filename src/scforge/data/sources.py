@@ -79,7 +79,7 @@ def open_cells(
     empty = int((np.diff(mapped.indptr) == 0).sum())
     if empty:
         warnings.warn(
-            f"{empty} of {adata.n_obs} cells express no gene of the vocabulary; their embedding carries no information.",
+            f"{empty} of {adata.n_obs} cells express no gene of the vocabulary; their embedding tells nothing.",
             ScforgeWarning,
             stacklevel=2,
         )

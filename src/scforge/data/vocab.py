@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -80,8 +81,7 @@ class GeneVocab:
         if not self.genes:
             raise DataError("genes=[] holds no gene; a vocabulary needs at least one.")
         if len(set(self.genes)) < len(self.genes):
-            seen: set[str] = set()
-            twice = next(gene for gene in self.genes if gene in seen or seen.add(gene))
+            twice = next(gene for gene, count in Counter(self.genes).items() if count > 1)
             raise DataError(f"genes holds {twice!r} twice; a vocabulary needs each gene once.")
         if special := set(self.genes) & set(SPECIAL_TOKENS):
             raise DataError(f"genes holds {special.pop()!r}, which is the name of a special token; rename that gene.")

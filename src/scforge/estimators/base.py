@@ -51,8 +51,11 @@ class CellModel(BaseModelClass):
     seed: int
     _spec: ModelSpec
     _tokenizer: Tokenizer
+    is_trained_: bool
 
-    def __init__(self, adata: AnnData | None, registry: dict[str, Any] | None) -> None:
+    def __init__(
+        self, adata: AnnData | None = None, *args: Any, registry: dict[str, Any] | None = None, **options: Any
+    ) -> None:
         self._require_setup(adata, registry)
         super().__init__(adata, registry=registry)
         self.n_epochs_ = 0
@@ -143,9 +146,7 @@ class CellModel(BaseModelClass):
             adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key_added: self._provenance(cells, embedding.shape[1])}
         return embedding
 
-    def save(  # type: ignore[override]
-        self, dir_path: str | os.PathLike[str], *, overwrite: bool = False, save_anndata: bool = False
-    ) -> None:
+    def save(self, dir_path: str | os.PathLike[str], *, overwrite: bool = False, save_anndata: bool = False) -> None:
         """Save the model to a folder: weights (safetensors), description (JSON), vocabulary (JSON), model card.
 
         Parameters
@@ -185,7 +186,7 @@ class CellModel(BaseModelClass):
         )
 
     @classmethod
-    def load(  # type: ignore[override]
+    def load(
         cls, dir_path: str | os.PathLike[str], adata: AnnData | None = None, *, device: str | torch.device = "cpu"
     ) -> Self:
         """Load a model that :meth:`save` wrote.
@@ -252,6 +253,15 @@ class CellModel(BaseModelClass):
     def vocab(self) -> GeneVocab:
         """The genes that the model knows."""
         return self._spec.vocab
+
+    @property
+    def objective(self) -> str:
+        """Name of the objective."""
+        return self._spec.objective
+
+    def cells(self, adata: AnnData | None = None) -> CellSource:
+        """Return the counts of `adata` (of the training data if None) over the genes of the model."""
+        return self._open(self.adata if adata is None else adata)
 
     @property
     def tokenizer(self) -> Any:

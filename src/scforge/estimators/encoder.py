@@ -87,7 +87,7 @@ class Encoder(CellModel):
         registry: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(adata, registry)
+        super().__init__(adata, registry=registry)
         self.seed = int(seed)
         recipe = recipe_for(architecture, options)
         if n_top_genes is None:
@@ -111,6 +111,7 @@ class Encoder(CellModel):
         max_epochs: int | None = None,
         *,
         batch_size: int | None = None,
+        optimizer: str = "adamw",
         lr: float | None = None,
         weight_decay: float | None = None,
         schedule: str | None = None,
@@ -139,6 +140,8 @@ class Encoder(CellModel):
         ----------
         max_epochs
             Most epochs; None chooses by objective and number of cells.
+        optimizer
+            ``"adamw"``.
         batch_size, lr, weight_decay, schedule
             None takes the objective's defaults. `schedule` is one of ``"cosine_warmup"``, ``"linear_warmup"``,
             ``"one_cycle"``, ``"constant"``.
@@ -196,7 +199,13 @@ class Encoder(CellModel):
         if not self.is_trained_:
             objective.initialise(self.module, cells, self._tokenizer)
         plan = TrainingPlan(
-            self.module, objective, lr=lr, weight_decay=weight_decay, schedule=schedule, warmup_steps=warmup_steps
+            self.module,
+            objective,
+            optimizer=optimizer,
+            lr=lr,
+            weight_decay=weight_decay,
+            schedule=schedule,
+            warmup_steps=warmup_steps,
         )
         self.train_indices_, self.validation_indices_ = train_rows, validation_rows
         with torch.random.fork_rng(devices=[]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
 
 __all__ = ["build_from_config", "check_choice", "count_parameters", "init_weights", "token_loss"]
-
-M = TypeVar("M", bound=nn.Module)
 
 _INIT_STD = 0.02
 
@@ -59,7 +57,7 @@ def check_choice(argument: str, value: Any, known: list[str]) -> None:
         raise OptionError(f"{argument}={value!r} is not known (known: {listing(known)})")
 
 
-def build_from_config(cls: type[M], config: ModelConfig) -> M:
+def build_from_config[M: nn.Module](cls: type[M], config: ModelConfig) -> M:
     """Make a module from a configuration: what the user set is passed on, for the rest the constructor's defaults hold.
 
     Raises

@@ -97,7 +97,7 @@ class Tokenizer(ABC):
         names: dict[str, None] = {}
         for base in cls.__mro__:
             if "__init__" in vars(base) and base is not object:
-                parameters = inspect.signature(base.__init__).parameters.values()
+                parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
                 names |= {p.name: None for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
         return list(names)
 

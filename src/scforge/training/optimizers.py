@@ -98,9 +98,8 @@ def make_schedule(
         If `name` is not known.
     """
     if name not in SCHEDULES:
-        raise OptionError(
-            f"schedule={name!r} is not known{did_you_mean(name, SCHEDULES) or ';'} (known: {listing(sorted(SCHEDULES))})"
-        )
+        known = sorted(SCHEDULES)
+        raise OptionError(f"schedule={name!r} is not known{did_you_mean(name, known) or ';'} (known: {listing(known)})")
     if warmup_steps is None:
         share = {"one_cycle": _ONE_CYCLE_WARMUP, "constant": 0.0}.get(name, _WARMUP_SHARE)
         warmup_steps = round(share * total_steps)

@@ -5,6 +5,8 @@ Shapes: N cells, D dimensions.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
@@ -47,7 +49,7 @@ def embed(
     try:
         for batch in sampler:
             tokens = tokenizer(cells.block(rows[batch.rows]))
-            embedding = module.encode(**{name: tensor.to(device) for name, tensor in tokens.items()})
+            embedding = module.encode(**{name: tensor.to(device) for name, tensor in dict[str, Any](tokens).items()})
             if result is None:
                 result = np.empty((len(rows), embedding.shape[1]), dtype=np.float32)
             result[batch.rows] = embedding.float().cpu().numpy()

@@ -5,6 +5,8 @@ Shapes: B cells, S tokens, H hidden, N heads, D = H / N.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -14,7 +16,7 @@ from scforge.models._utils import check_choice
 
 __all__ = ["SelfAttention", "TransformerBlock", "generate_causal_mask", "key_mask"]
 
-ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 
 
 def generate_causal_mask(seq_len: int, device: torch.device | None = None) -> torch.Tensor:

@@ -1,0 +1,91 @@
+"""The command line: thin, and quick to start (nothing heavy is imported before a command runs)."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from scforge._version import __version__
+from scforge.errors import ScforgeError, ScforgeWarning
+
+__all__ = ["main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line, as all other mistakes are told."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _quickstart(arguments: argparse.Namespace) -> None:
+    from scforge._quickstart import run
+
+    run(arguments.output)
+
+
+def _train(arguments: argparse.Namespace) -> None:
+    from scforge.config import load_config
+
+    config = load_config(arguments.config, arguments.overrides)
+    from scforge.estimators import train_from_config
+
+    print(train_from_config(config, progress_bar=not arguments.quiet))
+
+
+def _parser() -> _Parser:
+    parser = _Parser(prog="scforge", description="Train, fine-tune and evaluate single-cell foundation models.")
+    parser.add_argument("--version", action="version", version=f"scforge {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    quickstart = commands.add_parser("quickstart", help="train on embedded real data; leave a picture and a report")
+    quickstart.add_argument(
+        "--output", default="quickstart", metavar="DIR", help="folder for the results (%(default)s)"
+    )
+    quickstart.set_defaults(run=_quickstart)
+
+    train = commands.add_parser("train", help="train a model as a YAML file says")
+    train.add_argument("--config", required=True, metavar="FILE", help="YAML file")
+    train.add_argument("--quiet", action="store_true", help="no progress bar")
+    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. training.batch_size=32")
+    train.set_defaults(run=_train)
+    return parser
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+    print(f"scforge: warning: {message}", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return 0, or 2 after a mistake of the user, told in one line on stderr.
+
+    Parameters
+    ----------
+    argv
+        Arguments after the program's name; those of the process if None.
+    """
+    arguments = _parser().parse_args(argv)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("scforge").setLevel(logging.INFO)
+    with warnings.catch_warnings():
+        # The libraries' remarks to developers help nobody here; scforge's own are for the user.
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("default", category=ScforgeWarning)
+        warnings.showwarning = _show_warning
+        try:
+            arguments.run(arguments)
+        except (ScforgeError, OSError) as error:
+            print(f"scforge: error: {' '.join(str(error).split())}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("scforge: interrupted", file=sys.stderr)
+            return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

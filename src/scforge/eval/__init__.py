@@ -1,0 +1,29 @@
+"""Evaluation of embeddings, always beside baselines."""
+
+from __future__ import annotations
+
+from scforge._lazy import lazy_names
+
+_NAMES = {
+    "Benchmark": "scforge.eval.base",
+    "LabelPrediction": "scforge.eval.label_prediction",
+    "Report": "scforge.eval.report",
+    "evaluate": "scforge.eval.harness",
+    "get_benchmark": "scforge.eval.base",
+    "list_benchmarks": "scforge.eval.base",
+    "pca_embedding": "scforge.eval.baselines",
+    "register_benchmark": "scforge.eval.base",
+}
+
+__all__ = [  # noqa: RUF022 -- in the order in which one meets them
+    "evaluate",
+    "Report",
+    "Benchmark",
+    "LabelPrediction",
+    "pca_embedding",
+    "register_benchmark",
+    "get_benchmark",
+    "list_benchmarks",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

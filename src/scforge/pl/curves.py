@@ -1,0 +1,60 @@
+"""Loss curves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from scforge.errors import OptionError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+__all__ = ["training_curves"]
+
+
+def training_curves(
+    history: Mapping[str, pd.DataFrame],
+    *,
+    metric: str = "loss",
+    reference: float | None = None,
+    reference_label: str = "reference",
+    title: str | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw a figure of the training and of the held-out cells over epochs.
+
+    Parameters
+    ----------
+    history
+        ``model.history``.
+    metric
+        Draws ``train_<metric>`` and ``validation_<metric>``.
+    reference, reference_label
+        Value of a dashed line, e.g. the loss of a model that knows nothing, and what it is.
+    title
+        Title of the axes.
+    ax
+        Axes to draw on; new ones if None.
+
+    Returns
+    -------
+    The axes.
+    """
+    import matplotlib.pyplot as plt
+
+    names = {"train": f"train_{metric}", "validation": f"validation_{metric}"}
+    if not any(name in history for name in names.values()):
+        raise OptionError(f"history has no 'train_{metric}'; train the model first, or name another metric.")
+    if ax is None:
+        _, ax = plt.subplots(figsize=(4, 3), layout="constrained")
+    for (label, name), colour in zip(names.items(), ("tab:blue", "tab:orange"), strict=True):
+        if name in history:
+            values = history[name][name]
+            ax.plot(values.index + 1, values, label=label, color=colour)
+    if reference is not None:
+        ax.axhline(reference, color="grey", linestyle="--", linewidth=1, label=reference_label)
+    ax.set(xlabel="epoch", ylabel=metric, title=title)
+    ax.legend(frameon=False)
+    return ax

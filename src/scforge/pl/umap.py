@@ -1,0 +1,79 @@
+"""Embeddings side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scforge.errors import DataError, did_you_mean, listing
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+    from matplotlib.axes import Axes
+
+__all__ = ["embeddings"]
+
+
+def embeddings(
+    adata: AnnData,
+    obsm_keys: Sequence[str] | Mapping[str, str],
+    *,
+    color: str,
+    n_neighbors: int = 15,
+    seed: int = 0,
+    axes: Sequence[Axes] | None = None,
+) -> Sequence[Axes]:
+    """Draw a UMAP of each embedding, cells coloured by a column of obs, with one legend for all.
+
+    Parameters
+    ----------
+    adata
+        Annotated data. For each embedding, ``obsm["<key>_umap"]`` is computed with scanpy if it is not there.
+    obsm_keys
+        Keys in ``adata.obsm``; as a mapping, with the title of each.
+    color
+        Column of ``adata.obs`` with categories.
+    n_neighbors, seed
+        Of the neighbour graph and of UMAP.
+    axes
+        Axes to draw on, one for each embedding; new ones if None.
+
+    Returns
+    -------
+    The axes.
+    """
+    import matplotlib.pyplot as plt
+    import scanpy as sc
+
+    titles = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else {key: key for key in obsm_keys}
+    for argument, name, known in [("color", color, adata.obs), *[("obsm_keys", key, adata.obsm) for key in titles]]:
+        if name not in known:
+            names = list(known)
+            hint = did_you_mean(name, names) or ";"
+            raise DataError(f"{argument}={name!r} is not in the data{hint} (known: {listing(names)})")
+    if axes is None:
+        figure = plt.figure(figsize=(4 * len(titles) + 2, 4), layout="constrained")
+        axes = [figure.add_subplot(1, len(titles), index + 1) for index in range(len(titles))]
+    for key in titles:
+        if f"{key}_umap" not in adata.obsm:
+            work = sc.AnnData(obs=adata.obs[[]].copy(), obsm={key: np.asarray(adata.obsm[key])})
+            sc.pp.neighbors(work, use_rep=key, n_neighbors=n_neighbors, random_state=seed)
+            sc.tl.umap(work, random_state=seed)
+            adata.obsm[f"{key}_umap"] = work.obsm["X_umap"]
+    column = adata.obs[color].astype("category")
+    palette = plt.get_cmap("tab10" if len(column.cat.categories) <= 10 else "tab20")
+    for ax, (key, title) in zip(axes, titles.items(), strict=True):
+        points = adata.obsm[f"{key}_umap"]
+        groups = [(str(name), np.asarray(column == name)) for name in column.cat.categories]
+        missing = np.asarray(column.isna())
+        if missing.any():
+            ax.scatter(points[missing, 0], points[missing, 1], s=3, color="lightgrey", linewidths=0, label="no label")
+        for index, (name, chosen) in enumerate(groups):
+            ax.scatter(
+                points[chosen, 0], points[chosen, 1], s=3, color=palette(index % palette.N), linewidths=0, label=name
+            )
+        ax.set(title=title, xlabel="UMAP 1", ylabel="UMAP 2", xticks=[], yticks=[])
+    axes[-1].legend(frameon=False, markerscale=4, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    return axes

@@ -1,0 +1,76 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import sparse
+
+import scforge
+from scforge.config.schema import ModelConfig
+from scforge.data import GeneVocab
+
+N_CELLS, N_GENES = 60, 80
+
+
+@pytest.fixture
+def tiny_adata() -> ad.AnnData:
+    """60 cells x 80 genes of whole-numbered counts: in group "a" the first ten genes are high, in "b" the last ten."""
+    generator = np.random.default_rng(0)
+    group = np.arange(N_CELLS) % 2
+    mean = np.full((N_CELLS, N_GENES), 0.5)
+    mean[group == 0, :10] = 6.0
+    mean[group == 1, -10:] = 6.0
+    obs = pd.DataFrame(
+        {"group": pd.Categorical(np.where(group == 0, "a", "b")), "batch": pd.Categorical(["x"] * 30 + ["y"] * 30)},
+        index=[f"cell{i}" for i in range(N_CELLS)],
+    )
+    var = pd.DataFrame(
+        {"ensembl": [f"ENSG{i:011d}" for i in range(N_GENES)], "length": np.arange(N_GENES)},
+        index=[f"gene{i}" for i in range(N_GENES)],
+    )
+    return ad.AnnData(sparse.csr_matrix(generator.poisson(mean).astype(np.float32)), obs=obs, var=var)
+
+
+@pytest.fixture
+def tiny_vocab(tiny_adata: ad.AnnData) -> GeneVocab:
+    """All genes of `tiny_adata`, with medians that are no power of anything."""
+    medians = np.random.default_rng(1).uniform(0.5, 20.0, N_GENES)
+    return GeneVocab.from_adata(tiny_adata).with_medians(medians)
+
+
+@pytest.fixture(scope="session")
+def pbmc() -> ad.AnnData:
+    """PBMC 3k; a test that changes it works on a copy."""
+    return scforge.datasets.pbmc3k()
+
+
+@pytest.fixture
+def tiny_config() -> ModelConfig:
+    """Return the options that every architecture shares."""
+    return ModelConfig(vocab_size=100, hidden_dim=32, num_layers=2, dropout=0.0, max_seq_len=64)
+
+
+@pytest.fixture
+def dummy_batch() -> dict[str, torch.Tensor]:
+    """Four cells of 16 tokens, the last two padded; three labelled positions in each."""
+    generator = torch.Generator().manual_seed(0)
+    input_ids = torch.randint(4, 100, (4, 16), generator=generator)
+    attention_mask = torch.ones(4, 16, dtype=torch.long)
+    input_ids[:, 0] = 3
+    attention_mask[2:, 12:] = 0
+    input_ids[2:, 12:] = 0
+    labels = torch.full((4, 16), -100)
+    labels[:, 2:5] = input_ids[:, 2:5]
+    masked_positions = labels != -100
+    values = torch.rand(4, 16, generator=generator) * (attention_mask == 1)
+    return {
+        "input_ids": input_ids.masked_fill(masked_positions, 2),
+        "attention_mask": attention_mask,
+        "values": values.masked_fill(masked_positions, 0.0),
+        "labels": labels,
+        "masked_positions": masked_positions,
+    }

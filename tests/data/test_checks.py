@@ -1,0 +1,173 @@
+"""Every bad input is one sentence with the argument and the fix; every honest input is accepted."""
+
+from __future__ import annotations
+
+import anndata as ad
+import numpy as np
+import pytest
+from scipy import sparse
+
+from scforge.data import GeneVocab, open_cells
+from scforge.data.checks import check_adata, check_obs_column, counts_of
+from scforge.errors import DataError, OptionError, ScforgeError, ScforgeWarning
+
+
+def with_first(adata: ad.AnnData, value: float) -> ad.AnnData:
+    counts = adata.X.copy()
+    counts.data[0] = value
+    adata.X = counts
+    return adata
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (-1.0, r"adata\.X holds negative values .smallest: -1."),
+        (np.nan, r"adata\.X holds 1 missing or infinite values"),
+        (np.inf, r"adata\.X holds 1 missing or infinite values"),
+        (0.5, r"adata\.X holds values that are not whole numbers .first: 0\.5."),
+    ],
+)
+def test_values_that_are_no_counts(tiny_adata, tiny_vocab, value, message):
+    with pytest.raises(DataError, match=message):
+        open_cells(with_first(tiny_adata, value), tiny_vocab)
+
+
+def test_normalised_data_name_the_layer_with_counts(tiny_adata):
+    tiny_adata.layers["scaled"] = tiny_adata.X * 0.5
+    tiny_adata.layers["raw_counts"] = tiny_adata.X.copy()
+    tiny_adata.X = tiny_adata.X.log1p()
+    with pytest.raises(DataError, match="layer='raw_counts' holds counts"):
+        counts_of(tiny_adata)
+    assert counts_of(tiny_adata, "raw_counts").sum() > 0
+
+
+def test_bad_layer_names_x_where_that_holds_counts(tiny_adata):
+    tiny_adata.layers["scaled"] = tiny_adata.X * 0.5
+    with pytest.raises(DataError, match=r"adata\.layers\['scaled'\].*layer=None holds counts"):
+        counts_of(tiny_adata, "scaled")
+
+
+def test_normalised_data_name_raw(tiny_adata):
+    tiny_adata.raw = tiny_adata.copy()
+    tiny_adata.X = tiny_adata.X.log1p()
+    with pytest.raises(DataError, match="adata.raw holds counts"):
+        counts_of(tiny_adata)
+
+
+def test_normalised_data_without_counts_anywhere(tiny_adata):
+    tiny_adata.X = tiny_adata.X.log1p()
+    with pytest.raises(DataError, match="undo the normalisation"):
+        counts_of(tiny_adata)
+
+
+def test_missing_layer_suggests(tiny_adata):
+    tiny_adata.layers["counts"] = tiny_adata.X.copy()
+    with pytest.raises(DataError, match="layer='count' is not in adata.layers; did you mean 'counts'"):
+        counts_of(tiny_adata, "count")
+
+
+def test_no_x(tiny_adata):
+    bare = ad.AnnData(obs=tiny_adata.obs, var=tiny_adata.var)
+    bare.layers["counts"] = tiny_adata.X
+    with pytest.raises(DataError, match="adata.X is None; layer='counts' holds counts"):
+        counts_of(bare)
+
+
+def test_cell_without_counts(tiny_adata):
+    counts = tiny_adata.X.toarray()
+    counts[[3, 5]] = 0
+    tiny_adata.X = sparse.csr_matrix(counts)
+    with pytest.raises(DataError, match=r"2 cells without any count .first: 'cell3', 'cell5'.*filter_cells"):
+        counts_of(tiny_adata)
+
+
+def test_cell_without_counts_in_the_vocabulary_warns(tiny_adata):
+    counts = tiny_adata.X.toarray()
+    counts[4, :3] = 0
+    counts[:4, :3] = counts[5:, :3] = 1
+    tiny_adata.X = counts
+    with pytest.warns(ScforgeWarning, match="1 of 60 cells express no gene of the vocabulary"):
+        cells = open_cells(tiny_adata, GeneVocab.from_genes(["gene0", "gene1", "gene2"]))
+    assert cells.n_expressed[4] == 0
+    assert cells.totals[4] > 0
+
+
+def test_empty(tiny_adata, tiny_vocab):
+    with pytest.raises(DataError, match="is empty .0 cells x 80 genes."):
+        open_cells(tiny_adata[:0].copy(), tiny_vocab)
+    with pytest.raises(DataError, match="is empty .60 cells x 0 genes."):
+        open_cells(tiny_adata[:, :0].copy(), tiny_vocab)
+
+
+def test_backed(tiny_adata, tiny_vocab, tmp_path):
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    backed = ad.read_h5ad(tmp_path / "a.h5ad", backed="r")
+    with pytest.raises(DataError, match=r"a\.h5ad.*to_memory"):
+        open_cells(backed, tiny_vocab)
+    backed.file.close()
+
+
+@pytest.mark.parametrize("thing", [None, 3, np.ones((2, 2)), "cells.h5ad"])
+def test_not_an_anndata(thing, tiny_vocab):
+    with pytest.raises(OptionError, match=f"adata is of type '{type(thing).__name__}'"):
+        open_cells(thing, tiny_vocab)
+    with pytest.raises(OptionError, match="query is of type"):
+        check_adata(thing, argument="query")
+
+
+def unsorted(matrix: sparse.csr_matrix) -> sparse.csr_matrix:
+    """The same counts with the entries of each row in descending order."""
+    order = np.concatenate([np.arange(a, b)[::-1] for a, b in zip(matrix.indptr, matrix.indptr[1:], strict=False)])
+    return sparse.csr_matrix((matrix.data[order], matrix.indices[order], matrix.indptr), shape=matrix.shape)
+
+
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda x: x.toarray(),
+        sparse.csc_matrix,
+        sparse.csr_array,
+        unsorted,
+        lambda x: x.astype(np.uint8),
+        lambda x: x.astype(np.uint16),
+        lambda x: x.astype(np.int32),
+        lambda x: x.astype(np.int64),
+        lambda x: x.astype(np.float64),
+        lambda x: x.toarray().astype(np.uint16),
+    ],
+    ids=["dense", "csc", "csr_array", "unsorted", "u1", "u2", "i4", "i8", "f8", "dense u2"],
+)
+def test_formats_and_dtypes_mean_the_same(tiny_adata, tiny_vocab, convert):
+    expected = open_cells(tiny_adata, tiny_vocab)
+    tiny_adata.layers["other"] = convert(tiny_adata.X)
+    cells = open_cells(tiny_adata, tiny_vocab, layer="other")
+    np.testing.assert_array_equal(cells.counts.toarray(), expected.counts.toarray())
+    np.testing.assert_array_equal(cells.totals, expected.totals)
+    block, reference = cells.block(np.arange(60)), expected.block(np.arange(60))
+    np.testing.assert_array_equal(block.genes, reference.genes)
+    np.testing.assert_array_equal(block.counts, reference.counts)
+
+
+def test_a_view_is_accepted_and_nothing_is_changed(tiny_adata, tiny_vocab):
+    before = tiny_adata.X.copy()
+    view = tiny_adata[5:25]
+    assert len(open_cells(view, tiny_vocab)) == 20
+    assert view.is_view
+    assert (before != tiny_adata.X).nnz == 0
+
+
+def test_dtypes_that_are_and_are_not_counts(tiny_adata):
+    tiny_adata.layers["flag"] = tiny_adata.X.astype(bool)
+    assert counts_of(tiny_adata, "flag").sum() == tiny_adata.X.nnz
+    tiny_adata.layers["complex"] = tiny_adata.X.astype(complex)
+    with pytest.raises(DataError, match="dtype complex"):
+        counts_of(tiny_adata, "complex")
+
+
+def test_check_obs_column(tiny_adata):
+    check_obs_column(tiny_adata, None, argument="labels_key")
+    check_obs_column(tiny_adata, "group", argument="labels_key")
+    with pytest.raises(DataError, match="labels_key='groop' is not a column of adata.obs; did you mean 'group'"):
+        check_obs_column(tiny_adata, "groop", argument="labels_key")
+    assert issubclass(DataError, ScforgeError)
