@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from scforge.errors import OptionError, ScforgeError, did_you_mean, listing
 
-__all__ = ["Registry"]
+__all__ = ["Registry", "check_options"]
 
 
 class Registry[T]:
@@ -102,6 +102,33 @@ class Registry[T]:
             ) from error
         # A plugin may register itself on import, or just point at the object.
         self._entries.setdefault(name, loaded)
+
+
+def check_options(kind: str, owner: str, options: Iterable[str], known: Sequence[str]) -> None:
+    """Raise unless all `options` are `known` ones of `owner`.
+
+    Parameters
+    ----------
+    kind
+        What an option is called in the message, e.g. ``"tokenizer option"``.
+    owner
+        Name of the entry whose options they are.
+    options
+        Names to check.
+    known
+        Names that there are.
+
+    Raises
+    ------
+    OptionError
+        Naming the option, the nearest known one and all known ones.
+    """
+    for option in options:
+        if option not in known:
+            raise OptionError(
+                f"{kind} {option!r} is not one of {owner!r}{did_you_mean(option, known) or ';'} "
+                f"(known: {listing(known, most=20)})"
+            )
 
 
 def _identity(obj: object) -> tuple[str | None, str | None]:

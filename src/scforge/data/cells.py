@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import sparse
 
+from scforge.errors import DataError
+
 __all__ = ["CellBlock", "CellSource"]
 
 
@@ -50,6 +52,8 @@ class CellBlock:
             matrix.sum_duplicates()
             matrix.eliminate_zeros()
         sums = np.asarray(matrix.sum(axis=1), dtype=np.float64).ravel()
+        if totals is not None and np.shape(totals) != sums.shape:
+            raise DataError(f"totals has the shape {np.shape(totals)} but there are {len(sums)} cells.")
         return cls(
             indptr=matrix.indptr.astype(np.int64),
             genes=matrix.indices.astype(np.int32, copy=False),

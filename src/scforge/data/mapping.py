@@ -53,7 +53,7 @@ def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
     unique, counts = np.unique(array, return_counts=True)
     if (counts > 1).any():
         raise DataError(
-            f"{where} has {int((counts > 1).sum())} names more than once (first: {unique[counts > 1][0]!r}); {fix}."
+            f"{where} has {int((counts > 1).sum())} names more than once (first: {str(unique[counts > 1][0])!r}); {fix}."
         )
     return array
 
@@ -94,7 +94,7 @@ class GeneMap:
 
         Returns
         -------
-        Matrix of shape (n_cells, n_genes) and the dtype of `counts`.
+        Matrix of shape (n_cells, n_genes) and the dtype of `counts`; small integers that are summed become int64.
         """
         columns = self.columns[counts.indices]
         keep = columns >= 0
@@ -102,6 +102,8 @@ class GeneMap:
         mapped = sparse.csr_matrix(
             (counts.data[keep], columns[keep], kept_before[counts.indptr]), shape=(counts.shape[0], self.n_genes)
         )
+        if mapped.dtype.kind in "iu" and self.n_matched < np.count_nonzero(self.columns >= 0):
+            mapped = mapped.astype(np.int64)  # a sum may not fit into e.g. uint8
         # Also sums the columns that mean the same gene.
         mapped.sum_duplicates()
         mapped.eliminate_zeros()

@@ -8,7 +8,7 @@ import numpy as np
 from scipy import sparse
 
 from scforge._constants import N_SPECIAL, TARGET_SUM
-from scforge.data.checks import counts_of
+from scforge.data.checks import check_obs_column, counts_of
 from scforge.data.mapping import gene_names
 from scforge.data.vocab import GeneVocab, strip_version
 from scforge.errors import DataError, OptionError
@@ -54,6 +54,7 @@ def select_genes(
     """
     counts = counts_of(adata, layer)
     names = gene_names(adata, gene_key)
+    check_obs_column(adata, batch_key, argument="batch_key")
     if n_top_genes is not None and n_top_genes < 1:
         raise OptionError(f"n_top_genes={n_top_genes} is not a positive number of genes.")
     keep = np.bincount(counts.indices[counts.data > 0], minlength=counts.shape[1]) >= min_cells
@@ -108,7 +109,8 @@ def gene_medians(counts: sparse.csr_matrix, totals: np.ndarray) -> np.ndarray:
     Medians, float64, shape (G,); 1 for a gene that no cell expresses.
     """
     scale = TARGET_SUM / totals
-    by_gene = sparse.csc_matrix(counts)
+    by_gene = sparse.csc_matrix(counts, copy=True)
+    by_gene.eliminate_zeros()
     values = by_gene.data * scale[by_gene.indices]
     medians = np.ones(counts.shape[1])
     for gene, (start, stop) in enumerate(zip(by_gene.indptr[:-1], by_gene.indptr[1:], strict=True)):

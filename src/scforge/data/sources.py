@@ -64,7 +64,7 @@ def open_cells(
     --------
     >>> import scforge
     >>> adata = scforge.datasets.pbmc3k()
-    >>> cells = open_cells(adata, GeneVocab.from_genes(["CD3D", "LYZ", "MS4A1"]))
+    >>> cells = open_cells(adata, GeneVocab.from_genes(["B2M", "MALAT1", "TMSB4X"]))
     >>> cells.counts.shape
     (2700, 3)
     """
@@ -93,6 +93,11 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     Several files are concatenated over the union of their genes (by ``var_names``); a gene that a file lacks counts
     as not expressed there. ``obs["source_file"]`` says where a cell comes from, and cell names are made unique.
 
+    Parameters
+    ----------
+    paths
+        One file or several.
+
     Raises
     ------
     MissingFileError
@@ -101,6 +106,7 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
         If a file is not an h5ad, or is empty.
     """
     import anndata
+    import pandas as pd
 
     files = [Path(paths)] if isinstance(paths, str | os.PathLike) else [Path(path) for path in paths]
     if not files:
@@ -113,8 +119,10 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     for path, part in parts.items():
         if not part.var_names.is_unique:
             raise DataError(f"{path!r} has duplicate var_names; make them unique before joining files.")
-    # One annotation of each gene is enough; files that disagree keep the first.
-    joined = anndata.concat(parts, join="outer", label="source_file", index_unique="-", fill_value=0, merge="first")
+    joined = anndata.concat(parts, join="outer", label="source_file", index_unique="-", fill_value=0)
+    # One annotation of each gene is enough: that of the first file that has the gene.
+    var = pd.concat([part.var for part in parts.values()])
+    joined.var = var[~var.index.duplicated()].reindex(joined.var_names)
     return joined
 
 

@@ -190,9 +190,7 @@ class GeneVocab:
     @cached_property
     def hash(self) -> str:
         """SHA-256 over the genes in order, their second names and their medians."""
-        digest = hashlib.sha256("\n".join(self.tokens).encode())
-        if self.symbols is not None:
-            digest.update("\n".join(self.symbols).encode())
+        digest = hashlib.sha256(json.dumps([self.tokens, self.symbols]).encode())
         if self.medians is not None:
             digest.update(self.medians.astype("<f8").tobytes())
         return digest.hexdigest()

@@ -12,7 +12,7 @@ from scforge.config.schema import ModelConfig
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.estimators.defaults import Recipe
-from scforge.models.registry import MODELS, check_options, get_model
+from scforge.models.registry import MODELS, check_model_options, get_model
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.registry import get_tokenizer
 from scforge.training.objectives.base import Objective
@@ -68,7 +68,7 @@ class ModelSpec:
         if name == recipe.tokenizer:
             tokenizer_options = recipe.tokenizer_options | tokenizer_options
         architecture = recipe.architecture
-        check_options(architecture, options)
+        check_model_options(architecture, options)
         options = recipe.options | options
         if "max_len" not in tokenizer_options and options.get("max_seq_len") is not None:
             tokenizer_options = tokenizer_options | {"max_len": options["max_seq_len"]}

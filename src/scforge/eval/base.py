@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from scforge._registry import Registry
-from scforge.errors import OptionError, did_you_mean, listing
+from scforge._registry import Registry, check_options
 
 __all__ = ["BENCHMARKS", "Benchmark", "get_benchmark", "list_benchmarks", "register_benchmark"]
 
@@ -64,17 +63,18 @@ def list_benchmarks() -> list[str]:
 def get_benchmark(name: str, **options: Any) -> Benchmark:
     """Make the benchmark registered as `name`.
 
+    Parameters
+    ----------
+    name
+        Registry key, e.g. ``"label_prediction"``.
+    **options
+        Options of its constructor.
+
     Raises
     ------
     OptionError
         If the name, or an option, is unknown.
     """
     cls = BENCHMARKS.get(name)
-    known = list(inspect.signature(cls).parameters)
-    for option in options:
-        if option not in known:
-            raise OptionError(
-                f"benchmark option {option!r} is not one of {name!r}{did_you_mean(option, known) or ';'} "
-                f"(known: {listing(known)})"
-            )
+    check_options("benchmark option", name, options, list(inspect.signature(cls).parameters))
     return cls(**options)

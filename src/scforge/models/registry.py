@@ -6,15 +6,14 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from scforge._registry import Registry
-from scforge.errors import OptionError, did_you_mean, listing
+from scforge._registry import Registry, check_options
 
 if TYPE_CHECKING:
     from torch import nn
 
     from scforge.config.schema import ModelConfig
 
-__all__ = ["MODELS", "check_options", "get_model", "list_models", "option_names", "register_model"]
+__all__ = ["MODELS", "check_model_options", "get_model", "list_models", "option_names", "register_model"]
 
 MODELS: Registry[Any] = Registry(
     "architecture",
@@ -74,18 +73,8 @@ def option_names(name: str) -> list[str] | None:
     return [p.name for p in parameters if p.name != "vocab_size"]
 
 
-def check_options(name: str, options: dict[str, Any]) -> None:
-    """Raise unless all `options` are options of the architecture `name`.
-
-    Raises
-    ------
-    OptionError
-        Naming the option, the nearest known one and all known ones.
-    """
+def check_model_options(name: str, options: dict[str, Any]) -> None:
+    """Raise :class:`~scforge.errors.OptionError` unless all `options` are options of the architecture `name`."""
     known = option_names(name)
-    for option in options:
-        if known is not None and option not in known:
-            raise OptionError(
-                f"option {option!r} is not one of architecture {name!r}{did_you_mean(option, known) or ';'} "
-                f"(known: {listing(known, most=20)})"
-            )
+    if known is not None:
+        check_options("option", name, options, known)

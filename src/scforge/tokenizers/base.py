@@ -17,7 +17,7 @@ from scipy import sparse
 from scforge._constants import CLS_ID, N_SPECIAL, PAD_ID, TARGET_SUM
 from scforge.data.cells import CellBlock
 from scforge.data.vocab import GeneVocab
-from scforge.errors import OptionError
+from scforge.errors import DataError, OptionError
 
 __all__ = ["RaggedTokens", "TokenBatch", "Tokenizer", "pad"]
 
@@ -72,6 +72,8 @@ class Tokenizer(ABC):
     """
 
     default_max_len: int | None = 2048
+    ordered_by_gene: bool = False
+    """Whether tokens stand in the order of the vocabulary, so that the neighbours of a token tell which gene it is."""
     needs_medians: bool = False
     """Whether the strategy uses the medians of the vocabulary."""
 
@@ -130,8 +132,14 @@ class Tokenizer(ABC):
         totals
             Library size of each cell, shape (B,), where `cells` is a matrix; its row sums if not given.
         """
-        block = cells if isinstance(cells, CellBlock) else CellBlock.from_csr(cells, totals)
-        return pad(self.ragged(block))
+        if isinstance(cells, CellBlock):
+            return pad(self.ragged(cells))
+        if cells.shape[1] != self.vocab.n_genes:
+            raise DataError(
+                f"cells has {cells.shape[1]} columns but the vocabulary {self.vocab.n_genes} genes; "
+                "map the genes with scforge.data.open_cells first."
+            )
+        return pad(self.ragged(CellBlock.from_csr(cells, totals)))
 
     def __repr__(self) -> str:
         options = ", ".join(f"{key}={value!r}" for key, value in self.config().items())
@@ -185,7 +193,7 @@ def log1p_cp10k(indptr, counts, totals):
     """Return ``log1p(count / total * 1e4)`` of each entry, float32."""
     values = np.empty(len(counts), dtype=np.float32)
     for cell in range(len(indptr) - 1):
-        scale = TARGET_SUM / totals[cell]
+        scale = TARGET_SUM / max(totals[cell], 1.0)  # a cell without counts has no entry to scale
         for entry in range(indptr[cell], indptr[cell + 1]):
             values[entry] = np.log1p(counts[entry] * scale)
     return values

@@ -37,6 +37,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
     """
 
     default_max_len = None
+    ordered_by_gene = True
 
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
         values = log1p_cp10k(block.indptr, block.counts, block.totals)

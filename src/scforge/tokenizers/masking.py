@@ -64,7 +64,9 @@ class Masking:
         self.random_token_prob = float(random_token_prob)
         self.seed = int(seed)
 
-    def __call__(self, batch: TokenBatch, rows: np.ndarray, *, epoch: int) -> TokenBatch:
+    def __call__(
+        self, batch: TokenBatch, rows: np.ndarray, *, epoch: int, hidden_last: bool = False
+    ) -> TokenBatch:
         """Return a new batch with hidden tokens, `labels` and `masked_positions`.
 
         Parameters
@@ -75,6 +77,9 @@ class Masking:
             Identity of each cell, shape (B,).
         epoch
             Each epoch hides other tokens.
+        hidden_last
+            Put the chosen tokens behind the others, in random order. Needed where tokens stand in the order of the
+            vocabulary: there a gene hidden between two others could be read off its neighbours.
         """
         ids = batch["input_ids"].numpy().copy()
         values = batch["values"].numpy().copy()
@@ -86,6 +91,7 @@ class Masking:
             self.mask_token_prob,
             self.random_token_prob,
             self.vocab_size,
+            hidden_last,
         )
         return TokenBatch(
             input_ids=torch.from_numpy(ids),
@@ -97,12 +103,13 @@ class Masking:
 
 
 @numba.njit(cache=True)
-def _mask(ids, values, keys, ratio, mask_prob, random_prob, vocab_size):
+def _mask(ids, values, keys, ratio, mask_prob, random_prob, vocab_size, hidden_last):
     n_cells, n_tokens = ids.shape
     labels = np.full((n_cells, n_tokens), IGNORE_LABEL, dtype=np.int64)
     chosen = np.zeros((n_cells, n_tokens), dtype=np.bool_)
     for cell in range(n_cells):
-        genes = np.flatnonzero(ids[cell] >= N_SPECIAL)
+        slots = np.flatnonzero(ids[cell] >= N_SPECIAL)
+        genes = slots.copy()
         if len(genes) == 0:
             continue
         n_chosen = max(1, int(len(genes) * ratio + 0.5))
@@ -123,4 +130,10 @@ def _mask(ids, values, keys, ratio, mask_prob, random_prob, vocab_size):
                 gene = int(uniform(key, draw + np.uint64(2)) * (vocab_size - N_SPECIAL))
                 ids[cell, position] = N_SPECIAL + gene
             draw += np.uint64(3)
+        if hidden_last:
+            order = np.concatenate((np.sort(genes[n_chosen:]), genes[:n_chosen]))
+            ids[cell, slots] = ids[cell, order]
+            values[cell, slots] = values[cell, order]
+            labels[cell, slots] = labels[cell, order]
+            chosen[cell, slots] = chosen[cell, order]
     return labels, chosen

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from scforge._registry import Registry
-from scforge.errors import OptionError, did_you_mean, listing
+from scforge._registry import Registry, check_options
 
 if TYPE_CHECKING:
     from scforge.data.vocab import GeneVocab
@@ -43,17 +42,20 @@ def list_tokenizers() -> list[str]:
 def get_tokenizer(name: str, vocab: GeneVocab, **options: Any) -> Tokenizer:
     """Make the tokenizer registered as `name`.
 
+    Parameters
+    ----------
+    name
+        Registry key, e.g. ``"rank_value"``.
+    vocab
+        The genes.
+    **options
+        Options of its constructor.
+
     Raises
     ------
     OptionError
         If the name, or an option, is unknown.
     """
     cls = TOKENIZERS.get(name)
-    known = cls.option_names()
-    for option in options:
-        if option not in known:
-            raise OptionError(
-                f"tokenizer option {option!r} is not one of {name!r}{did_you_mean(option, known) or ';'} "
-                f"(known: {listing(known)})"
-            )
+    check_options("tokenizer option", name, options, cls.option_names())
     return cls(vocab, **options)

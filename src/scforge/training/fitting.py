@@ -78,6 +78,8 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            # Lightning's own use of a part of torch that torch has renamed.
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
             warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
             warnings.filterwarnings("ignore", category=UserWarning, message=".*Total length of.*across ranks is zero.*")
             yield

@@ -47,9 +47,10 @@ def make_optimizer(module: nn.Module, *, name: str, lr: float, weight_decay: flo
 
 def _one_cycle(optimizer: torch.optim.Optimizer, total: int, warmup: int) -> lr_scheduler.LRScheduler:
     peaks = [group["lr"] for group in optimizer.param_groups]
-    # OneCycleLR needs a step on each side of its peak.
-    share = min(max(warmup / total, 1.0 / total), 0.5)
-    return lr_scheduler.OneCycleLR(optimizer, max_lr=peaks, total_steps=max(total, 2), pct_start=share)
+    # OneCycleLR divides by the steps on either side of its peak, so there must be one on each.
+    total = max(total, 3)
+    share = min(max(warmup, 2), total - 1) / total
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=peaks, total_steps=total, pct_start=share)
 
 
 def _factor(shape: Callable[[float], float]) -> Callable[[torch.optim.Optimizer, int, int], lr_scheduler.LRScheduler]:

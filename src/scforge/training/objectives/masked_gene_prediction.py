@@ -64,7 +64,8 @@ class MaskedGenePrediction(Objective):
             random_token_prob=self.random_token_prob,
             seed=seed,
         )
-        return dict(masking(tokenizer(block), block.rows, epoch=epoch))
+        tokens = tokenizer(block)
+        return dict(masking(tokens, block.rows, epoch=epoch, hidden_last=tokenizer.ordered_by_gene))
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the module's own loss at labelled positions."""

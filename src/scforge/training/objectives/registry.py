@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from scforge._registry import Registry
-from scforge.errors import OptionError, did_you_mean, listing
+from scforge._registry import Registry, check_options
 
 if TYPE_CHECKING:
     from scforge.training.objectives.base import Objective
@@ -42,17 +41,18 @@ def list_objectives() -> list[str]:
 def get_objective(name: str, **options: Any) -> Objective:
     """Make the objective registered as `name`.
 
+    Parameters
+    ----------
+    name
+        Registry key, e.g. ``"joint_embedding"``.
+    **options
+        Options of its constructor.
+
     Raises
     ------
     OptionError
         If the name, or an option, is unknown.
     """
     cls = OBJECTIVES.get(name)
-    known = cls.option_names()
-    for option in options:
-        if option not in known:
-            raise OptionError(
-                f"objective option {option!r} is not one of {name!r}{did_you_mean(option, known) or ';'} "
-                f"(known: {listing(known)})"
-            )
+    check_options("objective option", name, options, cls.option_names())
     return cls(**options)

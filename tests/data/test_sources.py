@@ -1,0 +1,92 @@
+"""Files into one AnnData."""
+
+from __future__ import annotations
+
+import h5py
+import numpy as np
+import pytest
+
+from scforge.data import read_h5ad
+from scforge.errors import DataError, MissingFileError, OptionError
+
+
+def test_one_file(tiny_adata, tmp_path):
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    for paths in (tmp_path / "a.h5ad", str(tmp_path / "a.h5ad"), [tmp_path / "a.h5ad"]):
+        again = read_h5ad(paths)
+        assert again.obs_names.equals(tiny_adata.obs_names)
+        assert (again.X != tiny_adata.X).nnz == 0
+
+
+def test_several_files_are_joined_over_the_union_of_genes(tiny_adata, tmp_path):
+    first, second = tiny_adata[:20, :50].copy(), tiny_adata[20:, 30:].copy()
+    second.obs_names = [f"cell{i}" for i in range(40)]  # names that the first file has too
+    del second.obs["batch"]
+    first.write_h5ad(tmp_path / "a.h5ad")
+    second.write_h5ad(tmp_path / "b.h5ad")
+    joined = read_h5ad([tmp_path / "a.h5ad", tmp_path / "b.h5ad"])
+    assert joined.shape == (60, 80)
+    assert joined.obs_names.is_unique
+    assert joined.obs["source_file"].tolist() == [str(tmp_path / "a.h5ad")] * 20 + [str(tmp_path / "b.h5ad")] * 40
+    expected = tiny_adata.to_df()
+    expected.iloc[:20, 50:] = 0.0
+    expected.iloc[20:, :30] = 0.0
+    np.testing.assert_array_equal(joined.to_df()[expected.columns].to_numpy(), expected.to_numpy())
+    assert joined.var.loc["gene60", "ensembl"] == tiny_adata.var.loc["gene60", "ensembl"]
+    assert joined.obs["batch"].isna().sum() == 40
+
+
+def test_missing_file(tmp_path):
+    with pytest.raises(MissingFileError, match=r"no\.h5ad' does not exist"):
+        read_h5ad(tmp_path / "no.h5ad")
+
+
+def test_folder(tmp_path):
+    with pytest.raises(DataError, match="is not a file"):
+        read_h5ad(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"gene,count\nA,1\n"])
+def test_not_an_h5ad(tmp_path, content):
+    (tmp_path / "a.h5ad").write_bytes(content)
+    with pytest.raises(DataError, match=r"a\.h5ad' cannot be read as an h5ad file"):
+        read_h5ad(tmp_path / "a.h5ad")
+
+
+@pytest.mark.filterwarnings("ignore::Warning")
+def test_another_hdf5_file(tmp_path):
+    with h5py.File(tmp_path / "a.h5ad", "w") as file:
+        file["something"] = [1, 2, 3]
+    with pytest.raises(DataError, match=r"a\.h5ad'"):
+        read_h5ad(tmp_path / "a.h5ad")
+
+
+def test_truncated_file(tiny_adata, tmp_path):
+    path = tmp_path / "a.h5ad"
+    tiny_adata.write_h5ad(path)
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(DataError, match="cannot be read"):
+        read_h5ad(path)
+
+
+def test_file_without_cells(tiny_adata, tmp_path):
+    tiny_adata[:0].copy().write_h5ad(tmp_path / "a.h5ad")
+    with pytest.raises(DataError, match=r"a\.h5ad' is empty"):
+        read_h5ad(tmp_path / "a.h5ad")
+
+
+def test_no_and_repeated_paths(tiny_adata, tmp_path):
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    with pytest.raises(OptionError, match="names no file"):
+        read_h5ad([])
+    with pytest.raises(OptionError, match="same file twice"):
+        read_h5ad([tmp_path / "a.h5ad", str(tmp_path / "a.h5ad")])
+
+
+@pytest.mark.filterwarnings("ignore:Variable names are not unique")
+def test_duplicate_genes_cannot_be_joined(tiny_adata, tmp_path):
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    tiny_adata.var_names = ["gene0", *tiny_adata.var_names[:-1]]
+    tiny_adata.write_h5ad(tmp_path / "b.h5ad")
+    with pytest.raises(DataError, match=r"b\.h5ad' has duplicate var_names"):
+        read_h5ad([tmp_path / "a.h5ad", tmp_path / "b.h5ad"])
