@@ -15,6 +15,9 @@ from scforge.data import GeneVocab
 
 N_CELLS, N_GENES = 60, 80
 
+# Tensors are tiny here: threads would wait for each other longer than they work.
+torch.set_num_threads(1)
+
 
 @pytest.fixture
 def tiny_adata() -> ad.AnnData:

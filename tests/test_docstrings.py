@@ -12,7 +12,8 @@ import scforge
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ["config", "data", "datasets", "errors", "estimators", "eval", "models", "pl", "tokenizers", "training"]
-MODULES = sorted(info.name for info in pkgutil.walk_packages(scforge.__path__, "scforge.") if "__main__" not in info.name)
+NAMES = [info.name for info in pkgutil.walk_packages(scforge.__path__, "scforge.")]
+MODULES = sorted(name for name in NAMES if "__main__" not in name)
 PUBLIC = [(room, name) for room in ROOMS for name in importlib.import_module(f"scforge.{room}").__all__]
 
 

@@ -12,7 +12,22 @@ from pathlib import Path
 
 from scforge.errors import OptionError
 
-__all__ = ["atomic_folder", "atomic_path", "atomic_write_bytes", "atomic_write_text", "remove_folder", "sha256_of"]
+__all__ = [
+    "atomic_folder",
+    "atomic_path",
+    "atomic_write_bytes",
+    "atomic_write_text",
+    "check_folder",
+    "remove_folder",
+    "sha256_of",
+]
+
+
+def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
+    """Raise if `path`, where a folder is to be, or one above it is a file."""
+    for place in (Path(path), *Path(path).parents):
+        if place.is_file():
+            raise OptionError(f"{argument}={str(path)!r}: {str(place)!r} is a file; give the name of a folder.")
 
 
 @contextlib.contextmanager
@@ -58,8 +73,7 @@ def atomic_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> I
         If `path` exists and `overwrite` is false, or is a file.
     """
     path = Path(path)
-    if path.is_file():
-        raise OptionError(f"dir_path={str(path)!r} is a file; give the name of a folder.")
+    check_folder("dir_path", path)
     if path.exists() and any(path.iterdir()) and not overwrite:
         raise OptionError(
             f"dir_path={str(path)!r} exists and is not empty; pass overwrite=True or choose another name."

@@ -42,9 +42,7 @@ def test_dtypes_of_a_block(tiny_adata, tiny_vocab):
 
 def test_from_csr_puts_a_matrix_in_order():
     # Two entries of one gene, an explicit zero, genes not ascending.
-    matrix = sparse.csr_matrix(
-        (np.array([1.0, 0.0, 2.0, 4.0]), np.array([2, 1, 0, 2]), np.array([0, 4])), shape=(1, 3)
-    )
+    matrix = sparse.csr_matrix((np.array([1.0, 0.0, 2.0, 4.0]), np.array([2, 1, 0, 2]), np.array([0, 4])), shape=(1, 3))
     block = CellBlock.from_csr(matrix)
     assert block.genes.tolist() == [0, 2]
     assert block.counts.tolist() == [2.0, 5.0]

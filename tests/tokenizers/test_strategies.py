@@ -75,6 +75,7 @@ def test_truncation_keeps_the_highest(name):
     assert set(batch["input_ids"][0].tolist()) == {3, 5, 7, 9}
 
 
+@pytest.mark.filterwarnings("ignore:10 of 60 cells express no gene")
 def test_library_size_counts_genes_outside_the_vocabulary(tiny_adata):
     cells = open_cells(tiny_adata, GeneVocab.from_genes(["gene0", "gene1"]), min_overlap=0)
     tokenizer = get_tokenizer("continuous_projection", GeneVocab.from_genes(["gene0", "gene1"]), append_cls=False)

@@ -59,8 +59,11 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
         If the layer does not exist, holds negative, missing or fractional values, or has cells without counts. The
         message names a layer that does hold counts, if there is one.
     """
-    counts = _as_csr(_matrix(adata, layer))
+    matrix = _matrix(adata, layer)
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
+    if not _is_numeric(matrix):
+        raise DataError(f"{where} has the dtype {matrix.dtype}, but raw counts are needed; convert it first.")
+    counts = _as_csr(matrix)
     if problem := _problem(counts):
         raise DataError(f"{where} {problem}, but raw counts are needed; {_where_counts_are(adata, layer)}.")
     empty = np.flatnonzero(np.asarray(counts.sum(axis=1)).ravel() == 0)
@@ -79,7 +82,7 @@ def _matrix(adata: AnnData, layer: str | None) -> Any:
             raise DataError(f"adata.X is None; {_where_counts_are(adata, layer)}.")
         return adata.X
     if layer not in adata.layers:
-        layers = list(adata.layers)
+        layers = [key for key in adata.layers if key is not None]
         raise DataError(
             f"layer={layer!r} is not in adata.layers{did_you_mean(layer, layers) or ';'} "
             f"(adata.layers has: {listing(layers)}; layer=None reads adata.X)"
@@ -87,7 +90,13 @@ def _matrix(adata: AnnData, layer: str | None) -> Any:
     return adata.layers[layer]
 
 
+def _is_numeric(matrix: Any) -> bool:
+    return matrix.dtype.kind in "biuf"
+
+
 def _as_csr(matrix: Any) -> sparse.csr_matrix:
+    if getattr(matrix, "dtype", None) == np.float16:  # scipy has no sparse matrices of it
+        matrix = matrix.astype(np.float32)
     matrix = sparse.csr_matrix(matrix) if not isinstance(matrix, sparse.csr_matrix) else matrix
     if not matrix.has_canonical_format:
         matrix = matrix.copy()
@@ -98,8 +107,6 @@ def _as_csr(matrix: Any) -> sparse.csr_matrix:
 def _problem(counts: sparse.csr_matrix) -> str | None:
     """Return what is wrong with values that should be counts, or None."""
     data = counts.data
-    if data.dtype.kind not in "biuf":
-        return f"has the dtype {data.dtype}"
     if data.dtype.kind == "f" and not np.isfinite(data).all():
         return f"holds {int((~np.isfinite(data)).sum())} missing or infinite values"
     if len(data) and data.min() < 0:
@@ -115,8 +122,8 @@ def _where_counts_are(adata: AnnData, layer: str | None) -> str:
         others.append(None)
     for key in others:
         matrix = adata.X if key is None else adata.layers[key]
-        if _problem(_as_csr(matrix)) is None:
+        if _is_numeric(matrix) and _problem(_as_csr(matrix)) is None:
             return f"layer={key!r} holds counts ({'adata.X' if key is None else 'adata.layers'}), pass that"
-    if adata.raw is not None and _problem(_as_csr(adata.raw.X)) is None:
+    if adata.raw is not None and _is_numeric(adata.raw.X) and _problem(_as_csr(adata.raw.X)) is None:
         return "adata.raw holds counts, pass adata.raw.to_adata()"
     return "pass the layer that holds them, or undo the normalisation"

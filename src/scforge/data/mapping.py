@@ -51,10 +51,9 @@ def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
         raise DataError(f"{where} has {int(missing.sum())} missing gene names; fill them or drop those genes.")
     array = np.asarray(names, dtype=object).astype(str)
     unique, counts = np.unique(array, return_counts=True)
-    if (counts > 1).any():
-        raise DataError(
-            f"{where} has {int((counts > 1).sum())} names more than once (first: {str(unique[counts > 1][0])!r}); {fix}."
-        )
+    repeated = unique[counts > 1]
+    if len(repeated):
+        raise DataError(f"{where} has {len(repeated)} names more than once (first: {str(repeated[0])!r}); {fix}.")
     return array
 
 
@@ -175,4 +174,9 @@ def _better_column(var: pd.DataFrame | None, vocab: GeneVocab, gene_key: str | N
     if best is None and None not in matches or matches.get(best, 0) <= n_matched:
         return "map the gene ids of the data to those of the vocabulary first"
     name = "adata.var_names" if best is None else f"adata.var[{best!r}]"
-    return f"{name} has {matches[best]} of them: pass gene_key={best!r}"
+    # A saved model keeps its gene_key, so the names of new data must come to where it looks for them.
+    target = "adata.var_names" if gene_key is None else f"adata.var[{gene_key!r}]"
+    return (
+        f"{name} has {matches[best]} of them: pass gene_key={best!r} to setup_anndata, "
+        f"or for a trained model set {target} = {name}"
+    )

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import sparse
 
+from scforge._checks import check_count
 from scforge._constants import N_SPECIAL, TARGET_SUM
 from scforge.data.checks import check_obs_column, counts_of
 from scforge.data.mapping import gene_names
 from scforge.data.vocab import GeneVocab, strip_version
-from scforge.errors import DataError, OptionError
+from scforge.errors import DataError
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -55,15 +56,18 @@ def select_genes(
     counts = counts_of(adata, layer)
     names = gene_names(adata, gene_key)
     check_obs_column(adata, batch_key, argument="batch_key")
-    if n_top_genes is not None and n_top_genes < 1:
-        raise OptionError(f"n_top_genes={n_top_genes} is not a positive number of genes.")
+    if n_top_genes is not None:
+        check_count("n_top_genes", n_top_genes, "genes")
     keep = np.bincount(counts.indices[counts.data > 0], minlength=counts.shape[1]) >= min_cells
     if within is not None:
         ids = within.encode(names)
         keep &= ids >= N_SPECIAL
         names = np.array(within.decode(ids))
     if not keep.any():
-        raise DataError(f"no gene is detected in at least min_cells={min_cells} cells; lower min_cells.")
+        raise DataError(
+            f"no gene is detected in at least min_cells={min_cells} of the {adata.n_obs} cells; use more cells, "
+            "lower min_cells, or name the genes, e.g. vocab=GeneVocab.from_adata(adata)."
+        )
     if n_top_genes is not None and n_top_genes < keep.sum():
         chosen = np.flatnonzero(keep)
         batches = None if batch_key is None else np.asarray(adata.obs[batch_key], dtype=object).astype(str)

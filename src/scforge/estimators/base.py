@@ -14,6 +14,7 @@ from scvi import REGISTRY_KEYS
 from scvi.data import AnnDataManager
 from scvi.model.base import BaseModelClass
 
+from scforge._checks import check_count
 from scforge._constants import OBSM_KEY, UNS_KEY
 from scforge._version import __version__
 from scforge.data.cells import CellSource
@@ -139,6 +140,9 @@ class CellModel(BaseModelClass):
             raise OptionError("adata=None but the model was loaded without adata; pass the cells to embed.")
         if not self.is_trained_:
             warnings.warn("The model is not trained; its embedding is random.", NotTrainedWarning, stacklevel=2)
+        check_count("batch_size", batch_size, "cells")
+        if key_added is not None and not (isinstance(key_added, str) and key_added):
+            raise OptionError(f"key_added={key_added!r} is not a name; give text, or None to write nothing.")
         cells = self._open(adata)
         embedding = embed(self.module, cells, self._tokenizer, batch_size=batch_size)
         if key_added is not None:
@@ -221,8 +225,6 @@ class CellModel(BaseModelClass):
             }
         else:
             check_adata(adata)
-            names = gene_names(adata, setup["gene_key"])
-            map_genes(names, vocab, var=adata.var, gene_key=setup["gene_key"], whole=_is_whole(vocab))
             present = {key: setup[key] if setup[key] in adata.obs else None for key in ("batch_key", "labels_key")}
             cls.setup_anndata(adata, **(setup | present))
         architecture = dict(config["architecture"])
@@ -238,7 +240,10 @@ class CellModel(BaseModelClass):
             **architecture,
         )
         load_weights(model.module, weights, source=str(dir_path))
-        model.to_device(device)
+        try:
+            model.to_device(device)
+        except (AssertionError, RuntimeError) as error:
+            raise OptionError(f"device={str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
         model.is_trained_ = config["is_trained"]
         model._extend_history(config["history"])
         model.n_epochs_ = config["n_epochs"]
@@ -317,11 +322,17 @@ class CellModel(BaseModelClass):
             if not isinstance(vocab, GeneVocab):
                 raise OptionError(f"vocab={vocab!r} needs adata; pass a GeneVocab.")
             return vocab
+        if not isinstance(vocab, str | os.PathLike | GeneVocab):
+            kind = type(vocab).__name__
+            raise OptionError(f"vocab is a {kind}; pass a name, a file, or GeneVocab.from_genes(names).")
         within = None
         if isinstance(vocab, GeneVocab):
             within = vocab
         elif vocab != FROM_DATA:
             within = GeneVocab.from_file(vocab) if Path(vocab).is_file() else GeneVocab.named(vocab)
+        if within is not None:
+            key = self._setup["gene_key"]
+            map_genes(gene_names(adata, key), within, var=adata.var, gene_key=key, whole=_is_whole(within))
         made = within
         if made is None or n_top_genes is not None:
             made = select_genes(

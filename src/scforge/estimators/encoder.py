@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning
 import torch
 
-from scforge._io import remove_folder
+from scforge._checks import check_count
+from scforge._io import check_folder, remove_folder
+from scforge._registry import check_options
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.estimators.base import FROM_DATA, CellModel
@@ -88,6 +92,7 @@ class Encoder(CellModel):
         **options: Any,
     ) -> None:
         super().__init__(adata, registry=registry)
+        check_count("seed", seed, "a random generator", least=0)
         self.seed = int(seed)
         recipe = recipe_for(architecture, options)
         if n_top_genes is None:
@@ -134,7 +139,7 @@ class Encoder(CellModel):
         """Train, or train on: a second call continues from the weights of the first.
 
         The module ends with the weights of the epoch with the lowest validation loss. Ctrl-C stops after the current
-        step and keeps the best weights so far.
+        step and keeps the best weights so far; a second one also interrupts what calls this method.
 
         Parameters
         ----------
@@ -177,6 +182,10 @@ class Encoder(CellModel):
         """
         if self.adata is None:
             raise OptionError("the model was loaded without adata; call Encoder.load(dir_path, adata) to train on.")
+        check_options("training option", "train", trainer_options, _training_options(type(self)))
+        check_count("save_top_k", save_top_k, "epochs", least=-1)
+        if checkpoint_dir is not None:
+            check_folder("checkpoint_dir", checkpoint_dir)
         objective = self._spec.build_objective()
         cells = self._open(self.adata)
         train_rows, validation_rows = split_cells(len(cells), validation_size, self.seed)
@@ -229,7 +238,9 @@ class Encoder(CellModel):
         self.module.to(result.device)
         self._extend_history(result.history)
         self.n_epochs_ += result.n_epochs
-        self.is_trained_ = True
+        self.is_trained_ = self.is_trained_ or result.n_epochs > 0
+        if result.interrupted:
+            raise KeyboardInterrupt
 
     def _saver(self, folder: str | os.PathLike[str], top_k: int, monitor: str) -> SaveBest:
         """Return a callback that keeps the best epochs as model folders inside `folder`."""
@@ -242,7 +253,14 @@ class Encoder(CellModel):
             finally:
                 self.is_trained_, self.n_epochs_ = trained, before
 
-        return SaveBest(save, lambda name: remove_folder(Path(folder) / name), top_k=top_k, monitor=monitor)
+        return SaveBest(
+            save, lambda name: remove_folder(Path(folder) / name), top_k=top_k, monitor=monitor, first_epoch=before
+        )
+
+
+def _training_options(cls: type[Encoder]) -> list[str]:
+    own, trainer = inspect.signature(cls.train).parameters, inspect.signature(lightning.Trainer).parameters
+    return [name for name in {**own, **trainer} if name not in ("self", "trainer_options")]
 
 
 def _needs_medians(name: str, options: dict[str, Any]) -> bool:

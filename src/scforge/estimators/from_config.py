@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from scforge._io import atomic_path, check_folder
 from scforge.config.schema import Config
 from scforge.data.sources import read_h5ad
 from scforge.errors import ConfigError
@@ -40,6 +41,11 @@ def train_from_config(config: Config, *, progress_bar: bool = True) -> Encoder:
     >>> train_from_config(load_config("recipe.yaml"))  # doctest: +SKIP
     """
     data, training, output = config.data, config.training, config.output
+    for name in ("checkpoint_dir", "log_dir"):
+        if (folder := getattr(output, name)) is not None:
+            check_folder(f"output.{name}", folder)
+    if output.embedding is not None:
+        check_folder("output.embedding", Path(output.embedding).parent)
     logger.info("Reading %s into memory.", ", ".join(data.paths))
     adata = read_h5ad(data.paths)
     Encoder.setup_anndata(
@@ -118,7 +124,5 @@ def _metrics_logger(log_dir: str | None) -> Any:
 
 
 def _write(adata: Any, path: str) -> None:
-    from scforge._io import atomic_path
-
     with atomic_path(path) as temporary:
         adata.write_h5ad(temporary)

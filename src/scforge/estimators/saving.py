@@ -21,6 +21,18 @@ __all__ = ["load_weights", "read_folder", "write_folder"]
 
 _CONFIG, _VOCAB, _WEIGHTS, _CARD = "config.json", "vocab.json", "model.safetensors", "README.md"
 _FORMAT = 1
+_CONTENT = {
+    "architecture": dict,
+    "tokenizer": dict,
+    "objective": dict,
+    "setup": dict,
+    "seed": int,
+    "is_trained": bool,
+    "n_epochs": int,
+    "history": dict,
+    "sha256": dict,
+}
+"""What loading reads of the description, and its type."""
 
 
 def write_folder(
@@ -80,7 +92,7 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
         raise ModelFileError(f"the model folder {str(path)!r} lacks {listing(missing)}; save or copy the model again.")
     try:
         config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        version, sums = config["format"], config["sha256"]
+        version = int(config["format"])
     except (ValueError, KeyError, TypeError) as error:
         raise ModelFileError(
             f"{str(folder / _CONFIG)!r} is not the description of an scforge model: {error}."
@@ -90,8 +102,10 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
             f"the model {str(path)!r} has format {version} (scforge {config.get('scforge_version')}), "
             f"this is scforge {__version__} with format {_FORMAT}; update scforge."
         )
+    if wrong := [name for name, kind in _CONTENT.items() if not isinstance(config.get(name), kind)]:
+        raise ModelFileError(f"{str(folder / _CONFIG)!r} lacks {listing(wrong)}; copy the model again.")
     for name in (_WEIGHTS, _VOCAB):
-        if sha256_of(folder / name) != sums.get(name):
+        if sha256_of(folder / name) != config["sha256"].get(name):
             raise ModelFileError(
                 f"{str(folder / name)!r} is corrupted: its checksum is not the one in {_CONFIG}; copy the model again."
             )

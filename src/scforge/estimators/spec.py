@@ -6,8 +6,10 @@ import inspect
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import ValidationError
 from torch import nn
 
+from scforge.config._messages import config_error
 from scforge.config.schema import ModelConfig
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
@@ -92,7 +94,10 @@ class ModelSpec:
 
     def build_module(self) -> nn.Module:
         """Make the module, with random weights."""
-        config = ModelConfig(architecture=self.architecture, vocab_size=len(self.vocab), **self.model_options)
+        try:
+            config = ModelConfig(architecture=self.architecture, vocab_size=len(self.vocab), **self.model_options)
+        except ValidationError as error:
+            raise config_error(error, ModelConfig) from None
         return get_model(self.architecture, config)
 
     def build_tokenizer(self) -> Tokenizer:

@@ -43,7 +43,8 @@ def evaluate(
     layer
         Key in ``adata.layers`` with raw counts, for the baselines; None reads ``adata.X``.
     baselines
-        Numbers of principal components to compare with; at least one.
+        Numbers of principal components to compare with; at least one. Each is taken with genes scaled to unit
+        variance and without, because either may be the stronger one.
     seconds
         Wall time of an embedding, by key.
     title
@@ -76,8 +77,9 @@ def evaluate(
         scores = benchmark.run(embedding, adata.obs)
         report.add(Row(key, kind, scores, embedding.shape[1], (seconds or {}).get(key)))
     for n_comps in baselines:
-        scores = benchmark.run(pca_embedding(adata, n_comps=n_comps, layer=layer), adata.obs)
-        report.add(Row(f"PCA, {n_comps} components", "baseline", scores, n_comps))
+        for scale, name in ((False, "PCA"), (True, "PCA of scaled genes")):
+            scores = benchmark.run(pca_embedding(adata, n_comps=n_comps, layer=layer, scale=scale), adata.obs)
+            report.add(Row(f"{name}, {n_comps} components", "baseline", scores, n_comps))
     if key_added is not None:
         scores_by_name = {row.name: dict(row.scores) for row in report.rows}
         adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key_added: scores_by_name}

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from scforge._checks import check_count
 from scforge._constants import PAD_ID
 from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights, token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding
@@ -156,6 +157,8 @@ class GenePoolingModel(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("pooling", pooling, ["mean", "weighted_sum"])
+        if latent_dim is not None:
+            check_count("latent_dim", latent_dim, "dimensions")
         self.vocab_size = vocab_size
         self.hidden_dim = hidden_dim
         self.pooling = pooling

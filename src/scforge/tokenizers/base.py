@@ -6,6 +6,7 @@ Shapes: B cells, S tokens of the longest cell of the batch, Z tokens of all cell
 from __future__ import annotations
 
 import inspect
+import numbers
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, NotRequired, TypedDict
 
@@ -79,6 +80,8 @@ class Tokenizer(ABC):
 
     def __init__(self, vocab: GeneVocab, *, max_len: int | None = None, append_cls: bool = True) -> None:
         self.vocab = vocab
+        if max_len is not None and not isinstance(max_len, numbers.Integral):
+            raise OptionError(f"max_len={max_len!r} is not a whole number of tokens.")
         self.max_len = self.default_max_len if max_len is None else int(max_len)
         self.append_cls = bool(append_cls)
         if self.max_len is not None and self.max_len <= self.append_cls:

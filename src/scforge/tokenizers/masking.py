@@ -64,9 +64,7 @@ class Masking:
         self.random_token_prob = float(random_token_prob)
         self.seed = int(seed)
 
-    def __call__(
-        self, batch: TokenBatch, rows: np.ndarray, *, epoch: int, hidden_last: bool = False
-    ) -> TokenBatch:
+    def __call__(self, batch: TokenBatch, rows: np.ndarray, *, epoch: int, hidden_last: bool = False) -> TokenBatch:
         """Return a new batch with hidden tokens, `labels` and `masked_positions`.
 
         Parameters

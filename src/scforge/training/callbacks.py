@@ -97,15 +97,24 @@ class SaveBest(Callback):
         How many to keep; -1 keeps all.
     monitor
         Name of the loss.
+    first_epoch
+        Number of epochs trained before, so that a second training goes on with the numbers.
     """
 
     def __init__(
-        self, save: Callable[[str, int], None], remove: Callable[[str], None], *, top_k: int, monitor: str
+        self,
+        save: Callable[[str, int], None],
+        remove: Callable[[str], None],
+        *,
+        top_k: int,
+        monitor: str,
+        first_epoch: int = 0,
     ) -> None:
         self.save = save
         self.remove = remove
         self.top_k = top_k
         self.monitor = monitor
+        self.first_epoch = first_epoch
         self.kept: list[tuple[float, str]] = []
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -113,7 +122,7 @@ class SaveBest(Callback):
         loss = _epoch_figures(trainer).get(self.monitor, math.inf)
         if len(self.kept) == self.top_k and loss >= self.kept[-1][0]:
             return
-        name = f"epoch={trainer.current_epoch:02d}"
+        name = f"epoch={self.first_epoch + trainer.current_epoch:02d}"
         self.save(name, trainer.current_epoch + 1)
         self.kept = sorted([*self.kept, (loss, name)])
         if self.top_k < 0:
@@ -124,7 +133,7 @@ class SaveBest(Callback):
 
 
 class GracefulStop(Callback):
-    """Turns the first Ctrl-C into a stop after the current step; the second one interrupts at once.
+    """Turns the first Ctrl-C into a stop after the current step; the second one breaks off that step.
 
     Attributes
     ----------
@@ -150,6 +159,10 @@ class GracefulStop(Callback):
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         """Hand Ctrl-C back."""
+        self._restore()
+
+    def on_exception(self, *args: Any) -> None:
+        """Hand Ctrl-C back; Lightning calls no teardown after an error."""
         self._restore()
 
     def _restore(self) -> None:
@@ -191,7 +204,14 @@ class EpochProgress(Callback):
             self._bar.set_postfix(losses)
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
-        """Close the bar, however training ended."""
+        """Close the bar."""
+        self._close()
+
+    def on_exception(self, *args: Any) -> None:
+        """Close the bar; Lightning calls no teardown after an error."""
+        self._close()
+
+    def _close(self) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None

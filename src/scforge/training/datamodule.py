@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import numbers
+
 import lightning
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from scforge._checks import check_count
 from scforge.data.cells import CellSource
 from scforge.data.sampler import BatchRows, CellSampler
 from scforge.errors import OptionError
@@ -24,8 +27,8 @@ def split_cells(n_cells: int, validation_size: float, seed: int) -> tuple[np.nda
     OptionError
         If `validation_size` is not in [0, 1), or leaves no cell for training.
     """
-    if not 0 <= validation_size < 1:
-        raise OptionError(f"validation_size={validation_size} is not in [0, 1).")
+    if not isinstance(validation_size, numbers.Real) or not 0 <= validation_size < 1:
+        raise OptionError(f"validation_size={validation_size!r} is not in [0, 1).")
     n_validation = round(n_cells * validation_size)
     if validation_size > 0 and n_validation == 0 and n_cells > 1:
         n_validation = 1
@@ -89,8 +92,8 @@ class CellDataModule(lightning.LightningDataModule):
         super().__init__()
         if np.intersect1d(train_rows, validation_rows).size:
             raise OptionError("train_rows and validation_rows share cells; a split must be disjoint.")
-        if batch_size < 1:
-            raise OptionError(f"batch_size={batch_size} is not a positive number of cells.")
+        check_count("batch_size", batch_size, "cells")
+        check_count("num_workers", num_workers, "processes", least=0)
         self.cells = cells
         self.tokenizer = tokenizer
         self.objective = objective

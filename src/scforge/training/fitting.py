@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import signal
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +15,9 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
+from scforge._checks import check_count
 from scforge.errors import OptionError
 from scforge.training.callbacks import BestWeights, EpochProgress, GracefulStop, History
 from scforge.training.datamodule import CellDataModule
@@ -41,8 +45,10 @@ class FitResult:
         Epoch whose weights the module now has; -1 if no epoch ended.
     stopped
         Whether the user stopped it with Ctrl-C.
+    interrupted
+        Whether a second Ctrl-C broke off a step.
     n_epochs
-        Epochs that ended.
+        Epochs that ended, one that Ctrl-C cut short included.
     device
         Where it ran.
     """
@@ -50,6 +56,7 @@ class FitResult:
     history: dict[str, list[float]]
     best_epoch: int
     stopped: bool
+    interrupted: bool
     n_epochs: int
     device: torch.device
 
@@ -126,8 +133,11 @@ def fit(
     TrainingError
         If the loss is not a number.
     """
-    if max_epochs is not None and max_epochs < 1:
-        raise OptionError(f"max_epochs={max_epochs} is not a positive number of epochs.")
+    if max_epochs is not None:
+        check_count("max_epochs", max_epochs, "epochs")
+    if max_steps != -1:
+        check_count("max_steps", max_steps, "steps")
+    check_count("early_stopping_patience", early_stopping_patience, "epochs")
     if max_epochs is None:
         max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if max_steps < 0 else -1
     has_validation = len(data.validation_rows) > 0
@@ -140,26 +150,51 @@ def fit(
     if early_stopping and has_validation:
         own.append(EarlyStopping(monitor, patience=early_stopping_patience, check_finite=False))
     with _quiet():
-        trainer = lightning.Trainer(
-            max_epochs=max_epochs,
-            max_steps=max_steps,
-            callbacks=[*own, *callbacks],
-            logger=trainer_options.pop("logger", False),
+        trainer = _trainer(max_epochs=max_epochs, max_steps=max_steps, callbacks=[*own, *callbacks], **trainer_options)
+        interrupted = _run(trainer, plan, data)
+    if best.state is not None:
+        plan.module.load_state_dict(best.state)
+    plan.module.eval()
+    n_epochs = len(next(iter(history.epochs.values()), []))
+    if stop.stopped or interrupted:
+        kept = (
+            f"the weights of epoch {best.epoch + 1} ({monitor} {best.loss:.4g})" if n_epochs else "the current weights"
+        )
+        logger.warning("Training was stopped by Ctrl-C in epoch %d; the model has %s.", n_epochs + interrupted, kept)
+    return FitResult(history.epochs, best.epoch, stop.stopped, interrupted, n_epochs, trainer.strategy.root_device)
+
+
+def _trainer(**options: Any) -> lightning.Trainer:
+    try:
+        return lightning.Trainer(
+            logger=options.pop("logger", False),
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
-            **trainer_options,
+            **options,
         )
-        # Modules that were used for inference are in eval mode, and Lightning leaves them so.
-        plan.train()
+    except (MisconfigurationException, TypeError, ValueError) as error:
+        raise OptionError(f"an option of training cannot be used: {' '.join(str(error).split())}") from error
+
+
+def _run(trainer: lightning.Trainer, plan: TrainingPlan, data: CellDataModule) -> bool:
+    """Fit; return whether a second Ctrl-C interrupted it. An error leaves the module as it was before."""
+    before = {name: value.detach().cpu().clone() for name, value in plan.module.state_dict().items()}
+    handler = signal.getsignal(signal.SIGINT)
+    # Modules that were used for inference are in eval mode, and Lightning leaves them so.
+    plan.train()
+    try:
         trainer.fit(plan, datamodule=data)
-    if best.state is not None:
-        plan.module.load_state_dict(best.state)
-    plan.module.eval()
-    n_epochs = len(next(iter(history.epochs.values()), []))
-    if stop.stopped:
-        kept = f"the weights of epoch {best.epoch} ({monitor} {best.loss:.4g})" if n_epochs else "the current weights"
-        logger.warning("Training was stopped by Ctrl-C after %d whole epochs; the model has %s.", n_epochs, kept)
-    return FitResult(history.epochs, best.epoch, stop.stopped, n_epochs, trainer.strategy.root_device)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
+            return True  # Lightning answers Ctrl-C by leaving the process
+        plan.module.load_state_dict(before)
+        plan.module.eval()
+        raise
+    finally:
+        # Lightning ignores further Ctrl-Cs after one, and else puts back what it found, the handler of GracefulStop.
+        if handler is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, handler)
+    return False

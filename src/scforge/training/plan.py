@@ -8,6 +8,7 @@ import lightning
 import torch
 from torch import nn
 
+from scforge._checks import check_count, check_positive
 from scforge.training.objectives.base import Objective
 from scforge.training.optimizers import make_optimizer, make_schedule
 
@@ -54,6 +55,10 @@ class TrainingPlan(lightning.LightningModule):
         self.weight_decay = defaults.weight_decay if weight_decay is None else weight_decay
         self.schedule = defaults.schedule if schedule is None else schedule
         self.warmup_steps = warmup_steps
+        check_positive("lr", self.lr)
+        check_positive("weight_decay", self.weight_decay, or_zero=True)
+        if warmup_steps is not None:
+            check_count("warmup_steps", warmup_steps, "steps", least=0)
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch."""

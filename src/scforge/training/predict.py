@@ -43,7 +43,7 @@ def embed(
     device = next(module.parameters()).device
     lengths = tokenizer.lengths(cells.n_expressed[rows])
     sampler = CellSampler(np.arange(len(rows)), batch_size, lengths=lengths, shuffle=False)
-    was_training = module.training
+    in_training = [part for part in module.modules() if part.training]  # frozen parts are not
     module.eval()
     result: np.ndarray | None = None
     try:
@@ -54,6 +54,7 @@ def embed(
                 result = np.empty((len(rows), embedding.shape[1]), dtype=np.float32)
             result[batch.rows] = embedding.float().cpu().numpy()
     finally:
-        module.train(was_training)
+        for part in in_training:
+            part.training = True
     assert result is not None
     return result

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from scforge._checks import check_count
 from scforge.data.cells import CellBlock
 from scforge.data.thinning import thin
 from scforge.errors import OptionError
@@ -67,6 +68,7 @@ class JointEmbedding(Objective):
             raise OptionError(f"gene_dropout={gene_dropout} is not in [0, 1).")
         if not 0 < weight < 1:
             raise OptionError(f"weight={weight} is not between 0 and 1.")
+        check_count("slices", slices, "directions")
         self.views = views
         self.keep_min = keep_min
         self.keep_max = keep_max

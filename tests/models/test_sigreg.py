@@ -1,0 +1,88 @@
+"""SIGReg over cells against the formula written out in NumPy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from scforge.models.components import SIGReg
+
+
+def reference(x: np.ndarray, noise: np.ndarray, points: int = 17, t_max: float = 3.0) -> float:
+    """N * integral of |mean_n exp(i t p) - exp(-t^2/2)|^2 exp(-t^2/2) over [-t_max, t_max], mean over directions."""
+    t = np.linspace(-t_max, t_max, 2 * points - 1)
+    statistics = []
+    for direction in noise.T:
+        p = x @ (direction / np.sqrt((direction**2).sum()))
+        phi = np.exp(1j * np.outer(t, p)).mean(axis=1)
+        integrand = np.abs(phi - np.exp(-(t**2) / 2)) ** 2 * np.exp(-(t**2) / 2)
+        statistics.append(len(x) * np.trapezoid(integrand, t))
+    return float(np.mean(statistics))
+
+
+@pytest.mark.parametrize(("points", "t_max"), [(17, 3.0), (9, 5.0)])
+def test_equals_the_formula(points, t_max):
+    generator = np.random.default_rng(0)
+    x, noise = generator.normal(size=(40, 6)) * 1.5 + 0.3, generator.normal(size=(6, 11))
+    sigreg = SIGReg(11, points, t_max)
+    result = sigreg.compute(torch.from_numpy(x), torch.from_numpy(noise).float())
+    assert float(result) == pytest.approx(reference(x, noise, points, t_max), rel=1e-4)
+
+
+def test_leading_dimensions_are_averaged():
+    x, noise = torch.randn(3, 20, 4), torch.randn(4, 8)
+    sigreg = SIGReg(8)
+    torch.testing.assert_close(sigreg.compute(x, noise), torch.stack([sigreg.compute(v, noise) for v in x]).mean())
+
+
+def test_isotropic_cells_score_lower_than_all_others():
+    torch.manual_seed(0)
+    sigreg, x = SIGReg(256), torch.randn(500, 8)
+    isotropic = sigreg(x)
+    stretched = x.clone()
+    stretched[:, 0] *= 4
+    flat = x.clone()
+    flat[:, 4:] = 0
+    others = {
+        "collapsed": torch.zeros(500, 8),
+        "small": 0.3 * x,
+        "large": 3 * x,
+        "shifted": x + 1,
+        "stretched": stretched,
+        "flat": flat,
+        "two points": torch.sign(x[:, :1]).expand(-1, 8),
+    }
+    scores = {name: float(sigreg(y)) for name, y in others.items()}
+    assert all(score > 2 * isotropic for score in scores.values()), (isotropic, scores)
+
+
+def test_expectation_does_not_depend_on_the_number_of_cells():
+    torch.manual_seed(0)
+    sigreg = SIGReg(128)
+    few = torch.stack([sigreg(torch.randn(16, 4)) for _ in range(60)]).mean()
+    many = torch.stack([sigreg(torch.randn(256, 4)) for _ in range(60)]).mean()
+    assert float(few / many) == pytest.approx(1.0, abs=0.15)
+
+
+def test_collapsed_cells_are_pushed_apart():
+    torch.manual_seed(0)
+    x = (0.05 * torch.randn(100, 3)).requires_grad_()
+    optimizer = torch.optim.Adam([x], lr=0.1)
+    sigreg = SIGReg(32)
+    for _ in range(120):
+        optimizer.zero_grad()
+        sigreg(x).backward()
+        optimizer.step()
+    covariance = torch.cov(x.detach().T)
+    torch.testing.assert_close(covariance, torch.eye(3), atol=0.3, rtol=0)
+
+
+def test_new_directions_each_call_and_no_state():
+    sigreg, x = SIGReg(4), torch.randn(30, 5)
+    assert sigreg(x) != sigreg(x)
+    assert not sigreg.state_dict()
+    torch.manual_seed(1)
+    one = sigreg(x)
+    torch.manual_seed(1)
+    assert sigreg(x) == one

@@ -1,0 +1,114 @@
+"""TransformerEncoder by the examples of its reference documentation, on smaller batches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scforge.config.schema import ModelConfig
+from scforge.models import ModelOutput, TransformerEncoder
+
+
+def test_model_output_example():
+    model = TransformerEncoder(vocab_size=5000, hidden_dim=512, num_layers=6, num_heads=8)
+    input_ids = torch.randint(0, 5000, (2, 32))
+    attention_mask = torch.ones(2, 32)
+    labels = torch.randint(0, 5000, (2, 32))
+    output: ModelOutput = model(input_ids, attention_mask, labels=labels)
+    assert output.loss.shape == ()
+    assert output.logits.shape == (2, 32, 5000)
+    assert output.embeddings.shape == (2, 512)
+    assert model(input_ids, attention_mask).loss is None
+
+
+def test_reference_example():
+    config = ModelConfig(
+        architecture="transformer_encoder",
+        vocab_size=5000,
+        hidden_dim=64,
+        num_layers=3,
+        num_heads=8,
+        dropout=0.1,
+        pooling="mean",
+    )
+    model = TransformerEncoder.from_config(config)
+    direct = TransformerEncoder(vocab_size=5000, hidden_dim=64, num_layers=3, num_heads=8, pooling="mean")
+    assert model.num_parameters() == direct.num_parameters() > 0
+
+    batch = {
+        "input_ids": torch.randint(0, 5000, (16, 32)),
+        "attention_mask": torch.ones(16, 32),
+        "values": torch.randn(16, 32),
+        "labels": torch.randint(0, 5000, (16, 32)),
+    }
+    output = model(
+        input_ids=batch["input_ids"],
+        attention_mask=batch["attention_mask"],
+        values=batch["values"],
+        labels=batch["labels"],
+    )
+    output.loss.backward()
+    embeddings = model.encode(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], values=batch["values"]
+    )
+    assert embeddings.shape == (16, 64)
+
+
+def test_defaults_are_the_documented_ones():
+    model = TransformerEncoder(50, 8, 1, 2)
+    assert model.pooling == "cls"
+    assert model.embedding.max_seq_len == 2048
+    assert model.embedding.expression_projection is not None
+    assert model.layers[0].ffn_in.out_features == 32
+    assert model.final_norm.eps == 1e-12
+    assert model.embedding.dropout.p == 0.1
+
+
+def test_pooling_is_what_it_says():
+    ids, mask = torch.randint(4, 50, (3, 6)), torch.ones(3, 6)
+    mask[0, 4:] = 0
+    for pooling in ("cls", "mean"):
+        model = TransformerEncoder(50, 8, 1, 2, pooling=pooling).eval()
+        hidden = model._hidden(ids, mask, None)
+        kept = hidden[0, :4].mean(dim=0) if pooling == "mean" else hidden[0, 0]
+        torch.testing.assert_close(model.encode(ids, mask)[0], kept)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_heads": 3}, "hidden_dim=8 is not divisible by num_heads=3"),
+        ({"pooling": "max"}, "pooling='max' is not known .known: 'cls', 'mean'"),
+        ({"activation": "tanh"}, "activation='tanh' is not known"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        TransformerEncoder(**{"vocab_size": 50, "hidden_dim": 8, "num_layers": 1, "num_heads": 2, **options})
+
+
+def test_too_long_cells():
+    model = TransformerEncoder(50, 8, 1, 2, max_seq_len=5)
+    with pytest.raises(ValueError, match="a cell has 6 tokens but max_seq_len=5"):
+        model(torch.randint(4, 50, (2, 6)), torch.ones(2, 6))
+
+
+def test_each_token_sees_all_others():
+    model = TransformerEncoder(50, 8, 1, 2).eval()
+    ids, mask = torch.randint(4, 50, (1, 6)), torch.ones(1, 6)
+    before = model(ids, mask).logits
+    for position in range(6):
+        changed = ids.clone()
+        changed[0, position] = 4 + (ids[0, position] - 4 + 1) % 46
+        moved = (model(changed, mask).logits - before).abs().amax(dim=-1)[0]
+        assert (moved > 1e-6).all()
+
+
+def test_token_prior_sets_the_first_loss():
+    model = TransformerEncoder(50, 8, 1, 2).eval()
+    counts = torch.zeros(50)
+    counts[10] = 1e6
+    model.init_token_prior(counts)
+    ids = torch.full((2, 5), 10)
+    with torch.no_grad():
+        assert float(model(ids, torch.ones(2, 5), labels=ids).loss) < 0.5

@@ -1,0 +1,267 @@
+"""Training from the first step to the weights that it leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from scforge.errors import OptionError, TrainingError
+from scforge.training.callbacks import SaveBest
+from scforge.training.fitting import default_max_epochs
+
+
+class Spy(Callback):
+    """Takes down what happens, and calls `act` with the step after each step."""
+
+    def __init__(self, act=lambda step, module: None):
+        self.act = act
+        self.modes, self.lrs, self.states, self.losses, self.steps = [], [], [], [], 0
+
+    def on_train_batch_start(self, trainer, plan, batch, index):
+        self.modes.append(all(part.training for part in plan.modules()))
+        self.lrs.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    def on_train_batch_end(self, trainer, plan, *args):
+        self.steps += 1
+        self.act(self.steps, plan.module)
+
+    def on_train_epoch_end(self, trainer, plan):
+        self.states.append({name: value.clone() for name, value in plan.module.state_dict().items()})
+        self.losses.append(float(trainer.callback_metrics["validation_loss"]))
+
+
+def same(one, two) -> bool:
+    return all(torch.equal(one[name], two[name]) for name in one)
+
+
+def interrupt_after(step: int):
+    return Spy(lambda n, _: os.kill(os.getpid(), signal.SIGINT) if n == step else None)
+
+
+@pytest.mark.parametrize("fixture", ["setup", "masked_setup"])
+def test_the_loss_falls_and_is_logged(request, fixture):
+    setup = request.getfixturevalue(fixture)
+    result = setup.fit(max_epochs=12, early_stopping=False)
+    history = result.history
+    assert {"train_loss", "validation_loss", "seconds"} <= set(history)
+    assert all(len(values) == 12 for values in history.values())
+    assert np.mean(history["train_loss"][-3:]) < history["train_loss"][0]
+    assert min(history["validation_loss"]) < history["validation_loss"][0]
+    assert history["seconds"] == sorted(history["seconds"])
+    assert result.n_epochs == 12
+    assert not result.stopped
+    assert result.device == torch.device("cpu")
+
+
+def test_parts_of_the_loss_are_logged(setup):
+    history = setup.fit(max_epochs=1).history
+    for stage in ("train", "validation"):
+        parts = (1 - 0.05) * history[f"{stage}_agreement"][0] + 0.05 * history[f"{stage}_sigreg"][0]
+        assert history[f"{stage}_loss"][0] == pytest.approx(parts, rel=1e-5)
+        assert history[f"{stage}_spread"][0] > 0
+
+
+def test_logged_loss_is_the_mean_over_cells(masked_setup):
+    setup = masked_setup
+    # 50 training cells in batches of 20, 20 and 10; nothing moves at a rate of 0.
+    history = setup.fit(setup.plan(lr=1e-30, weight_decay=0.0), setup.data(batch_size=20), max_epochs=1).history
+    loader = setup.data(batch_size=20).val_dataloader()
+    with torch.no_grad():
+        losses = [float(setup.objective.loss(setup.module.eval(), batch)[0]) for batch in loader]
+    assert history["validation_loss"] == pytest.approx(losses, rel=1e-4)
+
+
+def test_the_best_weights_are_kept(setup):
+    def spoil(step, module):
+        if step == 28:  # in the sixth epoch of five steps
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.normal_(std=3.0)
+
+    spy = Spy(spoil)
+    result = setup.fit(setup.plan(schedule="constant"), max_epochs=8, early_stopping=False, callbacks=[spy])
+    assert result.best_epoch == int(np.argmin(spy.losses)) == int(np.argmin(result.history["validation_loss"]))
+    assert result.best_epoch < 5
+    assert same(setup.module.state_dict(), spy.states[result.best_epoch])
+    assert not same(setup.module.state_dict(), spy.states[-1])
+    assert not setup.module.training
+
+
+def test_without_validation_the_training_loss_decides(setup):
+    result = setup.fit(data=setup.data(n_validation=0), max_epochs=3)
+    assert "validation_loss" not in result.history
+    assert result.best_epoch == int(np.argmin(result.history["train_loss"]))
+
+
+def test_early_stopping(setup):
+    options = {"plan": setup.plan(lr=0.3, schedule="constant"), "max_epochs": 200}
+    result = setup.fit(**options, early_stopping_patience=3)
+    assert result.n_epochs < 100
+    assert result.n_epochs - 1 - result.best_epoch == 3
+    assert not result.stopped
+
+
+def test_max_steps(setup):
+    spy = Spy()
+    setup.fit(max_epochs=None, max_steps=7, callbacks=[spy])
+    assert spy.steps == 7
+
+
+def test_the_schedule_spans_the_training(setup):
+    spy = Spy()
+    setup.fit(setup.plan(schedule="linear_warmup", lr=1.0), max_epochs=4, early_stopping=False, callbacks=[spy])
+    assert len(spy.lrs) == 20  # 50 cells in batches of 10
+    assert max(spy.lrs) == spy.lrs[2] == 1.0
+    assert spy.lrs[-1] == pytest.approx(1 / 18)
+
+
+def test_a_second_training_trains_and_continues(setup):
+    setup.fit(max_epochs=10, early_stopping=False)
+    assert not setup.module.training
+    before = {name: value.clone() for name, value in setup.module.state_dict().items()}
+    spy = Spy()
+    data = setup.data(first_epoch=10)
+    result = setup.fit(setup.plan(lr=1e-3), data, max_epochs=2, callbacks=[spy])
+    assert len(spy.modes) == 10
+    assert all(spy.modes), "dropout must be active"
+    assert result.history["train_loss"][0] < 1.0
+    assert not same(setup.module.state_dict(), before)
+    distance = sum(float((setup.module.state_dict()[name] - before[name]).norm()) for name in before)
+    assert distance < sum(float(value.norm()) for value in before.values())
+
+
+def test_a_plan_can_be_used_twice(setup):
+    plan = setup.plan()
+    setup.fit(plan, max_epochs=1)
+    spy = Spy()
+    setup.fit(plan, max_epochs=1, callbacks=[spy])
+    assert all(spy.modes)
+
+
+def test_the_seed_determines_the_training(tiny_adata, tiny_vocab, setup):
+    histories = []
+    for seed in (0, 0, 1):
+        again = type(setup)(tiny_adata, tiny_vocab)
+        torch.manual_seed(seed)
+        histories.append(again.fit(data=again.data(seed=seed)).history["train_loss"])
+    assert histories[0] == histories[1] != histories[2]
+
+
+@pytest.mark.parametrize("step", [3, 8])
+def test_ctrl_c_stops_after_the_step_and_keeps_the_weights(setup, caplog, step):
+    before = signal.getsignal(signal.SIGINT)
+    start = {name: value.clone() for name, value in setup.module.state_dict().items()}
+    spy = interrupt_after(step)
+    result = setup.fit(max_epochs=50, callbacks=[spy])
+    assert result.stopped
+    assert spy.steps == step
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not same(setup.module.state_dict(), start)
+    assert all(value.isfinite().all() for value in setup.module.state_dict().values())
+    assert not setup.module.training
+    assert not result.interrupted
+    assert result.n_epochs == -(-step // 5), "the epoch that was cut short has its figures and is not repeated"
+    assert f"stopped by Ctrl-C in epoch {result.n_epochs}" in caplog.text
+    # What was learnt can be used and trained on.
+    assert setup.fit(max_epochs=1).n_epochs == 1
+
+
+def test_a_second_ctrl_c_interrupts_at_once(setup):
+    before = signal.getsignal(signal.SIGINT)
+
+    def twice(step, module):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    spy = Spy(twice)
+    result = setup.fit(max_epochs=50, callbacks=[spy])
+    assert spy.steps == 2
+    assert result.interrupted
+    assert result.n_epochs == 0
+    assert not setup.module.training
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_error_hands_ctrl_c_back(setup):
+    before = signal.getsignal(signal.SIGINT)
+
+    def fail(step, module):
+        raise RuntimeError("from a callback")
+
+    start = {name: value.clone() for name, value in setup.module.state_dict().items()}
+    with pytest.raises(RuntimeError, match="from a callback"):
+        setup.fit(callbacks=[Spy(fail)])
+    assert same(setup.module.state_dict(), start)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_loss_that_is_no_number(setup):
+    before = signal.getsignal(signal.SIGINT)
+
+    def spoil(step, module):
+        if step == 2:
+            with torch.no_grad():
+                next(module.parameters()).fill_(float("nan"))
+
+    saved = []
+    save_best = SaveBest(lambda *args: saved.append(args), saved.remove, top_k=2, monitor="validation_loss")
+    start = {name: value.clone() for name, value in setup.module.state_dict().items()}
+    with pytest.raises(TrainingError, match=r"_loss is nan in epoch 0; lower the learning rate"):
+        setup.fit(callbacks=[Spy(spoil), save_best], max_epochs=20)
+    assert saved == []
+    assert same(setup.module.state_dict(), start)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_save_best_keeps_the_best(setup, top_k):
+    folders, order = {}, []
+
+    def save(name, n_epochs):
+        assert n_epochs == int(name.removeprefix("epoch=")) + 1
+        folders[name] = {key: value.clone() for key, value in setup.module.state_dict().items()}
+        order.append(name)
+
+    callback = SaveBest(save, folders.pop, top_k=top_k, monitor="validation_loss")
+    spy = Spy()
+    plan = setup.plan(lr=0.3, schedule="constant")
+    setup.fit(plan, max_epochs=12, early_stopping=False, callbacks=[spy, callback])
+    best = np.argsort(spy.losses, kind="stable")[:top_k]
+    assert set(folders) == {f"epoch={epoch:02d}" for epoch in best}
+    assert [name for _, name in callback.kept] == [f"epoch={epoch:02d}" for epoch in best]
+    for epoch in best:
+        assert same(folders[f"epoch={epoch:02d}"], spy.states[epoch])
+    assert len(order) == len(set(order))
+
+
+def test_progress_bar(setup, capsys):
+    setup.fit(max_epochs=2, progress_bar=True)
+    shown = capsys.readouterr().err
+    assert "10/10" in shown
+    assert "Epoch 2/2" in shown
+    assert "validation_loss" in shown
+
+
+def test_quiet_without_a_bar(setup, capfd, recwarn):
+    setup.fit(max_epochs=1)
+    out, err = capfd.readouterr()
+    assert out + err == ""
+    assert not recwarn.list
+
+
+def test_bad_options(setup):
+    with pytest.raises(OptionError, match="max_epochs=0"):
+        setup.fit(max_epochs=0)
+
+
+def test_default_epochs(setup):
+    defaults = type(setup.objective).defaults
+    assert default_max_epochs(defaults, 2500) == defaults.max_epochs
+    assert default_max_epochs(defaults, 10) == 10 * defaults.max_epochs
+    assert default_max_epochs(defaults, 10**8) == 3

@@ -1,0 +1,86 @@
+"""Embedding: rows stay with their cells."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from scforge.data import CellSource, open_cells
+from scforge.training import embed
+
+
+def test_rows_are_in_the_order_of_the_source(setup):
+    result = embed(setup.module, setup.cells, setup.tokenizer, batch_size=7)
+    assert result.shape == (60, 4)
+    assert result.dtype == np.float32
+    setup.module.eval()
+    with torch.no_grad():
+        alone = [setup.module.encode(**setup.tokenizer(setup.cells.block(np.array([i]))))[0].numpy() for i in range(60)]
+    np.testing.assert_allclose(result, alone, atol=1e-5)
+
+
+@pytest.mark.parametrize("fixture", ["setup", "masked_setup"])
+def test_permuted_cells_give_permuted_rows(request, fixture, tiny_adata, tiny_vocab):
+    setup = request.getfixturevalue(fixture)
+    order = np.random.default_rng(0).permutation(60)
+    cells = open_cells(tiny_adata[order].copy(), tiny_vocab)
+    straight, permuted = (embed(setup.module, source, setup.tokenizer) for source in (setup.cells, cells))
+    np.testing.assert_allclose(permuted, straight[order], atol=1e-5)
+
+
+def test_permuted_genes_give_the_same_rows(setup, tiny_adata, tiny_vocab):
+    order = np.random.default_rng(1).permutation(80)
+    cells = open_cells(tiny_adata[:, order].copy(), tiny_vocab)
+    np.testing.assert_array_equal(
+        embed(setup.module, cells, setup.tokenizer), embed(setup.module, setup.cells, setup.tokenizer)
+    )
+
+
+def test_batch_size_does_not_matter(setup):
+    one, other = (embed(setup.module, setup.cells, setup.tokenizer, batch_size=size) for size in (1, 60))
+    np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_some_rows(setup):
+    rows = np.array([41, 3, 3, 59])
+    whole = embed(setup.module, setup.cells, setup.tokenizer)
+    np.testing.assert_allclose(embed(setup.module, setup.cells, setup.tokenizer, rows=rows), whole[rows], atol=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_dropout_is_off_and_the_mode_is_left_alone(setup, training):
+    setup.module.train(training)
+    setup.module.head.eval()  # e.g. a part that is frozen
+    before = [part.training for part in setup.module.modules()]
+    one, two = (embed(setup.module, setup.cells, setup.tokenizer) for _ in range(2))
+    np.testing.assert_array_equal(one, two)
+    assert [part.training for part in setup.module.modules()] == before
+
+
+def test_the_mode_is_left_alone_after_an_error(setup):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no")
+
+    setup.module.train()
+    setup.module.encode = fail
+    with pytest.raises(RuntimeError, match="no"):
+        embed(setup.module, setup.cells, setup.tokenizer)
+    assert setup.module.training
+
+
+def test_no_gradients_and_no_changed_weights(setup):
+    before = {name: value.clone() for name, value in setup.module.state_dict().items()}
+    embed(setup.module, setup.cells, setup.tokenizer)
+    assert all(parameter.grad is None for parameter in setup.module.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in setup.module.state_dict().items())
+
+
+def test_cells_without_genes_are_embedded(setup):
+    counts = setup.cells.counts.copy()
+    counts.data[counts.indptr[5] : counts.indptr[6]] = 0
+    counts.eliminate_zeros()
+    result = embed(setup.module, CellSource(counts, setup.cells.totals), setup.tokenizer)
+    assert np.isfinite(result).all()
+    whole = embed(setup.module, setup.cells, setup.tokenizer)
+    np.testing.assert_allclose(np.delete(result, 5, axis=0), np.delete(whole, 5, axis=0), atol=1e-5)
