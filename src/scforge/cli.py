@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Arguments after the program's name; those of the process if None.
     """
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("scforge").setLevel(logging.INFO)
     with warnings.catch_warnings():
         # The libraries' remarks to developers help nobody here; scforge's own are for the user.

@@ -112,3 +112,14 @@ def test_token_prior_sets_the_first_loss():
     ids = torch.full((2, 5), 10)
     with torch.no_grad():
         assert float(model(ids, torch.ones(2, 5), labels=ids).loss) < 0.5
+
+
+def test_without_logits_the_head_runs_at_labels_only():
+    model = TransformerEncoder(50, 8, 1, 2)
+    shapes = []
+    model.head.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(inputs[0].shape)))
+    ids = torch.randint(4, 50, (2, 6))
+    labels = torch.full((2, 6), -100)
+    labels[0, 1:4] = ids[0, 1:4]
+    model(ids, torch.ones(2, 6), labels=labels, return_logits=False)
+    assert shapes == [(3, 8)]

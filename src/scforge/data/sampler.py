@@ -9,9 +9,11 @@ import numpy as np
 
 __all__ = ["BatchRows", "CellSampler"]
 
-_BUCKETS = 32
-"""Batches that are shuffled together before they are sorted by length: large enough to fill batches of one length,
-small enough that a batch still is a random draw of cells."""
+_MOST_BUCKETS = 32
+"""Most batches that are drawn together before they are sorted by length: enough to fill batches of one length."""
+
+_FEWEST_GROUPS = 4
+"""Groups that an epoch has at least, so that which cells share a batch changes from epoch to epoch."""
 
 
 class BatchRows(NamedTuple):
@@ -31,7 +33,8 @@ class CellSampler:
     batch_size
         Cells a batch; the last batch may be smaller.
     lengths
-        Number of tokens of each of `rows`. If given, cells of like length share a batch, so that little is padded.
+        Number of tokens of each of `rows`. If given, cells of like length share a batch, so that little is padded; a
+        batch then is no random draw of cells.
     shuffle
         Draw a new order each epoch, determined by `seed` and the epoch alone.
     seed
@@ -78,8 +81,9 @@ class CellSampler:
             yield BatchRows(self.epoch, self.rows[batch])
 
     def _bucketed(self, order: np.ndarray) -> np.ndarray:
-        """Sort by length within groups of `_BUCKETS` batches, or as a whole where the order is free."""
+        """Sort by length within groups of batches, or as a whole where the order is free."""
         assert self.lengths is not None
-        size = self.batch_size * _BUCKETS if self.shuffle else len(order)
+        buckets = max(1, min(_MOST_BUCKETS, len(self) // _FEWEST_GROUPS))
+        size = self.batch_size * buckets if self.shuffle else len(order)
         groups = [order[start : start + size] for start in range(0, len(order), size)]
         return np.concatenate([group[np.argsort(self.lengths[group], kind="stable")] for group in groups])

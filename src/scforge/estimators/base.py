@@ -280,9 +280,9 @@ class CellModel(BaseModelClass):
         return (
             f"{type(self).__name__}({spec.architecture}, {count_parameters(self.module):,} parameters, {trained})\n"
             f"    data: {cells}, {spec.vocab}\n"
-            f"    tokenizer: {self._tokenizer}\n"
-            f"    objective: {spec.build_objective()}\n"
-            f"    options: {', '.join(f'{k}={v!r}' for k, v in spec.model_options.items())}"
+            f"    tokenizer: {spec.tokenizer} ({_shown(spec.tokenizer_options)})\n"
+            f"    objective: {spec.objective} ({_shown(spec.objective_options)})\n"
+            f"    options: {_shown(spec.model_options)}"
         )
 
     @classmethod
@@ -369,6 +369,10 @@ class CellModel(BaseModelClass):
             before = self.history_[name][name].tolist() if name in self.history_ else []
             index = pd.RangeIndex(len(before) + len(values), name="epoch")
             self.history_[name] = pd.DataFrame({name: [*before, *values]}, index=index)
+
+
+def _shown(options: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _is_whole(vocab: GeneVocab) -> bool:

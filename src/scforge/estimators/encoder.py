@@ -157,7 +157,7 @@ class Encoder(CellModel):
         validation_size
             Share of cells held out, drawn with the model's seed, so the same cells in every call.
         early_stopping, early_stopping_patience
-            Stop when the validation loss has not improved for so many epochs.
+            Stop when the validation loss has not improved for so many epochs after the warm-up of the learning rate.
         accelerator, devices, precision, gradient_clip_val
             As in :class:`lightning.Trainer`.
         num_workers
@@ -182,7 +182,9 @@ class Encoder(CellModel):
         """
         if self.adata is None:
             raise OptionError("the model was loaded without adata; call Encoder.load(dir_path, adata) to train on.")
-        check_options("training option", "train", trainer_options, _training_options(type(self)))
+        unknown = set(trainer_options) - set(inspect.signature(lightning.Trainer).parameters)
+        own = [name for name in inspect.signature(Encoder.train).parameters if name not in ("self", "trainer_options")]
+        check_options("training option", "train", sorted(unknown), own)
         check_count("save_top_k", save_top_k, "epochs", least=-1)
         if checkpoint_dir is not None:
             check_folder("checkpoint_dir", checkpoint_dir)
@@ -235,7 +237,7 @@ class Encoder(CellModel):
                 gradient_clip_val=gradient_clip_val or None,
                 **trainer_options,
             )
-        self.module.to(result.device)
+        self.module.to(result.device, torch.float32)  # "bf16-true" and the like leave it in half precision
         self._extend_history(result.history)
         self.n_epochs_ += result.n_epochs
         self.is_trained_ = self.is_trained_ or result.n_epochs > 0
@@ -256,11 +258,6 @@ class Encoder(CellModel):
         return SaveBest(
             save, lambda name: remove_folder(Path(folder) / name), top_k=top_k, monitor=monitor, first_epoch=before
         )
-
-
-def _training_options(cls: type[Encoder]) -> list[str]:
-    own, trainer = inspect.signature(cls.train).parameters, inspect.signature(lightning.Trainer).parameters
-    return [name for name in {**own, **trainer} if name not in ("self", "trainer_options")]
 
 
 def _needs_medians(name: str, options: dict[str, Any]) -> bool:

@@ -80,7 +80,7 @@ class ModelSpec:
             if options.setdefault("max_seq_len", longest) < longest:
                 raise OptionError(
                     f"max_seq_len={options['max_seq_len']} is smaller than the {longest} tokens that the tokenizer "
-                    f"{name!r} makes of a cell; raise it, or lower the tokenizer's max_len."
+                    f"{name!r} makes of a cell; raise it, or lower the tokenizer's max_len (data.max_genes in YAML)."
                 )
         return cls(
             architecture=architecture,

@@ -65,12 +65,14 @@ def build_from_config[M: nn.Module](cls: type[M], config: ModelConfig) -> M:
     ValueError
         If ``config.vocab_size`` is None.
     OptionError
-        If the user set an option that the constructor does not have.
+        If the user set an option that neither the constructor nor other architectures have.
     """
     if config.vocab_size is None:
         raise OptionError("ModelConfig.vocab_size must be set before constructing a model.")
     parameters = {p.name: p for p in inspect.signature(cls).parameters.values()}
-    options = config.user_options()
+    # One configuration may serve several architectures; of the common fields each takes those it has.
+    common = set(type(config).model_fields)
+    options = {n: v for n, v in config.user_options().items() if n in parameters or n not in common}
     if unknown := [name for name in options if name not in parameters]:
         known = [name for name in parameters if name != "vocab_size"]
         raise OptionError(f"{cls.__name__} has no option {unknown[0]!r} (known: {listing(known, most=20)})")

@@ -104,7 +104,7 @@ class GenePoolingModel(nn.Module):
     """Baseline without attention, in two forms.
 
     ``pooling="mean"``: feed-forward layers on each token, then the mean over tokens. A reference for what attention
-    adds.
+    adds: at a hidden position it knows the position and nothing of the other tokens.
 
     ``pooling="weighted_sum"``, the fast form: a sum of gene embeddings weighted by expression, then LayerNorm, GELU and
     a linear layer, `num_layers` times and once more to `latent_dim`. It costs a sparse sum a cell and is what

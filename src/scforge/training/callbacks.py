@@ -13,11 +13,11 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from scforge.errors import TrainingError
 
-__all__ = ["BestWeights", "EpochProgress", "GracefulStop", "History", "SaveBest"]
+__all__ = ["BestWeights", "EpochProgress", "GracefulStop", "History", "SaveBest", "StopAfterWarmup"]
 
 
 def _epoch_figures(trainer: lightning.Trainer) -> dict[str, float]:
@@ -82,6 +82,15 @@ class BestWeights(Callback):
             module = pl_module.module
             self.epoch, self.loss = trainer.current_epoch, loss
             self.state = {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
+class StopAfterWarmup(EarlyStopping):
+    """Early stopping that does not count the epochs in which the learning rate still rises: the loss may rise too."""
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Count an epoch."""
+        if trainer.global_step > pl_module.warmed_up_at:
+            super().on_validation_end(trainer, pl_module)
 
 
 class SaveBest(Callback):

@@ -113,7 +113,7 @@ class CellDataModule(lightning.LightningDataModule):
         return self._loader(self.validation_rows, shuffle=False) if len(self.validation_rows) else []
 
     def _loader(self, rows: np.ndarray, *, shuffle: bool) -> DataLoader[dict[str, torch.Tensor]]:
-        lengths = self.tokenizer.lengths(self.cells.n_expressed[rows])
+        lengths = None if self.objective.random_batches else self.tokenizer.lengths(self.cells.n_expressed[rows])
         sampler = CellSampler(
             rows,
             self.batch_size,

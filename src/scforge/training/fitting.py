@@ -14,12 +14,12 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from scforge._checks import check_count
 from scforge.errors import OptionError
-from scforge.training.callbacks import BestWeights, EpochProgress, GracefulStop, History
+from scforge.training.callbacks import BestWeights, EpochProgress, GracefulStop, History, StopAfterWarmup
 from scforge.training.datamodule import CellDataModule
 from scforge.training.objectives.base import TrainingDefaults
 from scforge.training.plan import TrainingPlan
@@ -118,7 +118,8 @@ def fit(
     max_steps
         Most optimizer steps; -1 for no limit.
     early_stopping
-        Stop when the validation loss has not improved for `early_stopping_patience` epochs. Needs validation cells.
+        Stop when the validation loss has not improved for `early_stopping_patience` epochs after the warm-up of the
+        learning rate. Needs validation cells.
     early_stopping_patience
         Epochs without improvement to wait.
     progress_bar
@@ -148,7 +149,7 @@ def fit(
     if progress_bar:
         own.append(EpochProgress())
     if early_stopping and has_validation:
-        own.append(EarlyStopping(monitor, patience=early_stopping_patience, check_finite=False))
+        own.append(StopAfterWarmup(monitor, patience=early_stopping_patience, check_finite=False))
     with _quiet():
         trainer = _trainer(max_epochs=max_epochs, max_steps=max_steps, callbacks=[*own, *callbacks], **trainer_options)
         interrupted = _run(trainer, plan, data)
@@ -190,7 +191,7 @@ def _run(trainer: lightning.Trainer, plan: TrainingPlan, data: CellDataModule) -
     except BaseException as error:
         if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
             return True  # Lightning answers Ctrl-C by leaving the process
-        plan.module.load_state_dict(before)
+        plan.module.float().load_state_dict(before)
         plan.module.eval()
         raise
     finally:

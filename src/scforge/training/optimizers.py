@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from scforge.errors import OptionError, did_you_mean, listing
 
-__all__ = ["SCHEDULES", "make_optimizer", "make_schedule", "parameter_groups"]
+__all__ = ["SCHEDULES", "make_optimizer", "make_schedule", "parameter_groups", "warmup_length"]
 
 _WARMUP_SHARE = 0.1
 _NO_DECAY = (nn.LayerNorm, nn.Embedding, nn.EmbeddingBag)
@@ -32,8 +32,10 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
     return [{"params": decay, "weight_decay": weight_decay}, {"params": list(unique.values()), "weight_decay": 0.0}]
 
 
-def make_optimizer(module: nn.Module, *, name: str, lr: float, weight_decay: float) -> torch.optim.Optimizer:
-    """Make AdamW with fused kernels.
+def make_optimizer(
+    module: nn.Module, *, name: str, lr: float, weight_decay: float, fused: bool = True
+) -> torch.optim.Optimizer:
+    """Make AdamW, with fused kernels if `fused`.
 
     Raises
     ------
@@ -42,7 +44,7 @@ def make_optimizer(module: nn.Module, *, name: str, lr: float, weight_decay: flo
     """
     if name != "adamw":
         raise OptionError(f"optimizer={name!r} is not known (known: 'adamw')")
-    return torch.optim.AdamW(parameter_groups(module, weight_decay), lr=lr, fused=True)
+    return torch.optim.AdamW(parameter_groups(module, weight_decay), lr=lr, fused=fused)
 
 
 def _one_cycle(optimizer: torch.optim.Optimizer, total: int, warmup: int) -> lr_scheduler.LRScheduler:
@@ -101,7 +103,12 @@ def make_schedule(
     if name not in SCHEDULES:
         known = sorted(SCHEDULES)
         raise OptionError(f"schedule={name!r} is not known{did_you_mean(name, known) or ';'} (known: {listing(known)})")
+    return SCHEDULES[name](optimizer, total_steps, warmup_length(name, total_steps, warmup_steps))
+
+
+def warmup_length(name: str, total_steps: int, warmup_steps: int | None) -> int:
+    """Return the steps until the peak of a schedule; the arguments are those of :func:`make_schedule`."""
     if warmup_steps is None:
         share = {"one_cycle": _ONE_CYCLE_WARMUP, "constant": 0.0}.get(name, _WARMUP_SHARE)
         warmup_steps = round(share * total_steps)
-    return SCHEDULES[name](optimizer, total_steps, min(warmup_steps, total_steps // 2))
+    return min(warmup_steps, total_steps // 2)

@@ -10,7 +10,7 @@ from torch import nn
 
 from scforge._checks import check_count, check_positive
 from scforge.training.objectives.base import Objective
-from scforge.training.optimizers import make_optimizer, make_schedule
+from scforge.training.optimizers import make_optimizer, make_schedule, warmup_length
 
 __all__ = ["TrainingPlan"]
 
@@ -55,6 +55,7 @@ class TrainingPlan(lightning.LightningModule):
         self.weight_decay = defaults.weight_decay if weight_decay is None else weight_decay
         self.schedule = defaults.schedule if schedule is None else schedule
         self.warmup_steps = warmup_steps
+        self.warmed_up_at = 0
         check_positive("lr", self.lr)
         check_positive("weight_decay", self.weight_decay, or_zero=True)
         if warmup_steps is not None:
@@ -82,11 +83,12 @@ class TrainingPlan(lightning.LightningModule):
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Make the optimizer, and a schedule over all steps of the training."""
-        optimizer = make_optimizer(self.module, name=self.optimizer_name, lr=self.lr, weight_decay=self.weight_decay)
-        schedule = make_schedule(
-            optimizer,
-            name=self.schedule,
-            total_steps=int(self.trainer.estimated_stepping_batches),
-            warmup_steps=self.warmup_steps,
+        # Lightning refuses to clip gradients for a fused optimizer in mixed precision.
+        fused = not str(self.trainer.precision).endswith("mixed")
+        optimizer = make_optimizer(
+            self.module, name=self.optimizer_name, lr=self.lr, weight_decay=self.weight_decay, fused=fused
         )
+        total = int(self.trainer.estimated_stepping_batches)
+        schedule = make_schedule(optimizer, name=self.schedule, total_steps=total, warmup_steps=self.warmup_steps)
+        self.warmed_up_at = warmup_length(self.schedule, total, self.warmup_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -48,6 +48,10 @@ class Objective(ABC):
 
     defaults: ClassVar[TrainingDefaults]
 
+    random_batches: ClassVar[bool] = False
+    """Whether a batch has to be a random draw of cells, because the loss compares them; else cells of like length
+    share a batch."""
+
     @classmethod
     def option_names(cls) -> list[str]:
         """Names of the options of the constructor."""

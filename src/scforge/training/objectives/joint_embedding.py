@@ -47,6 +47,8 @@ class JointEmbedding(Objective):
     """
 
     defaults = TrainingDefaults(batch_size=256, lr=2e-3, weight_decay=0.01, schedule="one_cycle", max_epochs=40)
+    # SIGReg takes a batch for a sample of all cells.
+    random_batches = True
 
     def __init__(
         self,

@@ -1,0 +1,257 @@
+"""Mistakes of a newcomer: each is one sentence of scforge's own, with the argument, its value and the fix."""
+
+from __future__ import annotations
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import sparse
+
+from scforge.data import GeneVocab
+from scforge.errors import ConfigError, DataError, GeneMismatchError, OptionError, ScforgeError
+from scforge.estimators import Encoder
+
+
+def fails(call, error: type[ScforgeError], *parts: str) -> None:
+    """Check that `call` raises exactly `error`, with one line that holds `parts`."""
+    with pytest.raises(ScforgeError) as caught:
+        call()
+    message = str(caught.value)
+    assert type(caught.value) is error
+    assert "\n" not in message
+    assert len(message) < 500
+    for part in parts:
+        assert part in message
+
+
+def changed(adata: ad.AnnData, **parts: object) -> ad.AnnData:
+    for name, value in parts.items():
+        setattr(adata, name, value)
+    return adata
+
+
+COUNTS = [
+    ("negative", lambda x: -x, "holds negative values (smallest: -"),
+    ("missing", lambda x: x + np.where(np.arange(80) == 3, np.nan, 0), "holds 60 missing or infinite values"),
+    ("infinite", lambda x: x + np.where(np.arange(80) == 3, np.inf, 0), "holds 60 missing or infinite values"),
+    ("fractions", lambda x: x / 2, "holds values that are not whole numbers (first: "),
+    ("log", np.log1p, "holds values that are not whole numbers"),
+    ("text", lambda x: x.astype(object), "has the dtype object"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "part"), COUNTS, ids=[name for name, *_ in COUNTS])
+def test_no_counts(tiny_adata: ad.AnnData, name: str, change, part: str) -> None:
+    values = change(tiny_adata.X.toarray())
+    bad = changed(tiny_adata, X=values)
+    fails(lambda: Encoder.setup_anndata(bad), DataError, "adata.X", part, "raw counts are needed")
+
+
+def test_the_layer_that_holds_counts_is_named(tiny_adata: ad.AnnData) -> None:
+    counts = tiny_adata.X.copy()
+    tiny_adata.X = tiny_adata.X * 0.5
+    tiny_adata.layers["scaled"] = tiny_adata.X.copy()
+    fails(lambda: Encoder.setup_anndata(tiny_adata), DataError, "undo the normalisation")
+    tiny_adata.layers["counts"] = counts
+    fails(lambda: Encoder.setup_anndata(tiny_adata), DataError, "layer='counts' holds counts")
+    fails(lambda: Encoder.setup_anndata(tiny_adata, layer="scaled"), DataError, "layer='counts' holds counts")
+    fails(
+        lambda: Encoder.setup_anndata(tiny_adata, layer="count"),
+        DataError,
+        "layer='count' is not in adata.layers; did you mean 'counts'? (adata.layers has: 'scaled', 'counts'; layer=None",
+    )
+    Encoder.setup_anndata(tiny_adata, layer="counts")
+
+
+def test_counts_in_raw_are_pointed_at(tiny_adata: ad.AnnData) -> None:
+    tiny_adata.raw = tiny_adata.copy()
+    tiny_adata.X = tiny_adata.X * 0.5
+    fails(lambda: Encoder.setup_anndata(tiny_adata), DataError, "adata.raw holds counts, pass adata.raw.to_adata()")
+
+
+@pytest.mark.parametrize("cut", [np.s_[:0, :], np.s_[:, :0]], ids=["no cells", "no genes"])
+def test_empty(tiny_adata: ad.AnnData, model: Encoder, cut) -> None:
+    empty = tiny_adata[cut].copy()
+    fails(lambda: Encoder.setup_anndata(empty), DataError, "adata is empty (", "it needs cells and genes")
+    fails(lambda: model.get_latent_representation(empty), DataError, "adata is empty (")
+
+
+def test_no_matrix(tiny_adata: ad.AnnData) -> None:
+    bare = ad.AnnData(obs=tiny_adata.obs, var=tiny_adata.var)
+    fails(lambda: Encoder.setup_anndata(bare), DataError, "adata.X is None")
+
+
+def test_a_cell_without_counts(tiny_adata: ad.AnnData, model: Encoder) -> None:
+    counts = tiny_adata.X.toarray()
+    counts[[3, 5]] = 0
+    bad = changed(tiny_adata.copy(), X=sparse.csr_matrix(counts))
+    parts = "adata.X has 2 cells without any count (first: 'cell3', 'cell5')", "sc.pp.filter_cells"
+    fails(lambda: Encoder.setup_anndata(bad), DataError, *parts)
+    fails(lambda: model.get_latent_representation(bad), DataError, *parts)
+
+
+def test_duplicate_gene_names(tiny_adata: ad.AnnData, model: Encoder) -> None:
+    bad = tiny_adata.copy()
+    bad.var_names = ["gene0", "gene0", *tiny_adata.var_names[2:]]
+    parts = "adata.var_names has 1 names more than once (first: 'gene0'); call adata.var_names_make_unique()"
+    fails(lambda: Encoder.setup_anndata(bad), DataError, parts)
+    fails(lambda: model.get_latent_representation(bad), DataError, parts)
+    Encoder.setup_anndata(bad, gene_key="ensembl")
+
+
+def test_columns_that_are_not_there(tiny_adata: ad.AnnData) -> None:
+    known = "(adata.obs has: 'group', 'batch')"
+    for argument, value, near in [("batch_key", "Batch", "batch"), ("labels_key", "groups", "group")]:
+        hint = f"{argument}={value!r} is not a column of adata.obs; did you mean {near!r}? {known}"
+        fails(lambda a=argument, v=value: Encoder.setup_anndata(tiny_adata, **{a: v}), DataError, hint)
+    fails(lambda: Encoder.setup_anndata(tiny_adata, labels_key="zzz"), DataError, f"adata.obs; {known}")
+    hint = "gene_key='ensemble' is not a column of adata.var; did you mean 'ensembl'?"
+    fails(lambda: Encoder.setup_anndata(tiny_adata, gene_key="ensemble"), DataError, hint)
+
+
+def test_not_an_anndata(model: Encoder, tmp_path) -> None:
+    hint = "adata is of type 'str'; read it with anndata.read_h5ad first."
+    for call in (Encoder.setup_anndata, Encoder, model.get_latent_representation):
+        fails(lambda c=call: c("cells.h5ad"), OptionError, hint)
+    fails(lambda: Encoder.setup_anndata(pd.DataFrame()), OptionError, "adata is of type 'DataFrame'; pass an anndata.")
+    fails(Encoder, OptionError, "adata=None; pass an AnnData that Encoder.setup_anndata(adata) was called on.")
+
+
+def test_not_set_up(tiny_adata: ad.AnnData) -> None:
+    fails(lambda: Encoder(tiny_adata), OptionError, "adata is not set up; call Encoder.setup_anndata(adata) first.")
+    Encoder.setup_anndata(tiny_adata)
+    for other in (tiny_adata.copy(), tiny_adata[:10]):
+        hint = "adata is not set up, because it is a copy of the one that was set up; call Encoder.setup_anndata"
+        fails(lambda o=other: Encoder(o), OptionError, hint)
+
+
+def test_a_view(tiny_adata: ad.AnnData) -> None:
+    fails(lambda: Encoder.setup_anndata(tiny_adata[:10]), DataError, "adata is a view", "adata = adata.copy()")
+
+
+@pytest.mark.filterwarnings("ignore:Setting element .* of view, initializing view as actual")
+def test_a_view_may_be_embedded(model: Encoder, tiny_adata: ad.AnnData) -> None:
+    whole = model.get_latent_representation(key_added=None)
+    view = tiny_adata[5:9]
+    np.testing.assert_allclose(model.get_latent_representation(view), whole[5:9], atol=1e-6)
+    np.testing.assert_allclose(view.obsm["X_scforge"], whole[5:9], atol=1e-6)
+    assert "X_scforge" not in tiny_adata.obsm
+
+
+def test_backed(tiny_adata: ad.AnnData, model: Encoder, tmp_path) -> None:
+    model.adata.copy().write_h5ad(tmp_path / "cells.h5ad")
+    backed = ad.read_h5ad(tmp_path / "cells.h5ad", backed="r")
+    hint = "adata is backed by '", "load it with adata.to_memory() first"
+    fails(lambda: Encoder.setup_anndata(backed), DataError, *hint)
+    fails(lambda: model.get_latent_representation(backed), DataError, *hint)
+    model.get_latent_representation(backed.to_memory())
+    backed.file.close()
+
+
+TR = ("transformer_encoder",)
+OPTIONS = [
+    (("transformer_encodr",), {}, OptionError, "architecture='transformer_encodr' is not known; did you mean 'transf"),
+    (("bert",), {}, OptionError, "architecture='bert' is not known; (known: 'gene_pooling', 'transformer_encoder')"),
+    ((None, "rank_vale"), {}, OptionError, "tokenizer='rank_vale' is not known; did you mean 'rank_value'?"),
+    ((None, {"name": "rank_value", "maxlen": 3}), {}, OptionError, "'maxlen' is not one of 'rank_value'; did you mean"),
+    ((None, 3), {}, OptionError, "tokenizer=3 is neither a name nor a dict"),
+    ((None, None, "joint"), {}, OptionError, "objective='joint' is not known; (known: 'joint_embedding', 'masked_gene"),
+    (
+        (None, None, {"view": 3}),
+        {},
+        OptionError,
+        "objective option 'view' is not one of 'joint_embedding'; did you mea",
+    ),
+    ((None, None, {"views": 1}), {}, OptionError, "views=1 is too few"),
+    ((None, None, {"slices": 0}), {}, OptionError, "slices=0 is not a positive number"),
+    ((*TR, None, {"mask_ratio": 1.5}), {}, OptionError, "mask_ratio=1.5 is not between 0 and 1"),
+    ((None, {"max_len": 0}), {}, OptionError, "max_len=0 leaves no room for a gene"),
+    ((None, {"max_len": "8"}), {}, OptionError, "max_len='8' is not a whole number"),
+    (
+        TR,
+        {"hiden_dim": 8},
+        OptionError,
+        "option 'hiden_dim' is not one of 'transformer_encoder'; did you mean 'hidden_",
+    ),
+    (TR, {"hidden_dim": 10, "num_heads": 4}, OptionError, "hidden_dim=10 is not divisible by num_heads=4"),
+    (TR, {"hidden_dim": -8}, ConfigError, "hidden_dim=-8 is out of range; it must be at least 1"),
+    (TR, {"hidden_dim": "big"}, ConfigError, "hidden_dim='big' is not an integer"),
+    (TR, {"num_heads": 0}, ConfigError, "num_heads=0 is out of range"),
+    (TR, {"dropout": 2.0}, ConfigError, "dropout=2.0 is out of range; it must be less than 1"),
+    (TR, {"pooling": "max"}, OptionError, "pooling='max' is not known (known: 'cls', 'mean')"),
+    ((*TR, {"max_len": 50}), {"max_seq_len": 20}, OptionError, "max_seq_len=20 is smaller than the 50 tokens"),
+    ((), {"latent_dim": 0}, OptionError, "latent_dim=0 is not a positive number"),
+    ((), {"n_top_genes": -5}, OptionError, "n_top_genes=-5 is not a positive number of genes"),
+    ((), {"n_top_genes": 10.5}, OptionError, "n_top_genes=10.5 is not a whole number"),
+    ((), {"seed": -1}, OptionError, "seed=-1 is not at least 0"),
+    ((), {"seed": None}, OptionError, "seed=None is not a whole number"),
+    ((), {"vocab": "human"}, OptionError, "vocab='human' is neither a shipped vocabulary nor a file"),
+    ((), {"vocab": ["gene1"]}, OptionError, "vocab is a list; pass a name, a file, or GeneVocab.from_genes(names)."),
+    ((), {"vocab": GeneVocab.from_genes(["X"]), "n_top_genes": 0}, GeneMismatchError, "only 0 of the 1 genes"),
+    ((), {"vocab": "human_protein_coding", "n_top_genes": 0}, GeneMismatchError, "has only 0 of the 20120 genes"),
+]
+
+
+@pytest.mark.parametrize(("parts", "options", "error", "message"), OPTIONS, ids=[o[-1][:40] for o in OPTIONS])
+def test_options_of_the_model(build, parts, options, error, message) -> None:
+    fails(lambda: build(*parts, **options), error, message)
+
+
+def test_too_few_cells_for_any_gene(build, tiny_adata: ad.AnnData) -> None:
+    hint = "no gene is detected in at least min_cells=3 of the 1 cells; use more cells"
+    fails(lambda: build(adata=tiny_adata[:1].copy()), DataError, hint, "vocab=GeneVocab.from_adata(adata)")
+
+
+TRAINING = [
+    ({"max_epochs": 0}, "max_epochs=0 is not a positive number of epochs."),
+    ({"max_epochs": 1.5}, "max_epochs=1.5 is not a whole number of epochs."),
+    ({"max_epochs": True}, "max_epochs=True is not a whole number of epochs."),
+    ({"max_steps": 0}, "max_steps=0 is not a positive number of steps."),
+    ({"batch_size": 0}, "batch_size=0 is not a positive number of cells."),
+    ({"batch_size": "8"}, "batch_size='8' is not a whole number of cells."),
+    ({"validation_size": 1.5}, "validation_size=1.5 is not in [0, 1)."),
+    ({"validation_size": float("nan")}, "validation_size=nan is not in [0, 1)."),
+    ({"validation_size": 0.999}, "validation_size=0.999 leaves no cell of 60 for training; lower it."),
+    ({"lr": -1}, "lr=-1 is not a positive number."),
+    ({"lr": 0}, "lr=0 is not a positive number."),
+    ({"lr": float("nan")}, "lr=nan is not a positive number."),
+    ({"lr": float("inf")}, "lr=inf is not a positive number."),
+    ({"lr": "1e-3"}, "lr='1e-3' is not a positive number."),
+    ({"weight_decay": -1}, "weight_decay=-1 is not zero or a positive number."),
+    ({"warmup_steps": -1}, "warmup_steps=-1 is not at least 0"),
+    ({"schedule": "cosine"}, "schedule='cosine' is not known; did you mean 'cosine_warmup'?"),
+    ({"optimizer": "adam"}, "optimizer='adam' is not known (known: 'adamw')"),
+    ({"early_stopping_patience": 0}, "early_stopping_patience=0 is not a positive number of epochs."),
+    ({"num_workers": -1}, "num_workers=-1 is not at least 0"),
+    ({"save_top_k": -2}, "save_top_k=-2 is not at least -1"),
+    ({"accelerator": "gpuu"}, "an option of training cannot be used: You selected an invalid accelerator name"),
+    ({"precision": "bf17"}, "an option of training cannot be used: Precision 'bf17' is invalid"),
+    ({"epochs": 3}, "training option 'epochs' is not one of 'train'; did you mean 'max_epochs'?"),
+    ({"logger": False, "enable_checkpointing": True}, "an option of training cannot be used: "),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), TRAINING, ids=[message[:40] for _, message in TRAINING])
+def test_options_of_training(build, quick, options, message) -> None:
+    model = build()
+    fails(lambda: model.train(**(quick | options)), OptionError, message)
+    assert not model.is_trained_
+
+
+def test_a_checkpoint_folder_that_is_a_file(build, quick, tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    hint = "is a file; give the name of a folder."
+    fails(lambda: build().train(**quick, checkpoint_dir=tmp_path / "file"), OptionError, "checkpoint_dir='", hint)
+
+
+@pytest.mark.parametrize("batch_size", [0, -3, 1.5])
+def test_batch_size_of_an_embedding(model: Encoder, batch_size) -> None:
+    fails(
+        lambda: model.get_latent_representation(batch_size=batch_size), OptionError, f"batch_size={batch_size} is not"
+    )
+
+
+@pytest.mark.parametrize("key", ["", 3])
+def test_key_added_that_is_no_name(model: Encoder, key) -> None:
+    fails(lambda: model.get_latent_representation(key_added=key), OptionError, f"key_added={key!r} is not a name")
