@@ -56,8 +56,17 @@ def _parser() -> _Parser:
     return parser
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
-    print(f"scforge: warning: {message}", file=sys.stderr)
+class _ShowOnce:
+    """Shows each warning once, on one line; several steps of a command may find the same."""
+
+    def __init__(self) -> None:
+        self.shown: set[str] = set()
+
+    def __call__(self, message: Warning | str, category: type[Warning], *args: Any, **kwargs: Any) -> None:
+        line = " ".join(str(message).split())
+        if line not in self.shown:
+            self.shown.add(line)
+            print(f"scforge: warning: {line}", file=sys.stderr)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         # The libraries' remarks to developers help nobody here; scforge's own are for the user.
         warnings.simplefilter("ignore")
-        warnings.simplefilter("default", category=ScforgeWarning)
-        warnings.showwarning = _show_warning
+        warnings.simplefilter("always", category=ScforgeWarning)
+        warnings.showwarning = _ShowOnce()
         try:
             arguments.run(arguments)
         except (ScforgeError, OSError) as error:

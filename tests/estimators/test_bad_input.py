@@ -59,7 +59,7 @@ def test_the_layer_that_holds_counts_is_named(tiny_adata: ad.AnnData) -> None:
     fails(
         lambda: Encoder.setup_anndata(tiny_adata, layer="count"),
         DataError,
-        "layer='count' is not in adata.layers; did you mean 'counts'? (adata.layers has: 'scaled', 'counts'; layer=None",
+        "layer='count' is not in adata.layers; did you mean 'counts'? (adata.layers has: 'scaled', 'counts'; ",
     )
     Encoder.setup_anndata(tiny_adata, layer="counts")
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scforge._constants import TARGET_SUM
+from scforge.data.checks import counts_of
 from scforge.errors import OptionError
 
 if TYPE_CHECKING:
@@ -47,20 +48,27 @@ def pca_embedding(
     Returns
     -------
     Float32, shape (n_obs, n_comps).
+
+    Raises
+    ------
+    DataError
+        If there are no raw counts.
+    OptionError
+        If there cannot be so many components.
     """
     import anndata
     import scanpy as sc
 
     if not 0 < n_comps < min(adata.n_obs, adata.n_vars):
         raise OptionError(f"n_comps={n_comps} is not between 1 and the smaller side of {adata.shape}.")
-    counts = adata.X if layer is None else adata.layers[layer]
-    work = anndata.AnnData(counts.astype(np.float32), var=adata.var[[]].copy())
+    work = anndata.AnnData(counts_of(adata, layer).astype(np.float32), var=adata.var[[]].copy())
     sc.pp.filter_genes(work, min_cells=3)
     sc.pp.normalize_total(work, target_sum=TARGET_SUM)
     sc.pp.log1p(work)
     sc.pp.highly_variable_genes(work, n_top_genes=min(n_top_genes, work.n_vars))
     work = work[:, np.asarray(work.var["highly_variable"])].copy()
     if scale:
+        work.X = work.X.toarray()  # scaled values are not sparse, and scanpy would warn of it
         sc.pp.scale(work, max_value=10)
     sc.pp.pca(work, n_comps=n_comps, random_state=seed)
     return np.asarray(work.obsm["X_pca"], dtype=np.float32)

@@ -22,7 +22,7 @@ _BASELINES = (15, 50)
 def evaluate(
     adata: AnnData,
     benchmark: Benchmark,
-    obsm_keys: Sequence[str] | Mapping[str, Kind],
+    obsm_keys: str | Sequence[str] | Mapping[str, Kind],
     *,
     layer: str | None = None,
     baselines: Sequence[int] = _BASELINES,
@@ -39,7 +39,7 @@ def evaluate(
     benchmark
         What to score, e.g. :class:`scforge.eval.LabelPrediction`.
     obsm_keys
-        Keys in ``adata.obsm``; as a mapping, with ``"model"``, ``"baseline"`` or ``"untrained"`` for each.
+        Key or keys in ``adata.obsm``; as a mapping, with ``"model"``, ``"baseline"`` or ``"untrained"`` for each.
     layer
         Key in ``adata.layers`` with raw counts, for the baselines; None reads ``adata.X``.
     baselines
@@ -63,6 +63,7 @@ def evaluate(
     """
     if not baselines:
         raise OptionError("baselines=[] leaves nothing to compare with; name at least one number of components.")
+    obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
     kinds: dict[str, Kind] = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else dict.fromkeys(obsm_keys, "model")
     for key in kinds:
         if key not in adata.obsm:

@@ -95,7 +95,7 @@ class LabelPrediction(Benchmark):
             raise DataError(f"obs[{self.labels_key!r}] has {len(names)} different labels; at least 2 are needed.")
         if (sizes < self.n_folds).any():
             raise DataError(
-                f"label {names[sizes.argmin()]!r} has {sizes.min()} cells, fewer than n_folds={self.n_folds}; "
+                f"label {str(names[sizes.argmin()])!r} has {sizes.min()} cells, fewer than n_folds={self.n_folds}; "
                 "leave it out or lower n_folds."
             )
         return labelled, labels

@@ -56,5 +56,6 @@ def training_curves(
     if reference is not None:
         ax.axhline(reference, color="grey", linestyle="--", linewidth=1, label=reference_label)
     ax.set(xlabel="epoch", ylabel=metric, title=title)
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend(frameon=False)
     return ax

@@ -18,7 +18,7 @@ __all__ = ["embeddings"]
 
 def embeddings(
     adata: AnnData,
-    obsm_keys: Sequence[str] | Mapping[str, str],
+    obsm_keys: str | Sequence[str] | Mapping[str, str],
     *,
     color: str,
     n_neighbors: int = 15,
@@ -32,7 +32,7 @@ def embeddings(
     adata
         Annotated data. For each embedding, ``obsm["<key>_umap"]`` is computed with scanpy if it is not there.
     obsm_keys
-        Keys in ``adata.obsm``; as a mapping, with the title of each.
+        Key or keys in ``adata.obsm``; as a mapping, with the title of each.
     color
         Column of ``adata.obs`` with categories.
     n_neighbors, seed
@@ -47,6 +47,7 @@ def embeddings(
     import matplotlib.pyplot as plt
     import scanpy as sc
 
+    obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
     titles = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else {key: key for key in obsm_keys}
     for argument, name, known in [("color", color, adata.obs), *[("obsm_keys", key, adata.obsm) for key in titles]]:
         if name not in known:

@@ -75,6 +75,11 @@ class BestWeights(Callback):
         self.loss = math.inf
         self.state: dict[str, torch.Tensor] | None = None
 
+    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
+        """End in the way that runs a validation where `max_steps` cuts an epoch short."""
+        if trainer.global_step == trainer.max_steps:
+            trainer.should_stop = True
+
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Copy the weights if they are better than all before."""
         loss = _epoch_figures(trainer).get(self.monitor, math.inf)

@@ -1,0 +1,227 @@
+"""The command line: a mistake is one line on stderr and exit code 2, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from zipfile import ZipFile
+
+import anndata as ad
+import h5py
+import numpy as np
+import pytest
+
+from scforge import __version__
+from scforge.cli import main
+from scforge.data import GeneVocab
+from scforge.estimators import Encoder
+
+CONFIG = """
+data: {paths: [cells.h5ad], preprocessing: {hvg_selection: 40}}
+model: {hidden_dim: 8, ffn_dim: 8}
+training: {max_epochs: 2, batch_size: 16, accelerator: cpu}
+"""
+
+
+@pytest.fixture
+def folder(tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with cells, and with files that are none."""
+    monkeypatch.chdir(tmp_path)
+    tiny_adata.write_h5ad("cells.h5ad")
+    Path("config.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.fixture
+def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a command which must fail, and returns the one line that it tells."""
+
+    def told(*argv: str) -> str:
+        try:
+            code = main(list(argv))
+        except SystemExit as stop:  # argparse leaves this way
+            code = stop.code
+        error = capsys.readouterr().err
+        assert code == 2
+        assert error.count("\n") == 1
+        assert error.endswith("\n")
+        assert error.startswith("scforge")
+        return error
+
+    return told
+
+
+def test_train(folder: Path, capsys) -> None:
+    outputs = ["output.checkpoint_dir=ck", "output.log_dir=logs", "output.embedding=out.h5ad"]
+    assert main(["train", "--config", "config.yaml", "--quiet", *outputs]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "Encoder(gene_pooling" in shown.out
+    model = Encoder.load("ck/final")
+    cells = ad.read_h5ad("out.h5ad")
+    np.testing.assert_allclose(
+        model.get_latent_representation(cells, key_added=None), cells.obsm["X_scforge"], atol=1e-6
+    )
+
+
+def test_the_bar_is_there_unless_quiet(folder: Path, capsys) -> None:
+    assert main(["train", "--config", "config.yaml"]) == 0
+    assert "Epoch 2/2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [[], ["trian"], ["train"], ["train", "--confg", "x"], ["quickstart", "--outptu", "x"]])
+def test_usage(told, argv: list[str]) -> None:
+    assert "--help)" in told(*argv)
+
+
+def test_version_and_help(capsys) -> None:
+    for argv, text in [(["--version"], __version__), (["--help"], "quickstart"), (["train", "--help"], "KEY=VALUE")]:
+        with pytest.raises(SystemExit) as stop:
+            main(argv)
+        assert stop.value.code == 0
+        assert text in capsys.readouterr().out
+
+
+def test_files_that_are_no_h5ad(told, tiny_adata: ad.AnnData) -> None:
+    Path("text.h5ad").write_text("cells")
+    whole = Path("cells.h5ad").read_bytes()
+    Path("half.h5ad").write_bytes(whole[: len(whole) // 2])
+    Path("nothing.h5ad").write_bytes(b"")
+    with ZipFile("zip.h5ad", "w") as archive:
+        archive.writestr("cells", "cells")
+    with h5py.File("other.h5ad", "w") as file:
+        file["table"] = [1, 2]
+    for name in ("text", "half", "nothing", "zip", "other"):
+        line = told("train", "--config", "config.yaml", f"data.paths={name}.h5ad")
+        assert line.startswith(f"scforge: error: '{name}.h5ad' cannot be read as an h5ad file: ")
+    assert "'none.h5ad' does not exist; check data.paths." in told(
+        "train", "--config", "config.yaml", "data.paths=none.h5ad"
+    )
+    Path("folder.h5ad").mkdir()
+    assert "'folder.h5ad' is not a file" in told("train", "--config", "config.yaml", "data.paths=folder.h5ad")
+
+
+def test_cells_that_cannot_be_used(told, tiny_adata: ad.AnnData) -> None:
+    def line(adata: ad.AnnData) -> str:
+        adata.write_h5ad("bad.h5ad")
+        return told("train", "--config", "config.yaml", "data.paths=bad.h5ad")
+
+    assert "'bad.h5ad' is empty (0 cells x 80 genes)" in line(tiny_adata[:0].copy())
+    assert "'bad.h5ad' is empty (60 cells x 0 genes)" in line(tiny_adata[:, :0].copy())
+    scaled = tiny_adata.copy()
+    scaled.X = scaled.X * 0.5
+    scaled.layers["counts"] = tiny_adata.X
+    assert "not whole numbers (first: " in line(scaled)
+    assert "layer='counts' holds counts" in line(scaled)
+    twice = tiny_adata.copy()
+    twice.var_names = ["gene0"] * 80
+    assert "adata.var_names has 1 names more than once (first: 'gene0')" in line(twice)
+
+
+MISTAKES = [
+    ("trainng.lr=1", "is not a known option; did you mean 'training'?"),
+    ("training.max_epoch=3", "training.max_epoch=3 is not a known option; did you mean 'training.max_epochs'?"),
+    ("training.max_epochs=0", "training.max_epochs=0 is out of range; it must be at least 1."),
+    ("training.batch_size=0", "training.batch_size=0 is out of range"),
+    ("training.validation_size=1.5", "training.validation_size=1.5 is out of range; it must be less than 1."),
+    ("training.lr=-1", "training.optimizer.lr=-1 is out of range; it must be greater than 0."),
+    ("training.lr=0", "training.optimizer.lr=0 is out of range; it must be greater than 0."),
+    ("training.lr=.nan", "training.optimizer.lr=nan "),
+    ("data.preprocessing.hvg_selection=-5", "data.preprocessing.hvg_selection=-5 is out of range"),
+    ("data.max_genes=0", "data.max_genes=0 is out of range"),
+    ("data.batch_key=batches", "batch_key='batches' is not a column of adata.obs; did you mean 'batch'?"),
+    ("data.labels_key=grup", "labels_key='grup' is not a column of adata.obs; did you mean 'group'?"),
+    ("data.gene_key=ensembel", "gene_key='ensembel' is not a column of adata.var; did you mean 'ensembl'?"),
+    ("data.gene_vocab=human", "vocab='human' is neither a shipped vocabulary nor a file"),
+    ("data.gene_vocab=human_protein_coding", "adata.var_names has only 0 of the 20120 genes of the vocabulary"),
+    ("model.architecture=transfomer_encoder", "did you mean 'transformer_encoder'? (known: 'gene_pooling', 'tr"),
+    ("model.hiden_dim=3", "option 'hiden_dim' is not one of 'gene_pooling'; did you mean 'hidden_dim'?"),
+    ("model={architecture: transformer_encoder, num_heads: 3}", "hidden_dim=8 is not divisible by num_heads=3"),
+    ("tokenizer.strategy=rank", "tokenizer='rank' is not known; (known: 'continuous_projection', 'rank_value')"),
+    ("objective.name=joint_embeding", "did you mean 'joint_embedding'?"),
+    ("training.num_gpus=1", "an option of training cannot be used: "),
+    ("output.embedding=cells.csv", "let it end in '.h5ad'"),
+    ("output.checkpoint_dir=cells.h5ad", "'cells.h5ad' is a file; give the name of a folder."),
+    ("lr", "override='lr' is not an option; write it as section.option=value."),
+]
+
+
+@pytest.mark.parametrize(("override", "part"), MISTAKES, ids=[override[:40] for override, _ in MISTAKES])
+def test_mistakes_in_options(told, monkeypatch, override: str, part: str) -> None:
+    if "num_gpus" in override:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert part in told("train", "--config", "config.yaml", override)
+
+
+def test_configurations_that_are_none(told) -> None:
+    assert "config='none.yaml' does not exist" in told("train", "--config", "none.yaml")
+    assert "config='cells.h5ad' is not a text file" in told("train", "--config", "cells.h5ad")
+    Path("bad.yaml").write_text("data: [")
+    assert "is not valid YAML" in told("train", "--config", "bad.yaml")
+
+
+def test_a_loss_that_is_not_a_number(told) -> None:
+    line = told("train", "--quiet", "--config", "config.yaml", "training.lr=1e30", "training.gradient_clip_val=0")
+    assert "validation_loss is nan in epoch 0; lower the learning rate" in line
+
+
+def test_a_full_disk_is_one_line(told, monkeypatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("scforge.estimators.saving.save_file", full)
+    assert "No space left" in told("train", "--quiet", "--config", "config.yaml", "output.checkpoint_dir=ck")
+    assert not list(Path("ck").iterdir())
+
+
+def test_a_warning_is_one_line(folder: Path, capsys) -> None:
+    GeneVocab.from_genes([f"gene{i}" for i in range(60, 140)]).save("genes.json")
+    options = ["data.gene_vocab=genes.json", "data.preprocessing=null", "output.embedding=out.h5ad"]
+    assert main(["train", "--quiet", "--config", "config.yaml", *options]) == 0
+    line = "scforge: warning: adata.var_names has 20 of the 80 genes of the vocabulary (25%); the others count as not"
+    error = capsys.readouterr().err
+    assert error.startswith(line)
+    assert error.count("\n") == 1
+
+
+def test_interrupted(folder: Path, capsys, monkeypatch) -> None:
+    def interrupt(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Encoder, "train", interrupt)
+    assert main(["train", "--config", "config.yaml"]) == 130
+    assert capsys.readouterr().err == "scforge: interrupted\n"
+
+
+def test_a_mistake_as_a_process(folder: Path) -> None:
+    command = [sys.executable, "-m", "scforge", "train", "--config", "none.yaml"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr == "scforge: error: config='none.yaml' does not exist; check the path.\n"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send")
+def test_ctrl_c_as_a_process(folder: Path, tiny_adata: ad.AnnData) -> None:
+    command = [sys.executable, "-m", "scforge", "train", "--quiet", "--config", "config.yaml"]
+    options = ["training.max_epochs=1000000", "training.early_stopping=false", "output.checkpoint_dir=ck"]
+    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not list(Path("ck").glob("epoch=*")) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert err == ""
+    assert out.startswith("Reading cells.h5ad into memory.\nTraining was stopped by Ctrl-C in epoch ")
+    model = Encoder.load("ck/final", tiny_adata)
+    assert model.is_trained_
+    assert np.isfinite(model.get_latent_representation()).all()
