@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from scforge._version import __version__
-from scforge.errors import ScforgeError, ScforgeWarning
+from scforge.errors import ConfigError, ScforgeError, ScforgeWarning
 
 __all__ = ["main"]
 
@@ -32,6 +32,11 @@ def _train(arguments: argparse.Namespace) -> None:
     from scforge.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
+    if config.output.checkpoint_dir is None and config.output.embedding is None:
+        raise ConfigError(
+            "output.checkpoint_dir is not set, so the trained model would be lost; "
+            "set it, e.g. with output.checkpoint_dir=checkpoints."
+        )
     from scforge.estimators import train_from_config
 
     print(train_from_config(config, progress_bar=not arguments.quiet))

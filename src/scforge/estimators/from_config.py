@@ -11,6 +11,8 @@ from scforge.config.schema import Config
 from scforge.data.sources import read_h5ad
 from scforge.errors import ConfigError
 from scforge.estimators.encoder import Encoder
+from scforge.models.registry import MODELS
+from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training.objectives.registry import OBJECTIVES
 
 __all__ = ["train_from_config"]
@@ -41,6 +43,15 @@ def train_from_config(config: Config, *, progress_bar: bool = True) -> Encoder:
     >>> train_from_config(load_config("recipe.yaml"))  # doctest: +SKIP
     """
     data, training, output = config.data, config.training, config.output
+    tokenizer, objective = _tokenizer(config), _objective(config)
+    # A typo in a name should not come to light after minutes of reading.
+    for registry, name in (
+        (MODELS, config.model.architecture),
+        (TOKENIZERS, tokenizer.get("name")),
+        (OBJECTIVES, objective.get("name")),
+    ):
+        if name is not None:
+            registry.get(name)
     for name in ("checkpoint_dir", "log_dir"):
         if (folder := getattr(output, name)) is not None:
             check_folder(f"output.{name}", folder)
@@ -55,8 +66,8 @@ def train_from_config(config: Config, *, progress_bar: bool = True) -> Encoder:
     model = Encoder(
         adata,
         config.model.architecture,
-        _tokenizer(config),
-        _objective(config),
+        tokenizer,
+        objective,
         vocab=data.gene_vocab,
         n_top_genes=data.preprocessing.hvg_selection,
         seed=config.seed,

@@ -43,6 +43,7 @@ def training_curves(
     The axes.
     """
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     names = {"train": f"train_{metric}", "validation": f"validation_{metric}"}
     if not any(name in history for name in names.values()):
@@ -56,6 +57,6 @@ def training_curves(
     if reference is not None:
         ax.axhline(reference, color="grey", linestyle="--", linewidth=1, label=reference_label)
     ax.set(xlabel="epoch", ylabel=metric, title=title)
-    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     ax.legend(frameon=False)
     return ax
