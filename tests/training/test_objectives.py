@@ -143,7 +143,7 @@ def test_token_counts(masked_setup):
 
 
 def test_joint_embedding_separates_groups_and_does_not_collapse(setup, tiny_adata):
-    result = setup.fit(setup.plan(schedule="one_cycle"), max_epochs=60, early_stopping=False)
+    result = setup.fit(setup.plan(schedule="one_cycle"), max_epochs=150, early_stopping=False)
     z = embed(setup.module, setup.cells, setup.tokenizer)
     a, b = (z[tiny_adata.obs["group"] == group] for group in ("a", "b"))
     axis = a.mean(axis=0) - b.mean(axis=0)

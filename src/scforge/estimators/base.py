@@ -23,7 +23,7 @@ from scforge.data.mapping import gene_names, map_genes
 from scforge.data.selection import gene_medians, select_genes
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, NotTrainedWarning, OptionError
+from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError
 from scforge.estimators.card import model_card
 from scforge.estimators.fields import GeneField, ObsField
 from scforge.estimators.saving import load_weights, read_folder, write_folder
@@ -168,11 +168,6 @@ class CellModel(BaseModelClass):
             "class": type(self).__name__,
             **self._spec.to_json(),
             "setup": dict(self.registry_["setup_args"]),
-            "categories": {
-                key: [str(c) for c in field["state_registry"]["categorical_mapping"]]
-                for key, field in self.registry_["field_registries"].items()
-                if "categorical_mapping" in field["state_registry"]
-            },
             "seed": self.seed,
             "is_trained": self.is_trained_,
             "n_epochs": self.n_epochs_,
@@ -213,6 +208,11 @@ class CellModel(BaseModelClass):
             If `adata` has too few genes of the model.
         """
         config, vocab, weights = read_folder(dir_path)
+        if config["class"] != cls.__name__:
+            raise ModelFileError(
+                f"dir_path={str(dir_path)!r} holds a model of the class {config['class']!r}; "
+                f"load it with scforge.models.{config['class']}.load."
+            )
         setup = config["setup"]
         registry = None
         if adata is None:

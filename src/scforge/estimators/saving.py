@@ -22,6 +22,7 @@ __all__ = ["load_weights", "read_folder", "write_folder"]
 _CONFIG, _VOCAB, _WEIGHTS, _CARD = "config.json", "vocab.json", "model.safetensors", "README.md"
 _FORMAT = 1
 _CONTENT = {
+    "class": str,
     "architecture": dict,
     "tokenizer": dict,
     "objective": dict,
