@@ -25,6 +25,7 @@ CONFIG = """
 data: {paths: [cells.h5ad], preprocessing: {hvg_selection: 40}}
 model: {hidden_dim: 8, ffn_dim: 8}
 training: {max_epochs: 2, batch_size: 16, accelerator: cpu}
+output: {checkpoint_dir: ck}
 """
 
 
@@ -67,6 +68,10 @@ def test_train(folder: Path, capsys) -> None:
     np.testing.assert_allclose(
         model.get_latent_representation(cells, key_added=None), cells.obsm["X_scforge"], atol=1e-6
     )
+
+
+def test_a_model_that_would_be_lost(told: Callable[..., str]) -> None:
+    assert "the trained model would be lost; set it" in told("train", "--config", "config.yaml", "output.checkpoint_dir=null")
 
 
 def test_the_bar_is_there_unless_quiet(folder: Path, capsys) -> None:
