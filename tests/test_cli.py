@@ -71,7 +71,9 @@ def test_train(folder: Path, capsys) -> None:
 
 
 def test_a_model_that_would_be_lost(told: Callable[..., str]) -> None:
-    assert "the trained model would be lost; set it" in told("train", "--config", "config.yaml", "output.checkpoint_dir=null")
+    assert "the trained model would be lost; set it" in told(
+        "train", "--config", "config.yaml", "output.checkpoint_dir=null"
+    )
 
 
 def test_the_bar_is_there_unless_quiet(folder: Path, capsys) -> None:

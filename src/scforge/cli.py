@@ -43,7 +43,7 @@ def _train(arguments: argparse.Namespace) -> None:
 
 
 def _parser() -> _Parser:
-    parser = _Parser(prog="scforge", description="Train, fine-tune and evaluate single-cell foundation models.")
+    parser = _Parser(prog="scforge", description="Train single-cell foundation models on AnnData.")
     parser.add_argument("--version", action="version", version=f"scforge {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 

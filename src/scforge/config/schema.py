@@ -90,10 +90,10 @@ class PreprocessingConfig(Section):
     Parameters
     ----------
     hvg_selection
-        Number of highly variable genes to keep. None keeps all.
+        Number of highly variable genes to keep; 0 keeps all. None takes what suits the architecture.
     """
 
-    hvg_selection: _Positive | None = None
+    hvg_selection: Annotated[_Int, Field(ge=0)] | None = None
 
 
 class DataConfig(Section):
@@ -314,7 +314,7 @@ class TrainingConfig(Section):
     early_stopping_patience: _Positive | None = None
     precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"] | None = None
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
-    devices: Any = "auto"
+    devices: Any = 1
     gradient_clip_val: Annotated[_Float, Field(ge=0)] = 1.0
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)

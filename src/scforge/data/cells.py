@@ -5,7 +5,7 @@ Shapes: N cells of a source, B cells of a block, G genes of the vocabulary, Z no
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import sparse
@@ -91,6 +91,10 @@ class CellSource:
     def n_expressed(self) -> np.ndarray:
         """Number of expressed vocabulary genes of each cell, int64, shape (N,)."""
         return np.diff(self.counts.indptr).astype(np.int64)
+
+    def take(self, rows: np.ndarray) -> CellSource:
+        """Return the cells at `rows` as a source of their own."""
+        return replace(self, counts=self.counts[rows], totals=self.totals[rows])
 
     def block(self, rows: np.ndarray) -> CellBlock:
         """Return the cells at `rows`, in that order."""

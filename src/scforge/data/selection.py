@@ -47,7 +47,7 @@ def select_genes(
     batch_key
         Column of ``adata.obs``.
     within
-        Choose among the genes of this vocabulary, and name them as it does.
+        Choose among the genes of this vocabulary, and keep what it knows of them.
 
     Returns
     -------
@@ -62,7 +62,6 @@ def select_genes(
     if within is not None:
         ids = within.encode(names)
         keep &= ids >= N_SPECIAL
-        names = np.array(within.decode(ids))
     if not keep.any():
         raise DataError(
             f"no gene is detected in at least min_cells={min_cells} of the {adata.n_obs} cells; use more cells, "
@@ -73,6 +72,8 @@ def select_genes(
         batches = None if batch_key is None else np.asarray(adata.obs[batch_key], dtype=object).astype(str)
         keep = np.zeros(len(names), dtype=bool)
         keep[chosen[_highly_variable(counts, chosen, n_top_genes, batches)]] = True
+    if within is not None:
+        return within.subset(list(dict.fromkeys(ids[keep] - N_SPECIAL)))
     unversioned = [strip_version(name) for name in names[keep]]
     return GeneVocab.from_genes(list(dict.fromkeys(unversioned)))
 

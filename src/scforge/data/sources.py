@@ -13,8 +13,8 @@ import numpy as np
 from scforge.data.cells import CellSource
 from scforge.data.checks import check_adata, counts_of
 from scforge.data.mapping import MIN_OVERLAP, gene_names, map_genes
-from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, MissingFileError, OptionError, ScforgeWarning
+from scforge.data.vocab import GeneVocab, id_kind
+from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning, listing
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -104,6 +104,8 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
         If a file does not exist.
     DataError
         If a file is not an h5ad, or is empty.
+    GeneMismatchError
+        If files share hardly any gene, e.g. because one has symbols and the other Ensembl ids.
     """
     import anndata
     import pandas as pd
@@ -119,6 +121,15 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     for path, part in parts.items():
         if not part.var_names.is_unique:
             raise DataError(f"{path!r} has duplicate var_names; make them unique before joining files.")
+    first, *others = parts.items()
+    for path, part in others:
+        shared = len(first[1].var_names.intersection(part.var_names))
+        if shared < MIN_OVERLAP * min(first[1].n_vars, part.n_vars):
+            raise GeneMismatchError(
+                f"{path!r} shares {shared} var_names with {first[0]!r}: they hold {id_kind(part.var_names)} such as "
+                f"{listing(part.var_names[:2])} and {id_kind(first[1].var_names)} such as "
+                f"{listing(first[1].var_names[:2])}; name the genes alike before joining files."
+            )
     joined = anndata.concat(parts, join="outer", label="source_file", index_unique="-", fill_value=0)
     # One annotation of each gene is enough: that of the first file that has the gene.
     var = pd.concat([part.var for part in parts.values()])

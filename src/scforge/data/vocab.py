@@ -172,6 +172,16 @@ class GeneVocab:
         """Return the same vocabulary with these medians."""
         return GeneVocab(self.genes, self.symbols, medians, self.release)
 
+    def subset(self, indices: Sequence[int] | np.ndarray) -> GeneVocab:
+        """Return a vocabulary of the genes at `indices` (token id minus 4), with their symbols, medians and release."""
+        chosen = [int(index) for index in indices]
+        return GeneVocab(
+            tuple(self.genes[index] for index in chosen),
+            None if self.symbols is None else tuple(self.symbols[index] for index in chosen),
+            None if self.medians is None else self.medians[chosen],
+            self.release,
+        )
+
     def encode(self, names: Iterable[str]) -> np.ndarray:
         """Return the token id of each name, int32; the id of UNK where a name is unknown."""
         lookup = self._lookup

@@ -117,8 +117,9 @@ class CellModel(BaseModelClass):
         Parameters
         ----------
         adata
-            Cells to embed; None for those of the training. It needs no set-up: counts and gene names are read from
-            where they were in the training data, genes are matched by name.
+            Cells to embed; None for those of the training. Without a set-up of their own, counts and gene names are
+            read from where they were in the training data; call :meth:`setup_anndata` first where they are elsewhere.
+            Genes are matched by name.
         key_added
             Key in ``adata.obsm``, and in ``adata.uns["scforge"]`` for what the embedding was made with. None writes
             nothing.
@@ -195,7 +196,8 @@ class CellModel(BaseModelClass):
         dir_path
             The folder.
         adata
-            Data to go on with, set up as the training data were; columns of obs that it lacks are left out. None:
+            Data to go on with; unless it is set up already, it is set up as the training data were, without the columns
+            of obs that it lacks. None:
             pass the cells to :meth:`get_latent_representation`.
         device
             Where to put the module.
@@ -225,8 +227,9 @@ class CellModel(BaseModelClass):
             }
         else:
             check_adata(adata)
-            present = {key: setup[key] if setup[key] in adata.obs else None for key in ("batch_key", "labels_key")}
-            cls.setup_anndata(adata, **(setup | present))
+            if cls._setup_of(adata) is None:
+                present = {key: setup[key] if setup[key] in adata.obs else None for key in ("batch_key", "labels_key")}
+                cls.setup_anndata(adata, **(setup | present))
         architecture = dict(config["architecture"])
         model = cls(
             adata,
@@ -306,13 +309,19 @@ class CellModel(BaseModelClass):
 
     def _open(self, adata: AnnData, vocab: GeneVocab | None = None) -> CellSource:
         vocab = self._spec.vocab if vocab is None else vocab
+        setup = self._setup_of(adata) or self._setup
         return open_cells(
-            adata,
-            vocab,
-            layer=self._setup["layer"],
-            gene_key=self._setup["gene_key"],
-            whole_annotation=_is_whole(vocab),
+            adata, vocab, layer=setup["layer"], gene_key=setup["gene_key"], whole_annotation=_is_whole(vocab)
         )
+
+    @classmethod
+    def _setup_of(cls, adata: AnnData) -> dict[str, Any] | None:
+        """Return where things are in `adata` by its own set-up, or None if it has none."""
+        try:
+            manager = cls._get_most_recent_anndata_manager(adata)
+        except ValueError:  # a copy of an AnnData that was set up
+            return None
+        return None if manager is None else manager.registry["setup_args"]
 
     def _make_vocab(
         self, adata: AnnData | None, vocab: str | GeneVocab, n_top_genes: int | None, *, needs_medians: bool

@@ -126,7 +126,7 @@ class Encoder(CellModel):
         early_stopping: bool = True,
         early_stopping_patience: int = 10,
         accelerator: str = "auto",
-        devices: int | str | list[int] = "auto",
+        devices: int | str | list[int] = 1,
         precision: str | None = None,
         gradient_clip_val: float = 1.0,
         num_workers: int = 0,
@@ -138,7 +138,7 @@ class Encoder(CellModel):
     ) -> None:
         """Train, or train on: a second call continues from the weights of the first.
 
-        The module ends with the weights of the epoch with the lowest validation loss. Ctrl-C stops after the current
+        The module ends with the weights of the epoch of this call with the lowest validation loss. Ctrl-C stops after the current
         step and keeps the best weights so far; a second one also interrupts what calls this method.
 
         Parameters
@@ -208,7 +208,7 @@ class Encoder(CellModel):
             monitor = "validation_loss" if len(validation_rows) else "train_loss"
             callbacks.append(self._saver(checkpoint_dir, save_top_k, monitor))
         if not self.is_trained_:
-            objective.initialise(self.module, cells, self._tokenizer)
+            objective.initialise(self.module, cells.take(train_rows), self._tokenizer)
         plan = TrainingPlan(
             self.module,
             objective,

@@ -108,6 +108,11 @@ def train_from_config(config: Config, *, progress_bar: bool = True) -> Encoder:
 def _tokenizer(config: Config) -> dict[str, Any]:
     options = config.tokenizer.user_options()
     if config.data.max_genes is not None:
+        if options.get("max_len", config.data.max_genes) != config.data.max_genes:
+            raise ConfigError(
+                f"tokenizer.max_len={options['max_len']} and data.max_genes={config.data.max_genes} mean the same; "
+                "keep one of them."
+            )
         options["max_len"] = config.data.max_genes
     return options if config.tokenizer.strategy is None else {"name": config.tokenizer.strategy, **options}
 
@@ -122,6 +127,12 @@ def _objective(config: Config) -> dict[str, Any]:
             f"tokenizer.masking is set but the objective {name!r} masks nothing; "
             f"remove it, or set objective.name to {_MASKED!r}."
         )
+    for key in set(masking) & set(options):
+        if masking[key] != options[key]:
+            raise ConfigError(
+                f"tokenizer.masking.{key}={masking[key]} and objective.{key}={options[key]} mean the same; "
+                "keep one of them."
+            )
     options = {**masking, **options}
     return options if name is None else {"name": name, **options}
 

@@ -105,6 +105,11 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
         )
     if wrong := [name for name, kind in _CONTENT.items() if not isinstance(config.get(name), kind)]:
         raise ModelFileError(f"{str(folder / _CONFIG)!r} lacks {listing(wrong)}; copy the model again.")
+    nested = [f"{part}.name" for part in ("architecture", "tokenizer", "objective") if "name" not in config[part]]
+    nested += [f"setup.{key}" for key in ("layer", "gene_key", "batch_key", "labels_key") if key not in config["setup"]]
+    nested += [f"history.{name}" for name, values in config["history"].items() if not isinstance(values, list)]
+    if nested:
+        raise ModelFileError(f"{str(folder / _CONFIG)!r} lacks {listing(nested)}; copy the model again.")
     for name in (_WEIGHTS, _VOCAB):
         if sha256_of(folder / name) != config["sha256"].get(name):
             raise ModelFileError(

@@ -75,7 +75,13 @@ class ModelSpec:
         if "max_len" not in tokenizer_options and options.get("max_seq_len") is not None:
             tokenizer_options = tokenizer_options | {"max_len": options["max_seq_len"]}
         made = get_tokenizer(name, vocab, **tokenizer_options)
-        if "max_seq_len" in inspect.signature(MODELS.get(architecture)).parameters:
+        parameters = inspect.signature(MODELS.get(architecture)).parameters
+        pooling = options.get("pooling", getattr(parameters.get("pooling"), "default", None))
+        if pooling == "cls" and not made.append_cls:
+            raise OptionError(
+                "pooling='cls' needs a CLS token; pass append_cls=True to the tokenizer, or pooling='mean'."
+            )
+        if "max_seq_len" in parameters:
             longest = made.max_tokens()
             if options.setdefault("max_seq_len", longest) < longest:
                 raise OptionError(

@@ -94,10 +94,15 @@ def token_loss(
         logits = head(hidden_bsh)
         if labels_bs is None:
             return None, logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), labels_bs.flatten(), ignore_index=IGNORE_LABEL)
-        return loss, logits
+        return _mean_loss(logits.flatten(0, 1), labels_bs.flatten()), logits
     if labels_bs is None:
         return None, None
     chosen = labels_bs != IGNORE_LABEL
     logits = head(hidden_bsh[chosen])
-    return F.cross_entropy(logits.float(), labels_bs[chosen]), None
+    return _mean_loss(logits, labels_bs[chosen]), None
+
+
+def _mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy at labelled positions; 0 where there is none, e.g. in a batch of empty cells."""
+    total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_LABEL, reduction="sum")
+    return total / (labels != IGNORE_LABEL).sum().clamp(min=1)

@@ -30,7 +30,7 @@ def embeddings(
     Parameters
     ----------
     adata
-        Annotated data. For each embedding, ``obsm["<key>_umap"]`` is computed with scanpy if it is not there.
+        Annotated data. ``obsm["<key>_umap"]`` is computed with scanpy for each embedding.
     obsm_keys
         Key or keys in ``adata.obsm``; as a mapping, with the title of each.
     color
@@ -58,11 +58,10 @@ def embeddings(
         figure = plt.figure(figsize=(4 * len(titles) + 2, 4), layout="constrained")
         axes = [figure.add_subplot(1, len(titles), index + 1) for index in range(len(titles))]
     for key in titles:
-        if f"{key}_umap" not in adata.obsm:
-            work = sc.AnnData(obs=adata.obs[[]].copy(), obsm={key: np.asarray(adata.obsm[key])})
-            sc.pp.neighbors(work, use_rep=key, n_neighbors=n_neighbors, random_state=seed)
-            sc.tl.umap(work, random_state=seed)
-            adata.obsm[f"{key}_umap"] = work.obsm["X_umap"]
+        work = sc.AnnData(obs=adata.obs[[]].copy(), obsm={key: np.asarray(adata.obsm[key])})
+        sc.pp.neighbors(work, use_rep=key, n_neighbors=n_neighbors, random_state=seed)
+        sc.tl.umap(work, random_state=seed)
+        adata.obsm[f"{key}_umap"] = work.obsm["X_umap"]
     column = adata.obs[color].astype("category")
     palette = plt.get_cmap("tab10" if len(column.cat.categories) <= 10 else "tab20")
     for ax, (key, title) in zip(axes, titles.items(), strict=True):

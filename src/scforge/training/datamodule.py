@@ -113,6 +113,9 @@ class CellDataModule(lightning.LightningDataModule):
         return self._loader(self.validation_rows, shuffle=False) if len(self.validation_rows) else []
 
     def _loader(self, rows: np.ndarray, *, shuffle: bool) -> DataLoader[dict[str, torch.Tensor]]:
+        if self.objective.random_batches and not shuffle:
+            # Cells that stand together in the data are often of one kind; the same draw in each epoch.
+            rows = np.random.default_rng(self.seed).permutation(rows)
         lengths = None if self.objective.random_batches else self.tokenizer.lengths(self.cells.n_expressed[rows])
         sampler = CellSampler(
             rows,

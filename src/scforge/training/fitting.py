@@ -152,6 +152,11 @@ def fit(
         own.append(StopAfterWarmup(monitor, patience=early_stopping_patience, check_finite=False))
     with _quiet():
         trainer = _trainer(max_epochs=max_epochs, max_steps=max_steps, callbacks=[*own, *callbacks], **trainer_options)
+        if trainer.world_size > 1:
+            raise OptionError(
+                f"devices={trainer.num_devices} on {trainer.num_nodes} node(s) is not supported yet: "
+                "each would train on the same batches; pass devices=1."
+            )
         interrupted = _run(trainer, plan, data)
     if best.state is not None:
         plan.module.load_state_dict(best.state)

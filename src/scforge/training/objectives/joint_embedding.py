@@ -104,7 +104,15 @@ class JointEmbedding(Objective):
         """Return the loss; log its two parts and the spread of the embedding."""
         z_kbd = module.encode(**batch).float().unflatten(0, (self.views, -1))
         agreement = (z_kbd - z_kbd.mean(dim=0)).square().mean()
-        sigreg = self._sigreg.to(z_kbd.device)(z_kbd)
+        sigreg = self._statistic(z_kbd, fresh=module.training)
         loss = (1 - self.weight) * agreement + self.weight * sigreg
         spread = z_kbd.detach().std(dim=1, correction=0).mean()
         return loss, {"agreement": agreement.detach(), "sigreg": sigreg.detach(), "spread": spread}
+
+    def _statistic(self, z_kbd: torch.Tensor, *, fresh: bool) -> torch.Tensor:
+        """Return SIGReg, along fresh directions in training and always the same ones in validation."""
+        sigreg = self._sigreg.to(z_kbd.device)
+        if fresh:
+            return sigreg(z_kbd)
+        generator = torch.Generator().manual_seed(0)
+        return sigreg.compute(z_kbd, torch.randn(z_kbd.shape[-1], self.slices, generator=generator).to(z_kbd.device))

@@ -24,6 +24,9 @@ _PRIOR_CELLS = 10_000
 class MaskedGenePrediction(Objective):
     """Cross entropy of the gene at hidden positions.
 
+    With ranked tokens a hidden gene stands between its neighbours in the ranking, and genes with the same count stand
+    in the fixed order of their medians. So a loss below the entropy of the token frequencies is not all biology.
+
     Parameters
     ----------
     mask_ratio, mask_token_prob, random_token_prob
