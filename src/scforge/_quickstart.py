@@ -111,7 +111,8 @@ def _report(adata: AnnData, transformer: Encoder, entropy: float, seconds: dict[
         "transformer trained from scratch on masked genes, both over 2,000 highly variable genes; `_untrained` is the "
         "same network with random weights. No model has seen a label; all have seen all cells, as PCA has. `seconds` "
         "are those of the training. Part of what the transformer learns is the ranking itself: genes of equal counts "
-        "stand in a fixed order, so the neighbours of a hidden gene narrow it down. Token pretraining needs more data and time than 2,700 cells: on data of this size "
+        "stand in a fixed order, so the neighbours of a hidden gene narrow it down. Token pretraining "
+        "needs more data and time than 2,700 cells: on data of this size "
         "the light encoder, or PCA, is the better choice.",
     ]
     return report

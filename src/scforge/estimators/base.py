@@ -309,6 +309,7 @@ class CellModel(BaseModelClass):
 
     def _open(self, adata: AnnData, vocab: GeneVocab | None = None) -> CellSource:
         vocab = self._spec.vocab if vocab is None else vocab
+        check_adata(adata)
         setup = self._setup_of(adata) or self._setup
         return open_cells(
             adata, vocab, layer=setup["layer"], gene_key=setup["gene_key"], whole_annotation=_is_whole(vocab)

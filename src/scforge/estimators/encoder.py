@@ -138,8 +138,8 @@ class Encoder(CellModel):
     ) -> None:
         """Train, or train on: a second call continues from the weights of the first.
 
-        The module ends with the weights of the epoch of this call with the lowest validation loss. Ctrl-C stops after the current
-        step and keeps the best weights so far; a second one also interrupts what calls this method.
+        The module ends with the weights of the epoch of this call with the lowest validation loss. Ctrl-C stops after
+        the current step and keeps the best weights so far; a second one also interrupts what calls this method.
 
         Parameters
         ----------
