@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -113,10 +113,6 @@ class ModelSpec:
     def build_objective(self) -> Objective:
         """Make the objective."""
         return get_objective(self.objective, **self.objective_options)
-
-    def with_objective(self, name: str, options: dict[str, Any]) -> ModelSpec:
-        """Return the same model with another objective."""
-        return replace(self, objective=name, objective_options=get_objective(name, **options).config())
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the vocabulary, JSON-safe."""
