@@ -8,11 +8,13 @@ PAD_TOKEN: Final = "<pad>"
 UNK_TOKEN: Final = "<unk>"
 MASK_TOKEN: Final = "<mask>"
 CLS_TOKEN: Final = "<cls>"
+EOS_TOKEN: Final = "<eos>"
 
 SPECIAL_TOKENS: Final = (PAD_TOKEN, UNK_TOKEN, MASK_TOKEN, CLS_TOKEN)
-"""Special tokens in the order of their ids, which stand before all genes."""
+"""Special tokens of a vocabulary in the order of their ids, which stand before all genes."""
 
 PAD_ID: Final = 0
+"""Id of padding in every vocabulary; the ids below are those of a vocabulary with the usual special tokens."""
 UNK_ID: Final = 1
 MASK_ID: Final = 2
 CLS_ID: Final = 3

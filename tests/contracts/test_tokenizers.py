@@ -14,7 +14,7 @@ from scipy import sparse
 
 from scforge.data import CellBlock, GeneVocab, open_cells
 from scforge.tokenizers import Masking, get_tokenizer, list_tokenizers
-from scforge.tokenizers.base import pad
+from scforge.tokenizers.batch import pad
 
 OPTIONS: dict[str, list[dict]] = {
     "continuous_projection": [{}, {"append_cls": False}, {"max_len": 7}],

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from scforge.data import GeneVocab
-from scforge.data.vocab import NAMED_VOCABS, id_kind, strip_version
+from scforge.data.named import NAMED_VOCABS
+from scforge.data.vocab import id_kind, strip_version
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
 
 

@@ -31,6 +31,10 @@ class CellBlock:
         Counts of each cell over all genes of the data, also those outside the vocabulary, float64, shape (B,).
     rows
         Position of each cell in its source, int64, shape (B,). Randomness is keyed by it.
+    draw
+        Number of the draw, e.g. the epoch. Randomness is keyed by it, too.
+    measured
+        True for the vocabulary genes that the data have, bool, shape (G,); None where that is not known.
     """
 
     indptr: np.ndarray
@@ -38,12 +42,16 @@ class CellBlock:
     counts: np.ndarray
     totals: np.ndarray
     rows: np.ndarray
+    draw: int = 0
+    measured: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.indptr) - 1
 
     @classmethod
-    def from_csr(cls, matrix: sparse.csr_matrix, totals: np.ndarray | None = None) -> CellBlock:
+    def from_csr(
+        cls, matrix: sparse.csr_matrix, totals: np.ndarray | None = None, *, measured: np.ndarray | None = None
+    ) -> CellBlock:
         """Make a block of a CSR matrix of counts of shape (B, G); `totals` are its row sums if not given."""
         if not isinstance(matrix, sparse.csr_matrix):
             matrix = sparse.csr_matrix(matrix)
@@ -60,6 +68,7 @@ class CellBlock:
             counts=matrix.data.astype(np.float32, copy=False),
             totals=sums if totals is None else np.asarray(totals, dtype=np.float64),
             rows=np.arange(matrix.shape[0], dtype=np.int64),
+            measured=measured,
         )
 
 
@@ -77,12 +86,15 @@ class CellSource:
         Share of the vocabulary's genes that the data have.
     counts_kept
         Share of all counts that lie in vocabulary genes.
+    measured
+        True for the vocabulary genes that the data have, bool, shape (G,); None where that is not known.
     """
 
     counts: sparse.csr_matrix
     totals: np.ndarray
     overlap: float = 1.0
     counts_kept: float = 1.0
+    measured: np.ndarray | None = None
 
     def __len__(self) -> int:
         return self.counts.shape[0]
@@ -96,8 +108,8 @@ class CellSource:
         """Return the cells at `rows` as a source of their own."""
         return replace(self, counts=self.counts[rows], totals=self.totals[rows])
 
-    def block(self, rows: np.ndarray) -> CellBlock:
-        """Return the cells at `rows`, in that order."""
+    def block(self, rows: np.ndarray, *, draw: int = 0) -> CellBlock:
+        """Return the cells at `rows`, in that order; `draw` tells random choices of one time from those of another."""
         rows = np.asarray(rows, dtype=np.int64)
         starts = self.counts.indptr[rows].astype(np.int64)
         lengths = self.counts.indptr[rows + 1] - starts
@@ -110,4 +122,6 @@ class CellSource:
             counts=self.counts.data[take].astype(np.float32, copy=False),
             totals=self.totals[rows],
             rows=rows,
+            draw=draw,
+            measured=self.measured,
         )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy import sparse
 
-from scforge._constants import N_SPECIAL
 from scforge.data.vocab import GeneVocab, id_kind
 from scforge.errors import DataError, GeneMismatchError, ScforgeWarning, did_you_mean, listing
 
@@ -73,10 +73,20 @@ class GeneMap:
     columns: np.ndarray
     n_genes: int
 
+    @classmethod
+    def of(cls, names: Iterable[str], vocab: GeneVocab) -> GeneMap:
+        """Look up the name of each column."""
+        return cls(vocab.gene_indices(names), vocab.n_genes)
+
     @property
     def n_matched(self) -> int:
         """Number of vocabulary genes that the data have."""
         return len(np.unique(self.columns[self.columns >= 0]))
+
+    @property
+    def measured(self) -> np.ndarray:
+        """True for the vocabulary genes that the data have, bool, shape (n_genes,)."""
+        return np.isin(np.arange(self.n_genes), self.columns)
 
     @property
     def overlap(self) -> float:
@@ -138,8 +148,7 @@ def map_genes(
     GeneMismatchError
         If too few genes of the vocabulary are among `names`.
     """
-    ids = vocab.encode(names)
-    gene_map = GeneMap(np.where(ids >= N_SPECIAL, ids - N_SPECIAL, -1).astype(np.int32), vocab.n_genes)
+    gene_map = GeneMap.of(names, vocab)
     possible = min(vocab.n_genes, len(names)) if whole else vocab.n_genes
     share = gene_map.n_matched / possible
     where = "adata.var_names" if gene_key is None else f"adata.var[{gene_key!r}]"
@@ -169,7 +178,7 @@ def _better_column(var: pd.DataFrame | None, vocab: GeneVocab, gene_key: str | N
         text = [c for c in var.columns if var[c].dtype.kind not in "biufcmM"]
         candidates |= {c: np.asarray(var[c], dtype=object).astype(str) for c in text}
     candidates.pop(gene_key, None)
-    matches = {key: int((np.unique(vocab.encode(names)) >= N_SPECIAL).sum()) for key, names in candidates.items()}
+    matches = {key: int((np.unique(vocab.gene_indices(names)) >= 0).sum()) for key, names in candidates.items()}
     best = max(matches, key=lambda key: matches[key], default=None)
     if best is None and None not in matches or matches.get(best, 0) <= n_matched:
         return "map the gene ids of the data to those of the vocabulary first"

@@ -8,7 +8,7 @@ import numpy as np
 from scipy import sparse
 
 from scforge._checks import check_count
-from scforge._constants import N_SPECIAL, TARGET_SUM
+from scforge._constants import TARGET_SUM
 from scforge.data.checks import check_obs_column, counts_of
 from scforge.data.mapping import gene_names
 from scforge.data.vocab import GeneVocab, strip_version
@@ -60,8 +60,8 @@ def select_genes(
         check_count("n_top_genes", n_top_genes, "genes")
     keep = np.bincount(counts.indices[counts.data > 0], minlength=counts.shape[1]) >= min_cells
     if within is not None:
-        ids = within.encode(names)
-        keep &= ids >= N_SPECIAL
+        indices = within.gene_indices(names)
+        keep &= indices >= 0
     if not keep.any():
         raise DataError(
             f"no gene is detected in at least min_cells={min_cells} of the {adata.n_obs} cells; use more cells, "
@@ -73,7 +73,7 @@ def select_genes(
         keep = np.zeros(len(names), dtype=bool)
         keep[chosen[_highly_variable(counts, chosen, n_top_genes, batches)]] = True
     if within is not None:
-        return within.subset(list(dict.fromkeys(ids[keep] - N_SPECIAL)))
+        return within.subset(list(dict.fromkeys(indices[keep])))
     unversioned = [strip_version(name) for name in names[keep]]
     return GeneVocab.from_genes(list(dict.fromkeys(unversioned)))
 

@@ -84,7 +84,7 @@ def open_cells(
             stacklevel=2,
         )
     kept = float(mapped.sum(dtype=np.float64) / totals.sum())
-    return CellSource(counts=mapped, totals=totals, overlap=gene_map.overlap, counts_kept=kept)
+    return CellSource(counts=mapped, totals=totals, overlap=gene_map.overlap, counts_kept=kept, measured=gene_map.measured)
 
 
 def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> AnnData:

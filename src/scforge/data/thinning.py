@@ -6,6 +6,8 @@ number depends on the seed, the epoch, the cell and the view alone, not on batch
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numba
 import numpy as np
 
@@ -96,4 +98,5 @@ def thin(
     indptr, genes, counts, totals = _thin(
         block.indptr, block.genes, block.counts, block.totals, keys, *map(float, keep), *map(float, gene_dropout)
     )
-    return CellBlock(indptr=indptr, genes=genes, counts=counts, totals=totals, rows=block.rows)
+    # Each view is a draw of its own for a tokenizer that samples.
+    return replace(block, indptr=indptr, genes=genes, counts=counts, totals=totals, draw=(block.draw << 16) + view)

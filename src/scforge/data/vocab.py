@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import hashlib
 import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import resources
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scforge._constants import N_SPECIAL, SPECIAL_TOKENS, UNK_ID
+from scforge._constants import CLS_TOKEN, EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, SPECIAL_TOKENS, UNK_TOKEN
 from scforge._io import atomic_write_text
-from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, did_you_mean, listing
+from scforge.errors import DataError, MissingFileError, ModelFileError
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["NAMED_VOCABS", "GeneVocab", "id_kind"]
+__all__ = ["GeneVocab", "id_kind"]
 
-NAMED_VOCABS = {"human_protein_coding": "CELLxGENE schema 7.1.2"}
-"""Vocabularies that ship with the package, and the release each was made from."""
-
-_ENSEMBL = re.compile(r"^ENS[A-Z]*G\d{11}(\.\d+)?(_PAR_Y)?$")
-_VERSION = re.compile(r"^(ENS[A-Z]*G\d{11})\.\d+")
+_ENSEMBL = re.compile(r"^(ENS[A-Z]*G\d{11})(\.\d+)?(_PAR_Y)?$", re.IGNORECASE)
 _FORMAT = 1
 
 
@@ -44,14 +38,19 @@ def id_kind(names: Iterable[str]) -> str:
 
 def strip_version(name: str) -> str:
     """Return an Ensembl id without its version (``ENSG00000141510.18`` gives ``ENSG00000141510``)."""
-    return _VERSION.sub(r"\1", name)
+    return _ENSEMBL.sub(r"\1\3", name)
+
+
+def _plain(name: str) -> str:
+    """Return an Ensembl id in capitals and without its version; any other name as it is."""
+    return strip_version(name).upper() if _ENSEMBL.match(name) else name
 
 
 @dataclass(frozen=True)
 class GeneVocab:
     """An immutable, ordered, hashable gene vocabulary.
 
-    Token ids 0 to 3 are the special tokens (PAD, UNK, MASK, CLS); gene ``genes[i]`` has the token id ``4 + i``.
+    The special tokens have the first token ids, PAD always 0; gene ``genes[i]`` has the id ``n_special + i``.
 
     Parameters
     ----------
@@ -64,6 +63,11 @@ class GeneVocab:
         Median of the nonzero CP10K values of each gene, float64, shape (G,). Used by the rank tokenizer.
     release
         Where the genes come from, e.g. ``"from_data"`` or ``"CELLxGENE schema 7.1.2"``.
+    special_tokens
+        Special tokens in the order of their ids: PAD first, and MASK; others as they are needed.
+    aliases
+        Further names, each with the gene that it stands for: former ids, orthologs. Several names may stand for one
+        gene; the counts of their columns are summed.
 
     Examples
     --------
@@ -76,6 +80,8 @@ class GeneVocab:
     symbols: tuple[str, ...] | None = None
     medians: np.ndarray | None = field(default=None, compare=False, repr=False)
     release: str = "from_data"
+    special_tokens: tuple[str, ...] = SPECIAL_TOKENS
+    aliases: Mapping[str, str] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.genes:
@@ -83,7 +89,12 @@ class GeneVocab:
         if len(set(self.genes)) < len(self.genes):
             twice = next(gene for gene, count in Counter(self.genes).items() if count > 1)
             raise DataError(f"genes holds {twice!r} twice; a vocabulary needs each gene once.")
-        if special := set(self.genes) & set(SPECIAL_TOKENS):
+        tokens = self.special_tokens
+        if tokens[:1] != (PAD_TOKEN,) or MASK_TOKEN not in tokens or len(set(tokens)) < len(tokens):
+            raise DataError(
+                f"special_tokens={tokens!r} must start with {PAD_TOKEN!r}, hold {MASK_TOKEN!r}, and each token once."
+            )
+        if special := set(self.genes) & {*SPECIAL_TOKENS, *tokens}:
             raise DataError(f"genes holds {special.pop()!r}, which is the name of a special token; rename that gene.")
         for name in ("symbols", "medians"):
             column = getattr(self, name)
@@ -95,6 +106,15 @@ class GeneVocab:
                 raise DataError("medians holds a value that is not a positive number; leave genes without one out.")
             medians.setflags(write=False)
             object.__setattr__(self, "medians", medians)
+        if self.aliases is not None:
+            if unknown := set(self.aliases.values()).difference(self.genes):
+                raise DataError(f"aliases names {unknown.pop()!r}, which is not among the genes; leave it out.")
+            object.__setattr__(self, "aliases", MappingProxyType(dict(self.aliases)) if self.aliases else None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Worker processes get a vocabulary too, and a read-only mapping cannot be pickled.
+        aliases = None if self.aliases is None else dict(self.aliases)
+        return GeneVocab, (self.genes, self.symbols, self.medians, self.release, self.special_tokens, aliases)
 
     @classmethod
     def from_genes(cls, genes: Sequence[str], *, release: str = "from_data") -> GeneVocab:
@@ -106,25 +126,14 @@ class GeneVocab:
         """Make a vocabulary of all genes of `adata`, named by ``adata.var[gene_key]`` or ``adata.var_names``."""
         from scforge.data.mapping import gene_names
 
-        return cls(tuple(strip_version(name) for name in gene_names(adata, gene_key)))
+        return cls(tuple(dict.fromkeys(strip_version(name) for name in gene_names(adata, gene_key))))
 
     @classmethod
     def named(cls, name: str) -> GeneVocab:
-        """Return a vocabulary that ships with the package (see ``NAMED_VOCABS``)."""
-        if name not in NAMED_VOCABS:
-            known = sorted(NAMED_VOCABS)
-            raise OptionError(
-                f"gene_vocab={name!r} is neither a shipped vocabulary nor a file"
-                f"{did_you_mean(name, known) or ';'} (shipped: {listing(known)}, or 'from_data')"
-            )
-        table = resources.files("scforge.data").joinpath("tables", f"{name}.csv.gz")
-        with table.open("rb") as raw, gzip.open(raw, "rt", encoding="utf-8", newline="") as handle:
-            rows = list(csv.DictReader(handle))
-        return cls(
-            genes=tuple(row["gene_id"] for row in rows),
-            symbols=tuple(row["symbol"] for row in rows),
-            release=f"{name}, {NAMED_VOCABS[name]}",
-        )
+        """Return a vocabulary that ships with the package (see :func:`scforge.data.list_vocabs`)."""
+        from scforge.data.named import load_named
+
+        return load_named(name)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> GeneVocab:
@@ -142,14 +151,18 @@ class GeneVocab:
             raise MissingFileError(f"vocabulary file {str(path)!r} does not exist.")
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
+            if content["format"] > _FORMAT:
+                raise ValueError(f"its format {content['format']} is of a later scforge; update scforge")
             vocab = cls(
                 genes=tuple(content["genes"]),
                 symbols=None if content["symbols"] is None else tuple(content["symbols"]),
                 medians=None if content["medians"] is None else np.array(content["medians"]),
                 release=content["release"],
+                special_tokens=tuple(content["special_tokens"]),
+                aliases=content.get("aliases"),
             )
             expected = content["hash"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelFileError(f"{str(path)!r} is not an scforge vocabulary file: {error}.") from error
         if vocab.hash != expected:
             raise ModelFileError(f"{str(path)!r} is corrupted: its genes do not fit the hash stored in it.")
@@ -161,46 +174,96 @@ class GeneVocab:
             "format": _FORMAT,
             "release": self.release,
             "hash": self.hash,
-            "special_tokens": list(SPECIAL_TOKENS),
+            "special_tokens": list(self.special_tokens),
             "genes": list(self.genes),
             "symbols": None if self.symbols is None else list(self.symbols),
             "medians": None if self.medians is None else self.medians.tolist(),
+            "aliases": None if self.aliases is None else dict(self.aliases),
         }
         atomic_write_text(path, json.dumps(content))
 
     def with_medians(self, medians: np.ndarray) -> GeneVocab:
         """Return the same vocabulary with these medians."""
-        return GeneVocab(self.genes, self.symbols, medians, self.release)
+        return replace(self, medians=medians)
+
+    def with_special_tokens(self, *tokens: str) -> GeneVocab:
+        """Return the vocabulary with further special tokens behind the ones that it has; genes move to higher ids.
+
+        Examples
+        --------
+        >>> GeneVocab.from_genes(["CD3D"]).with_special_tokens("<eos>").tokens
+        ('<pad>', '<unk>', '<mask>', '<cls>', '<eos>', 'CD3D')
+        """
+        return replace(self, special_tokens=tuple(dict.fromkeys([*self.special_tokens, *tokens])))
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> GeneVocab:
-        """Return a vocabulary of the genes at `indices` (token id minus 4), with their symbols, medians and release."""
+        """Return a vocabulary of the genes at `indices`, with all that is known of them."""
         chosen = [int(index) for index in indices]
-        return GeneVocab(
-            tuple(self.genes[index] for index in chosen),
-            None if self.symbols is None else tuple(self.symbols[index] for index in chosen),
-            None if self.medians is None else self.medians[chosen],
-            self.release,
+        genes = tuple(self.genes[index] for index in chosen)
+        left = set(genes)
+        return replace(
+            self,
+            genes=genes,
+            symbols=None if self.symbols is None else tuple(self.symbols[index] for index in chosen),
+            medians=None if self.medians is None else self.medians[chosen],
+            aliases=None if self.aliases is None else {k: v for k, v in self.aliases.items() if v in left},
         )
 
     def encode(self, names: Iterable[str]) -> np.ndarray:
-        """Return the token id of each name, int32; the id of UNK where a name is unknown."""
-        lookup = self._lookup
-        return np.array([lookup.get(str(n), lookup.get(strip_version(str(n)), UNK_ID)) for n in names], dtype=np.int32)
+        """Return the token id of each name, int32; the id of UNK, or -1 without UNK, where a name is unknown."""
+        unknown = -1 if self.unk_id is None else self.unk_id
+        return np.array([self._find(str(name), unknown) for name in names], dtype=np.int32)
+
+    def gene_indices(self, names: Iterable[str]) -> np.ndarray:
+        """Return the index among the genes of each name, int32; -1 where a name is unknown."""
+        return np.array([max(self._find(str(name), -1) - self.n_special, -1) for name in names], dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> list[str]:
         """Return the name behind each token id."""
         tokens = self.tokens
         return [tokens[int(i)] for i in ids]
 
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a special token, or None if the vocabulary lacks it."""
+        return self.special_tokens.index(token) if token in self.special_tokens else None
+
+    @property
+    def pad_id(self) -> int:
+        """Id of PAD, always 0."""
+        return 0
+
+    @property
+    def mask_id(self) -> int:
+        """Id of MASK."""
+        return self.special_tokens.index(MASK_TOKEN)
+
+    @property
+    def unk_id(self) -> int | None:
+        """Id of UNK, or None."""
+        return self.token_id(UNK_TOKEN)
+
+    @property
+    def cls_id(self) -> int | None:
+        """Id of CLS, or None."""
+        return self.token_id(CLS_TOKEN)
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of EOS, or None."""
+        return self.token_id(EOS_TOKEN)
+
     @cached_property
     def tokens(self) -> tuple[str, ...]:
         """All tokens in the order of their ids: special tokens, then genes."""
-        return (*SPECIAL_TOKENS, *self.genes)
+        return (*self.special_tokens, *self.genes)
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over the genes in order, their second names and their medians."""
-        digest = hashlib.sha256(json.dumps([self.tokens, self.symbols]).encode())
+        """SHA-256 over the tokens in order, their other names and their medians."""
+        names: list[Any] = [self.tokens, self.symbols]
+        if self.aliases is not None:
+            names.append(sorted(self.aliases.items()))
+        digest = hashlib.sha256(json.dumps(names).encode())
         if self.medians is not None:
             digest.update(self.medians.astype("<f8").tobytes())
         return digest.hexdigest()
@@ -210,15 +273,27 @@ class GeneVocab:
         """``"Ensembl ids"`` or ``"gene symbols"``."""
         return id_kind(self.genes)
 
+    def _find(self, name: str, unknown: int) -> int:
+        found = self._lookup.get(name)
+        return self._lookup.get(_plain(name), unknown) if found is None else found
+
     @cached_property
     def _lookup(self) -> dict[str, int]:
         lookup: dict[str, int] = {}
         if self.symbols is not None:
             for index, symbol in enumerate(self.symbols):
-                lookup.setdefault(symbol, index + N_SPECIAL)
-        lookup.update({gene: index + N_SPECIAL for index, gene in enumerate(self.genes)})
-        lookup.update({token: index for index, token in enumerate(SPECIAL_TOKENS)})
+                lookup.setdefault(symbol, index + self.n_special)
+        by_gene = {gene: index + self.n_special for index, gene in enumerate(self.genes)}
+        for alias, gene in (self.aliases or {}).items():
+            lookup.setdefault(alias, by_gene[gene])
+        lookup.update(by_gene)
+        lookup.update({token: index for index, token in enumerate(self.special_tokens)})
         return lookup
+
+    @property
+    def n_special(self) -> int:
+        """Number of special tokens, which is the token id of the first gene."""
+        return len(self.special_tokens)
 
     @property
     def n_genes(self) -> int:
@@ -226,10 +301,10 @@ class GeneVocab:
         return len(self.genes)
 
     def __len__(self) -> int:
-        return N_SPECIAL + len(self.genes)
+        return self.n_special + len(self.genes)
 
     def __contains__(self, name: object) -> bool:
-        return str(name) in self._lookup or strip_version(str(name)) in self._lookup
+        return self._find(str(name), -1) >= 0
 
     def __hash__(self) -> int:
         return hash(self.hash)

@@ -7,9 +7,9 @@ from scforge._lazy import lazy_names
 _NAMES = {
     "ContinuousProjectionTokenizer": "scforge.tokenizers.continuous_projection",
     "Masking": "scforge.tokenizers.masking",
-    "RaggedTokens": "scforge.tokenizers.base",
+    "RaggedTokens": "scforge.tokenizers.batch",
     "RankValueTokenizer": "scforge.tokenizers.rank_value",
-    "TokenBatch": "scforge.tokenizers.base",
+    "TokenBatch": "scforge.tokenizers.batch",
     "Tokenizer": "scforge.tokenizers.base",
     "get_tokenizer": "scforge.tokenizers.registry",
     "list_tokenizers": "scforge.tokenizers.registry",

@@ -1,9 +1,11 @@
-"""Genes in the order of the vocabulary with their expression as a continuous value."""
+"""Genes with their expression as a continuous value."""
 
 from __future__ import annotations
 
 from scforge.data.cells import CellBlock
-from scforge.tokenizers.base import RaggedTokens, Tokenizer, log1p_cp10k, take_highest
+from scforge.tokenizers._expression import highest, log1p_cp10k
+from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.batch import RaggedTokens
 from scforge.tokenizers.registry import register_tokenizer
 
 __all__ = ["ContinuousProjectionTokenizer"]
@@ -15,15 +17,6 @@ class ContinuousProjectionTokenizer(Tokenizer):
 
     A model projects the value (a transformer adds it to the gene embedding; ``gene_pooling`` weights the embedding by
     it). The library size counts all genes of the data, also those outside the vocabulary.
-
-    Parameters
-    ----------
-    vocab
-        The genes.
-    max_len
-        Most tokens of a cell, CLS included; the genes with the highest values are kept. None keeps all.
-    append_cls
-        Put a CLS token before the genes.
 
     Examples
     --------
@@ -40,5 +33,6 @@ class ContinuousProjectionTokenizer(Tokenizer):
     ordered_by_gene = True
 
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
-        values = log1p_cp10k(block.indptr, block.counts, block.totals)
-        return RaggedTokens(*take_highest(block.indptr, block.genes, values, values, self.most_genes, False))
+        values = log1p_cp10k(block)
+        indptr, kept = highest(block, self.most_genes)
+        return RaggedTokens(indptr, block.genes[kept] + self.vocab.n_special, values[kept])

@@ -12,7 +12,7 @@ import torch
 from scforge._constants import IGNORE_LABEL, MASK_ID, N_SPECIAL
 from scforge.data.random import cell_keys, uniform
 from scforge.errors import OptionError
-from scforge.tokenizers.base import TokenBatch
+from scforge.tokenizers.batch import TokenBatch
 
 __all__ = ["Masking"]
 

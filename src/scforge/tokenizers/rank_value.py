@@ -2,36 +2,59 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
 import numba
 import numpy as np
 
+from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock
+from scforge.data.mapping import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
-from scforge.tokenizers.base import RaggedTokens, Tokenizer, log1p_cp10k, take_highest
+from scforge.tokenizers._expression import kept_indptr, log1p_cp10k, log1p_memo
+from scforge.tokenizers._sorting import make_scratch, sort_descending
+from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.batch import RaggedTokens, TokenBatch, pad
+from scforge.tokenizers.geneformer import MODEL_INPUT, geneformer_columns, geneformer_vocab
 from scforge.tokenizers.registry import register_tokenizer
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from scipy import sparse
 
 __all__ = ["RankValueTokenizer"]
 
 
 @register_tokenizer("rank_value")
 class RankValueTokenizer(Tokenizer):
-    """Rank the expressed genes of a cell by ``count / median`` and present them from high to low.
+    """Rank the expressed genes of a cell by ``count / total * 1e4 / median`` and present them from high to low.
 
     The median is that of the nonzero library-size-normalised values of the gene, where the vocabulary has it; it puts
-    genes that are high everywhere behind those that are high here. The library size is the same for all genes of a
-    cell and so does not change the order. Ties go by token id. ``values`` are log1p CP10K.
+    genes that are high everywhere behind those that are high here. ``values`` are log1p CP10K.
+
+    Where two genes stand tells something of their medians, so masking puts hidden tokens behind the others (see
+    :class:`~scforge.tokenizers.Masking`).
 
     Parameters
     ----------
     vocab
         The genes, with their `medians` if `use_medians`.
     max_len
-        Most tokens of a cell, CLS included; the top of the ranking is kept. None takes 2,048.
-    append_cls
-        Put a CLS token before the genes.
+        Most tokens of a cell, special tokens included; the top of the ranking is kept. None takes 2,048.
+    append_cls, append_eos
+        Put a CLS token before the genes, an EOS token behind them.
     use_medians
         Divide by the median of the gene before ranking; otherwise rank the counts.
+    parity
+        ``"stable"``: equal genes stand in the order of the vocabulary, the same on every machine. ``"exact"``: as
+        Geneformer's code orders them, with NumPy's default sort of float64 over the columns of the data, whose order
+        among equal keys depends on the CPU. For comparisons; far slower.
+    collapse_duplicates
+        With ``parity="exact"``, whether columns of one gene are summed (Geneformer V2) or become a token each (V1).
+        ``parity="stable"`` always sums them.
 
     Examples
     --------
@@ -44,28 +67,159 @@ class RankValueTokenizer(Tokenizer):
     """
 
     needs_medians = True
+    ordered_by_gene = True
 
     def __init__(
-        self, vocab: GeneVocab, *, max_len: int | None = None, append_cls: bool = True, use_medians: bool = True
+        self,
+        vocab: GeneVocab,
+        *,
+        max_len: int | None = None,
+        append_cls: bool = True,
+        append_eos: bool = False,
+        use_medians: bool = True,
+        parity: str = "stable",
+        collapse_duplicates: bool = True,
     ) -> None:
-        super().__init__(vocab, max_len=max_len, append_cls=append_cls)
+        super().__init__(vocab, max_len=max_len, append_cls=append_cls, append_eos=append_eos)
         self.use_medians = bool(use_medians)
         if self.use_medians and vocab.medians is None:
             raise OptionError(
                 "use_medians=True but the vocabulary has no medians; add them with vocab.with_medians(...), "
                 "or pass use_medians=False."
             )
-        self._medians = vocab.medians if self.use_medians else np.ones(vocab.n_genes)
+        if parity not in ("stable", "exact"):
+            raise OptionError(f"parity={parity!r} is not known; choose 'stable' or 'exact'.")
+        if parity == "stable" and not collapse_duplicates:
+            raise OptionError("collapse_duplicates=False needs parity='exact'; parity='stable' sums columns of one gene.")
+        self.parity = parity
+        self.collapse_duplicates = bool(collapse_duplicates)
+        medians = vocab.medians if self.use_medians else None
+        self._inverse = np.ones(vocab.n_genes) if medians is None else 1.0 / medians
+
+    @classmethod
+    def from_geneformer(
+        cls,
+        tokens_medians: pd.DataFrame | str | os.PathLike[str] | tuple[Mapping[str, int], Mapping[str, float]],
+        version: str = "V2",
+        ensembl_map: pd.DataFrame | str | os.PathLike[str] | Mapping[str, str] | None = None,
+        parity: str = "stable",
+    ) -> RankValueTokenizer:
+        """Make the tokenizer of a published Geneformer, with its token ids.
+
+        V1 has 2,048 gene tokens and no special ones; V2 has 4,096 tokens with CLS in front and EOS at the end. Genes
+        that are not in the dictionary are left out, but their counts stay in the library size.
+
+        Parameters
+        ----------
+        tokens_medians
+            The published dictionaries: a table (or a parquet or CSV file of it) with the columns ``gene_id``, ``token``
+            and ``median``, or the two dictionaries, gene to token and gene to median.
+        version
+            ``"V1"`` or ``"V2"``.
+        ensembl_map
+            Former Ensembl ids to current ones (V2): a table or file with the columns ``ensembl_id`` and ``gene_id``, or
+            a dictionary.
+        parity
+            ``"stable"`` or ``"exact"``, see the class.
+
+        Raises
+        ------
+        OptionError
+            If the version is unknown.
+        DataError
+            If the dictionaries are not those of a Geneformer.
+
+        Examples
+        --------
+        >>> from scipy.sparse import csr_matrix
+        >>> tokens = {"<pad>": 0, "<mask>": 1, "ENSG00000000003": 2, "ENSG00000000005": 3}
+        >>> medians = {"ENSG00000000003": 2.0, "ENSG00000000005": 0.5}
+        >>> tokenizer = RankValueTokenizer.from_geneformer((tokens, medians), version="V1")
+        >>> tokenizer(csr_matrix([[3, 1]]), ["ENSG00000000003.15", "ENSG00000000005"])["input_ids"]
+        tensor([[3, 2]])
+        """
+        if version not in MODEL_INPUT:
+            raise OptionError(f"version={version!r} is not known; choose 'V1' or 'V2'.")
+        vocab = geneformer_vocab(tokens_medians, version, ensembl_map)
+        return cls(
+            vocab,
+            max_len=MODEL_INPUT[version],
+            append_cls=version == "V2",
+            append_eos=version == "V2",
+            parity=parity,
+            collapse_duplicates=version == "V2" or parity == "stable",
+        )
 
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
-        values = log1p_cp10k(block.indptr, block.counts, block.totals)
-        keys = _scaled(block.genes, block.counts, self._medians)
-        return RaggedTokens(*take_highest(block.indptr, block.genes, values, keys, self.most_genes, True))
+        if self.parity == "exact":
+            return self._exact(block.indptr, block.genes, block.counts, block.totals)
+        return RaggedTokens(
+            *_rank(
+                block.indptr,
+                block.genes,
+                block.counts,
+                block.totals,
+                self._inverse,
+                self.most_genes,
+                self.vocab.n_special,
+            )
+        )
+
+    def _call_named(
+        self,
+        cells: sparse.csr_matrix,
+        gene_ids: Sequence[str] | np.ndarray | GeneMap,
+        totals: np.ndarray | None,
+    ) -> TokenBatch:
+        if self.parity == "stable":
+            return super()._call_named(cells, gene_ids, totals)
+        # The order of the columns is the order of equal genes, so it must not become that of the vocabulary.
+        ordered, genes = geneformer_columns(cells, self._map(cells, gene_ids).columns, collapse=self.collapse_duplicates)
+        if totals is None:
+            totals = np.asarray(cells.sum(axis=1, dtype=np.float64)).ravel()
+        indptr = ordered.indptr.astype(np.int64)
+        tokens = self._exact(indptr, genes[ordered.indices], ordered.data, np.asarray(totals, dtype=np.float64))
+        return pad(tokens, *self._frame)
+
+    def _exact(self, indptr: np.ndarray, genes: np.ndarray, counts: np.ndarray, totals: np.ndarray) -> RaggedTokens:
+        """Rank as Geneformer's code does, cell by cell."""
+        values = log1p_cp10k(
+            CellBlock(indptr, genes, counts.astype(np.float32), totals, rows=np.arange(len(indptr) - 1))
+        )
+        chosen = [np.empty(0, dtype=np.int64)]
+        out_indptr = np.zeros(len(indptr), dtype=np.int64)
+        for cell, (start, stop) in enumerate(zip(indptr[:-1], indptr[1:], strict=True)):
+            scaled = counts[start:stop].astype(np.float64) * (1.0 / max(totals[cell], 1.0))
+            keys = scaled * TARGET_SUM * self._inverse[genes[start:stop]]
+            order = np.argsort(-keys)[: self.most_genes]
+            chosen.append(start + order)
+            out_indptr[cell + 1] = out_indptr[cell] + len(order)
+        taken = np.concatenate(chosen)
+        return RaggedTokens(out_indptr, (genes[taken] + self.vocab.n_special).astype(np.int32), values[taken])
 
 
-@numba.njit(cache=True)
-def _scaled(genes, counts, medians):
-    keys = np.empty(len(genes), dtype=np.float64)
-    for entry in range(len(genes)):
-        keys[entry] = counts[entry] / medians[genes[entry]]
-    return keys
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _rank(indptr, genes, counts, totals, inverse, most, n_special):
+    out_indptr, longest = kept_indptr(indptr, most)
+    ids = np.empty(out_indptr[-1], dtype=np.int32)
+    values = np.empty(out_indptr[-1], dtype=np.float32)
+    memo = np.empty(256, dtype=np.float32)
+    scratch = make_scratch(longest)
+    keys, _, _, order = scratch
+    for cell in range(len(indptr) - 1):
+        start = np.uint64(indptr[cell])
+        size = np.uint64(indptr[cell + 1]) - start
+        # The operations of Geneformer's code in their order, so that keys are equal where its keys are.
+        share = 1.0 / max(totals[cell], 1.0)
+        for i in range(size):
+            gene = np.uint32(genes[start + i])
+            keys[i] = ((np.float64(counts[start + i]) * share) * TARGET_SUM) * inverse[gene]
+        sort_descending(scratch, size)
+        memo[:] = -1.0
+        scale = TARGET_SUM / max(totals[cell], 1.0)
+        out = np.uint64(out_indptr[cell])
+        for p in range(np.uint64(out_indptr[cell + 1]) - out):
+            entry = start + (order[p] & np.uint64(0xFFFFFFFF))
+            ids[out + p] = genes[entry] + n_special
+            values[out + p] = log1p_memo(counts[entry], scale, memo)
+    return out_indptr, ids, values

@@ -51,7 +51,7 @@ class _Batches(Dataset[dict[str, torch.Tensor]]):
         return len(self.cells)
 
     def __getitem__(self, batch: BatchRows) -> dict[str, torch.Tensor]:
-        block = self.cells.block(batch.rows)
+        block = self.cells.block(batch.rows, draw=batch.epoch)
         return self.objective.prepare(block, self.tokenizer, epoch=batch.epoch, seed=self.seed)
 
 

@@ -5,7 +5,6 @@ Shapes: B cells, K views, D dimensions.
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -14,7 +13,8 @@ from scforge.data.cells import CellBlock
 from scforge.data.thinning import thin
 from scforge.errors import OptionError
 from scforge.models.components.sigreg import SIGReg
-from scforge.tokenizers.base import RaggedTokens, Tokenizer, pad
+from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.batch import concatenate, pad
 from scforge.training.objectives.base import Objective, TrainingDefaults
 from scforge.training.objectives.registry import register_objective
 
@@ -94,11 +94,7 @@ class JointEmbedding(Objective):
             )
             for view in range(self.views)
         ]
-        shifts = np.cumsum([0, *[part.indptr[-1] for part in parts]])
-        indptr = np.concatenate([[0], *[part.indptr[1:] + shift for part, shift in zip(parts, shifts, strict=False)]])
-        ids = np.concatenate([part.ids for part in parts])
-        values = np.concatenate([part.values for part in parts])
-        return dict(pad(RaggedTokens(indptr, ids, values)))
+        return dict(pad(concatenate(parts)))
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss; log its two parts and the spread of the embedding."""

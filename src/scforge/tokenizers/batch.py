@@ -1,0 +1,161 @@
+"""Tokens of several cells: one after the other, or padded to the longest.
+
+Shapes: B cells, S tokens of the longest cell of the batch, Z tokens of all cells together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
+
+import numba
+import numpy as np
+import torch
+
+__all__ = ["RaggedTokens", "TokenBatch", "concatenate", "frame", "pad"]
+
+
+class TokenBatch(TypedDict):
+    """A batch of tokenised cells: the keyword arguments of a model's ``forward`` and ``encode``.
+
+    ``input_ids``
+        Token ids, int64, shape (B, S); PAD (0) behind the last token of a cell.
+    ``attention_mask``
+        True for tokens, False for padding, bool, shape (B, S).
+    ``values``
+        Expression value of each token, float32, shape (B, S); 0 at CLS, EOS, padding and masked positions.
+    ``bin_ids``
+        Expression bin of each token, int64, shape (B, S); 0 for genes without counts, and where `values` is 0. Made by
+        strategies that bin.
+    ``attention_bias``
+        Number to add to the attention scores of each token as a key, float32, shape (B, S); 0 where nothing is added.
+        Made by strategies that offer it.
+    ``labels``
+        Token ids to predict, int64, shape (B, S); -100 where there is nothing to predict. Made by masking alone.
+    ``bin_labels``
+        Bins to predict, int64, shape (B, S); -100 where there is nothing to predict. Made by masking alone, where there
+        are `bin_ids`.
+    ``value_labels``
+        Values that masking hid, float32, shape (B, S); 0 elsewhere. Made by masking alone.
+    ``masked_positions``
+        True where a token was chosen for prediction, bool, shape (B, S). Made by masking alone.
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    values: torch.Tensor
+    bin_ids: NotRequired[torch.Tensor]
+    attention_bias: NotRequired[torch.Tensor]
+    labels: NotRequired[torch.Tensor]
+    bin_labels: NotRequired[torch.Tensor]
+    value_labels: NotRequired[torch.Tensor]
+    masked_positions: NotRequired[torch.Tensor]
+
+
+class RaggedTokens(NamedTuple):
+    """Tokens of several cells one after the other, without padding.
+
+    ``indptr``: int64, shape (B + 1,); ``ids``: int32, shape (Z,); ``values``: float32, shape (Z,); ``extras``: what else
+    a strategy tells of its tokens (``bin_ids``, ``attention_bias``), arrays of shape (Z,).
+    """
+
+    indptr: np.ndarray
+    ids: np.ndarray
+    values: np.ndarray
+    extras: Mapping[str, np.ndarray] = MappingProxyType({})
+
+
+def frame(tokens: RaggedTokens, first: int, last: int) -> RaggedTokens:
+    """Put the tokens `first` before and `last` behind each cell; -1 puts none."""
+    if first < 0 and last < 0:
+        return tokens
+    before, around = int(first >= 0), int(first >= 0) + int(last >= 0)
+
+    def framed(array: np.ndarray, head: int, tail: int) -> np.ndarray:
+        return _frame(tokens.indptr, array, before, around, array.dtype.type(head), array.dtype.type(tail))
+
+    return RaggedTokens(
+        tokens.indptr + around * np.arange(len(tokens.indptr)),
+        framed(tokens.ids, first, last),
+        framed(tokens.values, 0, 0),
+        {name: framed(array, 0, 0) for name, array in tokens.extras.items()},
+    )
+
+
+def concatenate(parts: Sequence[RaggedTokens]) -> RaggedTokens:
+    """Return the cells of all `parts` in one."""
+    shifts = np.cumsum([0, *[part.indptr[-1] for part in parts]])
+    return RaggedTokens(
+        np.concatenate([[0], *[part.indptr[1:] + shift for part, shift in zip(parts, shifts, strict=False)]]),
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.values for part in parts]),
+        {name: np.concatenate([part.extras[name] for part in parts]) for name in parts[0].extras},
+    )
+
+
+def pad(tokens: RaggedTokens, first: int = -1, last: int = -1) -> TokenBatch:
+    """Pad ragged tokens to the longest cell (at least one position), with `first` and `last` around each as in `frame`.
+
+    Integers become int64 and numbers float32.
+    """
+    before, around = int(first >= 0), int(first >= 0) + int(last >= 0)
+    longest = max(1, int(np.diff(tokens.indptr).max(initial=0)) + around)
+    ids, mask = _pad_ids(tokens.indptr, tokens.ids, longest, first, last)
+    batch: dict[str, Any] = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+    for name, array in {"values": tokens.values, **tokens.extras}.items():
+        kind = np.int64 if array.dtype.kind in "iub" else np.float32
+        out = np.empty(ids.shape, dtype=kind)
+        _pad(tokens.indptr, array, before, out)
+        batch[name] = torch.from_numpy(out)
+    return cast(TokenBatch, batch)
+
+
+@numba.njit(cache=True, nogil=True)
+def _frame(indptr, array, before, around, head, tail):
+    n_cells = len(indptr) - 1
+    out = np.empty(len(array) + around * n_cells, dtype=array.dtype)
+    position = 0
+    for cell in range(n_cells):
+        if before:
+            out[position] = head
+            position += 1
+        for entry in range(indptr[cell], indptr[cell + 1]):
+            out[position] = array[entry]
+            position += 1
+        if around > before:
+            out[position] = tail
+            position += 1
+    return out
+
+
+@numba.njit(cache=True, nogil=True)
+def _pad_ids(indptr, ids, longest, first, last):
+    n_cells = len(indptr) - 1
+    out = np.empty((n_cells, longest), dtype=np.int64)
+    mask = np.empty((n_cells, longest), dtype=np.bool_)
+    for cell in range(n_cells):
+        position = 0
+        if first >= 0:
+            out[cell, 0] = first
+            position = 1
+        for entry in range(indptr[cell], indptr[cell + 1]):
+            out[cell, position] = ids[entry]
+            position += 1
+        if last >= 0:
+            out[cell, position] = last
+            position += 1
+        mask[cell, :position] = True
+        mask[cell, position:] = False
+        out[cell, position:] = 0
+    return out, mask
+
+
+@numba.njit(cache=True, nogil=True)
+def _pad(indptr, array, before, out):
+    for cell in range(len(indptr) - 1):
+        start, size = indptr[cell], indptr[cell + 1] - indptr[cell]
+        out[cell, :before] = 0
+        for entry in range(size):
+            out[cell, before + entry] = array[start + entry]
+        out[cell, before + size :] = 0

@@ -1,0 +1,144 @@
+"""What is published of Geneformer's tokenizers: dictionaries, and how columns of one gene are treated.
+
+Theodoris et al. 2023, https://doi.org/10.1038/s41586-023-06139-9
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from scipy import sparse
+
+from scforge.data.vocab import GeneVocab
+from scforge.errors import DataError, MissingFileError, listing
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["MODEL_INPUT", "geneformer_columns", "geneformer_vocab"]
+
+MODEL_INPUT = {"V1": 2048, "V2": 4096}
+"""Most tokens of a cell, special tokens included."""
+
+_SPECIAL = {"V1": ("<pad>", "<mask>"), "V2": ("<pad>", "<mask>", "<cls>", "<eos>")}
+
+
+def geneformer_vocab(
+    tokens_medians: pd.DataFrame | str | os.PathLike[str] | tuple[Mapping[str, int], Mapping[str, float]],
+    version: str,
+    ensembl_map: pd.DataFrame | str | os.PathLike[str] | Mapping[str, str] | None,
+) -> GeneVocab:
+    """Return the vocabulary behind published dictionaries: their token ids, medians, and former ids as aliases.
+
+    See :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer` for the parameters.
+    """
+    if isinstance(tokens_medians, tuple):
+        tokens, medians = (dict(part) for part in tokens_medians)
+    else:
+        table = _table(tokens_medians, "tokens_medians", ("gene_id", "token", "median"))
+        named = table[table["token"].notna()]
+        tokens = dict(zip(named["gene_id"].astype(str), named["token"].astype(int), strict=True))
+        known = table[table["median"].notna()]
+        medians = dict(zip(known["gene_id"].astype(str), known["median"].astype(float), strict=True))
+    names = sorted(tokens, key=lambda name: tokens[name])
+    special = _SPECIAL[version]
+    if [tokens[name] for name in names] != list(range(len(names))):
+        raise DataError("tokens_medians does not number its tokens from 0 without a gap; pass a published dictionary.")
+    if tuple(names[: len(special)]) != special or any(name.startswith("<") for name in names[len(special) :]):
+        raise DataError(
+            f"tokens_medians starts with {listing(names[:4])}, but Geneformer {version} has the special tokens "
+            f"{listing(special)}; pass the dictionaries of version {version}, or the version that fits them."
+        )
+    genes = tuple(names[len(special) :])
+    if without := [gene for gene in genes if gene not in medians]:
+        raise DataError(
+            f"tokens_medians has no median for {len(without)} genes (first: {without[0]!r}); "
+            "pass the two dictionaries of one release."
+        )
+    return GeneVocab(
+        genes=genes,
+        medians=np.array([medians[gene] for gene in genes]),
+        release=f"Geneformer {version}",
+        special_tokens=special,
+        aliases=_aliases(ensembl_map, set(genes)),
+    )
+
+
+def geneformer_columns(
+    cells: sparse.csr_matrix, columns: np.ndarray, *, collapse: bool
+) -> tuple[sparse.csr_matrix, np.ndarray]:
+    """Return the columns that have a gene, in the order in which Geneformer's code sees them.
+
+    Parameters
+    ----------
+    cells
+        Counts, shape (B, n_vars).
+    columns
+        Gene of each column, -1 for none, shape (n_vars,).
+    collapse
+        Sum the columns of one gene and put the sums behind the genes with one column, in the order of their first
+        column (V2); otherwise all columns stay (V1).
+
+    Returns
+    -------
+    Counts, canonical and without zeros, shape (B, n); gene of each of the n columns.
+    """
+    found = np.flatnonzero(columns >= 0)
+    genes = columns[found]
+    if collapse:
+        _, first, inverse, sizes = np.unique(genes, return_index=True, return_inverse=True, return_counts=True)
+        repeated = sizes > 1
+        order = np.lexsort((first, repeated))
+        place_of = np.empty(len(order), dtype=np.int64)
+        place_of[order] = np.arange(len(order))
+        place, genes = place_of[inverse], genes[first[order]]
+    else:
+        place = np.arange(len(found))
+    target = np.full(cells.shape[1], -1, dtype=np.int64)
+    target[found] = place
+    entries = sparse.coo_matrix(cells)
+    kept = target[entries.col] >= 0
+    ordered = sparse.csr_matrix(
+        (entries.data[kept].astype(np.float64), (entries.row[kept], target[entries.col[kept]])),
+        shape=(cells.shape[0], len(genes)),
+    )
+    ordered.sum_duplicates()
+    ordered.eliminate_zeros()
+    return ordered, genes
+
+
+def _aliases(
+    ensembl_map: pd.DataFrame | str | os.PathLike[str] | Mapping[str, str] | None, genes: set[str]
+) -> dict[str, str] | None:
+    if ensembl_map is None:
+        return None
+    if isinstance(ensembl_map, Mapping):
+        pairs = list(ensembl_map.items())
+    else:
+        table = _table(ensembl_map, "ensembl_map", ("ensembl_id", "gene_id"))
+        pairs = list(zip(table["ensembl_id"].astype(str), table["gene_id"].astype(str), strict=True))
+    return {former: gene for former, gene in pairs if gene in genes and former != gene}
+
+
+def _table(source: pd.DataFrame | str | os.PathLike[str], argument: str, columns: tuple[str, ...]) -> pd.DataFrame:
+    import pandas as pd
+
+    if isinstance(source, pd.DataFrame):
+        table = source
+    else:
+        path = Path(source)
+        if not path.is_file():
+            raise MissingFileError(f"{argument}={str(source)!r} does not exist; name a parquet or CSV file.")
+        try:
+            table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, keep_default_na=True)
+        except (OSError, ValueError) as error:
+            raise DataError(f"{argument}={str(source)!r} cannot be read as a table: {error}.") from error
+    if missing := [column for column in columns if column not in table]:
+        raise DataError(
+            f"{argument} lacks the column {missing[0]!r} (it has: {listing([str(name) for name in table.columns])})"
+        )
+    return table
