@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from scforge.errors import OptionError
 
-__all__ = ["check_count", "check_positive"]
+__all__ = ["check_count", "check_mask_ratio", "check_positive"]
 
 
 def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> None:
@@ -35,3 +36,37 @@ def check_positive(argument: str, value: Any, *, or_zero: bool = False) -> None:
     number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not or_zero):
         raise OptionError(f"{argument}={value!r} is not {'zero or ' if or_zero else ''}a positive number.")
+
+
+def check_mask_ratio(value: Any) -> None:
+    """Raise unless `value` is a share between 0 and 1, a list of shares, or a schedule of them.
+
+    Examples
+    --------
+    >>> check_mask_ratio([0.25, 0.5, 0.75])
+    >>> check_mask_ratio({"start": 0.15, "end": 1.5, "epochs": 10})
+    Traceback (most recent call last):
+        ...
+    scforge.errors.OptionError: mask_ratio={'start': 0.15, 'end': 1.5, 'epochs': 10} has end=1.5, not between 0 and 1.
+    """
+    if isinstance(value, Mapping):
+        shares = {name: value.get(name) for name in ("start", "end")}
+        for name, share in shares.items():
+            if not _is_share(share):
+                raise OptionError(f"mask_ratio={dict(value)} has {name}={share!r}, not between 0 and 1.")
+        epochs = value.get("epochs")
+        if not isinstance(epochs, numbers.Integral) or isinstance(epochs, bool) or epochs < 1:
+            raise OptionError(f"mask_ratio={dict(value)} has epochs={epochs!r}, not a positive number of epochs.")
+        if value.get("shape", "linear") not in ("linear", "cosine"):
+            raise OptionError(f"mask_ratio={dict(value)} has shape={value['shape']!r}, not 'linear' or 'cosine'.")
+        if unknown := set(value) - {"start", "end", "epochs", "shape"}:
+            raise OptionError(f"mask_ratio={dict(value)} has the unknown key {min(unknown)!r}; remove it.")
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        if not value or not all(_is_share(share) for share in value):
+            raise OptionError(f"mask_ratio={list(value)!r} is not a list of shares between 0 and 1.")
+    elif not _is_share(value):
+        raise OptionError(f"mask_ratio={value!r} is not between 0 and 1.")
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < value < 1

@@ -12,7 +12,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from scforge._checks import check_mask_ratio
 from scforge.config.aliases import apply_aliases
+from scforge.errors import OptionError
 
 __all__ = [
     "Config",
@@ -34,6 +36,15 @@ def _no_bool(value: Any) -> Any:
     # Python counts True as 1, so ``batch_size: yes`` would train with batches of one cell.
     if isinstance(value, bool):
         raise ValueError("is not a number")
+    return value
+
+
+def _mask_ratio(value: Any) -> Any:
+    try:
+        check_mask_ratio(value)
+    except OptionError as error:
+        # The message of a configuration names the option and the value itself.
+        raise ValueError(str(error).split("=", 1)[1].removeprefix(f"{value!r} ")) from None
     return value
 
 
@@ -142,12 +153,13 @@ class MaskingConfig(Section):
     Parameters
     ----------
     mask_ratio
-        Share of tokens chosen for prediction, between 0 and 1.
+        Share of tokens chosen for prediction, between 0 and 1; a list of shares to draw from for each cell; or a
+        schedule ``{start: 0.15, end: 0.5, epochs: 10, shape: linear}`` (or ``cosine``).
     mask_token_prob, random_token_prob
         Probability that a chosen token is replaced by MASK, or by a random gene. The rest stays as it is.
     """
 
-    mask_ratio: Annotated[_Float, Field(gt=0, lt=1)] = 0.15
+    mask_ratio: Annotated[Any, BeforeValidator(_mask_ratio)] = 0.15
     mask_token_prob: _Share = 0.8
     random_token_prob: Annotated[_Share, Field(validate_default=True)] = 0.1
 

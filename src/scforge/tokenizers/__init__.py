@@ -5,6 +5,7 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
+    "BinnedExpressionTokenizer": "scforge.tokenizers.binned_expression",
     "ContinuousProjectionTokenizer": "scforge.tokenizers.continuous_projection",
     "Masking": "scforge.tokenizers.masking",
     "RaggedTokens": "scforge.tokenizers.batch",
@@ -13,6 +14,7 @@ _NAMES = {
     "Tokenizer": "scforge.tokenizers.base",
     "get_tokenizer": "scforge.tokenizers.registry",
     "list_tokenizers": "scforge.tokenizers.registry",
+    "quantile_bins": "scforge.tokenizers._binning",
     "register_tokenizer": "scforge.tokenizers.registry",
 }
 
@@ -21,7 +23,9 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "TokenBatch",
     "RaggedTokens",
     "RankValueTokenizer",
+    "BinnedExpressionTokenizer",
     "ContinuousProjectionTokenizer",
+    "quantile_bins",
     "Masking",
     "register_tokenizer",
     "get_tokenizer",

@@ -13,42 +13,38 @@ from scforge.data.cells import CellBlock
 from scforge.data.random import cell_keys, uniform
 from scforge.tokenizers._sorting import make_scratch, sort_descending
 
-__all__ = ["highest", "kept_indptr", "log1p_cp10k", "log1p_memo", "sampled"]
+__all__ = ["keep", "kept_indptr", "log1p_cp10k"]
 
 _MEMO = 256
+"""Counts of a cell whose values are computed once: nearly all entries of a cell are such small counts."""
+
 _STREAM = 0x73616D70  # "samp": its random numbers are others than those of masks and views
 
 
 def log1p_cp10k(block: CellBlock) -> np.ndarray:
     """Return ``log1p(count / total * 1e4)`` of each entry, float32, shape (Z,)."""
-    return _log1p_cp10k(block.indptr, block.counts, block.totals)
-
-
-@numba.njit(cache=True, nogil=True, inline="always")
-def log1p_memo(count, scale, memo):
-    """Return ``log1p(count * scale)``, looked up where the cell had that count before (`memo` starts at -1)."""
-    if count < _MEMO:
-        index = np.uint32(count)
-        value = memo[index]
-        if value >= 0 and np.float32(index) == count:
-            return value
-        value = np.float32(np.log1p(np.float64(count) * scale))
-        if np.float32(index) == count:
-            memo[index] = value
-        return value
-    return np.float32(np.log1p(np.float64(count) * scale))
+    values = np.empty(len(block.counts), dtype=np.float32)
+    _log1p_cp10k(block.indptr, block.counts, block.totals, values)
+    return values
 
 
 @numba.njit(cache=True, nogil=True)
-def _log1p_cp10k(indptr, counts, totals):
-    values = np.empty(len(counts), dtype=np.float32)
+def _log1p_cp10k(indptr, counts, totals, values):
     memo = np.empty(_MEMO, dtype=np.float32)
     for cell in range(len(indptr) - 1):
         scale = TARGET_SUM / max(totals[cell], 1.0)  # a cell without counts has no entry to scale
         memo[:] = -1.0
-        for entry in range(np.uint64(indptr[cell]), np.uint64(indptr[cell + 1])):
-            values[entry] = log1p_memo(counts[entry], scale, memo)
-    return values
+        for entry in range(indptr[cell], indptr[cell + 1]):
+            count = counts[entry]
+            index = np.int64(count)
+            if np.uint64(index) < np.uint64(_MEMO) and np.float32(index) == count:
+                value = memo[index]
+                if value < 0:
+                    value = np.float32(np.log1p(np.float64(count) * scale))
+                    memo[index] = value
+                values[entry] = value
+            else:
+                values[entry] = np.log1p(np.float64(count) * scale)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -63,63 +59,83 @@ def kept_indptr(indptr, most):
     return out, longest
 
 
-def highest(block: CellBlock, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the entries of each cell that have the `most` highest counts, in their order; ties go to earlier ones.
+def keep(
+    indptr: np.ndarray, counts: np.ndarray, block: CellBlock, most: int, *, sample: bool = False, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray | slice]:
+    """Choose at most `most` entries of each cell: those with the highest counts, or a sample.
+
+    What is drawn depends on the seed, the cell and the draw of the block.
+
+    Parameters
+    ----------
+    indptr, counts
+        Row boundaries, shape (B + 1,), and counts of the entries to choose from, which may be those of `block` or more.
+    block
+        The cells.
+    most
+        Entries to keep.
+    sample
+        Draw without replacement. Otherwise equal counts go to the earlier entries, but zeros are drawn.
+    seed
+        Seed of what is drawn.
 
     Returns
     -------
-    Row boundaries, shape (B + 1,), and positions among the entries, int64.
-    """
-    if np.diff(block.indptr).max(initial=0) <= most:
-        return block.indptr, np.arange(len(block.genes))
-    return _highest(block.indptr, block.counts, most)
-
-
-@numba.njit(cache=True, nogil=True)
-def _highest(indptr, counts, most):
-    out_indptr, longest = kept_indptr(indptr, most)
-    scratch = make_scratch(longest)
-    kept = np.empty(out_indptr[-1], dtype=np.int64)
-    for cell in range(len(indptr) - 1):
-        start, size = indptr[cell], indptr[cell + 1] - indptr[cell]
-        out = out_indptr[cell]
-        n_kept = out_indptr[cell + 1] - out
-        if n_kept == size:
-            kept[out : out + size] = np.arange(start, start + size)
-            continue
-        for i in range(size):
-            scratch[0][i] = counts[start + i]
-        sort_descending(scratch, size)
-        chosen = np.sort(scratch[3][:n_kept] & np.uint64(0xFFFFFFFF))
-        for i in range(n_kept):
-            kept[out + i] = start + np.int64(chosen[i])
-    return out_indptr, kept
-
-
-def sampled(indptr: np.ndarray, block: CellBlock, most: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `most` entries of each cell drawn without replacement, in their order; seeded by cell and draw.
-
-    `indptr` holds the row boundaries of the entries to draw from. The result is that of :func:`highest`.
+    Row boundaries, shape (B + 1,), and positions of the kept entries in their order, int64; a slice where all are kept.
     """
     if np.diff(indptr).max(initial=0) <= most:
-        return indptr, np.arange(indptr[-1])
-    return _sampled(indptr, cell_keys(block.rows, seed=seed, epoch=block.draw, stream=_STREAM), most)
+        return indptr, slice(None)
+    kept_to, longest = kept_indptr(indptr, most)
+    kept = np.empty(kept_to[-1] + 1, dtype=np.int64)
+    keys = cell_keys(block.rows, seed=seed, epoch=block.draw, stream=_STREAM)
+    if sample:
+        _draw(indptr, keys, kept_to, kept)
+    else:
+        _keep_highest(indptr, counts, keys, kept_to, longest, kept)
+    return kept_to, kept[:-1]
 
 
 @numba.njit(cache=True, nogil=True)
-def _sampled(indptr, keys, most):
-    out_indptr, _ = kept_indptr(indptr, most)
-    kept = np.empty(out_indptr[-1], dtype=np.int64)
+def _draw(indptr, keys, kept_to, kept):
+    """Selection sampling (Knuth, algorithm S): each set of entries is equally likely, and they stay in order."""
     for cell in range(len(indptr) - 1):
-        size = indptr[cell + 1] - indptr[cell]
-        left = out_indptr[cell + 1] - out_indptr[cell]
-        out = out_indptr[cell]
-        # Selection sampling (Knuth, algorithm S): each set of `left` entries is equally likely, in order.
-        for i in range(size):
-            if left == 0:
-                break
-            if uniform(keys[cell], np.uint64(i)) * (size - i) < left:
-                kept[out] = indptr[cell] + i
-                out += 1
-                left -= 1
-    return out_indptr, kept
+        pool = indptr[cell + 1] - indptr[cell]
+        left = kept_to[cell + 1] - kept_to[cell]
+        out = kept_to[cell]
+        for entry in range(indptr[cell], indptr[cell + 1]):
+            take = uniform(keys[cell], np.uint64(pool)) * pool < left
+            # Written in any case and overwritten unless taken, which spares a branch that nobody can predict.
+            kept[out] = entry
+            out += take
+            left -= take
+            pool -= 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _keep_highest(indptr, counts, keys, kept_to, longest, kept):
+    scratch = make_scratch(longest)
+    for cell in range(len(indptr) - 1):
+        start, size = indptr[cell], indptr[cell + 1] - indptr[cell]
+        out = kept_to[cell]
+        n_kept = kept_to[cell + 1] - out
+        n_above = 0
+        for entry in range(start, start + size):
+            n_above += counts[entry] > 0
+        if n_kept < size and n_above > n_kept:
+            for i in range(size):
+                scratch[0][i] = counts[start + i]
+            sort_descending(scratch, size)
+            chosen = np.sort(scratch[3][:n_kept] & np.uint64(0xFFFFFFFF))
+            for i in range(n_kept):
+                kept[out + i] = start + np.int64(chosen[i])
+            continue
+        pool, left = size - n_above, n_kept - n_above  # all with counts stay, and so many of those without
+        for entry in range(start, start + size):
+            if counts[entry] == 0:
+                take = uniform(keys[cell], np.uint64(pool)) * pool < left
+                pool -= 1
+                left -= take
+                if not take:
+                    continue
+            kept[out] = entry
+            out += 1

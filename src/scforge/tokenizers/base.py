@@ -49,6 +49,8 @@ class Tokenizer(ABC):
     ordered_by_gene: bool = False
     """Whether the order of the tokens tells something of which genes they are, so that the neighbours of a hidden token
     would narrow it down."""
+    samples: bool = False
+    """Whether truncation draws genes at random, rather than keeping the most expressed."""
     needs_medians: bool = False
     """Whether the strategy uses the medians of the vocabulary."""
 

@@ -73,7 +73,9 @@ def frame(tokens: RaggedTokens, first: int, last: int) -> RaggedTokens:
     before, around = int(first >= 0), int(first >= 0) + int(last >= 0)
 
     def framed(array: np.ndarray, head: int, tail: int) -> np.ndarray:
-        return _frame(tokens.indptr, array, before, around, array.dtype.type(head), array.dtype.type(tail))
+        out = np.empty(len(array) + around * (len(tokens.indptr) - 1), dtype=array.dtype)
+        _frame(tokens.indptr, array, before, around, head, tail, out)
+        return out
 
     return RaggedTokens(
         tokens.indptr + around * np.arange(len(tokens.indptr)),
@@ -101,7 +103,10 @@ def pad(tokens: RaggedTokens, first: int = -1, last: int = -1) -> TokenBatch:
     """
     before, around = int(first >= 0), int(first >= 0) + int(last >= 0)
     longest = max(1, int(np.diff(tokens.indptr).max(initial=0)) + around)
-    ids, mask = _pad_ids(tokens.indptr, tokens.ids, longest, first, last)
+    # Memory comes from NumPy, which asks for large pages: fresh small pages would cost as much as the tokenising.
+    ids = np.empty((len(tokens.indptr) - 1, longest), dtype=np.int64)
+    mask = np.empty(ids.shape, dtype=np.bool_)
+    _pad_ids(tokens.indptr, tokens.ids, first, last, ids, mask)
     batch: dict[str, Any] = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
     for name, array in {"values": tokens.values, **tokens.extras}.items():
         kind = np.int64 if array.dtype.kind in "iub" else np.float32
@@ -112,11 +117,9 @@ def pad(tokens: RaggedTokens, first: int = -1, last: int = -1) -> TokenBatch:
 
 
 @numba.njit(cache=True, nogil=True)
-def _frame(indptr, array, before, around, head, tail):
-    n_cells = len(indptr) - 1
-    out = np.empty(len(array) + around * n_cells, dtype=array.dtype)
+def _frame(indptr, array, before, around, head, tail, out):
     position = 0
-    for cell in range(n_cells):
+    for cell in range(len(indptr) - 1):
         if before:
             out[position] = head
             position += 1
@@ -126,15 +129,11 @@ def _frame(indptr, array, before, around, head, tail):
         if around > before:
             out[position] = tail
             position += 1
-    return out
 
 
 @numba.njit(cache=True, nogil=True)
-def _pad_ids(indptr, ids, longest, first, last):
-    n_cells = len(indptr) - 1
-    out = np.empty((n_cells, longest), dtype=np.int64)
-    mask = np.empty((n_cells, longest), dtype=np.bool_)
-    for cell in range(n_cells):
+def _pad_ids(indptr, ids, first, last, out, mask):
+    for cell in range(len(indptr) - 1):
         position = 0
         if first >= 0:
             out[cell, 0] = first
@@ -148,7 +147,6 @@ def _pad_ids(indptr, ids, longest, first, last):
         mask[cell, :position] = True
         mask[cell, position:] = False
         out[cell, position:] = 0
-    return out, mask
 
 
 @numba.njit(cache=True, nogil=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scforge.data.cells import CellBlock
-from scforge.tokenizers._expression import highest, log1p_cp10k
+from scforge.tokenizers._expression import keep, log1p_cp10k
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import RaggedTokens
 from scforge.tokenizers.registry import register_tokenizer
@@ -34,5 +34,5 @@ class ContinuousProjectionTokenizer(Tokenizer):
 
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
         values = log1p_cp10k(block)
-        indptr, kept = highest(block, self.most_genes)
+        indptr, kept = keep(block.indptr, block.counts, block, self.most_genes)
         return RaggedTokens(indptr, block.genes[kept] + self.vocab.n_special, values[kept])

@@ -14,7 +14,7 @@ from scforge.data.cells import CellBlock
 from scforge.data.mapping import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
-from scforge.tokenizers._expression import kept_indptr, log1p_cp10k, log1p_memo
+from scforge.tokenizers._expression import kept_indptr, log1p_cp10k
 from scforge.tokenizers._sorting import make_scratch, sort_descending
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import RaggedTokens, TokenBatch, pad
@@ -90,7 +90,9 @@ class RankValueTokenizer(Tokenizer):
         if parity not in ("stable", "exact"):
             raise OptionError(f"parity={parity!r} is not known; choose 'stable' or 'exact'.")
         if parity == "stable" and not collapse_duplicates:
-            raise OptionError("collapse_duplicates=False needs parity='exact'; parity='stable' sums columns of one gene.")
+            raise OptionError(
+                "collapse_duplicates=False needs parity='exact'; parity='stable' sums columns of one gene."
+            )
         self.parity = parity
         self.collapse_duplicates = bool(collapse_duplicates)
         medians = vocab.medians if self.use_medians else None
@@ -153,17 +155,14 @@ class RankValueTokenizer(Tokenizer):
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
         if self.parity == "exact":
             return self._exact(block.indptr, block.genes, block.counts, block.totals)
-        return RaggedTokens(
-            *_rank(
-                block.indptr,
-                block.genes,
-                block.counts,
-                block.totals,
-                self._inverse,
-                self.most_genes,
-                self.vocab.n_special,
-            )
-        )
+        indptr, longest = kept_indptr(block.indptr, self.most_genes)
+        tokens = RaggedTokens(indptr, np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=np.float32))
+        values = log1p_cp10k(block)
+        _rank(
+            block.indptr, block.genes, block.counts, values, block.totals, self._inverse, longest, self.vocab.n_special,
+            *tokens[:3],
+        )  # fmt: skip
+        return tokens
 
     def _call_named(
         self,
@@ -174,7 +173,9 @@ class RankValueTokenizer(Tokenizer):
         if self.parity == "stable":
             return super()._call_named(cells, gene_ids, totals)
         # The order of the columns is the order of equal genes, so it must not become that of the vocabulary.
-        ordered, genes = geneformer_columns(cells, self._map(cells, gene_ids).columns, collapse=self.collapse_duplicates)
+        ordered, genes = geneformer_columns(
+            cells, self._map(cells, gene_ids).columns, collapse=self.collapse_duplicates
+        )
         if totals is None:
             totals = np.asarray(cells.sum(axis=1, dtype=np.float64)).ravel()
         indptr = ordered.indptr.astype(np.int64)
@@ -199,11 +200,7 @@ class RankValueTokenizer(Tokenizer):
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _rank(indptr, genes, counts, totals, inverse, most, n_special):
-    out_indptr, longest = kept_indptr(indptr, most)
-    ids = np.empty(out_indptr[-1], dtype=np.int32)
-    values = np.empty(out_indptr[-1], dtype=np.float32)
-    memo = np.empty(256, dtype=np.float32)
+def _rank(indptr, genes, counts, values, totals, inverse, longest, n_special, out_indptr, out_ids, out_values):
     scratch = make_scratch(longest)
     keys, _, _, order = scratch
     for cell in range(len(indptr) - 1):
@@ -215,11 +212,8 @@ def _rank(indptr, genes, counts, totals, inverse, most, n_special):
             gene = np.uint32(genes[start + i])
             keys[i] = ((np.float64(counts[start + i]) * share) * TARGET_SUM) * inverse[gene]
         sort_descending(scratch, size)
-        memo[:] = -1.0
-        scale = TARGET_SUM / max(totals[cell], 1.0)
         out = np.uint64(out_indptr[cell])
         for p in range(np.uint64(out_indptr[cell + 1]) - out):
             entry = start + (order[p] & np.uint64(0xFFFFFFFF))
-            ids[out + p] = genes[entry] + n_special
-            values[out + p] = log1p_memo(counts[entry], scale, memo)
-    return out_indptr, ids, values
+            out_ids[out + p] = genes[entry] + n_special
+            out_values[out + p] = values[entry]

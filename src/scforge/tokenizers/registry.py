@@ -17,6 +17,7 @@ TOKENIZERS: Registry[type[Tokenizer]] = Registry(
     "tokenizer",
     group="scforge.tokenizers",
     builtin={
+        "binned_expression": "scforge.tokenizers.binned_expression",
         "continuous_projection": "scforge.tokenizers.continuous_projection",
         "rank_value": "scforge.tokenizers.rank_value",
     },
@@ -34,7 +35,7 @@ def list_tokenizers() -> list[str]:
     Examples
     --------
     >>> list_tokenizers()
-    ['continuous_projection', 'rank_value']
+    ['binned_expression', 'continuous_projection', 'rank_value']
     """
     return TOKENIZERS.names()
 

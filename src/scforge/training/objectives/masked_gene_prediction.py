@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 import torch
 from torch import nn
 
-from scforge._constants import N_SPECIAL
 from scforge.data.cells import CellBlock, CellSource
 from scforge.errors import TrainingError
 from scforge.tokenizers.base import Tokenizer
@@ -24,13 +26,15 @@ _PRIOR_CELLS = 10_000
 class MaskedGenePrediction(Objective):
     """Cross entropy of the gene at hidden positions.
 
-    With ranked tokens a hidden gene stands between its neighbours in the ranking, and genes with the same count stand
-    in the fixed order of their medians. So a loss below the entropy of the token frequencies is not all biology.
-
     Parameters
     ----------
     mask_ratio, mask_token_prob, random_token_prob
         See :class:`scforge.tokenizers.Masking`.
+    hide_order
+        Where the order of the tokens tells something of which genes they are, put hidden tokens behind the others.
+        False leaves them in their places, as in Geneformer's pretraining: there a hidden gene stands between its
+        neighbours in the ranking, and genes with the same count in the fixed order of their medians, so that much of
+        what the loss falls below the entropy of the token frequencies is no biology.
     token_prior
         Start the prediction head at the token frequencies of the training cells, so that the loss begins at about
         their entropy. For architectures that offer ``init_token_prior``.
@@ -41,9 +45,10 @@ class MaskedGenePrediction(Objective):
     def __init__(
         self,
         *,
-        mask_ratio: float = 0.15,
+        mask_ratio: float | Sequence[float] | Mapping[str, Any] = 0.15,
         mask_token_prob: float = 0.8,
         random_token_prob: float = 0.1,
+        hide_order: bool = True,
         token_prior: bool = True,
     ) -> None:
         # Made once here so that a bad value is refused before training starts.
@@ -51,6 +56,7 @@ class MaskedGenePrediction(Objective):
         self.mask_ratio = mask_ratio
         self.mask_token_prob = mask_token_prob
         self.random_token_prob = random_token_prob
+        self.hide_order = hide_order
         self.token_prior = token_prior
 
     def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
@@ -61,14 +67,14 @@ class MaskedGenePrediction(Objective):
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenise and mask."""
         masking = Masking(
-            len(tokenizer.vocab),
+            tokenizer.vocab,
             mask_ratio=self.mask_ratio,
             mask_token_prob=self.mask_token_prob,
             random_token_prob=self.random_token_prob,
             seed=seed,
         )
         tokens = tokenizer(block)
-        return dict(masking(tokens, block.rows, epoch=epoch, hidden_last=tokenizer.ordered_by_gene))
+        return dict(masking(tokens, block.rows, epoch=epoch, hidden_last=self.hide_order and tokenizer.ordered_by_gene))
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the module's own loss at labelled positions."""
@@ -87,7 +93,7 @@ def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
     for start in range(0, len(rows), 1024):
         tokens = tokenizer.ragged(cells.block(rows[start : start + 1024]))
         counts += np.bincount(tokens.ids, minlength=len(counts))
-    counts[:N_SPECIAL] = 0
+    counts[: tokenizer.vocab.n_special] = 0
     return counts
 
 

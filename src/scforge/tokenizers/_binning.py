@@ -1,0 +1,213 @@
+"""Expression bins of each cell by its own quantiles, as scGPT (Cui et al. 2024) and Tahoe-x1 make them.
+
+With ``n_bins`` bins, bin 0 is for genes without counts. The quantiles 0, 1 / (n_bins - 2), ..., 1 of the nonzero counts
+of a cell are the ``n_bins - 1`` edges. For a count let `below` be the number of edges under it and `reached` the number
+of edges under or equal to it. Then its bin is
+
+- ``reached`` (side "one"),
+- ``ceil(u * (below - reached) + reached)`` with u drawn from [0, 1) for each entry (side "both"), which spreads equal
+  counts over the bins that they span,
+- ``below + 1`` (side "tahoe").
+
+Shapes: B cells, Z entries of all cells together.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+from scipy import sparse
+
+from scforge._checks import check_count
+from scforge.data.random import uniform
+from scforge.errors import DataError, OptionError
+
+__all__ = ["SIDES", "bin_entries", "check_binning", "quantile_bins"]
+
+SIDES = ("both", "one", "tahoe")
+
+_TABLE = 1024
+"""Whole counts below this are binned by a table of how often each occurs in the cell, which needs no sorting."""
+
+
+def check_binning(n_bins: int, side: str) -> None:
+    """Raise unless there are at least three bins, and `side` is known."""
+    check_count("n_bins", n_bins, "bins", least=3)
+    if side not in SIDES:
+        raise OptionError(f"side={side!r} is not known; choose 'both', 'one' or 'tahoe'.")
+
+
+def quantile_bins(
+    counts: sparse.csr_matrix, *, n_bins: int = 51, side: str = "both", random_state: int = 0
+) -> sparse.csr_matrix:
+    """Bin the nonzero entries of each cell by its own quantiles, like scGPT's preprocessing.
+
+    Parameters
+    ----------
+    counts
+        Counts, or any increasing function of them, shape (B, n_vars); not negative.
+    n_bins
+        Number of bins, the one for zeros included.
+    side
+        ``"both"``: entries that span several bins are spread over them at random; ``"one"``: they get the highest of
+        these bins; ``"tahoe"``: the lowest, as in Tahoe-x1.
+    random_state
+        Seed for ``"both"``. The bins are those of scGPT's code after ``np.random.seed(random_state)``: one number for
+        each nonzero entry, cell after cell.
+
+    Returns
+    -------
+    Bins from 1 to ``n_bins - 1``, int64, with the entries of `counts`, whose indices are sorted and duplicates summed.
+
+    Raises
+    ------
+    DataError
+        If `counts` holds a value that is negative or not a number.
+
+    Examples
+    --------
+    >>> cell = sparse.csr_matrix([[0, 1, 1, 1, 2, 3, 5, 8, 0, 13]])
+    >>> quantile_bins(cell, side="one").toarray()
+    array([[ 0, 15, 15, 15, 22, 29, 36, 43,  0, 50]])
+    >>> quantile_bins(cell, random_state=0).toarray()
+    array([[ 0,  7,  5,  6, 22, 29, 36, 43,  0, 50]])
+    """
+    check_binning(n_bins, side)
+    matrix = sparse.csr_matrix(counts, copy=True)
+    matrix.sum_duplicates()
+    matrix.eliminate_zeros()
+    if not np.isfinite(matrix.data).all() or (len(matrix.data) and matrix.data.min() < 0):
+        raise DataError("counts holds negative or missing values; pass counts, or values that increase with them.")
+    draws = np.random.RandomState(random_state).rand(matrix.nnz if side == "both" else 0)
+    bins = bin_entries(matrix.indptr.astype(np.int64), matrix.data.astype(np.float64), n_bins, side, draws=draws)
+    return sparse.csr_matrix((bins.astype(np.int64), matrix.indices, matrix.indptr), shape=matrix.shape)
+
+
+def bin_entries(
+    indptr: np.ndarray,
+    counts: np.ndarray,
+    n_bins: int,
+    side: str,
+    *,
+    draws: np.ndarray | None = None,
+    keys: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the bin of each entry, int32, shape (Z,).
+
+    Parameters
+    ----------
+    indptr, counts
+        Row boundaries and positive entries.
+    n_bins, side
+        See :func:`quantile_bins`.
+    draws
+        Random number of each entry for ``"both"``, shape (Z,); or else
+    keys
+        random key of each cell, shape (B,).
+    """
+    edges = np.linspace(0, 1, n_bins - 1)
+    nothing = np.empty(0, dtype=np.float64)
+    no_keys = np.empty(0, dtype=np.uint64)
+    bins = np.empty(len(counts), dtype=np.int32)
+    _bin(
+        indptr,
+        counts,
+        edges,
+        SIDES.index(side),
+        nothing if draws is None else draws,
+        no_keys if keys is None else keys,
+        bins,
+    )
+    return bins
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _bin(indptr, counts, shares, side, draws, keys, bins):
+    table = np.empty(_TABLE + 1, dtype=np.int64)
+    below_of = np.empty(_TABLE + 1, dtype=np.int32)
+    reached_of = np.empty(_TABLE + 1, dtype=np.int32)
+    edges = np.empty(len(shares), dtype=np.float64)
+    drawn = side == 0
+    for cell in range(len(indptr) - 1):
+        start, stop = np.uint64(indptr[cell]), np.uint64(indptr[cell + 1])
+        n = stop - start
+        if n == 0:
+            continue
+        highest, whole = counts[start], True
+        for entry in range(start, stop):
+            highest = max(highest, counts[entry])
+            whole = whole and np.floor(counts[entry]) == counts[entry]
+        small = whole and highest < _TABLE
+        ranked = counts[start:stop] if small else np.sort(counts[start:stop])
+        if small:
+            table[: np.uint64(highest) + np.uint64(2)] = 0
+            for entry in range(start, stop):
+                table[np.uint64(counts[entry]) + np.uint64(1)] += 1
+            _edges_of_table(table, np.int64(highest), np.int64(n), shares, edges)
+            _digitize_table(np.int64(highest), edges, below_of, reached_of)
+        else:
+            _edges_of_sorted(ranked, shares, edges)
+        for entry in range(start, stop):
+            if small:
+                below = below_of[np.uint64(counts[entry])]
+                reached = reached_of[np.uint64(counts[entry])]
+            else:
+                below = np.int32(np.searchsorted(edges, np.float64(counts[entry])))
+                reached = np.int32(np.searchsorted(edges, np.float64(counts[entry]), side="right"))
+            if side == 1 or (drawn and below == reached):
+                bins[entry] = reached
+            elif drawn:
+                draw = draws[entry] if len(draws) else uniform(keys[cell], entry - start)
+                bins[entry] = np.int32(np.ceil(draw * (below - reached) + reached))
+            else:
+                bins[entry] = below + 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _between(low, high, share):
+    """Interpolate as NumPy's quantile does, to the last bit."""
+    return high - (high - low) * (1.0 - share) if share >= 0.5 else low + (high - low) * share
+
+
+@numba.njit(cache=True, nogil=True)
+def _edges_of_sorted(ranked, shares, edges):
+    last = len(ranked) - 1
+    for i in range(len(shares)):
+        position = last * shares[i]
+        lower = min(np.int64(np.floor(position)), last)
+        edges[i] = _between(
+            np.float64(ranked[lower]), np.float64(ranked[min(lower + 1, last)]), position - np.floor(position)
+        )
+
+
+@numba.njit(cache=True, nogil=True)
+def _edges_of_table(table, highest, n, shares, edges):
+    """As :func:`_edges_of_sorted`, from the number of entries with the count ``c`` in ``table[c + 1]``."""
+    last = n - 1
+    count = 0
+    upto = table[1]  # entries with at most `count`
+    above = 0
+    for i in range(len(shares)):
+        position = last * shares[i]
+        lower = min(np.int64(np.floor(position)), last)
+        while upto <= lower:
+            count += 1
+            upto += table[count + 1]
+        above = count
+        reach = upto
+        while reach <= min(lower + 1, last):
+            above += 1
+            reach += table[above + 1]
+        edges[i] = _between(np.float64(count), np.float64(above), position - np.floor(position))
+
+
+@numba.njit(cache=True, nogil=True)
+def _digitize_table(highest, edges, below_of, reached_of):
+    below, reached = 0, 0
+    for count in range(highest + 1):
+        while below < len(edges) and edges[below] < count:
+            below += 1
+        while reached < len(edges) and edges[reached] <= count:
+            reached += 1
+        below_of[count] = below
+        reached_of[count] = reached
