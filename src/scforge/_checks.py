@@ -69,4 +69,4 @@ def check_mask_ratio(value: Any) -> None:
 
 
 def _is_share(value: Any) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < value < 1
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < float(value) < 1

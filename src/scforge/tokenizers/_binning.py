@@ -174,7 +174,7 @@ def _edges_of_sorted(ranked, shares, edges):
     last = len(ranked) - 1
     for i in range(len(shares)):
         position = last * shares[i]
-        lower = min(np.int64(np.floor(position)), last)
+        lower: int = min(int(np.floor(position)), last)
         edges[i] = _between(
             np.float64(ranked[lower]), np.float64(ranked[min(lower + 1, last)]), position - np.floor(position)
         )
@@ -189,7 +189,7 @@ def _edges_of_table(table, highest, n, shares, edges):
     above = 0
     for i in range(len(shares)):
         position = last * shares[i]
-        lower = min(np.int64(np.floor(position)), last)
+        lower: int = min(int(np.floor(position)), last)
         while upto <= lower:
             count += 1
             upto += table[count + 1]

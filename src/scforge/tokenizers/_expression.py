@@ -13,7 +13,7 @@ from scforge.data.cells import CellBlock
 from scforge.data.random import cell_keys, uniform
 from scforge.tokenizers._sorting import make_scratch, sort_descending
 
-__all__ = ["keep", "kept_indptr", "log1p_cp10k"]
+__all__ = ["keep", "kept_indptr", "log1p_cp10k", "reorder"]
 
 _MEMO = 256
 """Counts of a cell whose values are computed once: nearly all entries of a cell are such small counts."""
@@ -97,7 +97,7 @@ def keep(
 
 @numba.njit(cache=True, nogil=True)
 def _draw(indptr, keys, kept_to, kept):
-    """Selection sampling (Knuth, algorithm S): each set of entries is equally likely, and they stay in order."""
+    """Draw entries by selection sampling (Knuth, algorithm S): all sets are equally likely, and order is kept."""
     for cell in range(len(indptr) - 1):
         pool = indptr[cell + 1] - indptr[cell]
         left = kept_to[cell + 1] - kept_to[cell]
@@ -139,3 +139,26 @@ def _keep_highest(indptr, counts, keys, kept_to, longest, kept):
                     continue
             kept[out] = entry
             out += 1
+
+
+def reorder(indptr: np.ndarray, counts: np.ndarray, keys: np.ndarray | None) -> np.ndarray:
+    """Return the positions of all entries, int64, shape (Z,), by count within each cell, from high to low.
+
+    With random `keys` of the cells, uint64, shape (B,), they stand in random order instead.
+    """
+    order = np.empty(len(counts), dtype=np.int64)
+    _, longest = kept_indptr(indptr, np.iinfo(np.int64).max)
+    _reorder(indptr, counts, np.empty(0, dtype=np.uint64) if keys is None else keys, longest, order)
+    return order
+
+
+@numba.njit(cache=True, nogil=True)
+def _reorder(indptr, counts, keys, longest, order):
+    scratch = make_scratch(longest)
+    for cell in range(len(indptr) - 1):
+        start, size = indptr[cell], indptr[cell + 1] - indptr[cell]
+        for i in range(size):
+            scratch[0][i] = uniform(keys[cell], np.uint64(i)) if len(keys) else counts[start + i]
+        sort_descending(scratch, size)
+        for i in range(size):
+            order[start + i] = start + np.int64(scratch[3][i] & np.uint64(0xFFFFFFFF))

@@ -1,10 +1,12 @@
 """Sorting the genes of a cell by expression, exactly and fast.
 
-A cell has about a thousand keys. They are dealt into as many buckets by the leading bits of their logarithm (the bits of
-a positive float are in the order of its size), which leaves almost nothing to do for an insertion sort.
+A cell has about a thousand keys. They are dealt into about as many buckets by their leading bits (the bits of positive
+floats are in the order of the floats), which leaves almost nothing to do for an insertion sort.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numba
 import numpy as np
@@ -17,7 +19,7 @@ _PATIENCE = 8
 
 @numba.njit(cache=True, nogil=True)
 def make_scratch(most):
-    """Return working memory of :func:`sort_descending` for up to `most` keys: keys, their float32 form, starts, order."""
+    """Return working memory to sort up to `most` keys: the keys, their float32 form, starts of buckets, the order."""
     n_buckets = 64
     while n_buckets < most:
         n_buckets *= 2
@@ -67,7 +69,7 @@ def sort_descending(scratch, n):
         packed[place] = (np.uint64(below) << np.uint64(32)) | np.uint64(i)
         starts[below >> shift] = place + 1
 
-    one = np.uint64(1)
+    one: Any = np.uint64(1)
     patience = np.int64(_PATIENCE * n)
     highest = packed[0]
     for p in range(one, size):

@@ -65,14 +65,9 @@ class Tokenizer(ABC):
         self.append_eos = bool(append_eos)
         if self.max_len is not None and self.max_len <= self._n_around:
             raise OptionError(f"max_len={max_len} leaves no room for a gene; give the number of tokens of a cell.")
-        options = {"append_cls": append_cls, "append_eos": append_eos}
-        for token in self.special_tokens(options):
-            if vocab.token_id(token) is None:
-                option = next((name for name, owned in _TOKEN_OF.items() if owned == token), "the tokenizer")
-                raise OptionError(
-                    f"{option} needs the token {token!r}, which the vocabulary lacks; "
-                    f"add it with vocab.with_special_tokens({token!r})."
-                )
+        for option, token in _TOKEN_OF.items():
+            if getattr(self, option):
+                self._require_token(option, token)
 
     @abstractmethod
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
@@ -83,6 +78,13 @@ class Tokenizer(ABC):
         """Return the special tokens that a tokenizer with these options needs in its vocabulary."""
         defaults = {"append_cls": True} | options
         return tuple(token for option, token in _TOKEN_OF.items() if defaults.get(option))
+
+    def _require_token(self, option: str, token: str) -> None:
+        if self.vocab.token_id(token) is None:
+            raise OptionError(
+                f"{option}={getattr(self, option)!r} needs the token {token!r}, which the vocabulary lacks; "
+                f"add it with vocab.with_special_tokens({token!r})."
+            )
 
     @property
     def _n_around(self) -> int:

@@ -56,8 +56,8 @@ class TokenBatch(TypedDict):
 class RaggedTokens(NamedTuple):
     """Tokens of several cells one after the other, without padding.
 
-    ``indptr``: int64, shape (B + 1,); ``ids``: int32, shape (Z,); ``values``: float32, shape (Z,); ``extras``: what else
-    a strategy tells of its tokens (``bin_ids``, ``attention_bias``), arrays of shape (Z,).
+    ``indptr``: int64, shape (B + 1,); ``ids``: int32, shape (Z,); ``values``: float32, shape (Z,); ``extras``: what
+    else a strategy tells of its tokens (``bin_ids``, ``attention_bias``), arrays of shape (Z,).
     """
 
     indptr: np.ndarray

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Sequence
 
 import numpy as np
 
+from scforge._checks import check_count
 from scforge.data.cells import CellBlock
 from scforge.data.random import cell_keys
 from scforge.data.vocab import GeneVocab
@@ -46,8 +46,8 @@ class BinnedExpressionTokenizer(Tokenizer):
         default), ``"one"`` takes the highest of the bins, ``"tahoe"`` the lowest (Tahoe-x1); see
         :func:`scforge.tokenizers.quantile_bins`.
     edges
-        Bin by these ascending log1p CP10K values in all cells: a gene gets bin 1 plus the number of edges that its value
-        reaches.
+        Bin by these ascending log1p CP10K values in all cells: a gene gets bin 1 plus the number of edges that its
+        value reaches.
     include_zero_genes
         Also present the genes that were measured and have no count.
     truncation
@@ -95,8 +95,7 @@ class BinnedExpressionTokenizer(Tokenizer):
         check_binning(self.n_bins, side)
         if truncation not in ("random", "highest"):
             raise OptionError(f"truncation={truncation!r} is not known; choose 'random' or 'highest'.")
-        if not isinstance(seed, numbers.Integral) or seed < 0:
-            raise OptionError(f"seed={seed!r} is not a whole number of at least 0.")
+        check_count("seed", seed, "a random generator", least=0)
         self.side = side
         self.include_zero_genes = bool(include_zero_genes)
         self.truncation = truncation
@@ -111,10 +110,7 @@ class BinnedExpressionTokenizer(Tokenizer):
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
         bins = self._bins(block)
         if self.include_zero_genes:
-            indptr, genes, entries = with_zeros(block, self.vocab.n_genes)
-            counted = entries >= 0
-            bins = np.where(counted, bins[entries] if len(bins) else 0, 0).astype(np.int32)
-            counts = np.where(counted, block.counts[entries] if len(block.counts) else 0, 0).astype(np.float32)
+            indptr, genes, (counts, bins) = with_zeros(block, self.vocab.n_genes, (block.counts, bins))
         else:
             indptr, genes, counts = block.indptr, block.genes, block.counts
         indptr, kept = keep(indptr, counts, block, self.most_genes, sample=self.samples, seed=self.seed)
@@ -124,7 +120,9 @@ class BinnedExpressionTokenizer(Tokenizer):
     def _bins(self, block: CellBlock) -> np.ndarray:
         """Return the bin of each entry of the block, int32."""
         if self.edges is not None:
-            return (np.searchsorted(np.float32(self.edges), log1p_cp10k(block), side="right") + 1).astype(np.int32)
+            return (
+                np.searchsorted(np.array(self.edges, dtype=np.float32), log1p_cp10k(block), side="right") + 1
+            ).astype(np.int32)
         keys = cell_keys(block.rows, seed=self.seed, epoch=block.draw, stream=_STREAM)
         return bin_entries(block.indptr, block.counts, self.n_bins, self.side, keys=keys)
 

@@ -1,22 +1,69 @@
-"""Genes with their expression as a continuous value."""
+"""Genes with their expression as a continuous value, as scFoundation and TranscriptFormer present a cell."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, Self
+
+import numpy as np
+
+from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock
-from scforge.tokenizers._expression import keep, log1p_cp10k
+from scforge.data.random import cell_keys
+from scforge.data.vocab import GeneVocab
+from scforge.errors import OptionError
+from scforge.tokenizers._depth import DEPTH_TOKENS, append_depths, check_target_depth
+from scforge.tokenizers._expression import keep, log1p_cp10k, reorder
+from scforge.tokenizers._zeros import with_zeros
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import RaggedTokens
 from scforge.tokenizers.registry import register_tokenizer
 
 __all__ = ["ContinuousProjectionTokenizer"]
 
+_STREAM = 0x6F726472  # "ordr": its random numbers are others than those of masks, samples and views
+_CHOICES = {
+    "transform": ("log1p_cp10k", "counts"),
+    "order": ("vocabulary", "expression", "random"),
+    "library_size": ("data", "vocabulary"),
+}
+
 
 @register_tokenizer("continuous_projection")
 class ContinuousProjectionTokenizer(Tokenizer):
-    """Present the expressed genes of a cell in vocabulary order, each with its log1p CP10K value.
+    """Present the expressed genes of a cell, each with its log1p CP10K value.
 
     A model projects the value (a transformer adds it to the gene embedding; ``gene_pooling`` weights the embedding by
-    it). The library size counts all genes of the data, also those outside the vocabulary.
+    it). :meth:`scfoundation` and :meth:`transcriptformer` make what these two publish.
+
+    Parameters
+    ----------
+    vocab
+        The genes.
+    max_len
+        Most tokens of a cell, special tokens included; the genes with the highest counts are kept. None keeps all.
+    append_cls, append_eos
+        Put a CLS token before the genes, an EOS token behind them.
+    transform
+        ``"log1p_cp10k"`` or ``"counts"``.
+    clip
+        Largest value; None for no limit.
+    order
+        ``"vocabulary"``, ``"expression"`` (from high to low) or ``"random"`` (drawn anew each epoch).
+    library_size
+        Counts that CP10K divides by: those of all genes of the ``"data"``, also outside the vocabulary, or those of the
+        ``"vocabulary"``.
+    include_zero_genes
+        Also present the genes that were measured and have no count, with the value 0.
+    target_depth
+        Put two tokens behind the genes that tell the depth wanted and the depth at hand, with the values T and S of
+        scFoundation: S is log10 of the library size, T is ``"t4"`` for 4, ``"f2"`` for S of twice the library size,
+        ``"a1"`` for S + 1.
+    attention_bias
+        Also give ``attention_bias``, log of the count (or of `clip`) of each gene, which TranscriptFormer adds to the
+        attention scores of that gene.
+    seed
+        Seed of what is drawn.
 
     Examples
     --------
@@ -30,9 +77,104 @@ class ContinuousProjectionTokenizer(Tokenizer):
     """
 
     default_max_len = None
-    ordered_by_gene = True
+
+    def __init__(
+        self,
+        vocab: GeneVocab,
+        *,
+        max_len: int | None = None,
+        append_cls: bool = True,
+        append_eos: bool = False,
+        transform: str = "log1p_cp10k",
+        clip: float | None = None,
+        order: str = "vocabulary",
+        library_size: str = "data",
+        include_zero_genes: bool = False,
+        target_depth: str | None = None,
+        attention_bias: bool = False,
+        seed: int = 0,
+    ) -> None:
+        check_target_depth(target_depth)
+        self.target_depth = target_depth
+        super().__init__(vocab, max_len=max_len, append_cls=append_cls, append_eos=append_eos)
+        for name, value in {"transform": transform, "order": order, "library_size": library_size}.items():
+            if value not in _CHOICES[name]:
+                known = " or ".join(repr(choice) for choice in _CHOICES[name])
+                raise OptionError(f"{name}={value!r} is not known; choose {known}.")
+        if clip is not None:
+            check_positive("clip", clip)
+        check_count("seed", seed, "a random generator", least=0)
+        for token in DEPTH_TOKENS if target_depth is not None else ():
+            self._require_token("target_depth", token)
+        self.transform = transform
+        self.clip = None if clip is None else float(clip)
+        self.order = order
+        self.ordered_by_gene = order != "random"
+        self.library_size = library_size
+        self.include_zero_genes = bool(include_zero_genes)
+        self.attention_bias = bool(attention_bias)
+        self.seed = int(seed)
+
+    @classmethod
+    def scfoundation(
+        cls, vocab: GeneVocab, *, target_depth: str = "t4", include_zero_genes: bool = False, seed: int = 0
+    ) -> Self:
+        """Present cells as scFoundation (Hao et al. 2024) does.
+
+        The vocabulary is its panel of genes; log1p CP10K of the counts in the panel; the expressed genes for its
+        encoder (all genes of the panel, with `include_zero_genes`, for its decoder), then the tokens T and S. The
+        tokens of the depths are added to `vocab`.
+        """
+        return cls(
+            vocab.with_special_tokens(*DEPTH_TOKENS),
+            append_cls=False,
+            library_size="vocabulary",
+            include_zero_genes=include_zero_genes,
+            target_depth=target_depth,
+            seed=seed,
+        )
+
+    @classmethod
+    def transcriptformer(cls, vocab: GeneVocab, *, max_len: int = 2048, order: str = "random", seed: int = 0) -> Self:
+        """Present cells as TranscriptFormer (Pearce et al. 2025) does: counts clipped at 30, also as attention bias."""
+        return cls(vocab, max_len=max_len, transform="counts", clip=30.0, order=order, attention_bias=True, seed=seed)
+
+    @classmethod
+    def special_tokens(cls, options: dict[str, Any]) -> tuple[str, ...]:
+        """Return the special tokens that a tokenizer with these options needs in its vocabulary."""
+        return super().special_tokens(options) + (DEPTH_TOKENS if options.get("target_depth") is not None else ())
+
+    @property
+    def _n_around(self) -> int:
+        return super()._n_around + (len(DEPTH_TOKENS) if self.target_depth is not None else 0)
+
+    def lengths(self, n_expressed: np.ndarray) -> np.ndarray:
+        """Return the number of tokens of cells with `n_expressed` expressed genes (if all genes are measured)."""
+        n_genes = np.full_like(n_expressed, self.vocab.n_genes) if self.include_zero_genes else n_expressed
+        return super().lengths(n_genes)
 
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
-        values = log1p_cp10k(block)
-        indptr, kept = keep(block.indptr, block.counts, block, self.most_genes)
-        return RaggedTokens(indptr, block.genes[kept] + self.vocab.n_special, values[kept])
+        if self.library_size == "vocabulary":
+            sums = np.concatenate([[0.0], np.cumsum(block.counts, dtype=np.float64)])
+            block = replace(block, totals=np.diff(sums[block.indptr]))
+        values = log1p_cp10k(block) if self.transform == "log1p_cp10k" else block.counts
+        indptr, genes, counts = block.indptr, block.genes, block.counts
+        if self.include_zero_genes:
+            indptr, genes, (counts, values) = with_zeros(block, self.vocab.n_genes, (counts, values))
+        indptr, kept = keep(indptr, counts, block, self.most_genes, seed=self.seed)
+        ids, counts, values = genes[kept] + self.vocab.n_special, counts[kept], values[kept]
+        if self.order != "vocabulary":
+            keys = cell_keys(block.rows, seed=self.seed, epoch=block.draw, stream=_STREAM)
+            moved = reorder(indptr, counts, keys if self.order == "random" else None)
+            ids, counts, values = ids[moved], counts[moved], values[moved]
+        extras = {}
+        if self.attention_bias:
+            limited = counts if self.clip is None or self.transform != "counts" else np.minimum(counts, self.clip)
+            extras["attention_bias"] = np.log(np.maximum(limited, 1.0), dtype=np.float32)
+        if self.clip is not None:
+            values = np.minimum(values, np.float32(self.clip))
+        tokens = RaggedTokens(indptr, ids, values, extras)
+        if self.target_depth is None:
+            return tokens
+        target, source = (self.vocab.special_tokens.index(token) for token in DEPTH_TOKENS)
+        return append_depths(tokens, block.totals, self.target_depth, (target, source))
