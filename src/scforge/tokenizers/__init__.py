@@ -7,6 +7,7 @@ from scforge._lazy import lazy_names
 _NAMES = {
     "BinnedExpressionTokenizer": "scforge.tokenizers.binned_expression",
     "ContinuousProjectionTokenizer": "scforge.tokenizers.continuous_projection",
+    "GeneEmbeddingTokenizer": "scforge.tokenizers.gene_embedding",
     "Masking": "scforge.tokenizers.masking",
     "RaggedTokens": "scforge.tokenizers.batch",
     "RankValueTokenizer": "scforge.tokenizers.rank_value",
@@ -25,6 +26,7 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "RankValueTokenizer",
     "BinnedExpressionTokenizer",
     "ContinuousProjectionTokenizer",
+    "GeneEmbeddingTokenizer",
     "quantile_bins",
     "Masking",
     "register_tokenizer",

@@ -79,7 +79,8 @@ def quantile_bins(
     if not np.isfinite(matrix.data).all() or (len(matrix.data) and matrix.data.min() < 0):
         raise DataError("counts holds negative or missing values; pass counts, or values that increase with them.")
     draws = np.random.RandomState(random_state).rand(matrix.nnz if side == "both" else 0)
-    bins = bin_entries(matrix.indptr.astype(np.int64), matrix.data.astype(np.float64), n_bins, side, draws=draws)
+    data = matrix.data if matrix.dtype in (np.float32, np.float64) else matrix.data.astype(np.float64)
+    bins = bin_entries(matrix.indptr.astype(np.int64), data, n_bins, side, draws=draws)
     return sparse.csr_matrix((bins.astype(np.int64), matrix.indices, matrix.indptr), shape=matrix.shape)
 
 
@@ -165,7 +166,7 @@ def _bin(indptr, counts, shares, side, draws, keys, bins):
 
 @numba.njit(cache=True, nogil=True)
 def _between(low, high, share):
-    """Interpolate as NumPy's quantile does, to the last bit."""
+    """Interpolate as NumPy's quantile does, to the last bit: the difference has the precision of the data."""
     return high - (high - low) * (1.0 - share) if share >= 0.5 else low + (high - low) * share
 
 
@@ -175,9 +176,7 @@ def _edges_of_sorted(ranked, shares, edges):
     for i in range(len(shares)):
         position = last * shares[i]
         lower: int = min(int(np.floor(position)), last)
-        edges[i] = _between(
-            np.float64(ranked[lower]), np.float64(ranked[min(lower + 1, last)]), position - np.floor(position)
-        )
+        edges[i] = _between(ranked[lower], ranked[min(lower + 1, last)], position - np.floor(position))
 
 
 @numba.njit(cache=True, nogil=True)
