@@ -13,7 +13,19 @@ import pytest
 import scforge
 
 API = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
-ROOMS = ["config", "data", "datasets", "errors", "estimators", "eval", "models", "pl", "tokenizers", "training"]
+ROOMS = [
+    "config",
+    "data",
+    "datasets",
+    "errors",
+    "estimators",
+    "eval",
+    "models",
+    "pl",
+    "testing",
+    "tokenizers",
+    "training",
+]
 NAMES = [info.name for info in pkgutil.walk_packages(scforge.__path__, "scforge.")]
 MODULES = sorted(name for name in NAMES if "__main__" not in name)
 PUBLIC = [(room, name) for room in ROOMS for name in importlib.import_module(f"scforge.{room}").__all__]

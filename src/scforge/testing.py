@@ -1,0 +1,400 @@
+"""What a tokenizer of your own must keep to, checked in one call of your tests.
+
+Shapes: B cells, S tokens of the longest cell, G genes of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import numba
+import numpy as np
+import torch
+from scipy import sparse
+
+from scforge._constants import IGNORE_LABEL
+from scforge._registry import check_options
+from scforge.data.cells import CellBlock, CellSource
+from scforge.data.mapping import GeneMap
+from scforge.data.vocab import GeneVocab
+from scforge.errors import OptionError
+from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.batch import TokenBatch
+from scforge.tokenizers.masking import Masking
+from scforge.tokenizers.registry import TOKENIZERS
+
+__all__ = ["check_tokenizer"]
+
+_Batch = dict[str, torch.Tensor]
+
+_N_GENES = 60
+_EQUAL = np.arange(4, 8)
+"""Rows of :func:`_cells` with the same genes, each with one count."""
+
+_LABELS = {"labels", "bin_labels", "value_labels", "masked_positions"}
+_KINDS = {"input_ids": torch.int64, "attention_mask": torch.bool, "values": torch.float32}
+
+
+def check_tokenizer(tokenizer: str | type[Tokenizer] | Tokenizer, **options: Any) -> None:
+    """Check that a tokenizer keeps what models, loaders and training rely on.
+
+    Call it in the tests of a package that brings a tokenizer. The cells that it looks at hold no genes, one, and all;
+    counts up to 2^31; many equal counts. It tokenises them in blocks and alone, in other orders, with permuted,
+    renamed, repeated and foreign columns, in each dtype, after pickling, on more threads, cut short, and masked.
+
+    Parameters
+    ----------
+    tokenizer
+        Registered name, class or instance. A name or a class is tried with a small vocabulary that has symbols,
+        medians and the special tokens that it asks for.
+    **options
+        Options to make it with, where `tokenizer` is a name or a class.
+
+    Raises
+    ------
+    AssertionError
+        Naming the rule that was broken, and how.
+    OptionError
+        If the name or an option is unknown, or options are given with an instance.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> check_tokenizer("continuous_projection", append_eos=True)
+    >>> vocab = scforge.data.GeneVocab.from_genes(["CD3D", "LYZ", "MS4A1"])
+    >>> check_tokenizer(scforge.tokenizers.get_tokenizer("binned_expression", vocab, n_bins=7))
+    """
+    made = _make(tokenizer, options)
+    name, cells = type(made).__name__, _cells(made.vocab)
+    for rule, check in _RULES.items():
+        try:
+            check(made, cells)
+        except _BrokenRule as broken:
+            raise AssertionError(f"{name}: {broken}") from None
+        except Exception as error:
+            raise AssertionError(f"{name}: raises {error!r} where {rule}.") from error
+
+
+class _BrokenRule(Exception):
+    """Says which rule a tokenizer broke, and how."""
+
+
+def _make(tokenizer: str | type[Tokenizer] | Tokenizer, options: dict[str, Any]) -> Tokenizer:
+    if isinstance(tokenizer, Tokenizer):
+        if options:
+            raise OptionError(f"options={options!r} come with an instance; give them to its constructor.")
+        return tokenizer
+    cls = TOKENIZERS.get(tokenizer) if isinstance(tokenizer, str) else tokenizer
+    if not (isinstance(cls, type) and issubclass(cls, Tokenizer)):
+        raise OptionError(f"tokenizer={tokenizer!r} is no Tokenizer; pass a registered name, a class or an instance.")
+    check_options("tokenizer option", cls.__name__, options, cls.option_names())
+    vocab = GeneVocab(
+        genes=tuple(f"ENSG{i:011d}" for i in range(_N_GENES)),
+        symbols=tuple(f"SYMBOL{i}" for i in range(_N_GENES)),
+        medians=np.random.default_rng(1).uniform(0.5, 20.0, _N_GENES),
+    )
+    return cls(vocab.with_special_tokens(*cls.special_tokens(options)), **options)
+
+
+def _cells(vocab: GeneVocab) -> CellSource:
+    generator = np.random.default_rng(0)
+    n_genes = vocab.n_genes
+    counts = np.zeros((16, n_genes))
+    counts[1, -1] = 3
+    counts[2] = generator.integers(1, 9, n_genes)
+    for row in range(3, 16):
+        genes = generator.choice(n_genes, min(40, n_genes), replace=False)
+        counts[row, genes] = generator.geometric(0.3, len(genes)) * generator.choice([1, 1, 1, 30], len(genes))
+    counts[3, :3] = [1, 2**20, 2**31][-n_genes:]
+    counts[_EQUAL] = counts[_EQUAL[0]] > 0
+    counts[8] = np.arange(1, n_genes + 1)
+    return CellSource(sparse.csr_matrix(counts.astype(np.float32)), counts.sum(axis=1))
+
+
+def _tokens(
+    tokenizer: Tokenizer, cells: CellSource | CellBlock | sparse.csr_matrix, gene_ids: Any = None, **options: Any
+) -> _Batch:
+    return cast(_Batch, tokenizer(_all(cells) if isinstance(cells, CellSource) else cells, gene_ids, **options))
+
+
+def _all(cells: CellSource) -> CellBlock:
+    return cells.block(np.arange(len(cells)))
+
+
+def _require(condition: object, sentence: str) -> None:
+    if not condition:
+        raise _BrokenRule(sentence)
+
+
+def _require_same(one: _Batch, two: _Batch, sentence: str) -> None:
+    """Raise unless two batches are equal up to padding."""
+    _require(set(one) == set(two), f"{sentence} (its keys: {sorted(one)} and {sorted(two)}).")
+    for key in one:
+        pair = [batch[key] for batch in (one, two)]
+        width = max(tensor.shape[1] for tensor in pair)
+        a, b = (torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in pair)
+        differs = (a != b).any(dim=1)
+        _require(not differs.any(), f"{sentence} ({key!r} differs in cell {int(differs.int().argmax())}).")
+
+
+def _genes(tokenizer: Tokenizer, batch: _Batch, row: int) -> np.ndarray:
+    """Return the gene indices of the tokens of one cell, in their order."""
+    ids = batch["input_ids"][row].numpy()
+    return ids[ids >= tokenizer.vocab.n_special] - tokenizer.vocab.n_special
+
+
+def _rule_batch(tokenizer: Tokenizer, cells: CellSource) -> None:
+    batch = _tokens(tokenizer, cells)
+    keys = set(batch)
+    _require(set(_KINDS) <= keys, f"the batch lacks {sorted(set(_KINDS) - keys)}.")
+    _require(not keys & _LABELS, f"the batch holds {sorted(keys & _LABELS)}, which masking alone makes.")
+    shape = batch["input_ids"].shape
+    _require(shape[0] == len(cells) and len(shape) == 2, f"the batch of {len(cells)} cells is {tuple(shape)}.")
+    for key, tensor in batch.items():
+        allowed = (_KINDS[key],) if key in _KINDS else (torch.int64, torch.float32)
+        _require(tensor.dtype in allowed, f"{key!r} is {tensor.dtype} instead of {allowed[0]}.")
+        _require(tensor.shape == shape, f"{key!r} has the shape {tuple(tensor.shape)}, ids {tuple(shape)}.")
+        _require(tensor.isfinite().all(), f"{key!r} holds a number that is not finite.")
+
+
+def _rule_padding(tokenizer: Tokenizer, cells: CellSource) -> None:
+    batch = _tokens(tokenizer, cells)
+    mask, ids = batch["attention_mask"], batch["input_ids"]
+    _require(not (mask[:, 1:] & ~mask[:, :-1]).any(), "padding stands before a token.")
+    _require(torch.equal(mask, ids != 0), "attention_mask is not true exactly where there is a token.")
+    # Other special tokens may carry a value, such as the depth of the cell.
+    blank = [0, *(token for token in (tokenizer.vocab.cls_id, tokenizer.vocab.eos_id) if token is not None)]
+    special = torch.isin(ids, torch.tensor(blank))
+    for key, tensor in batch.items():
+        if key not in _KINDS or key == "values":
+            _require(not tensor[special].any(), f"{key!r} is not 0 at CLS, EOS and padding.")
+
+
+def _rule_special_tokens(tokenizer: Tokenizer, cells: CellSource) -> None:
+    vocab, batch = tokenizer.vocab, _tokens(tokenizer, cells)
+    ids, lengths = batch["input_ids"], batch["attention_mask"].sum(dim=1)
+    _require(int(ids.min()) >= 0 and int(ids.max()) < len(vocab), "a token id is not in the vocabulary.")
+    _require(not (ids == vocab.mask_id).any(), "MASK is among the tokens, which masking alone may put there.")
+    _require(ids.shape[1] == max(1, int(lengths.max())), "the batch is wider than its longest cell.")
+    last = ids[torch.arange(len(ids)), (lengths - 1).clamp(min=0)]
+    for name, wanted, there in (("CLS", "append_cls", ids[:, 0]), ("EOS", "append_eos", last)):
+        token = vocab.cls_id if name == "CLS" else vocab.eos_id
+        asked = bool(getattr(tokenizer, wanted))
+        n_found = (ids == (-1 if token is None else token)).sum(dim=1)
+        place = "in front of" if name == "CLS" else "behind"
+        _require((n_found == asked).all(), f"{wanted}={asked} but a cell has {int(n_found.max())} {name}.")
+        _require(not asked or (there == token).all(), f"{name} does not stand {place} the genes.")
+
+
+def _rule_genes(tokenizer: Tokenizer, cells: CellSource) -> None:
+    batch, dense = _tokens(tokenizer, cells), cells.counts.toarray()
+    for row in range(len(cells)):
+        genes = _genes(tokenizer, batch, row)
+        _require(len(np.unique(genes)) == len(genes), f"a gene is twice among the tokens of cell {row}.")
+        missing = np.setdiff1d(np.flatnonzero(dense[row]), genes)
+        full = len(genes) >= tokenizer.most_genes
+        _require(
+            full or not len(missing), f"an expressed gene is not among the tokens of cell {row}, though it would fit."
+        )
+    half = np.arange(0, tokenizer.vocab.n_genes, 2)
+    some = _tokens(tokenizer, cells.counts[:, half], np.array(tokenizer.vocab.genes)[half])
+    for row in range(len(cells)):
+        extra = np.setdiff1d(_genes(tokenizer, some, row), half)
+        _require(not len(extra), "a gene that the data do not have is among the tokens.")
+
+
+def _rule_lengths(tokenizer: Tokenizer, cells: CellSource) -> None:
+    lengths = _tokens(tokenizer, cells)["attention_mask"].sum(dim=1).numpy()
+    told = tokenizer.lengths(cells.n_expressed)
+    for row in np.flatnonzero(lengths != told)[:1]:
+        _require(False, f"lengths() says {told[row]} tokens but cell {row} has {lengths[row]}.")
+    most, limit = tokenizer.max_tokens(), tokenizer.max_len
+    _require(most == lengths[2], f"max_tokens() is {most} but a cell with all genes has {lengths[2]} tokens.")
+    _require(limit is None or lengths.max() <= limit, f"a cell has {lengths.max()} tokens, max_len={limit}.")
+
+
+def _rule_alone(tokenizer: Tokenizer, cells: CellSource) -> None:
+    whole = _tokens(tokenizer, cells)
+    for row in range(len(cells)):
+        alone = _tokens(tokenizer, cells.block(np.array([row])))
+        cut = {key: tensor[row : row + 1] for key, tensor in whole.items()}
+        _require_same(alone, cut, f"cell {row} alone has other tokens than in a block")
+    order = np.random.default_rng(2).permutation(len(cells))
+    moved = {key: tensor[order] for key, tensor in whole.items()}
+    _require_same(_tokens(tokenizer, cells.block(order)), moved, "the order of the cells changes their tokens")
+
+
+def _rule_repeatable(tokenizer: Tokenizer, cells: CellSource) -> None:
+    first = _tokens(tokenizer, cells)
+    _require_same(first, _tokens(tokenizer, cells), "a second call gives other tokens")
+    copy: Tokenizer = pickle.loads(pickle.dumps(tokenizer))
+    _require_same(first, _tokens(copy, cells), "a pickled copy gives other tokens")
+    for n_threads in (1, 2):
+        with _threads(n_threads):
+            _require_same(first, _tokens(tokenizer, cells), f"{n_threads} threads give other tokens")
+
+
+@contextmanager
+def _threads(n_threads: int) -> Iterator[None]:
+    torch_threads = torch.get_num_threads()  # asked first: numba may change it when its threads start
+    numba_threads = numba.get_num_threads()
+    numba.set_num_threads(min(n_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
+    torch.set_num_threads(n_threads)
+    try:
+        yield
+    finally:
+        numba.set_num_threads(numba_threads)
+        torch.set_num_threads(torch_threads)
+
+
+def _rule_truncation(tokenizer: Tokenizer, cells: CellSource) -> None:
+    config, vocab = tokenizer.config(), tokenizer.vocab
+    most = min(7, vocab.n_genes // 2)
+    if "max_len" not in config or most == 0:
+        return
+    ids = _tokens(tokenizer, cells)["input_ids"][2]
+    limit = most + int(((ids > 0) & (ids < vocab.n_special)).sum())
+    # With equal medians the order of a strategy that divides by them is that of the counts.
+    flat = vocab if vocab.medians is None else vocab.with_medians(np.ones(vocab.n_genes))
+    short = type(tokenizer)(flat, **{**config, "max_len": limit})
+    batch, dense = _tokens(short, cells), cells.counts.toarray()
+    n_tokens = int(batch["attention_mask"].sum(dim=1).max())
+    _require(n_tokens <= limit, f"a cell has {n_tokens} tokens although max_len={limit}.")
+    kept = [_genes(short, batch, row) for row in range(len(cells))]
+    long = [row for row in range(len(cells)) if np.count_nonzero(dense[row]) > 2 * most and row not in _EQUAL]
+    firsts = [np.flatnonzero(dense[row])[: len(kept[row])] for row in long]
+    plain = long and all(np.array_equal(np.sort(kept[row]), first) for row, first in zip(long, firsts, strict=True))
+    _require(not plain, "truncation keeps the genes that come first in the vocabulary.")
+    for row in [] if getattr(short, "samples", False) else range(len(cells)):
+        dropped = np.delete(dense[row], kept[row]).max(initial=0)
+        lowest = dense[row][kept[row]].min(initial=np.inf)
+        sentence = f"truncation drops a count of {dropped:g} and keeps one of {lowest:g}; set samples if that is meant."
+        _require(dropped <= lowest, sentence)
+
+
+def _rule_columns(tokenizer: Tokenizer, cells: CellSource) -> None:
+    vocab, counts = tokenizer.vocab, cells.counts
+    names = np.array(vocab.genes, dtype=object)
+    expected = _tokens(tokenizer, counts)
+    _require_same(expected, _tokens(tokenizer, cells), "a matrix gives other tokens than a block")
+    _require_same(expected, _tokens(tokenizer, counts, names), "naming the columns changes the tokens")
+    order = np.random.default_rng(3).permutation(vocab.n_genes)
+    permuted = _tokens(tokenizer, counts[:, order], GeneMap.of(names[order], vocab))
+    _require_same(expected, permuted, "permuted columns give other tokens")
+    other_names = {"version suffixes": names + ".7", "symbols": np.array(vocab.symbols or names, dtype=object)}
+    for kind, others in other_names.items():
+        # A name may stand for another gene (a shared symbol), or for none (a version behind what is no Ensembl id).
+        others = np.where(vocab.gene_indices(others) == np.arange(vocab.n_genes), others, names)
+        _require_same(expected, _tokens(tokenizer, counts, others), f"{kind} give other tokens")
+        repeated = _tokens(tokenizer, _halves(counts), np.concatenate([others, names]))
+        _require_same(expected, repeated, "two columns of one gene are not summed")
+
+
+def _rule_foreign_genes(tokenizer: Tokenizer, cells: CellSource) -> None:
+    names = [*tokenizer.vocab.genes, "not a gene", "nor this"]
+    foreign = sparse.csr_matrix(np.random.default_rng(4).integers(0, 50, (len(cells), 2)).astype(np.float32))
+    totals = cells.totals + np.asarray(foreign.sum(axis=1)).ravel()
+    wide = _tokens(tokenizer, sparse.csr_matrix(sparse.hstack([cells.counts, foreign])), names)
+    expected = _tokens(tokenizer, cells.counts, names[:-2], totals=totals)
+    _require_same(expected, wide, "genes outside the vocabulary change more than the library size")
+
+
+def _rule_matrices(tokenizer: Tokenizer, cells: CellSource) -> None:
+    counts = cells.counts.copy()
+    expected = _tokens(tokenizer, counts)
+    small = counts[4:].minimum(255)
+    for matrix, dtypes in ((counts, "float64 int64 uint32"), (small, "uint8 int16 uint16 int32")):
+        same = _tokens(tokenizer, matrix)
+        for dtype in dtypes.split():
+            _require_same(same, _tokens(tokenizer, matrix.astype(dtype)), f"counts as {dtype} give other tokens")
+    wide, block = _halves(counts), _all(cells)
+    # Each count in two entries that do not stand together, one of them often zero.
+    messy = sparse.csr_matrix((wide.data, wide.indices % counts.shape[1], wide.indptr), shape=counts.shape)
+    given = [messy.data, messy.indices, messy.indptr, block.indptr, block.genes, block.counts, block.totals, block.rows]
+    before = [array.copy() for array in given]
+    sentence = "explicit zeros, unsorted or repeated indices give other tokens"
+    _require_same(expected, _tokens(tokenizer, messy), sentence)
+    _tokens(tokenizer, block)
+    tokenizer.ragged(block)
+    unchanged = all(np.array_equal(a, b) for a, b in zip(before, given, strict=True))
+    # SciPy gives a matrix other arrays where it sorts it in place.
+    unchanged = unchanged and messy.data is given[0]
+    _require(unchanged, "the counts that it was given are changed.")
+
+
+def _halves(counts: sparse.csr_matrix) -> sparse.csr_matrix:
+    """Return two columns for each one, which sum to it, shape (B, 2G)."""
+    low, high = counts.copy(), counts.copy()
+    low.data = np.floor(counts.data / 2)
+    high.data = counts.data - low.data
+    return sparse.csr_matrix(sparse.hstack([low, high]))
+
+
+def _rule_config(tokenizer: Tokenizer, cells: CellSource) -> None:
+    config = tokenizer.config()
+    unnamed = set(config) ^ set(tokenizer.option_names())
+    _require(not unnamed, f"config() and the keyword-only options differ in {sorted(unnamed)}.")
+    try:
+        copy = json.loads(json.dumps(config))
+    except TypeError as error:
+        raise _BrokenRule(f"config() cannot be written as JSON: {error}.") from error
+    _require(copy == config, "config() is another after it was written as JSON.")
+    again = type(tokenizer)(tokenizer.vocab, **copy)
+    _require(again.config() == config, "the options of config() do not come back from the constructor.")
+    _require_same(_tokens(tokenizer, cells), _tokens(again, cells), "its config() makes one with other tokens")
+
+
+def _rule_ragged(tokenizer: Tokenizer, cells: CellSource) -> None:
+    batch, ragged = _tokens(tokenizer, cells), tokenizer.ragged(_all(cells))
+    mask = batch["attention_mask"]
+    arrays = {"input_ids": ragged.ids, "values": ragged.values, **ragged.extras}
+    _require(set(arrays) == set(batch) - {"attention_mask"}, f"ragged() has the keys {sorted(arrays)}.")
+    _require(np.array_equal(np.diff(ragged.indptr), mask.sum(dim=1)), "ragged() and the padded batch differ in length.")
+    for key, array in arrays.items():
+        _require(np.array_equal(array, batch[key][mask]), f"ragged() and the padded batch differ in {key!r}.")
+
+
+def _rule_order(tokenizer: Tokenizer, cells: CellSource) -> None:
+    if tokenizer.ordered_by_gene or tokenizer.vocab.n_genes < 8:
+        return
+    batch = _tokens(tokenizer, cells)
+    first, *others = (_genes(tokenizer, batch, row) for row in _EQUAL.tolist())
+    alike = all(np.array_equal(first, other) for other in others)
+    sentence = "genes with equal counts stand in one order in every cell, which tells which gene was hidden among them"
+    _require(not alike, f"{sentence}; set ordered_by_gene = True.")
+
+
+def _rule_masking(tokenizer: Tokenizer, cells: CellSource) -> None:
+    batch = _tokens(tokenizer, cells)
+    masking = Masking(tokenizer.vocab, mask_ratio=0.4, mask_token_prob=1.0, random_token_prob=0.0)
+    masked = masking(cast(TokenBatch, batch), np.arange(len(cells)), epoch=0, hidden_last=tokenizer.ordered_by_gene)
+    hidden = masked["labels"] != IGNORE_LABEL
+    has_genes = (batch["input_ids"] >= tokenizer.vocab.n_special).any(dim=1)
+    _require(torch.equal(hidden.any(dim=1), has_genes), "masking does not hide a token of each cell.")
+    for key, tensor in cast(dict[str, torch.Tensor], masked).items():
+        blank = tokenizer.vocab.mask_id if key == "input_ids" else 0
+        told = key not in _LABELS and key != "attention_mask" and (tensor[hidden] != blank).any()
+        _require(not told, f"{key!r} still tells of hidden tokens.")
+
+
+_RULES: dict[str, Callable[[Tokenizer, CellSource], None]] = {
+    "a batch has the right keys, dtypes and shapes": _rule_batch,
+    "padding stands behind the tokens of a cell": _rule_padding,
+    "special tokens stand where they belong": _rule_special_tokens,
+    "the tokens are the genes of the cell": _rule_genes,
+    "lengths() and max_tokens() tell the truth": _rule_lengths,
+    "the tokens are the same a second time": _rule_repeatable,
+    "a cell alone has the tokens that it has among others": _rule_alone,
+    "the names of the columns decide, not their order": _rule_columns,
+    "genes outside the vocabulary change the library size alone": _rule_foreign_genes,
+    "the form of the matrix does not matter, and it is left alone": _rule_matrices,
+    "config() makes an equal tokenizer": _rule_config,
+    "a cell that is too long loses its lowest genes": _rule_truncation,
+    "ragged() is the batch without padding": _rule_ragged,
+    "the neighbours of a hidden token do not tell which gene it was": _rule_order,
+    "masking leaves nothing of a hidden token": _rule_masking,
+}
