@@ -24,6 +24,9 @@ __all__ = ["Masking"]
 _STREAM = 0x6D61736B  # "mask": its random numbers are others than those of the views
 _RATIO_STREAM = 0x72617469
 
+_LABELS_OF = {"values": ("value_labels", 0), "bin_ids": ("bin_labels", IGNORE_LABEL)}
+"""What is told of a token, to the labels made of it where the token is hidden, and their value elsewhere."""
+
 
 class Masking:
     """Choose tokens to predict, and hide them, in the way of BERT (Devlin et al. 2019).
@@ -90,11 +93,12 @@ class Masking:
             Put the chosen tokens behind the others, in random order. Needed where the order of the tokens tells
             something of which genes they are: a gene hidden between two others could be read off its neighbours.
         """
-        ids = batch["input_ids"].numpy().copy()
-        labels = np.full(ids.shape, IGNORE_LABEL, dtype=np.int64)
-        chosen = np.zeros(ids.shape, dtype=np.bool_)
-        order = np.empty(ids.shape if hidden_last else (0, 0), dtype=np.int64)
+        tokens = batch["input_ids"].numpy()
+        ids, labels = np.empty_like(tokens), np.empty_like(tokens)
+        chosen = np.empty(tokens.shape, dtype=np.bool_)
+        order = np.empty(tokens.shape, dtype=np.int32)
         _mask(
+            tokens,
             ids,
             labels,
             chosen,
@@ -106,20 +110,20 @@ class Masking:
             self.mask_id,
             self.n_special,
             self.vocab_size,
+            hidden_last,
         )
-        masked: dict[str, torch.Tensor] = {}
-        where = torch.from_numpy(chosen)
+        masked = {"input_ids": ids, "labels": labels, "masked_positions": chosen}
         for name, tensor in cast(dict[str, torch.Tensor], batch).items():
             if name not in ("input_ids", "attention_mask"):
-                masked[name] = tensor.masked_fill(where, 0)
-        masked["value_labels"] = batch["values"].masked_fill(~where, 0)
-        if "bin_ids" in batch:
-            masked["bin_labels"] = batch["bin_ids"].masked_fill(~where, IGNORE_LABEL)
-        masked |= {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels), "masked_positions": where}
-        if hidden_last:
-            moved = torch.from_numpy(order)
-            masked = {name: tensor.gather(1, moved) for name, tensor in masked.items()}
-        return cast(TokenBatch, {**masked, "attention_mask": batch["attention_mask"]})
+                array = tensor.numpy()
+                masked[name] = np.empty_like(array)
+                target, ignore = _LABELS_OF.get(name, (None, 0))
+                hidden = np.empty_like(array if target is not None else array[:0])
+                _hide(array, order, chosen, ignore, masked[name], hidden)
+                if target is not None:
+                    masked[target] = hidden
+        tensors = {name: torch.from_numpy(array) for name, array in masked.items()}
+        return cast(TokenBatch, {**tensors, "attention_mask": batch["attention_mask"]})
 
     def ratios(self, rows: np.ndarray, *, epoch: int) -> np.ndarray:
         """Return the share of tokens to choose of each cell, float64, shape (B,)."""
@@ -136,26 +140,64 @@ class Masking:
 
 
 @numba.njit(cache=True, nogil=True)
-def _mask(ids, labels, chosen, order, keys, ratios, mask_prob, random_prob, mask_id, n_special, vocab_size):
-    for cell in range(len(ids)):
-        slots = np.flatnonzero(ids[cell] >= n_special)
-        genes = slots.copy()
-        n_chosen = min(max(1, int(len(genes) * ratios[cell] + 0.5)), len(genes))
+def _mask(
+    tokens, ids, labels, chosen, order, keys, ratios, mask_prob, random_prob, mask_id, n_special, vocab_size, last
+):  # fmt: skip
+    n_tokens = tokens.shape[1]
+    slots = np.empty(n_tokens, dtype=np.int32)
+    drawn = np.empty(n_tokens, dtype=np.int32)
+    hidden = np.zeros(n_tokens, dtype=np.bool_)
+    for cell in range(len(tokens)):
+        n_slots = 0
+        for position in range(n_tokens):
+            ids[cell, position] = tokens[cell, position]
+            labels[cell, position] = IGNORE_LABEL
+            chosen[cell, position] = False
+            order[cell, position] = position
+            if tokens[cell, position] >= n_special:
+                slots[n_slots] = drawn[n_slots] = position
+                n_slots += 1
+        n_chosen = min(max(1, int(n_slots * ratios[cell] + 0.5)), n_slots)
         key = keys[cell]
-        draw = np.uint64(0)
         # The first steps of a Fisher-Yates shuffle: exactly n_chosen positions, each set equally likely.
         for step in range(n_chosen):
-            other = step + int(uniform(key, draw) * (len(genes) - step))
-            genes[step], genes[other] = genes[other], genes[step]
-            position = genes[step]
-            labels[cell, position] = ids[cell, position]
+            other = step + int(uniform(key, np.uint64(3 * step)) * (n_slots - step))
+            drawn[step], drawn[other] = drawn[other], drawn[step]
+            hidden[drawn[step]] = True
+        if last:
+            free = 0
+            for slot in range(n_slots):
+                position = slots[slot]
+                if not hidden[position]:
+                    order[cell, slots[free]] = position
+                    ids[cell, slots[free]] = tokens[cell, position]
+                    free += 1
+            for step in range(n_chosen):
+                order[cell, slots[free + step]] = drawn[step]
+        for step in range(n_chosen):
+            hidden[drawn[step]] = False
+            position = slots[n_slots - n_chosen + step] if last else drawn[step]
+            gene = tokens[cell, drawn[step]]
+            labels[cell, position] = gene
             chosen[cell, position] = True
-            kind = uniform(key, draw + np.uint64(1))
+            kind = uniform(key, np.uint64(3 * step + 1))
             if kind < mask_prob:
                 ids[cell, position] = mask_id
             elif kind < mask_prob + random_prob:
-                ids[cell, position] = n_special + int(uniform(key, draw + np.uint64(2)) * (vocab_size - n_special))
-            draw += np.uint64(3)
-        if order.size:
-            order[cell] = np.arange(ids.shape[1])
-            order[cell, slots] = np.concatenate((np.sort(genes[n_chosen:]), genes[:n_chosen]))
+                draw = uniform(key, np.uint64(3 * step + 2))
+                ids[cell, position] = n_special + int(draw * (vocab_size - n_special))
+            else:
+                ids[cell, position] = gene
+
+
+@numba.njit(cache=True, nogil=True)
+def _hide(array, order, chosen, ignore, visible, hidden):
+    """Part an array into what is seen and, if asked for, what is hidden."""
+    n_tokens = array.shape[1]
+    wanted = len(hidden) > 0
+    for cell in range(len(array)):
+        for position in range(n_tokens):
+            value = array[cell, order[cell, position]]
+            visible[cell, position] = 0 if chosen[cell, position] else value
+            if wanted:
+                hidden[cell, position] = value if chosen[cell, position] else ignore
