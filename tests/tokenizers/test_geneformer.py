@@ -1,0 +1,360 @@
+"""Geneformer's tokens against its definition, one cell at a time in float64, written here without scforge.
+
+Geneformer (Theodoris et al. 2023) makes a cell so: columns that are genes of the dictionary stay; each count becomes
+``count * (1 / n_counts) * 1e4 * (1 / median)``, with n_counts over all columns; nonzero genes stand in the order of
+``np.argsort`` of the negated values; the first 2,048 (V1) or 4,094 between <cls> and <eos> (V2) are kept. V2 first maps
+ids to current ones and sums the columns of one gene, the sums behind the genes with one column.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import sparse
+
+from scforge.data import CellBlock, GeneMap
+from scforge.errors import DataError, OptionError
+from scforge.tokenizers import RankValueTokenizer
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+CELLS = SHARED / "cells" / "pbmc3k.h5ad"
+SIZES = {"V1": 2048, "V2": 4096}
+real_data = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not CELLS.is_file(), reason="needs the published dictionaries and cells in ../shared/data"),
+]
+
+
+class Reference:
+    """Geneformer's tokenizer as published, slowly."""
+
+    def __init__(self, tokens, medians, version, ensembl_map=None, size=None):
+        self.tokens, self.medians, self.version = tokens, medians, version
+        self.ensembl_map = ensembl_map
+        self.size = SIZES[version] if size is None else size
+
+    def columns(self, names):
+        """Return the gene of each column that is left, and the columns that it is made of, in their order."""
+        if self.version == "V1":
+            return [(name, [i]) for i, name in enumerate(names) if name in self.medians and name in self.tokens]
+        known = {old: new for old, new in self.ensembl_map.items() if new in self.tokens}
+        genes = [known.get(name.upper()) for name in names]
+        n_columns = Counter(genes)
+        single = [(gene, [i]) for i, gene in enumerate(genes) if gene is not None and n_columns[gene] == 1]
+        repeated = dict.fromkeys(gene for gene in genes if gene is not None and n_columns[gene] > 1)
+        return single + [(gene, [i for i, other in enumerate(genes) if other == gene]) for gene in repeated]
+
+    def matrix(self, counts, names):
+        """Return the counts of the columns that are left, CSR, and their genes."""
+        kept = self.columns(names)
+        rows = [i for _, columns in kept for i in columns]
+        places = np.repeat(np.arange(len(kept)), [len(columns) for _, columns in kept])
+        sums = sparse.csr_matrix((np.ones(len(rows)), (rows, places)), shape=(len(names), len(kept)))
+        matrix = sparse.csr_matrix(counts.astype(np.float64) @ sums)
+        matrix.sort_indices()
+        return matrix, [gene for gene, _ in kept]
+
+    def cells(self, counts, names):
+        """Return for each cell the tokens, and keys and tokens of all expressed genes from high to low."""
+        n_counts = np.asarray(counts.sum(axis=1, dtype=np.float64)).ravel()
+        matrix, genes = self.matrix(counts, names)
+        tokens = np.array([self.tokens[gene] for gene in genes])
+        norms = np.array([1.0 / self.medians[gene] for gene in genes])
+        for cell in range(len(n_counts)):
+            part = slice(matrix.indptr[cell], matrix.indptr[cell + 1])
+            data, indices = matrix.data[part], matrix.indices[part]
+            keys = data * (1.0 / n_counts[cell]) * 10_000 * norms[indices]
+            order = np.argsort(-keys)
+            ranked = tokens[indices][order]
+            yield self.framed(ranked), keys[order], ranked
+
+    def framed(self, ranked):
+        if self.version == "V1":
+            return ranked[: self.size]
+        return np.concatenate([[self.tokens["<cls>"]], ranked[: self.size - 2], [self.tokens["<eos>"]]])
+
+
+def rows_of(batch):
+    ids, mask = batch["input_ids"].numpy(), batch["attention_mask"].numpy()
+    return [row[there] for row, there in zip(ids, mask, strict=True)]
+
+
+def in_batches(tokenizer, counts, names, size=300):
+    gene_map = GeneMap.of(names, tokenizer.vocab)
+    for start in range(0, counts.shape[0], size):
+        yield from rows_of(tokenizer(counts[start : start + size], gene_map))
+
+
+def assert_equal_up_to_ties(ours, expected, keys, ranked):
+    """The keys of our tokens are those of the reference, one by one: only equal keys may have changed places."""
+    assert len(ours) == len(expected)
+    assert len(set(ours.tolist())) == len(ours)
+    key_of = dict(zip(ranked.tolist(), keys.tolist(), strict=True))
+    special = {0, 1, 2, 3} if len(expected) and expected[0] not in key_of else set()
+    for one, two in zip(ours.tolist(), expected.tolist(), strict=True):
+        if one != two:
+            assert one not in special
+            assert two not in special
+            assert key_of[one] == key_of[two]
+
+
+def dictionaries(version):
+    table = pd.read_parquet(SHARED / "vocab" / f"geneformer_{version}_tokens_medians.parquet")
+    named = table[table["token"].notna()]
+    tokens = dict(zip(named["gene_id"], named["token"].astype(int), strict=True))
+    known = table[table["median"].notna()]
+    medians = dict(zip(known["gene_id"], known["median"].astype(float), strict=True))
+    ensembl = pd.read_parquet(SHARED / "vocab" / f"geneformer_{version}_ensembl_map.parquet")
+    return tokens, medians, dict(zip(ensembl["ensembl_id"], ensembl["gene_id"], strict=True))
+
+
+@pytest.fixture(scope="module")
+def pbmc3k():
+    adata = ad.read_h5ad(CELLS)
+    return sparse.csr_matrix(adata.X), adata.var["gene_ids"].astype(str).to_numpy()
+
+
+@pytest.fixture(scope="module", params=["V1", "V2"])
+def published(request):
+    version = request.param
+    tokens, medians, ensembl_map = dictionaries(version)
+    folder = SHARED / "vocab"
+
+    def make(parity):
+        return RankValueTokenizer.from_geneformer(
+            folder / f"geneformer_{version}_tokens_medians.parquet",
+            version,
+            ensembl_map=folder / f"geneformer_{version}_ensembl_map.parquet" if version == "V2" else None,
+            parity=parity,
+        )
+
+    return Reference(tokens, medians, version, ensembl_map), make
+
+
+class TestRealData:
+    pytestmark = real_data
+
+    def test_token_ids_are_the_published_ones(self, published):
+        reference, make = published
+        vocab = make("stable").vocab
+        assert dict(zip(vocab.tokens, range(len(vocab)), strict=True)) == reference.tokens
+        np.testing.assert_array_equal(vocab.medians, [reference.medians[gene] for gene in vocab.genes])
+
+    def test_exact(self, published, pbmc3k):
+        reference, make = published
+        n_cells = 0
+        for ours, (expected, _, _) in zip(in_batches(make("exact"), *pbmc3k), reference.cells(*pbmc3k), strict=True):
+            np.testing.assert_array_equal(ours, expected)
+            n_cells += 1
+        assert n_cells == 2700
+
+    def test_stable(self, published, pbmc3k):
+        reference, make = published
+        n_cells = n_same = 0
+        for ours, (expected, keys, ranked) in zip(
+            in_batches(make("stable"), *pbmc3k), reference.cells(*pbmc3k), strict=True
+        ):
+            assert_equal_up_to_ties(ours, expected, keys, ranked)
+            n_cells += 1
+            n_same += np.array_equal(ours, expected)
+        assert n_cells == 2700
+        assert n_same > 2000  # ties are rare in real data
+
+    def test_some_cells_are_truncated_and_some_columns_collapsed(self, published, pbmc3k):
+        """The two tests above would prove little otherwise."""
+        reference, _ = published
+        counts, names = pbmc3k
+        matrix, genes = reference.matrix(counts, names)
+        if reference.version == "V1":
+            assert (np.diff(matrix.indptr) > reference.size).any()
+        else:
+            assert len(genes) < sum(len(columns) for _, columns in reference.columns(names))
+
+    @pytest.mark.parametrize("parity", ["exact", "stable"])
+    def test_short_sizes(self, published, pbmc3k, parity):
+        reference, make = published
+        tokenizer = make(parity)
+        short = RankValueTokenizer(tokenizer.vocab, **{**tokenizer.config(), "max_len": 64})
+        cut = Reference(reference.tokens, reference.medians, reference.version, reference.ensembl_map, size=64)
+        counts, names = pbmc3k[0][:200], pbmc3k[1]
+        for ours, (expected, keys, ranked) in zip(
+            in_batches(short, counts, names), cut.cells(counts, names), strict=True
+        ):
+            assert len(ours) == 64
+            if parity == "exact":
+                np.testing.assert_array_equal(ours, expected)
+            else:
+                assert_equal_up_to_ties(ours, expected, keys, ranked)
+
+    def test_odd_ids(self, published):
+        """Versions, lower case, former ids, repeated columns, names that are no gene; ids in any order."""
+        reference, make = published
+        generator = np.random.default_rng(5)
+        genes = generator.choice([gene for gene in reference.tokens if not gene.startswith("<")], 1500, replace=False)
+        names = list(genes)
+        if reference.version == "V2":
+            former = [old for old, new in reference.ensembl_map.items() if new in reference.tokens and old != new]
+            names += list(generator.choice(former, 400, replace=False))
+            names += [reference.ensembl_map[old] for old in names[1500:1600]]
+            names += [name.lower() for name in genes[:20] if name.startswith("ENSG")]
+        names += list(genes[:50])
+        names += [f"not a gene {i}" for i in range(200)]
+        order = generator.permutation(len(names))
+        names = np.array(names, dtype=object)[order]
+        counts = generator.poisson(0.4, (60, len(names))) * generator.integers(1, 30, (60, len(names)))
+        counts = sparse.csr_matrix(counts.astype(np.float32))
+        for ours, (expected, _, _) in zip(
+            in_batches(make("exact"), counts, names), reference.cells(counts, names), strict=True
+        ):
+            np.testing.assert_array_equal(ours, expected)
+
+
+# The same with made-up dictionaries, which need no files.
+
+GENES = [f"ENSG{i:011d}" for i in range(120)]
+V1 = {"<pad>": 0, "<mask>": 1, **{gene: i + 2 for i, gene in enumerate(GENES)}}
+V2 = {"<pad>": 0, "<mask>": 1, "<cls>": 2, "<eos>": 3, **{gene: i + 4 for i, gene in enumerate(GENES)}}
+# Few distinct medians, so that there are ties.
+MEDIANS = {gene: [0.5, 1.0, 1.7, 3.0][i % 4] for i, gene in enumerate(GENES)}
+FORMER = {f"ENSG{1000 + i:011d}": GENES[3 * i] for i in range(30)}
+MAP = {gene: gene for gene in GENES} | FORMER | {"ENSG00000000777": "ENSG00000000999"}
+
+
+def made_up(version, parity, size=None):
+    tokens = V1 if version == "V1" else V2
+    ensembl_map = MAP if version == "V2" else None
+    tokenizer = RankValueTokenizer.from_geneformer((tokens, MEDIANS), version, ensembl_map=ensembl_map, parity=parity)
+    if size is not None:
+        tokenizer = RankValueTokenizer(tokenizer.vocab, **{**tokenizer.config(), "max_len": size})
+    return tokenizer, Reference(tokens, MEDIANS, version, ensembl_map, size=size)
+
+
+def table(names, seed=0, n_cells=50):
+    generator = np.random.default_rng(seed)
+    counts = generator.poisson(0.6, (n_cells, len(names))) * generator.choice([1, 1, 2, 40], (n_cells, len(names)))
+    counts[3] = 0
+    counts[3, 0] = 5
+    return sparse.csr_matrix(counts.astype(np.float32)), np.array(names, dtype=object)
+
+
+def shuffled(names, seed=1):
+    return [names[i] for i in np.random.default_rng(seed).permutation(len(names))]
+
+
+NAMES = {
+    "all genes": GENES,
+    "permuted, with foreign genes": shuffled([*GENES, *(f"other{i}" for i in range(60))]),
+    "few genes": shuffled(GENES[:40]),
+    "repeated": shuffled([*GENES, *GENES[:30], *GENES[:10]]),
+}
+RENAMED = {
+    "former ids": shuffled([*GENES[50:], *FORMER]),
+    "former and current ids": shuffled([*GENES, *FORMER, "ENSG00000000777", "what"]),
+    "lower case": shuffled([*(gene.lower() for gene in GENES[:60]), *GENES[40:]]),
+}
+CASES = [("V1", names) for names in NAMES] + [("V2", names) for names in {**NAMES, **RENAMED}]
+
+
+@pytest.mark.parametrize("size", [None, 20, 5])
+@pytest.mark.parametrize(("version", "names"), CASES)
+def test_exact_with_made_up_dictionaries(version, names, size):
+    tokenizer, reference = made_up(version, "exact", size)
+    counts, columns = table({**NAMES, **RENAMED}[names])
+    for ours, (expected, _, _) in zip(
+        rows_of(tokenizer(counts, columns)), reference.cells(counts, columns), strict=True
+    ):
+        np.testing.assert_array_equal(ours, expected)
+
+
+@pytest.mark.parametrize("size", [None, 20, 5])
+@pytest.mark.parametrize(("version", "names"), [case for case in CASES if case != ("V1", "repeated")])
+def test_stable_with_made_up_dictionaries(version, names, size):
+    tokenizer, reference = made_up(version, "stable", size)
+    counts, columns = table({**NAMES, **RENAMED}[names])
+    for ours, (expected, keys, ranked) in zip(
+        rows_of(tokenizer(counts, columns)), reference.cells(counts, columns), strict=True
+    ):
+        assert_equal_up_to_ties(ours, expected, keys, ranked)
+
+
+def test_v1_keeps_each_of_repeated_columns_and_stable_sums_them():
+    counts = sparse.csr_matrix(np.array([[4, 0, 3, 1]], dtype=np.float32))
+    names = [GENES[1], GENES[2], GENES[1], GENES[3]]  # medians 1, 1.7, 1, 3
+    exact, _ = made_up("V1", "exact")
+    assert exact(counts, names)["input_ids"].tolist() == [[3, 3, 5]]
+    stable, _ = made_up("V1", "stable")
+    assert stable(counts, names)["input_ids"].tolist() == [[3, 5]]
+
+
+def test_v2_puts_sums_behind_genes_with_one_column():
+    """All keys are equal here, so that a stable sort shows the order of the columns."""
+    names = [GENES[0], GENES[4], GENES[0], GENES[8]]  # the medians are all 0.5
+    counts = sparse.csr_matrix(np.array([[1, 2, 1, 2]], dtype=np.float32))
+    _, reference = made_up("V2", "exact")
+    _, genes = reference.matrix(counts, names)
+    assert genes == [GENES[4], GENES[8], GENES[0]]
+    exact, _ = made_up("V2", "exact")
+    (ours,), ((expected, _, _),) = rows_of(exact(counts, names)), reference.cells(counts, names)
+    np.testing.assert_array_equal(ours, expected)
+
+
+@pytest.mark.parametrize("parity", ["exact", "stable"])
+def test_versions_of_ids_are_left_off(parity):
+    tokenizer, reference = made_up("V2", parity)
+    counts, names = table(GENES)
+    plain = rows_of(tokenizer(counts, names))
+    for one, two in zip(plain, rows_of(tokenizer(counts, [f"{name}.12" for name in names])), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("parity", ["exact", "stable"])
+def test_library_size_is_that_of_the_whole_panel(parity):
+    """Counts outside the dictionary lower the values of all genes of the cell by one factor."""
+    tokenizer, _ = made_up("V2", parity)
+    counts, names = table(GENES)
+    wide = sparse.csr_matrix(sparse.hstack([counts, np.full((50, 1), 1000)]))
+    among = tokenizer(wide, [*names, "other"])
+    n_counts = np.asarray(counts.sum(axis=1)).ravel() + 1000.0
+    dense = counts.toarray()
+    for cell, (ids, values) in enumerate(zip(rows_of(among), among["values"].numpy(), strict=True)):
+        expected = np.log1p(dense[cell, ids[1:-1] - 4] / n_counts[cell] * 1e4)
+        np.testing.assert_allclose(values[1 : len(ids) - 1], expected, rtol=1e-6)
+    given = tokenizer(counts, names, totals=n_counts)
+    assert all(np.array_equal(given[key], among[key]) for key in among)
+
+
+def test_a_block_and_a_matrix_give_the_same():
+    for version, parity in (("V1", "exact"), ("V1", "stable"), ("V2", "exact"), ("V2", "stable")):
+        tokenizer, _ = made_up(version, parity)
+        counts, _ = table(GENES)
+        one, two = tokenizer(counts), tokenizer(CellBlock.from_csr(counts))
+        assert all(np.array_equal(one[key], two[key]) for key in one)
+
+
+def test_sizes_and_special_tokens():
+    v1, _ = made_up("V1", "stable")
+    v2, _ = made_up("V2", "stable")
+    assert (v1.max_len, v1.append_cls, v1.append_eos) == (2048, False, False)
+    assert (v2.max_len, v2.append_cls, v2.append_eos) == (4096, True, True)
+    assert v1.vocab.special_tokens == ("<pad>", "<mask>")
+    assert (v2.vocab.pad_id, v2.vocab.mask_id, v2.vocab.cls_id, v2.vocab.eos_id) == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "medians", "version", "message", "error"),
+    [
+        (V1, MEDIANS, "V3", "version='V3' is not known; choose 'V1' or 'V2'", OptionError),
+        (V1, MEDIANS, "V2", "pass the dictionaries of version V2, or the version that fits them", DataError),
+        (V2, MEDIANS, "V1", "pass the dictionaries of version V1, or the version that fits them", DataError),
+        (V1 | {GENES[0]: 500}, MEDIANS, "V1", "from 0 without a gap; pass a published dictionary", DataError),
+        (V1, {GENES[0]: 1.0}, "V1", "no median for 119 genes", DataError),
+    ],
+)
+def test_dictionaries_that_do_not_fit(tokens, medians, version, message, error):
+    with pytest.raises(error, match=message):
+        RankValueTokenizer.from_geneformer((tokens, medians), version)
