@@ -1,0 +1,259 @@
+"""Bins against scGPT's and Tahoe-x1's definitions, one cell at a time, written here without scforge."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import sparse
+
+from scforge.data import CellBlock, CellSource, GeneVocab
+from scforge.errors import DataError, OptionError
+from scforge.tokenizers import get_tokenizer, quantile_bins
+
+EXAMPLE = [0, 1, 1, 1, 2, 3, 5, 8, 0, 13]
+
+
+def scgpt_row(row, n_bins, side):
+    """Bin one cell as scGPT's Preprocessor does (Cui et al. 2024), with NumPy's global random numbers."""
+    bins = np.zeros(len(row), dtype=np.int64)
+    there = np.flatnonzero(row)
+    if len(there) == 0:
+        return bins
+    values = row[there]
+    edges = np.quantile(values, np.linspace(0, 1, n_bins - 1))
+    left = np.digitize(values, edges)
+    if side == "both":
+        right = np.digitize(values, edges, right=True)
+        left = np.ceil(np.random.rand(len(values)) * (right - left) + left).astype(np.int64)
+    bins[there] = left
+    return bins
+
+
+def scgpt(dense, n_bins=51, side="both", seed=0):
+    state = np.random.get_state()
+    np.random.seed(seed)
+    try:
+        return np.stack([scgpt_row(row, n_bins, side) for row in dense])
+    finally:
+        np.random.set_state(state)
+
+
+def tahoe(dense, n_bins=51, dtype=torch.float64):
+    """Bin as Tahoe-x1 does: torch's quantiles, bucketize from the left, plus one."""
+    bins = np.zeros(dense.shape, dtype=np.int64)
+    for row, out in zip(dense, bins, strict=True):
+        there = np.flatnonzero(row)
+        if len(there) == 0:
+            continue
+        values = torch.as_tensor(row[there]).to(dtype)
+        # Rounded as NumPy's, since one position in the last place decides where an edge meets a count.
+        shares = (
+            torch.as_tensor(np.linspace(0, 1, n_bins - 1))
+            if dtype == torch.float64
+            else torch.linspace(0, 1, n_bins - 1)
+        )
+        out[there] = torch.bucketize(values, torch.quantile(values, shares), right=False).numpy() + 1
+    return bins
+
+
+def tables():
+    generator = np.random.default_rng(0)
+    counts = generator.poisson(0.7, (40, 90)) * generator.choice([1, 1, 1, 3, 50], (40, 90))
+    counts[0] = 0
+    counts[1], counts[1, 7] = 0, 4
+    counts[2], counts[2, 5:9] = 0, 6
+    counts[3] = np.arange(1, 91)  # no zero at all
+    counts[4] = 1
+    counts[5, :3] = [5000, 1_000_000, 2**31]
+    totals = np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    log1p = np.log1p(counts / totals * 1e4)
+    return {
+        "counts": counts,
+        "float64": counts.astype(np.float64),
+        "float32": counts.astype(np.float32),
+        "log1p CP10K": log1p,
+        "log1p CP10K, float32": log1p.astype(np.float32),
+    }
+
+
+TABLES = tables()
+
+
+def test_worked_example():
+    cell = sparse.csr_matrix([EXAMPLE])
+    for seed, expected in ((0, [0, 7, 5, 6, 22, 29, 36, 43, 0, 50]), (1, [0, 9, 5, 15, 22, 29, 36, 43, 0, 50])):
+        assert quantile_bins(cell, random_state=seed).toarray()[0].tolist() == expected
+        assert scgpt(np.array([EXAMPLE]), seed=seed)[0].tolist() == expected
+    assert quantile_bins(cell, side="one").data.tolist() == [15, 15, 15, 22, 29, 36, 43, 50]
+
+
+@pytest.mark.parametrize("table", list(TABLES))
+@pytest.mark.parametrize("n_bins", [3, 4, 7, 51, 200])
+@pytest.mark.parametrize("side", ["one", "both"])
+def test_scgpt(table, n_bins, side):
+    dense = TABLES[table]
+    for seed in (0, 3) if side == "both" else (0,):
+        ours = quantile_bins(sparse.csr_matrix(dense), n_bins=n_bins, side=side, random_state=seed)
+        np.testing.assert_array_equal(ours.toarray(), scgpt(dense, n_bins, side, seed))
+        assert ours.dtype == np.int64
+        assert ours.nnz == np.count_nonzero(dense)
+        assert ours.data.min() >= 1
+        assert ours.data.max() <= n_bins - 1
+
+
+@pytest.mark.parametrize("side", ["one", "both"])
+def test_scgpt_on_pbmc3k(pbmc, side):
+    counts = pbmc.X[:400]
+    ours = quantile_bins(counts, side=side, random_state=11)
+    np.testing.assert_array_equal(ours.toarray(), scgpt(counts.toarray(), side=side, seed=11))
+
+
+@pytest.mark.parametrize("n_bins", [3, 7, 51])
+@pytest.mark.parametrize("table", ["counts", "float64", "log1p CP10K"])
+def test_tahoe(table, n_bins):
+    dense = TABLES[table]
+    ours = quantile_bins(sparse.csr_matrix(dense), n_bins=n_bins, side="tahoe")
+    np.testing.assert_array_equal(ours.toarray(), tahoe(dense, n_bins))
+    assert ours.data.min() == 1
+    assert ours.data.max() <= n_bins - 1
+
+
+def test_tahoe_on_pbmc3k(pbmc):
+    """Tahoe-x1 computes in float32, where an edge may fall on the other side of a count that it should meet."""
+    counts = pbmc.X[:400]
+    ours = quantile_bins(counts, side="tahoe").toarray()
+    np.testing.assert_array_equal(ours, tahoe(counts.toarray()))
+    single = tahoe(counts.toarray(), dtype=torch.float32)
+    assert (ours != single).sum() < 0.01 * counts.nnz
+
+
+def test_the_order_of_the_columns_is_that_of_the_random_numbers():
+    dense = TABLES["counts"][:, ::-1]
+    messy = sparse.csr_matrix(dense)
+    messy.indices, messy.data = messy.indices.copy(), messy.data.copy()
+    for start, stop in zip(messy.indptr[:-1], messy.indptr[1:], strict=True):
+        messy.indices[start:stop] = messy.indices[start:stop][::-1]
+        messy.data[start:stop] = messy.data[start:stop][::-1]
+    messy.has_sorted_indices = False
+    before = [messy.data.copy(), messy.indices.copy()]
+    np.testing.assert_array_equal(quantile_bins(messy, random_state=2).toarray(), scgpt(dense, seed=2))
+    assert all(np.array_equal(a, b) for a, b in zip(before, (messy.data, messy.indices), strict=True))
+
+
+def test_the_global_generator_is_left_alone():
+    np.random.seed(5)
+    expected = np.random.rand()
+    np.random.seed(5)
+    quantile_bins(sparse.csr_matrix([EXAMPLE]))
+    assert np.random.rand() == expected
+
+
+@pytest.mark.parametrize(
+    ("counts", "options", "message", "error"),
+    [
+        ([[1.0, -1.0]], {}, "negative or missing values", DataError),
+        ([[1.0, np.nan]], {}, "negative or missing values", DataError),
+        ([[1.0, 2.0]], {"side": "left"}, "side='left' is not known; choose 'both', 'one' or 'tahoe'", OptionError),
+        ([[1.0, 2.0]], {"n_bins": 2}, "n_bins=2", OptionError),
+    ],
+)
+def test_errors(counts, options, message, error):
+    with pytest.raises(error, match=message):
+        quantile_bins(sparse.csr_matrix(counts), **options)
+
+
+# The tokenizer.
+
+
+def source(dense):
+    counts = sparse.csr_matrix(dense.astype(np.float32))
+    return CellSource(counts, dense.sum(axis=1).astype(np.float64))
+
+
+def vocab_of(n_genes):
+    return GeneVocab.from_genes([f"g{i}" for i in range(n_genes)])
+
+
+def dense_bins(batch, n_cells, n_genes):
+    """Return the bin of each gene, -1 where it is no token, shape (B, G)."""
+    bins = np.full((n_cells, n_genes), -1)
+    for row, (ids, of_cell) in enumerate(zip(batch["input_ids"].numpy(), batch["bin_ids"].numpy(), strict=True)):
+        genes = ids >= 4
+        bins[row, ids[genes] - 4] = of_cell[genes]
+    return bins
+
+
+@pytest.mark.parametrize("n_bins", [3, 7, 51])
+@pytest.mark.parametrize("side", ["one", "tahoe"])
+@pytest.mark.parametrize("zeros", [True, False])
+def test_tokenizer(n_bins, side, zeros):
+    dense = TABLES["counts"]
+    tokenizer = get_tokenizer("binned_expression", vocab_of(90), n_bins=n_bins, side=side, include_zero_genes=zeros)
+    batch = tokenizer(source(dense).block(np.arange(40)))
+    expected = scgpt(dense, n_bins, "one") if side == "one" else tahoe(dense, n_bins)
+    bins = dense_bins(batch, 40, 90)
+    np.testing.assert_array_equal(bins, expected if zeros else np.where(dense > 0, expected, -1))
+    assert torch.equal(batch["values"], batch["bin_ids"].float())
+
+
+def test_tokenizer_spreads_equal_counts_evenly():
+    """Equal counts go to all the bins that they span, as often, and anew with each draw."""
+    cells, tokenizer = (
+        source(np.tile(TABLES["counts"][6:8], (200, 1))),
+        get_tokenizer("binned_expression", vocab_of(90)),
+    )
+    one, two = (tokenizer(cells.block(np.arange(400), draw=draw)) for draw in (0, 1))
+    assert not torch.equal(one["bin_ids"], two["bin_ids"])
+    assert torch.equal(one["bin_ids"], tokenizer(cells.block(np.arange(400)))["bin_ids"])
+    dense = cells.counts.toarray()
+    bins, low, high = dense_bins(one, 400, 90), tahoe(dense[:1]), scgpt(dense[:1], side="one")
+    for gene in np.flatnonzero(dense[0]):
+        drawn = bins[::2, gene]
+        span = high[0, gene] - low[0, gene] + 1
+        assert drawn.min() >= low[0, gene]
+        assert drawn.max() <= high[0, gene]
+        middle, spread = (low[0, gene] + high[0, gene]) / 2, np.sqrt((span**2 - 1) / 12)
+        assert abs(drawn.mean() - middle) <= 5 * spread / np.sqrt(200)
+    # Genes of one cell are not drawn together.
+    ones = np.flatnonzero(dense[0] == 1)
+    correlation = np.corrcoef(bins[::2][:, ones].T) - np.eye(len(ones))
+    assert np.abs(correlation).max() < 5 / np.sqrt(200)
+
+
+def test_bins_are_those_of_the_whole_cell():
+    """A cell that is cut short keeps the bins that its genes have in the whole cell."""
+    dense, vocab = TABLES["counts"], vocab_of(90)
+    for options in ({"side": "one", "truncation": "random"}, {"side": "both", "truncation": "highest"}):
+        whole, short = (
+            dense_bins(
+                get_tokenizer("binned_expression", vocab, max_len=most, **options)(source(dense).block(np.arange(40))),
+                40,
+                90,
+            )
+            for most in (None, 12)
+        )
+        there = short >= 0
+        assert there.sum(axis=1).max() == 11
+        np.testing.assert_array_equal(short[there], whole[there])
+
+
+def test_random_truncation_draws_each_gene_as_often():
+    dense = np.tile(np.arange(1, 41), (500, 1))
+    tokenizer = get_tokenizer("binned_expression", vocab_of(40), max_len=11)
+    cells = source(dense)
+    kept = dense_bins(tokenizer(cells.block(np.arange(500))), 500, 40) >= 0
+    assert (kept.sum(axis=1) == 10).all()
+    assert np.abs(kept.mean(axis=0) - 0.25).max() < 5 * np.sqrt(0.25 * 0.75 / 500)
+    again = dense_bins(tokenizer(cells.block(np.arange(500), draw=1)), 500, 40) >= 0
+    assert 0.1 < (kept & again).sum() / kept.sum() < 0.4
+
+
+def test_fixed_edges_are_the_same_in_all_cells():
+    dense = np.array([[1, 10, 100, 0], [2, 20, 200, 0], [1, 10, 100, 7]])
+    edges = [7.0, 8.0, 9.0]
+    tokenizer = get_tokenizer("binned_expression", vocab_of(4), edges=edges)
+    assert tokenizer.n_bins == 5
+    values = np.log1p(dense / dense.sum(axis=1, keepdims=True) * 1e4)
+    expected = np.where(dense > 0, 1 + (values[..., None] >= edges).sum(axis=-1), -1)
+    np.testing.assert_array_equal(dense_bins(tokenizer(CellBlock.from_csr(sparse.csr_matrix(dense))), 3, 4), expected)
