@@ -10,7 +10,8 @@ from torch import nn
 
 from scforge.config.schema import ModelConfig
 from scforge.models import CellModule, ModelOutput, count_parameters, get_model, list_models
-from scforge.models.registry import MODELS, check_model_options
+from scforge.models.components import fill_gene_vectors
+from scforge.models.registry import MODELS, check_model_options, option_names
 
 VOCAB, SMALL = 60, {"hidden_dim": 16, "num_layers": 2, "dropout": 0.1}
 OPTIONS: dict[str, list[dict]] = {
@@ -25,10 +26,22 @@ OPTIONS: dict[str, list[dict]] = {
         {**SMALL, "num_heads": 4, "use_expression_values": False},
     ],
 }
+DIM, LEARNED = 7, 10
+
+
+def sets_of_options(name: str) -> list[dict]:
+    """The options of an architecture, and each again with gene vectors where it can use them."""
+    plain = OPTIONS.get(name, [SMALL])
+    if "gene_vectors" not in (option_names(name) or []):
+        return plain
+    vectors = [{"dim": DIM, "learned": LEARNED, "frozen": frozen} for frozen in (True, False)]
+    return plain + [{**options, "gene_vectors": vectors[i % 2]} for i, options in enumerate([*plain, plain[-1]])]
+
+
 CASES = [
     pytest.param(name, options, id=f"{name}-{i}")
     for name in list_models()
-    for i, options in enumerate(OPTIONS.get(name, [SMALL]))
+    for i, options in enumerate(sets_of_options(name))
 ]
 every_model = pytest.mark.parametrize(("name", "options"), CASES)
 TOKENS = ("input_ids", "attention_mask", "values")
@@ -36,7 +49,16 @@ TOKENS = ("input_ids", "attention_mask", "values")
 
 def make(name: str, options: dict) -> nn.Module:
     torch.manual_seed(0)
-    return get_model(name, ModelConfig(architecture=name, vocab_size=VOCAB, **options))
+    model = get_model(name, ModelConfig(architecture=name, vocab_size=VOCAB, **options))
+    if "gene_vectors" in options:
+        vectors = torch.randn(VOCAB, DIM, generator=torch.Generator().manual_seed(2))
+        vectors[:LEARNED] = torch.nan
+        fill_gene_vectors(model, vectors)
+    return model
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]
 
 
 @pytest.fixture
@@ -102,6 +124,10 @@ def test_every_parameter_that_the_loss_uses_learns(batch, name, options):
     labels = batch["input_ids"].masked_fill(~batch["attention_mask"], -100)
     model(**batch | {"labels": labels}).loss.backward()
     for part, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            assert options["gene_vectors"]["frozen"]
+            assert part.endswith("vectors.weight")
+            continue
         assert parameter.grad is not None, part
         assert parameter.grad.isfinite().all(), part
         assert parameter.grad.any(), part
@@ -134,7 +160,7 @@ def test_without_logits_the_same_loss_and_gradients(batch, name, options):
         output = model(**batch, return_logits=return_logits)
         output.loss.backward()
         losses.append(output.loss.detach())
-        gradients.append([p.grad.clone() for p in model.parameters()])
+        gradients.append([p.grad.clone() for p in trainable(model)])
     assert output.logits is None
     torch.testing.assert_close(losses[0], losses[1])
     for one, two in zip(*gradients, strict=True):
@@ -267,13 +293,30 @@ def test_an_optimizer_step_learns(batch, name, options):
     assert losses[-1] < losses[0] - 0.2
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.parametrize("name", [name for name in list_models() if "gene_vectors" in (option_names(name) or [])])
+def test_gene_vectors_learn_unless_they_are_frozen(batch, name, frozen):
+    options = OPTIONS.get(name, [SMALL])[0]
+    model = make(name, {**options, "gene_vectors": {"dim": DIM, "learned": LEARNED, "frozen": frozen}})
+    before = {part: value.clone() for part, value in model.state_dict().items()}
+    optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, weight_decay=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(**batch).loss.backward()
+        optimizer.step()
+    changed = {part for part, value in model.state_dict().items() if not torch.equal(value, before[part])}
+    assert [part for part in changed if part.endswith("projection.weight")]
+    assert any(part.endswith("vectors.weight") for part in changed) is not frozen
+
+
 @every_model
 def test_from_config(name, options):
     model = make(name, options)
     direct = MODELS.get(name)(vocab_size=VOCAB, **options)
     shapes = {part: p.shape for part, p in direct.state_dict().items()}
     assert {part: p.shape for part, p in model.state_dict().items()} == shapes
-    assert count_parameters(model) == model.num_parameters() == sum(p.numel() for p in direct.parameters())
+    assert count_parameters(model) == model.num_parameters() == sum(p.numel() for p in trainable(direct))
+    assert model.num_parameters(trainable_only=False) == sum(p.numel() for p in direct.parameters())
 
 
 @every_model

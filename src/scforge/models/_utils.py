@@ -24,14 +24,17 @@ def init_weights(module: nn.Module) -> None:
     """Initialise one module; meant for ``model.apply(init_weights)``.
 
     Linear layers: Xavier uniform weights, zero biases. Embeddings: normal with standard deviation 0.02, zero at the
-    padding index. Layer norms: ones and zeros.
+    padding index. Layer norms: ones and zeros. A module with a true attribute ``initialises_itself``: its own
+    ``reset_parameters``.
 
     Parameters
     ----------
     module
         A single module.
     """
-    if isinstance(module, nn.Linear):
+    if getattr(module, "initialises_itself", False):
+        module.reset_parameters()
+    elif isinstance(module, nn.Linear):
         nn.init.xavier_uniform_(module.weight)
         if module.bias is not None:
             nn.init.zeros_(module.bias)

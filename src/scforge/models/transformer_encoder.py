@@ -52,6 +52,9 @@ class TransformerEncoder(nn.Module):
         Add the projected expression value of each token.
     layer_norm_eps
         Epsilon of the layer norms.
+    gene_vectors
+        Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
+        :class:`scforge.models.components.GeneVectorEmbedding`. ``Encoder`` sets it for tokenizers with gene vectors.
 
     Examples
     --------
@@ -75,6 +78,7 @@ class TransformerEncoder(nn.Module):
         activation: str = "gelu",
         use_expression_values: bool = True,
         layer_norm_eps: float = 1e-12,
+        gene_vectors: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         check_choice("pooling", pooling, sorted(POOLINGS))
@@ -82,7 +86,7 @@ class TransformerEncoder(nn.Module):
         self.hidden_dim = hidden_dim
         self.pooling = pooling
         self.embedding = GeneExpressionEmbedding(
-            vocab_size, hidden_dim, max_seq_len, dropout, use_expression_values, layer_norm_eps
+            vocab_size, hidden_dim, max_seq_len, dropout, use_expression_values, layer_norm_eps, gene_vectors
         )
         self.layers = nn.ModuleList(
             TransformerBlock(hidden_dim, num_heads, ffn_dim, dropout, activation, layer_norm_eps)
@@ -99,6 +103,7 @@ class TransformerEncoder(nn.Module):
         values: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         *,
+        attention_bias: torch.Tensor | None = None,
         return_logits: bool = True,
         **kwargs: Any,
     ) -> ModelOutput:
@@ -114,6 +119,8 @@ class TransformerEncoder(nn.Module):
             Expression values, shape (B, S).
         labels
             Token ids to predict, shape (B, S); -100 where there is nothing to predict.
+        attention_bias
+            Number to add to the attention scores of each token as a key, shape (B, S).
         return_logits
             If false, the vocabulary head runs at labelled positions only and ``logits`` is None.
         **kwargs
@@ -123,7 +130,7 @@ class TransformerEncoder(nn.Module):
         -------
         ``loss`` (with `labels`), ``logits`` (B, S, V) and ``embeddings`` (B, H).
         """
-        hidden_bsh = self._hidden(input_ids, attention_mask, values)
+        hidden_bsh = self._hidden(input_ids, attention_mask, values, attention_bias)
         loss, logits = token_loss(self.head, hidden_bsh, labels, return_logits=return_logits)
         return ModelOutput(loss=loss, logits=logits, embeddings=self._pool(hidden_bsh, attention_mask))
 
@@ -132,15 +139,21 @@ class TransformerEncoder(nn.Module):
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
         values: torch.Tensor | None = None,
+        *,
+        attention_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return cell embeddings, shape (B, H). The arguments are those of :meth:`forward`."""
-        return self._pool(self._hidden(input_ids, attention_mask, values), attention_mask)
+        return self._pool(self._hidden(input_ids, attention_mask, values, attention_bias), attention_mask)
 
     def _hidden(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        values: torch.Tensor | None = None,
+        attention_bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        mask = key_mask(attention_mask)
+        mask = key_mask(attention_mask, attention_bias)
         hidden_bsh = self.embedding(input_ids, values)
         for layer in self.layers:
             hidden_bsh = layer(hidden_bsh, mask)

@@ -32,12 +32,20 @@ def generate_causal_mask(seq_len: int, device: torch.device | None = None) -> to
     return torch.full((seq_len, seq_len), float("-inf"), device=device).triu(diagonal=1)
 
 
-def key_mask(attention_mask_bs: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a padding mask (bool, int or float; nonzero for tokens) as a bool mask of shape (B, 1, 1, S)."""
-    if attention_mask_bs is None:
-        return None
-    mask = attention_mask_bs if attention_mask_bs.dtype == torch.bool else attention_mask_bs != 0
-    return mask[:, None, None, :]
+def key_mask(
+    attention_mask_bs: torch.Tensor | None, attention_bias_bs: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """Return a padding mask (bool, int or float; nonzero for tokens) as a bool mask of shape (B, 1, 1, S).
+
+    With a bias of the keys the mask is a float one: the bias, and ``-inf`` at padding.
+    """
+    mask = attention_mask_bs
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask != 0
+    if attention_bias_bs is not None:
+        bias = attention_bias_bs.float()
+        mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
+    return None if mask is None else mask[:, None, None, :]
 
 
 class SelfAttention(nn.Module):
@@ -62,10 +70,12 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(hidden_dim, hidden_dim)
 
     def forward(self, hidden_bsh: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Attend; `mask` is broadcast to (B, N, S, S), true or 0 where attention is allowed."""
+        """Attend; `mask` is broadcast to (B, N, S, S): true where attention is allowed, or added to the scores."""
         batch, seq, width = hidden_bsh.shape
         qkv = self.qkv(hidden_bsh).view(batch, seq, 3, self.num_heads, width // self.num_heads)
         q_bnsd, k_bnsd, v_bnsd = qkv.permute(2, 0, 3, 1, 4)
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(q_bnsd.dtype)  # of lower precision under autocast
         mixed_bnsd = F.scaled_dot_product_attention(q_bnsd, k_bnsd, v_bnsd, attn_mask=mask)
         return self.out(mixed_bnsd.transpose(1, 2).reshape(batch, seq, width))
 

@@ -5,11 +5,13 @@ Shapes: B cells, S tokens, H hidden.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
-from scforge._constants import PAD_ID
 from scforge.errors import OptionError
+from scforge.models.components.gene_vectors import token_embedding
 
 __all__ = ["GeneExpressionEmbedding"]
 
@@ -33,6 +35,9 @@ class GeneExpressionEmbedding(nn.Module):
         Project the scalar value of each token to H and add it.
     layer_norm_eps
         Epsilon of the layer norm.
+    gene_vectors
+        Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
+        :class:`GeneVectorEmbedding`.
 
     Examples
     --------
@@ -49,10 +54,11 @@ class GeneExpressionEmbedding(nn.Module):
         dropout: float = 0.1,
         use_expression_values: bool = True,
         layer_norm_eps: float = 1e-12,
+        gene_vectors: dict[str, Any] | None = None,
     ) -> None:
         super().__init__()
         self.max_seq_len = max_seq_len
-        self.gene_embedding = nn.Embedding(vocab_size, hidden_dim, padding_idx=PAD_ID)
+        self.gene_embedding = token_embedding(vocab_size, hidden_dim, gene_vectors)
         self.position_embedding = nn.Embedding(max_seq_len, hidden_dim)
         self.expression_projection = nn.Linear(1, hidden_dim) if use_expression_values else None
         # Values of 5 and more times Xavier weights would drown gene embeddings of standard deviation 0.02 (measured on

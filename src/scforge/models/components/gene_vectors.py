@@ -1,0 +1,273 @@
+"""Token embeddings made of pretrained gene vectors.
+
+Shapes: B cells, S tokens, H hidden, V vocabulary, D dimensions of a pretrained vector, L tokens without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from scforge._checks import check_count
+from scforge._constants import PAD_ID
+from scforge._registry import check_options
+from scforge.errors import OptionError
+
+__all__ = ["GeneVectorBag", "GeneVectorEmbedding", "check_filled", "fill_gene_vectors", "token_bag", "token_embedding"]
+
+_STD = 0.02
+
+
+class _Vectors(nn.Embedding):
+    """Zeros until they are filled: a model must not take random numbers for vectors that somebody pretrained."""
+
+    initialises_itself = True
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+class _Projection(nn.Linear):
+    """Vectors of length 1 come out with standard deviation 0.02, as all embeddings start."""
+
+    initialises_itself = True
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=_STD)
+
+
+class GeneVectorEmbedding(nn.Module):
+    """Projected pretrained vectors for tokens that have one, learned vectors of their own for the others.
+
+    The embedding of a token with the pretrained vector v is ``W (v - center) * scale``: `center` is the mean vector and
+    `scale` brings the root mean square length to 1, so that W, which starts with standard deviation 0.02, gives vectors
+    of any length the scale of a usual embedding, and trains at its pace. What all genes share (most of an ESM-2 vector)
+    would else drown what tells them apart.
+
+    :meth:`fill` puts the pretrained vectors in place; until then they are zeros.
+
+    Parameters
+    ----------
+    vocab_size
+        Number of tokens V, special tokens included.
+    hidden_dim
+        Width H.
+    dim
+        Dimensions D of a pretrained vector.
+    learned
+        Number L of tokens without a pretrained vector: special tokens (PAD always) and genes.
+    frozen
+        Whether training leaves the pretrained vectors as they are.
+
+    Examples
+    --------
+    >>> embedding = GeneVectorEmbedding(vocab_size=6, hidden_dim=8, dim=3, learned=4)
+    >>> vectors = torch.full((6, 3), torch.nan)
+    >>> vectors[4:] = torch.tensor([[1.0, 0.0, 2.0], [3.0, 5.0, 0.0]])
+    >>> embedding.fill(vectors)
+    >>> embedding(torch.tensor([[3, 4, 5, 0]])).shape
+    torch.Size([1, 4, 8])
+    """
+
+    row: torch.Tensor
+    center: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, vocab_size: int, hidden_dim: int, dim: int, learned: int, frozen: bool = True) -> None:
+        super().__init__()
+        check_count("gene_vectors.dim", dim, "dimensions")
+        check_count("gene_vectors.learned", learned, "tokens")
+        if learned >= vocab_size:
+            raise OptionError(
+                f"gene_vectors.learned={learned} leaves none of the {vocab_size} tokens a pretrained vector; lower it."
+            )
+        self.vocab_size = vocab_size
+        self.n_learned = learned
+        self.learned = nn.Embedding(learned, hidden_dim, padding_idx=PAD_ID)
+        self.vectors = _Vectors(vocab_size - learned, dim)
+        self.vectors.weight.requires_grad_(not frozen)
+        self.projection = _Projection(dim, hidden_dim, bias=False)
+        # Where each token stands in a table of first the learned and then the pretrained vectors.
+        self.register_buffer("row", torch.arange(vocab_size))
+        # Kept so that the vectors of further genes can be brought onto the same scale; a scale of 0: not filled.
+        self.register_buffer("center", torch.zeros(dim))
+        self.register_buffer("scale", torch.zeros(()))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Embed tokens.
+
+        Parameters
+        ----------
+        input_ids
+            Token ids, shape (B, S).
+
+        Returns
+        -------
+        Shape (B, S, H).
+        """
+        rows = self.row[input_ids]
+        if rows.numel() > self.vocab_size:
+            return F.embedding(rows, self._table(), padding_idx=PAD_ID)
+        own = F.embedding(rows.clamp(max=self.n_learned - 1), self.learned.weight, padding_idx=PAD_ID)
+        projected = self.projection(self.vectors((rows - self.n_learned).clamp(min=0))).to(own.dtype)
+        return torch.where((rows < self.n_learned).unsqueeze(-1), own, projected)
+
+    def _table(self) -> torch.Tensor:
+        """Return the embeddings of all tokens in the order of `row`, shape (V, H); cheaper for large batches."""
+        projected = self.projection(self.vectors.weight)
+        return torch.cat([self.learned.weight, projected.to(self.learned.weight.dtype)])
+
+    @torch.no_grad()
+    def fill(self, vectors: torch.Tensor) -> None:
+        """Put pretrained vectors in place.
+
+        Parameters
+        ----------
+        vectors
+            Shape (V, D), with rows of NaN for the tokens without one.
+
+        Raises
+        ------
+        OptionError
+            If the vectors do not fit `vocab_size`, `dim` and `learned`, or are all the same.
+        """
+        without = vectors.isnan().any(dim=1)
+        expected = (self.vocab_size, self.vectors.embedding_dim)
+        if tuple(vectors.shape) != expected or int(without.sum()) != self.n_learned or not without[PAD_ID]:
+            raise OptionError(
+                f"gene vectors of shape {tuple(vectors.shape)} with {int(without.sum())} rows of NaN do not fit; "
+                f"the shape {expected} with {self.n_learned} rows of NaN, that of PAD among them, is needed."
+            )
+        known = vectors[~without].float()
+        center = known.mean(dim=0)
+        length = (known - center).square().sum(dim=1).mean().sqrt()
+        if not length > 0:
+            raise OptionError("all gene vectors are the same; they cannot tell genes apart.")
+        device = self.row.device
+        self.center.copy_(center)
+        self.scale.copy_(1 / length)
+        self.vectors.weight.copy_((known - center) / length)
+        order = torch.cat([without.nonzero(), (~without).nonzero()]).flatten()
+        self.row[order.to(device)] = torch.arange(self.vocab_size, device=device)
+
+
+class GeneVectorBag(GeneVectorEmbedding):
+    """Weighted sums of the embeddings of :class:`GeneVectorEmbedding`, called like :class:`torch.nn.EmbeddingBag`.
+
+    The parameters are those of :class:`GeneVectorEmbedding`.
+
+    Examples
+    --------
+    >>> bag = GeneVectorBag(vocab_size=6, hidden_dim=8, dim=3, learned=4)
+    >>> bag(torch.tensor([[3, 4, 5, 0]]), torch.rand(1, 4)).shape
+    torch.Size([1, 8])
+    """
+
+    def forward(self, input_ids: torch.Tensor, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum embeddings with weights.
+
+        Parameters
+        ----------
+        input_ids
+            Token ids, shape (B, S).
+        per_sample_weights
+            Shape (B, S); ones if None.
+
+        Returns
+        -------
+        Shape (B, H).
+        """
+        rows = self.row[input_ids]
+        if rows.numel() > self.vocab_size:
+            return F.embedding_bag(
+                rows, self._table(), mode="sum", per_sample_weights=per_sample_weights, padding_idx=PAD_ID
+            )
+        embedded = super().forward(input_ids)
+        if per_sample_weights is None:
+            return embedded.sum(dim=1)
+        return (embedded * per_sample_weights.to(embedded.dtype).unsqueeze(-1)).sum(dim=1)
+
+
+def token_embedding(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any] | None = None) -> nn.Module:
+    """Return the embedding of tokens: a plain one, or one of pretrained vectors.
+
+    Parameters
+    ----------
+    vocab_size, hidden_dim
+        Its size.
+    gene_vectors
+        None, or the arguments `dim`, `learned` and `frozen` of :class:`GeneVectorEmbedding`.
+
+    Raises
+    ------
+    OptionError
+        If `gene_vectors` cannot be used.
+    """
+    if gene_vectors is None:
+        return nn.Embedding(vocab_size, hidden_dim, padding_idx=PAD_ID)
+    return GeneVectorEmbedding(vocab_size, hidden_dim, **_checked(gene_vectors))
+
+
+def token_bag(vocab_size: int, hidden_dim: int, gene_vectors: Mapping[str, Any] | None = None) -> nn.Module:
+    """Return the weighted sum of embeddings of tokens; the parameters are those of :func:`token_embedding`."""
+    if gene_vectors is None:
+        return nn.EmbeddingBag(vocab_size, hidden_dim, mode="sum", padding_idx=PAD_ID)
+    return GeneVectorBag(vocab_size, hidden_dim, **_checked(gene_vectors))
+
+
+def fill_gene_vectors(module: nn.Module, vectors: torch.Tensor) -> None:
+    """Put pretrained vectors into all :class:`GeneVectorEmbedding` of a model.
+
+    Parameters
+    ----------
+    module
+        The model.
+    vectors
+        Shape (V, D), with rows of NaN for the tokens without one.
+
+    Raises
+    ------
+    OptionError
+        If the model has no such embedding, or the vectors do not fit.
+    """
+    parts = _parts(module)
+    if not parts:
+        raise OptionError(
+            f"{type(module).__name__} has an option 'gene_vectors' but embeds no gene vectors; hand the option to "
+            "GeneExpressionEmbedding or to GeneVectorEmbedding."
+        )
+    for part in parts:
+        part.fill(vectors)
+
+
+def check_filled(module: nn.Module) -> None:
+    """Raise unless all :class:`GeneVectorEmbedding` of a model were filled.
+
+    Raises
+    ------
+    OptionError
+        If one was not.
+    """
+    if any(not part.scale for part in _parts(module)):
+        raise OptionError(
+            "gene_vectors is set but the model was given no vectors; leave it out and pass them with "
+            "tokenizer={'name': 'gene_embedding', 'table': ...}."
+        )
+
+
+def _parts(module: nn.Module) -> list[GeneVectorEmbedding]:
+    return [part for part in module.modules() if isinstance(part, GeneVectorEmbedding)]
+
+
+def _checked(gene_vectors: Mapping[str, Any]) -> dict[str, Any]:
+    if not isinstance(gene_vectors, Mapping) or not {"dim", "learned"} <= set(gene_vectors):
+        raise OptionError(
+            f"gene_vectors={gene_vectors!r} is not a dict with 'dim' and 'learned'; "
+            "leave it out, or pass e.g. {'dim': 1280, 'learned': 4}."
+        )
+    check_options("option", "gene_vectors", gene_vectors, ["dim", "learned", "frozen"])
+    return dict(gene_vectors)
