@@ -1,0 +1,107 @@
+"""A bias of the keys is added to the attention scores, and to nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scforge.models import TransformerEncoder
+from scforge.models.components import SelfAttention
+from scforge.models.components.attention import key_mask
+
+LENGTHS = torch.tensor([7, 5, 2])
+MASK = torch.arange(7) < LENGTHS[:, None]
+IDS = torch.randint(4, 50, (3, 7), generator=torch.Generator().manual_seed(0)) * MASK
+VALUES = torch.rand(3, 7, generator=torch.Generator().manual_seed(1)) * MASK
+BIAS = torch.randn(3, 7, generator=torch.Generator().manual_seed(2)) * MASK
+
+
+def make(**options) -> TransformerEncoder:
+    torch.manual_seed(0)
+    return TransformerEncoder(50, 16, 2, 4, pooling="mean", **options).eval()
+
+
+def test_scores_by_the_formula():
+    attention = SelfAttention(16, 4)
+    hidden = torch.randn(3, 7, 16)
+    q, k, v = attention.qkv(hidden).view(3, 7, 3, 4, 4).permute(2, 0, 3, 1, 4)
+    scores = q @ k.mT / 2 + BIAS[:, None, None, :]
+    weights = scores.masked_fill(~MASK[:, None, None, :], -torch.inf).softmax(dim=-1)
+    expected = attention.out((weights @ v).transpose(1, 2).reshape(3, 7, 16))
+    torch.testing.assert_close(attention(hidden, key_mask(MASK, BIAS)), expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_a_bias_of_zero_is_none(dtype):
+    model = make()
+    zero = torch.zeros(3, 7, dtype=dtype)
+    with torch.no_grad():
+        for mask in (MASK, MASK.long(), torch.ones(3, 7)):
+            one, two = model(IDS, mask, VALUES), model(IDS, mask, VALUES, attention_bias=zero)
+            torch.testing.assert_close(one.logits, two.logits, atol=1e-6, rtol=1e-5)
+            torch.testing.assert_close(model.encode(IDS, mask, VALUES, attention_bias=zero), one.embeddings)
+
+
+def test_without_a_bias_the_mask_is_as_ever():
+    assert key_mask(None) is None
+    assert torch.equal(key_mask(MASK), MASK[:, None, None, :])
+    assert key_mask(MASK).dtype == torch.bool
+    torch.testing.assert_close(key_mask(None, BIAS), BIAS[:, None, None, :])
+
+
+def test_a_strong_bias_draws_all_attention():
+    attention, hidden = SelfAttention(16, 4), torch.randn(1, 6, 16)
+    bias = torch.zeros(1, 6)
+    bias[0, 3] = 50.0
+    drawn = attention(hidden, key_mask(torch.ones(1, 6), bias))
+    value = attention.qkv(hidden)[:, 3:4, 32:]
+    torch.testing.assert_close(drawn, attention.out(value).expand(1, 6, 16), atol=1e-6, rtol=1e-4)
+    moved = hidden.clone()
+    moved[0, 3] += 1
+    assert (attention(moved, key_mask(None, bias)) - drawn).abs().max() > 1e-2
+
+
+def test_it_matters_and_is_not_a_shift():
+    model = make()
+    with torch.no_grad():
+        plain = model.encode(IDS, MASK, VALUES)
+        assert (model.encode(IDS, MASK, VALUES, attention_bias=3 * BIAS) - plain).abs().max() > 1e-3
+        torch.testing.assert_close(model.encode(IDS, MASK, VALUES, attention_bias=torch.full((3, 7), 5.0)), plain)
+
+
+@pytest.mark.parametrize("at_padding", [0.0, 1e4, -1e4, float("nan")])
+def test_padding_stays_excluded(at_padding):
+    model = make()
+    bias = BIAS.masked_fill(~MASK, at_padding)
+    with torch.no_grad():
+        expected = model.encode(IDS, MASK, VALUES, attention_bias=BIAS)
+        torch.testing.assert_close(model.encode(IDS, MASK, VALUES, attention_bias=bias), expected)
+        for i, length in enumerate(LENGTHS.tolist()):
+            cut = [tensor[i : i + 1, :length] for tensor in (IDS, MASK, VALUES)]
+            alone = model.encode(*cut, attention_bias=bias[i : i + 1, :length])
+            torch.testing.assert_close(alone, expected[i : i + 1], atol=1e-6, rtol=1e-4)
+
+
+def test_a_cell_without_tokens():
+    model = make()
+    mask = MASK.clone()
+    mask[1] = False
+    output = model(IDS, mask, VALUES, labels=IDS, attention_bias=BIAS)
+    assert output.logits.isfinite().all()
+    output.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+    with torch.no_grad():
+        zero = model(IDS, mask, VALUES, attention_bias=torch.zeros(3, 7)).logits
+        torch.testing.assert_close(zero, model(IDS, mask, VALUES).logits, atol=1e-6, rtol=1e-5)
+
+
+def test_bfloat16():
+    model = make()
+    expected = model.encode(IDS, MASK, VALUES, attention_bias=BIAS)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(IDS, MASK, VALUES, labels=IDS, attention_bias=BIAS)
+    output.loss.backward()
+    torch.testing.assert_close(output.embeddings.float(), expected, atol=0.05, rtol=0.05)
+    half = make().bfloat16().encode(IDS, MASK, VALUES, attention_bias=BIAS)
+    assert half.dtype == torch.bfloat16
+    torch.testing.assert_close(half.float(), expected, atol=0.05, rtol=0.05)
