@@ -80,7 +80,19 @@ class AllGenes(Tokenizer):
         return RaggedTokens(indptr, ids.ravel().astype(np.int32), values.ravel().astype(np.float32))
 
 
-@pytest.mark.parametrize("cls", [Sorted, Drawn, AllGenes])
+class Selective(Sorted):
+    """Leaves every third gene out. Correct."""
+
+    def lengths(self, n_expressed):
+        return np.minimum(super().lengths(n_expressed), -(-2 * self.vocab.n_genes // 3) + self._n_around)
+
+    def _tokenize(self, block):
+        kept = block.genes % 3 != 1 if self.vocab.n_genes > 1 else block.genes >= 0
+        indptr = np.concatenate([[0], np.cumsum(kept)])[block.indptr]
+        return super()._tokenize(replace(block, indptr=indptr, genes=block.genes[kept], counts=block.counts[kept]))
+
+
+@pytest.mark.parametrize("cls", [Sorted, Drawn, AllGenes, Selective])
 @pytest.mark.parametrize("options", [{}, {"append_cls": False}, {"append_eos": True}, {"max_len": 9}])
 def test_correct_ones_pass(cls, options):
     check_tokenizer(cls, **options)
@@ -89,7 +101,7 @@ def test_correct_ones_pass(cls, options):
 @pytest.mark.parametrize("n_genes", [1, 2, 3, 300])
 def test_small_and_large_vocabularies(n_genes):
     vocab = GeneVocab.from_genes([f"g{i}" for i in range(n_genes)])
-    for cls in (Sorted, Drawn, AllGenes):
+    for cls in (Sorted, Drawn, AllGenes, Selective):
         check_tokenizer(cls(vocab))
 
 
@@ -238,7 +250,7 @@ class Twice(Sorted):
         return tokens
 
 
-@breaks("an expressed gene is not among the tokens of cell 1, though it would fit")
+@breaks("an expressed gene is not among the tokens of cell 3, though it would fit")
 class LastGeneLost(Sorted):
     def choose(self, counts, row):
         return super().choose(counts, row)[:-1]
@@ -254,6 +266,12 @@ class NotMeasured(AllGenes):
 class WrongLengths(Sorted):
     def lengths(self, n_expressed):
         return np.full_like(n_expressed, 60)
+
+
+@breaks(r"lengths\(\) says 7 tokens but cell 2 has 41")
+class TooLowLengths(Selective):
+    def lengths(self, n_expressed):
+        return np.minimum(super().lengths(n_expressed), 7)
 
 
 @breaks(r"max_tokens\(\) is 99 but a cell with all genes has 61 tokens")

@@ -12,6 +12,8 @@ from scforge.tokenizers import get_tokenizer, list_tokenizers
 from scforge.tokenizers.registry import TOKENIZERS
 
 COMMON = [{}, {"append_cls": False}, {"append_eos": True}, {"append_cls": False, "append_eos": True}, {"max_len": 9}]
+# Vectors of some genes of the vocabularies below.
+TABLE = {name: [float(i), 1.0] for i in range(80) if i % 3 for name in (f"ENSG{i:011d}", f"g{i}", f"gene{i}")}
 OPTIONS: dict[str, list[dict]] = {
     "binned_expression": [
         {"side": "one"},
@@ -30,10 +32,20 @@ OPTIONS: dict[str, list[dict]] = {
         {"target_depth": "t4", "append_cls": False, "append_eos": True},
         {"target_depth": "f2", "max_len": 9},
     ],
+    "gene_embedding": [
+        {"table": TABLE},
+        {"table": TABLE, "missing": "drop"},
+        {"table": TABLE, "missing": "drop", "order": "expression", "attention_bias": True, "max_len": 9},
+        {"table": TABLE, "missing": "drop", "include_zero_genes": True},
+    ],
     "rank_value": [{"use_medians": False}, {"use_medians": False, "max_len": 9}, {"parity": "exact"}],
 }
 CASES = [
-    pytest.param(name, options, id=f"{name}-{'-'.join(f'{k}={v}' for k, v in options.items()) or 'default'}")
+    pytest.param(
+        name,
+        options,
+        id=f"{name}-{'-'.join(f'{k}={v if k != "table" else ""}' for k, v in options.items()) or 'default'}",
+    )
     for name in list_tokenizers()
     for options in COMMON + OPTIONS.get(name, [])
 ]

@@ -1,9 +1,9 @@
 """No model finds out a hidden gene from what the tokens tell, where the cell does not tell it.
 
-Each cell expresses a random fourth of the genes. What is hidden can be any gene that is not visible, equally likely, so
-no loss below the mean of ``log(genes - visible genes)`` can be had honestly. But half of the genes always have a count of 1
-and half a count of 10, medians differ, and the library size is always the same: whoever sees the value, the bin or the
-place of a hidden gene knows more. The tests with a leak show that it would be found.
+Each cell expresses a random fourth of the genes. What is hidden can be any gene that is not visible, equally likely,
+so no loss below the mean of ``log(genes - visible genes)`` can be had honestly. But half of the genes always have a
+count of 1 and half a count of 10, medians differ, and the library size is always the same: whoever sees the value, the
+bin or the place of a hidden gene knows more. The tests with a leak show that it would be found.
 
 Shapes: B cells, S tokens, G genes, V vocabulary.
 """
