@@ -84,10 +84,12 @@ class Selective(Sorted):
     """Leaves every third gene out. Correct."""
 
     def lengths(self, n_expressed):
-        return np.minimum(super().lengths(n_expressed), -(-2 * self.vocab.n_genes // 3) + self._n_around)
+        return np.minimum(
+            super().lengths(n_expressed), sum(i % 3 != 1 for i in range(self.vocab.n_genes)) + self._n_around
+        )
 
     def _tokenize(self, block):
-        kept = block.genes % 3 != 1 if self.vocab.n_genes > 1 else block.genes >= 0
+        kept = block.genes % 3 != 1
         indptr = np.concatenate([[0], np.cumsum(kept)])[block.indptr]
         return super()._tokenize(replace(block, indptr=indptr, genes=block.genes[kept], counts=block.counts[kept]))
 
