@@ -19,6 +19,7 @@ from scforge.errors import OptionError
 from scforge.estimators.base import FROM_DATA, CellModel
 from scforge.estimators.defaults import recipe_for
 from scforge.estimators.spec import ModelSpec, named_options
+from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training.callbacks import SaveBest
 from scforge.training.datamodule import CellDataModule, split_cells
@@ -44,7 +45,8 @@ class Encoder(CellModel):
         laptop's size is better and much faster than a transformer trained from scratch.
     tokenizer
         Name of a registered tokenizer, or a dict with ``name`` and its options. None takes what suits the
-        architecture (``rank_value`` for a transformer).
+        architecture (``rank_value`` for a transformer). Special tokens that it needs are added to the vocabulary; gene
+        vectors that it brings (``gene_embedding``) become the gene embedding of the module.
     objective
         Name of a registered objective, or a dict with ``name`` and its options. None takes what suits the
         architecture (``masked_gene_prediction`` for a transformer).
@@ -98,7 +100,7 @@ class Encoder(CellModel):
         if n_top_genes is None:
             n_top_genes = recipe.n_top_genes if vocab == FROM_DATA else 0
         names = named_options("tokenizer", tokenizer, recipe.tokenizer)
-        self._spec = ModelSpec.resolve(
+        self._spec, vectors = ModelSpec.resolve(
             recipe,
             self._make_vocab(adata, vocab, n_top_genes or None, needs_medians=_needs_medians(*names)),
             tokenizer=names,
@@ -108,7 +110,7 @@ class Encoder(CellModel):
         self._tokenizer = self._spec.build_tokenizer()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            self.module = self._spec.build_module().eval()
+            self.module = self._spec.build_module(vectors).eval()
         self.init_params_ = self._get_init_params(locals())
 
     def train(
@@ -188,6 +190,7 @@ class Encoder(CellModel):
         check_count("save_top_k", save_top_k, "epochs", least=-1)
         if checkpoint_dir is not None:
             check_folder("checkpoint_dir", checkpoint_dir)
+        check_filled(self.module)
         objective = self._spec.build_objective()
         cells = self._open(self.adata)
         train_rows, validation_rows = split_cells(len(cells), validation_size, self.seed)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from pydantic import ValidationError
 from torch import nn
 
 from scforge.config._messages import config_error
 from scforge.config.schema import ModelConfig
 from scforge.data.vocab import GeneVocab
-from scforge.errors import OptionError
+from scforge.errors import OptionError, listing
 from scforge.estimators.defaults import Recipe
-from scforge.models.registry import MODELS, check_model_options, get_model
+from scforge.models.components.gene_vectors import fill_gene_vectors
+from scforge.models.registry import MODELS, check_model_options, get_model, option_names
 from scforge.tokenizers.base import Tokenizer
-from scforge.tokenizers.registry import get_tokenizer
+from scforge.tokenizers.registry import TOKENIZERS, get_tokenizer
 from scforge.training.objectives.base import Objective
 from scforge.training.objectives.registry import get_objective
 
 __all__ = ["ModelSpec", "named_options"]
+
+logger = logging.getLogger("scforge")
 
 
 def named_options(argument: str, value: str | dict[str, Any] | None, default: str) -> tuple[str, dict[str, Any]]:
@@ -64,8 +70,13 @@ class ModelSpec:
         tokenizer: tuple[str, dict[str, Any]],
         objective: tuple[str, dict[str, Any]],
         options: dict[str, Any],
-    ) -> ModelSpec:
-        """Fill in what the user left open and check that the parts fit."""
+    ) -> tuple[ModelSpec, np.ndarray | None]:
+        """Fill in what the user left open and check that the parts fit.
+
+        Returns
+        -------
+        The specification, and the pretrained gene vectors that a new model starts from, float32, shape (V, D), or None.
+        """
         name, tokenizer_options = tokenizer
         if name == recipe.tokenizer:
             tokenizer_options = recipe.tokenizer_options | tokenizer_options
@@ -74,6 +85,7 @@ class ModelSpec:
         options = recipe.options | options
         if "max_len" not in tokenizer_options and options.get("max_seq_len") is not None:
             tokenizer_options = tokenizer_options | {"max_len": options["max_seq_len"]}
+        vocab = _with_special_tokens(vocab, name, tokenizer_options)
         made = get_tokenizer(name, vocab, **tokenizer_options)
         parameters = inspect.signature(MODELS.get(architecture)).parameters
         pooling = options.get("pooling", getattr(parameters.get("pooling"), "default", None))
@@ -88,7 +100,11 @@ class ModelSpec:
                     f"max_seq_len={options['max_seq_len']} is smaller than the {longest} tokens that the tokenizer "
                     f"{name!r} makes of a cell; raise it, or lower the tokenizer's max_len (data.max_genes in YAML)."
                 )
-        return cls(
+        # A saved model says how its gene vectors are shaped, and has them in its weights.
+        vectors = None if options.get("gene_vectors") is not None else made.gene_vectors()
+        if vectors is not None:
+            options = options | {"gene_vectors": _vectors_option(architecture, name, made, vectors)}
+        spec = cls(
             architecture=architecture,
             model_options=options,
             tokenizer=name,
@@ -97,14 +113,18 @@ class ModelSpec:
             objective_options=get_objective(objective[0], **objective[1]).config(),
             vocab=vocab,
         )
+        return spec, vectors
 
-    def build_module(self) -> nn.Module:
-        """Make the module, with random weights."""
+    def build_module(self, gene_vectors: np.ndarray | None = None) -> nn.Module:
+        """Make the module, with random weights and these gene vectors."""
         try:
             config = ModelConfig(architecture=self.architecture, vocab_size=len(self.vocab), **self.model_options)
         except ValidationError as error:
             raise config_error(error, ModelConfig) from None
-        return get_model(self.architecture, config)
+        module = get_model(self.architecture, config)
+        if gene_vectors is not None:
+            fill_gene_vectors(module, torch.from_numpy(gene_vectors))
+        return module
 
     def build_tokenizer(self) -> Tokenizer:
         """Make the tokenizer."""
@@ -121,3 +141,24 @@ class ModelSpec:
             "tokenizer": {"name": self.tokenizer, **self.tokenizer_options},
             "objective": {"name": self.objective, **self.objective_options},
         }
+
+
+def _with_special_tokens(vocab: GeneVocab, tokenizer: str, options: dict[str, Any]) -> GeneVocab:
+    """Add the special tokens that a tokenizer with these options needs."""
+    needed = TOKENIZERS.get(tokenizer).special_tokens(options)
+    added = [token for token in needed if vocab.token_id(token) is None]
+    if added:
+        logger.info("The tokenizer %s adds the special tokens %s to the vocabulary.", tokenizer, listing(added))
+    return vocab.with_special_tokens(*added) if added else vocab
+
+
+def _vectors_option(architecture: str, name: str, tokenizer: Tokenizer, vectors: np.ndarray) -> dict[str, Any]:
+    """Return the option `gene_vectors` of an architecture for the vectors of a tokenizer."""
+    known = option_names(architecture)
+    if known is not None and "gene_vectors" not in known:
+        raise OptionError(
+            f"architecture={architecture!r} cannot use the gene vectors of the tokenizer {name!r}, because it has no "
+            "option 'gene_vectors'; choose another architecture or tokenizer."
+        )
+    without = int(np.isnan(vectors).any(axis=1).sum())
+    return {"dim": vectors.shape[1], "learned": without, "frozen": bool(getattr(tokenizer, "freeze", True))}
