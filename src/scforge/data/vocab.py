@@ -23,10 +23,13 @@ from scforge.errors import DataError, MissingFileError, ModelFileError
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["GeneVocab", "id_kind"]
+__all__ = ["FROM_DATA", "GeneVocab", "id_kind"]
 
 _ENSEMBL = re.compile(r"^(ENS[A-Z]*G\d{11})(\.\d+)?(_PAR_Y)?$", re.IGNORECASE)
 _FORMAT = 1
+
+FROM_DATA = "from_data"
+"""Release of a vocabulary whose genes were chosen from data; behind another release, of a choice among its genes."""
 
 
 def id_kind(names: Iterable[str]) -> str:
@@ -41,7 +44,7 @@ def strip_version(name: str) -> str:
     return _ENSEMBL.sub(r"\1\3", name)
 
 
-def _plain(name: str) -> str:
+def plain_name(name: str) -> str:
     """Return an Ensembl id in capitals and without its version; any other name as it is."""
     return strip_version(name).upper() if _ENSEMBL.match(name) else name
 
@@ -79,7 +82,7 @@ class GeneVocab:
     genes: tuple[str, ...]
     symbols: tuple[str, ...] | None = None
     medians: np.ndarray | None = field(default=None, compare=False, repr=False)
-    release: str = "from_data"
+    release: str = FROM_DATA
     special_tokens: tuple[str, ...] = SPECIAL_TOKENS
     aliases: Mapping[str, str] | None = field(default=None, compare=False, repr=False)
 
@@ -117,7 +120,7 @@ class GeneVocab:
         return GeneVocab, (self.genes, self.symbols, self.medians, self.release, self.special_tokens, aliases)
 
     @classmethod
-    def from_genes(cls, genes: Sequence[str], *, release: str = "from_data") -> GeneVocab:
+    def from_genes(cls, genes: Sequence[str], *, release: str = FROM_DATA) -> GeneVocab:
         """Make a vocabulary of `genes` in the given order."""
         return cls(tuple(str(gene) for gene in genes), release=release)
 
@@ -129,11 +132,32 @@ class GeneVocab:
         return cls(tuple(dict.fromkeys(strip_version(name) for name in gene_names(adata, gene_key))))
 
     @classmethod
-    def named(cls, name: str) -> GeneVocab:
-        """Return a vocabulary that ships with the package (see :func:`scforge.data.list_vocabs`)."""
+    def named(cls, name: str, *, one_to_many: str | None = None) -> GeneVocab:
+        """Return a vocabulary that ships with the package.
+
+        Parameters
+        ----------
+        name
+            One of :func:`scforge.data.list_vocabs`.
+        one_to_many
+            For ``"human_mouse"``: ``"drop"`` (which None means) leaves out families with one gene in the one species
+            and several in the other; ``"sum"`` makes one token of each and sums the counts of its genes, which is
+            what the name ``"human_mouse_sum"`` means.
+
+        Raises
+        ------
+        OptionError
+            If there is no such vocabulary, or `one_to_many` is no choice for it.
+
+        Examples
+        --------
+        >>> both = GeneVocab.named("human_mouse")
+        >>> both.decode(both.encode(["CD3D", "Cd3d", "ENSMUSG00000032094", "ENSG00000167286.9"]))
+        ['ENSG00000167286', 'ENSG00000167286', 'ENSG00000167286', 'ENSG00000167286']
+        """
         from scforge.data.named import load_named
 
-        return load_named(name)
+        return load_named(name, one_to_many=one_to_many)
 
     @classmethod
     def from_file(cls, path: str | os.PathLike[str]) -> GeneVocab:
@@ -268,6 +292,15 @@ class GeneVocab:
             digest.update(self.medians.astype("<f8").tobytes())
         return digest.hexdigest()
 
+    @property
+    def chosen_from_data(self) -> bool:
+        """Whether the genes were chosen from data, or named one by one, instead of taken from an annotation.
+
+        Of an annotation no data set measures every gene, and of chosen genes one does not expect them to hold most
+        of the counts.
+        """
+        return self.release.split(", ")[-1] == FROM_DATA
+
     @cached_property
     def kind(self) -> str:
         """``"Ensembl ids"`` or ``"gene symbols"``."""
@@ -275,7 +308,7 @@ class GeneVocab:
 
     def _find(self, name: str, unknown: int) -> int:
         found = self._lookup.get(name)
-        return self._lookup.get(_plain(name), unknown) if found is None else found
+        return self._lookup.get(plain_name(name), unknown) if found is None else found
 
     @cached_property
     def _lookup(self) -> dict[str, int]:
