@@ -42,6 +42,16 @@ def _train(arguments: argparse.Namespace) -> None:
     print(train_from_config(config, progress_bar=not arguments.quiet))
 
 
+def _inspect(arguments: argparse.Namespace) -> None:
+    from scforge.data import inspect_h5ad
+
+    print(
+        inspect_h5ad(
+            arguments.file, arguments.vocab, layer=arguments.layer, gene_key=arguments.gene_key, n_top=arguments.top
+        )
+    )
+
+
 def _parser() -> _Parser:
     parser = _Parser(prog="scforge", description="Train single-cell foundation models on AnnData.")
     parser.add_argument("--version", action="version", version=f"scforge {__version__}")
@@ -58,6 +68,14 @@ def _parser() -> _Parser:
     train.add_argument("--quiet", action="store_true", help="no progress bar")
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. training.batch_size=32")
     train.set_defaults(run=_train)
+
+    inspect = commands.add_parser("inspect", help="show what an h5ad file holds and which vocabulary fits its genes")
+    inspect.add_argument("file", metavar="FILE", help="h5ad file of any size")
+    inspect.add_argument("--vocab", metavar="NAME_OR_FILE", help="a vocabulary (default: the shipped one that fits)")
+    inspect.add_argument("--gene-key", metavar="COLUMN", help="column of var with the gene names (default: var_names)")
+    inspect.add_argument("--layer", metavar="LAYER", help="layer to look at (default: X)")
+    inspect.add_argument("--top", type=int, default=10, metavar="N", help="missing genes to name (%(default)s)")
+    inspect.set_defaults(run=_inspect)
     return parser
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import GeneMap, GeneVocab, map_genes, open_cells
-from scforge.data.mapping import gene_names
+from scforge.data import GeneMap, GeneVocab, open_cells, select_genes
+from scforge.data.mapping import gene_names, map_names
 from scforge.errors import DataError, GeneMismatchError, ScforgeWarning
 
 
@@ -36,7 +37,8 @@ def test_columns_of_one_gene_are_summed(dtype):
     names = np.array(["ENSG00000000001.1", "B", "ENSG00000000001.2"])
     vocab = GeneVocab.from_genes(["ENSG00000000001", "B"])
     counts = sparse.csr_matrix(np.array([[200, 1, 100], [0, 0, 3], [0, 2, 0]], dtype=dtype))
-    mapped = map_genes(names, vocab).apply(counts)
+    with pytest.warns(ScforgeWarning, match=r"counts of 1 columns .first: 'ENSG00000000001\.2'. are summed"):
+        mapped = map_names(names, vocab).apply(counts)
     assert mapped.toarray().tolist() == [[300, 1], [3, 0], [0, 2]]
     assert mapped.has_canonical_format
     assert counts.toarray().tolist() == [[200, 1, 100], [0, 0, 3], [0, 2, 0]]
@@ -54,7 +56,7 @@ def test_symbols_and_ids_find_the_same_genes(tiny_adata):
 
 
 def test_special_token_names_are_not_genes():
-    gene_map = map_genes(np.array(["<cls>", "A", "<pad>"]), GeneVocab.from_genes(["A"]))
+    gene_map = GeneMap.of(np.array(["<cls>", "A", "<pad>"]), GeneVocab.from_genes(["A"]))
     assert gene_map.columns.tolist() == [-1, 0, -1]
 
 
@@ -64,8 +66,8 @@ def test_mismatch_names_both_kinds_and_the_column_that_fits(tiny_adata):
         open_cells(tiny_adata, vocab)
     message = str(caught.value)
     assert "only 0 of the 80 genes" in message
-    assert "holds gene symbols such as 'gene0'" in message
-    assert "Ensembl ids such as 'ENSG" in message
+    assert "holds names of no known kind such as 'gene0'" in message
+    assert "human Ensembl ids such as 'ENSG" in message
     assert "pass gene_key='ensembl'" in message
 
 
@@ -87,14 +89,14 @@ def test_no_match_at_all_is_an_error_whatever_the_threshold(tiny_adata):
 def test_small_overlap_warns_and_smaller_is_an_error():
     names = np.array([f"g{i}" for i in range(10)])
     with pytest.warns(ScforgeWarning, match=r"10 of the 40 genes of the vocabulary \(25%\)"):
-        map_genes(names, GeneVocab.from_genes([f"g{i}" for i in range(40)]))
+        map_names(names, GeneVocab.from_genes([f"g{i}" for i in range(40)]))
     with pytest.raises(GeneMismatchError):
-        map_genes(names, GeneVocab.from_genes([f"g{i}" for i in range(101)]))
+        map_names(names, GeneVocab.from_genes([f"g{i}" for i in range(101)]))
 
 
 def test_whole_annotation_measures_against_the_smaller_set():
     vocab = GeneVocab.from_genes([f"g{i}" for i in range(1000)])
-    gene_map = map_genes(np.array([f"g{i}" for i in range(20)]), vocab, whole=True)
+    gene_map = map_names(np.array([f"g{i}" for i in range(20)]), vocab, whole=True)
     assert gene_map.n_matched == 20
     assert gene_map.overlap == 0.02
 
@@ -105,12 +107,97 @@ def test_gene_names_errors(tiny_adata):
     tiny_adata.var["holes"] = pd.Series(["x", None] * 40, index=tiny_adata.var_names)
     with pytest.raises(DataError, match="40 missing gene names"):
         gene_names(tiny_adata, "holes")
-    tiny_adata.var["same"] = ["x"] * 2 + [f"y{i}" for i in range(78)]
-    with pytest.raises(DataError, match="1 names more than once .first: 'x'.; choose a column"):
-        gene_names(tiny_adata, "same")
 
 
-def test_duplicate_var_names_name_the_fix(tiny_adata, tiny_vocab):
-    tiny_adata.var_names = ["gene0", *tiny_adata.var_names[:-1]]
-    with pytest.raises(DataError, match="var_names_make_unique"):
+def doubled(adata):
+    """The same cells, with the counts of gene3 split over two columns of that name, and those of gene5 over two."""
+    counts = adata.X.toarray()
+    part = np.floor(counts[:, [3, 5]] / 2)
+    counts[:, [3, 5]] -= part
+    more = ad.AnnData(np.hstack([counts, part]), obs=adata.obs)
+    more.var["name"] = [*adata.var_names, "gene3", "gene5"]
+    return more
+
+
+@pytest.mark.filterwarnings("ignore:Variable names are not unique")
+@pytest.mark.parametrize("gene_key", [None, "name"])
+def test_repeated_names_are_summed_and_told(tiny_adata, tiny_vocab, gene_key):
+    expected = open_cells(tiny_adata, tiny_vocab)
+    more = doubled(tiny_adata)
+    if gene_key is None:
+        more.var_names = more.var["name"]
+    where = "var_names" if gene_key is None else r"var\['name'\]"
+    message = rf"adata\.{where} names genes that .* the counts of 2 columns .first: 'gene3'. are summed"
+    with pytest.warns(ScforgeWarning, match=message):
+        cells = open_cells(more, tiny_vocab, gene_key=gene_key)
+    np.testing.assert_array_equal(cells.counts.toarray(), expected.counts.toarray())
+    np.testing.assert_array_equal(cells.totals, expected.totals)
+    assert cells.overlap == 1.0
+
+
+def test_repeated_names_are_summed_before_genes_are_chosen(tiny_adata):
+    # A gene seen in two cells by each column is seen in four.
+    counts = tiny_adata.X.toarray()
+    counts[:, 3] = 0
+    counts[:2, 3] = 1
+    tiny_adata.X = counts
+    more = ad.AnnData(np.hstack([counts, np.zeros((60, 2))]), obs=tiny_adata.obs)
+    more.X[10:12, 80] = 1
+    more.X[12:14, 81] = 1
+    more.var["name"] = [*tiny_adata.var_names, "gene3", "not gene3"]
+    with pytest.warns(ScforgeWarning, match="1 columns .first: 'gene3'"):
+        genes = select_genes(more, gene_key="name", min_cells=4).genes
+    assert "gene3" in genes
+    assert "not gene3" not in genes
+    assert "gene3" not in select_genes(tiny_adata, min_cells=4).genes
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("n_top_genes", [None, 30])
+def test_choice_among_summed_columns_is_that_of_the_sums(tiny_adata, tiny_vocab, within, n_top_genes):
+    options = {"n_top_genes": n_top_genes, "within": tiny_vocab if within else None, "batch_key": "batch"}
+    expected = select_genes(tiny_adata, **options)
+    with pytest.warns(ScforgeWarning, match="are summed"):
+        assert select_genes(doubled(tiny_adata), gene_key="name", **options).genes == expected.genes
+
+
+def test_names_of_one_gene_outside_the_vocabulary_are_not_told(tiny_adata):
+    cells = open_cells(doubled(tiny_adata), GeneVocab.from_genes(tiny_adata.var_names[6:]), gene_key="name")
+    assert cells.totals.sum() == tiny_adata.X.sum()
+
+
+def test_species_are_told_apart():
+    human, mouse = GeneVocab.named("human_protein_coding"), GeneVocab.named("mouse_protein_coding")
+    with pytest.raises(GeneMismatchError, match="mouse Ensembl ids such as .*human_mouse.*takes both"):
+        map_names(np.array(mouse.genes[:500]), human, whole=True)
+    with pytest.raises(GeneMismatchError, match="mouse gene symbols such as .*'mouse_protein_coding'"):
+        map_names(np.array(mouse.symbols[:2000]), human, whole=True)
+    with pytest.raises(GeneMismatchError, match="genes of human need .*'human_protein_coding'"):
+        map_names(np.array(human.symbols[:2000]), mouse, whole=True)
+
+
+def test_names_of_another_kind_are_to_be_converted():
+    human = GeneVocab.named("human_protein_coding")
+    bare = GeneVocab.from_genes(human.genes[:500])  # knows no symbols
+    with pytest.raises(GeneMismatchError, match=r"convert_gene_ids\(names, to='ensembl', species='human'\)"):
+        map_names(np.array(human.symbols[:500]), bare)
+    symbols = GeneVocab.from_genes(list(dict.fromkeys(human.symbols[:500])))
+    with pytest.raises(GeneMismatchError, match=r"convert_gene_ids\(names, to='symbol', species='human'\)"):
+        map_names(np.array(human.genes[:500]), symbols)
+
+
+def test_a_column_that_fits_hardly_better_is_no_advice(tiny_adata, tiny_vocab):
+    tiny_adata.var["other"] = ["gene0", *[f"x{i}" for i in range(79)]]
+    tiny_adata.var_names = [f"y{i}" for i in range(80)]
+    with pytest.raises(GeneMismatchError, match="only 0 of the 80 .*; map the gene ids"):
         open_cells(tiny_adata, tiny_vocab)
+
+
+def test_counts_outside_an_annotation_are_told(tiny_adata):
+    whole = GeneVocab(tuple(tiny_adata.var_names[:70]), release="some annotation")
+    with pytest.warns(ScforgeWarning, match=r"34% of the counts .* outside of the vocabulary .some annotation."):
+        open_cells(tiny_adata, whole, whole_annotation=True)
+    open_cells(tiny_adata, GeneVocab.from_genes(whole.genes))
+    chosen = select_genes(tiny_adata, within=whole, n_top_genes=60)
+    assert chosen.release == "some annotation, from_data"
+    open_cells(tiny_adata, chosen)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import anndata as ad
 import h5py
 import numpy as np
+import pandas as pd
 import pytest
+from scipy import sparse
 
 from scforge.data import read_h5ad
-from scforge.errors import DataError, MissingFileError, OptionError
+from scforge.data.duplicates import join_columns
+from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning
 
 
 def test_one_file(tiny_adata, tmp_path):
@@ -83,10 +87,56 @@ def test_no_and_repeated_paths(tiny_adata, tmp_path):
         read_h5ad([tmp_path / "a.h5ad", str(tmp_path / "a.h5ad")])
 
 
+def repeated(adata: ad.AnnData) -> ad.AnnData:
+    """Three columns of two names, with counts in X, a layer and raw."""
+    counts = np.array([[1, 2, 4], [0, 3, 5]], dtype=np.float32)
+    obs = pd.DataFrame({"kind": ["p", "q"]}, index=["r0", "r1"])
+    made = ad.AnnData(counts, obs=obs, layers={"more": sparse.csr_matrix(counts * 2)})
+    made.var["length"] = [10, 20, 30]
+    made.obsm["X_pca"] = np.ones((2, 2))
+    made.raw = made.copy()
+    made.var_names = ["gene0", "gene1", "gene0"]
+    return made
+
+
 @pytest.mark.filterwarnings("ignore:Variable names are not unique")
-def test_duplicate_genes_cannot_be_joined(tiny_adata, tmp_path):
+def test_repeated_genes_are_summed_before_files_are_joined(tiny_adata, tmp_path):
+    tiny_adata.raw = tiny_adata.copy()
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    repeated(tiny_adata).write_h5ad(tmp_path / "b.h5ad")
+    with pytest.warns(ScforgeWarning, match=r"var_names of '.*b\.h5ad' names .* counts of 1 columns .first: 'gene0'"):
+        joined = read_h5ad([tmp_path / "a.h5ad", tmp_path / "b.h5ad"])
+    assert joined.shape == (62, 80)
+    assert joined.to_df().iloc[60:, :2].to_numpy().tolist() == [[5, 2], [5, 3]]
+    assert joined.X.sum() == tiny_adata.X.sum() + 15
+    assert joined.obs["kind"].tolist()[60:] == ["p", "q"]
+
+
+def test_summing_columns_keeps_the_rest(tiny_adata):
+    given = repeated(tiny_adata)
+    with pytest.warns(ScforgeWarning, match="the names names"):
+        made = join_columns(given, "the names")
+    assert made.X.toarray().tolist() == [[5, 2], [5, 3]]
+    assert made.layers["more"].toarray().tolist() == [[10, 4], [10, 6]]
+    assert made.var["length"].tolist() == [10, 20]
+    assert made.raw.shape == (2, 3)
+    assert made.obsm["X_pca"].shape == (2, 2)
+    given.X = None
+    with pytest.warns(ScforgeWarning):
+        assert join_columns(given, "the names").X is None
+
+
+def test_one_file_with_repeated_genes_is_read_as_it_is(tiny_adata, tmp_path):
     tiny_adata.var_names = ["gene0", *tiny_adata.var_names[:-1]]
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    with pytest.warns(UserWarning, match="not unique"):
+        ad.read_h5ad(tmp_path / "a.h5ad")
+    assert not read_h5ad(tmp_path / "a.h5ad").var_names.is_unique
+
+
+def test_files_of_two_kinds_of_names(tiny_adata, tmp_path):
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    tiny_adata.var_names = tiny_adata.var["ensembl"]
     tiny_adata.write_h5ad(tmp_path / "b.h5ad")
-    with pytest.raises(DataError, match=r"b\.h5ad' has duplicate var_names"):
+    with pytest.raises(GeneMismatchError, match=r"shares 0 var_names .* human Ensembl ids such as .*; name the genes"):
         read_h5ad([tmp_path / "a.h5ad", tmp_path / "b.h5ad"])

@@ -9,7 +9,7 @@ import pytest
 from scipy import sparse
 
 from scforge.data import GeneVocab
-from scforge.errors import ConfigError, DataError, GeneMismatchError, OptionError, ScforgeError
+from scforge.errors import ConfigError, DataError, GeneMismatchError, OptionError, ScforgeError, ScforgeWarning
 from scforge.estimators import Encoder
 
 
@@ -91,13 +91,19 @@ def test_a_cell_without_counts(tiny_adata: ad.AnnData, model: Encoder) -> None:
     fails(lambda: model.get_latent_representation(bad), DataError, *parts)
 
 
+@pytest.mark.filterwarnings("ignore:(Variable|Observation) names are not unique")
 def test_duplicate_gene_names(tiny_adata: ad.AnnData, model: Encoder) -> None:
-    bad = tiny_adata.copy()
-    bad.var_names = ["gene0", "gene0", *tiny_adata.var_names[2:]]
-    parts = "adata.var_names has 1 names more than once (first: 'gene0'); call adata.var_names_make_unique()"
-    fails(lambda: Encoder.setup_anndata(bad), DataError, parts)
-    fails(lambda: model.get_latent_representation(bad), DataError, parts)
-    Encoder.setup_anndata(bad, gene_key="ensembl")
+    expected = model.get_latent_representation(key_added=None)
+    counts = tiny_adata.X.toarray()
+    more = ad.AnnData(sparse.csr_matrix(np.hstack([counts[:, :2] // 2, counts])), obs=tiny_adata.obs)
+    more.X = more.X - sparse.csr_matrix(np.hstack([0 * counts[:, :2], counts[:, :2] // 2, 0 * counts[:, 2:]]))
+    more.var_names = ["gene0", "gene1", *tiny_adata.var_names]
+    told = "counts of 2 columns .first: 'gene0'. are summed"
+    with pytest.warns(ScforgeWarning, match=told):
+        np.testing.assert_allclose(model.get_latent_representation(more, key_added=None), expected, atol=1e-6)
+    Encoder.setup_anndata(more)
+    with pytest.warns(ScforgeWarning, match=told):
+        assert set(Encoder(more, n_top_genes=40).vocab.genes) == set(model.vocab.genes)
 
 
 def test_columns_that_are_not_there(tiny_adata: ad.AnnData) -> None:

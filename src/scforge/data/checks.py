@@ -12,7 +12,7 @@ from scforge.errors import DataError, OptionError, did_you_mean, listing
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["check_adata", "check_obs_column", "counts_of"]
+__all__ = ["check_adata", "check_obs_column", "counts_of", "value_problem"]
 
 
 def check_adata(adata: Any, *, argument: str = "adata") -> None:
@@ -64,7 +64,7 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     if not _is_numeric(matrix):
         raise DataError(f"{where} has the dtype {matrix.dtype}, but raw counts are needed; convert it first.")
     counts = _as_csr(matrix)
-    if problem := _problem(counts):
+    if problem := value_problem(counts.data):
         raise DataError(f"{where} {problem}, but raw counts are needed; {_where_counts_are(adata, layer)}.")
     empty = np.flatnonzero(np.asarray(counts.sum(axis=1)).ravel() == 0)
     if len(empty):
@@ -104,9 +104,8 @@ def _as_csr(matrix: Any) -> sparse.csr_matrix:
     return matrix
 
 
-def _problem(counts: sparse.csr_matrix) -> str | None:
+def value_problem(data: np.ndarray) -> str | None:
     """Return what is wrong with values that should be counts, or None."""
-    data = counts.data
     if data.dtype.kind == "f" and not np.isfinite(data).all():
         return f"holds {int((~np.isfinite(data)).sum())} missing or infinite values"
     if len(data) and data.min() < 0:
@@ -122,8 +121,8 @@ def _where_counts_are(adata: AnnData, layer: str | None) -> str:
         others.append(None)
     for key in others:
         matrix = adata.X if key is None else adata.layers[key]
-        if _is_numeric(matrix) and _problem(_as_csr(matrix)) is None:
+        if _is_numeric(matrix) and value_problem(_as_csr(matrix).data) is None:
             return f"layer={key!r} holds counts ({'adata.X' if key is None else 'adata.layers'}), pass that"
-    if adata.raw is not None and _is_numeric(adata.raw.X) and _problem(_as_csr(adata.raw.X)) is None:
+    if adata.raw is not None and _is_numeric(adata.raw.X) and value_problem(_as_csr(adata.raw.X).data) is None:
         return "adata.raw holds counts, pass adata.raw.to_adata()"
     return "pass the layer that holds them, or undo the normalisation"

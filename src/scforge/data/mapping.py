@@ -10,20 +10,31 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import sparse
 
-from scforge.data.vocab import GeneVocab, id_kind
+from scforge.data.duplicates import n_summed, sum_columns, warn_summed
+from scforge.data.gene_tables import SPECIES
+from scforge.data.id_kinds import recognise_ids
+from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, GeneMismatchError, ScforgeWarning, did_you_mean, listing
 
 if TYPE_CHECKING:
     import pandas as pd
     from anndata import AnnData
 
-__all__ = ["MIN_OVERLAP", "GeneMap", "gene_names", "map_genes"]
+__all__ = ["MIN_OVERLAP", "GeneMap", "gene_names", "map_names", "names_of", "names_place"]
 
 MIN_OVERLAP = 0.1
 """Smallest share of a model's genes that a data set must have."""
 
 WARN_OVERLAP = 0.5
 """Share of a model's genes below which a warning is given."""
+
+WARN_OUTSIDE = 0.2
+"""Share of the counts outside of a vocabulary above which a warning is given."""
+
+
+def names_place(gene_key: str | None) -> str:
+    """Return what holds the gene names: ``adata.var_names`` or a column of ``adata.var``."""
+    return "adata.var_names" if gene_key is None else f"adata.var[{gene_key!r}]"
 
 
 def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
@@ -32,16 +43,21 @@ def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
     Raises
     ------
     DataError
-        If ``adata.var`` has no column `gene_key`, or names are missing or repeated.
+        If ``adata.var`` has no column `gene_key`, or names are missing. Repeated names are no mistake: the counts of
+        their columns are summed when they are mapped.
     """
+    return names_of(adata.var, gene_key)
+
+
+def names_of(var: pd.DataFrame, gene_key: str | None = None) -> np.ndarray:
+    """Return the gene names in a table of genes, as :func:`gene_names` does."""
+    where = names_place(gene_key)
     if gene_key is None:
-        names, where = adata.var_names, "adata.var_names"
-        fix = "call adata.var_names_make_unique(), or name a column of unique ids with gene_key"
-    elif gene_key in adata.var:
-        names, where = adata.var[gene_key], f"adata.var[{gene_key!r}]"
-        fix = "choose a column of adata.var with unique ids"
+        names = var.index
+    elif gene_key in var:
+        names = var[gene_key]
     else:
-        columns = list(adata.var.columns)
+        columns = list(var.columns)
         raise DataError(
             f"gene_key={gene_key!r} is not a column of adata.var{did_you_mean(gene_key, columns) or ';'} "
             f"(adata.var has: {listing(columns)})"
@@ -49,12 +65,7 @@ def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
     missing = np.asarray(names.isna())
     if missing.any():
         raise DataError(f"{where} has {int(missing.sum())} missing gene names; fill them or drop those genes.")
-    array = np.asarray(names, dtype=object).astype(str)
-    unique, counts = np.unique(array, return_counts=True)
-    repeated = unique[counts > 1]
-    if len(repeated):
-        raise DataError(f"{where} has {len(repeated)} names more than once (first: {str(repeated[0])!r}); {fix}.")
-    return array
+    return np.asarray(names, dtype=object).astype(str)
 
 
 @dataclass(frozen=True)
@@ -84,6 +95,11 @@ class GeneMap:
         return len(np.unique(self.columns[self.columns >= 0]))
 
     @property
+    def n_summed(self) -> int:
+        """Number of columns whose counts are summed with those of an earlier column, because they mean one gene."""
+        return n_summed(self.columns)
+
+    @property
     def measured(self) -> np.ndarray:
         """True for the vocabulary genes that the data have, bool, shape (n_genes,)."""
         return np.isin(np.arange(self.n_genes), self.columns)
@@ -105,21 +121,10 @@ class GeneMap:
         -------
         Matrix of shape (n_cells, n_genes) and the dtype of `counts`; small integers that are summed become int64.
         """
-        columns = self.columns[counts.indices]
-        keep = columns >= 0
-        kept_before = np.concatenate([[0], np.cumsum(keep)])
-        mapped = sparse.csr_matrix(
-            (counts.data[keep], columns[keep], kept_before[counts.indptr]), shape=(counts.shape[0], self.n_genes)
-        )
-        if mapped.dtype.kind in "iu" and self.n_matched < np.count_nonzero(self.columns >= 0):
-            mapped = mapped.astype(np.int64)  # a sum may not fit into e.g. uint8
-        # Also sums the columns that mean the same gene.
-        mapped.sum_duplicates()
-        mapped.eliminate_zeros()
-        return mapped
+        return sum_columns(counts, self.columns, self.n_genes)
 
 
-def map_genes(
+def map_names(
     names: np.ndarray,
     vocab: GeneVocab,
     *,
@@ -127,6 +132,7 @@ def map_genes(
     whole: bool = False,
     var: pd.DataFrame | None = None,
     gene_key: str | None = None,
+    stacklevel: int = 2,
 ) -> GeneMap:
     """Map gene names onto a vocabulary.
 
@@ -142,21 +148,30 @@ def map_genes(
         The vocabulary is a whole annotation, e.g. all protein-coding genes, of which no data set measures all.
     var, gene_key
         ``adata.var`` and the column in use: when the overlap is too small, the message names a column that fits.
+    stacklevel
+        As for :func:`warnings.warn`, counted from the caller.
 
     Raises
     ------
     GeneMismatchError
         If too few genes of the vocabulary are among `names`.
+
+    Warns
+    -----
+    ScforgeWarning
+        If less than half of the genes are there, or if columns are summed because they mean one gene.
     """
     gene_map = GeneMap.of(names, vocab)
     possible = min(vocab.n_genes, len(names)) if whole else vocab.n_genes
     share = gene_map.n_matched / possible
-    where = "adata.var_names" if gene_key is None else f"adata.var[{gene_key!r}]"
+    where = names_place(gene_key)
     if share < min_overlap or gene_map.n_matched == 0:
-        hint = _better_column(var, vocab, gene_key, gene_map.n_matched)
+        kind, expected = recognise_ids(names), recognise_ids(vocab.genes)
+        needed = max(gene_map.n_matched + 1, min_overlap * possible)
+        hint = _better_column(var, vocab, gene_key, needed) or _way_out(kind, expected)
         raise GeneMismatchError(
             f"{where} has only {gene_map.n_matched} of the {vocab.n_genes} genes of the vocabulary: it holds "
-            f"{id_kind(names)} such as {listing(names[:2])}, the vocabulary {vocab.kind} such as "
+            f"{kind} such as {listing(names[:2])}, the vocabulary {expected} such as "
             f"{listing(vocab.genes[:2])}; {hint}."
         )
     if share < WARN_OVERLAP:
@@ -164,28 +179,62 @@ def map_genes(
             f"{where} has {gene_map.n_matched} of the {vocab.n_genes} genes of the vocabulary ({share:.0%}); "
             "the others count as not expressed.",
             ScforgeWarning,
-            stacklevel=3,
+            stacklevel=stacklevel + 1,
         )
+    warn_summed(names, gene_map.columns, where, stacklevel=stacklevel + 1)
     return gene_map
 
 
-def _better_column(var: pd.DataFrame | None, vocab: GeneVocab, gene_key: str | None, n_matched: int) -> str:
-    """Name the column of ``adata.var`` that fits the vocabulary best, or say what is needed."""
-    candidates: dict[str | None, np.ndarray] = {}
-    if var is not None:
-        candidates[None] = np.asarray(var.index.astype(str))
-    if var is not None:
-        text = [c for c in var.columns if var[c].dtype.kind not in "biufcmM"]
-        candidates |= {c: np.asarray(var[c], dtype=object).astype(str) for c in text}
-    candidates.pop(gene_key, None)
-    matches = {key: int((np.unique(vocab.gene_indices(names)) >= 0).sum()) for key, names in candidates.items()}
+def warn_counts_outside(kept: float, vocab: GeneVocab, *, stacklevel: int = 2) -> None:
+    """Warn if many counts lie outside of an annotation; of chosen genes that is expected."""
+    if kept < 1 - WARN_OUTSIDE and not vocab.chosen_from_data:
+        warnings.warn(
+            f"{1 - kept:.0%} of the counts lie in genes outside of the vocabulary ({vocab.release}); "
+            "scforge.data.map_genes(adata, vocab) shows which.",
+            ScforgeWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _better_column(var: pd.DataFrame | None, vocab: GeneVocab, gene_key: str | None, needed: float) -> str | None:
+    """Name the column of ``adata.var`` that fits the vocabulary best, or None if none has the genes needed."""
+    if var is None:
+        return None
+    matches = {
+        key: int((np.unique(vocab.gene_indices(names)) >= 0).sum())
+        for key, names in text_columns(var).items()
+        if key != gene_key
+    }
     best = max(matches, key=lambda key: matches[key], default=None)
-    if best is None and None not in matches or matches.get(best, 0) <= n_matched:
-        return "map the gene ids of the data to those of the vocabulary first"
-    name = "adata.var_names" if best is None else f"adata.var[{best!r}]"
+    if matches.get(best, 0) < needed:
+        return None
+    name = names_place(best)
     # A saved model keeps its gene_key, so the names of new data must come to where it looks for them.
-    target = "adata.var_names" if gene_key is None else f"adata.var[{gene_key!r}]"
     return (
         f"{name} has {matches[best]} of them: pass gene_key={best!r} to setup_anndata, "
-        f"or for a trained model set {target} = {name}"
+        f"or for a trained model set {names_place(gene_key)} = {name}"
     )
+
+
+def text_columns(var: pd.DataFrame) -> dict[str | None, np.ndarray]:
+    """Return what may be gene names in a table of genes: its index (None) and its columns of text."""
+    text = [column for column in var.columns if var[column].dtype.kind not in "biufcmM"]
+    columns: dict[str | None, np.ndarray] = {None: np.asarray(var.index.astype(str))}
+    return columns | {column: np.asarray(var[column], dtype=object).astype(str) for column in text}
+
+
+def _way_out(kind: str, expected: str) -> str:
+    """Say what to do about names of one kind where the vocabulary has those of another."""
+    species, wanted = kind.split(" ")[0], expected.split(" ")[0]
+    if {species, wanted} == set(SPECIES):
+        return (
+            f"genes of {species} need a vocabulary of their species, gene_vocab='{species}_protein_coding', "
+            "or gene_vocab='human_mouse', which takes both"
+        )
+    if species == wanted and species in SPECIES and kind != expected:
+        target = "ensembl" if expected.endswith("Ensembl ids") else "symbol"
+        return (
+            f"convert them with scforge.data.convert_gene_ids(names, to={target!r}, species={species!r}) "
+            "and name the new column with gene_key"
+        )
+    return "map the gene ids of the data to those of the vocabulary first"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_count
 from scforge._constants import TARGET_SUM
 from scforge.data.checks import check_obs_column, counts_of
-from scforge.data.mapping import gene_names
-from scforge.data.vocab import GeneVocab, strip_version
+from scforge.data.duplicates import sum_columns, warn_summed
+from scforge.data.mapping import gene_names, names_place
+from scforge.data.vocab import FROM_DATA, GeneVocab, strip_version
 from scforge.errors import DataError
 
 if TYPE_CHECKING:
@@ -51,17 +54,38 @@ def select_genes(
 
     Returns
     -------
-    Vocabulary in the order of ``adata.var``.
+    Vocabulary in the order of ``adata.var``. Columns that mean one gene are summed before genes are chosen.
+
+    Raises
+    ------
+    DataError
+        If the counts, the gene names or the `batch_key` cannot be used, or no gene is left.
+    OptionError
+        If `n_top_genes` is not a positive number.
+
+    Warns
+    -----
+    ScforgeWarning
+        If columns are summed.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> select_genes(scforge.datasets.pbmc3k(), n_top_genes=100).n_genes
+    100
     """
     counts = counts_of(adata, layer)
     names = gene_names(adata, gene_key)
     check_obs_column(adata, batch_key, argument="batch_key")
     if n_top_genes is not None:
         check_count("n_top_genes", n_top_genes, "genes")
-    keep = np.bincount(counts.indices[counts.data > 0], minlength=counts.shape[1]) >= min_cells
-    if within is not None:
-        indices = within.gene_indices(names)
-        keep &= indices >= 0
+    # Library sizes are those of all genes, also of those that are left out.
+    totals = np.asarray(counts.sum(axis=1, dtype=np.float64)).ravel()
+    genes, columns = _distinct(names, within)
+    if len(genes) < len(names):
+        warn_summed(names, columns, names_place(gene_key))
+        counts = sum_columns(counts, columns, len(genes))
+    keep = np.bincount(counts.indices[counts.data > 0], minlength=len(genes)) >= min_cells
     if not keep.any():
         raise DataError(
             f"no gene is detected in at least min_cells={min_cells} of the {adata.n_obs} cells; use more cells, "
@@ -70,27 +94,36 @@ def select_genes(
     if n_top_genes is not None and n_top_genes < keep.sum():
         chosen = np.flatnonzero(keep)
         batches = None if batch_key is None else np.asarray(adata.obs[batch_key], dtype=object).astype(str)
-        keep = np.zeros(len(names), dtype=bool)
-        keep[chosen[_highly_variable(counts, chosen, n_top_genes, batches)]] = True
-    if within is not None:
-        return within.subset(list(dict.fromkeys(indices[keep])))
-    unversioned = [strip_version(name) for name in names[keep]]
-    return GeneVocab.from_genes(list(dict.fromkeys(unversioned)))
+        keep = np.zeros(len(genes), dtype=bool)
+        keep[chosen[_highly_variable(counts, totals, chosen, n_top_genes, batches)]] = True
+    if within is None:
+        return GeneVocab.from_genes([str(gene) for gene in genes[keep]])
+    release = within.release if within.chosen_from_data else f"{within.release}, {FROM_DATA}"
+    return replace(within.subset(genes[keep]), release=release)
+
+
+def _distinct(names: np.ndarray, within: GeneVocab | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the genes in the order of their first column, and for each column the position of its gene (-1: none).
+
+    Genes are names without version, or indices into the vocabulary `within`.
+    """
+    keys = np.array([strip_version(name) for name in names]) if within is None else within.gene_indices(names)
+    known = np.ones(len(names), dtype=bool) if within is None else keys >= 0
+    columns = np.full(len(names), -1, dtype=np.int64)
+    columns[known], genes = pd.factorize(keys[known])
+    return genes, columns
 
 
 def _highly_variable(
-    counts: sparse.csr_matrix, chosen: np.ndarray, n_top_genes: int, batches: np.ndarray | None
+    counts: sparse.csr_matrix, totals: np.ndarray, chosen: np.ndarray, n_top_genes: int, batches: np.ndarray | None
 ) -> np.ndarray:
     """Return a boolean array over `chosen` that is true for the highly variable genes."""
     import anndata
-    import pandas as pd
     import scanpy as sc
 
     obs = pd.DataFrame(index=[str(i) for i in range(counts.shape[0])])
     if batches is not None:
         obs["batch"] = pd.Categorical(batches)
-    # Library sizes are those of all genes, so they are divided out before the genes are chosen.
-    totals = np.asarray(counts.sum(axis=1, dtype=np.float64)).ravel()
     values = counts.astype(np.float32, copy=True)
     values.data *= np.repeat((TARGET_SUM / totals).astype(np.float32), np.diff(values.indptr))
     np.log1p(values.data, out=values.data)

@@ -12,8 +12,10 @@ import numpy as np
 
 from scforge.data.cells import CellSource
 from scforge.data.checks import check_adata, counts_of
-from scforge.data.mapping import MIN_OVERLAP, gene_names, map_genes
-from scforge.data.vocab import GeneVocab, id_kind
+from scforge.data.duplicates import join_columns
+from scforge.data.id_kinds import recognise_ids
+from scforge.data.mapping import MIN_OVERLAP, gene_names, map_names, warn_counts_outside
+from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning, listing
 
 if TYPE_CHECKING:
@@ -60,6 +62,12 @@ def open_cells(
     GeneMismatchError
         If too few genes of `vocab` are in `adata`.
 
+    Warns
+    -----
+    ScforgeWarning
+        If genes of `vocab` are missing by the half, if columns mean one gene and are summed, if cells express no gene
+        of `vocab`, or if more than a fifth of the counts lie outside of it although it is a whole annotation.
+
     Examples
     --------
     >>> import scforge
@@ -71,7 +79,7 @@ def open_cells(
     check_adata(adata)
     counts = counts_of(adata, layer)
     names = gene_names(adata, gene_key)
-    gene_map = map_genes(
+    gene_map = map_names(
         names, vocab, min_overlap=min_overlap, whole=whole_annotation, var=adata.var, gene_key=gene_key
     )
     totals = np.asarray(counts.sum(axis=1, dtype=np.float64)).ravel()
@@ -84,14 +92,18 @@ def open_cells(
             stacklevel=2,
         )
     kept = float(mapped.sum(dtype=np.float64) / totals.sum())
-    return CellSource(counts=mapped, totals=totals, overlap=gene_map.overlap, counts_kept=kept, measured=gene_map.measured)
+    warn_counts_outside(kept, vocab)
+    return CellSource(
+        counts=mapped, totals=totals, overlap=gene_map.overlap, counts_kept=kept, measured=gene_map.measured
+    )
 
 
 def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> AnnData:
     """Read one or several h5ad files into one AnnData in memory.
 
     Several files are concatenated over the union of their genes (by ``var_names``); a gene that a file lacks counts
-    as not expressed there. ``obs["source_file"]`` says where a cell comes from, and cell names are made unique.
+    as not expressed there, and columns of one name in a file are summed first. ``obs["source_file"]`` says where a
+    cell comes from, and cell names are made unique.
 
     Parameters
     ----------
@@ -106,6 +118,11 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
         If a file is not an h5ad, or is empty.
     GeneMismatchError
         If files share hardly any gene, e.g. because one has symbols and the other Ensembl ids.
+
+    Warns
+    -----
+    ScforgeWarning
+        If columns of one of several files are summed.
     """
     import anndata
     import pandas as pd
@@ -118,17 +135,19 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
         return parts[str(files[0])]
     if len(parts) < len(files):
         raise OptionError("paths names the same file twice; name each file once.")
-    for path, part in parts.items():
-        if not part.var_names.is_unique:
-            raise DataError(f"{path!r} has duplicate var_names; make them unique before joining files.")
+    parts = {
+        path: part if part.var_names.is_unique else join_columns(part, f"var_names of {path!r}")
+        for path, part in parts.items()
+    }
     first, *others = parts.items()
     for path, part in others:
         shared = len(first[1].var_names.intersection(part.var_names))
         if shared < MIN_OVERLAP * min(first[1].n_vars, part.n_vars):
+            kinds = recognise_ids(part.var_names), recognise_ids(first[1].var_names)
             raise GeneMismatchError(
-                f"{path!r} shares {shared} var_names with {first[0]!r}: they hold {id_kind(part.var_names)} such as "
-                f"{listing(part.var_names[:2])} and {id_kind(first[1].var_names)} such as "
-                f"{listing(first[1].var_names[:2])}; name the genes alike before joining files."
+                f"{path!r} shares {shared} var_names with {first[0]!r}: they hold {kinds[0]} such as "
+                f"{listing(part.var_names[:2])} and {kinds[1]} such as {listing(first[1].var_names[:2])}; "
+                "name the genes alike before joining files."
             )
     joined = anndata.concat(parts, join="outer", label="source_file", index_unique="-", fill_value=0)
     # One annotation of each gene is enough: that of the first file that has the gene.
@@ -145,7 +164,10 @@ def _read_one(path: Path) -> AnnData:
     if not path.is_file():
         raise DataError(f"{str(path)!r} is not a file; data.paths takes h5ad files.")
     try:
-        adata = anndata.read_h5ad(path)
+        with warnings.catch_warnings():
+            # What it advises, to number them, would hide which columns mean one gene; scforge sums those.
+            warnings.filterwarnings("ignore", message="Variable names are not unique")
+            adata = anndata.read_h5ad(path)
     except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"{str(path)!r} cannot be read as an h5ad file: {reason.rstrip('.')}.") from error

@@ -19,7 +19,7 @@ from scforge._constants import OBSM_KEY, UNS_KEY
 from scforge._version import __version__
 from scforge.data.cells import CellSource
 from scforge.data.checks import check_adata, check_obs_column
-from scforge.data.mapping import gene_names, map_genes
+from scforge.data.mapping import gene_names, map_names
 from scforge.data.selection import gene_medians, select_genes
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
@@ -342,7 +342,7 @@ class CellModel(BaseModelClass):
             within = GeneVocab.from_file(vocab) if Path(vocab).is_file() else GeneVocab.named(vocab)
         if within is not None:
             key = self._setup["gene_key"]
-            map_genes(gene_names(adata, key), within, var=adata.var, gene_key=key, whole=_is_whole(within))
+            map_names(gene_names(adata, key), within, var=adata.var, gene_key=key, whole=_is_whole(within))
         made = within
         if made is None or n_top_genes is not None:
             made = select_genes(
@@ -387,4 +387,4 @@ def _shown(options: dict[str, Any]) -> str:
 
 def _is_whole(vocab: GeneVocab) -> bool:
     """Whether a vocabulary is a whole annotation, of which no data set measures every gene."""
-    return vocab.release != FROM_DATA
+    return not vocab.chosen_from_data

@@ -36,7 +36,7 @@ class GeneField(LayerField):
         self.gene_key = gene_key
 
     def validate_field(self, adata: AnnData) -> None:
-        """Raise unless the layer holds counts and the genes have unique names."""
+        """Raise unless the layer holds counts and every gene has a name."""
         counts_of(adata, self.attr_key)
         gene_names(adata, self.gene_key)
 

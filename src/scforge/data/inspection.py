@@ -1,0 +1,168 @@
+"""A look at an h5ad file of any size: which genes, which species, where the counts are, which vocabulary fits."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import numpy as np
+
+from scforge._checks import check_count
+from scforge.data.checks import value_problem
+from scforge.data.h5ad import H5adFile, Matrix, open_h5ad
+from scforge.data.id_kinds import OTHER_NAMES, recognise_ids
+from scforge.data.mapping import GeneMap, names_of, names_place, text_columns
+from scforge.data.named import list_vocabs, open_vocab
+from scforge.data.overlap import OverlapReport, overlap_report
+from scforge.data.vocab import GeneVocab
+
+__all__ = ["Inspection", "inspect_h5ad"]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What an h5ad file holds; ``print(inspection)`` shows it.
+
+    Attributes
+    ----------
+    path
+        The file.
+    n_cells, n_genes
+        Number of cells and of columns of the matrix.
+    stored
+        How the matrix that was asked for is stored: ``"csr"``, ``"csc"`` or ``"dense"``.
+    counts
+        One sentence: whether the matrix holds raw counts, and if not, what does.
+    n_empty
+        Number of cells without any count; None where there are no counts.
+    other_names
+        Other columns of ``var`` that hold gene names, each with what they are and how many the vocabulary has.
+    overlap
+        How well the genes fit the vocabulary.
+    chosen
+        Whether the vocabulary was looked for among the shipped ones.
+    """
+
+    path: str
+    n_cells: int
+    n_genes: int
+    stored: str
+    counts: str
+    n_empty: int | None
+    other_names: dict[str, str]
+    overlap: OverlapReport
+    chosen: bool
+
+    def __str__(self) -> str:
+        rows = {
+            "file": self.path,
+            "cells x genes": f"{self.n_cells:,} x {self.n_genes:,} ({self.stored})",
+            "counts": self.counts,
+        }
+        if self.n_empty:
+            rows["empty cells"] = f"{self.n_empty:,}; remove them with sc.pp.filter_cells(adata, min_counts=1)"
+        if self.other_names:
+            rows["other gene names"] = "; ".join(f"{where}: {kind}" for where, kind in self.other_names.items())
+        if self.chosen:
+            name = self.overlap.vocab.split(",")[0]
+            fits = self.overlap.n_matched > 0
+            rows["best vocabulary"] = f"{name} (of those that ship)" if fits else "none of those that ship fits"
+        return "\n".join([*(f"{name:<25}{value}" for name, value in rows.items()), str(self.overlap)])
+
+
+def inspect_h5ad(
+    path: str | os.PathLike[str],
+    vocab: str | os.PathLike[str] | GeneVocab | None = None,
+    *,
+    layer: str | None = None,
+    gene_key: str | None = None,
+    n_top: int = 10,
+) -> Inspection:
+    """Look at an h5ad file without reading it into memory.
+
+    Parameters
+    ----------
+    path
+        The file.
+    vocab
+        A vocabulary, the file of one, or the name of a shipped one. None takes the shipped one that fits best.
+    layer
+        Layer to look at; None looks at X. If it holds no counts, another matrix that does is named, and the shares of
+        counts are those of that one if it is a layer or X.
+    gene_key
+        Column of ``var`` with the gene names; None reads ``var_names``.
+    n_top
+        Number of missing genes to name.
+
+    Raises
+    ------
+    MissingFileError
+        If there is no such file.
+    DataError
+        If it is no h5ad file, or has no such layer or column.
+    OptionError
+        If there is no such vocabulary.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> scforge.datasets.pbmc3k().write_h5ad("cells.h5ad")
+    >>> found = inspect_h5ad("cells.h5ad")
+    >>> found.n_cells, found.overlap.id_kind, found.overlap.vocab
+    (2700, 'human gene symbols', 'human_protein_coding, CELLxGENE schema 7.1.2')
+    """
+    check_count("n_top", n_top, "genes", least=0)
+    given = None if vocab is None else open_vocab(vocab)
+    with open_h5ad(os.fspath(path)) as opened:
+        var, matrix = opened.var, opened.matrix(layer)
+        names = names_of(var, gene_key)
+        sums, empty, counts = _counts(opened, matrix, layer)
+    candidates = [open_vocab(name) for name in list_vocabs()] if given is None else [given]
+    reports = [
+        overlap_report(names, sums, one, GeneMap.of(names, one), where=names_place(gene_key), n_top=n_top)
+        for one in candidates
+    ]
+    best = max(reports, key=lambda report: (report.n_columns_matched, -report.n_genes_vocab))
+    taken = next(one for one in candidates if one.hash == best.vocab_hash)
+    others = {
+        names_place(key): f"{kind} ({GeneMap.of(column, taken).n_matched:,} in the vocabulary)"
+        for key, column in text_columns(var).items()
+        if key != gene_key and (kind := recognise_ids(column)) != OTHER_NAMES
+    }
+    return Inspection(
+        os.fspath(path), *matrix.shape, matrix.kind, counts, empty, others, overlap=best, chosen=given is None
+    )
+
+
+def _counts(opened: H5adFile, matrix: Matrix, layer: str | None) -> tuple[np.ndarray | None, int | None, str]:
+    """Return the sums of the columns, the number of empty cells, and a sentence on where the counts are."""
+    where = _name(layer)
+    sums, empty, problem = _summary(matrix)
+    if problem is None:
+        return sums, empty, f"{where} holds raw counts"
+    text = f"{where} {problem}, so it is not raw counts"
+    for other in [None, *opened.layers]:
+        if other == layer or (other is None and not opened.has("X")):
+            continue
+        sums, empty, found = _summary(opened.matrix(other))
+        if found is None:
+            return sums, empty, f"{text}; {_name(other)} does hold them"
+    if opened.has("raw/X") and _summary(Matrix.of(opened.file["raw/X"]))[2] is None:
+        text += "; raw does hold them, which adata.raw.to_adata() makes an AnnData of"
+    return None, None, text
+
+
+def _name(layer: str | None) -> str:
+    return "X" if layer is None else f"layers[{layer!r}]"
+
+
+def _summary(matrix: Matrix) -> tuple[np.ndarray, int, str | None]:
+    """Return the sums of the columns and the number of empty rows, and what is not a count; stop where that is seen."""
+    sums = np.zeros(matrix.shape[1])
+    filled = np.zeros(matrix.shape[0], dtype=bool)
+    for rows, columns, values in matrix.entries():
+        if problem := value_problem(values):
+            return sums, 0, problem
+        sums += np.bincount(columns, weights=values, minlength=len(sums))
+        filled[rows[values > 0]] = True
+    return sums, int((~filled).sum()), None

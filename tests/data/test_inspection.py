@@ -1,0 +1,118 @@
+"""A look at h5ad files of any kind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import anndata as ad
+import h5py
+import numpy as np
+import pytest
+from scipy import sparse
+
+from scforge.data import GeneVocab, inspect_h5ad, map_genes
+
+STORED = {"csr": sparse.csr_matrix, "csc": sparse.csc_matrix, "dense": lambda x: x.toarray()}
+
+
+@pytest.mark.parametrize("kind", STORED)
+def test_figures_are_those_of_map_genes(tiny_adata, tiny_vocab, tmp_path, kind):
+    vocab = tiny_vocab.subset(range(5, 80))
+    counts = tiny_adata.X.toarray()
+    counts[[3, 8]] = 0
+    tiny_adata.X = STORED[kind](sparse.csr_matrix(counts))
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    found = inspect_h5ad(tmp_path / "a.h5ad", vocab)
+    assert (found.n_cells, found.n_genes, found.stored, found.n_empty) == (60, 80, kind, 2)
+    keep = np.delete(np.arange(60), [3, 8])
+    expected = map_genes(tiny_adata[keep].copy(), vocab)
+    assert found.overlap == expected
+    assert found.counts == "X holds raw counts"
+    assert "empty cells              2; remove them" in str(found)
+
+
+def test_the_best_vocabulary(pbmc, tmp_path):
+    pbmc[:50].write_h5ad(tmp_path / "human.h5ad")
+    found = inspect_h5ad(tmp_path / "human.h5ad", n_top=3)
+    assert found.overlap.vocab.startswith("human_protein_coding,")
+    assert found.overlap.n_matched == 12380
+    assert found.other_names == {"adata.var['gene_ids']": "human Ensembl ids (13,236 in the vocabulary)"}
+    assert "best vocabulary          human_protein_coding (of those that ship)" in str(found)
+    assert len(found.overlap.top_missing) == 3
+    mouse = ad.AnnData(np.ones((3, 500)))
+    mouse.var_names = GeneVocab.named("mouse_protein_coding").symbols[:500]
+    mouse.write_h5ad(tmp_path / "mouse.h5ad")
+    assert inspect_h5ad(tmp_path / "mouse.h5ad").overlap.vocab.startswith("mouse_protein_coding,")
+    assert inspect_h5ad(tmp_path / "mouse.h5ad", "human_mouse").overlap.vocab.startswith("human_mouse,")
+
+
+def test_no_vocabulary_fits(tiny_adata, tmp_path):
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    assert "best vocabulary          none of those that ship fits" in str(inspect_h5ad(tmp_path / "a.h5ad"))
+
+
+def test_where_the_counts_are(tiny_adata, tiny_vocab, tmp_path):
+    path, counts = tmp_path / "a.h5ad", tiny_adata.X.copy()
+    vocab = tiny_vocab.subset(range(40))
+    kept = map_genes(tiny_adata, vocab).counts_kept
+    tiny_adata.X = counts.log1p()
+    tiny_adata.layers["scaled"] = counts * 0.5
+
+    def written() -> ad.AnnData:
+        tiny_adata.write_h5ad(path)
+        return inspect_h5ad(path, vocab)
+
+    found = written()
+    assert found.counts.startswith("X holds values that are not whole numbers (first: ")
+    assert found.counts.endswith("so it is not raw counts")
+    assert np.isnan(found.overlap.counts_kept)
+    assert found.overlap.top_missing == ()
+    assert found.n_empty is None
+    assert "counts kept              unknown, there are no counts" in str(found)
+    assert found.overlap.n_matched == 40
+
+    plain = tiny_adata.copy()
+    plain.X = counts
+    tiny_adata.raw = plain
+    assert written().counts.endswith("raw does hold them, which adata.raw.to_adata() makes an AnnData of")
+
+    tiny_adata.layers["counts"] = counts
+    found = written()
+    assert found.counts.endswith("; layers['counts'] does hold them")
+    assert found.overlap.counts_kept == pytest.approx(kept)
+    assert inspect_h5ad(path, vocab, layer="counts").counts == "layers['counts'] holds raw counts"
+    assert "layers['scaled'] holds values" in inspect_h5ad(path, vocab, layer="scaled").counts
+
+    tiny_adata.X = counts
+    assert written().counts == "X holds raw counts"
+    found = inspect_h5ad(path, vocab, layer="scaled")
+    assert found.counts.endswith("; X does hold them")
+    tiny_adata.layers["counts"] = -counts
+    assert "negative values" in (written() and inspect_h5ad(path, vocab, layer="counts").counts)
+
+
+def test_repeated_names_are_counted(tiny_adata, tiny_vocab, tmp_path):
+    tiny_adata.var["name"] = [*tiny_adata.var_names[:-2], "gene0", "gene0"]
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    assert inspect_h5ad(tmp_path / "a.h5ad", tiny_vocab, gene_key="name").overlap.n_columns_summed == 2
+
+
+def test_a_file_larger_than_memory(tmp_path):
+    """A matrix of half a gigabyte, more as a sparse one, in a process that may not have that much."""
+    pytest.importorskip("resource")
+    ad.AnnData(np.ones((1, 400), dtype=np.float32)).write_h5ad(tmp_path / "a.h5ad")
+    with h5py.File(tmp_path / "a.h5ad", "r+") as file:
+        attributes = dict(file["X"].attrs)
+        del file["X"]
+        # Blocks that were never written are read as ones.
+        stored = file.create_dataset("X", (300_000, 400), "f4", chunks=(1000, 400), compression="lzf", fillvalue=1)
+        stored.attrs.update(attributes)
+    command = (
+        "import resource; from scforge.data import inspect_h5ad; import anndata, scipy.sparse;"
+        "limit = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize() + 400_000_000;"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit));"
+        f"found = inspect_h5ad({str(tmp_path / 'a.h5ad')!r}); print(found.n_cells, found.n_empty)"
+    )
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.stdout.split() == ["300000", "0"], done.stderr
