@@ -270,8 +270,17 @@ def test_masking(name, options, dense, ratio, data):
         assert torch.equal(whole.sort(dim=1).values, batch["input_ids"].sort(dim=1).values)
     else:
         assert torch.equal(whole, batch["input_ids"])
-        for key in set(batch) - {"input_ids", "attention_mask"}:
-            assert torch.equal(masked[key][~chosen], batch[key][~chosen])
+    # Where a token went, what is told of it went too: the visible in their keys, the hidden in the targets.
+    targets = {"values": ("value_labels", 0), "bin_ids": ("bin_labels", -100)}
+    for key in set(batch) - {"input_ids", "attention_mask"}:
+        of_gene = torch.zeros(len(dense), len(vocab), dtype=batch[key].dtype).scatter_(
+            1, batch["input_ids"], batch[key]
+        )
+        told = of_gene.gather(1, whole)
+        assert torch.equal(masked[key][~chosen], told[~chosen])
+        if key in targets:
+            target, ignore = targets[key]
+            assert torch.equal(masked[target], told.masked_fill(~chosen, ignore))
 
     # One cell alone, in another batch, has the same mask.
     row = data.draw(st.integers(0, len(dense) - 1))
