@@ -16,8 +16,7 @@ from scforge.data.cells import CellBlock
 from scforge.data.gene_tables import gene_table
 
 # Files and numba take their time, which is no failure.
-settings.register_profile("scforge", deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-settings.load_profile("scforge")
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 SYMBOLS = st.text(string.ascii_letters + string.digits + ".-_µé ", min_size=1, max_size=12)
 IDS = st.integers(0, 10**11 - 1).map(lambda number: f"ENSG{number:011d}")
@@ -35,6 +34,7 @@ def vocabs(draw, genes=SYMBOLS | IDS) -> GeneVocab:
     return vocab.with_special_tokens(*draw(st.lists(st.sampled_from(["<eos>", "<sep>"]), unique=True)))
 
 
+@PATIENT
 @given(vocab=vocabs())
 def test_saved_and_read_is_the_same(vocab, tmp_path):
     vocab.save(tmp_path / "vocab.json")
@@ -47,6 +47,7 @@ def test_saved_and_read_is_the_same(vocab, tmp_path):
             np.testing.assert_array_equal(again.medians, vocab.medians)
 
 
+@PATIENT
 @given(vocab=vocabs())
 def test_decode_undoes_encode(vocab):
     assert vocab.decode(vocab.encode(vocab.tokens)) == list(vocab.tokens)
@@ -55,6 +56,7 @@ def test_decode_undoes_encode(vocab):
     assert (vocab.gene_indices(vocab.special_tokens) == -1).all()
 
 
+@PATIENT
 @given(vocab=vocabs(), names=st.lists(SYMBOLS | IDS, max_size=10))
 def test_a_name_is_a_gene_or_unknown(vocab, names):
     ids, indices = vocab.encode(names), vocab.gene_indices(names)
@@ -80,6 +82,7 @@ def mapped(names, counts) -> np.ndarray:
     return GeneMap.of(names, VOCAB).apply(counts).toarray()
 
 
+@PATIENT
 @given(cells=data())
 def test_mapping_is_the_sum_of_the_columns_of_a_gene(cells):
     names, counts = cells
@@ -90,6 +93,7 @@ def test_mapping_is_the_sum_of_the_columns_of_a_gene(cells):
     np.testing.assert_array_equal(mapped(names, counts), expected)
 
 
+@PATIENT
 @given(cells=data(), random=st.randoms(use_true_random=False))
 def test_permuted_columns_are_the_same_cells(cells, random):
     names, counts = cells
@@ -97,6 +101,7 @@ def test_permuted_columns_are_the_same_cells(cells, random):
     np.testing.assert_array_equal(mapped([names[i] for i in order], counts[:, order]), mapped(names, counts))
 
 
+@PATIENT
 @given(cells=data(), version=st.integers(0, 99), other=st.sampled_from(["version", "symbol", "lower case"]))
 def test_versions_and_symbols_are_the_same_genes(cells, version, other):
     names, counts = cells
@@ -109,6 +114,7 @@ def test_versions_and_symbols_are_the_same_genes(cells, version, other):
     np.testing.assert_array_equal(mapped(renamed, counts), mapped(names, counts))
 
 
+@PATIENT
 @given(vocab=vocabs(), cells=data())
 def test_from_adata_knows_every_column(vocab, cells):
     names, counts = cells
@@ -119,6 +125,7 @@ def test_from_adata_knows_every_column(vocab, cells):
     assert GeneMap.of(names, made).apply(counts).sum() == counts.sum()
 
 
+@PATIENT
 @given(
     species=st.sampled_from(["human", "mouse"]),
     picks=st.lists(st.integers(0, 70_000), min_size=1, max_size=20),
@@ -134,6 +141,7 @@ def test_symbol_of_an_id_names_that_gene(species, picks, version):
     assert list(convert_gene_ids(versioned, to="ensembl", species=species)) == ids
 
 
+@PATIENT
 @given(
     values=st.lists(st.integers(1, 10**6), min_size=1, max_size=60),
     cut=st.integers(0, 60),

@@ -286,7 +286,7 @@ def test_another_kind_of_ids_names_the_column_that_fits(folder: Path, tiny_adata
     with pytest.raises(ScforgeError) as caught:
         Encoder.load(folder, by_id)
     message = str(caught.value)
-    assert "it holds Ensembl ids such as 'ENSG00000000000'" in message
+    assert "it holds human Ensembl ids such as 'ENSG00000000000'" in message
     assert "adata.var['symbol'] has 40 of them: pass gene_key='symbol'" in message
     assert "set adata.var_names = adata.var['symbol']" in message
     by_id.var_names = by_id.var["symbol"].to_list()
