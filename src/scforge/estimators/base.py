@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["FROM_DATA", "CellModel"]
 
 FROM_DATA = "from_data"
+_SHOWN = 8
 
 
 class CellModel(BaseModelClass):
@@ -382,7 +383,8 @@ class CellModel(BaseModelClass):
 
 
 def _shown(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+    short = {k: f"[{len(v)} items]" if isinstance(v, list) and len(v) > _SHOWN else repr(v) for k, v in options.items()}
+    return ", ".join(f"{name}={value}" for name, value in short.items())
 
 
 def _is_whole(vocab: GeneVocab) -> bool:
