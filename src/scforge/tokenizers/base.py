@@ -18,6 +18,7 @@ from scforge.data.cells import CellBlock
 from scforge.data.mapping import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, OptionError
+from scforge.tokenizers._expression import keep
 from scforge.tokenizers.batch import RaggedTokens, TokenBatch, frame, pad
 
 if TYPE_CHECKING:
@@ -85,6 +86,15 @@ class Tokenizer(ABC):
                 f"{option}={getattr(self, option)!r} needs the token {token!r}, which the vocabulary lacks; "
                 f"add it with vocab.with_special_tokens({token!r})."
             )
+
+    def truncate(self, block: CellBlock) -> tuple[np.ndarray, np.ndarray | slice]:
+        """Choose the entries of each cell that fit into `max_len`: those with the highest counts.
+
+        Returns
+        -------
+        Row boundaries, int64, shape (B + 1,), and positions of the kept entries, in their order.
+        """
+        return keep(block.indptr, block.counts, block, self.most_genes)
 
     @property
     def _n_around(self) -> int:
