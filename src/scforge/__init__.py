@@ -13,7 +13,19 @@ from scforge._version import __version__
 
 _NAMES = {
     name: f"scforge.{name}"
-    for name in ("config", "data", "datasets", "errors", "estimators", "eval", "models", "pl", "tokenizers", "training")
+    for name in (
+        "config",
+        "data",
+        "datasets",
+        "errors",
+        "estimators",
+        "eval",
+        "models",
+        "pl",
+        "testing",
+        "tokenizers",
+        "training",
+    )
 }
 
 __all__ = [
@@ -26,6 +38,7 @@ __all__ = [
     "eval",
     "models",
     "pl",
+    "testing",
     "tokenizers",
     "training",
 ]

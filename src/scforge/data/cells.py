@@ -56,10 +56,11 @@ class CellBlock:
         if not isinstance(matrix, sparse.csr_matrix):
             matrix = sparse.csr_matrix(matrix)
         if not matrix.has_canonical_format or (matrix.data == 0).any():
-            matrix = matrix.copy()
+            # Repeated entries are summed, which may not fit into e.g. uint8.
+            matrix = matrix.astype(np.int64 if matrix.dtype.kind in "iu" else matrix.dtype, copy=True)
             matrix.sum_duplicates()
             matrix.eliminate_zeros()
-        sums = np.asarray(matrix.sum(axis=1), dtype=np.float64).ravel()
+        sums = np.asarray(matrix.sum(axis=1, dtype=np.float64)).ravel()
         if totals is not None and np.shape(totals) != sums.shape:
             raise DataError(f"totals has the shape {np.shape(totals)} but there are {len(sums)} cells.")
         return cls(

@@ -99,7 +99,8 @@ def _as_csr(matrix: Any) -> sparse.csr_matrix:
         matrix = matrix.astype(np.float32)
     matrix = sparse.csr_matrix(matrix) if not isinstance(matrix, sparse.csr_matrix) else matrix
     if not matrix.has_canonical_format:
-        matrix = matrix.copy()
+        # Repeated entries are summed, which may not fit into e.g. uint8.
+        matrix = matrix.astype(np.int64 if matrix.dtype.kind in "iu" else matrix.dtype, copy=True)
         matrix.sum_duplicates()
     return matrix
 

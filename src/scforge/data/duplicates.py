@@ -39,7 +39,7 @@ def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) 
     mapped = sparse.csr_matrix(
         (matrix.data[keep], places[keep], kept_before[matrix.indptr]), shape=(matrix.shape[0], n_columns)
     )
-    if mapped.dtype.kind in "iu" and n_summed(columns) > 0:
+    if mapped.dtype.kind in "iu" and not mapped.has_canonical_format:
         mapped = mapped.astype(np.int64)  # a sum may not fit into e.g. uint8
     mapped.sum_duplicates()
     mapped.eliminate_zeros()

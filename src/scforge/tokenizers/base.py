@@ -114,6 +114,8 @@ class Tokenizer(ABC):
             if "__init__" in vars(base) and base is not object:
                 parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
                 names |= {p.name: None for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+                if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+                    break  # it passes nothing on that it does not name
         return list(names)
 
     def config(self) -> dict[str, Any]:
