@@ -9,7 +9,7 @@ from typing import Any
 
 from scforge.errors import OptionError
 
-__all__ = ["check_count", "check_mask_ratio", "check_positive"]
+__all__ = ["check_bool", "check_count", "check_mask_ratio", "check_positive", "check_seed", "check_share"]
 
 
 def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> None:
@@ -70,3 +70,33 @@ def check_mask_ratio(value: Any) -> None:
 
 def _is_share(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool) and 0 < float(value) < 1
+
+
+def check_bool(argument: str, value: Any) -> bool:
+    """Return `value`, or raise unless it is True or False: the text "false" is true for Python.
+
+    Examples
+    --------
+    >>> check_bool("append_cls", "false")
+    Traceback (most recent call last):
+        ...
+    scforge.errors.OptionError: append_cls='false' is neither True nor False.
+    """
+    if not isinstance(value, bool):
+        raise OptionError(f"{argument}={value!r} is neither True nor False.")
+    return value
+
+
+def check_seed(value: Any, *, argument: str = "seed") -> int:
+    """Return a seed as a Python number, or raise unless it is a whole number from 0 to 2^63 - 1."""
+    check_count(argument, value, "a random generator", least=0)
+    if value >= 2**63:
+        raise OptionError(f"{argument}={value!r} is too large; give a number below 2^63.")
+    return int(value)
+
+
+def check_share(argument: str, value: Any) -> float:
+    """Return `value`, or raise unless it is a number from 0 to 1."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= float(value) <= 1:
+        raise OptionError(f"{argument}={value!r} is not a number from 0 to 1.")
+    return float(value)
