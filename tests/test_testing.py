@@ -10,9 +10,9 @@ import pytest
 import torch
 from scipy import sparse
 
-import scforge.testing
+import scforge.testing.tokenizers
 from scforge.data import CellBlock, GeneVocab
-from scforge.data.random import cell_keys
+from scforge.data.random import content_keys
 from scforge.errors import OptionError
 from scforge.testing import check_tokenizer
 from scforge.tokenizers import Masking, RaggedTokens, Tokenizer
@@ -41,8 +41,11 @@ class Sorted(Tokenizer):
     def choose(self, counts, row):
         return np.sort(np.argsort(-counts, kind="stable")[: self.most_genes])
 
+    def chooser(self, block):
+        return self.choose
+
     def _tokenize(self, block):
-        indptr, kept = cut(block, self.choose)
+        indptr, kept = cut(block, self.chooser(block))
         values = self.scale * np.log1p(block.counts[kept])
         ids = (block.genes[kept] + self.vocab.n_special).astype(np.int32)
         return RaggedTokens(indptr, ids, values.astype(np.float32), {"bin_ids": np.ones(len(kept), dtype=np.int32)})
@@ -54,9 +57,9 @@ class Drawn(Sorted):
     ordered_by_gene = False
     samples = True
 
-    def choose(self, counts, row):
-        key = cell_keys(np.array([row]), seed=0, epoch=0, stream=7)[0]
-        return np.random.default_rng(int(key)).permutation(len(counts))[: self.most_genes]
+    def chooser(self, block):
+        keys = iter(content_keys(block, seed=0, stream=7))
+        return lambda counts, row: np.random.default_rng(int(next(keys))).permutation(len(counts))[: self.most_genes]
 
 
 class AllGenes(Tokenizer):
@@ -499,6 +502,31 @@ class OrderUnsaid(Sorted):
     ordered_by_gene = False
 
 
+@breaks("a gene stands where its count puts it.*set ordered_by_gene = True")
+class TiesUnsaid(Drawn):
+    """From high to low, equal counts in random order: the neighbours of a hidden token bracket its count."""
+
+    samples = False
+
+    def chooser(self, block):
+        keys = iter(content_keys(block, seed=0, stream=7))
+
+        def choose(counts, row):
+            ties = np.random.default_rng(int(next(keys))).permutation(len(counts))
+            return ties[np.argsort(-counts[ties], kind="stable")][: self.most_genes]
+
+        return choose
+
+
+@breaks("cell .* alone has other tokens than in a block")
+class DrawnByRow(Drawn):
+    """The row of a cell decides, so a cell of a subset gets other tokens than in the whole."""
+
+    def chooser(self, block):
+        keys = iter(block.rows)
+        return lambda counts, row: np.random.default_rng(int(next(keys))).permutation(len(counts))[: self.most_genes]
+
+
 @pytest.mark.parametrize(("cls", "options", "sentence"), BROKEN)
 def test_broken_ones_are_found(cls, options, sentence):
     with pytest.raises(AssertionError, match=f"^{cls.__name__}: .*(?:{sentence})"):
@@ -518,7 +546,7 @@ class Leaving(Masking):
 
 @pytest.mark.parametrize("key", ["bin_ids", "values", "input_ids"])
 def test_what_masking_leaves_is_found(monkeypatch, key):
-    monkeypatch.setattr(scforge.testing, "Masking", type("Leaving", (Leaving,), {"key": key}))
+    monkeypatch.setattr(scforge.testing.tokenizers, "Masking", type("Leaving", (Leaving,), {"key": key}))
     with pytest.raises(AssertionError, match=f"Sorted: '{key}' still tells of hidden tokens"):
         check_tokenizer(Sorted)
 
@@ -530,7 +558,7 @@ def test_masking_that_forgets_a_cell_is_found(monkeypatch):
             masked["labels"][5] = -100
             return masked
 
-    monkeypatch.setattr(scforge.testing, "Masking", Sparing)
+    monkeypatch.setattr(scforge.testing.tokenizers, "Masking", Sparing)
     with pytest.raises(AssertionError, match="masking does not hide a token of each cell"):
         check_tokenizer(Sorted)
 

@@ -184,6 +184,12 @@ def dense_bins(batch, n_cells, n_genes):
     return bins
 
 
+def over_draws(tokenizer, dense, draws):
+    """Return the bins of some cells in several draws; equal cells get equal random numbers in one draw."""
+    cells, rows = source(dense), np.arange(len(dense))
+    return np.concatenate([dense_bins(tokenizer(cells.block(rows, draw=draw)), *dense.shape) for draw in draws])
+
+
 @pytest.mark.parametrize("n_bins", [3, 7, 51])
 @pytest.mark.parametrize("side", ["one", "tahoe"])
 @pytest.mark.parametrize("zeros", [True, False])
@@ -199,15 +205,12 @@ def test_tokenizer(n_bins, side, zeros):
 
 def test_tokenizer_spreads_equal_counts_evenly():
     """Equal counts go to all the bins that they span, as often, and anew with each draw."""
-    cells, tokenizer = (
-        source(np.tile(TABLES["counts"][6:8], (200, 1))),
-        get_tokenizer("binned_expression", vocab_of(90)),
-    )
-    one, two = (tokenizer(cells.block(np.arange(400), draw=draw)) for draw in (0, 1))
+    dense, tokenizer = TABLES["counts"][6:8], get_tokenizer("binned_expression", vocab_of(90))
+    cells = source(dense)
+    one, two = (tokenizer(cells.block(np.arange(2), draw=draw)) for draw in (0, 1))
     assert not torch.equal(one["bin_ids"], two["bin_ids"])
-    assert torch.equal(one["bin_ids"], tokenizer(cells.block(np.arange(400)))["bin_ids"])
-    dense = cells.counts.toarray()
-    bins, low, high = dense_bins(one, 400, 90), tahoe(dense[:1]), scgpt(dense[:1], side="one")
+    assert torch.equal(one["bin_ids"], tokenizer(cells.block(np.arange(2)))["bin_ids"])
+    bins, low, high = over_draws(tokenizer, dense, range(200)), tahoe(dense[:1]), scgpt(dense[:1], side="one")
     for gene in np.flatnonzero(dense[0]):
         drawn = bins[::2, gene]
         span = high[0, gene] - low[0, gene] + 1
@@ -239,13 +242,11 @@ def test_bins_are_those_of_the_whole_cell():
 
 
 def test_random_truncation_draws_each_gene_as_often():
-    dense = np.tile(np.arange(1, 41), (500, 1))
-    tokenizer = get_tokenizer("binned_expression", vocab_of(40), max_len=11)
-    cells = source(dense)
-    kept = dense_bins(tokenizer(cells.block(np.arange(500))), 500, 40) >= 0
+    tokenizer, dense = get_tokenizer("binned_expression", vocab_of(40), max_len=11), np.arange(1, 41)[None]
+    kept = over_draws(tokenizer, dense, range(500)) >= 0
     assert (kept.sum(axis=1) == 10).all()
     assert np.abs(kept.mean(axis=0) - 0.25).max() < 5 * np.sqrt(0.25 * 0.75 / 500)
-    again = dense_bins(tokenizer(cells.block(np.arange(500), draw=1)), 500, 40) >= 0
+    again = over_draws(tokenizer, dense, range(500, 1000)) >= 0
     assert 0.1 < (kept & again).sum() / kept.sum() < 0.4
 
 

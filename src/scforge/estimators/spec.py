@@ -104,13 +104,15 @@ class ModelSpec:
         vectors = None if options.get("gene_vectors") is not None else made.gene_vectors()
         if vectors is not None:
             options = options | {"gene_vectors": _vectors_option(architecture, name, made, vectors)}
+        aim = get_objective(objective[0], **objective[1])
+        aim.check(made)
         spec = cls(
             architecture=architecture,
             model_options=options,
             tokenizer=name,
             tokenizer_options=made.config(),
             objective=objective[0],
-            objective_options=get_objective(objective[0], **objective[1]).config(),
+            objective_options=aim.config(),
             vocab=vocab,
         )
         return spec, vectors

@@ -10,7 +10,7 @@ import numpy as np
 
 from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock
-from scforge.data.random import cell_keys, uniform
+from scforge.data.random import content_keys, uniform
 from scforge.tokenizers._sorting import make_scratch, sort_descending
 
 __all__ = ["keep", "kept_indptr", "log1p_cp10k", "reorder"]
@@ -87,7 +87,7 @@ def keep(
         return indptr, slice(None)
     kept_to, longest = kept_indptr(indptr, most)
     kept = np.empty(kept_to[-1] + 1, dtype=np.int64)
-    keys = cell_keys(block.rows, seed=seed, epoch=block.draw, stream=_STREAM)
+    keys = content_keys(block, seed=seed, stream=_STREAM)
     if sample:
         _draw(indptr, keys, kept_to, kept)
     else:

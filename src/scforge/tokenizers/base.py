@@ -6,19 +6,20 @@ Shapes: B cells, S tokens of the longest cell of the batch, Z tokens of all cell
 from __future__ import annotations
 
 import inspect
-import numbers
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scforge._checks import check_bool, check_count
 from scforge._constants import CLS_TOKEN, EOS_TOKEN
 from scforge.data.cells import CellBlock
 from scforge.data.mapping import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, OptionError
 from scforge.tokenizers._expression import keep
+from scforge.tokenizers._input import checked_counts, checked_map, checked_totals
 from scforge.tokenizers.batch import RaggedTokens, TokenBatch, frame, pad
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ class Tokenizer(ABC):
     would narrow it down."""
     samples: bool = False
     """Whether truncation draws genes at random, rather than keeping the most expressed."""
+    lists_all_genes: bool = False
+    """Whether all measured genes are tokens, so that a hidden gene is known to be one of those that are missing."""
     needs_medians: bool = False
     """Whether the strategy uses the medians of the vocabulary."""
 
@@ -59,13 +62,15 @@ class Tokenizer(ABC):
         self, vocab: GeneVocab, *, max_len: int | None = None, append_cls: bool = True, append_eos: bool = False
     ) -> None:
         self.vocab = vocab
-        if max_len is not None and (not isinstance(max_len, numbers.Integral) or isinstance(max_len, bool)):
-            raise OptionError(f"max_len={max_len!r} is not a whole number of tokens.")
+        if max_len is not None:
+            check_count("max_len", max_len, "tokens", least=0)
         self.max_len = self.default_max_len if max_len is None else int(max_len)
-        self.append_cls = bool(append_cls)
-        self.append_eos = bool(append_eos)
+        self.append_cls = check_bool("append_cls", append_cls)
+        self.append_eos = check_bool("append_eos", append_eos)
         if self.max_len is not None and self.max_len <= self._n_around:
             raise OptionError(f"max_len={max_len} leaves no room for a gene; give the number of tokens of a cell.")
+        if self.max_len is not None and self.max_len >= _MOST_TOKENS:
+            raise OptionError(f"max_len={max_len} is too large; give a number below 2^31, or None for the default.")
         for option, token in _TOKEN_OF.items():
             if getattr(self, option):
                 self._require_token(option, token)
@@ -143,7 +148,7 @@ class Tokenizer(ABC):
 
     def __call__(
         self,
-        cells: CellBlock | sparse.csr_matrix,
+        cells: CellBlock | sparse.csr_matrix | np.ndarray,
         gene_ids: Sequence[str] | np.ndarray | GeneMap | None = None,
         *,
         totals: np.ndarray | None = None,
@@ -153,7 +158,8 @@ class Tokenizer(ABC):
         Parameters
         ----------
         cells
-            A block, or counts as a CSR matrix of shape (B, number of columns).
+            A block, which is taken as it is, or raw counts as a sparse matrix or an array of shape
+            (B, number of columns).
         gene_ids
             Name of the gene of each column of `cells`. Names that the vocabulary does not have are left out, columns of
             one gene are summed. None: the columns are the genes of the vocabulary.
@@ -163,6 +169,15 @@ class Tokenizer(ABC):
         Returns
         -------
         Tensors of shape (B, S), see :class:`~scforge.tokenizers.TokenBatch`.
+
+        Raises
+        ------
+        OptionError
+            If `cells` is no matrix, or `gene_ids` no list of names.
+        DataError
+            If `cells` does not hold raw counts, or `gene_ids` or `totals` do not fit.
+        GeneMismatchError
+            If no column is a gene of the vocabulary.
 
         Examples
         --------
@@ -175,32 +190,23 @@ class Tokenizer(ABC):
         """
         if isinstance(cells, CellBlock):
             return pad(self._tokenize(cells), *self._frame)
-        if gene_ids is not None:
-            return self._call_named(cells, gene_ids, totals)
-        if cells.shape[1] != self.vocab.n_genes:
-            raise DataError(
-                f"cells has {cells.shape[1]} columns but the vocabulary {self.vocab.n_genes} genes; "
-                "pass the names of the columns as gene_ids."
-            )
-        return pad(self._tokenize(CellBlock.from_csr(cells, totals)), *self._frame)
-
-    def _call_named(
-        self,
-        cells: sparse.csr_matrix,
-        gene_ids: Sequence[str] | np.ndarray | GeneMap,
-        totals: np.ndarray | None,
-    ) -> TokenBatch:
-        gene_map = self._map(cells, gene_ids)
+        counts = checked_counts(cells)
+        if totals is not None:
+            totals = checked_totals(totals, counts.shape[0])
+        if gene_ids is None:
+            if counts.shape[1] != self.vocab.n_genes:
+                raise DataError(
+                    f"cells has {counts.shape[1]} columns but the vocabulary {self.vocab.n_genes} genes; "
+                    "pass the names of the columns as gene_ids."
+                )
+            return pad(self._tokenize(CellBlock.from_csr(counts, totals)), *self._frame)
+        gene_map = checked_map(gene_ids, self.vocab, counts.shape[1])
         if totals is None:
-            totals = np.asarray(cells.sum(axis=1, dtype=np.float64)).ravel()
-        block = CellBlock.from_csr(gene_map.apply(cells), totals, measured=gene_map.measured)
-        return pad(self._tokenize(block), *self._frame)
+            totals = np.asarray(counts.sum(axis=1, dtype=np.float64)).ravel()
+        return pad(self._tokenize_mapped(counts, gene_map, totals), *self._frame)
 
-    def _map(self, cells: sparse.csr_matrix, gene_ids: Sequence[str] | np.ndarray | GeneMap) -> GeneMap:
-        gene_map = gene_ids if isinstance(gene_ids, GeneMap) else GeneMap.of(gene_ids, self.vocab)
-        if len(gene_map.columns) != cells.shape[1]:
-            raise DataError(f"gene_ids names {len(gene_map.columns)} genes but cells has {cells.shape[1]} columns.")
-        return gene_map
+    def _tokenize_mapped(self, counts: sparse.csr_matrix, gene_map: GeneMap, totals: np.ndarray) -> RaggedTokens:
+        return self._tokenize(CellBlock.from_csr(gene_map.apply(counts), totals, measured=gene_map.measured))
 
     @property
     def _frame(self) -> tuple[int, int]:
@@ -215,4 +221,5 @@ class Tokenizer(ABC):
         return f"{type(self).__name__}({options})"
 
 
+_MOST_TOKENS = 2**31
 _TOKEN_OF = {"append_cls": CLS_TOKEN, "append_eos": EOS_TOKEN}

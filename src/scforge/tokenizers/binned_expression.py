@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from scforge._checks import check_count
+from scforge._checks import check_bool, check_seed
 from scforge.data.cells import CellBlock
-from scforge.data.random import cell_keys
+from scforge.data.random import content_keys
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.tokenizers._binning import bin_entries, check_binning
@@ -49,10 +49,11 @@ class BinnedExpressionTokenizer(Tokenizer):
         Bin by these ascending log1p CP10K values in all cells: a gene gets bin 1 plus the number of edges that its
         value reaches.
     include_zero_genes
-        Also present the genes that were measured and have no count.
+        Also present the genes that were measured and have no count. Not for predicting which genes are hidden: they
+        would be those that are missing.
     truncation
         Which genes are kept of a cell that has too many: ``"random"``, drawn anew each epoch as scGPT does, or
-        ``"highest"``, the most expressed; genes without counts always come last and are drawn.
+        ``"highest"``, the most expressed, and genes without counts, which are drawn, where there is room left.
     seed
         Seed of what is drawn. What happens to a cell depends on the seed, the epoch and the cell alone.
 
@@ -95,12 +96,12 @@ class BinnedExpressionTokenizer(Tokenizer):
         check_binning(self.n_bins, side)
         if truncation not in ("random", "highest"):
             raise OptionError(f"truncation={truncation!r} is not known; choose 'random' or 'highest'.")
-        check_count("seed", seed, "a random generator", least=0)
         self.side = side
-        self.include_zero_genes = bool(include_zero_genes)
+        self.include_zero_genes = check_bool("include_zero_genes", include_zero_genes)
         self.truncation = truncation
         self.samples = truncation == "random"
-        self.seed = int(seed)
+        self.seed = check_seed(seed)
+        self.lists_all_genes = self.include_zero_genes
 
     def lengths(self, n_expressed: np.ndarray) -> np.ndarray:
         """Return the number of tokens of cells with `n_expressed` expressed genes (if all genes are measured)."""
@@ -123,12 +124,17 @@ class BinnedExpressionTokenizer(Tokenizer):
             return (
                 np.searchsorted(np.array(self.edges, dtype=np.float32), log1p_cp10k(block), side="right") + 1
             ).astype(np.int32)
-        keys = cell_keys(block.rows, seed=self.seed, epoch=block.draw, stream=_STREAM)
+        keys = content_keys(block, seed=self.seed, stream=_STREAM) if self.side == "both" else None
         return bin_entries(block.indptr, block.counts, self.n_bins, self.side, keys=keys)
 
 
 def _check_edges(edges: Sequence[float]) -> list[float]:
-    values = [float(edge) for edge in edges]
+    if isinstance(edges, str) or not isinstance(edges, Sequence | np.ndarray):
+        raise OptionError(f"edges={edges!r} is not a list of log1p CP10K values.")
+    try:
+        values = [float(edge) for edge in edges]
+    except (TypeError, ValueError):
+        values = []
     if not values or not np.isfinite(values).all() or (np.diff(values) <= 0).any() or values[0] <= 0:
-        raise OptionError(f"edges={values!r} must be ascending log1p CP10K values above 0, at least one.")
+        raise OptionError(f"edges={list(edges)!r} must be ascending log1p CP10K values above 0, at least one.")
     return values

@@ -7,9 +7,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from scforge._checks import check_count, check_positive
+from scforge._checks import check_bool, check_positive, check_seed
 from scforge.data.cells import CellBlock
-from scforge.data.random import cell_keys
+from scforge.data.random import content_keys
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.tokenizers._depth import DEPTH_TOKENS, append_depths, check_target_depth
@@ -54,7 +54,10 @@ class ContinuousProjectionTokenizer(Tokenizer):
         Counts that CP10K divides by: those of all genes of the ``"data"``, also outside the vocabulary, or those of the
         ``"vocabulary"``.
     include_zero_genes
-        Also present the genes that were measured and have no count, with the value 0.
+        Also present the genes that were measured and have no count, with the value 0. Not for predicting which genes
+        are hidden: they would be those that are missing.
+    unmeasured_as_zero
+        With `include_zero_genes`, also present the genes of the vocabulary that the data do not have.
     target_depth
         Put two tokens behind the genes that tell the depth wanted and the depth at hand, with the values T and S of
         scFoundation: S is log10 of the library size, T is ``"t4"`` for 4, ``"f2"`` for S of twice the library size,
@@ -90,6 +93,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         order: str = "vocabulary",
         library_size: str = "data",
         include_zero_genes: bool = False,
+        unmeasured_as_zero: bool = False,
         target_depth: str | None = None,
         attention_bias: bool = False,
         seed: int = 0,
@@ -103,7 +107,6 @@ class ContinuousProjectionTokenizer(Tokenizer):
                 raise OptionError(f"{name}={value!r} is not known; choose {known}.")
         if clip is not None:
             check_positive("clip", clip)
-        check_count("seed", seed, "a random generator", least=0)
         for token in DEPTH_TOKENS if target_depth is not None else ():
             self._require_token("target_depth", token)
         self.transform = transform
@@ -111,9 +114,13 @@ class ContinuousProjectionTokenizer(Tokenizer):
         self.order = order
         self.ordered_by_gene = order != "random"
         self.library_size = library_size
-        self.include_zero_genes = bool(include_zero_genes)
-        self.attention_bias = bool(attention_bias)
-        self.seed = int(seed)
+        self.include_zero_genes = check_bool("include_zero_genes", include_zero_genes)
+        self.unmeasured_as_zero = check_bool("unmeasured_as_zero", unmeasured_as_zero)
+        if self.unmeasured_as_zero and not self.include_zero_genes:
+            raise OptionError("unmeasured_as_zero=True needs include_zero_genes=True; set both.")
+        self.attention_bias = check_bool("attention_bias", attention_bias)
+        self.seed = check_seed(seed)
+        self.lists_all_genes = self.include_zero_genes
 
     @classmethod
     def scfoundation(
@@ -130,6 +137,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
             append_cls=False,
             library_size="vocabulary",
             include_zero_genes=include_zero_genes,
+            unmeasured_as_zero=include_zero_genes,
             target_depth=target_depth,
             seed=seed,
         )
@@ -159,13 +167,15 @@ class ContinuousProjectionTokenizer(Tokenizer):
             block = replace(block, totals=np.diff(sums[block.indptr]))
         values = log1p_cp10k(block) if self.transform == "log1p_cp10k" else block.counts
         indptr, genes, counts = block.indptr, block.genes, block.counts
+        if self.unmeasured_as_zero:
+            block = replace(block, measured=None)
         if self.include_zero_genes:
             indptr, genes, (counts, values) = with_zeros(block, self.vocab.n_genes, (counts, values))
         indptr, kept = keep(indptr, counts, block, self.most_genes, seed=self.seed)
         ids, counts, values = genes[kept] + self.vocab.n_special, counts[kept], values[kept]
         if self.order != "vocabulary":
-            keys = cell_keys(block.rows, seed=self.seed, epoch=block.draw, stream=_STREAM)
-            moved = reorder(indptr, counts, keys if self.order == "random" else None)
+            keys = content_keys(block, seed=self.seed, stream=_STREAM) if self.order == "random" else None
+            moved = reorder(indptr, counts, keys)
             ids, counts, values = ids[moved], counts[moved], values[moved]
         extras = {}
         if self.attention_bias:

@@ -92,6 +92,7 @@ class CellDataModule(lightning.LightningDataModule):
         super().__init__()
         if np.intersect1d(train_rows, validation_rows).size:
             raise OptionError("train_rows and validation_rows share cells; a split must be disjoint.")
+        objective.check(tokenizer)
         check_count("batch_size", batch_size, "cells")
         check_count("num_workers", num_workers, "processes", least=0)
         self.cells = cells

@@ -65,6 +65,9 @@ class Objective(ABC):
     def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:  # noqa: B027 -- optional
         """Adapt an untrained module to the training cells, before the first step."""
 
+    def check(self, tokenizer: Tokenizer) -> None:  # noqa: B027 -- optional
+        """Raise :class:`~scforge.errors.OptionError` if the objective makes no sense with a tokenizer."""
+
     @abstractmethod
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Return the batch of tensors that :meth:`loss` takes. Random choices depend on seed, epoch and cell only."""

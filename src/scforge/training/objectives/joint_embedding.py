@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from scforge._checks import check_count
+from scforge._checks import check_count, check_share
 from scforge.data.cells import CellBlock
 from scforge.data.thinning import thin
 from scforge.errors import OptionError
@@ -60,8 +60,10 @@ class JointEmbedding(Objective):
         weight: float = 0.05,
         slices: int = 256,
     ) -> None:
-        if views < 2:
-            raise OptionError(f"views={views} is too few; at least 2 views of a cell can agree.")
+        check_count("views", views, "views of a cell", least=2)
+        for name, value in {"keep_min": keep_min, "keep_max": keep_max, "gene_dropout": gene_dropout}.items():
+            check_share(name, value)
+        check_share("weight", weight)
         if not 0 < keep_min <= keep_max <= 1:
             raise OptionError(
                 f"keep_min={keep_min} and keep_max={keep_max} must satisfy 0 < keep_min <= keep_max <= 1."
@@ -71,13 +73,13 @@ class JointEmbedding(Objective):
         if not 0 < weight < 1:
             raise OptionError(f"weight={weight} is not between 0 and 1.")
         check_count("slices", slices, "directions")
-        self.views = views
-        self.keep_min = keep_min
-        self.keep_max = keep_max
-        self.gene_dropout = gene_dropout
-        self.weight = weight
-        self.slices = slices
-        self._sigreg = SIGReg(slices)
+        self.views = int(views)
+        self.keep_min = float(keep_min)
+        self.keep_max = float(keep_max)
+        self.gene_dropout = float(gene_dropout)
+        self.weight = float(weight)
+        self.slices = int(slices)
+        self._sigreg = SIGReg(self.slices)
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenise all views of all cells, view after view: tensors of shape (K * B, S)."""

@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from scforge._checks import check_bool
 from scforge.data.cells import CellBlock, CellSource
-from scforge.errors import TrainingError
+from scforge.errors import OptionError, TrainingError
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.masking import Masking
 from scforge.training.objectives.base import Objective, TrainingDefaults
@@ -56,13 +57,21 @@ class MaskedGenePrediction(Objective):
         self.mask_ratio = mask_ratio
         self.mask_token_prob = mask_token_prob
         self.random_token_prob = random_token_prob
-        self.hide_order = hide_order
-        self.token_prior = token_prior
+        self.hide_order = check_bool("hide_order", hide_order)
+        self.token_prior = check_bool("token_prior", token_prior)
 
     def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Start the prediction head at the token frequencies."""
         if self.token_prior and hasattr(module, "init_token_prior"):
             module.init_token_prior(torch.from_numpy(token_counts(cells, tokenizer)))
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Raise if every gene is a token, so that the hidden ones are simply those that are missing."""
+        if tokenizer.lists_all_genes:
+            raise OptionError(
+                "include_zero_genes=True presents every measured gene, so 'masked_gene_prediction' could read the hidden "
+                "genes off those that are missing; set include_zero_genes=False, or choose another objective."
+            )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenise and mask."""

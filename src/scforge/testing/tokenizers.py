@@ -17,22 +17,28 @@ from scipy import sparse
 
 from scforge._constants import IGNORE_LABEL
 from scforge._registry import check_options
-from scforge.data.cells import CellBlock, CellSource
+from scforge.data.cells import CellSource
 from scforge.data.mapping import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
+from scforge.testing._support import (
+    EQUAL,
+    N_GENES,
+    BrokenRuleError,
+    all_cells,
+    genes_of,
+    require,
+    require_same,
+    small_cells,
+    taken,
+    tokens_of,
+)
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import TokenBatch
 from scforge.tokenizers.masking import Masking
 from scforge.tokenizers.registry import TOKENIZERS
 
 __all__ = ["check_tokenizer"]
-
-_Batch = dict[str, torch.Tensor]
-
-_N_GENES = 60
-_EQUAL = np.arange(4, 8)
-"""Rows of :func:`_cells` with the same genes, each with one count."""
 
 _LABELS = {"labels", "bin_labels", "value_labels", "masked_positions"}
 _KINDS = {"input_ids": torch.int64, "attention_mask": torch.bool, "values": torch.float32}
@@ -68,18 +74,14 @@ def check_tokenizer(tokenizer: str | type[Tokenizer] | Tokenizer, **options: Any
     >>> check_tokenizer(scforge.tokenizers.get_tokenizer("binned_expression", vocab, n_bins=7))
     """
     made = _make(tokenizer, options)
-    name, cells = type(made).__name__, _cells(made.vocab)
+    name, cells = type(made).__name__, small_cells(made.vocab)
     for rule, check in _RULES.items():
         try:
             check(made, cells)
-        except _BrokenRule as broken:
+        except BrokenRuleError as broken:
             raise AssertionError(f"{name}: {broken}") from None
         except Exception as error:
             raise AssertionError(f"{name}: raises {error!r} where {rule}.") from error
-
-
-class _BrokenRule(Exception):
-    """Says which rule a tokenizer broke, and how."""
 
 
 def _make(tokenizer: str | type[Tokenizer] | Tokenizer, options: dict[str, Any]) -> Tokenizer:
@@ -92,162 +94,109 @@ def _make(tokenizer: str | type[Tokenizer] | Tokenizer, options: dict[str, Any])
         raise OptionError(f"tokenizer={tokenizer!r} is no Tokenizer; pass a registered name, a class or an instance.")
     check_options("tokenizer option", cls.__name__, options, cls.option_names())
     vocab = GeneVocab(
-        genes=tuple(f"ENSG{i:011d}" for i in range(_N_GENES)),
-        symbols=tuple(f"SYMBOL{i}" for i in range(_N_GENES)),
-        medians=np.random.default_rng(1).uniform(0.5, 20.0, _N_GENES),
+        genes=tuple(f"ENSG{i:011d}" for i in range(N_GENES)),
+        symbols=tuple(f"SYMBOL{i}" for i in range(N_GENES)),
+        medians=np.random.default_rng(1).uniform(0.5, 20.0, N_GENES),
     )
     return cls(vocab.with_special_tokens(*cls.special_tokens(options)), **options)
 
 
-def _cells(vocab: GeneVocab) -> CellSource:
-    generator = np.random.default_rng(0)
-    n_genes = vocab.n_genes
-    counts = np.zeros((16, n_genes))
-    counts[1, -1], counts[2] = 3, generator.integers(1, 9, n_genes)
-    for row in range(3, 16):
-        genes = generator.choice(n_genes, min(40, n_genes), replace=False)
-        counts[row, genes] = generator.geometric(0.3, len(genes)) * generator.choice([1, 1, 1, 30], len(genes))
-    counts[3, :3] = [1, 2**20, 2**31][-n_genes:]
-    counts[_EQUAL] = counts[_EQUAL[0]] > 0
-    counts[8] = np.arange(1, n_genes + 1)
-    return CellSource(sparse.csr_matrix(counts.astype(np.float32)), counts.sum(axis=1))
-
-
-def _tokens(
-    tokenizer: Tokenizer, cells: CellSource | CellBlock | sparse.csr_matrix, gene_ids: Any = None, **options: Any
-) -> _Batch:
-    return cast(_Batch, tokenizer(_all(cells) if isinstance(cells, CellSource) else cells, gene_ids, **options))
-
-
-def _taken(tokenizer: Tokenizer, cells: CellSource) -> np.ndarray:
-    """Return which genes can be tokens, bool, shape (G,): a strategy may leave genes out of all cells."""
-    config, n_genes = tokenizer.config(), tokenizer.vocab.n_genes
-    long = type(tokenizer)(tokenizer.vocab, **{**config, "max_len": n_genes + 99}) if "max_len" in config else tokenizer
-    return np.isin(np.arange(n_genes), _genes(long, _tokens(long, cells), 2))
-
-
-def _all(cells: CellSource) -> CellBlock:
-    return cells.block(np.arange(len(cells)))
-
-
-def _require(condition: object, sentence: str) -> None:
-    if not condition:
-        raise _BrokenRule(sentence)
-
-
-def _require_same(one: _Batch, two: _Batch, sentence: str) -> None:
-    """Raise unless two batches are equal up to padding."""
-    _require(set(one) == set(two), f"{sentence} (its keys: {sorted(one)} and {sorted(two)}).")
-    for key in one:
-        pair = [batch[key] for batch in (one, two)]
-        width = max(tensor.shape[1] for tensor in pair)
-        a, b = (torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in pair)
-        differs = (a != b).any(dim=1)
-        _require(not differs.any(), f"{sentence} ({key!r} differs in cell {int(differs.int().argmax())}).")
-
-
-def _genes(tokenizer: Tokenizer, batch: _Batch, row: int) -> np.ndarray:
-    """Return the gene indices of the tokens of one cell, in their order."""
-    ids = batch["input_ids"][row].numpy()
-    return ids[ids >= tokenizer.vocab.n_special] - tokenizer.vocab.n_special
-
-
 def _rule_batch(tokenizer: Tokenizer, cells: CellSource) -> None:
-    batch = _tokens(tokenizer, cells)
+    batch = tokens_of(tokenizer, cells)
     keys = set(batch)
-    _require(set(_KINDS) <= keys, f"the batch lacks {sorted(set(_KINDS) - keys)}.")
-    _require(not keys & _LABELS, f"the batch holds {sorted(keys & _LABELS)}, which masking alone makes.")
+    require(set(_KINDS) <= keys, f"the batch lacks {sorted(set(_KINDS) - keys)}.")
+    require(not keys & _LABELS, f"the batch holds {sorted(keys & _LABELS)}, which masking alone makes.")
     shape = batch["input_ids"].shape
-    _require(shape[0] == len(cells) and len(shape) == 2, f"the batch of {len(cells)} cells is {tuple(shape)}.")
+    require(shape[0] == len(cells) and len(shape) == 2, f"the batch of {len(cells)} cells is {tuple(shape)}.")
     for key, tensor in batch.items():
         allowed = (_KINDS[key],) if key in _KINDS else (torch.int64, torch.float32)
-        _require(tensor.dtype in allowed, f"{key!r} is {tensor.dtype} instead of {allowed[0]}.")
-        _require(tensor.shape == shape, f"{key!r} has the shape {tuple(tensor.shape)}, ids {tuple(shape)}.")
-        _require(tensor.isfinite().all(), f"{key!r} holds a number that is not finite.")
+        require(tensor.dtype in allowed, f"{key!r} is {tensor.dtype} instead of {allowed[0]}.")
+        require(tensor.shape == shape, f"{key!r} has the shape {tuple(tensor.shape)}, ids {tuple(shape)}.")
+        require(tensor.isfinite().all(), f"{key!r} holds a number that is not finite.")
 
 
 def _rule_padding(tokenizer: Tokenizer, cells: CellSource) -> None:
-    batch = _tokens(tokenizer, cells)
+    batch = tokens_of(tokenizer, cells)
     mask, ids = batch["attention_mask"], batch["input_ids"]
-    _require(not (mask[:, 1:] & ~mask[:, :-1]).any(), "padding stands before a token.")
-    _require(torch.equal(mask, ids != 0), "attention_mask is not true exactly where there is a token.")
+    require(not (mask[:, 1:] & ~mask[:, :-1]).any(), "padding stands before a token.")
+    require(torch.equal(mask, ids != 0), "attention_mask is not true exactly where there is a token.")
     # Other special tokens may carry a value, such as the depth of the cell.
     blank = [0, *(token for token in (tokenizer.vocab.cls_id, tokenizer.vocab.eos_id) if token is not None)]
     special = torch.isin(ids, torch.tensor(blank))
     for key, tensor in batch.items():
         if key not in _KINDS or key == "values":
-            _require(not tensor[special].any(), f"{key!r} is not 0 at CLS, EOS and padding.")
+            require(not tensor[special].any(), f"{key!r} is not 0 at CLS, EOS and padding.")
 
 
 def _rule_special_tokens(tokenizer: Tokenizer, cells: CellSource) -> None:
-    vocab, batch = tokenizer.vocab, _tokens(tokenizer, cells)
+    vocab, batch = tokenizer.vocab, tokens_of(tokenizer, cells)
     ids, lengths = batch["input_ids"], batch["attention_mask"].sum(dim=1)
-    _require(int(ids.min()) >= 0 and int(ids.max()) < len(vocab), "a token id is not in the vocabulary.")
-    _require(not (ids == vocab.mask_id).any(), "MASK is among the tokens, which masking alone may put there.")
-    _require(ids.shape[1] == max(1, int(lengths.max())), "the batch is wider than its longest cell.")
+    require(int(ids.min()) >= 0 and int(ids.max()) < len(vocab), "a token id is not in the vocabulary.")
+    require(not (ids == vocab.mask_id).any(), "MASK is among the tokens, which masking alone may put there.")
+    require(ids.shape[1] == max(1, int(lengths.max())), "the batch is wider than its longest cell.")
     last = ids[torch.arange(len(ids)), (lengths - 1).clamp(min=0)]
     for name, wanted, there in (("CLS", "append_cls", ids[:, 0]), ("EOS", "append_eos", last)):
         token = vocab.cls_id if name == "CLS" else vocab.eos_id
         asked = bool(getattr(tokenizer, wanted))
         n_found = (ids == (-1 if token is None else token)).sum(dim=1)
         place = "in front of" if name == "CLS" else "behind"
-        _require((n_found == asked).all(), f"{wanted}={asked} but a cell has {int(n_found.max())} {name}.")
-        _require(not asked or (there == token).all(), f"{name} does not stand {place} the genes.")
+        require((n_found == asked).all(), f"{wanted}={asked} but a cell has {int(n_found.max())} {name}.")
+        require(not asked or (there == token).all(), f"{name} does not stand {place} the genes.")
 
 
 def _rule_genes(tokenizer: Tokenizer, cells: CellSource) -> None:
-    batch = _tokens(tokenizer, cells)
-    dense = cells.counts.toarray() * _taken(tokenizer, cells)
+    batch = tokens_of(tokenizer, cells)
+    dense = cells.counts.toarray() * taken(tokenizer, cells)
     for row in range(len(cells)):
-        genes = _genes(tokenizer, batch, row)
-        _require(len(np.unique(genes)) == len(genes), f"a gene is twice among the tokens of cell {row}.")
+        genes = genes_of(tokenizer, batch, row)
+        require(len(np.unique(genes)) == len(genes), f"a gene is twice among the tokens of cell {row}.")
         missing = np.setdiff1d(np.flatnonzero(dense[row]), genes)
         full = len(genes) >= tokenizer.most_genes
-        _require(
+        require(
             full or not len(missing), f"an expressed gene is not among the tokens of cell {row}, though it would fit."
         )
     half = np.arange(0, tokenizer.vocab.n_genes, 2)
-    some = _tokens(tokenizer, cells.counts[:, half], np.array(tokenizer.vocab.genes)[half])
+    some = tokens_of(tokenizer, cells.counts[:, half], np.array(tokenizer.vocab.genes)[half])
     for row in range(len(cells)):
-        extra = np.setdiff1d(_genes(tokenizer, some, row), half)
-        _require(not len(extra), "a gene that the data do not have is among the tokens.")
+        extra = np.setdiff1d(genes_of(tokenizer, some, row), half)
+        require(not len(extra), "a gene that the data do not have is among the tokens.")
 
 
 def _rule_lengths(tokenizer: Tokenizer, cells: CellSource) -> None:
-    batch = _tokens(tokenizer, cells)
+    batch = tokens_of(tokenizer, cells)
     lengths, told = batch["attention_mask"].sum(dim=1).numpy(), tokenizer.lengths(cells.n_expressed)
     # A strategy that leaves some genes out can only tell how many tokens there may be.
-    wrong = lengths != told if _taken(tokenizer, cells).all() else lengths > told
+    wrong = lengths != told if taken(tokenizer, cells).all() else lengths > told
     for row in np.flatnonzero(wrong)[:1]:
-        _require(False, f"lengths() says {told[row]} tokens but cell {row} has {lengths[row]}.")
+        require(False, f"lengths() says {told[row]} tokens but cell {row} has {lengths[row]}.")
     most, limit = tokenizer.max_tokens(), tokenizer.max_len
-    _require(most == lengths[2], f"max_tokens() is {most} but a cell with all genes has {lengths[2]} tokens.")
-    _require(limit is None or lengths.max() <= limit, f"a cell has {lengths.max()} tokens, max_len={limit}.")
+    require(most == lengths[2], f"max_tokens() is {most} but a cell with all genes has {lengths[2]} tokens.")
+    require(limit is None or lengths.max() <= limit, f"a cell has {lengths.max()} tokens, max_len={limit}.")
 
 
 def _rule_alone(tokenizer: Tokenizer, cells: CellSource) -> None:
-    whole = _tokens(tokenizer, cells)
+    whole = tokens_of(tokenizer, cells)
     for row in range(len(cells)):
-        alone = _tokens(tokenizer, cells.block(np.array([row])))
+        alone = tokens_of(tokenizer, cells.take(np.array([row])))
         cut = {key: tensor[row : row + 1] for key, tensor in whole.items()}
-        _require_same(alone, cut, f"cell {row} alone has other tokens than in a block")
+        require_same(alone, cut, f"cell {row} alone has other tokens than in a block")
     order = np.random.default_rng(2).permutation(len(cells))
     moved = {key: tensor[order] for key, tensor in whole.items()}
-    _require_same(_tokens(tokenizer, cells.block(order)), moved, "the order of the cells changes their tokens")
+    require_same(tokens_of(tokenizer, cells.block(order)), moved, "the order of the cells changes their tokens")
 
 
 def _rule_repeatable(tokenizer: Tokenizer, cells: CellSource) -> None:
-    first = _tokens(tokenizer, cells)
-    _require_same(first, _tokens(tokenizer, cells), "a second call gives other tokens")
+    first = tokens_of(tokenizer, cells)
+    require_same(first, tokens_of(tokenizer, cells), "a second call gives other tokens")
     copy: Tokenizer = pickle.loads(pickle.dumps(tokenizer))
-    _require_same(first, _tokens(copy, cells), "a pickled copy gives other tokens")
+    require_same(first, tokens_of(copy, cells), "a pickled copy gives other tokens")
     # Torch is asked first, as numba may change its number when it starts threads of its own.
     torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
     try:
         for n_threads in (1, 2):
             numba.set_num_threads(min(n_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
             torch.set_num_threads(n_threads)
-            _require_same(first, _tokens(tokenizer, cells), f"{n_threads} threads give other tokens")
+            require_same(first, tokens_of(tokenizer, cells), f"{n_threads} threads give other tokens")
     finally:
         numba.set_num_threads(numba_threads)
         torch.set_num_threads(torch_threads)
@@ -258,71 +207,71 @@ def _rule_truncation(tokenizer: Tokenizer, cells: CellSource) -> None:
     most = min(7, vocab.n_genes // 2)
     if "max_len" not in config or most == 0:
         return
-    whole = _tokens(tokenizer, cells)
-    n_around = int(whole["attention_mask"][2].sum()) - len(_genes(tokenizer, whole, 2))
+    whole = tokens_of(tokenizer, cells)
+    n_around = int(whole["attention_mask"][2].sum()) - len(genes_of(tokenizer, whole, 2))
     # With equal medians the order of a strategy that divides by them is that of the counts.
     flat = vocab if vocab.medians is None else vocab.with_medians(np.ones(vocab.n_genes))
     short = type(tokenizer)(flat, **{**config, "max_len": most + n_around})
-    batch, dense = _tokens(short, cells), cells.counts.toarray() * _taken(tokenizer, cells)
+    batch, dense = tokens_of(short, cells), cells.counts.toarray() * taken(tokenizer, cells)
     n_tokens = int(batch["attention_mask"].sum(dim=1).max())
-    _require(n_tokens <= most + n_around, f"a cell has {n_tokens} tokens although max_len={most + n_around}.")
-    kept = [_genes(short, batch, row) for row in range(len(cells))]
-    long = [row for row in range(len(cells)) if np.count_nonzero(dense[row]) > 2 * most and row not in _EQUAL]
+    require(n_tokens <= most + n_around, f"a cell has {n_tokens} tokens although max_len={most + n_around}.")
+    kept = [genes_of(short, batch, row) for row in range(len(cells))]
+    long = [row for row in range(len(cells)) if np.count_nonzero(dense[row]) > 2 * most and row not in EQUAL]
     plain = [np.array_equal(np.sort(kept[row]), np.flatnonzero(dense[row])[: len(kept[row])]) for row in long]
-    _require(not plain or not all(plain), "truncation keeps the genes that come first in the vocabulary.")
+    require(not plain or not all(plain), "truncation keeps the genes that come first in the vocabulary.")
     for row in [] if getattr(short, "samples", False) else range(len(cells)):
         dropped = np.delete(dense[row], kept[row]).max(initial=0)
         lowest = dense[row][kept[row]].min(initial=np.inf)
         sentence = f"truncation drops a count of {dropped:g} and keeps one of {lowest:g}; set samples if that is meant."
-        _require(dropped <= lowest, sentence)
+        require(dropped <= lowest, sentence)
 
 
 def _rule_columns(tokenizer: Tokenizer, cells: CellSource) -> None:
     vocab, counts = tokenizer.vocab, cells.counts
     names = np.array(vocab.genes, dtype=object)
-    expected = _tokens(tokenizer, counts)
-    _require_same(expected, _tokens(tokenizer, cells), "a matrix gives other tokens than a block")
-    _require_same(expected, _tokens(tokenizer, counts, names), "naming the columns changes the tokens")
+    expected = tokens_of(tokenizer, counts)
+    require_same(expected, tokens_of(tokenizer, cells), "a matrix gives other tokens than a block")
+    require_same(expected, tokens_of(tokenizer, counts, names), "naming the columns changes the tokens")
     order = np.random.default_rng(3).permutation(vocab.n_genes)
-    permuted = _tokens(tokenizer, counts[:, order], GeneMap.of(names[order], vocab))
-    _require_same(expected, permuted, "permuted columns give other tokens")
+    permuted = tokens_of(tokenizer, counts[:, order], GeneMap.of(names[order], vocab))
+    require_same(expected, permuted, "permuted columns give other tokens")
     other_names = {"version suffixes": names + ".7", "symbols": np.array(vocab.symbols or names, dtype=object)}
     for kind, others in other_names.items():
         # A name may stand for another gene (a shared symbol), or for none (a version behind what is no Ensembl id).
         others = np.where(vocab.gene_indices(others) == np.arange(vocab.n_genes), others, names)
-        _require_same(expected, _tokens(tokenizer, counts, others), f"{kind} give other tokens")
-        repeated = _tokens(tokenizer, _halves(counts), np.concatenate([others, names]))
-        _require_same(expected, repeated, "two columns of one gene are not summed")
+        require_same(expected, tokens_of(tokenizer, counts, others), f"{kind} give other tokens")
+        repeated = tokens_of(tokenizer, _halves(counts), np.concatenate([others, names]))
+        require_same(expected, repeated, "two columns of one gene are not summed")
 
 
 def _rule_foreign_genes(tokenizer: Tokenizer, cells: CellSource) -> None:
     names = [*tokenizer.vocab.genes, "not a gene", "nor this"]
     foreign = np.random.default_rng(4).integers(0, 50, (len(cells), 2)).astype(np.float32)
-    wide = _tokens(tokenizer, sparse.csr_matrix(sparse.hstack([cells.counts, foreign])), names)
-    expected = _tokens(tokenizer, cells.counts, names[:-2], totals=cells.totals + foreign.sum(axis=1))
-    _require_same(expected, wide, "genes outside the vocabulary change more than the library size")
+    wide = tokens_of(tokenizer, sparse.csr_matrix(sparse.hstack([cells.counts, foreign])), names)
+    expected = tokens_of(tokenizer, cells.counts, names[:-2], totals=cells.totals + foreign.sum(axis=1))
+    require_same(expected, wide, "genes outside the vocabulary change more than the library size")
 
 
 def _rule_matrices(tokenizer: Tokenizer, cells: CellSource) -> None:
     counts = cells.counts.copy()
-    expected = _tokens(tokenizer, counts)
+    expected = tokens_of(tokenizer, counts)
     small = counts[4:].minimum(255)
     for matrix, dtypes in ((counts, "float64 int64 uint32"), (small, "uint8 int16 uint16 int32")):
-        same = _tokens(tokenizer, matrix)
+        same = tokens_of(tokenizer, matrix)
         for dtype in dtypes.split():
-            _require_same(same, _tokens(tokenizer, matrix.astype(dtype)), f"counts as {dtype} give other tokens")
-    wide, block = _halves(counts), _all(cells)
+            require_same(same, tokens_of(tokenizer, matrix.astype(dtype)), f"counts as {dtype} give other tokens")
+    wide, block = _halves(counts), all_cells(cells)
     # Each count in two entries that do not stand together, one of them often zero.
     messy = sparse.csr_matrix((wide.data, wide.indices % counts.shape[1], wide.indptr), shape=counts.shape)
     given = [messy.data, messy.indices, messy.indptr, block.indptr, block.genes, block.counts, block.totals, block.rows]
     before = [array.copy() for array in given]
     sentence = "explicit zeros, unsorted or repeated indices give other tokens"
-    _require_same(expected, _tokens(tokenizer, messy), sentence)
-    _tokens(tokenizer, block)
+    require_same(expected, tokens_of(tokenizer, messy), sentence)
+    tokens_of(tokenizer, block)
     tokenizer.ragged(block)
     # SciPy gives a matrix other arrays where it sums repeated entries in place.
     unchanged = messy.data is given[0] and all(np.array_equal(a, b) for a, b in zip(before, given, strict=True))
-    _require(unchanged, "the counts that it was given are changed.")
+    require(unchanged, "the counts that it was given are changed.")
 
 
 def _halves(counts: sparse.csr_matrix) -> sparse.csr_matrix:
@@ -336,46 +285,50 @@ def _halves(counts: sparse.csr_matrix) -> sparse.csr_matrix:
 def _rule_config(tokenizer: Tokenizer, cells: CellSource) -> None:
     config = tokenizer.config()
     unnamed = set(config) ^ set(tokenizer.option_names())
-    _require(not unnamed, f"config() and the keyword-only options differ in {sorted(unnamed)}.")
+    require(not unnamed, f"config() and the keyword-only options differ in {sorted(unnamed)}.")
     try:
         copy = json.loads(json.dumps(config))
     except TypeError as error:
-        raise _BrokenRule(f"config() cannot be written as JSON: {error}.") from error
-    _require(copy == config, "config() is another after it was written as JSON.")
+        raise BrokenRuleError(f"config() cannot be written as JSON: {error}.") from error
+    require(copy == config, "config() is another after it was written as JSON.")
     again = type(tokenizer)(tokenizer.vocab, **copy)
-    _require(again.config() == config, "the options of config() do not come back from the constructor.")
-    _require_same(_tokens(tokenizer, cells), _tokens(again, cells), "its config() makes one with other tokens")
+    require(again.config() == config, "the options of config() do not come back from the constructor.")
+    require_same(tokens_of(tokenizer, cells), tokens_of(again, cells), "its config() makes one with other tokens")
 
 
 def _rule_ragged(tokenizer: Tokenizer, cells: CellSource) -> None:
-    batch, ragged = _tokens(tokenizer, cells), tokenizer.ragged(_all(cells))
+    batch, ragged = tokens_of(tokenizer, cells), tokenizer.ragged(all_cells(cells))
     mask = batch["attention_mask"]
     arrays = {"input_ids": ragged.ids, "values": ragged.values, **ragged.extras}
-    _require(set(arrays) == set(batch) - {"attention_mask"}, f"ragged() has the keys {sorted(arrays)}.")
-    _require(np.array_equal(np.diff(ragged.indptr), mask.sum(dim=1)), "ragged() and the padded batch differ in length.")
+    require(set(arrays) == set(batch) - {"attention_mask"}, f"ragged() has the keys {sorted(arrays)}.")
+    require(np.array_equal(np.diff(ragged.indptr), mask.sum(dim=1)), "ragged() and the padded batch differ in length.")
     for key, array in arrays.items():
-        _require(np.array_equal(array, batch[key][mask]), f"ragged() and the padded batch differ in {key!r}.")
+        require(np.array_equal(array, batch[key][mask]), f"ragged() and the padded batch differ in {key!r}.")
 
 
 def _rule_order(tokenizer: Tokenizer, cells: CellSource) -> None:
     if tokenizer.ordered_by_gene or tokenizer.vocab.n_genes < 8:
         return
-    orders = [_genes(tokenizer, _tokens(tokenizer, cells), row) for row in _EQUAL.tolist()]
+    batches = [tokens_of(tokenizer, cells.block(np.arange(len(cells)), draw=draw)) for draw in range(8)]
+    orders = [genes_of(tokenizer, batch, row) for batch in batches for row in EQUAL.tolist()]
     alike = all(np.array_equal(orders[0], other) for other in orders)
-    _require(not alike, "genes with equal counts stand in one order in every cell; set ordered_by_gene = True.")
+    require(not alike, "genes with equal counts stand in one order in every cell; set ordered_by_gene = True.")
+    # In this cell the count of a gene is its place in the vocabulary.
+    ranks = [np.corrcoef(np.arange(len(genes)), genes)[0, 1] for genes in (genes_of(tokenizer, b, 8) for b in batches)]
+    require(abs(np.mean(ranks)) < 0.5, "a gene stands where its count puts it; set ordered_by_gene = True.")
 
 
 def _rule_masking(tokenizer: Tokenizer, cells: CellSource) -> None:
-    batch = _tokens(tokenizer, cells)
+    batch = tokens_of(tokenizer, cells)
     masking = Masking(tokenizer.vocab, mask_ratio=0.4, mask_token_prob=1.0, random_token_prob=0.0)
     masked = masking(cast(TokenBatch, batch), np.arange(len(cells)), epoch=0, hidden_last=tokenizer.ordered_by_gene)
     hidden = masked["labels"] != IGNORE_LABEL
     has_genes = (batch["input_ids"] >= tokenizer.vocab.n_special).any(dim=1)
-    _require(torch.equal(hidden.any(dim=1), has_genes), "masking does not hide a token of each cell.")
+    require(torch.equal(hidden.any(dim=1), has_genes), "masking does not hide a token of each cell.")
     for key, tensor in cast(dict[str, torch.Tensor], masked).items():
         blank = tokenizer.vocab.mask_id if key == "input_ids" else 0
         told = key not in _LABELS and key != "attention_mask" and (tensor[hidden] != blank).any()
-        _require(not told, f"{key!r} still tells of hidden tokens.")
+        require(not told, f"{key!r} still tells of hidden tokens.")
 
 
 _RULES: dict[str, Callable[[Tokenizer, CellSource], None]] = {
