@@ -134,11 +134,13 @@ def _bin(indptr, counts, shares, side, draws, keys, bins):
         n = stop - start
         if n == 0:
             continue
-        highest, whole = counts[start], True
+        lowest = highest = counts[start]
+        whole = True
         for entry in range(start, stop):
+            lowest = min(lowest, counts[entry])
             highest = max(highest, counts[entry])
             whole = whole and np.floor(counts[entry]) == counts[entry]
-        small = whole and highest < _TABLE
+        small = whole and lowest >= 0 and highest < _TABLE
         ranked = counts[start:stop] if small else np.sort(counts[start:stop])
         if small:
             table[: np.uint64(highest) + np.uint64(2)] = 0

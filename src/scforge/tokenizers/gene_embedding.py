@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from scforge._checks import check_bool
 from scforge.data.cells import CellBlock
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
@@ -91,13 +92,15 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
             raise OptionError(f"missing={missing!r} is not known; choose 'learned' or 'drop'.")
         if missing == "drop" and table is None and dropped is None:
             raise OptionError("missing='drop' needs a table to tell which genes have no vector; pass table=...")
+        if dropped is not None and (isinstance(dropped, str) or not isinstance(dropped, Sequence | np.ndarray)):
+            raise OptionError(f"dropped={dropped!r} is not a list of gene names; leave it out.")
         if dropped is not None and (missing == "learned" or table is not None):
             raise OptionError("dropped is made of the table with missing='drop'; leave it out.")
         if missing == "drop" and options.get("library_size", "data") != "data":
             raise OptionError("missing='drop' counts dropped genes in the library size; pass library_size='data'.")
         self.table = None  # a saved model is loaded where the table is not
         self.missing = missing
-        self.freeze = bool(freeze)
+        self.freeze = check_bool("freeze", freeze)
         self._vectors = None if table is None else match_vectors(*read_table(table), vocab)
         if missing == "drop" and self._vectors is not None:
             without = np.isnan(self._vectors[vocab.n_special :, 0])

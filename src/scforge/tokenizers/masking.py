@@ -12,7 +12,7 @@ import numba
 import numpy as np
 import torch
 
-from scforge._checks import check_mask_ratio
+from scforge._checks import check_mask_ratio, check_seed, check_share
 from scforge._constants import IGNORE_LABEL, MASK_ID, N_SPECIAL
 from scforge.data.random import cell_keys, uniform
 from scforge.data.vocab import GeneVocab
@@ -62,9 +62,8 @@ class Masking:
         seed: int = 0,
     ) -> None:
         check_mask_ratio(mask_ratio)
-        for name, value in {"mask_token_prob": mask_token_prob, "random_token_prob": random_token_prob}.items():
-            if not 0 <= value <= 1:
-                raise OptionError(f"{name}={value} is not a probability.")
+        self.mask_token_prob = check_share("mask_token_prob", mask_token_prob)
+        self.random_token_prob = check_share("random_token_prob", random_token_prob)
         if mask_token_prob + random_token_prob > 1 + 1e-9:
             raise OptionError(
                 f"mask_token_prob={mask_token_prob} and random_token_prob={random_token_prob} sum to more than 1."
@@ -74,9 +73,7 @@ class Masking:
         else:
             self.vocab_size, self.mask_id, self.n_special = int(vocab), MASK_ID, N_SPECIAL
         self.mask_ratio = mask_ratio
-        self.mask_token_prob = float(mask_token_prob)
-        self.random_token_prob = float(random_token_prob)
-        self.seed = int(seed)
+        self.seed = check_seed(seed)
 
     def __call__(self, batch: TokenBatch, rows: np.ndarray, *, epoch: int, hidden_last: bool = False) -> TokenBatch:
         """Return a new batch with hidden tokens, labels and `masked_positions`.

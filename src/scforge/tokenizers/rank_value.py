@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
 
+from scforge._checks import check_bool
 from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock
 from scforge.data.mapping import GeneMap
@@ -17,7 +18,7 @@ from scforge.errors import OptionError
 from scforge.tokenizers._expression import kept_indptr, log1p_cp10k
 from scforge.tokenizers._sorting import make_scratch, sort_descending
 from scforge.tokenizers.base import Tokenizer
-from scforge.tokenizers.batch import RaggedTokens, TokenBatch, pad
+from scforge.tokenizers.batch import RaggedTokens
 from scforge.tokenizers.geneformer import MODEL_INPUT, geneformer_columns, geneformer_vocab
 from scforge.tokenizers.registry import register_tokenizer
 
@@ -81,7 +82,7 @@ class RankValueTokenizer(Tokenizer):
         collapse_duplicates: bool = True,
     ) -> None:
         super().__init__(vocab, max_len=max_len, append_cls=append_cls, append_eos=append_eos)
-        self.use_medians = bool(use_medians)
+        self.use_medians = check_bool("use_medians", use_medians)
         if self.use_medians and vocab.medians is None:
             raise OptionError(
                 "use_medians=True but the vocabulary has no medians; add them with vocab.with_medians(...), "
@@ -89,12 +90,12 @@ class RankValueTokenizer(Tokenizer):
             )
         if parity not in ("stable", "exact"):
             raise OptionError(f"parity={parity!r} is not known; choose 'stable' or 'exact'.")
-        if parity == "stable" and not collapse_duplicates:
+        if parity == "stable" and not check_bool("collapse_duplicates", collapse_duplicates):
             raise OptionError(
                 "collapse_duplicates=False needs parity='exact'; parity='stable' sums columns of one gene."
             )
         self.parity = parity
-        self.collapse_duplicates = bool(collapse_duplicates)
+        self.collapse_duplicates = check_bool("collapse_duplicates", collapse_duplicates)
         medians = vocab.medians if self.use_medians else None
         self._inverse = np.ones(vocab.n_genes) if medians is None else 1.0 / medians
 
@@ -164,23 +165,12 @@ class RankValueTokenizer(Tokenizer):
         )  # fmt: skip
         return tokens
 
-    def _call_named(
-        self,
-        cells: sparse.csr_matrix,
-        gene_ids: Sequence[str] | np.ndarray | GeneMap,
-        totals: np.ndarray | None,
-    ) -> TokenBatch:
+    def _tokenize_mapped(self, counts: sparse.csr_matrix, gene_map: GeneMap, totals: np.ndarray) -> RaggedTokens:
         if self.parity == "stable":
-            return super()._call_named(cells, gene_ids, totals)
+            return super()._tokenize_mapped(counts, gene_map, totals)
         # The order of the columns is the order of equal genes, so it must not become that of the vocabulary.
-        ordered, genes = geneformer_columns(
-            cells, self._map(cells, gene_ids).columns, collapse=self.collapse_duplicates
-        )
-        if totals is None:
-            totals = np.asarray(cells.sum(axis=1, dtype=np.float64)).ravel()
-        indptr = ordered.indptr.astype(np.int64)
-        tokens = self._exact(indptr, genes[ordered.indices], ordered.data, np.asarray(totals, dtype=np.float64))
-        return pad(tokens, *self._frame)
+        ordered, genes = geneformer_columns(counts, gene_map.columns, collapse=self.collapse_duplicates)
+        return self._exact(ordered.indptr.astype(np.int64), genes[ordered.indices], ordered.data, totals)
 
     def _exact(self, indptr: np.ndarray, genes: np.ndarray, counts: np.ndarray, totals: np.ndarray) -> RaggedTokens:
         """Rank as Geneformer's code does, cell by cell."""

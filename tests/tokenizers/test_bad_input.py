@@ -1,0 +1,231 @@
+"""What is no count, no name and no option is refused in one sentence, before a kernel meets it."""
+
+from __future__ import annotations
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import sparse
+
+from scforge.data import GeneVocab
+from scforge.data.mapping import GeneMap
+from scforge.errors import DataError, GeneMismatchError, OptionError, ScforgeError
+from scforge.tokenizers import Masking, get_tokenizer, list_tokenizers
+from scforge.tokenizers._binning import bin_entries
+
+N_GENES = 50
+VOCAB = GeneVocab.from_genes([f"G{i}" for i in range(N_GENES)]).with_medians(np.ones(N_GENES))
+COUNTS = np.random.default_rng(0).poisson(0.5, (6, N_GENES)).astype(np.float32)
+every_tokenizer = pytest.mark.parametrize("name", ["binned_expression", "continuous_projection", "rank_value"])
+
+
+def fails(call, error: type[ScforgeError], *parts: str) -> None:
+    """Check that `call` raises exactly `error`, with one line that holds `parts`."""
+    with pytest.raises(ScforgeError) as caught:
+        call()
+    message = str(caught.value)
+    assert type(caught.value) is error, message
+    assert "\n" not in message
+    assert ".." not in message.replace("...", "")
+    assert len(message) < 500
+    for part in parts:
+        assert part in message
+
+
+def changed(value: float) -> np.ndarray:
+    """Return the counts with another one in them."""
+    counts = COUNTS.copy()
+    counts[2, 3] = value
+    return counts
+
+
+VALUES = [
+    (-3, "cells holds negative values (smallest: -3), but raw counts are needed"),
+    (-1e12, "cells holds negative values"),
+    (np.nan, "cells holds 1 missing or infinite values"),
+    (np.inf, "cells holds 1 missing or infinite values"),
+    (-np.inf, "cells holds 1 missing or infinite values"),
+    (0.5, "cells holds values that are not whole numbers (first: 0.5)"),
+]
+
+
+@every_tokenizer
+@pytest.mark.parametrize(("value", "message"), VALUES)
+@pytest.mark.parametrize("named", [False, True])
+def test_values_that_are_no_counts(name, value, message, named) -> None:
+    tokenizer = get_tokenizer(name, VOCAB)
+    genes = VOCAB.genes if named else None
+    for matrix in (sparse.csr_matrix(changed(value)), changed(value), sparse.csc_matrix(changed(value)).astype("f8")):
+        fails(lambda m=matrix: tokenizer(m, genes), DataError, message)
+
+
+def test_counts_that_float32_cannot_hold() -> None:
+    tokenizer = get_tokenizer("continuous_projection", VOCAB)
+    counts = changed(0).astype(np.float64)
+    counts[0, 0] = 1e39
+    fails(lambda: tokenizer(counts), DataError, "cells holds values that are too large (largest: 1e+39)")
+    fails(lambda: tokenizer(-changed(3).astype(np.int64)), DataError, "cells holds negative values")
+
+
+@every_tokenizer
+@pytest.mark.parametrize("named", [False, True])
+def test_any_kind_of_matrix(name, named) -> None:
+    tokenizer = get_tokenizer(name, VOCAB)
+    genes = list(VOCAB.genes) if named else None
+    square = np.random.default_rng(1).poisson(0.5, (N_GENES, N_GENES)).astype(np.float32)
+    expected = tokenizer(sparse.csr_matrix(square), genes)
+    kinds = (
+        np.asarray, np.asfortranarray, sparse.csc_matrix, sparse.coo_matrix, sparse.csr_array,
+        np.float16, np.longdouble, np.uint8, lambda x: x.astype(">f4"), lambda x: x.astype(">i4"),
+    )  # fmt: skip
+    for kind in kinds:
+        batch = tokenizer(kind(square), genes)
+        assert all(torch.equal(batch[key], expected[key]) for key in expected)
+    one, two = tokenizer(square > 0, genes), tokenizer((square > 0).astype(int), genes)
+    assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+NO_MATRIX = [
+    (COUNTS.tolist(), OptionError, "cells is of type 'list'; pass counts as a sparse matrix or a NumPy array."),
+    (pd.DataFrame(COUNTS), OptionError, "cells is of type 'DataFrame'; pass counts as"),
+    (torch.from_numpy(COUNTS), OptionError, "cells is of type 'Tensor'; pass counts as"),
+    (None, OptionError, "cells is of type 'NoneType'"),
+    (ad.AnnData(COUNTS), OptionError, "cells is of type 'AnnData'; call tokenizer(adata.X, adata.var_names)."),
+    (COUNTS[0], DataError, "cells has the shape (50,), but (cells, genes) is needed"),
+    (COUNTS.astype(object), DataError, "cells has the dtype object, but raw counts are needed"),
+    (COUNTS.astype(complex), DataError, "cells has the dtype complex128"),
+    (COUNTS[:, :20], DataError, "cells has 20 columns but the vocabulary 50 genes; pass the names"),
+]
+
+
+@pytest.mark.parametrize(("cells", "error", "message"), NO_MATRIX, ids=[m[:30] for *_, m in NO_MATRIX])
+def test_no_matrix_of_counts(cells, error, message) -> None:
+    fails(lambda: get_tokenizer("rank_value", VOCAB)(cells), error, message)
+
+
+@every_tokenizer
+def test_a_damaged_matrix(name) -> None:
+    tokenizer = get_tokenizer(name, VOCAB)
+
+    def damaged(part: str, place: int, value: int, kind: str = "csr") -> sparse.csr_matrix:
+        matrix = sparse.csr_matrix(COUNTS).asformat(kind, copy=True)
+        getattr(matrix, part)[place] = value
+        return matrix
+
+    for parts in (
+        ("indices", 0, 10**6), ("indices", 0, -5), ("indptr", 3, 10**7), ("indptr", 3, 0), ("indptr", -1, 10**7),
+        ("indptr", 0, 1), ("indices", 0, 6, "csc"),
+    ):  # fmt: skip
+        for genes in (None, VOCAB.genes):
+            matrix = damaged(*parts)
+            fails(lambda m=matrix, g=genes: tokenizer(m, g), DataError, "cells has entries outside of its shape")
+
+
+def test_no_cells() -> None:
+    assert get_tokenizer("rank_value", VOCAB)(COUNTS[:0])["input_ids"].shape[0] == 0
+
+
+TOTALS = [
+    (np.ones(5), "totals has the shape (5,) but there are 6 cells"),
+    (np.ones((6, 1)), "totals has the shape (6, 1)"),
+    (3.0, "totals has the shape ()"),
+    ([1, 2, 3, 4, 5, np.nan], "totals holds nan, which is no library size"),
+    ([1, 2, 3, 4, np.inf, 6], "totals holds inf"),
+    ([1, 2, 3, 4, -5, 6], "totals holds -5"),
+    (["1"] * 6, "totals has the dtype <U1"),
+    ([[1], [1, 2]], "totals is not a list of numbers"),
+]
+
+
+@pytest.mark.parametrize(("totals", "message"), TOTALS, ids=[message for _, message in TOTALS])
+@pytest.mark.parametrize("options", [{}, {"parity": "exact"}])
+def test_totals(totals, message, options) -> None:
+    tokenizer = get_tokenizer("rank_value", VOCAB, **options)
+    for genes in (None, VOCAB.genes):
+        fails(lambda g=genes: tokenizer(COUNTS, g, totals=totals), DataError, message)
+    tokenizer(COUNTS, totals=[0, 1, 2, 3, 4, 5])
+
+
+@every_tokenizer
+def test_a_map_onto_another_vocabulary(name) -> None:
+    tokenizer = get_tokenizer(name, VOCAB)
+    hint = "make it with GeneMap.of(names, tokenizer.vocab)."
+    wide = sparse.csr_matrix((np.ones(3, np.float32), [5, 10**6, 10**7 - 1], [0, 3]), shape=(1, 10**7))
+    foreign = GeneMap(np.arange(10**7, dtype=np.int32), 10**7)
+    fails(lambda: tokenizer(wide, foreign), DataError, "onto 10000000 genes but the vocabulary has 50; " + hint)
+    beyond = GeneMap(np.arange(1, N_GENES + 1, dtype=np.int32), N_GENES)
+    fails(lambda: tokenizer(COUNTS, beyond), DataError, "onto 51 genes but the vocabulary has 50; " + hint)
+    nothing = GeneMap(np.full(N_GENES, -1, dtype=np.int32), N_GENES)
+    fails(lambda: tokenizer(COUNTS, nothing), GeneMismatchError, "none of the 50 genes of the vocabulary; " + hint)
+    tokenizer(COUNTS, GeneMap.of(VOCAB.genes, VOCAB))
+
+
+def test_names_of_which_none_is_in_the_vocabulary() -> None:
+    vocab = GeneVocab.from_genes(["ENSG00000167286", "ENSG00000090382"])
+    tokenizer = get_tokenizer("continuous_projection", vocab)
+    start = "gene_ids has none of the 2 genes of the vocabulary: it holds "
+    convert = "convert them with scforge.data.convert_gene_ids(names, to='ensembl', species='human')."
+    for names, kind, hint in [
+        (["CD3D", "LYZ"], "human gene symbols such as 'CD3D', 'LYZ'", convert),
+        (["ENSMUSG00000032094", "ENSMUSG00000069516"], "mouse Ensembl ids", "map the names to those of the vocab"),
+        (["x1", "x2"], "names of no known kind such as 'x1', 'x2', the vocabulary human Ensembl ids", "map the names"),
+        ([0, 1], "numbers (Entrez ids?)", "map the names"),
+    ]:
+        fails(lambda n=names: tokenizer(COUNTS[:, :2], n), GeneMismatchError, start + kind, hint)
+    for names in ("ENSG00000167286", 5):
+        fails(lambda n=names: tokenizer(COUNTS[:, :2], n), OptionError, f"gene_ids={names!r} is not a list of names")
+    hint = "gene_ids names 1 genes but cells has 2 columns"
+    fails(lambda: tokenizer(COUNTS[:, :2], ["ENSG00000167286"]), DataError, hint)
+
+
+def test_bins_of_a_block_that_nobody_checked_stay_in_bounds() -> None:
+    for value in (-3e9, -1e5, -1.0, np.nan, np.inf, -np.inf):
+        counts = np.ones(20, dtype=np.float32)
+        counts[3] = value
+        bins = bin_entries(np.array([0, 20]), counts, 51, "one")
+        assert bins.min() >= 0
+        assert bins.max() <= 50
+
+
+SWITCHES = {"append_cls": None, "append_eos": None, "use_medians": "rank_value", "collapse_duplicates": "rank_value"}
+
+
+@pytest.mark.parametrize("value", ["false", 1, None, [True]])
+def test_switches(value) -> None:
+    for option, owner in {**SWITCHES, "freeze": "gene_embedding"}.items():
+        for name in list_tokenizers() if owner is None else [owner]:
+            hint = f"{option}={value!r} is neither True nor False."
+            fails(lambda n=name, o=option: get_tokenizer(n, VOCAB, **{o: value}), OptionError, hint)
+
+
+@pytest.mark.parametrize("name", list_tokenizers())
+def test_max_len(name) -> None:
+    fails(lambda: get_tokenizer(name, VOCAB, max_len=10**30), OptionError, f"max_len={10**30} is too large; give a num")
+    fails(lambda: get_tokenizer(name, VOCAB, max_len=2**31), OptionError, "below 2^31")
+    fails(lambda: get_tokenizer(name, VOCAB, max_len=-1), OptionError, "max_len=-1 is not at least 0")
+    fails(lambda: get_tokenizer(name, VOCAB, max_len="8"), OptionError, "max_len='8' is not a whole number of tokens")
+    assert get_tokenizer(name, VOCAB, max_len=2**31 - 1)(COUNTS)["input_ids"].shape[1] < 60
+
+
+@pytest.mark.parametrize("value", [5, "G1", {"G1": 1}, True])
+def test_dropped_genes(value) -> None:
+    call = {"missing": "drop", "dropped": value}
+    hint = f"dropped={value!r} is not a list of gene names"
+    fails(lambda: get_tokenizer("gene_embedding", VOCAB, **call), OptionError, hint)
+
+
+MASKING = [
+    *((name, value, f"{name}={value!r} is not a number from 0 to 1.")
+      for name in ("mask_token_prob", "random_token_prob")
+      for value in ("0.5", None, True, float("nan"), [0.1], 1.5)),
+    ("seed", "0", "seed='0' is not a whole number"),
+    ("seed", -1, "seed=-1 is not at least 0"),
+    ("seed", 2**63, f"seed={2**63} is too large"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("option", "value", "message"), MASKING, ids=[message for *_, message in MASKING])
+def test_masking(option, value, message) -> None:
+    fails(lambda: Masking(VOCAB, **{option: value}), OptionError, message)
