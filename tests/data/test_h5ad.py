@@ -89,6 +89,14 @@ def test_no_x(tiny_adata, tmp_path):
         opened.matrix()
 
 
+def test_no_x_but_raw(tiny_adata, tmp_path):
+    tiny_adata.raw = tiny_adata.copy()
+    tiny_adata.X = None
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    with open_h5ad(tmp_path / "a.h5ad") as opened, pytest.raises(DataError, match=r"has no X; .* or use raw, which"):
+        opened.matrix()
+
+
 def test_files_that_are_no_h5ad(tmp_path, tiny_adata):
     def fails(path, message, error=DataError):
         with pytest.raises(error, match=message), open_h5ad(path):

@@ -92,6 +92,21 @@ def test_where_the_counts_are(tiny_adata, tiny_vocab, tmp_path):
     assert "negative values" in (written() and inspect_h5ad(path, vocab, layer="counts").counts)
 
 
+def test_layers_that_cannot_be_read_are_passed_over(tiny_adata, tiny_vocab, tmp_path):
+    path, counts = tmp_path / "a.h5ad", tiny_adata.X.copy()
+    tiny_adata.X = counts * 0.5
+    tiny_adata.layers["counts"] = counts
+    tiny_adata.raw = tiny_adata.copy()
+    tiny_adata.write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        file["layers/a"] = np.ones(3)
+        file["raw/X/indices"][0] = 10**6
+    assert inspect_h5ad(path, tiny_vocab).counts.endswith("; layers['counts'] does hold them")
+    with h5py.File(path, "r+") as file:
+        file["layers/counts/indptr"][5] = 10**7
+    assert inspect_h5ad(path, tiny_vocab).counts.endswith("so it is not raw counts")
+
+
 def test_repeated_names_are_counted(tiny_adata, tiny_vocab, tmp_path):
     tiny_adata.var["name"] = [*tiny_adata.var_names[:-2], "gene0", "gene0"]
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import sparse
 
+from scforge.data.compressed import sound_csr
 from scforge.errors import DataError
 
 __all__ = ["CellBlock", "CellSource"]
@@ -24,7 +25,7 @@ class CellBlock:
     indptr
         Row boundaries, int64, shape (B + 1,).
     genes
-        Gene index (token id minus 4) of each entry, ascending within a cell, int32, shape (Z,).
+        Index among the genes of the vocabulary of each entry, ascending within a cell, int32, shape (Z,).
     counts
         Count of each entry, float32, above zero, shape (Z,).
     totals
@@ -52,9 +53,14 @@ class CellBlock:
     def from_csr(
         cls, matrix: sparse.csr_matrix, totals: np.ndarray | None = None, *, measured: np.ndarray | None = None
     ) -> CellBlock:
-        """Make a block of a CSR matrix of counts of shape (B, G); `totals` are its row sums if not given."""
-        if not isinstance(matrix, sparse.csr_matrix):
-            matrix = sparse.csr_matrix(matrix)
+        """Make a block of a CSR matrix of counts of shape (B, G); `totals` are its row sums if not given.
+
+        Raises
+        ------
+        DataError
+            If the parts of the matrix do not fit together, or `totals` is of other cells.
+        """
+        matrix = sound_csr(matrix, "matrix")
         if not matrix.has_canonical_format or (matrix.data == 0).any():
             # Repeated entries are summed, which may not fit into e.g. uint8.
             matrix = matrix.astype(np.int64 if matrix.dtype.kind in "iu" else matrix.dtype, copy=True)

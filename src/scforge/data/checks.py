@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import sparse
 
+from scforge.data.compressed import compressed_problem, sound_csr
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 
 if TYPE_CHECKING:
@@ -56,14 +57,14 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     Raises
     ------
     DataError
-        If the layer does not exist, holds negative, missing or fractional values, or has cells without counts. The
-        message names a layer that does hold counts, if there is one.
+        If the layer does not exist, is damaged, holds negative, missing or fractional values, or has cells without
+        counts. The message names a layer that does hold counts, if there is one.
     """
     matrix = _matrix(adata, layer)
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
     if not _is_numeric(matrix):
         raise DataError(f"{where} has the dtype {matrix.dtype}, but raw counts are needed; convert it first.")
-    counts = _as_csr(matrix)
+    counts = _as_csr(matrix, where)
     if problem := value_problem(counts.data):
         raise DataError(f"{where} {problem}, but raw counts are needed; {_where_counts_are(adata, layer)}.")
     empty = np.flatnonzero(np.asarray(counts.sum(axis=1)).ravel() == 0)
@@ -94,10 +95,10 @@ def _is_numeric(matrix: Any) -> bool:
     return matrix.dtype.kind in "biuf"
 
 
-def _as_csr(matrix: Any) -> sparse.csr_matrix:
+def _as_csr(matrix: Any, where: str) -> sparse.csr_matrix:
     if getattr(matrix, "dtype", None) == np.float16:  # scipy has no sparse matrices of it
         matrix = matrix.astype(np.float32)
-    matrix = sparse.csr_matrix(matrix) if not isinstance(matrix, sparse.csr_matrix) else matrix
+    matrix = sound_csr(matrix, where)
     if not matrix.has_canonical_format:
         # Repeated entries are summed, which may not fit into e.g. uint8.
         matrix = matrix.astype(np.int64 if matrix.dtype.kind in "iu" else matrix.dtype, copy=True)
@@ -122,8 +123,14 @@ def _where_counts_are(adata: AnnData, layer: str | None) -> str:
         others.append(None)
     for key in others:
         matrix = adata.X if key is None else adata.layers[key]
-        if _is_numeric(matrix) and value_problem(_as_csr(matrix).data) is None:
+        if _holds_counts(matrix):
             return f"layer={key!r} holds counts ({'adata.X' if key is None else 'adata.layers'}), pass that"
-    if adata.raw is not None and _is_numeric(adata.raw.X) and value_problem(_as_csr(adata.raw.X).data) is None:
+    if adata.raw is not None and _holds_counts(adata.raw.X):
         return "adata.raw holds counts, pass adata.raw.to_adata()"
     return "pass the layer that holds them, or undo the normalisation"
+
+
+def _holds_counts(matrix: Any) -> bool:
+    if not _is_numeric(matrix) or compressed_problem(matrix):
+        return False
+    return value_problem(_as_csr(matrix, "").data) is None

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import sparse
 
-from scforge.errors import ScforgeWarning
+from scforge.data.compressed import sound_csr
+from scforge.errors import DataError, ScforgeWarning
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -32,7 +33,15 @@ def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) 
     -------
     Canonical matrix of shape (n_cells, n_columns) without explicit zeros, in the dtype of `matrix`; small integers
     that are summed become int64.
+
+    Raises
+    ------
+    DataError
+        If the parts of `matrix` do not fit together, or `columns` is of another matrix.
     """
+    matrix = sound_csr(matrix, "matrix")
+    if matrix.shape[1] != len(columns):
+        raise DataError(f"matrix has {matrix.shape[1]} columns but columns names {len(columns)}; give one for each.")
     places = columns[matrix.indices]
     keep = places >= 0
     kept_before = np.concatenate([[0], np.cumsum(keep)])
@@ -90,7 +99,7 @@ def join_columns(adata: AnnData, where: str) -> AnnData:
     warn_summed(np.asarray(adata.var_names), columns, where, stacklevel=3)
 
     def joined(matrix: object) -> sparse.csr_matrix:
-        return sum_columns(sparse.csr_matrix(matrix), columns, len(unique))
+        return sum_columns(matrix, columns, len(unique))
 
     result = anndata.AnnData(
         None if adata.X is None else joined(adata.X),

@@ -13,6 +13,7 @@ import h5py
 import numpy as np
 from scipy import sparse
 
+from scforge.data.compressed import REPAIR, boundary_problem, index_problem
 from scforge.errors import DataError, MissingFileError, ScforgeError, did_you_mean, listing
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ __all__ = ["H5adFile", "Matrix", "open_h5ad"]
 
 _ENTRIES = 2**22
 """Entries that are held at a time, some 100 MB with what is made of them."""
+
+_DAMAGE = (OSError, KeyError, ValueError, TypeError, IndexError, AttributeError)
+"""What h5py and anndata raise for a file with missing or odd parts."""
 
 
 @dataclass(frozen=True)
@@ -44,17 +48,68 @@ class Matrix:
 
     @classmethod
     def of(cls, stored: h5py.Group | h5py.Dataset) -> Matrix:
-        """Recognise how a matrix is stored."""
+        """Recognise how a matrix is stored.
+
+        Raises
+        ------
+        DataError
+            If it is no matrix of numbers, or its parts do not fit together.
+        """
         if isinstance(stored, h5py.Dataset):
-            if len(stored.shape) != 2 or stored.dtype.kind not in "biuf":
-                raise DataError(f"{stored.name!r} is no matrix of numbers (shape {stored.shape}, {stored.dtype}).")
+            if stored.shape is None or len(stored.shape) != 2 or stored.dtype.kind not in "biuf":
+                raise DataError(f"{_place(stored)} is no matrix of numbers (shape {stored.shape}, {stored.dtype}).")
             return cls(stored, "dense", stored.shape)
         encoding = str(stored.attrs.get("encoding-type", stored.attrs.get("h5sparse_format", "")))
         kind = encoding.removesuffix("_matrix")
         if kind not in ("csr", "csc") or not {"data", "indices", "indptr"} <= set(stored):
-            raise DataError(f"{stored.name!r} is stored as {encoding!r}; a CSR, CSC or dense matrix is needed.")
-        shape = stored.attrs.get("shape", stored.attrs.get("h5sparse_shape"))
-        return cls(stored, kind, (int(shape[0]), int(shape[1])))
+            raise DataError(f"{_place(stored)} is stored as {encoding!r}; a CSR, CSC or dense matrix is needed.")
+        try:
+            n_rows, n_columns = map(int, stored.attrs.get("shape", stored.attrs.get("h5sparse_shape")))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{_place(stored)} is damaged: it has no shape of two numbers; {REPAIR}.") from error
+        matrix = cls(stored, kind, (n_rows, n_columns))
+        if min(matrix.shape) < 0:
+            matrix._damaged(f"its shape is {matrix.shape}")
+        matrix._check_parts()
+        return matrix
+
+    def _check_parts(self) -> None:
+        """Raise unless data, indices and indptr are lists of numbers of lengths that fit; they are not read yet."""
+        for name, kinds in {"data": "biuf", "indices": "iu", "indptr": "iu"}.items():
+            part = self.stored[name]
+            if not isinstance(part, h5py.Dataset) or part.ndim != 1 or part.dtype.kind not in kinds:
+                self._damaged(f"{name} is no list of numbers")
+        n_entries, n_indices = len(self.stored["data"]), len(self.stored["indices"])
+        if n_entries != n_indices:
+            self._damaged(f"it has {n_entries} values and {n_indices} indices")
+        boundaries, needed = self.stored["indptr"], self._major_minor[0] + 1
+        if len(boundaries) != needed:
+            self._damaged(f"it has {len(boundaries)} boundaries (indptr) and needs {needed}")
+        if int(boundaries[0]) != 0 or int(boundaries[-1]) != n_entries:
+            self._damaged(
+                f"its boundaries (indptr) run from {boundaries[0]} to {boundaries[-1]}, "
+                f"but there are {n_entries} entries"
+            )
+
+    @property
+    def _major_minor(self) -> tuple[int, int]:
+        """Number of compressed rows (or columns), and of what the indices name."""
+        return self.shape if self.kind == "csr" else self.shape[::-1]
+
+    def _damaged(self, problem: str | None) -> None:
+        if problem is not None:
+            raise DataError(f"{_place(self.stored)} is damaged: {problem}; {REPAIR}.")
+
+    def _boundaries(self, start: int = 0, stop: int | None = None, *, first: int = 0) -> np.ndarray:
+        """Return some of the boundaries, of which the first is known."""
+        boundaries = self.stored["indptr"][start:stop].astype(np.int64)
+        self._damaged(boundary_problem(boundaries, len(self.stored["data"]), first=first))
+        return boundaries
+
+    def _indices(self, start: int, stop: int) -> np.ndarray:
+        indices = self.stored["indices"][start:stop]
+        self._damaged(index_problem(indices, self._major_minor[1]))
+        return indices
 
     def entries(self, size: int = _ENTRIES) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Yield all stored entries in the order of the file.
@@ -64,15 +119,15 @@ class Matrix:
         Rows, columns and values, each of shape (k,) with k at most `size` or one dense row.
         """
         if self.kind == "dense":
-            step = max(1, size // self.shape[1])
+            step = max(1, size // max(self.shape[1], 1))
             for start in range(0, self.shape[0], step):
                 block = self.stored[start : start + step]
                 rows, columns = np.nonzero(block)
                 yield rows + start, columns, block[rows, columns]
             return
-        boundaries = self.stored["indptr"][:].astype(np.int64)
+        boundaries = self._boundaries()
         for start in range(0, int(boundaries[-1]), size):
-            minor, values = self.stored["indices"][start : start + size], self.stored["data"][start : start + size]
+            minor, values = self._indices(start, start + size), self.stored["data"][start : start + size]
             stop = start + len(values)
             first = int(np.searchsorted(boundaries, start, side="right")) - 1
             last = int(np.searchsorted(boundaries, stop, side="left"))
@@ -96,17 +151,13 @@ class Matrix:
 
     def _csr_chunks(self, size: int) -> Iterator[tuple[int, sparse.csr_matrix]]:
         n_cells, n_genes = self.shape
-        start = 0
+        start, last = 0, 0
         while start < n_cells:
             # The boundaries alone may be many; a chunk has at most 65,536 rows.
-            boundaries = self.stored["indptr"][start : start + 2**16 + 1].astype(np.int64)
+            boundaries = self._boundaries(start, start + 2**16 + 1, first=last)
             stop = max(1, int(np.searchsorted(boundaries, boundaries[0] + size, side="right")) - 1)
-            first, last = boundaries[0], boundaries[stop]
-            parts = (
-                self.stored["data"][first:last],
-                self.stored["indices"][first:last],
-                boundaries[: stop + 1] - first,
-            )
+            first, last = int(boundaries[0]), int(boundaries[stop])
+            parts = (self.stored["data"][first:last], self._indices(first, last), boundaries[: stop + 1] - first)
             yield start, sparse.csr_matrix(parts, shape=(stop, n_genes))
             start += stop
 
@@ -149,14 +200,25 @@ class H5adFile:
     @cached_property
     def var(self) -> pd.DataFrame:
         """The table of genes."""
+        import pandas as pd
+        from anndata._io.specs.registry import IORegistryError  # a way of storing that this anndata does not know
         from anndata.io import read_elem
 
-        return read_elem(self.file["var"])
+        try:
+            table = read_elem(self.file["var"])
+        except (*_DAMAGE, IORegistryError) as error:
+            raise DataError(
+                f"the table of genes (var) of {str(self.path)!r} cannot be read: {_line(error)}; write the file again."
+            ) from error
+        if not isinstance(table, pd.DataFrame):
+            raise DataError(f"var of {str(self.path)!r} is no table of genes; write the file again with anndata.")
+        return table
 
     @property
     def layers(self) -> list[str]:
         """Names of the layers."""
-        return list(self.file["layers"]) if "layers" in self.file else []
+        group = self.file.get("layers")
+        return list(group) if isinstance(group, h5py.Group) else []
 
     def has(self, name: str) -> bool:
         """Whether the file has a part of that name, e.g. ``"X"`` or ``"raw/X"``."""
@@ -180,7 +242,10 @@ class H5adFile:
             )
         name = "X" if layer is None else f"layers/{layer}"
         if not self.has(name):
-            raise DataError(f"{str(self.path)!r} has no X; name a layer with counts (layers: {listing(self.layers)}).")
+            raw = " or use raw, which adata.raw.to_adata() makes an AnnData of" if self.has("raw/X") else ""
+            raise DataError(
+                f"{str(self.path)!r} has no {name}; name a layer with counts{raw} (layers: {listing(self.layers)})."
+            )
         matrix = Matrix.of(self.file[name])
         if matrix.shape[1] != len(self.var) or not min(matrix.shape):
             raise DataError(
@@ -225,5 +290,11 @@ def open_h5ad(path: str | Path) -> Iterator[H5adFile]:
             raise DataError(f"{str(path)!r} cannot be read as an h5ad file: {_line(error)}.") from error
 
 
+def _place(stored: Any) -> str:
+    return f"{stored.name.removeprefix('/')!r} of {stored.file.filename!r}"
+
+
 def _line(error: Exception) -> str:
-    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
+    # The text of a KeyError is the repr of its message.
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from scforge.data.mapping import GeneMap, names_of, names_place, text_columns
 from scforge.data.named import list_vocabs, open_vocab
 from scforge.data.overlap import OverlapReport, overlap_report
 from scforge.data.vocab import GeneVocab
+from scforge.errors import DataError
 
 __all__ = ["Inspection", "inspect_h5ad"]
 
@@ -144,12 +146,21 @@ def _counts(opened: H5adFile, matrix: Matrix, layer: str | None) -> tuple[np.nda
     for other in [None, *opened.layers]:
         if other == layer or (other is None and not opened.has("X")):
             continue
-        sums, empty, found = _summary(opened.matrix(other))
-        if found is None:
-            return sums, empty, f"{text}; {_name(other)} does hold them"
-    if opened.has("raw/X") and _summary(Matrix.of(opened.file["raw/X"]))[2] is None:
+        # Whether a layer that was not asked for can be read is of no matter.
+        with contextlib.suppress(DataError):
+            sums, empty, found = _summary(opened.matrix(other))
+            if found is None:
+                return sums, empty, f"{text}; {_name(other)} does hold them"
+    if opened.has("raw/X") and _raw_holds_counts(opened):
         text += "; raw does hold them, which adata.raw.to_adata() makes an AnnData of"
     return None, None, text
+
+
+def _raw_holds_counts(opened: H5adFile) -> bool:
+    try:
+        return _summary(Matrix.of(opened.file["raw/X"]))[2] is None
+    except DataError:
+        return False
 
 
 def _name(layer: str | None) -> str:

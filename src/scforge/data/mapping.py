@@ -75,8 +75,8 @@ class GeneMap:
     Attributes
     ----------
     columns
-        For each column of the data its gene index in the vocabulary (token id minus 4), -1 where it has none. Int32,
-        shape (n_vars,).
+        For each column of the data its index among the genes of the vocabulary, -1 where it has none. Int32, shape
+        (n_vars,).
     n_genes
         Number of genes of the vocabulary.
     """

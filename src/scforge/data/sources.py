@@ -12,6 +12,7 @@ import numpy as np
 
 from scforge.data.cells import CellSource
 from scforge.data.checks import check_adata, counts_of
+from scforge.data.compressed import REPAIR, compressed_problem
 from scforge.data.duplicates import join_columns
 from scforge.data.id_kinds import recognise_ids
 from scforge.data.mapping import MIN_OVERLAP, gene_names, map_names, warn_counts_outside
@@ -115,7 +116,7 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     MissingFileError
         If a file does not exist.
     DataError
-        If a file is not an h5ad, or is empty.
+        If a file is not an h5ad, is empty, or has a damaged matrix.
     GeneMismatchError
         If files share hardly any gene, e.g. because one has symbols and the other Ensembl ids.
 
@@ -158,6 +159,7 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 
 def _read_one(path: Path) -> AnnData:
     import anndata
+    from anndata._io.specs.registry import IORegistryError  # a way of storing that this anndata does not know
 
     if not path.exists():
         raise MissingFileError(f"the file {str(path)!r} does not exist; check data.paths.")
@@ -168,8 +170,14 @@ def _read_one(path: Path) -> AnnData:
             # What it advises, to number them, would hide which columns mean one gene; scforge sums those.
             warnings.filterwarnings("ignore", message="Variable names are not unique")
             adata = anndata.read_h5ad(path)
-    except (OSError, KeyError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, KeyError, ValueError, TypeError, AttributeError, IndexError, IORegistryError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"{str(path)!r} cannot be read as an h5ad file: {reason.rstrip('.')}.") from error
     check_adata(adata, argument=repr(str(path)))
+    matrices = {"X": adata.X, **{f"layers[{key!r}]": layer for key, layer in adata.layers.items() if key is not None}}
+    if adata.raw is not None:
+        matrices["raw.X"] = adata.raw.X
+    for name, matrix in matrices.items():
+        if problem := compressed_problem(matrix):
+            raise DataError(f"{name} of {str(path)!r} is damaged: {problem}; {REPAIR}.")
     return adata

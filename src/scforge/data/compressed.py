@@ -1,0 +1,66 @@
+"""Matrices compressed by row or by column (CSR, CSC) whose parts fit together.
+
+SciPy's compiled code trusts the parts: with boundaries or indices out of range it reads and writes memory that is not
+its own. A damaged file therefore has to be found before anything is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from scipy import sparse
+
+from scforge.errors import DataError
+
+__all__ = ["REPAIR", "boundary_problem", "compressed_problem", "index_problem", "sound_csr"]
+
+REPAIR = "write the file again, or build the matrix anew"
+"""What to do about a damaged matrix."""
+
+
+def sound_csr(matrix: Any, where: str) -> sparse.csr_matrix:
+    """Return `matrix` as CSR, itself if it is one.
+
+    Raises
+    ------
+    DataError
+        If its parts do not fit together; `where` says in the message what it is, e.g. ``"adata.X"``.
+    """
+    if problem := compressed_problem(matrix):
+        raise DataError(f"{where} is damaged: {problem}; {REPAIR}.")
+    if isinstance(matrix, sparse.csr_matrix) and len(matrix.data) == len(matrix.indices) == matrix.indptr[-1]:
+        return matrix
+    return sparse.csr_matrix(matrix)
+
+
+def compressed_problem(matrix: Any) -> str | None:
+    """Return what is wrong with the parts of a matrix, or None; one that is not compressed has none."""
+    if not sparse.issparse(matrix) or matrix.format not in ("csr", "csc"):
+        return None
+    if any(part.ndim != 1 for part in (matrix.data, matrix.indices, matrix.indptr)):
+        return "its data, indices and indptr are not lists of numbers"
+    n_major, n_minor = matrix.shape if matrix.format == "csr" else matrix.shape[::-1]
+    if len(matrix.indptr) != n_major + 1:
+        return f"it has {len(matrix.indptr)} boundaries (indptr) and needs {n_major + 1}"
+    n_entries = min(len(matrix.indices), len(matrix.data))
+    return boundary_problem(matrix.indptr, n_entries) or index_problem(matrix.indices[: matrix.indptr[-1]], n_minor)
+
+
+def boundary_problem(indptr: np.ndarray, n_entries: int, *, first: int = 0) -> str | None:
+    """Return what is wrong with boundaries that start at `first`, where there are `n_entries`, or None."""
+    if (indptr[1:] < indptr[:-1]).any():
+        return "its boundaries (indptr) do not ascend"
+    if int(indptr[0]) != first or int(indptr[-1]) > n_entries:
+        return f"its boundaries (indptr) run from {indptr[0]} to {indptr[-1]}, but there are {n_entries} entries"
+    return None
+
+
+def index_problem(indices: np.ndarray, n_minor: int) -> str | None:
+    """Return which index is out of range, or None."""
+    if not len(indices):
+        return None
+    low, high = int(indices.min()), int(indices.max())
+    if low >= 0 and high < n_minor:
+        return None
+    return f"it has the index {low if low < 0 else high}, which is not from 0 to {n_minor - 1}"
