@@ -9,8 +9,17 @@ import pytest
 from scipy import sparse
 
 from scforge.data import GeneVocab
-from scforge.errors import ConfigError, DataError, GeneMismatchError, OptionError, ScforgeError, ScforgeWarning
+from scforge.errors import (
+    ConfigError,
+    DataError,
+    GeneMismatchError,
+    NotTrainedWarning,
+    OptionError,
+    ScforgeError,
+    ScforgeWarning,
+)
 from scforge.estimators import Encoder
+from scforge.tokenizers import get_tokenizer
 
 
 def fails(call, error: type[ScforgeError], *parts: str) -> None:
@@ -169,7 +178,18 @@ OPTIONS = [
         OptionError,
         "objective option 'view' is not one of 'joint_embedding'; did you mea",
     ),
-    ((None, None, {"views": 1}), {}, OptionError, "views=1 is too few"),
+    ((None, None, {"views": 1}), {}, OptionError, "views=1 is not at least 2; give a number of views of a cell."),
+    ((None, None, {"views": "4"}), {}, OptionError, "views='4' is not a whole number of views"),
+    ((None, None, {"views": 2.5}), {}, OptionError, "views=2.5 is not a whole number of views"),
+    ((None, None, {"views": True}), {}, OptionError, "views=True is not a whole number of views"),
+    ((None, None, {"keep_min": None}), {}, OptionError, "keep_min=None is not a number from 0 to 1."),
+    ((None, None, {"keep_min": 0}), {}, OptionError, "keep_min=0 and keep_max=1.0 must satisfy 0 < keep_min"),
+    ((None, None, {"keep_max": "1"}), {}, OptionError, "keep_max='1' is not a number from 0 to 1."),
+    ((None, None, {"gene_dropout": None}), {}, OptionError, "gene_dropout=None is not a number from 0 to 1."),
+    ((None, None, {"gene_dropout": float("nan")}), {}, OptionError, "gene_dropout=nan is not a number from 0 to 1."),
+    ((None, None, {"gene_dropout": 1}), {}, OptionError, "gene_dropout=1 is not in [0, 1)."),
+    ((None, None, {"weight": "x"}), {}, OptionError, "weight='x' is not a number from 0 to 1."),
+    ((None, None, {"weight": 0}), {}, OptionError, "weight=0 is not between 0 and 1."),
     ((None, None, {"slices": 0}), {}, OptionError, "slices=0 is not a positive number"),
     ((*TR, None, {"mask_ratio": 1.5}), {}, OptionError, "mask_ratio=1.5 is not between 0 and 1"),
     ((None, {"max_len": 0}), {}, OptionError, "max_len=0 leaves no room for a gene"),
@@ -191,6 +211,7 @@ OPTIONS = [
     ((), {"n_top_genes": -5}, OptionError, "n_top_genes=-5 is not a positive number of genes"),
     ((), {"n_top_genes": 10.5}, OptionError, "n_top_genes=10.5 is not a whole number"),
     ((), {"seed": -1}, OptionError, "seed=-1 is not at least 0"),
+    ((), {"seed": 10**25}, OptionError, f"seed={10**25} is too large; give a number below 2^63."),
     ((), {"seed": None}, OptionError, "seed=None is not a whole number"),
     ((), {"vocab": "human"}, OptionError, "vocab='human' is neither a shipped vocabulary nor a file"),
     ((), {"vocab": ["gene1"]}, OptionError, "vocab is a list; pass a name, a file, or GeneVocab.from_genes(names)."),
@@ -202,6 +223,39 @@ OPTIONS = [
 @pytest.mark.parametrize(("parts", "options", "error", "message"), OPTIONS, ids=[o[-1][:40] for o in OPTIONS])
 def test_options_of_the_model(build, parts, options, error, message) -> None:
     fails(lambda: build(*parts, **options), error, message)
+
+
+def test_a_tokenizer_in_place_of_its_options(build) -> None:
+    vocab = GeneVocab.from_genes([f"gene{i}" for i in range(40)]).with_medians(np.ones(40))
+    tokenizer = get_tokenizer("rank_value", vocab, max_len=30)
+    line = 'Encoder(adata, vocab=tokenizer.vocab, tokenizer={"name": "rank_value", **tokenizer.config()}).'
+    parts = "tokenizer is a RankValueTokenizer, but a model makes its own from a name and options; call " + line
+    fails(lambda: build("transformer_encoder", tokenizer), OptionError, parts)
+    parts = {"name": "rank_value", **tokenizer.config()}
+    model = build("transformer_encoder", parts, vocab=tokenizer.vocab)
+    assert model.vocab == vocab
+    assert model.tokenizer.config() == tokenizer.config()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_model_that_waits_for_gene_vectors(build, quick, tmp_path) -> None:
+    vectors = {f"gene{i}": [float(i), 1.0, i % 3] for i in range(80)}
+    hint = "gene_vectors is set but the model was given no vectors; leave it out and pass them with tokenizer="
+    waiting = build("transformer_encoder", gene_vectors={"dim": 3, "learned": 5})
+    fails(waiting.get_latent_representation, OptionError, hint)
+    fails(lambda: waiting.train(**quick), OptionError, hint)
+    filled = build("transformer_encoder", {"name": "gene_embedding", "table": vectors})
+    with pytest.warns(NotTrainedWarning):
+        expected = filled.get_latent_representation(key_added=None)
+    filled.save(tmp_path / "model")
+    loaded = Encoder.load(tmp_path / "model")
+    with pytest.warns(NotTrainedWarning):
+        np.testing.assert_array_equal(loaded.get_latent_representation(filled.adata, key_added=None), expected)
+
+
+def test_the_largest_seed(trained) -> None:
+    for architecture in (None, "transformer_encoder"):
+        assert trained(architecture, seed=2**63 - 1).is_trained_
 
 
 def test_too_few_cells_for_any_gene(build, tiny_adata: ad.AnnData) -> None:

@@ -11,8 +11,8 @@ from scipy import sparse
 
 from scforge.data import GeneVocab
 from scforge.data.mapping import GeneMap
-from scforge.errors import DataError, GeneMismatchError, OptionError, ScforgeError
-from scforge.tokenizers import Masking, get_tokenizer, list_tokenizers
+from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeError
+from scforge.tokenizers import Masking, RankValueTokenizer, get_tokenizer, list_tokenizers
 from scforge.tokenizers._binning import bin_entries
 
 N_GENES = 50
@@ -229,3 +229,91 @@ MASKING = [
 @pytest.mark.parametrize(("option", "value", "message"), MASKING, ids=[message for *_, message in MASKING])
 def test_masking(option, value, message) -> None:
     fails(lambda: Masking(VOCAB, **{option: value}), OptionError, message)
+
+
+TABLES = [
+    ({"G1": 1.0}, "table has 1.0 for the gene 'G1'; give each gene one list of numbers."),
+    (pd.Series([1.0, 2.0], index=["G1", "G2"]).to_dict(), "table has 1.0 for the gene 'G1'"),
+    (pd.DataFrame({"gene": ["G1", "G2"], "vector": ["1,2", "3,4"]}), "table must have gene names once"),
+    ({"G1": None, "G2": None}, "table has None for the gene 'G1'"),
+    ({"G1": [[1.0]], "G2": [[2.0]]}, "table has an array of shape (1, 1) for the gene 'G1'"),
+    ({"G1": [1, 2], "G2": [1]}, "table has a vector of shape (1,) for the gene 'G2', but of shape (2,) for 'G1'"),
+    ({"G1": [[1, 2], [1]]}, "table holds something else than one vector a gene: "),
+]
+
+
+@pytest.mark.parametrize(("table", "message"), TABLES, ids=[message for _, message in TABLES])
+def test_tables_of_gene_vectors(table, message) -> None:
+    fails(lambda: get_tokenizer("gene_embedding", VOCAB, table=table), DataError, message)
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".safetensors", ".npz"])
+def test_files_that_are_no_tables(suffix, tmp_path) -> None:
+    (tmp_path / f"table{suffix}").write_text("hello")
+    fails(lambda: get_tokenizer("gene_embedding", VOCAB, table=tmp_path / f"table{suffix}"), DataError, "table='")
+
+
+TOKENS = {"<pad>": 0, "<mask>": 1, "ENSG00000000003": 2, "ENSG00000000005": 3}
+MEDIANS = {"ENSG00000000003": 2.0, "ENSG00000000005": 0.5}
+BOTH = "pass the two dictionaries (gene to token, gene to median) as a tuple."
+TEXT = pd.DataFrame({"gene_id": list(TOKENS), "token": ["a"] * 4, "median": [1.0] * 4})
+GENEFORMER = [
+    (TOKENS, OptionError, "tokens_medians holds one dictionary; " + BOTH),
+    ((TOKENS, MEDIANS, TOKENS), OptionError, "tokens_medians holds 3 parts; " + BOTH),
+    ((), OptionError, "tokens_medians holds 0 parts; " + BOTH),
+    ((TOKENS, 3), OptionError, "tokens_medians holds 'dict' and 'int'; " + BOTH),
+    (("tokens.pkl", "medians.pkl"), OptionError, "tokens_medians holds 'str' and 'str'; " + BOTH),
+    (None, OptionError, "tokens_medians is of type 'NoneType'; pass a table, a file, or the two dictionaries"),
+    ((MEDIANS, TOKENS), DataError, "tokens_medians does not number its tokens from 0 without a gap"),
+    (
+        ({k: str(v) for k, v in TOKENS.items()}, MEDIANS),
+        DataError,
+        "tokens_medians has the token '0' for '<pad>', which",
+    ),
+    (({None: 0}, MEDIANS), DataError, "tokens_medians has a token for None, which is no text"),
+    (
+        (TOKENS, {**MEDIANS, "ENSG00000000005": "a"}),
+        DataError,
+        "has the median 'a' for 'ENSG00000000005', which is no n",
+    ),
+    (
+        (TOKENS, {**MEDIANS, "ENSG00000000005": 0}),
+        DataError,
+        "the median 0 for 'ENSG00000000005', which is not a posit",
+    ),
+    (
+        (TOKENS, {**MEDIANS, "ENSG00000000005": -1.0}),
+        DataError,
+        "the median -1.0 for 'ENSG00000000005', which is not a",
+    ),
+    ((TOKENS, {**MEDIANS, "ENSG00000000005": np.nan}), DataError, "the median nan for 'ENSG00000000005', which is not"),
+    (TEXT, DataError, "tokens_medians has the token 'a' for '<pad>', which is no number"),
+    (TEXT[["gene_id"]], DataError, "tokens_medians lacks the column 'token' (it has: 'gene_id')"),
+    ("gone.parquet", MissingFileError, "tokens_medians='gone.parquet' does not exist"),
+]
+
+
+@pytest.mark.parametrize(("parts", "error", "message"), GENEFORMER, ids=[message[:60] for *_, message in GENEFORMER])
+def test_dictionaries_of_geneformer(parts, error, message) -> None:
+    fails(lambda: RankValueTokenizer.from_geneformer(parts, version="V1"), error, message)
+
+
+def test_options_of_geneformer(tmp_path) -> None:
+    def make(**options):
+        return RankValueTokenizer.from_geneformer([TOKENS, MEDIANS], **({"version": "V1"} | options))
+
+    assert make().vocab.genes == tuple(MEDIANS)
+    for version in (["V1"], 1, None):
+        fails(lambda v=version: make(version=v), OptionError, f"version={version!r} is not known; choose 'V1' or 'V2'.")
+    hint = "ensembl_map is of type 'list'; pass a table, a file, or the dictionary of former ids to current ones."
+    fails(lambda: make(ensembl_map=[1]), OptionError, hint)
+    fails(lambda: make(ensembl_map={"a": 3}), DataError, "ensembl_map holds 3, which is no text")
+    fails(lambda: make(ensembl_map="map.pkl"), OptionError, "ensembl_map='map.pkl' is a pickle file")
+    (tmp_path / "tokens.pkl").write_bytes(b"no pickle is opened")
+    (tmp_path / "tokens.parquet").write_text("hello")
+    call = RankValueTokenizer.from_geneformer
+    hint = "if you trust it, read it with pickle.load and " + BOTH
+    fails(
+        lambda: call(tmp_path / "tokens.pkl"), OptionError, "tokens.pkl' is a pickle file, which can run code; " + hint
+    )
+    fails(lambda: call(tmp_path / "tokens.parquet"), DataError, "cannot be read as a table: ")

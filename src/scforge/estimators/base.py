@@ -29,6 +29,7 @@ from scforge.estimators.fields import GeneField, ObsField
 from scforge.estimators.saving import load_weights, read_folder, write_folder
 from scforge.estimators.spec import ModelSpec
 from scforge.models._utils import count_parameters
+from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.predict import embed
 
@@ -135,11 +136,14 @@ class CellModel(BaseModelClass):
         ------
         GeneMismatchError
             If `adata` has too few genes of the model.
+        OptionError
+            If the model waits for gene vectors that it was never given.
         """
         if adata is None:
             adata = self.adata
         if adata is None:
             raise OptionError("adata=None but the model was loaded without adata; pass the cells to embed.")
+        check_filled(self.module)
         if not self.is_trained_:
             warnings.warn("The model is not trained; its embedding is random.", NotTrainedWarning, stacklevel=2)
         check_count("batch_size", batch_size, "cells")

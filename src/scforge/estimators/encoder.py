@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import lightning
 import torch
 
-from scforge._checks import check_count
+from scforge._checks import check_count, check_seed
 from scforge._io import check_folder, remove_folder
 from scforge._registry import check_options
 from scforge.data.vocab import GeneVocab
@@ -20,6 +20,7 @@ from scforge.estimators.base import FROM_DATA, CellModel
 from scforge.estimators.defaults import recipe_for
 from scforge.estimators.spec import ModelSpec, named_options
 from scforge.models.components.gene_vectors import check_filled
+from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training.callbacks import SaveBest
 from scforge.training.datamodule import CellDataModule, split_cells
@@ -94,8 +95,9 @@ class Encoder(CellModel):
         **options: Any,
     ) -> None:
         super().__init__(adata, registry=registry)
-        check_count("seed", seed, "a random generator", least=0)
-        self.seed = int(seed)
+        self.seed = check_seed(seed)
+        if isinstance(tokenizer, Tokenizer):
+            raise OptionError(_parts_of(tokenizer))
         recipe = recipe_for(architecture, options)
         if n_top_genes is None:
             n_top_genes = recipe.n_top_genes if vocab == FROM_DATA else 0
@@ -261,6 +263,15 @@ class Encoder(CellModel):
         return SaveBest(
             save, lambda name: remove_folder(Path(folder) / name), top_k=top_k, monitor=monitor, first_epoch=before
         )
+
+
+def _parts_of(tokenizer: Tokenizer) -> str:
+    """Say how a model gets the vocabulary and the options of a tokenizer."""
+    name = TOKENIZERS.name_of(type(tokenizer)) or "its registered name"
+    return (
+        f"tokenizer is a {type(tokenizer).__name__}, but a model makes its own from a name and options; call "
+        f'Encoder(adata, vocab=tokenizer.vocab, tokenizer={{"name": "{name}", **tokenizer.config()}}).'
+    )
 
 
 def _needs_medians(name: str, options: dict[str, Any]) -> bool:

@@ -5,16 +5,17 @@ Theodoris et al. 2023, https://doi.org/10.1038/s41586-023-06139-9
 
 from __future__ import annotations
 
+import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy import sparse
 
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, MissingFileError, listing
+from scforge.errors import DataError, MissingFileError, OptionError, listing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,11 +25,14 @@ __all__ = ["MODEL_INPUT", "geneformer_columns", "geneformer_vocab"]
 MODEL_INPUT = {"V1": 2048, "V2": 4096}
 """Most tokens of a cell, special tokens included."""
 
+_BOTH = "the two dictionaries (gene to token, gene to median) as a tuple"
+_IN_MEMORY = {"tokens_medians": _BOTH, "ensembl_map": "the dictionary of former ids to current ones"}
+
 _SPECIAL = {"V1": ("<pad>", "<mask>"), "V2": ("<pad>", "<mask>", "<cls>", "<eos>")}
 
 
 def geneformer_vocab(
-    tokens_medians: pd.DataFrame | str | os.PathLike[str] | tuple[Mapping[str, int], Mapping[str, float]],
+    tokens_medians: pd.DataFrame | str | os.PathLike[str] | Sequence[Mapping[str, float]],
     version: str,
     ensembl_map: pd.DataFrame | str | os.PathLike[str] | Mapping[str, str] | None,
 ) -> GeneVocab:
@@ -36,14 +40,18 @@ def geneformer_vocab(
 
     See :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer` for the parameters.
     """
-    if isinstance(tokens_medians, tuple):
+    if isinstance(tokens_medians, tuple | list | Mapping):
+        if isinstance(tokens_medians, Mapping) or len(tokens_medians) != 2:
+            raise OptionError(f"tokens_medians holds {_count(tokens_medians)}; pass {_BOTH}.")
+        if not all(isinstance(part, Mapping) for part in tokens_medians):
+            kinds = " and ".join(repr(type(part).__name__) for part in tokens_medians)
+            raise OptionError(f"tokens_medians holds {kinds}; pass {_BOTH}.")
         tokens, medians = (dict(part) for part in tokens_medians)
     else:
         table = _table(tokens_medians, "tokens_medians", ("gene_id", "token", "median"))
-        named = table[table["token"].notna()]
-        tokens = dict(zip(named["gene_id"].astype(str), named["token"].astype(int), strict=True))
-        known = table[table["median"].notna()]
-        medians = dict(zip(known["gene_id"].astype(str), known["median"].astype(float), strict=True))
+        tokens, medians = (_column(table, name) for name in ("token", "median"))
+    _check_numbers("token", tokens)
+    _check_numbers("median", medians)
     names = sorted(tokens, key=lambda name: tokens[name])
     special = _SPECIAL[version]
     if [tokens[name] for name in names] != list(range(len(names))):
@@ -58,6 +66,11 @@ def geneformer_vocab(
         raise DataError(
             f"tokens_medians has no median for {len(without)} genes (first: {without[0]!r}); "
             "pass the two dictionaries of one release."
+        )
+    if bad := [gene for gene in genes if not 0 < medians[gene] < float("inf")]:
+        raise DataError(
+            f"tokens_medians has the median {medians[bad[0]]} for {bad[0]!r}, which is not a positive number; "
+            "pass published medians."
         )
     return GeneVocab(
         genes=genes,
@@ -111,6 +124,27 @@ def geneformer_columns(
     return ordered, genes
 
 
+def _count(tokens_medians: Any) -> str:
+    if isinstance(tokens_medians, Mapping):
+        return "one dictionary"
+    return f"{len(tokens_medians)} parts"
+
+
+def _column(table: pd.DataFrame, name: str) -> dict[str, Any]:
+    """Return what a column of a table says of each gene, where it says something."""
+    known = table[table[name].notna()]
+    return dict(zip(known["gene_id"].astype(str), known[name].tolist(), strict=True))
+
+
+def _check_numbers(what: str, of_genes: Mapping[Any, Any]) -> None:
+    """Raise unless names are text and what is said of them are numbers."""
+    for name, value in of_genes.items():
+        if not isinstance(name, str):
+            raise DataError(f"tokens_medians has a {what} for {name!r}, which is no text; pass {_BOTH}.")
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            raise DataError(f"tokens_medians has the {what} {value!r} for {name!r}, which is no number; pass {_BOTH}.")
+
+
 def _aliases(
     ensembl_map: pd.DataFrame | str | os.PathLike[str] | Mapping[str, str] | None, genes: set[str]
 ) -> dict[str, str] | None:
@@ -118,6 +152,8 @@ def _aliases(
         return None
     if isinstance(ensembl_map, Mapping):
         pairs = list(ensembl_map.items())
+        if odd := [entry for pair in pairs for entry in pair if not isinstance(entry, str)]:
+            raise DataError(f"ensembl_map holds {odd[0]!r}, which is no text; pass former ids and their current ones.")
     else:
         table = _table(ensembl_map, "ensembl_map", ("ensembl_id", "gene_id"))
         pairs = list(zip(table["ensembl_id"].astype(str), table["gene_id"].astype(str), strict=True))
@@ -129,14 +165,25 @@ def _table(source: pd.DataFrame | str | os.PathLike[str], argument: str, columns
 
     if isinstance(source, pd.DataFrame):
         table = source
+    elif not isinstance(source, str | os.PathLike):
+        raise OptionError(
+            f"{argument} is of type {type(source).__name__!r}; pass a table, a file, or {_IN_MEMORY[argument]}."
+        )
     else:
-        path = Path(source)
+        path, where = Path(source), f"{argument}={str(source)!r}"
+        if path.suffix in (".pkl", ".pickle"):
+            # Unpickling runs code that the file brings.
+            raise OptionError(
+                f"{where} is a pickle file, which can run code; if you trust it, read it with pickle.load and pass "
+                f"{_IN_MEMORY[argument]}."
+            )
         if not path.is_file():
-            raise MissingFileError(f"{argument}={str(source)!r} does not exist; name a parquet or CSV file.")
+            raise MissingFileError(f"{where} does not exist; name a parquet or CSV file.")
         try:
             table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, keep_default_na=True)
         except (OSError, ValueError) as error:
-            raise DataError(f"{argument}={str(source)!r} cannot be read as a table: {error}.") from error
+            said = str(error).splitlines()[0].rstrip(".")
+            raise DataError(f"{where} cannot be read as a table: {said}.") from error
     if missing := [column for column in columns if column not in table]:
         raise DataError(
             f"{argument} lacks the column {missing[0]!r} (it has: {listing([str(name) for name in table.columns])})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numba
@@ -102,7 +102,7 @@ class RankValueTokenizer(Tokenizer):
     @classmethod
     def from_geneformer(
         cls,
-        tokens_medians: pd.DataFrame | str | os.PathLike[str] | tuple[Mapping[str, int], Mapping[str, float]],
+        tokens_medians: pd.DataFrame | str | os.PathLike[str] | Sequence[Mapping[str, float]],
         version: str = "V2",
         ensembl_map: pd.DataFrame | str | os.PathLike[str] | Mapping[str, str] | None = None,
         parity: str = "stable",
@@ -115,8 +115,9 @@ class RankValueTokenizer(Tokenizer):
         Parameters
         ----------
         tokens_medians
-            The published dictionaries: a table (or a parquet or CSV file of it) with the columns ``gene_id``, ``token``
-            and ``median``, or the two dictionaries, gene to token and gene to median.
+            The published dictionaries: the two of them, gene to token and gene to median, as a tuple, or a table (or a
+            parquet or CSV file of it) with the columns ``gene_id``, ``token`` and ``median``. Geneformer publishes
+            pickle files; scforge never unpickles, so load those yourself with ``pickle.load`` if you trust them.
         version
             ``"V1"`` or ``"V2"``.
         ensembl_map
@@ -128,9 +129,17 @@ class RankValueTokenizer(Tokenizer):
         Raises
         ------
         OptionError
-            If the version is unknown.
+            If the version is unknown, or an argument is of a type that cannot be used.
+        MissingFileError
+            If a file does not exist.
         DataError
             If the dictionaries are not those of a Geneformer.
+
+        Notes
+        -----
+        A model of these tokens is made of the vocabulary and the options of the tokenizer::
+
+            Encoder(adata, vocab=tokenizer.vocab, tokenizer={"name": "rank_value", **tokenizer.config()})
 
         Examples
         --------
@@ -141,7 +150,7 @@ class RankValueTokenizer(Tokenizer):
         >>> tokenizer(csr_matrix([[3, 1]]), ["ENSG00000000003.15", "ENSG00000000005"])["input_ids"]
         tensor([[3, 2]])
         """
-        if version not in MODEL_INPUT:
+        if not isinstance(version, str) or version not in MODEL_INPUT:
             raise OptionError(f"version={version!r} is not known; choose 'V1' or 'V2'.")
         vocab = geneformer_vocab(tokens_medians, version, ensembl_map)
         return cls(
