@@ -262,7 +262,7 @@ def test_inspect_mistakes(told, tiny_adata: ad.AnnData) -> None:
     for argv, part in [
         (["none.h5ad"], "'none.h5ad' does not exist"),
         (["text.h5ad"], "'text.h5ad' cannot be read as an h5ad file"),
-        (["cells.h5ad", "--vocab", "human"], "gene_vocab='human' is neither a shipped vocabulary nor a file"),
+        (["cells.h5ad", "--vocab", "human"], "error: vocab='human' is neither a shipped vocabulary nor a file"),
         (["cells.h5ad", "--vocab", "config.yaml"], "'config.yaml' is not an scforge vocabulary file"),
         (["cells.h5ad", "--gene-key", "ensemble"], "gene_key='ensemble' is not a column of adata.var; did you mean"),
         (["cells.h5ad", "--layer", "counts"], "layer='counts' is not in the layers of 'cells.h5ad'"),

@@ -141,13 +141,28 @@ def test_errors():
         gene_table("rat")
 
 
+def test_names_that_are_none(tmp_path):
+    for name in (["human_mouse"], None, 3, tmp_path):
+        with pytest.raises(OptionError, match=r"^name=.* is not the name of a vocabulary; pass one of 'human_mouse'"):
+            GeneVocab.named(name)
+
+
+def test_copies_on_y_match_nothing():
+    for name in list_vocabs():
+        vocab = GeneVocab.named(name)
+        assert not any(gene.endswith("_PAR_Y") for gene in vocab.genes)
+        assert vocab.gene_indices(["ENSG00000002586.20_PAR_Y", "ENSG00000002586_PAR_Y"]).tolist() == [-1, -1]
+    assert "ENSG00000002586" in GeneVocab.named("human_protein_coding")
+    assert not any(gene.endswith("_PAR_Y") for gene in gene_table("human").symbols)
+
+
 def test_open_vocab(tmp_path):
     vocab = GeneVocab.from_genes(["A"])
     vocab.save(tmp_path / "vocab.json")
     assert open_vocab(vocab) is vocab
     assert open_vocab(tmp_path / "vocab.json") == open_vocab(str(tmp_path / "vocab.json")) == vocab
     assert open_vocab("human_mouse") is GeneVocab.named("human_mouse")
-    with pytest.raises(OptionError, match="neither a shipped vocabulary nor a file"):
+    with pytest.raises(OptionError, match="^vocab='.*none.json' is neither a shipped vocabulary nor a file"):
         open_vocab(tmp_path / "none.json")
     with pytest.raises(OptionError, match="vocab is a list; pass a name, a file"):
         open_vocab(["A"])

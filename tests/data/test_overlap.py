@@ -131,3 +131,9 @@ def test_bad_arguments(tiny_adata, tiny_vocab):
         map_genes(tiny_adata, tiny_vocab, gene_key="ensembel")
     with pytest.raises(DataError, match="holds values that are not whole"):
         map_genes(ad.AnnData(sparse.csr_matrix(tiny_adata.X * 0.5), var=tiny_adata.var), tiny_vocab)
+
+
+@pytest.mark.parametrize("share", ["x", 2, -0.1, float("nan"), None, True])
+def test_min_overlap_is_a_share(tiny_adata, tiny_vocab, share):
+    with pytest.raises(OptionError, match=f"min_overlap={share!r} is not a number from 0 to 1"):
+        map_genes(tiny_adata, tiny_vocab, min_overlap=share)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from scforge.data import GeneVocab
@@ -64,6 +65,27 @@ def test_round_trip(vocab, tmp_path):
         ("medians", [0.1, 0.3, 7.0]),
         ("medians", [0.1, -1.0, 7.0]),
         ("hash", "0"),
+        ("hash", None),
+        ("release", "other, from_data"),
+        ("release", [1]),
+        ("genes", "ABC"),
+        ("genes", {"x": 1, "y": 2, "z": 3}),
+        ("symbols", "ABC"),
+        ("symbols", [1, 2, 3]),
+        ("medians", ["0.1", "1", "7"]),
+        ("medians", 1.0),
+        ("medians", [10**400, 1, 2]),
+        ("special_tokens", "<pad>"),
+        ("special_tokens", []),
+        ("aliases", ["x"]),
+        ("aliases", {"x": 1}),
+        ("aliases", {"x": "nothing"}),
+        ("format", "1"),
+        ("format", True),
+        ("format", 2),
+        ("checksum", "0"),
+        ("checksum", 3),
+        ("more", 1),
     ],
 )
 def test_changed_file_is_refused(vocab, tmp_path, key, value):
@@ -71,7 +93,30 @@ def test_changed_file_is_refused(vocab, tmp_path, key, value):
     vocab.save(path)
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {key: value}))
-    with pytest.raises(ModelFileError, match=r"vocab\.json"):
+    with pytest.raises(ModelFileError, match=r"vocab\.json.*[^.]\.$"):
+        GeneVocab.from_file(path)
+
+
+def test_a_file_without_a_checksum_is_read(vocab, tmp_path):
+    path = tmp_path / "vocab.json"
+    vocab.save(path)
+    content = json.loads(path.read_text())
+    del content["checksum"], content["aliases"]
+    path.write_text(json.dumps(content))
+    assert GeneVocab.from_file(path) == vocab
+    assert GeneVocab.from_file(path).release == "test"
+
+
+def test_the_layout_of_a_file_is_of_no_matter(vocab, tmp_path):
+    path = tmp_path / "vocab.json"
+    vocab.save(path)
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=2, ensure_ascii=False))
+    assert GeneVocab.from_file(path) == vocab
+
+
+@pytest.mark.parametrize("path", [None, 3, ["vocab.json"]])
+def test_paths_that_are_none(path):
+    with pytest.raises(OptionError, match="^path=.* is not the path of a file"):
         GeneVocab.from_file(path)
 
 
@@ -185,3 +230,50 @@ def test_id_kind(names, kind):
 def test_strip_version():
     assert strip_version("ENSG00000141510.18") == "ENSG00000141510"
     assert strip_version("RP11-34P13.7") == "RP11-34P13.7"
+
+
+@pytest.mark.parametrize("names", ["ABC", None, 3])
+def test_names_that_are_no_list(vocab, names):
+    for use, argument in [(GeneVocab.from_genes, "genes"), (vocab.encode, "names"), (vocab.gene_indices, "names")]:
+        with pytest.raises(OptionError, match=f"^{argument}={names!r} is not a list of names; pass a list"):
+            use(names)
+
+
+@pytest.mark.parametrize("missing", [None, float("nan"), pd.NA, pd.NaT])
+def test_missing_names(missing):
+    with pytest.raises(DataError, match="genes has 1 missing names; fill them"):
+        GeneVocab.from_genes([missing, "a"])
+
+
+def test_from_what_is_no_adata():
+    with pytest.raises(OptionError, match="adata is of type 'str'; read it with anndata.read_h5ad"):
+        GeneVocab.from_adata("cells.h5ad")
+
+
+@pytest.mark.parametrize("wrong", [-1, 7, 99])
+def test_decode_of_no_token(vocab, wrong):
+    with pytest.raises(OptionError, match=f"ids holds {wrong}, which is no token id; ids are from 0 to 6"):
+        vocab.decode([4, wrong])
+
+
+def test_subset(vocab):
+    assert vocab.subset([2, 0]).genes == ("ENSG00000000003", "ENSG00000000001")
+    for mask in ([True, False, True], np.array([True, False, True])):
+        assert vocab.subset(mask).genes == ("ENSG00000000001", "ENSG00000000003")
+        assert vocab.subset(mask).medians.tolist() == [0.1, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("indices", "message"),
+    [
+        ([9], "indices holds 9, which is no gene; indices are from 0 to 2"),
+        ([0, -1], "indices holds -1, which is no gene"),
+        ([True, False], r"indices is a mask of shape \(2,\); give one of shape \(3,\)"),
+        ([0.5], "is neither a list of indices nor a mask"),
+        ("A", "is neither a list of indices nor a mask"),
+        (1, "is neither a list of indices nor a mask"),
+    ],
+)
+def test_subsets_that_are_none(vocab, indices, message):
+    with pytest.raises(OptionError, match=message):
+        vocab.subset(indices)

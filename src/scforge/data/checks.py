@@ -13,17 +13,22 @@ from scforge.errors import DataError, OptionError, did_you_mean, listing
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["check_adata", "check_obs_column", "counts_of", "value_problem"]
+__all__ = ["check_adata", "check_is_adata", "check_obs_column", "counts_of", "value_problem"]
 
 
-def check_adata(adata: Any, *, argument: str = "adata") -> None:
-    """Raise unless `adata` is an AnnData in memory with cells and genes."""
+def check_is_adata(adata: Any, *, argument: str = "adata") -> None:
+    """Raise unless `adata` is an AnnData, which may be empty or backed."""
     import anndata
 
     if not isinstance(adata, anndata.AnnData):
         kind = type(adata).__name__
         hint = "read it with anndata.read_h5ad first" if isinstance(adata, str) else "pass an anndata.AnnData"
         raise OptionError(f"{argument} is of type {kind!r}; {hint}.")
+
+
+def check_adata(adata: Any, *, argument: str = "adata") -> None:
+    """Raise unless `adata` is an AnnData in memory with cells and genes."""
+    check_is_adata(adata, argument=argument)
     if adata.n_obs == 0 or adata.n_vars == 0:
         raise DataError(f"{argument} is empty ({adata.n_obs} cells x {adata.n_vars} genes); it needs cells and genes.")
     if adata.isbacked:

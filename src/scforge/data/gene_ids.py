@@ -81,7 +81,8 @@ def convert_gene_ids(
     Returns
     -------
     The names in the order given, with a report. Nothing is guessed: a name that the annotation lacks, or that several
-    genes bear, is not converted.
+    genes bear, is not converted. (A look-up in a :class:`scforge.data.GeneVocab` takes the first of several genes
+    instead, because counts have to go somewhere: 28 symbols of human protein-coding genes belong to two genes each.)
 
     Raises
     ------

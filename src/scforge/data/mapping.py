@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import sparse
 
+from scforge._checks import check_share
 from scforge.data.duplicates import n_summed, sum_columns, warn_summed
 from scforge.data.gene_tables import SPECIES
 from scforge.data.id_kinds import recognise_ids
@@ -155,12 +156,15 @@ def map_names(
     ------
     GeneMismatchError
         If too few genes of the vocabulary are among `names`.
+    OptionError
+        If `min_overlap` is no share.
 
     Warns
     -----
     ScforgeWarning
         If less than half of the genes are there, or if columns are summed because they mean one gene.
     """
+    check_share("min_overlap", min_overlap)
     gene_map = GeneMap.of(names, vocab)
     possible = min(vocab.n_genes, len(names)) if whole else vocab.n_genes
     share = gene_map.n_matched / possible

@@ -39,11 +39,13 @@ def list_vocabs() -> list[str]:
 
 def load_named(name: str, *, one_to_many: str | None = None) -> GeneVocab:
     """Return the vocabulary that ships as `name`, see :meth:`scforge.data.GeneVocab.named`. It is read once."""
+    known = list_vocabs()
+    if not isinstance(name, str):
+        raise OptionError(f"name={name!r} is not the name of a vocabulary; pass one of {listing(known)}.")
     if name not in NAMED_VOCABS:
-        known = list_vocabs()
         raise OptionError(
-            f"gene_vocab={name!r} is neither a shipped vocabulary nor a file"
-            f"{did_you_mean(name, known) or ';'} (shipped: {listing(known)}, or 'from_data')"
+            f"vocab={name!r} is neither a shipped vocabulary nor a file"
+            f"{did_you_mean(name, known) or ';'} (shipped: {listing(known)})"
         )
     if one_to_many not in (None, "drop", "sum"):
         raise OptionError(f"one_to_many={one_to_many!r} is not known (known: 'drop', 'sum')")

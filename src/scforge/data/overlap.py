@@ -126,7 +126,8 @@ def map_genes(
     layer
         Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
     gene_key
-        Column of ``adata.var`` with the gene names; None reads ``adata.var_names``.
+        Column of ``adata.var`` with the gene names; None reads ``adata.var_names``. Ensembl ids that end in ``_PAR_Y``
+        match nothing, see :class:`scforge.data.GeneVocab`.
     min_overlap
         Smallest share of the vocabulary's genes to accept; of an annotation, which no data set measures as a whole,
         smallest share of the smaller of the two sets.
@@ -145,7 +146,7 @@ def map_genes(
         If too few genes fit. The message says what the names look like, what was expected, and which column of
         ``adata.var`` or which vocabulary fits.
     OptionError
-        If there is no such vocabulary.
+        If there is no such vocabulary, or `min_overlap` is no share.
 
     Warns
     -----

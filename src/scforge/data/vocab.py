@@ -10,15 +10,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from scforge._constants import CLS_TOKEN, EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, SPECIAL_TOKENS, UNK_TOKEN
-from scforge._io import atomic_write_text
-from scforge.errors import DataError, MissingFileError, ModelFileError
+from scforge.data.arguments import chosen_indices, listed_names, n_missing
+from scforge.data.vocab_files import read_vocab_file, write_vocab_file
+from scforge.errors import DataError, ModelFileError, OptionError
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["FROM_DATA", "GeneVocab", "id_kind"]
 
 _ENSEMBL = re.compile(r"^(ENS[A-Z]*G\d{11})(\.\d+)?(_PAR_Y)?$", re.IGNORECASE)
-_FORMAT = 1
 
 FROM_DATA = "from_data"
 """Release of a vocabulary whose genes were chosen from data; behind another release, of a choice among its genes."""
@@ -61,7 +60,8 @@ class GeneVocab:
         Gene names (Ensembl ids without version, or symbols), each once.
     symbols
         A second name for each gene, accepted when names are looked up. A symbol that several genes share counts for
-        the first.
+        the first, which in ``"human_protein_coding"`` is the oldest entry, where
+        :func:`scforge.data.convert_gene_ids` calls it ambiguous and converts nothing.
     medians
         Median of the nonzero CP10K values of each gene, float64, shape (G,). Used by the rank tokenizer.
     release
@@ -71,6 +71,11 @@ class GeneVocab:
     aliases
         Further names, each with the gene that it stands for: former ids, orthologs. Several names may stand for one
         gene; the counts of their columns are summed.
+
+    Notes
+    -----
+    Ensembl ids are looked up without their version. Ids that end in ``_PAR_Y`` (copies on Y of genes that X has too)
+    match nothing in the vocabularies that ship: their counts are not those of the gene on X.
 
     Examples
     --------
@@ -121,14 +126,27 @@ class GeneVocab:
 
     @classmethod
     def from_genes(cls, genes: Sequence[str], *, release: str = FROM_DATA) -> GeneVocab:
-        """Make a vocabulary of `genes` in the given order."""
-        return cls(tuple(str(gene) for gene in genes), release=release)
+        """Make a vocabulary of `genes` in the given order.
+
+        Raises
+        ------
+        OptionError
+            If `genes` is one text.
+        DataError
+            If a name is missing or there twice, or no gene is there.
+        """
+        names = listed_names("genes", genes)
+        if missing := n_missing(names):
+            raise DataError(f"genes has {missing} missing names; fill them or leave those genes out.")
+        return cls(tuple(str(name) for name in names), release=release)
 
     @classmethod
     def from_adata(cls, adata: AnnData, *, gene_key: str | None = None) -> GeneVocab:
         """Make a vocabulary of all genes of `adata`, named by ``adata.var[gene_key]`` or ``adata.var_names``."""
+        from scforge.data.checks import check_is_adata
         from scforge.data.mapping import gene_names
 
+        check_is_adata(adata)
         return cls(tuple(dict.fromkeys(strip_version(name) for name in gene_names(adata, gene_key))))
 
     @classmethod
@@ -142,7 +160,7 @@ class GeneVocab:
         one_to_many
             For ``"human_mouse"``: ``"drop"`` (which None means) leaves out families with one gene in the one species
             and several in the other; ``"sum"`` makes one token of each and sums the counts of its genes, which is
-            what the name ``"human_mouse_sum"`` means.
+            what the name ``"human_mouse_sum"`` means. That sums human paralogs of a family, e.g. CCL4 and CCL4L2, too.
 
         Raises
         ------
@@ -165,37 +183,33 @@ class GeneVocab:
 
         Raises
         ------
+        OptionError
+            If `path` is no path.
         MissingFileError
             If there is no such file.
         ModelFileError
-            If the file is not a vocabulary, or its content does not fit the hash in it.
+            If the file is not a vocabulary, or its content does not fit the hash or the checksum in it.
         """
-        path = Path(path)
-        if not path.is_file():
-            raise MissingFileError(f"vocabulary file {str(path)!r} does not exist.")
+        content = read_vocab_file(path)
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-            if content["format"] > _FORMAT:
-                raise ValueError(f"its format {content['format']} is of a later scforge; update scforge")
             vocab = cls(
                 genes=tuple(content["genes"]),
                 symbols=None if content["symbols"] is None else tuple(content["symbols"]),
                 medians=None if content["medians"] is None else np.array(content["medians"]),
                 release=content["release"],
                 special_tokens=tuple(content["special_tokens"]),
-                aliases=content.get("aliases"),
+                aliases=content["aliases"],
             )
-            expected = content["hash"]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ModelFileError(f"{str(path)!r} is not an scforge vocabulary file: {error}.") from error
-        if vocab.hash != expected:
-            raise ModelFileError(f"{str(path)!r} is corrupted: its genes do not fit the hash stored in it.")
+        except (DataError, OverflowError) as error:
+            reason = str(error).rstrip(".")
+            raise ModelFileError(f"{os.fspath(path)!r} is not an scforge vocabulary file: {reason}.") from error
+        if vocab.hash != content["hash"]:
+            raise ModelFileError(f"{os.fspath(path)!r} is corrupted: its genes do not fit the hash stored in it.")
         return vocab
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the vocabulary to a JSON file, atomically."""
         content = {
-            "format": _FORMAT,
             "release": self.release,
             "hash": self.hash,
             "special_tokens": list(self.special_tokens),
@@ -204,7 +218,7 @@ class GeneVocab:
             "medians": None if self.medians is None else self.medians.tolist(),
             "aliases": None if self.aliases is None else dict(self.aliases),
         }
-        atomic_write_text(path, json.dumps(content))
+        write_vocab_file(path, content)
 
     def with_medians(self, medians: np.ndarray) -> GeneVocab:
         """Return the same vocabulary with these medians."""
@@ -221,8 +235,19 @@ class GeneVocab:
         return replace(self, special_tokens=tuple(dict.fromkeys([*self.special_tokens, *tokens])))
 
     def subset(self, indices: Sequence[int] | np.ndarray) -> GeneVocab:
-        """Return a vocabulary of the genes at `indices`, with all that is known of them."""
-        chosen = [int(index) for index in indices]
+        """Return a vocabulary of the genes at `indices`, with all that is known of them.
+
+        Parameters
+        ----------
+        indices
+            Indices among the genes, or a mask with True for each gene to keep, bool, shape (G,).
+
+        Raises
+        ------
+        OptionError
+            If an index is not among the genes, or a mask has another length.
+        """
+        chosen = chosen_indices(indices, self.n_genes)
         genes = tuple(self.genes[index] for index in chosen)
         left = set(genes)
         return replace(
@@ -236,16 +261,26 @@ class GeneVocab:
     def encode(self, names: Iterable[str]) -> np.ndarray:
         """Return the token id of each name, int32; the id of UNK, or -1 without UNK, where a name is unknown."""
         unknown = -1 if self.unk_id is None else self.unk_id
-        return np.array([self._find(str(name), unknown) for name in names], dtype=np.int32)
+        return np.array([self._find(str(name), unknown) for name in listed_names("names", names)], dtype=np.int32)
 
     def gene_indices(self, names: Iterable[str]) -> np.ndarray:
         """Return the index among the genes of each name, int32; -1 where a name is unknown."""
-        return np.array([max(self._find(str(name), -1) - self.n_special, -1) for name in names], dtype=np.int32)
+        found = (self._find(str(name), -1) for name in listed_names("names", names))
+        return np.array([max(index - self.n_special, -1) for index in found], dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> list[str]:
-        """Return the name behind each token id."""
+        """Return the name behind each token id.
+
+        Raises
+        ------
+        OptionError
+            If there is no such id.
+        """
         tokens = self.tokens
-        return [tokens[int(i)] for i in ids]
+        found = [int(i) for i in ids]
+        if wrong := [i for i in found if not 0 <= i < len(tokens)]:
+            raise OptionError(f"ids holds {wrong[0]}, which is no token id; ids are from 0 to {len(tokens) - 1}.")
+        return [tokens[i] for i in found]
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a special token, or None if the vocabulary lacks it."""
