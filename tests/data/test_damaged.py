@@ -63,6 +63,8 @@ DAMAGE = {
     "short data": (_cut("data", 100), "it has 100 values and"),
     "short boundaries": (_cut("indptr", 7), "it has 7 boundaries .indptr. and needs"),
     "boundaries of two dimensions": (_replace("indptr", np.zeros((61, 1), int)), "indptr is no list of numbers"),
+    "values without any": (_replace("data", h5py.Empty("f4")), "data is no list of numbers"),
+    "indices that are no integers": (_replace("indices", np.ones(3)), "indices is no list of numbers"),
     "text for values": (_replace("data", np.array([b"a"])), "data is no list of numbers"),
     "no indices": (_replace("indices", None), "a CSR, CSC or dense matrix is needed"),
     "no shape": (_shape(None), "it has no shape of two numbers"),
@@ -116,11 +118,17 @@ def _column_order(file) -> None:
     file["var"].attrs["column-order"] = ["length", "nothing"]
 
 
+def _unknown_way(file) -> None:
+    file["var/length"].attrs["encoding-type"] = "odd"
+
+
 def _no_table(file) -> None:
     del file["var"].attrs["encoding-type"]
 
 
-@pytest.mark.parametrize("change", [_remove("var/_index"), _remove("var/length"), _column_order, _no_table])
+@pytest.mark.parametrize(
+    "change", [_remove("var/_index"), _remove("var/length"), _column_order, _unknown_way, _no_table]
+)
 def test_tables_of_genes(tiny_adata, tmp_path, change, capsys):
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
     with h5py.File(tmp_path / "a.h5ad", "r+") as file:

@@ -38,8 +38,11 @@ def compressed_problem(matrix: Any) -> str | None:
     """Return what is wrong with the parts of a matrix, or None; one that is not compressed has none."""
     if not sparse.issparse(matrix) or matrix.format not in ("csr", "csc"):
         return None
-    if any(part.ndim != 1 for part in (matrix.data, matrix.indices, matrix.indptr)):
-        return "its data, indices and indptr are not lists of numbers"
+    for name in ("data", "indices", "indptr"):
+        part = getattr(matrix, name)
+        # What anndata reads from a damaged file may be no array.
+        if not isinstance(part, np.ndarray) or part.ndim != 1 or (name != "data" and part.dtype.kind not in "iu"):
+            return f"{name} is no list of numbers"
     n_major, n_minor = matrix.shape if matrix.format == "csr" else matrix.shape[::-1]
     if len(matrix.indptr) != n_major + 1:
         return f"it has {len(matrix.indptr)} boundaries (indptr) and needs {n_major + 1}"
