@@ -1,7 +1,8 @@
 """Random numbers that belong to a cell: they depend on seed, epoch, cell and purpose, and on nothing else.
 
 The cell is known by its row in training (:func:`cell_keys`), and by its counts in tokenizing (:func:`content_keys`),
-which has to give a cell the same tokens in whatever data set it comes. So a batch, a thread count, a number of workers or a resumed run cannot change what happens to a cell.
+which has to give a cell the same tokens in whatever data set it comes. So a batch, a thread count, a number of workers
+or a resumed run cannot change what happens to a cell.
 """
 
 from __future__ import annotations
