@@ -170,7 +170,7 @@ def bad_tables(folder: Path):
         DataError,
         "shape .1,. for the gene 'gene1', but of shape .2,. for 'gene0'",
     )
-    yield {"gene0": [1.0, 2.0], "gene1": 1.0}, DataError, r"shape \(\) for the gene 'gene1'"
+    yield {"gene0": [1.0, 2.0], "gene1": 1.0}, DataError, r"has 1.0 for the gene 'gene1'"
     yield {"gene0": [[1.0], [2.0, 3.0]]}, DataError, "something else than one vector a gene"
     yield {"gene0": ["a"], "gene1": ["b"]}, DataError, "vectors of dtype <U1"
     yield saved(folder / "a.npz", vectors=VECTORS), DataError, "a.npz' lacks the array 'genes' .it has: 'vectors'."
