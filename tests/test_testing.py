@@ -305,7 +305,7 @@ class Forgets(Sorted):
         return vars(self) | {"scale": 2.0}
 
 
-@breaks("2 threads give other tokens")
+@breaks("[12] threads give other tokens")
 class Threaded(Sorted):
     def _tokenize(self, block):
         tokens = super()._tokenize(block)
@@ -364,7 +364,7 @@ def gene_ids_of(gene_ids):
 class NoVersions(Matrix):
     def change(self, cells, gene_ids, totals):
         if gene_ids is not None and not hasattr(gene_ids, "columns"):
-            gene_ids = [str(name).replace(".", "?") for name in gene_ids]
+            gene_ids = [str(name).replace(".", "?") for name in gene_ids[:20]] + list(gene_ids[20:])
         return cells, gene_ids, totals
 
 
@@ -372,7 +372,7 @@ class NoVersions(Matrix):
 class NoSymbols(Matrix):
     def change(self, cells, gene_ids, totals):
         if gene_ids is not None and not hasattr(gene_ids, "columns"):
-            gene_ids = [str(name).replace("SYMBOL", "?") for name in gene_ids]
+            gene_ids = [str(name).replace("SYMBOL", "?") for name in gene_ids[:20]] + list(gene_ids[20:])
         return cells, gene_ids, totals
 
 

@@ -120,7 +120,7 @@ def test_a_damaged_matrix(name) -> None:
     ):  # fmt: skip
         for genes in (None, VOCAB.genes):
             matrix = damaged(*parts)
-            fails(lambda m=matrix, g=genes: tokenizer(m, g), DataError, "cells has entries outside of its shape")
+            fails(lambda m=matrix, g=genes: tokenizer(m, g), DataError, "cells is damaged")
 
 
 def test_no_cells() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from scipy import sparse
 
 from scforge.data.checks import value_problem
+from scforge.data.compressed import REPAIR, compressed_problem
 from scforge.data.gene_tables import SPECIES
 from scforge.data.id_kinds import recognise_ids
 from scforge.data.mapping import GeneMap
@@ -35,8 +36,8 @@ def checked_counts(cells: Any) -> sparse.csr_matrix:
         raise DataError(f"cells has the shape {cells.shape}, but (cells, genes) is needed; pass one row a cell.")
     if cells.dtype.kind not in "biuf":
         raise DataError(f"cells has the dtype {cells.dtype}, but raw counts are needed; convert it first.")
-    if sparse.issparse(cells) and cells.format in ("csr", "csc"):
-        _check_indices(cells)
+    if problem := compressed_problem(cells):
+        raise DataError(f"cells is damaged: {problem}; {REPAIR}.")
     cells = cells.astype(_plain(cells.dtype), copy=False)
     matrix = cells if isinstance(cells, sparse.csr_matrix) else sparse.csr_matrix(cells)
     _check_values(matrix.data)
@@ -109,19 +110,6 @@ def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
     if dtype.kind == "f":
         return np.dtype(np.float32 if dtype.itemsize <= 4 else np.float64)
     return dtype.newbyteorder("=")
-
-
-def _check_indices(matrix: Any) -> None:
-    """Raise unless a compressed matrix stays within its arrays, which SciPy never looks at in a damaged file."""
-    indptr, indices = matrix.indptr, matrix.indices
-    n_major, n_minor = matrix.shape if matrix.format == "csr" else matrix.shape[::-1]
-    n_entries = min(len(indices), len(matrix.data))
-    sound = len(indptr) == n_major + 1 and indptr[0] == 0 and indptr[-1] <= n_entries
-    sound = sound and bool((indptr[1:] >= indptr[:-1]).all())
-    if sound and len(indices):
-        sound = indices.min() >= 0 and indices.max() < n_minor
-    if not sound:
-        raise DataError("cells has entries outside of its shape, so it is damaged; read or make it again.")
 
 
 def _check_values(data: np.ndarray) -> None:

@@ -189,6 +189,8 @@ class Tokenizer(ABC):
         8
         """
         if isinstance(cells, CellBlock):
+            if gene_ids is not None or totals is not None:
+                raise OptionError("gene_ids and totals belong to a matrix, but cells is a block; leave them out.")
             return pad(self._tokenize(cells), *self._frame)
         counts = checked_counts(cells)
         if totals is not None:

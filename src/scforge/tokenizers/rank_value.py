@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import numba
 import numpy as np
 
 from scforge._checks import check_bool
@@ -15,8 +14,8 @@ from scforge.data.cells import CellBlock
 from scforge.data.mapping import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
-from scforge.tokenizers._expression import kept_indptr, log1p_cp10k
-from scforge.tokenizers._sorting import make_scratch, sort_descending
+from scforge.tokenizers._expression import log1p_cp10k
+from scforge.tokenizers._ranking import LARGEST, rank_cells
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import RaggedTokens
 from scforge.tokenizers.geneformer import MODEL_INPUT, geneformer_columns, geneformer_vocab
@@ -97,6 +96,11 @@ class RankValueTokenizer(Tokenizer):
         self.parity = parity
         self.collapse_duplicates = check_bool("collapse_duplicates", collapse_duplicates)
         medians = vocab.medians if self.use_medians else None
+        if medians is not None and not (medians.min() >= 1 / LARGEST and medians.max() <= LARGEST):
+            raise OptionError(
+                f"the vocabulary has medians from {medians.min():g} to {medians.max():g}; "
+                f"those of expression lie between {1 / LARGEST:g} and {LARGEST:g}."
+            )
         self._inverse = np.ones(vocab.n_genes) if medians is None else 1.0 / medians
 
     @classmethod
@@ -165,14 +169,7 @@ class RankValueTokenizer(Tokenizer):
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
         if self.parity == "exact":
             return self._exact(block.indptr, block.genes, block.counts, block.totals)
-        indptr, longest = kept_indptr(block.indptr, self.most_genes)
-        tokens = RaggedTokens(indptr, np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=np.float32))
-        values = log1p_cp10k(block)
-        _rank(
-            block.indptr, block.genes, block.counts, values, block.totals, self._inverse, longest, self.vocab.n_special,
-            *tokens[:3],
-        )  # fmt: skip
-        return tokens
+        return RaggedTokens(*rank_cells(block, self._inverse, self.most_genes, self.vocab.n_special))
 
     def _tokenize_mapped(self, counts: sparse.csr_matrix, gene_map: GeneMap, totals: np.ndarray) -> RaggedTokens:
         if self.parity == "stable":
@@ -196,23 +193,3 @@ class RankValueTokenizer(Tokenizer):
             out_indptr[cell + 1] = out_indptr[cell] + len(order)
         taken = np.concatenate(chosen)
         return RaggedTokens(out_indptr, (genes[taken] + self.vocab.n_special).astype(np.int32), values[taken])
-
-
-@numba.njit(cache=True, nogil=True, error_model="numpy")
-def _rank(indptr, genes, counts, values, totals, inverse, longest, n_special, out_indptr, out_ids, out_values):
-    scratch = make_scratch(longest)
-    keys, _, _, order = scratch
-    for cell in range(len(indptr) - 1):
-        start = np.uint64(indptr[cell])
-        size = np.uint64(indptr[cell + 1]) - start
-        # The operations of Geneformer's code in their order, so that keys are equal where its keys are.
-        share = 1.0 / max(totals[cell], 1.0)
-        for i in range(size):
-            gene = np.uint32(genes[start + i])
-            keys[i] = ((np.float64(counts[start + i]) * share) * TARGET_SUM) * inverse[gene]
-        sort_descending(scratch, size)
-        out = np.uint64(out_indptr[cell])
-        for p in range(np.uint64(out_indptr[cell + 1]) - out):
-            entry = start + (order[p] & np.uint64(0xFFFFFFFF))
-            out_ids[out + p] = genes[entry] + n_special
-            out_values[out + p] = values[entry]

@@ -69,8 +69,8 @@ class MaskedGenePrediction(Objective):
         """Raise if every gene is a token, so that the hidden ones are simply those that are missing."""
         if tokenizer.lists_all_genes:
             raise OptionError(
-                "include_zero_genes=True presents every measured gene, so 'masked_gene_prediction' could read the hidden "
-                "genes off those that are missing; set include_zero_genes=False, or choose another objective."
+                "include_zero_genes=True presents every measured gene, so 'masked_gene_prediction' could read the "
+                "hidden genes off those that are missing; set include_zero_genes=False, or choose another objective."
             )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:

@@ -1,0 +1,58 @@
+"""The fast ranking against a stable sort of exact keys, where it is most likely to go wrong."""
+
+import numpy as np
+import pytest
+from scipy import sparse
+
+from scforge.data import CellBlock, GeneVocab
+from scforge.errors import OptionError
+from scforge.tokenizers import get_tokenizer
+
+N_GENES = 700
+rng = np.random.default_rng(0)
+MEDIANS = {
+    "spread": rng.lognormal(0, 2, N_GENES),
+    "close as single precision tells": 1 + rng.integers(0, 40, N_GENES) * 2.0**-26,
+    "a chain of close ones": 1 + np.arange(N_GENES)[rng.permutation(N_GENES)] * 2.0**-25,
+    "halves and doubles": 2.0 ** rng.integers(-3, 4, N_GENES) * (1 + rng.integers(0, 3, N_GENES) * 2.0**-50),
+    "equal": np.ones(N_GENES),
+    "beyond the table": 10.0 ** rng.uniform(-15, 15, N_GENES),
+    "one far off": np.r_[1e-19, 1 + rng.random(N_GENES - 1) * 1e-4],
+}
+
+
+def reference(counts, total, medians):
+    genes = np.flatnonzero(counts)
+    keys = counts[genes].astype(np.float64) * (1 / total) * 1e4 * (1 / medians[genes])
+    return genes[np.argsort(-keys, kind="stable")]
+
+
+@pytest.mark.parametrize("kind", list(MEDIANS))
+@pytest.mark.parametrize("largest", [1, 3, 1000, 2**31])
+def test_order(kind, largest):
+    medians = MEDIANS[kind]
+    counts = np.floor(np.exp(rng.random((40, N_GENES)) * np.log(largest + 1))) * (rng.random((40, N_GENES)) < 0.6)
+    counts = counts.astype(np.float32)
+    counts[3] = 0
+    vocab = GeneVocab.from_genes([f"g{i}" for i in range(N_GENES)]).with_medians(medians)
+    block = CellBlock.from_csr(sparse.csr_matrix(counts))
+    tokens = get_tokenizer("rank_value", vocab, append_cls=False)._tokenize(block)
+    for cell in range(40):
+        ids = tokens.ids[tokens.indptr[cell] : tokens.indptr[cell + 1]] - vocab.n_special
+        np.testing.assert_array_equal(ids, reference(counts[cell], max(block.totals[cell], 1), medians))
+
+
+def test_a_block_ranks_as_its_cells_do():
+    counts = sparse.csr_matrix(rng.poisson(1.0, (30, N_GENES)).astype(np.float32))
+    vocab = GeneVocab.from_genes([f"g{i}" for i in range(N_GENES)]).with_medians(MEDIANS["a chain of close ones"])
+    tokenizer = get_tokenizer("rank_value", vocab, append_cls=False)
+    whole = tokenizer._tokenize(CellBlock.from_csr(counts))
+    alone = [tokenizer._tokenize(CellBlock.from_csr(counts[row])) for row in range(30)]
+    np.testing.assert_array_equal(whole.ids, np.concatenate([tokens.ids for tokens in alone]))
+
+
+@pytest.mark.parametrize("median", [1e-30, 1e30])
+def test_medians_of_nothing(median):
+    vocab = GeneVocab.from_genes(["a", "b"]).with_medians([1.0, median])
+    with pytest.raises(OptionError, match="the vocabulary has medians from"):
+        get_tokenizer("rank_value", vocab)
