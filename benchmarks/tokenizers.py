@@ -1,6 +1,6 @@
 """What does tokenising a cell cost, beside the way it is usually written?
 
-Each strategy of scforge on blocks of cells, without padding (as a loader takes it) and as a padded batch, against the
+Each strategy of scforge on blocks of cells, the tokens alone and as a padded batch with CLS, against the
 same algorithm in NumPy, cell by cell and vectorised over the block. The references do no padding. Everything runs in
 one thread. The results of the references are compared with those of scforge before anything is timed.
 """
@@ -161,7 +161,7 @@ def compare(title: str, cells: CellSource, size: int, repeats: int) -> None:
     print(
         f"\n{title}: {len(cells):,} cells, {cells.n_expressed.mean():,.0f} nonzeros a cell, blocks of {size:,} cells\n"
     )
-    print("| strategy | ragged, CPU-us a cell | k cells / CPU-s | wall-us | padded, CPU-us | NumPy a cell, ratio "
+    print("| strategy | tokens, CPU-us a cell | k cells / CPU-s | wall-us | padded batch with CLS, CPU-us | NumPy a cell, ratio "
           "| NumPy vectorised, ratio |")  # fmt: skip
     print("|---|---|---|---|---|---|---|")
     for label, name, options, references in STRATEGIES:

@@ -103,3 +103,8 @@ def test_no_file_names(pattern):
             continue  # binary data
         found += [f"{path.relative_to(ROOT)}: {match[0]}" for match in re.finditer(pattern, text)]
     assert not found
+
+
+def test_no_placeholder_is_left_in_the_docs():
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    assert not [page.name for page in pages if "@@" in page.read_text(encoding="utf-8")]
