@@ -161,8 +161,8 @@ def compare(title: str, cells: CellSource, size: int, repeats: int) -> None:
     print(
         f"\n{title}: {len(cells):,} cells, {cells.n_expressed.mean():,.0f} nonzeros a cell, blocks of {size:,} cells\n"
     )
-    print("| strategy | tokens, CPU-us a cell | k cells / CPU-s | wall-us | padded batch with CLS, CPU-us | NumPy a cell, ratio "
-          "| NumPy vectorised, ratio |")  # fmt: skip
+    print("| strategy | tokens, CPU-us a cell | k cells / CPU-s | wall-us | padded batch with CLS, CPU-us "
+          "| NumPy a cell, ratio | NumPy vectorised, ratio |")  # fmt: skip
     print("|---|---|---|---|---|---|---|")
     for label, name, options, references in STRATEGIES:
         tokenizer = get_tokenizer(name, vocab, **options)
