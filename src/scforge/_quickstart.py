@@ -25,7 +25,7 @@ logger = logging.getLogger("scforge")
 _LABELS = "cell_type"
 _LIGHT, _TRANSFORMER = "X_scforge", "X_transformer"
 _TRANSFORMER_OPTIONS = {"n_top_genes": 2_000, "hidden_dim": 64, "num_layers": 2, "num_heads": 2, "dropout": 0.0}
-_TRANSFORMER_TRAINING = {"max_epochs": 14, "batch_size": 64, "lr": 3e-3}
+_TRANSFORMER_TRAINING = {"max_epochs": 20, "batch_size": 64, "lr": 3e-3}
 _TOKENS = 128
 _MASK_RATIO = 0.5
 

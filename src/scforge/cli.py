@@ -45,11 +45,11 @@ def _train(arguments: argparse.Namespace) -> None:
 def _inspect(arguments: argparse.Namespace) -> None:
     from scforge.data import inspect_h5ad
 
-    print(
-        inspect_h5ad(
-            arguments.file, arguments.vocab, layer=arguments.layer, gene_key=arguments.gene_key, n_top=arguments.top
-        )
+    found = inspect_h5ad(
+        arguments.file, arguments.vocab, layer=arguments.layer, gene_key=arguments.gene_key, n_top=arguments.top
     )
+    print(found)
+    found.check()
 
 
 def _parser() -> _Parser:

@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from scipy import sparse
 
+from scforge.cli import main
 from scforge.data import GeneVocab, inspect_h5ad, map_genes
+from scforge.errors import GeneMismatchError
 
 STORED = {"csr": sparse.csr_matrix, "csc": sparse.csc_matrix, "dense": lambda x: x.toarray()}
 
@@ -131,3 +133,20 @@ def test_a_file_larger_than_memory(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
     assert done.stdout.split() == ["300000", "0"], done.stderr
+
+
+def test_a_vocabulary_that_does_not_fit(tmp_path, capsys):
+    counts = np.random.default_rng(0).poisson(1.0, (5, 40)).astype(np.float32)
+    mouse = [f"ENSMUSG{index:011d}" for index in range(40)]
+    ad.AnnData(sparse.csr_matrix(counts), var={"names": mouse}).write_h5ad(tmp_path / "cells.h5ad")
+    found = inspect_h5ad(tmp_path / "cells.h5ad", "human_protein_coding", gene_key="names")
+    with pytest.raises(
+        GeneMismatchError, match=r"has only 0 of the 20120 genes .* mouse Ensembl ids .* human Ensembl ids"
+    ):
+        found.check()
+    inspect_h5ad(tmp_path / "cells.h5ad", gene_key="names").check()
+    argv = ["inspect", str(tmp_path / "cells.h5ad"), "--gene-key", "names", "--vocab", "human_protein_coding"]
+    assert main(argv) == 2
+    told = capsys.readouterr()
+    assert "genes of the data" in told.out
+    assert len(told.err.strip().splitlines()) == 1

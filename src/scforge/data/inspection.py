@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,11 +14,14 @@ from scforge._checks import check_count
 from scforge.data.checks import value_problem
 from scforge.data.h5ad import H5adFile, Matrix, open_h5ad
 from scforge.data.id_kinds import OTHER_NAMES, recognise_ids
-from scforge.data.mapping import GeneMap, names_of, names_place, text_columns
+from scforge.data.mapping import GeneMap, map_names, names_of, names_place, text_columns
 from scforge.data.named import list_vocabs, open_vocab
 from scforge.data.overlap import OverlapReport, overlap_report
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError
+from scforge.errors import DataError, GeneMismatchError, ScforgeWarning
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["Inspection", "inspect_h5ad"]
 
@@ -43,6 +48,8 @@ class Inspection:
         How well the genes fit the vocabulary.
     chosen
         Whether the vocabulary was looked for among the shipped ones.
+    mismatch
+        Why the data cannot be used with the vocabulary that was named, one sentence; None if they can.
     """
 
     path: str
@@ -54,6 +61,12 @@ class Inspection:
     other_names: dict[str, str]
     overlap: OverlapReport
     chosen: bool
+    mismatch: str | None = None
+
+    def check(self) -> None:
+        """Raise :class:`~scforge.errors.GeneMismatchError` if too few genes fit the vocabulary that was named."""
+        if self.mismatch is not None:
+            raise GeneMismatchError(self.mismatch)
 
     def __str__(self) -> str:
         rows = {
@@ -131,9 +144,28 @@ def inspect_h5ad(
         for key, column in text_columns(var).items()
         if key != gene_key and (kind := recognise_ids(column)) != OTHER_NAMES
     }
+    mismatch = None if given is None else _mismatch(names, given, var, gene_key)
     return Inspection(
-        os.fspath(path), *matrix.shape, matrix.kind, counts, empty, others, overlap=best, chosen=given is None
+        os.fspath(path),
+        *matrix.shape,
+        matrix.kind,
+        counts,
+        empty,
+        others,
+        best,
+        chosen=given is None,
+        mismatch=mismatch,
     )
+
+
+def _mismatch(names: np.ndarray, vocab: GeneVocab, var: pd.DataFrame, gene_key: str | None) -> str | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ScforgeWarning)  # the report says as much
+            map_names(names, vocab, whole=not vocab.chosen_from_data, var=var, gene_key=gene_key)
+    except GeneMismatchError as error:
+        return str(error)
+    return None
 
 
 def _counts(opened: H5adFile, matrix: Matrix, layer: str | None) -> tuple[np.ndarray | None, int | None, str]:
