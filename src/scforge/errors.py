@@ -21,6 +21,7 @@ __all__ = [
     "ScforgeWarning",
     "TrainingError",
     "did_you_mean",
+    "first_line",
     "listing",
 ]
 
@@ -79,3 +80,16 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     candidates = {str(k).lower(): str(k) for k in known}
     near = difflib.get_close_matches(str(name).lower(), list(candidates), n=1, cutoff=0.6)
     return f"; did you mean {candidates[near[0]]!r}?" if near else ""
+
+
+def first_line(error: Exception) -> str:
+    """Return what an error of another library says, for a sentence around it: one line without its full stop.
+
+    Examples
+    --------
+    >>> first_line(KeyError("no such part.")), first_line(ValueError())
+    ('no such part', 'ValueError')
+    """
+    # The text of a KeyError is the repr of its message.
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

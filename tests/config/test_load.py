@@ -16,46 +16,7 @@ from scforge.errors import ConfigError
 
 DATA = "data: {paths: cells.h5ad}\n"
 
-TUTORIAL = """
-data:
-  source: local
-  paths:
-    - /path/to/dataset.h5ad
-  gene_vocab: human_protein_coding
-  max_genes: 2048
-
-tokenizer:
-  strategy: rank_value
-  masking:
-    mask_ratio: 0.15
-    mask_token_prob: 0.8
-    random_token_prob: 0.1
-
-model:
-  architecture: gene_pooling
-  hidden_dim: 256
-  num_layers: 4
-  dropout: 0.1
-  max_seq_len: 2048
-  use_expression_values: true
-  pooling: mean
-
-training:
-  batch_size: 32
-  max_epochs: 50
-  optimizer:
-    name: adamw
-    lr: 1e-4
-    weight_decay: 0.01
-  scheduler:
-    name: cosine_warmup
-    warmup_steps: 1000
-
-output:
-  log_dir: ./logs/gene_pooling
-  checkpoint_dir: ./checkpoints/gene_pooling
-  save_top_k: 3
-"""
+TUTORIAL = (Path(__file__).parent / "custom_model.yaml").read_text(encoding="utf-8")
 
 PROPOSAL = """
 data:

@@ -41,46 +41,7 @@ training:
   accelerator: cpu
 """
 
-SEED_001 = """
-data:
-  source: local
-  paths:
-    - {path}
-  gene_vocab: human_protein_coding
-  max_genes: 2048
-
-tokenizer:
-  strategy: rank_value
-  masking:
-    mask_ratio: 0.15
-    mask_token_prob: 0.8
-    random_token_prob: 0.1
-
-model:
-  architecture: gene_pooling
-  hidden_dim: 256
-  num_layers: 4
-  dropout: 0.1
-  max_seq_len: 2048
-  use_expression_values: true
-  pooling: mean
-
-training:
-  batch_size: 32
-  max_epochs: 50
-  optimizer:
-    name: adamw
-    lr: 1e-4
-    weight_decay: 0.01
-  scheduler:
-    name: cosine_warmup
-    warmup_steps: 1000
-
-output:
-  log_dir: ./logs/gene_pooling
-  checkpoint_dir: ./checkpoints/gene_pooling
-  save_top_k: 3
-"""
+CUSTOM_MODEL = Path(__file__).parents[1] / "config" / "custom_model.yaml"
 
 
 @pytest.fixture
@@ -260,7 +221,12 @@ def test_nothing_is_written_unasked(run) -> None:
 def test_the_tutorial_on_custom_models(run, pbmc: ad.AnnData) -> None:
     pbmc[:60].copy().write_h5ad("pbmc.h5ad")
     few = ["training.max_epochs=2", "training.accelerator=cpu", "model.hidden_dim=8", "model.num_layers=1"]
-    model = run(SEED_001.format(path="pbmc.h5ad"), *few, "data.max_genes=64", "model.max_seq_len=64")
+    model = run(
+        CUSTOM_MODEL.read_text(encoding="utf-8").replace("/path/to/dataset.h5ad", "pbmc.h5ad"),
+        *few,
+        "data.max_genes=64",
+        "model.max_seq_len=64",
+    )
     assert (model._spec.architecture, model._spec.tokenizer, model.objective) == (
         "gene_pooling",
         "rank_value",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy import sparse
 
-from scforge.data.compressed import sound_csr
+from scforge.data.compressed import row_sums, sound_csr
 from scforge.errors import DataError
 
 __all__ = ["CellBlock", "CellSource"]
@@ -66,7 +66,7 @@ class CellBlock:
             matrix = matrix.astype(np.int64 if matrix.dtype.kind in "iu" else matrix.dtype, copy=True)
             matrix.sum_duplicates()
             matrix.eliminate_zeros()
-        sums = np.asarray(matrix.sum(axis=1, dtype=np.float64)).ravel()
+        sums = row_sums(matrix)
         if totals is not None and np.shape(totals) != sums.shape:
             raise DataError(f"totals has the shape {np.shape(totals)} but there are {len(sums)} cells.")
         return cls(

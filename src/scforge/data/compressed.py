@@ -13,7 +13,7 @@ from scipy import sparse
 
 from scforge.errors import DataError
 
-__all__ = ["REPAIR", "boundary_problem", "compressed_problem", "index_problem", "sound_csr"]
+__all__ = ["REPAIR", "boundary_problem", "compressed_problem", "index_problem", "row_sums", "sound_csr"]
 
 REPAIR = "write the file again, or build the matrix anew"
 """What to do about a damaged matrix."""
@@ -67,3 +67,8 @@ def index_problem(indices: np.ndarray, n_minor: int) -> str | None:
     if low >= 0 and high < n_minor:
         return None
     return f"it has the index {low if low < 0 else high}, which is not from 0 to {n_minor - 1}"
+
+
+def row_sums(matrix: sparse.csr_matrix) -> np.ndarray:
+    """Return the sum of each row, float64 whatever the dtype of the matrix, shape (number of rows,)."""
+    return np.asarray(matrix.sum(axis=1, dtype=np.float64)).ravel()

@@ -14,7 +14,7 @@ import numpy as np
 from scipy import sparse
 
 from scforge.data.compressed import REPAIR, boundary_problem, index_problem
-from scforge.errors import DataError, MissingFileError, ScforgeError, did_you_mean, listing
+from scforge.errors import DataError, MissingFileError, ScforgeError, did_you_mean, first_line, listing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -208,7 +208,8 @@ class H5adFile:
             table = read_elem(self.file["var"])
         except (*_DAMAGE, IORegistryError) as error:
             raise DataError(
-                f"the table of genes (var) of {str(self.path)!r} cannot be read: {_line(error)}; write the file again."
+                f"the table of genes (var) of {str(self.path)!r} cannot be read: {first_line(error)}; "
+                "write the file again."
             ) from error
         if not isinstance(table, pd.DataFrame):
             raise DataError(f"var of {str(self.path)!r} is no table of genes; write the file again with anndata.")
@@ -274,7 +275,7 @@ def open_h5ad(path: str | Path) -> Iterator[H5adFile]:
     try:
         file = h5py.File(path, "r")
     except OSError as error:
-        raise DataError(f"{str(path)!r} cannot be read as an h5ad file: {_line(error)}.") from error
+        raise DataError(f"{str(path)!r} cannot be read as an h5ad file: {first_line(error)}.") from error
     with file:
         tables = (file.get("obs"), file.get("var"))
         if not all(isinstance(table, h5py.Group) and "_index" in table.attrs for table in tables):
@@ -287,14 +288,8 @@ def open_h5ad(path: str | Path) -> Iterator[H5adFile]:
         except ScforgeError:
             raise
         except OSError as error:  # e.g. a damaged block
-            raise DataError(f"{str(path)!r} cannot be read as an h5ad file: {_line(error)}.") from error
+            raise DataError(f"{str(path)!r} cannot be read as an h5ad file: {first_line(error)}.") from error
 
 
 def _place(stored: Any) -> str:
     return f"{stored.name.removeprefix('/')!r} of {stored.file.filename!r}"
-
-
-def _line(error: Exception) -> str:
-    # The text of a KeyError is the repr of its message.
-    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__

@@ -133,12 +133,9 @@ def inspect_h5ad(
         names = names_of(var, gene_key)
         sums, empty, counts = _counts(opened, matrix, layer)
     candidates = [open_vocab(name) for name in list_vocabs()] if given is None else [given]
-    reports = [
-        overlap_report(names, sums, one, GeneMap.of(names, one), where=names_place(gene_key), n_top=n_top)
-        for one in candidates
-    ]
-    best = max(reports, key=lambda report: (report.n_columns_matched, -report.n_genes_vocab))
-    taken = next(one for one in candidates if one.hash == best.vocab_hash)
+    maps = {one: GeneMap.of(names, one) for one in candidates}
+    taken = max(candidates, key=lambda one: (np.count_nonzero(maps[one].columns >= 0), -one.n_genes))
+    best = overlap_report(names, sums, taken, maps[taken], where=names_place(gene_key), n_top=n_top)
     others = {
         names_place(key): f"{kind} ({GeneMap.of(column, taken).n_matched:,} in the vocabulary)"
         for key, column in text_columns(var).items()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from anndata import AnnData
 
-__all__ = ["MIN_OVERLAP", "GeneMap", "gene_names", "map_names", "names_of", "names_place"]
+__all__ = ["MIN_OVERLAP", "GeneMap", "gene_names", "how_to_convert", "map_names", "names_of", "names_place"]
 
 MIN_OVERLAP = 0.1
 """Smallest share of a model's genes that a data set must have."""
@@ -235,10 +235,15 @@ def _way_out(kind: str, expected: str) -> str:
             f"genes of {species} need a vocabulary of their species, gene_vocab='{species}_protein_coding', "
             "or gene_vocab='human_mouse', which takes both"
         )
-    if species == wanted and species in SPECIES and kind != expected:
-        target = "ensembl" if expected.endswith("Ensembl ids") else "symbol"
-        return (
-            f"convert them with scforge.data.convert_gene_ids(names, to={target!r}, species={species!r}) "
-            "and name the new column with gene_key"
-        )
+    if conversion := how_to_convert(kind, expected):
+        return f"{conversion} and name the new column with gene_key"
     return "map the gene ids of the data to those of the vocabulary first"
+
+
+def how_to_convert(kind: str, expected: str) -> str | None:
+    """Say how names of one kind become the other names of the same genes; None where no table knows."""
+    species, wanted = kind.split(" ")[0], expected.split(" ")[0]
+    if species != wanted or species not in SPECIES or kind == expected:
+        return None
+    target = "ensembl" if expected.endswith("Ensembl ids") else "symbol"
+    return f"convert them with scforge.data.convert_gene_ids(names, to={target!r}, species={species!r})"

@@ -13,6 +13,7 @@ import numpy as np
 from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock
 from scforge.data.checks import check_adata, value_problem
+from scforge.data.compressed import row_sums
 from scforge.data.h5ad import open_h5ad
 from scforge.data.mapping import MIN_OVERLAP, map_names, names_of
 from scforge.data.named import open_vocab
@@ -198,7 +199,7 @@ def _stream(
             where = f"{str(path)!r}, {'X' if layer is None else f'layers[{layer!r}]'}"
             if problem := value_problem(chunk.data):
                 raise DataError(f"{where} {problem}, but raw counts are needed; name the layer that holds them.")
-            totals = np.asarray(chunk.sum(axis=1, dtype=np.float64)).ravel()
+            totals = row_sums(chunk)
             if not totals.all():
                 raise DataError(
                     f"{where} has cells without any count (first: row {start + int((totals == 0).argmax())}); "

@@ -12,6 +12,7 @@ from scipy import sparse
 from scforge._checks import check_count
 from scforge._constants import TARGET_SUM
 from scforge.data.checks import check_obs_column, counts_of
+from scforge.data.compressed import row_sums
 from scforge.data.duplicates import sum_columns, warn_summed
 from scforge.data.mapping import gene_names, names_place
 from scforge.data.vocab import FROM_DATA, GeneVocab, strip_version
@@ -80,7 +81,7 @@ def select_genes(
     if n_top_genes is not None:
         check_count("n_top_genes", n_top_genes, "genes")
     # Library sizes are those of all genes, also of those that are left out.
-    totals = np.asarray(counts.sum(axis=1, dtype=np.float64)).ravel()
+    totals = row_sums(counts)
     genes, columns = _distinct(names, within)
     if len(genes) < len(names):
         warn_summed(names, columns, names_place(gene_key))

@@ -12,12 +12,20 @@ import numpy as np
 
 from scforge.data.cells import CellSource
 from scforge.data.checks import check_adata, counts_of
-from scforge.data.compressed import REPAIR, compressed_problem
+from scforge.data.compressed import REPAIR, compressed_problem, row_sums
 from scforge.data.duplicates import join_columns
 from scforge.data.id_kinds import recognise_ids
 from scforge.data.mapping import MIN_OVERLAP, gene_names, map_names, warn_counts_outside
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning, listing
+from scforge.errors import (
+    DataError,
+    GeneMismatchError,
+    MissingFileError,
+    OptionError,
+    ScforgeWarning,
+    first_line,
+    listing,
+)
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -83,7 +91,7 @@ def open_cells(
     gene_map = map_names(
         names, vocab, min_overlap=min_overlap, whole=whole_annotation, var=adata.var, gene_key=gene_key
     )
-    totals = np.asarray(counts.sum(axis=1, dtype=np.float64)).ravel()
+    totals = row_sums(counts)
     mapped = gene_map.apply(counts)
     empty = int((np.diff(mapped.indptr) == 0).sum())
     if empty:
@@ -171,8 +179,7 @@ def _read_one(path: Path) -> AnnData:
             warnings.filterwarnings("ignore", message="Variable names are not unique")
             adata = anndata.read_h5ad(path)
     except (OSError, KeyError, ValueError, TypeError, AttributeError, IndexError, IORegistryError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"{str(path)!r} cannot be read as an h5ad file: {reason.rstrip('.')}.") from error
+        raise DataError(f"{str(path)!r} cannot be read as an h5ad file: {first_line(error)}.") from error
     check_adata(adata, argument=repr(str(path)))
     matrices = {"X": adata.X, **{f"layers[{key!r}]": layer for key, layer in adata.layers.items() if key is not None}}
     if adata.raw is not None:

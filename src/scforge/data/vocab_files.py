@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scforge._io import atomic_write_text
-from scforge.errors import MissingFileError, ModelFileError, OptionError
+from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line
 
 __all__ = ["read_vocab_file", "write_vocab_file"]
 
@@ -44,7 +44,7 @@ def read_vocab_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{str(path)!r} is not an scforge vocabulary file: {_line(error)}.") from error
+        raise ModelFileError(f"{str(path)!r} is not an scforge vocabulary file: {first_line(error)}.") from error
     if problem := _problem(content):
         raise ModelFileError(f"{str(path)!r} is not an scforge vocabulary file: {problem}.")
     # Files of the first releases have no checksum; the hash covers their genes.
@@ -59,10 +59,6 @@ def read_vocab_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 def _checksum(content: dict[str, Any]) -> str:
     """SHA-256 over all fields in the order of the file, however the file is laid out."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
-
-
-def _line(error: Exception) -> str:
-    return str(error).splitlines()[0].rstrip(".")
 
 
 def _problem(content: object) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -20,6 +19,7 @@ from scforge._version import __version__
 from scforge.data.cells import CellSource
 from scforge.data.checks import check_adata, check_obs_column
 from scforge.data.mapping import gene_names, map_names
+from scforge.data.named import open_vocab
 from scforge.data.selection import gene_medians, select_genes
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
@@ -337,14 +337,7 @@ class CellModel(BaseModelClass):
             if not isinstance(vocab, GeneVocab):
                 raise OptionError(f"vocab={vocab!r} needs adata; pass a GeneVocab.")
             return vocab
-        if not isinstance(vocab, str | os.PathLike | GeneVocab):
-            kind = type(vocab).__name__
-            raise OptionError(f"vocab is a {kind}; pass a name, a file, or GeneVocab.from_genes(names).")
-        within = None
-        if isinstance(vocab, GeneVocab):
-            within = vocab
-        elif vocab != FROM_DATA:
-            within = GeneVocab.from_file(vocab) if Path(vocab).is_file() else GeneVocab.named(vocab)
+        within = None if vocab == FROM_DATA else open_vocab(vocab)
         if within is not None:
             key = self._setup["gene_key"]
             map_names(gene_names(adata, key), within, var=adata.var, gene_key=key, whole=_is_whole(within))

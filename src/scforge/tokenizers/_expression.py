@@ -13,9 +13,9 @@ from scforge.data.cells import CellBlock
 from scforge.data.random import content_keys, uniform
 from scforge.tokenizers._sorting import make_scratch, sort_descending
 
-__all__ = ["keep", "kept_indptr", "log1p_cp10k", "reorder"]
+__all__ = ["MEMO", "keep", "kept_indptr", "log1p_cp10k", "log1p_in_place", "reorder"]
 
-_MEMO = 256
+MEMO = 256
 """Counts of a cell whose values are computed once: nearly all entries of a cell are such small counts."""
 
 _STREAM = 0x73616D70  # "samp": its random numbers are others than those of masks and views
@@ -23,28 +23,34 @@ _STREAM = 0x73616D70  # "samp": its random numbers are others than those of mask
 
 def log1p_cp10k(block: CellBlock) -> np.ndarray:
     """Return ``log1p(count / total * 1e4)`` of each entry, float32, shape (Z,)."""
-    values = np.empty(len(block.counts), dtype=np.float32)
-    _log1p_cp10k(block.indptr, block.counts, block.totals, values)
+    values = block.counts.astype(np.float32)
+    _log1p_cp10k(block.indptr, block.totals, values)
     return values
 
 
 @numba.njit(cache=True, nogil=True)
-def _log1p_cp10k(indptr, counts, totals, values):
-    memo = np.empty(_MEMO, dtype=np.float32)
+def _log1p_cp10k(indptr, totals, values):
+    memo = np.empty(MEMO, dtype=np.float32)
     for cell in range(len(indptr) - 1):
         scale = TARGET_SUM / max(totals[cell], 1.0)  # a cell without counts has no entry to scale
-        memo[:] = -1.0
-        for entry in range(indptr[cell], indptr[cell + 1]):
-            count = counts[entry]
-            index = np.int64(count)
-            if np.uint64(index) < np.uint64(_MEMO) and np.float32(index) == count:
-                value = memo[index]
-                if value < 0:
-                    value = np.float32(np.log1p(np.float64(count) * scale))
-                    memo[index] = value
-                values[entry] = value
-            else:
-                values[entry] = np.log1p(np.float64(count) * scale)
+        log1p_in_place(values, np.uint64(indptr[cell]), np.uint64(indptr[cell + 1]), scale, memo)
+
+
+@numba.njit(cache=True, nogil=True)
+def log1p_in_place(values, start, stop, scale, memo):
+    """Turn the counts of one cell, entries `start` to `stop`, into ``log1p(count * scale)``; `memo` is of size MEMO."""
+    memo[:] = -1.0
+    for entry in range(start, stop):
+        count = values[entry]
+        index = np.int64(count)
+        if np.uint64(index) < np.uint64(MEMO) and np.float32(index) == count:
+            value = memo[index]
+            if value < 0:
+                value = np.float32(np.log1p(np.float64(count) * scale))
+                memo[index] = value
+            values[entry] = value
+        else:
+            values[entry] = np.log1p(np.float64(count) * scale)
 
 
 @numba.njit(cache=True, nogil=True)

@@ -20,7 +20,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from scforge.data.vocab import GeneVocab, id_kind
-from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning, listing
+from scforge.errors import (
+    DataError,
+    GeneMismatchError,
+    MissingFileError,
+    OptionError,
+    ScforgeWarning,
+    first_line,
+    listing,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -140,7 +148,7 @@ def _stack(names: Sequence[Any], rows: Sequence[Any], where: str) -> np.ndarray:
     try:
         arrays = [np.asarray(array) for array in arrays]
     except ValueError as error:  # lists in lists of unequal length
-        raise DataError(f"{where} holds something else than one vector a gene: {_said(error)}.") from error
+        raise DataError(f"{where} holds something else than one vector a gene: {first_line(error)}.") from error
     for name, array in zip(names, arrays, strict=True):
         if array.ndim != 1:
             what = f"{array.item()!r}" if array.ndim == 0 else f"an array of shape {array.shape}"
@@ -166,7 +174,7 @@ def _of_npz(path: Path, where: str) -> tuple[Iterable[Any], np.ndarray]:
             raise
         # Arrays of Python objects are pickles, which could run code.
         raise DataError(
-            f"{where} cannot be read: {_said(error)}; save the names as text with np.array(names, dtype=str)."
+            f"{where} cannot be read: {first_line(error)}; save the names as text with np.array(names, dtype=str)."
         ) from error
     if not isinstance(names, np.ndarray) or not isinstance(vectors, np.ndarray):
         raise DataError(f"{where} does not hold arrays; write it with np.savez(path, genes=names, vectors=vectors).")
@@ -183,7 +191,7 @@ def _of_parquet(path: Path, where: str) -> tuple[Iterable[Any], np.ndarray]:
     try:
         frame = pd.read_parquet(path)
     except (OSError, ValueError) as error:  # pyarrow's errors are both
-        raise DataError(f"{where} cannot be read as parquet: {_said(error)}.") from error
+        raise DataError(f"{where} cannot be read as parquet: {first_line(error)}.") from error
     return _of_frame(frame, where)
 
 
@@ -221,7 +229,7 @@ def _of_safetensors(path: Path, where: str) -> tuple[Iterable[Any], np.ndarray]:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a dict
     except (SafetensorError, OSError) as error:
-        raise DataError(f"{where} cannot be read as safetensors: {_said(error)}.") from error
+        raise DataError(f"{where} cannot be read as safetensors: {first_line(error)}.") from error
     if "genes" not in metadata:
         if any(tensor.ndim != 1 for tensor in tensors.values()):
             raise DataError(
@@ -231,15 +239,12 @@ def _of_safetensors(path: Path, where: str) -> tuple[Iterable[Any], np.ndarray]:
     try:
         names = json.loads(metadata["genes"])
     except ValueError as error:
-        raise DataError(f"{where} has 'genes' in its metadata that are not a JSON list: {_said(error)}.") from error
+        raise DataError(
+            f"{where} has 'genes' in its metadata that are not a JSON list: {first_line(error)}."
+        ) from error
     if not isinstance(names, list) or len(tensors) != 1:
         raise DataError(f"{where} must hold one matrix and, in its metadata, one JSON list of the gene names.")
     return names, next(iter(tensors.values())).float().numpy()
-
-
-def _said(error: Exception) -> str:
-    """Return the first line of a message, without the full stop that the sentence around it has."""
-    return next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
 
 
 _READERS = {".npz": _of_npz, ".parquet": _of_parquet, ".safetensors": _of_safetensors}

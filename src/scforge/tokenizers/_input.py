@@ -13,9 +13,8 @@ from scipy import sparse
 
 from scforge.data.checks import value_problem
 from scforge.data.compressed import REPAIR, compressed_problem
-from scforge.data.gene_tables import SPECIES
 from scforge.data.id_kinds import recognise_ids
-from scforge.data.mapping import GeneMap
+from scforge.data.mapping import GeneMap, how_to_convert
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, GeneMismatchError, OptionError, listing
 
@@ -92,11 +91,7 @@ def _kinds(names: list[str] | None, vocab: GeneVocab) -> str:
     if names is None:
         return "; make it with GeneMap.of(names, tokenizer.vocab)."
     kind, expected = recognise_ids(names), recognise_ids(vocab.genes)
-    species, wanted = kind.split(" ")[0], expected.split(" ")[0]
-    hint = "map the names to those of the vocabulary first"
-    if species == wanted and species in SPECIES and kind != expected:
-        target = "ensembl" if expected.endswith("Ensembl ids") else "symbol"
-        hint = f"convert them with scforge.data.convert_gene_ids(names, to={target!r}, species={species!r})"
+    hint = how_to_convert(kind, expected) or "map the names to those of the vocabulary first"
     return (
         f": it holds {kind} such as {listing(names[:2])}, the vocabulary {expected} such as "
         f"{listing(vocab.genes[:2])}; {hint}."

@@ -19,7 +19,8 @@ import numpy as np
 
 from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock
-from scforge.tokenizers._expression import kept_indptr
+from scforge.tokenizers._expression import MEMO, kept_indptr, log1p_in_place
+from scforge.tokenizers._sorting import finish_sort
 
 __all__ = ["LARGEST", "rank_cells"]
 
@@ -37,11 +38,6 @@ _SAMPLE = 8192
 
 _CLOSE = 8
 """Units in the last place that single precision may be wrong by, and more."""
-
-_PATIENCE = 8
-"""Moves an entry, on average, that the insertion sort may need before a general sort takes over."""
-
-_MEMO = 256
 
 
 def rank_cells(
@@ -113,7 +109,7 @@ def _rank(
     places = np.empty(longest + 1, dtype=np.int32)
     starts = np.empty(n_buckets + 2, dtype=np.int32)
     packed = np.empty(longest, dtype=np.uint64)
-    memo = np.empty(_MEMO, dtype=np.float32)
+    memo = np.empty(MEMO, dtype=np.float32)
     lowest_bucket, slope = table[0], table[1]
     for cell in range(len(indptr) - 1):
         start = np.uint64(indptr[cell])
@@ -142,23 +138,7 @@ def _rank(
             packed[slot] = (np.uint64(~bits[i]) << shift32) | np.uint64(i)
             starts[np.uint32(places[i])] = slot + 1
 
-        # Sort what the buckets left unsorted.
-        patience = np.int64(_PATIENCE) * np.int64(size)
-        last = packed[0]
-        for p in range(one, size):
-            entry = packed[p]
-            if entry > last:
-                last = entry
-                continue
-            q = p
-            while q > 0 and packed[q - one] > entry:
-                packed[q] = packed[q - one]
-                q -= one
-            packed[q] = entry
-            patience -= np.int64(p - q)
-            if patience < 0:
-                packed[:size] = np.sort(packed[:size])
-                break
+        finish_sort(packed, size)
 
         # Compare close keys exactly. They are collected first, since no processor could guess which are close.
         n_close = np.uint64(0)
@@ -184,19 +164,10 @@ def _rank(
                 q -= one
             packed[q] = entry
 
-        memo[:] = -1.0
-        scale = TARGET_SUM * share
         out = np.uint64(out_indptr[cell])
-        for p in range(np.uint64(out_indptr[cell + 1]) - out):
+        stop = np.uint64(out_indptr[cell + 1])
+        for p in range(stop - out):
             here = start + (packed[p] & low32)
             out_ids[out + p] = genes[here] + n_special
-            count = counts[here]
-            index = np.int64(count)
-            if np.uint64(index) < np.uint64(_MEMO) and np.float32(index) == count:
-                value = memo[index]
-                if value < 0:
-                    value = np.float32(np.log1p(np.float64(count) * scale))
-                    memo[index] = value
-                out_values[out + p] = value
-            else:
-                out_values[out + p] = np.log1p(np.float64(count) * scale)
+            out_values[out + p] = counts[here]
+        log1p_in_place(out_values, out, stop, TARGET_SUM * share, memo)

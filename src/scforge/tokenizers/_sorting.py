@@ -11,7 +11,7 @@ from typing import Any
 import numba
 import numpy as np
 
-__all__ = ["make_scratch", "sort_descending"]
+__all__ = ["finish_sort", "make_scratch", "sort_descending"]
 
 _PATIENCE = 8
 """Moves an entry, on average, that the insertion sort may need before a general sort takes over."""
@@ -29,6 +29,28 @@ def make_scratch(most):
         np.empty(2 * n_buckets + 2, dtype=np.int32),
         np.empty(max(most, 1), dtype=np.uint64),
     )
+
+
+@numba.njit(cache=True, nogil=True)
+def finish_sort(packed, size):
+    """Sort the first `size` entries, which buckets have nearly sorted; all are uint64."""
+    one: Any = np.uint64(1)
+    patience = np.int64(_PATIENCE) * np.int64(size)
+    last = packed[0]
+    for p in range(one, size):
+        entry = packed[p]
+        if entry > last:
+            last = entry
+            continue
+        q = p
+        while q > 0 and packed[q - one] > entry:
+            packed[q] = packed[q - one]
+            q -= one
+        packed[q] = entry
+        patience -= np.int64(p - q)
+        if patience < 0:
+            packed[:size] = np.sort(packed[:size])
+            break
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -69,25 +91,10 @@ def sort_descending(scratch, n):
         packed[place] = (np.uint64(below) << np.uint64(32)) | np.uint64(i)
         starts[below >> shift] = place + 1
 
-    one: Any = np.uint64(1)
-    patience = np.int64(_PATIENCE * n)
-    highest = packed[0]
-    for p in range(one, size):
-        entry = packed[p]
-        if entry > highest:
-            highest = entry
-            continue
-        q = p
-        while q > 0 and packed[q - one] > entry:
-            packed[q] = packed[q - one]
-            q -= one
-        packed[q] = entry
-        patience -= np.int64(p - q)
-        if patience < 0:
-            packed[:n] = np.sort(packed[:n])
-            break
+    finish_sort(packed, size)
 
     # Keys that are equal as float32 may differ as float64.
+    one: Any = np.uint64(1)
     mask = np.uint64(0xFFFFFFFF)
     for p in range(one, size):
         entry = packed[p]

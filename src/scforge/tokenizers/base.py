@@ -15,6 +15,7 @@ import numpy as np
 from scforge._checks import check_bool, check_count
 from scforge._constants import CLS_TOKEN, EOS_TOKEN
 from scforge.data.cells import CellBlock
+from scforge.data.compressed import row_sums
 from scforge.data.mapping import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, OptionError
@@ -204,7 +205,7 @@ class Tokenizer(ABC):
             return pad(self._tokenize(CellBlock.from_csr(counts, totals)), *self._frame)
         gene_map = checked_map(gene_ids, self.vocab, counts.shape[1])
         if totals is None:
-            totals = np.asarray(counts.sum(axis=1, dtype=np.float64)).ravel()
+            totals = row_sums(counts)
         return pad(self._tokenize_mapped(counts, gene_map, totals), *self._frame)
 
     def _tokenize_mapped(self, counts: sparse.csr_matrix, gene_map: GeneMap, totals: np.ndarray) -> RaggedTokens:

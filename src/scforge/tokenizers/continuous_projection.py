@@ -143,9 +143,20 @@ class ContinuousProjectionTokenizer(Tokenizer):
         )
 
     @classmethod
-    def transcriptformer(cls, vocab: GeneVocab, *, max_len: int = 2048, order: str = "random", seed: int = 0) -> Self:
+    def transcriptformer(
+        cls, vocab: GeneVocab, *, max_len: int = 2048, order: str = "random", seed: int = 0, **options: Any
+    ) -> Self:
         """Present cells as TranscriptFormer (Pearce et al. 2025) does: counts clipped at 30, also as attention bias."""
-        return cls(vocab, max_len=max_len, transform="counts", clip=30.0, order=order, attention_bias=True, seed=seed)
+        return cls(
+            vocab,
+            max_len=max_len,
+            transform="counts",
+            clip=30.0,
+            order=order,
+            attention_bias=True,
+            seed=seed,
+            **options,
+        )
 
     @classmethod
     def special_tokens(cls, options: dict[str, Any]) -> tuple[str, ...]:

@@ -117,18 +117,12 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         order: str = "random",
         seed: int = 0,
         table: GeneTable | None = None,
+        **options: Any,
     ) -> Self:
         """Present cells as TranscriptFormer does, see the base class; genes without a vector in `table` are dropped."""
-        return cls(
-            vocab,
-            table=table,
-            missing="learned" if table is None else "drop",
-            max_len=max_len,
-            transform="counts",
-            clip=30.0,
-            order=order,
-            attention_bias=True,
-            seed=seed,
+        missing = "learned" if table is None else "drop"
+        return super().transcriptformer(
+            vocab, max_len=max_len, order=order, seed=seed, table=table, missing=missing, **options
         )
 
     def gene_vectors(self) -> np.ndarray:

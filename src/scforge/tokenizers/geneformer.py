@@ -15,7 +15,7 @@ import numpy as np
 from scipy import sparse
 
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, MissingFileError, OptionError, listing
+from scforge.errors import DataError, MissingFileError, OptionError, first_line, listing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -182,8 +182,7 @@ def _table(source: pd.DataFrame | str | os.PathLike[str], argument: str, columns
         try:
             table = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, keep_default_na=True)
         except (OSError, ValueError) as error:
-            said = str(error).splitlines()[0].rstrip(".")
-            raise DataError(f"{where} cannot be read as a table: {said}.") from error
+            raise DataError(f"{where} cannot be read as a table: {first_line(error)}.") from error
     if missing := [column for column in columns if column not in table]:
         raise DataError(
             f"{argument} lacks the column {missing[0]!r} (it has: {listing([str(name) for name in table.columns])})"
