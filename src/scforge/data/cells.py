@@ -1,19 +1,27 @@
-"""Cells in memory: counts over the genes of a vocabulary, and blocks of them.
+"""Cells of a source, in memory or elsewhere: counts over the genes of a vocabulary, and blocks of them.
 
 Shapes: N cells of a source, B cells of a block, G genes of the vocabulary, Z nonzeros.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from scipy import sparse
 
 from scforge.data.compressed import row_sums, sound_csr
-from scforge.errors import DataError
+from scforge.errors import DataError, did_you_mean, listing
 
-__all__ = ["CellBlock", "CellSource"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from scforge.data.order import Window
+    from scforge.data.vocab import GeneVocab
+
+__all__ = ["CellBlock", "CellSource", "Cells"]
 
 
 @dataclass(frozen=True)
@@ -79,14 +87,63 @@ class CellBlock:
         )
 
 
+class Cells(Protocol):
+    """What batches are drawn from: cells in memory, in a store, or in a remote collection.
+
+    Attributes
+    ----------
+    vocab
+        The genes that the counts are over; None where cells were made from bare counts.
+    overlap
+        Share of the vocabulary's genes that the data have.
+    counts_kept
+        Share of all counts that lie in vocabulary genes.
+    measured
+        True for the vocabulary genes that the data have, bool, shape (G,); None where that is not known.
+    chunk_size
+        Cells that stand together and are best read together; 1 in memory.
+    """
+
+    vocab: GeneVocab | None
+    overlap: float
+    counts_kept: float
+    measured: np.ndarray | None
+    chunk_size: int
+
+    def __len__(self) -> int:
+        """Return the number of cells."""
+        ...
+
+    @property
+    def n_expressed(self) -> np.ndarray:
+        """Number of expressed vocabulary genes of each cell (or a little more), integer, shape (N,)."""
+        ...
+
+    def column(self, key: str) -> pd.Series:
+        """Return a column of obs, length N."""
+        ...
+
+    def block(self, rows: np.ndarray, *, draw: int = 0) -> CellBlock:
+        """Return the cells at `rows`, in that order; a row may come several times."""
+        ...
+
+    def stream(self, windows: Iterable[Window]) -> Iterator[CellBlock]:
+        """Yield the cells of each window, in its order."""
+        ...
+
+    def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
+        """Return at most `n` random cells (of those at `rows`) in memory, in the order of the source."""
+        ...
+
+
 @dataclass(frozen=True)
 class CellSource:
-    """Cells that batches are drawn from.
+    """Cells in memory.
 
     Attributes
     ----------
     counts
-        Counts over vocabulary genes, canonical CSR, shape (N, G).
+        Counts over vocabulary genes, canonical CSR of any number type, shape (N, G).
     totals
         Counts of each cell over all genes of the data, float64, shape (N,).
     overlap
@@ -95,6 +152,10 @@ class CellSource:
         Share of all counts that lie in vocabulary genes.
     measured
         True for the vocabulary genes that the data have, bool, shape (G,); None where that is not known.
+    vocab
+        The vocabulary; None where the cells were made from bare counts.
+    obs
+        What is known of each cell, N rows; None if nothing is.
     """
 
     counts: sparse.csr_matrix
@@ -102,6 +163,9 @@ class CellSource:
     overlap: float = 1.0
     counts_kept: float = 1.0
     measured: np.ndarray | None = None
+    vocab: GeneVocab | None = None
+    obs: pd.DataFrame | None = None
+    chunk_size = 1
 
     def __len__(self) -> int:
         return self.counts.shape[0]
@@ -113,7 +177,27 @@ class CellSource:
 
     def take(self, rows: np.ndarray) -> CellSource:
         """Return the cells at `rows` as a source of their own."""
-        return replace(self, counts=self.counts[rows], totals=self.totals[rows])
+        obs = None if self.obs is None else self.obs.iloc[rows]
+        return replace(self, counts=self.counts[rows], totals=self.totals[rows], obs=obs)
+
+    def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
+        """Return at most `n` random cells (of those at `rows`), in the order of the source."""
+        return self.take(choose_rows(len(self), n, rows=rows, seed=seed))
+
+    def column(self, key: str) -> pd.Series:
+        """Return a column of obs.
+
+        Raises
+        ------
+        DataError
+            If there is no such column.
+        """
+        return column_of(self.obs, key)
+
+    def stream(self, windows: Iterable[Window]) -> Iterator[CellBlock]:
+        """Yield the cells of each window, in its order."""
+        for window in windows:
+            yield self.block(window.rows, draw=window.draw)
 
     def block(self, rows: np.ndarray, *, draw: int = 0) -> CellBlock:
         """Return the cells at `rows`, in that order; `draw` tells random choices of one time from those of another."""
@@ -132,3 +216,22 @@ class CellSource:
             draw=draw,
             measured=self.measured,
         )
+
+
+def choose_rows(n_cells: int, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> np.ndarray:
+    """Return at most `n` of `rows` (of all cells if None) at random, ascending, int64."""
+    rows = np.arange(n_cells, dtype=np.int64) if rows is None else np.asarray(rows, dtype=np.int64)
+    if len(rows) <= n:
+        return rows
+    return np.sort(np.random.default_rng(seed).choice(rows, n, replace=False, shuffle=False))
+
+
+def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:
+    """Return a column of a table of cells, or raise :class:`~scforge.errors.DataError`."""
+    columns = [] if obs is None else [str(column) for column in obs.columns if not str(column).startswith("_scvi_")]
+    if obs is None or key not in obs:
+        raise DataError(
+            f"{key!r} is not a column of obs of these cells{did_you_mean(key, columns) or ';'} "
+            f"(there is: {listing(columns)})"
+        )
+    return obs[key]
