@@ -12,7 +12,7 @@ import numpy as np
 
 from scforge._checks import check_count
 from scforge.data.checks import value_problem
-from scforge.data.h5ad import H5adFile, Matrix, open_h5ad
+from scforge.data.h5ad import Matrix, StoredAdata, open_h5ad
 from scforge.data.id_kinds import OTHER_NAMES, recognise_ids
 from scforge.data.mapping import GeneMap, map_names, names_of, names_place, text_columns
 from scforge.data.named import list_vocabs, open_vocab
@@ -165,7 +165,7 @@ def _mismatch(names: np.ndarray, vocab: GeneVocab, var: pd.DataFrame, gene_key: 
     return None
 
 
-def _counts(opened: H5adFile, matrix: Matrix, layer: str | None) -> tuple[np.ndarray | None, int | None, str]:
+def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.ndarray | None, int | None, str]:
     """Return the sums of the columns, the number of empty cells, and a sentence on where the counts are."""
     where = _name(layer)
     sums, empty, problem = _summary(matrix)
@@ -185,9 +185,9 @@ def _counts(opened: H5adFile, matrix: Matrix, layer: str | None) -> tuple[np.nda
     return None, None, text
 
 
-def _raw_holds_counts(opened: H5adFile) -> bool:
+def _raw_holds_counts(opened: StoredAdata) -> bool:
     try:
-        return _summary(Matrix.of(opened.file["raw/X"]))[2] is None
+        return _summary(Matrix.of(opened.file["raw/X"], repr(opened.path)))[2] is None
     except DataError:
         return False
 

@@ -1,0 +1,189 @@
+"""Sources of cells, read piece by piece: AnnData, MuData, h5ad and zarr, here or behind a URL."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from scforge.data.h5ad import similar_file
+from scforge.data.stream_adata import AdataStream
+from scforge.data.stream_files import BackedStream, FileStream, H5adPlace
+from scforge.errors import DataError, MissingFileError, OptionError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from scipy import sparse
+
+__all__ = ["CellStream", "open_streams"]
+
+_OTHER_FORMATS = {
+    ".csv": "a table of text",
+    ".tsv": "a table of text",
+    ".txt": "a table of text",
+    ".mtx": "a folder of 10x Genomics",
+    ".loom": "a loom file",
+    ".h5": "an HDF5 file, perhaps of 10x Genomics",
+    ".rds": "an R object",
+    ".zip": "an archive",
+    ".tar": "an archive",
+    ".gz": "a compressed file",
+}
+_READERS = {
+    ".csv": "scanpy.read_csv",
+    ".tsv": "scanpy.read_text",
+    ".txt": "scanpy.read_text",
+    ".mtx": "scanpy.read_10x_mtx",
+    ".loom": "anndata.io.read_loom",
+    ".h5": "scanpy.read_10x_h5",
+}
+
+
+class CellStream(Protocol):
+    """Cells that are read piece by piece, with all genes of their source.
+
+    Attributes
+    ----------
+    name
+        Path or URL as given, or ``"adata"``; for messages and to say where a cell comes from.
+    n_cells
+        Number of cells.
+    """
+
+    name: str
+    n_cells: int
+
+    @property
+    def var(self) -> pd.DataFrame:
+        """The table of genes; its index holds the ``var_names``."""
+
+    @property
+    def n_entries(self) -> int:
+        """Number of counts above zero, about."""
+
+    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """Return the table of cells (index: their names), or some columns of it.
+
+        Raises
+        ------
+        DataError
+            If there is no such column.
+        """
+
+    def chunks(self, start: int = 0) -> Iterator[tuple[int, sparse.csr_matrix]]:
+        """Yield ``(first row, CSR matrix over all genes)`` from row `start` on.
+
+        A piece has at most 4,194,304 entries (unless one cell has more) and 65,536 cells, all of which have counts.
+
+        Raises
+        ------
+        DataError
+            If the values are no counts, or the file is damaged.
+        """
+
+    def fingerprint(self) -> dict[str, int | float | str]:
+        """Return what tells this source from others, and from itself after a change; JSON can hold it."""
+
+
+def open_streams(
+    source: Any,
+    *,
+    layer: str | None = None,
+    modality: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[CellStream]:
+    """Open sources of cells for reading piece by piece.
+
+    Parameters
+    ----------
+    source
+        An AnnData in memory or backed by its file; a MuData, or an h5mu file, with `modality`; the path of an h5ad
+        file or of an AnnData-zarr folder; a pattern of paths such as ``"data/*.h5ad"``, whose files are taken in
+        order of their names; a URL that fsspec knows (``s3://``, ``gs://``, ``file://``, ``memory://``); or a list
+        of those.
+    layer
+        Layer with raw counts; None reads X.
+    modality
+        Modality of a MuData.
+    storage_options
+        Options of the remote file system, e.g. credentials, see :mod:`fsspec`.
+
+    Raises
+    ------
+    MissingFileError
+        If a file does not exist, or no file fits a pattern.
+    OptionError
+        If a file is named twice, a modality is missing, or `source` is nothing of these.
+    DataError
+        If a file cannot be read.
+    """
+    places = list(source) if isinstance(source, list | tuple) else [source]
+    if not places:
+        raise OptionError("source=[] names no file; name at least one.")
+    opened: list[CellStream] = []
+    for place in places:
+        if isinstance(place, str | os.PathLike):
+            opened += [_open_path(path, layer, modality, storage_options) for path in _expanded(os.fspath(place))]
+        else:
+            opened.append(_open_object(place, layer, modality))
+    names = [_identity(stream) for stream in opened]
+    if len(set(names)) < len(names):
+        twice = next(stream.name for i, stream in enumerate(opened) if names[i] in names[:i])
+        raise OptionError(f"source names {twice!r} twice; name each file once.")
+    return opened
+
+
+def _identity(stream: CellStream) -> object:
+    if stream.name == "adata":
+        return id(stream)
+    return stream.name if "://" in stream.name else str(Path(stream.name).resolve())
+
+
+def _open_object(source: Any, layer: str | None, modality: str | None) -> CellStream:
+    from anndata import AnnData
+    from mudata import MuData
+
+    if isinstance(source, MuData):
+        return AdataStream.of_mudata(source, modality, layer)
+    if not isinstance(source, AnnData):
+        raise OptionError(
+            f"source is of type {type(source).__name__!r}; "
+            "pass an AnnData, a MuData, the path or URL of h5ad or zarr, or a list of those."
+        )
+    if modality is not None:
+        raise OptionError(f"modality={modality!r} was given for an AnnData, which has no modalities; leave it out.")
+    if not source.isbacked:
+        return AdataStream(source, layer)
+    if source.is_view:
+        raise DataError(
+            f"adata is a part of an AnnData backed by {str(source.filename)!r}; read it with adata = adata.to_memory()."
+        )
+    return BackedStream(source, layer)
+
+
+def _expanded(place: str) -> list[str]:
+    """Return the files that a pattern stands for, in order of their names; a path as it is."""
+    if not glob.has_magic(place) or Path(place).exists():
+        return [place]
+    root = Path(Path(place).anchor)
+    found = sorted(str(path) for path in root.glob(str(Path(place).relative_to(root))))
+    if not found:
+        raise MissingFileError(f"no file fits the pattern {place!r}; check the folder and the ending.")
+    return found
+
+
+def _open_path(
+    place: str, layer: str | None, modality: str | None, storage_options: Mapping[str, Any] | None
+) -> CellStream:
+    path = Path(place)
+    if not path.exists():
+        raise MissingFileError(f"the file {place!r} does not exist{similar_file(path)}.")
+    if path.suffix in _OTHER_FORMATS:
+        reader = _READERS.get(path.suffix, "what made it")
+        raise DataError(
+            f"{place!r} is {_OTHER_FORMATS[path.suffix]}, not h5ad or zarr; "
+            f"read it with {reader} and write it with adata.write_h5ad."
+        )
+    return FileStream(H5adPlace(path, modality), layer)
