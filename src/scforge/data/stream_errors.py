@@ -62,7 +62,7 @@ def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
     except ScforgeError:
         raise
     except FileNotFoundError as error:
-        raise MissingFileError(f"{what} does not exist ({first_line(error)}); check the name.") from error
+        raise MissingFileError(f"{what} does not exist; check the name.") from error
     except PermissionError as error:
         raise DataError(
             f"{what} may not be read ({first_line(error)}); "

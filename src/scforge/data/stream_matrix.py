@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -86,20 +87,27 @@ class Matrix:
             part = self.stored[name]
             if not is_array(part) or part.shape is None or len(part.shape) != 1 or part.dtype.kind not in kinds:
                 self._damaged(f"{name} is no list of numbers")
-        n_indices = self.stored["indices"].shape[0]
+        n_indices = self._parts["indices"].shape[0]
         if self.n_stored != n_indices:
             self._damaged(f"it has {self.n_stored} values and {n_indices} indices")
-        n_boundaries, needed = self.stored["indptr"].shape[0], self._major_minor[0] + 1
+        n_boundaries, needed = self._parts["indptr"].shape[0], self._major_minor[0] + 1
         if n_boundaries != needed:
             self._damaged(f"it has {n_boundaries} boundaries (indptr) and needs {needed}")
         first, last = (int(self._read("indptr", place, place + 1)[0]) for place in (0, needed - 1))
         if first != 0 or last != self.n_stored:
             self._damaged(f"its boundaries (indptr) run from {first} to {last}, but there are {self.n_stored} entries")
 
+    @cached_property
+    def _parts(self) -> dict[str, Any]:
+        """Data, indices and indptr; the rows of a dense matrix under an empty name."""
+        if self.kind == "dense":
+            return {"": self.stored}
+        return {name: _complete(self.stored[name]) for name in ("data", "indices", "indptr")}
+
     @property
     def n_stored(self) -> int:
         """Number of entries that are stored; of a dense matrix all."""
-        return self.shape[0] * self.shape[1] if self.kind == "dense" else int(self.stored["data"].shape[0])
+        return self.shape[0] * self.shape[1] if self.kind == "dense" else int(self._parts["data"].shape[0])
 
     @property
     def _major_minor(self) -> tuple[int, int]:
@@ -113,8 +121,7 @@ class Matrix:
     def _read(self, part: str, start: int, stop: int | None) -> np.ndarray:
         """Return a piece of data, indices or indptr, or rows of a dense matrix (`part` is empty)."""
         with reading(f"{part} in {self.place}" if part else self.place):
-            stored = self.stored[part] if part else self.stored
-            return np.asarray(stored[start:stop])
+            return np.asarray(self._parts[part][start:stop])
 
     def _boundaries(self, start: int = 0, stop: int | None = None, *, first: int | None = 0) -> np.ndarray:
         """Return some of the boundaries, of which the first is known unless `first` is None."""
@@ -206,7 +213,7 @@ class Matrix:
     def _csc_rows(self, size: int, start: int, stop: int, n_entries: int) -> sparse.csr_matrix:
         """Return the rows from `start` to `stop`, which have `n_entries` entries, as CSR."""
         rows, columns = (np.empty(n_entries, dtype=np.int32) for _ in range(2))
-        values = _sparse_type(np.empty(n_entries, dtype=self.stored["data"].dtype))
+        values = _sparse_type(np.empty(n_entries, dtype=self._parts["data"].dtype))
         filled = 0
         for all_rows, all_columns, all_values in self.entries(size):
             here = np.flatnonzero((all_rows >= start) & (all_rows < stop))
@@ -214,6 +221,17 @@ class Matrix:
             rows[place], columns[place], values[place] = all_rows[here] - start, all_columns[here], all_values[here]
             filled += len(here)
         return sparse.csr_matrix((values, (rows, columns)), shape=(stop - start, self.shape[1]))
+
+
+def _complete(stored: Any) -> Any:
+    """Return an array that does not make up what is missing: zarr takes a chunk that is gone for zeros."""
+    if not hasattr(stored, "with_config"):  # of h5py
+        return stored
+    import zarr
+
+    if zarr.config.get("array.read_missing_chunks", None) is None:  # a zarr that has no choice
+        return stored
+    return stored.with_config({"read_missing_chunks": False})
 
 
 def _rows_within(before: np.ndarray, start: int, size: int) -> int:

@@ -21,10 +21,11 @@ __all__ = ["StoredAdata", "check_modality", "missing_column", "shared_columns"]
 _AGAIN = "write the file again"
 
 
-_NO_TABLES = (
-    "cannot be read as an h5ad file: it has no tables obs and var of a current anndata; "
-    "write it again with anndata.read_h5ad(path).write_h5ad(path)."
-)
+_NO_TABLES = {
+    "h5py": "cannot be read as an h5ad file: it has no tables obs and var of a current anndata; "
+    "write it again with anndata.read_h5ad(path).write_h5ad(path).",
+    "zarr": "cannot be read as an AnnData: it has no tables obs and var; name a folder that adata.write_zarr has made.",
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class StoredAdata:
             opened = cls(path, file)
         tables = [opened.file.get(name) for name in ("obs", "var")]
         if not all(table is not None and not is_array(table) and "_index" in table.attrs for table in tables):
-            raise DataError(f"{path!r} {_NO_TABLES}")
+            raise DataError(f"{path!r} {_NO_TABLES[type(file).__module__.split('.')[0]]}")
         return opened
 
     @cached_property

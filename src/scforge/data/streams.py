@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from scforge.data.h5ad import similar_file
 from scforge.data.stream_adata import AdataStream
-from scforge.data.stream_files import BackedStream, FileStream, H5adPlace
+from scforge.data.stream_files import BackedStream, FileStream, H5adPlace, Place
+from scforge.data.stream_remote import UrlPlace, ZarrPlace, expand_url, is_url, is_zarr
 from scforge.errors import DataError, MissingFileError, OptionError
 
 if TYPE_CHECKING:
@@ -125,7 +126,10 @@ def open_streams(
     opened: list[CellStream] = []
     for place in places:
         if isinstance(place, str | os.PathLike):
-            opened += [_open_path(path, layer, modality, storage_options) for path in _expanded(os.fspath(place))]
+            opened += [
+                FileStream(_place(path, modality, storage_options), layer)
+                for path in _expanded(os.fspath(place), storage_options)
+            ]
         else:
             opened.append(_open_object(place, layer, modality))
     names = [_identity(stream) for stream in opened]
@@ -163,8 +167,12 @@ def _open_object(source: Any, layer: str | None, modality: str | None) -> CellSt
     return BackedStream(source, layer)
 
 
-def _expanded(place: str) -> list[str]:
+def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
     """Return the files that a pattern stands for, in order of their names; a path as it is."""
+    if place.startswith("file://"):
+        place = place.removeprefix("file://")
+    if is_url(place):
+        return expand_url(place, options) if glob.has_magic(place) else [place]
     if not glob.has_magic(place) or Path(place).exists():
         return [place]
     root = Path(Path(place).anchor)
@@ -174,16 +182,17 @@ def _expanded(place: str) -> list[str]:
     return found
 
 
-def _open_path(
-    place: str, layer: str | None, modality: str | None, storage_options: Mapping[str, Any] | None
-) -> CellStream:
+def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) -> Place:
+    """Return how a path or URL is opened."""
     path = Path(place)
-    if not path.exists():
+    if not is_url(place) and not path.exists():
         raise MissingFileError(f"the file {place!r} does not exist{similar_file(path)}.")
+    if is_zarr(place, options):
+        return ZarrPlace(place, modality, options)
     if path.suffix in _OTHER_FORMATS:
         reader = _READERS.get(path.suffix, "what made it")
         raise DataError(
             f"{place!r} is {_OTHER_FORMATS[path.suffix]}, not h5ad or zarr; "
             f"read it with {reader} and write it with adata.write_h5ad."
         )
-    return FileStream(H5adPlace(path, modality), layer)
+    return UrlPlace(place, modality, options) if is_url(place) else H5adPlace(path, modality)
