@@ -5,6 +5,7 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
+    "AnnbatchSampler": "scforge.data.annbatch_sampler",
     "CellBlock": "scforge.data.cells",
     "CellOrder": "scforge.data.order",
     "CellSampler": "scforge.data.sampler",
@@ -16,6 +17,8 @@ _NAMES = {
     "GeneVocab": "scforge.data.vocab",
     "Inspection": "scforge.data.inspection",
     "OverlapReport": "scforge.data.overlap",
+    "ParsedPerturbations": "scforge.data.perturbation",
+    "PerturbationKeys": "scforge.data.perturbation",
     "StreamingMedians": "scforge.data.medians",
     "Window": "scforge.data.windows",
     "convert_gene_ids": "scforge.data.gene_ids",
@@ -24,8 +27,10 @@ _NAMES = {
     "map_genes": "scforge.data.overlap",
     "measure_medians": "scforge.data.medians",
     "open_cells": "scforge.data.sources",
+    "parse_perturbations": "scforge.data.perturbation",
     "read_h5ad": "scforge.data.sources",
     "select_genes": "scforge.data.selection",
+    "split_cells": "scforge.data.splits",
 }
 
 __all__ = [  # noqa: RUF022 -- in the order in which one meets them
@@ -37,6 +42,11 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "Window",
     "ClassBalance",
     "CellWeights",
+    "AnnbatchSampler",
+    "split_cells",
+    "PerturbationKeys",
+    "parse_perturbations",
+    "ParsedPerturbations",
     "CellSampler",
     "GeneVocab",
     "list_vocabs",

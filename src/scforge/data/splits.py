@@ -1,0 +1,156 @@
+"""Cells for training and cells for validation, by cell or by whole groups such as donors."""
+
+from __future__ import annotations
+
+import numbers
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scforge.errors import DataError, OptionError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["split_cells"]
+
+_TRIED_GROUPS = 200
+"""Groups of which every choice is looked at; where there are more, the others are chosen at random before."""
+
+_MOST_SUMS = 1 << 21
+"""Numbers of cells that are told apart in that: bounds the memory to 50 MB."""
+
+
+def split_cells(
+    n_cells: int,
+    validation_size: float,
+    seed: int,
+    *,
+    groups: pd.Series | pd.Categorical | np.ndarray | None = None,
+    rows: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Split cells at random into training and validation rows, disjoint and sorted.
+
+    Parameters
+    ----------
+    n_cells
+        Number of cells.
+    validation_size
+        Share of the cells that are held out, from 0 to below 1.
+    seed
+        Seed of the choice.
+    groups
+        Group of each cell, e.g. its donor or data set, as a column of obs or as codes, shape (n_cells,). Whole groups
+        are then held out: of all choices of groups one whose share of cells is nearest to `validation_size`, with at
+        least one group on each side.
+    rows
+        Rows that are split; the others are on neither side. None: all cells.
+
+    Returns
+    -------
+    Rows for training and rows for validation, int64.
+
+    Raises
+    ------
+    OptionError
+        If `validation_size` is not in [0, 1), or leaves no cell for training, or `rows` are not cells.
+    DataError
+        If a cell has no group, or there is one group only.
+
+    Examples
+    --------
+    >>> train, validation = split_cells(6, 0.3, seed=0, groups=["a", "a", "a", "b", "b", "b"])
+    >>> len(train), len(validation)
+    (3, 3)
+    """
+    if not isinstance(validation_size, numbers.Real) or not 0 <= validation_size < 1:
+        raise OptionError(f"validation_size={validation_size!r} is not in [0, 1).")
+    rows = None if rows is None else _checked_rows(rows, n_cells)
+    codes, names = (None, None) if groups is None else _codes(groups, n_cells, rows)
+    if codes is None or names is None or validation_size == 0:
+        train, validation = _split_by_cell(n_cells if rows is None else len(rows), validation_size, seed)
+    else:
+        if len(names) < 2:
+            raise DataError(
+                f"groups has {str(names[0])!r} only, so that no whole group can be held out; name a column with two "
+                "or more groups, or split by cell."
+            )
+        held_out = _hold_out(np.bincount(codes), validation_size, seed)
+        train, validation = np.flatnonzero(~held_out[codes]), np.flatnonzero(held_out[codes])
+        assert len(train) + len(validation) == len(codes)
+        assert not np.intersect1d(codes[train], codes[validation]).size
+    return (train, validation) if rows is None else (rows[train], rows[validation])
+
+
+def _split_by_cell(n_cells: int, validation_size: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    n_validation = round(n_cells * validation_size)
+    if validation_size > 0 and n_validation == 0 and n_cells > 1:
+        n_validation = 1
+    if n_validation >= n_cells:
+        raise OptionError(f"validation_size={validation_size} leaves no cell of {n_cells} for training; lower it.")
+    order = np.random.default_rng(seed).permutation(n_cells)
+    return np.sort(order[n_validation:]), np.sort(order[:n_validation])
+
+
+def _checked_rows(rows: np.ndarray, n_cells: int) -> np.ndarray:
+    rows = np.asarray(rows)
+    if rows.ndim != 1 or (rows.dtype.kind not in "iu" and len(rows)):
+        raise OptionError(f"rows must be a list of positions of cells, not {rows.dtype} of shape {rows.shape}.")
+    rows = np.sort(rows.astype(np.int64))
+    if len(rows) and (rows[0] < 0 or rows[-1] >= n_cells):
+        wrong = rows[0] if rows[0] < 0 else rows[-1]
+        raise OptionError(f"rows has the position {wrong}, but there are {n_cells} cells.")
+    if (rows[1:] == rows[:-1]).any():
+        raise OptionError("rows names a cell twice; use numpy.unique(rows).")
+    return rows
+
+
+def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarray, Any]:
+    """Return the code of the group of each cell that is split, and the names of the groups."""
+    import pandas as pd
+
+    if len(groups) != n_cells:
+        raise OptionError(f"groups has {len(groups)} values for {n_cells} cells; give one a cell.")
+    values = pd.Series(groups).array
+    codes, names = pd.factorize(values if rows is None else values[rows])
+    without = codes < 0
+    if getattr(values.dtype, "kind", "O") in "iu":
+        # Codes of a categorical: -1 stands for a missing value.
+        without |= np.asarray(names)[codes] < 0
+    if without.any():
+        first = np.flatnonzero(without)[0]
+        raise DataError(
+            f"groups has no value for {without.sum()} of {len(codes)} cells, the first is cell "
+            f"{first if rows is None else rows[first]}; name their groups or leave them out."
+        )
+    return codes, names
+
+
+def _hold_out(sizes: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """Choose groups whose cells are nearest to a share of all, at random among equally good choices, bool."""
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    target = float(sizes.sum() * share)
+    held_out = np.zeros(len(sizes), dtype=bool)
+    before, tried = order[:-_TRIED_GROUPS], order[-_TRIED_GROUPS:]
+    for group in before:
+        if sizes[group] <= target:
+            held_out[group] = True
+            target -= sizes[group]
+    unit = -(-int(sizes[tried].sum()) // _MOST_SUMS)
+    steps = [max(1, round(size / unit)) for size in sizes[tried].tolist()]
+    # Bit s of sums[i] is set where some of the first i groups have s cells together.
+    sums = [1]
+    for step in steps:
+        sums.append(sums[-1] | sums[-1] << step)
+    bits = np.frombuffer(sums[-1].to_bytes(sum(steps) // 8 + 1, "little"), dtype=np.uint8)
+    possible = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+    if not held_out.any():
+        possible = possible[possible > 0]
+    if held_out.sum() == len(before):
+        possible = possible[possible < sum(steps)]
+    left = int(possible[np.argmin(np.abs(possible - target / unit))])
+    for number in reversed(range(len(steps))):
+        if not sums[number] >> left & 1:
+            held_out[tried[number]] = True
+            left -= steps[number]
+    return held_out
