@@ -1,0 +1,302 @@
+"""What stands in a store beside the cells: its description, its vocabulary, and which genes each source measured.
+
+A store is a zarr v3 folder that annbatch opens, too: ``dataset_0``, ``dataset_1``, ... with cells, and ``scforge``
+with the rest. The attribute ``"scforge"`` of its root describes it (:class:`StoreInfo`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scforge.data.vocab import GeneVocab
+from scforge.errors import DataError, MissingFileError, first_line
+
+if TYPE_CHECKING:
+    import zarr
+
+__all__ = [
+    "CHUNK_SIZE",
+    "DATASET",
+    "FORMAT",
+    "SOURCE",
+    "TOTAL",
+    "StoreInfo",
+    "is_store",
+    "is_url",
+    "open_store_group",
+    "partial_path",
+    "read_measured",
+    "read_vocab",
+    "write_root",
+]
+
+FORMAT = 1
+"""Version of what the attribute ``"scforge"`` holds."""
+
+CHUNK_SIZE = 256
+"""Cells that stand together in a store, and are read together."""
+
+TOTAL = "scforge_total"
+"""Column of obs with the counts of each cell over all genes of the data."""
+
+SOURCE = "scforge_source"
+"""Column of obs that says which source a cell comes from."""
+
+_ATTRIBUTE = "scforge"
+_GROUP = "scforge"
+_ENCODING = {"encoding-type": "annbatch-preshuffled", "encoding-version": "0.1.0"}
+
+
+DATASET = "dataset_{}"
+"""Names of the groups with cells."""
+
+
+@dataclass(frozen=True)
+class StoreInfo:
+    """Description of a store, as :func:`scforge.data.convert` writes it; ``print(info)`` shows it.
+
+    Attributes
+    ----------
+    n_cells, n_nonzeros, n_genes
+        Number of cells, of counts above zero, and of genes of the vocabulary.
+    vocab_hash
+        Hash of the vocabulary with its medians.
+    counts_dtype
+        ``"uint16"``, or ``"uint32"`` if a count is above 65,535.
+    shuffled, seed
+        Whether the cells stand in random order, and the seed of that order.
+    chunk_size
+        Number of cells that stand together.
+    obs_columns
+        Columns of the table of cells, without those of scforge.
+    content_hash
+        SHA-256, hexadecimal, over `vocab_hash` and the hash of each dataset, as ASCII text. That of a dataset is the
+        SHA-256 over the raw bytes (little-endian) of its ``indptr`` (int64), ``indices`` (uint32) and ``data``
+        (uint32), and of each of `obs_columns` and ``scforge_source`` in that order: the codes (int32) of a categorical
+        column, the values of any other. How the arrays are compressed does not matter.
+    datasets
+        Of each dataset: ``n_cells``, ``n_nonzeros``, ``hash``.
+    sources
+        Of each source: ``name``, ``n_cells``, ``n_genes``, ``overlap`` (share of the vocabulary's genes that it has),
+        ``counts_kept``, and its fingerprint.
+    counts_kept
+        Share of all counts that lie in genes of the vocabulary.
+    options
+        Arguments of the conversion.
+    created, scforge_version
+        When (UTC) and by which scforge the store was written.
+    """
+
+    n_cells: int
+    n_nonzeros: int
+    n_genes: int
+    vocab_hash: str
+    counts_dtype: str
+    shuffled: bool
+    seed: int | None
+    chunk_size: int
+    obs_columns: list[str]
+    content_hash: str
+    datasets: list[dict[str, Any]]
+    sources: list[dict[str, Any]]
+    counts_kept: float
+    options: dict[str, Any]
+    created: str
+    scforge_version: str
+
+    @classmethod
+    def read(
+        cls, store: zarr.Group | str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+    ) -> StoreInfo:
+        """Read the description of a store.
+
+        Parameters
+        ----------
+        store
+            An open store, or its path or URL.
+        storage_options
+            Options for the file system of a URL, as for fsspec.
+
+        Raises
+        ------
+        MissingFileError
+            If there is nothing of that name.
+        DataError
+            If it is no store, or one that a conversion has not finished, or of a later scforge.
+        """
+        if isinstance(store, str | os.PathLike):
+            place, attributes = repr(os.fspath(store)), _attributes(store, storage_options)
+        else:
+            place, attributes = repr(str(store.store_path)), dict(store.attrs)
+        content = attributes.get(_ATTRIBUTE)
+        if not isinstance(content, dict):
+            raise DataError(f"{place} {_other_kind(attributes)}.")
+        version = content.get("format")
+        if type(version) is not int or version > FORMAT:
+            raise DataError(f"{place} has the format {version!r} of a later scforge; update scforge.")
+        known = {field.name for field in fields(cls)}
+        if missing := sorted(known - set(content)):
+            raise DataError(
+                f"{place} is a damaged store: its description lacks {missing[0]!r}; convert the data again."
+            )
+        return cls(**{name: value for name, value in content.items() if name in known})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the description as the attribute ``"scforge"`` of the store holds it."""
+        return {"format": FORMAT, **asdict(self)}
+
+    def attributes(self) -> dict[str, Any]:
+        """Return all attributes of the root of the store, which make it a collection of annbatch as well."""
+        return {**_ENCODING, _ATTRIBUTE: self.to_json()}
+
+    def __len__(self) -> int:
+        return self.n_cells
+
+    def __str__(self) -> str:
+        seed = f"shuffled, seed {self.seed}" if self.shuffled else "in the order of the sources"
+        rows = {
+            "cells x genes": f"{self.n_cells:,} x {self.n_genes:,} ({seed})",
+            "genes a cell": f"{self.n_nonzeros / max(self.n_cells, 1):,.1f}, counts as {self.counts_dtype}",
+            "datasets": f"{len(self.datasets):,}",
+            "obs": ", ".join(self.obs_columns) or "no columns",
+            "counts kept": f"{self.counts_kept:.1%}",
+            "content": self.content_hash[:16],
+            "written": f"{self.created} by scforge {self.scforge_version}",
+        }
+        return "\n".join(f"{name:<25}{value}" for name, value in rows.items())
+
+
+def partial_path(path: str | os.PathLike[str]) -> Path:
+    """Return the folder beside `path` that holds a store while it is being written."""
+    path = Path(path)
+    return path.with_name(f".{path.name}.partial")
+
+
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a URL of a file system that fsspec knows, e.g. ``"s3://bucket/store.zarr"``."""
+    return "://" in os.fspath(path)
+
+
+def is_store(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> bool:
+    """Whether `path` (or a URL) is a whole store of scforge; False where there is nothing."""
+    try:
+        attributes = _attributes(path, storage_options)
+    except (DataError, MissingFileError):
+        return False
+    return isinstance(attributes.get(_ATTRIBUTE), dict)
+
+
+def open_store_group(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None
+) -> tuple[zarr.Group, StoreInfo]:
+    """Open a store for reading, with its description.
+
+    Raises
+    ------
+    MissingFileError
+        If there is nothing of that name.
+    DataError
+        If it is no store, or one that a conversion has not finished.
+    """
+    import zarr
+
+    info = StoreInfo.read(path, storage_options)
+    # Path knows no "s3://"; zarr takes options for URLs only.
+    options = dict(storage_options or {}) if is_url(path) else None
+    return zarr.open_group(os.fspath(path), mode="r", storage_options=options), info
+
+
+def read_vocab(group: zarr.Group) -> GeneVocab:
+    """Return the vocabulary of an open store, with the medians of its genes.
+
+    Raises
+    ------
+    ModelFileError
+        If it is damaged.
+    """
+    content = bytes(np.asarray(_part(group, "vocab")).astype(np.uint8))
+    with tempfile.TemporaryDirectory() as folder:
+        # The checks of a file of a vocabulary, its checksum among them, are needed here, too.
+        file = Path(folder) / "vocab.json"
+        file.write_bytes(content)
+        return GeneVocab.from_file(file)
+
+
+def read_measured(group: zarr.Group) -> np.ndarray:
+    """Return which genes of the vocabulary each source has, bool, shape (n_sources, n_genes)."""
+    return np.asarray(_part(group, "measured")).astype(bool)
+
+
+def write_root(folder: Path, info: StoreInfo, vocab: GeneVocab, measured: np.ndarray) -> None:
+    """Write what stands beside the datasets of a store, and one list of all that is in it."""
+    import zarr
+
+    root = zarr.open_group(folder, mode="a", zarr_format=3)
+    part = root.create_group(_GROUP, overwrite=True)
+    part.create_array("vocab", data=_vocab_bytes(vocab))
+    part.create_array("measured", data=measured)
+    root.attrs.put(info.attributes())
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
+        zarr.consolidate_metadata(root.store)
+
+
+def _vocab_bytes(vocab: GeneVocab) -> np.ndarray:
+    with tempfile.TemporaryDirectory() as folder:
+        vocab.save(Path(folder) / "vocab.json")
+        return np.frombuffer((Path(folder) / "vocab.json").read_bytes(), dtype=np.uint8)
+
+
+def _part(group: zarr.Group, name: str) -> Any:
+    key = f"{_GROUP}/{name}"
+    if key not in group:
+        raise DataError(f"the store {str(group.store_path)!r} is damaged: it has no {key!r}; convert the data again.")
+    stored: Any = group[key]
+    return stored[...]
+
+
+def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the attributes of the root of a zarr folder; an empty dict where a folder is no zarr v3 group."""
+    import fsspec
+
+    name = os.fspath(path)
+    system, root = fsspec.core.url_to_fs(name, **(dict(storage_options or {}) if is_url(name) else {}))
+    root = root.rstrip("/")
+    try:
+        content = json.loads(system.cat_file(f"{root}/zarr.json"))
+    except (FileNotFoundError, NotADirectoryError):
+        return _without_metadata(system, root, name)
+    except ValueError as error:
+        raise DataError(f"{name!r} is no zarr folder: its zarr.json cannot be read ({first_line(error)}).") from error
+    attributes = content.get("attributes") if isinstance(content, dict) else None
+    return attributes if isinstance(attributes, dict) else {}
+
+
+def _without_metadata(system: Any, root: str, name: str) -> dict[str, Any]:
+    if system.isdir(root):
+        return {"encoding-type": "anndata"} if system.exists(f"{root}/.zattrs") else {}
+    if system.exists(root):
+        raise DataError(f"{name!r} is a file, but a store is a folder; scforge convert FILE -o STORE makes one of it.")
+    folder, _, last = root.rpartition("/")
+    if system.exists(f"{folder}/.{last}.partial"):
+        raise DataError(f"{name!r} is incomplete: run the same scforge convert again to continue.")
+    raise MissingFileError(f"the store {name!r} does not exist.")
+
+
+def _other_kind(attributes: Mapping[str, Any]) -> str:
+    """Say what a folder that is no store is."""
+    kind = attributes.get("encoding-type")
+    if kind == "anndata":
+        return "is an AnnData, not a store; scforge convert SOURCE -o STORE makes one of it"
+    if kind == _ENCODING["encoding-type"]:
+        return "is a collection of annbatch that scforge has not written; convert its data with scforge convert"
+    return "is a folder without a store; name one that scforge convert has written"
