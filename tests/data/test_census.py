@@ -1,0 +1,358 @@
+"""The Census: a real SOMA collection, laid out as the Census is, is written here and read with the real clients."""
+
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import anndata
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import sparse
+
+import scforge
+from scforge.data import CellOrder, CensusQuery, GeneVocab, open_cells
+from scforge.data.windows import Window
+from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning
+
+tiledbsoma = pytest.importorskip("tiledbsoma", reason="the clients of the Census have an environment of their own")
+import pyarrow as pa  # noqa: E402 -- comes with them
+
+N_CELLS, N_GENES = 600, 300
+
+
+@pytest.fixture(scope="module")
+def adata():
+    """Counts shaped like the Census, in some genes of its annotation and a few others."""
+    rng = np.random.default_rng(0)
+    vocab = GeneVocab.named("human_protein_coding")
+    counts = sparse.random(N_CELLS, N_GENES, density=0.2, format="csr", random_state=rng, dtype=np.float32)
+    counts.data = rng.integers(1, 30, counts.nnz).astype(np.float32)
+    obs = pd.DataFrame(
+        {
+            "cell_type": pd.Categorical(rng.choice(["T cell", "B cell", "monocyte"], N_CELLS)),
+            "tissue": pd.Categorical(rng.choice(["lung", "heart", "Crohn's gut"], N_CELLS)),
+            "is_primary_data": rng.random(N_CELLS) < 0.7,
+            "nnz": np.diff(counts.indptr).astype(np.int64),
+            "raw_sum": np.asarray(counts.sum(axis=1)).ravel(),
+        },
+        index=np.arange(N_CELLS).astype(str),
+    )
+    genes = [*vocab.genes[: N_GENES - 20], *(f"ENSG0099{i:07d}" for i in range(20))]
+    symbols = [*vocab.symbols[: N_GENES - 20], *(f"NOVEL{i}" for i in range(20))]
+    return anndata.AnnData(counts, obs=obs, var=pd.DataFrame({"feature_name": symbols}, index=genes))
+
+
+def write_experiment(parent, organism, adata, *, obs=None):
+    """Create an experiment as the builders of the Census do, and write its parts."""
+    obs = (adata.obs if obs is None else obs).reset_index(drop=True)
+    obs.insert(0, "soma_joinid", np.arange(len(obs)))
+    var = adata.var.rename_axis("feature_id").reset_index()
+    var.insert(0, "soma_joinid", np.arange(len(var)))
+    parts = []
+    with parent.add_new_collection(organism, kind=tiledbsoma.Experiment) as experiment:
+        tables = {"obs": (experiment, obs)}
+        with (
+            experiment.add_new_collection("ms") as ms,
+            ms.add_new_collection("RNA", kind=tiledbsoma.Measurement) as rna,
+        ):
+            tables["var"] = (rna, var)
+            for key, (holder, frame) in tables.items():
+                table = pa.Table.from_pandas(frame, preserve_index=False)
+                holder.add_new_dataframe(key, schema=table.schema, domain=[(0, len(frame) - 1)]).close()
+                parts.append((holder[key].uri, table))
+            with rna.add_new_collection("X") as layers:
+                layers.add_new_sparse_ndarray("raw", type=pa.float32(), shape=adata.shape).close()
+                parts.append((layers["raw"].uri, pa.SparseCOOTensor.from_scipy(adata.X.tocoo())))
+    return parts
+
+
+@pytest.fixture(scope="module")
+def uri(adata, tmp_path_factory):
+    """A folder laid out as the Census is, with one organism."""
+    return write_census(tmp_path_factory.mktemp("soma") / "census", adata)
+
+
+def write_census(path, adata, **options):
+    with tiledbsoma.Collection.create(str(path)) as root, root.add_new_collection("census_data") as data:
+        parts = write_experiment(data, "homo_sapiens", adata, **options)
+    for part, content in parts:
+        with tiledbsoma.open(part, "w") as array:
+            array.write(content)
+    return str(path)
+
+
+@pytest.fixture
+def vocab(adata):
+    return GeneVocab.from_genes(list(adata.var_names[10:250]))
+
+
+def same_cells(block, expected):
+    """Compare a block with that of an AnnData; positions in the two sources differ."""
+    for part in ("indptr", "genes", "counts", "totals", "measured"):
+        np.testing.assert_array_equal(getattr(block, part), getattr(expected, part))
+        assert getattr(block, part).dtype == getattr(expected, part).dtype
+
+
+@pytest.mark.parametrize("below", ["", "/census_data", "/census_data/homo_sapiens"])
+def test_blocks_are_those_of_the_anndata(uri, adata, vocab, below):
+    cells = CensusQuery(uri=uri + below, obs=["cell_type"]).open(vocab)
+    expected = open_cells(adata, vocab)
+    assert len(cells) == N_CELLS
+    rows = np.array([5, 599, 5, 17, 0])
+    same_cells(cells.block(rows), expected.block(rows))
+    np.testing.assert_array_equal(cells.block(rows).rows, rows)
+    same_cells(cells.block(np.arange(N_CELLS)), expected.block(np.arange(N_CELLS)))
+    assert len(cells.block(np.array([], dtype=np.int64))) == 0
+    assert cells.column("cell_type").tolist() == adata.obs["cell_type"].tolist()
+    assert cells.overlap == expected.overlap
+    assert cells.counts_kept == pytest.approx(expected.counts_kept)
+
+
+@pytest.mark.parametrize(
+    "filters",
+    [
+        {"tissue": ["lung", "heart"], "is_primary_data": True},
+        {"tissue": "Crohn's gut"},
+        {"is_primary_data": [True, False], "nnz": 60},
+        {"raw_sum": [800.0, 900.0, 850.0]},
+        "tissue == 'lung' and nnz > 55",
+    ],
+)
+@pytest.mark.filterwarnings("ignore:filters")
+def test_filters_choose_the_same_cells_as_pandas(uri, adata, vocab, filters):
+    obs = adata.obs
+    if isinstance(filters, str):
+        keep = (obs["tissue"] == "lung") & (obs["nnz"] > 55)
+    else:
+        keep = np.logical_and.reduce([obs[key].isin(np.atleast_1d(value)) for key, value in filters.items()])
+    assert keep.any()
+    cells = CensusQuery(uri=uri, filters=filters, obs=["tissue"]).open(vocab)
+    part = adata[np.asarray(keep)].copy()
+    np.testing.assert_array_equal(cells.joinids, np.flatnonzero(keep))
+    same_cells(cells.block(np.arange(len(cells))), open_cells(part, vocab).block(np.arange(len(part))))
+    assert cells.column("tissue").cat.categories.tolist() == part.obs["tissue"].cat.categories.tolist()
+
+
+def test_symbols_find_their_column(uri, adata):
+    vocab = GeneVocab.from_genes(list(adata.var["feature_name"][:200]))
+    expected = open_cells(adata, vocab, gene_key="feature_name")
+    same_cells(CensusQuery(uri=uri).open(vocab).block(np.arange(9)), expected.block(np.arange(9)))
+    with pytest.raises(GeneMismatchError):
+        CensusQuery(uri=uri, gene_key="feature_id").open(vocab)
+
+
+def test_without_a_vocabulary_all_genes_are_taken(uri, adata):
+    cells = CensusQuery(uri=uri).open()
+    assert cells.vocab.genes == tuple(adata.var_names)
+    assert cells.measured.all()
+
+
+def test_gene_filter_leaves_library_sizes_alone(uri, adata, vocab):
+    genes = list(adata.var_names[10:90])
+    with pytest.warns(ScforgeWarning, match="80 of the 240 genes"):
+        cells = CensusQuery(uri=uri, gene_filter={"feature_id": genes}).open(vocab)
+    assert set(np.array(vocab.genes)[cells.measured]) == set(genes)
+    block = cells.block(np.arange(50))
+    assert block.genes.max() < 80
+    np.testing.assert_allclose(block.totals, adata.obs["raw_sum"][:50])
+
+
+def test_a_stream_gives_batches_and_reads_windows(uri, adata, vocab):
+    cells = CensusQuery(uri=uri).open(vocab, chunk_size=16)
+    order = CellOrder(np.arange(N_CELLS), batch_size=20, chunk_size=16, window_cells=100, seed=1)
+    reader = cells._reader
+    before, most = reader.n_read, 0
+    expected = open_cells(adata, vocab)
+    batches = [batch for window in order.windows() for batch in window.batches()]
+    for i, block in enumerate(cells.stream(order.windows())):
+        np.testing.assert_array_equal(block.rows, batches[i])
+        same_cells(block, expected.block(batches[i]))
+        most = max(most, reader.n_read - before - 20 * i)
+    assert i == len(batches) - 1
+    assert reader.n_read - before == N_CELLS
+    # What is read ahead of its use is the rest of a window, and the next one.
+    assert most <= 200
+
+
+def test_a_stream_can_be_left_in_the_middle(uri, vocab):
+    cells = CensusQuery(uri=uri).open(vocab)
+    windows = [Window(np.arange(i, i + 50), np.array([25, 50]), 3) for i in range(0, 500, 50)]
+    reader = cells._reader
+    before = reader.n_read
+    stream = cells.stream(windows)
+    assert next(stream).draw == 3
+    stream.close()
+    assert reader.n_read - before <= 150
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("scforge-soma")]
+
+
+def test_lengths_come_from_nnz_or_are_counted(uri, adata, vocab, tmp_path):
+    np.testing.assert_array_equal(CensusQuery(uri=uri).open(vocab).n_expressed, adata.obs["nnz"])
+    plain = write_census(tmp_path / "plain", adata, obs=adata.obs[["cell_type"]])
+    np.testing.assert_array_equal(CensusQuery(uri=plain).open(vocab).n_expressed, open_cells(adata, vocab).n_expressed)
+
+
+def test_tokens_are_those_of_the_anndata(uri, adata):
+    vocab = GeneVocab.named("human_protein_coding")
+    tokenizer = scforge.tokenizers.get_tokenizer("rank_value", vocab, use_medians=False)
+    rows = np.arange(0, N_CELLS, 7)
+    ours = tokenizer(CensusQuery(uri=uri).open(vocab).block(rows))
+    theirs = tokenizer(open_cells(adata, vocab, whole_annotation=True).block(rows))
+    for key in theirs:
+        np.testing.assert_array_equal(ours[key], theirs[key])
+
+
+def test_a_sample_is_of_the_cells_asked_for(uri, adata, vocab):
+    cells = CensusQuery(uri=uri, obs=["tissue"]).open(vocab, chunk_size=32)
+    rows = np.arange(100, 500)
+    sample = cells.sample(60, rows=rows, seed=2)
+    assert len(sample) == 60
+    places = sample.obs.index.to_numpy()
+    assert np.isin(places, rows).all()
+    same_cells(sample.block(np.arange(60)), open_cells(adata, vocab).block(places))
+
+
+def test_another_vocabulary_needs_no_second_query(uri, adata, vocab):
+    other = GeneVocab.from_genes(list(adata.var_names[100:200]))
+    cells = CensusQuery(uri=uri).open(vocab).with_vocab(other)
+    same_cells(cells.block(np.arange(20)), open_cells(adata, other).block(np.arange(20)))
+
+
+def test_streams_hold_all_genes_of_the_query(uri, adata):
+    query = CensusQuery(uri=uri, filters={"is_primary_data": True}, obs=["cell_type"])
+    (stream,) = query.streams()
+    kept = adata[adata.obs["is_primary_data"]]
+    assert stream.n_cells == len(kept)
+    assert stream.n_entries == kept.X.nnz
+    assert stream.var.index.tolist() == adata.var_names.tolist()
+    obs = stream.obs()
+    assert list(obs.columns) == ["cell_type"]
+    assert obs.index.tolist() == kept.obs_names.tolist()
+    assert obs["cell_type"].tolist() == kept.obs["cell_type"].tolist()
+    assert stream.obs(["tissue"])["tissue"].tolist() == kept.obs["tissue"].tolist()
+    parts = list(stream.chunks(100))
+    assert parts[0][0] == 100
+    assert (sparse.vstack([part for _, part in parts]) != kept.X[100:]).nnz == 0
+    assert stream.fingerprint() == query.streams()[0].fingerprint()
+    assert stream.fingerprint() != CensusQuery(uri=uri).streams()[0].fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"organism": "mus_musculus"}, OptionError, r"organism='mus_musculus' is not in .*it has: 'homo_sapiens'"),
+        ({"organism": "homo_sapien"}, OptionError, "did you mean 'homo_sapiens'"),
+        ({"obs": ["celltype"]}, DataError, "obs names 'celltype'.*did you mean 'cell_type'"),
+        ({"filters": {"tisue": "lung"}}, DataError, "filters names 'tisue'.*did you mean 'tissue'"),
+        (
+            {"filters": {"is_primary_data": "true"}},
+            OptionError,
+            "'is_primary_data'.*='true' does not fit.*true or false",
+        ),
+        ({"filters": "tissue =="}, DataError, "obs of .* cannot be read: Could not parse"),
+        (
+            {"filters": {"tissue": "lung", "cell_type": "neuron"}},
+            DataError,
+            r"no cell of .*of 600 cells, each filter alone leaves 'tissue' \d+, 'cell_type' 0; loosen them",
+        ),
+        ({"gene_filter": {"feature_id": "none"}}, DataError, "no gene of .*gene_filter"),
+        ({"gene_key": "feature_nam"}, DataError, "did you mean 'feature_name'"),
+        ({"measurement": "rna"}, DataError, "measurement='rna'.*did you mean 'RNA'"),
+        ({"layer": "counts"}, DataError, "layer='counts' is not in .*it has: 'raw'"),
+    ],
+)
+def test_mistakes_are_one_sentence(uri, options, error, message):
+    with pytest.raises(error, match=message) as caught:
+        CensusQuery(uri=uri, **options).open()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_value_that_no_cell_has_is_told(uri, vocab):
+    with pytest.warns(ScforgeWarning, match="'livr', which no cell has"):
+        CensusQuery(uri=uri, filters={"tissue": ["lung", "livr"]}).open(vocab)
+
+
+def test_what_is_no_experiment(uri, tmp_path):
+    with pytest.raises(MissingFileError, match=r"uri='.*nowhere' does not exist"):
+        CensusQuery(uri=tmp_path / "nowhere").open()
+    with pytest.raises(DataError, match="is a SOMA DataFrame"):
+        CensusQuery(uri=f"{uri}/census_data/homo_sapiens/obs").open()
+    config = {"vfs.s3.endpoint_override": "127.0.0.1:1", "vfs.s3.scheme": "http", "vfs.s3.region": "us-east-1"}
+    with pytest.raises(DataError, match=r"uri='s3://bucket/soma' cannot be read: .*127\.0\.0\.1") as caught:
+        CensusQuery(uri="s3://bucket/soma", tiledb_config=config).open()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("change", "message"), [(0.5, "not whole numbers"), (-40, "negative values")])
+def test_values_that_are_no_counts(adata, vocab, tmp_path, change, message):
+    bad = adata.copy()
+    bad.X.data[-1] += change
+    uri = write_census(tmp_path / "bad", bad)
+    # The cells that are looked at when a query is opened are among those of so small a one.
+    with pytest.raises(DataError, match=message):
+        CensusQuery(uri=uri).open(vocab)
+
+
+def test_a_cell_without_counts(adata, vocab, tmp_path):
+    bad = adata.copy()
+    bad.X.data[bad.X.indptr[7] : bad.X.indptr[8]] = 0
+    uri = write_census(tmp_path / "empty", bad)
+    with pytest.raises(DataError, match="without any count .*soma_joinid 7"):
+        CensusQuery(uri=uri).open(vocab)
+    assert len(CensusQuery(uri=uri, filters="soma_joinid > 7").open(vocab)) == N_CELLS - 8
+
+
+@pytest.fixture
+def directory(uri, monkeypatch):
+    """The directory of releases, served here: the client looks it up at fixed places."""
+    release = {
+        "release_date": None,
+        "release_build": "2025-01-30",
+        "soma": {"uri": uri, "relative_uri": uri, "s3_region": None},
+        "h5ads": {"uri": uri, "relative_uri": uri, "s3_region": None},
+    }
+    mirrors = {"default": "here", "here": {"provider": "file", "base_uri": "file://", "region": None}}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            content = {"stable": "2025-01-30", "2025-01-30": release} if "release" in self.path else mirrors
+            body = pd.io.json.ujson_dumps(content).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments):
+            """Keep the output of the tests clean."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    import cellxgene_census._release_directory as places
+
+    root = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setattr(places, "CELL_CENSUS_RELEASE_DIRECTORY_URL", f"{root}/release.json")
+    monkeypatch.setattr(places, "CELL_CENSUS_MIRRORS_DIRECTORY_URL", f"{root}/mirrors.json")
+    yield root
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_the_census_is_opened_by_version(directory, adata, vocab):
+    cells = CensusQuery(filters={"is_primary_data": True}).open(vocab)
+    assert len(cells) == adata.obs["is_primary_data"].sum()
+    assert cells.place == "census:2025-01-30/homo_sapiens"
+    with pytest.raises(OptionError, match=r"census_version='2025-01-31' is not known; did you mean '2025-01-30'"):
+        CensusQuery(census_version="2025-01-31").open(vocab)
+
+
+def test_the_census_out_of_reach(monkeypatch):
+    import cellxgene_census._release_directory as places
+
+    monkeypatch.setattr(places, "CELL_CENSUS_RELEASE_DIRECTORY_URL", "http://127.0.0.1:1/release.json")
+    message = r"the CELLxGENE Census \(census_version='stable'\) cannot be read: .*; check the connection"
+    with pytest.raises(DataError, match=message) as caught:
+        CensusQuery().open()
+    assert re.fullmatch(r"[^\n]+\.", str(caught.value))

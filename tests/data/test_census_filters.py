@@ -1,0 +1,59 @@
+import numpy as np
+import pytest
+
+from scforge.data import CensusQuery
+from scforge.data.census_filters import conditions, joined
+from scforge.errors import OptionError
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        (None, None),
+        ({}, None),
+        ({"tissue": "lung"}, "tissue == 'lung'"),
+        ({"tissue": ["lung", "heart"]}, "tissue in ['lung', 'heart']"),
+        ({"tissue": ("lung",)}, "tissue == 'lung'"),
+        ({"is_primary_data": True, "nnz": 5}, "(is_primary_data == True) and (nnz == 5)"),
+        (
+            {"is_primary_data": [True, False], "n": 1},
+            "(is_primary_data == True or is_primary_data == False) and (n == 1)",
+        ),
+        ({"disease": 'Crohn\'s "disease"'}, "disease == 'Crohn\\'s \"disease\"'"),
+        ({"cell type": "a"}, "attr('cell type') == 'a'"),
+        ({"in": ["a", "b"]}, "attr('in') in ['a', 'b']"),
+        ({"nnz": np.array([1, 2])}, "nnz in [1, 2]"),
+        ({"is_primary_data": np.bool_(True)}, "is_primary_data == True"),
+        ("nnz > 5 or nnz < 2", "nnz > 5 or nnz < 2"),
+    ],
+)
+def test_conditions(filters, expected):
+    assert joined(conditions(filters)) == expected
+    assert CensusQuery(filters=filters).value_filter == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"filters": {"tissue": []}}, r"filters\['tissue'\]=\[\] allows no value"),
+        ({"filters": {"tissue": None}}, "holds None"),
+        ({"filters": {"tissue": {"not": "lung"}}}, "holds {'not': 'lung'}"),
+        ({"filters": {1: "lung"}}, "the key 1"),
+        ({"filters": ["lung"]}, "of type 'list'"),
+        ({"filters": "  "}, "is empty"),
+        ({"gene_filter": {"feature_id": []}}, "gene_filter"),
+        ({"obs": "cell_type"}, r"give a list of columns, \['cell_type'\]"),
+        ({"organism": None}, "organism=None is not text"),
+    ],
+)
+def test_what_is_no_filter(options, message):
+    with pytest.raises(OptionError, match=message):
+        CensusQuery(**options)
+
+
+@pytest.mark.parametrize(("uri", "module"), [(None, "cellxgene_census"), ("census", "tiledbsoma")])
+def test_missing_clients_are_told_with_the_remedy(monkeypatch, uri, module):
+    monkeypatch.setitem(__import__("sys").modules, module, None)
+    message = rf"needs the package '{module}'.*pip install \"scforge\[census\]\" into an environment of its own"
+    with pytest.raises(OptionError, match=message):
+        CensusQuery(uri=uri).open()
