@@ -104,13 +104,15 @@ def test_backed(tiny_adata, tiny_vocab, tmp_path):
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
     backed = ad.read_h5ad(tmp_path / "a.h5ad", backed="r")
     with pytest.raises(DataError, match=r"a\.h5ad.*to_memory"):
-        open_cells(backed, tiny_vocab)
+        check_adata(backed)
+    with pytest.raises(DataError, match=r"a part of an AnnData backed by .*a\.h5ad.*to_memory"):
+        open_cells(backed[:10], tiny_vocab)
     backed.file.close()
 
 
-@pytest.mark.parametrize("thing", [None, 3, np.ones((2, 2)), "cells.h5ad"])
+@pytest.mark.parametrize("thing", [None, 3, np.ones((2, 2))])
 def test_not_an_anndata(thing, tiny_vocab):
-    with pytest.raises(OptionError, match=f"adata is of type '{type(thing).__name__}'"):
+    with pytest.raises(OptionError, match=f"source is of type '{type(thing).__name__}'"):
         open_cells(thing, tiny_vocab)
     with pytest.raises(OptionError, match="query is of type"):
         check_adata(thing, argument="query")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scforge.data.id_kinds import recognise_ids
-from scforge.data.mapping import MIN_OVERLAP, names_of
+from scforge.data.mapping import MIN_OVERLAP, GeneMap, map_names, names_of
 from scforge.data.vocab import GeneVocab, strip_version
-from scforge.errors import DataError, GeneMismatchError, listing
+from scforge.errors import DataError, GeneMismatchError, ScforgeWarning, listing
 
 if TYPE_CHECKING:
     from scforge.data.streams import CellStream
 
-__all__ = ["check_shared", "stream_genes", "union_vocab"]
+__all__ = ["check_shared", "map_streams", "stream_genes", "union_vocab"]
 
 
 def stream_genes(stream: CellStream, gene_key: str | None = None) -> np.ndarray:
@@ -72,3 +74,70 @@ def union_vocab(streams: Sequence[CellStream], gene_key: str | None = None) -> G
     names = [stream_genes(stream, gene_key) for stream in streams]
     check_shared({stream.name: found for stream, found in zip(streams, names, strict=True)})
     return GeneVocab(tuple(dict.fromkeys(strip_version(name) for found in names for name in found)))
+
+
+def map_streams(
+    streams: Sequence[CellStream],
+    vocab: GeneVocab | None,
+    *,
+    gene_key: str | None = None,
+    min_overlap: float = MIN_OVERLAP,
+    whole: bool | None = None,
+    stacklevel: int = 2,
+) -> tuple[GeneVocab, list[GeneMap]]:
+    """Map the genes of each source onto one vocabulary.
+
+    Parameters
+    ----------
+    streams
+        The sources.
+    vocab
+        The vocabulary; None takes all genes of all sources.
+    gene_key
+        Column of var with the gene names; None reads ``var_names``.
+    min_overlap, whole
+        As for :func:`scforge.data.mapping.map_names`; `whole` is None: what the release of the vocabulary tells.
+    stacklevel
+        As for :func:`warnings.warn`, counted from the caller.
+
+    Raises
+    ------
+    DataError
+        If gene names cannot be used.
+    GeneMismatchError
+        If too few genes of the vocabulary are in a source, or sources share hardly any gene.
+
+    Warns
+    -----
+    ScforgeWarning
+        As :func:`scforge.data.mapping.map_names` does, with the name of the source.
+    """
+    if vocab is None:
+        vocab, min_overlap, whole = union_vocab(streams, gene_key), 0.0, True
+    elif whole is None:
+        whole = not vocab.chosen_from_data
+    maps = []
+    for stream in streams:
+        names = stream_genes(stream, gene_key)
+        with _named(stream, stacklevel + 1):
+            mapped = map_names(
+                names, vocab, min_overlap=min_overlap, whole=whole, var=stream.var, gene_key=gene_key, stacklevel=2
+            )
+        maps.append(mapped)
+    return vocab, maps
+
+
+@contextlib.contextmanager
+def _named(stream: CellStream, stacklevel: int) -> Iterator[None]:
+    """Put the name of a file before what is told of its genes, which says ``adata`` whatever the source."""
+    prefix = "" if stream.name == "adata" else f"{stream.name!r}: "
+    told: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", ScforgeWarning)
+            yield
+    except GeneMismatchError as error:
+        raise GeneMismatchError(f"{prefix}{error}") from error
+    for warning in told:
+        # Two more: this generator, and the context manager around it.
+        warnings.warn(f"{prefix}{warning.message}", warning.category, stacklevel=stacklevel + 2)

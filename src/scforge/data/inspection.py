@@ -187,7 +187,7 @@ def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.
 
 def _raw_holds_counts(opened: StoredAdata) -> bool:
     try:
-        return _summary(Matrix.of(opened.file["raw/X"], repr(opened.path)))[2] is None
+        return _summary(Matrix.of(opened.file["raw/X"], opened.path))[2] is None
     except DataError:
         return False
 

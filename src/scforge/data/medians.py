@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numba
 import numpy as np
 
 from scforge._constants import TARGET_SUM
-from scforge.data.cells import CellBlock
+from scforge.data.cells import CellBlock, CellSource
 from scforge.data.checks import check_adata, value_problem
 from scforge.data.compressed import row_sums
 from scforge.data.h5ad import open_h5ad
@@ -104,19 +104,36 @@ def _centre(bins: np.ndarray) -> np.ndarray:
     return 2 * low * _RATIO / (1 + _RATIO)
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def _fill(histogram, indptr, genes, counts, totals):
     n_cells = len(indptr) - 1
     for cell in range(n_cells):
+        most = totals[cell] * (1.0 + 1e-6)  # counts are float32, which rounds
+        least = totals[cell] * _LOWEST / TARGET_SUM
         for entry in range(indptr[cell], indptr[cell + 1]):
-            most = totals[cell] * (1.0 + 1e-6)  # counts are float32, which rounds
-            if not (0.0 < counts[entry] <= most and totals[cell] * _LOWEST <= TARGET_SUM * counts[entry]):
+            if not (0.0 < counts[entry] <= most and least <= counts[entry]):
                 return False
+    # Gene by gene: the histograms of all genes are too large for the caches of a processor.
+    stops = np.zeros(len(histogram) + 1, dtype=np.int64)
+    for entry in range(indptr[0], indptr[n_cells]):
+        stops[genes[entry] + 1] += 1
+    stops = np.cumsum(stops)
+    places = np.empty(stops[-1], dtype=np.int16)
+    scale = 1.0 / np.log(_RATIO)
+    logs = np.log(np.arange(1, 256)) * scale  # most counts are small
     for cell in range(n_cells):
+        log_factor = np.log(TARGET_SUM / totals[cell] / _LOWEST) * scale if totals[cell] > 0 else 0.0
         for entry in range(indptr[cell], indptr[cell + 1]):
-            value = TARGET_SUM * counts[entry] / totals[cell]
-            place = int(np.floor(np.log(value / _LOWEST) / np.log(_RATIO)))
-            histogram[genes[entry], min(max(place, 0), histogram.shape[1] - 1)] += 1
+            count = counts[entry]
+            small = count < 256 and count == int(count)
+            place = int(log_factor + (logs[int(count) - 1] if small else np.log(count) * scale))
+            places[stops[genes[entry]]] = min(max(place, 0), histogram.shape[1] - 1)
+            stops[genes[entry]] += 1
+    first = 0
+    for gene in range(len(histogram)):
+        for place in places[first : stops[gene]]:
+            histogram[gene, place] += 1
+        first = stops[gene]
     return True
 
 
@@ -168,14 +185,9 @@ def measure_medians(
     vocab = open_vocab(vocab)
     if not isinstance(source, str | os.PathLike | Sequence):
         check_adata(source, argument="source")
-        cells = open_cells(
-            source,
-            vocab,
-            layer=layer,
-            gene_key=gene_key,
-            whole_annotation=not vocab.chosen_from_data,
-            min_overlap=min_overlap,
-        )
+        # The cells of an AnnData are in memory.
+        cells = cast(CellSource, open_cells(source, vocab, layer=layer, gene_key=gene_key, min_overlap=min_overlap))
+        assert isinstance(cells, CellSource)
         return vocab.with_medians(gene_medians(cells.counts, cells.totals))
     paths = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not paths:

@@ -55,13 +55,14 @@ class AdataStream:
         return self._adata.var
 
     @cached_property
-    def _counts(self) -> sparse.csr_matrix:
+    def counts(self) -> sparse.csr_matrix:
+        """Counts of all cells and genes, checked."""
         return counts_of(self._adata, self._layer)
 
     @property
     def n_entries(self) -> int:
         """Number of counts above zero, about."""
-        return self._counts.nnz
+        return self.counts.nnz
 
     @cached_property
     def _obs(self) -> pd.DataFrame:
@@ -77,7 +78,7 @@ class AdataStream:
 
     def chunks(self, start: int = 0) -> Iterator[tuple[int, sparse.csr_matrix]]:
         """Yield rows from `start` on, as ``(first row, CSR matrix of all genes)``."""
-        counts = self._counts
+        counts = self.counts
         while start < self.n_cells:
             end = int(np.searchsorted(counts.indptr, counts.indptr[start] + ENTRIES, side="right")) - 1
             stop = min(max(end, start + 1), start + ROWS)
@@ -87,7 +88,7 @@ class AdataStream:
     def fingerprint(self) -> dict[str, int | float | str]:
         """Return what tells these cells from others: digests of counts, names and obs."""
         digest = hashlib.blake2b(digest_size=16)
-        for part in (self._counts.indptr.astype(np.int64), self._counts.indices, self._counts.data):
+        for part in (self.counts.indptr.astype(np.int64), self.counts.indices, self.counts.data):
             digest.update(str(part.dtype).encode())
             digest.update(np.ascontiguousarray(part))
         return {

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from scforge.data.remote import is_url, open_group, remote_file_system
 from scforge.data.stream_errors import reading
 from scforge.data.stream_stored import StoredAdata
-from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, listing
+from scforge.errors import DataError, MissingFileError
 
-__all__ = ["UrlPlace", "ZarrPlace", "expand_url", "file_system", "is_url", "is_zarr"]
+__all__ = ["UrlPlace", "ZarrPlace", "expand_url", "is_collection", "is_zarr"]
 
 _BLOCK = 2**22
 """Bytes that are fetched of an h5ad file at a time; 32 such blocks are kept."""
@@ -21,42 +22,11 @@ _BLOCK = 2**22
 _MARKS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
 """What file systems say of a file that changes with it, the surest first."""
 
+_FILES = (".h5ad", ".h5mu")
+_COLLECTION = "annbatch-preshuffled"
+
 _METADATA = ("zarr.json", ".zgroup", ".zattrs")
 """Files of which a zarr folder has one."""
-
-
-def is_url(path: str) -> bool:
-    """Whether `path` is a URL of a file system that fsspec knows, e.g. ``"s3://bucket/cells.h5ad"``."""
-    return "://" in path
-
-
-def file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
-    """Return the file system of a URL, and the path on it.
-
-    Raises
-    ------
-    OptionError
-        If its kind is not known, its client is not installed, or it does not take the options.
-    """
-    import fsspec
-
-    protocol = url.split("://", 1)[0].split("::")[-1]
-    try:
-        system, path = fsspec.core.url_to_fs(url, **(options or {}))
-    except ImportError as error:
-        clients = 'pip install "scforge[cloud]"'
-        raise OptionError(f"{url!r} needs a client that is not installed ({error}); run: {clients}") from error
-    except ValueError as error:
-        if protocol in fsspec.available_protocols():
-            raise OptionError(f"{url!r} cannot be opened with these storage_options: {error}.") from error
-        known = ("file", "gs", "http", "https", "memory", "s3")
-        raise OptionError(
-            f"{url!r} is of no file system that fsspec knows{did_you_mean(protocol, known) or ';'} "
-            f"(known, among others: {listing(known)})"
-        ) from error
-    except TypeError as error:
-        raise OptionError(f"storage_options={listing(options or {})} do not suit {url!r}: {error}.") from error
-    return system, path
 
 
 def expand_url(url: str, options: Mapping[str, Any] | None = None) -> list[str]:
@@ -67,7 +37,7 @@ def expand_url(url: str, options: Mapping[str, Any] | None = None) -> list[str]:
     MissingFileError
         If there are none.
     """
-    system, path = file_system(url, options)
+    system, path = remote_file_system(url, options)
     with reading(repr(url)):
         found = sorted(system.unstrip_protocol(one) for one in system.glob(path))
     if not found:
@@ -79,11 +49,27 @@ def is_zarr(place: str, options: Mapping[str, Any] | None = None) -> bool:
     """Whether a path or URL is a zarr folder, and no file."""
     if not is_url(place):
         return Path(place).is_dir()
-    if Path(place).suffix in (".h5ad", ".h5mu", ".zarr"):
+    if Path(place).suffix in (*_FILES, ".zarr"):
         return place.endswith(".zarr")
-    system, path = file_system(place, options)
+    system, path = remote_file_system(place, options)
     with reading(repr(place)):
         return any(system.exists(f"{path.rstrip('/')}/{name}") for name in _METADATA)
+
+
+def is_collection(place: str, options: Mapping[str, Any] | None = None) -> bool:
+    """Whether a path or URL is a store of scforge, or another collection of annbatch."""
+    if is_url(place):
+        if Path(place).suffix in _FILES:
+            return False
+        system, path = remote_file_system(place, options)
+        with reading(repr(place)):
+            name = f"{path.rstrip('/')}/zarr.json"
+            content = system.cat_file(name) if system.exists(name) else b"{}"
+    else:
+        metadata = Path(place, "zarr.json")
+        content = metadata.read_bytes() if metadata.is_file() else b"{}"
+    with reading(repr(place), how="as a zarr folder"):
+        return json.loads(content).get("attributes", {}).get("encoding-type") == _COLLECTION
 
 
 class ZarrPlace:
@@ -98,24 +84,19 @@ class ZarrPlace:
         import zarr
 
         if is_url(self.name):
-            file_system(self.name, self._options)  # tells what is missing
-            with reading(repr(self.name), how="as a zarr folder"):
-                store: Any = zarr.storage.FsspecStore.from_url(
-                    self.name, storage_options=self._options or None, read_only=True
-                )
-                group = zarr.open_group(store, mode="r")
+            group = open_group(self.name, self._options)
+        elif not any((Path(self.name) / name).exists() for name in _METADATA):
+            raise DataError(f"{self.name!r} is a folder without zarr metadata; name an h5ad file or a zarr folder.")
         else:
-            if not any((Path(self.name) / name).exists() for name in _METADATA):
-                raise DataError(f"{self.name!r} is a folder without zarr metadata; name an h5ad file or a zarr folder.")
             with reading(repr(self.name), how="as a zarr folder"):
                 group = zarr.open_group(self.name, mode="r")
         yield StoredAdata.of(self.name, group, self._modality)
 
     def identity(self) -> dict[str, int | float | str]:
         """Return the size of all files, and a digest of their names, sizes and times of change (or ETags)."""
-        system, path = file_system(self.name if is_url(self.name) else os.fspath(Path(self.name).resolve()))
-        if is_url(self.name):
-            system, path = file_system(self.name, self._options)
+        url = self.name if is_url(self.name) else f"file://{Path(self.name).resolve()}"
+        system, path = remote_file_system(url, self._options if is_url(self.name) else None)
+        system.invalidate_cache()
         digest, size = hashlib.blake2b(digest_size=16), 0
         with reading(repr(self.name)):
             for name, found in sorted(system.find(path, detail=True).items()):
@@ -135,7 +116,7 @@ class UrlPlace:
         """Open it for reading, through a cache of the blocks used last."""
         import h5py
 
-        system, path = file_system(self.name, self._options)
+        system, path = remote_file_system(self.name, self._options)
         with contextlib.ExitStack() as opened:
             with reading(repr(self.name), how="as an h5ad file"):
                 file = opened.enter_context(system.open(path, "rb", block_size=_BLOCK, cache_type="blockcache"))
@@ -144,7 +125,8 @@ class UrlPlace:
 
     def identity(self) -> dict[str, int | float | str]:
         """Return size and ETag, or what else the file system tells of a file."""
-        system, path = file_system(self.name, self._options)
+        system, path = remote_file_system(self.name, self._options)
+        system.invalidate_cache()  # it may have listed the folder before
         with reading(repr(self.name)):
             found = system.info(path)
         return {"size": int(found["size"]), "mark": _mark(found)}

@@ -150,7 +150,7 @@ class StoredAdata:
                 f"{self.path!r} has no {name}; name a layer with counts{raw} (layers: {listing(self.layers)})."
             )
         with reading(f"{name!r} of {self.path!r}"):
-            matrix = Matrix.of(self.file[name], repr(self.path))
+            matrix = Matrix.of(self.file[name], self.path)
         if matrix.shape[1] != len(self.var) or not min(matrix.shape):
             raise DataError(
                 f"{name} of {self.path!r} has {matrix.shape[0]} cells x {matrix.shape[1]} genes, and the table of "

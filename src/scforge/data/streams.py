@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from scforge.data.h5ad import similar_file
+from scforge.data.remote import is_url
 from scforge.data.stream_adata import AdataStream
 from scforge.data.stream_files import BackedStream, FileStream, H5adPlace, Place
-from scforge.data.stream_remote import UrlPlace, ZarrPlace, expand_url, is_url, is_zarr
+from scforge.data.stream_remote import UrlPlace, ZarrPlace, expand_url, is_zarr
 from scforge.errors import DataError, MissingFileError, OptionError
 
 if TYPE_CHECKING:
     import pandas as pd
     from scipy import sparse
 
-__all__ = ["CellStream", "open_streams"]
+__all__ = ["CellStream", "is_query", "open_streams"]
 
 _OTHER_FORMATS = {
     ".csv": "a table of text",
@@ -102,8 +103,8 @@ def open_streams(
     source
         An AnnData in memory or backed by its file; a MuData, or an h5mu file, with `modality`; the path of an h5ad
         file or of an AnnData-zarr folder; a pattern of paths such as ``"data/*.h5ad"``, whose files are taken in
-        order of their names; a URL that fsspec knows (``s3://``, ``gs://``, ``file://``, ``memory://``); or a list
-        of those.
+        order of their names; a URL that fsspec knows (``s3://``, ``gs://``, ``file://``, ``memory://``); a
+        :class:`scforge.data.CensusQuery`; or a list of those.
     layer
         Layer with raw counts; None reads X.
     modality
@@ -125,7 +126,9 @@ def open_streams(
         raise OptionError("source=[] names no file; name at least one.")
     opened: list[CellStream] = []
     for place in places:
-        if isinstance(place, str | os.PathLike):
+        if is_query(place):
+            opened += place.streams()
+        elif isinstance(place, str | os.PathLike):
             opened += [
                 FileStream(_place(path, modality, storage_options), layer)
                 for path in _expanded(os.fspath(place), storage_options)
@@ -137,6 +140,11 @@ def open_streams(
         twice = next(stream.name for i, stream in enumerate(opened) if names[i] in names[:i])
         raise OptionError(f"source names {twice!r} twice; name each file once.")
     return opened
+
+
+def is_query(source: Any) -> bool:
+    """Whether `source` opens its cells itself, as a :class:`scforge.data.CensusQuery` does."""
+    return all(callable(getattr(type(source), name, None)) for name in ("open", "streams"))
 
 
 def _identity(stream: CellStream) -> object:

@@ -1,0 +1,282 @@
+"""One way to open cells: every form of the same cells gives the same blocks."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import anndata as ad
+import fsspec
+import h5py
+import mudata as md
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import sparse
+
+from scforge.data import GeneVocab, open_cells
+from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning
+
+FORMS = {"csr": sparse.csr_matrix, "csc": sparse.csc_matrix, "dense": lambda x: x.toarray()}
+
+
+def write_zarr(adata: ad.AnnData, path, version: int = 3) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of formats to come
+        with ad.settings.override(zarr_write_format=version):
+            adata.write_zarr(path)
+    return str(path)
+
+
+def mudata(adata: ad.AnnData) -> md.MuData:
+    """The cells with a second modality, of which they are not all."""
+    generator = np.random.default_rng(3)
+    protein = ad.AnnData(generator.poisson(5, (50, 4)).astype(np.float32), obs=pd.DataFrame(index=adata.obs_names[10:]))
+    protein.var_names = [f"protein{i}" for i in range(4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole = md.MuData({"rna": adata, "protein": protein})
+    whole.obs["donor"] = np.where(whole.obs_names < "cell3", "d1", "d2")
+    return whole
+
+
+def same(cells, expected) -> None:
+    rows = np.array([3, 59, 0, 3])
+    block, wanted = cells.block(rows), expected.block(rows)
+    for name in ("indptr", "genes", "counts", "totals", "rows", "measured"):
+        np.testing.assert_array_equal(getattr(block, name), getattr(wanted, name))
+        assert getattr(block, name).dtype == getattr(wanted, name).dtype
+    assert len(cells) == len(expected)
+    assert (cells.vocab, cells.overlap) == (expected.vocab, expected.overlap)
+    assert cells.counts_kept == pytest.approx(expected.counts_kept)
+    assert cells.column("batch").tolist() == expected.column("batch").tolist()
+    np.testing.assert_array_equal(cells.n_expressed, expected.n_expressed)
+
+
+@pytest.fixture
+def vocab(tiny_adata) -> GeneVocab:
+    """Some of the genes in another order, and one that the data do not have."""
+    return GeneVocab.from_genes([*tiny_adata.var_names[70:4:-1], "no such gene"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layer", [None, "raw"])
+def test_every_form(form, layer, tiny_adata, vocab, tmp_path):
+    expected = open_cells(tiny_adata.copy(), vocab)
+    counts = FORMS[form](tiny_adata.X)
+    tiny_adata.X = counts if layer is None else np.log1p(tiny_adata.X.toarray())
+    if layer is not None:
+        tiny_adata.layers["raw"] = counts
+    path = tmp_path / "a.h5ad"
+    tiny_adata.write_h5ad(path)
+    whole = mudata(tiny_adata)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole.write(tmp_path / "a.h5mu")
+    remote = fsspec.filesystem("memory")
+    remote.pipe("/cells/a.h5ad", path.read_bytes())
+    zarr = write_zarr(tiny_adata, tmp_path / "a.zarr")
+    remote.put(zarr, "/cells/a.zarr", recursive=True)
+    sources = {
+        "AnnData": tiny_adata,
+        "h5ad": path,
+        "file": f"file://{path}",
+        "memory": "memory://cells/a.h5ad",
+        "zarr": zarr,
+        "zarr 2": write_zarr(tiny_adata, tmp_path / "b.zarr", 2),
+        "remote zarr": "memory://cells/a.zarr",
+    }
+    if layer is None:
+        sources["backed"] = ad.read_h5ad(path, backed="r")
+    for source in sources.values():
+        same(open_cells(source, vocab, layer=layer), expected)
+    for source in (whole, tmp_path / "a.h5mu"):
+        cells = open_cells(source, vocab, layer=layer, modality="rna")
+        same(cells, expected)
+        assert cells.column("donor").tolist() == whole.obs["donor"].tolist()
+    if layer is None:
+        sources["backed"].file.close()
+    remote.rm("/cells", recursive=True)
+
+
+def test_counts_are_kept_in_the_smallest_type(tiny_adata, tmp_path):
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    assert open_cells(tmp_path / "a.h5ad").counts.dtype == np.uint8
+    tiny_adata.X[0, 0] = 70_000
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    cells = open_cells(tmp_path / "a.h5ad")
+    assert cells.counts.dtype == np.uint32
+    assert cells.counts[0, 0] == 70_000
+
+
+def test_several_sources(tiny_adata, tmp_path):
+    first, second = tiny_adata[:20, :50].copy(), tiny_adata[20:, 30:].copy()
+    first.obs["batch"] = pd.Categorical(["z"] * 20)
+    first.obs["only here"] = 1
+    first.write_h5ad(tmp_path / "a.h5ad")
+    place = write_zarr(second, tmp_path / "b.zarr")
+    cells = open_cells([tmp_path / "a.h5ad", place])
+    assert cells.vocab.genes == tuple(tiny_adata.var_names)
+    expected = tiny_adata.X.toarray()
+    expected[:20, 50:] = 0
+    expected[20:, :30] = 0
+    np.testing.assert_array_equal(cells.counts.toarray(), expected)
+    np.testing.assert_array_equal(cells.totals, expected.sum(axis=1))
+    assert cells.obs.index.tolist() == tiny_adata.obs_names.tolist()
+    assert cells.column("batch").cat.categories.tolist() == ["z", "x", "y"]
+    assert cells.column("scforge_source").tolist() == [str(tmp_path / "a.h5ad")] * 20 + [place] * 40
+    assert "only here" not in cells.obs
+    assert open_cells([first, place], obs=["group"]).obs.columns.tolist() == ["group"]
+    with pytest.raises(DataError, match=r"obs of '.*b\.zarr' has no column 'only here'"):
+        open_cells([tmp_path / "a.h5ad", place], obs=["only here"])
+
+
+def test_genes_of_a_file_are_told_with_its_name(tiny_adata, tmp_path):
+    tiny_adata.X = tiny_adata.X.toarray() + 1  # no cell is without the one gene below
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    other = tiny_adata.copy()
+    other.var_names = other.var["ensembl"]
+    other.write_h5ad(tmp_path / "b.h5ad")
+    with pytest.raises(GeneMismatchError, match=r"b\.h5ad' shares 0 gene names"):
+        open_cells(tmp_path.as_posix() + "/*.h5ad")
+    with pytest.raises(GeneMismatchError, match=r"b\.h5ad': adata.var_names has only 0"):
+        open_cells(tmp_path.as_posix() + "/*.h5ad", GeneVocab.from_genes(tiny_adata.var_names))
+    with pytest.warns(ScforgeWarning, match=r"a\.h5ad': adata.var_names has 1 of the 3") as told:
+        open_cells(tmp_path / "a.h5ad", GeneVocab.from_genes(["gene20", "x", "y"]))
+    assert told[0].filename == __file__
+    with pytest.raises(DataError, match=r"a\.h5ad': gene_key='symbol' is not a column"):
+        open_cells(tmp_path / "a.h5ad", gene_key="symbol")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (-1, "negative values"),
+        (0.5, "not whole numbers"),
+        (np.nan, "missing or infinite"),
+        (0, "without any count.*row 7"),
+    ],
+)
+def test_values_that_are_no_counts(change, message, tiny_adata, tmp_path):
+    counts = tiny_adata.X.toarray()
+    counts[7] = change
+    tiny_adata.X = sparse.csr_matrix(counts)
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    for source in (tmp_path / "a.h5ad", write_zarr(tiny_adata, tmp_path / "a.zarr")):
+        with pytest.raises(DataError, match=rf"'X' of '.*a\.(h5ad|zarr)'.*{message}"):
+            open_cells(source)
+
+
+def test_more_than_fits_into_memory(tiny_adata, tmp_path, monkeypatch):
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    message = r"60 cells with [\d,]+ counts need about 0\.\d MB .* and there are 0\.0 MB .*scforge convert.*cache="
+    with pytest.raises(DataError, match=message + ""):
+        open_cells(tmp_path / "a.h5ad", memory=1000)
+    monkeypatch.setattr("scforge.data.stream_memory.available_memory", lambda: 3000)
+    with pytest.raises(DataError, match="available, of which half may be used"):
+        open_cells(tmp_path / "a.h5ad")
+    assert len(open_cells(tmp_path / "a.h5ad", memory="1GB")) == 60
+
+
+def test_a_store_in_between(tiny_adata, vocab, tmp_path, caplog):
+    def opened(**options):
+        with caplog.at_level(logging.INFO, "scforge"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            caplog.clear()
+            return open_cells(tmp_path / "a.h5ad", cache=tmp_path / "store.zarr", **options)
+
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    assert len(opened()) == 60
+    assert "Converted '" in caplog.text
+    cells = opened(vocab=vocab, obs=["batch"])
+    assert "Converted" not in caplog.text
+    assert "Opened" in caplog.text
+    assert cells.vocab == vocab
+    assert cells.n_expressed.sum() > 0
+    tiny_adata[:30].write_h5ad(tmp_path / "a.h5ad")
+    assert len(opened()) == 30
+    assert "have changed" in caplog.text
+    with pytest.raises(DataError, match="no column 'batchh'"):
+        opened(obs=["batchh"])
+    with pytest.raises(OptionError, match="was converted with gene_key=None, not 'ensembl'"):
+        opened(gene_key="ensembl")
+    with pytest.raises(OptionError, match=r"is a store of 'a\.h5ad', not of 'adata'"):
+        open_cells(tiny_adata, cache=tmp_path / "store.zarr")
+    with pytest.raises(OptionError, match="is no store; name a folder"):
+        open_cells(tiny_adata, cache=tmp_path)
+    with pytest.raises(OptionError, match="layer='raw' was chosen when the store .* was made"):
+        open_cells(tmp_path / "store.zarr", layer="raw")
+    assert len(open_cells([str(tmp_path / "store.zarr")])) == 30
+
+
+def test_modalities(tiny_adata, tmp_path):
+    whole = mudata(tiny_adata)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole.write(tmp_path / "a.h5mu")
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    for source in (whole, tmp_path / "a.h5mu"):
+        with pytest.raises(OptionError, match="is a MuData; name a modality .*'rna', 'protein'|'protein', 'rna'"):
+            open_cells(source)
+        with pytest.raises(OptionError, match="modality='rnaa' is not in .*; did you mean 'rna'"):
+            open_cells(source, modality="rnaa")
+        assert open_cells(source, modality="protein").column("donor").tolist() == whole.obs["donor"].tolist()[10:]
+    for source in (tiny_adata, tmp_path / "a.h5ad"):
+        with pytest.raises(OptionError, match="no modalities; leave it out"):
+            open_cells(source, modality="rna")
+
+
+def test_what_is_no_source(tiny_adata, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_adata.write_h5ad("cells.h5ad")
+    (tmp_path / "cells.csv").write_text("a,b")
+    (tmp_path / "folder").mkdir()
+    for source, error, message in [
+        ("cell.h5ad", MissingFileError, r"'cell\.h5ad' does not exist; did you mean 'cells\.h5ad'"),
+        ("cells.csv", DataError, r"is a table of text, not h5ad .* scanpy\.read_csv .* adata\.write_h5ad"),
+        ("folder", DataError, "a folder without zarr metadata"),
+        ([], OptionError, "names no file"),
+        ([[1]], OptionError, "source is of type 'list'"),
+        ("memory://none.h5ad", MissingFileError, "'memory://none.h5ad' does not exist"),
+        ("s4://bucket/cells.h5ad", OptionError, "unknown scheme 's4'"),
+        (["cells.h5ad", f"{tmp_path}/cells.h5ad"], OptionError, "twice"),
+    ]:
+        with pytest.raises(error, match=message):
+            open_cells(source)
+    with pytest.raises(OptionError, match="obs='batch' is text; give a list"):
+        open_cells("cells.h5ad", obs="batch")
+
+
+def test_a_client_that_is_missing(monkeypatch):
+    def no_client(*args, **kwargs):
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("fsspec.core.url_to_fs", no_client)
+    with pytest.raises(OptionError, match=r'Install s3fs.*pip install "scforge\[cloud\]"'):
+        open_cells("s3://bucket/cells.h5ad")
+
+
+def test_damaged_zarr(tiny_adata, tmp_path):
+    place = write_zarr(tiny_adata, tmp_path / "a.zarr")
+    (chunk,) = (path for path in (tmp_path / "a.zarr/X/indices/c").iterdir() if path.is_file())
+    content = chunk.read_bytes()
+    chunk.write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match=r"indices in 'X' of '.*a\.zarr' cannot be read"):
+        open_cells(place)
+    chunk.unlink()
+    with pytest.raises(DataError, match=r"indices in 'X' of '.*a\.zarr' cannot be read"):
+        open_cells(place)
+
+
+def test_a_truncated_h5ad(tiny_adata, tmp_path):
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad", compression="gzip")
+    with h5py.File(tmp_path / "a.h5ad") as file:
+        block = file["X/data"].id.get_chunk_info(0)
+    content = bytearray((tmp_path / "a.h5ad").read_bytes())
+    content[block.byte_offset : block.byte_offset + block.size] = bytes(block.size)
+    (tmp_path / "b.h5ad").write_bytes(content)
+    with pytest.raises(DataError, match=r"data in 'X' of '.*b\.h5ad' cannot be read"):
+        open_cells(tmp_path / "b.h5ad")
+    (tmp_path / "b.h5ad").write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match=r"b\.h5ad' cannot be read"):
+        open_cells(tmp_path / "b.h5ad")
