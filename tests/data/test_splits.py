@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pandas as pd
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scforge.data import split_cells
@@ -41,6 +41,7 @@ def test_no_cell_left_for_training():
         split_cells(2, 0.9, 0)
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 40), min_size=2, max_size=8),
     st.floats(0.01, 0.99),

@@ -267,19 +267,19 @@ class CellOrder:
             "max_tokens_per_batch": None if self.max_tokens_per_batch is None else int(self.max_tokens_per_batch),
             "world_size": self.world_size,
             "chunk_size": self.chunk_size,
-            "window_cells": self.window_cells,
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
+            "window_cells": self.window_cells,
             "balance": None if self.balance is None else self.balance.fingerprint(),
         }
 
 
 def _checked_rows(rows: np.ndarray, *, ascending: bool) -> np.ndarray:
     rows = np.asarray(rows)
+    if rows.size == 0:
+        raise OptionError("rows has no cell; give at least one position.")
     if rows.ndim != 1 or rows.dtype.kind not in "iu":
         raise OptionError(f"rows must be a list of positions of cells, not {rows.dtype} of shape {rows.shape}.")
-    if not len(rows):
-        raise OptionError("rows has no cell; give at least one position.")
     rows = np.ascontiguousarray(rows, dtype=np.int64)
     if (least := rows.min()) < 0:
         raise OptionError(f"rows has the position {least}; positions count from 0.")

@@ -1,0 +1,135 @@
+"""Rare cells more often."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scforge.data import CellOrder, CellWeights, ClassBalance
+from scforge.errors import OptionError
+
+CODES = np.random.default_rng(0).choice([-1, 0, 1, 2], 20_000, p=[0.05, 0.8, 0.14, 0.01]).astype(np.int8)
+
+
+def drawn(order: CellOrder, epoch: int = 0) -> np.ndarray:
+    order.set_epoch(epoch)
+    return np.concatenate([window.rows for window in order.windows()])
+
+
+def shares(rows: np.ndarray) -> np.ndarray:
+    return np.bincount(CODES[rows] + 1, minlength=4) / len(rows)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 256])
+def test_classes_come_equally_often(chunk_size):
+    order = CellOrder(np.arange(len(CODES)), 64, chunk_size=chunk_size, balance=ClassBalance(CODES))
+    np.testing.assert_allclose(shares(drawn(order)), 0.25, atol=0.015)
+    dropping = ClassBalance(CODES, missing="drop")
+    order = CellOrder(np.arange(len(CODES)), 64, chunk_size=chunk_size, balance=dropping)
+    rows = drawn(order)
+    assert len(rows) == len(CODES)
+    assert shares(rows)[0] == 0
+    np.testing.assert_allclose(shares(rows)[1:], 1 / 3, atol=0.015)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 256])
+def test_the_strength_grows_from_epoch_to_epoch(chunk_size):
+    balance = ClassBalance(CODES, warmup_epochs=4, start=0.0, end=1.0)
+    order = CellOrder(np.arange(len(CODES)), 64, chunk_size=chunk_size, balance=balance)
+    natural = np.bincount(CODES + 1) / len(CODES)
+    np.testing.assert_allclose(shares(drawn(order, 0)), natural, atol=0.015)
+    halfway = natural**0.5 / (natural**0.5).sum()
+    np.testing.assert_allclose(shares(drawn(order, 2)), halfway, atol=0.015)
+    for epoch in (4, 9):
+        np.testing.assert_allclose(shares(drawn(order, epoch)), 0.25, atol=0.015)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 8, 64])
+def test_cells_are_drawn_in_proportion_to_their_weights(chunk_size):
+    # Of 400 epochs the numbers of draws must fit a multinomial (chi-square, 4 standard deviations).
+    weights = np.random.default_rng(1).choice([0.0, 0.5, 1.0, 7.0], 200)
+    order = CellOrder(np.arange(200), 32, chunk_size=chunk_size, balance=CellWeights(weights), window_cells=64)
+    found = np.bincount(np.concatenate([drawn(order, epoch) for epoch in range(400)]), minlength=200)
+    expected = weights / weights.sum() * 200 * 400
+    assert (found[weights == 0] == 0).all()
+    drawable = weights > 0
+    chi_square = ((found - expected)[drawable] ** 2 / expected[drawable]).sum()
+    degrees = drawable.sum() - 1
+    assert abs(chi_square - degrees) < 4 * np.sqrt(2 * degrees)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from([0.0, 1e-12, 1.0, 1e9]), min_size=1, max_size=100).filter(any),
+    st.sampled_from([1, 3, 16]),
+    st.integers(1, 3),
+    st.integers(0, 5),
+)
+def test_ranks_share_the_draws_and_none_has_weight_zero(weights, chunk_size, world_size, epoch):
+    weights = np.array(weights)
+    if len(weights) < world_size:
+        return
+    rows = np.arange(len(weights)) * 2
+    options = {"chunk_size": chunk_size, "balance": CellWeights(weights)}
+    whole = drawn(CellOrder(rows, 7, **options), epoch)
+    parts = [
+        drawn(CellOrder(rows, 7, rank=rank, world_size=world_size, **options), epoch) for rank in range(world_size)
+    ]
+    assert len(whole) == len(rows)
+    assert (weights[whole // 2] > 0).all()
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.sort(whole))
+
+
+def test_windows_read_few_chunks():
+    rows = np.arange(100_000)
+    order = CellOrder(rows, 64, chunk_size=256, window_cells=2048, balance=CellWeights(np.ones(len(rows))))
+    for window in order.windows():
+        assert len(np.unique(window.rows // 256)) <= 14
+
+
+def test_draws_differ_between_epochs_and_seeds_and_not_between_objects():
+    def rows(epoch: int, seed: int = 0) -> list[int]:
+        balance = ClassBalance(CODES[:500])
+        return drawn(CellOrder(np.arange(500), 64, chunk_size=16, balance=balance, seed=seed), epoch).tolist()
+
+    assert rows(1) == rows(1)
+    assert sorted(rows(0)) != sorted(rows(1))
+    assert sorted(rows(0)) != sorted(rows(0, seed=1))
+
+
+def test_the_state_tells_weights_apart():
+    def order(balance) -> CellOrder:
+        return CellOrder(np.arange(4), 2, balance=balance)
+
+    codes = np.array([0, 0, 1, 1])
+    state = order(ClassBalance(codes)).state_dict()
+    order(ClassBalance(codes)).load_state_dict(state)
+    for other in (ClassBalance(codes, end=0.5), ClassBalance(codes[::-1]), CellWeights(codes), None):
+        with pytest.raises(OptionError, match="balance is"):
+            order(other).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: CellWeights([1.0, -1.0]), r"weights\[1\]=-1.0 is not zero or above"),
+        (lambda: CellWeights([np.nan]), r"weights\[0\]=nan"),
+        (lambda: CellWeights([0.0, 0.0]), "no weight above zero"),
+        (lambda: CellWeights([[1.0]]), "one number a cell"),
+        (lambda: CellWeights(["a"]), "one number a cell"),
+        (lambda: ClassBalance([0.5]), "one whole number a cell"),
+        (lambda: ClassBalance(np.array([], dtype=int)), "codes has no cell"),
+        (lambda: ClassBalance([-2, 0]), "codes has -2"),
+        (lambda: ClassBalance([-1, -1], missing="drop"), "no cell with a label"),
+        (lambda: ClassBalance([0], missing="skip"), "missing='skip' is neither"),
+        (lambda: ClassBalance([0], warmup_epochs=-1), "warmup_epochs=-1"),
+        (lambda: ClassBalance([0], end=2), "end=2 is not a number from 0 to 1"),
+        (lambda: CellOrder(np.arange(3), 2, balance=ClassBalance([0])), "balance is of 1 cells, but rows has 3"),
+        (lambda: CellOrder(np.arange(1), 2, balance=ClassBalance([0]), shuffle=False), "shuffle=False"),
+    ],
+)
+def test_arguments(make, message):
+    with pytest.raises(OptionError, match=message):
+        make()
