@@ -40,6 +40,16 @@ def test_several_files_are_joined_over_the_union_of_genes(tiny_adata, tmp_path):
     assert joined.obs["batch"].isna().sum() == 40
 
 
+def test_a_column_that_says_where_cells_come_from_is_kept(tiny_adata, tmp_path):
+    first, second = tiny_adata[:20].copy(), tiny_adata[20:].copy()
+    second.obs["source_file"] = "lab 2"
+    first.write_h5ad(tmp_path / "a.h5ad")
+    second.write_h5ad(tmp_path / "b.h5ad")
+    joined = read_h5ad([tmp_path / "a.h5ad", tmp_path / "b.h5ad"])
+    assert joined.obs["source_file"].isna().tolist() == [True] * 20 + [False] * 40
+    assert joined.obs["scforge_source"].tolist() == [str(tmp_path / "a.h5ad")] * 20 + [str(tmp_path / "b.h5ad")] * 40
+
+
 def test_missing_file(tmp_path):
     with pytest.raises(MissingFileError, match=r"no\.h5ad' does not exist"):
         read_h5ad(tmp_path / "no.h5ad")

@@ -128,7 +128,7 @@ def open_cells(
     >>> adata.write_h5ad("cells.h5ad")
     >>> cells = open_cells("cells.h5ad", obs=["cell_type"])
     >>> len(cells), cells.vocab.n_genes, cells.obs.columns.tolist()
-    (2700, 12572, ['cell_type'])
+    (2700, 16634, ['cell_type'])
     """
     check_share("min_overlap", min_overlap)
     columns = _listed(obs)
@@ -233,7 +233,8 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 
     Several files are concatenated over the union of their genes (by ``var_names``); a gene that a file lacks counts
     as not expressed there, and columns of one name in a file are summed first. ``obs["source_file"]`` says where a
-    cell comes from, and cell names are made unique.
+    cell comes from (``obs["scforge_source"]`` if a file has a column ``"source_file"`` of its own), and cell names are
+    made unique.
 
     Parameters
     ----------
@@ -279,7 +280,9 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
                 f"{listing(part.var_names[:2])} and {kinds[1]} such as {listing(first[1].var_names[:2])}; "
                 "name the genes alike before joining files."
             )
-    joined = anndata.concat(parts, join="outer", label="source_file", index_unique="-", fill_value=0)
+    taken = any("source_file" in part.obs for part in parts.values())
+    label = "scforge_source" if taken else "source_file"
+    joined = anndata.concat(parts, join="outer", label=label, index_unique="-", fill_value=0)
     # One annotation of each gene is enough: that of the first file that has the gene.
     var = pd.concat([part.var for part in parts.values()])
     joined.var = var[~var.index.duplicated()].reindex(joined.var_names)
