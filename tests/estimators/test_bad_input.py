@@ -283,7 +283,7 @@ TRAINING = [
     ({"schedule": "cosine"}, "schedule='cosine' is not known; did you mean 'cosine_warmup'?"),
     ({"optimizer": "adam"}, "optimizer='adam' is not known (known: 'adamw')"),
     ({"early_stopping_patience": 0}, "early_stopping_patience=0 is not a positive number of epochs."),
-    ({"num_workers": -1}, "num_workers=-1 is not at least 0"),
+    ({"num_threads": -1}, "num_threads=-1 is not at least 0"),
     ({"save_top_k": -2}, "save_top_k=-2 is not at least -1"),
     ({"accelerator": "gpuu"}, "an option of training cannot be used: You selected an invalid accelerator name"),
     ({"precision": "bf17"}, "an option of training cannot be used: Precision 'bf17' is invalid"),

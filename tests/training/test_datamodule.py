@@ -7,35 +7,6 @@ import pytest
 import torch
 
 from scforge.errors import OptionError
-from scforge.training.datamodule import split_cells
-
-
-@pytest.mark.parametrize(("n", "share"), [(100, 0.1), (3, 0.1), (2, 0.5), (1000, 0.33), (10, 0.0), (1, 0.0)])
-def test_split_is_disjoint_and_whole(n, share):
-    train, validation = split_cells(n, share, seed=0)
-    assert not np.intersect1d(train, validation).size
-    np.testing.assert_array_equal(np.sort(np.concatenate([train, validation])), np.arange(n))
-    assert len(train) > 0
-    assert (len(validation) > 0) is (share > 0)
-    assert (np.diff(train) > 0).all()
-
-
-def test_split_is_random_and_its_seed_determines_it():
-    one, again, other = (split_cells(1000, 0.2, seed)[1] for seed in (0, 0, 1))
-    np.testing.assert_array_equal(one, again)
-    assert len(np.intersect1d(one, other)) < 100
-    assert 300 < one.mean() < 700
-
-
-@pytest.mark.parametrize("share", [1.0, -0.1, 1.5, float("nan")])
-def test_bad_share(share):
-    with pytest.raises(OptionError, match=f"validation_size={share}"):
-        split_cells(10, share, 0)
-
-
-def test_no_cell_left_for_training():
-    with pytest.raises(OptionError, match="leaves no cell of 2"):
-        split_cells(2, 0.9, 0)
 
 
 def test_shared_cells_are_refused(setup):
@@ -76,9 +47,10 @@ def test_batch_size_does_not_change_what_happens_to_a_cell(masked_setup):
     assert masked_genes(3) == masked_genes(10)
 
 
-def test_workers_prepare_the_same_batches(masked_setup):
-    plain, workers = (masked_setup.data(num_workers=n).train_dataloader() for n in (0, 1))
-    for one, two in zip(epoch(plain), epoch(workers), strict=True):
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_threads_prepare_the_same_batches(masked_setup, num_threads):
+    plain, threads = (masked_setup.data(num_threads=n).train_dataloader() for n in (0, num_threads))
+    for one, two in zip(epoch(plain), epoch(threads), strict=True):
         assert all(torch.equal(one[key], two[key]) for key in one)
 
 

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import numpy as np
 from scipy import sparse
 
 from scforge.data.compressed import row_sums, sound_csr
-from scforge.errors import DataError, did_you_mean, listing
+from scforge.data.mapping import MIN_OVERLAP, map_names
+from scforge.errors import DataError, OptionError, did_you_mean, listing
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from scforge.data.order import Window
     from scforge.data.vocab import GeneVocab
+    from scforge.data.windows import Window
 
 __all__ = ["CellBlock", "CellSource", "Cells"]
 
@@ -104,11 +105,20 @@ class Cells(Protocol):
         Cells that stand together and are best read together; 1 in memory.
     """
 
-    vocab: GeneVocab | None
-    overlap: float
-    counts_kept: float
-    measured: np.ndarray | None
-    chunk_size: int
+    @property
+    def vocab(self) -> GeneVocab | None: ...  # noqa: D102 -- see the attributes above
+
+    @property
+    def overlap(self) -> float: ...  # noqa: D102
+
+    @property
+    def counts_kept(self) -> float: ...  # noqa: D102
+
+    @property
+    def measured(self) -> np.ndarray | None: ...  # noqa: D102
+
+    @property
+    def chunk_size(self) -> int: ...  # noqa: D102
 
     def __len__(self) -> int:
         """Return the number of cells."""
@@ -128,11 +138,15 @@ class Cells(Protocol):
         ...
 
     def stream(self, windows: Iterable[Window]) -> Iterator[CellBlock]:
-        """Yield the cells of each window, in its order."""
+        """Yield the cells of each batch of each window, in order."""
         ...
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
         """Return at most `n` random cells (of those at `rows`) in memory, in the order of the source."""
+        ...
+
+    def with_vocab(self, vocab: GeneVocab) -> Cells:
+        """Return the same cells over the genes of another vocabulary, mapped by name."""
         ...
 
 
@@ -165,7 +179,7 @@ class CellSource:
     measured: np.ndarray | None = None
     vocab: GeneVocab | None = None
     obs: pd.DataFrame | None = None
-    chunk_size = 1
+    chunk_size: ClassVar[int] = 1
 
     def __len__(self) -> int:
         return self.counts.shape[0]
@@ -184,6 +198,35 @@ class CellSource:
         """Return at most `n` random cells (of those at `rows`), in the order of the source."""
         return self.take(choose_rows(len(self), n, rows=rows, seed=seed))
 
+    def with_vocab(self, vocab: GeneVocab, *, min_overlap: float = MIN_OVERLAP) -> CellSource:
+        """Return the same cells over the genes of another vocabulary, mapped by name.
+
+        Raises
+        ------
+        OptionError
+            If the cells do not know their own vocabulary.
+        GeneMismatchError
+            If too few genes of `vocab` are among those of the cells.
+        """
+        if self.vocab is None:
+            raise OptionError("the cells have no vocabulary; open them with scforge.data.open_cells(source, vocab).")
+        if self.vocab.genes == vocab.genes:
+            return replace(self, vocab=vocab)
+        names = np.array(self.vocab.genes, dtype=object).astype(str)
+        gene_map = map_names(names, vocab, min_overlap=min_overlap, whole=not vocab.chosen_from_data)
+        counts = gene_map.apply(self.counts)
+        measured = np.zeros(vocab.n_genes, dtype=bool)
+        places = gene_map.columns if self.measured is None else gene_map.columns[self.measured]
+        measured[places[places >= 0]] = True
+        return replace(
+            self,
+            counts=counts,
+            overlap=float(measured.mean()),
+            counts_kept=float(counts.sum(dtype=np.float64) / max(self.totals.sum(), 1.0)),
+            measured=measured,
+            vocab=vocab,
+        )
+
     def column(self, key: str) -> pd.Series:
         """Return a column of obs.
 
@@ -195,9 +238,10 @@ class CellSource:
         return column_of(self.obs, key)
 
     def stream(self, windows: Iterable[Window]) -> Iterator[CellBlock]:
-        """Yield the cells of each window, in its order."""
+        """Yield the cells of each batch of each window, in order."""
         for window in windows:
-            yield self.block(window.rows, draw=window.draw)
+            for rows in window.batches():
+                yield self.block(rows, draw=window.draw)
 
     def block(self, rows: np.ndarray, *, draw: int = 0) -> CellBlock:
         """Return the cells at `rows`, in that order; `draw` tells random choices of one time from those of another."""

@@ -21,7 +21,9 @@ from scforge.errors import DataError
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["gene_medians", "select_genes"]
+    from scforge.data.cells import CellSource
+
+__all__ = ["gene_medians", "select_genes", "variable_genes"]
 
 
 def select_genes(
@@ -101,6 +103,35 @@ def select_genes(
         return GeneVocab.from_genes([str(gene) for gene in genes[keep]])
     release = within.release if within.chosen_from_data else f"{within.release}, {FROM_DATA}"
     return replace(within.subset(genes[keep]), release=release)
+
+
+def variable_genes(
+    cells: CellSource, n_top_genes: int, *, batch_key: str | None = None, min_cells: int = 3
+) -> GeneVocab:
+    """Choose highly variable genes of cells as :func:`select_genes` does, e.g. of a sample of a store.
+
+    Parameters
+    ----------
+    cells
+        Cells over a vocabulary. Library sizes are those over all genes of the data.
+    n_top_genes, batch_key, min_cells
+        See :func:`select_genes`.
+
+    Returns
+    -------
+    The part of the vocabulary of `cells`, with what it knows of its genes.
+    """
+    check_count("n_top_genes", n_top_genes, "genes")
+    assert cells.vocab is not None
+    chosen = np.flatnonzero(np.bincount(cells.counts.indices, minlength=cells.counts.shape[1]) >= min_cells)
+    if not len(chosen):
+        raise DataError(f"no gene is detected in at least min_cells={min_cells} of {len(cells)} cells; use more cells.")
+    if n_top_genes < len(chosen):
+        batches = None if batch_key is None else np.asarray(cells.column(batch_key), dtype=object).astype(str)
+        chosen = chosen[_highly_variable(cells.counts, cells.totals, chosen, n_top_genes, batches)]
+    vocab = cells.vocab
+    release = vocab.release if vocab.chosen_from_data else f"{vocab.release}, {FROM_DATA}"
+    return replace(vocab.subset(chosen), release=release)
 
 
 def _distinct(names: np.ndarray, within: GeneVocab | None) -> tuple[np.ndarray, np.ndarray]:

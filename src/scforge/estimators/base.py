@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import pandas as pd
 import torch
+from anndata import AnnData
 from scvi import REGISTRY_KEYS
 from scvi.data import AnnDataManager
 from scvi.model.base import BaseModelClass
@@ -16,25 +17,23 @@ from scvi.model.base import BaseModelClass
 from scforge._checks import check_count
 from scforge._constants import OBSM_KEY, UNS_KEY
 from scforge._version import __version__
-from scforge.data.cells import CellSource
+from scforge.data.cells import Cells
 from scforge.data.checks import check_adata, check_obs_column
-from scforge.data.mapping import gene_names, map_names
-from scforge.data.named import open_vocab
-from scforge.data.selection import gene_medians, select_genes
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError
 from scforge.estimators.card import model_card
 from scforge.estimators.fields import GeneField, ObsField
+from scforge.estimators.mudata import MuDataModel
 from scforge.estimators.saving import load_weights, read_folder, write_folder
 from scforge.estimators.spec import ModelSpec
 from scforge.models._utils import count_parameters
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import Tokenizer
+from scforge.training.datamodule import CellDataModule
 from scforge.training.predict import embed
 
 if TYPE_CHECKING:
-    from anndata import AnnData
     from torch import nn
 
 __all__ = ["FROM_DATA", "CellModel"]
@@ -43,7 +42,7 @@ FROM_DATA = "from_data"
 _SHOWN = 8
 
 
-class CellModel(BaseModelClass):
+class CellModel(MuDataModel, BaseModelClass):
     """Base of the front classes, on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
 
     A subclass makes ``_spec``, ``_tokenizer`` and ``module`` in its constructor, which takes what :meth:`load` hands
@@ -55,12 +54,22 @@ class CellModel(BaseModelClass):
     _spec: ModelSpec
     _tokenizer: Tokenizer
     is_trained_: bool
+    _data: CellDataModule | None = None
 
     def __init__(
-        self, adata: AnnData | None = None, *args: Any, registry: dict[str, Any] | None = None, **options: Any
+        self,
+        adata: AnnData | None = None,
+        *args: Any,
+        registry: dict[str, Any] | None = None,
+        datamodule: CellDataModule | None = None,
+        **options: Any,
     ) -> None:
+        if datamodule is not None:
+            registry = self._registry_of(adata, datamodule, registry)
+        adata = self._adata_of(adata)
         self._require_setup(adata, registry)
         super().__init__(adata, registry=registry)
+        self._data = datamodule
         self.n_epochs_ = 0
         self.history_: dict[str, pd.DataFrame] = {}
 
@@ -112,7 +121,11 @@ class CellModel(BaseModelClass):
         cls.register_manager(manager)
 
     def get_latent_representation(
-        self, adata: AnnData | None = None, *, key_added: str | None = OBSM_KEY, batch_size: int = 256
+        self,
+        adata: AnnData | Cells | str | os.PathLike[str] | None = None,
+        *,
+        key_added: str | None = OBSM_KEY,
+        batch_size: int = 256,
     ) -> np.ndarray:
         """Embed cells, and write the embedding into ``adata.obsm``.
 
@@ -121,7 +134,8 @@ class CellModel(BaseModelClass):
         adata
             Cells to embed; None for those of the training. Without a set-up of their own, counts and gene names are
             read from where they were in the training data; call :meth:`setup_anndata` first where they are elsewhere.
-            Genes are matched by name.
+            Genes are matched by name. Cells from :func:`scforge.data.open_cells`, or a path or URL that it takes, are
+            read as they are needed, and nothing is written.
         key_added
             Key in ``adata.obsm``, and in ``adata.uns["scforge"]`` for what the embedding was made with. None writes
             nothing.
@@ -130,7 +144,7 @@ class CellModel(BaseModelClass):
 
         Returns
         -------
-        Embedding in the order of ``adata.obs_names``, float32, shape (n_obs, n_latent).
+        Embedding in the order of ``adata.obs_names`` (of a store, in its order), float32, shape (n_obs, n_latent).
 
         Raises
         ------
@@ -139,21 +153,19 @@ class CellModel(BaseModelClass):
         OptionError
             If the model waits for gene vectors that it was never given.
         """
-        if adata is None:
-            adata = self.adata
-        if adata is None:
-            raise OptionError("adata=None but the model was loaded without adata; pass the cells to embed.")
+        source = self._source(adata)
         check_filled(self.module)
         if not self.is_trained_:
             warnings.warn("The model is not trained; its embedding is random.", NotTrainedWarning, stacklevel=2)
         check_count("batch_size", batch_size, "cells")
         if key_added is not None and not (isinstance(key_added, str) and key_added):
             raise OptionError(f"key_added={key_added!r} is not a name; give text, or None to write nothing.")
-        cells = self._open(adata)
+        cells = self._open(source)
         embedding = embed(self.module, cells, self._tokenizer, batch_size=batch_size)
-        if key_added is not None:
-            adata.obsm[key_added] = embedding
-            adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key_added: self._provenance(cells, embedding.shape[1])}
+        if key_added is not None and isinstance(source, AnnData):
+            made_with = self._provenance(cells, embedding.shape[1])
+            source.obsm[key_added] = embedding
+            source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key_added: made_with}
         return embedding
 
     def save(self, dir_path: str | os.PathLike[str], *, overwrite: bool = False, save_anndata: bool = False) -> None:
@@ -223,18 +235,14 @@ class CellModel(BaseModelClass):
         setup = config["setup"]
         registry = None
         if adata is None:
-            registry = {
-                "scvi_version": None,
-                "model_name": cls.__name__,
-                "setup_args": setup,
-                "setup_method_name": "setup_anndata",
-                "field_registries": {},
-            }
+            registry = cls._bare_registry(setup)
         else:
+            adata = cls._set_up_as(adata, setup)
             check_adata(adata)
             if cls._setup_of(adata) is None:
                 present = {key: setup[key] if setup[key] in adata.obs else None for key in ("batch_key", "labels_key")}
-                cls.setup_anndata(adata, **(setup | present))
+                own = {key: value for key, value in setup.items() if key != "modality"}
+                cls.setup_anndata(adata, **(own | present))
         architecture = dict(config["architecture"])
         model = cls(
             adata,
@@ -272,9 +280,9 @@ class CellModel(BaseModelClass):
         """Name of the objective."""
         return self._spec.objective
 
-    def cells(self, adata: AnnData | None = None) -> CellSource:
-        """Return the counts of `adata` (of the training data if None) over the genes of the model."""
-        return self._open(self.adata if adata is None else adata)
+    def cells(self, adata: AnnData | Cells | str | os.PathLike[str] | None = None) -> Cells:
+        """Return cells (those of the training if None) over the genes of the model."""
+        return self._open(self._source(adata))
 
     @property
     def tokenizer(self) -> Any:
@@ -284,7 +292,8 @@ class CellModel(BaseModelClass):
     def __repr__(self) -> str:
         spec = self._spec
         trained = f"trained for {self.n_epochs_} epochs" if self.is_trained_ else "not trained"
-        cells = "without adata" if self.adata is None else f"{self.adata.n_obs} cells"
+        data = self.adata if self._data is None else self._data.cells
+        cells = "without adata" if data is None else f"{len(data)} cells"
         return (
             f"{type(self).__name__}({spec.architecture}, {count_parameters(self.module):,} parameters, {trained})\n"
             f"    data: {cells}, {spec.vocab}\n"
@@ -292,6 +301,29 @@ class CellModel(BaseModelClass):
             f"    objective: {spec.objective} ({_shown(spec.objective_options)})\n"
             f"    options: {_shown(spec.model_options)}"
         )
+
+    @classmethod
+    def _bare_registry(cls, setup: dict[str, Any]) -> dict[str, Any]:
+        """Return a registry, as scvi-tools has it, of data that are no AnnData at hand."""
+        return {
+            "scvi_version": None,
+            "model_name": cls.__name__,
+            "setup_args": setup,
+            "setup_method_name": "setup_anndata",
+            "field_registries": {},
+        }
+
+    @classmethod
+    def _registry_of(cls, adata: Any, data: CellDataModule, registry: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the registry of a data module, which says where things are in like data."""
+        if adata is not None:
+            raise OptionError("adata and datamodule both bring cells; give one of them.")
+        if not isinstance(data, CellDataModule):
+            raise OptionError(
+                f"datamodule is of type {type(data).__name__!r}; make one with scforge.training.CellDataModule(cells)."
+            )
+        setup = {"layer": None, "gene_key": None, "batch_key": data.batch_key, "labels_key": data.labels_key}
+        return cls._bare_registry(setup) if registry is None else registry
 
     @classmethod
     def _require_setup(cls, adata: AnnData | None, registry: dict[str, Any] | None) -> None:
@@ -308,17 +340,28 @@ class CellModel(BaseModelClass):
             copied = ", because it is a copy of the one that was set up" if "copy" in str(error) else ""
             raise OptionError(f"adata is not set up{copied}; call {name}.setup_anndata(adata) first.") from error
 
+    def _source(self, adata: AnnData | Cells | str | os.PathLike[str] | None) -> Any:
+        """Return `adata`, or what the model was trained on if None."""
+        if adata is None:
+            adata = self.adata if self._data is None else self._data.cells
+        if adata is None:
+            raise OptionError("adata=None but the model was loaded without adata; pass the cells to embed.")
+        return self._adata_of(adata, self._setup.get("modality"))
+
     @property
     def _setup(self) -> dict[str, Any]:
         return self.registry_["setup_args"]
 
-    def _open(self, adata: AnnData, vocab: GeneVocab | None = None) -> CellSource:
-        vocab = self._spec.vocab if vocab is None else vocab
-        check_adata(adata)
-        setup = self._setup_of(adata) or self._setup
-        return open_cells(
-            adata, vocab, layer=setup["layer"], gene_key=setup["gene_key"], whole_annotation=_is_whole(vocab)
-        )
+    def _open(self, source: AnnData | Cells | str | os.PathLike[str]) -> Cells:
+        """Open cells over the genes of the model."""
+        vocab = self._spec.vocab
+        if isinstance(source, str | os.PathLike):
+            return open_cells(source, vocab, layer=self._setup["layer"], gene_key=self._setup["gene_key"])
+        if not isinstance(source, AnnData) and hasattr(source, "with_vocab"):
+            return source.with_vocab(vocab)
+        check_adata(source)
+        setup = self._setup_of(source) or self._setup
+        return open_cells(source, vocab, layer=setup["layer"], gene_key=setup["gene_key"])
 
     @classmethod
     def _setup_of(cls, adata: AnnData) -> dict[str, Any] | None:
@@ -329,34 +372,7 @@ class CellModel(BaseModelClass):
             return None
         return None if manager is None else manager.registry["setup_args"]
 
-    def _make_vocab(
-        self, adata: AnnData | None, vocab: str | GeneVocab, n_top_genes: int | None, *, needs_medians: bool
-    ) -> GeneVocab:
-        """Choose the genes of the model, with their medians if the tokenizer needs them."""
-        if adata is None:
-            if not isinstance(vocab, GeneVocab):
-                raise OptionError(f"vocab={vocab!r} needs adata; pass a GeneVocab.")
-            return vocab
-        within = None if vocab == FROM_DATA else open_vocab(vocab)
-        if within is not None:
-            key = self._setup["gene_key"]
-            map_names(gene_names(adata, key), within, var=adata.var, gene_key=key, whole=_is_whole(within))
-        made = within
-        if made is None or n_top_genes is not None:
-            made = select_genes(
-                adata,
-                layer=self._setup["layer"],
-                gene_key=self._setup["gene_key"],
-                n_top_genes=n_top_genes,
-                batch_key=self._setup["batch_key"],
-                within=within,
-            )
-        if needs_medians and made.medians is None:
-            cells = self._open(adata, made)
-            made = made.with_medians(gene_medians(cells.counts, cells.totals))
-        return made
-
-    def _provenance(self, cells: CellSource, n_latent: int) -> dict[str, Any]:
+    def _provenance(self, cells: Cells, n_latent: int) -> dict[str, Any]:
         """Return what an embedding was made with, as scalars that h5ad can hold."""
         return {
             "scforge_version": __version__,
@@ -382,8 +398,3 @@ class CellModel(BaseModelClass):
 def _shown(options: dict[str, Any]) -> str:
     short = {k: f"[{len(v)} items]" if isinstance(v, list) and len(v) > _SHOWN else repr(v) for k, v in options.items()}
     return ", ".join(f"{name}={value}" for name, value in short.items())
-
-
-def _is_whole(vocab: GeneVocab) -> bool:
-    """Whether a vocabulary is a whole annotation, of which no data set measures every gene."""
-    return not vocab.chosen_from_data

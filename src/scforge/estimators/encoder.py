@@ -19,12 +19,14 @@ from scforge.errors import OptionError
 from scforge.estimators.base import FROM_DATA, CellModel
 from scforge.estimators.defaults import recipe_for
 from scforge.estimators.spec import ModelSpec, named_options
+from scforge.estimators.vocabulary import SAMPLED_CELLS, vocab_of_adata, vocab_of_cells
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training.callbacks import SaveBest
-from scforge.training.datamodule import CellDataModule, split_cells
+from scforge.training.datamodule import CellDataModule
 from scforge.training.fitting import fit
+from scforge.training.objectives.base import Objective
 from scforge.training.plan import TrainingPlan
 
 if TYPE_CHECKING:
@@ -60,6 +62,9 @@ class Encoder(CellModel):
         Seed of weights, splits, orders, masks and views.
     registry
         Registry of a saved model, in place of `adata`; used by :meth:`load`.
+    datamodule
+        A :class:`scforge.training.CellDataModule`, in place of `adata`: a model of cells that stay on disk. Its
+        vocabulary is the default; genes are chosen from a sample of 100,000 training cells.
     **options
         Options of the architecture, e.g. ``hidden_dim``.
 
@@ -92,9 +97,10 @@ class Encoder(CellModel):
         n_top_genes: int | None = None,
         seed: int = 0,
         registry: dict[str, Any] | None = None,
+        datamodule: CellDataModule | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(adata, registry=registry)
+        super().__init__(adata, registry=registry, datamodule=datamodule)
         self.seed = check_seed(seed)
         if isinstance(tokenizer, Tokenizer):
             raise OptionError(_parts_of(tokenizer))
@@ -104,7 +110,7 @@ class Encoder(CellModel):
         names = named_options("tokenizer", tokenizer, recipe.tokenizer)
         self._spec, vectors = ModelSpec.resolve(
             recipe,
-            self._make_vocab(adata, vocab, n_top_genes or None, needs_medians=_needs_medians(*names)),
+            self._choose_vocab(vocab, n_top_genes or None, needs_medians=_needs_medians(*names)),
             tokenizer=names,
             objective=named_options("objective", objective, recipe.objective),
             options=options,
@@ -119,21 +125,23 @@ class Encoder(CellModel):
         self,
         max_epochs: int | None = None,
         *,
+        datamodule: CellDataModule | None = None,
         batch_size: int | None = None,
+        max_tokens_per_batch: int | None = None,
         optimizer: str = "adamw",
         lr: float | None = None,
         weight_decay: float | None = None,
         schedule: str | None = None,
         warmup_steps: int | None = None,
         max_steps: int = -1,
-        validation_size: float = 0.1,
+        validation_size: float | None = None,
         early_stopping: bool = True,
         early_stopping_patience: int = 10,
         accelerator: str = "auto",
         devices: int | str | list[int] = 1,
         precision: str | None = None,
         gradient_clip_val: float = 1.0,
-        num_workers: int = 0,
+        num_threads: int | None = None,
         progress_bar: bool = True,
         checkpoint_dir: str | os.PathLike[str] | None = None,
         save_top_k: int = 1,
@@ -149,6 +157,11 @@ class Encoder(CellModel):
         ----------
         max_epochs
             Most epochs; None chooses by objective and number of cells.
+        datamodule
+            Cells to train on in place of those that the model was made with; it brings what says how batches are made
+            (`batch_size`, `max_tokens_per_batch`, `validation_size`, `num_threads`).
+        max_tokens_per_batch
+            A batch holds as many cells of like length as fit into so many tokens, padding included.
         optimizer
             ``"adamw"``.
         batch_size, lr, weight_decay, schedule
@@ -159,13 +172,13 @@ class Encoder(CellModel):
         max_steps
             Most optimizer steps; -1 for no limit.
         validation_size
-            Share of cells held out, drawn with the model's seed, so the same cells in every call.
+            Share of cells held out, drawn with the model's seed, so the same cells in every call; None holds out 0.1.
         early_stopping, early_stopping_patience
             Stop when the validation loss has not improved for so many epochs after the warm-up of the learning rate.
         accelerator, devices, precision, gradient_clip_val
             As in :class:`lightning.Trainer`.
-        num_workers
-            Worker processes that prepare batches.
+        num_threads
+            Threads that prepare batches while the model computes; 0 for none, None chooses.
         progress_bar
             Show a bar.
         checkpoint_dir
@@ -184,8 +197,6 @@ class Encoder(CellModel):
         TrainingError
             If the loss is not a number.
         """
-        if self.adata is None:
-            raise OptionError("the model was loaded without adata; call Encoder.load(dir_path, adata) to train on.")
         unknown = set(trainer_options) - set(inspect.signature(lightning.Trainer).parameters)
         own = [name for name in inspect.signature(Encoder.train).parameters if name not in ("self", "trainer_options")]
         check_options("training option", "train", sorted(unknown), own)
@@ -194,26 +205,21 @@ class Encoder(CellModel):
             check_folder("checkpoint_dir", checkpoint_dir)
         check_filled(self.module)
         objective = self._spec.build_objective()
-        cells = self._open(self.adata)
-        train_rows, validation_rows = split_cells(len(cells), validation_size, self.seed)
-        batch_size = objective.defaults.batch_size if batch_size is None else batch_size
-        data = CellDataModule(
-            cells,
-            self._tokenizer,
+        data = self._training_data(
+            datamodule,
             objective,
-            train_rows=train_rows,
-            validation_rows=validation_rows,
+            validation_size=validation_size,
             batch_size=batch_size,
-            seed=self.seed,
-            num_workers=num_workers,
-            first_epoch=self.n_epochs_,
+            max_tokens_per_batch=max_tokens_per_batch,
+            num_threads=num_threads,
         )
         callbacks = list(callbacks)
         if checkpoint_dir is not None and save_top_k != 0:
-            monitor = "validation_loss" if len(validation_rows) else "train_loss"
+            monitor = "validation_loss" if len(data.validation_rows) else "train_loss"
             callbacks.append(self._saver(checkpoint_dir, save_top_k, monitor))
         if not self.is_trained_:
-            objective.initialise(self.module, cells.take(train_rows), self._tokenizer)
+            some = data.cells.sample(SAMPLED_CELLS, rows=data.train_rows, seed=self.seed)
+            objective.initialise(self.module, some, self._tokenizer)
         plan = TrainingPlan(
             self.module,
             objective,
@@ -223,7 +229,7 @@ class Encoder(CellModel):
             schedule=schedule,
             warmup_steps=warmup_steps,
         )
-        self.train_indices_, self.validation_indices_ = train_rows, validation_rows
+        self.train_indices_, self.validation_indices_ = data.train_rows, data.validation_rows
         with torch.random.fork_rng(devices=[]):
             # Dropout and the directions of SIGReg; other than those of earlier trainings.
             torch.manual_seed(self.seed + self.n_epochs_)
@@ -248,6 +254,31 @@ class Encoder(CellModel):
         self.is_trained_ = self.is_trained_ or result.n_epochs > 0
         if result.interrupted:
             raise KeyboardInterrupt
+
+    def _choose_vocab(self, vocab: str | GeneVocab, n_top_genes: int | None, *, needs_medians: bool) -> GeneVocab:
+        if self._data is not None:
+            return vocab_of_cells(self._data, vocab, n_top_genes, needs_medians=needs_medians)
+        if self.adata is not None:
+            return vocab_of_adata(self.adata, self._setup, vocab, n_top_genes, needs_medians=needs_medians)
+        if not isinstance(vocab, GeneVocab):
+            raise OptionError(f"vocab={vocab!r} needs adata; pass a GeneVocab.")
+        return vocab
+
+    def _training_data(self, given: CellDataModule | None, objective: Objective, **options: Any) -> CellDataModule:
+        """Return the data module to train on, with batches for this model."""
+        data = self._data if given is None else given
+        options = {name: value for name, value in options.items() if value is not None}
+        if data is None:
+            if self.adata is None:
+                raise OptionError(
+                    "the model was loaded without adata; call Encoder.load(dir_path, adata), or train(datamodule=...)."
+                )
+            data = CellDataModule(self._open(self.adata), seed=self.seed, **options)
+        elif options:
+            name, value = next(iter(options.items()))
+            raise OptionError(f"{name}={value!r} is up to the data module; give it to CellDataModule.")
+        data.bind(self._tokenizer, objective, first_epoch=self.n_epochs_, cells=self._open(data.cells))
+        return data
 
     def _saver(self, folder: str | os.PathLike[str], top_k: int, monitor: str) -> SaveBest:
         """Return a callback that keeps the best epochs as model folders inside `folder`."""

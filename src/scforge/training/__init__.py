@@ -5,6 +5,7 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
+    "BatchLoader": "scforge.training.loading",
     "CellDataModule": "scforge.training.datamodule",
     "FitResult": "scforge.training.fitting",
     "JointEmbedding": "scforge.training.objectives.joint_embedding",
@@ -22,6 +23,7 @@ _NAMES = {
 __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "TrainingPlan",
     "CellDataModule",
+    "BatchLoader",
     "fit",
     "FitResult",
     "embed",

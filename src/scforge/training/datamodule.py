@@ -1,135 +1,222 @@
-"""From cells in memory to batches for Lightning."""
+"""From cells, wherever they are, to batches for Lightning."""
 
 from __future__ import annotations
 
-import numbers
+import os
+from typing import Any
 
 import lightning
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from scforge._checks import check_count
-from scforge.data.cells import CellSource
-from scforge.data.sampler import BatchRows, CellSampler
-from scforge.errors import OptionError
+from scforge._checks import check_bool, check_count, check_seed
+from scforge.data.balance import ClassBalance
+from scforge.data.cells import CellBlock, Cells
+from scforge.data.order import CellOrder
+from scforge.data.splits import split_cells
+from scforge.errors import OptionError, TrainingError
 from scforge.tokenizers.base import Tokenizer
+from scforge.training.loading import BatchLoader, default_threads
 from scforge.training.objectives.base import Objective
 
-__all__ = ["CellDataModule", "split_cells"]
-
-
-def split_cells(n_cells: int, validation_size: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split cells at random into training and validation rows, disjoint and sorted.
-
-    Raises
-    ------
-    OptionError
-        If `validation_size` is not in [0, 1), or leaves no cell for training.
-    """
-    if not isinstance(validation_size, numbers.Real) or not 0 <= validation_size < 1:
-        raise OptionError(f"validation_size={validation_size!r} is not in [0, 1).")
-    n_validation = round(n_cells * validation_size)
-    if validation_size > 0 and n_validation == 0 and n_cells > 1:
-        n_validation = 1
-    if n_validation >= n_cells:
-        raise OptionError(f"validation_size={validation_size} leaves no cell of {n_cells} for training; lower it.")
-    order = np.random.default_rng(seed).permutation(n_cells)
-    return np.sort(order[n_validation:]), np.sort(order[:n_validation])
-
-
-class _Batches(Dataset[dict[str, torch.Tensor]]):
-    """Asked for the rows of a batch, returns the batch: cells are tokenised together, not one by one."""
-
-    def __init__(self, cells: CellSource, tokenizer: Tokenizer, objective: Objective, seed: int) -> None:
-        self.cells = cells
-        self.tokenizer = tokenizer
-        self.objective = objective
-        self.seed = seed
-
-    def __len__(self) -> int:
-        return len(self.cells)
-
-    def __getitem__(self, batch: BatchRows) -> dict[str, torch.Tensor]:
-        block = self.cells.block(batch.rows, draw=batch.epoch)
-        return self.objective.prepare(block, self.tokenizer, epoch=batch.epoch, seed=self.seed)
+__all__ = ["CellDataModule"]
 
 
 class CellDataModule(lightning.LightningDataModule):
-    """Batches of training and validation cells.
+    """Batches of training and validation cells, in memory, in a store, or behind a URL.
+
+    A front class gives it the tokenizer and the objective of its model: ``Encoder(datamodule=data).train()``.
 
     Parameters
     ----------
     cells
-        The cells.
+        The cells (:func:`scforge.data.open_cells`), or the path or URL of a store.
     tokenizer, objective
-        They make a batch of a block of cells.
+        They make a batch of a block of cells; None leaves them to :meth:`bind`.
     train_rows, validation_rows
-        Rows of `cells`, disjoint.
+        Rows of `cells`, disjoint. None: `validation_size` and `split_by` choose.
+    validation_size
+        Share of the cells that are held out, drawn with `seed`.
+    split_by
+        Column of obs with groups, e.g. donors or data sets, that are held out as a whole; None splits by cell.
     batch_size
-        Cells a batch.
+        Cells a batch; None takes the objective's default, or with `max_tokens_per_batch` as many as fit.
+    max_tokens_per_batch
+        A batch holds as many cells of like length as fit into so many tokens, padding included.
+    balance_by
+        Column of obs with classes: training cells are drawn with replacement, so that each class comes equally often.
+    balance_start, balance_end, balance_epochs
+        How far: 0 draws classes as often as they are, 1 equally often. From `balance_start` it changes to `balance_end`
+        over `balance_epochs` epochs.
     seed
-        Seed of the order, the masks and the views.
-    num_workers
-        Worker processes that prepare batches; 0 prepares them in the training process.
+        Seed of the split, the order, the masks and the views.
+    num_threads
+        Threads that tokenise, besides one that reads; 0 makes batches in the training thread; None chooses.
+    pin_memory
+        Put batches into memory that a CUDA device copies from while it computes; None does so if there is one.
+    window_cells
+        Cells that are read and shuffled together; None takes 16,384 of a store.
+    batch_key, labels_key
+        Columns of obs with the batch and the label of each cell; highly variable genes are chosen within batches.
     first_epoch
         Number of epochs trained before, so that a second training sees new masks and views.
+
+    Raises
+    ------
+    OptionError
+        If an argument cannot be used.
+    DataError
+        If `cells` cannot be opened, or have no such column.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> data = scforge.training.CellDataModule("store.zarr", split_by="donor_id")  # doctest: +SKIP
+    >>> model = scforge.models.Encoder(datamodule=data)  # doctest: +SKIP
+    >>> model.train()  # doctest: +SKIP
     """
 
     def __init__(
         self,
-        cells: CellSource,
-        tokenizer: Tokenizer,
-        objective: Objective,
+        cells: Cells | str | os.PathLike[str],
+        tokenizer: Tokenizer | None = None,
+        objective: Objective | None = None,
         *,
-        train_rows: np.ndarray,
-        validation_rows: np.ndarray,
-        batch_size: int,
+        train_rows: np.ndarray | None = None,
+        validation_rows: np.ndarray | None = None,
+        validation_size: float = 0.1,
+        split_by: str | None = None,
+        batch_size: int | None = None,
+        max_tokens_per_batch: int | None = None,
+        balance_by: str | None = None,
+        balance_start: float = 0.0,
+        balance_end: float = 1.0,
+        balance_epochs: int = 0,
         seed: int = 0,
-        num_workers: int = 0,
+        num_threads: int | None = None,
+        pin_memory: bool | None = None,
+        window_cells: int | None = None,
+        batch_key: str | None = None,
+        labels_key: str | None = None,
         first_epoch: int = 0,
     ) -> None:
         super().__init__()
-        if np.intersect1d(train_rows, validation_rows).size:
-            raise OptionError("train_rows and validation_rows share cells; a split must be disjoint.")
-        objective.check(tokenizer)
-        check_count("batch_size", batch_size, "cells")
-        check_count("num_workers", num_workers, "processes", least=0)
-        self.cells = cells
-        self.tokenizer = tokenizer
-        self.objective = objective
+        if isinstance(cells, str | os.PathLike):
+            from scforge.data.sources import open_cells
+
+            cells = open_cells(cells)
+        if not hasattr(cells, "stream"):
+            raise OptionError(
+                f"cells is of type {type(cells).__name__!r}; pass what scforge.data.open_cells returns, or a store."
+            )
+        self.cells: Cells = cells
+        self.seed = check_seed(seed)
+        if (train_rows is None) != (validation_rows is None):
+            raise OptionError("train_rows and validation_rows come together; give both, or neither.")
+        if train_rows is None or validation_rows is None:
+            groups = None if split_by is None else cells.column(split_by)
+            train_rows, validation_rows = split_cells(len(cells), validation_size, self.seed, groups=groups)
+        else:
+            if split_by is not None:
+                raise OptionError(f"split_by={split_by!r} has no use beside train_rows and validation_rows; give one.")
+            train_rows = _checked_rows("train_rows", train_rows, len(cells))
+            validation_rows = _checked_rows("validation_rows", validation_rows, len(cells))
+            if np.intersect1d(train_rows, validation_rows).size:
+                raise OptionError("train_rows and validation_rows share cells; a split must be disjoint.")
         self.train_rows = train_rows
         self.validation_rows = validation_rows
+        for name, value, what in (
+            ("batch_size", batch_size, "cells"),
+            ("max_tokens_per_batch", max_tokens_per_batch, "tokens"),
+            ("window_cells", window_cells, "cells"),
+        ):
+            if value is not None:
+                check_count(name, value, what)
+        num_threads = default_threads(cells) if num_threads is None else num_threads
+        check_count("num_threads", num_threads, "threads", least=0)
         self.batch_size = batch_size
-        self.seed = seed
-        self.num_workers = num_workers
+        self.max_tokens_per_batch = max_tokens_per_batch
+        self.num_threads = num_threads
+        self.pin_memory = torch.cuda.is_available() if pin_memory is None else check_bool("pin_memory", pin_memory)
+        self.window_cells = window_cells
+        for key in (batch_key, labels_key):
+            if key is not None:
+                cells.column(key)
+        self.batch_key, self.labels_key = batch_key, labels_key
+        self._balance: ClassBalance | None = None
+        if balance_by is not None:
+            classes = cells.column(balance_by).iloc[self.train_rows].astype("category").cat.codes
+            self._balance = ClassBalance(
+                np.asarray(classes), warmup_epochs=balance_epochs, start=balance_start, end=balance_end
+            )
+        self.tokenizer: Tokenizer | None = None
+        self.objective: Objective | None = None
         self.first_epoch = first_epoch
+        if tokenizer is not None and objective is not None:
+            self.bind(tokenizer, objective, first_epoch=first_epoch)
 
-    def train_dataloader(self) -> DataLoader[dict[str, torch.Tensor]]:
+    def bind(
+        self, tokenizer: Tokenizer, objective: Objective, *, first_epoch: int = 0, cells: Cells | None = None
+    ) -> None:
+        """Take the tokenizer and the objective that make batches, and `cells` over the genes of a model."""
+        objective.check(tokenizer)
+        if self.max_tokens_per_batch is not None and objective.random_batches:
+            raise OptionError(
+                f"max_tokens_per_batch={self.max_tokens_per_batch} fills batches with cells of like length, but the "
+                f"objective {type(objective).__name__} needs random ones; give batch_size."
+            )
+        check_count("first_epoch", first_epoch, "epochs", least=0)
+        self.tokenizer, self.objective, self.first_epoch = tokenizer, objective, first_epoch
+        self.cells = self.cells if cells is None else cells
+
+    def train_dataloader(self) -> BatchLoader:
         """Shuffled batches, other masks and views each epoch."""
         return self._loader(self.train_rows, shuffle=True)
 
-    def val_dataloader(self) -> DataLoader[dict[str, torch.Tensor]] | list[object]:
+    def val_dataloader(self) -> BatchLoader | list[Any]:
         """Batches of held-out cells, with the same masks and views each epoch, so that epochs can be compared."""
         return self._loader(self.validation_rows, shuffle=False) if len(self.validation_rows) else []
 
-    def _loader(self, rows: np.ndarray, *, shuffle: bool) -> DataLoader[dict[str, torch.Tensor]]:
-        if self.objective.random_batches and not shuffle:
-            # Cells that stand together in the data are often of one kind; the same draw in each epoch.
-            rows = np.random.default_rng(self.seed).permutation(rows)
-        lengths = None if self.objective.random_batches else self.tokenizer.lengths(self.cells.n_expressed[rows])
-        sampler = CellSampler(
+    def _loader(self, rows: np.ndarray, *, shuffle: bool) -> BatchLoader:
+        tokenizer, objective = self.tokenizer, self.objective
+        if tokenizer is None or objective is None:
+            raise TrainingError(
+                "the data module has no tokenizer and objective yet; call bind(tokenizer, objective)."
+            )
+        lengths = None
+        if not objective.random_batches:
+            lengths = tokenizer.lengths(self.cells.n_expressed[rows].astype(np.int32, copy=False))
+            lengths = lengths.astype(np.min_scalar_type(int(lengths.max())), copy=False)
+        batch_size = self.batch_size
+        if batch_size is None and self.max_tokens_per_batch is None:
+            batch_size = objective.defaults.batch_size
+        trainer = self.trainer
+        order = CellOrder(
             rows,
-            self.batch_size,
+            batch_size,
+            chunk_size=self.cells.chunk_size,
+            window_cells=self.window_cells,
             lengths=lengths,
-            shuffle=shuffle,
+            max_tokens_per_batch=self.max_tokens_per_batch,
+            # Cells that stand together are often of one kind, so random batches of validation are drawn as well,
+            # the same in each epoch.
+            shuffle=shuffle or objective.random_batches,
             seed=self.seed,
             first_epoch=self.first_epoch if shuffle else None,
+            rank=0 if trainer is None else trainer.global_rank,
+            world_size=1 if trainer is None else trainer.world_size,
+            balance=self._balance if shuffle else None,
         )
-        return DataLoader(
-            _Batches(self.cells, self.tokenizer, self.objective, self.seed),
-            sampler=sampler,  # yields whole batches, so the loader must not batch again
-            batch_size=None,
-            num_workers=self.num_workers,
-            persistent_workers=self.num_workers > 0,
-        )
+
+        def prepare(block: CellBlock) -> dict[str, torch.Tensor]:
+            return objective.prepare(block, tokenizer, epoch=block.draw, seed=self.seed)
+
+        return BatchLoader(self.cells, order, prepare, num_threads=self.num_threads, pin_memory=self.pin_memory)
+
+
+def _checked_rows(argument: str, rows: np.ndarray, n_cells: int) -> np.ndarray:
+    rows = np.unique(np.asarray(rows, dtype=np.int64))
+    if len(rows) and (rows[0] < 0 or rows[-1] >= n_cells):
+        wrong = rows[0] if rows[0] < 0 else rows[-1]
+        raise OptionError(f"{argument} has the row {wrong}, but there are {n_cells} cells.")
+    return rows

@@ -11,16 +11,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from scforge.data.cells import CellSource
-from scforge.data.sampler import CellSampler
+from scforge.data.cells import CellBlock, Cells
+from scforge.data.order import CellOrder
+from scforge.errors import OptionError
 from scforge.tokenizers.base import Tokenizer
+from scforge.training.loading import BatchLoader
 
 __all__ = ["embed"]
 
 
 @torch.inference_mode()
 def embed(
-    module: nn.Module, cells: CellSource, tokenizer: Tokenizer, *, batch_size: int = 256, rows: np.ndarray | None = None
+    module: nn.Module, cells: Cells, tokenizer: Tokenizer, *, batch_size: int = 256, rows: np.ndarray | None = None
 ) -> np.ndarray:
     """Return the embedding of each cell in the order of the source, float32, shape (N, D).
 
@@ -37,24 +39,37 @@ def embed(
     batch_size
         Cells a batch.
     rows
-        Only these rows of `cells`; all if None.
+        Only these rows of `cells`, in this order; all if None.
+
+    Raises
+    ------
+    OptionError
+        If `rows` names no cell.
     """
-    rows = np.arange(len(cells)) if rows is None else np.asarray(rows)
+    wanted, places = np.arange(len(cells)), None
+    if rows is not None:
+        wanted, places = np.unique(np.asarray(rows, dtype=np.int64), return_inverse=True)
+    if not len(wanted):
+        raise OptionError("rows names no cell to embed; name at least one.")
     device = next(module.parameters()).device
-    lengths = tokenizer.lengths(cells.n_expressed[rows])
-    sampler = CellSampler(np.arange(len(rows)), batch_size, lengths=lengths, shuffle=False)
+    lengths = tokenizer.lengths(cells.n_expressed[wanted].astype(np.int32, copy=False))
+    order = CellOrder(wanted, batch_size, chunk_size=cells.chunk_size, lengths=lengths, shuffle=False)
+
+    def prepare(block: CellBlock) -> dict[str, Any]:
+        return {"rows": torch.from_numpy(block.rows), **tokenizer(block)}
+
     in_training = [part for part in module.modules() if part.training]  # frozen parts are not
     module.eval()
     result: np.ndarray | None = None
     try:
-        for batch in sampler:
-            tokens = tokenizer(cells.block(rows[batch.rows]))
-            embedding = module.encode(**{name: tensor.to(device) for name, tensor in dict[str, Any](tokens).items()})
+        for batch in BatchLoader(cells, order, prepare):
+            at = np.searchsorted(wanted, batch.pop("rows").numpy())
+            embedding = module.encode(**{name: tensor.to(device) for name, tensor in batch.items()})
             if result is None:
-                result = np.empty((len(rows), embedding.shape[1]), dtype=np.float32)
-            result[batch.rows] = embedding.float().cpu().numpy()
+                result = np.empty((len(wanted), embedding.shape[1]), dtype=np.float32)
+            result[at] = embedding.float().cpu().numpy()
     finally:
         for part in in_training:
             part.training = True
     assert result is not None
-    return result
+    return result if places is None else result[places]
