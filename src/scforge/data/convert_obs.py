@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scforge.data.picking import CHECK
 from scforge.data.store_files import SOURCE, TOTAL
 from scforge.errors import DataError, OptionError
 
@@ -21,7 +22,7 @@ __all__ = ["CellNames", "CellTable", "Column", "join_tables"]
 
 logger = logging.getLogger("scforge")
 
-_OWN = (TOTAL, SOURCE)
+_OWN = (TOTAL, SOURCE, CHECK)
 _TEXT, _NUMBERS, _TRUTH, _NUMBERED = "text", "numbers", "truth values", "categories that are numbers"
 
 

@@ -13,6 +13,7 @@ from scipy import sparse
 
 from scforge.data.cells import CellBlock
 from scforge.data.medians import StreamingMedians
+from scforge.data.picking import CHECK, row_checks
 from scforge.data.scatter import gene_dtype, place, read_segments
 from scforge.data.store_files import CHUNK_SIZE, TOTAL
 from scforge.data.store_hash import dataset_hash
@@ -109,6 +110,7 @@ def write_dataset(folder: Path, cells: Cells, genes: tuple[str, ...], table: Cel
     # SciPy's constructor would make the indices wider, in a copy.
     matrix.data, matrix.indices, matrix.indptr = cells.counts, cells.genes, cells.indptr
     obs = table.frame(cells.rows, cells.names)
+    obs[CHECK] = row_checks(matrix)
     adata = AnnData(matrix, obs=obs, var=pd.DataFrame(index=pd.Index(genes, dtype=str)))
     with zarr.config.set(PIPELINE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
