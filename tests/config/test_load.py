@@ -42,6 +42,18 @@ training:
   lr: 1e-4
 """
 
+CENSUS = """
+data:
+  source: cellxgene_census
+  organism: homo_sapiens
+  filters:
+    tissue: [lung, heart, liver]
+    is_primary_data: true
+  preprocessing:
+    normalize: library_size
+    hvg_selection: 2000
+"""
+
 Load = Callable[..., Config]
 
 
@@ -87,8 +99,36 @@ def test_the_proposal_file_with_local_data(load: Load) -> None:
 
 
 def test_the_proposal_file_with_census_data(load: Load) -> None:
-    text = message(load, "data: {source: cellxgene_census, organism: homo_sapiens}\neval: {every_n_epochs: 2}\n")
-    assert text.startswith("data.source='cellxgene_census' is not supported yet; supported is 'local'")
+    config = load(CENSUS + PROPOSAL[PROPOSAL.index("tokenizer:") :])
+    assert (config.data.source, config.data.organism) == ("cellxgene_census", "homo_sapiens")
+    assert config.data.filters == {"tissue": ["lung", "heart", "liver"], "is_primary_data": True}
+    assert config.data.preprocessing.user_set() == {"normalize": "library_size", "hvg_selection": 2000}
+    assert config.data.paths is None
+    assert config.data.gene_vocab == "human_protein_coding"
+
+
+def test_everything_about_data(load: Load) -> None:
+    content = """
+source: local
+paths: [s3://bucket/store.zarr, "cells/*.h5ad"]
+obs: donor_id
+storage_options: {anon: true, client_kwargs: {endpoint_url: "http://127.0.0.1"}}
+modality: rna
+memory: 16GB
+cache: store.zarr
+sampling: {balance_key: cell_type, warmup_epochs: 3, start: 0, end: 0.5}
+split: {by: donor_id}
+num_workers: 2
+pin_memory: false
+"""
+    data = load("data: " + content.replace("\n", "\n  ") + "\ntraining: {max_tokens_per_batch: 8192}").data
+    assert data.paths == ["s3://bucket/store.zarr", "cells/*.h5ad"]
+    assert data.obs_columns == ["donor_id"]
+    assert data.storage_options == {"anon": True, "client_kwargs": {"endpoint_url": "http://127.0.0.1"}}
+    assert (data.modality, data.memory, data.cache) == ("rna", "16GB", "store.zarr")
+    assert data.sampling.user_set() == {"balance_key": "cell_type", "warmup_epochs": 3, "start": 0.0, "end": 0.5}
+    assert data.split.by == "donor_id"
+    assert (data.num_threads, data.pin_memory, data.max_tokens_per_batch) == (2, False, 8192)
 
 
 @pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.e-4", "1.0e-4", ".1e-3", "0.0001", "+1e-4", "'1e-4'"])
@@ -142,7 +182,34 @@ def test_empty_sections_are_defaults(load: Load) -> None:
         ("training: {1: 2}", "training has the key 1, which is not the name of an option."),
         ("model: {1: 2}", "model has the key 1, which is not the name of an option."),
         ("eval: {every_n_epochs: 2}", "eval={'every_n_epochs': 2} is not supported yet; "),
-        ("data: {source: s3, paths: a}", "data.source='s3' is not known (known: 'local')."),
+        ("data: {source: s3, paths: a}", "data.source='s3' is not known (known: 'local', 'cellxgene_census')."),
+        (
+            "data: {source: cellxgene_census, paths: a}",
+            "data.paths='a' has no use with data.source='cellxgene_census'; ",
+        ),
+        ("data: {source: local}", "data.paths is missing; "),
+        ("data: {paths: a, organism: x}", "data.organism='x' has no use without data.source='cellxgene_census'; set "),
+        ("data: {paths: a, uri: x}", "data.uri='x' has no use without data.source='cellxgene_census'"),
+        ("data: {source: cellxgene_census, memory: 1GB}", "data.memory='1GB' has no use without data.source='local'; "),
+        ("data: {source: cellxgene_census, filters: [a]}", "data.filters=['a'] is neither columns with their values"),
+        ("data: {source: cellxgene_census, filter: {a: b}}", "data.filter={'a': 'b'} is not a known option; did you "),
+        ("data: {paths: a, memory: yes}", "data.memory=True is not an amount of memory"),
+        ("data: {paths: a, memory: 0}", "data.memory=0 is not an amount of memory"),
+        ("data: {paths: a, num_threads: -1}", "data.num_threads=-1 is out of range; it must be at least 0."),
+        ("data: {paths: a, sampling: {start: 0.5}}", "data.sampling.start=0.5 has no use without balance_key"),
+        ("data: {paths: a, sampling: {balance_key: b, end: 2}}", "data.sampling.end=2 is out of range"),
+        ("data: {paths: a, split: {by: 3}}", "data.split.by=3 is not text"),
+        (
+            "data: {paths: a, preprocessing: {normalize: none}}",
+            "data.preprocessing.normalize='none' is not supported: ",
+        ),
+        ("data: {paths: a, preprocessing: {normalize: scran}}", "data.preprocessing.normalize='scran' is not suppo"),
+        (
+            "data: {paths: a, preprocessing: {normalize: cpm}}",
+            "data.preprocessing.normalize='cpm' is not known (known: ",
+        ),
+        ("data: {paths: a, preprocessing: {log1p: false}}", "data.preprocessing.log1p=False is not supported: "),
+        ("data: {paths: a, preprocessing: {log1p: 3}}", "data.preprocessing.log1p=3 is not true or false."),
         ("data: {paths: []}", "data.paths=[] is empty."),
         ("data: {paths: ['']}", "data.paths[0]='' is empty."),
         ("data: {paths: [7]}", "data.paths[0]=7 is not text; put it in quotes."),
@@ -289,6 +356,12 @@ def _configs(draw: Any) -> Config:
     }
     kept = draw(st.sets(st.sampled_from(["model", "tokenizer", "training", "seed"])))
     return Config(**{name: content for name, content in sections.items() if name in kept | {"data"}})
+
+
+@pytest.mark.parametrize("mark", ["\x85", "\u2028", "\u2029", "\n"])
+def test_line_breaks_survive_writing(load: Load, mark: str) -> None:
+    config = Config(data={"paths": [f"a{mark}b", mark]})
+    assert load(dump_config(config)) == config
 
 
 @settings(deadline=None, max_examples=60)

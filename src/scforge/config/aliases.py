@@ -11,27 +11,24 @@ from scforge.errors import ConfigError
 __all__ = ["ALIASES", "UNSUPPORTED", "apply_aliases"]
 
 ALIASES = {
+    "data.num_workers": "data.num_threads",
+    "data.obs": "data.obs_columns",
     "model.mask_ratio": "tokenizer.masking.mask_ratio",
     "model.pretraining_task": "objective.name",
     "tokenizer.gene_vocab": "data.gene_vocab",
     "tokenizer.max_genes": "data.max_genes",
     "training.lr": "training.optimizer.lr",
+    "training.max_tokens_per_batch": "data.max_tokens_per_batch",
     "training.num_gpus": "training.devices",
 }
 """Accepted place of an option to the place where the schema has it."""
 
 UNSUPPORTED = {
-    "data.organism": "selects cells of the CELLxGENE Census, which is not supported yet; name h5ad files in data.paths",
-    "data.filters": "selects cells of the CELLxGENE Census, which is not supported yet; name h5ad files in data.paths",
-    "data.preprocessing.normalize": (
-        "is not an option: every tokenizer normalises raw counts by library size itself; remove the key"
-    ),
     "training.strategy": "is not supported yet; remove the key (training.devices sets the number of devices)",
     "eval": "is not supported yet; remove the section and score the embedding with scforge.eval.evaluate",
 }
 """Keys that other tools or later versions know, and what to do instead."""
 
-_LOCAL_ONLY = "is not supported yet; supported is 'local', h5ad files named in data.paths"
 _ON_GPUS = ("auto", "gpu", "cuda")
 
 
@@ -123,9 +120,6 @@ def _use_gpus(content: dict[str, Any], n_gpus: Any) -> None:
 
 
 def _refuse_unsupported(content: Mapping[str, Any]) -> None:
-    found, source = _get(content, "data.source")
-    if found and source == "cellxgene_census":
-        raise ConfigError(f"data.source={shown(source)} {_LOCAL_ONLY}.")
     for dotted, reason in UNSUPPORTED.items():
         found, value = _get(content, dotted)
         if found:

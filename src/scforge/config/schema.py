@@ -6,14 +6,15 @@ objective have their defaults in that class's constructor, which receives what t
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from scforge._checks import check_mask_ratio
+from scforge.config._fields import Float, Int, OpenSection, Path, Positive, Section, Share, Text
 from scforge.config.aliases import apply_aliases
+from scforge.config.data_section import DataConfig, PreprocessingConfig, SamplingConfig, SplitConfig
 from scforge.errors import OptionError
 
 __all__ = [
@@ -25,18 +26,13 @@ __all__ = [
     "OptimizerConfig",
     "OutputConfig",
     "PreprocessingConfig",
+    "SamplingConfig",
     "SchedulerConfig",
     "Section",
+    "SplitConfig",
     "TokenizerConfig",
     "TrainingConfig",
 ]
-
-
-def _no_bool(value: Any) -> Any:
-    # Python counts True as 1, so ``batch_size: yes`` would train with batches of one cell.
-    if isinstance(value, bool):
-        raise ValueError("is not a number")
-    return value
 
 
 def _mask_ratio(value: Any) -> Any:
@@ -46,105 +42,6 @@ def _mask_ratio(value: Any) -> Any:
         # The message of a configuration names the option and the value itself.
         raise ValueError(str(error).split("=", 1)[1].removeprefix(f"{value!r} ")) from None
     return value
-
-
-def _path_text(value: Any) -> Any:
-    return os.fspath(value) if isinstance(value, os.PathLike) else value
-
-
-_Int = Annotated[int, BeforeValidator(_no_bool)]
-_Positive = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
-_Float = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
-_Share = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)]
-_Text = Annotated[str, Field(min_length=1)]
-_Path = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys are errors, and assignments are checked like a file."""
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _empty_is_default(cls, raw: Any) -> Any:
-        # A section whose keys are all commented out is None in YAML.
-        return {} if raw is None else raw
-
-    def user_set(self) -> dict[str, Any]:
-        """Return what the user set, nested sections as dictionaries, in the order of the schema."""
-        content: dict[str, Any] = {}
-        for name, value in self:
-            if isinstance(value, Section):
-                inner = value.user_set()
-                if inner or name in self.model_fields_set:
-                    content[name] = inner
-            elif name in self.model_fields_set:
-                content[name] = value
-        return content
-
-
-class _OpenSection(Section):
-    """A section that also holds the options of the class it names; that class's constructor checks them."""
-
-    model_config = ConfigDict(extra="allow")
-    _not_options: ClassVar[frozenset[str]] = frozenset()
-
-    def user_options(self) -> dict[str, Any]:
-        """Return the options that the user set, for the constructor of the named class."""
-        return {key: value for key, value in self.user_set().items() if key not in self._not_options}
-
-
-class PreprocessingConfig(Section):
-    """Choice of genes before tokenising. Counts stay raw: each tokenizer normalises by library size itself.
-
-    Parameters
-    ----------
-    hvg_selection
-        Number of highly variable genes to keep; 0 keeps all. None takes what suits the architecture.
-    """
-
-    hvg_selection: Annotated[_Int, Field(ge=0)] | None = None
-
-
-class DataConfig(Section):
-    """Where the cells come from, and which genes count.
-
-    Parameters
-    ----------
-    source
-        Kind of source: ``"local"`` for h5ad files.
-    paths
-        One or more files. A single path may be given as text.
-    gene_vocab
-        ``"from_data"``, a shipped vocabulary such as ``"human_protein_coding"``, or a vocabulary file.
-    max_genes
-        Genes kept per cell, the most expressed. None takes the tokenizer's default. Also accepted as
-        ``tokenizer.max_genes``.
-    layer
-        Key in ``adata.layers`` with raw counts. None reads ``adata.X``.
-    gene_key
-        Column of ``adata.var`` with the gene names. None reads ``adata.var_names``.
-    batch_key, labels_key
-        Columns of ``adata.obs`` with the batch and the label of each cell.
-    preprocessing
-        Choice of genes.
-    """
-
-    source: Literal["local"] = "local"
-    paths: Annotated[list[_Path], Field(min_length=1)]
-    gene_vocab: _Path = "from_data"
-    max_genes: _Positive | None = None
-    layer: _Text | None = None
-    gene_key: _Text | None = None
-    batch_key: _Text | None = None
-    labels_key: _Text | None = None
-    preprocessing: PreprocessingConfig = Field(default_factory=PreprocessingConfig)
-
-    @field_validator("paths", mode="before")
-    @classmethod
-    def _one_path(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str | os.PathLike) else value
 
 
 class MaskingConfig(Section):
@@ -160,8 +57,8 @@ class MaskingConfig(Section):
     """
 
     mask_ratio: Annotated[Any, BeforeValidator(_mask_ratio)] = 0.15
-    mask_token_prob: _Share = 0.8
-    random_token_prob: Annotated[_Share, Field(validate_default=True)] = 0.1
+    mask_token_prob: Share = 0.8
+    random_token_prob: Annotated[Share, Field(validate_default=True)] = 0.1
 
     @field_validator("mask_token_prob", "random_token_prob")
     @classmethod
@@ -173,7 +70,7 @@ class MaskingConfig(Section):
         return value
 
 
-class TokenizerConfig(_OpenSection):
+class TokenizerConfig(OpenSection):
     """The tokenizer: its strategy, its own options, and masking.
 
     Parameters
@@ -188,11 +85,11 @@ class TokenizerConfig(_OpenSection):
 
     _not_options: ClassVar[frozenset[str]] = frozenset({"strategy", "masking"})
 
-    strategy: _Text | None = None
+    strategy: Text | None = None
     masking: MaskingConfig = Field(default_factory=MaskingConfig)
 
 
-class ObjectiveConfig(_OpenSection):
+class ObjectiveConfig(OpenSection):
     """What training minimises.
 
     Parameters
@@ -205,10 +102,10 @@ class ObjectiveConfig(_OpenSection):
 
     _not_options: ClassVar[frozenset[str]] = frozenset({"name"})
 
-    name: _Text | None = None
+    name: Text | None = None
 
 
-class ModelConfig(_OpenSection):
+class ModelConfig(OpenSection):
     """The architecture and its options.
 
     The fields below are those that most architectures share, with defaults that a model may read. Any other key is an
@@ -246,18 +143,18 @@ class ModelConfig(_OpenSection):
 
     _not_options: ClassVar[frozenset[str]] = frozenset({"architecture", "vocab_size"})
 
-    architecture: _Text | None = None
-    vocab_size: _Positive | None = None
-    hidden_dim: _Positive = 512
-    num_layers: _Positive = 12
-    num_heads: _Positive = 8
-    ffn_dim: _Positive | None = None
-    dropout: Annotated[_Float, Field(ge=0, lt=1)] = 0.1
-    max_seq_len: _Positive = 2048
-    pooling: _Text = "cls"
-    activation: _Text = "gelu"
+    architecture: Text | None = None
+    vocab_size: Positive | None = None
+    hidden_dim: Positive = 512
+    num_layers: Positive = 12
+    num_heads: Positive = 8
+    ffn_dim: Positive | None = None
+    dropout: Annotated[Float, Field(ge=0, lt=1)] = 0.1
+    max_seq_len: Positive = 2048
+    pooling: Text = "cls"
+    activation: Text = "gelu"
     use_expression_values: bool = True
-    layer_norm_eps: Annotated[_Float, Field(gt=0)] = 1e-12
+    layer_norm_eps: Annotated[Float, Field(gt=0)] = 1e-12
 
 
 class OptimizerConfig(Section):
@@ -274,8 +171,8 @@ class OptimizerConfig(Section):
     """
 
     name: Literal["adamw"] = "adamw"
-    lr: Annotated[_Float, Field(gt=0)] | None = None
-    weight_decay: Annotated[_Float, Field(ge=0)] | None = None
+    lr: Annotated[Float, Field(gt=0)] | None = None
+    weight_decay: Annotated[Float, Field(ge=0)] | None = None
 
 
 class SchedulerConfig(Section):
@@ -290,7 +187,7 @@ class SchedulerConfig(Section):
     """
 
     name: Literal["cosine_warmup", "linear_warmup", "one_cycle", "constant"] | None = None
-    warmup_steps: Annotated[_Int, Field(ge=0)] | None = None
+    warmup_steps: Annotated[Int, Field(ge=0)] | None = None
 
 
 class TrainingConfig(Section):
@@ -318,16 +215,16 @@ class TrainingConfig(Section):
         Optimizer and course of the learning rate.
     """
 
-    batch_size: _Positive | None = None
-    max_epochs: _Positive | None = None
-    max_steps: _Positive | None = None
-    validation_size: Annotated[_Float, Field(ge=0, lt=1)] = 0.1
+    batch_size: Positive | None = None
+    max_epochs: Positive | None = None
+    max_steps: Positive | None = None
+    validation_size: Annotated[Float, Field(ge=0, lt=1)] = 0.1
     early_stopping: bool = True
-    early_stopping_patience: _Positive | None = None
+    early_stopping_patience: Positive | None = None
     precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"] | None = None
     accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
     devices: Any = 1
-    gradient_clip_val: Annotated[_Float, Field(ge=0)] = 1.0
+    gradient_clip_val: Annotated[Float, Field(ge=0)] = 1.0
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
 
@@ -357,10 +254,10 @@ class OutputConfig(Section):
         h5ad file to write with the data and ``obsm["X_scforge"]``.
     """
 
-    log_dir: _Path | None = None
-    checkpoint_dir: _Path | None = None
-    save_top_k: Annotated[_Int, Field(ge=-1)] = 1
-    embedding: _Path | None = None
+    log_dir: Path | None = None
+    checkpoint_dir: Path | None = None
+    save_top_k: Annotated[Int, Field(ge=-1)] = 1
+    embedding: Path | None = None
 
     @field_validator("embedding")
     @classmethod
@@ -387,7 +284,7 @@ class Config(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     output: OutputConfig = Field(default_factory=OutputConfig)
-    seed: Annotated[_Int, Field(ge=0, lt=2**32)] = 0
+    seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
 
     @model_validator(mode="before")
     @classmethod

@@ -57,8 +57,8 @@ def train_from_config(config: Config, *, progress_bar: bool = True) -> Encoder:
             check_folder(f"output.{name}", folder)
     if output.embedding is not None:
         check_folder("output.embedding", Path(output.embedding).parent)
-    logger.info("Reading %s into memory.", ", ".join(data.paths))
-    adata = read_h5ad(data.paths)
+    logger.info("Reading %s into memory.", ", ".join(data.paths or []))
+    adata = read_h5ad(data.paths or [])
     Encoder.setup_anndata(
         adata, layer=data.layer, gene_key=data.gene_key, batch_key=data.batch_key, labels_key=data.labels_key
     )
