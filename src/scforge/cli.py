@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from scforge._version import __version__
-from scforge.errors import ConfigError, ScforgeError, ScforgeWarning
+from scforge.errors import ConfigError, OptionError, ScforgeError, ScforgeWarning
 
 __all__ = ["main"]
 
@@ -42,9 +42,36 @@ def _train(arguments: argparse.Namespace) -> None:
     print(train_from_config(config, progress_bar=not arguments.quiet))
 
 
-def _inspect(arguments: argparse.Namespace) -> None:
-    from scforge.data import inspect_h5ad
+def _convert(arguments: argparse.Namespace) -> None:
+    from scforge.data import convert
 
+    info = convert(
+        arguments.sources,
+        arguments.output,
+        vocab=arguments.vocab,
+        obs=None if arguments.obs is None else [name for name in arguments.obs.split(",") if name],
+        shuffle=arguments.shuffle,
+        seed=arguments.seed,
+        memory=arguments.memory,
+        layer=arguments.layer,
+        gene_key=arguments.gene_key,
+        modality=arguments.modality,
+        overwrite=arguments.overwrite,
+        progress=not arguments.quiet,
+    )
+    if not arguments.quiet:
+        print(info)
+
+
+def _inspect(arguments: argparse.Namespace) -> None:
+    from scforge.data import inspect_h5ad, inspect_store
+    from scforge.data.store_files import may_be_store
+
+    if may_be_store(arguments.file):
+        print(inspect_store(arguments.file, verify=arguments.verify))
+        return
+    if arguments.verify:
+        raise OptionError(f"--verify checks a store, and {arguments.file!r} is none; leave it out.")
     found = inspect_h5ad(
         arguments.file, arguments.vocab, layer=arguments.layer, gene_key=arguments.gene_key, n_top=arguments.top
     )
@@ -69,8 +96,26 @@ def _parser() -> _Parser:
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. training.batch_size=32")
     train.set_defaults(run=_train)
 
-    inspect = commands.add_parser("inspect", help="show what an h5ad file holds and which vocabulary fits its genes")
-    inspect.add_argument("file", metavar="FILE", help="h5ad file of any size")
+    convert = commands.add_parser("convert", help="make a store, from which models train, of data of any size")
+    convert.add_argument("sources", nargs="+", metavar="SOURCE", help="path, pattern or URL of h5ad or AnnData-zarr")
+    convert.add_argument("-o", "--output", required=True, metavar="STORE", help="folder to write, e.g. store.zarr")
+    convert.add_argument("--vocab", metavar="NAME_OR_FILE", help="a vocabulary (default: all genes of all sources)")
+    convert.add_argument("--obs", metavar="COLUMNS", help="columns of obs, e.g. cell_type,batch (default: all shared)")
+    convert.add_argument(
+        "--shuffle", action=argparse.BooleanOptionalAction, default=True, help="bring the cells into random order"
+    )
+    convert.add_argument("--seed", type=int, default=0, metavar="N", help="seed of that order (%(default)s)")
+    convert.add_argument("--memory", default="4GB", metavar="SIZE", help="most memory to take (%(default)s)")
+    convert.add_argument("--layer", metavar="LAYER", help="layer with raw counts (default: X)")
+    convert.add_argument("--gene-key", metavar="COLUMN", help="column of var with the gene names (default: var_names)")
+    convert.add_argument("--modality", metavar="NAME", help="modality of an h5mu file")
+    convert.add_argument("--overwrite", action="store_true", help="replace a store, or an unfinished one that differs")
+    convert.add_argument("--quiet", action="store_true", help="no progress bar and no description at the end")
+    convert.set_defaults(run=_convert)
+
+    inspect = commands.add_parser("inspect", help="show what an h5ad file or a store holds, and which vocabulary fits")
+    inspect.add_argument("file", metavar="FILE", help="h5ad file of any size, or a store")
+    inspect.add_argument("--verify", action="store_true", help="read a whole store and check that nothing is damaged")
     inspect.add_argument("--vocab", metavar="NAME_OR_FILE", help="a vocabulary (default: the shipped one that fits)")
     inspect.add_argument("--gene-key", metavar="COLUMN", help="column of var with the gene names (default: var_names)")
     inspect.add_argument("--layer", metavar="LAYER", help="layer to look at (default: X)")

@@ -32,6 +32,7 @@ __all__ = [
     "StoreInfo",
     "is_store",
     "is_url",
+    "may_be_store",
     "open_store_group",
     "partial_path",
     "read_measured",
@@ -184,6 +185,11 @@ def partial_path(path: str | os.PathLike[str]) -> Path:
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is a URL of a file system that fsspec knows, e.g. ``"s3://bucket/store.zarr"``."""
     return "://" in os.fspath(path)
+
+
+def may_be_store(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` names a folder, a URL, or a store that is being written: anything but a file."""
+    return is_url(path) or Path(path).is_dir() or (not Path(path).exists() and partial_path(path).exists())
 
 
 def is_store(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> bool:
