@@ -277,6 +277,8 @@ class Encoder(CellModel):
         elif options:
             name, value = next(iter(options.items()))
             raise OptionError(f"{name}={value!r} is up to the data module; give it to CellDataModule.")
+        elif self.adata is None:
+            self._data = data
         data.bind(self._tokenizer, objective, first_epoch=self.n_epochs_, cells=self._open(data.cells))
         return data
 

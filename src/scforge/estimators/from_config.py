@@ -6,10 +6,13 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from anndata import AnnData
+
+from scforge._constants import OBSM_KEY
 from scforge._io import atomic_path, check_folder
 from scforge.config.schema import Config
-from scforge.data.sources import read_h5ad
 from scforge.errors import ConfigError
+from scforge.estimators.config_data import embedded_adata, make_datamodule, open_source
 from scforge.estimators.encoder import Encoder
 from scforge.models.registry import MODELS
 from scforge.tokenizers.registry import TOKENIZERS
@@ -57,36 +60,35 @@ def train_from_config(config: Config, *, progress_bar: bool = True) -> Encoder:
             check_folder(f"output.{name}", folder)
     if output.embedding is not None:
         check_folder("output.embedding", Path(output.embedding).parent)
-    logger.info("Reading %s into memory.", ", ".join(data.paths or []))
-    adata = read_h5ad(data.paths or [])
-    Encoder.setup_anndata(
-        adata, layer=data.layer, gene_key=data.gene_key, batch_key=data.batch_key, labels_key=data.labels_key
-    )
-    options = config.model.user_options()
-    model = Encoder(
-        adata,
-        config.model.architecture,
-        tokenizer,
-        objective,
-        vocab=data.gene_vocab,
-        n_top_genes=data.preprocessing.hvg_selection,
-        seed=config.seed,
-        **options,
-    )
+    source = open_source(data)
+    options = {
+        "vocab": data.gene_vocab,
+        "n_top_genes": data.preprocessing.hvg_selection,
+        "seed": config.seed,
+        **config.model.user_options(),
+    }
+    if isinstance(source, AnnData):
+        Encoder.setup_anndata(
+            source, layer=data.layer, gene_key=data.gene_key, batch_key=data.batch_key, labels_key=data.labels_key
+        )
+        model = Encoder(source, config.model.architecture, tokenizer, objective, **options)
+        module = make_datamodule(model.cells(), config)
+    else:
+        module = make_datamodule(source, config)
+        model = Encoder(None, config.model.architecture, tokenizer, objective, datamodule=module, **options)
     given: dict[str, Any] = {
-        "batch_size": training.batch_size,
         "max_steps": training.max_steps,
         "early_stopping_patience": training.early_stopping_patience,
     }
     model.train(
         training.max_epochs,
+        datamodule=module,
         **{name: value for name, value in given.items() if value is not None},
         optimizer=training.optimizer.name,
         lr=training.optimizer.lr,
         weight_decay=training.optimizer.weight_decay,
         schedule=training.scheduler.name,
         warmup_steps=training.scheduler.warmup_steps,
-        validation_size=training.validation_size,
         early_stopping=training.early_stopping,
         accelerator=training.accelerator,
         devices=training.devices,
@@ -100,7 +102,8 @@ def train_from_config(config: Config, *, progress_bar: bool = True) -> Encoder:
     if output.checkpoint_dir is not None:
         model.save(Path(output.checkpoint_dir) / _FINAL, overwrite=True)
     if output.embedding is not None:
-        model.get_latent_representation()
+        embedding = model.get_latent_representation()
+        adata = source if isinstance(source, AnnData) else embedded_adata(module.cells, embedding, OBSM_KEY)
         _write(adata, output.embedding)
     return model
 

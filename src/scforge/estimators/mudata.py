@@ -68,8 +68,6 @@ class MuDataModel:
         Examples
         --------
         >>> import mudata, scforge
-        >>> mudata.set_options(pull_on_update=False)  # doctest: +ELLIPSIS
-        <...>
         >>> adata = scforge.datasets.pbmc3k()
         >>> mdata = mudata.MuData({"rna": adata})
         >>> scforge.models.Encoder.setup_mudata(mdata, modality="rna", labels_key="cell_type")

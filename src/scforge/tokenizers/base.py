@@ -141,7 +141,8 @@ class Tokenizer(ABC):
 
     def lengths(self, n_expressed: np.ndarray) -> np.ndarray:
         """Return the number of tokens of cells with `n_expressed` expressed genes."""
-        return np.minimum(n_expressed, self.most_genes) + self._n_around
+        most = min(self.most_genes, np.iinfo(n_expressed.dtype).max)
+        return np.minimum(n_expressed, most) + self._n_around
 
     def max_tokens(self) -> int:
         """Return the largest number of tokens that a cell can have."""
