@@ -258,8 +258,9 @@ def _uniform(draws: np.ndarray, seed: int, epoch: int) -> np.ndarray:
 def _inverse(
     cumulated: np.ndarray, lows: np.ndarray | float, highs: np.ndarray | float, shares: np.ndarray
 ) -> np.ndarray:
-    """Return where the cumulated weights pass `lows` + `shares` * (`highs` - `lows`), sorted; none has weight zero."""
-    # Rounding up to the end would give the cell behind it.
+    """Return where the cumulated weights pass `lows` + `shares` * (`highs` - `lows`), in any order."""
+    # Rounding up to the end would give the cell behind it, or one of weight zero.
     targets = np.minimum(lows + shares * (highs - lows), np.nextafter(highs, 0.0))
-    # Sorted places are found twice as fast, sorting included; the window is shuffled anyway.
-    return np.searchsorted(cumulated, np.sort(targets), side="right")
+    # Nearly sorted places are found four times as fast, and 16 bits are sorted fast; the window is shuffled anyway.
+    rough = (targets * ((2**16 - 1) / cumulated[-1])).astype(np.uint16)
+    return np.searchsorted(cumulated, targets[np.argsort(rough, kind="stable")], side="right")

@@ -48,7 +48,7 @@ class EpochPlan:
         self._order = order
         self._layout = order.layout
         self._cells_at = _sequence(order, epoch)
-        self._packed: list[int] = []
+        self._packed: dict[int, int] = {}
         self.epoch = epoch
 
     def n_batches(self) -> int:
@@ -83,9 +83,8 @@ class EpochPlan:
             layout = self._layout
             return min(layout.pieces_per_window, layout.n_pieces - number * layout.pieces_per_window)
         assert order.lengths is not None
-        while len(self._packed) <= number:
-            window = len(self._packed)
-            spans = [self._ends(window, rank).tolist() for rank in range(order.world_size)]
+        if number not in self._packed:
+            spans = [self._ends(number, rank).tolist() for rank in range(order.world_size)]
             lengths = (np.sort(order.lengths[self._cells_at(*span)]) for span in spans)
             most = max(len(cut_by_tokens(part, order.max_tokens_per_batch, order.batch_size)) for part in lengths)
             if most > (least := min(stop - start for start, stop in spans)):
@@ -93,7 +92,8 @@ class EpochPlan:
                     f"max_tokens_per_batch={order.max_tokens_per_batch} leaves a batch to each of the {most} cells of "
                     f"one rank, while another rank has {least} cells and cannot have as many batches; raise it."
                 )
-            self._packed.append(most)
+            # Passes in other threads may find it out, too: they write the same.
+            self._packed[number] = most
         return self._packed[number]
 
     def _window(self, number: int) -> Window:

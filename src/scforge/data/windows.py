@@ -99,7 +99,7 @@ def cut_by_tokens(lengths: np.ndarray, max_tokens: int, max_cells: int | None = 
     Examples
     --------
     >>> cut_by_tokens(np.array([1, 1, 2, 2, 3, 5]), max_tokens=6).tolist()
-    [1, 3, 5, 6]
+    [3, 5, 6]
     """
     ends = []
     end = len(lengths)
