@@ -175,7 +175,7 @@ def _column(obs: pd.DataFrame, key: str, argument: str) -> tuple[np.ndarray, lis
             f"{argument}={key!r} is not a column of obs{did_you_mean(key, obs.columns) or ';'} "
             f"(obs has: {listing(obs.columns)})"
         )
-    codes, values = pd.factorize(obs[key].array)
+    codes, values = pd.factorize(obs[key])
     return codes, list(values)
 
 

@@ -111,8 +111,8 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
 
     if len(groups) != n_cells:
         raise OptionError(f"groups has {len(groups)} values for {n_cells} cells; give one a cell.")
-    values = pd.Series(groups).array
-    codes, names = pd.factorize(values if rows is None else values[rows])
+    values = pd.Series(groups)
+    codes, names = pd.factorize(values if rows is None else values.iloc[rows])
     without = codes < 0
     if getattr(values.dtype, "kind", "O") in "iu":
         # Codes of a categorical: -1 stands for a missing value.
