@@ -33,9 +33,7 @@ def mudata(adata: ad.AnnData) -> md.MuData:
     generator = np.random.default_rng(3)
     protein = ad.AnnData(generator.poisson(5, (50, 4)).astype(np.float32), obs=pd.DataFrame(index=adata.obs_names[10:]))
     protein.var_names = [f"protein{i}" for i in range(4)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        whole = md.MuData({"rna": adata, "protein": protein})
+    whole = md.MuData({"rna": adata, "protein": protein})
     whole.obs["donor"] = np.where(whole.obs_names < "cell3", "d1", "d2")
     return whole
 
@@ -70,9 +68,7 @@ def test_every_form(form, layer, tiny_adata, vocab, tmp_path):
     path = tmp_path / "a.h5ad"
     tiny_adata.write_h5ad(path)
     whole = mudata(tiny_adata)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        whole.write(tmp_path / "a.h5mu")
+    whole.write(tmp_path / "a.h5mu")
     remote = fsspec.filesystem("memory")
     remote.pipe("/cells/a.h5ad", path.read_bytes())
     zarr = write_zarr(tiny_adata, tmp_path / "a.zarr")
@@ -211,9 +207,7 @@ def test_a_store_in_between(tiny_adata, vocab, tmp_path, caplog):
 
 def test_modalities(tiny_adata, tmp_path):
     whole = mudata(tiny_adata)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        whole.write(tmp_path / "a.h5mu")
+    whole.write(tmp_path / "a.h5mu")
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
     for source in (whole, tmp_path / "a.h5mu"):
         with pytest.raises(OptionError, match="is a MuData; name a modality .*'rna', 'protein'|'protein', 'rna'"):

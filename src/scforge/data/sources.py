@@ -210,7 +210,7 @@ def _in_memory(stream: AdataStream, gene_map: GeneMap, vocab: GeneVocab, obs: Se
         counts=mapped,
         totals=totals,
         overlap=gene_map.overlap,
-        counts_kept=float(mapped.sum(dtype=np.float64) / totals.sum()),
+        counts_kept=float(mapped.data.sum(dtype=np.float64) / totals.sum()),
         measured=gene_map.measured,
         vocab=vocab,
         obs=table,

@@ -75,7 +75,7 @@ def gather(
         counts=counts,
         totals=all_totals,
         overlap=float(measured.mean()),
-        counts_kept=float(counts.sum(dtype=np.float64) / all_totals.sum()),
+        counts_kept=float(counts.data.sum(dtype=np.float64) / all_totals.sum()),
         measured=measured,
         vocab=vocab,
         obs=table,

@@ -1,0 +1,123 @@
+"""MuData in place of AnnData."""
+
+from __future__ import annotations
+
+import anndata as ad
+import mudata as md
+import numpy as np
+import pandas as pd
+import pytest
+
+from scforge.errors import DataError, GeneMismatchError, OptionError
+from scforge.estimators import Encoder
+
+LIGHT = {"n_top_genes": 40, "hidden_dim": 8, "ffn_dim": 8, "latent_dim": 4}
+
+
+@pytest.fixture
+def mdata(tiny_adata: ad.AnnData) -> md.MuData:
+    """RNA and protein; protein was measured in fewer cells, in another order, and donors stand in mdata.obs only."""
+    generator = np.random.default_rng(3)
+    obs = pd.DataFrame(index=tiny_adata.obs_names[:9:-1])
+    protein = ad.AnnData(generator.lognormal(size=(50, 4)).astype(np.float32), obs=obs)
+    protein.var_names = [f"protein{i}" for i in range(4)]
+    whole = md.MuData({"rna": tiny_adata, "protein": protein})
+    whole.obs["donor"] = pd.Categorical(np.where(np.arange(60) < 30, "d1", "d2"))
+    return whole
+
+
+def again(mdata: md.MuData, path) -> md.MuData:
+    """The data, written and read back."""
+    mdata.write(path)
+    return md.read(path)
+
+
+def test_training_on_a_modality_is_training_on_an_anndata(mdata, tiny_adata, quick, tmp_path):
+    plain = tiny_adata.copy()
+    Encoder.setup_anndata(plain, labels_key="group")
+    expected = Encoder(plain, **LIGHT)
+    expected.train(**quick)
+    Encoder.setup_mudata(mdata, modality="rna", labels_key="group", batch_key="donor")
+    model = Encoder(mdata, **LIGHT)
+    model.train(**quick)
+    assert model.adata is mdata.mod["rna"]
+    embedding = model.get_latent_representation()
+    np.testing.assert_array_equal(embedding.shape, (60, 4))
+    np.testing.assert_array_equal(mdata.mod["rna"].obsm["X_scforge"], embedding)
+    np.testing.assert_array_equal(model.get_latent_representation(mdata), embedding)
+    np.testing.assert_array_equal(model.get_latent_representation(plain), embedding)
+    mdata.update()
+    np.testing.assert_array_equal(mdata.mod["rna"].obsm["X_scforge"], embedding)
+    np.testing.assert_array_equal(again(mdata, tmp_path / "a.h5mu").mod["rna"].obsm["X_scforge"], embedding)
+    assert len(model.cells(mdata)) == 60
+
+
+def test_saved_and_loaded(mdata, quick, tmp_path):
+    fresh = again(mdata, tmp_path / "a.h5mu")
+    Encoder.setup_mudata(mdata, labels_key="rna:group", batch_key="donor")
+    model = Encoder(mdata, **LIGHT)
+    model.train(**quick)
+    embedding = model.get_latent_representation()
+    model.save(tmp_path / "model")
+    loaded = Encoder.load(tmp_path / "model", fresh)
+    np.testing.assert_allclose(loaded.get_latent_representation(), embedding, atol=1e-6)
+    assert fresh.mod["rna"].obs["donor"].tolist() == mdata.obs["donor"].tolist()
+    loaded.train(**quick)
+    loaded.save(tmp_path / "model2")
+    for folder in ("model", "model2"):
+        bare = Encoder.load(tmp_path / folder)
+        copied = again(mdata, tmp_path / "b.h5mu")
+        assert bare.get_latent_representation(copied).shape == (60, 4)
+        assert "X_scforge" in copied.mod["rna"].obsm
+    alone = mdata.mod["rna"].copy()
+    np.testing.assert_allclose(
+        Encoder.load(tmp_path / "model", alone).get_latent_representation(), embedding, atol=1e-6
+    )
+
+
+def test_columns_come_from_either_table(mdata):
+    for key in ("donor", "rna:donor"):
+        Encoder.setup_mudata(mdata, batch_key=key)
+        assert mdata.mod["rna"].obs["donor"].tolist() == mdata.obs["donor"].tolist()
+        assert Encoder(mdata, **LIGHT).registry["setup_args"]["batch_key"] == "donor"
+    mdata.mod["protein"].X = np.ones((50, 4), dtype=np.float32)
+    Encoder.setup_mudata(mdata, "protein", labels_key="donor")
+    found = mdata.mod["protein"].obs["donor"]
+    assert found.tolist() == mdata.obs.loc[found.index, "donor"].tolist()
+
+
+def test_a_model_keeps_to_its_modality(mdata, quick):
+    Encoder.setup_mudata(mdata, "rna")
+    model = Encoder(mdata, **LIGHT)
+    model.train(**quick)
+    mdata.mod["protein"].X = np.ones((50, 4), dtype=np.float32)
+    Encoder.setup_mudata(mdata, "protein")
+    assert Encoder(mdata, hidden_dim=8, ffn_dim=8, latent_dim=4).adata is mdata.mod["protein"]
+    assert model.get_latent_representation(mdata).shape == (60, 4)
+    other = md.MuData({"gex": mdata.mod["rna"].copy()})
+    with pytest.raises(OptionError, match="modality='rna' is not in 'mdata'.*'gex'"):
+        model.get_latent_representation(other)
+    Encoder.setup_mudata(other, "gex")
+    assert model.get_latent_representation(other).shape == (60, 4)
+    with pytest.raises(GeneMismatchError, match="has only 0 of the"):
+        model.get_latent_representation(mdata.mod["protein"])
+
+
+def test_what_cannot_be_set_up(mdata, tiny_adata):
+    for error, message, arguments in [
+        (OptionError, "modality='RNA' is not in 'mdata'; did you mean 'rna'", {"modality": "RNA"}),
+        (DataError, "modality='protein': adata.X holds values that are not whole", {"modality": "protein"}),
+        (DataError, "batch_key='doner' is a column neither of .* did you mean 'donor'", {"batch_key": "doner"}),
+        (DataError, "modality='rna': layer='raw' is not in adata.layers", {"layer": "raw"}),
+    ]:
+        with pytest.raises(error, match=message):
+            Encoder.setup_mudata(mdata, **arguments)
+    with pytest.raises(OptionError, match="mdata is not set up.*Encoder.setup_mudata.mdata, modality='rna'"):
+        Encoder(mdata)
+    with pytest.raises(OptionError, match="mdata is of type 'AnnData'; call setup_anndata"):
+        Encoder.setup_mudata(tiny_adata)
+    with pytest.raises(DataError, match="mdata is a view"):
+        Encoder.setup_mudata(mdata[:20])
+    Encoder.setup_mudata(mdata)
+    with pytest.raises(OptionError, match="or is a copy of one that was"):
+        Encoder(mdata.copy())
