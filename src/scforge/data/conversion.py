@@ -247,7 +247,8 @@ class _Conversion:
         if not self.options["shuffle"]:
             return None
         positions = np.arange(self.n_cells, dtype=np.uint32 if self.n_cells < 2**32 else np.uint64)
-        np.random.default_rng(self.options["seed"]).shuffle(positions)
+        # Not the seed alone: whoever permutes the cells of the store with the same would bring back the old order.
+        np.random.default_rng([self.options["seed"], *b"store"]).shuffle(positions)
         return positions
 
     def _scatter(self) -> None:

@@ -119,8 +119,8 @@ def write_dataset(folder: Path, cells: Cells, genes: tuple[str, ...], table: Cel
             adata,
             n_obs_per_chunk=CHUNK_SIZE,
             shard_size=_SHARD,
-            # Reading a part of a file, zarrs does not look at the checksum crc32c of zarr. zstd always looks at its own,
-            # and takes hardly any time at this level.
+            # Reading a part of a file, zarrs does not look at the checksum crc32c of zarr. zstd always looks at its
+            # own, and takes hardly any time at this level.
             compressors=(BloscCodec(cname="lz4", clevel=3, shuffle="shuffle"), ZstdCodec(level=-100, checksum=True)),
         )
     found = dataset_hash(cells.indptr, cells.genes, cells.counts, obs)

@@ -1,0 +1,288 @@
+"""Conversion into a store: every cell is there once, as it was, in random order."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import anndata as ad
+import annbatch
+import numpy as np
+import pandas as pd
+import pytest
+import zarr
+from scipy import sparse
+
+from scforge.data import GeneVocab, StoreInfo, convert, measure_medians
+from scforge.data.convert_plan import Layout
+from scforge.data.store_files import DATASET, read_measured, read_vocab
+from scforge.data.stream_matrix import Matrix
+from scforge.errors import DataError, GeneMismatchError, OptionError, ScforgeWarning
+
+N_GENES = 60
+
+
+def make(seed: int, n_cells: int, genes: np.ndarray, *, types: int = 3) -> ad.AnnData:
+    """Cells sorted by type; each has the gene of number 0."""
+    generator = np.random.default_rng(seed)
+    counts = generator.poisson(0.7, (n_cells, len(genes)))
+    counts[:, np.flatnonzero(genes == "gene0")] += 1
+    obs = pd.DataFrame(
+        {
+            "cell_type": pd.Categorical(np.sort(generator.integers(types, size=n_cells)).astype(str)),
+            "depth": generator.random(n_cells),
+            "site": [f"site {seed}"] * n_cells,
+        },
+        index=[f"s{seed}-{i}" for i in range(n_cells)],
+    )
+    obs.loc[obs.index[3], "cell_type"] = None
+    return ad.AnnData(sparse.csr_matrix(counts), obs=obs, var=pd.DataFrame(index=genes.astype(str)))
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> dict[str, ad.AnnData]:
+    """Three files with other genes in another order, stored in other ways."""
+    names = np.array([f"gene{i}" for i in range(N_GENES)])
+    shuffled = np.random.default_rng(0).permutation(N_GENES)
+    files = {"a": make(1, 700, names[:50]), "b": make(2, 500, names[shuffled]), "c": make(3, 333, names[30:][::-1])}
+    files["a"].X = files["a"].X.astype(np.float32)
+    files["b"].X = sparse.csc_matrix(files["b"].X.astype(np.int32))
+    files["c"].X = files["c"].X.toarray().astype(np.float64) + (names[30:][::-1] == "gene31")
+    for name, adata in files.items():
+        adata.write_h5ad(tmp_path / f"{name}.h5ad")
+    return {str(tmp_path / f"{name}.h5ad"): adata for name, adata in files.items()}
+
+
+@pytest.fixture
+def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources come in small pieces, and datasets and the buffer are small, too."""
+    whole = Layout.of.__func__
+
+    def small(cls: type[Layout], *args, **kwargs) -> Layout:
+        layout = whole(cls, *args, **kwargs)
+        return dataclasses.replace(
+            layout, bucket_size=512, n_buckets=-(-layout.n_cells // 512), buffer_entries=4000, bucket_bytes=10**6
+        )
+
+    monkeypatch.setattr(Layout, "of", classmethod(small))
+    monkeypatch.setattr(Matrix.row_chunks, "__defaults__", (1500,))
+
+
+def read_store(path: Path) -> ad.AnnData:
+    datasets = [ad.read_zarr(path / DATASET.format(i)) for i in range(len(StoreInfo.read(path).datasets))]
+    return ad.concat(datasets, merge="same")
+
+
+def assert_same_cells(stored: ad.AnnData, source: ad.AnnData, name: str, genes: list[str]) -> None:
+    cells = stored[stored.obs["scforge_source"] == name]
+    assert sorted(cells.obs_names) == sorted(source.obs_names)
+    expected = source[cells.obs_names].to_df().reindex(columns=genes, fill_value=0)
+    np.testing.assert_array_equal(cells.to_df().to_numpy(), expected.to_numpy())
+    totals = np.asarray(source[cells.obs_names].X.sum(axis=1)).ravel()
+    np.testing.assert_array_equal(cells.obs["scforge_total"], totals)
+    for column in ("cell_type", "depth", "site"):
+        there, here = cells.obs[column], source.obs.loc[cells.obs_names, column]
+        assert (there.isna() == here.isna()).all()
+        assert (there[there.notna()].to_numpy() == here[here.notna()].to_numpy()).all()
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_cell_is_there_as_it_was(sources, small_steps, tmp_path, shuffle, caplog):
+    caplog.set_level(logging.INFO, "scforge")
+    info = convert(list(sources), tmp_path / "s.zarr", shuffle=shuffle)
+    stored = read_store(tmp_path / "s.zarr")
+    assert info == StoreInfo.read(tmp_path / "s.zarr")
+    assert (info.n_cells, len(info.datasets), info.counts_dtype) == (1533, 3, "uint16")
+    assert stored.var_names.tolist()[:50] == [f"gene{i}" for i in range(50)]
+    for name, adata in sources.items():
+        assert_same_cells(stored, adata, name, list(stored.var_names))
+        assert f"{name!r}: {adata.n_obs} cells" in caplog.text
+    assert info.n_nonzeros == stored.X.nnz
+    assert stored.X.has_canonical_format
+    assert (stored.X.data > 0).all()
+    in_order = [name for adata in sources.values() for name in adata.obs_names]
+    assert (stored.obs_names.tolist() == in_order) == (not shuffle)
+    measured = read_measured(zarr.open_group(tmp_path / "s.zarr", mode="r"))
+    for row, adata in zip(measured, sources.values(), strict=True):
+        assert (row == stored.var_names.isin(adata.var_names)).all()
+    assert [source["overlap"] for source in info.sources] == pytest.approx([50 / 60, 1.0, 0.5])
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_one_seed_gives_one_order_and_another_one_another(sources, small_steps, tmp_path):
+    one, two, other = (
+        convert(list(sources), tmp_path / f"{i}.zarr", seed=seed) for i, seed in enumerate([0, 0, 1])
+    )
+    assert one.content_hash == two.content_hash != other.content_hash
+
+
+def test_the_order_does_not_depend_on_memory(sources, small_steps, tmp_path, monkeypatch):
+    convert(list(sources), tmp_path / "small.zarr")
+    monkeypatch.undo()
+    convert(list(sources), tmp_path / "large.zarr")
+    small, large = read_store(tmp_path / "small.zarr"), read_store(tmp_path / "large.zarr")
+    assert small.obs_names.equals(large.obs_names)
+    assert (small.X != large.X).nnz == 0
+
+
+def test_a_dataset_that_became_too_large_is_written_as_several(sources, tmp_path, monkeypatch):
+    convert(list(sources), tmp_path / "one.zarr")
+    monkeypatch.setattr(Layout, "n_parts", lambda *_, **__: 5)
+    assert len(convert(list(sources), tmp_path / "five.zarr").datasets) == 5
+    one, five = read_store(tmp_path / "one.zarr"), read_store(tmp_path / "five.zarr")
+    assert one.obs_names.equals(five.obs_names)
+    assert (one.X != five.X).nnz == 0
+
+
+def entropy(labels: np.ndarray, size: int) -> float:
+    """Mean entropy of the labels in batches of `size`."""
+    found = []
+    for start in range(0, len(labels) - size + 1, size):
+        share = np.unique(labels[start : start + size], return_counts=True)[1] / size
+        found.append(-(share * np.log(share)).sum())
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize("offset", [0, 128])  # the second set of batches lies across the datasets
+def test_batches_are_as_mixed_as_random_ones(small_steps, tmp_path, offset):
+    adata = make(0, 2500, np.array([f"gene{i}" for i in range(20)]), types=8)
+    del adata.obs["site"]
+    adata.obs["cell_type"] = adata.obs["cell_type"].cat.add_categories("none").fillna("none")
+    convert(adata, tmp_path / "s.zarr", obs=["cell_type"])
+    labels = np.asarray(read_store(tmp_path / "s.zarr").obs["cell_type"], dtype=str)[offset:]
+    # The seed of the conversion, 0, is among these: it must not bring back the order of the source.
+    random = [entropy(np.random.default_rng(i).permutation(labels), 256) for i in range(20)]
+    assert min(random) > 0.95 * max(random)
+    assert entropy(labels, 256) == pytest.approx(np.mean(random), rel=0.02)
+    assert entropy(np.sort(labels), 256) < 0.5 * np.mean(random)
+
+
+def test_annbatch_opens_it(sources, small_steps, tmp_path):
+    convert(list(sources), tmp_path / "s.zarr")
+    collection = annbatch.DatasetCollection(tmp_path / "s.zarr", mode="r")
+    loader = annbatch.Loader(chunk_size=64, preload_nchunks=4, batch_size=32, preload_to_gpu=False)
+    batches = list(loader.use_collection(collection))
+    assert sum(batch["X"].shape[0] for batch in batches) == 1533
+    assert {"cell_type", "scforge_source"} <= set(batches[0]["obs"].columns)
+
+
+@pytest.mark.parametrize("count", [65_536, 2**32 - 1])
+def test_counts_above_16_bits_make_the_store_wider(sources, small_steps, tmp_path, count, caplog):
+    caplog.set_level(logging.INFO, "scforge")
+    changed = list(sources.values())[1].copy()
+    counts = changed.X.toarray().astype(np.float64)
+    counts[400, 5] = count
+    changed.X = sparse.csr_matrix(counts)
+    changed.write_h5ad(tmp_path / "b.h5ad")
+    info = convert(list(sources), tmp_path / "s.zarr")
+    assert info.counts_dtype == "uint32"
+    assert "the store has counts of 32 bits" in caplog.text
+    stored = read_store(tmp_path / "s.zarr")
+    assert stored.X.dtype == np.uint32
+    for (name, adata), kept in zip(sources.items(), [0, 1, 0], strict=True):
+        assert_same_cells(stored, changed if kept else adata, name, list(stored.var_names))
+
+
+def test_counts_above_32_bits_are_named(tiny_adata, tmp_path):
+    counts = tiny_adata.X.toarray().astype(np.float64)
+    counts[7, 3] = 2**32
+    tiny_adata.X = counts
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    with pytest.raises(DataError, match=r"a\.h5ad' has the count 4294967296 of 'gene3' in the cell 'cell7'"):
+        convert(tmp_path / "a.h5ad", tmp_path / "s.zarr")
+    assert not (tmp_path / "s.zarr").exists()
+
+
+def test_columns_of_one_gene_are_summed_beyond_16_bits(tmp_path):
+    counts = sparse.csr_matrix([[60_000, 60_000, 1], [1, 2, 3]], dtype=np.uint16)
+    adata = ad.AnnData(counts, var=pd.DataFrame(index=["ENSG00000141510.1", "ENSG00000141510.2", "b"]))
+    with pytest.warns(ScforgeWarning, match="'adata': adata.var_names names genes that other columns name as well"):
+        info = convert(adata, tmp_path / "s.zarr", shuffle=False)
+    assert info.counts_dtype == "uint32"
+    assert read_store(tmp_path / "s.zarr").X.toarray().tolist() == [[120_000, 1], [3, 3]]
+
+
+def test_a_vocabulary_is_kept_with_medians(tiny_adata, tmp_path):
+    vocab = GeneVocab.from_genes([f"gene{i}" for i in range(70, 10, -1)])
+    info = convert(tiny_adata, tmp_path / "s.zarr", vocab=vocab)
+    stored = read_vocab(zarr.open_group(tmp_path / "s.zarr", mode="r"))
+    assert (stored.genes, stored.hash) == (vocab.genes, info.vocab_hash)
+    np.testing.assert_allclose(stored.medians, measure_medians(tiny_adata, vocab).medians, rtol=0.011)
+    totals = read_store(tmp_path / "s.zarr")[tiny_adata.obs_names].obs["scforge_total"]
+    np.testing.assert_array_equal(totals, np.asarray(tiny_adata.X.sum(axis=1)).ravel())
+    inside = tiny_adata[:, list(vocab.genes)].X.sum() / tiny_adata.X.sum()
+    assert info.counts_kept == pytest.approx(inside, rel=1e-6)
+    again = convert(tiny_adata, tmp_path / "t.zarr", vocab=stored.with_medians(np.full(60, 2.0)))
+    assert (read_vocab(zarr.open_group(tmp_path / "t.zarr", mode="r")).medians == 2.0).all()
+    assert again.content_hash != info.content_hash
+
+
+def test_vocabularies_by_name_and_by_file(pbmc, tmp_path):
+    vocab = GeneVocab.from_genes(["CD3D", "LYZ", "MS4A1"])
+    vocab.save(tmp_path / "v.json")
+    with pytest.warns(ScforgeWarning, match="cells express no gene of the vocabulary"):
+        assert convert(pbmc, tmp_path / "file.zarr", vocab=str(tmp_path / "v.json")).n_genes == 3
+    named = convert(pbmc, tmp_path / "named.zarr", vocab="human_protein_coding")
+    assert named.n_genes == GeneVocab.named("human_protein_coding").n_genes
+    assert named.sources[0]["counts_kept"] == pytest.approx(0.93, abs=0.005)
+
+
+def test_too_few_genes_are_told_with_the_name_of_the_file(sources, tmp_path):
+    vocab = GeneVocab.from_genes([f"gene{i}" for i in range(30)])
+    with pytest.raises(GeneMismatchError, match=r"c\.h5ad'.*adata.var_names has only 0 of the 30 genes"):
+        convert(list(sources), tmp_path / "s.zarr", vocab=vocab)
+
+
+def test_sources_without_common_genes(sources, tmp_path):
+    other = make(9, 20, np.array([f"other{i}" for i in range(40)]))
+    other.write_h5ad(tmp_path / "d.h5ad")
+    with pytest.raises(GeneMismatchError, match=r"d\.h5ad' shares 0"):
+        convert([*sources, tmp_path / "d.h5ad"], tmp_path / "s.zarr")
+
+
+def test_damaged_file_is_named(sources, tmp_path):
+    path = Path(next(iter(sources)))
+    path.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(DataError, match=r"a\.h5ad' cannot be read as an h5ad file"):
+        convert(list(sources), tmp_path / "s.zarr")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"memory": "lots"}, "memory='lots' is no size"),
+        ({"memory": "100MB"}, r"memory=0.10GB is too little for 60 cells and 80 genes; give at least 1\.\dGB"),
+        ({"seed": -1}, "seed=-1"),
+        ({"shuffle": "no"}, "shuffle='no'"),
+        ({"min_overlap": 2}, "min_overlap=2"),
+        ({"obs": "group"}, "obs='group' is no list of columns"),
+        ({"obs": ["group", "group"]}, "names a column twice"),
+        ({"obs": ["scforge_total"]}, "which scforge adds itself"),
+    ],
+)
+def test_options_that_cannot_be(tiny_adata, tmp_path, options, match):
+    with pytest.raises(OptionError, match=match):
+        convert(tiny_adata, tmp_path / "s.zarr", **options)
+    assert not (tmp_path / "s.zarr").exists()
+
+
+def test_targets_that_cannot_be(tiny_adata, tmp_path):
+    (tmp_path / "file").write_text("")
+    for path, match in {
+        "s3://bucket/s.zarr": "is a URL",
+        str(tmp_path / "file"): "is a file",
+        str(tmp_path / "file" / "s.zarr"): "is a file",
+        "": "is not the path of a folder",
+    }.items():
+        with pytest.raises(OptionError, match=match):
+            convert(tiny_adata, path)
+
+
+def test_a_store_is_replaced_only_when_asked(tiny_adata, tmp_path):
+    old = convert(tiny_adata, tmp_path / "s.zarr")
+    with pytest.raises(OptionError, match=r"s\.zarr' exists; pass overwrite=True"):
+        convert(tiny_adata, tmp_path / "s.zarr")
+    new = convert(tiny_adata[:50].copy(), tmp_path / "s.zarr", overwrite=True)
+    assert (old.n_cells, StoreInfo.read(tmp_path / "s.zarr").n_cells, new.n_cells) == (60, 50, 50)
+    assert [path.name for path in tmp_path.iterdir()] == ["s.zarr"]
