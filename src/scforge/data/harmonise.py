@@ -36,26 +36,28 @@ def stream_genes(stream: CellStream, gene_key: str | None = None) -> np.ndarray:
         raise DataError(f"{stream.name!r}: {error}") from error
 
 
-def check_shared(names: dict[str, np.ndarray]) -> None:
+def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene names") -> None:
     """Raise unless sources share genes with the first, as sources do that name them alike.
 
     Parameters
     ----------
     names
-        Gene names of each source.
+        Name of each source, and its gene names.
+    what
+        What they are called in the message.
 
     Raises
     ------
     GeneMismatchError
         If one shares less than a tenth of its genes, or of those of the first source if they are fewer.
     """
-    (first, known), *others = names.items()
+    (first, known), *others = names
     for source, found in others:
         shared = len(np.intersect1d(known, found))
         if shared < MIN_OVERLAP * min(len(known), len(found)):
             kinds = recognise_ids(found), recognise_ids(known)
             raise GeneMismatchError(
-                f"{source!r} shares {shared} gene names with {first!r}: they hold {kinds[0]} such as "
+                f"{source!r} shares {shared} {what} with {first!r}: they hold {kinds[0]} such as "
                 f"{listing(found[:2])} and {kinds[1]} such as {listing(known[:2])}; "
                 "name the genes alike before joining files."
             )
@@ -72,7 +74,7 @@ def union_vocab(streams: Sequence[CellStream], gene_key: str | None = None) -> G
         If sources share hardly any gene, e.g. because one has symbols and the other Ensembl ids.
     """
     names = [stream_genes(stream, gene_key) for stream in streams]
-    check_shared({stream.name: found for stream, found in zip(streams, names, strict=True)})
+    check_shared([(stream.name, found) for stream, found in zip(streams, names, strict=True)])
     return GeneVocab(tuple(dict.fromkeys(strip_version(name) for found in names for name in found)))
 
 

@@ -16,8 +16,7 @@ from scforge.data.cells import Cells, CellSource
 from scforge.data.checks import check_adata
 from scforge.data.compressed import REPAIR, compressed_problem, row_sums
 from scforge.data.duplicates import join_columns
-from scforge.data.harmonise import map_streams
-from scforge.data.id_kinds import recognise_ids
+from scforge.data.harmonise import check_shared, map_streams
 from scforge.data.mapping import MIN_OVERLAP, GeneMap, warn_counts_outside
 from scforge.data.named import open_vocab
 from scforge.data.stream_adata import AdataStream
@@ -29,7 +28,6 @@ from scforge.data.streams import is_query, open_streams
 from scforge.data.vocab import GeneVocab
 from scforge.errors import (
     DataError,
-    GeneMismatchError,
     MissingFileError,
     OptionError,
     ScforgeWarning,
@@ -270,16 +268,7 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
         path: part if part.var_names.is_unique else join_columns(part, f"var_names of {path!r}")
         for path, part in parts.items()
     }
-    first, *others = parts.items()
-    for path, part in others:
-        shared = len(first[1].var_names.intersection(part.var_names))
-        if shared < MIN_OVERLAP * min(first[1].n_vars, part.n_vars):
-            kinds = recognise_ids(part.var_names), recognise_ids(first[1].var_names)
-            raise GeneMismatchError(
-                f"{path!r} shares {shared} var_names with {first[0]!r}: they hold {kinds[0]} such as "
-                f"{listing(part.var_names[:2])} and {kinds[1]} such as {listing(first[1].var_names[:2])}; "
-                "name the genes alike before joining files."
-            )
+    check_shared([(path, part.var_names.to_numpy()) for path, part in parts.items()], what="var_names")
     taken = any("source_file" in part.obs for part in parts.values())
     label = "scforge_source" if taken else "source_file"
     joined = anndata.concat(parts, join="outer", label=label, index_unique="-", fill_value=0)

@@ -38,7 +38,7 @@ class AdataStream:
 
     def __init__(self, adata: AnnData, layer: str | None = None, *, shared: pd.DataFrame | None = None) -> None:
         check_adata(adata)
-        self._adata, self._layer, self._shared = adata, layer, shared
+        self.adata, self._layer, self._shared = adata, layer, shared
         self.n_cells: int = adata.n_obs
 
     @classmethod
@@ -52,12 +52,12 @@ class AdataStream:
     @property
     def var(self) -> pd.DataFrame:
         """The table of genes."""
-        return self._adata.var
+        return self.adata.var
 
     @cached_property
     def counts(self) -> sparse.csr_matrix:
         """Counts of all cells and genes, checked."""
-        return counts_of(self._adata, self._layer)
+        return counts_of(self.adata, self._layer)
 
     @property
     def n_entries(self) -> int:
@@ -66,7 +66,7 @@ class AdataStream:
 
     @cached_property
     def _obs(self) -> pd.DataFrame:
-        return self._adata.obs if self._shared is None else self._adata.obs.join(self._shared)
+        return self.adata.obs if self._shared is None else self.adata.obs.join(self._shared)
 
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Return the table of cells, or some columns of it."""
@@ -96,7 +96,7 @@ class AdataStream:
             "obs": table_digest(self._obs),
             "var": table_digest(self.var),
             "n_cells": self.n_cells,
-            "n_genes": self._adata.n_vars,
+            "n_genes": self.adata.n_vars,
         }
 
 

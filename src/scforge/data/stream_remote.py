@@ -29,6 +29,13 @@ _METADATA = ("zarr.json", ".zgroup", ".zattrs")
 """Files of which a zarr folder has one."""
 
 
+def _file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path on it, without what it remembers of folders: they may change."""
+    system, path = remote_file_system(url, options)
+    system.invalidate_cache()
+    return system, path
+
+
 def expand_url(url: str, options: Mapping[str, Any] | None = None) -> list[str]:
     """Return the URLs that a pattern stands for, in order of their names.
 
@@ -37,7 +44,7 @@ def expand_url(url: str, options: Mapping[str, Any] | None = None) -> list[str]:
     MissingFileError
         If there are none.
     """
-    system, path = remote_file_system(url, options)
+    system, path = _file_system(url, options)
     with reading(repr(url)):
         found = sorted(system.unstrip_protocol(one) for one in system.glob(path))
     if not found:
@@ -51,7 +58,7 @@ def is_zarr(place: str, options: Mapping[str, Any] | None = None) -> bool:
         return Path(place).is_dir()
     if Path(place).suffix in (*_FILES, ".zarr"):
         return place.endswith(".zarr")
-    system, path = remote_file_system(place, options)
+    system, path = _file_system(place, options)
     with reading(repr(place)):
         return any(system.exists(f"{path.rstrip('/')}/{name}") for name in _METADATA)
 
@@ -61,7 +68,7 @@ def is_collection(place: str, options: Mapping[str, Any] | None = None) -> bool:
     if is_url(place):
         if Path(place).suffix in _FILES:
             return False
-        system, path = remote_file_system(place, options)
+        system, path = _file_system(place, options)
         with reading(repr(place)):
             name = f"{path.rstrip('/')}/zarr.json"
             content = system.cat_file(name) if system.exists(name) else b"{}"
@@ -95,8 +102,7 @@ class ZarrPlace:
     def identity(self) -> dict[str, int | float | str]:
         """Return the size of all files, and a digest of their names, sizes and times of change (or ETags)."""
         url = self.name if is_url(self.name) else f"file://{Path(self.name).resolve()}"
-        system, path = remote_file_system(url, self._options if is_url(self.name) else None)
-        system.invalidate_cache()
+        system, path = _file_system(url, self._options if is_url(self.name) else None)
         digest, size = hashlib.blake2b(digest_size=16), 0
         with reading(repr(self.name)):
             for name, found in sorted(system.find(path, detail=True).items()):
@@ -116,7 +122,7 @@ class UrlPlace:
         """Open it for reading, through a cache of the blocks used last."""
         import h5py
 
-        system, path = remote_file_system(self.name, self._options)
+        system, path = _file_system(self.name, self._options)
         with contextlib.ExitStack() as opened:
             with reading(repr(self.name), how="as an h5ad file"):
                 file = opened.enter_context(system.open(path, "rb", block_size=_BLOCK, cache_type="blockcache"))
@@ -125,8 +131,7 @@ class UrlPlace:
 
     def identity(self) -> dict[str, int | float | str]:
         """Return size and ETag, or what else the file system tells of a file."""
-        system, path = remote_file_system(self.name, self._options)
-        system.invalidate_cache()  # it may have listed the folder before
+        system, path = _file_system(self.name, self._options)
         with reading(repr(self.name)):
             found = system.info(path)
         return {"size": int(found["size"]), "mark": _mark(found)}

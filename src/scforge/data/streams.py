@@ -148,8 +148,8 @@ def is_query(source: Any) -> bool:
 
 
 def _identity(stream: CellStream) -> object:
-    if stream.name == "adata":
-        return id(stream)
+    if isinstance(stream, AdataStream):
+        return id(stream.adata)
     return stream.name if "://" in stream.name else str(Path(stream.name).resolve())
 
 
