@@ -16,7 +16,7 @@ from scforge.data.medians import StreamingMedians
 from scforge.data.picking import CHECK, row_checks
 from scforge.data.scatter import gene_dtype, place, read_segments
 from scforge.data.store_files import CHUNK_SIZE, TOTAL
-from scforge.data.store_hash import dataset_hash
+from scforge.data.store_hash import column_check, dataset_hash
 
 if TYPE_CHECKING:
     from scforge.data.convert_obs import CellTable
@@ -99,7 +99,7 @@ def load_cells(path: Path, table: CellTable, n_genes: int, *, wide: bool, part: 
 
 
 def write_dataset(folder: Path, cells: Cells, genes: tuple[str, ...], table: CellTable) -> dict[str, Any]:
-    """Write a dataset, in place of what may be there; return its ``n_cells``, ``n_nonzeros``, ``hash``."""
+    """Write a dataset, in place of what may be there; return what its store says of it."""
     import pandas as pd
     import zarr
     from annbatch import write_sharded
@@ -124,7 +124,8 @@ def write_dataset(folder: Path, cells: Cells, genes: tuple[str, ...], table: Cel
             compressors=(BloscCodec(cname="lz4", clevel=3, shuffle="shuffle"), ZstdCodec(level=-100, checksum=True)),
         )
     found = dataset_hash(cells.indptr, cells.genes, cells.counts, obs)
-    return {"n_cells": len(cells.rows), "n_nonzeros": int(cells.indptr[-1]), "hash": found}
+    columns = {"_index": column_check(cells.names), **{str(name): column_check(obs[name].array) for name in obs}}
+    return {"n_cells": len(cells.rows), "n_nonzeros": int(cells.indptr[-1]), "hash": found, "columns": columns}
 
 
 def add_medians(medians: StreamingMedians, cells: Cells) -> None:

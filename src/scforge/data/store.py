@@ -113,8 +113,6 @@ class StoreCells:
         """
         opened = open_collection(path, obs=obs, storage_options=storage_options)
         reader = StoreReader(opened.datasets, opened.place)
-        if opened.n_cells is not None and len(reader) != opened.n_cells:
-            raise DataError(f"{opened.place!r} is damaged: it has {len(reader)} of {opened.n_cells} cells; {AGAIN}.")
         cells = cls(
             vocab=opened.vocab,
             overlap=1.0,

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scforge.data.stream_errors import reading
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, MissingFileError, first_line
+from scforge.errors import DataError, MissingFileError, ModelFileError, first_line
 
 if TYPE_CHECKING:
     import zarr
@@ -85,7 +86,8 @@ class StoreInfo:
         (uint32), and of each of `obs_columns` and ``scforge_source`` in that order: the codes (int32) of a categorical
         column, the values of any other. How the arrays are compressed does not matter.
     datasets
-        Of each dataset: ``n_cells``, ``n_nonzeros``, ``hash``.
+        Of each dataset: ``n_cells``, ``n_nonzeros``, ``hash``, and ``columns``: the CRC-32 of each column of its table
+        of cells, and of the names of the cells as ``"_index"``.
     sources
         Of each source: ``name``, ``n_cells``, ``n_genes``, ``overlap`` (share of the vocabulary's genes that it has),
         ``counts_kept``, and its fingerprint.
@@ -226,7 +228,7 @@ def read_vocab(group: zarr.Group) -> GeneVocab:
 
     Raises
     ------
-    ModelFileError
+    DataError
         If it is damaged.
     """
     content = bytes(np.asarray(_part(group, "vocab")).astype(np.uint8))
@@ -234,7 +236,13 @@ def read_vocab(group: zarr.Group) -> GeneVocab:
         # The checks of a file of a vocabulary, its checksum among them, are needed here, too.
         file = Path(folder) / "vocab.json"
         file.write_bytes(content)
-        return GeneVocab.from_file(file)
+        try:
+            return GeneVocab.from_file(file)
+        except ModelFileError as error:
+            raise DataError(
+                f"the store {str(group.store_path)!r} is damaged: its vocabulary is not what was written; "
+                "convert the data again."
+            ) from error
 
 
 def read_measured(group: zarr.Group) -> np.ndarray:
@@ -266,8 +274,9 @@ def _part(group: zarr.Group, name: str) -> Any:
     key = f"{_GROUP}/{name}"
     if key not in group:
         raise DataError(f"the store {str(group.store_path)!r} is damaged: it has no {key!r}; convert the data again.")
-    stored: Any = group[key]
-    return stored[...]
+    with reading(f"{key!r} of the store {str(group.store_path)!r}", fix="convert the data again"):
+        stored: Any = group[key]
+        return stored[...]
 
 
 def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> dict[str, Any]:

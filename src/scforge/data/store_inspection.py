@@ -14,7 +14,7 @@ from scforge.data.convert_write import PIPELINE
 from scforge.data.store_files import DATASET, StoreInfo, is_url, open_store_group, read_measured, read_vocab
 from scforge.data.store_hash import content_hash, dataset_hash
 from scforge.data.stream_errors import reading, reading_errors
-from scforge.errors import DataError, ModelFileError
+from scforge.errors import DataError
 
 __all__ = ["StoreInspection", "inspect_store", "verify_store"]
 
@@ -196,7 +196,7 @@ def _root_problems(group: Any, info: StoreInfo) -> Iterator[str]:
             yield "its vocabulary is another one than was written"
         if measured.shape != (len(info.sources), info.n_genes):
             yield "the table of the genes that each source has is of another size"
-    except (DataError, ModelFileError):
+    except DataError:
         yield "its vocabulary cannot be read"
 
 

@@ -17,7 +17,7 @@ from scforge.data.annbatch_sampler import AnnbatchSampler
 from scforge.data.compressed import boundary_problem
 from scforge.data.stream_errors import reading_errors
 from scforge.data.windows import Window
-from scforge.errors import DataError, first_line
+from scforge.errors import DataError, ScforgeError, first_line
 
 if TYPE_CHECKING:
     from annbatch.types import LoadRequest
@@ -74,7 +74,8 @@ class StoreReader:
             matrix, indptr = self._open(name, dataset)
             matrices.append(matrix)
             self._indptr.append(indptr)
-        self.ends = np.cumsum([matrix.shape[0] for matrix in matrices])
+        self.sizes = np.array([matrix.shape[0] for matrix in matrices])
+        self.ends = np.cumsum(self.sizes)
         self._sampler = _Current()
         self._loader: Any = Loader(batch_sampler=self._sampler, preload_to_gpu=False)
         self._loader.add_datasets(matrices)
@@ -92,6 +93,8 @@ class StoreReader:
         problem = boundary_problem(indptr, n_entries)
         if problem is None and len(indptr) != matrix.shape[0] + 1:
             problem = f"it has {len(indptr)} boundaries (indptr) and needs {matrix.shape[0] + 1}"
+        if problem is None and int(indptr[-1]) != n_entries:
+            problem = f"its boundaries (indptr) end at {indptr[-1]}, but there are {n_entries} entries"
         if problem is not None:
             raise DataError(f"{name} of {self.place!r} is damaged: {problem}; {AGAIN}.")
         return matrix, indptr
@@ -124,6 +127,8 @@ class StoreReader:
         while True:
             try:
                 counts = next(read, None)
+            except ScforgeError:
+                raise
             except reading_errors() as error:
                 rows = np.concatenate([rows for rows, _ in told])
                 raise DataError(f"{self._damaged_cells(rows)} cannot be read: {first_line(error)}; {AGAIN}.") from error
@@ -151,13 +156,17 @@ class StoreReader:
 
     def _damaged_cells(self, rows: np.ndarray) -> str:
         """Find the first cells among `rows` that cannot be read."""
-        errors: tuple[type[Exception], ...] = (DataError, *reading_errors())
-        for piece in np.split(rows := np.unique(rows), np.flatnonzero(np.diff(rows // _PIECE)) + 1):
+        rows = np.unique(rows)
+        # No piece goes beyond a dataset.
+        part = np.searchsorted(self.ends, rows, side="right")
+        within = rows - (self.ends - self.sizes)[part]
+        cuts = np.flatnonzero(np.diff(within // _PIECE) | np.diff(part)) + 1
+        for piece in np.split(rows, cuts):
             window = Window(rows=piece, ends=np.array([len(piece)]), draw=0)
             try:
                 for _ in self._read(iter([window])):
                     pass
-            except errors:
+            except reading_errors():
                 name, first = self.where(int(piece[0]))
                 return f"{name} of {self.place!r}, cells {first} to {first + int(piece[-1] - piece[0])},"
         return f"{self.place!r}"
