@@ -8,8 +8,7 @@ import anndata as ad
 import numpy as np
 import pytest
 
-from scforge.data import open_cells
-from scforge.data.streams import open_streams
+from scforge.data import StoreCells, convert, open_cells, open_streams
 from scforge.errors import DataError, MissingFileError
 
 pytest.importorskip("s3fs")
@@ -66,6 +65,15 @@ def test_h5ad_and_zarr(tiny_adata, tmp_path, server, put):
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
     url = put(tmp_path / "a.h5ad")
     assert open_streams(url, storage_options=server)[0].fingerprint() != marks[0]
+
+
+def test_a_store(tiny_adata, tmp_path, server, put):
+    convert(tiny_adata, tmp_path / "store.zarr", shuffle=False, progress=False)
+    cells = open_cells(put(tmp_path / "store.zarr"), obs=["batch"], storage_options=server)
+    assert isinstance(cells, StoreCells)
+    expected, block = open_cells(tiny_adata).block(np.arange(60)), cells.block(np.arange(60))
+    np.testing.assert_array_equal(block.counts, expected.counts)
+    assert cells.column("batch").tolist() == tiny_adata.obs["batch"].tolist()
 
 
 @pytest.mark.parametrize("name", ["no.h5ad", "no.zarr", "no", "no*.h5ad"])

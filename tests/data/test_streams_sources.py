@@ -14,7 +14,7 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import GeneVocab, open_cells
+from scforge.data import GeneVocab, open_cells, open_streams
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning
 
 FORMS = {"csr": sparse.csr_matrix, "csc": sparse.csc_matrix, "dense": lambda x: x.toarray()}
@@ -209,7 +209,10 @@ def test_modalities(tiny_adata, tmp_path):
     whole = mudata(tiny_adata)
     whole.write(tmp_path / "a.h5mu")
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
-    for source in (whole, tmp_path / "a.h5mu"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of formats to come
+        whole.write_zarr(tmp_path / "mu.zarr")
+    for source in (whole, tmp_path / "a.h5mu", tmp_path / "mu.zarr"):
         with pytest.raises(OptionError, match="is a MuData; name a modality .*'rna', 'protein'|'protein', 'rna'"):
             open_cells(source)
         with pytest.raises(OptionError, match="modality='rnaa' is not in .*; did you mean 'rna'"):
@@ -274,3 +277,38 @@ def test_a_truncated_h5ad(tiny_adata, tmp_path):
     (tmp_path / "b.h5ad").write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match=r"b\.h5ad' cannot be read"):
         open_cells(tmp_path / "b.h5ad")
+
+
+def test_tables_of_other_cells(tiny_adata, tmp_path):
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    with h5py.File(tmp_path / "a.h5ad", "r+") as file:
+        del file["obs"]
+        ad.io.write_elem(file, "obs", tiny_adata.obs[:50])
+    with pytest.raises(DataError, match="has 60 cells, and the table of cells .obs. 50 rows"):
+        open_cells(tmp_path / "a.h5ad")
+
+
+def test_a_query_opens_itself(tiny_adata, tiny_vocab):
+    class Query:
+        def open(self, vocab=None, *, min_overlap=0.1):
+            return open_cells(tiny_adata, vocab, min_overlap=min_overlap)
+
+        def streams(self):
+            return open_streams(tiny_adata)
+
+    assert len(open_cells(Query(), tiny_vocab)) == 60
+    assert [stream.n_cells for stream in open_streams([Query(), tiny_adata[:10].copy()])] == [60, 10]
+    with pytest.raises(OptionError, match=r"obs=\['batch'\] was chosen when the query was made"):
+        open_cells(Query(), obs=["batch"])
+
+
+def test_two_in_memory(tiny_adata):
+    first, second = tiny_adata[:20].copy(), tiny_adata[20:].copy()
+    cells = open_cells([first, second])
+    np.testing.assert_array_equal(cells.counts.toarray(), tiny_adata.X.toarray())
+    assert cells.column("scforge_source").tolist() == ["adata"] * 20 + ["adata-1"] * 40
+    with pytest.raises(OptionError, match="names 'adata' twice"):
+        open_cells([first, first])
+    second.var_names = second.var["ensembl"]
+    with pytest.raises(GeneMismatchError, match="shares 0 gene names"):
+        open_cells([first, second])

@@ -14,6 +14,7 @@ from scforge.data.h5ad import open_h5ad
 from scforge.data.stream_adata import table_digest
 from scforge.data.stream_counts import checked_chunks, estimated_entries
 from scforge.data.stream_stored import StoredAdata, missing_column
+from scforge.errors import DataError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,6 +63,11 @@ class FileStream:
             matrix = opened.matrix(layer)
             self.n_cells, self._n_genes = matrix.shape
             self._var = opened.var
+            if opened.n_obs != self.n_cells:
+                raise DataError(
+                    f"{matrix.place} has {self.n_cells} cells, and the table of cells (obs) {opened.n_obs} rows; "
+                    "write the file again."
+                )
 
     @property
     def var(self) -> pd.DataFrame:

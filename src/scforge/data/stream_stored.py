@@ -82,6 +82,15 @@ class StoredAdata:
             return pd.Index(np.asarray(names, dtype=object).astype(str))
 
     @property
+    def n_obs(self) -> int:
+        """Number of rows of the table of cells."""
+        with reading(f"the names of the cells (obs) of {self.path!r}", fix=_AGAIN):
+            names = self.file["obs"][self.file["obs"].attrs["_index"]]
+            if not is_array(names) and "values" in names:  # text with a mask of what is missing
+                names = names["values"]
+            return int(names.shape[0]) if is_array(names) else len(self.obs_names)
+
+    @property
     def obs_columns(self) -> list[str]:
         """Names of the columns of obs, in their order."""
         with reading(f"the table of cells (obs) of {self.path!r}", fix=_AGAIN):
