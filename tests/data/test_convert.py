@@ -111,9 +111,7 @@ def test_every_cell_is_there_as_it_was(sources, small_steps, tmp_path, shuffle, 
 
 
 def test_one_seed_gives_one_order_and_another_one_another(sources, small_steps, tmp_path):
-    one, two, other = (
-        convert(list(sources), tmp_path / f"{i}.zarr", seed=seed) for i, seed in enumerate([0, 0, 1])
-    )
+    one, two, other = (convert(list(sources), tmp_path / f"{i}.zarr", seed=seed) for i, seed in enumerate([0, 0, 1]))
     assert one.content_hash == two.content_hash != other.content_hash
 
 

@@ -141,8 +141,10 @@ def convert(
     staging = Staging(partial_path(target))
     _check_free(target, staging, overwrite)
     streams = open_streams(sources, layer=layer, modality=modality, storage_options=storage_options)
-    with full_disk(target), locked(staging.folder):
-        return _Conversion(streams, target, staging, options, vocab, overwrite=overwrite, progress=progress).run()
+    with locked(staging.folder):
+        conversion = _Conversion(streams, target, staging, options, vocab, overwrite=overwrite, progress=progress)
+        with full_disk(target, conversion.n_bytes):
+            return conversion.run()
 
 
 def _check_target(path: str | os.PathLike[str]) -> Path:
@@ -234,13 +236,16 @@ class _Conversion:
             logger.info("Going on with an unfinished conversion: %d datasets are written.", len(journal.datasets))
             return journal
         self.staging.clear()
-        share = [genes.share * stream.n_entries for genes, stream in zip(self.genes, self.streams, strict=True)]
-        check_space(
-            self.staging.folder, self.layout.entry_bytes * sum(share) + self.table.row_dtype.itemsize * self.n_cells
-        )
+        check_space(self.staging.folder, self.n_bytes)
         journal = Journal.begin(self.plan, n_buckets=self.layout.n_buckets, n_sources=len(self.streams))
         self.staging.save(journal)
         return journal
+
+    @property
+    def n_bytes(self) -> float:
+        """Size of all temporary files, about: each goes when its dataset, which is smaller, is written."""
+        entries = sum(genes.share * stream.n_entries for genes, stream in zip(self.genes, self.streams, strict=True))
+        return self.layout.entry_bytes * entries + self.table.row_dtype.itemsize * self.n_cells
 
     def _positions(self) -> np.ndarray | None:
         """Return the place of each cell in the store, shape (n_cells,); None if they keep their order."""
@@ -339,7 +344,7 @@ class _Conversion:
                 else:
                     self._write_one(folder, bucket, part, n_parts, medians)
                     bar.update(journal.datasets[-1]["n_cells"])
-                if part == n_parts - 1:
+                if not journal.sizes[bucket]:
                     self.staging.bucket(bucket).unlink(missing_ok=True)
         return self.vocab if medians is None else self.vocab.with_medians(medians.medians())
 
@@ -356,6 +361,8 @@ class _Conversion:
         if medians is not None:
             add_medians(medians, cells)
         self.journal.datasets.append(dataset)
+        if part == n_parts - 1:
+            self.journal.sizes[bucket] = 0
         self.staging.save(self.journal)
 
     def _finish(self, vocab: GeneVocab) -> StoreInfo:

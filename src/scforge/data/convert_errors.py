@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,8 +34,15 @@ def check_space(folder: Path, n_bytes: float) -> None:
 
 
 @contextlib.contextmanager
-def full_disk(target: Path) -> Iterator[None]:
+def full_disk(target: Path, n_bytes: float) -> Iterator[None]:
     """Turn the error of a full disk into one sentence.
+
+    Parameters
+    ----------
+    target
+        Path of the store.
+    n_bytes
+        What the conversion needs, about.
 
     Raises
     ------
@@ -43,19 +51,18 @@ def full_disk(target: Path) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
-        if error.errno not in _FULL:
+    except (OSError, RuntimeError) as error:
+        # zarrs tells what the system says in a text.
+        told = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(told[1]) if told else getattr(error, "errno", None)
+        if number not in _FULL:
             raise
-        raise _told(target, error) from error
-
-
-def _told(target: Path, error: Exception) -> DataError:
-    free = shutil.disk_usage(target.parent).free
-    return DataError(
-        f"the disk of {str(target)!r} is full ({first_line(error)}; {_size(free)} free): make room, and run the same "
-        "conversion again to continue."
-    )
+        free = shutil.disk_usage(target.parent).free
+        raise DataError(
+            f"the disk of {str(target)!r} is full ({first_line(error)}): {_size(free)} are free, and the conversion "
+            f"needs about {_size(n_bytes)} in all; make room, and run the same conversion again to continue."
+        ) from error
 
 
 def _size(n_bytes: float) -> str:
-    return f"{n_bytes / 1e9:,.2f} GB"
+    return f"{n_bytes / 1e9:,.2f} GB" if n_bytes >= 1e8 else f"{n_bytes / 1e6:,.2f} MB"

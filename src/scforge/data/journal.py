@@ -139,6 +139,8 @@ class Staging:
         DataError
             If a temporary file is shorter than the journal says.
         """
+        for path in self.folder.glob(".journal.*"):
+            path.unlink()  # of a process that was killed while it wrote its journal
         for number, size in enumerate(journal.sizes):
             path = self.bucket(number)
             actual = path.stat().st_size if path.exists() else 0

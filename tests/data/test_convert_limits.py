@@ -1,0 +1,117 @@
+"""Conversion where memory or the disk is small."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import sparse
+
+from scforge.data import StoreInfo, convert
+from scforge.data.convert_plan import Layout, parse_bytes
+from scforge.errors import DataError, OptionError
+
+CONVERT = """
+import resource, sys
+from scforge.data import convert
+convert(sys.argv[1], sys.argv[2], memory=sys.argv[3])
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+"""
+
+
+def write_random(path: Path, n_cells: int, n_genes: int, n_expressed: int) -> None:
+    """Write cells that cannot be packed well; `n_expressed` genes of each."""
+    generator = np.random.default_rng(0)
+    step = n_genes // n_expressed
+    indices = generator.integers(step, size=(n_cells, n_expressed)) + step * np.arange(n_expressed)
+    data = generator.integers(1, 60_000, indices.shape).astype(np.float32)
+    indptr = np.arange(n_cells + 1) * n_expressed
+    counts = sparse.csr_matrix((data.ravel(), indices.ravel().astype(np.int32), indptr), shape=(n_cells, n_genes))
+    obs = pd.DataFrame({"n": np.arange(n_cells)}, index=[f"c{i}" for i in range(n_cells)])
+    ad.AnnData(counts, obs=obs, var=pd.DataFrame(index=[f"g{i}" for i in range(n_genes)])).write_h5ad(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", ["1.8GB", "2.5GB"])
+def test_memory_stays_below_what_is_given(tmp_path, memory):
+    # 0.8 GB of counts as they are read, four times what is left of the memory.
+    write_random(tmp_path / "a.h5ad", 100_000, 20_000, 1000)
+    command = [sys.executable, "-c", CONVERT, *(str(tmp_path / name) for name in ("a.h5ad", "s.zarr")), memory]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(run.stdout) < parse_bytes("memory", memory)
+    assert len(StoreInfo.read(tmp_path / "s.zarr").datasets) > 1
+
+
+def test_the_least_memory_is_told_and_enough():
+    sizes = {"n_cells": 10**6, "n_entries": 10**9, "n_genes": 20_000, "row_bytes": 40, "table_bytes": 10**8}
+    with pytest.raises(OptionError, match=r"memory=1.00GB is too little .* give at least (\d\.\d)GB") as told:
+        Layout.of(10**9, medians=True, **sizes)
+    least = float(str(told.value).split("at least ")[1].removesuffix("GB."))
+    assert Layout.of(int((least + 0.1) * 1e9), medians=True, **sizes).n_buckets > 10
+
+
+def test_too_little_space_is_seen_before(tiny_adata, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(DataError, match=r"has 0\.00 MB of free space, but the conversion needs about 0\.01 MB"):
+        convert(tiny_adata, tmp_path / "s.zarr")
+    monkeypatch.undo()
+    assert convert(tiny_adata, tmp_path / "s.zarr").n_cells == 60
+
+
+def test_a_file_that_may_not_grow(tmp_path):
+    write_random(tmp_path / "a.h5ad", 3000, 2000, 200)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
+    try:
+        with pytest.raises(DataError, match=r"s\.zarr' is full \(.*\): .* are free, and .* run the same conversion"):
+            convert(tmp_path / "a.h5ad", tmp_path / "s.zarr")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "s.zarr").exists()
+    again = convert(tmp_path / "a.h5ad", tmp_path / "s.zarr")
+    assert again.content_hash == convert(tmp_path / "a.h5ad", tmp_path / "t.zarr").content_hash
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """Return a function that makes a file system of so many MB, or makes it larger."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def size(megabytes: int) -> Path:
+        again = "remount," if folder.is_mount() else ""
+        command = ["mount", "-t", "tmpfs", "-o", f"{again}size={megabytes}M", "tmpfs", str(folder)]
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError):
+            pytest.skip("making a file system is not permitted here")
+        return folder
+
+    yield size
+    if folder.is_mount():
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("megabytes", [2, 4])  # full in the first pass, and in the second one
+def test_a_full_disk(tmp_path, small_disk, monkeypatch, megabytes):
+    write_random(tmp_path / "a.h5ad", 3000, 2000, 200)
+    target = small_disk(megabytes) / "s.zarr"
+    with monkeypatch.context() as patch:
+        patch.setattr("scforge.data.conversion.check_space", lambda *_: None)
+        with pytest.raises(DataError, match=r"s\.zarr' is full \(.*\): .* are free, and .* run the same conversion"):
+            convert(tmp_path / "a.h5ad", target)
+    assert not target.exists()
+    small_disk(100)
+    assert (
+        convert(tmp_path / "a.h5ad", target).content_hash
+        == convert(tmp_path / "a.h5ad", tmp_path / "t.zarr").content_hash
+    )
+    assert [path.name for path in target.parent.iterdir()] == ["s.zarr"]

@@ -1,0 +1,146 @@
+"""Tables of cells of several sources as one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import sparse
+
+from scforge.data import convert
+from scforge.data.convert_obs import CellNames, join_tables
+from scforge.data.streams import open_streams
+from scforge.errors import DataError
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Callable[..., list[Path]]:
+    """Return a function that writes a file for each table of cells."""
+
+    def files(*tables: dict[str, Any], names: list[list[str]] | None = None) -> list[Path]:
+        paths = []
+        for i, table in enumerate(tables):
+            n_cells = len(next(iter(table.values())))
+            index = [f"s{i}c{j}" for j in range(n_cells)] if names is None else names[i]
+            counts = sparse.csr_matrix(np.ones((n_cells, 3), dtype=np.int32))
+            adata = ad.AnnData(counts, obs=pd.DataFrame(table, index=index), var=pd.DataFrame(index=["a", "b", "c"]))
+            paths.append(tmp_path / f"{i}.h5ad")
+            adata.write_h5ad(paths[-1])
+        return paths
+
+    return files
+
+
+def stored(paths: list[Path], **options: Any) -> pd.DataFrame:
+    convert(paths, paths[0].parent / "s.zarr", shuffle=False, **options)
+    return ad.read_zarr(paths[0].parent / "s.zarr" / "dataset_0").obs
+
+
+def own(obs: pd.DataFrame) -> list[str]:
+    return [column for column in obs.columns if not column.startswith("scforge_")]
+
+
+def test_categories_of_all_sources(files):
+    paths = files(
+        {"type": pd.Categorical(["T", None], categories=["T", "unused"]), "n": [1, 2]},
+        {"type": ["B", "T"], "n": [0.5, np.nan]},
+    )
+    obs = stored(paths)
+    assert obs["type"].cat.categories.tolist() == ["T", "unused", "B"]
+    assert obs["type"].astype(object).where(obs["type"].notna(), None).tolist() == ["T", None, "B", "T"]
+    np.testing.assert_array_equal(obs["n"], [1, 2, 0.5, np.nan])
+    assert obs["scforge_source"].tolist() == [str(paths[0])] * 2 + [str(paths[1])] * 2
+    assert obs["scforge_total"].tolist() == [3.0] * 4
+
+
+def test_every_kind_of_column(files):
+    (path,) = files(
+        {
+            "truth": [True, False, True],
+            "int8": np.array([1, 2, 3], dtype=np.int8),
+            "float32": np.array([1.5, np.nan, 2], dtype=np.float32),
+            "nullable": pd.array([1, None, 3], dtype="Int64"),
+            "maybe": pd.array([True, None, False], dtype="boolean"),
+            "text": ["x", None, "y"],
+            "numbers": pd.Categorical([10, 2, 10]),
+            "ordered": pd.Categorical(["low", "high", "low"], categories=["low", "high"], ordered=True),
+            "_scvi_batch": [0, 0, 0],
+            "scforge_total": [1.0, 2.0, 3.0],
+        }
+    )
+    obs = stored([path])
+    assert obs["truth"].tolist() == [True, False, True]
+    assert (obs["int8"].dtype, obs["float32"].dtype) == (np.int8, np.float32)
+    np.testing.assert_array_equal(obs["float32"], np.array([1.5, np.nan, 2]))
+    np.testing.assert_array_equal(obs["nullable"], [1, np.nan, 3])
+    assert obs["maybe"].cat.codes.tolist() == [1, -1, 0]
+    assert obs["text"].cat.codes.tolist() == [0, -1, 1]
+    assert obs["numbers"].tolist() == [10, 2, 10]
+    assert obs["ordered"].cat.ordered
+    assert obs["ordered"].cat.categories.tolist() == ["low", "high"]
+    assert "_scvi_batch" not in obs
+    assert obs["scforge_total"].tolist() == [3.0] * 3
+
+
+def test_columns_that_not_all_have_are_left_out_and_told(files, caplog):
+    caplog.set_level(logging.INFO, "scforge")
+    obs = stored(files({"type": ["T"], "age": [3], "mixed": [1]}, {"type": ["B"], "dose": [1.0], "mixed": ["one"]}))
+    assert own(obs) == ["type"]
+    assert "Columns of obs left out: age (not in every source); dose (not in every source); mixed (" in caplog.text
+
+
+def test_a_wanted_column_that_a_source_lacks(files):
+    paths = files({"cell_type": ["T"], "n": [3]}, {"celltype": ["B"], "n": [1.0]})
+    with pytest.raises(DataError, match=r"1\.h5ad' has no column 'cell_type'; did you mean 'celltype'\?"):
+        stored(paths, obs=["cell_type"])
+    assert own(stored(paths, obs=["n"])) == ["n"]
+
+
+def test_a_wanted_column_of_two_kinds(files):
+    paths = files({"age": ["old"]}, {"age": [1.0]})
+    with pytest.raises(DataError, match=r"'age' holds numbers in '.*1\.h5ad' and text in '.*0\.h5ad'"):
+        stored(paths, obs=["age"])
+
+
+def test_no_columns(files):
+    assert own(stored(files({"age": ["old"]}), obs=[])) == []
+
+
+def test_a_column_that_cannot_be_stored(tiny_adata, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "scforge")
+    tiny_adata.obs["when"] = pd.to_datetime("2020-01-01")
+    with pytest.raises(DataError, match="'when' of 'adata' holds neither text nor numbers"):
+        convert(tiny_adata, tmp_path / "s.zarr", obs=["when"])
+    assert convert(tiny_adata, tmp_path / "s.zarr").obs_columns == ["group", "batch"]
+    assert "left out: when" in caplog.text
+
+
+def test_names_that_clash_get_the_number_of_their_source(files, caplog):
+    caplog.set_level(logging.INFO, "scforge")
+    paths = files({"n": [1, 2, 3]}, {"n": [4, 5, 6]}, names=[["a", "b", "b-1"], ["b", "c", "d"]])
+    obs = stored(paths)
+    assert obs["n"].tolist() == [1, 2, 3, 4, 5, 6]
+    # "b-1" is the name of another cell, and of "b" of source 1: the rows of both are added.
+    assert obs.index.tolist() == ["a", "b-0", "b-1-2", "b-1-0", "c", "d"]
+    assert "2 cells have a name that another one has" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:Observation names are not unique")
+def test_names_that_repeat_within_a_source(files):
+    paths = files({"n": [1, 2, 3]}, names=[["a", "a", "b"]])
+    assert stored(paths).index.tolist() == ["a-0-0", "a-0-1", "b"]
+
+
+def test_sources_in_memory_have_names_of_their_own(tiny_adata):
+    streams = open_streams([tiny_adata, tiny_adata[:10].copy()])
+    table = join_tables(streams, None)
+    assert table.sources == ["adata", "adata-1"]
+    names = CellNames(streams)
+    assert names.n_changed == 20
+    assert names(np.array(["cell3", "cell40"], dtype=object), 0).tolist() == ["cell3-0", "cell40"]

@@ -1,0 +1,227 @@
+"""A conversion that is interrupted goes on; two at once, and other sources than before, are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import sparse
+
+from scforge.data import StoreInfo, convert
+from scforge.data.convert_plan import Layout
+from scforge.data.journal import Staging, locked
+from scforge.data.store_files import partial_path
+from scforge.errors import DataError, MissingFileError, OptionError
+
+KILLS = """
+import dataclasses, json, os, random, signal, sys, time
+from pathlib import Path
+import annbatch  # what takes long to import, once
+from scforge.data import StoreInfo, convert
+from scforge.data.convert_plan import Layout
+from scforge.data.stream_matrix import Matrix
+from scforge.errors import DataError, MissingFileError
+
+folder, n_kills = Path(sys.argv[1]), int(sys.argv[2])
+whole = Layout.of.__func__
+def small(cls, *args, **kwargs):
+    layout = whole(cls, *args, **kwargs)
+    return dataclasses.replace(layout, bucket_size=512, n_buckets=-(-layout.n_cells // 512), buffer_entries=3000)
+Layout.of = classmethod(small)
+Matrix.row_chunks.__defaults__ = (1000,)
+sources, target = [folder / "a.h5ad", folder / "b.h5ad"], folder / "s.zarr"
+
+def run(seconds=None):
+    # A process of its own, killed after some seconds; it shares what is imported.
+    child = os.fork()
+    if child == 0:
+        try:
+            convert(sources, target, progress=False)
+            os._exit(0)
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+    if seconds is not None:
+        time.sleep(seconds)
+        os.kill(child, signal.SIGKILL)
+    status = os.waitpid(child, 0)[1]
+    return "killed" if os.WIFSIGNALED(status) else "done" if os.WEXITSTATUS(status) == 0 else "failed"
+
+begin = time.monotonic()
+assert run() == "done"
+whole_run = time.monotonic() - begin
+expected = StoreInfo.read(target).content_hash
+os.rename(target, folder / "expected.zarr")
+random.seed(int(sys.argv[3]))
+killed, told, completed = 0, [], []
+while killed < n_kills:
+    if target.exists():  # done in spite of the kills
+        completed.append(StoreInfo.read(target).content_hash)
+        os.rename(target, folder / f"done{len(completed)}.zarr")
+    outcome = run(random.uniform(0, whole_run))
+    assert outcome != "failed"
+    if outcome == "killed":
+        killed += 1
+        if not target.exists():
+            try:
+                StoreInfo.read(target)
+            except (DataError, MissingFileError) as error:
+                told.append(str(error))
+if not target.exists():
+    assert run() == "done"
+completed.append(StoreInfo.read(target).content_hash)
+left = sorted(path.name for path in folder.glob(".*"))
+print(json.dumps({"expected": expected, "completed": completed, "told": told, "killed": killed, "left": left}))
+"""
+
+
+@pytest.fixture
+def sources(tmp_path: Path) -> list[Path]:
+    generator = np.random.default_rng(0)
+    paths = []
+    for name, n_cells in {"a": 900, "b": 600}.items():
+        obs = pd.DataFrame(
+            {"group": generator.choice(["x", "y", name], n_cells)}, index=[f"c{i}" for i in range(n_cells)]
+        )
+        counts = sparse.csr_matrix(generator.poisson(0.5, (n_cells, 60)) + (np.arange(60) == 0))
+        ad.AnnData(counts, obs=obs, var=pd.DataFrame(index=[f"g{i}" for i in range(60)])).write_h5ad(
+            tmp_path / f"{name}.h5ad"
+        )
+        paths.append(tmp_path / f"{name}.h5ad")
+    return paths
+
+
+@pytest.mark.parametrize("n_kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_kills_at_any_moment_change_nothing(sources, tmp_path, n_kills):
+    command = [sys.executable, "-c", KILLS, str(tmp_path), str(n_kills), "7"]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found["killed"] == n_kills
+    assert set(found["completed"]) == {found["expected"]}
+    assert found["left"] in ([], [".s.zarr.partial"])  # the last may have been killed when all was done
+    target = str(tmp_path / "s.zarr")
+    assert set(found["told"]) <= {
+        f"{target!r} is incomplete: run the same scforge convert again to continue.",
+        f"the store {target!r} does not exist.",  # killed before it had begun
+    }
+    assert any("incomplete" in text for text in found["told"])
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.fixture
+def begun(sources, tmp_path, monkeypatch) -> Path:
+    """A conversion that was stopped when all cells were in temporary files."""
+
+    def stop(*_: object, **__: object) -> None:
+        raise Stop
+
+    with monkeypatch.context() as patch:
+        patch.setattr("scforge.data.conversion.load_cells", stop)
+        with pytest.raises(Stop):
+            convert(sources, tmp_path / "s.zarr")
+    return tmp_path / "s.zarr"
+
+
+def test_it_goes_on_where_it_was(sources, begun, monkeypatch):
+    def unread(*_: object) -> None:
+        raise AssertionError("a source was read again")
+
+    monkeypatch.setattr("scforge.data.stream_files.FileStream.chunks", unread)
+    with pytest.raises(DataError, match=r"s\.zarr' is incomplete: run the same scforge convert again"):
+        StoreInfo.read(begun)
+    assert convert(sources, begun).n_cells == 1500
+    assert not list(begun.parent.glob(".*"))
+
+
+def test_other_options_are_told(sources, begun):
+    with pytest.raises(OptionError, match=r"was begun with seed=0, not 1; .* overwrite=True \(--overwrite\)"):
+        convert(sources, begun, seed=1)
+    with pytest.raises(OptionError, match=r"unfinished conversion of other sources .*'.*a\.h5ad', '.*b\.h5ad'"):
+        convert(sources[:1], begun)
+    assert convert(sources, begun, seed=1, overwrite=True).seed == 1
+
+
+def test_a_source_that_has_changed_is_named(sources, begun):
+    found = sources[1].stat()
+    os.utime(sources[1], ns=(found.st_atime_ns, found.st_mtime_ns + 10**9))
+    with pytest.raises(
+        DataError, match=r"b\.h5ad' has changed since the unfinished conversion .* start again, or remove"
+    ):
+        convert(sources, begun)
+    assert convert(sources, begun, overwrite=True).n_cells == 1500
+
+
+def test_what_is_behind_the_journal_is_cut_off(sources, begun, tmp_path):
+    staging = Staging(partial_path(begun))
+    with staging.bucket(0).open("ab") as file:
+        file.write(b"half a segment")
+    (staging.folder / ".journal.abc.json").write_text("{")
+    assert convert(sources, begun).content_hash == convert(sources, tmp_path / "t.zarr").content_hash
+
+
+def test_damaged_temporary_files_are_told(sources, begun):
+    file = Staging(partial_path(begun)).bucket(0)
+    content = file.read_bytes()
+    file.write_bytes(content[:-10])
+    with pytest.raises(DataError, match=r"cells_0' has lost 10 bytes; pass overwrite=True"):
+        convert(sources, begun)
+    file.write_bytes(content[:5000] + bytes([content[5000] ^ 1]) + content[5001:])
+    with pytest.raises(DataError, match=r"cells_0' is damaged, so the conversion cannot go on"):
+        convert(sources, begun)
+    journal = partial_path(begun) / "journal.json"
+    journal.write_text(journal.read_text()[:-5])
+    with pytest.raises(DataError, match="the journal .* cannot be read"):
+        convert(sources, begun)
+    journal.write_text("{}")
+    with pytest.raises(DataError, match="the journal .* is of another scforge"):
+        convert(sources, begun)
+    assert convert(sources, begun, overwrite=True).n_cells == 1500
+
+
+def test_a_second_conversion_to_the_same_place_is_refused(sources, tmp_path):
+    with (
+        locked(partial_path(tmp_path / "s.zarr")),
+        pytest.raises(OptionError, match=r"another conversion is writing to '.*\.s\.zarr\.partial'"),
+    ):
+        convert(sources, tmp_path / "s.zarr")
+    assert convert(sources, tmp_path / "s.zarr").n_cells == 1500
+
+
+def test_what_a_kill_at_the_very_end_left_is_removed(sources, begun):
+    staging = Staging(partial_path(begun))
+    journal = staging.load()
+    assert journal is not None
+    convert(sources, begun)
+    staging.folder.mkdir()
+    journal.finished = True
+    staging.save(journal)
+    with pytest.raises(OptionError, match="exists; pass overwrite=True"):
+        convert(sources, begun)
+    assert not staging.folder.exists()
+
+
+def test_the_layout_tells_when_a_dataset_became_too_large():
+    layout = Layout.of(
+        4 * 10**9, n_cells=10**6, n_entries=10**9, n_genes=20_000, row_bytes=40, table_bytes=0, medians=True
+    )
+    assert layout.n_buckets * layout.bucket_size >= 10**6
+    assert layout.bucket_size % 256 == 0
+    share = 10**9 // layout.n_buckets
+    assert layout.n_parts(0, share, wide=False) == 1
+    assert 5 <= layout.n_parts(0, 10 * share, wide=False) <= 10
+
+
+def test_nothing_there(tmp_path):
+    with pytest.raises(MissingFileError, match=r"the store '.*s\.zarr' does not exist"):
+        StoreInfo.read(tmp_path / "s.zarr")
