@@ -56,15 +56,26 @@ def test_test_tools_are_in_the_group(name):
     assert name in map(name_of, GROUPS["test"])
 
 
-def test_everything_installed_by_default_is_pinned():
-    pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+def pins_of(name: str) -> list[str]:
+    pins = [line for line in (ROOT / name).read_text().splitlines() if not line.startswith("#")]
     odd = [pin for pin in pins if not re.fullmatch(r"[a-z0-9-]+==[\w.+!]+( ; .+)?", pin)]
-    assert not odd, "constraints.txt holds pins only, without addresses or extras"
+    assert not odd, f"{name} holds pins only, without addresses or extras"
+    return pins
+
+
+def test_everything_installed_by_default_is_pinned():
+    pins = pins_of("constraints.txt")
     groups = [entry for group in GROUPS.values() for entry in group if isinstance(entry, str)]
     extras = [
         r for name, extra in PROJECT["optional-dependencies"].items() if name not in {"all", "census"} for r in extra
     ]
     missing = {name_of(r) for r in [*PROJECT["dependencies"], *groups, *extras]} - {name_of(pin) for pin in pins}
+    assert not missing, "renew with: make constraints"
+
+
+def test_everything_installed_for_the_census_is_pinned():
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["census"], *GROUPS["test"]]
+    missing = {name_of(r) for r in wanted} - {name_of(pin) for pin in pins_of("constraints-census.txt")}
     assert not missing, "renew with: make constraints"
 
 

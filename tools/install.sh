@@ -1,12 +1,16 @@
 #!/bin/sh
-# Install scforge, editable, into a virtual environment: sh tools/install.sh [GROUP]
+# Install scforge, editable, into a virtual environment: sh tools/install.sh [GROUP [EXTRA]]
 #
 # GROUP is a dependency group of pyproject.toml (test, docs, dev); without one, scforge alone is installed.
+# EXTRA is an extra that contradicts the others, so that it has versions of its own in constraints-EXTRA.txt.
 # VENV names the environment (default .venv), PYTHON the interpreter to try first. A second call installs nothing.
 set -eu
 
 cd "$(dirname "$0")/.."
 group=${1:-}
+extra=${2:-}
+constraints=constraints${extra:+-$extra}.txt
+what=${group:-base}${extra:+,$extra}
 venv=${VENV:-.venv}
 stamp=$venv/scforge-installed
 
@@ -17,9 +21,11 @@ fail() {
 
 # The stamp is written last, so that an interrupted installation is taken up again. It holds one line a group, and
 # the checkout's path, because an editable installation points there. Group dev contains the others.
-state=$({ pwd; cat pyproject.toml constraints.txt src/scforge/_version.py; } | cksum)
+state=$({ pwd; cat pyproject.toml "$constraints" src/scforge/_version.py; } | cksum)
 if [ -x "$venv/bin/python" ] && "$venv/bin/python" -S -c '' 2>/dev/null; then
-    if grep -qsxE "$state ${group:-.*}|$state dev" "$stamp"; then
+    if grep -qsxF "$state $what" "$stamp"; then
+        exit 0
+    elif [ -z "$extra" ] && grep -qsxE "$state ${group:-.*}|$state dev" "$stamp"; then
         exit 0
     fi
 elif [ -e "$venv" ] && [ "$venv" != .venv ] && [ ! -e "$venv/pyvenv.cfg" ]; then
@@ -68,17 +74,19 @@ case $version in
     ;;
 esac
 
-echo "Installing scforge${group:+ and its $group tools} into $venv (Python $version, ${uv:-pip}) ..."
+echo "Installing scforge${extra:+[$extra]}${group:+ and its $group tools} into $venv (Python $version, ${uv:-pip}) ..."
 if [ -n "$uv" ]; then
-    uv pip install --quiet --python "$venv/bin/python" -c constraints.txt ${group:+--group "$group"} -e .
+    uv pip install --quiet --python "$venv/bin/python" \
+        -c "$constraints" ${group:+--group "$group"} -e ".${extra:+[$extra]}"
 else
     # An environment that uv made has no pip; one that Python made may have a pip older than --group (25.1).
     # With -qq pip tells errors only.
     "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip >/dev/null
     "$venv/bin/python" -m pip install -qq --disable-pip-version-check --upgrade 'pip>=25.1'
-    "$venv/bin/python" -m pip install -qq -c constraints.txt ${group:+--group "$group"} -e .
+    "$venv/bin/python" -m pip install -qq \
+        -c "$constraints" ${group:+--group "$group"} -e ".${extra:+[$extra]}"
 fi
 
 grep -sF "$state " "$stamp" >"$stamp.new" || true
-echo "$state ${group:-base}" >>"$stamp.new"
+echo "$state $what" >>"$stamp.new"
 mv "$stamp.new" "$stamp"

@@ -11,9 +11,11 @@ import pytest
 from scipy import sparse
 
 import scforge
-from scforge.data import CellOrder, CensusQuery, GeneVocab, open_cells
+from scforge.config import load_config
+from scforge.data import CellOrder, CensusQuery, GeneVocab, convert, open_cells
 from scforge.data.windows import Window
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning
+from scforge.estimators.from_config import train_from_config
 
 tiledbsoma = pytest.importorskip("tiledbsoma", reason="the clients of the Census have an environment of their own")
 import pyarrow as pa  # noqa: E402 -- comes with them
@@ -236,6 +238,47 @@ def test_streams_hold_all_genes_of_the_query(uri, adata):
     assert (sparse.vstack([part for _, part in parts]) != kept.X[100:]).nnz == 0
     assert stream.fingerprint() == query.streams()[0].fingerprint()
     assert stream.fingerprint() != CensusQuery(uri=uri).streams()[0].fingerprint()
+
+
+def test_a_query_is_converted_into_a_store(uri, adata, tmp_path):
+    query = CensusQuery(uri=uri, filters={"is_primary_data": True}, obs=["cell_type", "tissue"])
+    info = convert(query, tmp_path / "store.zarr", shuffle=False, progress=False)
+    kept = adata[adata.obs["is_primary_data"]].copy()
+    assert info.n_cells == len(kept)
+    cells = open_cells(tmp_path / "store.zarr")
+    assert cells.vocab.genes == tuple(adata.var_names)
+    assert cells.column("tissue").tolist() == kept.obs["tissue"].tolist()
+    rows = np.arange(0, len(kept), 11)
+    same_cells(cells.block(rows), open_cells(kept, cells.vocab).block(rows))
+
+
+def test_a_model_is_trained_and_embeds(uri, adata):
+    query = CensusQuery(uri=uri, filters={"is_primary_data": True}, obs=["cell_type"])
+    data = scforge.training.CellDataModule(open_cells(query), batch_size=64, labels_key="cell_type")
+    model = scforge.models.Encoder(datamodule=data, n_top_genes=100)
+    model.train(max_epochs=1, accelerator="cpu", progress_bar=False)
+    assert model.vocab.n_genes == 100
+    assert np.isfinite(model.get_latent_representation(adata[:20].copy())).all()
+
+
+def test_a_configuration_trains_on_the_census(uri, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"""
+data:
+  source: cellxgene_census
+  uri: {uri}
+  organism: homo_sapiens
+  filters: {{tissue: [lung, heart], is_primary_data: true}}
+  preprocessing: {{normalize: library_size, hvg_selection: 100}}
+  split: {{by: tissue}}
+  sampling: {{balance_key: cell_type}}
+training: {{max_steps: 2, accelerator: cpu, validation_size: 0.5}}
+""",
+        encoding="utf-8",
+    )
+    model = train_from_config(load_config(recipe), progress_bar=False)
+    assert model.vocab.n_genes == 100
 
 
 @pytest.mark.parametrize(
