@@ -6,8 +6,8 @@ import dataclasses
 import logging
 from pathlib import Path
 
-import anndata as ad
 import annbatch
+import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest

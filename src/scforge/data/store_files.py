@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scforge.data.remote import is_url, open_group, remote_file_system
 from scforge.data.stream_errors import reading
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, MissingFileError, ModelFileError, first_line
@@ -31,6 +32,7 @@ __all__ = [
     "SOURCE",
     "TOTAL",
     "StoreInfo",
+    "file_system",
     "is_store",
     "is_url",
     "may_be_store",
@@ -184,11 +186,6 @@ def partial_path(path: str | os.PathLike[str]) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
-def is_url(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a URL of a file system that fsspec knows, e.g. ``"s3://bucket/store.zarr"``."""
-    return "://" in os.fspath(path)
-
-
 def may_be_store(path: str | os.PathLike[str]) -> bool:
     """Whether `path` names a folder, a URL, or a store that is being written: anything but a file."""
     return is_url(path) or Path(path).is_dir() or (not Path(path).exists() and partial_path(path).exists())
@@ -217,10 +214,8 @@ def open_store_group(
     """
     import zarr
 
-    info = StoreInfo.read(path, storage_options)
-    # Path knows no "s3://"; zarr takes options for URLs only.
-    options = dict(storage_options or {}) if is_url(path) else None
-    return zarr.open_group(os.fspath(path), mode="r", storage_options=options), info
+    info, name = StoreInfo.read(path, storage_options), os.fspath(path)
+    return (open_group(name, storage_options) if is_url(name) else zarr.open_group(name, mode="r")), info
 
 
 def read_vocab(group: zarr.Group) -> GeneVocab:
@@ -279,17 +274,27 @@ def _part(group: zarr.Group, name: str) -> Any:
         return stored[...]
 
 
+def file_system(name: str, storage_options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """Return the file system of a path or URL, and the path on it without a slash at its end."""
+    from fsspec.implementations.local import LocalFileSystem
+
+    if is_url(name):
+        system, root = remote_file_system(name, storage_options)
+        return system, root.rstrip("/")
+    return LocalFileSystem(), str(Path(name).absolute())
+
+
 def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the attributes of the root of a zarr folder; an empty dict where a folder is no zarr v3 group."""
-    import fsspec
-
     name = os.fspath(path)
-    system, root = fsspec.core.url_to_fs(name, **(dict(storage_options or {}) if is_url(name) else {}))
-    root = root.rstrip("/")
+    system, root = file_system(name, storage_options)
+    with reading(repr(name)):
+        try:
+            text = system.cat_file(f"{root}/zarr.json")
+        except (FileNotFoundError, NotADirectoryError):
+            return _without_metadata(system, root, name)
     try:
-        content = json.loads(system.cat_file(f"{root}/zarr.json"))
-    except (FileNotFoundError, NotADirectoryError):
-        return _without_metadata(system, root, name)
+        content = json.loads(text)
     except ValueError as error:
         raise DataError(f"{name!r} is no zarr folder: its zarr.json cannot be read ({first_line(error)}).") from error
     attributes = content.get("attributes") if isinstance(content, dict) else None

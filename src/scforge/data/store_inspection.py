@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from scforge.data.convert_write import PIPELINE
-from scforge.data.store_files import DATASET, StoreInfo, is_url, open_store_group, read_measured, read_vocab
+from scforge.data.store_files import DATASET, StoreInfo, file_system, open_store_group, read_measured, read_vocab
 from scforge.data.store_hash import content_hash, dataset_hash
 from scforge.data.stream_errors import reading, reading_errors
 from scforge.errors import DataError
@@ -115,11 +115,11 @@ def inspect_store(
     """
     name = os.fspath(path)
     group, info = open_store_group(path, storage_options)
+    if verify:
+        verify_store(path, storage_options=storage_options)
     with reading(f"the store {name!r}", fix=_FIX):
         vocab = read_vocab(group)
         columns = {column: _column(group, column) for column in info.obs_columns}
-    if verify:
-        verify_store(path, storage_options=storage_options)
     return StoreInspection(
         path=name,
         info=info,
@@ -139,9 +139,7 @@ def _column(group: Any, name: str) -> str:
 
 
 def _size(name: str, storage_options: Mapping[str, Any] | None) -> int:
-    import fsspec
-
-    system, root = fsspec.core.url_to_fs(name, **(dict(storage_options or {}) if is_url(name) else {}))
+    system, root = file_system(name, storage_options)
     return int(system.du(root))
 
 
