@@ -22,7 +22,7 @@ from scforge.data.cells import CellBlock
 from scforge.tokenizers._expression import MEMO, kept_indptr, log1p_in_place
 from scforge.tokenizers._sorting import finish_sort
 
-__all__ = ["LARGEST", "rank_cells"]
+__all__ = ["LARGEST", "rank_cells", "rank_padded"]
 
 LARGEST = 1e20
 """Medians must lie between this and its inverse, so that keys are ordinary numbers in single precision."""
@@ -34,7 +34,7 @@ _FIRST = (127 - 16) << 7
 """Leading bits (sign, exponent and seven of the mantissa) of the first cell of the table."""
 
 _SAMPLE = 8192
-"""Entries of a block that the table is learnt from."""
+"""Most entries of a block that the table is learnt from; of a small block, one in 32."""
 
 _CLOSE = 8
 """Units in the last place that single precision may be wrong by, and more."""
@@ -62,14 +62,74 @@ def rank_cells(
     """
     indptr, longest = kept_indptr(block.indptr, most)
     ids, values = np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=np.float32)
+    _rank_into(block, inverse, n_special, longest, indptr[:-1], np.diff(indptr), ids, values)
+    return indptr, ids, values
+
+
+def rank_padded(
+    block: CellBlock, inverse: np.ndarray, most: int, n_special: int, first: int, last: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rank the genes of each cell straight into padded arrays, which spares writing them twice.
+
+    Parameters
+    ----------
+    block, inverse, most, n_special
+        See :func:`rank_cells`.
+    first, last
+        Ids of the tokens before and behind each cell; -1 for none.
+
+    Returns
+    -------
+    Token ids, int64, attention mask, bool, and values, float32, each of shape (B, S).
+    """
+    indptr, longest = kept_indptr(block.indptr, most)
+    sizes = np.diff(indptr)
+    before, around = int(first >= 0), int(first >= 0) + int(last >= 0)
+    width = max(1, int(sizes.max(initial=0)) + around)
+    ids = np.empty((len(sizes), width), dtype=np.int64)
+    mask, values = np.empty(ids.shape, dtype=np.bool_), np.empty(ids.shape, dtype=np.float32)
+    starts = np.arange(len(sizes), dtype=np.int64) * width + before
+    _rank_into(block, inverse, n_special, longest, starts, sizes, ids.reshape(-1), values.reshape(-1))
+    _fill_around(sizes, first, last, ids, mask, values)
+    return ids, mask, values
+
+
+def _rank_into(
+    block: CellBlock,
+    inverse: np.ndarray,
+    n_special: int,
+    longest: int,
+    starts: np.ndarray,
+    sizes: np.ndarray,
+    ids: np.ndarray,
+    values: np.ndarray,
+) -> None:
+    """Write the `sizes` highest genes of each cell to `ids` and `values` from `starts` on."""
     n_buckets = max(64, 1 << int(longest - 1).bit_length()) if longest else 64
     single = inverse.astype(np.float32)
     table = _learn(block.indptr, block.genes, block.counts, single, n_buckets)
     _rank(
         block.indptr, block.genes, block.counts, block.totals, inverse, single, table, n_buckets, longest, n_special,
-        indptr, ids, values,
+        starts, sizes, ids, values,
     )  # fmt: skip
-    return indptr, ids, values
+
+
+@numba.njit(cache=True, nogil=True)
+def _fill_around(sizes, first, last, ids, mask, values):
+    before = 1 if first >= 0 else 0
+    for cell in range(len(sizes)):
+        if before:
+            ids[cell, 0] = first
+            values[cell, 0] = 0
+        stop = before + sizes[cell]
+        if last >= 0:
+            ids[cell, stop] = last
+            values[cell, stop] = 0
+            stop += 1
+        ids[cell, stop:] = 0
+        values[cell, stop:] = 0
+        mask[cell, :stop] = True
+        mask[cell, stop:] = False
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
@@ -79,7 +139,7 @@ def _learn(indptr, genes, counts, single, n_buckets):
     key = np.empty(1, dtype=np.float32)
     bits = key.view(np.uint32)
     n_seen = 0
-    for entry in range(0, indptr[-1], max(1, indptr[-1] // _SAMPLE)):
+    for entry in range(0, indptr[-1], max(indptr[-1] // _SAMPLE, min(32, 1 + indptr[-1] // 1024))):
         key[0] = counts[entry] * single[genes[entry]]
         place: Any = min(max(np.int64(bits[0] >> np.uint32(16)) - _FIRST, 0), _CELLS - 1)
         seen[place] += 1
@@ -100,7 +160,7 @@ def _learn(indptr, genes, counts, single, n_buckets):
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def _rank(
     indptr, genes, counts, totals, inverse, single, table, n_buckets, longest, n_special,
-    out_indptr, out_ids, out_values,
+    out_starts, out_sizes, out_ids, out_values,
 ):  # fmt: skip
     one: Any = np.uint64(1)
     low32, shift32 = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -164,8 +224,8 @@ def _rank(
                 q -= one
             packed[q] = entry
 
-        out = np.uint64(out_indptr[cell])
-        stop = np.uint64(out_indptr[cell + 1])
+        out = np.uint64(out_starts[cell])
+        stop = out + np.uint64(out_sizes[cell])
         for p in range(stop - out):
             here = start + (packed[p] & low32)
             out_ids[out + p] = genes[here] + n_special

@@ -193,7 +193,7 @@ class Tokenizer(ABC):
         if isinstance(cells, CellBlock):
             if gene_ids is not None or totals is not None:
                 raise OptionError("gene_ids and totals belong to a matrix, but cells is a block; leave them out.")
-            return pad(self._tokenize(cells), *self._frame)
+            return self._batch(cells)
         counts = checked_counts(cells)
         if totals is not None:
             totals = checked_totals(totals, counts.shape[0])
@@ -203,11 +203,15 @@ class Tokenizer(ABC):
                     f"cells has {counts.shape[1]} columns but the vocabulary {self.vocab.n_genes} genes; "
                     "pass the names of the columns as gene_ids."
                 )
-            return pad(self._tokenize(CellBlock.from_csr(counts, totals)), *self._frame)
+            return self._batch(CellBlock.from_csr(counts, totals))
         gene_map = checked_map(gene_ids, self.vocab, counts.shape[1])
         if totals is None:
             totals = row_sums(counts)
         return pad(self._tokenize_mapped(counts, gene_map, totals), *self._frame)
+
+    def _batch(self, block: CellBlock) -> TokenBatch:
+        """Tokenise a block and pad it; a strategy may do both at once."""
+        return pad(self._tokenize(block), *self._frame)
 
     def _tokenize_mapped(self, counts: sparse.csr_matrix, gene_map: GeneMap, totals: np.ndarray) -> RaggedTokens:
         return self._tokenize(CellBlock.from_csr(gene_map.apply(counts), totals, measured=gene_map.measured))

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from scforge._checks import check_bool
 from scforge._constants import TARGET_SUM
@@ -15,9 +16,9 @@ from scforge.data.mapping import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.tokenizers._expression import log1p_cp10k
-from scforge.tokenizers._ranking import LARGEST, rank_cells
+from scforge.tokenizers._ranking import LARGEST, rank_cells, rank_padded
 from scforge.tokenizers.base import Tokenizer
-from scforge.tokenizers.batch import RaggedTokens
+from scforge.tokenizers.batch import RaggedTokens, TokenBatch
 from scforge.tokenizers.geneformer import MODEL_INPUT, geneformer_columns, geneformer_vocab
 from scforge.tokenizers.registry import register_tokenizer
 
@@ -170,6 +171,14 @@ class RankValueTokenizer(Tokenizer):
         if self.parity == "exact":
             return self._exact(block.indptr, block.genes, block.counts, block.totals)
         return RaggedTokens(*rank_cells(block, self._inverse, self.most_genes, self.vocab.n_special))
+
+    def _batch(self, block: CellBlock) -> TokenBatch:
+        # Whoever subclasses this to rank otherwise overrides _tokenize.
+        if self.parity == "exact" or type(self)._tokenize is not RankValueTokenizer._tokenize:
+            return super()._batch(block)
+        arrays = rank_padded(block, self._inverse, self.most_genes, self.vocab.n_special, *self._frame)
+        ids, mask, values = map(torch.from_numpy, arrays)
+        return {"input_ids": ids, "attention_mask": mask, "values": values}
 
     def _tokenize_mapped(self, counts: sparse.csr_matrix, gene_map: GeneMap, totals: np.ndarray) -> RaggedTokens:
         if self.parity == "stable":
