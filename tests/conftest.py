@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import anndata as ad
 import numpy as np
 import pandas as pd
@@ -11,7 +13,8 @@ from scipy import sparse
 
 import scforge
 from scforge.config.schema import ModelConfig
-from scforge.data import GeneVocab
+from scforge.data import GeneVocab, convert
+from scforge.data.convert_plan import Layout
 
 N_CELLS, N_GENES = 60, 80
 
@@ -49,6 +52,38 @@ def tiny_vocab(tiny_adata: ad.AnnData) -> GeneVocab:
 def pbmc() -> ad.AnnData:
     """PBMC 3k; a test that changes it works on a copy."""
     return scforge.datasets.pbmc3k()
+
+
+@pytest.fixture(scope="session")
+def many_adata() -> ad.AnnData:
+    """700 cells x 80 genes like `tiny_adata`, with 9 donors, and a class that one cell of twenty is of."""
+    generator = np.random.default_rng(5)
+    n_cells = 700
+    group = np.arange(n_cells) % 2
+    mean = np.full((n_cells, N_GENES), 0.5) * generator.uniform(0.2, 2.0, (n_cells, 1))
+    mean[group == 0, :10] = 6.0
+    mean[group == 1, -10:] = 6.0
+    obs = pd.DataFrame(
+        {
+            "group": pd.Categorical(np.where(group == 0, "a", "b")),
+            "donor": pd.Categorical([f"d{i}" for i in generator.integers(9, size=n_cells)]),
+            "kind": pd.Categorical(np.where(np.arange(n_cells) % 20 == 0, "rare", "common")),
+            "depth": generator.random(n_cells),
+        },
+        index=[f"cell{i}" for i in range(n_cells)],
+    )
+    var = pd.DataFrame(index=[f"gene{i}" for i in range(N_GENES)])
+    return ad.AnnData(sparse.csr_matrix(generator.poisson(mean).astype(np.float32)), obs=obs, var=var)
+
+
+@pytest.fixture(scope="session")
+def store(many_adata: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of the cells of `many_adata`, shuffled, in three datasets that end within a chunk; not to be changed."""
+    path = tmp_path_factory.mktemp("stores") / "store.zarr"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Layout, "n_parts", lambda *_, **__: 3)
+        convert(many_adata, path, progress=False)
+    return path
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import sparse
 
-from scforge.data.cells import CellBlock, CellSource, choose_rows, column_of
+from scforge.data.cells import CellBlock, CellSource, column_of
 from scforge.data.checks import value_problem
 from scforge.data.compressed import index_problem, row_sums
 from scforge.data.mapping import MIN_OVERLAP, GeneMap, map_names, warn_counts_outside
@@ -201,7 +201,7 @@ class StoreCells:
             If what is read is damaged; the message names the data set and the cell.
         """
         for rows, draw, counts in self._reader.batches(windows):
-            self._check(rows, counts)
+            counts = self._checked(rows, counts)
             totals = self._opened.totals
             sums = row_sums(counts) if totals is None else totals[rows].astype(np.float64)
             indptr, genes, values = self._mapped(counts)
@@ -231,24 +231,37 @@ class StoreCells:
             return rows
         chunks, first = np.unique(rows // self.chunk_size, return_index=True)
         parts = np.split(rows, first[1:])
-        enough = choose_rows(len(chunks), max(1, -(-n * len(chunks) // len(rows))), seed=seed)
+        order = np.random.default_rng(seed).permutation(len(chunks))
+        sizes = np.array([len(part) for part in parts])[order]
+        enough = np.sort(order[: int(np.searchsorted(np.cumsum(sizes), n)) + 1])
         return np.concatenate([parts[chunk] for chunk in enough])[:n]
 
-    def _check(self, rows: np.ndarray, counts: sparse.csr_matrix) -> None:
+    def _checked(self, rows: np.ndarray, counts: sparse.csr_matrix) -> sparse.csr_matrix:
+        """Return counts that are as they were written, sorted and without zeros."""
         checks = self._opened.checks
         if checks is not None:
-            damaged = first_damaged(counts, checks[rows])
-            problem = "its counts are not those that were written" if damaged >= 0 else None
-        else:
-            # Missing chunks come as zeros.
-            empty = np.flatnonzero((np.diff(counts.indptr) > 0) & (row_sums(counts) == 0))
-            damaged = int(empty[0]) if len(empty) else 0
-            problem = "it has no counts" if len(empty) else index_problem(counts.indices, len(self._opened.genes))
-            if problem is None and counts.dtype.kind != "u" and (found := value_problem(counts.data)):
-                problem = f"it {found}, but raw counts are needed"
-        if problem is not None:
-            name, row = self._reader.where(int(rows[damaged]))
-            raise DataError(f"{name} of {self.place!r} is damaged at cell {row}: {problem}; {AGAIN}.")
+            if (damaged := first_damaged(counts, checks[rows])) >= 0:
+                raise DataError(self._damage(rows[damaged], "its counts are not those that were written"))
+            return counts
+        # Missing chunks come as zeros.
+        empty = np.flatnonzero((np.diff(counts.indptr) > 0) & (row_sums(counts) == 0))
+        if len(empty):
+            raise DataError(self._damage(rows[empty[0]], "it has no counts"))
+        if problem := index_problem(counts.indices, len(self._opened.genes)):
+            raise DataError(self._damage(rows[0], problem))
+        if counts.dtype.kind != "u" and (problem := value_problem(counts.data)):
+            name, _ = self._reader.where(int(rows[0]))
+            raise DataError(f"X of {name} of {self.place!r} {problem}, but raw counts are needed.")
+        if not counts.has_canonical_format or (counts.data == 0).any():
+            # Repeated entries are summed, which may not fit into e.g. uint8.
+            counts = counts.astype(np.int64 if counts.dtype.kind in "iu" else counts.dtype, copy=True)
+            counts.sum_duplicates()
+            counts.eliminate_zeros()
+        return counts
+
+    def _damage(self, row: int, problem: str) -> str:
+        name, cell = self._reader.where(int(row))
+        return f"{name} of {self.place!r} is damaged at cell {cell}: {problem}; {AGAIN}."
 
     def _mapped(self, counts: sparse.csr_matrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if self._gene_map is not None:

@@ -100,7 +100,7 @@ def open_collection(
     group = _open_group(place, storage_options)
     foreign = "scforge" not in group.attrs and group.attrs.get("encoding-type") == "annbatch-preshuffled"
     info = None if foreign else StoreInfo.read(group)
-    datasets = _datasets(group)
+    datasets = _datasets(group, place)
     if info is None:
         return _foreign(place, datasets, obs)
     _check_datasets(place, datasets, info)
@@ -195,9 +195,18 @@ def _open_group(place: str, storage_options: Mapping[str, Any] | None) -> Any:
         return zarr.open_group(place, mode="r")
 
 
-def _datasets(group: Any) -> list[Any]:
-    numbers = sorted(int(found[1]) for key in group.group_keys() if (found := re.fullmatch(r"dataset_(\d+)", key)))
-    return [group[f"dataset_{number}"] for number in numbers]
+def _datasets(group: Any, place: str) -> list[Any]:
+    with reading(f"{place!r}", how="as a store", fix=AGAIN):
+        numbers = sorted(int(found[1]) for key in group.group_keys() if (found := re.fullmatch(r"dataset_(\d+)", key)))
+        datasets = [group[DATASET.format(number)] for number in numbers]
+        kinds = [dataset["X"].attrs.get("encoding-type") if "X" in dataset else None for dataset in datasets]
+    for dataset, kind in zip(datasets, kinds, strict=True):
+        if kind != "csr_matrix":
+            raise DataError(
+                f"X of {dataset.basename} of {place!r} is {kind or 'missing'}, not csr_matrix; "
+                "convert the data with scforge convert."
+            )
+    return datasets
 
 
 class _Tables:

@@ -117,11 +117,16 @@ class StoreReader:
             If what is read is damaged; the message names the data set and the cells.
         """
         told: deque[tuple[np.ndarray, int]] = deque()
+        others: list[Exception] = []
 
         def watched() -> Iterator[Window]:
-            for window in windows:
-                told.extend((rows, window.draw) for rows in window.batches())
-                yield window
+            try:
+                for window in windows:
+                    told.extend((rows, window.draw) for rows in window.batches())
+                    yield window
+            except reading_errors() as error:
+                others.append(error)  # of whoever makes the windows: no damage
+                raise
 
         read = self._read(watched())
         while True:
@@ -130,7 +135,9 @@ class StoreReader:
             except ScforgeError:
                 raise
             except reading_errors() as error:
-                rows = np.concatenate([rows for rows, _ in told])
+                if error in others:
+                    raise
+                rows = np.concatenate([np.empty(0, dtype=np.int64), *(rows for rows, _ in told)])
                 raise DataError(f"{self._damaged_cells(rows)} cannot be read: {first_line(error)}; {AGAIN}.") from error
             if counts is None:
                 return
@@ -161,7 +168,7 @@ class StoreReader:
         part = np.searchsorted(self.ends, rows, side="right")
         within = rows - (self.ends - self.sizes)[part]
         cuts = np.flatnonzero(np.diff(within // _PIECE) | np.diff(part)) + 1
-        for piece in np.split(rows, cuts):
+        for piece in np.split(rows, cuts) if len(rows) else ():
             window = Window(rows=piece, ends=np.array([len(piece)]), draw=0)
             try:
                 for _ in self._read(iter([window])):
