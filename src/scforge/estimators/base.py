@@ -20,6 +20,7 @@ from scforge._version import __version__
 from scforge.data.cells import Cells
 from scforge.data.checks import check_adata, check_obs_column
 from scforge.data.sources import open_cells
+from scforge.data.stream_remote import is_collection
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError
 from scforge.estimators.card import model_card
@@ -356,7 +357,9 @@ class CellModel(MuDataModel, BaseModelClass):
         """Open cells over the genes of the model."""
         vocab = self._spec.vocab
         if isinstance(source, str | os.PathLike):
-            return open_cells(source, vocab, layer=self._setup["layer"], gene_key=self._setup["gene_key"])
+            # In a store counts and names are where they belong.
+            setup = {} if is_collection(os.fspath(source)) else self._setup
+            return open_cells(source, vocab, layer=setup.get("layer"), gene_key=setup.get("gene_key"))
         if not isinstance(source, AnnData) and hasattr(source, "with_vocab"):
             return source.with_vocab(vocab)
         check_adata(source)
