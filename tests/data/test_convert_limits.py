@@ -54,7 +54,14 @@ def test_memory_stays_below_what_is_given(tmp_path, memory):
 
 
 def test_the_least_memory_is_told_and_enough():
-    sizes = {"n_cells": 10**6, "n_entries": 10**9, "n_genes": 20_000, "row_bytes": 40, "table_bytes": 10**8}
+    sizes = {
+        "n_cells": 10**6,
+        "most_cells": 10**6,
+        "n_entries": 10**9,
+        "n_genes": 20_000,
+        "row_bytes": 40,
+        "table_bytes": 10**8,
+    }
     with pytest.raises(OptionError, match=r"memory=1.00GB is too little .* give at least (\d\.\d)GB") as told:
         Layout.of(10**9, medians=True, **sizes)
     least = float(str(told.value).split("at least ")[1].removesuffix("GB."))
@@ -108,7 +115,7 @@ def test_a_full_disk(tmp_path, small_disk, monkeypatch, megabytes):
     write_random(tmp_path / "a.h5ad", 3000, 2000, 200)
     target = small_disk(megabytes) / "s.zarr"
     with monkeypatch.context() as patch:
-        patch.setattr("scforge.data.conversion.check_space", lambda *_: None)
+        patch.setattr("scforge.data.convert_steps.check_space", lambda *_: None)
         with pytest.raises(DataError, match=r"s\.zarr' is full \(.*\): .* are free, and .* run the same conversion"):
             convert(tmp_path / "a.h5ad", target)
     assert not target.exists()

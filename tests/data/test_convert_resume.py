@@ -127,7 +127,7 @@ def begun(sources, tmp_path, monkeypatch) -> Path:
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr("scforge.data.conversion.load_cells", stop)
+        patch.setattr("scforge.data.convert_steps.load_cells", stop)
         with pytest.raises(Stop):
             convert(sources, tmp_path / "s.zarr")
     return tmp_path / "s.zarr"
@@ -213,7 +213,14 @@ def test_what_a_kill_at_the_very_end_left_is_removed(sources, begun):
 
 def test_the_layout_tells_when_a_dataset_became_too_large():
     layout = Layout.of(
-        4 * 10**9, n_cells=10**6, n_entries=10**9, n_genes=20_000, row_bytes=40, table_bytes=0, medians=True
+        4 * 10**9,
+        n_cells=10**6,
+        most_cells=10**6,
+        n_entries=10**9,
+        n_genes=20_000,
+        row_bytes=40,
+        table_bytes=0,
+        medians=True,
     )
     assert layout.n_buckets * layout.bucket_size >= 10**6
     assert layout.bucket_size % 256 == 0

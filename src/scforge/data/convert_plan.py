@@ -78,7 +78,16 @@ class Layout:
 
     @classmethod
     def of(
-        cls, memory: int, *, n_cells: int, n_entries: int, n_genes: int, row_bytes: int, table_bytes: int, medians: bool
+        cls,
+        memory: int,
+        *,
+        n_cells: int,
+        most_cells: int,
+        n_entries: int,
+        n_genes: int,
+        row_bytes: int,
+        table_bytes: int,
+        medians: bool,
     ) -> Layout:
         """Divide `memory` bytes.
 
@@ -88,6 +97,8 @@ class Layout:
             Most that the process may take.
         n_cells, n_entries
             Number of cells and (about) of entries of all sources.
+        most_cells
+            Number of cells of the largest source.
         n_genes
             Number of genes of the vocabulary.
         row_bytes
@@ -102,7 +113,14 @@ class Layout:
         OptionError
             If it is too little.
         """
-        fixed = _LIBRARIES + _READING + _MEDIANS * n_genes * medians + 16 * n_cells + 2 * table_bytes
+        fixed = (
+            _LIBRARIES
+            + _READING
+            + _MEDIANS * n_genes * medians
+            + 16 * n_cells
+            + table_bytes
+            + most_cells * (row_bytes + _NAME)
+        )
         left = memory - fixed
         if left < _LEAST:
             raise OptionError(

@@ -85,8 +85,8 @@ class StoreInfo:
     content_hash
         SHA-256, hexadecimal, over `vocab_hash` and the hash of each dataset, as ASCII text. That of a dataset is the
         SHA-256 over the raw bytes (little-endian) of its ``indptr`` (int64), ``indices`` (uint32) and ``data``
-        (uint32), and of each of `obs_columns` and ``scforge_source`` in that order: the codes (int32) of a categorical
-        column, the values of any other. How the arrays are compressed does not matter.
+        (uint32), of each column of ``obs`` (the codes, int32, of a categorical one; the values of any other), and of
+        the names of the cells (UTF-8, each with a zero byte behind it). How the arrays are compressed does not matter.
     datasets
         Of each dataset: ``n_cells``, ``n_nonzeros``, ``hash``, and ``columns``: the CRC-32 of each column of its table
         of cells, and of the names of the cells as ``"_index"``.
