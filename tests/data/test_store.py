@@ -399,6 +399,8 @@ def read_all(path: Path) -> tuple:
     return (*(part.tobytes() for part in parts), obs, cells.vocab.hash)
 
 
+# pandas 3 has text that may be missing, which is stored as values and a mask.
+NAMES = "obs/_index/values/c/0" if pd.__version__ >= "3" else "obs/_index/c/0"
 PARTS = {
     "X/data/c/0": r"dataset_1 of .*, cells 0 to 232, cannot be read",
     "X/indices/c/0": r"dataset_1 of .*, cells 0 to 232, cannot be read",
@@ -407,7 +409,7 @@ PARTS = {
     "obs/scforge_check/c/0": "dataset_1/obs/scforge_check of .* (cannot be read|is damaged)",
     "obs/donor/codes/c/0": "dataset_1/obs/donor of .* (cannot be read|is damaged)",
     "obs/depth/c/0": "dataset_1/obs/depth of .* (cannot be read|is damaged)",
-    "obs/_index/values/c/0": "dataset_1/obs/_index of .* (cannot be read|is damaged)",
+    NAMES: "dataset_1/obs/_index of .* (cannot be read|is damaged)",
 }
 
 
