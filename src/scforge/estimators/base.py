@@ -26,6 +26,7 @@ from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionE
 from scforge.estimators.card import model_card
 from scforge.estimators.fields import GeneField, ObsField
 from scforge.estimators.mudata import MuDataModel
+from scforge.estimators.registries import bare_registry, datamodule_registry
 from scforge.estimators.saving import load_weights, read_folder, write_folder
 from scforge.estimators.spec import ModelSpec
 from scforge.models._utils import count_parameters
@@ -66,7 +67,7 @@ class CellModel(MuDataModel, BaseModelClass):
         **options: Any,
     ) -> None:
         if datamodule is not None:
-            registry = self._registry_of(adata, datamodule, registry)
+            registry = datamodule_registry(type(self).__name__, adata, datamodule, registry)
         adata = self._adata_of(adata)
         self._require_setup(adata, registry)
         super().__init__(adata, registry=registry)
@@ -236,7 +237,7 @@ class CellModel(MuDataModel, BaseModelClass):
         setup = config["setup"]
         registry = None
         if adata is None:
-            registry = cls._bare_registry(setup)
+            registry = bare_registry(cls.__name__, setup)
         else:
             adata = cls._set_up_as(adata, setup)
             check_adata(adata)
@@ -302,29 +303,6 @@ class CellModel(MuDataModel, BaseModelClass):
             f"    objective: {spec.objective} ({_shown(spec.objective_options)})\n"
             f"    options: {_shown(spec.model_options)}"
         )
-
-    @classmethod
-    def _bare_registry(cls, setup: dict[str, Any]) -> dict[str, Any]:
-        """Return a registry, as scvi-tools has it, of data that are no AnnData at hand."""
-        return {
-            "scvi_version": None,
-            "model_name": cls.__name__,
-            "setup_args": setup,
-            "setup_method_name": "setup_anndata",
-            "field_registries": {},
-        }
-
-    @classmethod
-    def _registry_of(cls, adata: Any, data: CellDataModule, registry: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the registry of a data module, which says where things are in like data."""
-        if adata is not None:
-            raise OptionError("adata and datamodule both bring cells; give one of them.")
-        if not isinstance(data, CellDataModule):
-            raise OptionError(
-                f"datamodule is of type {type(data).__name__!r}; make one with scforge.training.CellDataModule(cells)."
-            )
-        setup = {"layer": None, "gene_key": None, "batch_key": data.batch_key, "labels_key": data.labels_key}
-        return cls._bare_registry(setup) if registry is None else registry
 
     @classmethod
     def _require_setup(cls, adata: AnnData | None, registry: dict[str, Any] | None) -> None:
