@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import lightning
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
-from scforge.errors import OptionError
+from scforge.data import StoreCells, open_cells
+from scforge.errors import DataError, MissingFileError, OptionError, TrainingError
+from scforge.models import GenePoolingModel
+from scforge.tokenizers import get_tokenizer
+from scforge.training import CellDataModule, MaskedGenePrediction, TrainingPlan
 
 
 def test_shared_cells_are_refused(setup):
@@ -66,3 +72,180 @@ def test_views_come_view_after_view(setup):
     for i, row in enumerate(batch["input_ids"]):
         assert set(row.tolist()) <= set(original[i % 5].tolist()) | {0}
     assert not torch.equal(batch["input_ids"][:5], batch["input_ids"][5:])
+
+
+# Cells of a store, and ways to split and draw them.
+
+
+def masked(cells, **options) -> CellDataModule:
+    """A data module of masked gene prediction."""
+    data = CellDataModule(cells, **options)
+    data.bind(get_tokenizer("rank_value", data.cells.vocab), MaskedGenePrediction())
+    return data
+
+
+def test_whole_groups_are_held_out(store):
+    cells = StoreCells.open(store)
+    data = CellDataModule(cells, split_by="donor", validation_size=0.25)
+    donors = cells.column("donor").to_numpy(dtype=str)
+    held_out, trained = set(donors[data.validation_rows]), set(donors[data.train_rows])
+    assert held_out
+    assert not held_out & trained
+    assert sorted([*data.train_rows, *data.validation_rows]) == list(range(700))
+    assert len(data.validation_rows) == pytest.approx(175, rel=0.2)
+    by_cell = CellDataModule(cells, validation_size=0.25)
+    assert set(donors[by_cell.validation_rows]) & set(donors[by_cell.train_rows])
+
+
+def test_a_split_that_cannot_be(store):
+    cells = StoreCells.open(store)
+    with pytest.raises(DataError, match=r"'doner' is not a column .*did you mean 'donor'\?"):
+        CellDataModule(cells, split_by="doner")
+    with pytest.raises(OptionError, match=r"validation_size=1\.5"):
+        CellDataModule(cells, validation_size=1.5)
+    one = cells.sample(700)
+    one.obs["same"] = "x"
+    with pytest.raises(DataError, match="split_by='same': .*one group|split_by='same': .* only") as told:
+        CellDataModule(one, split_by="same")
+    assert "\n" not in str(told.value)
+
+
+def share_of_rare(data: CellDataModule, number: int) -> float:
+    rare = (data.cells.column("kind") == "rare").to_numpy()
+    loader = data.train_dataloader()
+    loader.sampler.set_epoch(number)
+    rows = np.concatenate([window.rows for window in loader.sampler.windows()])
+    assert np.isin(rows, data.train_rows).all()
+    return float(rare[rows].mean())
+
+
+@pytest.mark.parametrize("where", ["store", "memory"])
+def test_rare_classes_come_more_often_with_the_epochs(store, many_adata, where):
+    cells = StoreCells.open(store)
+    cells = cells if where == "store" else open_cells(many_adata, cells.vocab)
+    data = masked(cells, balance_by="kind", balance_epochs=4, batch_size=32)
+    shares = [share_of_rare(data, number) for number in (0, 2, 4, 9)]
+    assert shares[0] == pytest.approx(0.05, abs=0.03)
+    assert 0.1 < shares[1] < 0.35
+    assert shares[2] == pytest.approx(0.5, abs=0.07)
+    assert shares[3] == pytest.approx(0.5, abs=0.07)
+    half = masked(cells, balance_by="kind", balance_start=0.5, balance_end=0.5, batch_size=32)
+    assert share_of_rare(half, 0) == pytest.approx(shares[1], abs=0.1)
+    validation = np.concatenate([window.rows for window in data.val_dataloader().sampler.windows()])
+    assert sorted(validation) == data.validation_rows.tolist()
+
+
+@pytest.mark.parametrize("where", ["store", "memory"])
+def test_a_budget_of_tokens_is_kept(store, many_adata, where):
+    cells = StoreCells.open(store)
+    cells = cells if where == "store" else open_cells(many_adata, cells.vocab)
+    data = masked(cells, max_tokens_per_batch=1000)
+    loader = data.train_dataloader()
+    sizes = [batch["input_ids"].numel() for batch in loader]
+    assert max(sizes) <= 1000
+    assert np.median(sizes) > 600
+    assert len(sizes) == len(loader)
+    assert all(batch["input_ids"].numel() <= 1000 for batch in data.val_dataloader())
+    with pytest.raises(OptionError, match="max_tokens_per_batch=20 does not hold the longest cell"):
+        masked(cells, max_tokens_per_batch=20).train_dataloader()
+
+
+def test_a_budget_is_refused_where_batches_are_random(setup):
+    with pytest.raises(OptionError, match="max_tokens_per_batch=500 .*JointEmbedding needs random ones") as told:
+        setup.data(batch_size=None, max_tokens_per_batch=500)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"train_rows": np.arange(5)}, "come together"),
+        ({"validation_rows": np.arange(5)}, "come together"),
+        ({"train_rows": np.array([0, 700]), "validation_rows": np.array([1])}, "train_rows has the row 700, but there"),
+        ({"train_rows": np.array([0]), "validation_rows": np.array([-1])}, "validation_rows has the row -1"),
+        ({"train_rows": np.arange(5), "validation_rows": np.arange(5, 9), "split_by": "donor"}, "split_by='donor'"),
+        ({"max_tokens_per_batch": 0}, "max_tokens_per_batch=0"),
+        ({"window_cells": 0}, "window_cells=0"),
+        ({"num_threads": -1}, "num_threads=-1"),
+        ({"pin_memory": "yes"}, "pin_memory='yes'"),
+        ({"seed": -1}, "seed=-1"),
+        ({"balance_by": "knd"}, r"'knd' is not a column .*did you mean 'kind'\?"),
+        ({"batch_key": "knd"}, r"did you mean 'kind'\?"),
+        ({"labels_key": "knd"}, r"did you mean 'kind'\?"),
+        ({"balance_by": "kind", "balance_end": 2.0}, "2"),
+        ({"first_epoch": -1}, "first_epoch=-1"),
+    ],
+)
+def test_options_that_cannot_be(store, options, match):
+    with pytest.raises((OptionError, DataError), match=match) as told:
+        masked(store, **options).train_dataloader()
+    assert "\n" not in str(told.value)
+
+
+def test_cells_by_their_path(store, tmp_path):
+    assert len(CellDataModule(store).cells) == len(CellDataModule(str(store)).cells) == 700
+    with pytest.raises(MissingFileError):
+        CellDataModule(tmp_path / "no.zarr")
+    with pytest.raises(OptionError, match="cells is of type 'ndarray'"):
+        CellDataModule(np.zeros((3, 3)))
+
+
+def test_epochs_of_earlier_trainings_are_counted(store):
+    data = CellDataModule(store, first_epoch=3)
+    data.bind(get_tokenizer("rank_value", data.cells.vocab), MaskedGenePrediction())
+    assert data.train_dataloader().sampler.epoch == 3
+    data.bind(data.tokenizer, data.objective, first_epoch=5)
+    assert data.train_dataloader().sampler.epoch == 5
+    assert data.val_dataloader().sampler.epoch == 0
+
+
+def test_batches_need_a_tokenizer(store):
+    with pytest.raises(TrainingError, match="call bind"):
+        CellDataModule(store).train_dataloader()
+
+
+class Seen(Callback):
+    """Notes the tokens of each training batch, and stops after some if told."""
+
+    def __init__(self, stop_after=None):
+        self.marks, self.stop_after = [], stop_after
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.marks.append(tuple(batch["input_ids"].flatten().tolist()))
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if len(self.marks) == self.stop_after:
+            raise KeyError("the machine is gone")
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers", "ignore:.*LeafSpec.*is deprecated")
+@pytest.mark.filterwarnings(
+    "ignore:.*isinstance.treespec", "ignore:.*logging interval", "ignore:.*Checkpoint directory"
+)
+def test_lightning_goes_on_in_the_middle_of_an_epoch(store, tmp_path):
+    """The checkpoint of a Trainer holds the state of the loader, and a new Trainer gets the very same rest."""
+
+    def run(name, **seen):
+        torch.manual_seed(0)
+        data = masked(store, batch_size=64, num_threads=2, window_cells=128)
+        module = GenePoolingModel(len(data.cells.vocab), 8, 1, ffn_dim=8, dropout=0.0)
+        callbacks = [Seen(**seen), ModelCheckpoint(tmp_path / name, every_n_train_steps=4, save_top_k=-1)]
+        trainer = lightning.Trainer(
+            max_epochs=2, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            num_sanity_val_steps=0, use_distributed_sampler=False, callbacks=callbacks,
+        )  # fmt: skip
+        return trainer, TrainingPlan(module, data.objective, lr=1e-2), data, callbacks[0].marks
+
+    trainer, plan, data, whole = run("whole")
+    trainer.fit(plan, datamodule=data)
+    broken, plan_2, data_2, first = run("broken", stop_after=14)
+    with pytest.raises(KeyError, match="gone"):
+        broken.fit(plan_2, datamodule=data_2)
+    (checkpoint,) = (tmp_path / "broken").glob("*step=12.ckpt")
+    again, plan_3, data_3, rest = run("broken")
+    again.fit(plan_3, datamodule=data_3, ckpt_path=checkpoint, weights_only=False)
+    assert len(whole) == 20
+    assert first == whole[:14]
+    assert rest == whole[12:]
+    for one, two in zip(plan.module.parameters(), plan_3.module.parameters(), strict=True):
+        torch.testing.assert_close(one, two)

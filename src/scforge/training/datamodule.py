@@ -14,7 +14,7 @@ from scforge.data.balance import ClassBalance
 from scforge.data.cells import CellBlock, Cells
 from scforge.data.order import CellOrder
 from scforge.data.splits import split_cells
-from scforge.errors import OptionError, TrainingError
+from scforge.errors import DataError, OptionError, TrainingError
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.loading import BatchLoader, default_threads
 from scforge.training.objectives.base import Objective
@@ -115,7 +115,10 @@ class CellDataModule(lightning.LightningDataModule):
             raise OptionError("train_rows and validation_rows come together; give both, or neither.")
         if train_rows is None or validation_rows is None:
             groups = None if split_by is None else cells.column(split_by)
-            train_rows, validation_rows = split_cells(len(cells), validation_size, self.seed, groups=groups)
+            try:
+                train_rows, validation_rows = split_cells(len(cells), validation_size, self.seed, groups=groups)
+            except DataError as error:
+                raise DataError(f"split_by={split_by!r}: {error}") from error
         else:
             if split_by is not None:
                 raise OptionError(f"split_by={split_by!r} has no use beside train_rows and validation_rows; give one.")
@@ -149,29 +152,51 @@ class CellDataModule(lightning.LightningDataModule):
             self._balance = ClassBalance(
                 np.asarray(classes), warmup_epochs=balance_epochs, start=balance_start, end=balance_end
             )
+        self._train_loader: BatchLoader | None = None
+        self._state: dict[str, Any] | None = None
         self.tokenizer: Tokenizer | None = None
         self.objective: Objective | None = None
+        check_count("first_epoch", first_epoch, "epochs", least=0)
         self.first_epoch = first_epoch
         if tokenizer is not None and objective is not None:
-            self.bind(tokenizer, objective, first_epoch=first_epoch)
+            self.bind(tokenizer, objective)
 
     def bind(
-        self, tokenizer: Tokenizer, objective: Objective, *, first_epoch: int = 0, cells: Cells | None = None
+        self, tokenizer: Tokenizer, objective: Objective, *, first_epoch: int | None = None, cells: Cells | None = None
     ) -> None:
-        """Take the tokenizer and the objective that make batches, and `cells` over the genes of a model."""
+        """Take the tokenizer and the objective that make batches, and `cells` over the genes of a model.
+
+        Without `first_epoch` that of the data module stays.
+        """
         objective.check(tokenizer)
         if self.max_tokens_per_batch is not None and objective.random_batches:
             raise OptionError(
                 f"max_tokens_per_batch={self.max_tokens_per_batch} fills batches with cells of like length, but the "
                 f"objective {type(objective).__name__} needs random ones; give batch_size."
             )
-        check_count("first_epoch", first_epoch, "epochs", least=0)
-        self.tokenizer, self.objective, self.first_epoch = tokenizer, objective, first_epoch
+        if first_epoch is not None:
+            check_count("first_epoch", first_epoch, "epochs", least=0)
+            self.first_epoch = first_epoch
+        self.tokenizer, self.objective = tokenizer, objective
         self.cells = self.cells if cells is None else cells
 
     def train_dataloader(self) -> BatchLoader:
         """Shuffled batches, other masks and views each epoch."""
-        return self._loader(self.train_rows, shuffle=True)
+        loader = self._loader(self.train_rows, shuffle=True)
+        if self._state is not None:
+            loader.load_state_dict(self._state)
+            self._state = None
+        self._train_loader = loader
+        return loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which training batches were handed out; Lightning puts it into its checkpoints."""
+        return {} if self._train_loader is None else {"train_loader": self._train_loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on behind the batch that a state names, with the next :meth:`train_dataloader`."""
+        # Lightning restores a loader only if none was made before; counting the steps of a training makes one.
+        self._state = state_dict.get("train_loader")
 
     def val_dataloader(self) -> BatchLoader | list[Any]:
         """Batches of held-out cells, with the same masks and views each epoch, so that epochs can be compared."""
@@ -180,9 +205,7 @@ class CellDataModule(lightning.LightningDataModule):
     def _loader(self, rows: np.ndarray, *, shuffle: bool) -> BatchLoader:
         tokenizer, objective = self.tokenizer, self.objective
         if tokenizer is None or objective is None:
-            raise TrainingError(
-                "the data module has no tokenizer and objective yet; call bind(tokenizer, objective)."
-            )
+            raise TrainingError("the data module has no tokenizer and objective yet; call bind(tokenizer, objective).")
         lengths = None
         if not objective.random_batches:
             lengths = tokenizer.lengths(self.cells.n_expressed[rows].astype(np.int32, copy=False))
