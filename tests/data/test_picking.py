@@ -25,7 +25,7 @@ def test_a_check_number_is_as_documented():
 
 
 @pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-@pytest.mark.parametrize("indices", [np.uint8, np.uint16, np.int32, np.int64])
+@pytest.mark.parametrize("indices", [np.uint8, np.int32])
 def test_check_numbers_do_not_depend_on_the_width_of_numbers(dtype, indices):
     matrix = counts(dtype)
     expected = row_checks(matrix)

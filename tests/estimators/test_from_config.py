@@ -78,10 +78,8 @@ def given(run: Callable[..., Encoder], monkeypatch: pytest.MonkeyPatch) -> Calla
 
 
 TRAIN_KEYS = [
-    ("training.batch_size=8", "batch_size", 8),
     ("training.max_epochs=2", "max_epochs", 2),
     ("training.max_steps=3", "max_steps", 3),
-    ("training.validation_size=0.25", "validation_size", 0.25),
     ("training.early_stopping=false", "early_stopping", False),
     ("training.early_stopping_patience=3", "early_stopping_patience", 3),
     ("training.precision=bf16-mixed", "precision", "bf16-mixed"),

@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from scforge.data import CellSource, open_cells
+from scforge.data import CellSource, StoreCells, open_cells
+from scforge.errors import DataError, OptionError
+from scforge.models import GenePoolingModel
+from scforge.tokenizers import get_tokenizer
 from scforge.training import embed
 
 
@@ -84,3 +87,35 @@ def test_cells_without_genes_are_embedded(setup):
     assert np.isfinite(result).all()
     whole = embed(setup.module, setup.cells, setup.tokenizer)
     np.testing.assert_allclose(np.delete(result, 5, axis=0), np.delete(whole, 5, axis=0), atol=1e-5)
+
+
+def test_no_rows(setup):
+    with pytest.raises(OptionError, match="rows names no cell to embed"):
+        embed(setup.module, setup.cells, setup.tokenizer, rows=[])
+
+
+@pytest.mark.parametrize("tokenizer", ["rank_value", "continuous_projection"])
+def test_cells_of_a_store_are_embedded_as_those_in_memory(store, many_adata, tokenizer):
+    cells = StoreCells.open(store)
+    made = get_tokenizer(tokenizer, cells.vocab)
+    module = GenePoolingModel(len(cells.vocab), 8, 1, ffn_dim=8, latent_dim=4)
+    memory = embed(module, open_cells(many_adata, cells.vocab), made, batch_size=64)
+    stored = embed(module, cells, made, batch_size=50)
+    place = many_adata.obs_names.get_indexer(cells.names())
+    np.testing.assert_allclose(stored, memory[place], atol=1e-5)
+    assert np.abs(memory - memory[0]).max() > 1e-3
+    rows = np.array([699, 3, 466, 3, 0])
+    np.testing.assert_allclose(embed(module, cells, made, rows=rows), memory[place[rows]], atol=1e-5)
+
+
+def test_an_error_of_reading_arrives(store, monkeypatch):
+    cells = StoreCells.open(store)
+    module = GenePoolingModel(len(cells.vocab), 8, 1, ffn_dim=8)
+
+    def stream(self, windows):
+        raise DataError("damaged")
+        yield
+
+    monkeypatch.setattr(StoreCells, "stream", stream)
+    with pytest.raises(DataError, match="damaged"):
+        embed(module, cells, get_tokenizer("rank_value", cells.vocab))

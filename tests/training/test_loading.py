@@ -1,0 +1,245 @@
+"""Batches come once each, in their order, whatever threads do; what fails is told, and no thread stays behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pytest
+import torch
+
+from scforge.data import CellOrder, ClassBalance, StoreCells, open_cells
+from scforge.errors import DataError, OptionError
+from scforge.tokenizers import get_tokenizer
+from scforge.training.loading import BatchLoader, default_threads
+
+RUN = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("loading", sys.argv[1])
+loading = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(loading)
+rest = {}
+for name, state in json.load(sys.stdin).items():
+    loader = loading.loader(sys.argv[2], loading.ORDERS[name])
+    loader.load_state_dict(state)
+    loader.sampler.set_epoch(2)
+    rest[name] = [loading.mark(batch) for batch in loader]
+print(json.dumps(rest))
+"""
+
+ORDERS = {
+    "plain": {"batch_size": 40},
+    "by length": {"batch_size": 40, "lengths": True},
+    "by tokens": {"batch_size": None, "lengths": True, "max_tokens_per_batch": 1500},
+    "balanced": {"batch_size": 40, "balance": True},
+}
+
+
+def loader(store: str | Path, options: dict, prepare=None, *, num_threads: int = 2) -> BatchLoader:
+    """A loader of a store, with batches of tokens that know the rows of their cells."""
+    cells = StoreCells.open(store)
+    tokenizer = get_tokenizer("rank_value", cells.vocab)
+    options = {"chunk_size": cells.chunk_size, "window_cells": 128, **options}
+    if options.get("lengths"):
+        options["lengths"] = tokenizer.lengths(cells.n_expressed.astype(np.int32))
+    if options.get("balance"):
+        options["balance"] = ClassBalance(np.asarray(cells.column("kind").cat.codes), warmup_epochs=3)
+
+    def tokenise(block):
+        return {**tokenizer(block), "rows": torch.from_numpy(block.rows), "draw": torch.tensor(block.draw)}
+
+    order = CellOrder(np.arange(len(cells)), **options)
+    return BatchLoader(cells, order, prepare or tokenise, num_threads=num_threads)
+
+
+def mark(batch: dict) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(batch):
+        digest.update(f"{name} {batch[name].dtype} {tuple(batch[name].shape)}".encode())
+        digest.update(batch[name].numpy().tobytes())
+    return digest.hexdigest()
+
+
+def epoch(of: BatchLoader, number: int = 0) -> list[dict]:
+    of.sampler.set_epoch(number)
+    return list(of)
+
+
+def rows_of(batches: list[dict]) -> list[int]:
+    return [row for batch in batches for row in batch["rows"].tolist()]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays():
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("scforge")]
+    assert left == []
+
+
+@pytest.mark.parametrize("name", ["plain", "by length", "by tokens"])
+def test_every_cell_comes_once_an_epoch(store, name):
+    made = loader(store, ORDERS[name])
+    for number in range(2):
+        batches = epoch(made, number)
+        assert len(batches) == len(made)
+        assert sorted(rows_of(batches)) == list(range(700))
+        assert {int(batch["draw"]) for batch in batches} == {number}
+
+
+def test_tokens_are_those_of_the_cells(store, many_adata):
+    cells = StoreCells.open(store)
+    memory = open_cells(many_adata[cells.names()].copy(), cells.vocab)
+    tokenizer = get_tokenizer("rank_value", cells.vocab)
+    for batch in epoch(loader(store, ORDERS["plain"])):
+        expected = tokenizer(memory.block(batch["rows"].numpy()))
+        assert all(torch.equal(batch[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_order_follows_from_seed_and_epoch(store, name):
+    one, two, other = (loader(store, {**ORDERS[name], "seed": seed}) for seed in (0, 0, 1))
+    first, second = rows_of(epoch(one, 0)), rows_of(epoch(one, 1))
+    assert first != second
+    assert rows_of(epoch(two, 1)) == second
+    assert rows_of(epoch(two, 0)) == first
+    assert rows_of(epoch(other, 0)) != first
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_threads_change_no_batch(store, name):
+    plain, one, three = (loader(store, ORDERS[name], num_threads=n) for n in (0, 1, 3))
+    marks = [[mark(batch) for batch in epoch(made)] for made in (plain, one, three)]
+    assert marks[0] == marks[1] == marks[2]
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_ranks_share_the_cells(store, name):
+    parts = [loader(store, {**ORDERS[name], "rank": rank, "world_size": 2}) for rank in range(2)]
+    one, two = (epoch(part, 1) for part in parts)
+    assert len(one) == len(two) == len(parts[0]) == len(parts[1])
+    if name != "balanced":  # which draws with replacement
+        assert not set(rows_of(one)) & set(rows_of(two))
+        assert sorted(rows_of(one) + rows_of(two)) == list(range(700))
+
+
+class Broken(Exception):
+    """Raised by the tests."""
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+def test_an_error_of_preparing_arrives(store, num_threads):
+    def prepare(block):
+        if 5 in block.rows:
+            raise Broken("the fifth")
+        return {"rows": torch.from_numpy(block.rows)}
+
+    made = loader(store, {"batch_size": 40, "shuffle": False}, prepare, num_threads=num_threads)
+    with pytest.raises(Broken, match="the fifth"):
+        list(made)
+    later = loader(store, {"batch_size": 4, "shuffle": False}, prepare, num_threads=num_threads)
+    batches = iter(later)
+    assert next(batches)["rows"].tolist() == [0, 1, 2, 3]  # those before it come
+    with pytest.raises(Broken):
+        next(batches)
+    assert later.state_dict()["position"] == 1
+
+
+@pytest.mark.parametrize("num_threads", [0, 1, 3])
+def test_an_error_of_reading_arrives(store, num_threads, monkeypatch):
+    made = loader(store, {"batch_size": 40, "shuffle": False}, num_threads=num_threads)
+    whole = StoreCells.stream
+
+    def stream(self, windows):
+        for number, block in enumerate(whole(self, windows)):
+            if number == 6:
+                raise DataError("damaged")
+            yield block
+
+    monkeypatch.setattr(StoreCells, "stream", stream)
+    batches = iter(made)
+    assert rows_of([next(batches) for _ in range(6)]) == list(range(240))
+    with pytest.raises(DataError, match="damaged"):
+        next(batches)
+    assert list(batches) == []
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_who_leaves_early_leaves_no_thread(store, num_threads):
+    made = loader(store, ORDERS["plain"], num_threads=num_threads)
+    for batch in made:
+        assert len(batch["rows"]) == 40
+        assert any(thread.name == "scforge-read" for thread in threading.enumerate())
+        break
+    assert not any(thread.name.startswith("scforge") for thread in threading.enumerate())
+    assert sorted(rows_of(epoch(made))) == list(range(700))
+
+
+def test_few_batches_are_made_ahead(store):
+    made = []
+
+    def prepare(block):
+        made.append(block.rows)
+        return {"rows": torch.from_numpy(block.rows)}
+
+    batches = iter(loader(store, {"batch_size": 4}, prepare, num_threads=2))
+    next(batches)
+    threading.Event().wait(0.3)
+    assert 1 <= len(made) <= 8
+    batches.close()
+
+
+def test_the_rest_of_an_epoch_in_a_new_process(store):
+    """Threads had made batches ahead when the state was saved; the state knows those that were handed out."""
+    states, rest = {}, {}
+    for name, options in ORDERS.items():
+        made = loader(store, options, num_threads=3)
+        made.sampler.set_epoch(2)
+        batches = iter(made)
+        taken = 3 + len(made) // 3
+        for _ in range(taken):
+            next(batches)
+        states[name] = made.state_dict()
+        rest[name] = [mark(batch) for batch in batches]
+        assert taken + len(rest[name]) == len(made)
+    argv = [sys.executable, "-c", RUN, __file__, str(store)]
+    done = subprocess.run(argv, input=json.dumps(states), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == rest
+
+
+@pytest.mark.parametrize("taken", [0, 1, 17, 18])
+def test_a_state_is_of_what_was_handed_out(store, taken):
+    made, again = (loader(store, ORDERS["plain"]) for _ in range(2))
+    batches = iter(made)
+    for _ in range(taken):
+        next(batches)
+    again.load_state_dict(json.loads(json.dumps(made.state_dict())))
+    again.sampler.set_epoch(0)
+    rest = [mark(batch) for batch in batches]
+    assert len(rest) == 18 - taken
+    assert [mark(batch) for batch in again] == rest
+    assert len(epoch(again, 1)) == 18
+
+
+def test_a_state_of_another_order(store):
+    state = loader(store, ORDERS["plain"]).state_dict()
+    with pytest.raises(OptionError, match="another order of cells: batch_size is 40 there, but 30 here"):
+        loader(store, {"batch_size": 30}).load_state_dict(state)
+
+
+@pytest.mark.parametrize("num_threads", [-1, 1.5, "2", True])
+def test_threads_that_cannot_be(store, num_threads):
+    with pytest.raises(OptionError, match="num_threads="):
+        loader(store, ORDERS["plain"], num_threads=num_threads)
+
+
+def test_threads_by_default(store, tiny_adata: ad.AnnData):
+    assert default_threads(open_cells(tiny_adata)) == 1
+    assert 1 <= default_threads(StoreCells.open(store)) <= 2
+    assert loader(store, ORDERS["plain"], num_threads=None).num_threads == default_threads(StoreCells.open(store))
