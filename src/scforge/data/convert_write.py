@@ -104,7 +104,7 @@ def write_dataset(folder: Path, cells: Cells, genes: tuple[str, ...], table: Cel
     import zarr
     from annbatch import write_sharded
     from anndata import AnnData
-    from zarr.codecs import BloscCodec, ZstdCodec
+    from zarr.codecs import BloscCodec, Crc32cCodec
 
     matrix = sparse.csr_matrix((len(cells.rows), len(genes)), dtype=cells.counts.dtype)
     # SciPy's constructor would make the indices wider, in a copy.
@@ -119,9 +119,8 @@ def write_dataset(folder: Path, cells: Cells, genes: tuple[str, ...], table: Cel
             adata,
             n_obs_per_chunk=CHUNK_SIZE,
             shard_size=_SHARD,
-            # Reading a part of a file, zarrs does not look at the checksum crc32c of zarr. zstd always looks at its
-            # own, and takes hardly any time at this level.
-            compressors=(BloscCodec(cname="lz4", clevel=3, shuffle="shuffle"), ZstdCodec(level=-100, checksum=True)),
+            # The check number of each cell finds what this checksum misses: zarrs looks at it in whole pieces only.
+            compressors=(BloscCodec(cname="lz4", clevel=9, shuffle="shuffle"), Crc32cCodec()),
         )
     found = dataset_hash(cells.indptr, cells.genes, cells.counts, obs)
     columns = {"_index": column_check(cells.names), **{str(name): column_check(obs[name].array) for name in obs}}

@@ -12,7 +12,7 @@ Shapes: B cells, Z entries of all cells together, G genes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
@@ -20,28 +20,47 @@ import numpy as np
 from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock
 from scforge.tokenizers._expression import MEMO, kept_indptr, log1p_in_place
+from scforge.tokenizers._packed_ranking import CLOSE, FIRST, TABLE_CELLS, rank_packed
 from scforge.tokenizers._sorting import finish_sort
 
-__all__ = ["LARGEST", "rank_cells", "rank_padded"]
+__all__ = ["LARGEST", "Scales", "rank_cells", "rank_padded"]
 
 LARGEST = 1e20
 """Medians must lie between this and its inverse, so that keys are ordinary numbers in single precision."""
 
-_CELLS = 4096
-"""Cells of the table: 128 for each power of two from 2^-16 to 2^16. Keys beyond it are dealt into its ends."""
-
-_FIRST = (127 - 16) << 7
-"""Leading bits (sign, exponent and seven of the mantissa) of the first cell of the table."""
-
 _SAMPLE = 8192
 """Most entries of a block that the table is learnt from; of a small block, one in 32."""
 
-_CLOSE = 8
-"""Units in the last place that single precision may be wrong by, and more."""
+_MOST = 2**16
+"""Genes and counts below this travel with the keys."""
+
+
+class Scales(NamedTuple):
+    """What ranks multiply counts by.
+
+    Attributes
+    ----------
+    inverse
+        1 / median of each gene, float64, shape (G,).
+    single
+        The same in single precision.
+    distinct
+        Whether single precision tells all medians apart that differ.
+    """
+
+    inverse: np.ndarray
+    single: np.ndarray
+    distinct: bool
+
+    @classmethod
+    def of(cls, inverse: np.ndarray) -> Scales:
+        """Make them of 1 / medians."""
+        single = inverse.astype(np.float32)
+        return cls(inverse, single, len(np.unique(single)) == len(np.unique(inverse)))
 
 
 def rank_cells(
-    block: CellBlock, inverse: np.ndarray, most: int, n_special: int
+    block: CellBlock, scales: Scales, most: int, n_special: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rank the genes of each cell.
 
@@ -49,8 +68,8 @@ def rank_cells(
     ----------
     block
         The cells.
-    inverse
-        1 / median of each gene, float64, shape (G,).
+    scales
+        What counts are multiplied by.
     most
         Genes to keep.
     n_special
@@ -62,18 +81,18 @@ def rank_cells(
     """
     indptr, longest = kept_indptr(block.indptr, most)
     ids, values = np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=np.float32)
-    _rank_into(block, inverse, n_special, longest, indptr[:-1], np.diff(indptr), ids, values)
+    _rank_into(block, scales, n_special, longest, indptr[:-1], np.diff(indptr), ids, values)
     return indptr, ids, values
 
 
 def rank_padded(
-    block: CellBlock, inverse: np.ndarray, most: int, n_special: int, first: int, last: int
+    block: CellBlock, scales: Scales, most: int, n_special: int, first: int, last: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rank the genes of each cell straight into padded arrays, which spares writing them twice.
 
     Parameters
     ----------
-    block, inverse, most, n_special
+    block, scales, most, n_special
         See :func:`rank_cells`.
     first, last
         Ids of the tokens before and behind each cell; -1 for none.
@@ -89,14 +108,14 @@ def rank_padded(
     ids = np.empty((len(sizes), width), dtype=np.int64)
     mask, values = np.empty(ids.shape, dtype=np.bool_), np.empty(ids.shape, dtype=np.float32)
     starts = np.arange(len(sizes), dtype=np.int64) * width + before
-    _rank_into(block, inverse, n_special, longest, starts, sizes, ids.reshape(-1), values.reshape(-1))
+    _rank_into(block, scales, n_special, longest, starts, sizes, ids.reshape(-1), values.reshape(-1))
     _fill_around(sizes, first, last, ids, mask, values)
     return ids, mask, values
 
 
 def _rank_into(
     block: CellBlock,
-    inverse: np.ndarray,
+    scales: Scales,
     n_special: int,
     longest: int,
     starts: np.ndarray,
@@ -106,8 +125,14 @@ def _rank_into(
 ) -> None:
     """Write the `sizes` highest genes of each cell to `ids` and `values` from `starts` on."""
     n_buckets = max(64, 1 << int(longest - 1).bit_length()) if longest else 64
-    single = inverse.astype(np.float32)
+    inverse, single, distinct = scales
     table = _learn(block.indptr, block.genes, block.counts, single, n_buckets)
+    if len(inverse) <= _MOST and block.counts.max(initial=0) < _MOST:
+        rank_packed(
+            block.indptr, block.genes, block.counts, block.totals, inverse, single, distinct, table, n_buckets,
+            longest, n_special, starts, sizes, ids, values,
+        )  # fmt: skip
+        return
     _rank(
         block.indptr, block.genes, block.counts, block.totals, inverse, single, table, n_buckets, longest, n_special,
         starts, sizes, ids, values,
@@ -135,20 +160,20 @@ def _fill_around(sizes, first, last, ids, mask, values):
 @numba.njit(cache=True, nogil=True, error_model="numpy")
 def _learn(indptr, genes, counts, single, n_buckets):
     """Return the bucket of the lowest key of each cell of the table, and the buckets that a unit of its bits spans."""
-    seen = np.zeros(_CELLS, dtype=np.float64)
+    seen = np.zeros(TABLE_CELLS, dtype=np.float64)
     key = np.empty(1, dtype=np.float32)
     bits = key.view(np.uint32)
     n_seen = 0
     for entry in range(0, indptr[-1], max(indptr[-1] // _SAMPLE, min(32, 1 + indptr[-1] // 1024))):
         key[0] = counts[entry] * single[genes[entry]]
-        place: Any = min(max(np.int64(bits[0] >> np.uint32(16)) - _FIRST, 0), _CELLS - 1)
+        place: Any = min(max(np.int64(bits[0] >> np.uint32(16)) - FIRST, 0), TABLE_CELLS - 1)
         seen[place] += 1
         n_seen += 1
     used = np.flatnonzero(seen)
     first, last = (used[0], used[-1]) if n_seen else (0, 0)
-    table = np.zeros((2, _CELLS), dtype=np.float32)
+    table = np.zeros((2, TABLE_CELLS), dtype=np.float32)
     above = 0.0
-    for cell in range(_CELLS - 1, -1, -1):
+    for cell in range(TABLE_CELLS - 1, -1, -1):
         # A tenth is spread evenly, for keys that the sample has missed.
         share = 0.9 * seen[cell] / max(n_seen, 1) + (0.1 / (last - first + 1) if first <= cell <= last else 0.0)
         above += share
@@ -183,7 +208,7 @@ def _rank(
         starts[:] = 0
         for i in range(size):
             place = np.uint32(
-                min(max(np.int32(bits[i] >> np.uint32(16)) - np.int32(_FIRST), np.int32(0)), np.int32(_CELLS - 1))
+                min(max(np.int32(bits[i] >> np.uint32(16)) - np.int32(FIRST), np.int32(0)), np.int32(TABLE_CELLS - 1))
             )
             within = np.float32(np.int32(bits[i] & np.uint32(0xFFFF)))
             bucket = np.int32(lowest_bucket[place] - within * slope[place])
@@ -204,7 +229,7 @@ def _rank(
         n_close = np.uint64(0)
         for p in range(one, size):
             places[n_close] = p
-            n_close += np.uint64((packed[p] >> shift32) - (packed[p - one] >> shift32) <= np.uint64(_CLOSE))
+            n_close += np.uint64((packed[p] >> shift32) - (packed[p - one] >> shift32) <= np.uint64(CLOSE))
         share = 1.0 / max(totals[cell], 1.0)
         for c in range(n_close):
             at: Any = np.uint64(places[c])
@@ -215,7 +240,7 @@ def _rank(
                 continue  # equal, and in the order of the vocabulary
             key = ((np.float64(counts[here]) * share) * TARGET_SUM) * median
             q = at
-            while q > 0 and np.int64(entry >> shift32) - np.int64(packed[q - one] >> shift32) <= _CLOSE:
+            while q > 0 and np.int64(entry >> shift32) - np.int64(packed[q - one] >> shift32) <= CLOSE:
                 above = start + (packed[q - one] & low32)
                 other = ((np.float64(counts[above]) * share) * TARGET_SUM) * inverse[np.uint32(genes[above])]
                 if other > key or (other == key and above < here):

@@ -16,7 +16,7 @@ from scforge.data.mapping import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.tokenizers._expression import log1p_cp10k
-from scforge.tokenizers._ranking import LARGEST, rank_cells, rank_padded
+from scforge.tokenizers._ranking import LARGEST, Scales, rank_cells, rank_padded
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import RaggedTokens, TokenBatch
 from scforge.tokenizers.geneformer import MODEL_INPUT, geneformer_columns, geneformer_vocab
@@ -102,7 +102,7 @@ class RankValueTokenizer(Tokenizer):
                 f"the vocabulary has medians from {medians.min():g} to {medians.max():g}; "
                 f"those of expression lie between {1 / LARGEST:g} and {LARGEST:g}."
             )
-        self._inverse = np.ones(vocab.n_genes) if medians is None else 1.0 / medians
+        self._scales = Scales.of(np.ones(vocab.n_genes) if medians is None else 1.0 / medians)
 
     @classmethod
     def from_geneformer(
@@ -170,13 +170,13 @@ class RankValueTokenizer(Tokenizer):
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
         if self.parity == "exact":
             return self._exact(block.indptr, block.genes, block.counts, block.totals)
-        return RaggedTokens(*rank_cells(block, self._inverse, self.most_genes, self.vocab.n_special))
+        return RaggedTokens(*rank_cells(block, self._scales, self.most_genes, self.vocab.n_special))
 
     def _batch(self, block: CellBlock) -> TokenBatch:
         # Whoever subclasses this to rank otherwise overrides _tokenize.
         if self.parity == "exact" or type(self)._tokenize is not RankValueTokenizer._tokenize:
             return super()._batch(block)
-        arrays = rank_padded(block, self._inverse, self.most_genes, self.vocab.n_special, *self._frame)
+        arrays = rank_padded(block, self._scales, self.most_genes, self.vocab.n_special, *self._frame)
         ids, mask, values = map(torch.from_numpy, arrays)
         return {"input_ids": ids, "attention_mask": mask, "values": values}
 
@@ -196,7 +196,7 @@ class RankValueTokenizer(Tokenizer):
         out_indptr = np.zeros(len(indptr), dtype=np.int64)
         for cell, (start, stop) in enumerate(zip(indptr[:-1], indptr[1:], strict=True)):
             scaled = counts[start:stop].astype(np.float64) * (1.0 / max(totals[cell], 1.0))
-            keys = scaled * TARGET_SUM * self._inverse[genes[start:stop]]
+            keys = scaled * TARGET_SUM * self._scales.inverse[genes[start:stop]]
             order = np.argsort(-keys)[: self.most_genes]
             chosen.append(start + order)
             out_indptr[cell + 1] = out_indptr[cell] + len(order)
