@@ -12,7 +12,7 @@ import numba
 import numpy as np
 
 from scforge._constants import TARGET_SUM
-from scforge.tokenizers._expression import MEMO, log1p_in_place
+from scforge.tokenizers._expression import MEMO
 from scforge.tokenizers._sorting import finish_sort
 
 __all__ = ["CLOSE", "FIRST", "TABLE_CELLS", "rank_packed"]
@@ -108,6 +108,14 @@ def rank_packed(
         n_kept = np.uint64(out_sizes[cell])
         for p in range(n_kept):
             out_ids[out + p] = np.int64(packed[p] & low16) + n_special
+        # Nearly all entries of a cell are small counts, whose values are computed once.
+        memo[:] = -1.0
+        scale = TARGET_SUM * share
         for p in range(n_kept):
-            out_values[out + p] = np.float32(np.int64((packed[p] >> shift16) & low16))
-        log1p_in_place(out_values, out, out + n_kept, TARGET_SUM * share, memo)
+            count = (packed[p] >> shift16) & low16
+            if count >= np.uint64(MEMO):
+                out_values[out + p] = np.log1p(np.float64(count) * scale)
+                continue
+            if memo[count] < 0:
+                memo[count] = np.log1p(np.float64(count) * scale)
+            out_values[out + p] = memo[count]
