@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["CellOrder", "Window"]
 
-_WINDOW_CELLS = 16_384
-"""Cells of a window on disk: 64 chunks of 256 cells mix well, and their counts take about 100 MB."""
+_WINDOW_CELLS = 4096
+"""Cells of a window on disk: 16 chunks of 256 cells. Those of larger windows leave the caches of the processor, and
+those of a store stand in random order anyway."""
 
 _MOST_BUCKETS = 32
 """Most batches that are sorted by length together in memory: enough to fill batches of one length."""
@@ -51,7 +52,7 @@ class CellOrder:
     chunk_size
         Rows ``[k * chunk_size, (k + 1) * chunk_size)`` of the source stand, and are shuffled, together; 1 in memory.
     window_cells
-        Cells that are read and shuffled together, rounded to whole batches. None: 16,384 cells if `chunk_size` is
+        Cells that are read and shuffled together, rounded to whole batches. None: 4,096 cells if `chunk_size` is
         above 1, else 32 batches; with `lengths` at most a fourth of an epoch.
     lengths
         Number of tokens of each of `rows`, any integers, shape (n,). If given, cells of like length share a batch, so

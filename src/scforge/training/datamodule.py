@@ -21,6 +21,9 @@ from scforge.training.objectives.base import Objective
 
 __all__ = ["CellDataModule"]
 
+_UNSHUFFLED_WINDOW = 16_384
+"""Cells of a window where cells that stand together may be of one kind: 64 chunks from everywhere mix well."""
+
 
 class CellDataModule(lightning.LightningDataModule):
     """Batches of training and validation cells, in memory, in a store, or behind a URL.
@@ -55,7 +58,8 @@ class CellDataModule(lightning.LightningDataModule):
     pin_memory
         Put batches into memory that a CUDA device copies from while it computes; None does so if there is one.
     window_cells
-        Cells that are read and shuffled together; None takes 16,384 of a store.
+        Cells that are read and shuffled together; None takes 4,096 of a store in random order, and 16,384 of one that
+        is in another.
     batch_key, labels_key
         Columns of obs with the batch and the label of each cell; highly variable genes are chosen within batches.
     first_epoch
@@ -202,6 +206,11 @@ class CellDataModule(lightning.LightningDataModule):
         """Batches of held-out cells, with the same masks and views each epoch, so that epochs can be compared."""
         return self._loader(self.validation_rows, shuffle=False) if len(self.validation_rows) else []
 
+    def _window_cells(self) -> int | None:
+        if self.window_cells is not None or self.cells.chunk_size == 1 or getattr(self.cells, "shuffled", False):
+            return self.window_cells
+        return _UNSHUFFLED_WINDOW
+
     def _loader(self, rows: np.ndarray, *, shuffle: bool) -> BatchLoader:
         tokenizer, objective = self.tokenizer, self.objective
         if tokenizer is None or objective is None:
@@ -218,7 +227,7 @@ class CellDataModule(lightning.LightningDataModule):
             rows,
             batch_size,
             chunk_size=self.cells.chunk_size,
-            window_cells=self.window_cells,
+            window_cells=self._window_cells(),
             lengths=lengths,
             max_tokens_per_batch=self.max_tokens_per_batch,
             # Cells that stand together are often of one kind, so random batches of validation are drawn as well,
