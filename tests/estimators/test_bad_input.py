@@ -13,6 +13,7 @@ from scforge.errors import (
     ConfigError,
     DataError,
     GeneMismatchError,
+    MissingFileError,
     NotTrainedWarning,
     OptionError,
     ScforgeError,
@@ -127,8 +128,11 @@ def test_columns_that_are_not_there(tiny_adata: ad.AnnData) -> None:
 
 def test_not_an_anndata(model: Encoder, tmp_path) -> None:
     hint = "adata is of type 'str'; read it with anndata.read_h5ad first."
-    for call in (Encoder.setup_anndata, Encoder, model.get_latent_representation):
+    for call in (Encoder.setup_anndata, Encoder):
         fails(lambda c=call: c("cells.h5ad"), OptionError, hint)
+    # Paths are opened, wherever they lead.
+    fails(lambda: model.get_latent_representation("cells.h5ad"), MissingFileError, "'cells.h5ad' does not exist")
+    fails(lambda: model.get_latent_representation(pd.DataFrame()), OptionError, "adata is of type 'DataFrame'")
     fails(lambda: Encoder.setup_anndata(pd.DataFrame()), OptionError, "adata is of type 'DataFrame'; pass an anndata.")
     fails(Encoder, OptionError, "adata=None; pass an AnnData that Encoder.setup_anndata(adata) was called on.")
 

@@ -191,3 +191,14 @@ def test_a_model_of_few_genes_of_a_store_is_warned(data) -> None:
     vocab = GeneVocab.from_genes([f"gene{i}" for i in range(20)] + [f"other{i}" for i in range(40)])
     with pytest.warns(ScforgeWarning, match="has 20 of the 60 genes"):
         Encoder(datamodule=data(), vocab=vocab, **{**LIGHT, "n_top_genes": None})
+
+
+def test_a_data_module_serves_one_model_after_the_other(data) -> None:
+    made = data()
+    few = Encoder(datamodule=made, **LIGHT)
+    few.train(**QUICK)
+    more = Encoder(datamodule=made, **(LIGHT | {"n_top_genes": 60}))
+    assert (few.vocab.n_genes, more.vocab.n_genes) == (40, 60)
+    for model in (more, few):
+        model.train(**QUICK)
+        assert model.get_latent_representation().shape == (700, 4)

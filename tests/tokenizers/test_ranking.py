@@ -6,7 +6,9 @@ from scipy import sparse
 
 from scforge.data import CellBlock, GeneVocab
 from scforge.errors import OptionError
-from scforge.tokenizers import get_tokenizer
+from scforge.tokenizers import RaggedTokens, _ranking, get_tokenizer
+from scforge.tokenizers.batch import pad
+from scforge.tokenizers.rank_value import RankValueTokenizer
 
 N_GENES = 700
 rng = np.random.default_rng(0)
@@ -16,6 +18,8 @@ MEDIANS = {
     "a chain of close ones": 1 + np.arange(N_GENES)[rng.permutation(N_GENES)] * 2.0**-25,
     "halves and doubles": 2.0 ** rng.integers(-3, 4, N_GENES) * (1 + rng.integers(0, 3, N_GENES) * 2.0**-50),
     "equal": np.ones(N_GENES),
+    "equal and close ones": (1 + rng.integers(0, 12, N_GENES) * 2.0**-23) * rng.choice([1, 1 / 3, 1 / 7], N_GENES),
+    "simple ratios": rng.choice([1, 1 / 3, 1 / 7, 2 / 3, 3 / 7, 2, 5 / 3], N_GENES),
     "beyond the table": 10.0 ** rng.uniform(-15, 15, N_GENES),
     "one far off": np.r_[1e-19, 1 + rng.random(N_GENES - 1) * 1e-4],
 }
@@ -28,8 +32,9 @@ def reference(counts, total, medians):
 
 
 @pytest.mark.parametrize("kind", list(MEDIANS))
-@pytest.mark.parametrize("largest", [1, 3, 1000, 2**31])
-def test_order(kind, largest):
+@pytest.mark.parametrize(("largest", "most"), [(1, 2**16), (3, 2**16), (1000, 2**16), (1000, 0), (2**31, 2**16)])
+def test_order(kind, largest, most, monkeypatch):
+    monkeypatch.setattr(_ranking, "_MOST", most)  # 0: gene and count do not travel with the key
     medians = MEDIANS[kind]
     counts = np.floor(np.exp(rng.random((40, N_GENES)) * np.log(largest + 1))) * (rng.random((40, N_GENES)) < 0.6)
     counts = counts.astype(np.float32)
@@ -40,6 +45,34 @@ def test_order(kind, largest):
     for cell in range(40):
         ids = tokens.ids[tokens.indptr[cell] : tokens.indptr[cell + 1]] - vocab.n_special
         np.testing.assert_array_equal(ids, reference(counts[cell], max(block.totals[cell], 1), medians))
+
+
+@pytest.mark.parametrize("options", [{}, {"append_cls": False}, {"append_eos": True, "max_len": 50}, {"max_len": 3}])
+@pytest.mark.parametrize("largest", [3, 2**20])
+def test_padded_at_once_as_from_ragged_tokens(options, largest):
+    counts = np.floor(np.exp(rng.random((20, N_GENES)) * np.log(largest + 1))) * (rng.random((20, N_GENES)) < 0.1)
+    counts[[0, 7]] = 0
+    vocab = GeneVocab.from_genes([f"g{i}" for i in range(N_GENES)]).with_medians(MEDIANS["spread"])
+    vocab = vocab.with_special_tokens("<eos>")
+    tokenizer = get_tokenizer("rank_value", vocab, **options)
+    block = CellBlock.from_csr(sparse.csr_matrix(counts.astype(np.float32)))
+    at_once, expected = tokenizer(block), pad(tokenizer._tokenize(block), *tokenizer._frame)
+    assert at_once.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert at_once[key].dtype == tensor.dtype
+        np.testing.assert_array_equal(at_once[key], tensor)
+
+
+def test_whoever_ranks_otherwise_is_asked():
+    class Reversed(RankValueTokenizer):
+        def _tokenize(self, block):
+            tokens = super()._tokenize(block)
+            return RaggedTokens(tokens.indptr, tokens.ids[::-1].copy(), tokens.values[::-1].copy())
+
+    vocab = GeneVocab.from_genes(["a", "b"])
+    counts = sparse.csr_matrix([[1.0, 2.0]])
+    plain, other = (kind(vocab, use_medians=False, append_cls=False)(counts) for kind in (RankValueTokenizer, Reversed))
+    np.testing.assert_array_equal(other["input_ids"], plain["input_ids"].flip(1))
 
 
 def test_a_block_ranks_as_its_cells_do():

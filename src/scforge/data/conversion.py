@@ -20,7 +20,8 @@ from scforge.data.convert_plan import parse_bytes
 from scforge.data.convert_steps import Conversion
 from scforge.data.journal import Staging, locked
 from scforge.data.mapping import MIN_OVERLAP
-from scforge.data.store_files import StoreInfo, is_store, is_url, partial_path
+from scforge.data.remote import is_url
+from scforge.data.store_files import StoreInfo, is_store, partial_path
 from scforge.data.streams import open_streams
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError

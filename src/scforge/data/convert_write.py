@@ -15,16 +15,13 @@ from scforge.data.cells import CellBlock
 from scforge.data.medians import StreamingMedians
 from scforge.data.picking import CHECK, row_checks
 from scforge.data.scatter import gene_dtype, place, read_segments
-from scforge.data.store_files import CHUNK_SIZE, TOTAL
+from scforge.data.store_files import CHUNK_SIZE, CODECS, TOTAL
 from scforge.data.store_hash import column_check, dataset_hash
 
 if TYPE_CHECKING:
     from scforge.data.convert_obs import CellTable
 
-__all__ = ["PIPELINE", "Cells", "add_medians", "add_stored_medians", "load_cells", "write_dataset"]
-
-PIPELINE = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}
-"""Setting of zarr: chunks are packed by zarrs, in threads of its own."""
+__all__ = ["Cells", "add_medians", "add_stored_medians", "load_cells", "write_dataset"]
 
 _SHARD = 2**16
 """Cells of a file of a dataset: a multiple of the cells of a chunk, and some 300 MB before they are packed."""
@@ -108,11 +105,13 @@ def write_dataset(folder: Path, cells: Cells, genes: tuple[str, ...], table: Cel
 
     matrix = sparse.csr_matrix((len(cells.rows), len(genes)), dtype=cells.counts.dtype)
     # SciPy's constructor would make the indices wider, in a copy.
-    matrix.data, matrix.indices, matrix.indptr = cells.counts, cells.genes, cells.indptr
+    # Who reads holds the boundaries of all rows in memory.
+    boundaries = cells.indptr.astype(np.int32) if cells.indptr[-1] < 2**31 else cells.indptr
+    matrix.data, matrix.indices, matrix.indptr = cells.counts, cells.genes, boundaries
     obs = table.frame(cells.rows, cells.names)
     obs[CHECK] = row_checks(matrix)
     adata = AnnData(matrix, obs=obs, var=pd.DataFrame(index=pd.Index(genes, dtype=str)))
-    with zarr.config.set(PIPELINE), warnings.catch_warnings():
+    with zarr.config.set(CODECS), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
         write_sharded(
             zarr.open_group(folder, mode="w", zarr_format=3),
@@ -150,7 +149,7 @@ def add_stored_medians(medians: StreamingMedians, folder: Path) -> None:
     """Add the cells of a dataset that is written already."""
     import zarr
 
-    with zarr.config.set(PIPELINE):
+    with zarr.config.set(CODECS):
         for block in _stored_blocks(zarr.open_group(folder, mode="r")):
             _add(medians, *block)
 

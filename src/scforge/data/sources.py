@@ -177,7 +177,8 @@ def _store(source: Any, options: Mapping[str, Any] | None) -> str | None:
         (source,) = source
     if not isinstance(source, str | os.PathLike):
         return None
-    from scforge.data.store_files import is_url, partial_path
+    from scforge.data.remote import is_url
+    from scforge.data.store_files import partial_path
 
     place = os.fspath(source)
     unfinished = not is_url(place) and not Path(place).exists() and partial_path(place).exists()

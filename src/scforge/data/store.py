@@ -124,7 +124,7 @@ class StoreCells:
             shuffled=opened.shuffled,
             _opened=opened,
             _reader=reader,
-            _lengths=reader.lengths(),
+            _lengths=reader.lengths,
             _gene_map=None,
         )
         return cells.with_vocab(opened.vocab if vocab is None else open_vocab(vocab), min_overlap=min_overlap)

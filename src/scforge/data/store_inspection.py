@@ -10,8 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from scforge.data.convert_write import PIPELINE
-from scforge.data.store_files import DATASET, StoreInfo, file_system, open_store_group, read_measured, read_vocab
+from scforge.data.store_files import (
+    CODECS,
+    DATASET,
+    StoreInfo,
+    file_system,
+    open_store_group,
+    read_measured,
+    read_vocab,
+)
 from scforge.data.store_hash import content_hash, dataset_hash
 from scforge.data.stream_errors import reading, reading_errors
 from scforge.errors import DataError
@@ -174,7 +181,7 @@ def verify_store(path: str | os.PathLike[str], *, storage_options: Mapping[str, 
     name = os.fspath(path)
     group, info = open_store_group(path, storage_options)
     problems = []
-    with zarr.config.set(PIPELINE):
+    with zarr.config.set(CODECS):
         for number, dataset in enumerate(info.datasets):
             problems += _dataset_problems(group, DATASET.format(number), dataset)
         problems += _root_problems(group, info)

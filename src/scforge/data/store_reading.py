@@ -16,6 +16,7 @@ from scipy import sparse
 
 from scforge.data.annbatch_sampler import AnnbatchSampler
 from scforge.data.compressed import boundary_problem
+from scforge.data.store_files import CODECS
 from scforge.data.stream_errors import reading_errors
 from scforge.data.windows import Window
 from scforge.errors import DataError, ScforgeError, first_line
@@ -23,20 +24,20 @@ from scforge.errors import DataError, ScforgeError, first_line
 if TYPE_CHECKING:
     from annbatch.types import LoadRequest
 
-__all__ = ["PIPELINE", "StoreReader"]
+__all__ = ["StoreReader"]
 
-PIPELINE: dict[str, Any] = {
-    "codec_pipeline.path": "zarrs.ZarrsCodecPipeline",
-    "threading.max_workers": max(1, (os.cpu_count() or 1) // 2),
-}
-"""Settings of zarr: chunks are unpacked by zarrs, in threads of its own, three times as fast as by zarr's Python. Half
-of the cores are left to tokenising. Where zarrs cannot read (behind a URL) zarr does."""
+_SETTINGS: dict[str, Any] = {**CODECS, "threading.max_workers": max(1, (os.cpu_count() or 1) // 2)}
+"""Settings of zarr: half of the cores unpack, the others are left to tokenising."""
 
 AGAIN = "copy the store again, or convert the data again"
 """What to do about a damaged store."""
 
 _PIECE = 256
 """Cells that are read at a time to find which are damaged."""
+
+
+def _smallest(numbers: np.ndarray) -> np.ndarray:
+    return numbers.astype(np.min_scalar_type(int(numbers.max(initial=0))))
 
 
 class _Current(Sampler):
@@ -67,17 +68,24 @@ class StoreReader:
         The groups of the store that hold cells, in their order.
     place
         Path or URL, for messages.
+
+    Attributes
+    ----------
+    lengths
+        Number of entries of each row, unsigned, shape (N,).
     """
 
     def __init__(self, datasets: list[Any], place: str) -> None:
         self.place = place
         self.names = [dataset.basename for dataset in datasets]
-        self._indptr: list[np.ndarray] = []
+        lengths: list[np.ndarray] = []
         matrices = []
         for name, dataset in zip(self.names, datasets, strict=True):
             matrix, indptr = self._open(name, dataset)
             matrices.append(matrix)
-            self._indptr.append(indptr)
+            lengths.append(_smallest(np.diff(indptr)))
+            del indptr  # annbatch holds the boundaries as well
+        self.lengths = np.concatenate(lengths)
         self.sizes = np.array([matrix.shape[0] for matrix in matrices])
         self.ends = np.cumsum(self.sizes)
         self._sampler = _Current()
@@ -105,12 +113,6 @@ class StoreReader:
 
     def __len__(self) -> int:
         return int(self.ends[-1])
-
-    def lengths(self) -> np.ndarray:
-        """Return the number of entries of each row, as the smallest unsigned integers, shape (N,)."""
-        parts = [np.diff(indptr) for indptr in self._indptr]
-        kind = np.min_scalar_type(max(int(part.max(initial=0)) for part in parts))
-        return np.concatenate([part.astype(kind) for part in parts])
 
     def batches(self, windows: Iterable[Window]) -> Iterator[tuple[np.ndarray, int, sparse.csr_matrix]]:
         """Yield rows, number of the draw, and counts of each batch of each window.
@@ -150,7 +152,7 @@ class StoreReader:
 
     def _read(self, windows: Iterator[Window]) -> Iterator[sparse.csr_matrix]:
         # The first step of a pass takes the sampler, and opens the arrays.
-        with self._begins, zarr.config.set(PIPELINE):
+        with self._begins, zarr.config.set(_SETTINGS):
             self._sampler.sampler = AnnbatchSampler(windows)
             passing = iter(self._loader)
             first = next(passing, None)

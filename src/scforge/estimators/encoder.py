@@ -218,7 +218,7 @@ class Encoder(CellModel):
             monitor = "validation_loss" if len(data.validation_rows) else "train_loss"
             callbacks.append(self._saver(checkpoint_dir, save_top_k, monitor))
         if not self.is_trained_:
-            some = data.cells.sample(SAMPLED_CELLS, rows=data.train_rows, seed=self.seed)
+            some = data.bound.sample(SAMPLED_CELLS, rows=data.train_rows, seed=self.seed)
             objective.initialise(self.module, some, self._tokenizer)
         plan = TrainingPlan(
             self.module,

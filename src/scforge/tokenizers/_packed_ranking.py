@@ -32,7 +32,10 @@ def rank_packed(
     indptr, genes, counts, totals, inverse, single, distinct, table, n_buckets, longest, n_special,
     out_starts, out_sizes, out_ids, out_values,
 ):  # fmt: skip
-    """Write the highest genes of each cell, as ``_rank`` does; `distinct` says that `single` tells medians apart."""
+    """Write the highest genes of each cell, as ``_rank`` does.
+
+    If `distinct`, equal keys of equal counts mean equal medians.
+    """
     one: Any = np.uint64(1)
     low16, shift16, shift32 = np.uint64(0xFFFF), np.uint64(16), np.uint64(32)
     keys = np.empty(longest, dtype=np.float32)

@@ -35,6 +35,10 @@ _MOST = 2**16
 """Genes and counts below this travel with the keys."""
 
 
+_APART = 1e-6
+"""Share by which medians differ whose keys cannot be rounded to the same number: eight units in the last place."""
+
+
 class Scales(NamedTuple):
     """What ranks multiply counts by.
 
@@ -45,7 +49,7 @@ class Scales(NamedTuple):
     single
         The same in single precision.
     distinct
-        Whether single precision tells all medians apart that differ.
+        Whether medians that differ do so by more than the keys in single precision may be wrong by.
     """
 
     inverse: np.ndarray
@@ -55,8 +59,9 @@ class Scales(NamedTuple):
     @classmethod
     def of(cls, inverse: np.ndarray) -> Scales:
         """Make them of 1 / medians."""
-        single = inverse.astype(np.float32)
-        return cls(inverse, single, len(np.unique(single)) == len(np.unique(inverse)))
+        values = np.unique(inverse)
+        distinct = bool((values[1:] > values[:-1] * (1 + _APART)).all())
+        return cls(inverse, inverse.astype(np.float32), distinct)
 
 
 def rank_cells(

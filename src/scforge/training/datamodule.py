@@ -114,6 +114,7 @@ class CellDataModule(lightning.LightningDataModule):
                 f"cells is of type {type(cells).__name__!r}; pass what scforge.data.open_cells returns, or a store."
             )
         self.cells: Cells = cells
+        self.bound: Cells = cells
         self.seed = check_seed(seed)
         if (train_rows is None) != (validation_rows is None):
             raise OptionError("train_rows and validation_rows come together; give both, or neither.")
@@ -168,9 +169,9 @@ class CellDataModule(lightning.LightningDataModule):
     def bind(
         self, tokenizer: Tokenizer, objective: Objective, *, first_epoch: int | None = None, cells: Cells | None = None
     ) -> None:
-        """Take the tokenizer and the objective that make batches, and `cells` over the genes of a model.
+        """Take the tokenizer and the objective that make batches, and the same cells over the genes of a model.
 
-        Without `first_epoch` that of the data module stays.
+        Without `first_epoch` that of the data module stays. Another model can take over later, with other genes.
         """
         objective.check(tokenizer)
         if self.max_tokens_per_batch is not None and objective.random_batches:
@@ -182,7 +183,7 @@ class CellDataModule(lightning.LightningDataModule):
             check_count("first_epoch", first_epoch, "epochs", least=0)
             self.first_epoch = first_epoch
         self.tokenizer, self.objective = tokenizer, objective
-        self.cells = self.cells if cells is None else cells
+        self.bound = self.cells if cells is None else cells
 
     def train_dataloader(self) -> BatchLoader:
         """Shuffled batches, other masks and views each epoch."""
@@ -207,7 +208,7 @@ class CellDataModule(lightning.LightningDataModule):
         return self._loader(self.validation_rows, shuffle=False) if len(self.validation_rows) else []
 
     def _window_cells(self) -> int | None:
-        if self.window_cells is not None or self.cells.chunk_size == 1 or getattr(self.cells, "shuffled", False):
+        if self.window_cells is not None or self.bound.chunk_size == 1 or getattr(self.bound, "shuffled", False):
             return self.window_cells
         return _UNSHUFFLED_WINDOW
 
@@ -217,7 +218,7 @@ class CellDataModule(lightning.LightningDataModule):
             raise TrainingError("the data module has no tokenizer and objective yet; call bind(tokenizer, objective).")
         lengths = None
         if not objective.random_batches:
-            lengths = tokenizer.lengths(self.cells.n_expressed[rows].astype(np.int32, copy=False))
+            lengths = tokenizer.lengths(self.bound.n_expressed[rows].astype(np.int32, copy=False))
             lengths = lengths.astype(np.min_scalar_type(int(lengths.max())), copy=False)
         batch_size = self.batch_size
         if batch_size is None and self.max_tokens_per_batch is None:
@@ -226,7 +227,7 @@ class CellDataModule(lightning.LightningDataModule):
         order = CellOrder(
             rows,
             batch_size,
-            chunk_size=self.cells.chunk_size,
+            chunk_size=self.bound.chunk_size,
             window_cells=self._window_cells(),
             lengths=lengths,
             max_tokens_per_batch=self.max_tokens_per_batch,
@@ -243,7 +244,7 @@ class CellDataModule(lightning.LightningDataModule):
         def prepare(block: CellBlock) -> dict[str, torch.Tensor]:
             return objective.prepare(block, tokenizer, epoch=block.draw, seed=self.seed)
 
-        return BatchLoader(self.cells, order, prepare, num_threads=self.num_threads, pin_memory=self.pin_memory)
+        return BatchLoader(self.bound, order, prepare, num_threads=self.num_threads, pin_memory=self.pin_memory)
 
 
 def _checked_rows(argument: str, rows: np.ndarray, n_cells: int) -> np.ndarray:
