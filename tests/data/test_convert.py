@@ -284,3 +284,39 @@ def test_a_store_is_replaced_only_when_asked(tiny_adata, tmp_path):
     new = convert(tiny_adata[:50].copy(), tmp_path / "s.zarr", overwrite=True)
     assert (old.n_cells, StoreInfo.read(tmp_path / "s.zarr").n_cells, new.n_cells) == (60, 50, 50)
     assert [path.name for path in tmp_path.iterdir()] == ["s.zarr"]
+
+
+def test_only_a_store_or_an_empty_folder_is_replaced(tiny_adata, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    assert convert(tiny_adata, data, overwrite=True).n_cells == 60
+    other = tmp_path / "other"
+    other.mkdir()
+    tiny_adata.write_h5ad(other / "a.h5ad")
+    tiny_adata.write_zarr(tmp_path / "b.zarr")
+    before = sorted(tmp_path.rglob("*"))
+    for source, target in ((other / "a.h5ad", other), (tmp_path / "b.zarr", tmp_path / "b.zarr")):
+        for overwrite in (False, True):
+            with pytest.raises(OptionError, match=f"{target.name}' exists and is no store, .* choose another name"):
+                convert(source, target, overwrite=overwrite)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_store_that_holds_a_source_is_not_replaced(tiny_adata, tmp_path):
+    store = tmp_path / "s.zarr"
+    convert(tiny_adata, store)
+    tiny_adata.write_h5ad(store / "a.h5ad")
+    (tmp_path / "link.zarr").symlink_to(store)
+    for target in (store, tmp_path / "link.zarr"):
+        with pytest.raises(OptionError, match=r"is, contains or lies in the source '.*a\.h5ad'"):
+            convert(store / "a.h5ad", target, overwrite=True)
+    assert (store / "a.h5ad").exists()
+
+
+def test_a_target_without_a_name(tiny_adata, tmp_path, monkeypatch):
+    with pytest.raises(OptionError, match="path='/' is the root of the disk"):
+        convert(tiny_adata, "/")
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match="exists and is no store"):
+        convert(tiny_adata, ".")

@@ -21,8 +21,9 @@ from scforge.data.convert_steps import Conversion
 from scforge.data.journal import Staging, locked
 from scforge.data.mapping import MIN_OVERLAP
 from scforge.data.remote import is_url
-from scforge.data.store_files import StoreInfo, is_store, partial_path
-from scforge.data.streams import open_streams
+from scforge.data.store_files import StoreInfo, is_store, may_be_replaced, partial_path
+from scforge.data.stream_adata import AdataStream
+from scforge.data.streams import CellStream, open_streams
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 
@@ -91,8 +92,9 @@ def convert(
     Raises
     ------
     OptionError
-        If `path` exists, another conversion is writing to it, an unfinished one was begun with other options, or
-        `memory` is too little.
+        If `path` exists (with `overwrite`: and is no store), or is, contains or lies in a source or lies in a zarr
+        folder; if another conversion is writing to it, an unfinished one was begun with other options, or `memory` is
+        too little.
     MissingFileError
         If a source does not exist.
     DataError
@@ -130,6 +132,7 @@ def convert(
     staging = Staging(partial_path(target))
     _check_free(target, staging, overwrite)
     streams = open_streams(sources, layer=layer, modality=modality, storage_options=storage_options)
+    _check_apart(target, streams)
     with locked(staging.folder):
         conversion = Conversion(streams, target, staging, options, vocab, overwrite=overwrite, progress=progress)
         with full_disk(target, conversion.n_bytes):
@@ -141,9 +144,25 @@ def _check_target(path: str | os.PathLike[str]) -> Path:
         raise OptionError(f"path={path!r} is not the path of a folder; name one such as 'store.zarr'.")
     if is_url(path):
         raise OptionError(f"path={os.fspath(path)!r} is a URL; convert to a local disk, and copy the store there.")
-    target = Path(path)
+    target = Path(path).resolve()
+    if not target.name:
+        raise OptionError(f"path={os.fspath(path)!r} is the root of the disk; name a folder such as 'store.zarr'.")
     check_folder("path", target)
     return target
+
+
+def _check_apart(target: Path, streams: Sequence[CellStream]) -> None:
+    """Raise if the store would stand in the place of a source, above or below it."""
+    for stream in streams:
+        name = stream.name.removeprefix("file://")
+        # The name of cells in memory or of the Census is no path, even if there is a file of that name.
+        if isinstance(stream, AdataStream) or is_url(name) or not Path(name).exists():
+            continue
+        source = Path(name).resolve()
+        if target == source or target in source.parents or source in target.parents:
+            raise OptionError(
+                f"path={str(target)!r} is, contains or lies in the source {name!r}; choose a path apart from it."
+            )
 
 
 def _listed(obs: Sequence[str]) -> list[str]:
@@ -154,7 +173,13 @@ def _listed(obs: Sequence[str]) -> list[str]:
 
 def _check_free(target: Path, staging: Staging, overwrite: bool) -> None:
     """Raise if a store must not be replaced, after removing what a conversion that was killed at its end has left."""
-    if not target.exists() or overwrite:
+    if not target.exists():
+        return
+    if not may_be_replaced(target):
+        raise OptionError(
+            f"path={str(target)!r} exists and is no store, so it is not replaced; choose another name, or remove it."
+        )
+    if overwrite:
         return
     if is_store(target) and staging.folder.exists():
         with locked(staging.folder):

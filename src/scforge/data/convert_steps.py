@@ -22,7 +22,7 @@ from scforge.data.convert_write import add_medians, add_stored_medians, load_cel
 from scforge.data.journal import Journal, Staging
 from scforge.data.medians import StreamingMedians
 from scforge.data.scatter import MOST, Buffer, TooLarge, append_segment
-from scforge.data.store_files import CHUNK_SIZE, DATASET, StoreInfo, write_root
+from scforge.data.store_files import CHUNK_SIZE, DATASET, StoreInfo, may_be_replaced, write_root
 from scforge.data.store_hash import content_hash
 from scforge.data.streams import CellStream
 from scforge.data.vocab import GeneVocab
@@ -272,6 +272,8 @@ class Conversion:
         if self.target.exists():
             if not self.overwrite:
                 raise OptionError(f"path={str(self.target)!r} exists now; pass overwrite=True (--overwrite).")
+            if not may_be_replaced(self.target):
+                raise OptionError(f"path={str(self.target)!r} exists now and is no store; move it away.")
             shutil.rmtree(old, ignore_errors=True)
             self.target.rename(old)
         self.staging.store.rename(self.target)

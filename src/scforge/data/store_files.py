@@ -35,6 +35,7 @@ __all__ = [
     "StoreInfo",
     "file_system",
     "is_store",
+    "may_be_replaced",
     "may_be_store",
     "open_store_group",
     "partial_path",
@@ -202,6 +203,11 @@ def is_store(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | 
     except (DataError, MissingFileError):
         return False
     return isinstance(attributes.get(_ATTRIBUTE), dict)
+
+
+def may_be_replaced(path: Path) -> bool:
+    """Whether a folder that exists may be replaced by a store: it is a store itself, or empty."""
+    return is_store(path) or not any(path.iterdir())
 
 
 def open_store_group(
