@@ -313,6 +313,15 @@ def test_a_store_that_holds_a_source_is_not_replaced(tiny_adata, tmp_path):
     assert (store / "a.h5ad").exists()
 
 
+@pytest.mark.parametrize("metadata", ["zarr.json", ".zgroup"])
+def test_a_target_in_a_zarr_folder(tiny_adata, tmp_path, metadata):
+    (tmp_path / "s.zarr").mkdir()
+    (tmp_path / "s.zarr" / metadata).write_text("{}")
+    with pytest.raises(OptionError, match=r"in\.zarr' lies in the zarr folder '.*s\.zarr'; choose a path outside"):
+        convert(tiny_adata, tmp_path / "s.zarr" / "sub" / "in.zarr")
+    assert [path.name for path in (tmp_path / "s.zarr").iterdir()] == [metadata]
+
+
 def test_a_target_without_a_name(tiny_adata, tmp_path, monkeypatch):
     with pytest.raises(OptionError, match="path='/' is the root of the disk"):
         convert(tiny_adata, "/")

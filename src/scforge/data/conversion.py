@@ -148,6 +148,11 @@ def _check_target(path: str | os.PathLike[str]) -> Path:
     if not target.name:
         raise OptionError(f"path={os.fspath(path)!r} is the root of the disk; name a folder such as 'store.zarr'.")
     check_folder("path", target)
+    for folder in target.parents:
+        if any((folder / name).exists() for name in ("zarr.json", ".zgroup")):
+            raise OptionError(
+                f"path={str(target)!r} lies in the zarr folder {str(folder)!r}; choose a path outside of it."
+            )
     return target
 
 
