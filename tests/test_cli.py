@@ -106,11 +106,10 @@ def test_files_that_are_no_h5ad(told, tiny_adata: ad.AnnData) -> None:
     for name in ("text", "half", "nothing", "zip", "other"):
         line = told("train", "--config", "config.yaml", f"data.paths={name}.h5ad")
         assert line.startswith(f"scforge: error: '{name}.h5ad' cannot be read as an h5ad file: ")
-    assert "the file 'none.h5ad' does not exist" in told(
-        "train", "--config", "config.yaml", "data.paths=none.h5ad"
-    )
+    assert "the file 'none.h5ad' does not exist" in told("train", "--config", "config.yaml", "data.paths=none.h5ad")
     Path("folder.h5ad").mkdir()
-    assert "'folder.h5ad' is a folder without zarr metadata" in told("train", "--config", "config.yaml", "data.paths=folder.h5ad")
+    line = told("train", "--config", "config.yaml", "data.paths=folder.h5ad")
+    assert "'folder.h5ad' is a folder without zarr metadata" in line
 
 
 def test_cells_that_cannot_be_used(told, tiny_adata: ad.AnnData) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import lightning
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -249,3 +252,19 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(store, tmp_path):
     assert rest == whole[12:]
     for one, two in zip(plan.module.parameters(), plan_3.module.parameters(), strict=True):
         torch.testing.assert_close(one, two)
+
+
+def test_cells_drawn_by_weight(setup) -> None:
+    obs = pd.DataFrame({"weight": np.r_[np.zeros(30), np.ones(20), np.full(10, 9.0)]})
+    cells = replace(setup.cells, obs=obs)
+    data = CellDataModule(
+        cells, setup.tokenizer, setup.objective,
+        train_rows=np.arange(60), validation_rows=np.arange(0), batch_size=10, weight_by="weight",
+    )  # fmt: skip
+    drawn = np.concatenate([window.rows for _ in range(20) for window in data.train_dataloader().sampler.windows()])
+    assert drawn.min() >= 30
+    assert 0.7 < (drawn >= 50).mean() < 0.9
+    with pytest.raises(OptionError, match="weight_by='weight' and balance_by='weight' both weigh cells"):
+        CellDataModule(cells, weight_by="weight", balance_by="weight")
+    with pytest.raises(OptionError, match="train_rows names no cell"):
+        CellDataModule(cells, train_rows=[], validation_rows=[1])

@@ -265,3 +265,26 @@ def test_default_epochs(setup):
     assert default_max_epochs(defaults, 2500) == defaults.max_epochs
     assert default_max_epochs(defaults, 10) == 10 * defaults.max_epochs
     assert default_max_epochs(defaults, 10**8) == 3
+
+
+def test_epochs_of_batches_by_tokens_are_whole(masked_setup) -> None:
+    """Such epochs have different numbers of batches."""
+    lengths = masked_setup.tokenizer.lengths(masked_setup.cells.n_expressed)
+    data = masked_setup.data(batch_size=None, max_tokens_per_batch=int(3.3 * lengths.mean()), window_cells=6)
+    seen: list[list[int]] = []
+    n_validations = []
+
+    class Count(Callback):
+        def on_train_epoch_start(self, trainer, pl_module) -> None:
+            seen.append([])
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
+            seen[-1].append(len(batch["input_ids"]))
+
+        def on_validation_epoch_end(self, trainer, pl_module) -> None:
+            n_validations.append(len(seen))
+
+    masked_setup.fit(masked_setup.plan(), data, max_epochs=12, callbacks=[Count()])
+    assert len({len(batches) for batches in seen}) > 1
+    assert [sum(batches) for batches in seen] == [50] * 12
+    assert n_validations == list(range(1, 13))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -86,7 +86,7 @@ class CensusQuery:
     measurement: str = "RNA"
     layer: str = "raw"
     gene_key: str | None = None
-    tiledb_config: Mapping[str, Any] | None = None
+    tiledb_config: Mapping[str, Any] | None = field(default=None, repr=False)  # may hold secrets
 
     def __post_init__(self) -> None:
         check_filters(self.filters)

@@ -11,8 +11,11 @@ from anndata import AnnData
 
 from scforge.config.schema import Config, DataConfig
 from scforge.data.cells import Cells
+from scforge.data.checks import check_obs_column
 from scforge.data.sources import open_cells, read_h5ad
 from scforge.data.store import StoreCells
+from scforge.data.stream_memory import check_memory
+from scforge.data.streams import open_streams
 from scforge.training.datamodule import CellDataModule
 
 if TYPE_CHECKING:
@@ -44,8 +47,12 @@ def open_source(data: DataConfig) -> AnnData | Cells:
     paths = data.paths or []
     elsewhere = (data.cache, data.memory, data.modality, data.storage_options)
     if all(path.endswith(".h5ad") and Path(path).is_file() for path in paths) and elsewhere == (None,) * 4:
+        check_memory(open_streams(paths, layer=data.layer), None)
         logger.info("Reading %s into memory.", ", ".join(paths))
-        return read_h5ad(paths)
+        adata = read_h5ad(paths)
+        for column in data.obs_columns or []:
+            check_obs_column(adata, column, argument="data.obs_columns")
+        return adata
     return open_cells(
         paths,
         _vocab(data),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from scforge._checks import check_bool, check_count, check_seed
-from scforge.data.balance import ClassBalance
+from scforge.data.balance import Balance, CellWeights, ClassBalance
 from scforge.data.cells import CellBlock, Cells
 from scforge.data.order import CellOrder
 from scforge.data.splits import split_cells
@@ -51,6 +51,8 @@ class CellDataModule(lightning.LightningDataModule):
     balance_start, balance_end, balance_epochs
         How far: 0 draws classes as often as they are, 1 equally often. From `balance_start` it changes to `balance_end`
         over `balance_epochs` epochs.
+    weight_by
+        Column of obs with weights: training cells are drawn with replacement, in proportion to them.
     seed
         Seed of the split, the order, the masks and the views.
     num_threads
@@ -96,6 +98,7 @@ class CellDataModule(lightning.LightningDataModule):
         balance_start: float = 0.0,
         balance_end: float = 1.0,
         balance_epochs: int = 0,
+        weight_by: str | None = None,
         seed: int = 0,
         num_threads: int | None = None,
         pin_memory: bool | None = None,
@@ -131,6 +134,8 @@ class CellDataModule(lightning.LightningDataModule):
             validation_rows = _checked_rows("validation_rows", validation_rows, len(cells))
             if np.intersect1d(train_rows, validation_rows).size:
                 raise OptionError("train_rows and validation_rows share cells; a split must be disjoint.")
+            if not len(train_rows):
+                raise OptionError("train_rows names no cell; name at least one to train on.")
         self.train_rows = train_rows
         self.validation_rows = validation_rows
         for name, value, what in (
@@ -151,7 +156,11 @@ class CellDataModule(lightning.LightningDataModule):
             if key is not None:
                 cells.column(key)
         self.batch_key, self.labels_key = batch_key, labels_key
-        self._balance: ClassBalance | None = None
+        self._balance: Balance | None = None
+        if weight_by is not None:
+            if balance_by is not None:
+                raise OptionError(f"weight_by={weight_by!r} and balance_by={balance_by!r} both weigh cells; give one.")
+            self._balance = CellWeights(cells.column(weight_by).iloc[self.train_rows].to_numpy(dtype=np.float64))
         if balance_by is not None:
             classes = cells.column(balance_by).iloc[self.train_rows].astype("category").cat.codes
             self._balance = ClassBalance(
@@ -240,6 +249,10 @@ class CellDataModule(lightning.LightningDataModule):
             world_size=1 if trainer is None else trainer.world_size,
             balance=self._balance if shuffle else None,
         )
+
+        if shuffle and trainer is not None:
+            # How many batches an epoch has may depend on the epoch, and Lightning asks before it tells which comes.
+            order.set_epoch(trainer.current_epoch)
 
         def prepare(block: CellBlock) -> dict[str, torch.Tensor]:
             return objective.prepare(block, tokenizer, epoch=block.draw, seed=self.seed)

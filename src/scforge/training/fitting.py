@@ -150,12 +150,15 @@ def fit(
         own.append(EpochProgress())
     if early_stopping and has_validation:
         own.append(StopAfterWarmup(monitor, patience=early_stopping_patience, check_finite=False))
+    if data.max_tokens_per_batch is not None:
+        # Epochs have different numbers of batches then, and Lightning asks a loader once how many it has.
+        trainer_options.setdefault("reload_dataloaders_every_n_epochs", 1)
     with _quiet():
         trainer = _trainer(max_epochs=max_epochs, max_steps=max_steps, callbacks=[*own, *callbacks], **trainer_options)
         if trainer.world_size > 1:
             raise OptionError(
                 f"devices={trainer.num_devices} on {trainer.num_nodes} node(s) is not supported yet: "
-                "each would train on the same batches; pass devices=1."
+                "checkpoints and figures would come from one of them only; pass devices=1."
             )
         interrupted = _run(trainer, plan, data)
     if best.state is not None:
