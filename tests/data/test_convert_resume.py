@@ -16,8 +16,8 @@ from scipy import sparse
 
 from scforge.data import StoreInfo, convert
 from scforge.data.convert_plan import Layout
-from scforge.data.journal import Staging, locked
-from scforge.data.store_files import partial_path
+from scforge.data.journal import Journal, Staging, locked
+from scforge.data.store_files import open_store_group, partial_path, read_vocab
 from scforge.errors import DataError, MissingFileError, OptionError
 
 KILLS = """
@@ -208,6 +208,41 @@ def test_what_a_kill_at_the_very_end_left_is_removed(sources, begun):
     staging.save(journal)
     with pytest.raises(OptionError, match="exists; pass overwrite=True"):
         convert(sources, begun)
+    assert not staging.folder.exists()
+
+
+@pytest.mark.parametrize("with_medians", [False, True])
+def test_a_kill_when_the_store_had_its_place_but_the_journal_did_not_say_so(
+    sources, tmp_path, monkeypatch, with_medians
+):
+    vocab = None
+    if with_medians:
+        convert(sources, tmp_path / "t.zarr")
+        vocab = read_vocab(open_store_group(tmp_path / "t.zarr")[0])
+    save = Staging.save
+
+    def stop(staging: Staging, journal: Journal) -> None:
+        if journal.finished:
+            raise Stop
+        save(staging, journal)
+
+    target = tmp_path / "s.zarr"
+    staging = Staging(partial_path(target))
+
+    def kill() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Staging, "save", stop)
+            with pytest.raises(Stop):
+                convert(sources, target, vocab=vocab, overwrite=True)
+        assert staging.folder.exists()
+
+    kill()
+    first = StoreInfo.read(target).content_hash
+    assert convert(sources, target, vocab=vocab, overwrite=True).content_hash == first
+    assert (target / "dataset_0").exists()
+    kill()
+    with pytest.raises(OptionError, match="exists; pass overwrite=True"):
+        convert(sources, target, vocab=vocab)
     assert not staging.folder.exists()
 
 

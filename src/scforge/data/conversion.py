@@ -189,6 +189,6 @@ def _check_free(target: Path, staging: Staging, overwrite: bool) -> None:
     if is_store(target) and staging.folder.exists():
         with locked(staging.folder):
             journal = staging.load()
-            if journal is not None and journal.finished:
+            if journal is not None and staging.is_over(journal):
                 shutil.rmtree(staging.folder)
     raise OptionError(f"path={str(target)!r} exists; pass overwrite=True (--overwrite) or choose another name.")

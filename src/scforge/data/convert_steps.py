@@ -105,7 +105,7 @@ class Conversion:
                 raise
             self.staging.clear()
             journal = None
-        if journal is not None and not journal.finished:
+        if journal is not None:
             logger.info("Going on with an unfinished conversion: %d datasets are written.", len(journal.datasets))
             return journal
         self.staging.clear()

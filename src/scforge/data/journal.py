@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from scforge._io import atomic_write_text
+from scforge.data.store_files import DATASET
 from scforge.errors import DataError, OptionError, first_line
 
 __all__ = ["Journal", "Staging", "locked"]
@@ -114,7 +115,7 @@ class Staging:
         atomic_write_text(self._journal, json.dumps({"format": _FORMAT, **asdict(journal)}))
 
     def resume(self, plan: dict[str, Any]) -> Journal | None:
-        """Return the journal of an interrupted conversion after cutting back its files; None if there is none.
+        """Return the journal of an interrupted conversion after cutting back its files; None if nothing is to continue.
 
         Raises
         ------
@@ -124,12 +125,20 @@ class Staging:
             If a source has changed, or a temporary file is too short.
         """
         journal = self.load()
-        if journal is None:
+        if journal is None or self.is_over(journal):
             self.clear()
             return None
         self._check_plan(journal.plan, plan)
         self.cut_back(journal)
         return journal
+
+    def is_over(self, journal: Journal) -> bool:
+        """Whether a conversion cannot go on, because a dataset that it has written is no longer here.
+
+        So it is when the store has got its place, also if the process was killed before the journal said so.
+        """
+        folders = (self.store / DATASET.format(number) for number in range(len(journal.datasets)))
+        return journal.finished or not all(folder.exists() for folder in folders)
 
     def cut_back(self, journal: Journal) -> None:
         """Cut off what the journal does not know of.
