@@ -246,6 +246,27 @@ def test_a_kill_when_the_store_had_its_place_but_the_journal_did_not_say_so(
     assert not staging.folder.exists()
 
 
+@pytest.mark.parametrize("kind", ["obs", "logs", "empty"])
+def test_a_rejected_conversion_leaves_nothing(sources, tmp_path, kind):
+    adata = ad.read_h5ad(sources[0])
+    if kind == "logs":
+        adata.X = np.log1p(adata.X)
+    if kind == "empty":
+        adata.X = sparse.csr_matrix(adata.X.toarray() * (np.arange(900) != 3)[:, None])
+    adata.write_h5ad(sources[0])
+    with pytest.raises(DataError):
+        convert(sources, tmp_path / "s.zarr", obs=["other"] if kind == "obs" else None)
+    assert sorted(tmp_path.iterdir()) == sources
+
+
+def test_a_rejected_conversion_keeps_what_can_be_continued(sources, begun):
+    before = sorted(partial_path(begun).iterdir())
+    for options in ({"obs": ["other"]}, {"seed": 1}):
+        with pytest.raises((DataError, OptionError)):
+            convert(sources, begun, **options)
+    assert sorted(partial_path(begun).iterdir()) == before
+
+
 def test_the_layout_tells_when_a_dataset_became_too_large():
     layout = Layout.of(
         4 * 10**9,

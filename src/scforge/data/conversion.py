@@ -25,7 +25,7 @@ from scforge.data.store_files import StoreInfo, is_store, may_be_replaced, parti
 from scforge.data.stream_adata import AdataStream
 from scforge.data.streams import CellStream, open_streams
 from scforge.data.vocab import GeneVocab
-from scforge.errors import OptionError
+from scforge.errors import OptionError, ScforgeError
 
 __all__ = ["convert"]
 
@@ -134,9 +134,13 @@ def convert(
     streams = open_streams(sources, layer=layer, modality=modality, storage_options=storage_options)
     _check_apart(target, streams)
     with locked(staging.folder):
-        conversion = Conversion(streams, target, staging, options, vocab, overwrite=overwrite, progress=progress)
-        with full_disk(target, conversion.n_bytes):
-            return conversion.run()
+        try:
+            conversion = Conversion(streams, target, staging, options, vocab, overwrite=overwrite, progress=progress)
+            with full_disk(target, conversion.n_bytes):
+                return conversion.run()
+        except ScforgeError:
+            staging.remove_if_empty()  # a rejected conversion leaves nothing that seems to be one to continue
+            raise
 
 
 def _check_target(path: str | os.PathLike[str]) -> Path:

@@ -200,6 +200,7 @@ class Conversion:
         """Write the datasets; return the vocabulary with medians."""
         journal, layout = self.journal, self.layout
         if not sum(journal.entries):
+            self.staging.clear()  # there is nothing to continue
             raise DataError("no cell expresses a gene of the vocabulary; choose another one with vocab.")
         medians = StreamingMedians(self.vocab.n_genes) if self.vocab.medians is None else None
         parts = [

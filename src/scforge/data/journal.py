@@ -166,6 +166,15 @@ class Staging:
             elif path.name != "lock":
                 path.unlink()
 
+    def remove_if_empty(self) -> None:
+        """Remove the folder, whose lock is held, unless there are cells in it."""
+        if self.store.exists() or any(path.stat().st_size for path in self.folder.glob("cells_*")):
+            return
+        self.clear()
+        (self.folder / "lock").unlink()
+        with contextlib.suppress(OSError):  # from here on it may be the folder of another process
+            self.folder.rmdir()
+
     def _again(self) -> str:
         return _AGAIN.format(str(self.folder))
 
