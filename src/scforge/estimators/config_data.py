@@ -25,6 +25,9 @@ __all__ = ["embedded_adata", "make_datamodule", "open_source"]
 
 logger = logging.getLogger("scforge")
 
+_LARGE = 2**28
+"""Bytes of files that may not fit into memory, however well they are packed."""
+
 
 def open_source(data: DataConfig) -> AnnData | Cells:
     """Open the cells: an AnnData of plain h5ad files, which an embedding can be written into, or cells elsewhere."""
@@ -47,7 +50,8 @@ def open_source(data: DataConfig) -> AnnData | Cells:
     paths = data.paths or []
     elsewhere = (data.cache, data.memory, data.modality, data.storage_options)
     if all(path.endswith(".h5ad") and Path(path).is_file() for path in paths) and elsewhere == (None,) * 4:
-        check_memory(open_streams(paths, layer=data.layer), None)
+        if sum(Path(path).stat().st_size for path in paths) > _LARGE:
+            check_memory(open_streams(paths, layer=data.layer))
         logger.info("Reading %s into memory.", ", ".join(paths))
         adata = read_h5ad(paths)
         for column in data.obs_columns or []:
