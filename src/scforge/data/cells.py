@@ -19,6 +19,8 @@ from scforge.errors import DataError, OptionError, did_you_mean, listing
 if TYPE_CHECKING:
     import pandas as pd
 
+    from scforge.data.census_cells import SomaCells
+    from scforge.data.store import StoreCells
     from scforge.data.vocab import GeneVocab
     from scforge.data.windows import Window
 
@@ -215,9 +217,7 @@ class CellSource:
         names = np.array(self.vocab.genes, dtype=object).astype(str)
         gene_map = map_names(names, vocab, min_overlap=min_overlap, whole=not vocab.chosen_from_data)
         counts = gene_map.apply(self.counts)
-        measured = np.zeros(vocab.n_genes, dtype=bool)
-        places = gene_map.columns if self.measured is None else gene_map.columns[self.measured]
-        measured[places[places >= 0]] = True
+        measured = gene_map.measured_of(slice(None) if self.measured is None else self.measured)
         return replace(
             self,
             counts=counts,
@@ -268,6 +268,39 @@ def choose_rows(n_cells: int, n: int, *, rows: np.ndarray | None = None, seed: i
     if len(rows) <= n:
         return rows
     return np.sort(np.random.default_rng(seed).choice(rows, n, replace=False, shuffle=False))
+
+
+def choose_chunks(
+    n_cells: int, n: int, chunk_size: int, *, rows: np.ndarray | None = None, seed: int = 0
+) -> np.ndarray:
+    """Return at most `n` of `rows` (of all cells if None), ascending, int64; of more, those of random chunks."""
+    rows = np.arange(n_cells, dtype=np.int64) if rows is None else np.asarray(rows, dtype=np.int64)
+    if len(rows) <= n:
+        return rows
+    chunks, first = np.unique(rows // chunk_size, return_index=True)
+    parts = np.split(rows, first[1:])
+    order = np.random.default_rng(seed).permutation(len(chunks))
+    sizes = np.array([len(part) for part in parts])[order]
+    enough = np.sort(order[: int(np.searchsorted(np.cumsum(sizes), n)) + 1])
+    return np.concatenate([parts[chunk] for chunk in enough])[:n]
+
+
+def sample_chunks(
+    cells: StoreCells | SomaCells, n: int, *, rows: np.ndarray | None = None, seed: int = 0
+) -> CellSource:
+    """Return at most `n` random cells (of those at `rows`) in memory, drawn as chunks, which are read in one go."""
+    chosen = choose_chunks(len(cells), n, cells.chunk_size, rows=rows, seed=seed)
+    block, vocab = cells.block(chosen), cells.vocab
+    assert vocab is not None
+    return CellSource(
+        sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=(len(block), vocab.n_genes)),
+        block.totals,
+        overlap=cells.overlap,
+        counts_kept=cells.counts_kept,
+        measured=cells.measured,
+        vocab=vocab,
+        obs=cells.obs.iloc[chosen],
+    )
 
 
 def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:

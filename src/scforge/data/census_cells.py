@@ -14,7 +14,7 @@ import numpy as np
 from scipy import sparse
 
 from scforge._checks import check_count
-from scforge.data.cells import CellBlock, CellSource, choose_rows, column_of
+from scforge.data.cells import CellBlock, CellSource, choose_chunks, column_of, sample_chunks
 from scforge.data.census_reading import CountReader
 from scforge.data.compressed import row_sums
 from scforge.data.mapping import MIN_OVERLAP, GeneMap, map_names, text_columns, warn_counts_outside
@@ -86,7 +86,7 @@ class SomaCells:
         columns[slice(None) if chosen is None else chosen] = gene_map.columns
         self._gene_map = GeneMap(columns, self.vocab.n_genes)
         self.overlap, self.measured = self._gene_map.overlap, self._gene_map.measured
-        some = self.block(self._chosen(_SAMPLED, None, 0))
+        some = self.block(choose_chunks(len(self), _SAMPLED, chunk_size))
         self.counts_kept = float(some.counts.sum(dtype=np.float64) / some.totals.sum())
         warn_counts_outside(self.counts_kept, self.vocab, stacklevel=3)
 
@@ -167,18 +167,7 @@ class SomaCells:
 
         Of more cells whole chunks are drawn, because they are read in one go.
         """
-        chosen = self._chosen(n, rows, seed)
-        block = self.block(chosen)
-        counts = sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=(len(block), self.vocab.n_genes))
-        return CellSource(
-            counts,
-            block.totals,
-            overlap=self.overlap,
-            counts_kept=self.counts_kept,
-            measured=self.measured,
-            vocab=self.vocab,
-            obs=self.obs.iloc[chosen],
-        )
+        return sample_chunks(self, n, rows=rows, seed=seed)
 
     def _read(self, rows: np.ndarray) -> tuple[np.ndarray, sparse.csr_matrix, np.ndarray]:
         """Return distinct rows, their counts of vocabulary genes, and their counts of all genes."""
@@ -203,15 +192,6 @@ class SomaCells:
                 draw=window.draw,
                 measured=self.measured,
             )
-
-    def _chosen(self, n: int, rows: np.ndarray | None, seed: int) -> np.ndarray:
-        rows = np.arange(len(self), dtype=np.int64) if rows is None else np.asarray(rows, dtype=np.int64)
-        if len(rows) <= n:
-            return rows
-        chunks, first = np.unique(rows // self.chunk_size, return_index=True)
-        parts = np.split(rows, first[1:])
-        enough = choose_rows(len(chunks), max(1, -(-n * len(chunks) // len(rows))), seed=seed)
-        return np.concatenate([parts[chunk] for chunk in enough])[:n]
 
 
 def best_names(var: pd.DataFrame, vocab: GeneVocab | None) -> str:

@@ -82,7 +82,6 @@ class Staging:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.store = folder / "store"
-        self.medians = folder / "medians.npy"
         self._journal = folder / "journal.json"
 
     def bucket(self, number: int) -> Path:

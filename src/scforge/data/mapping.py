@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -103,7 +104,17 @@ class GeneMap:
     @property
     def measured(self) -> np.ndarray:
         """True for the vocabulary genes that the data have, bool, shape (n_genes,)."""
-        return np.isin(np.arange(self.n_genes), self.columns)
+        return self.measured_of(slice(None))
+
+    def measured_of(self, columns: np.ndarray | slice) -> np.ndarray:
+        """Return True for the vocabulary genes that some columns (a mask or a slice) have, bool, shape (n_genes,)."""
+        return np.isin(np.arange(self.n_genes), self.columns[columns])
+
+    @cached_property
+    def ascends(self) -> bool:
+        """Whether columns that have a gene are in the order of the vocabulary, each gene once."""
+        used = self.columns[self.columns >= 0]
+        return bool((used[1:] > used[:-1]).all())
 
     @property
     def overlap(self) -> float:

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import sparse
 
-from scforge.data.cells import CellBlock, CellSource, column_of
+from scforge.data.cells import CellBlock, CellSource, choose_chunks, column_of, sample_chunks
 from scforge.data.checks import value_problem
 from scforge.data.compressed import index_problem, row_sums
 from scforge.data.mapping import MIN_OVERLAP, GeneMap, map_names, warn_counts_outside
 from scforge.data.named import open_vocab
 from scforge.data.picking import first_damaged, pick_genes
+from scforge.data.store_files import AGAIN
 from scforge.data.store_opening import Opened, open_collection, read_names
-from scforge.data.store_reading import AGAIN, StoreReader
+from scforge.data.store_reading import StoreReader
 from scforge.data.vocab import GeneVocab
 from scforge.data.windows import Window
 from scforge.errors import DataError, ScforgeWarning
@@ -149,11 +150,9 @@ class StoreCells:
                 )
         else:
             gene_map = map_names(opened.genes, vocab, min_overlap=min_overlap, whole=not vocab.chosen_from_data)
-            measured = np.zeros(vocab.n_genes, dtype=bool)
-            places = gene_map.columns[opened.measured]
-            measured[places[places >= 0]] = True
+            measured = gene_map.measured_of(opened.measured)
             cells = replace(self, vocab=vocab, measured=measured, _gene_map=gene_map)
-            some = cells.block(cells._chosen(_SAMPLED, None, 0))
+            some = cells.block(choose_chunks(len(cells), _SAMPLED, cells.chunk_size))
             cells = replace(cells, counts_kept=float(some.counts.sum(dtype=np.float64) / max(some.totals.sum(), 1.0)))
             warn_counts_outside(cells.counts_kept, vocab)
         return replace(cells, overlap=float(measured.mean()))
@@ -212,29 +211,7 @@ class StoreCells:
 
         Of more cells whole chunks are drawn, because they are read in one go.
         """
-        chosen = self._chosen(n, rows, seed)
-        block = self.block(chosen)
-        counts = sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=(len(block), self.vocab.n_genes))
-        return CellSource(
-            counts,
-            block.totals,
-            overlap=self.overlap,
-            counts_kept=self.counts_kept,
-            measured=self.measured,
-            vocab=self.vocab,
-            obs=self.obs.iloc[chosen],
-        )
-
-    def _chosen(self, n: int, rows: np.ndarray | None, seed: int) -> np.ndarray:
-        rows = np.arange(len(self), dtype=np.int64) if rows is None else np.asarray(rows, dtype=np.int64)
-        if len(rows) <= n:
-            return rows
-        chunks, first = np.unique(rows // self.chunk_size, return_index=True)
-        parts = np.split(rows, first[1:])
-        order = np.random.default_rng(seed).permutation(len(chunks))
-        sizes = np.array([len(part) for part in parts])[order]
-        enough = np.sort(order[: int(np.searchsorted(np.cumsum(sizes), n)) + 1])
-        return np.concatenate([parts[chunk] for chunk in enough])[:n]
+        return sample_chunks(self, n, rows=rows, seed=seed)
 
     def _checked(self, rows: np.ndarray, counts: sparse.csr_matrix) -> sparse.csr_matrix:
         """Return counts that are as they were written, sorted and without zeros."""
@@ -265,10 +242,8 @@ class StoreCells:
 
     def _mapped(self, counts: sparse.csr_matrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         if self._gene_map is not None:
-            columns = self._gene_map.columns
-            kept = columns[columns >= 0]
-            if (kept[1:] > kept[:-1]).all():
-                return pick_genes(counts, columns)
+            if self._gene_map.ascends:
+                return pick_genes(counts, self._gene_map.columns)
             counts = self._gene_map.apply(counts)
         return (
             counts.indptr.astype(np.int64),

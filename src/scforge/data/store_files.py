@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import zarr
 
 __all__ = [
+    "AGAIN",
     "CHUNK_SIZE",
     "CODECS",
     "DATASET",
@@ -47,6 +48,9 @@ __all__ = [
 CODECS = {"codec_pipeline.path": "zarrs.ZarrsCodecPipeline"}
 """Setting of zarr: chunks are packed and unpacked by zarrs, in threads of its own, three times as fast as by zarr's
 Python. Where zarrs cannot read (behind a URL) zarr does."""
+
+AGAIN = "copy the store again, or convert the data again"
+"""What to do about a damaged store."""
 
 FORMAT = 1
 """Version of what the attribute ``"scforge"`` holds."""

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from scforge.data.store_files import (
+    AGAIN,
     CODECS,
     DATASET,
     StoreInfo,
@@ -27,8 +28,6 @@ __all__ = ["StoreInspection", "inspect_store", "verify_store"]
 
 _MOST_NAMED = 5
 """Damaged places that are named."""
-
-_FIX = "copy the store again, or convert the data again"
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ def inspect_store(
     group, info = open_store_group(path, storage_options)
     if verify:
         verify_store(path, storage_options=storage_options)
-    with reading(f"the store {name!r}", fix=_FIX):
+    with reading(f"the store {name!r}", fix=AGAIN):
         vocab = read_vocab(group)
         columns = {column: _column(group, column) for column in info.obs_columns}
     return StoreInspection(
@@ -190,7 +189,7 @@ def verify_store(path: str | os.PathLike[str], *, storage_options: Mapping[str, 
         problems.append("its description does not fit its content hash")
     if problems:
         more = f"; and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
-        raise DataError(f"the store {name!r} is damaged: {'; '.join(problems[:_MOST_NAMED])}{more}; {_FIX}.")
+        raise DataError(f"the store {name!r} is damaged: {'; '.join(problems[:_MOST_NAMED])}{more}; {AGAIN}.")
 
 
 def _root_problems(group: Any, info: StoreInfo) -> Iterator[str]:

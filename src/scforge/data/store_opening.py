@@ -16,9 +16,8 @@ import numpy as np
 
 from scforge.data.picking import CHECK
 from scforge.data.remote import is_url, open_group
-from scforge.data.store_files import DATASET, SOURCE, TOTAL, StoreInfo, read_measured, read_vocab
+from scforge.data.store_files import AGAIN, DATASET, SOURCE, TOTAL, StoreInfo, read_measured, read_vocab
 from scforge.data.store_hash import column_check
-from scforge.data.store_reading import AGAIN
 from scforge.data.stream_errors import reading
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, OptionError, did_you_mean, listing

@@ -16,7 +16,7 @@ from scipy import sparse
 
 from scforge.data.annbatch_sampler import AnnbatchSampler
 from scforge.data.compressed import boundary_problem
-from scforge.data.store_files import CODECS
+from scforge.data.store_files import AGAIN, CODECS
 from scforge.data.stream_errors import reading_errors
 from scforge.data.windows import Window
 from scforge.errors import DataError, ScforgeError, first_line
@@ -28,9 +28,6 @@ __all__ = ["StoreReader"]
 
 _SETTINGS: dict[str, Any] = {**CODECS, "threading.max_workers": max(1, (os.cpu_count() or 1) // 2)}
 """Settings of zarr: half of the cores unpack, the others are left to tokenising."""
-
-AGAIN = "copy the store again, or convert the data again"
-"""What to do about a damaged store."""
 
 _PIECE = 256
 """Cells that are read at a time to find which are damaged."""
