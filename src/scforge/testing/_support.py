@@ -1,4 +1,4 @@
-"""Cells, tokens and complaints that the checks of :mod:`scforge.testing` share.
+"""Cells and tokens for the checks of tokenizers.
 
 Shapes: B cells, S tokens of the longest cell, G genes of the vocabulary.
 """
@@ -13,16 +13,15 @@ from scipy import sparse
 
 from scforge.data.cells import CellBlock, CellSource
 from scforge.data.vocab import GeneVocab
+from scforge.testing._rules import require
 from scforge.tokenizers.base import Tokenizer
 
 __all__ = [
     "EQUAL",
     "N_GENES",
     "Batch",
-    "BrokenRuleError",
     "all_cells",
     "genes_of",
-    "require",
     "require_same",
     "small_cells",
     "taken",
@@ -34,10 +33,6 @@ Batch = dict[str, torch.Tensor]
 N_GENES = 60
 EQUAL = np.arange(4, 8)
 """Rows of :func:`small_cells` with the same genes, each with one count."""
-
-
-class BrokenRuleError(Exception):
-    """Says which rule a tokenizer broke, and how."""
 
 
 def small_cells(vocab: GeneVocab) -> CellSource:
@@ -69,11 +64,6 @@ def taken(tokenizer: Tokenizer, cells: CellSource) -> np.ndarray:
 
 def all_cells(cells: CellSource) -> CellBlock:
     return cells.block(np.arange(len(cells)))
-
-
-def require(condition: object, sentence: str) -> None:
-    if not condition:
-        raise BrokenRuleError(sentence)
 
 
 def require_same(one: Batch, two: Batch, sentence: str) -> None:

@@ -21,13 +21,12 @@ from scforge.data.cells import CellSource
 from scforge.data.mapping import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
+from scforge.testing._rules import BrokenRuleError, apply_rules, require
 from scforge.testing._support import (
     EQUAL,
     N_GENES,
-    BrokenRuleError,
     all_cells,
     genes_of,
-    require,
     require_same,
     small_cells,
     taken,
@@ -74,14 +73,7 @@ def check_tokenizer(tokenizer: str | type[Tokenizer] | Tokenizer, **options: Any
     >>> check_tokenizer(scforge.tokenizers.get_tokenizer("binned_expression", vocab, n_bins=7))
     """
     made = _make(tokenizer, options)
-    name, cells = type(made).__name__, small_cells(made.vocab)
-    for rule, check in _RULES.items():
-        try:
-            check(made, cells)
-        except BrokenRuleError as broken:
-            raise AssertionError(f"{name}: {broken}") from None
-        except Exception as error:
-            raise AssertionError(f"{name}: raises {error!r} where {rule}.") from error
+    apply_rules(type(made).__name__, _RULES, made, small_cells(made.vocab))
 
 
 def _make(tokenizer: str | type[Tokenizer] | Tokenizer, options: dict[str, Any]) -> Tokenizer:

@@ -1,0 +1,31 @@
+"""How the checks of :mod:`scforge.testing` complain."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["BrokenRuleError", "apply_rules", "require"]
+
+
+class BrokenRuleError(Exception):
+    """Says which rule was broken, and how."""
+
+
+def require(condition: object, sentence: str) -> None:
+    if not condition:
+        raise BrokenRuleError(sentence)
+
+
+def apply_rules(name: str, rules: Mapping[str, Callable[..., None]], *subject: Any) -> None:
+    """Raise an AssertionError for the first of `rules`, each under what it says, that `subject` does not keep."""
+    for rule, check in rules.items():
+        try:
+            check(*subject)
+        except BrokenRuleError as broken:
+            raise AssertionError(f"{name}: {broken}") from None
+        except Exception as error:
+            # The whole message stands in the cause; some of torch's are pages long.
+            raised = textwrap.shorten(repr(error), 400, placeholder=" ...")
+            raise AssertionError(f"{name}: raises {raised} where {rule}.") from error

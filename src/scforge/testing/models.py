@@ -1,0 +1,372 @@
+"""What an architecture of your own must keep to, checked in one call of your tests.
+
+Shapes: B cells, S tokens of the longest cell, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from scforge._constants import N_SPECIAL
+from scforge._registry import check_options
+from scforge.config.schema import ModelConfig
+from scforge.errors import OptionError
+from scforge.models.protocol import ModelOutput
+from scforge.models.registry import MODELS, check_model_options, get_model
+from scforge.testing._model_support import (
+    VOCAB_SIZE,
+    Batch,
+    Subject,
+    encode,
+    per_token,
+    require_close,
+    require_equal,
+    subject_of,
+    took_part,
+    widened,
+)
+from scforge.testing._rules import apply_rules, require
+
+__all__ = ["check_model"]
+
+_TOKENS = ("input_ids", "attention_mask", "values")
+_SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4}
+
+
+def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> None:
+    """Check that an architecture keeps what objectives, front classes and fine-tuning rely on.
+
+    Call it in the tests of a package that brings an architecture. It runs five cells of up to 12 tokens through the
+    model: all at once and alone, with more padding, with masks of other dtypes, with other labels, with genes in
+    another order (where the model says ``uses_order = False``), without a single token, after a round trip of the
+    weights through safetensors, with LoRA adapters on all linear layers, and exported with ``torch.export``. Weights
+    are moved by a little first, as some start at zero on purpose.
+
+    Parameters
+    ----------
+    model
+        Registered name, class or instance. A name or a class is made by its ``from_config`` with a vocabulary of 60
+        tokens. An instance is copied, and stays as it is.
+    **options
+        Options to make it with, where `model` is a name or a class. Without any, a width of 16, 2 layers and 4 heads.
+
+    Raises
+    ------
+    AssertionError
+        Naming the rule that was broken, and how.
+    OptionError
+        If the name or an option is unknown, or options are given with an instance.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> check_model("gene_pooling", hidden_dim=8, num_layers=1, pooling="weighted_sum")
+    >>> check_model(scforge.models.TransformerEncoder(vocab_size=60, hidden_dim=8, num_layers=1, num_heads=2))
+    """
+    # The tests around it go on with the random numbers that they would have had.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made, remake = _make(model, options)
+        apply_rules(type(made).__name__, {"it is a model": _rule_protocol}, made)
+        subject = subject_of(made, remake)
+        for rule, check in _RULES.items():
+            torch.manual_seed(1)
+            subject.model.eval().zero_grad(set_to_none=True)
+            apply_rules(type(made).__name__, {rule: check}, subject)
+
+
+def _make(
+    model: str | type[nn.Module] | nn.Module, options: dict[str, Any]
+) -> tuple[nn.Module, Callable[[], nn.Module] | None]:
+    """Return the model, and how to make another one, which an instance does not tell."""
+    if isinstance(model, nn.Module):
+        if options:
+            raise OptionError(f"options={options!r} come with an instance; give them to its constructor.")
+        return model, None
+    cls = MODELS.get(model) if isinstance(model, str) else model
+    if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+        raise OptionError(f"model={model!r} is no architecture; pass a registered name, a class or an instance.")
+    if isinstance(model, str):
+        check_model_options(model, options)
+    else:
+        parameters = inspect.signature(cls).parameters
+        if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+            check_options("option", cls.__name__, options, [name for name in parameters if name != "vocab_size"])
+    name = model if isinstance(model, str) else None
+    config = ModelConfig(architecture=name, vocab_size=VOCAB_SIZE, **(options or _SIZES))
+
+    def remake() -> nn.Module:
+        if name is not None:
+            return get_model(name, config)
+        make = getattr(cls, "from_config", None)
+        if not callable(make):
+            raise AssertionError(f"{cls.__name__}: it has no 'from_config', which makes it from a ModelConfig.")
+        made: nn.Module = make(config)
+        return made
+
+    return remake(), remake
+
+
+def _rule_protocol(model: nn.Module) -> None:
+    for name in ("forward", "encode"):
+        method = getattr(model, name, None)
+        require(callable(method), f"it has no {name!r}.")
+        parameters = inspect.signature(method).parameters  # type: ignore[arg-type]
+        given = tuple(parameters)[: len(_TOKENS)]
+        require(given == _TOKENS, f"{name} takes {given} first instead of {_TOKENS}.")
+        rest = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        require(rest, f"{name} takes no **kwargs; a batch may hold keys that are not for it.")
+    require("labels" in inspect.signature(model.forward).parameters, "forward takes no 'labels'.")
+    require(
+        callable(getattr(model, "from_config", None)), "it has no 'from_config', which makes it from a ModelConfig."
+    )
+
+
+def _rule_output(subject: Subject) -> None:
+    model, batch = subject.model, subject.masked
+    n_cells, n_tokens = batch["input_ids"].shape
+    for given in (batch, subject.tokens):
+        output = model(**given)
+        require(isinstance(output, ModelOutput), f"forward returns {type(output).__name__}, not ModelOutput.")
+        for part in ("logits", "embeddings"):
+            require(getattr(output, part) is not None, f"forward returns no {part}.")
+        shape = tuple(output.logits.shape)
+        fits = shape[:2] == (n_cells, n_tokens) and len(shape) in (2, 3)
+        require(fits, f"the logits of {n_cells} cells and {n_tokens} tokens are {shape}.")
+        shape = tuple(output.embeddings.shape)
+        require(len(shape) == 2 and shape[0] == n_cells, f"the embeddings of {n_cells} cells are {shape}.")
+        for part in ("logits", "embeddings"):
+            require(getattr(output, part).isfinite().all(), f"the {part} hold a number that is not finite.")
+    require(output.loss is None, "there is a loss without labels.")
+    loss = model(**batch).loss
+    require(loss is not None, "there is no loss though labels are given.")
+    require(loss.ndim == 0, f"the loss is {tuple(loss.shape)}, not a scalar.")
+    _require_finite(loss, "with labels")
+
+
+def _require_finite(loss: torch.Tensor, when: str) -> None:
+    require(loss.isfinite(), f"the loss is {loss.detach().item():g} {when}.")
+
+
+def _rule_without_logits(subject: Subject) -> None:
+    expected = subject.model(**subject.masked).loss
+    loss = subject.model(**subject.masked, return_logits=False).loss
+    require(loss is not None, "there is no loss with return_logits=False.")
+    require_close(loss, expected, "return_logits=False changes the loss")
+
+
+def _rule_batch_is_left_alone(subject: Subject) -> None:
+    before = {key: tensor.clone() for key, tensor in subject.masked.items()}
+    subject.model(**subject.masked)
+    require_equal(before, subject.masked, "forward changes the batch that it is given")
+    before = {key: tensor.clone() for key, tensor in subject.tokens.items()}
+    encode(subject.model, subject.tokens)
+    require_equal(before, subject.tokens, "encode changes the batch that it is given")
+
+
+def _rule_encode(subject: Subject) -> None:
+    embeddings = encode(subject.model, subject.tokens)
+    require_close(subject.model(**subject.tokens).embeddings, embeddings, "forward and encode embed cells differently")
+
+
+def _rule_determinism(subject: Subject) -> None:
+    model, outputs = subject.model, []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            output = model(**subject.masked)
+        outputs.append([encode(model, subject.tokens), output.embeddings, output.logits, output.loss])
+    for part, one, two in zip(("embeddings", "embeddings", "logits", "loss"), *outputs, strict=True):
+        require(torch.equal(one, two), f"the {part} are random in evaluation mode.")
+
+
+def _rule_cells(subject: Subject) -> None:
+    embeddings = encode(subject.model, subject.tokens).double()
+    nearest = float(torch.pdist(embeddings).min())
+    length = float(embeddings.norm(dim=1).max())
+    require(nearest > 1e-5 * length, "cells of other genes have the same embedding.")
+
+
+def _rule_labels(subject: Subject) -> None:
+    batch = subject.masked
+    chosen = batch["masked_positions"]
+    other = batch | {
+        "labels": batch["labels"].where(~chosen, N_SPECIAL),
+        "bin_labels": batch["bin_labels"].where(~chosen, 0),
+        "value_labels": batch["value_labels"] * 7,
+    }
+    with torch.no_grad():
+        one, two = subject.model(**batch), subject.model(**other)
+    for part in ("logits", "embeddings"):
+        require_close(getattr(two, part), getattr(one, part), f"labels leak into the {part}", tolerance=1e-6)
+
+
+def _rule_gradients(subject: Subject) -> None:
+    _backward(subject.model.train(), subject)
+    for name, parameter in subject.model.named_parameters():
+        if parameter.requires_grad:
+            require(took_part(parameter), f"the parameter {name!r} takes no part in the loss.")
+            require(parameter.grad.isfinite().all(), f"the gradient of {name!r} is not finite.")
+
+
+def _backward(model: nn.Module, subject: Subject) -> None:
+    for batch in (subject.masked, subject.shown):
+        loss = model(**batch).loss
+        _require_finite(loss, "in training mode")
+        loss.backward()
+
+
+def _rule_padding(subject: Subject) -> None:
+    model, tokens, masked = subject.model, subject.tokens, subject.masked
+    mask, expected = tokens["attention_mask"], encode(model, tokens)
+    require_close(encode(model, widened(tokens, 3)), expected, "more padding changes the embeddings")
+    for row, length in enumerate(mask.sum(dim=1).tolist()):
+        alone = widened({key: tensor[row : row + 1] for key, tensor in tokens.items()}, length - mask.shape[1])
+        sentence = f"cell {row} alone has another embedding than among others"
+        require_close(encode(model, alone), expected[row : row + 1], sentence)
+    for key, other in (("input_ids", N_SPECIAL + 7), ("values", 5.0), ("bin_ids", 1)):
+        changed = tokens | {key: tokens[key].masked_fill(~mask, other)}
+        require_close(encode(model, changed), expected, f"{key!r} at padding change the embeddings")
+    with torch.no_grad():
+        one, two = model(**masked), model(**widened(masked, 3))
+    require_close(two.loss, one.loss, "more padding changes the loss")
+    logits = two.logits[:, : mask.shape[1]]
+    require_close(logits[mask], one.logits[mask], "more padding changes the logits of tokens")
+
+
+def _rule_masks(subject: Subject) -> None:
+    model, expected = subject.model, encode(subject.model, subject.tokens)
+    with torch.no_grad():
+        loss = model(**subject.masked).loss
+        for dtype in (torch.int64, torch.uint8, torch.float32):
+            mask = {"attention_mask": subject.tokens["attention_mask"].to(dtype)}
+            sentence = f"a mask of {dtype} means something else than one of torch.bool"
+            require_close(encode(model, subject.tokens | mask), expected, sentence)
+            require_close(model(**subject.masked | mask).loss, loss, sentence)
+
+
+def _rule_order(subject: Subject) -> None:
+    if getattr(subject.model, "uses_order", True):
+        return
+    # The genes of a cell change places; CLS stays in front, and padding behind.
+    order = torch.stack([_shuffled(int(n), len(row)) for n, row in _lengths(subject.tokens)])
+    moved = subject.tokens | {key: tensor.gather(1, order) for key, tensor in per_token(subject.tokens).items()}
+    sentence = "uses_order is False but genes in another order change the embeddings"
+    require_close(encode(subject.model, moved), encode(subject.model, subject.tokens), sentence)
+
+
+def _lengths(batch: Batch) -> zip[Any]:
+    return zip(batch["attention_mask"].sum(dim=1), batch["input_ids"], strict=True)
+
+
+def _shuffled(n_tokens: int, width: int) -> torch.Tensor:
+    return torch.cat(
+        [torch.zeros(1, dtype=torch.int64), 1 + torch.randperm(n_tokens - 1), torch.arange(n_tokens, width)]
+    )
+
+
+def _rule_empty_cell(subject: Subject) -> None:
+    model, row = subject.model, 2
+    others = torch.arange(len(subject.tokens["input_ids"])) != row
+    expected = encode(model, subject.tokens)
+    embeddings = encode(model, _emptied(subject.tokens, row))
+    require(embeddings.isfinite().all(), "the embedding of a cell without tokens is not finite.")
+    require_close(embeddings[others], expected[others], "a cell without tokens changes the embeddings of others")
+    loss = model.train()(**_emptied(subject.masked, row)).loss
+    _require_finite(loss, "where a cell has no tokens")
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        finite = parameter.grad is None or parameter.grad.isfinite().all()
+        require(finite, f"the gradient of {name!r} is not finite where a cell has no tokens.")
+
+
+def _emptied(batch: Batch, row: int) -> Batch:
+    empty = {key: tensor.clone() for key, tensor in batch.items()}
+    for key, tensor in per_token(empty).items():
+        tensor[row] = -100 if key in ("labels", "bin_labels") else 0
+    return empty
+
+
+def _rule_weights(subject: Subject) -> None:
+    from safetensors.torch import load, save
+
+    weights = {name: tensor.contiguous() for name, tensor in subject.model.state_dict().items()}
+    again = subject.again()
+    again.load_state_dict(load(save(weights)), strict=True)
+    sentence = "a model with the same weights embeds cells differently; all that counts must stand in state_dict()"
+    require_close(encode(again, subject.tokens), encode(subject.model, subject.tokens), sentence, tolerance=1e-6)
+
+
+def _rule_lora(subject: Subject) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model, tokens = subject.model, subject.tokens
+    layers = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and not any(part.children())]
+    if not layers:
+        return
+    plain = encode(model, tokens)
+    _backward(model, subject)
+    used = [name for name in layers if took_part(model.get_submodule(name).weight)]
+    model.zero_grad(set_to_none=True)
+    config = LoraConfig(r=2, lora_alpha=16, target_modules=layers, init_lora_weights=False)
+    adapted = get_peft_model(copy.deepcopy(model), config).eval()
+    inner = adapted.get_base_model()
+    with_lora = encode(inner, tokens)
+    require(not torch.allclose(with_lora, plain, atol=1e-4), "LoRA adapters do not change the embeddings.")
+    _backward(inner, subject)
+    for name in used:
+        reached = took_part(inner.get_submodule(name).lora_B["default"].weight)
+        require(reached, f"a LoRA adapter of {name!r} does nothing; call the layer instead of reading its weight.")
+    with adapted.disable_adapter():
+        require_close(
+            encode(inner, tokens), plain, "with disabled LoRA adapters the embeddings are not those of before"
+        )
+    merged = adapted.merge_and_unload()
+    require_close(encode(merged, tokens), with_lora, "merging LoRA adapters into the weights changes the embeddings")
+
+
+class _Encode(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        embeddings: torch.Tensor = self.model.encode(input_ids, attention_mask, values)
+        return embeddings
+
+
+def _rule_export(subject: Subject) -> None:
+    batch = {key: subject.tokens[key] for key in _TOKENS}
+    dynamic = {key: {0: torch.export.Dim("cells")} for key in _TOKENS}
+    program = torch.export.export(_Encode(subject.model), (), batch, dynamic_shapes=dynamic)
+    fewer = {key: tensor[1:4] for key, tensor in batch.items()}
+    with torch.no_grad():
+        embeddings = program.module()(**fewer)
+    require_close(
+        embeddings, encode(subject.model, fewer), "exported for any number of cells, encode gives other numbers"
+    )
+
+
+_RULES: dict[str, Callable[[Subject], None]] = {
+    "forward returns a loss, logits and embeddings": _rule_output,
+    "the batch stays as it was": _rule_batch_is_left_alone,
+    "evaluation is not random": _rule_determinism,
+    "logits are left out when they are not asked for": _rule_without_logits,
+    "encode gives the embeddings of forward": _rule_encode,
+    "cells have embeddings of their own": _rule_cells,
+    "labels serve the loss alone": _rule_labels,
+    "every parameter learns": _rule_gradients,
+    "padding means nothing": _rule_padding,
+    "a mask may be of any dtype": _rule_masks,
+    "the order of genes counts only where the model says so": _rule_order,
+    "a cell may have no tokens": _rule_empty_cell,
+    "weights are saved and loaded": _rule_weights,
+    "LoRA adapts the linear layers": _rule_lora,
+    "encode can be exported for any number of cells": _rule_export,
+}
