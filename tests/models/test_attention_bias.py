@@ -7,7 +7,7 @@ import torch
 
 from scforge.models import TransformerEncoder
 from scforge.models.components import SelfAttention
-from scforge.models.components.attention import key_mask
+from scforge.models.components.attention import attention_mask_of
 
 LENGTHS = torch.tensor([7, 5, 2])
 MASK = torch.arange(7) < LENGTHS[:, None]
@@ -28,7 +28,7 @@ def test_scores_by_the_formula():
     scores = q @ k.mT / 2 + BIAS[:, None, None, :]
     weights = scores.masked_fill(~MASK[:, None, None, :], -torch.inf).softmax(dim=-1)
     expected = attention.out((weights @ v).transpose(1, 2).reshape(3, 7, 16))
-    torch.testing.assert_close(attention(hidden, key_mask(MASK, BIAS)), expected, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(attention(hidden, attention_mask_of(MASK, bias_bt=BIAS)), expected, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
@@ -43,22 +43,22 @@ def test_a_bias_of_zero_is_none(dtype):
 
 
 def test_without_a_bias_the_mask_is_as_ever():
-    assert key_mask(None) is None
-    assert torch.equal(key_mask(MASK), MASK[:, None, None, :])
-    assert key_mask(MASK).dtype == torch.bool
-    torch.testing.assert_close(key_mask(None, BIAS), BIAS[:, None, None, :])
+    assert attention_mask_of(None) is None
+    assert torch.equal(attention_mask_of(MASK), MASK[:, None, None, :])
+    assert attention_mask_of(MASK).dtype == torch.bool
+    torch.testing.assert_close(attention_mask_of(None, bias_bt=BIAS), BIAS[:, None, None, :])
 
 
 def test_a_strong_bias_draws_all_attention():
     attention, hidden = SelfAttention(16, 4), torch.randn(1, 6, 16)
     bias = torch.zeros(1, 6)
     bias[0, 3] = 50.0
-    drawn = attention(hidden, key_mask(torch.ones(1, 6), bias))
+    drawn = attention(hidden, attention_mask_of(torch.ones(1, 6, dtype=torch.bool), bias_bt=bias))
     value = attention.qkv(hidden)[:, 3:4, 32:]
     torch.testing.assert_close(drawn, attention.out(value).expand(1, 6, 16), atol=1e-6, rtol=1e-4)
     moved = hidden.clone()
     moved[0, 3] += 1
-    assert (attention(moved, key_mask(None, bias)) - drawn).abs().max() > 1e-2
+    assert (attention(moved, attention_mask_of(None, bias_bt=bias)) - drawn).abs().max() > 1e-2
 
 
 def test_it_matters_and_is_not_a_shift():

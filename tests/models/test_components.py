@@ -22,11 +22,12 @@ from scforge.models import (
 from scforge.models.components import (
     GeneExpressionEmbedding,
     MaskedGenePredictionHead,
+    SelfAttention,
+    TransformerBlock,
     cls_pool,
     generate_causal_mask,
     mean_pool,
 )
-from scforge.models.components.attention import SelfAttention, TransformerBlock
 from scforge.models.registry import MODELS
 
 
@@ -215,6 +216,6 @@ def test_get_model():
     config = ModelConfig(architecture="transformer_encoder", vocab_size=5000, hidden_dim=64, num_layers=2, num_heads=8)
     model = get_model(config.architecture, config)
     assert type(model).__name__ == "TransformerEncoder"
-    assert len(model.layers) == 2
+    assert len(model.encoder.layers) == 2
     with pytest.raises(ValueError, match="did you mean 'transformer_encoder'"):
         get_model("transformer_encode", config)

@@ -59,18 +59,18 @@ def test_defaults_are_the_documented_ones():
     assert model.pooling == "cls"
     assert model.embedding.max_seq_len == 2048
     assert model.embedding.expression_projection is not None
-    assert model.layers[0].ffn_in.out_features == 32
-    assert model.final_norm.eps == 1e-12
+    assert model.encoder.layers[0].ffn_in.out_features == 32
+    assert model.encoder.final_norm.eps == 1e-12
     assert model.embedding.dropout.p == 0.1
 
 
 def test_pooling_is_what_it_says():
     ids, mask = torch.randint(4, 50, (3, 6)), torch.ones(3, 6)
     mask[0, 4:] = 0
-    for pooling in ("cls", "mean"):
+    for pooling in ("cls", "mean", "last"):
         model = TransformerEncoder(50, 8, 1, 2, pooling=pooling).eval()
-        hidden = model._hidden(ids, mask, None)
-        kept = hidden[0, :4].mean(dim=0) if pooling == "mean" else hidden[0, 0]
+        hidden = model(ids, mask, output_hidden_states=True).hidden_states[-1]
+        kept = {"mean": hidden[0, :4].mean(dim=0), "cls": hidden[0, 0], "last": hidden[0, 3]}[pooling]
         torch.testing.assert_close(model.encode(ids, mask)[0], kept)
 
 
@@ -78,7 +78,7 @@ def test_pooling_is_what_it_says():
     ("options", "message"),
     [
         ({"num_heads": 3}, "hidden_dim=8 is not divisible by num_heads=3"),
-        ({"pooling": "max"}, "pooling='max' is not known .known: 'cls', 'mean'"),
+        ({"pooling": "max"}, "pooling='max' is not known .known: 'cls', 'last', 'mean'"),
         ({"activation": "tanh"}, "activation='tanh' is not known"),
     ],
 )

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError, listing
 
 if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
 
-__all__ = ["build_from_config", "check_choice", "count_parameters", "init_weights", "token_loss"]
+__all__ = ["build_from_config", "check_choice", "count_parameters", "init_weights"]
 
 _INIT_STD = 0.02
 
@@ -60,8 +60,19 @@ def check_choice(argument: str, value: Any, known: list[str]) -> None:
         raise OptionError(f"{argument}={value!r} is not known (known: {listing(known)})")
 
 
-def build_from_config[M: nn.Module](cls: type[M], config: ModelConfig) -> M:
+def build_from_config[M: nn.Module](
+    cls: type[M], config: ModelConfig, renamed: Mapping[str, str] = MappingProxyType({})
+) -> M:
     """Make a module from a configuration: what the user set is passed on, for the rest the constructor's defaults hold.
+
+    Parameters
+    ----------
+    cls
+        The class.
+    config
+        The configuration.
+    renamed
+        Fields of the configuration that the constructor knows by another name, e.g. ``{"hidden_dim": "encoder_dim"}``.
 
     Raises
     ------
@@ -75,7 +86,13 @@ def build_from_config[M: nn.Module](cls: type[M], config: ModelConfig) -> M:
     parameters = {p.name: p for p in inspect.signature(cls).parameters.values()}
     # One configuration may serve several architectures; of the common fields each takes those it has.
     common = set(type(config).model_fields)
-    options = {n: v for n, v in config.user_options().items() if n in parameters or n not in common}
+    options: dict[str, Any] = {}
+    for name, value in config.user_options().items():
+        wanted = renamed.get(name, name)
+        if wanted in parameters or name not in common:
+            if wanted in options:
+                raise OptionError(f"{name}={value!r} and {wanted}={options[wanted]!r} name the same option; give one.")
+            options[wanted] = value
     if unknown := [name for name in options if name not in parameters]:
         known = [name for name in parameters if name != "vocab_size"]
         raise OptionError(f"{cls.__name__} has no option {unknown[0]!r} (known: {listing(known, most=20)})")
@@ -83,29 +100,3 @@ def build_from_config[M: nn.Module](cls: type[M], config: ModelConfig) -> M:
         if parameter.default is inspect.Parameter.empty and name not in options and name != "vocab_size":
             options[name] = getattr(config, name)
     return cls(vocab_size=config.vocab_size, **options)
-
-
-def token_loss(
-    head: nn.Module, hidden_bsh: torch.Tensor, labels_bs: torch.Tensor | None, *, return_logits: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the cross entropy at labelled positions and the logits.
-
-    Without `return_logits` the vocabulary head runs at labelled positions only, which is most of the cost of a small
-    model, and the logits are None.
-    """
-    if return_logits:
-        logits = head(hidden_bsh)
-        if labels_bs is None:
-            return None, logits
-        return _mean_loss(logits.flatten(0, 1), labels_bs.flatten()), logits
-    if labels_bs is None:
-        return None, None
-    chosen = labels_bs != IGNORE_LABEL
-    logits = head(hidden_bsh[chosen])
-    return _mean_loss(logits, labels_bs[chosen]), None
-
-
-def _mean_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy at labelled positions; 0 where there is none, e.g. in a batch of empty cells."""
-    total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_LABEL, reduction="sum")
-    return total / (labels != IGNORE_LABEL).sum().clamp(min=1)

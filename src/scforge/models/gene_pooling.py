@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from scforge._checks import check_count
-from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights, token_loss
+from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
+from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding
 from scforge.models.components.gene_vectors import token_bag
 from scforge.models.components.heads import MaskedGenePredictionHead

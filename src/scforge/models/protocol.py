@@ -26,13 +26,20 @@ class ModelOutput:
     embeddings
         One vector a cell, shape (B, H).
     hidden_states
-        Hidden states after each layer, each of shape (B, S, H), where an architecture offers them.
+        Hidden states after each layer, each of shape (B, S, H), if they were asked for.
+    expression
+        Predicted expression of each token beside its gene, where an architecture offers it: values, shape (B, S), or
+        logits of bins, shape (B, S, number of bins).
+    attentions
+        Attention weights of each layer, float32, each of shape (B, heads, S, S), if they were asked for.
     """
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
     embeddings: torch.Tensor | None = None
     hidden_states: tuple[torch.Tensor, ...] | None = None
+    expression: torch.Tensor | None = None
+    attentions: tuple[torch.Tensor, ...] | None = None
 
 
 @runtime_checkable

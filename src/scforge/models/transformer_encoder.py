@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights, token_loss
-from scforge.models.components.attention import TransformerBlock, key_mask
+from scforge._checks import check_bool, check_positive
+from scforge.errors import OptionError
+from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
+from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding
-from scforge.models.components.heads import MaskedGenePredictionHead
+from scforge.models.components.heads import BinPredictionHead, ExpressionPredictionHead, MaskedGenePredictionHead
 from scforge.models.components.pooling import POOLINGS
+from scforge.models.components.transformer import StackOutput, TransformerStack
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
 
@@ -26,7 +29,7 @@ __all__ = ["TransformerEncoder"]
 
 @register_model("transformer_encoder")
 class TransformerEncoder(nn.Module):
-    """BERT-style encoder: gene embedding, pre-norm transformer blocks, final norm, masked gene head.
+    """BERT-style encoder: gene embedding, transformer layers, head for hidden genes.
 
     Parameters
     ----------
@@ -45,7 +48,7 @@ class TransformerEncoder(nn.Module):
     max_seq_len
         Most tokens of a cell.
     pooling
-        ``"cls"`` (state of the first token) or ``"mean"`` (mean over tokens).
+        ``"cls"`` (state of the first token), ``"mean"`` (mean over tokens) or ``"last"`` (state of the last token).
     activation
         ``"gelu"``, ``"relu"`` or ``"silu"``.
     use_expression_values
@@ -55,6 +58,22 @@ class TransformerEncoder(nn.Module):
     gene_vectors
         Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
         :class:`scforge.models.components.GeneVectorEmbedding`. ``Encoder`` sets it for tokenizers with gene vectors.
+    position_embedding
+        ``"learned"``, ``"rotary"``, or ``"none"``: then the order of the tokens does not matter.
+    norm_first
+        Pre-norm layers and a final norm, rather than post-norm layers.
+    tie_head
+        The last layer of the head is the gene embedding.
+    expression_head
+        Also predict the expression of hidden tokens: ``"value"`` (mean squared error) or ``"bin"`` (cross entropy).
+    n_bins
+        Number of expression bins, for ``"bin"``.
+    expression_loss_weight
+        Weight of that loss beside that of the genes.
+    gradient_checkpointing
+        Compute each layer again in the backward pass rather than keep what it computed.
+    unpad
+        Whether padding is taken out of the computation; None does where it is worth its while.
 
     Examples
     --------
@@ -79,21 +98,60 @@ class TransformerEncoder(nn.Module):
         use_expression_values: bool = True,
         layer_norm_eps: float = 1e-12,
         gene_vectors: dict[str, Any] | None = None,
+        *,
+        position_embedding: str = "learned",
+        norm_first: bool = True,
+        tie_head: bool = False,
+        expression_head: str | None = None,
+        n_bins: int | None = None,
+        expression_loss_weight: float = 1.0,
+        gradient_checkpointing: bool = False,
+        unpad: bool | None = None,
     ) -> None:
         super().__init__()
         check_choice("pooling", pooling, sorted(POOLINGS))
+        check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
+        if expression_head is not None:
+            check_choice("expression_head", expression_head, ["value", "bin"])
+        if (expression_head == "bin") != (n_bins is not None):
+            raise OptionError(f"n_bins={n_bins!r} does not go with expression_head={expression_head!r}; give both.")
+        if check_bool("tie_head", tie_head) and gene_vectors is not None:
+            raise OptionError("tie_head=True needs a learned gene embedding, not gene_vectors; leave one of them out.")
         self.vocab_size = vocab_size
         self.hidden_dim = hidden_dim
         self.pooling = pooling
+        self.tie_head = tie_head
+        self.expression_loss_weight = expression_loss_weight
+        self.uses_order = position_embedding != "none"
         self.embedding = GeneExpressionEmbedding(
-            vocab_size, hidden_dim, max_seq_len, dropout, use_expression_values, layer_norm_eps, gene_vectors
+            vocab_size,
+            hidden_dim,
+            max_seq_len,
+            dropout,
+            use_expression_values,
+            layer_norm_eps,
+            gene_vectors,
+            position_embedding=position_embedding,
         )
-        self.layers = nn.ModuleList(
-            TransformerBlock(hidden_dim, num_heads, ffn_dim, dropout, activation, layer_norm_eps)
-            for _ in range(num_layers)
+        self.encoder = TransformerStack(
+            hidden_dim,
+            num_layers,
+            num_heads,
+            ffn_dim,
+            dropout,
+            activation,
+            layer_norm_eps,
+            norm_first=norm_first,
+            rotary=position_embedding == "rotary",
+            gradient_checkpointing=gradient_checkpointing,
+            unpad=unpad,
         )
-        self.final_norm = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
-        self.head = MaskedGenePredictionHead(hidden_dim, vocab_size, layer_norm_eps)
+        self.head = MaskedGenePredictionHead(hidden_dim, vocab_size, layer_norm_eps, own_weight=not tie_head)
+        self.expression_head: ExpressionPredictionHead | BinPredictionHead | None = None
+        if expression_head == "value":
+            self.expression_head = ExpressionPredictionHead(hidden_dim)
+        if n_bins is not None:
+            self.expression_head = BinPredictionHead(hidden_dim, n_bins, layer_norm_eps)
         self.apply(init_weights)
 
     def forward(
@@ -104,10 +162,15 @@ class TransformerEncoder(nn.Module):
         labels: torch.Tensor | None = None,
         *,
         attention_bias: torch.Tensor | None = None,
+        masked_positions: torch.Tensor | None = None,
+        value_labels: torch.Tensor | None = None,
+        bin_labels: torch.Tensor | None = None,
         return_logits: bool = True,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Predict the genes of a batch.
+        """Predict the genes, and with an expression head the expression, of a batch.
 
         Parameters
         ----------
@@ -121,18 +184,67 @@ class TransformerEncoder(nn.Module):
             Token ids to predict, shape (B, S); -100 where there is nothing to predict.
         attention_bias
             Number to add to the attention scores of each token as a key, shape (B, S).
+        masked_positions, value_labels
+            Positions whose value is to predict (bool) and the values, shape (B, S); for ``expression_head="value"``.
+        bin_labels
+            Bins to predict, shape (B, S), -100 where there is nothing to predict; for ``expression_head="bin"``.
         return_logits
-            If false, the vocabulary head runs at labelled positions only and ``logits`` is None.
+            If false, heads run only where there is something to predict, and ``logits`` and ``expression`` are None.
+        output_hidden_states, output_attentions
+            Also return the states after each layer, and the attention weights.
         **kwargs
             Other keys of the batch, ignored.
 
         Returns
         -------
-        ``loss`` (with `labels`), ``logits`` (B, S, V) and ``embeddings`` (B, H).
+        ``loss`` (with something to predict), ``logits`` (B, S, V), ``embeddings`` (B, H) and ``expression``, values
+        (B, S) or logits of bins (B, S, n_bins).
         """
-        hidden_bsh = self._hidden(input_ids, attention_mask, values, attention_bias)
-        loss, logits = token_loss(self.head, hidden_bsh, labels, return_logits=return_logits)
-        return ModelOutput(loss=loss, logits=logits, embeddings=self._pool(hidden_bsh, attention_mask))
+        out = self._states(
+            input_ids,
+            attention_mask,
+            values,
+            attention_bias,
+            output_hidden_states=output_hidden_states,
+            output_attentions=output_attentions,
+        )
+        weight = self.embedding.gene_embedding.weight if self.tie_head else None
+        loss, logits = token_loss(self.head, out.hidden, labels, return_logits=return_logits, weight_vh=weight)
+        expression = None
+        if self.expression_head is not None:
+            further = self._expression_loss(out.hidden, masked_positions, value_labels, bin_labels)
+            if further is not None:
+                further = self.expression_loss_weight * further
+                loss = further if loss is None else loss + further
+            expression = self.expression_head(out.hidden) if return_logits else None
+        return ModelOutput(
+            loss=loss,
+            logits=logits,
+            embeddings=self._pool(out.hidden, attention_mask),
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+            expression=expression,
+        )
+
+    def _expression_loss(
+        self,
+        hidden_bsh: torch.Tensor,
+        masked_bs: torch.Tensor | None,
+        values_bs: torch.Tensor | None,
+        bins_bs: torch.Tensor | None,
+    ) -> torch.Tensor | None:
+        """Return the loss of the expression head where there is something to predict."""
+        if isinstance(self.expression_head, BinPredictionHead):
+            return (
+                None
+                if bins_bs is None
+                else token_loss(self.expression_head, hidden_bsh, bins_bs, return_logits=False)[0]
+            )
+        if masked_bs is None or values_bs is None or self.expression_head is None:
+            return None
+        chosen = masked_bs != 0
+        error = self.expression_head(hidden_bsh[chosen]).float() - values_bs[chosen].float()
+        return error.square().sum() / max(1, len(error))
 
     def encode(
         self,
@@ -144,20 +256,17 @@ class TransformerEncoder(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return cell embeddings, shape (B, H). The arguments are those of :meth:`forward`."""
-        return self._pool(self._hidden(input_ids, attention_mask, values, attention_bias), attention_mask)
+        return self._pool(self._states(input_ids, attention_mask, values, attention_bias).hidden, attention_mask)
 
-    def _hidden(
+    def _states(
         self,
         input_ids: torch.Tensor,
         attention_mask: torch.Tensor,
-        values: torch.Tensor | None = None,
-        attention_bias: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        mask = key_mask(attention_mask, attention_bias)
-        hidden_bsh = self.embedding(input_ids, values)
-        for layer in self.layers:
-            hidden_bsh = layer(hidden_bsh, mask)
-        return self.final_norm(hidden_bsh)
+        values: torch.Tensor | None,
+        attention_bias: torch.Tensor | None,
+        **wanted: bool,
+    ) -> StackOutput:
+        return self.encoder(self.embedding(input_ids, values), attention_mask, attention_bias=attention_bias, **wanted)
 
     def _pool(self, hidden_bsh: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         return POOLINGS[self.pooling](hidden_bsh, attention_mask)

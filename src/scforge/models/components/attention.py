@@ -1,22 +1,18 @@
-"""Attention: one scaled-dot-product block for all architectures.
+"""Attention: one scaled-dot-product attention for all architectures.
 
-Shapes: B cells, S tokens, H hidden, N heads, D = H / N.
+Shapes: B cells, S tokens, T keys, H hidden, N heads, D = H / N.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from scforge.errors import OptionError
-from scforge.models._utils import check_choice
+from scforge.models.components.rotary import rotate
 
-__all__ = ["SelfAttention", "TransformerBlock", "generate_causal_mask", "key_mask"]
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+__all__ = ["KeyValueCache", "SelfAttention", "attention_mask_of", "generate_causal_mask"]
 
 
 def generate_causal_mask(seq_len: int, device: torch.device | None = None) -> torch.Tensor:
@@ -32,20 +28,75 @@ def generate_causal_mask(seq_len: int, device: torch.device | None = None) -> to
     return torch.full((seq_len, seq_len), float("-inf"), device=device).triu(diagonal=1)
 
 
-def key_mask(
-    attention_mask_bs: torch.Tensor | None, attention_bias_bs: torch.Tensor | None = None
+def attention_mask_of(
+    tokens_bt: torch.Tensor | None,
+    *,
+    causal: bool = False,
+    n_queries: int | None = None,
+    bias_bt: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
-    """Return a padding mask (bool, int or float; nonzero for tokens) as a bool mask of shape (B, 1, 1, S).
+    """Return the mask of scaled-dot-product attention, of shape (B, 1, 1 or S, T).
 
-    With a bias of the keys the mask is a float one: the bias, and ``-inf`` at padding.
+    Parameters
+    ----------
+    tokens_bt
+        True for keys that are tokens, bool, shape (B, T); None if all are.
+    causal
+        Let each query see the keys up to its own place, the last `n_queries` keys being the queries. Needs `n_queries`
+        and one of the other two, for a causal mask alone is better left to the kernel.
+    bias_bt
+        Added to the scores of each key, shape (B, T).
+
+    Returns
+    -------
+    Bool, true where attention is allowed; with a bias float, ``-inf`` where it is not; None if there is nothing to say.
     """
-    mask = attention_mask_bs
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask != 0
-    if attention_bias_bs is not None:
-        bias = attention_bias_bs.float()
-        mask = bias if mask is None else bias.masked_fill(~mask, float("-inf"))
-    return None if mask is None else mask[:, None, None, :]
+    allowed = None if tokens_bt is None else tokens_bt[:, None, None, :]
+    given = tokens_bt if tokens_bt is not None else bias_bt
+    if causal and given is not None and n_queries is not None:
+        n_keys = given.shape[1]
+        before = torch.ones((n_queries, n_keys), dtype=torch.bool, device=given.device).tril(n_keys - n_queries)
+        allowed = before[None, None] if allowed is None else allowed & before
+    if bias_bt is None:
+        return allowed
+    bias = bias_bt.float()[:, None, None, :]
+    return bias if allowed is None else torch.where(allowed, bias, float("-inf"))
+
+
+class KeyValueCache:
+    """Keys and values of the tokens of cells that are being generated, for each layer of a stack.
+
+    Memory doubles whenever it is full, so that a token costs the same however many there are.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.tokens: torch.Tensor | None = None
+        self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def add_tokens(self, tokens_bs: torch.Tensor) -> torch.Tensor:
+        """Note which of the next positions are tokens, bool (B, S); return it for all positions so far, (B, T)."""
+        self.tokens = tokens_bs if self.tokens is None else torch.cat([self.tokens, tokens_bs], dim=1)
+        return self.tokens
+
+    def extend(self, layer: int, key_bnsd: torch.Tensor, value_bnsd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add keys and values of the next positions of a layer; return all of its, (B, N, T, D)."""
+        assert self.tokens is not None
+        start, stop = self.tokens.shape[1] - key_bnsd.shape[2], self.tokens.shape[1]
+        if layer == len(self._layers):
+            self._layers.append((key_bnsd[:, :, :0], value_bnsd[:, :, :0]))
+        grown = []
+        for kept, new in zip(self._layers[layer], (key_bnsd, value_bnsd), strict=True):
+            if stop > kept.shape[2]:
+                room = max(stop, 2 * kept.shape[2])
+                more = new.new_empty((*new.shape[:2], room, new.shape[3]))
+                more[:, :, :start] = kept[:, :, :start]
+                kept = more
+            kept[:, :, start:stop] = new
+            grown.append(kept)
+        self._layers[layer] = (grown[0], grown[1])
+        self.length = stop
+        return grown[0][:, :, :stop], grown[1][:, :, :stop]
 
 
 class SelfAttention(nn.Module):
@@ -69,56 +120,83 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(hidden_dim, 3 * hidden_dim)
         self.out = nn.Linear(hidden_dim, hidden_dim)
 
-    def forward(self, hidden_bsh: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Attend; `mask` is broadcast to (B, N, S, S): true where attention is allowed, or added to the scores."""
-        batch, seq, width = hidden_bsh.shape
-        qkv = self.qkv(hidden_bsh).view(batch, seq, 3, self.num_heads, width // self.num_heads)
-        q_bnsd, k_bnsd, v_bnsd = qkv.permute(2, 0, 3, 1, 4)
+    def forward(
+        self,
+        hidden_bsh: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        causal: bool = False,
+        rotation: torch.Tensor | None = None,
+        cache: tuple[KeyValueCache, int] | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Parameters
+        ----------
+        hidden_bsh
+            States, shape (B, S, H).
+        mask
+            Broadcast to (B, N, S, T): true where attention is allowed, or added to the scores.
+        causal
+            Let each token see those up to itself; without a mask only.
+        rotation
+            Of :func:`scforge.models.components.rotary.rotation_of`.
+        cache
+            Earlier keys and values to which these tokens are added, and the number of the layer.
+
+        Returns
+        -------
+        Shape (B, S, H).
+        """
+        q_bnsd, k_bntd, v_bntd = self._project(hidden_bsh, rotation, cache)
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q_bnsd.dtype)  # of lower precision under autocast
-        mixed_bnsd = F.scaled_dot_product_attention(q_bnsd, k_bnsd, v_bnsd, attn_mask=mask)
-        return self.out(mixed_bnsd.transpose(1, 2).reshape(batch, seq, width))
+        mixed_bnsd = F.scaled_dot_product_attention(q_bnsd, k_bntd, v_bntd, attn_mask=mask, is_causal=causal)
+        return self.out(mixed_bnsd.transpose(1, 2).flatten(2))
 
+    def packed(
+        self, hidden_ph: torch.Tensor, ends: torch.Tensor, longest: int, *, causal: bool, rotation: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Attend within cells that stand one after the other, shape (P, H); on CUDA, in half precision.
 
-class TransformerBlock(nn.Module):
-    """Pre-norm transformer layer: norm, attention, residual; norm, feed-forward, residual.
+        Cell i stands at ``ends[i]`` to ``ends[i + 1]``, int32, shape (B + 1,); `longest` is the most tokens of one.
+        """
+        from torch.nn.attention.varlen import varlen_attn
 
-    Parameters
-    ----------
-    hidden_dim, num_heads
-        Width and heads of the attention.
-    ffn_dim
-        Width of the feed-forward layer; ``4 * hidden_dim`` if None.
-    dropout
-        Dropout on each residual branch and inside the feed-forward layer.
-    activation
-        ``"gelu"``, ``"relu"`` or ``"silu"``.
-    layer_norm_eps
-        Epsilon of the layer norms.
-    """
+        q_pnd, k_pnd, v_pnd = self.qkv(hidden_ph).unflatten(-1, (3, self.num_heads, -1)).unbind(dim=1)
+        if rotation is not None:
+            q_pnd, k_pnd = rotate(q_pnd, rotation), rotate(k_pnd, rotation)
+        window = (-1, 0) if causal else (-1, -1)
+        mixed_pnd = varlen_attn(q_pnd, k_pnd, v_pnd, ends, ends, longest, longest, window_size=window)
+        return self.out(mixed_pnd.flatten(1))
 
-    def __init__(
+    def weights(
         self,
-        hidden_dim: int,
-        num_heads: int,
-        ffn_dim: int | None = None,
-        dropout: float = 0.1,
-        activation: str = "gelu",
-        layer_norm_eps: float = 1e-12,
-    ) -> None:
-        super().__init__()
-        check_choice("activation", activation, sorted(ACTIVATIONS))
-        ffn_dim = 4 * hidden_dim if ffn_dim is None else ffn_dim
-        self.activation = ACTIVATIONS[activation]
-        self.norm_attention = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
-        self.attention = SelfAttention(hidden_dim, num_heads)
-        self.norm_ffn = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
-        self.ffn_in = nn.Linear(hidden_dim, ffn_dim)
-        self.ffn_out = nn.Linear(ffn_dim, hidden_dim)
-        self.dropout = nn.Dropout(dropout)
+        hidden_bsh: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        causal: bool = False,
+        rotation: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return how much each token (rows) looks at each (columns), float32, shape (B, N, S, S)."""
+        q_bnsd, k_bnsd, _ = self._project(hidden_bsh, rotation, None)
+        scores = (q_bnsd @ k_bnsd.transpose(-1, -2)).float() / q_bnsd.shape[-1] ** 0.5
+        if causal:
+            scores = scores + generate_causal_mask(scores.shape[-1], device=scores.device)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        # A query of a cell without tokens looks at nothing.
+        return scores.softmax(dim=-1).nan_to_num(0.0)
 
-    def forward(self, hidden_bsh: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the hidden states of the next layer, shape (B, S, H)."""
-        hidden_bsh = hidden_bsh + self.dropout(self.attention(self.norm_attention(hidden_bsh), mask))
-        inner = self.dropout(self.activation(self.ffn_in(self.norm_ffn(hidden_bsh))))
-        return hidden_bsh + self.dropout(self.ffn_out(inner))
+    def _project(
+        self, hidden_bsh: torch.Tensor, rotation: torch.Tensor | None, cache: tuple[KeyValueCache, int] | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return queries, keys and values, (B, N, S or T, D)."""
+        qkv = self.qkv(hidden_bsh).unflatten(-1, (3, self.num_heads, -1))
+        q_bnsd, k_bnsd, v_bnsd = qkv.permute(2, 0, 3, 1, 4)
+        if rotation is not None:
+            q_bnsd = rotate(q_bnsd.transpose(1, 2), rotation).transpose(1, 2)
+            k_bnsd = rotate(k_bnsd.transpose(1, 2), rotation).transpose(1, 2)
+        if cache is not None:
+            k_bnsd, v_bnsd = cache[0].extend(cache[1], k_bnsd, v_bnsd)
+        return q_bnsd, k_bnsd, v_bnsd

@@ -11,10 +11,13 @@ import torch
 from torch import nn
 
 from scforge.errors import OptionError
+from scforge.models._utils import check_choice
+from scforge.models.components.dropout import Dropout
 from scforge.models.components.gene_vectors import token_embedding
 
-__all__ = ["GeneExpressionEmbedding"]
+__all__ = ["POSITION_EMBEDDINGS", "GeneExpressionEmbedding"]
 
+POSITION_EMBEDDINGS = ("learned", "rotary", "none")
 _VALUE_SCALE = 0.02
 
 
@@ -38,6 +41,9 @@ class GeneExpressionEmbedding(nn.Module):
     gene_vectors
         Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
         :class:`GeneVectorEmbedding`.
+    position_embedding
+        ``"learned"`` adds a vector for each position; ``"rotary"`` (which the attention brings) and ``"none"`` add
+        nothing.
 
     Examples
     --------
@@ -55,19 +61,24 @@ class GeneExpressionEmbedding(nn.Module):
         use_expression_values: bool = True,
         layer_norm_eps: float = 1e-12,
         gene_vectors: dict[str, Any] | None = None,
+        *,
+        position_embedding: str = "learned",
     ) -> None:
         super().__init__()
+        check_choice("position_embedding", position_embedding, list(POSITION_EMBEDDINGS))
         self.max_seq_len = max_seq_len
         self.gene_embedding = token_embedding(vocab_size, hidden_dim, gene_vectors)
-        self.position_embedding = nn.Embedding(max_seq_len, hidden_dim)
+        self.position_embedding = nn.Embedding(max_seq_len, hidden_dim) if position_embedding == "learned" else None
         self.expression_projection = nn.Linear(1, hidden_dim) if use_expression_values else None
         # Values of 5 and more times Xavier weights would drown gene embeddings of standard deviation 0.02 (measured on
         # PBMC 3k: masked-gene loss 5.9 instead of 4.2). So values start on the scale of the gene embeddings.
         self.expression_scale = nn.Parameter(torch.tensor(_VALUE_SCALE)) if use_expression_values else None
         self.layer_norm = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
-    def forward(self, input_ids: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, input_ids: torch.Tensor, values: torch.Tensor | None = None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Embed tokens.
 
         Parameters
@@ -76,19 +87,23 @@ class GeneExpressionEmbedding(nn.Module):
             Token ids, shape (B, S).
         values
             Expression values, shape (B, S); zeros if None.
+        positions
+            Position of each token, int64, shape (S,) or (B, S); 0, 1, 2, ... if None.
 
         Returns
         -------
         Shape (B, S, H).
         """
         seq_len = input_ids.shape[1]
-        if seq_len > self.max_seq_len:
+        if positions is None and seq_len > self.max_seq_len:
             raise OptionError(
                 f"a cell has {seq_len} tokens but max_seq_len={self.max_seq_len}; "
                 "raise max_seq_len or lower the tokenizer's max_genes."
             )
-        positions = torch.arange(seq_len, device=input_ids.device)
-        hidden = self.gene_embedding(input_ids) + self.position_embedding(positions)
+        hidden = self.gene_embedding(input_ids)
+        if self.position_embedding is not None:
+            positions = torch.arange(seq_len, device=input_ids.device) if positions is None else positions
+            hidden = hidden + self.position_embedding(positions)
         if self.expression_projection is not None:
             weight = self.expression_projection.weight
             values = torch.zeros_like(input_ids) if values is None else values

@@ -9,7 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-__all__ = ["MaskedGenePredictionHead"]
+from scforge.errors import OptionError
+from scforge.models.components.cross_entropy import linear_cross_entropy, mean_token_loss
+
+__all__ = ["BinPredictionHead", "ExpressionPredictionHead", "MaskedGenePredictionHead"]
 
 
 class MaskedGenePredictionHead(nn.Module):
@@ -23,6 +26,8 @@ class MaskedGenePredictionHead(nn.Module):
         Number of tokens V.
     layer_norm_eps
         Epsilon of the layer norm.
+    own_weight
+        False for a head whose last layer is the gene embedding, which it is given with each call.
 
     Examples
     --------
@@ -31,15 +36,50 @@ class MaskedGenePredictionHead(nn.Module):
     torch.Size([2, 5, 50])
     """
 
-    def __init__(self, hidden_dim: int, vocab_size: int, layer_norm_eps: float = 1e-12) -> None:
+    takes_labels = True
+    """Whether :meth:`forward` computes the loss when it is given labels."""
+
+    def __init__(
+        self, hidden_dim: int, vocab_size: int, layer_norm_eps: float = 1e-12, *, own_weight: bool = True
+    ) -> None:
         super().__init__()
         self.dense = nn.Linear(hidden_dim, hidden_dim)
         self.layer_norm = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
-        self.decoder = nn.Linear(hidden_dim, vocab_size)
+        self.decoder = nn.Linear(hidden_dim, vocab_size) if own_weight else None
+        self.bias = None if own_weight else nn.Parameter(torch.zeros(vocab_size))
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return logits of shape (..., V) for hidden states of shape (..., H)."""
-        return self.decoder(self.layer_norm(F.gelu(self.dense(hidden_states))))
+    def forward(
+        self, hidden_states: torch.Tensor, weight: torch.Tensor | None = None, *, labels: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return logits, or with `labels` the mean cross entropy without all logits at once.
+
+        Parameters
+        ----------
+        hidden_states
+            Shape (..., H).
+        weight
+            Last layer of a head without its own, shape (V, H).
+        labels
+            Token ids, int64, shape (M,), for states of shape (M, H).
+
+        Returns
+        -------
+        Shape (..., V), or a scalar.
+        """
+        states, bias = self.layer_norm(F.gelu(self.dense(hidden_states))), self.bias
+        if self.decoder is not None:
+            # What was wrapped (LoRA), parametrised or hooked is called as it is.
+            hooked = self.decoder._forward_hooks or self.decoder._forward_pre_hooks
+            if labels is None or type(self.decoder) is not nn.Linear or hooked:
+                logits = self.decoder(states)
+                return logits if labels is None else mean_token_loss(logits, labels)
+            weight, bias = self.decoder.weight, self.decoder.bias
+        if weight is None:
+            raise OptionError("weight=None but the head has none of its own; pass the gene embedding that it shares.")
+        if labels is None or torch.compiler.is_compiling():
+            logits = F.linear(states, weight, bias)
+            return logits if labels is None else mean_token_loss(logits, labels)
+        return linear_cross_entropy(states, weight, bias, labels)
 
     @torch.no_grad()
     def init_bias(self, token_counts: torch.Tensor) -> None:
@@ -49,4 +89,61 @@ class MaskedGenePredictionHead(nn.Module):
         into what depends on the cell.
         """
         smoothed = token_counts.double() + 1.0
-        self.decoder.bias.copy_((smoothed / smoothed.sum()).log())
+        bias = self.bias if self.decoder is None else self.decoder.bias
+        assert bias is not None
+        bias.copy_((smoothed / smoothed.sum()).log())
+
+
+class BinPredictionHead(nn.Module):
+    """Logits over expression bins: Linear, GELU, LayerNorm, Linear.
+
+    Parameters
+    ----------
+    hidden_dim
+        Width H of what comes in.
+    n_bins
+        Number of bins.
+    layer_norm_eps
+        Epsilon of the layer norm.
+
+    Examples
+    --------
+    >>> head = BinPredictionHead(hidden_dim=8, n_bins=51)
+    >>> head(torch.randn(2, 5, 8)).shape
+    torch.Size([2, 5, 51])
+    """
+
+    def __init__(self, hidden_dim: int, n_bins: int, layer_norm_eps: float = 1e-12) -> None:
+        super().__init__()
+        self.dense = nn.Linear(hidden_dim, hidden_dim)
+        self.layer_norm = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
+        self.decoder = nn.Linear(hidden_dim, n_bins)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return logits of shape (..., n_bins) for hidden states of shape (..., H)."""
+        return self.decoder(self.layer_norm(F.gelu(self.dense(hidden_states))))
+
+
+class ExpressionPredictionHead(nn.Module):
+    """A number for each token: Linear, GELU, Linear.
+
+    Parameters
+    ----------
+    hidden_dim
+        Width H of what comes in.
+
+    Examples
+    --------
+    >>> head = ExpressionPredictionHead(hidden_dim=8)
+    >>> head(torch.randn(2, 5, 8)).shape
+    torch.Size([2, 5])
+    """
+
+    def __init__(self, hidden_dim: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(hidden_dim, hidden_dim)
+        self.decoder = nn.Linear(hidden_dim, 1)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return numbers of shape (...) for hidden states of shape (..., H)."""
+        return self.decoder(F.gelu(self.dense(hidden_states))).squeeze(-1)

@@ -1,0 +1,152 @@
+"""Cross entropy over a large vocabulary, at the tokens that have a target.
+
+Shapes: B cells, S tokens, M tokens with a target, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from scforge._constants import IGNORE_LABEL
+
+__all__ = ["linear_cross_entropy", "mean_token_loss", "token_loss"]
+
+_NUMBERS = {"cpu": 2**22}
+"""Logits at a time. On a CPU they stay within its cache."""
+_NUMBERS_ELSEWHERE = 2**28
+
+
+def token_loss(
+    head: nn.Module,
+    hidden_bsh: torch.Tensor,
+    labels_bs: torch.Tensor | None,
+    *,
+    return_logits: bool,
+    weight_vh: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the mean cross entropy at labelled positions, and the logits.
+
+    Without `return_logits` the vocabulary head runs at labelled positions only, which is most of the cost of a small
+    model, and the logits are None.
+
+    Parameters
+    ----------
+    head
+        Makes logits of shape (..., V) of states of shape (..., H), and if it has a true attribute ``takes_labels`` the
+        loss of states (M, H) and labels (M,), as :class:`~scforge.models.components.MaskedGenePredictionHead` does.
+    hidden_bsh
+        States, shape (B, S, H).
+    labels_bs
+        Token ids to predict, -100 where there is nothing to predict, int64, shape (B, S); None for no loss.
+    return_logits
+        Whether the logits of all positions are wanted.
+    weight_vh
+        Last layer of a head that has none of its own, shape (V, H).
+    """
+    weight = () if weight_vh is None else (weight_vh,)
+    if return_logits:
+        logits = head(hidden_bsh, *weight)
+        if labels_bs is None:
+            return None, logits
+        return mean_token_loss(logits.flatten(0, 1), labels_bs.flatten()), logits
+    if labels_bs is None:
+        return None, None
+    chosen = labels_bs != IGNORE_LABEL
+    hidden_mh, labels_m = hidden_bsh[chosen], labels_bs[chosen]
+    if getattr(head, "takes_labels", False):
+        return head(hidden_mh, *weight, labels=labels_m), None
+    return mean_token_loss(head(hidden_mh, *weight), labels_m), None
+
+
+def mean_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross entropy at labelled positions; 0 where there is none, e.g. in a batch of empty cells.
+
+    Parameters
+    ----------
+    logits
+        Shape (M, V).
+    labels
+        int64, shape (M,); positions with -100 do not count.
+    """
+    total = F.cross_entropy(logits.float(), labels, ignore_index=IGNORE_LABEL, reduction="sum")
+    return total / (labels != IGNORE_LABEL).sum().clamp(min=1)
+
+
+def linear_cross_entropy(
+    hidden_mh: torch.Tensor, weight_vh: torch.Tensor, bias_v: torch.Tensor | None, labels_m: torch.Tensor
+) -> torch.Tensor:
+    """Return the mean cross entropy of ``softmax(hidden @ weight.T + bias)``, a float32 scalar.
+
+    The gradient is computed together with the loss, some tokens at a time, so that the logits are neither kept nor
+    read again. Under autocast products are of its dtype; softmax and loss are of float32.
+
+    Parameters
+    ----------
+    hidden_mh
+        Shape (M, H); with M = 0 the loss is 0.
+    weight_vh, bias_v
+        Shapes (V, H) and (V,).
+    labels_m
+        int64, shape (M,), in 0..V-1.
+    """
+    kind = hidden_mh.device.type
+    if torch.is_autocast_enabled(kind):
+        hidden_mh = hidden_mh.to(torch.get_autocast_dtype(kind))
+    return _Chunked.apply(hidden_mh, weight_vh, bias_v, labels_m)
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+    ) -> torch.Tensor:
+        n_tokens, n_classes = len(hidden), len(weight)
+        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        learns = any(ctx.needs_input_grad)
+        grad_hidden = torch.empty_like(hidden) if learns else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
+        grad_bias = torch.zeros(n_classes, dtype=torch.float32, device=hidden.device) if learns else None
+        step = max(1, _NUMBERS.get(hidden.device.type, _NUMBERS_ELSEWHERE) // n_classes)
+        with torch.autocast(hidden.device.type, enabled=False):
+            table = weight.to(hidden.dtype)
+            shift = None if bias is None else bias.to(hidden.dtype)
+            for start in range(0, n_tokens, step):
+                part, wanted = hidden[start : start + step], labels[start : start + step].unsqueeze(1)
+                logits = F.linear(part, table, shift).float()
+                largest = logits.amax(dim=1, keepdim=True)
+                aim = logits.gather(1, wanted) - largest
+                softmax = logits.sub_(largest).exp_()
+                norm = softmax.sum(dim=1, keepdim=True)
+                total += (norm.log() - aim).sum()
+                if grad_hidden is None or grad_weight is None or grad_bias is None:
+                    continue
+                # Softmax minus the target is the gradient by the logits.
+                slope = softmax.div_(norm).scatter_add_(1, wanted, torch.full_like(aim, -1.0))
+                grad_bias += slope.sum(dim=0)
+                slope = slope.to(hidden.dtype)
+                grad_hidden[start : start + step] = slope @ table
+                if hidden.dtype == torch.float32:
+                    grad_weight.addmm_(slope.t(), part)
+                else:
+                    grad_weight += slope.t() @ part
+        ctx.n_tokens, ctx.has_bias, ctx.dtype = max(1, n_tokens), bias is not None, weight.dtype
+        if learns:
+            ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        return total / ctx.n_tokens
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
+        hidden, weight, bias = ctx.saved_tensors
+        scale = grad / ctx.n_tokens
+        return (
+            hidden * scale.to(hidden.dtype),
+            (weight * scale).to(ctx.dtype),
+            (bias * scale).to(ctx.dtype) if ctx.has_bias else None,
+            None,
+        )

@@ -1,0 +1,324 @@
+"""Transformer layers, and a stack of them.
+
+Shapes: B cells, S tokens, H hidden, N heads, P packed positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from scforge._checks import check_bool
+from scforge.errors import OptionError
+from scforge.models._utils import check_choice
+from scforge.models.components.attention import KeyValueCache, SelfAttention, attention_mask_of
+from scforge.models.components.dropout import Dropout
+from scforge.models.components.packing import Packing, pack_cells
+from scforge.models.components.rotary import rotation_of
+
+__all__ = ["ACTIVATIONS", "StackOutput", "TransformerBlock", "TransformerStack"]
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+_CPU_NUMBERS = 2**21
+"""Numbers of the widest layer that a CPU works on at a time: what it computes next is then still in its cache, and
+memory is used again rather than asked of the system (which clears it first) for each layer."""
+
+
+class StackOutput(NamedTuple):
+    """What a stack returns.
+
+    ``hidden``: states of the tokens after the final norm, (B, S, H), finite at padding but without a meaning.
+    ``hidden_states``: the same after each layer, the last of them `hidden`. ``attentions``: float32 (B, N, S, S) of
+    each layer, the first S the queries. Both None unless asked for.
+    """
+
+    hidden: torch.Tensor
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    attentions: tuple[torch.Tensor, ...] | None = None
+
+
+class TransformerBlock(nn.Module):
+    """Transformer layer: attention and feed-forward layer, each with a norm and around each a residual connection.
+
+    Parameters
+    ----------
+    hidden_dim, num_heads
+        Width and heads of the attention.
+    ffn_dim
+        Width of the feed-forward layer; ``4 * hidden_dim`` if None.
+    dropout
+        Dropout on each residual branch and inside the feed-forward layer.
+    activation
+        ``"gelu"``, ``"relu"`` or ``"silu"``.
+    layer_norm_eps
+        Epsilon of the layer norms.
+    norm_first
+        Norms at the start of each branch (pre-norm), rather than behind each sum (post-norm).
+    """
+
+    def __init__(
+        self,
+        hidden_dim: int,
+        num_heads: int,
+        ffn_dim: int | None = None,
+        dropout: float = 0.1,
+        activation: str = "gelu",
+        layer_norm_eps: float = 1e-12,
+        *,
+        norm_first: bool = True,
+    ) -> None:
+        super().__init__()
+        check_choice("activation", activation, sorted(ACTIVATIONS))
+        ffn_dim = 4 * hidden_dim if ffn_dim is None else ffn_dim
+        self.activation = ACTIVATIONS[activation]
+        self.norm_first = check_bool("norm_first", norm_first)
+        self.norm_attention = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
+        self.attention = SelfAttention(hidden_dim, num_heads)
+        self.norm_ffn = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
+        self.ffn_in = nn.Linear(hidden_dim, ffn_dim)
+        self.ffn_out = nn.Linear(ffn_dim, hidden_dim)
+        self.dropout = Dropout(dropout)
+
+    def forward(
+        self,
+        hidden_bsh: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        causal: bool = False,
+        rotation: torch.Tensor | None = None,
+        cache: tuple[KeyValueCache, int] | None = None,
+        cells: tuple[torch.Tensor, int] | None = None,
+    ) -> torch.Tensor:
+        """Return the states of the next layer, shape (B, S, H).
+
+        The arguments are those of :meth:`SelfAttention.forward`; with `cells`, the `ends` and `longest` of
+        :meth:`SelfAttention.packed`, the states are packed, (P, H).
+        """
+
+        def attend(states: torch.Tensor) -> torch.Tensor:
+            if cells is not None:
+                return self.attention.packed(states, *cells, causal=causal, rotation=rotation)
+            return self.attention(states, mask, causal=causal, rotation=rotation, cache=cache)
+
+        if self.norm_first:
+            hidden_bsh = hidden_bsh + self.dropout(attend(self.norm_attention(hidden_bsh)))
+            return hidden_bsh + self.dropout(self._feed_forward(self.norm_ffn(hidden_bsh)))
+        hidden_bsh = self.norm_attention(hidden_bsh + self.dropout(attend(hidden_bsh)))
+        return self.norm_ffn(hidden_bsh + self.dropout(self._feed_forward(hidden_bsh)))
+
+    def _feed_forward(self, hidden_bsh: torch.Tensor) -> torch.Tensor:
+        return self.ffn_out(self.dropout(self.activation(self.ffn_in(hidden_bsh))))
+
+    def attention_weights(
+        self,
+        hidden_bsh: torch.Tensor,
+        mask: torch.Tensor | None = None,
+        *,
+        causal: bool = False,
+        rotation: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the attention weights for states that would go in, float32, shape (B, N, S, S)."""
+        states = self.norm_attention(hidden_bsh) if self.norm_first else hidden_bsh
+        return self.attention.weights(states, mask, causal=causal, rotation=rotation)
+
+
+class TransformerStack(nn.Module):
+    """Transformer layers one after the other, and a final norm behind pre-norm layers.
+
+    Padding costs next to nothing: cells are sorted into groups of like length, which run one after the other, each
+    padded to its longest; on CUDA in half precision tokens stand in one row without any padding. What comes out at
+    tokens is the same within rounding.
+
+    Parameters
+    ----------
+    hidden_dim, num_layers, num_heads
+        Width H, number of layers, and heads N of each.
+    ffn_dim, dropout, activation, layer_norm_eps, norm_first
+        See :class:`TransformerBlock`.
+    rotary
+        Rotate queries and keys by the position of their token among the tokens of the cell.
+    gradient_checkpointing
+        Compute each layer again in the backward pass rather than keep what it computed: less memory, more time.
+    unpad
+        Whether padding is taken out. None does where it is worth its while.
+
+    Examples
+    --------
+    >>> stack = TransformerStack(hidden_dim=8, num_layers=2, num_heads=2)
+    >>> stack(torch.randn(3, 5, 8), torch.ones(3, 5)).hidden.shape
+    torch.Size([3, 5, 8])
+    """
+
+    def __init__(
+        self,
+        hidden_dim: int,
+        num_layers: int,
+        num_heads: int,
+        ffn_dim: int | None = None,
+        dropout: float = 0.1,
+        activation: str = "gelu",
+        layer_norm_eps: float = 1e-12,
+        *,
+        norm_first: bool = True,
+        rotary: bool = False,
+        gradient_checkpointing: bool = False,
+        unpad: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if unpad is not None:
+            check_bool("unpad", unpad)
+        self.layers = nn.ModuleList(
+            TransformerBlock(hidden_dim, num_heads, ffn_dim, dropout, activation, layer_norm_eps, norm_first=norm_first)
+            for _ in range(num_layers)
+        )
+        self.final_norm = nn.LayerNorm(hidden_dim, eps=layer_norm_eps) if norm_first else nn.Identity()
+        self.head_dim = hidden_dim // num_heads
+        if rotary and self.head_dim % 2:
+            raise OptionError(
+                f"position_embedding='rotary' needs heads of an even width, but hidden_dim={hidden_dim} and "
+                f"num_heads={num_heads} make them {self.head_dim}; change one of them."
+            )
+        self.rotary = rotary
+        self.gradient_checkpointing = check_bool("gradient_checkpointing", gradient_checkpointing)
+        self.unpad = unpad
+        self._widest = max(4 * hidden_dim if ffn_dim is None else ffn_dim, 3 * hidden_dim)
+
+    def forward(
+        self,
+        hidden_bsh: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        causal: bool = False,
+        attention_bias: torch.Tensor | None = None,
+        cache: KeyValueCache | None = None,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+    ) -> StackOutput:
+        """Run all layers.
+
+        Parameters
+        ----------
+        hidden_bsh
+            Embedded tokens, shape (B, S, H).
+        attention_mask
+            Bool, int or float, nonzero for tokens, in any pattern, shape (B, S); None if all are.
+        causal
+            Let each token see those up to itself only.
+        attention_bias
+            Added to the attention scores of each token as a key, shape (B, S).
+        cache
+            What earlier tokens left behind: these see them, and causally each other.
+        output_hidden_states, output_attentions
+            What else to return. Attention weights take memory of the square of S.
+        """
+        tokens_bs = None if attention_mask is None else attention_mask != 0
+        if cache is not None:
+            return StackOutput(self._cached(hidden_bsh, tokens_bs, cache))
+        positions_bs = None
+        if self.rotary:
+            positions_bs = _positions(hidden_bsh, tokens_bs)
+        packing = None
+        if not torch.compiler.is_compiling() and not output_attentions:
+            packing = self._packing(hidden_bsh, tokens_bs, exact=attention_bias is None)
+        if packing is not None:
+            states = self._packed(packing, hidden_bsh, positions_bs, attention_bias, causal, output_hidden_states)
+            return StackOutput(states[-1], states if output_hidden_states else None)
+        rotation = None if positions_bs is None else rotation_of(positions_bs, self.head_dim)
+        mask = attention_mask_of(tokens_bs, causal=causal, n_queries=hidden_bsh.shape[1], bias_bt=attention_bias)
+        attentions: list[torch.Tensor] | None = [] if output_attentions else None
+        states = self._run(
+            hidden_bsh, output_hidden_states, attentions, mask=mask, causal=causal and mask is None, rotation=rotation
+        )
+        return StackOutput(
+            states[-1], states if output_hidden_states else None, None if attentions is None else tuple(attentions)
+        )
+
+    def _packing(self, hidden_bsh: torch.Tensor, tokens_bs: torch.Tensor | None, *, exact: bool) -> Packing | None:
+        """Plan how the cells of a batch are computed."""
+        on_cpu = hidden_bsh.device.type == "cpu"
+        most = max(1, _CPU_NUMBERS // self._widest) if on_cpu else None
+        batch, seq = hidden_bsh.shape[:2]
+        return pack_cells(
+            (batch, seq), tokens_bs, self.unpad, exact=exact and _has_varlen_kernel(hidden_bsh), most=most
+        )
+
+    def _packed(
+        self,
+        packing: Packing,
+        hidden_bsh: torch.Tensor,
+        positions_bs: torch.Tensor | None,
+        bias_bs: torch.Tensor | None,
+        causal: bool,
+        keep: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """Run group after group; return the states after each layer that is kept, (B, S, H)."""
+        if packing.ends is not None:
+            rotation = None if positions_bs is None else rotation_of(packing.pack(positions_bs), self.head_dim)
+            states = self._run(packing.pack(hidden_bsh), keep, causal=causal, rotation=rotation, cells=packing.ends)
+            return tuple(packing.unpack(state) for state in states)
+        nothing = [None] * len(packing.groups)
+        positions = nothing if positions_bs is None else packing.split(positions_bs)
+        biases = nothing if bias_bs is None else packing.split(bias_bs)
+        results = []
+        for group, part, places, bias in zip(packing.groups, packing.split(hidden_bsh), positions, biases, strict=True):
+            # Where tokens were put together, padding stands behind them, and a causal mask alone hides it.
+            tokens = None if causal and packing.index is not None else group.tokens
+            mask = attention_mask_of(tokens, causal=causal, n_queries=group.longest, bias_bt=bias)
+            rotation = None if places is None else rotation_of(places, self.head_dim)
+            results.append(self._run(part, keep, mask=mask, causal=causal and mask is None, rotation=rotation))
+        layers = zip(*results, strict=True)
+        return tuple(packing.unpack(torch.cat([part.flatten(0, 1) for part in parts])) for parts in layers)
+
+    def _run(
+        self, hidden: torch.Tensor, keep: bool, attentions: list[torch.Tensor] | None = None, **where: Any
+    ) -> tuple[torch.Tensor, ...]:
+        """Run all layers on states; return those after each layer, or without `keep` the last ones alone."""
+        states = []
+        for layer in self.layers:
+            if attentions is not None:
+                attentions.append(layer.attention_weights(hidden, **where))
+            if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+                hidden = checkpoint(layer, hidden, use_reentrant=False, **where)
+            else:
+                hidden = layer(hidden, **where)
+            if keep:
+                states.append(hidden)
+        return (*states[:-1], self.final_norm(hidden))
+
+    def _cached(self, hidden_bsh: torch.Tensor, tokens_bs: torch.Tensor | None, cache: KeyValueCache) -> torch.Tensor:
+        """Run all layers on further tokens, and add them to the cache."""
+        if tokens_bs is None:
+            tokens_bs = torch.ones(hidden_bsh.shape[:2], dtype=torch.bool, device=hidden_bsh.device)
+        n_new = tokens_bs.shape[1]
+        tokens_bt = cache.add_tokens(tokens_bs)
+        rotation = None
+        if self.rotary:
+            positions_bt = (tokens_bt.long().cumsum(dim=1) - 1).clamp(min=0)
+            rotation = rotation_of(positions_bt[:, -n_new:], self.head_dim)
+        mask = attention_mask_of(tokens_bt, causal=n_new > 1, n_queries=n_new)
+        for number, layer in enumerate(self.layers):
+            hidden_bsh = layer(hidden_bsh, mask, rotation=rotation, cache=(cache, number))
+        return self.final_norm(hidden_bsh)
+
+
+def _positions(hidden_bsh: torch.Tensor, tokens_bs: torch.Tensor | None) -> torch.Tensor:
+    """Return the position of each token among the tokens of its cell, int64, shape (B, S)."""
+    batch, seq = hidden_bsh.shape[:2]
+    if tokens_bs is None:
+        return torch.arange(seq, device=hidden_bsh.device).expand(batch, seq)
+    return (tokens_bs.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+def _has_varlen_kernel(hidden_bsh: torch.Tensor) -> bool:
+    """Whether attention within cells that stand one after the other can run: CUDA, half precision, torch 2.10."""
+    if hidden_bsh.device.type != "cuda" or find_spec("torch.nn.attention.varlen") is None:
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else hidden_bsh.dtype
+    return dtype in (torch.float16, torch.bfloat16)
