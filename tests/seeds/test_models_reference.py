@@ -1,0 +1,118 @@
+"""The examples of the reference of models, each run as it is written."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+
+from scforge.models.registry import MODELS
+
+EXAMPLES = Path(__file__).with_name("examples_models_reference")
+SCALAR = r"tensor\(-?\d+\.\d+, grad_fn=<\w+>\)"
+EMPTY = "tensor(0., grad_fn=<MaxBackward1>)"
+
+# What each print writes; the comments of the examples say it too, but for numbers that depend on the seed.
+PRINTED: dict[str, list[str]] = {
+    "autoregressive_transformer": [SCALAR, "torch.Size([8, 200, 5000])", "torch.Size([8, 512])"],
+    "bin_prediction_head": ["torch.Size([8, 200, 51])"],
+    "cls_pool": ["torch.Size([8, 512])"],
+    "count_parameters": [
+        r"Total parameters: [\d,]+",
+        r"Trainable parameters: [\d,]+",
+        r"Trainable after freezing embedding: [\d,]+",
+    ],
+    "expression_prediction_head": ["torch.Size([16, 300])"],
+    "gene_expression_embedding": ["torch.Size([8, 256, 512])"] * 2,
+    "generate_causal_mask": [
+        "tensor([[0., -inf, -inf, -inf, -inf],",
+        " [0., 0., -inf, -inf, -inf],",
+        " [0., 0., 0., -inf, -inf],",
+        " [0., 0., 0., 0., -inf],",
+        " [0., 0., 0., 0., 0.]])",
+    ],
+    "get_model": ["TransformerEncoder", "AutoregressiveTransformer"],
+    "init_weights": [r"tensor\(-?\d\S+, grad_fn=<MeanBackward0>\)", SCALAR, EMPTY],
+    "list_models": [r"\[.*\]"],
+    "masked_autoencoder": [
+        "Encoder dim: 768, Decoder dim: 384",
+        SCALAR,
+        "torch.Size([16, 300])",
+        "torch.Size([16, 768])",
+    ],
+    "masked_gene_prediction_head": ["torch.Size([4, 128, 5000])"],
+    "mean_pool": ["torch.Size([8, 512])"] * 2,
+    "model_output": [SCALAR, "torch.Size([4, 128, 5000])", "torch.Size([4, 512])", "None"],
+    "register_model": [r"\[.*\]"],
+    "transformer_encoder": [r"Model has [\d,]+ parameters", "torch.Size([16, 512])"],
+}
+
+
+def _transformer(names, lines):
+    assert lines[0] == f"Model has {names['model'].num_parameters():,} parameters"
+    assert names["loss"].ndim == 0
+    assert all(p.grad is not None for p in names["model"].parameters())
+
+
+def _counted(names, lines):
+    total, before, after = (int(line.split(": ")[1].replace(",", "")) for line in lines)
+    assert total == before
+    assert before - after == sum(p.numel() for p in names["model"].embedding.parameters())
+
+
+def _initialised(names, lines):
+    weight = names["model"].embedding.weight
+    assert abs(weight.mean()) < 1e-3
+    assert abs(weight.std() - 0.02) < 1e-3
+
+
+def _listed(*more):
+    def check(names, lines):
+        listed = ast.literal_eval(lines[0])
+        assert listed == sorted(listed)
+        assert {"autoregressive_transformer", "masked_autoencoder", "transformer_encoder", *more} <= set(listed)
+
+    return check
+
+
+def _loss(names, lines):
+    assert names["loss"].ndim == 0
+    assert names["loss"].isfinite()
+
+
+CHECKS = {
+    "bin_prediction_head": _loss,
+    "count_parameters": _counted,
+    "expression_prediction_head": _loss,
+    "init_weights": _initialised,
+    "list_models": _listed(),
+    "masked_gene_prediction_head": _loss,
+    "register_model": _listed("my_custom_model"),
+    "transformer_encoder": _transformer,
+}
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    """The registry of architectures, put back after the test."""
+    monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
+
+
+def test_every_example_is_run():
+    assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(PRINTED)
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_example_prints_what_it_promises(name, capsys):
+    torch.manual_seed(0)
+    names = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(PRINTED[name])
+    for line, pattern in zip(lines, PRINTED[name], strict=True):
+        # Releases of torch differ in how they align the columns of a matrix.
+        assert re.sub(r"(?<=\[) +| +(?= )", "", line) == pattern or re.fullmatch(pattern, line)
+    CHECKS.get(name, lambda *_: None)(names, lines)
