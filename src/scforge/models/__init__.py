@@ -5,9 +5,12 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
+    "AutoregressiveTransformer": "scforge.models.autoregressive",
     "Encoder": "scforge.estimators.encoder",
     "CellModule": "scforge.models.protocol",
+    "GeneratedCells": "scforge.models.generation",
     "GenePoolingModel": "scforge.models.gene_pooling",
+    "MaskedAutoencoder": "scforge.models.masked_autoencoder",
     "ModelOutput": "scforge.models.protocol",
     "TransformerEncoder": "scforge.models.transformer_encoder",
     "components": "scforge.models.components",
@@ -21,8 +24,11 @@ _NAMES = {
 __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "Encoder",
     "TransformerEncoder",
+    "AutoregressiveTransformer",
+    "MaskedAutoencoder",
     "GenePoolingModel",
     "ModelOutput",
+    "GeneratedCells",
     "CellModule",
     "register_model",
     "get_model",

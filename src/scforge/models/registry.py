@@ -19,7 +19,9 @@ MODELS: Registry[Any] = Registry(
     "architecture",
     group="scforge.models",
     builtin={
+        "autoregressive_transformer": "scforge.models.autoregressive",
         "gene_pooling": "scforge.models.gene_pooling",
+        "masked_autoencoder": "scforge.models.masked_autoencoder",
         "transformer_encoder": "scforge.models.transformer_encoder",
     },
 )
@@ -47,7 +49,7 @@ def list_models() -> list[str]:
     Examples
     --------
     >>> list_models()
-    ['gene_pooling', 'transformer_encoder']
+    ['gene_pooling', 'masked_autoencoder', 'transformer_encoder']
     """
     return MODELS.names()
 

@@ -1,0 +1,397 @@
+"""A masked autoencoder over gene tokens: a deep encoder of what is seen, a light decoder of what is hidden.
+
+Shapes: B cells, S tokens, C tokens that the encoder gets of a cell, H encoder width, D decoder width, V vocabulary,
+M hidden tokens of all cells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from scforge._constants import IGNORE_LABEL
+from scforge.errors import OptionError
+from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
+from scforge.models.components.count_losses import (
+    COUNT_LOSSES,
+    VALUE_LOSSES,
+    check_count_targets,
+    count_loss,
+    expected_counts,
+)
+from scforge.models.components.embeddings import GeneExpressionEmbedding
+from scforge.models.components.heads import ExpressionPredictionHead
+from scforge.models.components.layout import Layout, lay_out
+from scforge.models.components.pooling import POOLINGS
+from scforge.models.components.transformer import StackOutput, TransformerStack
+from scforge.models.protocol import ModelOutput
+from scforge.models.registry import register_model
+
+if TYPE_CHECKING:
+    from scforge.config.schema import ModelConfig
+
+__all__ = ["MaskedAutoencoder"]
+
+
+@register_model("masked_autoencoder")
+class MaskedAutoencoder(nn.Module):
+    """Asymmetric masked autoencoder of expression, after scFoundation (Hao et al. 2024) and He et al. (2022).
+
+    The encoder runs on the visible tokens alone, so it costs as much as there are of them, and the cell embedding is
+    pooled from that one pass. The decoder gets, for each visible token its encoder state, for each hidden one a learned
+    mask token, and for both which gene it is; it predicts the value of the hidden ones.
+
+    The decoder knows tokens by their gene, not by their place. Positions, where there are any, enter the encoder alone.
+    In a ranking the place of a hidden token tells its value, so have hidden tokens stand last, as the objective
+    ``masked_value_prediction`` does, or leave positions out, which is the default.
+
+    Parameters
+    ----------
+    vocab_size
+        Number of tokens V, special tokens included.
+    encoder_dim, encoder_layers, encoder_heads
+        Width H, blocks and attention heads of the encoder.
+    decoder_dim, decoder_layers, decoder_heads
+        The same of the decoder; None takes half of `encoder_dim`, and `encoder_heads`.
+    ffn_dim
+        Width of the encoder's feed-forward layers; ``4 * encoder_dim`` if None. In the decoder ``4 * decoder_dim``.
+    dropout
+        Dropout on embeddings and residual branches.
+    max_seq_len
+        Most tokens of a cell that the encoder sees.
+    pooling
+        ``"mean"`` (mean over visible tokens), ``"cls"`` (state of the first) or ``"last"`` (of the last).
+    activation
+        ``"gelu"``, ``"relu"`` or ``"silu"``.
+    use_expression_values
+        Add the projected expression value of each visible token.
+    layer_norm_eps
+        Epsilon of the layer norms.
+    gene_vectors
+        Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
+        :class:`scforge.models.components.GeneVectorEmbedding`. ``Encoder`` sets it for tokenizers with gene vectors.
+    position_embedding
+        ``"none"``; ``"learned"`` adds a vector for the place in the cell; ``"rotary"`` counts places among the visible
+        tokens.
+    norm_first
+        Pre-norm layers and final norms, rather than post-norm layers.
+    gradient_checkpointing
+        Compute each layer again in the backward pass rather than keep what it computed.
+    unpad
+        Whether padding is taken out of the computation; None does where it is worth its while.
+    value_loss
+        ``"mse"``, or for counts ``"poisson"``, ``"negative_binomial"`` (with a dispersion for each gene),
+        ``"zero_truncated_poisson"`` or ``"zero_truncated_negative_binomial"``, the last two where only expressed genes
+        are tokens; see :func:`scforge.models.components.count_losses.count_loss`. Then the head predicts the logarithm
+        of the rate over the mean count of the expressed visible tokens of the cell, and the encoder is given log1p of
+        the counts.
+
+    Examples
+    --------
+    >>> model = MaskedAutoencoder(vocab_size=50, encoder_dim=8, encoder_layers=1, decoder_layers=1, encoder_heads=2)
+    >>> ids, mask = torch.randint(4, 50, (2, 5)), torch.ones(2, 5)
+    >>> values, hidden = torch.rand(2, 5), torch.tensor([[0, 1, 1, 0, 1], [1, 0, 0, 1, 1]])
+    >>> output = model(ids, mask, values, masked_positions=hidden, value_labels=values)
+    >>> output.loss.shape, output.logits.shape, output.embeddings.shape
+    (torch.Size([]), torch.Size([2, 5]), torch.Size([2, 8]))
+    """
+
+    config_names: ClassVar[Mapping[str, str]] = {
+        "hidden_dim": "encoder_dim",
+        "num_layers": "encoder_layers",
+        "num_heads": "encoder_heads",
+    }
+    """Names that configurations share, and what they are called here."""
+
+    labels_name_genes: ClassVar[bool] = True
+    """Labels say which gene is hidden, not what is to be predicted of it."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        encoder_dim: int = 512,
+        decoder_dim: int | None = None,
+        encoder_layers: int = 12,
+        decoder_layers: int = 4,
+        encoder_heads: int = 8,
+        decoder_heads: int | None = None,
+        ffn_dim: int | None = None,
+        dropout: float = 0.1,
+        max_seq_len: int = 2048,
+        pooling: str = "mean",
+        activation: str = "gelu",
+        use_expression_values: bool = True,
+        layer_norm_eps: float = 1e-12,
+        *,
+        gene_vectors: dict[str, Any] | None = None,
+        position_embedding: str = "none",
+        norm_first: bool = True,
+        gradient_checkpointing: bool = False,
+        unpad: bool | None = None,
+        value_loss: str = "mse",
+    ) -> None:
+        super().__init__()
+        check_choice("pooling", pooling, sorted(POOLINGS))
+        check_choice("value_loss", value_loss, list(VALUE_LOSSES))
+        decoder_dim = encoder_dim // 2 if decoder_dim is None else decoder_dim
+        decoder_heads = encoder_heads if decoder_heads is None else decoder_heads
+        if decoder_dim < 1 or decoder_dim % decoder_heads:
+            raise OptionError(
+                f"decoder_dim={decoder_dim} is not divisible by decoder_heads={decoder_heads}; change one of them."
+            )
+        self.vocab_size = vocab_size
+        self.encoder_dim = encoder_dim
+        self.decoder_dim = decoder_dim
+        self.pooling = pooling
+        self.value_loss = value_loss
+        self.uses_order = position_embedding != "none"
+        self.embedding = GeneExpressionEmbedding(
+            vocab_size,
+            encoder_dim,
+            max_seq_len,
+            dropout,
+            use_expression_values,
+            layer_norm_eps,
+            gene_vectors,
+            position_embedding=position_embedding,
+        )
+        common: dict[str, Any] = {"norm_first": norm_first, "gradient_checkpointing": gradient_checkpointing}
+        common["unpad"] = unpad
+        self.encoder = TransformerStack(
+            encoder_dim,
+            encoder_layers,
+            encoder_heads,
+            ffn_dim,
+            dropout,
+            activation,
+            layer_norm_eps,
+            rotary=position_embedding == "rotary",
+            **common,
+        )
+        self.decoder_projection = nn.Linear(encoder_dim, decoder_dim)
+        self.mask_token = nn.Parameter(torch.empty(decoder_dim))
+        # Gene embeddings start fifty times smaller than encoder states, and would drown beside them.
+        self.gene_norm = nn.LayerNorm(encoder_dim, eps=layer_norm_eps)
+        self.gene_projection = nn.Linear(encoder_dim, decoder_dim)
+        self.decoder = TransformerStack(
+            decoder_dim, decoder_layers, decoder_heads, None, dropout, activation, layer_norm_eps, **common
+        )
+        self.head = ExpressionPredictionHead(decoder_dim)
+        self.log_dispersion = nn.Embedding(vocab_size, 1) if "binomial" in value_loss else None
+        self.apply(init_weights)
+        nn.init.normal_(self.mask_token, std=0.02)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        values: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        *,
+        attention_bias: torch.Tensor | None = None,
+        masked_positions: torch.Tensor | None = None,
+        value_labels: torch.Tensor | None = None,
+        return_logits: bool = True,
+        output_hidden_states: bool = False,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> ModelOutput:
+        """Encode what is visible, and predict the values of what is hidden.
+
+        Parameters
+        ----------
+        input_ids
+            Token ids, shape (B, S).
+        attention_mask
+            Bool, int or float of shape (B, S), nonzero for tokens.
+        values
+            Expression values, shape (B, S). Those of hidden tokens serve as targets alone.
+        labels
+            Gene of hidden tokens where `input_ids` do not tell it (int64, shape (B, S), -100 elsewhere). Their
+            presence asks for a loss.
+        attention_bias
+            Number to add to the attention scores of each visible token as a key in the encoder, shape (B, S).
+        masked_positions
+            Nonzero for hidden tokens, shape (B, S); where `labels` are not -100 if None.
+        value_labels
+            Values to predict, shape (B, S); `values` if None.
+        return_logits
+            If false, the head runs at hidden tokens only, and ``logits`` is None.
+        output_hidden_states, output_attentions
+            Also return the encoder's states after each layer, zeros at what it did not see, and attention weights.
+        **kwargs
+            Other keys of the batch, ignored.
+
+        Returns
+        -------
+        ``loss`` (with hidden tokens and either labels), ``logits``: predicted values, for a loss of counts expected
+        counts, (B, S); and ``embeddings`` (B, H) of the visible tokens.
+        """
+        tokens_bs = attention_mask != 0
+        hidden_bs = None
+        if masked_positions is not None:
+            hidden_bs = tokens_bs & (masked_positions != 0)
+        elif labels is not None:
+            hidden_bs = tokens_bs & (labels != IGNORE_LABEL)
+        # Attention weights are handed out for tokens in their places.
+        layout = self._layout(tokens_bs, hidden_bs, compact=not output_attentions)
+        encoded = self._encode(
+            layout, input_ids, values, attention_bias, keep=output_hidden_states, weights=output_attentions
+        )
+        target = values if value_labels is None else value_labels
+        wanted = target is not None and hidden_bs is not None and (labels is not None or value_labels is not None)
+        loss = logits = None
+        if wanted or return_logits:
+            genes_bs = input_ids
+            if labels is not None and hidden_bs is not None:
+                genes_bs = torch.where(hidden_bs & (labels != IGNORE_LABEL), labels, input_ids)
+            offset_b = self._offset(layout, values) if self.value_loss in COUNT_LOSSES else None
+            loss, logits = self._predict(
+                layout,
+                encoded.hidden,
+                layout.take(genes_bs),
+                offset_b,
+                layout.take(target) if wanted and target is not None else None,
+                return_logits=return_logits,
+            )
+        states, attentions = encoded.hidden_states, encoded.attentions
+        if attentions is not None:
+            attentions = tuple(weights * layout.visible[:, None, :, None] for weights in attentions)
+        return ModelOutput(
+            loss=loss,
+            logits=logits,
+            embeddings=self._pool(layout, encoded.hidden),
+            hidden_states=None if states is None else tuple(layout.put_back_states(state) for state in states),
+            attentions=attentions,
+        )
+
+    def encode(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        values: torch.Tensor | None = None,
+        *,
+        attention_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return cell embeddings of all tokens, shape (B, H). The arguments are those of :meth:`forward`."""
+        layout = self._layout(attention_mask != 0, None)
+        return self._pool(layout, self._encode(layout, input_ids, values, attention_bias).hidden)
+
+    def _layout(self, tokens_bs: torch.Tensor, hidden_bs: torch.Tensor | None, *, compact: bool = True) -> Layout:
+        """Put visible tokens first, and check that the encoder has positions for them."""
+        if hidden_bs is None:
+            return Layout(tokens_bs, None, tokens_bs.shape[1])
+        layout = lay_out(tokens_bs, hidden_bs, compact=compact)
+        if self.embedding.position_embedding is not None:
+            self._check_length(layout.furthest)
+        return layout
+
+    def _check_length(self, n_tokens: int) -> None:
+        if n_tokens > self.embedding.max_seq_len:
+            raise OptionError(
+                f"a cell has {n_tokens} tokens but max_seq_len={self.embedding.max_seq_len}; "
+                "raise max_seq_len or lower the tokenizer's max_genes."
+            )
+
+    def _encode(
+        self,
+        layout: Layout,
+        input_ids: torch.Tensor,
+        values: torch.Tensor | None,
+        attention_bias: torch.Tensor | None,
+        *,
+        keep: bool = False,
+        weights: bool = False,
+    ) -> StackOutput:
+        """Run the encoder on the visible tokens, (B, C, H)."""
+
+        def seen(batch_bs: torch.Tensor | None) -> torch.Tensor | None:
+            return None if batch_bs is None else layout.take(batch_bs)[:, : layout.width]
+
+        values_bc = seen(values)
+        if values_bc is not None and self.value_loss in COUNT_LOSSES:
+            values_bc = values_bc.log1p()
+        positions = None
+        if layout.order is not None and self.embedding.position_embedding is not None:
+            # Padding may stand beyond the last position.
+            positions = layout.order[:, : layout.width].clamp(max=self.embedding.max_seq_len - 1)
+        embedded = self.embedding(layout.take(input_ids)[:, : layout.width], values_bc, positions)
+        return self.encoder(
+            embedded,
+            layout.visible[:, : layout.width],
+            attention_bias=seen(attention_bias),
+            output_hidden_states=keep,
+            output_attentions=weights,
+        )
+
+    def _pool(self, layout: Layout, encoded_bch: torch.Tensor) -> torch.Tensor:
+        return POOLINGS[self.pooling](encoded_bch, layout.visible[:, : layout.width])
+
+    def _offset(self, layout: Layout, values: torch.Tensor | None) -> torch.Tensor:
+        """Return the logarithm of the mean count of the expressed visible tokens, shape (B, 1); 0 without any."""
+        if values is None:
+            return torch.zeros(len(layout.visible), 1, device=layout.visible.device)
+        counts_bs = layout.take(values).float().masked_fill(~layout.visible, 0.0)
+        n_expressed = (counts_bs > 0).sum(dim=1, keepdim=True)
+        mean = counts_bs.sum(dim=1, keepdim=True) / n_expressed.clamp(min=1)
+        return torch.where(n_expressed > 0, mean, 1.0).log()
+
+    def _predict(
+        self,
+        layout: Layout,
+        encoded_bch: torch.Tensor,
+        genes_bs: torch.Tensor,
+        offset_b1: torch.Tensor | None,
+        target_bs: torch.Tensor | None,
+        *,
+        return_logits: bool,
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Run the decoder; return the loss where there is a target, and the logits in the order of the batch."""
+        states_bsd = F.pad(self.decoder_projection(encoded_bch), (0, 0, 0, genes_bs.shape[1] - layout.width))
+        states_bsd = torch.where(layout.visible.unsqueeze(-1), states_bsd, self.mask_token)
+        identity_bsd = self.gene_projection(self.gene_norm(self.embedding.gene_embedding(genes_bs)))
+        tokens_bs = layout.visible if layout.hidden is None else layout.visible | layout.hidden
+        decoded_bsd = self.decoder(states_bsd + identity_bsd, tokens_bs).hidden
+        chosen = layout.hidden
+        raw_bs = self.head(decoded_bsd).float() if return_logits else None
+        loss = logits = None
+        if target_bs is not None and chosen is not None:
+            raw_m = self.head(decoded_bsd[chosen]).float() if raw_bs is None else raw_bs[chosen]
+            offset_m = None if offset_b1 is None else offset_b1.expand_as(target_bs)[chosen]
+            loss = self._loss(raw_m, target_bs[chosen].float(), genes_bs[chosen], offset_m)
+        if raw_bs is not None:
+            if offset_b1 is not None:
+                raw_bs = expected_counts(self.value_loss, raw_bs + offset_b1, self._dispersion(genes_bs))
+            logits = layout.put_back(raw_bs)
+        return loss, logits
+
+    def _loss(
+        self, raw_m: torch.Tensor, target_m: torch.Tensor, genes_m: torch.Tensor, offset_m: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the mean loss of hidden values; 0 where there is none."""
+        if offset_m is None:
+            return (raw_m - target_m).square().sum() / max(1, len(target_m))
+        if target_m.device.type == "cpu" and not torch.compiler.is_compiling():
+            check_count_targets(self.value_loss, target_m)
+        losses = count_loss(self.value_loss, raw_m + offset_m, target_m, self._dispersion(genes_m))
+        return losses.sum() / max(1, len(target_m))
+
+    def _dispersion(self, genes: torch.Tensor) -> torch.Tensor | None:
+        return None if self.log_dispersion is None else self.log_dispersion(genes).squeeze(-1).float()
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> MaskedAutoencoder:
+        """Make the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None.
+
+        ``hidden_dim``, ``num_layers`` and ``num_heads`` are those of the encoder.
+        """
+        return build_from_config(cls, config, renamed=cls.config_names)
+
+    def num_parameters(self, *, trainable_only: bool = True) -> int:
+        """Return the number of parameters."""
+        return count_parameters(self, trainable_only=trainable_only)
