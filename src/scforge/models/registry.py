@@ -7,13 +7,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from scforge._registry import Registry, check_options
+from scforge.errors import OptionError
 
 if TYPE_CHECKING:
     from torch import nn
 
     from scforge.config.schema import ModelConfig
 
-__all__ = ["MODELS", "check_model_options", "get_model", "list_models", "option_names", "register_model"]
+__all__ = ["MODELS", "check_model_options", "get_model", "list_models", "option_names", "own_names", "register_model"]
 
 MODELS: Registry[Any] = Registry(
     "architecture",
@@ -49,7 +50,7 @@ def list_models() -> list[str]:
     Examples
     --------
     >>> list_models()
-    ['gene_pooling', 'masked_autoencoder', 'transformer_encoder']
+    ['autoregressive_transformer', 'gene_pooling', 'masked_autoencoder', 'transformer_encoder']
     """
     return MODELS.names()
 
@@ -75,8 +76,27 @@ def option_names(name: str) -> list[str] | None:
     return [p.name for p in parameters if p.name != "vocab_size"]
 
 
+def own_names(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return `options` with the names that configurations share replaced by those of the constructor of `name`.
+
+    An architecture says in a class attribute ``config_names`` what it calls e.g. ``hidden_dim``.
+
+    Raises
+    ------
+    OptionError
+        If an option is given under both names.
+    """
+    renamed = getattr(MODELS.get(name), "config_names", {})
+    for shared, own in renamed.items():
+        if shared in options and own in options:
+            raise OptionError(
+                f"{shared}={options[shared]!r} and {own}={options[own]!r} are the same option of {name!r}; keep one."
+            )
+    return {renamed.get(option, option): value for option, value in options.items()}
+
+
 def check_model_options(name: str, options: dict[str, Any]) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless all `options` are options of the architecture `name`."""
     known = option_names(name)
     if known is not None:
-        check_options("option", name, options, known)
+        check_options("option", name, own_names(name, options), known)

@@ -53,7 +53,7 @@ def last_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None =
         return hidden_states[:, -1]
     places = torch.arange(attention_mask.shape[1], device=attention_mask.device)
     last = torch.where(attention_mask != 0, places, 0).amax(dim=1)
-    return hidden_states[torch.arange(len(last), device=last.device), last]
+    return hidden_states[torch.arange(last.shape[0], device=last.device), last]
 
 
 POOLINGS = {"cls": cls_pool, "mean": mean_pool, "last": last_pool}
