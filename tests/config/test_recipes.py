@@ -11,7 +11,7 @@ from scforge.errors import ConfigError
 
 
 def test_names() -> None:
-    assert list_recipes() == ["gene_pooling", "light", "masked_gene"]
+    assert list_recipes() == ["gene_pooling", "light", "masked_autoencoder", "masked_gene"]
 
 
 @pytest.mark.parametrize("name", list_recipes())
@@ -44,6 +44,15 @@ def test_masked_gene() -> None:
     assert config.model.architecture == "transformer_encoder"
     assert config.model.user_options() == {"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "pooling": "mean"}
     assert config.data.max_genes == 512
+
+
+def test_masked_autoencoder() -> None:
+    config = load_config(recipe_path("masked_autoencoder"))
+    assert (config.tokenizer.strategy, config.objective.name) == ("continuous_projection", "masked_value_prediction")
+    assert config.tokenizer.masking.mask_ratio == 0.75
+    assert config.model.architecture == "masked_autoencoder"
+    assert config.model.user_options() == {"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "decoder_layers": 2}
+    assert (config.training.batch_size, config.training.max_epochs, config.training.optimizer.lr) == (64, 20, 1e-3)
 
 
 def test_unknown_recipe() -> None:

@@ -54,6 +54,14 @@ _TRANSFORMER = Recipe(
     options={"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "pooling": "mean"},
 )
 
+_MASKED_AUTOENCODER = Recipe(
+    architecture="masked_autoencoder",
+    tokenizer="continuous_projection",
+    objective="masked_value_prediction",
+    options={"encoder_dim": 128, "encoder_layers": 4, "encoder_heads": 4, "decoder_layers": 2},
+    tokenizer_options={"append_cls": False},
+)
+
 
 def recipe_for(architecture: str | None, options: dict[str, Any]) -> Recipe:
     """Return the recipe for an architecture; the light encoder if none is named.
@@ -67,6 +75,7 @@ def recipe_for(architecture: str | None, options: dict[str, Any]) -> Recipe:
     """
     if architecture in (None, _LIGHT.architecture) and options.get("pooling", "weighted_sum") == "weighted_sum":
         return _LIGHT
-    if architecture == _TRANSFORMER.architecture:
-        return _TRANSFORMER
+    for recipe in (_TRANSFORMER, _MASKED_AUTOENCODER):
+        if architecture == recipe.architecture:
+            return recipe
     return Recipe(architecture=architecture or _LIGHT.architecture)

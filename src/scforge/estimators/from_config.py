@@ -13,6 +13,7 @@ from scforge._io import atomic_path, check_folder
 from scforge.config.schema import Config
 from scforge.errors import ConfigError
 from scforge.estimators.config_data import embedded_adata, make_datamodule, open_source
+from scforge.estimators.defaults import recipe_for
 from scforge.estimators.encoder import Encoder
 from scforge.models.registry import MODELS
 from scforge.tokenizers.registry import TOKENIZERS
@@ -124,7 +125,7 @@ def _objective(config: Config) -> dict[str, Any]:
     """Return name and options of the objective; the options of masking stand in the tokenizer's section."""
     options = config.objective.user_options()
     masking = config.tokenizer.masking.user_set() if "masking" in config.tokenizer.model_fields_set else {}
-    name = config.objective.name or (_MASKED if masking else None)
+    name = config.objective.name or (_masked_objective(config) if masking else None)
     if masking and "mask_ratio" not in OBJECTIVES.get(str(name)).option_names():
         raise ConfigError(
             f"tokenizer.masking is set but the objective {name!r} masks nothing; "
@@ -138,6 +139,12 @@ def _objective(config: Config) -> dict[str, Any]:
             )
     options = {**masking, **options}
     return options if name is None else {"name": name, **options}
+
+
+def _masked_objective(config: Config) -> str:
+    """Return the objective that masking is meant for where none is named: that of the architecture, if it masks."""
+    default = recipe_for(config.model.architecture, config.model.user_options()).objective
+    return default if "mask_ratio" in OBJECTIVES.get(default).option_names() else _MASKED
 
 
 def _metrics_logger(log_dir: str | None) -> Any:

@@ -17,8 +17,9 @@ from scforge.config.schema import ModelConfig
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, listing
 from scforge.estimators.defaults import Recipe
+from scforge.models.components.count_losses import COUNT_LOSSES, is_truncated
 from scforge.models.components.gene_vectors import fill_gene_vectors
-from scforge.models.registry import MODELS, check_model_options, get_model, option_names
+from scforge.models.registry import MODELS, check_model_options, get_model, option_names, own_names
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.registry import TOKENIZERS, get_tokenizer
 from scforge.training.objectives.base import Objective
@@ -82,7 +83,7 @@ class ModelSpec:
             tokenizer_options = recipe.tokenizer_options | tokenizer_options
         architecture = recipe.architecture
         check_model_options(architecture, options)
-        options = recipe.options | options
+        options = recipe.options | own_names(architecture, options)
         if "max_len" not in tokenizer_options and options.get("max_seq_len") is not None:
             tokenizer_options = tokenizer_options | {"max_len": options["max_seq_len"]}
         vocab = _with_special_tokens(vocab, name, tokenizer_options)
@@ -93,8 +94,13 @@ class ModelSpec:
             raise OptionError(
                 "pooling='cls' needs a CLS token; pass append_cls=True to the tokenizer, or pooling='mean'."
             )
+        aim = get_objective(objective[0], **objective[1])
+        aim.check(made)
+        _check_counts(
+            options.get("value_loss", getattr(parameters.get("value_loss"), "default", None)), name, made, aim
+        )
         if "max_seq_len" in parameters:
-            longest = made.max_tokens()
+            longest = aim.max_tokens(made)
             if options.setdefault("max_seq_len", longest) < longest:
                 raise OptionError(
                     f"max_seq_len={options['max_seq_len']} is smaller than the {longest} tokens that the tokenizer "
@@ -104,8 +110,6 @@ class ModelSpec:
         vectors = None if options.get("gene_vectors") is not None else made.gene_vectors()
         if vectors is not None:
             options = options | {"gene_vectors": _vectors_option(architecture, name, made, vectors)}
-        aim = get_objective(objective[0], **objective[1])
-        aim.check(made)
         spec = cls(
             architecture=architecture,
             model_options=options,
@@ -143,6 +147,28 @@ class ModelSpec:
             "tokenizer": {"name": self.tokenizer, **self.tokenizer_options},
             "objective": {"name": self.objective, **self.objective_options},
         }
+
+
+def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objective: Objective) -> None:
+    """Raise if an architecture would take values for counts that are none, or zeros for counts that cannot be zero."""
+    if value_loss not in COUNT_LOSSES:
+        return
+    if not tokenizer.gives_counts:
+        raise OptionError(
+            f"value_loss={value_loss!r} is for counts, which the tokenizer {name!r} with these options does not give; "
+            "pass tokenizer={'name': 'continuous_projection', 'transform': 'counts'}, or value_loss='mse'."
+        )
+    zeros = {
+        "zero_targets": getattr(objective, "zero_targets", 0.0),
+        "include_zero_genes": tokenizer.lists_all_genes,
+    }
+    for option, value in zeros.items():
+        if value and is_truncated(value_loss):
+            whole = value_loss.removeprefix("zero_truncated_")
+            raise OptionError(
+                f"value_loss={value_loss!r} is for counts of at least 1, but {option}={value!r} makes targets of 0; "
+                f"leave it out, or choose value_loss={whole!r}."
+            )
 
 
 def _with_special_tokens(vocab: GeneVocab, tokenizer: str, options: dict[str, Any]) -> GeneVocab:

@@ -287,16 +287,13 @@ class MaskedAutoencoder(nn.Module):
         if hidden_bs is None:
             return Layout(tokens_bs, None, tokens_bs.shape[1])
         layout = lay_out(tokens_bs, hidden_bs, compact=compact)
-        if self.embedding.position_embedding is not None:
-            self._check_length(layout.furthest)
-        return layout
-
-    def _check_length(self, n_tokens: int) -> None:
-        if n_tokens > self.embedding.max_seq_len:
+        most = self.embedding.max_seq_len
+        if self.embedding.position_embedding is not None and layout.furthest > most:
             raise OptionError(
-                f"a cell has {n_tokens} tokens but max_seq_len={self.embedding.max_seq_len}; "
+                f"a cell has {layout.furthest} tokens but max_seq_len={most}; "
                 "raise max_seq_len or lower the tokenizer's max_genes."
             )
+        return layout
 
     def _encode(
         self,
@@ -383,6 +380,11 @@ class MaskedAutoencoder(nn.Module):
 
     def _dispersion(self, genes: torch.Tensor) -> torch.Tensor | None:
         return None if self.log_dispersion is None else self.log_dispersion(genes).squeeze(-1).float()
+
+    def init_value_prior(self, mean: float) -> None:
+        """Start from the mean of the values to predict; a loss of counts starts from that of each cell anyhow."""
+        if self.value_loss not in COUNT_LOSSES:
+            nn.init.constant_(self.head.decoder.bias, mean)
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> MaskedAutoencoder:

@@ -56,6 +56,8 @@ class Tokenizer(ABC):
     """Whether truncation draws genes at random, rather than keeping the most expressed."""
     lists_all_genes: bool = False
     """Whether all measured genes are tokens, so that a hidden gene is known to be one of those that are missing."""
+    gives_counts: bool = False
+    """Whether the values of genes are their counts, whole numbers."""
     needs_medians: bool = False
     """Whether the strategy uses the medians of the vocabulary."""
 

@@ -121,6 +121,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         self.attention_bias = check_bool("attention_bias", attention_bias)
         self.seed = check_seed(seed)
         self.lists_all_genes = self.include_zero_genes
+        self.gives_counts = transform == "counts" and (clip is None or float(clip).is_integer())
 
     @classmethod
     def scfoundation(

@@ -7,6 +7,7 @@ from scforge._lazy import lazy_names
 _NAMES = {
     "JointEmbedding": "scforge.training.objectives.joint_embedding",
     "MaskedGenePrediction": "scforge.training.objectives.masked_gene_prediction",
+    "MaskedValuePrediction": "scforge.training.objectives.masked_value_prediction",
     "Objective": "scforge.training.objectives.base",
     "get_objective": "scforge.training.objectives.registry",
     "list_objectives": "scforge.training.objectives.registry",
@@ -16,6 +17,7 @@ _NAMES = {
 __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "Objective",
     "MaskedGenePrediction",
+    "MaskedValuePrediction",
     "JointEmbedding",
     "register_objective",
     "get_objective",

@@ -68,6 +68,10 @@ class Objective(ABC):
     def check(self, tokenizer: Tokenizer) -> None:  # noqa: B027 -- optional
         """Raise :class:`~scforge.errors.OptionError` if the objective makes no sense with a tokenizer."""
 
+    def max_tokens(self, tokenizer: Tokenizer) -> int:
+        """Return the most tokens of a cell in the batches of :meth:`prepare`."""
+        return tokenizer.max_tokens()
+
     @abstractmethod
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Return the batch of tensors that :meth:`loss` takes. Random choices depend on seed, epoch and cell only."""

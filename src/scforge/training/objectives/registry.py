@@ -18,6 +18,7 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
     builtin={
         "joint_embedding": "scforge.training.objectives.joint_embedding",
         "masked_gene_prediction": "scforge.training.objectives.masked_gene_prediction",
+        "masked_value_prediction": "scforge.training.objectives.masked_value_prediction",
     },
 )
 
@@ -33,7 +34,7 @@ def list_objectives() -> list[str]:
     Examples
     --------
     >>> list_objectives()
-    ['joint_embedding', 'masked_gene_prediction']
+    ['joint_embedding', 'masked_gene_prediction', 'masked_value_prediction']
     """
     return OBJECTIVES.names()
 

@@ -1,0 +1,191 @@
+"""Masked value prediction: hide the expression of genes of a cell and predict it.
+
+Shapes: B cells, S tokens, G genes of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import numba
+import numpy as np
+import torch
+from torch import nn
+
+from scforge._checks import check_positive
+from scforge._constants import IGNORE_LABEL
+from scforge.data.cells import CellBlock, CellSource
+from scforge.data.random import cell_keys, uniform
+from scforge.errors import OptionError, TrainingError
+from scforge.models.components.count_losses import COUNT_LOSSES, check_count_targets
+from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.batch import TokenBatch
+from scforge.tokenizers.masking import Masking
+from scforge.training.objectives.base import Objective, TrainingDefaults
+from scforge.training.objectives.registry import register_objective
+
+__all__ = ["MaskedValuePrediction"]
+
+_STREAM = 0x7A65726F  # "zero": its random numbers are others than those of masks
+_SAMPLED_CELLS = 1024
+
+
+@register_objective("masked_value_prediction")
+class MaskedValuePrediction(Objective):
+    """The value (or the bin) of genes whose expression is hidden; which genes they are stays known.
+
+    For architectures that predict a value of each token: ``masked_autoencoder``, or ``transformer_encoder`` with
+    ``expression_head="value"`` or ``"bin"``. Hidden genes stand behind the others in random order, so that their place
+    in a ranking does not tell their value.
+
+    Parameters
+    ----------
+    mask_ratio
+        Share of the genes of a cell to hide, as :class:`scforge.tokenizers.Masking` takes it.
+    zero_targets
+        Genes without counts that are added as hidden tokens of value 0 for each hidden gene, drawn from the measured
+        genes of the vocabulary. Without them a model never sees that a gene is off. Not for truncated losses.
+    """
+
+    defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=20)
+
+    def __init__(
+        self, *, mask_ratio: float | Sequence[float] | Mapping[str, Any] = 0.75, zero_targets: float = 0.0
+    ) -> None:
+        # Made once here so that a bad value is refused before training starts.
+        Masking(1, mask_ratio=mask_ratio, mask_token_prob=0.0, random_token_prob=0.0)
+        check_positive("zero_targets", zero_targets, or_zero=True)
+        self.mask_ratio = mask_ratio
+        self.zero_targets = float(zero_targets)
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Raise if genes without counts would be added to those that are tokens already."""
+        if self.zero_targets and tokenizer.lists_all_genes:
+            raise OptionError(
+                f"zero_targets={self.zero_targets:g} adds genes without counts, but include_zero_genes=True presents "
+                "them all; set zero_targets=0, or include_zero_genes=False."
+            )
+
+    def max_tokens(self, tokenizer: Tokenizer) -> int:
+        """Return the most tokens of a cell, genes without counts included."""
+        most = tokenizer.max_tokens()
+        around = tokenizer.max_tokens() - min(tokenizer.most_genes, tokenizer.vocab.n_genes)
+        hidden = max(1, math.ceil((most - around) * _largest(self.mask_ratio)))
+        return min(most + round(self.zero_targets * hidden), max(most, around + tokenizer.vocab.n_genes))
+
+    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+        """Start the head at the mean of what it is to predict; look whether these are counts where it needs counts.
+
+        On a GPU the loss does not look at them itself, as it would have to wait.
+        """
+        block = cells.block(np.arange(min(len(cells), _SAMPLED_CELLS)))
+        batch = self.prepare(block, tokenizer, epoch=0, seed=0)
+        targets = batch["value_labels"][batch["masked_positions"]]
+        name = getattr(module, "value_loss", None)
+        if name in COUNT_LOSSES:
+            check_count_targets(name, targets)
+        if hasattr(module, "init_value_prior") and len(targets):
+            module.init_value_prior(float(targets.mean()))
+
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+        """Tokenise, hide values, and add genes without counts."""
+        masking = Masking(
+            tokenizer.vocab, mask_ratio=self.mask_ratio, mask_token_prob=0.0, random_token_prob=0.0, seed=seed
+        )
+        batch = masking(tokenizer(block), block.rows, epoch=epoch, hidden_last=True)
+        # The ids are in `input_ids`; labels would ask for a prediction of genes that stand there.
+        del batch["labels"]
+        if self.zero_targets:
+            keys = cell_keys(block.rows, seed=seed, epoch=epoch, stream=_STREAM)
+            batch = _add_zeros(batch, block, tokenizer, self.zero_targets, keys)
+        return dict(cast(dict[str, torch.Tensor], batch))
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the module's own loss at hidden values."""
+        output = module(**batch, return_logits=False)
+        if output.loss is None:
+            bins = "'bin'" if "bin_labels" in batch else "'value'"
+            raise TrainingError(
+                f"{type(module).__name__} returned no loss for hidden values; choose the architecture "
+                f"'masked_autoencoder', or 'transformer_encoder' with expression_head={bins}."
+            )
+        return output.loss, {}
+
+
+def _largest(mask_ratio: Any) -> float:
+    if isinstance(mask_ratio, Mapping):
+        return max(mask_ratio["start"], mask_ratio["end"])
+    return float(np.max(mask_ratio))
+
+
+def _add_zeros(
+    batch: TokenBatch, block: CellBlock, tokenizer: Tokenizer, per_hidden: float, keys: np.ndarray
+) -> TokenBatch:
+    """Add genes without counts to the hidden tokens of each cell, and put all hidden tokens into random order."""
+    n_genes, n_special = tokenizer.vocab.n_genes, tokenizer.vocab.n_special
+    measured = np.arange(n_genes, dtype=np.int32)
+    if block.measured is not None:
+        measured = np.flatnonzero(block.measured).astype(np.int32)
+    hidden = batch["masked_positions"].numpy()
+    lengths = batch["attention_mask"].numpy().sum(axis=1)
+    wanted = np.floor(per_hidden * hidden.sum(axis=1) + 0.5).astype(np.int64)
+    # All genes with counts, those that truncation left out as well, are not zero; and all of them were measured.
+    n_added = np.minimum(wanted, len(measured) - np.diff(block.indptr))
+    width = max(hidden.shape[1], int((lengths + n_added).max(initial=0)))
+    order = np.full((len(hidden), width), -1, dtype=np.int64)
+    zeros = np.zeros((len(hidden), width), dtype=np.int64)
+    _place(block.indptr, block.genes, measured, hidden, lengths, n_added, keys, n_special, n_genes, order, zeros)
+    places, added = torch.from_numpy(order), torch.from_numpy(zeros)
+    new = added > 0
+    widened = {
+        name: torch.where(places >= 0, tensor.gather(1, places.clamp(min=0)), torch.zeros((), dtype=tensor.dtype))
+        for name, tensor in cast(dict[str, torch.Tensor], batch).items()
+    }
+    widened["input_ids"] = torch.where(new, added, widened["input_ids"])
+    widened["attention_mask"] = widened["attention_mask"] | new
+    widened["masked_positions"] = widened["masked_positions"] | new
+    if "bin_labels" in widened:
+        blank = (places < 0) & ~new
+        widened["bin_labels"] = widened["bin_labels"].masked_fill(blank, IGNORE_LABEL)
+    return cast(TokenBatch, widened)
+
+
+@numba.njit(cache=True, nogil=True)
+def _place(indptr, genes, measured, hidden, lengths, n_added, keys, n_special, n_genes, order, zeros):
+    """Say for each new position which old one comes there (-1 for none), or which gene without counts (its id)."""
+    counted = np.zeros(n_genes, dtype=np.bool_)
+    free = np.empty(len(measured), dtype=np.int32)
+    for cell in range(len(hidden)):
+        for entry in range(indptr[cell], indptr[cell + 1]):
+            counted[genes[entry]] = True
+        n_free = 0
+        for gene in measured:
+            if not counted[gene]:
+                free[n_free] = gene
+                n_free += 1
+        for entry in range(indptr[cell], indptr[cell + 1]):
+            counted[genes[entry]] = False
+        key, length, n_new = keys[cell], lengths[cell], n_added[cell]
+        # Slots of hidden tokens: their old ones, and new ones behind the last token.
+        slots = np.empty(hidden.shape[1] + n_new, dtype=np.int64)
+        n_slots = 0
+        for position in range(length):
+            order[cell, position] = position
+            if hidden[cell, position]:
+                slots[n_slots] = position
+                n_slots += 1
+        for step in range(n_new):
+            # The first steps of a Fisher-Yates shuffle: each set of genes is equally likely.
+            other = step + int(uniform(key, np.uint64(step)) * (n_free - step))
+            free[step], free[other] = free[other], free[step]
+            slots[n_slots] = length + step
+            zeros[cell, length + step] = n_special + free[step]
+            n_slots += 1
+        # Where a hidden token stands must not tell whether it was added.
+        for step in range(n_slots - 1, 0, -1):
+            other = int(uniform(key, np.uint64(n_new + step)) * (step + 1))
+            here, there = slots[step], slots[other]
+            order[cell, here], order[cell, there] = order[cell, there], order[cell, here]
+            zeros[cell, here], zeros[cell, there] = zeros[cell, there], zeros[cell, here]
