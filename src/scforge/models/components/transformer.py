@@ -185,7 +185,7 @@ class TransformerStack(nn.Module):
                 f"position_embedding='rotary' needs heads of an even width, but hidden_dim={hidden_dim} and "
                 f"num_heads={num_heads} make them {self.head_dim}; change one of them."
             )
-        self.rotary = rotary
+        self.rotary = check_bool("rotary", rotary)
         self.gradient_checkpointing = check_bool("gradient_checkpointing", gradient_checkpointing)
         self.unpad = unpad
         self._widest = max(4 * hidden_dim if ffn_dim is None else ffn_dim, 3 * hidden_dim)

@@ -1,0 +1,307 @@
+"""The stack of layers: whatever way it takes, the numbers are those of the plain one."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from scforge.errors import OptionError
+from scforge.models._utils import init_weights
+from scforge.models.components import KeyValueCache, TransformerBlock, TransformerStack
+from scforge.models.components import transformer as module
+from scforge.models.components.attention import generate_causal_mask
+from scforge.models.components.packing import pack_cells
+
+BATCH, SEQ, HIDDEN = 9, 20, 16
+LENGTHS = torch.tensor([20, 19, 18, 11, 10, 3, 1, 0, 20])
+RIGHT = torch.arange(SEQ) < LENGTHS[:, None]
+
+
+def scattered() -> torch.Tensor:
+    return torch.rand(BATCH, SEQ, generator=torch.Generator().manual_seed(4)) < 0.6
+
+
+MASKS = {"right": RIGHT, "left": RIGHT.flip(1), "scattered": scattered(), "all": torch.ones(BATCH, SEQ).bool()}
+every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+either = pytest.mark.parametrize("causal", [False, True])
+options_of_stacks = pytest.mark.parametrize(
+    "options", [{}, {"rotary": True}, {"norm_first": False}, {"rotary": True, "norm_first": False}], ids=str
+)
+
+
+def make(**options) -> TransformerStack:
+    torch.manual_seed(0)
+    return TransformerStack(HIDDEN, 3, 4, **options).apply(init_weights).eval()
+
+
+@pytest.fixture
+def hidden() -> torch.Tensor:
+    return torch.randn(BATCH, SEQ, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(params=[2**40, 1_000], ids=["at once", "in slices"])
+def cpu_numbers(request, monkeypatch) -> int:
+    monkeypatch.setattr(module, "_CPU_NUMBERS", request.param)
+    return request.param
+
+
+def reference(stack: TransformerStack, hidden: torch.Tensor, mask: torch.Tensor, causal: bool, bias) -> torch.Tensor:
+    """Run cell by cell, token by token of it alone, with attention written out."""
+    out = torch.zeros_like(hidden)
+    for cell in range(len(hidden)):
+        x = hidden[cell][mask[cell]]
+        if not len(x):
+            continue
+        added = torch.zeros(len(x), len(x)) if bias is None else bias[cell][mask[cell]].expand(len(x), -1)
+        if causal:
+            added = added + generate_causal_mask(len(x))
+        for layer in stack.layers:
+
+            def attend(states, layer=layer, added=added):
+                q, k, v = layer.attention.qkv(states).unflatten(-1, (3, 4, -1)).permute(1, 2, 0, 3)
+                weights = (q @ k.transpose(1, 2) / q.shape[-1] ** 0.5 + added).softmax(-1)
+                return layer.attention.out((weights @ v).transpose(0, 1).flatten(1))
+
+            def feed(states, layer=layer):
+                return layer.ffn_out(layer.activation(layer.ffn_in(states)))
+
+            if layer.norm_first:
+                x = x + attend(layer.norm_attention(x))
+                x = x + feed(layer.norm_ffn(x))
+            else:
+                x = layer.norm_attention(x + attend(x))
+                x = layer.norm_ffn(x + feed(x))
+        out[cell, mask[cell]] = stack.final_norm(x)
+    return out
+
+
+@every_mask
+@either
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("unpad", [None, True, False])
+def test_each_cell_is_computed_as_if_alone(hidden, cpu_numbers, mask, causal, biased, norm_first, unpad):
+    stack = make(unpad=unpad, norm_first=norm_first)
+    bias = torch.rand(BATCH, SEQ) if biased else None
+    out = stack(hidden, mask, causal=causal, attention_bias=bias).hidden
+    expected = reference(stack, hidden, mask, causal, bias)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out[mask], expected[mask], atol=1e-5, rtol=1e-5)
+
+
+@every_mask
+@either
+@options_of_stacks
+def test_without_padding_the_numbers_and_gradients_of_the_padded_way(hidden, cpu_numbers, mask, causal, options):
+    results = []
+    for unpad in (False, True):
+        stack = make(unpad=unpad, **options)
+        x = hidden.clone().requires_grad_()
+        out = stack(x, mask, causal=causal, output_hidden_states=True)
+        assert torch.equal(out.hidden, out.hidden_states[-1])
+        states = torch.stack([state[mask] for state in out.hidden_states])
+        states.square().sum().backward()
+        assert len(out.hidden_states) == 3
+        results.append([states.detach(), x.grad[mask], *(p.grad for p in stack.parameters())])
+    for one, two in zip(*results, strict=True):
+        torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-4)
+
+
+@either
+@options_of_stacks
+def test_one_row_of_tokens(hidden, monkeypatch, causal, options):
+    """The way of CUDA, with its kernel replaced by one that is written out."""
+    calls = []
+
+    def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)):
+        assert cu_seq_q.dtype == torch.int32
+        assert cu_seq_q is cu_seq_k
+        assert (max_q, max_k) == (20, 20)
+        calls.append(query.shape)
+        parts = []
+        for start, stop in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
+            q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
+            parts.append(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=window_size == (-1, 0)))
+        return torch.cat([part.transpose(0, 1) for part in parts])
+
+    expected = make(unpad=False, **options)(hidden, RIGHT, causal=causal).hidden
+    from torch.nn.attention import varlen
+
+    signature = inspect.signature(varlen.varlen_attn).parameters
+    assert list(signature)[:7] == list(inspect.signature(varlen_attn).parameters)[:7]
+    assert signature["window_size"].default == (-1, -1)
+    monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
+    monkeypatch.setattr(module, "_has_varlen_kernel", lambda hidden: True)
+    out = make(**options)(hidden, RIGHT, causal=causal, output_hidden_states=True)
+    assert calls == [(int(RIGHT.sum()), 4, 4)] * 3
+    torch.testing.assert_close(out.hidden[RIGHT], expected[RIGHT], atol=1e-5, rtol=1e-5)
+    assert [state.shape for state in out.hidden_states] == [hidden.shape] * 3
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "has"), [("cpu", "bfloat16", False), ("cuda", "float32", False), ("cuda", "bfloat16", True)]
+)
+def test_which_kernel(device, dtype, has):
+    fake = SimpleNamespace(device=torch.device(device), dtype=getattr(torch, dtype))
+    assert module._has_varlen_kernel(fake) is has
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8])
+@pytest.mark.parametrize("unpad", [None, True, False])
+def test_masks_of_any_dtype(hidden, dtype, unpad):
+    stack = make(unpad=unpad)
+    assert torch.equal(stack(hidden, RIGHT.to(dtype)).hidden, stack(hidden, RIGHT).hidden)
+
+
+@options_of_stacks
+def test_cached_tokens_are_those_of_one_pass(hidden, options):
+    stack = make(**options)
+    whole = stack(hidden, RIGHT, causal=True).hidden
+    for sizes in ([5] + [1] * 15, [1] * 20, [7, 6, 7]):
+        cache, parts = KeyValueCache(), []
+        for x, mask in zip(hidden.split(sizes, dim=1), RIGHT.split(sizes, dim=1), strict=True):
+            parts.append(stack(x, mask, cache=cache).hidden)
+        assert cache.length == SEQ
+        torch.testing.assert_close(torch.cat(parts, dim=1)[RIGHT], whole[RIGHT], atol=1e-5, rtol=1e-5)
+
+
+@either
+def test_causal_tokens_do_not_see_later_ones(hidden, causal):
+    stack = make()
+    changed = hidden.clone()
+    changed[:, 7] = hidden[:, 8]
+    with torch.no_grad():
+        moved = (stack(changed, causal=causal).hidden - stack(hidden, causal=causal).hidden).abs().amax(dim=(0, 2))
+    assert moved[7:].min() > 1e-4
+    assert (moved[:7].max() == 0) is causal
+
+
+@either
+@every_mask
+def test_attention_weights_are_those_that_mix(hidden, mask, causal):
+    stack = make()
+    out = stack(hidden, mask, causal=causal, output_attentions=True)
+    assert [weights.shape for weights in out.attentions] == [(BATCH, 4, SEQ, SEQ)] * 3
+    torch.testing.assert_close(out.hidden[mask], stack(hidden, mask, causal=causal).hidden[mask], atol=1e-5, rtol=1e-5)
+    weights = out.attentions[0]
+    first = stack.layers[0]
+    value = first.attention.qkv(first.norm_attention(hidden)).unflatten(-1, (3, 4, -1))[:, :, 2].transpose(1, 2)
+    mixed = first.attention.out((weights @ value).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(
+        mixed[mask], first.attention(first.norm_attention(hidden), plain_mask(mask, causal))[mask], atol=1e-5, rtol=1e-5
+    )
+    rows = weights.sum(dim=-1).movedim(1, 2)[mask]
+    torch.testing.assert_close(rows, torch.ones_like(rows))
+    assert not weights.movedim(3, 1).movedim(3, 2)[~mask].any()
+
+
+def plain_mask(mask: torch.Tensor, causal: bool) -> torch.Tensor:
+    allowed = mask[:, None, None, :].expand(-1, 1, SEQ, -1)
+    return allowed & torch.ones(SEQ, SEQ).tril().bool() if causal else allowed
+
+
+def test_rotary_positions_are_relative(hidden):
+    stack = make(rotary=True)
+    shifted = nn.functional.pad(hidden, (0, 0, 3, 0))
+    mask = nn.functional.pad(torch.ones(BATCH, SEQ), (3, 0))
+    torch.testing.assert_close(stack(shifted, mask).hidden[:, 3:], stack(hidden).hidden, atol=1e-5, rtol=1e-5)
+    assert not torch.allclose(stack(hidden.flip(1)).hidden.flip(1), stack(hidden).hidden, atol=1e-3)
+    plain = make()
+    torch.testing.assert_close(plain(hidden.flip(1)).hidden.flip(1), plain(hidden).hidden, atol=1e-5, rtol=1e-5)
+
+
+def test_gradient_checkpointing_changes_no_number(hidden):
+    gradients, n_calls = [], []
+    for checkpointing in (False, True):
+        stack = make(gradient_checkpointing=checkpointing, dropout=0.3).train()
+        calls = []
+        stack.layers[0].ffn_in.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        torch.manual_seed(3)
+        stack(hidden, RIGHT).hidden[RIGHT].square().sum().backward()
+        gradients.append([p.grad for p in stack.parameters()])
+        n_calls.append(len(calls))
+    assert n_calls[1] == 2 * n_calls[0]
+    for one, two in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_autocast_keeps_norms_and_softmax_exact_enough(hidden):
+    stack = make()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = stack(100 * hidden, RIGHT).hidden
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out[RIGHT], stack(100 * hidden, RIGHT).hidden[RIGHT], atol=0.1, rtol=0.05)
+
+
+def test_same_seed_same_dropout(hidden):
+    stack = make(dropout=0.5).train()
+    torch.manual_seed(5)
+    one = stack(hidden, RIGHT).hidden
+    two = stack(hidden, RIGHT).hidden
+    torch.manual_seed(5)
+    assert torch.equal(stack(hidden, RIGHT).hidden, one)
+    assert not torch.equal(one, two)
+
+
+def test_odd_heads_cannot_rotate():
+    with pytest.raises(OptionError, match="position_embedding='rotary' needs heads of an even width"):
+        TransformerStack(6, 1, 2, rotary=True)
+
+
+@pytest.mark.parametrize("option", ["unpad", "norm_first", "gradient_checkpointing", "rotary"])
+def test_switches_are_switches(option):
+    with pytest.raises(OptionError, match=f"{option}='yes'"):
+        TransformerStack(8, 1, 2, **{option: "yes"})
+
+
+def test_a_block_of_its_own(hidden):
+    block = TransformerBlock(HIDDEN, 4).eval()
+    bare = block(hidden, RIGHT[:, None, None, :])
+    assert bare.shape == hidden.shape
+    torch.testing.assert_close(block.attention_weights(hidden).sum(-1), torch.ones(BATCH, 4, SEQ))
+
+
+class TestPacking:
+    def test_nothing_to_do(self):
+        whole = torch.ones(4, 6).bool()
+        assert pack_cells((4, 6), whole) is None
+        assert pack_cells((4, 6), None, True) is None
+        assert pack_cells((4, 6), torch.zeros(4, 6).bool()) is None
+        assert pack_cells((BATCH, SEQ), RIGHT, False) is None
+
+    def test_only_where_it_is_worth_it(self):
+        mask = torch.ones(10, 10).bool()
+        mask[0, 6:] = False
+        assert pack_cells((10, 10), mask) is None
+        assert pack_cells((10, 10), mask, True) is not None
+        mask[1, 5:] = False
+        assert pack_cells((10, 10), mask) is not None
+
+    @every_mask
+    @pytest.mark.parametrize("most", [None, 45])
+    @pytest.mark.parametrize("exact", [False, True])
+    def test_every_token_once(self, mask, most, exact):
+        packing = pack_cells((BATCH, SEQ), mask, True, exact=exact, most=most)
+        if mask.all():
+            assert packing is None or packing.index is None
+            return
+        assert len(packing.index.unique()) == len(packing.index)
+        assert mask.flatten()[packing.index].sum() == mask.sum()
+        places = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
+        assert torch.equal(packing.unpack(packing.pack(places))[mask], places[mask])
+        if exact:
+            assert len(packing.index) == mask.sum()
+            ends, longest = packing.ends
+            assert ends.tolist() == [0, *mask.sum(1).cumsum(0).tolist()]
+            assert longest == mask.sum(1).max()
+            return
+        seen = [part[slice(None) if g.tokens is None else g.tokens].flatten() for part, g in
+                zip(packing.split(places), packing.groups, strict=True)]  # fmt: skip
+        assert sorted(torch.cat(seen).tolist()) == places[mask].tolist()
+        for group in packing.groups:
+            assert most is None or group.n_cells == 1 or group.n_cells * group.longest <= most
+            assert group.tokens is None or group.tokens.sum(1).min() >= 0.875 * group.longest
