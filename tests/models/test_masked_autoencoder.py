@@ -1,0 +1,283 @@
+"""MaskedAutoencoder: what the encoder sees, what the decoder is told, and what neither may know."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scforge.config.schema import ModelConfig
+from scforge.errors import OptionError
+from scforge.models import MaskedAutoencoder
+from scforge.models.components.count_losses import COUNT_LOSSES
+
+SMALL = {"encoder_dim": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_heads": 2}
+POSITIONS = ["none", "learned", "rotary"]
+
+
+def make(**options) -> MaskedAutoencoder:
+    torch.manual_seed(0)
+    model = MaskedAutoencoder(60, **{**SMALL, **options}).eval()
+    with torch.no_grad():  # biases start at zero, which hides what hangs on them
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    """Five cells of up to 12 genes with whole-numbered values; about half of them hidden, anywhere."""
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.arange(12) < torch.tensor([12, 12, 9, 5, 3])[:, None]
+    ids = torch.stack([torch.randperm(56, generator=generator)[:12] + 4 for _ in range(5)])
+    values = torch.randint(1, 9, (5, 12), generator=generator).float()
+    hidden = (torch.rand(5, 12, generator=generator) < 0.5) & mask
+    hidden[:, 0], hidden[:, 1] = True, False
+    return {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        "values": values * mask,
+        "masked_positions": hidden,
+        "value_labels": values * hidden,
+    }
+
+
+def test_defaults_are_the_documented_ones():
+    model = MaskedAutoencoder(50)
+    assert (model.encoder_dim, model.decoder_dim, model.pooling, model.uses_order) == (512, 256, "mean", False)
+    assert (len(model.encoder.layers), len(model.decoder.layers)) == (12, 4)
+    assert [stack.layers[0].attention.num_heads for stack in (model.encoder, model.decoder)] == [8, 8]
+    assert [stack.layers[0].ffn_in.out_features for stack in (model.encoder, model.decoder)] == [2048, 1024]
+    assert model.embedding.max_seq_len == 2048
+    assert model.embedding.position_embedding is None
+
+
+def test_names_that_configurations_share():
+    config = ModelConfig(vocab_size=60, hidden_dim=8, num_layers=1, num_heads=4, decoder_dim=4, decoder_layers=3)
+    model = MaskedAutoencoder.from_config(config)
+    assert (model.encoder_dim, model.decoder_dim, model.pooling) == (8, 4, "mean")
+    assert (len(model.encoder.layers), len(model.decoder.layers)) == (1, 3)
+    direct = MaskedAutoencoder(60, 8, 4, 1, 3, 4)
+    assert model.num_parameters() == direct.num_parameters()
+    with pytest.raises(ValueError, match="name the same option"):
+        MaskedAutoencoder.from_config(ModelConfig(vocab_size=60, hidden_dim=8, encoder_dim=8))
+
+
+@pytest.mark.parametrize("position_embedding", POSITIONS)
+@pytest.mark.parametrize("value_loss", ["mse", "zero_truncated_negative_binomial"])
+def test_hidden_values_do_not_reach_the_prediction(batch, position_embedding, value_loss):
+    model = make(position_embedding=position_embedding, value_loss=value_loss)
+    hidden = batch["masked_positions"]
+    other = batch | {
+        "values": batch["values"].masked_fill(hidden, 777.0),
+        "attention_bias": torch.zeros(5, 12).masked_fill(hidden, 9.0),
+    }
+    plain = batch | {"attention_bias": torch.zeros(5, 12)}
+    with torch.no_grad():
+        one, two = model(**plain), model(**other)
+    assert torch.equal(one.logits, two.logits)
+    assert torch.equal(one.embeddings, two.embeddings)
+    assert torch.equal(one.loss, two.loss)
+
+
+@pytest.mark.parametrize("position_embedding", POSITIONS)
+def test_the_id_at_a_hidden_token_does_not_matter_where_labels_tell_it(batch, position_embedding):
+    model = make(position_embedding=position_embedding)
+    hidden, ids = batch["masked_positions"], batch["input_ids"]
+    labels = ids.masked_fill(~hidden, -100)
+    with torch.no_grad():
+        kept = model(**batch)
+        masked = model(**batch | {"input_ids": ids.masked_fill(hidden, 2), "labels": labels})
+        drawn = model(**batch | {"input_ids": ids.masked_fill(hidden, 33), "labels": labels})
+        inferred = model(ids.masked_fill(hidden, 2), batch["attention_mask"], batch["values"], labels)
+    for other in (masked, drawn, inferred):
+        torch.testing.assert_close(other.logits, kept.logits)
+        torch.testing.assert_close(other.embeddings, kept.embeddings)
+        torch.testing.assert_close(other.loss, kept.loss)
+
+
+def test_the_decoder_knows_which_gene_it_predicts(batch):
+    model = make()
+    swapped = batch["input_ids"].clone()
+    swapped[0, 0] = next(gene for gene in range(4, 60) if gene not in swapped[0])
+    with torch.no_grad():
+        one, two = model(**batch), model(**batch | {"input_ids": swapped})
+    assert (one.logits[0, 0] - two.logits[0, 0]).abs() > 1e-4
+    assert torch.equal(one.embeddings, two.embeddings)
+    assert torch.equal(one.logits[1:], two.logits[1:])
+
+
+def test_the_encoder_runs_once_and_on_visible_tokens_alone(batch):
+    model, shapes = make(unpad=False), []
+    for part in (model.embedding, model.encoder):
+        part.register_forward_hook(lambda module, given, result: shapes.append(tuple(given[0].shape)))
+    output = model(**batch)
+    most = int((batch["attention_mask"] & ~batch["masked_positions"]).sum(dim=1).max())
+    assert most < 12
+    assert shapes == [(5, most), (5, most, 16)]
+    assert output.logits.shape == (5, 12)
+
+
+@pytest.mark.parametrize("position_embedding", ["none", "learned"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_the_embedding_is_that_of_the_visible_tokens(batch, position_embedding, pooling):
+    model = make(position_embedding=position_embedding, pooling=pooling)
+    visible = batch["attention_mask"] & ~batch["masked_positions"]
+    with torch.no_grad():
+        output = model(**batch, output_hidden_states=True)
+        for cell in range(5):
+            places = visible[cell].nonzero().squeeze(1)
+            states = model.encoder(
+                model.embedding(
+                    batch["input_ids"][cell : cell + 1, places], batch["values"][cell : cell + 1, places], places
+                )
+            ).hidden[0]
+            pooled = {"mean": states.mean(dim=0), "cls": states[0], "last": states[-1]}[pooling]
+            torch.testing.assert_close(output.embeddings[cell], pooled, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(output.hidden_states[-1][cell, places], states, atol=1e-5, rtol=1e-5)
+    assert len(output.hidden_states) == 2
+    for states in output.hidden_states:
+        assert states.shape == (5, 12, 16)
+        assert not states[~visible].any()
+
+
+def test_attention_weights_are_of_visible_tokens_in_their_places(batch):
+    model = make()
+    visible = batch["attention_mask"] & ~batch["masked_positions"]
+    with torch.no_grad():
+        output, plain = model(**batch, output_attentions=True), model(**batch)
+    torch.testing.assert_close(output.logits[batch["attention_mask"]], plain.logits[batch["attention_mask"]])
+    torch.testing.assert_close(output.embeddings, plain.embeddings)
+    assert len(output.attentions) == 2
+    for weights in output.attentions:
+        assert weights.shape == (5, 2, 12, 12)
+        expected = visible[:, None].float().expand(5, 2, 12)
+        torch.testing.assert_close(weights.sum(dim=-1), expected)
+        assert not weights.transpose(-1, -2)[~visible[:, None].expand(5, 2, 12)].any()
+
+
+def test_the_order_of_tokens_does_not_matter_without_positions(batch):
+    model, order = make(), torch.randperm(12, generator=torch.Generator().manual_seed(3))
+    moved = {name: tensor[:, order] for name, tensor in batch.items()}
+    with torch.no_grad():
+        one, two = model(**batch), model(**moved)
+    torch.testing.assert_close(two.embeddings, one.embeddings)
+    torch.testing.assert_close(two.loss, one.loss)
+    mask = moved["attention_mask"]
+    torch.testing.assert_close(two.logits[mask], one.logits[:, order][mask], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("value_loss", ["mse", *COUNT_LOSSES])
+def test_the_loss_by_hand(batch, value_loss):
+    model = make(value_loss=value_loss)
+    hidden, target = batch["masked_positions"], batch["value_labels"]
+    output = model(**batch)
+    if value_loss == "mse":
+        expected = (output.logits - target)[hidden].square().mean()
+        torch.testing.assert_close(output.loss, expected)
+    elif value_loss == "poisson":
+        torch.testing.assert_close(
+            output.loss,
+            torch.nn.functional.poisson_nll_loss(output.logits[hidden], target[hidden], log_input=False)
+            + torch.lgamma(target[hidden] + 1).mean(),
+        )
+    assert (output.logits[hidden] > float("truncated" in value_loss)).all() or value_loss == "mse"
+    short = model(**batch, return_logits=False)
+    assert short.logits is None
+    torch.testing.assert_close(short.loss, output.loss)
+
+
+def test_counts_are_predicted_relative_to_the_depth_of_the_cell(batch):
+    model = make(value_loss="poisson")
+    model.embedding.expression_scale.data.zero_()
+    deep = batch | {"values": batch["values"] * 10}
+    torch.testing.assert_close(model(**deep).logits, model(**batch).logits * 10, atol=1e-4, rtol=1e-4)
+
+
+def test_when_there_is_a_loss(batch):
+    model = make()
+    tokens = {name: batch[name] for name in ("input_ids", "attention_mask", "values")}
+    hidden = {"masked_positions": batch["masked_positions"]}
+    nothing = torch.full_like(batch["input_ids"], -100)
+    assert model(**tokens).loss is None
+    assert model(**tokens, **hidden).loss is None
+    assert model(batch["input_ids"], batch["attention_mask"], labels=nothing, **hidden).loss is None
+    asked = model(**tokens, **hidden, labels=nothing)
+    torch.testing.assert_close(asked.loss, model(**batch).loss)
+    assert model(**tokens, labels=nothing).loss.item() == 0.0
+
+
+@pytest.mark.parametrize("value_loss", ["mse", "zero_truncated_negative_binomial"])
+@pytest.mark.parametrize("case", ["all hidden", "all hidden in one cell", "none hidden", "empty cell", "all empty"])
+def test_odd_cells_stay_finite(batch, case, value_loss):
+    model = make(value_loss=value_loss).train()
+    if case == "all hidden":
+        batch["masked_positions"] = batch["attention_mask"].clone()
+        batch["value_labels"] = batch["values"]
+    elif case == "all hidden in one cell":
+        batch["masked_positions"][2] = batch["attention_mask"][2]
+        batch["value_labels"][2] = batch["values"][2]
+    elif case == "none hidden":
+        batch["masked_positions"] = torch.zeros_like(batch["masked_positions"])
+    else:
+        rows = slice(None) if case == "all empty" else slice(1, 2)
+        for name in batch:
+            batch[name][rows] = 0
+    output = model(**batch)
+    for tensor in (output.loss, output.logits, output.embeddings):
+        assert tensor.isfinite().all()
+    output.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_all_tokens_are_visible_to_encode(batch):
+    model = make()
+    with torch.no_grad():
+        whole = model(**batch | {"masked_positions": torch.zeros_like(batch["masked_positions"])})
+        torch.testing.assert_close(model.encode(**batch), whole.embeddings)
+        assert not torch.allclose(model.encode(**batch), model(**batch).embeddings)
+
+
+@pytest.mark.parametrize("value_loss", ["mse", "negative_binomial"])
+def test_bfloat16_autocast(batch, value_loss):
+    model = make(value_loss=value_loss)
+    expected = model(**batch).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(**batch).loss
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=0.05, atol=0.05)
+    loss.backward()
+
+
+def test_counts_that_are_none_are_refused(batch):
+    with pytest.raises(OptionError, match="value_loss='poisson' needs whole counts of at least 0 but a target is 1.5"):
+        make(value_loss="poisson")(**batch | {"value_labels": torch.full_like(batch["values"], 1.5)})
+    batch["value_labels"][0, 0] = 0.0
+    with pytest.raises(
+        OptionError, match="'zero_truncated_poisson' needs whole counts of at least 1 but a target is 0"
+    ):
+        make(value_loss="zero_truncated_poisson")(**batch)
+
+
+def test_only_visible_tokens_need_a_position(batch):
+    model = make(position_embedding="learned", max_seq_len=8)
+    batch["masked_positions"] = batch["attention_mask"] & (torch.arange(12) >= 8)
+    assert model(**batch).loss.isfinite()
+    batch["masked_positions"][:, 11] = False
+    with pytest.raises(OptionError, match="a cell has 12 tokens but max_seq_len=8"):
+        model(**batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pooling": "max"}, "pooling='max' is not known"),
+        ({"value_loss": "mae"}, "value_loss='mae' is not known"),
+        ({"encoder_heads": 3}, "decoder_dim=8 is not divisible by decoder_heads=3"),
+        ({"encoder_heads": 3, "decoder_heads": 2}, "hidden_dim=16 is not divisible by num_heads=3"),
+        ({"encoder_dim": 1, "encoder_heads": 1}, "decoder_dim=0"),
+        ({"position_embedding": "sine"}, "position_embedding='sine' is not known"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(OptionError, match=message):
+        MaskedAutoencoder(60, **{**SMALL, **options})
