@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from scforge.models import list_models
 from scforge.models.registry import MODELS
 
 EXAMPLES = Path(__file__).with_name("examples_models_reference")
@@ -99,6 +100,8 @@ CHECKS = {
 @pytest.fixture(autouse=True)
 def registry(monkeypatch):
     """The registry of architectures, put back after the test."""
+    for name in list_models():
+        MODELS.get(name)
     monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
 
 
