@@ -15,11 +15,23 @@ from scforge.testing import check_model
 VOCAB, DIM, LEARNED = 60, 7, 10
 SMALL = {"hidden_dim": 16, "num_layers": 2, "dropout": 0.1}
 HEADS = {**SMALL, "num_heads": 4}
+ENCODER = {"encoder_dim": 16, "encoder_layers": 2, "encoder_heads": 4, "decoder_layers": 1}
 OPTIONS: dict[str, list[dict]] = {
+    "autoregressive_transformer": [
+        {**HEADS, "n_bins": 5, "pooling": "cls"},
+        {**HEADS, "n_bins": 5, "pooling": "mean", "position_embedding": "rotary", "n_conditions": 2},
+        {**HEADS, "n_bins": 5, "pooling": "last", "use_expression_values": False, "norm_first": False, "unpad": True},
+    ],
     "gene_pooling": [
         {**SMALL, "pooling": "mean"},
         {**SMALL, "pooling": "mean", "use_expression_values": False},
         {**SMALL, "pooling": "weighted_sum", "latent_dim": 6},
+    ],
+    "masked_autoencoder": [
+        ENCODER,
+        {**ENCODER, "decoder_dim": 12, "decoder_heads": 2, "position_embedding": "learned", "pooling": "cls"},
+        {**ENCODER, "position_embedding": "rotary", "unpad": True, "use_expression_values": False},
+        {**ENCODER, "value_loss": "negative_binomial", "norm_first": False},
     ],
     "transformer_encoder": [
         {**HEADS, "pooling": "cls"},
@@ -31,6 +43,8 @@ OPTIONS: dict[str, list[dict]] = {
 }
 # Other objectives have other losses, and heads that shape no embedding.
 MASKED_GENE = {"gene_pooling", "transformer_encoder"}
+NEXT_GENE = {"autoregressive_transformer"}
+VALUE = {"masked_autoencoder"}
 TOKENS = ("input_ids", "attention_mask", "values", "bin_ids")
 
 
@@ -54,6 +68,8 @@ CASES = [
     for i, options in enumerate(sets_of_options(name))
 ]
 every_model = pytest.mark.parametrize(("name", "options"), CASES)
+value_models = pytest.mark.parametrize(("name", "options"), [case for case in CASES if case.values[0] in VALUE])
+next_gene_models = pytest.mark.parametrize(("name", "options"), [case for case in CASES if case.values[0] in NEXT_GENE])
 masked_gene_models = pytest.mark.parametrize(
     ("name", "options"), [case for case in CASES if case.values[0] in MASKED_GENE]
 )
@@ -85,7 +101,7 @@ def batch() -> dict[str, torch.Tensor]:
     labels[:, 1] = ids[:, 1]
     labels[:3, 4] = ids[:3, 4]
     hidden = labels != -100
-    values = torch.rand(5, 12, generator=generator) * 4 * (mask & (ids > 3))
+    values = torch.randint(1, 9, (5, 12), generator=generator).float() * (mask & (ids > 3))
     bins = torch.randint(1, 5, (5, 12), generator=generator) * (mask & (ids > 3))
     return {
         "input_ids": ids.masked_fill(hidden, 2) * mask,
@@ -164,6 +180,49 @@ def test_the_loss_is_the_cross_entropy_at_labels(batch, name, options):
     log_p = output.logits.log_softmax(dim=-1)[chosen]
     expected = -log_p.gather(1, batch["labels"][chosen][:, None]).mean()
     torch.testing.assert_close(output.loss, expected)
+
+
+@next_gene_models
+def test_later_tokens_do_not_change_earlier_predictions(batch, name, options):
+    model = make(name, options).eval()
+    later = batch | {"input_ids": batch["input_ids"].clone(), "values": batch["values"].clone()}
+    later["input_ids"][:, 6:] = later["input_ids"][:, 6:].flip(1) % VOCAB
+    later["values"][:, 6:] += 1.0
+    with torch.no_grad():
+        one, two = model(**batch), model(**later)
+    for part in ("logits", "expression"):
+        before, after = getattr(one, part), getattr(two, part)
+        torch.testing.assert_close(before[:, :6], after[:, :6], atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(before[:2, 6:], after[:2, 6:])
+
+
+@next_gene_models
+def test_the_loss_is_the_cross_entropy_of_the_next_token(batch, name, options):
+    model = make(name, {**options, "gene_loss_weight": 0.5, "expression_loss_weight": 2.0, "cell_loss_weight": 0.0})
+    output = model.eval()(**batch)
+    chosen = batch["labels"][:, 1:] != -100
+    losses = [
+        nn.functional.cross_entropy(logits[:, :-1][chosen], labels[:, 1:][chosen])
+        for logits, labels in ((output.logits, batch["labels"]), (output.expression, batch["bin_labels"]))
+    ]
+    torch.testing.assert_close(output.loss, 0.5 * losses[0] + 2.0 * losses[1])
+
+
+@value_models
+def test_values_of_hidden_tokens_are_targets_alone(batch, name, options):
+    model = make(name, options).eval()
+    # As masking hands them out, as the values themselves, and with positions instead of labels.
+    values = batch["values"] + batch["value_labels"]
+    without = {key: value for key, value in batch.items() if key != "value_labels"}
+    outputs = [model(**batch), model(**without | {"values": values})]
+    torch.testing.assert_close(outputs[0].loss, outputs[1].loss)
+    assert outputs[0].logits.shape == (5, 12)
+    for part in ("logits", "embeddings"):
+        torch.testing.assert_close(getattr(outputs[0], part), getattr(outputs[1], part))
+    if "value_loss" not in options:
+        hidden = batch["masked_positions"]
+        expected = nn.functional.mse_loss(outputs[0].logits[hidden], values[hidden])
+        torch.testing.assert_close(outputs[0].loss, expected)
 
 
 @every_model

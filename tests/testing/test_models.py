@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -110,14 +112,11 @@ def breaks(sentence):
     return decorator
 
 
-@breaks("it has no 'encode'")
-class NoEncode(Small):
-    encode = None
-
-
-@breaks("it has no 'from_config', which makes it from a ModelConfig")
-class NoFromConfig(Small):
-    from_config = None
+for part, sentence in (
+    ("encode", "it has no 'encode'"),
+    ("from_config", "it has no 'from_config', which makes it from"),
+):
+    BROKEN.append(pytest.param(type("Lacks", (Small,), {part: None}), sentence, id=f"no {part}"))
 
 
 @breaks(r"encode takes \('input_ids', 'values', 'kwargs'\) first instead of")
@@ -144,8 +143,7 @@ def changed(sentence, change):
     class Other(Small):
         def forward(self, input_ids, attention_mask, values=None, labels=None, **kwargs):
             output = super().forward(input_ids, attention_mask, values, labels, **kwargs)
-            parts = {"loss": output.loss, "logits": output.logits, "embeddings": output.embeddings}
-            return ModelOutput(**parts | change(parts))
+            return replace(output, **change(vars(output)))
 
     BROKEN.append(pytest.param(Other, sentence, id=sentence))
 
@@ -203,7 +201,7 @@ class Leaks(Small):
     def forward(self, input_ids, attention_mask, values=None, labels=None, **kwargs):
         seen = input_ids if labels is None else input_ids.where(labels == -100, labels)
         output = super().forward(seen, attention_mask, values, labels)
-        return ModelOutput(output.loss, output.logits, self.encode(input_ids, attention_mask, values))
+        return replace(output, embeddings=self.encode(input_ids, attention_mask, values))
 
 
 @breaks("labels leak into the embeddings")
@@ -211,7 +209,14 @@ class LeaksValues(Small):
     def forward(self, input_ids, attention_mask, values=None, labels=None, value_labels=None, **kwargs):
         output = super().forward(input_ids, attention_mask, values, labels)
         seen = values if value_labels is None else values + value_labels
-        return ModelOutput(output.loss, output.logits, self.encode(input_ids, attention_mask, seen))
+        return replace(output, embeddings=self.encode(input_ids, attention_mask, seen))
+
+
+@breaks("labels leak into the expression")
+class LeaksExpression(Small):
+    def forward(self, input_ids, attention_mask, values=None, labels=None, value_labels=None, **kwargs):
+        output = super().forward(input_ids, attention_mask, values, labels)
+        return replace(output, expression=values if value_labels is None else values + value_labels)
 
 
 @breaks("the parameter 'unused.weight' takes no part in the loss")
@@ -262,7 +267,7 @@ class LossOfWidth(Small):
 class LogitsOfWidth(Small):
     def forward(self, input_ids, attention_mask, values=None, labels=None, **kwargs):
         output = super().forward(input_ids, attention_mask, values, labels)
-        return ModelOutput(output.loss, output.logits / input_ids.shape[1], output.embeddings)
+        return replace(output, logits=output.logits / input_ids.shape[1])
 
 
 @breaks("a mask of torch.int64 means something else than one of torch.bool")
@@ -275,12 +280,6 @@ class BoolMaskOnly(Small):
 class FirstGene(Small):
     def pool(self, hidden, attention_mask):
         return super().pool(hidden, attention_mask) + hidden[:, 1] * attention_mask[:, 1:2]
-
-
-class SaysSo(FirstGene):
-    """Correct, as it says that the order matters."""
-
-    uses_order = True
 
 
 @breaks("the embedding of a cell without tokens is not finite")
@@ -346,7 +345,7 @@ def test_each_broken_rule_is_named(cls, sentence):
 
 
 def test_order_may_matter_where_the_model_says_so():
-    check_model(SaysSo)
+    check_model(type("SaysSo", (FirstGene,), {"uses_order": True}))
 
 
 def test_attention_of_torch_drops_an_adapter():

@@ -102,7 +102,8 @@ def _batches(model: nn.Module, vocab_size: int) -> tuple[Batch, Batch, Batch]:
     tokens = {
         "input_ids": ids * mask,
         "attention_mask": mask,
-        "values": (torch.rand(ids.shape, generator=generator) * 4 + 0.1) * genes,
+        # Whole numbers, as some models take them for counts.
+        "values": torch.randint(1, 9, ids.shape, generator=generator).float() * genes,
         "bin_ids": torch.randint(1, n_bins, ids.shape, generator=generator) * genes,
     }
     if "condition" in inspect.signature(model.forward).parameters:
