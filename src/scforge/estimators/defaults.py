@@ -62,6 +62,15 @@ _MASKED_AUTOENCODER = Recipe(
     tokenizer_options={"append_cls": False},
 )
 
+_AUTOREGRESSIVE = Recipe(
+    architecture="autoregressive_transformer",
+    tokenizer="binned_expression",
+    objective="next_gene_prediction",
+    n_top_genes=2_000,
+    options={"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "pooling": "mean"},
+    tokenizer_options={"side": "one", "append_eos": True},
+)
+
 
 def recipe_for(architecture: str | None, options: dict[str, Any]) -> Recipe:
     """Return the recipe for an architecture; the light encoder if none is named.
@@ -75,7 +84,7 @@ def recipe_for(architecture: str | None, options: dict[str, Any]) -> Recipe:
     """
     if architecture in (None, _LIGHT.architecture) and options.get("pooling", "weighted_sum") == "weighted_sum":
         return _LIGHT
-    for recipe in (_TRANSFORMER, _MASKED_AUTOENCODER):
+    for recipe in (_TRANSFORMER, _AUTOREGRESSIVE, _MASKED_AUTOENCODER):
         if architecture == recipe.architecture:
             return recipe
     return Recipe(architecture=architecture or _LIGHT.architecture)

@@ -14,6 +14,7 @@ import torch
 from scforge._checks import check_count, check_seed
 from scforge._io import check_folder, remove_folder
 from scforge._registry import check_options
+from scforge.data.cells import column_of
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.estimators.base import FROM_DATA, CellModel
@@ -27,9 +28,11 @@ from scforge.training.callbacks import SaveBest
 from scforge.training.datamodule import CellDataModule
 from scforge.training.fitting import fit
 from scforge.training.objectives.base import Objective
+from scforge.training.objectives.registry import get_objective
 from scforge.training.plan import TrainingPlan
 
 if TYPE_CHECKING:
+    import pandas as pd
     from anndata import AnnData
 
 __all__ = ["Encoder"]
@@ -112,7 +115,7 @@ class Encoder(CellModel):
             recipe,
             self._choose_vocab(vocab, n_top_genes or None, needs_medians=_needs_medians(*names)),
             tokenizer=names,
-            objective=named_options("objective", objective, recipe.objective),
+            objective=self._with_found_options(*named_options("objective", objective, recipe.objective)),
             options=options,
         )
         self._tokenizer = self._spec.build_tokenizer()
@@ -263,6 +266,18 @@ class Encoder(CellModel):
         if not isinstance(vocab, GeneVocab):
             raise OptionError(f"vocab={vocab!r} needs adata; pass a GeneVocab.")
         return vocab
+
+    def _with_found_options(self, objective: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Add the options of an objective that are found in the cells of the model."""
+
+        def column(key: str) -> pd.Series:
+            if self._data is not None:
+                return self._data.cells.column(key)
+            if self.adata is None:
+                raise OptionError(f"condition_key={key!r} needs adata, or conditions=[...] with its classes.")
+            return column_of(self.adata.obs, key)
+
+        return objective, options | get_objective(objective, **options).options_from(column)
 
     def _training_data(self, given: CellDataModule | None, objective: Objective, **options: Any) -> CellDataModule:
         """Return the data module to train on, with batches for this model."""

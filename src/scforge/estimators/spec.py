@@ -96,9 +96,20 @@ class ModelSpec:
             )
         aim = get_objective(objective[0], **objective[1])
         aim.check(made)
+        aim.check_architecture(MODELS.get(architecture))
+        options = _with_set_options(architecture, objective[0], options, aim.model_options())
         _check_counts(
             options.get("value_loss", getattr(parameters.get("value_loss"), "default", None)), name, made, aim
         )
+        # Some architectures predict bins only where they are asked to.
+        n_bins, bins = getattr(made, "n_bins", None), options.get("n_bins")
+        if n_bins is not None and bins is None and getattr(parameters.get("n_bins"), "default", None) is not None:
+            options = options | {"n_bins": n_bins}
+        if n_bins is not None and bins is not None and bins < n_bins:
+            raise OptionError(
+                f"n_bins={bins} is smaller than the {n_bins} bins that the tokenizer {name!r} makes; leave it out, or "
+                "give the tokenizer fewer bins."
+            )
         if "max_seq_len" in parameters:
             longest = aim.max_tokens(made)
             if options.setdefault("max_seq_len", longest) < longest:
@@ -169,6 +180,19 @@ def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objec
                 f"value_loss={value_loss!r} is for counts of at least 1, but {option}={value!r} makes targets of 0; "
                 f"leave it out, or choose value_loss={whole!r}."
             )
+
+
+def _with_set_options(
+    architecture: str, objective: str, options: dict[str, Any], set_: dict[str, Any]
+) -> dict[str, Any]:
+    """Add the options that an objective sets of an architecture."""
+    check_model_options(architecture, set_)
+    for option, value in set_.items():
+        if options.get(option, value) != value:
+            raise OptionError(
+                f"{option}={options[option]!r} but the objective {objective!r} needs {value!r}; leave it out."
+            )
+    return options | set_
 
 
 def _with_special_tokens(vocab: GeneVocab, tokenizer: str, options: dict[str, Any]) -> GeneVocab:

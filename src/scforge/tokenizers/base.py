@@ -52,6 +52,8 @@ class Tokenizer(ABC):
     ordered_by_gene: bool = False
     """Whether the order of the tokens tells something of which genes they are, so that the neighbours of a hidden token
     would narrow it down."""
+    ranks: bool = False
+    """Whether the order of the tokens is a ranking of the genes of the cell."""
     samples: bool = False
     """Whether truncation draws genes at random, rather than keeping the most expressed."""
     lists_all_genes: bool = False

@@ -69,6 +69,7 @@ class RankValueTokenizer(Tokenizer):
 
     needs_medians = True
     ordered_by_gene = True
+    ranks = True
 
     def __init__(
         self,

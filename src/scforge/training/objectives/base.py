@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import nn
 
-from scforge.data.cells import CellBlock, CellSource
+from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.batch import TokenBatch
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = ["Objective", "TrainingDefaults"]
 
@@ -67,6 +73,26 @@ class Objective(ABC):
 
     def check(self, tokenizer: Tokenizer) -> None:  # noqa: B027 -- optional
         """Raise :class:`~scforge.errors.OptionError` if the objective makes no sense with a tokenizer."""
+
+    def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:  # noqa: B027 -- optional
+        """Raise :class:`~scforge.errors.OptionError` if the objective makes no sense with an architecture."""
+
+    def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
+        """Return options that are found in the cells when a model is made; `column` returns a column of obs."""
+        return {}
+
+    def model_options(self) -> dict[str, Any]:
+        """Return options that the objective sets of an architecture."""
+        return {}
+
+    def bind(self, cells: Cells) -> None:  # noqa: B027 -- optional
+        """Look up what batches need to know of cells besides their counts, before any are made."""
+
+    def arrange(
+        self, tokens: TokenBatch, tokenizer: Tokenizer, rows: np.ndarray, *, epoch: int, seed: int
+    ) -> TokenBatch:
+        """Put the tokens of cells, of which `rows` are the numbers, into the order in which a module gets them."""
+        return tokens
 
     def max_tokens(self, tokenizer: Tokenizer) -> int:
         """Return the most tokens of a cell in the batches of :meth:`prepare`."""

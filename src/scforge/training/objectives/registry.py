@@ -19,6 +19,7 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
         "joint_embedding": "scforge.training.objectives.joint_embedding",
         "masked_gene_prediction": "scforge.training.objectives.masked_gene_prediction",
         "masked_value_prediction": "scforge.training.objectives.masked_value_prediction",
+        "next_gene_prediction": "scforge.training.objectives.next_gene_prediction",
     },
 )
 
@@ -34,7 +35,7 @@ def list_objectives() -> list[str]:
     Examples
     --------
     >>> list_objectives()
-    ['joint_embedding', 'masked_gene_prediction', 'masked_value_prediction']
+    ['joint_embedding', 'masked_gene_prediction', 'masked_value_prediction', 'next_gene_prediction']
     """
     return OBJECTIVES.names()
 

@@ -1,0 +1,263 @@
+"""Next-gene prediction: the genes of a cell one after the other, each with the bin of its expression.
+
+Shapes: B cells, S tokens, N cells of a source, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numba
+import numpy as np
+import torch
+from scipy import sparse
+from torch import nn
+
+from scforge._checks import check_bool, check_share
+from scforge._constants import IGNORE_LABEL, TARGET_SUM
+from scforge.data.cells import CellBlock, Cells, CellSource, choose_rows
+from scforge.data.random import cell_keys, uniform
+from scforge.errors import OptionError, TrainingError
+from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.batch import TokenBatch
+from scforge.training.objectives.base import Objective, TrainingDefaults
+from scforge.training.objectives.masked_gene_prediction import token_counts
+from scforge.training.objectives.registry import register_objective
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["NextGenePrediction", "bin_means"]
+
+logger = logging.getLogger("scforge")
+
+_STREAM = 0x6F726465  # "orde": its random numbers are others than those of masks and views
+_SAMPLED_CELLS = 10_000
+"""Cells that the bins are averaged over."""
+
+
+@register_objective("next_gene_prediction")
+class NextGenePrediction(Objective):
+    """Cross entropy of each next gene of a cell, and of its bin, given those before it.
+
+    For architectures whose predictions do not see what they predict (``predicts_next``), such as
+    ``autoregressive_transformer``. Where an EOS token ends the cells, it is predicted, too, so that the model knows how
+    many genes a cell has.
+
+    Parameters
+    ----------
+    order
+        A cell has no order of its own. ``"rank"`` goes from the highest to the lowest value, equal ones in random
+        order; ``"random"`` takes any order. What is random is drawn anew in each epoch. Tokenizers that rank genes keep
+        their ranking with ``"rank"``.
+    condition_key
+        Column of obs with classes that the model is told, such as the type of a cell, so that it can generate cells of
+        a class. None for none.
+    conditions
+        The classes, in the order of their numbers; None takes those of the cells that the model is made with. Cells of
+        others count as cells of unknown class.
+    condition_dropout
+        Share of cells whose class is not told in training, so that the model knows cells of unknown class, too.
+    token_prior
+        Start the gene head at the token frequencies of the training cells. For architectures that offer
+        ``init_token_prior``.
+    """
+
+    defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=10)
+
+    def __init__(
+        self,
+        *,
+        order: str = "rank",
+        condition_key: str | None = None,
+        conditions: Sequence[str] | None = None,
+        condition_dropout: float = 0.1,
+        token_prior: bool = True,
+    ) -> None:
+        if order not in ("rank", "random"):
+            raise OptionError(f"order={order!r} is not known; choose 'rank' or 'random'.")
+        if condition_key is not None and not (isinstance(condition_key, str) and condition_key):
+            raise OptionError(f"condition_key={condition_key!r} is not the name of a column of obs.")
+        if conditions is not None:
+            conditions = _checked_conditions(conditions, condition_key)
+        self.order = order
+        self.condition_key = condition_key
+        self.conditions = conditions
+        self.condition_dropout = check_share("condition_dropout", condition_dropout)
+        self.token_prior = check_bool("token_prior", token_prior)
+        self._codes: np.ndarray | None = None
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Raise unless the tokenizer makes bins, and of expressed genes alone."""
+        if getattr(tokenizer, "n_bins", None) is None:
+            raise OptionError(
+                f"'next_gene_prediction' predicts expression bins, which {type(tokenizer).__name__} does not make; "
+                "choose tokenizer='binned_expression'."
+            )
+        if tokenizer.lists_all_genes:
+            raise OptionError(
+                "include_zero_genes=True presents every measured gene, but 'next_gene_prediction' learns which genes a "
+                "cell expresses; set include_zero_genes=False."
+            )
+
+    def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
+        """Raise if the architecture sees the token that it would have to predict."""
+        if not getattr(architecture, "predicts_next", False):
+            name = architecture.__name__ if isinstance(architecture, type) else type(architecture).__name__
+            raise OptionError(
+                f"'next_gene_prediction' needs an architecture that does not see the next token, which {name} does; "
+                "choose 'autoregressive_transformer', or another objective."
+            )
+
+    def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
+        """Return the classes of the cells that a model is made with, unless they are known already."""
+        if self.condition_key is None or self.conditions is not None:
+            return {}
+        classes = column(self.condition_key).dropna().astype(str).unique()
+        if not len(classes):
+            raise OptionError(f"condition_key={self.condition_key!r} has no value for any cell; choose another column.")
+        return {"conditions": sorted(map(str, classes))}
+
+    def model_options(self) -> dict[str, Any]:
+        """Return the number of classes, as an option of the architecture."""
+        return {} if self.conditions is None else {"n_conditions": len(self.conditions)}
+
+    def bind(self, cells: Cells) -> None:
+        """Look up the class of each cell."""
+        self._codes = None
+        if self.condition_key is not None:
+            self._codes = self.codes_of(cells.column(self.condition_key))
+            if unknown := int((self._codes == 0).sum()):
+                logger.info("%d of %d cells have no class in %r.", unknown, len(self._codes), self.condition_key)
+
+    def codes_of(self, classes: pd.Series) -> np.ndarray:
+        """Return the number of each class, 0 where it is missing or unknown, int64, shape (N,)."""
+        if self.conditions is None:
+            raise TrainingError("conditions are not known yet; give conditions=[...], or make the model with cells.")
+        number = {name: i + 1 for i, name in enumerate(self.conditions)}
+        categories = classes.astype("category").cat
+        # The code of a missing value is -1, which finds the 0 at the end.
+        lookup = np.array([*(number.get(str(name), 0) for name in categories.categories), 0], dtype=np.int64)
+        return lookup[np.asarray(categories.codes)]
+
+    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+        """Start the gene head at the token frequencies, and tell the module what the bins stand for."""
+        if self.token_prior and hasattr(module, "init_token_prior"):
+            counts = token_counts(cells, tokenizer)
+            if tokenizer.append_eos and tokenizer.vocab.eos_id is not None:
+                counts[tokenizer.vocab.eos_id] = min(len(cells), _SAMPLED_CELLS)
+            module.init_token_prior(torch.from_numpy(counts))
+        if hasattr(module, "init_bin_values"):
+            means = bin_means(cells, tokenizer, getattr(module, "n_bins", None))
+            module.init_bin_values(torch.from_numpy(means))
+
+    def arrange(
+        self, tokens: TokenBatch, tokenizer: Tokenizer, rows: np.ndarray, *, epoch: int, seed: int
+    ) -> TokenBatch:
+        """Put the genes of each cell into the order in which they are predicted."""
+        if self.order == "rank" and tokenizer.ranks:
+            return tokens
+        ids = tokens["input_ids"].numpy()
+        places = np.empty(ids.shape, dtype=np.int64)
+        keys = cell_keys(rows, seed=seed, epoch=epoch, stream=_STREAM)
+        _arrange(ids, tokens["values"].numpy(), keys, tokenizer.vocab.n_special, self.order == "rank", places)
+        order = torch.from_numpy(places)
+        # Padding stays where it is, so that the mask needs no new order.
+        arranged = {name: tensor.gather(1, order) for name, tensor in cast(dict[str, torch.Tensor], tokens).items()}
+        return cast(TokenBatch, arranged)
+
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+        """Tokenise, arrange, and label genes and EOS with themselves; the architecture shifts labels."""
+        tokens = self.arrange(tokenizer(block), tokenizer, block.rows, epoch=epoch, seed=seed)
+        ids, vocab = tokens["input_ids"], tokenizer.vocab
+        predicted = ids >= vocab.n_special
+        if tokenizer.append_eos and vocab.eos_id is not None:
+            predicted |= (ids == vocab.eos_id) & tokens["attention_mask"]
+        batch: dict[str, torch.Tensor] = {**tokens, "labels": ids.masked_fill(~predicted, IGNORE_LABEL)}
+        if self.condition_key is not None:
+            if self._codes is None:
+                raise TrainingError("the classes of the cells are not known; call bind(cells) of the objective first.")
+            batch["condition"] = torch.from_numpy(self._codes[block.rows])
+        return batch
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the module's own loss; in training some cells are not told their class."""
+        self.check_architecture(module)
+        if module.training and "condition" in batch and self.condition_dropout > 0:
+            told = torch.rand(batch["condition"].shape, device=batch["condition"].device) >= self.condition_dropout
+            batch = {**batch, "condition": batch["condition"] * told}
+        output = module(**batch, return_logits=False)
+        if output.loss is None:
+            raise TrainingError(f"{type(module).__name__}.forward returned no loss although labels were given.")
+        return output.loss, {}
+
+
+def bin_means(cells: CellSource, tokenizer: Tokenizer, n_bins: int | None = None) -> np.ndarray:
+    """Return the mean log1p CP10K of the genes in each bin over at most 10,000 cells, float32, shape (n_bins,).
+
+    Bin 0 stands for 0. A bin that no gene is in lies between its neighbours, or is as high as the highest.
+
+    Parameters
+    ----------
+    cells
+        The cells.
+    tokenizer
+        A tokenizer that bins.
+    n_bins
+        Number of bins; None takes the tokenizer's.
+    """
+    n_bins = int(getattr(tokenizer, "n_bins", 0)) if n_bins is None else n_bins
+    sums, counts = np.zeros(n_bins), np.zeros(n_bins)
+    rows = choose_rows(len(cells), _SAMPLED_CELLS)
+    for start in range(0, len(rows), 1024):
+        block = cells.block(rows[start : start + 1024])
+        tokens = tokenizer.ragged(block)
+        of_cell = np.repeat(TARGET_SUM / np.maximum(block.totals, 1.0), np.diff(block.indptr))
+        values = np.log1p(block.counts * of_cell)
+        matrix = sparse.csr_matrix((values, block.genes, block.indptr), shape=(len(block), tokenizer.vocab.n_genes))
+        cell, gene = np.repeat(np.arange(len(block)), np.diff(tokens.indptr)), tokens.ids - tokenizer.vocab.n_special
+        is_gene = gene >= 0
+        bins = tokens.extras["bin_ids"][is_gene]
+        expression = np.asarray(matrix[cell[is_gene], gene[is_gene]]).ravel()
+        sums += np.bincount(bins, weights=expression, minlength=n_bins)
+        counts += np.bincount(bins, minlength=n_bins)
+    counts[0], sums[0] = 1, 0
+    seen = np.flatnonzero(counts)
+    return np.interp(np.arange(n_bins), seen, sums[seen] / counts[seen]).astype(np.float32)
+
+
+def _checked_conditions(conditions: Any, condition_key: str | None) -> list[str]:
+    listed = isinstance(conditions, Sequence) and not isinstance(conditions, str)
+    if not listed or not conditions or not all(isinstance(name, str) for name in conditions):
+        raise OptionError(f"conditions={conditions!r} is not a list of the names of classes.")
+    if len(set(conditions)) < len(conditions):
+        raise OptionError(f"conditions={list(conditions)!r} names a class twice; name each once.")
+    if condition_key is None:
+        raise OptionError(f"conditions={list(conditions)!r} needs condition_key, the column of obs with the classes.")
+    return list(conditions)
+
+
+@numba.njit(cache=True, nogil=True)
+def _arrange(ids, values, keys, n_special, by_value, places):
+    n_tokens = ids.shape[1]
+    slots = np.empty(n_tokens, dtype=np.int64)
+    draws = np.empty(n_tokens, dtype=np.float64)
+    for cell in range(len(ids)):
+        n_genes = 0
+        for position in range(n_tokens):
+            places[cell, position] = position
+            if ids[cell, position] >= n_special:
+                slots[n_genes] = position
+                draws[n_genes] = uniform(keys[cell], np.uint64(n_genes))
+                n_genes += 1
+        order = np.argsort(draws[:n_genes])
+        if by_value:
+            # A stable sort leaves equal values in the random order.
+            lowered = np.empty(n_genes, dtype=np.float64)
+            for i in range(n_genes):
+                lowered[i] = -values[cell, slots[order[i]]]
+            order = order[np.argsort(lowered, kind="mergesort")]
+        for i in range(n_genes):
+            places[cell, slots[i]] = slots[order[i]]
