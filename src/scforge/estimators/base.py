@@ -278,6 +278,11 @@ class CellModel(MuDataModel, BaseModelClass):
         return self._spec.vocab
 
     @property
+    def spec(self) -> ModelSpec:
+        """Names and options of architecture, tokenizer and objective."""
+        return self._spec
+
+    @property
     def objective(self) -> str:
         """Name of the objective."""
         return self._spec.objective
@@ -356,16 +361,22 @@ class CellModel(MuDataModel, BaseModelClass):
     def _provenance(self, cells: Cells, n_latent: int) -> dict[str, Any]:
         """Return what an embedding was made with, as scalars that h5ad can hold."""
         return {
+            **self.made_with(),
+            "n_latent": n_latent,
+            "gene_overlap": cells.overlap,
+            "counts_kept": cells.counts_kept,
+        }
+
+    def made_with(self) -> dict[str, Any]:
+        """Return what describes the model beside what it made, as scalars that h5ad can hold."""
+        return {
             "scforge_version": __version__,
             "architecture": self._spec.architecture,
             "tokenizer": self._spec.tokenizer,
             "objective": self._spec.objective,
-            "n_latent": n_latent,
             "n_epochs": self.n_epochs_,
             "is_trained": bool(self.is_trained_),
             "vocab_hash": self._spec.vocab.hash,
-            "gene_overlap": cells.overlap,
-            "counts_kept": cells.counts_kept,
         }
 
     def _extend_history(self, figures: dict[str, list[float]]) -> None:

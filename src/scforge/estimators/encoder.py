@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.estimators.base import FROM_DATA, CellModel
 from scforge.estimators.defaults import recipe_for
+from scforge.estimators.generation import generate_with
 from scforge.estimators.spec import ModelSpec, named_options
 from scforge.estimators.vocabulary import SAMPLED_CELLS, vocab_of_adata, vocab_of_cells
 from scforge.models.components.gene_vectors import check_filled
@@ -257,6 +258,66 @@ class Encoder(CellModel):
         self.is_trained_ = self.is_trained_ or result.n_epochs > 0
         if result.interrupted:
             raise KeyboardInterrupt
+
+    def generate(
+        self,
+        n_cells: int | None = None,
+        *,
+        prompt: Sequence[str] | Mapping[str, float] | AnnData | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        condition: str | Sequence[str | None] | None = None,
+        batch_size: int = 256,
+    ) -> AnnData:
+        """Draw new cells, with an architecture that generates them (``"autoregressive_transformer"``).
+
+        Parameters
+        ----------
+        n_cells
+            Number of cells; None for those of an AnnData as `prompt`.
+        prompt
+            What the cells begin with: a list of genes, a mapping of genes to values (log1p CP10K; the nearest bin is
+            taken), or cells to go on with. None for nothing.
+        temperature
+            Below 1 the likely becomes likelier.
+        top_k
+            Draw among so many of the likeliest genes only.
+        seed
+            Seed of what is drawn. A cell depends on the seed and on its number, not on `n_cells` or `batch_size` (but
+            for rounding).
+        condition
+            Class of all cells, or of each, of an objective with ``condition_key``; None for any.
+        batch_size
+            Cells at a time.
+
+        Returns
+        -------
+        The cells over the genes of the model: ``X`` with the mean log1p CP10K of the bin of each gene (CSR, float32),
+        ``layers["bins"]``, ``obs["n_genes"]``, the classes in ``obs`` if there is a `condition`, and what they were
+        made with in ``uns["scforge"]["generated"]``.
+
+        Raises
+        ------
+        OptionError
+            If the architecture generates no cells, or an argument cannot be used.
+
+        Examples
+        --------
+        >>> model = Encoder(adata, "autoregressive_transformer")  # doctest: +SKIP
+        >>> model.train()  # doctest: +SKIP
+        >>> model.generate(100, prompt=["CD3D"])  # doctest: +SKIP
+        """
+        return generate_with(
+            self,
+            n_cells,
+            prompt=prompt,
+            condition=condition,
+            batch_size=batch_size,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+        )
 
     def _choose_vocab(self, vocab: str | GeneVocab, n_top_genes: int | None, *, needs_medians: bool) -> GeneVocab:
         if self._data is not None:

@@ -1,0 +1,216 @@
+"""From tokens that a module generates to AnnData.
+
+Shapes: B cells, P tokens of the longest prompt, G genes of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from anndata import AnnData
+from scipy import sparse
+
+from scforge._checks import check_count, check_positive, check_seed
+from scforge._constants import UNS_KEY
+from scforge.data.vocab import GeneVocab
+from scforge.errors import NotTrainedWarning, OptionError, did_you_mean, listing
+from scforge.models.components.gene_vectors import check_filled
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from scforge.data.cells import Cells
+    from scforge.estimators.base import CellModel
+    from scforge.models.generation import GeneratedCells
+    from scforge.tokenizers.base import Tokenizer
+    from scforge.training.objectives.base import Objective
+
+__all__ = ["class_numbers", "generate_adata", "generate_with", "prompt_of_cells", "prompt_of_genes"]
+
+Prompt = dict[str, torch.Tensor]
+
+
+def generate_with(
+    model: CellModel,
+    n_cells: int | None,
+    *,
+    prompt: Sequence[str] | Mapping[str, float] | AnnData | None,
+    condition: str | Sequence[str | None] | None,
+    **options: Any,
+) -> AnnData:
+    """Do what :meth:`scforge.models.Encoder.generate` says."""
+    module, tokenizer, spec = model.module, model.tokenizer, model.spec
+    if not hasattr(module, "generate"):
+        raise OptionError(
+            f"the architecture {spec.architecture!r} generates no cells; choose 'autoregressive_transformer'."
+        )
+    check_filled(module)
+    check_seed(options["seed"])
+    if isinstance(prompt, AnnData) and n_cells is not None:
+        raise OptionError(f"n_cells={n_cells!r} but prompt is AnnData, which says how many; leave n_cells out.")
+    if n_cells is None and not isinstance(prompt, AnnData):
+        raise OptionError("n_cells=None; say how many cells to generate.")
+    check_count("n_cells", 1 if n_cells is None else n_cells, "cells")
+    if not model.is_trained_:
+        warnings.warn("The model is not trained; what it generates is random.", NotTrainedWarning, stacklevel=3)
+    objective, tokens = spec.build_objective(), None
+    cells = model.cells(prompt) if isinstance(prompt, AnnData) else None
+    n = len(cells) if cells is not None else int(n_cells or 0)
+    if cells is not None:
+        tokens = prompt_of_cells(cells, tokenizer, objective, options["seed"])
+    elif prompt is not None:
+        tokens = prompt_of_genes(prompt, n, tokenizer, objective, module.bin_values.cpu().numpy(), options["seed"])
+    classes = class_numbers(condition, getattr(objective, "conditions", None), n)
+    adata = generate_adata(module, tokenizer, n, prompt=tokens, condition=classes, **options)
+    if isinstance(prompt, AnnData):
+        adata.obs_names = prompt.obs_names
+    if classes is not None:
+        names = objective.conditions  # type: ignore[attr-defined]
+        adata.obs[objective.condition_key] = pd.Categorical.from_codes(classes - 1, names)  # type: ignore[attr-defined]
+    made_with = model.made_with() | options | {"prompt": None if prompt is None else type(prompt).__name__}
+    # There is no None in h5ad.
+    adata.uns[UNS_KEY] = {"generated": {name: value for name, value in made_with.items() if value is not None}}
+    return adata
+
+
+def generate_adata(
+    module: nn.Module,
+    tokenizer: Tokenizer,
+    n_cells: int,
+    *,
+    prompt: Prompt | None,
+    condition: np.ndarray | None,
+    batch_size: int,
+    **options: Any,
+) -> AnnData:
+    """Generate cells, some at a time, and return them as AnnData: ``X`` with values, ``layers["bins"]``.
+
+    Parameters
+    ----------
+    module
+        An architecture with ``generate``.
+    tokenizer
+        Its tokenizer.
+    n_cells
+        Number of cells B.
+    prompt
+        ``input_ids``, ``values`` and ``attention_mask`` of shape (B, P), see
+        :func:`scforge.models.generation.generate_cells`.
+    condition
+        Number of the class of each cell, int64, shape (B,).
+    batch_size
+        Cells at a time.
+    **options
+        ``temperature``, ``top_k`` and ``seed`` of ``generate``.
+    """
+    check_count("batch_size", batch_size, "cells")
+    vocab, parts = tokenizer.vocab, []
+    for start in range(0, n_cells, batch_size):
+        some = slice(start, min(start + batch_size, n_cells))
+        cells = module.generate(
+            some.stop - some.start,
+            None if prompt is None else {name: tensor[some] for name, tensor in prompt.items()},
+            condition=None if condition is None else torch.from_numpy(condition[some]),
+            eos_id=vocab.eos_id if tokenizer.append_eos else None,
+            first_id=vocab.cls_id if tokenizer.append_cls else None,
+            n_special=vocab.n_special,
+            first_cell=start,
+            **options,
+        )
+        parts.append(_matrices(cells, vocab))
+    values, bins = (sparse.vstack(blocks, format="csr") for blocks in zip(*parts, strict=True))
+    var = pd.DataFrame(index=pd.Index(vocab.genes, dtype=str))
+    if vocab.symbols is not None:
+        var["symbol"] = list(vocab.symbols)
+    obs = pd.DataFrame({"n_genes": np.diff(values.indptr)}, index=[f"generated_{i}" for i in range(n_cells)])
+    return AnnData(X=values, obs=obs, var=var, layers={"bins": bins})
+
+
+def _matrices(cells: GeneratedCells, vocab: GeneVocab) -> tuple[sparse.csr_matrix, sparse.csr_matrix]:
+    """Return values (float32) and bins (int32) of tokens, shape (B, G)."""
+    ids, values, bins = (tensor.cpu().numpy() for tensor in cells[:3])
+    cell, place = np.nonzero(ids >= vocab.n_special)
+    where = (cell, ids[cell, place] - vocab.n_special)
+    shape = (len(ids), vocab.n_genes)
+    return (
+        sparse.csr_matrix((values[cell, place].astype(np.float32), where), shape=shape),
+        sparse.csr_matrix((bins[cell, place].astype(np.int32), where), shape=shape),
+    )
+
+
+def prompt_of_genes(
+    genes: Sequence[str] | Mapping[str, float],
+    n_cells: int,
+    tokenizer: Tokenizer,
+    objective: Objective,
+    bin_values: np.ndarray,
+    seed: int,
+) -> Prompt:
+    """Return a prompt of named genes for each of `n_cells` cells.
+
+    A list keeps its order, and its bins are drawn. A mapping gives values, each of which becomes the bin that stands
+    for the nearest, and its genes come in the order of the objective.
+    """
+    names = list(genes)
+    if isinstance(genes, str) or not names or not all(isinstance(name, str) for name in names):
+        raise OptionError(
+            f"prompt={genes!r} is neither a list of genes, nor a mapping of genes to values, nor AnnData."
+        )
+    vocab = tokenizer.vocab
+    index = vocab.gene_indices(names)
+    if (index < 0).any():
+        wrong = names[int(np.argmax(index < 0))]
+        raise OptionError(
+            f"prompt names {wrong!r}, which is not among the {vocab.n_genes} genes of the model"
+            f"{did_you_mean(wrong, vocab.genes) or '; leave it out.'}"
+        )
+    ids = torch.from_numpy(np.asarray(index, dtype=np.int64) + vocab.n_special).expand(n_cells, -1)
+    values = torch.full(ids.shape, torch.nan)
+    batch = {"input_ids": ids, "values": values, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}
+    if isinstance(genes, Mapping):
+        for name, value in genes.items():
+            check_positive(f"prompt[{name!r}]", value)
+        wanted = np.array([float(value) for value in genes.values()])
+        bins = 1 + np.abs(bin_values[None, 1:] - wanted[:, None]).argmin(axis=1)
+        batch["values"] = torch.from_numpy(bins.astype(np.float32)).expand(n_cells, -1)
+        rows = np.arange(n_cells)
+        batch = dict(objective.arrange(batch, tokenizer, rows, epoch=0, seed=seed))  # type: ignore[arg-type]
+    return batch
+
+
+def prompt_of_cells(cells: Cells, tokenizer: Tokenizer, objective: Objective, seed: int) -> Prompt:
+    """Return the tokens of cells, in the order of the objective and without their end."""
+    block = cells.block(np.arange(len(cells)))
+    tokens = objective.arrange(tokenizer(block), tokenizer, block.rows, epoch=0, seed=seed)
+    mask = tokens["attention_mask"]
+    if tokenizer.append_eos:
+        mask = mask & (tokens["input_ids"] != tokenizer.vocab.eos_id)
+    return {"input_ids": tokens["input_ids"], "values": tokens["values"], "attention_mask": mask}
+
+
+def class_numbers(
+    condition: str | Sequence[str | None] | None, conditions: Sequence[str] | None, n_cells: int
+) -> np.ndarray | None:
+    """Return the number of the class of each cell, int64, shape (B,); None for no classes."""
+    if condition is None:
+        return None
+    if not conditions:
+        raise OptionError(
+            f"condition={condition!r} but the model knows no classes; make it with "
+            "objective={'name': 'next_gene_prediction', 'condition_key': ...}."
+        )
+    names = [condition] * n_cells if isinstance(condition, str) else list(condition)
+    if len(names) != n_cells:
+        raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; give one name, or one for each.")
+    number: dict[Any, int] = {None: 0, **{name: i + 1 for i, name in enumerate(conditions)}}
+    if unknown := [name for name in names if name not in number]:
+        raise OptionError(
+            f"condition={unknown[0]!r} is no class of the model"
+            f"{did_you_mean(str(unknown[0]), list(conditions)) or ';'} (known: {listing(list(conditions))})"
+        )
+    return np.array([number[name] for name in names], dtype=np.int64)

@@ -1,0 +1,195 @@
+"""AutoregressiveTransformer: what a state may see, what it is compared with, and what an embedding is made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from scforge.config.schema import ModelConfig
+from scforge.errors import OptionError
+from scforge.models import AutoregressiveTransformer
+
+V, BINS, S = 40, 6, 9
+POOLINGS = ["cls", "mean", "last"]
+POSITIONS = ["learned", "rotary", "none"]
+
+
+def make(**options) -> AutoregressiveTransformer:
+    torch.manual_seed(0)
+    options = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4, "n_bins": BINS, **options}
+    return AutoregressiveTransformer(V, **options).eval()
+
+
+def batch(lengths: tuple[int, ...] = (9, 6, 4), width: int = S) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    ids = torch.stack([4 + torch.randperm(V - 4, generator=generator)[:width] for _ in lengths])
+    ids[:, 0] = 3
+    bins = torch.randint(1, BINS, ids.shape, generator=generator)
+    bins[:, 0] = 0
+    bins = bins * mask
+    labels = ids.masked_fill(~mask | (ids == 3), -100)
+    return {
+        "input_ids": ids * mask, "attention_mask": mask, "values": bins.float(), "bin_ids": bins, "labels": labels,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_no_state_sees_what_it_predicts(pooling: str, positions: str):
+    model, tokens = make(pooling=pooling, position_embedding=positions), batch((S, S, S))
+    with torch.no_grad():
+        before = model(**tokens)
+        for t in range(1, S):
+            changed = {name: tensor.clone() for name, tensor in tokens.items()}
+            changed["input_ids"][:, t:] = (tokens["input_ids"][:, t:] + 11 - 4) % (V - 4) + 4
+            changed["values"][:, t:] += 3.0
+            after = model(**changed)
+            assert torch.equal(after.logits[:, :t], before.logits[:, :t])
+            assert torch.equal(after.expression[:, :t], before.expression[:, :t])
+            assert not torch.allclose(after.logits[:, t:], before.logits[:, t:])
+
+
+def test_loss_is_that_of_the_next_token():
+    model, tokens = make(pooling="mean", gene_loss_weight=0.7, expression_loss_weight=0.3), batch()
+    output = model(**tokens)
+    genes, bins = [], []
+    for cell, length in enumerate((9, 6, 4)):
+        for t in range(length - 1):
+            genes.append(F.cross_entropy(output.logits[cell, t], tokens["input_ids"][cell, t + 1]))
+            bins.append(F.cross_entropy(output.expression[cell, t], tokens["bin_ids"][cell, t + 1]))
+    torch.testing.assert_close(output.loss, 0.7 * torch.stack(genes).mean() + 0.3 * torch.stack(bins).mean())
+    torch.testing.assert_close(model(**tokens, return_logits=False).loss, output.loss)
+    without_bins = {name: tensor for name, tensor in tokens.items() if name != "bin_ids"}
+    torch.testing.assert_close(model(**without_bins).loss, 0.7 * torch.stack(genes).mean())
+    del without_bins["labels"]
+    assert model(**without_bins).loss is None
+
+
+def test_bin_labels_count_before_bin_ids():
+    model, tokens = make(pooling="mean", gene_loss_weight=0.0), batch()
+    other = torch.full_like(tokens["bin_ids"], -100)
+    other[0, 3] = 2
+    loss = model(**tokens, bin_labels=other).loss
+    logits = model(**tokens).expression
+    torch.testing.assert_close(loss, F.cross_entropy(logits[0, 2], torch.tensor(2)))
+
+
+def test_cell_loss_is_that_of_the_genes_given_the_read_out():
+    tokens = batch()
+    with_cells, without = make(cell_loss_weight=0.5), make(cell_loss_weight=0.0)
+    log_p = with_cells.head(with_cells.encode(**tokens)).log_softmax(dim=-1)
+    of_cells = [-log_p[i, tokens["input_ids"][i, 1:n]].mean() for i, n in enumerate((9, 6, 4))]
+    difference = with_cells(**tokens).loss - without(**tokens).loss
+    torch.testing.assert_close(difference, 0.5 * torch.stack(of_cells).mean())
+
+
+@pytest.mark.parametrize("positions", POSITIONS)
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_any_padding_means_nothing(pooling: str, positions: str):
+    model, tokens = make(pooling=pooling, position_embedding=positions), batch()
+    keys = [*tokens]
+    blank = {"labels": -100}
+    scattered = {name: torch.full((3, 14), blank.get(name, 0), dtype=tokens[name].dtype) for name in keys}
+    places = torch.tensor([0, 1, 3, 4, 7, 8, 9, 11, 13])
+    for name in keys:
+        scattered[name][:, places] = tokens[name]
+        left = torch.tensor([5, 6, 7, 8, 9, 10, 11, 12, 13])
+        scattered[name][2] = blank.get(name, 0)
+        scattered[name][2, left] = tokens[name][2]
+    one, two = model(**tokens), model(**scattered)
+    torch.testing.assert_close(two.loss, one.loss)
+    torch.testing.assert_close(two.embeddings, one.embeddings)
+    torch.testing.assert_close(two.logits[:2, places], one.logits[:2])
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_embeddings_tell_cells_apart_and_are_those_of_the_training(pooling: str):
+    model, tokens = make(pooling=pooling), batch((S, S, S))
+    embeddings = model.encode(**tokens)
+    assert torch.pdist(embeddings).min() > 1e-3
+    torch.testing.assert_close(embeddings, model(**tokens).embeddings)
+    # The last token counts, too.
+    changed = tokens | {"values": tokens["values"].clone()}
+    changed["values"][:, -1] += 2.0
+    assert (model.encode(**changed) - embeddings).abs().amax(dim=1).min() > 1e-5
+
+
+def test_poolings_are_of_causal_states():
+    tokens = batch()
+    for pooling, of in (("mean", lambda hidden: hidden.mean(dim=0)), ("last", lambda hidden: hidden[-1])):
+        model = make(pooling=pooling)
+        hidden = model(**tokens, output_hidden_states=True).hidden_states[-1]
+        torch.testing.assert_close(model.encode(**tokens)[1], of(hidden[1, :6]))
+
+
+def test_what_else_is_asked_for_has_the_shape_of_the_tokens():
+    output = make()(**batch(), output_hidden_states=True, output_attentions=True)
+    assert [state.shape for state in output.hidden_states] == [(3, S, 16)] * 2
+    assert [weights.shape for weights in output.attentions] == [(3, 4, S, S)] * 2
+
+
+def test_condition():
+    model, tokens = make(n_conditions=2, pooling="mean"), batch()
+    plain = model.encode(**tokens)
+    none, some = torch.zeros(3, dtype=torch.int64), torch.tensor([0, 1, 2])
+    torch.testing.assert_close(model.encode(**tokens, condition=none), plain)
+    told = model.encode(**tokens, condition=some)
+    torch.testing.assert_close(told[0], plain[0])
+    assert (told - plain)[1:].abs().amax(dim=1).min() > 1e-5
+    plain_model = make()
+    plain_model(**tokens, condition=none)
+    with pytest.raises(OptionError, match="condition names classes but n_conditions=0"):
+        plain_model(**tokens, condition=some)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_export_and_compile_of_encode(pooling: str):
+    class Encode(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = make(pooling=pooling)
+
+        def forward(self, input_ids, attention_mask, values):
+            return self.model.encode(input_ids, attention_mask, values)
+
+    tokens = {name: tensor for name, tensor in batch().items() if name in ("input_ids", "attention_mask", "values")}
+    dynamic = {name: {0: torch.export.Dim("cells")} for name in tokens}
+    program = torch.export.export(Encode(), (), tokens, dynamic_shapes=dynamic)
+    fewer = {name: tensor[:2] for name, tensor in tokens.items()}
+    torch.testing.assert_close(program.module()(**fewer), Encode()(**fewer))
+
+
+def test_configuration_and_bins():
+    config = ModelConfig(
+        architecture="autoregressive_transformer", vocab_size=V, hidden_dim=16, num_layers=1, num_heads=2, n_bins=7,
+        gene_loss_weight=1.0, expression_loss_weight=0.5,
+    )  # fmt: skip
+    model = AutoregressiveTransformer.from_config(config)
+    assert (model.n_bins, model.expression_loss_weight, model.pooling) == (7, 0.5, "cls")
+    assert model.bin_values.tolist() == [0, 1, 2, 3, 4, 5, 6]
+    model.init_bin_values(torch.linspace(0, 3, 7))
+    assert model.state_dict()["bin_values"][-1] == 3
+    with pytest.raises(OptionError, match=r"bin_values has the shape \(3,\) but there are 7 bins"):
+        model.init_bin_values(torch.zeros(3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pooling": "max"}, "pooling='max' is not known"),
+        ({"n_bins": 1}, "n_bins=1"),
+        ({"n_conditions": -1}, "n_conditions=-1"),
+        ({"cell_loss_weight": -1.0}, "cell_loss_weight=-1.0"),
+        ({"num_heads": 3}, "hidden_dim=16 is not divisible by num_heads=3"),
+    ],
+)
+def test_bad_options(options: dict, message: str):
+    with pytest.raises(OptionError, match=message):
+        make(**options)
+
+
+def test_too_many_tokens():
+    with pytest.raises(OptionError, match="a cell has 9 tokens but max_seq_len=8"):
+        make(max_seq_len=8)(**batch())
