@@ -98,7 +98,8 @@ def _make(
     else:
         parameters = inspect.signature(cls).parameters
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            check_options("option", cls.__name__, options, [name for name in parameters if name != "vocab_size"])
+            known = [name for name in parameters if name != "vocab_size"]
+            check_options("option", cls.__name__, options, [*known, *getattr(cls, "config_names", {})])
     name = model if isinstance(model, str) else None
     config = ModelConfig(architecture=name, vocab_size=VOCAB_SIZE, **(options or _SIZES))
 
