@@ -1,0 +1,265 @@
+"""Masked value prediction: what its batches hold, what it learns, and what it must not be able to learn."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy import sparse
+
+from scforge._constants import EOS_TOKEN
+from scforge.data import CellSource, GeneVocab
+from scforge.errors import OptionError, TrainingError
+from scforge.models import GenePoolingModel, MaskedAutoencoder, TransformerEncoder
+from scforge.tokenizers import get_tokenizer
+from scforge.tokenizers._depth import DEPTH_TOKENS
+from scforge.training import CellDataModule, MaskedValuePrediction, TrainingPlan, fit
+
+G, EXPRESSED, TRAIN, HELD_OUT = 60, 20, 400, 150
+VOCAB = GeneVocab.from_genes([f"g{i}" for i in range(G)])
+MEDIANS = VOCAB.with_medians(np.random.default_rng(3).uniform(0.5, 2.0, G))
+
+
+def cells_of(counts: np.ndarray, measured: np.ndarray | None = None) -> CellSource:
+    matrix = sparse.csr_matrix(counts.astype(np.float32))
+    return CellSource(matrix, counts.sum(axis=1).astype(float), measured=measured)
+
+
+def random_cells() -> CellSource:
+    """Any genes with any values: nothing about a value follows from the others, but for what is left of their sum."""
+    generator = np.random.default_rng(0)
+    counts = np.zeros((TRAIN + HELD_OUT, G))
+    for row in counts:
+        row[generator.choice(G, EXPRESSED, replace=False)] = generator.permutation(EXPRESSED) + 1
+    return cells_of(counts)
+
+
+def planted_cells() -> CellSource:
+    """Eight genes in pairs, of which the second has 11 - the count of the first."""
+    generator = np.random.default_rng(0)
+    counts = np.zeros((TRAIN + HELD_OUT, G))
+    counts[:, :4] = generator.integers(1, 11, (len(counts), 4))
+    counts[:, 4:8] = 11 - counts[:, :4]
+    return cells_of(counts)
+
+
+def train(cells: CellSource, tokenizer, module, objective, epochs: int, lr: float = 1e-2) -> tuple[float, torch.Tensor]:
+    """Train on some cells; return the lowest loss on others, and the values that are to predict there."""
+    torch.manual_seed(0)
+    objective.initialise(module, cells, tokenizer)
+    held_out = np.arange(TRAIN, TRAIN + HELD_OUT)
+    data = CellDataModule(
+        cells, tokenizer, objective, train_rows=np.arange(TRAIN), validation_rows=held_out, batch_size=50
+    )
+    result = fit(
+        TrainingPlan(module, objective, lr=lr),
+        data,
+        max_epochs=epochs,
+        early_stopping=False,
+        progress_bar=False,
+        accelerator="cpu",
+    )
+    batch = objective.prepare(cells.block(held_out), tokenizer, epoch=0, seed=0)
+    name = "bin_labels" if "bin_labels" in batch else "value_labels"
+    return min(result.history["validation_loss"]), batch[name][batch["masked_positions"]].double()
+
+
+def autoencoder(**options) -> MaskedAutoencoder:
+    torch.manual_seed(1)
+    return MaskedAutoencoder(64, 16, 16, 1, 1, 2, dropout=0.0, max_seq_len=64, **options)
+
+
+def transformer(head: str, **options) -> TransformerEncoder:
+    torch.manual_seed(1)
+    return TransformerEncoder(64, 16, 1, 2, dropout=0.0, max_seq_len=64, expression_head=head, **options)
+
+
+ARCHITECTURES = {
+    "autoencoder": autoencoder,
+    "autoencoder, learned positions": lambda: autoencoder(position_embedding="learned"),
+    "autoencoder, rotary positions": lambda: autoencoder(position_embedding="rotary"),
+    "transformer": lambda: transformer("value"),
+}
+TOKENIZERS = {"rank_value": {"use_medians": False}, "continuous_projection": {"order": "expression"}}
+
+
+@pytest.mark.parametrize("zero_targets", [0.0, 1.0])
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_hidden_values_cannot_be_read_off_random_data(tokenizer, architecture, zero_targets):
+    tokenizer = get_tokenizer(tokenizer, VOCAB, **TOKENIZERS[tokenizer])
+    objective = MaskedValuePrediction(mask_ratio=0.5, zero_targets=zero_targets)
+    loss, targets = train(random_cells(), tokenizer, ARCHITECTURES[architecture](), objective, epochs=8)
+    # Whoever knows the sum of all and of what is seen knows the mean of the ten that are hidden, which is worth 3 %.
+    assert loss > 0.93 * targets.var()
+    assert loss < 1.1 * targets.var()
+
+
+def test_hidden_bins_cannot_be_read_off_random_data():
+    tokenizer = get_tokenizer("binned_expression", VOCAB, n_bins=5)
+    loss, bins = train(random_cells(), tokenizer, transformer("bin", n_bins=5), MaskedValuePrediction(), epochs=8)
+    share = np.bincount(bins.long().numpy()) / len(bins)
+    entropy = -(share[share > 0] * np.log(share[share > 0])).sum()
+    assert entropy - 0.05 < loss < entropy + 0.1
+
+
+@pytest.mark.parametrize("architecture", ["autoencoder", "transformer"])
+def test_planted_structure_is_learnt(architecture):
+    tokenizer = get_tokenizer("continuous_projection", VOCAB, transform="counts")
+    objective = MaskedValuePrediction(mask_ratio=0.25)
+    loss, targets = train(planted_cells(), tokenizer, ARCHITECTURES[architecture](), objective, epochs=60, lr=5e-3)
+    # Of two hidden genes of eight, one time in seven they are of one pair.
+    assert loss < 0.4 * targets.var()
+
+
+def test_planted_structure_is_learnt_from_counts():
+    tokenizer = get_tokenizer("continuous_projection", VOCAB, transform="counts")
+    module = autoencoder(value_loss="zero_truncated_negative_binomial")
+    objective = MaskedValuePrediction(mask_ratio=0.25)
+    loss, _ = train(planted_cells(), tokenizer, module, objective, epochs=80, lr=5e-3)
+    # Counts are even from 1 to 10: less than their entropy takes knowledge of the cell.
+    assert loss < np.log(10) - 0.1
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "options"),
+    [
+        ("rank_value", {"append_eos": True}),
+        ("continuous_projection", {"attention_bias": True}),
+        ("continuous_projection", {"target_depth": "t4", "append_cls": False}),
+        ("binned_expression", {"n_bins": 5}),
+    ],
+)
+@pytest.mark.parametrize("zero_targets", [0.0, 0.8])
+def test_batches(tokenizer, options, zero_targets):
+    special = DEPTH_TOKENS if "target_depth" in options else (EOS_TOKEN,) if "append_eos" in options else ()
+    vocab = MEDIANS.with_special_tokens(*special) if special else MEDIANS
+    tokenizer = get_tokenizer(tokenizer, vocab, **options)
+    measured = np.arange(G) < 50
+    counts = random_cells().counts.toarray() * measured
+    counts[3] = 0
+    block = cells_of(counts, measured).block(np.arange(40))
+    plain = tokenizer(block)
+    batch = MaskedValuePrediction(mask_ratio=0.6, zero_targets=zero_targets).prepare(block, tokenizer, epoch=0, seed=0)
+    assert "labels" not in batch
+    assert len({tensor.shape for tensor in batch.values()}) == 1
+    for cell in range(40):
+        hidden = batch["masked_positions"][cell]
+        tokens = batch["attention_mask"][cell]
+        assert not hidden[~tokens].any()
+        known = {int(i): p for p, i in enumerate(plain["input_ids"][cell]) if plain["attention_mask"][cell, p]}
+        n_hidden = round(0.6 * (counts[cell] > 0).sum() + 1e-9)
+        added = {int(i) for i in batch["input_ids"][cell, hidden]} - set(known)
+        assert len(added) == round(zero_targets * n_hidden)
+        assert int(hidden.sum()) == n_hidden + len(added)
+        assert all(counts[cell, gene - vocab.n_special] == 0 and measured[gene - vocab.n_special] for gene in added)
+        shown = batch["input_ids"][cell, tokens].tolist()
+        assert len(set(shown)) == len(shown)
+        assert set(shown) == set(known) | added
+        for place in tokens.nonzero().squeeze(1).tolist():
+            old = known.get(int(batch["input_ids"][cell, place]))
+            for name, label in {"values": "value_labels", "bin_ids": "bin_labels", "attention_bias": None}.items():
+                if name not in plain:
+                    continue
+                truth = plain[name][cell, old] if old is not None else 0
+                assert batch[name][cell, place] == (0 if hidden[place] else truth)
+                if label is not None:
+                    ignored = -100 if label == "bin_labels" else 0
+                    assert batch[label][cell, place] == (truth if hidden[place] else ignored)
+        for name, ignored in {"value_labels": 0, "bin_labels": -100, "values": 0, "input_ids": 0}.items():
+            if name in batch:
+                assert (batch[name][cell, ~tokens] == ignored).all()
+
+
+def test_place_and_number_do_not_tell_which_hidden_genes_are_zero():
+    tokenizer = get_tokenizer("rank_value", VOCAB, use_medians=False)
+    block = random_cells().block(np.arange(400))
+    batch = MaskedValuePrediction(mask_ratio=0.5, zero_targets=1.0).prepare(block, tokenizer, epoch=0, seed=0)
+    hidden = batch["masked_positions"]
+    assert hidden[:, 11:].all()
+    assert not hidden[:, :11].any()
+    share = (batch["value_labels"][:, 11:] == 0).double().mean(dim=0)
+    assert (share - 0.5).abs().max() < 0.12  # five standard errors of 400 cells
+    drawn = torch.bincount(batch["input_ids"][:, 11:][batch["value_labels"][:, 11:] == 0], minlength=64)[4:]
+    assert drawn.sum() == 4000
+    assert (drawn - 4000 / G).abs().max() < 45
+
+
+def test_zeros_are_drawn_for_the_cell_alone_and_anew_each_epoch():
+    tokenizer, cells = get_tokenizer("continuous_projection", VOCAB), random_cells()
+    objective = MaskedValuePrediction(zero_targets=2.0)
+    whole = objective.prepare(cells.block(np.arange(30)), tokenizer, epoch=1, seed=5)
+    alone = objective.prepare(cells.block(np.arange(7, 8)), tokenizer, epoch=1, seed=5)
+    for name, tensor in alone.items():
+        assert torch.equal(tensor[0], whole[name][7])
+    for other in ({"epoch": 2, "seed": 5}, {"epoch": 1, "seed": 6}):
+        again = objective.prepare(cells.block(np.arange(30)), tokenizer, **other)
+        assert not torch.equal(again["input_ids"], whole["input_ids"])
+
+
+def test_no_more_zeros_than_there_are():
+    counts = np.ones((2, G))
+    counts[0, 5] = counts[1, :30] = 0
+    tokenizer = get_tokenizer("continuous_projection", VOCAB)
+    objective = MaskedValuePrediction(zero_targets=3.0)
+    batch = objective.prepare(cells_of(counts).block(np.arange(2)), tokenizer, epoch=0, seed=0)
+    assert batch["attention_mask"].sum(dim=1).tolist() == [61, 61]
+    assert batch["input_ids"].shape[1] == 61 == objective.max_tokens(tokenizer)
+
+
+@pytest.mark.parametrize("zero_targets", [0.0, 0.5, 4.0])
+@pytest.mark.parametrize("max_len", [None, 11, 33])
+def test_no_batch_is_longer_than_promised(zero_targets, max_len):
+    tokenizer = get_tokenizer("continuous_projection", VOCAB, max_len=max_len, append_cls=True)
+    objective = MaskedValuePrediction(mask_ratio=[0.2, 0.7], zero_targets=zero_targets)
+    counts = np.random.default_rng(0).random((50, G)) < np.linspace(0.05, 1, 50)[:, None]
+    batch = objective.prepare(cells_of(counts).block(np.arange(50)), tokenizer, epoch=0, seed=0)
+    assert batch["input_ids"].shape[1] <= objective.max_tokens(tokenizer)
+
+
+def test_training_starts_at_the_mean():
+    tokenizer, cells, objective = get_tokenizer("continuous_projection", VOCAB), random_cells(), MaskedValuePrediction()
+    module = autoencoder().eval()
+    objective.initialise(module, cells, tokenizer)
+    torch.nn.init.zeros_(module.head.decoder.weight)
+    batch = objective.prepare(cells.block(np.arange(400)), tokenizer, epoch=0, seed=0)
+    with torch.no_grad():
+        loss, _ = objective.loss(module, batch)
+    targets = batch["value_labels"][batch["masked_positions"]]
+    torch.testing.assert_close(loss, targets.var(), rtol=0.01, atol=0.0)
+
+
+@pytest.mark.parametrize("module", [GenePoolingModel(64, 16, 1), TransformerEncoder(64, 16, 1, 2)])
+def test_a_module_without_such_a_loss(module):
+    tokenizer, objective = get_tokenizer("continuous_projection", VOCAB), MaskedValuePrediction()
+    batch = objective.prepare(random_cells().block(np.arange(4)), tokenizer, epoch=0, seed=0)
+    message = "returned no loss for hidden values; choose the architecture 'masked_autoencoder', or .*='value'"
+    with pytest.raises(TrainingError, match=message):
+        objective.loss(module, batch)
+
+
+def test_counts_are_looked_at_before_training():
+    tokenizer, objective = get_tokenizer("continuous_projection", VOCAB), MaskedValuePrediction()
+    with pytest.raises(OptionError, match="value_loss='poisson' needs whole counts"):
+        objective.initialise(autoencoder(value_loss="poisson"), random_cells(), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask_ratio": 1.0}, "mask_ratio=1.0"),
+        ({"zero_targets": -1}, "zero_targets=-1"),
+        ({"zero_targets": float("inf")}, "zero_targets=inf"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(OptionError, match=message):
+        MaskedValuePrediction(**options)
+
+
+@pytest.mark.parametrize("tokenizer", ["continuous_projection", "binned_expression"])
+def test_a_tokenizer_that_lists_zeros_already(tokenizer):
+    tokenizer = get_tokenizer(tokenizer, VOCAB, include_zero_genes=True)
+    MaskedValuePrediction().check(tokenizer)
+    with pytest.raises(OptionError, match=r"zero_targets=0.5 adds genes without counts, but include_zero_genes=True"):
+        MaskedValuePrediction(zero_targets=0.5).check(tokenizer)
