@@ -170,6 +170,7 @@ class GenePoolingModel(nn.Module):
         self.vocab_size = vocab_size
         self.hidden_dim = hidden_dim
         self.pooling = pooling
+        self.uses_order = pooling == "mean"
         ffn_dim = 4 * hidden_dim if ffn_dim is None else ffn_dim
         if pooling == "mean":
             self.latent_dim = hidden_dim

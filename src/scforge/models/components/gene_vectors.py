@@ -110,7 +110,8 @@ class GeneVectorEmbedding(nn.Module):
         Shape (B, S, H).
         """
         rows = self.row[input_ids]
-        if rows.numel() > self.vocab_size:
+        # (An exported graph has to do for batches of all sizes.)
+        if torch.compiler.is_compiling() or rows.numel() > self.vocab_size:
             return F.embedding(rows, self._table(), padding_idx=PAD_ID)
         own = F.embedding(rows.clamp(max=self.n_learned - 1), self.learned.weight, padding_idx=PAD_ID)
         projected = self.projection(self.vectors((rows - self.n_learned).clamp(min=0))).to(own.dtype)
@@ -182,7 +183,8 @@ class GeneVectorBag(GeneVectorEmbedding):
         Shape (B, H).
         """
         rows = self.row[input_ids]
-        if rows.numel() > self.vocab_size:
+        # (An exported graph has to do for batches of all sizes.)
+        if torch.compiler.is_compiling() or rows.numel() > self.vocab_size:
             return F.embedding_bag(
                 rows, self._table(), mode="sum", per_sample_weights=per_sample_weights, padding_idx=PAD_ID
             )

@@ -114,7 +114,14 @@ class TransformerBlock(nn.Module):
         return self.norm_ffn(hidden_bsh + self.dropout(self._feed_forward(hidden_bsh)))
 
     def _feed_forward(self, hidden_bsh: torch.Tensor) -> torch.Tensor:
-        return self.ffn_out(self.dropout(self.activation(self.ffn_in(hidden_bsh))))
+        inner = self.ffn_in(hidden_bsh)
+        if self.training and torch.is_grad_enabled() and inner.device.type == "cpu":
+            # A quarter of what a layer would keep for the backward pass is cheap to compute again.
+            return checkpoint(self._from_inner, inner, use_reentrant=False)
+        return self._from_inner(inner)
+
+    def _from_inner(self, inner_bsf: torch.Tensor) -> torch.Tensor:
+        return self.ffn_out(self.dropout(self.activation(inner_bsf)))
 
     def attention_weights(
         self,
