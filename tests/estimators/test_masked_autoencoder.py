@@ -98,6 +98,10 @@ def test_the_transformer_predicts_values_and_bins_too(build, quick: dict) -> Non
             {"value_loss": "zero_truncated_poisson", "tokenizer": {**COUNTS, "include_zero_genes": True}},
             "at least 1, but include_zero_genes=True makes targets of 0",
         ),
+        (
+            {"max_seq_len": 60, "objective": {"name": "masked_value_prediction", "zero_targets": 1.0}},
+            "max_seq_len=60 is smaller than the 80 tokens that the tokenizer 'continuous_projection' and the objective",
+        ),
         ({"hidden_dim": 8}, "hidden_dim=8 and encoder_dim=8 are the same option of 'masked_autoencoder'; keep one"),
         ({"hiden_dim": 8}, "'hiden_dim' is not one of 'masked_autoencoder'"),
     ],

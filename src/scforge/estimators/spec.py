@@ -115,7 +115,8 @@ class ModelSpec:
             if options.setdefault("max_seq_len", longest) < longest:
                 raise OptionError(
                     f"max_seq_len={options['max_seq_len']} is smaller than the {longest} tokens that the tokenizer "
-                    f"{name!r} makes of a cell; raise it, or lower the tokenizer's max_len (data.max_genes in YAML)."
+                    f"{name!r} and the objective {objective[0]!r} make of a cell; raise it, or lower the "
+                    "tokenizer's max_len (data.max_genes in YAML)."
                 )
         # A saved model says how its gene vectors are shaped, and has them in its weights.
         vectors = None if options.get("gene_vectors") is not None else made.gene_vectors()
