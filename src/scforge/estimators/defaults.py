@@ -58,6 +58,7 @@ _MASKED_AUTOENCODER = Recipe(
     architecture="masked_autoencoder",
     tokenizer="continuous_projection",
     objective="masked_value_prediction",
+    n_top_genes=2_000,
     options={"encoder_dim": 128, "encoder_layers": 4, "encoder_heads": 4, "decoder_layers": 2},
     tokenizer_options={"append_cls": False},
 )
@@ -66,7 +67,7 @@ _AUTOREGRESSIVE = Recipe(
     architecture="autoregressive_transformer",
     tokenizer="binned_expression",
     objective="next_gene_prediction",
-    n_top_genes=2_000,
+    n_top_genes=1_000,
     options={"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "pooling": "mean"},
     tokenizer_options={"side": "one", "append_eos": True},
 )

@@ -44,7 +44,14 @@ class ModelOutput:
 
 @runtime_checkable
 class CellModule(Protocol):
-    """The protocol of an architecture: an ``nn.Module`` with ``forward``, ``encode`` and ``from_config``."""
+    """The protocol of an architecture: an ``nn.Module`` with ``forward``, ``encode`` and ``from_config``.
+
+    Some attributes are read where an architecture has them: ``uses_order`` (false if the order of the tokens does not
+    matter), ``config_names`` (what the constructor calls fields of ``ModelConfig``, e.g. ``{"hidden_dim":
+    "encoder_dim"}``), ``labels_name_genes`` (labels tell the model which gene is hidden, rather than what to predict),
+    ``init_token_prior`` (starts the head at token frequencies), ``generate`` (makes new cells).
+    :func:`scforge.testing.check_model` checks an architecture against all of this.
+    """
 
     def forward(
         self,

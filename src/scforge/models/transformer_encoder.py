@@ -275,6 +275,11 @@ class TransformerEncoder(nn.Module):
         """Start the prediction head at the token frequencies, see :meth:`MaskedGenePredictionHead.init_bias`."""
         self.head.init_bias(token_counts)
 
+    def init_value_prior(self, mean: float) -> None:
+        """Start an expression head for values from the mean of those to predict."""
+        if isinstance(self.expression_head, ExpressionPredictionHead):
+            nn.init.constant_(self.expression_head.decoder.bias, mean)
+
     @classmethod
     def from_config(cls, config: ModelConfig) -> TransformerEncoder:
         """Make the model that `config` describes; raises ``ValueError`` if ``config.vocab_size`` is None."""
