@@ -11,7 +11,7 @@ from scforge.errors import ConfigError
 
 
 def test_names() -> None:
-    assert list_recipes() == ["gene_pooling", "light", "masked_autoencoder", "masked_gene"]
+    assert list_recipes() == ["autoregressive", "gene_pooling", "light", "masked_autoencoder", "masked_gene"]
 
 
 @pytest.mark.parametrize("name", list_recipes())
@@ -53,6 +53,15 @@ def test_masked_autoencoder() -> None:
     assert config.model.architecture == "masked_autoencoder"
     assert config.model.user_options() == {"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "decoder_layers": 2}
     assert (config.training.batch_size, config.training.max_epochs, config.training.optimizer.lr) == (64, 20, 1e-3)
+
+
+def test_autoregressive() -> None:
+    config = load_config(recipe_path("autoregressive"))
+    assert (config.tokenizer.strategy, config.objective.name) == ("binned_expression", "next_gene_prediction")
+    assert config.tokenizer.user_options() == {"side": "one", "append_eos": True}
+    assert config.model.architecture == "autoregressive_transformer"
+    assert config.model.user_options() == {"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "pooling": "mean"}
+    assert config.data.preprocessing.hvg_selection == 1000
 
 
 def test_unknown_recipe() -> None:

@@ -65,7 +65,7 @@ class NextGenePrediction(Objective):
         ``init_token_prior``.
     """
 
-    defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=10)
+    defaults = TrainingDefaults(batch_size=16, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=10)
 
     def __init__(
         self,
