@@ -3,7 +3,8 @@
 Beside the model stand "independent", which draws each gene on its own (with its frequency in the training cells, and a
 value that it has there), and "real", as many training cells: what a perfect generator would reach.
 
-Run with ``python benchmarks/generation.py [--seeds 3] [--epochs 10] [--genes 1000]``.
+Run with ``python benchmarks/generation.py [--seeds 3] [--epochs 8] [--genes 1000]``. The classifier of the AUC is
+linear, and sees means alone, which "independent" has right by construction.
 """
 
 from __future__ import annotations
@@ -116,6 +117,7 @@ def main() -> None:
         }
         for name, matrix in cells.items():
             rows[name].append(measures(real, matrix))
+            print(f"    {name:12}" + "".join(f"{figure:8.3f}" for figure in rows[name][-1]), flush=True)
     print(f"\n{'':12}" + "".join(f"{name:>24}" for name in MEASURES))
     for name, results in rows.items():
         mean, least, most = np.mean(results, axis=0), np.min(results, axis=0), np.max(results, axis=0)
