@@ -26,6 +26,7 @@ from scforge.models.components import (
     TransformerBlock,
     cls_pool,
     generate_causal_mask,
+    last_pool,
     mean_pool,
 )
 from scforge.models.registry import MODELS
@@ -219,3 +220,17 @@ def test_get_model():
     assert len(model.encoder.layers) == 2
     with pytest.raises(ValueError, match="did you mean 'transformer_encoder'"):
         get_model("transformer_encode", config)
+
+
+@pytest.mark.parametrize("pool", [cls_pool, last_pool, mean_pool])
+def test_pools_follow_the_mask(pool):
+    hidden = torch.randn(4, 6, 8)
+    right = torch.arange(6) < torch.tensor([6, 3, 1, 0])[:, None]
+    expected = {
+        cls_pool: [hidden[0, 0], hidden[1, 0], hidden[2, 0], torch.zeros(8)],
+        last_pool: [hidden[0, 5], hidden[1, 2], hidden[2, 0], torch.zeros(8)],
+        mean_pool: [hidden[0].mean(0), hidden[1, :3].mean(0), hidden[2, 0], torch.zeros(8)],
+    }[pool]
+    torch.testing.assert_close(pool(hidden, right), torch.stack(expected))
+    torch.testing.assert_close(pool(hidden.flip(1), right.flip(1)), pool(hidden, right)) if pool is mean_pool else None
+    assert torch.equal(pool(hidden, torch.ones(4, 6)), pool(hidden)) or pool is mean_pool

@@ -135,7 +135,7 @@ def test_one_row_of_tokens(hidden, monkeypatch, causal, options):
     assert list(signature)[:7] == list(inspect.signature(varlen_attn).parameters)[:7]
     assert signature["window_size"].default == (-1, -1)
     monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
-    monkeypatch.setattr(module, "_has_varlen_kernel", lambda hidden: True)
+    monkeypatch.setattr(module, "_has_varlen_kernel", lambda hidden, head_dim: True)
     out = make(**options)(hidden, RIGHT, causal=causal, output_hidden_states=True)
     assert calls == [(int(RIGHT.sum()), 4, 4)] * 3
     torch.testing.assert_close(out.hidden[RIGHT], expected[RIGHT], atol=1e-5, rtol=1e-5)
@@ -143,11 +143,20 @@ def test_one_row_of_tokens(hidden, monkeypatch, causal, options):
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "has"), [("cpu", "bfloat16", False), ("cuda", "float32", False), ("cuda", "bfloat16", True)]
+    ("device", "dtype", "head_dim", "capability", "has"),
+    [
+        ("cuda", "bfloat16", 64, (8, 0), True),
+        ("cuda", "float16", 32, (9, 0), True),
+        ("cpu", "bfloat16", 64, (8, 0), False),
+        ("cuda", "float32", 64, (8, 0), False),
+        ("cuda", "bfloat16", 12, (8, 0), False),
+        ("cuda", "float16", 64, (7, 5), False),
+    ],
 )
-def test_which_kernel(device, dtype, has):
+def test_which_kernel(monkeypatch, device, dtype, head_dim, capability, has):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     fake = SimpleNamespace(device=torch.device(device), dtype=getattr(torch, dtype))
-    assert module._has_varlen_kernel(fake) is has
+    assert module._has_varlen_kernel(fake, head_dim) is has
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8])
@@ -245,6 +254,28 @@ def test_same_seed_same_dropout(hidden):
     torch.manual_seed(5)
     assert torch.equal(stack(hidden, RIGHT).hidden, one)
     assert not torch.equal(one, two)
+
+
+def test_masks_of_another_shape_are_refused(hidden):
+    for given in (torch.ones(BATCH, SEQ - 1), torch.ones(1, SEQ), torch.ones(BATCH, SEQ + 1)):
+        with pytest.raises(OptionError, match=r"attention_mask has the shape \(.*but there are \(9, 20\) tokens"):
+            make()(hidden, given)
+        with pytest.raises(OptionError, match="attention_bias has the shape"):
+            make()(hidden, attention_bias=given)
+
+
+def test_a_cache_goes_alone(hidden):
+    with pytest.raises(OptionError, match="a cache goes with neither attention_bias nor further outputs"):
+        make()(hidden, cache=KeyValueCache(), output_attentions=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_layers": 0}, {"num_heads": 0}, {"hidden_dim": -8}, {"ffn_dim": 0}, {"layer_norm_eps": -1.0}]
+)
+def test_sizes_are_checked(options):
+    (name, value), *_ = options.items()
+    with pytest.raises(OptionError, match=f"{name}={value}"):
+        TransformerStack(**{"hidden_dim": 8, "num_layers": 1, "num_heads": 2, **options})
 
 
 def test_odd_heads_cannot_rotate():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from scforge.config.schema import ModelConfig
 from scforge.models import ModelOutput, TransformerEncoder
@@ -123,3 +124,102 @@ def test_without_logits_the_head_runs_at_labels_only():
     labels[0, 1:4] = ids[0, 1:4]
     model(ids, torch.ones(2, 6), labels=labels, return_logits=False)
     assert shapes == [(3, 8)]
+
+
+MASK = torch.arange(6) < torch.tensor([6, 4, 1])[:, None]
+
+
+@pytest.mark.parametrize("position_embedding", ["learned", "rotary", "none"])
+@pytest.mark.parametrize("pooling", ["cls", "mean", "last"])
+@pytest.mark.parametrize("unpad", [None, True, False])
+def test_left_padding_means_the_same(position_embedding, pooling, unpad):
+    model = TransformerEncoder(50, 8, 1, 2, position_embedding=position_embedding, pooling=pooling, unpad=unpad).eval()
+    ids, values = torch.randint(4, 50, (3, 6)), torch.rand(3, 6)
+    expected = model.encode(ids, MASK, values)
+    shifts = [6, 4, 1]
+    left = [torch.stack([row.roll(6 - n) for row, n in zip(x, shifts, strict=True)]) for x in (ids, MASK, values)]
+    torch.testing.assert_close(model.encode(*left), expected, atol=1e-5, rtol=1e-5)
+    assert torch.pdist(expected).min() > 1e-3
+
+
+@pytest.mark.parametrize("head", [None, "value", "bin"])
+@pytest.mark.parametrize("return_logits", [True, False])
+def test_labels_at_padding_do_not_count(head, return_logits):
+    model = TransformerEncoder(50, 8, 1, 2, expression_head=head, n_bins=5 if head == "bin" else None).eval()
+    ids, bins = torch.randint(4, 50, (3, 6)), torch.randint(0, 5, (3, 6))
+    targets = {"labels": ids, "masked_positions": torch.ones(3, 6), "value_labels": bins.float(), "bin_labels": bins}
+    expected = model(
+        ids,
+        MASK,
+        return_logits=return_logits,
+        labels=ids.masked_fill(~MASK, -100),
+        masked_positions=MASK,
+        value_labels=bins * MASK,
+        bin_labels=bins.masked_fill(~MASK, -100),
+    ).loss
+    for wider in (0, 4):
+        padded = {name: nn.functional.pad(x, (0, wider), value=3) for name, x in targets.items()}
+        mask, wide_ids = nn.functional.pad(MASK, (0, wider)), nn.functional.pad(ids, (0, wider))
+        loss = model(wide_ids, mask, return_logits=return_logits, **padded).loss
+        torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_values_at_padding_may_be_anything():
+    model = TransformerEncoder(50, 8, 1, 2).eval()
+    ids, values = torch.randint(4, 50, (3, 6)), torch.rand(3, 6)
+    broken = values.masked_fill(~MASK, torch.nan)
+    torch.testing.assert_close(model.encode(ids, MASK, broken), model.encode(ids, MASK, values))
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "values", "attention_bias"])
+def test_shapes_are_checked(name):
+    model = TransformerEncoder(50, 8, 1, 2)
+    batch = {"input_ids": torch.randint(4, 50, (3, 6)), "attention_mask": MASK, name: torch.ones(3, 5)}
+    with pytest.raises(ValueError, match=rf"{name} has the shape \(3, 5\) but input_ids \(3, 6\)"):
+        model.encode(**batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expression_loss_weight": 2.0}, "expression_loss_weight=2.0 has no use without expression_head"),
+        ({"expression_head": "bin"}, "n_bins=None does not go with expression_head='bin'"),
+        ({"expression_head": "bin", "n_bins": 1}, "n_bins=1"),
+        ({"tie_head": True, "gene_vectors": {"dim": 3, "learned": 4}}, "tie_head=True needs a learned gene embedding"),
+        ({"position_embedding": "absolute"}, "position_embedding='absolute' is not known"),
+        ({"use_expression_values": "no"}, "use_expression_values='no'"),
+    ],
+)
+def test_options_that_do_not_go_together(options, message):
+    with pytest.raises(ValueError, match=message):
+        TransformerEncoder(50, 8, 1, 2, **options)
+
+
+def test_tied_head_shares_the_gene_embedding():
+    model = TransformerEncoder(50, 8, 1, 2, tie_head=True).eval()
+    assert model.num_parameters() == TransformerEncoder(50, 8, 1, 2).num_parameters() - 50 * 8
+    ids = torch.randint(4, 20, (3, 6))
+    before = model(ids, MASK, labels=ids)
+    torch.testing.assert_close(model(ids, MASK, labels=ids, return_logits=False).loss, before.loss)
+    with torch.no_grad():
+        model.embedding.gene_embedding.weight[40] += 1.0  # no token of these cells
+        moved = (model(ids, MASK).logits - before.logits)[MASK].abs().amax(dim=0)
+    assert moved.nonzero().flatten().tolist() == [40]
+
+
+@pytest.mark.parametrize("head", ["value", "bin"])
+def test_expression_head_predicts(head):
+    model = TransformerEncoder(50, 8, 1, 2, expression_head=head, n_bins=5 if head == "bin" else None)
+    ids, bins = torch.randint(4, 50, (3, 6)), torch.randint(0, 5, (3, 6))
+    hidden = torch.rand(3, 6) < 0.5
+    out = model(
+        ids, torch.ones(3, 6), masked_positions=hidden, value_labels=bins.float(),
+        bin_labels=bins.masked_fill(~hidden, -100),
+    )  # fmt: skip
+    if head == "bin":
+        assert out.expression.shape == (3, 6, 5)
+        expected = nn.functional.cross_entropy(out.expression[hidden], bins[hidden])
+    else:
+        assert out.expression.shape == (3, 6)
+        expected = (out.expression - bins)[hidden].square().mean()
+    torch.testing.assert_close(out.loss, expected)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from scforge._registry import check_options
 from scforge.errors import OptionError, listing
 
 if TYPE_CHECKING:
@@ -93,10 +94,11 @@ def build_from_config[M: nn.Module](
             if wanted in options:
                 raise OptionError(f"{name}={value!r} and {wanted}={options[wanted]!r} name the same option; give one.")
             options[wanted] = value
-    if unknown := [name for name in options if name not in parameters]:
-        known = [name for name in parameters if name != "vocab_size"]
-        raise OptionError(f"{cls.__name__} has no option {unknown[0]!r} (known: {listing(known, most=20)})")
+    check_options("option", cls.__name__, options, [name for name in parameters if name != "vocab_size"])
     for name, parameter in parameters.items():
-        if parameter.default is inspect.Parameter.empty and name not in options and name != "vocab_size":
+        required = parameter.default is inspect.Parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        if required and name not in options and name != "vocab_size":
+            if not hasattr(config, name):
+                raise OptionError(f"{cls.__name__} needs the option {name!r}; give it a value.")
             options[name] = getattr(config, name)
     return cls(vocab_size=config.vocab_size, **options)

@@ -11,12 +11,15 @@ import torch
 from torch import nn
 
 from scforge._checks import check_count
+from scforge._constants import IGNORE_LABEL
+from scforge.errors import OptionError
 from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
 from scforge.models.components.cross_entropy import token_loss
-from scforge.models.components.embeddings import GeneExpressionEmbedding
+from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
 from scforge.models.components.gene_vectors import token_bag
 from scforge.models.components.heads import MaskedGenePredictionHead
 from scforge.models.components.pooling import mean_pool
+from scforge.models.components.positions import token_positions
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
 
@@ -59,12 +62,15 @@ class _TokenStates(nn.Module):
         self.apply(init_weights)
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_bsh = self.embedding(input_ids, values)
+        self, input_ids: torch.Tensor, tokens_bs: torch.Tensor, values: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return the states after each layer, and the cells."""
+        hidden_bsh = self.embedding(input_ids, values, token_positions(tokens_bs))
+        states = []
         for layer in self.layers:
             hidden_bsh = hidden_bsh + layer(hidden_bsh)
-        return hidden_bsh, mean_pool(hidden_bsh, attention_mask)
+            states.append(hidden_bsh)
+        return states, mean_pool(hidden_bsh, tokens_bs)
 
 
 class _WeightedSum(nn.Module):
@@ -93,14 +99,13 @@ class _WeightedSum(nn.Module):
         self.bag.apply(init_weights)
 
     def forward(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, values: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, input_ids: torch.Tensor, tokens_bs: torch.Tensor, values: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
         dtype = self.mlp[0].weight.dtype
-        weights = torch.ones_like(input_ids, dtype=dtype) if values is None else values.to(dtype)
-        weights = weights * (attention_mask != 0)
+        weights = (torch.ones_like(input_ids) if values is None else values).to(dtype) * tokens_bs
         latent_bl = self.mlp(self.bag(input_ids, per_sample_weights=weights))
         # The cell is all that this form knows at every position.
-        return latent_bl.unsqueeze(1).expand(-1, input_ids.shape[1], -1), latent_bl
+        return [latent_bl.unsqueeze(1).expand(-1, input_ids.shape[1], -1)], latent_bl
 
 
 @register_model("gene_pooling")
@@ -167,6 +172,11 @@ class GenePoolingModel(nn.Module):
         check_choice("pooling", pooling, ["mean", "weighted_sum"])
         if latent_dim is not None:
             check_count("latent_dim", latent_dim, "dimensions")
+            if pooling == "mean":
+                raise OptionError(
+                    f"latent_dim={latent_dim} is an option of pooling='weighted_sum'; leave it out with 'mean'."
+                )
+        check_count("num_layers", num_layers, "layers")
         self.vocab_size = vocab_size
         self.hidden_dim = hidden_dim
         self.pooling = pooling
@@ -200,12 +210,26 @@ class GenePoolingModel(nn.Module):
         labels: torch.Tensor | None = None,
         *,
         return_logits: bool = True,
+        output_hidden_states: bool = False,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Predict the genes of a batch; arguments and result as for ``TransformerEncoder.forward``."""
-        hidden_bsl, embeddings_bl = self.body(input_ids, attention_mask, values)
-        loss, logits = token_loss(self.head, hidden_bsl, labels, return_logits=return_logits)
-        return ModelOutput(loss=loss, logits=logits, embeddings=embeddings_bl)
+        """Predict the genes of a batch; arguments and result as for ``TransformerEncoder.forward``.
+
+        The fast form knows the cell alone, so it has one hidden state, the same at all positions.
+        """
+        tokens_bs = attention_mask != 0
+        states, embeddings_bl = self._run(input_ids, tokens_bs, values)
+        if labels is not None:
+            labels = labels.masked_fill(~tokens_bs, IGNORE_LABEL)
+        loss, logits = token_loss(self.head, states[-1], labels, return_logits=return_logits)
+        hidden_states = tuple(states) if output_hidden_states else None
+        return ModelOutput(loss=loss, logits=logits, embeddings=embeddings_bl, hidden_states=hidden_states)
+
+    def _run(
+        self, input_ids: torch.Tensor, tokens_bs: torch.Tensor, values: torch.Tensor | None
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        check_shapes(input_ids, attention_mask=tokens_bs, values=values)
+        return self.body(input_ids, tokens_bs, None if values is None else values.masked_fill(~tokens_bs, 0))
 
     def encode(
         self,
@@ -215,7 +239,7 @@ class GenePoolingModel(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return cell embeddings, shape (B, L)."""
-        return self.body(input_ids, attention_mask, values)[1]
+        return self._run(input_ids, attention_mask != 0, values)[1]
 
     def init_token_prior(self, token_counts: torch.Tensor) -> None:
         """Start the prediction head at the token frequencies, see :meth:`MaskedGenePredictionHead.init_bias`."""

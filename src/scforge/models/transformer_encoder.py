@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from scforge._checks import check_bool, check_positive
+from scforge._checks import check_bool, check_count, check_positive
+from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
 from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
 from scforge.models.components.cross_entropy import token_loss
-from scforge.models.components.embeddings import GeneExpressionEmbedding
+from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
 from scforge.models.components.heads import BinPredictionHead, ExpressionPredictionHead, MaskedGenePredictionHead
 from scforge.models.components.pooling import POOLINGS
+from scforge.models.components.positions import token_positions
 from scforge.models.components.transformer import StackOutput, TransformerStack
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
@@ -111,6 +113,13 @@ class TransformerEncoder(nn.Module):
         super().__init__()
         check_choice("pooling", pooling, sorted(POOLINGS))
         check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
+        if expression_head is None and expression_loss_weight != 1.0:
+            raise OptionError(
+                f"expression_loss_weight={expression_loss_weight} has no use without expression_head; "
+                "set expression_head='value' or 'bin'."
+            )
+        if n_bins is not None:
+            check_count("n_bins", n_bins, "bins", least=2)
         if expression_head is not None:
             check_choice("expression_head", expression_head, ["value", "bin"])
         if (expression_head == "bin") != (n_bins is not None):
@@ -122,7 +131,7 @@ class TransformerEncoder(nn.Module):
         self.pooling = pooling
         self.tie_head = tie_head
         self.expression_loss_weight = expression_loss_weight
-        self.uses_order = position_embedding != "none"
+        self.uses_order = position_embedding != "none" or pooling == "last"
         self.embedding = GeneExpressionEmbedding(
             vocab_size,
             hidden_dim,
@@ -208,11 +217,14 @@ class TransformerEncoder(nn.Module):
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
         )
+        tokens_bs = attention_mask != 0
+        if labels is not None:
+            labels = labels.masked_fill(~tokens_bs, IGNORE_LABEL)
         weight = self.embedding.gene_embedding.weight if self.tie_head else None
         loss, logits = token_loss(self.head, out.hidden, labels, return_logits=return_logits, weight_vh=weight)
         expression = None
         if self.expression_head is not None:
-            further = self._expression_loss(out.hidden, masked_positions, value_labels, bin_labels)
+            further = self._expression_loss(out.hidden, tokens_bs, masked_positions, value_labels, bin_labels)
             if further is not None:
                 further = self.expression_loss_weight * further
                 loss = further if loss is None else loss + further
@@ -229,20 +241,20 @@ class TransformerEncoder(nn.Module):
     def _expression_loss(
         self,
         hidden_bsh: torch.Tensor,
+        tokens_bs: torch.Tensor,
         masked_bs: torch.Tensor | None,
         values_bs: torch.Tensor | None,
         bins_bs: torch.Tensor | None,
     ) -> torch.Tensor | None:
         """Return the loss of the expression head where there is something to predict."""
         if isinstance(self.expression_head, BinPredictionHead):
-            return (
-                None
-                if bins_bs is None
-                else token_loss(self.expression_head, hidden_bsh, bins_bs, return_logits=False)[0]
-            )
+            if bins_bs is None:
+                return None
+            bins_bs = bins_bs.masked_fill(~tokens_bs, IGNORE_LABEL)
+            return token_loss(self.expression_head, hidden_bsh, bins_bs, return_logits=False)[0]
         if masked_bs is None or values_bs is None or self.expression_head is None:
             return None
-        chosen = masked_bs != 0
+        chosen = (masked_bs != 0) & tokens_bs
         error = self.expression_head(hidden_bsh[chosen]).float() - values_bs[chosen].float()
         return error.square().sum() / max(1, len(error))
 
@@ -266,7 +278,12 @@ class TransformerEncoder(nn.Module):
         attention_bias: torch.Tensor | None,
         **wanted: bool,
     ) -> StackOutput:
-        return self.encoder(self.embedding(input_ids, values), attention_mask, attention_bias=attention_bias, **wanted)
+        check_shapes(input_ids, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
+        tokens_bs = attention_mask != 0
+        if values is not None:
+            values = values.masked_fill(~tokens_bs, 0)
+        embedded_bsh = self.embedding(input_ids, values, token_positions(tokens_bs))
+        return self.encoder(embedded_bsh, attention_mask, attention_bias=attention_bias, **wanted)
 
     def _pool(self, hidden_bsh: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
         return POOLINGS[self.pooling](hidden_bsh, attention_mask)

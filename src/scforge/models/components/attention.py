@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from scforge._checks import check_count
 from scforge.errors import OptionError
 from scforge.models.components.rotary import rotate
 
@@ -66,7 +67,8 @@ def attention_mask_of(
 class KeyValueCache:
     """Keys and values of the tokens of cells that are being generated, for each layer of a stack.
 
-    Memory doubles whenever it is full, so that a token costs the same however many there are.
+    Memory doubles whenever it is full, so that a token costs the same however many there are. It is written in place,
+    so it cannot be differentiated through: generate under ``torch.no_grad()``.
     """
 
     def __init__(self) -> None:
@@ -114,6 +116,8 @@ class SelfAttention(nn.Module):
 
     def __init__(self, hidden_dim: int, num_heads: int) -> None:
         super().__init__()
+        check_count("hidden_dim", hidden_dim, "dimensions")
+        check_count("num_heads", num_heads, "heads")
         if hidden_dim % num_heads:
             raise OptionError(f"hidden_dim={hidden_dim} is not divisible by num_heads={num_heads}; change one of them.")
         self.num_heads = num_heads
@@ -185,8 +189,11 @@ class SelfAttention(nn.Module):
             scores = scores + generate_causal_mask(scores.shape[-1], device=scores.device)
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-        # A query of a cell without tokens looks at nothing.
-        return scores.softmax(dim=-1).nan_to_num(0.0)
+        weights = scores.softmax(dim=-1)
+        if mask is None:
+            return weights
+        nothing = ~mask if mask.dtype == torch.bool else mask == float("-inf")
+        return weights.masked_fill(nothing.all(dim=-1, keepdim=True), 0.0)  # a query that may look at nothing
 
     def _project(
         self, hidden_bsh: torch.Tensor, rotation: torch.Tensor | None, cache: tuple[KeyValueCache, int] | None

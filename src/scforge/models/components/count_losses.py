@@ -1,6 +1,6 @@
 """Losses of counts: Poisson and negative binomial, whole or without the zero.
 
-Shapes: ... anything.
+Shapes: ... anything; B cells, S tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ __all__ = [
     "expected_counts",
     "is_truncated",
     "log1mexp",
+    "log_counts",
+    "mean_expressed",
 ]
 
 COUNT_LOSSES = ("poisson", "negative_binomial", "zero_truncated_poisson", "zero_truncated_negative_binomial")
@@ -102,6 +104,53 @@ def expected_counts(name: str, log_rate: torch.Tensor, log_dispersion: torch.Ten
     return rate.exp().to(_result_dtype(log_rate))
 
 
+def log_counts(name: str, counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Tensor:
+    """Return log1p of the counts of tokens, and 0 elsewhere, float32, shape (B, S).
+
+    Parameters
+    ----------
+    name
+        One of ``COUNT_LOSSES``, for the message.
+    counts_bs
+        Counts, shape (B, S).
+    tokens_bs
+        False where counts do not count, bool, shape (B, S).
+
+    Raises
+    ------
+    OptionError
+        If a count is below 0; on the CPU alone, as a GPU would have to be waited for.
+    """
+    counts_bs = counts_bs.float().masked_fill(~tokens_bs, 0.0)
+    if counts_bs.device.type == "cpu" and not torch.compiler.is_compiling() and bool((counts_bs < 0).any()):
+        raise OptionError(
+            f"value_loss={name!r} is for counts but a value is {float(counts_bs.min()):g}; use a tokenizer that gives "
+            "counts (continuous_projection with transform='counts'), or value_loss='mse'."
+        )
+    return counts_bs.log1p()
+
+
+def mean_expressed(counts_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the counts above 0 of the tokens of each cell, float32, shape (B, 1); 1 where there is none.
+
+    Parameters
+    ----------
+    counts_bs
+        Counts, shape (B, S).
+    tokens_bs
+        False where counts do not count, bool, shape (B, S).
+
+    Examples
+    --------
+    >>> mean_expressed(torch.tensor([[2.0, 0.0, 4.0]]), torch.tensor([[True, True, True]]))
+    tensor([[3.]])
+    """
+    counts_bs = counts_bs.float().masked_fill(~tokens_bs, 0.0)
+    n_expressed = (counts_bs > 0).sum(dim=1, keepdim=True)
+    mean = counts_bs.sum(dim=1, keepdim=True) / n_expressed.clamp(min=1)
+    return torch.where(n_expressed > 0, mean, 1.0)
+
+
 def check_count_targets(name: str, counts: torch.Tensor) -> None:
     """Raise unless `counts` can be targets of the loss `name`; waits for a GPU, so call it where data are on the CPU.
 
@@ -141,7 +190,8 @@ def _working(
     if name not in COUNT_LOSSES:
         raise OptionError(f"value_loss={name!r} is not a loss of counts (known: {', '.join(COUNT_LOSSES)}).")
     if ("binomial" in name) != (log_dispersion is not None):
-        raise OptionError(f"log_dispersion={log_dispersion!r} does not go with {name!r}; give it for 'binomial' alone.")
+        given = "None" if log_dispersion is None else f"(tensor of shape {tuple(log_dispersion.shape)})"
+        raise OptionError(f"log_dispersion={given} does not go with {name!r}; give it for 'binomial' alone.")
     dtype = torch.float32 if log_rate.device.type == "mps" else torch.float64
     rate = log_rate.to(dtype).clamp(*_LOG_RATES)
     return rate, None if log_dispersion is None else log_dispersion.to(dtype).clamp(*_LOG_DISPERSIONS)

@@ -80,10 +80,11 @@ def mean_token_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def linear_cross_entropy(
     hidden_mh: torch.Tensor, weight_vh: torch.Tensor, bias_v: torch.Tensor | None, labels_m: torch.Tensor
 ) -> torch.Tensor:
-    """Return the mean cross entropy of ``softmax(hidden @ weight.T + bias)``, a float32 scalar.
+    """Return the mean cross entropy of ``softmax(hidden @ weight.T + bias)``, a scalar.
 
     The gradient is computed together with the loss, some tokens at a time, so that the logits are neither kept nor
-    read again. Under autocast products are of its dtype; softmax and loss are of float32.
+    read again. Under autocast products are of its dtype; softmax and loss are of float32 (of float64 where
+    `hidden_mh` is).
 
     Parameters
     ----------
@@ -97,56 +98,67 @@ def linear_cross_entropy(
     kind = hidden_mh.device.type
     if torch.is_autocast_enabled(kind):
         hidden_mh = hidden_mh.to(torch.get_autocast_dtype(kind))
-    return _Chunked.apply(hidden_mh, weight_vh, bias_v, labels_m)
+    return _Chunked.apply(hidden_mh, weight_vh, bias_v, labels_m, torch.is_grad_enabled())
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        learning: bool,
     ) -> torch.Tensor:
+        # Grad mode is always off in here, and what needs a gradient says so in validation, too.
         n_tokens, n_classes = len(hidden), len(weight)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        learns = any(ctx.needs_input_grad)
-        grad_hidden = torch.empty_like(hidden) if learns else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if learns else None
-        grad_bias = torch.zeros(n_classes, dtype=torch.float32, device=hidden.device) if learns else None
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=hidden.device)
+        of_hidden, of_weight, of_bias = (learning and needed for needed in ctx.needs_input_grad[:3])
+        grad_hidden = torch.empty_like(hidden) if of_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=wide) if of_weight else None
+        grad_bias = torch.zeros(n_classes, dtype=wide, device=hidden.device) if of_bias else None
         step = max(1, _NUMBERS.get(hidden.device.type, _NUMBERS_ELSEWHERE) // n_classes)
         with torch.autocast(hidden.device.type, enabled=False):
             table = weight.to(hidden.dtype)
             shift = None if bias is None else bias.to(hidden.dtype)
             for start in range(0, n_tokens, step):
                 part, wanted = hidden[start : start + step], labels[start : start + step].unsqueeze(1)
-                logits = F.linear(part, table, shift).float()
+                logits = F.linear(part, table, shift).to(wide)
                 largest = logits.amax(dim=1, keepdim=True)
                 aim = logits.gather(1, wanted) - largest
                 softmax = logits.sub_(largest).exp_()
                 norm = softmax.sum(dim=1, keepdim=True)
                 total += (norm.log() - aim).sum()
-                if grad_hidden is None or grad_weight is None or grad_bias is None:
+                if grad_hidden is None and grad_weight is None and grad_bias is None:
                     continue
                 # Softmax minus the target is the gradient by the logits.
                 slope = softmax.div_(norm).scatter_add_(1, wanted, torch.full_like(aim, -1.0))
-                grad_bias += slope.sum(dim=0)
+                if grad_bias is not None:
+                    grad_bias += slope.sum(dim=0)
                 slope = slope.to(hidden.dtype)
-                grad_hidden[start : start + step] = slope @ table
-                if hidden.dtype == torch.float32:
+                if grad_hidden is not None:
+                    grad_hidden[start : start + step] = slope @ table
+                if grad_weight is None:
+                    continue
+                if hidden.dtype == wide:
                     grad_weight.addmm_(slope.t(), part)
                 else:
                     grad_weight += slope.t() @ part
-        ctx.n_tokens, ctx.has_bias, ctx.dtype = max(1, n_tokens), bias is not None, weight.dtype
-        if learns:
-            ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
+        ctx.n_tokens, ctx.dtype = max(1, n_tokens), weight.dtype
+        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return total / ctx.n_tokens
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
         scale = grad / ctx.n_tokens
         return (
-            hidden * scale.to(hidden.dtype),
-            (weight * scale).to(ctx.dtype),
-            (bias * scale).to(ctx.dtype) if ctx.has_bias else None,
+            None if hidden is None else hidden * scale.to(hidden.dtype),
+            None if weight is None else (weight * scale).to(ctx.dtype),
+            None if bias is None else (bias * scale).to(ctx.dtype),
+            None,
             None,
         )

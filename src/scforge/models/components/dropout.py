@@ -38,7 +38,8 @@ class Dropout(nn.Dropout):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x`, in training with a share `p` of its numbers set to zero and the others scaled up."""
-        fast = x.device.type == "cpu" and 0.0 < self.p < 1.0 and not self.inplace and not torch.compiler.is_compiling()
+        fast = x.device.type == "cpu" and round(self.p * _STEPS) not in (0, _STEPS) and not self.inplace
+        fast = fast and not torch.compiler.is_compiling()
         if self.training and fast:
             return _CpuDropout.apply(x, self.p)
         return super().forward(x)

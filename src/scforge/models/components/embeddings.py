@@ -10,15 +10,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from scforge._checks import check_bool, check_count, check_positive
 from scforge.errors import OptionError
 from scforge.models._utils import check_choice
 from scforge.models.components.dropout import Dropout
 from scforge.models.components.gene_vectors import token_embedding
 
-__all__ = ["POSITION_EMBEDDINGS", "GeneExpressionEmbedding"]
+__all__ = ["POSITION_EMBEDDINGS", "GeneExpressionEmbedding", "check_shapes"]
 
 POSITION_EMBEDDINGS = ("learned", "rotary", "none")
 _VALUE_SCALE = 0.02
+
+
+def check_shapes(input_ids: torch.Tensor, **tensors: torch.Tensor | None) -> None:
+    """Raise :class:`~scforge.errors.OptionError` unless there is one number a token, (B, S), in all of `tensors`."""
+    if input_ids.ndim != 2:
+        raise OptionError(f"input_ids has the shape {tuple(input_ids.shape)}; give a batch of cells, (B, S).")
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != input_ids.shape:
+            raise OptionError(
+                f"{name} has the shape {tuple(tensor.shape)} but input_ids {tuple(input_ids.shape)}; "
+                "give one number for each token."
+            )
 
 
 class GeneExpressionEmbedding(nn.Module):
@@ -66,6 +79,10 @@ class GeneExpressionEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         check_choice("position_embedding", position_embedding, list(POSITION_EMBEDDINGS))
+        check_count("hidden_dim", hidden_dim, "dimensions")
+        check_count("max_seq_len", max_seq_len, "tokens")
+        check_bool("use_expression_values", use_expression_values)
+        check_positive("layer_norm_eps", layer_norm_eps)
         self.max_seq_len = max_seq_len
         self.gene_embedding = token_embedding(vocab_size, hidden_dim, gene_vectors)
         self.position_embedding = nn.Embedding(max_seq_len, hidden_dim) if position_embedding == "learned" else None
@@ -95,7 +112,7 @@ class GeneExpressionEmbedding(nn.Module):
         Shape (B, S, H).
         """
         seq_len = input_ids.shape[1]
-        if positions is None and seq_len > self.max_seq_len:
+        if seq_len > self.max_seq_len:
             raise OptionError(
                 f"a cell has {seq_len} tokens but max_seq_len={self.max_seq_len}; "
                 "raise max_seq_len or lower the tokenizer's max_genes."

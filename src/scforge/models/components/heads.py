@@ -15,6 +15,9 @@ from scforge.models.components.cross_entropy import linear_cross_entropy, mean_t
 __all__ = ["BinPredictionHead", "ExpressionPredictionHead", "MaskedGenePredictionHead"]
 
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 class MaskedGenePredictionHead(nn.Module):
     """Logits over the vocabulary: Linear, GELU, LayerNorm, Linear.
 
@@ -69,7 +72,7 @@ class MaskedGenePredictionHead(nn.Module):
         states, bias = self.layer_norm(F.gelu(self.dense(hidden_states))), self.bias
         if self.decoder is not None:
             # What was wrapped (LoRA), parametrised or hooked is called as it is.
-            hooked = self.decoder._forward_hooks or self.decoder._forward_pre_hooks
+            hooked = any(getattr(self.decoder, hooks) for hooks in _HOOKS)
             if labels is None or type(self.decoder) is not nn.Linear or hooked:
                 logits = self.decoder(states)
                 return logits if labels is None else mean_token_loss(logits, labels)

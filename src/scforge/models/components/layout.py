@@ -1,6 +1,6 @@
 """Visible tokens first: how a model that hides tokens orders them, so that an encoder runs on the visible ones alone.
 
-Shapes: B cells, S tokens, C positions that hold all visible tokens, H hidden.
+Shapes: B cells, S tokens, C positions that hold all visible tokens, H hidden, N heads.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+
+from scforge.models.components.positions import token_positions
 
 __all__ = ["Layout", "lay_out"]
 
@@ -20,19 +22,20 @@ class Layout:
     ----------
     visible, hidden
         Bool, shape (B, S), in the order of the layout. `hidden` is None where nothing is.
+    positions
+        Position of each token among the tokens of its cell in the batch, int64, shape (B, S), in the order of the
+        layout.
     width
         The first C positions hold all visible tokens.
     order
         Where each position was in the batch, int64, shape (B, S). None: tokens stand as in the batch.
-    furthest
-        Positions of the batch up to the last visible token.
     """
 
     visible: torch.Tensor
     hidden: torch.Tensor | None
+    positions: torch.Tensor
     width: int
     order: torch.Tensor | None = None
-    furthest: int = 0
 
     def take(self, batch_bs: torch.Tensor) -> torch.Tensor:
         """Bring what is known of each token into the order of the layout."""
@@ -51,25 +54,43 @@ class Layout:
         place_bch = self.order[:, : self.width, None].expand_as(seen_bch)
         return seen_bch.new_zeros(batch, seq, seen_bch.shape[-1]).scatter(1, place_bch, seen_bch)
 
+    def put_back_weights(self, weights_bncc: torch.Tensor) -> torch.Tensor:
+        """Bring attention weights to where their tokens were, (B, N, S, S); zeros where a token is not visible."""
+        heads, width = weights_bncc.shape[1], weights_bncc.shape[2]
+        # Rows are put back, then columns.
+        rows_bcx = self.put_back_states(weights_bncc.transpose(1, 2).flatten(2))
+        rows_bsnc = rows_bcx.unflatten(2, (heads, width))
+        columns_bcx = self.put_back_states(rows_bsnc.permute(0, 3, 1, 2).flatten(2))
+        return columns_bcx.unflatten(2, rows_bsnc.shape[1:3]).permute(0, 3, 2, 1)
 
-def lay_out(tokens_bs: torch.Tensor, hidden_bs: torch.Tensor, *, compact: bool = True) -> Layout:
+    def most_visible(self) -> int:
+        """Return the most visible tokens of a cell; waits for a GPU."""
+        return int(self.visible.sum(dim=1).amax()) if self.visible.numel() else 0
+
+    def furthest(self) -> int:
+        """Return the most tokens of a cell up to its last visible one; waits for a GPU."""
+        return int(((self.positions + 1) * self.visible).amax()) if self.visible.numel() else 0
+
+
+def lay_out(tokens_bs: torch.Tensor, hidden_bs: torch.Tensor | None = None) -> Layout:
     """Put visible tokens first, then hidden ones, then padding; each in the order of the batch.
 
     Parameters
     ----------
     tokens_bs, hidden_bs
-        True for tokens, and for those of them that are hidden, bool, shape (B, S).
-    compact
-        If false, tokens stay in their places.
+        True for tokens, and for those of them that are hidden, bool, shape (B, S). Without the latter, tokens stay
+        where they are.
     """
-    seq = tokens_bs.shape[1]
+    positions_bs = token_positions(tokens_bs)
+    if hidden_bs is None or not tokens_bs.numel():
+        return Layout(tokens_bs, hidden_bs, positions_bs, tokens_bs.shape[1])
     visible_bs = tokens_bs & ~hidden_bs
-    if not compact:
-        return Layout(visible_bs, hidden_bs, seq, furthest=seq)
     kind_bs = 2 - 2 * visible_bs.to(torch.uint8) - hidden_bs.to(torch.uint8)
     order_bs = torch.argsort(kind_bs, dim=1, stable=True)
-    places = torch.arange(1, seq + 1, device=tokens_bs.device)
-    most, furthest = torch.stack([visible_bs.sum(dim=1).amax(), (visible_bs * places).amax()]).tolist()
     return Layout(
-        visible_bs.gather(1, order_bs), hidden_bs.gather(1, order_bs), max(1, int(most)), order_bs, int(furthest)
+        visible_bs.gather(1, order_bs),
+        hidden_bs.gather(1, order_bs),
+        positions_bs.gather(1, order_bs),
+        max(1, int(visible_bs.sum(dim=1).amax())),
+        order_bs,
     )

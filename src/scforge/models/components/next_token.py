@@ -11,18 +11,7 @@ from torch.nn import functional as F
 
 from scforge._constants import IGNORE_LABEL
 
-__all__ = ["cell_loss", "of_next_token", "positions_of"]
-
-
-def positions_of(tokens_bs: torch.Tensor) -> torch.Tensor:
-    """Return the position of each token among the tokens of its cell, int64, shape (B, S).
-
-    Examples
-    --------
-    >>> positions_of(torch.tensor([[False, True, True]]))
-    tensor([[0, 0, 1]])
-    """
-    return (tokens_bs.long().cumsum(dim=1) - 1).clamp(min=0)
+__all__ = ["cell_loss", "of_next_token"]
 
 
 def of_next_token(targets_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Tensor:

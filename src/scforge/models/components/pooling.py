@@ -11,16 +11,25 @@ __all__ = ["POOLINGS", "cls_pool", "last_pool", "mean_pool"]
 
 
 def cls_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the state of the first token, shape (B, H).
+    """Return the state of the first token of each cell, shape (B, H); zeros for a cell without tokens.
 
     Parameters
     ----------
     hidden_states
         Shape (B, S, H).
     attention_mask
-        Not used; present so that all poolings are called alike.
+        Shape (B, S), nonzero for tokens; None takes every position as a token.
     """
-    return hidden_states[:, 0]
+    if attention_mask is None:
+        return hidden_states[:, 0]
+    tokens_bs = attention_mask != 0
+    return _state_at(hidden_states, tokens_bs.to(torch.uint8).argmax(dim=1), tokens_bs)
+
+
+def _state_at(hidden_bsh: torch.Tensor, place_b: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Tensor:
+    """Return the state at one place of each cell, zeros where the cell has no token."""
+    chosen_bh = hidden_bsh.gather(1, place_b[:, None, None].expand(-1, 1, hidden_bsh.shape[2])).squeeze(1)
+    return torch.where(tokens_bs.any(dim=1, keepdim=True), chosen_bh, torch.zeros_like(chosen_bh))
 
 
 def mean_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -40,7 +49,7 @@ def mean_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None =
 
 
 def last_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the state of the last token of each cell, shape (B, H); of the first position where there is no token.
+    """Return the state of the last token of each cell, shape (B, H); zeros for a cell without tokens.
 
     Parameters
     ----------
@@ -51,9 +60,9 @@ def last_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None =
     """
     if attention_mask is None:
         return hidden_states[:, -1]
-    places = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-    last = torch.where(attention_mask != 0, places, 0).amax(dim=1)
-    return hidden_states[torch.arange(last.shape[0], device=last.device), last]
+    tokens_bs = attention_mask != 0
+    places = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)
+    return _state_at(hidden_states, torch.where(tokens_bs, places, 0).amax(dim=1), tokens_bs)
 
 
 POOLINGS = {"cls": cls_pool, "mean": mean_pool, "last": last_pool}

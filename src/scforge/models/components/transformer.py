@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +15,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from scforge._checks import check_bool
+from scforge._checks import check_bool, check_count, check_positive
 from scforge.errors import OptionError
 from scforge.models._utils import check_choice
 from scforge.models.components.attention import KeyValueCache, SelfAttention, attention_mask_of
 from scforge.models.components.dropout import Dropout
 from scforge.models.components.packing import Packing, pack_cells
+from scforge.models.components.positions import token_positions
 from scforge.models.components.rotary import rotation_of
 
 __all__ = ["ACTIVATIONS", "StackOutput", "TransformerBlock", "TransformerStack"]
@@ -77,6 +79,9 @@ class TransformerBlock(nn.Module):
         super().__init__()
         check_choice("activation", activation, sorted(ACTIVATIONS))
         ffn_dim = 4 * hidden_dim if ffn_dim is None else ffn_dim
+        check_count("hidden_dim", hidden_dim, "dimensions")
+        check_count("ffn_dim", ffn_dim, "dimensions")
+        check_positive("layer_norm_eps", layer_norm_eps)
         self.activation = ACTIVATIONS[activation]
         self.norm_first = check_bool("norm_first", norm_first)
         self.norm_attention = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
@@ -140,8 +145,8 @@ class TransformerStack(nn.Module):
     """Transformer layers one after the other, and a final norm behind pre-norm layers.
 
     Padding costs next to nothing: cells are sorted into groups of like length, which run one after the other, each
-    padded to its longest; on CUDA in half precision tokens stand in one row without any padding. What comes out at
-    tokens is the same within rounding.
+    padded to its longest; on CUDA in half precision and without an attention bias tokens stand in one row without any
+    padding. What comes out at tokens is the same within rounding.
 
     Parameters
     ----------
@@ -181,6 +186,8 @@ class TransformerStack(nn.Module):
         super().__init__()
         if unpad is not None:
             check_bool("unpad", unpad)
+        check_count("num_layers", num_layers, "layers")
+        check_count("num_heads", num_heads, "heads")
         self.layers = nn.ModuleList(
             TransformerBlock(hidden_dim, num_heads, ffn_dim, dropout, activation, layer_norm_eps, norm_first=norm_first)
             for _ in range(num_layers)
@@ -225,12 +232,21 @@ class TransformerStack(nn.Module):
         output_hidden_states, output_attentions
             What else to return. Attention weights take memory of the square of S.
         """
+        for name, given in {"attention_mask": attention_mask, "attention_bias": attention_bias}.items():
+            if given is not None and given.shape != hidden_bsh.shape[:2]:
+                raise OptionError(
+                    f"{name} has the shape {tuple(given.shape)} but there are {tuple(hidden_bsh.shape[:2])} tokens; "
+                    "give one number for each."
+                )
         tokens_bs = None if attention_mask is None else attention_mask != 0
         if cache is not None:
+            if attention_bias is not None or output_hidden_states or output_attentions:
+                raise OptionError("a cache goes with neither attention_bias nor further outputs; leave them out.")
             return StackOutput(self._cached(hidden_bsh, tokens_bs, cache))
         positions_bs = None
         if self.rotary:
-            positions_bs = _positions(hidden_bsh, tokens_bs)
+            everywhere = torch.ones(hidden_bsh.shape[:2], dtype=torch.bool, device=hidden_bsh.device)
+            positions_bs = token_positions(everywhere if tokens_bs is None else tokens_bs)
         packing = None
         if not torch.compiler.is_compiling() and not output_attentions:
             packing = self._packing(hidden_bsh, tokens_bs, exact=attention_bias is None)
@@ -252,9 +268,8 @@ class TransformerStack(nn.Module):
         on_cpu = hidden_bsh.device.type == "cpu"
         most = max(1, _CPU_NUMBERS // self._widest) if on_cpu else None
         batch, seq = hidden_bsh.shape[:2]
-        return pack_cells(
-            (batch, seq), tokens_bs, self.unpad, exact=exact and _has_varlen_kernel(hidden_bsh), most=most
-        )
+        exact = exact and _has_varlen_kernel(hidden_bsh, self.head_dim)
+        return pack_cells((batch, seq), tokens_bs, self.unpad, exact=exact, most=most)
 
     def _packed(
         self,
@@ -307,25 +322,21 @@ class TransformerStack(nn.Module):
         tokens_bt = cache.add_tokens(tokens_bs)
         rotation = None
         if self.rotary:
-            positions_bt = (tokens_bt.long().cumsum(dim=1) - 1).clamp(min=0)
-            rotation = rotation_of(positions_bt[:, -n_new:], self.head_dim)
+            rotation = rotation_of(token_positions(tokens_bt)[:, -n_new:], self.head_dim)
         mask = attention_mask_of(tokens_bt, causal=n_new > 1, n_queries=n_new)
         for number, layer in enumerate(self.layers):
             hidden_bsh = layer(hidden_bsh, mask, rotation=rotation, cache=(cache, number))
         return self.final_norm(hidden_bsh)
 
 
-def _positions(hidden_bsh: torch.Tensor, tokens_bs: torch.Tensor | None) -> torch.Tensor:
-    """Return the position of each token among the tokens of its cell, int64, shape (B, S)."""
-    batch, seq = hidden_bsh.shape[:2]
-    if tokens_bs is None:
-        return torch.arange(seq, device=hidden_bsh.device).expand(batch, seq)
-    return (tokens_bs.long().cumsum(dim=1) - 1).clamp(min=0)
-
-
-def _has_varlen_kernel(hidden_bsh: torch.Tensor) -> bool:
-    """Whether attention within cells that stand one after the other can run: CUDA, half precision, torch 2.10."""
-    if hidden_bsh.device.type != "cuda" or find_spec("torch.nn.attention.varlen") is None:
+def _has_varlen_kernel(hidden_bsh: torch.Tensor, head_dim: int) -> bool:
+    """Whether torch's attention within cells that stand one after the other can run: CUDA, half precision, Ampere."""
+    if hidden_bsh.device.type != "cuda" or head_dim % 8 or head_dim > 256:
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else hidden_bsh.dtype
-    return dtype in (torch.float16, torch.bfloat16)
+    if dtype not in (torch.float16, torch.bfloat16) or find_spec("torch.nn.attention.varlen") is None:
+        return False
+    from torch.nn.attention.varlen import varlen_attn
+
+    known = "window_size" in signature(varlen_attn).parameters  # earlier versions say causal in another way
+    return known and torch.cuda.get_device_capability(hidden_bsh.device) >= (8, 0)
