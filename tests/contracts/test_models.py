@@ -31,7 +31,8 @@ OPTIONS: dict[str, list[dict]] = {
         ENCODER,
         {**ENCODER, "decoder_dim": 12, "decoder_heads": 2, "position_embedding": "learned", "pooling": "cls"},
         {**ENCODER, "position_embedding": "rotary", "unpad": True, "use_expression_values": False},
-        {**ENCODER, "value_loss": "negative_binomial", "norm_first": False},
+        {**ENCODER, "value_loss": "negative_binomial", "norm_first": False, "pooling": "cls"},
+        {**ENCODER, "pooling": "last"},
     ],
     "transformer_encoder": [
         {**HEADS, "pooling": "cls"},
@@ -39,6 +40,8 @@ OPTIONS: dict[str, list[dict]] = {
         {**HEADS, "use_expression_values": False, "norm_first": False, "unpad": False, "tie_head": True},
         {**HEADS, "position_embedding": "rotary", "expression_head": "value", "gradient_checkpointing": True},
         {**HEADS, "position_embedding": "none", "expression_head": "bin", "n_bins": 5, "pooling": "mean"},
+        {**HEADS, "position_embedding": "none", "pooling": "last"},
+        {**HEADS, "position_embedding": "none", "pooling": "cls"},
     ],
 }
 # Other objectives have other losses, and heads that shape no embedding.
@@ -46,6 +49,8 @@ MASKED_GENE = {"gene_pooling", "transformer_encoder"}
 NEXT_GENE = {"autoregressive_transformer"}
 VALUE = {"masked_autoencoder"}
 TOKENS = ("input_ids", "attention_mask", "values", "bin_ids")
+# Labels at padding, which no batch of an objective has.
+BEYOND = {"labels": 7, "bin_labels": 2, "value_labels": 9.0, "masked_positions": True}
 
 
 def plain_options(name: str) -> list[dict]:
@@ -235,6 +240,39 @@ def test_nothing_to_predict_costs_nothing(batch, name, options):
         "masked_positions": torch.zeros_like(batch["masked_positions"]),
     }
     assert model(**nothing).loss == 0.0
+
+
+@every_model
+def test_labels_at_padding_do_not_count(batch, name, options):
+    model = make(name, options).eval()
+    padding = ~batch["attention_mask"]
+    other = batch | {
+        "labels": batch["labels"].masked_fill(padding, 7),
+        "bin_labels": batch["bin_labels"].masked_fill(padding, 2),
+        "value_labels": batch["value_labels"].masked_fill(padding, 9.0),
+        "masked_positions": batch["masked_positions"] | padding,
+    }
+    wider = {key: nn.functional.pad(tensor, (0, 3), value=BEYOND.get(key, 0)) for key, tensor in other.items()}
+    with torch.no_grad():
+        for return_logits in (True, False):
+            expected = model(**batch, return_logits=return_logits).loss
+            torch.testing.assert_close(model(**other, return_logits=return_logits).loss, expected)
+            torch.testing.assert_close(model(**wider, return_logits=return_logits).loss, expected)
+
+
+@every_model
+def test_padding_may_stand_in_front(batch, name, options):
+    model = make(name, options).eval()
+    front = torch.argsort(batch["attention_mask"].int(), dim=1, stable=True)
+    moved = {key: tensor.gather(1, front) for key, tensor in batch.items()}
+    mask = moved["attention_mask"]
+    with torch.no_grad():
+        torch.testing.assert_close(model.encode(**tokens(moved)), model.encode(**tokens(batch)), atol=1e-5, rtol=1e-5)
+        one, two = model(**batch), model(**moved)
+    torch.testing.assert_close(two.loss, one.loss)
+    torch.testing.assert_close(two.embeddings, one.embeddings, atol=1e-5, rtol=1e-5)
+    moved_logits = torch.stack([logits[places] for logits, places in zip(one.logits, front, strict=True)])
+    torch.testing.assert_close(two.logits[mask], moved_logits[mask], atol=1e-5, rtol=1e-5)
 
 
 @every_model

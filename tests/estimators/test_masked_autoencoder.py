@@ -23,7 +23,6 @@ PARTS = {
         "objective": {"name": "masked_value_prediction", "zero_targets": 0.5},
         "value_loss": "negative_binomial",
     },
-    "genes": {"objective": "masked_gene_prediction", "tokenizer": "rank_value"},
     "views": {"objective": "joint_embedding"},
 }
 
@@ -68,10 +67,46 @@ def test_the_transformer_predicts_values_and_bins_too(build, quick: dict) -> Non
     for options in (
         {"expression_head": "value", "objective": {"name": "masked_value_prediction", "zero_targets": 2.0}},
         {"expression_head": "bin", "n_bins": 51, "tokenizer": "binned_expression"},
+        {"expression_head": "bin", "tokenizer": {"name": "binned_expression", "n_bins": 7}},
     ):
         model = build("transformer_encoder", **{"objective": "masked_value_prediction", **options})
         model.train(**quick)
         assert np.isfinite(model.history["validation_loss"]).all(axis=None)
+    assert model.module.expression_head.decoder.out_features == 7
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "message"),
+    [
+        (
+            "masked_autoencoder",
+            {"objective": "masked_gene_prediction"},
+            "'masked_gene_prediction' does not go with MaskedAutoencoder, which .* choose objective='masked_value",
+        ),
+        (
+            "transformer_encoder",
+            {},
+            "architecture='transformer_encoder' without an expression_head .*'masked_value_prediction' is about; pass "
+            r"expression_head='value'\.",
+        ),
+        (
+            "transformer_encoder",
+            {"tokenizer": "binned_expression"},
+            r"pass expression_head='value' or expression_head='bin'\.",
+        ),
+        (
+            "transformer_encoder",
+            {"expression_head": "bin"},
+            "expression_head='bin' predicts bins, which the tokenizer '.*' does not make; choose tokenizer='binned_",
+        ),
+        ("autoregressive_transformer", {}, "not go with AutoregressiveTransformer, which predicts the next token"),
+        ("gene_pooling", {"pooling": "mean"}, "not go with GenePoolingModel, which predicts no values of tokens"),
+        ("gene_pooling", {}, "not go with GenePoolingModel, which predicts no values of tokens"),
+    ],
+)
+def test_architectures_that_learn_something_else(build, architecture: str, options: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        build(architecture, **{"objective": "masked_value_prediction", **options})
 
 
 @pytest.mark.parametrize(

@@ -140,5 +140,7 @@ def test_targets_are_checked(name, value, fine):
 def test_names_and_dispersion_are_checked():
     with pytest.raises(OptionError, match="value_loss='mse' is not a loss of counts"):
         count_loss("mse", torch.zeros(1), torch.ones(1))
+    with pytest.raises(OptionError, match=r"^log_dispersion=\(tensor of shape \(300,\)\) does not go with 'poisson'; "):
+        count_loss("poisson", torch.zeros(300), torch.ones(300), torch.zeros(300))
     with pytest.raises(OptionError, match="log_dispersion=None does not go with 'negative_binomial'"):
         count_loss("negative_binomial", torch.zeros(1), torch.ones(1))

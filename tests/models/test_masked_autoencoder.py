@@ -12,6 +12,7 @@ from scforge.models.components.count_losses import COUNT_LOSSES
 
 SMALL = {"encoder_dim": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_heads": 2}
 POSITIONS = ["none", "learned", "rotary"]
+TOKENS = ("input_ids", "attention_mask", "values")
 
 
 def make(**options) -> MaskedAutoencoder:
@@ -140,8 +141,9 @@ def test_the_embedding_is_that_of_the_visible_tokens(batch, position_embedding, 
         assert not states[~visible].any()
 
 
-def test_attention_weights_are_of_visible_tokens_in_their_places(batch):
-    model = make()
+@pytest.mark.parametrize("position_embedding", POSITIONS)
+def test_attention_weights_are_of_visible_tokens_in_their_places(batch, position_embedding):
+    model = make(position_embedding=position_embedding)
     visible = batch["attention_mask"] & ~batch["masked_positions"]
     with torch.no_grad():
         output, plain = model(**batch, output_attentions=True), model(**batch)
@@ -153,6 +155,63 @@ def test_attention_weights_are_of_visible_tokens_in_their_places(batch):
         expected = visible[:, None].float().expand(5, 2, 12)
         torch.testing.assert_close(weights.sum(dim=-1), expected)
         assert not weights.transpose(-1, -2)[~visible[:, None].expand(5, 2, 12)].any()
+    if position_embedding == "none":
+        cell, places = 2, visible[2].nonzero().squeeze(1)
+        alone = model(*(batch[name][cell : cell + 1, places] for name in TOKENS), output_attentions=True)
+        for weights, part in zip(output.attentions, alone.attentions, strict=True):
+            torch.testing.assert_close(weights[cell][:, places][:, :, places], part[0])
+
+
+@pytest.mark.parametrize("position_embedding", POSITIONS)
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+def test_padding_may_stand_in_front(batch, position_embedding, pooling):
+    model = make(position_embedding=position_embedding, pooling=pooling)
+    front = torch.argsort(batch["attention_mask"].int(), dim=1, stable=True)
+    moved = {name: tensor.gather(1, front) for name, tensor in batch.items()}
+    mask = moved["attention_mask"]
+    with torch.no_grad():
+        one, two = model(**batch, output_attentions=True), model(**moved)
+        torch.testing.assert_close(model.encode(**moved), model.encode(**batch), atol=1e-5, rtol=1e-5)
+        seen = {name: moved[name] for name in TOKENS}
+        torch.testing.assert_close(model(**seen).embeddings, model.encode(**batch), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(two.embeddings, one.embeddings, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(two.logits[mask], one.logits.gather(1, front)[mask], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(two.loss, one.loss)
+
+
+@pytest.mark.parametrize("value_loss", ["mse", "negative_binomial"])
+@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+def test_no_cells_and_no_tokens(shape, pooling, value_loss):
+    model = make(pooling=pooling, value_loss=value_loss)
+    ids = torch.zeros(shape, dtype=torch.int64)
+    batch = {"input_ids": ids, "attention_mask": ids, "values": ids.float(), "masked_positions": ids}
+    output = model(**batch, value_labels=ids.float(), output_attentions=True, output_hidden_states=True)
+    assert (output.logits.shape, output.embeddings.shape) == (shape, (shape[0], 16))
+    assert output.loss == 0.0
+    assert not output.embeddings.any()
+    assert output.attentions[0].shape == (shape[0], 2, shape[1], shape[1])
+    assert output.hidden_states[0].shape == (*shape, 16)
+    assert torch.equal(model.encode(**batch), output.embeddings)
+
+
+@pytest.mark.parametrize(
+    "name", ["attention_mask", "values", "labels", "attention_bias", "masked_positions", "value_labels"]
+)
+def test_tensors_of_other_shapes_are_refused(batch, name):
+    model, message = make(), rf"{name} has the shape \(5, 11\) but input_ids \(5, 12\)"
+    with pytest.raises(OptionError, match=message):
+        model(**{**batch, name: torch.ones(5, 11)})
+    if name in (*TOKENS, "attention_bias"):
+        with pytest.raises(OptionError, match=message):
+            model.encode(**{**batch, name: torch.ones(5, 11)})
+
+
+def test_when_the_order_of_tokens_matters():
+    assert not make(pooling="mean").uses_order
+    assert not make(pooling="cls").uses_order
+    assert make(pooling="last").uses_order
+    assert make(position_embedding="rotary").uses_order
 
 
 def test_the_order_of_tokens_does_not_matter_without_positions(batch):
@@ -195,7 +254,7 @@ def test_counts_are_predicted_relative_to_the_depth_of_the_cell(batch):
 
 def test_when_there_is_a_loss(batch):
     model = make()
-    tokens = {name: batch[name] for name in ("input_ids", "attention_mask", "values")}
+    tokens = {name: batch[name] for name in TOKENS}
     hidden = {"masked_positions": batch["masked_positions"]}
     nothing = torch.full_like(batch["input_ids"], -100)
     assert model(**tokens).loss is None
@@ -256,6 +315,17 @@ def test_counts_that_are_none_are_refused(batch):
         OptionError, match="'zero_truncated_poisson' needs whole counts of at least 1 but a target is 0"
     ):
         make(value_loss="zero_truncated_poisson")(**batch)
+
+
+def test_values_below_zero_are_no_counts(batch):
+    model = make(value_loss="poisson")
+    expected = model.encode(**batch)
+    beyond = batch["values"].masked_fill(~batch["attention_mask"], -7.0)
+    torch.testing.assert_close(model.encode(**batch | {"values": beyond}), expected)
+    batch["values"][0, 1] = -3.0
+    for run in (model, model.encode):
+        with pytest.raises(OptionError, match="value_loss='poisson' is for counts but a value is -3; use a tokenizer"):
+            run(**batch)
 
 
 def test_only_visible_tokens_need_a_position(batch):

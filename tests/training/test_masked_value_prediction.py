@@ -238,6 +238,25 @@ def test_a_module_without_such_a_loss(module):
         objective.loss(module, batch)
 
 
+def test_an_architecture_of_ones_own():
+    class Own(torch.nn.Module):
+        def forward(self, input_ids, attention_mask, values=None, labels=None, value_labels=None, **kwargs): ...
+
+    MaskedValuePrediction().check_architecture(Own)
+    MaskedValuePrediction().check_architecture(Own())
+    with pytest.raises(OptionError, match="GenePoolingModel, which predicts no values"):
+        MaskedValuePrediction().check_architecture(GenePoolingModel(64, 16, 1))
+
+
+@pytest.mark.parametrize("zero_targets", [0.5, 0.25, 1.5])
+@pytest.mark.parametrize("length", range(3, 14))
+def test_no_cell_has_more_tokens_than_promised(zero_targets, length):
+    tokenizer = get_tokenizer("continuous_projection", VOCAB, max_len=length)
+    objective = MaskedValuePrediction(mask_ratio=0.5, zero_targets=zero_targets)
+    batch = objective.prepare(random_cells().block(np.arange(20)), tokenizer, epoch=0, seed=0)
+    assert batch["attention_mask"].sum(dim=1).max() == batch["input_ids"].shape[1] <= objective.max_tokens(tokenizer)
+
+
 def test_counts_are_looked_at_before_training():
     tokenizer, objective = get_tokenizer("continuous_projection", VOCAB), MaskedValuePrediction()
     with pytest.raises(OptionError, match="value_loss='poisson' needs whole counts"):

@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from scforge._checks import check_count
 from scforge.config._messages import config_error
 from scforge.config.schema import ModelConfig
 from scforge.data.vocab import GeneVocab
@@ -90,7 +91,8 @@ class ModelSpec:
         made = get_tokenizer(name, vocab, **tokenizer_options)
         parameters = inspect.signature(MODELS.get(architecture)).parameters
         pooling = options.get("pooling", getattr(parameters.get("pooling"), "default", None))
-        if pooling == "cls" and not made.append_cls:
+        causal = getattr(MODELS.get(architecture), "predicts_next", False)  # it has a read-out of its own
+        if pooling == "cls" and not made.append_cls and not causal:
             raise OptionError(
                 "pooling='cls' needs a CLS token; pass append_cls=True to the tokenizer, or pooling='mean'."
             )
@@ -101,15 +103,22 @@ class ModelSpec:
         _check_counts(
             options.get("value_loss", getattr(parameters.get("value_loss"), "default", None)), name, made, aim
         )
+        head = None
+        if "expression_head" in parameters:
+            head = options.get("expression_head", parameters["expression_head"].default)
+            _check_expression_head(head, architecture, name, made, objective[0], aim)
         # Some architectures predict bins only where they are asked to.
         n_bins, bins = getattr(made, "n_bins", None), options.get("n_bins")
-        if n_bins is not None and bins is None and getattr(parameters.get("n_bins"), "default", None) is not None:
+        asked = head == "bin" or getattr(parameters.get("n_bins"), "default", None) is not None
+        if n_bins is not None and bins is None and asked:
             options = options | {"n_bins": n_bins}
-        if n_bins is not None and bins is not None and bins < n_bins:
-            raise OptionError(
-                f"n_bins={bins} is smaller than the {n_bins} bins that the tokenizer {name!r} makes; leave it out, or "
-                "give the tokenizer fewer bins."
-            )
+        if n_bins is not None and bins is not None:
+            check_count("n_bins", bins, "bins")
+            if bins != n_bins:
+                raise OptionError(
+                    f"n_bins={bins} but the tokenizer {name!r} makes {n_bins} bins; leave n_bins out, or give the "
+                    "tokenizer as many."
+                )
         if "max_seq_len" in parameters:
             longest = aim.max_tokens(made)
             if options.setdefault("max_seq_len", longest) < longest:
@@ -181,6 +190,24 @@ def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objec
                 f"value_loss={value_loss!r} is for counts of at least 1, but {option}={value!r} makes targets of 0; "
                 f"leave it out, or choose value_loss={whole!r}."
             )
+
+
+def _check_expression_head(
+    head: Any, architecture: str, name: str, tokenizer: Tokenizer, objective: str, aim: Objective
+) -> None:
+    """Raise if an optional head for expression is missing, or has nothing to learn from."""
+    n_bins = getattr(tokenizer, "n_bins", None)
+    if head == "bin" and n_bins is None:
+        raise OptionError(
+            f"expression_head='bin' predicts bins, which the tokenizer {name!r} does not make; choose "
+            "tokenizer='binned_expression', or expression_head='value'."
+        )
+    if head is None and aim.predicts_values:
+        fitting = "'value'" if n_bins is None else "'value' or expression_head='bin'"
+        raise OptionError(
+            f"architecture={architecture!r} without an expression_head predicts no values, which the objective "
+            f"{objective!r} is about; pass expression_head={fitting}."
+        )
 
 
 def _with_set_options(

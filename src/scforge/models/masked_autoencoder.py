@@ -22,8 +22,10 @@ from scforge.models.components.count_losses import (
     check_count_targets,
     count_loss,
     expected_counts,
+    log_counts,
+    mean_expressed,
 )
-from scforge.models.components.embeddings import GeneExpressionEmbedding
+from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
 from scforge.models.components.heads import ExpressionPredictionHead
 from scforge.models.components.layout import Layout, lay_out
 from scforge.models.components.pooling import POOLINGS
@@ -148,7 +150,7 @@ class MaskedAutoencoder(nn.Module):
         self.decoder_dim = decoder_dim
         self.pooling = pooling
         self.value_loss = value_loss
-        self.uses_order = position_embedding != "none"
+        self.uses_order = position_embedding != "none" or pooling == "last"
         self.embedding = GeneExpressionEmbedding(
             vocab_size,
             encoder_dim,
@@ -159,8 +161,8 @@ class MaskedAutoencoder(nn.Module):
             gene_vectors,
             position_embedding=position_embedding,
         )
-        common: dict[str, Any] = {"norm_first": norm_first, "gradient_checkpointing": gradient_checkpointing}
-        common["unpad"] = unpad
+        common: dict[str, Any] = {"norm_first": norm_first, "unpad": unpad}
+        common["gradient_checkpointing"] = gradient_checkpointing
         self.encoder = TransformerStack(
             encoder_dim,
             encoder_layers,
@@ -231,42 +233,51 @@ class MaskedAutoencoder(nn.Module):
         ``loss`` (with hidden tokens and either labels), ``logits``: predicted values, for a loss of counts expected
         counts, (B, S); and ``embeddings`` (B, H) of the visible tokens.
         """
+        check_shapes(
+            input_ids,
+            attention_mask=attention_mask,
+            values=values,
+            labels=labels,
+            attention_bias=attention_bias,
+            masked_positions=masked_positions,
+            value_labels=value_labels,
+        )
         tokens_bs = attention_mask != 0
-        hidden_bs = None
+        masked_bs = None
         if masked_positions is not None:
-            hidden_bs = tokens_bs & (masked_positions != 0)
+            masked_bs = tokens_bs & (masked_positions != 0)
         elif labels is not None:
-            hidden_bs = tokens_bs & (labels != IGNORE_LABEL)
-        # Attention weights are handed out for tokens in their places.
-        layout = self._layout(tokens_bs, hidden_bs, compact=not output_attentions)
+            masked_bs = tokens_bs & (labels != IGNORE_LABEL)
+        layout = lay_out(tokens_bs, masked_bs)
         encoded = self._encode(
             layout, input_ids, values, attention_bias, keep=output_hidden_states, weights=output_attentions
         )
         target = values if value_labels is None else value_labels
-        wanted = target is not None and hidden_bs is not None and (labels is not None or value_labels is not None)
+        wanted = target is not None and masked_bs is not None and (labels is not None or value_labels is not None)
         loss = logits = None
         if wanted or return_logits:
             genes_bs = input_ids
-            if labels is not None and hidden_bs is not None:
-                genes_bs = torch.where(hidden_bs & (labels != IGNORE_LABEL), labels, input_ids)
-            offset_b = self._offset(layout, values) if self.value_loss in COUNT_LOSSES else None
+            if labels is not None and masked_bs is not None:
+                genes_bs = torch.where(masked_bs & (labels != IGNORE_LABEL), labels, input_ids)
+            offset_b1 = None
+            if self.value_loss in COUNT_LOSSES:
+                seen_bs = torch.zeros_like(layout.visible) if values is None else layout.take(values)
+                offset_b1 = mean_expressed(seen_bs, layout.visible).log()
             loss, logits = self._predict(
                 layout,
                 encoded.hidden,
                 layout.take(genes_bs),
-                offset_b,
+                offset_b1,
                 layout.take(target) if wanted and target is not None else None,
                 return_logits=return_logits,
             )
-        states, attentions = encoded.hidden_states, encoded.attentions
-        if attentions is not None:
-            attentions = tuple(weights * layout.visible[:, None, :, None] for weights in attentions)
+        states, weights = encoded.hidden_states, encoded.attentions
         return ModelOutput(
             loss=loss,
             logits=logits,
             embeddings=self._pool(layout, encoded.hidden),
             hidden_states=None if states is None else tuple(layout.put_back_states(state) for state in states),
-            attentions=attentions,
+            attentions=None if weights is None else tuple(layout.put_back_weights(part) for part in weights),
         )
 
     def encode(
@@ -279,21 +290,9 @@ class MaskedAutoencoder(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return cell embeddings of all tokens, shape (B, H). The arguments are those of :meth:`forward`."""
-        layout = self._layout(attention_mask != 0, None)
+        check_shapes(input_ids, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
+        layout = lay_out(attention_mask != 0)
         return self._pool(layout, self._encode(layout, input_ids, values, attention_bias).hidden)
-
-    def _layout(self, tokens_bs: torch.Tensor, hidden_bs: torch.Tensor | None, *, compact: bool = True) -> Layout:
-        """Put visible tokens first, and check that the encoder has positions for them."""
-        if hidden_bs is None:
-            return Layout(tokens_bs, None, tokens_bs.shape[1])
-        layout = lay_out(tokens_bs, hidden_bs, compact=compact)
-        most = self.embedding.max_seq_len
-        if self.embedding.position_embedding is not None and layout.furthest > most:
-            raise OptionError(
-                f"a cell has {layout.furthest} tokens but max_seq_len={most}; "
-                "raise max_seq_len or lower the tokenizer's max_genes."
-            )
-        return layout
 
     def _encode(
         self,
@@ -310,33 +309,34 @@ class MaskedAutoencoder(nn.Module):
         def seen(batch_bs: torch.Tensor | None) -> torch.Tensor | None:
             return None if batch_bs is None else layout.take(batch_bs)[:, : layout.width]
 
+        visible_bc = layout.visible[:, : layout.width]
         values_bc = seen(values)
         if values_bc is not None and self.value_loss in COUNT_LOSSES:
-            values_bc = values_bc.log1p()
-        positions = None
-        if layout.order is not None and self.embedding.position_embedding is not None:
-            # Padding may stand beyond the last position.
-            positions = layout.order[:, : layout.width].clamp(max=self.embedding.max_seq_len - 1)
-        embedded = self.embedding(layout.take(input_ids)[:, : layout.width], values_bc, positions)
+            values_bc = log_counts(self.value_loss, values_bc, visible_bc)
+        embedded = self.embedding(layout.take(input_ids)[:, : layout.width], values_bc, self._positions(layout))
         return self.encoder(
             embedded,
-            layout.visible[:, : layout.width],
+            visible_bc,
             attention_bias=seen(attention_bias),
             output_hidden_states=keep,
             output_attentions=weights,
         )
 
     def _pool(self, layout: Layout, encoded_bch: torch.Tensor) -> torch.Tensor:
+        if not layout.width:
+            return encoded_bch.sum(dim=1)
         return POOLINGS[self.pooling](encoded_bch, layout.visible[:, : layout.width])
 
-    def _offset(self, layout: Layout, values: torch.Tensor | None) -> torch.Tensor:
-        """Return the logarithm of the mean count of the expressed visible tokens, shape (B, 1); 0 without any."""
-        if values is None:
-            return torch.zeros(len(layout.visible), 1, device=layout.visible.device)
-        counts_bs = layout.take(values).float().masked_fill(~layout.visible, 0.0)
-        n_expressed = (counts_bs > 0).sum(dim=1, keepdim=True)
-        mean = counts_bs.sum(dim=1, keepdim=True) / n_expressed.clamp(min=1)
-        return torch.where(n_expressed > 0, mean, 1.0).log()
+    def _positions(self, layout: Layout) -> torch.Tensor:
+        """Return the position of each token that the encoder gets, (B, C), and check that it has one."""
+        most = self.embedding.max_seq_len
+        # In a batch that is narrow enough no token can stand too far behind, and a GPU need not be asked.
+        learned = self.embedding.position_embedding is not None
+        if learned and layout.visible.shape[1] > most and (furthest := layout.furthest()) > most:
+            advice = "raise max_seq_len or lower the tokenizer's max_genes"
+            raise OptionError(f"a cell has {furthest} tokens but max_seq_len={most}; {advice}.")
+        # Tokens that the encoder does not see may stand beyond the last position.
+        return layout.positions[:, : layout.width].clamp(max=most - 1)
 
     def _predict(
         self,

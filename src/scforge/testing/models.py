@@ -45,9 +45,9 @@ def check_model(model: str | type[nn.Module] | nn.Module, **options: Any) -> Non
     Call it in the tests of a package that brings an architecture. It runs five cells of up to 12 tokens through the
     model: all at once and alone, with more padding, with masks of other dtypes, with other labels (those that the model
     reads as names of hidden genes if it says ``labels_name_genes = True`` excepted), with genes in another order (where
-    it says ``uses_order = False``), without a single token, after a round trip of the weights through safetensors, with
-    LoRA adapters on all linear layers, and exported with ``torch.export``. Weights are moved by a little first, as some
-    start at zero on purpose.
+    it says ``uses_order = False``), without a single token (alone and among others), after a round trip of the weights
+    through safetensors, with LoRA adapters on all linear layers, and exported with ``torch.export``. Weights are moved
+    by a little first, as some start at zero on purpose.
 
     Parameters
     ----------
@@ -284,6 +284,10 @@ def _rule_empty_cell(subject: Subject) -> None:
     embeddings = encode(model, _emptied(subject.tokens, row))
     require(embeddings.isfinite().all(), "the embedding of a cell without tokens is not finite.")
     require_close(embeddings[others], expected[others], "a cell without tokens changes the embeddings of others")
+    alone = {key: tensor[row : row + 1] for key, tensor in _emptied(subject.tokens, row).items()}
+    for width in (0, 3):
+        sentence = "a cell without tokens has another embedding alone than among others"
+        require_close(encode(model, widened(alone, width)), embeddings[row : row + 1], sentence)
     loss = model.train()(**_emptied(subject.masked, row)).loss
     _require_finite(loss, "where a cell has no tokens")
     loss.backward()

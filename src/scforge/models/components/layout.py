@@ -63,10 +63,6 @@ class Layout:
         columns_bcx = self.put_back_states(rows_bsnc.permute(0, 3, 1, 2).flatten(2))
         return columns_bcx.unflatten(2, rows_bsnc.shape[1:3]).permute(0, 3, 2, 1)
 
-    def most_visible(self) -> int:
-        """Return the most visible tokens of a cell; waits for a GPU."""
-        return int(self.visible.sum(dim=1).amax()) if self.visible.numel() else 0
-
     def furthest(self) -> int:
         """Return the most tokens of a cell up to its last visible one; waits for a GPU."""
         return int(((self.positions + 1) * self.visible).amax()) if self.visible.numel() else 0

@@ -19,7 +19,7 @@ from scforge.tokenizers.batch import TokenBatch
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Objective", "TrainingDefaults"]
+__all__ = ["Objective", "TrainingDefaults", "name_of"]
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,15 @@ class Objective(ABC):
 
     defaults: ClassVar[TrainingDefaults]
 
+    generates: ClassVar[bool] = False
+    """Whether a model trained so can make new cells."""
+
     random_batches: ClassVar[bool] = False
     """Whether a batch has to be a random draw of cells, because the loss compares them; else cells of like length
     share a batch."""
+
+    predicts_values: ClassVar[bool] = False
+    """Whether the loss is of expression alone, so that an architecture with an optional head for it needs that head."""
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -109,3 +115,8 @@ class Objective(ABC):
     def __repr__(self) -> str:
         options = ", ".join(f"{key}={value!r}" for key, value in self.config().items())
         return f"{type(self).__name__}({options})"
+
+
+def name_of(architecture: type[nn.Module] | nn.Module) -> str:
+    """Return the name of the class of an architecture."""
+    return architecture.__name__ if isinstance(architecture, type) else type(architecture).__name__

@@ -14,7 +14,7 @@ from scforge.data.cells import CellBlock, CellSource
 from scforge.errors import OptionError, TrainingError
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.masking import Masking
-from scforge.training.objectives.base import Objective, TrainingDefaults
+from scforge.training.objectives.base import Objective, TrainingDefaults, name_of
 from scforge.training.objectives.registry import register_objective
 
 __all__ = ["MaskedGenePrediction", "token_counts", "token_entropy"]
@@ -71,6 +71,15 @@ class MaskedGenePrediction(Objective):
             raise OptionError(
                 "include_zero_genes=True presents every measured gene, so 'masked_gene_prediction' could read the "
                 "hidden genes off those that are missing; set include_zero_genes=False, or choose another objective."
+            )
+
+    def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
+        """Raise if the architecture takes labels for names of hidden genes, rather than for what it is to predict."""
+        if getattr(architecture, "labels_name_genes", False):
+            raise OptionError(
+                f"'masked_gene_prediction' does not go with {name_of(architecture)}, which is told the hidden genes "
+                "and predicts their values; choose objective='masked_value_prediction', or the architecture "
+                "'transformer_encoder'."
             )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ Shapes: B cells, S tokens, G genes of the vocabulary.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -23,11 +24,12 @@ from scforge.models.components.count_losses import COUNT_LOSSES, check_count_tar
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import TokenBatch
 from scforge.tokenizers.masking import Masking
-from scforge.training.objectives.base import Objective, TrainingDefaults
+from scforge.training.objectives.base import Objective, TrainingDefaults, name_of
 from scforge.training.objectives.registry import register_objective
 
 __all__ = ["MaskedValuePrediction"]
 
+_TARGETS = {"value_labels", "bin_labels", "masked_positions"}
 _STREAM = 0x7A65726F  # "zero": its random numbers are others than those of masks
 _SAMPLED_CELLS = 1024
 
@@ -37,8 +39,9 @@ class MaskedValuePrediction(Objective):
     """The value (or the bin) of genes whose expression is hidden; which genes they are stays known.
 
     For architectures that predict a value of each token: ``masked_autoencoder``, or ``transformer_encoder`` with
-    ``expression_head="value"`` or ``"bin"``. Hidden genes stand behind the others in random order, so that their place
-    in a ranking does not tell their value.
+    ``expression_head="value"`` or ``"bin"``. The ``forward`` of another one must name ``value_labels``, ``bin_labels``
+    or ``masked_positions`` among its arguments. Hidden genes stand behind the others in random order, so that their
+    place in a ranking does not tell their value.
 
     Parameters
     ----------
@@ -49,6 +52,7 @@ class MaskedValuePrediction(Objective):
         genes of the vocabulary. Without them a model never sees that a gene is off. Not for truncated losses.
     """
 
+    predicts_values = True
     defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=20)
 
     def __init__(
@@ -68,12 +72,26 @@ class MaskedValuePrediction(Objective):
                 "them all; set zero_targets=0, or include_zero_genes=False."
             )
 
+    def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
+        """Raise if the architecture predicts what comes next, or has no use for hidden values."""
+        if getattr(architecture, "predicts_next", False):
+            why = "predicts the next token rather than hidden values"
+        elif not _TARGETS & set(inspect.signature(architecture.forward).parameters):
+            why = "predicts no values of tokens"
+        else:
+            return
+        raise OptionError(
+            f"'masked_value_prediction' does not go with {name_of(architecture)}, which {why}; choose the architecture "
+            "'masked_autoencoder', or another objective."
+        )
+
     def max_tokens(self, tokenizer: Tokenizer) -> int:
         """Return the most tokens of a cell, genes without counts included."""
         most = tokenizer.max_tokens()
         around = tokenizer.max_tokens() - min(tokenizer.most_genes, tokenizer.vocab.n_genes)
         hidden = max(1, math.ceil((most - around) * _largest(self.mask_ratio)))
-        return min(most + round(self.zero_targets * hidden), max(most, around + tokenizer.vocab.n_genes))
+        added = int(_n_zeros(self.zero_targets, np.array(hidden)))
+        return min(most + added, max(most, around + tokenizer.vocab.n_genes))
 
     def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Start the head at the mean of what it is to predict; look whether these are counts where it needs counts.
@@ -120,6 +138,11 @@ def _largest(mask_ratio: Any) -> float:
     return float(np.max(mask_ratio))
 
 
+def _n_zeros(per_hidden: float, n_hidden: np.ndarray) -> np.ndarray:
+    """Return how many genes without counts to add for so many hidden tokens, int64."""
+    return np.floor(per_hidden * n_hidden + 0.5).astype(np.int64)
+
+
 def _add_zeros(
     batch: TokenBatch, block: CellBlock, tokenizer: Tokenizer, per_hidden: float, keys: np.ndarray
 ) -> TokenBatch:
@@ -130,7 +153,7 @@ def _add_zeros(
         measured = np.flatnonzero(block.measured).astype(np.int32)
     hidden = batch["masked_positions"].numpy()
     lengths = batch["attention_mask"].numpy().sum(axis=1)
-    wanted = np.floor(per_hidden * hidden.sum(axis=1) + 0.5).astype(np.int64)
+    wanted = _n_zeros(per_hidden, hidden.sum(axis=1))
     # All genes with counts, those that truncation left out as well, are not zero; and all of them were measured.
     n_added = np.minimum(wanted, len(measured) - np.diff(block.indptr))
     width = max(hidden.shape[1], int((lengths + n_added).max(initial=0)))
