@@ -7,10 +7,11 @@ from pathlib import Path
 
 import anndata as ad
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.errors import DataError, NotTrainedWarning, OptionError
+from scforge.errors import DataError, NotTrainedWarning, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
 from scforge.estimators.from_config import train_from_config
 from scforge.training import CellDataModule
@@ -18,6 +19,7 @@ from scforge.training import CellDataModule
 SMALL = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "n_top_genes": 40}
 ON_GROUPS = {"name": "next_gene_prediction", "condition_key": "group", "condition_dropout": 0.2}
 NAME = "autoregressive_transformer"
+SERIES = pd.Series([1.0] * 99)
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def test_recipe(model: Encoder, tiny_adata: ad.AnnData):
     assert spec.model_options["max_seq_len"] == 42
     assert model.get_latent_representation().shape == (60, 16)
     assert model.module.bin_values[50] > 3  # log1p CP10K, no longer numbers of bins
-    with pytest.raises(OptionError, match="n_bins=20 is smaller than the 51 bins"):
+    with pytest.raises(OptionError, match="n_bins=20 but the tokenizer 'binned_expression' makes 51 bins"):
         Encoder(tiny_adata, NAME, n_bins=20)
     assert Encoder(tiny_adata, NAME, {"name": "binned_expression", "n_bins": 8}, **SMALL).module.n_bins == 8
 
@@ -123,10 +125,17 @@ def test_classes_come_from_a_data_module(tiny_adata: ad.AnnData):
         ({"prompt": ["gene0", "nogene"]}, "prompt names 'nogene', which is not among the 40 genes"),
         ({"prompt": []}, "neither a list of genes"),
         ({"prompt": "gene0"}, "prompt='gene0' is neither a list of genes"),
+        ({"prompt": 5}, "prompt=5 is neither a list of genes"),
+        ({"prompt": {"a", "b", "c"}}, "AnnData; a set has no order"),
+        ({"prompt": SERIES}, r"^prompt=Series is neither .*AnnData; use to_list\(\) or to_dict\(\).$"),
+        ({"n_cells": ad.AnnData(np.ones((3, 4)))}, "^n_cells=AnnData is no number of cells; pass it as prompt= to go"),
+        ({"n_cells": SERIES}, "^n_cells=Series is no number of cells; give a whole number.$"),
+        ({"max_len": 1}, "max_len=1 is not at least 2"),
+        ({"max_len": 99}, "max_len=99 is above max_seq_len=42 of the model"),
     ],
 )
 def test_bad_arguments(model: Encoder, options: dict, message: str):
-    if "prompt" in options and len(options["prompt"]) == 2:
+    if isinstance(options.get("prompt"), list) and len(options["prompt"]) == 2:
         options = {"prompt": [model.vocab.genes[0], "nogene"]}
     with pytest.raises(OptionError, match=message):
         model.generate(**{"n_cells": 3, **options})
@@ -139,10 +148,50 @@ def test_bad_values_and_classes(trained: Callable[..., Encoder], tiny_adata: ad.
         model.generate(2, prompt={gene: -1.0})
     with pytest.raises(OptionError, match="condition='c' is no class of the model"):
         model.generate(2, condition="c")
+    with pytest.raises(OptionError, match=r"condition='A' is no class of the model; did you mean 'a'\? \(known"):
+        model.generate(2, condition=["A", "b"])
+    with pytest.raises(OptionError, match="condition=1 is neither the name of a class nor a list of names"):
+        model.generate(2, condition=1)
+    with pytest.raises(OptionError, match=r"condition=\['b'\] is no class of the model"):
+        model.generate(2, condition=[["b"], ["b"]])
+    with pytest.raises(OptionError, match=f"prompt names '{gene}' twice; name each gene once"):
+        model.generate(2, prompt=[gene, gene])
     with pytest.raises(OptionError, match="condition has 3 classes for 2 cells"):
         model.generate(2, condition=["a", "b", "a"])
     with pytest.raises(OptionError, match="prompt is AnnData, which says how many"):
         model.generate(2, prompt=tiny_adata)
+
+
+def test_missing_classes_are_none(trained: Callable[..., Encoder]):
+    model = trained(NAME, None, ON_GROUPS, **SMALL)
+    none = model.generate(3, condition=["b", None, None])
+    for missing in (["b", np.nan, None], pd.Series(["b", None, pd.NA], dtype="category")):
+        cells = model.generate(3, condition=missing)
+        assert (cells.X != none.X).nnz == 0
+        assert list(cells.obs["group"].isna()) == [False, True, True]
+
+
+def test_shorter_cells(model: Encoder):
+    cells = model.generate(8, max_len=5)
+    assert cells.obs["n_genes"].max() <= 4
+    assert cells.uns["scforge"]["generated"]["max_len"] == 5
+
+
+def test_a_model_without_cls(build: Callable[..., Encoder], trained: Callable[..., Encoder], tiny_adata: ad.AnnData):
+    model = trained(NAME, {"name": "binned_expression", "append_cls": False}, pooling="mean", **SMALL)
+    gene = model.vocab.genes[0]
+    with pytest.raises(OptionError, match="prompt=None but the cells of the model have no CLS token"):
+        model.generate(2)
+    with pytest.raises(OptionError, match="gives no values, but the model has no CLS token"):
+        model.generate(2, prompt=[gene])
+    assert (model.generate(2, prompt={gene: 2.0})[:, gene].X.toarray() > 0).all()
+    blank = tiny_adata[:3].copy()
+    counts = np.ones(blank.shape, dtype=np.float32)
+    counts[1, blank.var_names.isin(model.vocab.genes)] = 0
+    blank.X = sparse.csr_matrix(counts)
+    told = pytest.warns(ScforgeWarning, match="1 of 3 cells express no gene")
+    with told, pytest.raises(DataError, match="prompt has no counts in cell 1, and the model no CLS token"):
+        model.generate(prompt=blank)
 
 
 def test_what_cannot_generate(build: Callable[..., Encoder], tiny_adata: ad.AnnData):
@@ -154,7 +203,7 @@ def test_what_cannot_generate(build: Callable[..., Encoder], tiny_adata: ad.AnnD
         build("transformer_encoder", "binned_expression", "next_gene_prediction")
     with pytest.raises(OptionError, match="n_conditions=5 but the objective 'next_gene_prediction' needs 2"):
         build(NAME, None, ON_GROUPS, n_conditions=5, **SMALL)
-    with pytest.raises(DataError, match="'grp' is not a column of obs"):
+    with pytest.raises(DataError, match="condition_key='grp': 'grp' is not a column of obs"):
         build(NAME, None, {"condition_key": "grp"}, **SMALL)
 
 

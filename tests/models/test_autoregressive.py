@@ -11,6 +11,7 @@ from scforge.errors import OptionError
 from scforge.models import AutoregressiveTransformer
 
 V, BINS, S = 40, 6, 9
+ZERO = {"gene_loss_weight": 0.0, "expression_loss_weight": 0.0}
 POOLINGS = ["cls", "mean", "last"]
 POSITIONS = ["learned", "rotary", "none"]
 
@@ -181,7 +182,10 @@ def test_configuration_and_bins():
         ({"pooling": "max"}, "pooling='max' is not known"),
         ({"n_bins": 1}, "n_bins=1"),
         ({"n_conditions": -1}, "n_conditions=-1"),
+        ({"n_bins": "many"}, "n_bins='many' is not a whole number of bins"),
         ({"cell_loss_weight": -1.0}, "cell_loss_weight=-1.0"),
+        (ZERO | {"cell_loss_weight": 0}, "expression_loss_weight, cell_loss_weight are all 0, so that nothing"),
+        (ZERO | {"pooling": "mean"}, "gene_loss_weight, expression_loss_weight are all 0, so that nothing"),
         ({"num_heads": 3}, "hidden_dim=16 is not divisible by num_heads=3"),
     ],
 )
@@ -193,3 +197,27 @@ def test_bad_options(options: dict, message: str):
 def test_too_many_tokens():
     with pytest.raises(OptionError, match="a cell has 9 tokens but max_seq_len=8"):
         make(max_seq_len=8)(**batch())
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "values", "attention_bias", "condition"])
+@pytest.mark.parametrize("method", ["forward", "encode"])
+def test_shapes(name: str, method: str):
+    tokens = batch() | {name: torch.ones(2, S, dtype=torch.int64)}
+    with pytest.raises(OptionError, match=rf"{name} has the shape \(2, 9\)"):
+        getattr(make(), method)(**tokens)
+
+
+@pytest.mark.parametrize("name", ["labels", "bin_ids", "bin_labels"])
+def test_shapes_of_what_is_to_be_predicted(name: str):
+    with pytest.raises(OptionError, match=rf"{name} has the shape \(3, 8\) but input_ids \(3, 9\)"):
+        make()(**batch() | {name: torch.zeros(3, 8, dtype=torch.int64)})
+
+
+def test_values_at_padding_may_be_anything():
+    model, tokens = make(), batch()
+    blank = tokens["values"].masked_fill(~tokens["attention_mask"], float("nan"))
+    output, expected = model(**tokens | {"values": blank}), model(**tokens)
+    torch.testing.assert_close(output.loss, expected.loss)
+    torch.testing.assert_close(output.embeddings, expected.embeddings)
+    output.loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)

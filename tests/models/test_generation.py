@@ -135,6 +135,32 @@ def test_prompt():
     assert some.input_ids[1, 2] > 0
 
 
+@pytest.mark.parametrize("positions", ["learned", "rotary", "none"])
+def test_prompts_of_any_length_are_read_at_once(positions: str, monkeypatch: pytest.MonkeyPatch):
+    """Cells that go on from any of their own tokens are the same cells."""
+    monkeypatch.setattr("scforge.models.generation._AT_ONCE", 5)
+    model = make(position_embedding=positions, n_conditions=2)
+    whole = model.generate(6, condition=1, **ENDS)
+    n_steps = whole.input_ids.shape[1]
+    kept = (whole.attention_mask.sum(dim=1) - torch.tensor([1, 6, 3, 2, 5, 4])).clamp(min=1)
+    mask = torch.arange(n_steps) < kept[:, None]
+    prompt = {"input_ids": whole.input_ids, "values": whole.bin_ids.float(), "attention_mask": mask}
+    looks, next_token = [], model.next_token
+    monkeypatch.setattr(model, "next_token", lambda *args: looks.append(args[0].shape[1]) or next_token(*args))
+    again = model.generate(6, prompt, condition=1, **ENDS)
+    assert all(torch.equal(one, two) for one, two in zip(again, whole, strict=True))
+    assert sum(width > 1 for width in looks) >= int(kept.max()) // 5
+    assert len(looks) <= -(-int(kept.max()) // 5) + 5
+
+
+def test_generated_cells_can_be_trained_on():
+    model = make()
+    cells = model.generate(3, **ENDS)
+    labels = cells.input_ids.masked_fill(cells.input_ids < EOS, -100)
+    model(cells.input_ids, cells.attention_mask, cells.bin_ids.float(), labels, bin_ids=cells.bin_ids).loss.backward()
+    assert model.readout.grad.abs().sum() > 0
+
+
 def test_a_model_without_first_token_needs_a_prompt():
     with pytest.raises(OptionError, match="first_id=None needs a prompt"):
         make().generate(2, first_id=None, **ENDS)
@@ -169,7 +195,7 @@ def test_dropout_is_off_and_the_mode_stays():
         ({"max_len": 2, "prompt": {"input_ids": torch.tensor([9, 8])}}, "prompt has 3 tokens, .* but max_len=2"),
         ({"prompt": {"input_ids": torch.tensor([9, 2])}}, "prompt has the token 2, which is no gene"),
         ({"prompt": {"input_ids": torch.tensor([9, 99])}}, "prompt has the token 99, which is no gene"),
-        ({"prompt": {"input_ids": torch.tensor([9, 9])}}, "prompt has a gene twice in cell 0"),
+        ({"prompt": {"input_ids": torch.tensor([9, 9])}}, "prompt has the gene 9 twice in cell 0"),
         ({"prompt": {"input_ids": torch.tensor([9]), "values": torch.tensor([0.5])}}, "the value 0.5, which is no bin"),
         ({"prompt": {"input_ids": torch.tensor([[9]])}}, r"ids of shape \(1, 1\); give \(P,\), or \(3, P\)"),
         ({"prompt": torch.tensor([9])}, "prompt is no mapping with 'input_ids'"),

@@ -268,6 +268,7 @@ class Encoder(CellModel):
         top_k: int | None = None,
         seed: int = 0,
         condition: str | Sequence[str | None] | None = None,
+        max_len: int | None = None,
         batch_size: int = 256,
     ) -> AnnData:
         """Draw new cells, with an architecture that generates them (``"autoregressive_transformer"``).
@@ -288,6 +289,8 @@ class Encoder(CellModel):
             for rounding).
         condition
             Class of all cells, or of each, of an objective with ``condition_key``; None for any.
+        max_len
+            Most tokens of a cell, CLS and EOS included; None for as many as the model allows.
         batch_size
             Cells at a time.
 
@@ -317,6 +320,7 @@ class Encoder(CellModel):
             temperature=temperature,
             top_k=top_k,
             seed=seed,
+            max_len=max_len,
         )
 
     def _choose_vocab(self, vocab: str | GeneVocab, n_top_genes: int | None, *, needs_medians: bool) -> GeneVocab:

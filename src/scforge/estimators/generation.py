@@ -5,6 +5,9 @@ Shapes: B cells, P tokens of the longest prompt, G genes of the vocabulary.
 
 from __future__ import annotations
 
+import math
+import numbers
+import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +21,7 @@ from scipy import sparse
 from scforge._checks import check_count, check_positive, check_seed
 from scforge._constants import UNS_KEY
 from scforge.data.vocab import GeneVocab
-from scforge.errors import NotTrainedWarning, OptionError, did_you_mean, listing
+from scforge.errors import DataError, NotTrainedWarning, OptionError, did_you_mean, listing
 from scforge.models.components.gene_vectors import check_filled
 
 if TYPE_CHECKING:
@@ -51,6 +54,9 @@ def generate_with(
         )
     check_filled(module)
     check_seed(options["seed"])
+    if n_cells is not None and not isinstance(n_cells, numbers.Integral):
+        aim = "pass it as prompt= to go on with its cells" if isinstance(n_cells, AnnData) else "give a whole number"
+        raise OptionError(f"n_cells={_shown(n_cells)} is no number of cells; {aim}.")
     if isinstance(prompt, AnnData) and n_cells is not None:
         raise OptionError(f"n_cells={n_cells!r} but prompt is AnnData, which says how many; leave n_cells out.")
     if n_cells is None and not isinstance(prompt, AnnData):
@@ -59,10 +65,18 @@ def generate_with(
     if not model.is_trained_:
         warnings.warn("The model is not trained; what it generates is random.", NotTrainedWarning, stacklevel=3)
     objective, tokens = spec.build_objective(), None
+    if prompt is None and not tokenizer.append_cls:
+        raise OptionError(
+            "prompt=None but the cells of the model have no CLS token to begin with (append_cls=False of the "
+            f"tokenizer); name a first gene with its value, such as prompt={{{tokenizer.vocab.genes[0]!r}: 1.0}}."
+        )
     cells = model.cells(prompt) if isinstance(prompt, AnnData) else None
     n = len(cells) if cells is not None else int(n_cells or 0)
     if cells is not None:
         tokens = prompt_of_cells(cells, tokenizer, objective, options["seed"])
+        if not bool(tokens["attention_mask"].any(dim=1).all()):
+            row = int(tokens["attention_mask"].any(dim=1).logical_not().nonzero()[0])
+            raise DataError(f"prompt has no counts in cell {row}, and the model no CLS token to begin with; remove it.")
     elif prompt is not None:
         tokens = prompt_of_genes(prompt, n, tokenizer, objective, module.bin_values.cpu().numpy(), options["seed"])
     classes = class_numbers(condition, getattr(objective, "conditions", None), n)
@@ -106,7 +120,7 @@ def generate_adata(
     batch_size
         Cells at a time.
     **options
-        ``temperature``, ``top_k`` and ``seed`` of ``generate``.
+        ``temperature``, ``top_k``, ``max_len`` and ``seed`` of ``generate``.
     """
     check_count("batch_size", batch_size, "cells")
     vocab, parts = tokenizer.vocab, []
@@ -156,10 +170,18 @@ def prompt_of_genes(
     A list keeps its order, and its bins are drawn. A mapping gives values, each of which becomes the bin that stands
     for the nearest, and its genes come in the order of the objective.
     """
-    names = list(genes)
-    if isinstance(genes, str) or not names or not all(isinstance(name, str) for name in names):
+    # A set has no order that stays, and of a Series either names or values could be meant.
+    listed = isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) and not isinstance(genes, (str, bytes))
+    names = list(genes) if listed else []
+    if not names or not all(isinstance(name, str) for name in names):
+        hint = {set: "; a set has no order", pd.Series: "; use to_list() or to_dict()"}.get(type(genes), "")
         raise OptionError(
-            f"prompt={genes!r} is neither a list of genes, nor a mapping of genes to values, nor AnnData."
+            f"prompt={_shown(genes)} is neither a list of genes, nor a mapping of genes to values, nor AnnData{hint}."
+        )
+    if not isinstance(genes, Mapping) and not tokenizer.append_cls:
+        raise OptionError(
+            f"prompt={_shown(genes)} gives no values, but the model has no CLS token (append_cls=False of the "
+            f"tokenizer) to draw the first from; give them, such as prompt={{{names[0]!r}: 1.0}}."
         )
     vocab = tokenizer.vocab
     index = vocab.gene_indices(names)
@@ -169,6 +191,12 @@ def prompt_of_genes(
             f"prompt names {wrong!r}, which is not among the {vocab.n_genes} genes of the model"
             f"{did_you_mean(wrong, vocab.genes) or '; leave it out.'}"
         )
+    seen: dict[int, str] = {}
+    for number, name in zip(index.tolist(), names, strict=True):
+        if number in seen:
+            twice = f"{name!r} twice" if seen[number] == name else f"{seen[number]!r} and {name!r}, the same gene"
+            raise OptionError(f"prompt names {twice}; name each gene once.")
+        seen[number] = name
     ids = torch.from_numpy(np.asarray(index, dtype=np.int64) + vocab.n_special).expand(n_cells, -1)
     values = torch.full(ids.shape, torch.nan)
     batch = {"input_ids": ids, "values": values, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}
@@ -197,20 +225,39 @@ def class_numbers(
     condition: str | Sequence[str | None] | None, conditions: Sequence[str] | None, n_cells: int
 ) -> np.ndarray | None:
     """Return the number of the class of each cell, int64, shape (B,); None for no classes."""
-    if condition is None:
+    if _is_missing(condition):
         return None
     if not conditions:
         raise OptionError(
-            f"condition={condition!r} but the model knows no classes; make it with "
+            f"condition={_shown(condition)} but the model knows no classes; make it with "
             "objective={'name': 'next_gene_prediction', 'condition_key': ...}."
+        )
+    columns = (Sequence, np.ndarray, pd.Series, pd.Index, pd.api.extensions.ExtensionArray)
+    if not isinstance(condition, columns) or isinstance(condition, bytes):
+        raise OptionError(
+            f"condition={_shown(condition)} is neither the name of a class nor a list of names, one for each cell"
+            f"{did_you_mean(condition, conditions) if isinstance(condition, numbers.Number) else ''}."
         )
     names = [condition] * n_cells if isinstance(condition, str) else list(condition)
     if len(names) != n_cells:
         raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; give one name, or one for each.")
+    names = [None if _is_missing(name) else name for name in names]
     number: dict[Any, int] = {None: 0, **{name: i + 1 for i, name in enumerate(conditions)}}
-    if unknown := [name for name in names if name not in number]:
-        raise OptionError(
-            f"condition={unknown[0]!r} is no class of the model"
-            f"{did_you_mean(str(unknown[0]), list(conditions)) or ';'} (known: {listing(list(conditions))})"
-        )
+    for name in names:
+        if not (name is None or isinstance(name, str)) or name not in number:
+            raise OptionError(
+                f"condition={_shown(name)} is no class of the model{did_you_mean(name, conditions)} "
+                f"(known: {listing(conditions)})"
+            )
     return np.array([number[name] for name in names], dtype=np.int64)
+
+
+def _is_missing(name: Any) -> bool:
+    """Whether a class is None, or what stands for it in a column of obs."""
+    return name is None or name is pd.NA or name is pd.NaT or (isinstance(name, numbers.Real) and math.isnan(name))
+
+
+def _shown(value: Any) -> str:
+    """Return a value for an error of one line: itself if it is short, else what it is."""
+    plain = isinstance(value, (str, bytes, numbers.Number, list, tuple, dict, set)) or value is None
+    return reprlib.repr(value) if plain else type(value).__name__

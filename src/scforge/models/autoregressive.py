@@ -18,10 +18,11 @@ from scforge.models._utils import build_from_config, check_choice, count_paramet
 from scforge.models.components.attention import KeyValueCache
 from scforge.models.components.bins import between_rows, waves
 from scforge.models.components.cross_entropy import token_loss
-from scforge.models.components.embeddings import GeneExpressionEmbedding
+from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
 from scforge.models.components.heads import BinPredictionHead, MaskedGenePredictionHead
-from scforge.models.components.next_token import cell_loss, of_next_token, positions_of
-from scforge.models.components.pooling import POOLINGS
+from scforge.models.components.next_token import cell_loss, of_next_token
+from scforge.models.components.pooling import POOLINGS, last_pool
+from scforge.models.components.positions import token_positions
 from scforge.models.components.transformer import TransformerStack
 from scforge.models.generation import generate_cells
 from scforge.models.protocol import ModelOutput
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["AutoregressiveTransformer"]
 
 _READOUT = "cls"
+_WEIGHTS = ("gene_loss_weight", "expression_loss_weight", "cell_loss_weight")
 _INIT_STD = 0.5
 """Of what is added to, or stands beside, embeddings of unit variance; at 0.02 it would be hundreds of steps behind."""
 
@@ -153,8 +155,11 @@ class AutoregressiveTransformer(nn.Module):
         self.gene_loss_weight = gene_loss_weight
         self.expression_loss_weight = expression_loss_weight
         self.cell_loss_weight = cell_loss_weight
-        for name in ("gene_loss_weight", "expression_loss_weight", "cell_loss_weight"):
+        weights = {name: getattr(self, name) for name in _WEIGHTS[: 3 if pooling == _READOUT else 2]}
+        for name in _WEIGHTS:
             check_positive(name, getattr(self, name), or_zero=True)
+        if not any(weights.values()):
+            raise OptionError(f"{', '.join(weights)} are all 0, so that nothing would be learnt; raise one of them.")
         self.vocab_size = vocab_size
         self.n_bins = n_bins
         self.hidden_dim = hidden_dim
@@ -252,15 +257,9 @@ class AutoregressiveTransformer(nn.Module):
         ``loss`` (with labels), ``logits`` (B, S, V) of the next gene, ``expression`` (B, S, n_bins), logits of its bin,
         and ``embeddings`` (B, H).
         """
-        states = self._states(
-            input_ids,
-            attention_mask,
-            values,
-            condition,
-            attention_bias,
-            output_hidden_states=output_hidden_states,
-            output_attentions=output_attentions,
-        )
+        check_shapes(input_ids, labels=labels, bin_ids=bin_ids, bin_labels=bin_labels)
+        wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        states = self._states(input_ids, attention_mask, values, condition, attention_bias, **wanted)
         tokens_bs, next_labels, next_bins = attention_mask != 0, None, None
         if labels is not None:
             next_labels = of_next_token(labels, tokens_bs)
@@ -312,11 +311,12 @@ class AutoregressiveTransformer(nn.Module):
         """Return the logits of the next gene (B, V) and of its bin (B, n_bins) behind the last of further tokens.
 
         The tokens, shape (B, s), follow on those in `cache`, and are added to it. `condition` is as in :meth:`forward`.
+        What comes behind a cell without further tokens means nothing.
         """
         tokens_bs = attention_mask != 0
         before_b = 0 if cache.tokens is None else cache.tokens.sum(dim=1, keepdim=True)
-        hidden_bsh = self._embed(input_ids, values, positions_of(tokens_bs) + before_b, condition)
-        last_bh = self.decoder(hidden_bsh, tokens_bs, causal=True, cache=cache).hidden[:, -1]
+        hidden_bsh = self._embed(input_ids, tokens_bs, values, token_positions(tokens_bs) + before_b, condition)
+        last_bh = last_pool(self.decoder(hidden_bsh, tokens_bs, causal=True, cache=cache).hidden, tokens_bs)
         return self.head(last_bh), self.bin_head(last_bh)
 
     def init_token_prior(self, token_counts: torch.Tensor) -> None:
@@ -349,14 +349,13 @@ class AutoregressiveTransformer(nn.Module):
         **wanted: bool,
     ) -> _States:
         """Run the decoder, with the read-out as one more token behind all others."""
-        n_tokens = input_ids.shape[1]
-        if n_tokens > self.max_seq_len:
+        check_shapes(input_ids, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
+        if condition is not None and condition.shape != input_ids.shape[:1]:
             raise OptionError(
-                f"a cell has {n_tokens} tokens but max_seq_len={self.max_seq_len}; "
-                "raise max_seq_len or lower the tokenizer's max_len."
+                f"condition has the shape {tuple(condition.shape)} for {len(input_ids)} cells; give one class for each."
             )
-        tokens_bs = attention_mask != 0
-        hidden_bsh = self._embed(input_ids, values, positions_of(tokens_bs), condition)
+        n_tokens, tokens_bs = input_ids.shape[1], attention_mask != 0
+        hidden_bsh = self._embed(input_ids, tokens_bs, values, token_positions(tokens_bs), condition)
         if self.readout is not None:
             # Behind the padding it sees the same tokens as right behind the last one; it has no position of its own.
             readout_b1h = self.readout.to(hidden_bsh.dtype).expand(hidden_bsh.shape[0], 1, -1)
@@ -374,13 +373,14 @@ class AutoregressiveTransformer(nn.Module):
     def _embed(
         self,
         input_ids: torch.Tensor,
+        tokens_bs: torch.Tensor,
         values: torch.Tensor | None,
         positions_bs: torch.Tensor,
         condition: torch.Tensor | None,
     ) -> torch.Tensor:
         hidden_bsh = self.embedding(input_ids, positions=positions_bs)
         if self.bin_embedding is not None:
-            values = torch.zeros_like(input_ids) if values is None else values
+            values = torch.zeros_like(input_ids) if values is None else values.masked_fill(~tokens_bs, 0)
             hidden_bsh = hidden_bsh + between_rows(self.bin_embedding, values)
         if condition is None:
             return hidden_bsh

@@ -1,6 +1,6 @@
 """Drawing cells from an autoregressive model, token by token.
 
-Shapes: B cells, P tokens of the longest prompt, T tokens so far, V vocabulary.
+Shapes: B cells, P tokens of the longest prompt, S tokens of the longest cell, V vocabulary.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from torch import nn
 
 from scforge._checks import check_count, check_positive, check_seed
 from scforge._constants import CLS_ID, N_SPECIAL, PAD_ID
-from scforge.errors import OptionError
+from scforge.errors import OptionError, TrainingError
 from scforge.models.components.attention import KeyValueCache
 
 if TYPE_CHECKING:
     from scforge.models.autoregressive import AutoregressiveTransformer
 
 __all__ = ["GeneratedCells", "generate_cells"]
+
+_AT_ONCE = 128
+"""Tokens of a prompt that are read at once, so that masks and states of long prompts stay small."""
 
 _LARGEST = 1.0 - 1e-12
 """Largest random number, so that its product with a sum of probabilities stays below the sum."""
@@ -48,7 +51,7 @@ class _Prompt(NamedTuple):
     lengths: torch.Tensor
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate_cells(
     model: AutoregressiveTransformer,
     n_cells: int,
@@ -115,13 +118,10 @@ def generate_cells(
     classes = _checked_condition(condition, n_cells, model.n_conditions, device)
     draws_bt2 = _random_numbers(n_cells, max_len, seed, first_cell).to(device)
     with _evaluating(model):
-        cells = _Cells(model, begin, n_special, eos_id, temperature, top_k)
-        for step in range(max_len):
-            gene_b, bin_b = cells.choose(step, draws_bt2[:, step])
-            if not cells.add(gene_b, bin_b):
-                break
-            if step + 1 < max_len:
-                cells.look(classes)
+        cells = _Cells(model, begin, classes, max_len, n_special, eos_id, temperature, top_k)
+        growing = cells.begin_with_prompt()
+        while growing:
+            growing = cells.add(*cells.choose(draws_bt2[cells.rows, cells.lengths_b.clamp(max=max_len - 1)]))
         return cells.tokens()
 
 
@@ -132,82 +132,135 @@ class _Cells:
         self,
         model: AutoregressiveTransformer,
         begin: _Prompt,
+        classes: torch.Tensor | None,
+        max_len: int,
         n_special: int,
         eos_id: int | None,
         temperature: float,
         top_k: int | None,
     ) -> None:
-        self.model, self.n_special, self.eos_id = model, n_special, eos_id
-        self.temperature, self.top_k = temperature, top_k
+        self.model, self.classes, self.max_len = model, classes, max_len
+        self.n_special, self.eos_id, self.temperature, self.top_k = n_special, eos_id, temperature, top_k
         device = next(model.parameters()).device
-        self.begin = _Prompt(*(part.to(device) for part in begin))
+        self.prompt = _Prompt(*(part.to(device) for part in begin))
         self.rows = torch.arange(len(begin.ids), device=device)
+        self.lengths_b = torch.zeros_like(self.rows)
         self.used_bv = torch.zeros((len(begin.ids), model.vocab_size), dtype=torch.bool, device=device)
         self.used_bv[:, :n_special] = True
         self.grows_b = torch.ones_like(self.rows, dtype=torch.bool)
         self.has_genes_b = torch.zeros_like(self.grows_b)
         self.cache = KeyValueCache()
-        self.logits: tuple[torch.Tensor, torch.Tensor] | None = None
-        self.columns: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.gene_logits_bv = torch.zeros((len(begin.ids), model.vocab_size), device=device)
+        self.bin_logits = torch.zeros((len(begin.ids), model.n_bins), device=device)
+        self.parts: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
 
-    def choose(self, step: int, random_b2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def begin_with_prompt(self) -> bool:
+        """Take over each prompt up to the first bin that is to be drawn; return whether any cell is to grow.
+
+        The tokens are read many at a time rather than one by one.
+        """
+        ids_bp, bins_bp, lengths_b = self.prompt
+        places = torch.arange(ids_bp.shape[1], device=ids_bp.device)
+        known_bp = ((places < lengths_b[:, None]) & (bins_bp >= 0)).long().cumprod(dim=1).bool()
+        for start in range(0, int(known_bp.sum(dim=1).max()), _AT_ONCE):
+            part = slice(start, start + _AT_ONCE)
+            self._look(*self._append(ids_bp[:, part], bins_bp[:, part], known_bp[:, part]))
+        return self._grow()
+
+    def choose(self, random_b2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the next gene and its bin of each cell, int64, shape (B,): those of the prompt, or drawn."""
-        gene_b, bin_b = torch.zeros_like(self.rows), torch.zeros_like(self.rows)
-        given_b = step < self.begin.lengths
-        if self.logits is not None:
-            gene_logits_bv, bin_logits = self.logits
-            allowed_bv = ~self.used_bv
-            left_b = allowed_bv.any(dim=1)
-            if self.eos_id is not None:
-                allowed_bv[:, self.eos_id] = self.has_genes_b | ~left_b
-            else:
-                self.grows_b &= given_b | left_b
-            gene_b = _draw(gene_logits_bv, allowed_bv, self.temperature, self.top_k, random_b2[:, 0])
-            expressed = torch.arange(bin_logits.shape[1], device=bin_logits.device) > 0
-            bin_b = _draw(bin_logits, expressed.expand_as(bin_logits), self.temperature, None, random_b2[:, 1])
-        if step < self.begin.ids.shape[1]:
-            gene_b = torch.where(given_b, self.begin.ids[:, step], gene_b)
-            known_b = given_b & (self.begin.bins[:, step] >= 0)
-            bin_b = torch.where(known_b, self.begin.bins[:, step], bin_b)
-        return gene_b, bin_b
+        given_b = self.lengths_b < self.prompt.lengths
+        gene_b = _draw(self._shares(self.gene_logits_bv), random_b2[:, 0])
+        expressed_bn = (torch.arange(self.model.n_bins, device=gene_b.device) > 0).expand_as(self.bin_logits)
+        bin_b = _draw(_softmax(self.bin_logits, expressed_bn, self.temperature), random_b2[:, 1])
+        place_b1 = self.lengths_b.clamp(max=self.prompt.ids.shape[1] - 1).unsqueeze(1)
+        given_bin_b = self.prompt.bins.gather(1, place_b1).squeeze(1)
+        gene_b = torch.where(given_b, self.prompt.ids.gather(1, place_b1).squeeze(1), gene_b)
+        return gene_b, torch.where(given_b & (given_bin_b >= 0), given_bin_b, bin_b)
+
+    def _shares(self, logits_bv: torch.Tensor) -> torch.Tensor:
+        """Return the probability of each next token, float64, shape (B, V).
+
+        A cell ends with the probability that the model says. Genes that it has already make way for its other genes
+        alone, else cells would end too early.
+        """
+        shares_bv = _softmax(logits_bv, ~self.used_bv, self.temperature, self.top_k)
+        if self.eos_id is None:
+            return shares_bv
+        could_bv = torch.arange(logits_bv.shape[1], device=logits_bv.device).expand_as(logits_bv) >= self.n_special
+        could_bv = could_bv.index_fill(1, torch.tensor([self.eos_id], device=logits_bv.device), True)
+        end_b = _softmax(logits_bv, could_bv, self.temperature)[:, self.eos_id] * self.has_genes_b
+        end_b = torch.where((~self.used_bv).any(dim=1), end_b, 1.0)
+        shares_bv = shares_bv * (1.0 - end_b).unsqueeze(1)
+        shares_bv[:, self.eos_id] = end_b
+        return shares_bv
 
     def add(self, gene_b: torch.Tensor, bin_b: torch.Tensor) -> bool:
-        """Add a token to the cells that grow; return whether there was any."""
-        if not bool(self.grows_b.any()):
-            return False
-        is_gene_b = self.grows_b & (gene_b >= self.n_special)
-        gene_b = gene_b.masked_fill(~self.grows_b, PAD_ID)
-        self.columns.append((gene_b, bin_b.masked_fill(~is_gene_b, 0), self.grows_b))
-        self.used_bv[self.rows, gene_b] = True
-        self.has_genes_b = self.has_genes_b | is_gene_b
+        """Add a token to the cells that grow; return whether any is to grow further."""
+        new = self._append(gene_b.unsqueeze(1), bin_b.unsqueeze(1), self.grows_b.unsqueeze(1))
         if self.eos_id is not None:
             self.grows_b = self.grows_b & (gene_b != self.eos_id)
-        return True
+        growing = self._grow()
+        if growing:
+            self._look(*new)
+        return growing
 
-    def look(self, classes: torch.Tensor | None) -> None:
-        """Let the model predict what follows on the last token; those before are in the cache."""
-        gene_b, bin_b, token_b = (part.unsqueeze(1) for part in self.columns[-1])
-        self.logits = self.model.next_token(gene_b, token_b, bin_b.float(), self.cache, classes)
+    def _append(
+        self, ids_bs: torch.Tensor, bins_bs: torch.Tensor, tokens_bs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Add tokens, and return them with zeros where there is none."""
+        ids_bs = ids_bs.masked_fill(~tokens_bs, PAD_ID)
+        is_gene_bs = tokens_bs & (ids_bs >= self.n_special)
+        self.parts.append((ids_bs, bins_bs.masked_fill(~is_gene_bs, 0), tokens_bs))
+        self.used_bv.scatter_(1, ids_bs, True)
+        self.lengths_b = self.lengths_b + tokens_bs.sum(dim=1)
+        self.has_genes_b = self.has_genes_b | is_gene_bs.any(dim=1)
+        return self.parts[-1]
+
+    def _grow(self) -> bool:
+        """End the cells that are full, or have all genes and no EOS to come; return whether any is left."""
+        self.grows_b = self.grows_b & (self.lengths_b < self.max_len)
+        if self.eos_id is None:
+            self.grows_b = self.grows_b & ~self.used_bv.all(dim=1)
+        return bool(self.grows_b.any())
+
+    def _look(self, ids_bs: torch.Tensor, bins_bs: torch.Tensor, tokens_bs: torch.Tensor) -> None:
+        """Let the model predict what follows on the last of these tokens; those before are in the cache."""
+        new = self.model.next_token(ids_bs, tokens_bs, bins_bs.float(), self.cache, self.classes)
+        more_b1 = tokens_bs.any(dim=1, keepdim=True)
+        self.gene_logits_bv = torch.where(more_b1, new[0], self.gene_logits_bv)
+        self.bin_logits = torch.where(more_b1, new[1], self.bin_logits)
 
     def tokens(self) -> GeneratedCells:
-        """Return the cells so far."""
-        ids_bs, bins_bs, mask_bs = (torch.stack(parts, dim=1) for parts in zip(*self.columns, strict=True))
+        """Return the cells, the tokens of each together."""
+        ids_bs, bins_bs, mask_bs = (torch.cat(parts, dim=1) for parts in zip(*self.parts, strict=True))
+        place_bs = torch.argsort((~mask_bs).to(torch.uint8), dim=1, stable=True)[:, : int(self.lengths_b.max())]
+        ids_bs, bins_bs, mask_bs = (part.gather(1, place_bs) for part in (ids_bs, bins_bs, mask_bs))
         values_bs = self.model.bin_values[bins_bs].masked_fill(bins_bs == 0, 0.0)
         return GeneratedCells(ids_bs, values_bs, bins_bs, mask_bs)
 
 
-def _draw(
-    logits_bv: torch.Tensor, allowed_bv: torch.Tensor, temperature: float, top_k: int | None, random_b: torch.Tensor
+def _softmax(
+    logits_bv: torch.Tensor, allowed_bv: torch.Tensor, temperature: float, top_k: int | None = None
 ) -> torch.Tensor:
-    """Draw one of the allowed entries of each row by inverting its distribution function, int64, shape (B,)."""
-    logits_bv = (logits_bv.double() / temperature).masked_fill(~allowed_bv, float("-inf"))
+    """Return the probabilities of the allowed entries, float64, shape (B, V); zeros in a row without any."""
+    if not bool(logits_bv.isfinite().all()):
+        raise TrainingError("the model predicts numbers that are not finite; train it again with a lower lr.")
+    logits_bv = logits_bv.double().masked_fill(~allowed_bv, float("-inf"))
     if top_k is not None and top_k < logits_bv.shape[1]:
-        least_b1 = logits_bv.topk(top_k, dim=1).values[:, -1:]
-        logits_bv = logits_bv.masked_fill(logits_bv < least_b1, float("-inf"))
-    # Rows in which nothing is allowed are those of cells that have ended.
-    sums_bv = logits_bv.softmax(dim=1).nan_to_num(0.0).cumsum(dim=1)
+        likeliest_bk = logits_bv.topk(top_k, dim=1).indices
+        among_bv = torch.zeros_like(allowed_bv).scatter(1, likeliest_bk, True)
+        logits_bv = logits_bv.masked_fill(~among_bv, float("-inf"))
+    # Taken off before the division, which may be by next to nothing.
+    logits_bv = (logits_bv - logits_bv.amax(dim=1, keepdim=True)) / temperature
+    return logits_bv.softmax(dim=1).nan_to_num(0.0)
+
+
+def _draw(shares_bv: torch.Tensor, random_b: torch.Tensor) -> torch.Tensor:
+    """Draw an entry of each row by inverting its distribution function, int64, shape (B,)."""
+    sums_bv = shares_bv.cumsum(dim=1)
     aim_b1 = (random_b * sums_bv[:, -1]).unsqueeze(1)
-    return torch.searchsorted(sums_bv, aim_b1, right=True).squeeze(1).clamp(max=logits_bv.shape[1] - 1)
+    return torch.searchsorted(sums_bv, aim_b1, right=True).squeeze(1).clamp(max=shares_bv.shape[1] - 1)
 
 
 def _random_numbers(n_cells: int, n_steps: int, seed: int, first_cell: int) -> torch.Tensor:
@@ -283,9 +336,11 @@ def _checked_prompt(
     allowed = (ids >= n_special) & (ids < model.vocab_size) | is_first
     if not bool(allowed[mask].all()):
         raise OptionError(f"prompt has the token {int(ids[mask & ~allowed][0])}, which is no gene; leave it out.")
-    for row in range(n_cells):
-        if len(ids[row, : lengths[row]].unique()) < int(lengths[row]):
-            raise OptionError(f"prompt has a gene twice in cell {row}; give each once.")
+    sorted_ids = ids.masked_fill(~mask, -1).sort(dim=1).values
+    twice = (sorted_ids.diff(dim=1) == 0) & (sorted_ids[:, 1:] >= 0)
+    if bool(twice.any()):
+        row, place = (int(number) for number in twice.nonzero()[0])
+        raise OptionError(f"prompt has the gene {int(sorted_ids[row, place])} twice in cell {row}; give each once.")
     bins = values.nan_to_num(-1.0).round().long().masked_fill(is_first, 0)
     known = mask & ~is_first & ~values.isnan()
     wrong = known & ((bins < 1) | (bins >= model.n_bins) | (values != bins))

@@ -19,7 +19,7 @@ from scforge._checks import check_bool, check_share
 from scforge._constants import IGNORE_LABEL, TARGET_SUM
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_rows
 from scforge.data.random import cell_keys, uniform
-from scforge.errors import OptionError, TrainingError
+from scforge.errors import DataError, OptionError, TrainingError
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import TokenBatch
 from scforge.training.objectives.base import Objective, TrainingDefaults
@@ -115,7 +115,7 @@ class NextGenePrediction(Objective):
         """Return the classes of the cells that a model is made with, unless they are known already."""
         if self.condition_key is None or self.conditions is not None:
             return {}
-        classes = column(self.condition_key).dropna().astype(str).unique()
+        classes = self._classes(column).dropna().astype(str).unique()
         if not len(classes):
             raise OptionError(f"condition_key={self.condition_key!r} has no value for any cell; choose another column.")
         return {"conditions": sorted(map(str, classes))}
@@ -128,9 +128,17 @@ class NextGenePrediction(Objective):
         """Look up the class of each cell."""
         self._codes = None
         if self.condition_key is not None:
-            self._codes = self.codes_of(cells.column(self.condition_key))
+            self._codes = self.codes_of(self._classes(cells.column))
             if unknown := int((self._codes == 0).sum()):
                 logger.info("%d of %d cells have no class in %r.", unknown, len(self._codes), self.condition_key)
+
+    def _classes(self, column: Callable[[str], pd.Series]) -> pd.Series:
+        """Return the column `condition_key`, or raise an error that says whose name is wrong."""
+        key = cast(str, self.condition_key)
+        try:
+            return column(key)
+        except DataError as error:
+            raise DataError(f"condition_key={key!r}: {error}") from error
 
     def codes_of(self, classes: pd.Series) -> np.ndarray:
         """Return the number of each class, 0 where it is missing or unknown, int64, shape (N,)."""
