@@ -218,3 +218,22 @@ def test_recipe_trains(tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pyte
     )
     model = train_from_config(config, progress_bar=False)
     assert model.generate(2).n_vars == 40
+
+
+def test_only_models_of_next_genes_generate(trained: Callable[..., Encoder]):
+    model = trained(NAME, objective="joint_embedding", **SMALL)
+    with pytest.raises(OptionError, match="made for the objective 'joint_embedding', which does not learn to generate"):
+        model.generate(2)
+
+
+def test_cells_without_an_end_need_a_length(trained: Callable[..., Encoder]):
+    model = trained(NAME, {"name": "binned_expression", "append_eos": False}, **SMALL)
+    with pytest.raises(OptionError, match="max_len=None but cells of this model have no end"):
+        model.generate(2)
+    assert (model.generate(2, max_len=5).obs["n_genes"] == 4).all()
+
+
+def test_cells_to_go_on_with_must_fit(trained: Callable[..., Encoder], tiny_adata: ad.AnnData):
+    model = trained(NAME, {"name": "binned_expression", "append_eos": True, "max_len": 6}, **SMALL)
+    with pytest.raises(DataError, match="prompt has .* genes of the model in cell .*, but its cells have 4 at most"):
+        model.generate(prompt=tiny_adata)

@@ -39,11 +39,21 @@ def random_cells(n: int = TRAIN + HELD_OUT, expressed: int = 8, highest: int = 4
     return cells_of(counts)
 
 
-def held_out_loss(cells: CellSource, epochs: int, **options) -> tuple[float, AutoregressiveTransformer]:
+def held_out_loss(
+    cells: CellSource, epochs: int, expression_loss_weight: float = 0.0, **options
+) -> tuple[float, AutoregressiveTransformer]:
     """Train on some cells; return the lowest loss of genes on others, and the model."""
     torch.manual_seed(0)
     model = AutoregressiveTransformer(
-        len(VOCAB), 5, 32, 2, 2, dropout=0.0, max_seq_len=32, pooling="mean", expression_loss_weight=0.0
+        len(VOCAB),
+        5,
+        32,
+        2,
+        2,
+        dropout=0.0,
+        max_seq_len=32,
+        pooling="mean",
+        expression_loss_weight=expression_loss_weight,
     )
     objective, tokenizer = NextGenePrediction(**options), tokenizer_of()
     objective.initialise(model, cells, tokenizer)
@@ -213,7 +223,7 @@ def test_cells_must_be_known_before_batches_are_made():
         objective.prepare(cells.block(np.arange(2)), tokenizer_of(), epoch=0, seed=0)
     with pytest.raises(TrainingError, match="conditions are not known yet"):
         conditioned()[0].bind(cells)
-    with pytest.raises(DataError, match="'kind' is not a column of obs"):
+    with pytest.raises(DataError, match="condition_key='kind': 'kind' is not a column of obs"):
         objective.bind(random_cells(3))
 
 
@@ -255,3 +265,39 @@ def test_a_column_without_values():
     cells = cells_of(random_cells(2).counts.toarray(), kind=[None, None])
     with pytest.raises(OptionError, match="condition_key='kind' has no value for any cell"):
         NextGenePrediction(condition_key="kind").options_from(cells.column)
+
+
+def test_a_cell_that_was_cut_does_not_end():
+    cells = random_cells(n=4, expressed=8)
+    counts = cells.counts.toarray()
+    counts[0, :25] = 1
+    cells = cells_of(counts)
+    tokenizer = tokenizer_of(max_len=12, truncation="highest")
+    batch = NextGenePrediction().prepare(cells.block(np.arange(4)), tokenizer, epoch=0, seed=0)
+    assert ((batch["input_ids"] == EOS).sum(dim=1) == 1).all()
+    assert (batch["labels"] == EOS).sum(dim=1).tolist() == [0, 1, 1, 1]
+
+
+def test_lengths_of_cells_are_learnt():
+    """The end of a cell comes as often as it does, also where cells of like length could share a batch."""
+    generator = np.random.default_rng(0)
+    counts = np.zeros((400, G))
+    for row in counts:
+        row[generator.choice(G, generator.integers(3, 26), replace=False)] = 1
+    _, model = held_out_loss(cells_of(counts), epochs=8, expression_loss_weight=1.0)
+    new = model.eval().generate(300, seed=1, eos_id=EOS, n_special=FIRST)
+    n_genes = (new.input_ids >= FIRST).sum(dim=1).double()
+    assert abs(n_genes.mean() - counts.sum(axis=1).mean()) < 2.0
+    assert n_genes.std() > 4.0
+
+
+def test_data_without_a_known_class_are_refused():
+    objective = NextGenePrediction(condition_key="kind", conditions=["B", "T"])
+    cells = cells_of(np.ones((3, G)), kind=["b", "t", "t"])
+    with pytest.raises(DataError, match="condition_key='kind': no cell has one of the classes .*'B', 'T'"):
+        objective.bind(cells)
+
+
+def test_numbers_are_no_classes():
+    with pytest.raises(OptionError, match="condition_key='age' holds numbers, not classes"):
+        NextGenePrediction(condition_key="age").options_from(lambda name: pd.Series([0.5, 1.5]))

@@ -65,6 +65,16 @@ def generate_with(
     if not model.is_trained_:
         warnings.warn("The model is not trained; what it generates is random.", NotTrainedWarning, stacklevel=3)
     objective, tokens = spec.build_objective(), None
+    if not objective.generates:
+        raise OptionError(
+            f"the model was made for the objective {spec.objective!r}, which does not learn to generate cells; "
+            "make one for 'next_gene_prediction'."
+        )
+    if not tokenizer.append_eos and options.get("max_len") is None:
+        raise OptionError(
+            "max_len=None but cells of this model have no end (append_eos=False of the tokenizer); say how many tokens "
+            "to generate."
+        )
     if prompt is None and not tokenizer.append_cls:
         raise OptionError(
             "prompt=None but the cells of the model have no CLS token to begin with (append_cls=False of the "
@@ -214,6 +224,13 @@ def prompt_of_genes(
 def prompt_of_cells(cells: Cells, tokenizer: Tokenizer, objective: Objective, seed: int) -> Prompt:
     """Return the tokens of cells, in the order of the objective and without their end."""
     block = cells.block(np.arange(len(cells)))
+    n_genes = np.diff(block.indptr)
+    if (n_genes > tokenizer.most_genes).any():
+        cell = int(np.flatnonzero(n_genes > tokenizer.most_genes)[0])
+        raise DataError(
+            f"prompt has {n_genes[cell]} genes of the model in cell {cell}, but its cells have {tokenizer.most_genes} "
+            "at most; keep fewer genes."
+        )
     tokens = objective.arrange(tokenizer(block), tokenizer, block.rows, epoch=0, seed=seed)
     mask = tokens["attention_mask"]
     if tokenizer.append_eos:

@@ -333,7 +333,7 @@ class MaskedAutoencoder(nn.Module):
         # In a batch that is narrow enough no token can stand too far behind, and a GPU need not be asked.
         learned = self.embedding.position_embedding is not None
         if learned and layout.visible.shape[1] > most and (furthest := layout.furthest()) > most:
-            advice = "raise max_seq_len or lower the tokenizer's max_genes"
+            advice = "raise max_seq_len or lower the tokenizer's max_len"
             raise OptionError(f"a cell has {furthest} tokens but max_seq_len={most}; {advice}.")
         # Tokens that the encoder does not see may stand beyond the last position.
         return layout.positions[:, : layout.width].clamp(max=most - 1)

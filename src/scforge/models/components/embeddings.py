@@ -115,7 +115,7 @@ class GeneExpressionEmbedding(nn.Module):
         if seq_len > self.max_seq_len:
             raise OptionError(
                 f"a cell has {seq_len} tokens but max_seq_len={self.max_seq_len}; "
-                "raise max_seq_len or lower the tokenizer's max_genes."
+                "raise max_seq_len or lower the tokenizer's max_len."
             )
         hidden = self.gene_embedding(input_ids)
         if self.position_embedding is not None:

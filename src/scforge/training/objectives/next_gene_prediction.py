@@ -19,7 +19,7 @@ from scforge._checks import check_bool, check_share
 from scforge._constants import IGNORE_LABEL, TARGET_SUM
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_rows
 from scforge.data.random import cell_keys, uniform
-from scforge.errors import DataError, OptionError, TrainingError
+from scforge.errors import DataError, OptionError, TrainingError, listing
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import TokenBatch
 from scforge.training.objectives.base import Objective, TrainingDefaults
@@ -51,7 +51,8 @@ class NextGenePrediction(Objective):
     order
         A cell has no order of its own. ``"rank"`` goes from the highest to the lowest value, equal ones in random
         order; ``"random"`` takes any order. What is random is drawn anew in each epoch. Tokenizers that rank genes keep
-        their ranking with ``"rank"``.
+        their ranking with ``"rank"``. A gene and its bin are predicted independently of each other; ranks tell much of
+        a value and a random order nothing, so generate cells from models of ranks.
     condition_key
         Column of obs with classes that the model is told, such as the type of a cell, so that it can generate cells of
         a class. None for none.
@@ -64,6 +65,10 @@ class NextGenePrediction(Objective):
         Start the gene head at the token frequencies of the training cells. For architectures that offer
         ``init_token_prior``.
     """
+
+    generates = True
+    # In batches of cells of like length each token of a long cell would weigh less, and cells would seem to end early.
+    random_batches = True
 
     defaults = TrainingDefaults(batch_size=16, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=10)
 
@@ -115,7 +120,10 @@ class NextGenePrediction(Objective):
         """Return the classes of the cells that a model is made with, unless they are known already."""
         if self.condition_key is None or self.conditions is not None:
             return {}
-        classes = self._classes(column).dropna().astype(str).unique()
+        classes = self._classes(column).dropna()
+        if classes.dtype.kind == "f":
+            raise OptionError(f"condition_key={self.condition_key!r} holds numbers, not classes; make them categories.")
+        classes = classes.astype(str).unique()
         if not len(classes):
             raise OptionError(f"condition_key={self.condition_key!r} has no value for any cell; choose another column.")
         return {"conditions": sorted(map(str, classes))}
@@ -129,6 +137,11 @@ class NextGenePrediction(Objective):
         self._codes = None
         if self.condition_key is not None:
             self._codes = self.codes_of(self._classes(cells.column))
+            if not self._codes.any():
+                raise DataError(
+                    f"condition_key={self.condition_key!r}: no cell has one of the classes that the model knows "
+                    f"({listing(self.conditions or [])}); rename the classes of the data."
+                )
             if unknown := int((self._codes == 0).sum()):
                 logger.info("%d of %d cells have no class in %r.", unknown, len(self._codes), self.condition_key)
 
@@ -182,7 +195,9 @@ class NextGenePrediction(Objective):
         ids, vocab = tokens["input_ids"], tokenizer.vocab
         predicted = ids >= vocab.n_special
         if tokenizer.append_eos and vocab.eos_id is not None:
-            predicted |= (ids == vocab.eos_id) & tokens["attention_mask"]
+            # A cell that did not fit in does not end where it was cut.
+            whole = torch.from_numpy(np.diff(block.indptr) <= tokenizer.most_genes).unsqueeze(1)
+            predicted |= (ids == vocab.eos_id) & tokens["attention_mask"] & whole
         batch: dict[str, torch.Tensor] = {**tokens, "labels": ids.masked_fill(~predicted, IGNORE_LABEL)}
         if self.condition_key is not None:
             if self._codes is None:
