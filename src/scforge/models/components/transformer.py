@@ -33,6 +33,10 @@ _CPU_NUMBERS = 2**21
 memory is used again rather than asked of the system (which clears it first) for each layer."""
 
 
+_WIDE = 512
+"""Width of layers from which on a CPU trades time for memory."""
+
+
 class StackOutput(NamedTuple):
     """What a stack returns.
 
@@ -90,6 +94,8 @@ class TransformerBlock(nn.Module):
         self.ffn_in = nn.Linear(hidden_dim, ffn_dim)
         self.ffn_out = nn.Linear(ffn_dim, hidden_dim)
         self.dropout = Dropout(dropout)
+        # The wider the layers, the less it costs beside their products, and the more it saves.
+        self.saves_memory = hidden_dim >= _WIDE
 
     def forward(
         self,
@@ -120,7 +126,7 @@ class TransformerBlock(nn.Module):
 
     def _feed_forward(self, hidden_bsh: torch.Tensor) -> torch.Tensor:
         inner = self.ffn_in(hidden_bsh)
-        if self.training and torch.is_grad_enabled() and inner.device.type == "cpu":
+        if self.saves_memory and self.training and torch.is_grad_enabled() and inner.device.type == "cpu":
             # A quarter of what a layer would keep for the backward pass is cheap to compute again.
             return checkpoint(self._from_inner, inner, use_reentrant=False)
         return self._from_inner(inner)
