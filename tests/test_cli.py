@@ -142,7 +142,7 @@ MISTAKES = [
     ("data.gene_key=ensembel", "gene_key='ensembel' is not a column of adata.var; did you mean 'ensembl'?"),
     ("data.gene_vocab=human", "vocab='human' is neither a shipped vocabulary nor a file"),
     ("data.gene_vocab=human_protein_coding", "adata.var_names has only 0 of the 20120 genes of the vocabulary"),
-    ("model.architecture=transfomer_encoder", "did you mean 'transformer_encoder'? (known: 'gene_pooling', 'tr"),
+    ("model.architecture=transfomer_encoder", "did you mean 'transformer_encoder'? (known: 'autoreg"),
     ("model.hiden_dim=3", "option 'hiden_dim' is not one of 'gene_pooling'; did you mean 'hidden_dim'?"),
     ("model={architecture: transformer_encoder, num_heads: 3}", "hidden_dim=8 is not divisible by num_heads=3"),
     ("tokenizer.strategy=rank", "tokenizer='rank' is not known; (known: "),

@@ -171,7 +171,12 @@ def test_backed(tiny_adata: ad.AnnData, model: Encoder, tmp_path) -> None:
 TR = ("transformer_encoder",)
 OPTIONS = [
     (("transformer_encodr",), {}, OptionError, "architecture='transformer_encodr' is not known; did you mean 'transf"),
-    (("bert",), {}, OptionError, "architecture='bert' is not known; (known: 'gene_pooling', 'transformer_encoder')"),
+    (
+        ("bert",),
+        {},
+        OptionError,
+        "architecture='bert' is not known; (known: 'autoregressive_transformer', 'gene_po",
+    ),
     ((None, "rank_vale"), {}, OptionError, "tokenizer='rank_vale' is not known; did you mean 'rank_value'?"),
     ((None, {"name": "rank_value", "maxlen": 3}), {}, OptionError, "'maxlen' is not one of 'rank_value'; did you mean"),
     ((None, 3), {}, OptionError, "tokenizer=3 is neither a name nor a dict"),
@@ -209,7 +214,7 @@ OPTIONS = [
     (TR, {"hidden_dim": "big"}, ConfigError, "hidden_dim='big' is not an integer"),
     (TR, {"num_heads": 0}, ConfigError, "num_heads=0 is out of range"),
     (TR, {"dropout": 2.0}, ConfigError, "dropout=2.0 is out of range; it must be less than 1"),
-    (TR, {"pooling": "max"}, OptionError, "pooling='max' is not known (known: 'cls', 'mean')"),
+    (TR, {"pooling": "max"}, OptionError, "pooling='max' is not known (known: 'cls', 'last', 'mean')"),
     ((*TR, {"max_len": 50}), {"max_seq_len": 20}, OptionError, "max_seq_len=20 is smaller than the 50 tokens"),
     ((), {"latent_dim": 0}, OptionError, "latent_dim=0 is not a positive number"),
     ((), {"n_top_genes": -5}, OptionError, "n_top_genes=-5 is not a positive number of genes"),

@@ -98,7 +98,7 @@ def test_no_rows(setup):
 def test_cells_of_a_store_are_embedded_as_those_in_memory(store, many_adata, tokenizer):
     cells = StoreCells.open(store)
     made = get_tokenizer(tokenizer, cells.vocab)
-    module = GenePoolingModel(len(cells.vocab), 8, 1, ffn_dim=8, latent_dim=4)
+    module = GenePoolingModel(len(cells.vocab), 8, 1, ffn_dim=8)
     memory = embed(module, open_cells(many_adata, cells.vocab), made, batch_size=64)
     stored = embed(module, cells, made, batch_size=50)
     place = many_adata.obs_names.get_indexer(cells.names())

@@ -17,7 +17,7 @@ def list_recipes() -> list[str]:
     Examples
     --------
     >>> list_recipes()
-    ['gene_pooling', 'light', 'masked_autoencoder', 'masked_gene']
+    ['autoregressive', 'gene_pooling', 'light', 'masked_autoencoder', 'masked_gene']
     """
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
