@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from scforge.errors import OptionError, listing
 if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
 
-__all__ = ["build_from_config", "check_choice", "count_parameters", "init_weights"]
+__all__ = ["build_from_config", "check_choice", "count_parameters", "evaluating", "init_weights"]
 
 _INIT_STD = 0.02
 
@@ -53,6 +54,18 @@ def init_weights(module: nn.Module) -> None:
 def count_parameters(model: nn.Module, *, trainable_only: bool = True) -> int:
     """Return the number of parameters of `model`, those without gradient left out if `trainable_only`."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable_only)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Turn dropout off, and leave all parts of the model in the mode in which they were (frozen ones may differ)."""
+    in_training = [part for part in model.modules() if part.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part in in_training:
+            part.training = True
 
 
 def check_choice(argument: str, value: Any, known: list[str]) -> None:

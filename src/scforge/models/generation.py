@@ -6,8 +6,7 @@ Shapes: B cells, P tokens of the longest prompt, S tokens of the longest cell, V
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 from scforge._checks import check_count, check_positive, check_seed
 from scforge._constants import CLS_ID, N_SPECIAL, PAD_ID
 from scforge.errors import OptionError, TrainingError
+from scforge.models._utils import evaluating
 from scforge.models.components.attention import KeyValueCache
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def generate_cells(
     begin = _checked_prompt(prompt, n_cells, first_id, n_special, model, max_len)
     classes = _checked_condition(condition, n_cells, model.n_conditions, device)
     draws_bt2 = _random_numbers(n_cells, max_len, seed, first_cell).to(device)
-    with _evaluating(model):
+    with evaluating(model):
         cells = _Cells(model, begin, classes, max_len, n_special, eos_id, temperature, top_k)
         growing = cells.begin_with_prompt()
         while growing:
@@ -147,6 +147,9 @@ class _Cells:
         self.lengths_b = torch.zeros_like(self.rows)
         self.used_bv = torch.zeros((len(begin.ids), model.vocab_size), dtype=torch.bool, device=device)
         self.used_bv[:, :n_special] = True
+        self.could_v = torch.arange(model.vocab_size, device=device) >= n_special
+        if eos_id is not None:
+            self.could_v[eos_id] = True
         self.grows_b = torch.ones_like(self.rows, dtype=torch.bool)
         self.has_genes_b = torch.zeros_like(self.grows_b)
         self.cache = KeyValueCache()
@@ -187,9 +190,8 @@ class _Cells:
         shares_bv = _softmax(logits_bv, ~self.used_bv, self.temperature, self.top_k)
         if self.eos_id is None:
             return shares_bv
-        could_bv = torch.arange(logits_bv.shape[1], device=logits_bv.device).expand_as(logits_bv) >= self.n_special
-        could_bv = could_bv.index_fill(1, torch.tensor([self.eos_id], device=logits_bv.device), True)
-        end_b = _softmax(logits_bv, could_bv, self.temperature)[:, self.eos_id] * self.has_genes_b
+        end_b = _softmax(logits_bv, self.could_v.expand_as(logits_bv), self.temperature)[:, self.eos_id]
+        end_b = end_b * self.has_genes_b
         end_b = torch.where((~self.used_bv).any(dim=1), end_b, 1.0)
         shares_bv = shares_bv * (1.0 - end_b).unsqueeze(1)
         shares_bv[:, self.eos_id] = end_b
@@ -372,15 +374,3 @@ def _prompt_tensors(
         raise OptionError(f"prompt has ids of shape {tuple(ids.shape)}; give (P,), or ({n_cells}, P) for n_cells.")
     shape = (n_cells, ids.shape[-1])
     return ids.expand(shape), values.expand(shape), mask.expand(shape)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Turn dropout off, and leave all parts of the model in the mode in which they were."""
-    in_training = [part for part in model.modules() if part.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for part in in_training:
-            part.training = True

@@ -14,6 +14,7 @@ from torch import nn
 from scforge.data.cells import CellBlock, Cells
 from scforge.data.order import CellOrder
 from scforge.errors import OptionError
+from scforge.models._utils import evaluating
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.loading import BatchLoader
 
@@ -58,18 +59,13 @@ def embed(
     def prepare(block: CellBlock) -> dict[str, Any]:
         return {"rows": torch.from_numpy(block.rows), **tokenizer(block)}
 
-    in_training = [part for part in module.modules() if part.training]  # frozen parts are not
-    module.eval()
     result: np.ndarray | None = None
-    try:
+    with evaluating(module):
         for batch in BatchLoader(cells, order, prepare):
             at = np.searchsorted(wanted, batch.pop("rows").numpy())
             embedding = module.encode(**{name: tensor.to(device) for name, tensor in batch.items()})
             if result is None:
                 result = np.empty((len(wanted), embedding.shape[1]), dtype=np.float32)
             result[at] = embedding.float().cpu().numpy()
-    finally:
-        for part in in_training:
-            part.training = True
     assert result is not None
     return result if places is None else result[places]

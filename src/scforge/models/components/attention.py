@@ -72,9 +72,13 @@ class KeyValueCache:
     """
 
     def __init__(self) -> None:
-        self.length = 0
         self.tokens: torch.Tensor | None = None
         self._layers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def length(self) -> int:
+        """Number of positions so far."""
+        return 0 if self.tokens is None else self.tokens.shape[1]
 
     def add_tokens(self, tokens_bs: torch.Tensor) -> torch.Tensor:
         """Note which of the next positions are tokens, bool (B, S); return it for all positions so far, (B, T)."""
@@ -97,7 +101,6 @@ class KeyValueCache:
             kept[:, :, start:stop] = new
             grown.append(kept)
         self._layers[layer] = (grown[0], grown[1])
-        self.length = stop
         return grown[0][:, :, :stop], grown[1][:, :, :stop]
 
 

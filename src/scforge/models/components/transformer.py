@@ -6,6 +6,7 @@ Shapes: B cells, S tokens, H hidden, N heads, P packed positions.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache as cached
 from importlib.util import find_spec
 from inspect import signature
 from typing import Any, NamedTuple
@@ -340,9 +341,16 @@ def _has_varlen_kernel(hidden_bsh: torch.Tensor, head_dim: int) -> bool:
     if hidden_bsh.device.type != "cuda" or head_dim % 8 or head_dim > 256:
         return False
     dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else hidden_bsh.dtype
-    if dtype not in (torch.float16, torch.bfloat16) or find_spec("torch.nn.attention.varlen") is None:
+    if dtype not in (torch.float16, torch.bfloat16) or not _torch_has_varlen():
+        return False
+    return torch.cuda.get_device_capability(hidden_bsh.device) >= (8, 0)
+
+
+@cached
+def _torch_has_varlen() -> bool:
+    """Whether this torch has the kernel, in the form of later versions, which say causal by a window."""
+    if find_spec("torch.nn.attention.varlen") is None:
         return False
     from torch.nn.attention.varlen import varlen_attn
 
-    known = "window_size" in signature(varlen_attn).parameters  # earlier versions say causal in another way
-    return known and torch.cuda.get_device_capability(hidden_bsh.device) >= (8, 0)
+    return "window_size" in signature(varlen_attn).parameters
