@@ -8,9 +8,9 @@ import torch
 
 from scforge.data import CellSource, StoreCells, open_cells
 from scforge.errors import DataError, OptionError
-from scforge.models import GenePoolingModel
+from scforge.models import AutoregressiveTransformer, GenePoolingModel
 from scforge.tokenizers import get_tokenizer
-from scforge.training import embed
+from scforge.training import NextGenePrediction, embed
 
 
 def test_rows_are_in_the_order_of_the_source(setup):
@@ -119,3 +119,20 @@ def test_an_error_of_reading_arrives(store, monkeypatch):
     monkeypatch.setattr(StoreCells, "stream", stream)
     with pytest.raises(DataError, match="damaged"):
         embed(module, cells, get_tokenizer("rank_value", cells.vocab))
+
+
+@pytest.mark.parametrize("order", ["rank", "random"])
+def test_cells_are_embedded_in_the_order_of_the_objective(setup, tiny_vocab, order):
+    tokenizer = get_tokenizer("binned_expression", tiny_vocab, side="one")
+    objective = NextGenePrediction(order=order)
+    torch.manual_seed(0)
+    module = AutoregressiveTransformer(len(tiny_vocab), tokenizer.n_bins, 16, 1, 2, dropout=0.0).eval()
+    rows = np.array([41, 3, 59])
+    result = embed(module, setup.cells, tokenizer, objective=objective, rows=rows)
+    block = setup.cells.block(rows)
+    arranged = objective.arrange(tokenizer(block), tokenizer, np.zeros(3, dtype=np.int64), epoch=0, seed=0)
+    with torch.no_grad():
+        np.testing.assert_allclose(result, module.encode(**arranged).numpy(), atol=1e-5)
+        assert np.abs(result - module.encode(**tokenizer(block)).numpy()).max() > 1e-3
+    whole = embed(module, setup.cells, tokenizer, objective=objective)
+    np.testing.assert_allclose(result, whole[rows], atol=1e-5)

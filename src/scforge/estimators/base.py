@@ -163,7 +163,8 @@ class CellModel(MuDataModel, BaseModelClass):
         if key_added is not None and not (isinstance(key_added, str) and key_added):
             raise OptionError(f"key_added={key_added!r} is not a name; give text, or None to write nothing.")
         cells = self._open(source)
-        embedding = embed(self.module, cells, self._tokenizer, batch_size=batch_size)
+        objective = self._spec.build_objective()
+        embedding = embed(self.module, cells, self._tokenizer, objective=objective, batch_size=batch_size)
         if key_added is not None and isinstance(source, AnnData):
             made_with = self._provenance(cells, embedding.shape[1])
             source.obsm[key_added] = embedding

@@ -17,13 +17,20 @@ from scforge.errors import OptionError
 from scforge.models._utils import evaluating
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.loading import BatchLoader
+from scforge.training.objectives.base import Objective
 
 __all__ = ["embed"]
 
 
 @torch.inference_mode()
 def embed(
-    module: nn.Module, cells: Cells, tokenizer: Tokenizer, *, batch_size: int = 256, rows: np.ndarray | None = None
+    module: nn.Module,
+    cells: Cells,
+    tokenizer: Tokenizer,
+    *,
+    objective: Objective | None = None,
+    batch_size: int = 256,
+    rows: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the embedding of each cell in the order of the source, float32, shape (N, D).
 
@@ -37,6 +44,9 @@ def embed(
         The cells.
     tokenizer
         The tokenizer that the module was trained with.
+    objective
+        The objective that the module was trained with, which may order the tokens of a cell. None leaves them as the
+        tokenizer does.
     batch_size
         Cells a batch.
     rows
@@ -57,7 +67,11 @@ def embed(
     order = CellOrder(wanted, batch_size, chunk_size=cells.chunk_size, lengths=lengths, shuffle=False)
 
     def prepare(block: CellBlock) -> dict[str, Any]:
-        return {"rows": torch.from_numpy(block.rows), **tokenizer(block)}
+        tokens = tokenizer(block)
+        if objective is not None:
+            # What is random in the order depends on the cell alone, not on its number.
+            tokens = objective.arrange(tokens, tokenizer, np.zeros(len(block), dtype=np.int64), epoch=0, seed=0)
+        return {"rows": torch.from_numpy(block.rows), **tokens}
 
     result: np.ndarray | None = None
     with evaluating(module):
