@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scforge.config import Config, dump_config, load_config
+from scforge.config._messages import known_names
+from scforge.config.synonyms import SYNONYMS
 from scforge.errors import ConfigError
 
 DATA = "data: {paths: cells.h5ad}\n"
 
 TUTORIAL = (Path(__file__).parent / "custom_model.yaml").read_text(encoding="utf-8")
+SEED = (Path(__file__).parent / "proposal.yaml").read_text(encoding="utf-8")
 
 PROPOSAL = """
 data:
@@ -58,16 +62,18 @@ Load = Callable[..., Config]
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Load:
+def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    monkeypatch.chdir(tmp_path)
+
     def load(content: str | bytes, *overrides: str) -> Config:
-        path = tmp_path / "recipe.yaml"
+        path = Path("recipe.yaml")
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return load_config(path, overrides)
 
     return load
 
 
-def message(load: Load, content: str | bytes, *overrides: str) -> str:
+def told(load: Load, content: str | bytes, *overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         load(content, *overrides)
     text = str(caught.value)
@@ -75,6 +81,11 @@ def message(load: Load, content: str | bytes, *overrides: str) -> str:
     assert text.endswith(".")
     assert len(text) < 500
     return text
+
+
+def message(load: Load, content: str | bytes, *overrides: str) -> str:
+    """Return what is told, without the place in front."""
+    return re.sub(r"^(recipe\.yaml(, lines? [\d and]+)?|override '.*?'): ", "", told(load, content, *overrides))
 
 
 def test_the_tutorial_file(load: Load) -> None:
@@ -105,6 +116,121 @@ def test_the_proposal_file_with_census_data(load: Load) -> None:
     assert config.data.preprocessing.user_set() == {"normalize": "library_size", "hvg_selection": 2000}
     assert config.data.paths is None
     assert config.data.gene_vocab == "human_protein_coding"
+
+
+def test_the_seed_as_written(load: Load) -> None:
+    config = load(SEED)
+    assert config.training.strategy == "ddp"
+    assert (config.training.accelerator, config.training.devices) == ("gpu", 4)
+    assert config.eval.every_n_epochs == 2
+    assert config.eval.benchmarks == [
+        {"cell_type_annotation": {"dataset": "tabula_sapiens"}},
+        {"batch_integration": {"dataset": "immune_atlas"}},
+    ]
+    assert (config.objective.name, config.tokenizer.masking.mask_ratio) == ("masked_gene_prediction", 0.15)
+    assert (config.data.max_genes, config.data.gene_vocab) == (2048, "human_protein_coding")
+
+
+def test_everything_about_training_output_and_eval(load: Load) -> None:
+    content = """
+training: {batch_size: auto, num_nodes: 2, precision: auto, accumulate_grad_batches: 4, gradient_checkpointing: true,
+  compile: true, ema_decay: 0.999, log_every_n_steps: 5, checkpoint_every_n_steps: 100, optimizer: {name: muon}}
+output: {log_dir: logs, loggers: [csv, wandb], project: p, run_name: r, wandb_mode: offline, keep_last: 3}
+eval: {benchmarks: label_prediction, datasets: {a: a.h5ad}}
+"""
+    config = load(DATA + content)
+    written = yaml.safe_load(content)
+    written["eval"]["benchmarks"] = ["label_prediction"]
+    assert {name: section for name, section in config.user_set().items() if name != "data"} == written
+    assert load(DATA + content, "eval.benchmarks=[]").eval.benchmarks == []
+
+
+LINES = """data:
+  paths: a.h5ad
+
+model:
+  num_layers: 0
+training:
+  lr: fast          # an alias
+  batch_size: 8
+  optimizer: {weight_decay: 0.1}
+output:
+  log_dir: logs
+  loggers:
+    - csv
+    - cvs
+"""
+LAYERS, RATE = ("layers: 0", "layers: 1"), ("fast", "1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "overrides", "start"),
+    [
+        ([], [], "recipe.yaml, line 5: model.num_layers=0 is out of range"),
+        ([LAYERS], [], "recipe.yaml, line 7: training.optimizer.lr='fast' is not a number"),
+        ([LAYERS], ["training.lr=1"], "recipe.yaml, line 14: output.loggers[1]='cvs' is not known"),
+        ([LAYERS, RATE], ["output.loggers=[cvs]"], "override 'output.loggers=[cvs]': output.loggers[0]='cvs' is not"),
+        ([LAYERS], ["training.lr=slow"], "override 'training.lr=slow': training.optimizer.lr='slow' is not"),
+        ([LAYERS], ["training.optimizer.lr=x"], "override 'training.optimizer.lr=x': training.optimizer.lr='x' is not"),
+        ([LAYERS], ["training={lr: x}", "seed=1"], "override 'training={lr: x}': training.optimizer.lr='x' is not"),
+        ([LAYERS], ["training.optimizer.lr.x=1"], "recipe.yaml, line 7: training.optimizer.lr='fast' is not a section"),
+        ([LAYERS, RATE, ("cvs", "csv")], ["seed=a", "seed=b"], "override 'seed=b': seed='b' is not an integer"),
+        ([LAYERS, RATE, ("batch", "btach")], [], "recipe.yaml, line 8: training.btach_size=8 is not a known option;"),
+        ([("{", "{lr: 2, ")], [], "recipe.yaml, lines 7 and 9: training.lr='fast' and training.optimizer.lr=2 set the"),
+        ([], ["training.num_gpus=x"], "override 'training.num_gpus=x': training.num_gpus='x' is not a number of GPUs"),
+        ([("paths", "layer")], [], "recipe.yaml, line 1: data.paths is missing"),
+        ([("output", "finetune")], [], "recipe.yaml, line 10: finetune={'log_dir': 'logs', "),
+        ([(LINES[:24], "")], [], "recipe.yaml: data is missing"),
+    ],
+)
+def test_mistakes_have_a_place(load: Load, changes: list[tuple[str, str]], overrides: list[str], start: str) -> None:
+    content = LINES
+    for old, new in changes:
+        content = content.replace(old, new, 1)
+    assert told(load, content, *overrides).startswith(start)
+
+
+def test_merged_keys_have_the_line_of_where_they_stand(load: Load) -> None:
+    content = DATA + "training: &a\n  max_steps: x\noutput:\n  <<: {save_top_k: x}\n  keep_last: 2\n"
+    assert told(load, content).startswith("recipe.yaml, line 3: training.max_steps='x'")
+    assert told(load, content, "training.max_steps=1").startswith("recipe.yaml, line 5: output.save_top_k='x'")
+
+
+def test_many_aliases_are_no_burden(load: Load) -> None:
+    levels = "".join(f"    l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 30))
+    content = f"{DATA}model:\n  any:\n    l0: &l0 [x]\n{levels}training: {{max_steps: x}}\n"
+    assert told(load, content).startswith("recipe.yaml, line 34: training.max_steps='x'")
+
+
+@pytest.mark.parametrize(
+    ("key", "suggestion"),
+    [
+        ("training.learning_rate", "training.optimizer.lr"),
+        ("training.optimizer.learning_rate", "training.optimizer.lr"),
+        ("training.epochs", "training.max_epochs"),
+        ("training.num_epochs", "training.max_epochs"),
+        ("n_epochs", "training.max_epochs"),
+        ("training.steps", "training.max_steps"),
+        ("training.patience", "training.early_stopping_patience"),
+        ("training.n_gpus", "training.devices"),
+        ("training.gpus", "training.devices"),
+        ("data.workers", "data.num_threads"),
+        ("training.num_workers", "data.num_threads"),
+        ("training.batch_sizes", "training.batch_size"),
+        ("data.n_layers", "model.num_layers"),
+        ("hidden_size", "model.hidden_dim"),
+        ("output.wandb_project", "output.project"),
+        ("random_state", "seed"),
+    ],
+)
+def test_names_of_other_tools_are_suggestions(load: Load, key: str, suggestion: str) -> None:
+    assert f"={8} is not a known option; did you mean '{suggestion}'? (" in message(load, DATA, f"{key}=8")
+
+
+def test_synonyms_fit_the_schema() -> None:
+    known = set(known_names(Config))
+    assert set(SYNONYMS.values()) <= known
+    assert not set(SYNONYMS) & {name.rpartition(".")[2] for name in known}
 
 
 def test_everything_about_data(load: Load) -> None:
@@ -168,9 +294,12 @@ def test_empty_sections_are_defaults(load: Load) -> None:
         ),
         ("data: {paths: a, layr: b}", "data.layr='b' is not a known option; did you mean 'data.layer'? (data has: "),
         ("training: {zzz: 1}", "training.zzz=1 is not a known option (training has: 'batch_size', "),
-        ("training: {batch_size: abc}", "training.batch_size='abc' is not an integer."),
-        ("training: {batch_size: 1.5}", "training.batch_size=1.5 is not a whole number."),
-        ("training: {batch_size: yes}", "training.batch_size=True is not a number."),
+        ("training: {max_epochs: abc}", "training.max_epochs='abc' is not an integer."),
+        ("training: {max_epochs: 1.5}", "training.max_epochs=1.5 is not a whole number."),
+        ("training: {max_epochs: yes}", "training.max_epochs=True is not a number."),
+        ("training: {batch_size: many}", "training.batch_size='many' is neither a whole number of cells nor 'auto'"),
+        ("training: {batch_size: yes}", "training.batch_size=True is neither a whole number"),
+        ("training: {batch_size: 1.5}", "training.batch_size=1.5 is neither a whole number"),
         ("training: {batch_size: 0}", "training.batch_size=0 is out of range; it must be at least 1."),
         ("training: {lr: fast}", "training.optimizer.lr='fast' is not a number."),
         ("training: {lr: .nan}", "training.optimizer.lr=nan is not a finite number."),
@@ -178,10 +307,26 @@ def test_empty_sections_are_defaults(load: Load) -> None:
         ("training: 5", "training=5 is not a section with options."),
         ("training: {precision: bf16}", "training.precision='bf16' is not known; did you mean 'bf16-mixed'? (known: "),
         ("training: {scheduler: {name: cosine_warmpu}}", "training.scheduler.name='cosine_warmpu' is not known; did "),
-        ("training: {strategy: ddp}", "training.strategy='ddp' is not supported yet; "),
+        ("training: {strategy: dpp}", "training.strategy='dpp' is not known; did you mean 'ddp'? (known: "),
+        ("training: {ema_decay: 1}", "training.ema_decay=1 is out of range; it must be less than 1."),
+        ("training: [a]", "training=['a'] is not a section with options."),
         ("training: {1: 2}", "training has the key 1, which is not the name of an option."),
         ("model: {1: 2}", "model has the key 1, which is not the name of an option."),
-        ("eval: {every_n_epochs: 2}", "eval={'every_n_epochs': 2} is not supported yet; "),
+        ("eval: {every_n_epochs: 2}", "eval.every_n_epochs=2 has no use without eval.benchmarks; "),
+        ("eval: {datasets: {a: b}}", "eval.datasets={'a': 'b'} has no use without eval.benchmarks; "),
+        ("eval: {benchmarks: 3}", "eval.benchmarks=3 is not a list of benchmarks."),
+        ("eval: {benchmarks: [3]}", "eval.benchmarks=[3] holds something that is no benchmark; "),
+        ("eval: {benchmarks: [{a: {}, b: {}}]}", "eval.benchmarks=[{'a': {}, 'b': {}}] holds something that is no"),
+        ("eval: {benchmarks: [{a: 3}]}", "eval.benchmarks=[{'a': 3}] holds something that is no benchmark; "),
+        ("finetune: {task: annotation}", "finetune={'task': 'annotation'} is not supported yet: "),
+        ("output: {loggers: csv}", "output.loggers='csv' has no use without output.log_dir, "),
+        ("output: {log_dir: a, loggers: [cvs]}", "output.loggers[0]='cvs' is not known; did you mean 'csv'? (known: "),
+        (
+            "output: {log_dir: a, project: b}",
+            "output.project='b' has no use without a logger that takes it; add 'wandb'",
+        ),
+        ("output: {run_name: b}", "output.run_name='b' has no use without a logger that takes it; "),
+        ("output: {wandb_mode: offline}", "output.wandb_mode='offline' has no use without a logger"),
         ("data: {source: s3, paths: a}", "data.source='s3' is not known (known: 'local', 'cellxgene_census')."),
         (
             "data: {source: cellxgene_census, paths: a}",
@@ -236,8 +381,8 @@ def test_data_is_required(load: Load) -> None:
 
 
 def test_further_mistakes_are_counted(load: Load) -> None:
-    text = message(load, DATA + "training: {batch_size: abc, max_epochs: 0, x: 1}")
-    assert text == "training.batch_size='abc' is not an integer (and 2 more options cannot be used)."
+    text = message(load, DATA + "training: {max_steps: abc, validation_size: 2, x: 1}")
+    assert text == "training.max_steps='abc' is not an integer (and 2 more options cannot be used)."
 
 
 def test_long_values_are_cut(load: Load) -> None:
@@ -250,8 +395,12 @@ def test_long_values_are_cut(load: Load) -> None:
     ("content", "part"),
     [
         ("data: [", "recipe.yaml, line 1, column 8 is not valid YAML: "),
+        ("data: a\n b: c", "not allowed here; check the indentation, and put text that holds ': ' in quotes."),
         ("data: a\n b: c", "line 2, column 3 is not valid YAML: "),
+        ("data:\n  paths: a\n layer: b", "line 3, column 2 is not valid YAML: "),
+        ("data:\n  paths: a\n layer: b", "check the indentation: the keys of one section start in the same column."),
         ("\tdata: a", "line 1, column 1 is not valid YAML: "),
+        ("data:\n\tpaths: a", "cannot start any token; indent with spaces, never with tab characters."),
         ("data: {paths: a}\ndata: {paths: b}", "line 2, column 1 is not valid YAML: the key 'data' stands twice"),
         ("data: {paths: a, paths: b}", "line 1, column 18 is not valid YAML: the key 'paths' stands twice"),
         ("seed: !!python/object/apply:os.getcwd []", "line 1, column 7 is not valid YAML: could not determine"),
@@ -323,7 +472,7 @@ def test_an_override_takes_the_place_of_an_alias_in_the_file(load: Load) -> None
         ("training.max_epoch=3", "did you mean 'training.max_epochs'?"),
         ("data.paths.x=3", "data.paths='cells.h5ad' is not a section with options."),
         ("data=3", "data=3 is not a section with options."),
-        ("training.strategy=ddp", "is not supported yet"),
+        ("finetune.task=x", "is not supported yet"),
     ],
 )
 def test_mistakes_in_an_override(load: Load, override: str, part: str) -> None:

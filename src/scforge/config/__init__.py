@@ -8,6 +8,7 @@ _SCHEMA = "scforge.config.schema"
 _NAMES = {
     "Config": _SCHEMA,
     "DataConfig": _SCHEMA,
+    "EvalConfig": _SCHEMA,
     "MaskingConfig": _SCHEMA,
     "ModelConfig": _SCHEMA,
     "ObjectiveConfig": _SCHEMA,
@@ -28,6 +29,7 @@ _NAMES = {
 __all__ = [
     "Config",
     "DataConfig",
+    "EvalConfig",
     "MaskingConfig",
     "ModelConfig",
     "ObjectiveConfig",

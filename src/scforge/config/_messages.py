@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
+from scforge.config.synonyms import SYNONYMS
 from scforge.errors import ConfigError, listing
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
-__all__ = ["config_error", "shown"]
+    from scforge.config._places import Places
+
+__all__ = ["config_error", "dotted_name", "known_names", "shown", "unknown_option"]
 
 _REPR = reprlib.Repr(maxlevel=2, maxdict=3, maxlist=3, maxstring=60, maxother=60, maxlong=40)
 _PLAIN_KEY = re.compile(r"[\w-]+")
@@ -49,10 +52,21 @@ def shown(value: object) -> str:
     return " ".join(_REPR.repr(value).split())
 
 
-def config_error(error: ValidationError, schema: type[BaseModel]) -> ConfigError:
-    """Return the first mistake that pydantic found in `schema` as a sentence, with the number of the others."""
+def config_error(error: ValidationError, schema: type[BaseModel], places: Places | None = None) -> ConfigError:
+    """Return the first mistake that pydantic found in `schema` as a sentence, with the number of the others.
+
+    Parameters
+    ----------
+    error
+        What pydantic says.
+    schema
+        The sections that were checked.
+    places
+        Where the options stand.
+    """
     details = error.errors(include_url=False)
-    sentence = _sentence(details[0], schema)
+    place = "" if places is None else places.of(details[0]["loc"])
+    sentence = place + _sentence(details[0], schema)
     if len(details) == 1:
         return ConfigError(f"{sentence}.")
     others = f"{len(details) - 1} more option{'s' if len(details) > 2 else ''}"
@@ -85,7 +99,10 @@ def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
     name = dotted_name(detail["loc"])
     option = f"{name}={shown(value)}"
     if kind == "extra_forbidden":
-        return _unknown(name, option, schema)
+        names = known_names(schema)
+        section = name.rpartition(".")[0]
+        siblings = [known.rpartition(".")[2] for known in names if known.rpartition(".")[0] == section]
+        return unknown_option(name, value, schema, siblings, "a known option")
     if kind == "missing":
         return f"{name} is missing; every configuration names its data, e.g. data: {{paths: [cells.h5ad]}}"
     if kind == "literal_error":
@@ -103,15 +120,28 @@ def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
     return f"{option} {words}"
 
 
-def _unknown(name: str, option: str, schema: type[BaseModel]) -> str:
+def unknown_option(name: str, value: object, schema: type[BaseModel], siblings: list[str], has: str) -> str:
+    """Return the sentence about an option that there is not, with the one that may be meant.
+
+    Parameters
+    ----------
+    name, value
+        Dotted name of the option, and its value.
+    schema
+        The sections that may have it.
+    siblings
+        Names of the options that may stand in its place.
+    has
+        Whose options those are.
+    """
     section, _, key = name.rpartition(".")
-    names = known_names(schema)
-    siblings = [known.rpartition(".")[2] for known in names if known.rpartition(".")[0] == section]
-    elsewhere = [known for known in names if known.rpartition(".")[2] == key]
     near = _nearest(key, siblings)
-    suggestion = elsewhere[0] if elsewhere else near and f"{section}.{near}".lstrip(".")
-    has = f"{section or 'a configuration'} has: {listing(siblings, most=20)}"
-    return f"{option} is not a known option{_hint(suggestion)} ({has})"
+    known = [option for option in known_names(schema) if option.rpartition(".")[2] == key]
+    meant = SYNONYMS.get(key.lower())
+    # The same name elsewhere, what other tools call it, and only then what is spelled alike.
+    suggestion = next(iter(known), None) or meant or (near and f"{section}.{near}".lstrip("."))
+    listed = listing(siblings, most=8 if suggestion else 24)
+    return f"{name}={shown(value)} is not {has}{_hint(suggestion)} ({section or 'a configuration'} has: {listed})"
 
 
 def _nearest(word: str, known: list[str]) -> str | None:

@@ -44,8 +44,8 @@ class _Dumper(yaml.SafeDumper):
         return True
 
     def represent_text(self, data: str) -> yaml.ScalarNode:
-        # Unicode's own line breaks survive in double quotes only, where they are escaped.
-        style = '"' if any(mark in data for mark in "\x85\u2028\u2029") else None
+        # Unicode's own line breaks survive in double quotes only, where they and others are escaped.
+        style = '"' if any(mark in data for mark in "\n\x85\u2028\u2029") else None
         return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
 
 
@@ -55,8 +55,17 @@ for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBER, list("-+.0123456789"))
 
 
-def parse_yaml(text: str, *, where: str) -> Any:
-    """Return the content of a YAML document.
+_HINTS = {
+    "cannot start any token": "indent with spaces, never with tab characters",
+    "did not find expected": "check the indentation",
+    "expected <block end>": "check the indentation: the keys of one section start in the same column",
+    "mapping values are not allowed": "check the indentation, and put text that holds ': ' in quotes",
+}
+"""What PyYAML says, to what is mostly meant."""
+
+
+def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
+    """Return the content of a YAML document, and the node that says where each part of it stands.
 
     Parameters
     ----------
@@ -71,11 +80,14 @@ def parse_yaml(text: str, *, where: str) -> Any:
         If the text is not YAML, has a key twice in one section, or holds objects other than plain values.
     """
     try:
-        return yaml.load(text, Loader=_Loader)
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        return (None, None) if root is None else (loader.construct_document(root), root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         reason = ", ".join(part for part in (error.context, error.problem) if part)
+        reason += "".join(f"; {hint}" for problem, hint in _HINTS.items() if problem in reason)
     except yaml.reader.ReaderError as error:
         place, reason = f", character {error.position + 1}", f"{error.reason}: #x{error.character:04x}"
     except RecursionError:

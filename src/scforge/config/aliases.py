@@ -8,7 +8,24 @@ from typing import Any
 from scforge.config._messages import shown
 from scforge.errors import ConfigError
 
-__all__ = ["ALIASES", "UNSUPPORTED", "apply_aliases"]
+__all__ = ["ALIASES", "UNSUPPORTED", "AliasError", "apply_aliases"]
+
+
+class AliasError(ConfigError):
+    """Options that cannot stand as they do.
+
+    Parameters
+    ----------
+    message
+        The sentence.
+    *options
+        Dotted names, as they are spelled where they were set.
+    """
+
+    def __init__(self, message: str, *options: str) -> None:
+        super().__init__(message)
+        self.options = options
+
 
 ALIASES = {
     "data.num_workers": "data.num_threads",
@@ -24,8 +41,7 @@ ALIASES = {
 """Accepted place of an option to the place where the schema has it."""
 
 UNSUPPORTED = {
-    "training.strategy": "is not supported yet; remove the key (training.devices sets the number of devices)",
-    "eval": "is not supported yet; remove the section and score the embedding with scforge.eval.evaluate",
+    "finetune": "is not supported yet: a configuration trains a model from scratch; remove the section",
 }
 """Keys that other tools or later versions know, and what to do instead."""
 
@@ -94,26 +110,32 @@ def _put(content: dict[str, Any], dotted: str, value: Any, *, alias: str) -> Non
             holder[name] = {}
         holder = holder[name]
         if not isinstance(holder, dict):
-            raise ConfigError(f"{'.'.join(sections[: depth + 1])}={shown(holder)} is not a section with options.")
+            section = ".".join(sections[: depth + 1])
+            raise AliasError(f"{section}={shown(holder)} is not a section with options.", section)
     if key in holder and holder[key] != value:
-        raise ConfigError(
+        raise AliasError(
             f"{alias}={shown(value)} and {dotted}={shown(holder[key])} set the same option to different values; "
-            f"keep {dotted} alone."
+            f"keep {dotted} alone.",
+            alias,
+            dotted,
         )
     holder[key] = value
 
 
 def _use_gpus(content: dict[str, Any], n_gpus: Any) -> None:
     if isinstance(n_gpus, bool) or not isinstance(n_gpus, int) or n_gpus < 0:
-        raise ConfigError(f"training.num_gpus={shown(n_gpus)} is not a number of GPUs; give 0 or more.")
+        message = f"training.num_gpus={shown(n_gpus)} is not a number of GPUs; give 0 or more."
+        raise AliasError(message, "training.num_gpus")
     _, accelerator = _get(content, "training.accelerator")
     if n_gpus == 0:
         _put(content, "training.accelerator", "cpu", alias="training.num_gpus")
         return
     if accelerator not in (None, *_ON_GPUS):
-        raise ConfigError(
+        raise AliasError(
             f"training.num_gpus={n_gpus} and training.accelerator={shown(accelerator)} contradict each other; "
-            "keep one of the two."
+            "keep one of the two.",
+            "training.num_gpus",
+            "training.accelerator",
         )
     content["training"]["accelerator"] = "gpu" if accelerator in (None, "auto") else accelerator
     _put(content, "training.devices", n_gpus, alias="training.num_gpus")
@@ -123,4 +145,4 @@ def _refuse_unsupported(content: Mapping[str, Any]) -> None:
     for dotted, reason in UNSUPPORTED.items():
         found, value = _get(content, dotted)
         if found:
-            raise ConfigError(f"{dotted}={shown(value)} {reason}.")
+            raise AliasError(f"{dotted}={shown(value)} {reason}.", dotted)

@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from scforge.config._messages import config_error, shown
+from scforge.config._places import Places, Source
 from scforge.config._yaml import dump_yaml, parse_yaml
-from scforge.config.aliases import apply_aliases
+from scforge.config.aliases import AliasError, apply_aliases
 from scforge.config.schema import Config
 from scforge.errors import ConfigError
 
@@ -36,7 +37,8 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     Raises
     ------
     ConfigError
-        If the file cannot be read, is not YAML, or has a key or a value that cannot be used.
+        If the file cannot be read, is not YAML, or has a key or a value that cannot be used. The message names the
+        line of the file, or the override.
 
     Examples
     --------
@@ -45,13 +47,23 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     >>> config.model.architecture, config.training.batch_size
     ('gene_pooling', 64)
     """
-    content = apply_aliases(_read(Path(path)))
+    content, source = _read(Path(path))
+    content = _canonical(content, source)
+    sources = [source]
     for override in overrides:
-        content = _merged(content, apply_aliases(_parse_override(override)))
+        changes, source = _parse_override(override)
+        try:
+            content = _merged(content, _canonical(changes, source))
+        except AliasError as error:
+            raise ConfigError(Places(sources).of(error.options[0].split(".")) + str(error)) from None
+        sources.append(source)
+    places = Places(sources)
     try:
-        return Config.model_validate(content)
+        config = Config.model_validate(content)
     except ValidationError as error:
-        raise config_error(error, Config) from None
+        raise config_error(error, Config, places) from None
+    config._places = places
+    return config
 
 
 def dump_config(config: Config) -> str:
@@ -74,7 +86,18 @@ def dump_config(config: Config) -> str:
     return dump_yaml(config.user_set())
 
 
-def _read(path: Path) -> Mapping[str, Any]:
+def _canonical(content: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    """Return the content of a source with each option in the place where the schema has it."""
+    try:
+        return apply_aliases(content)
+    except AliasError as error:
+        found = [source.find(option.split("."))[1] for option in error.options]
+        lines = list(dict.fromkeys(str(line) for line in found if line is not None))
+        numbered = f", line{'s' if len(lines) > 1 else ''} {' and '.join(lines)}" if lines else ""
+        raise ConfigError(f"{source.where}{numbered}: {error}") from None
+
+
+def _read(path: Path) -> tuple[Mapping[str, Any], Source]:
     name = repr(str(path))
     if path.is_dir():
         raise ConfigError(f"config={name} is a folder; name the YAML file in it.")
@@ -87,23 +110,24 @@ def _read(path: Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"config={name} cannot be read: {reason}.") from None
-    content = parse_yaml(text, where=str(path))
+    content, root = parse_yaml(text, where=str(path))
     if content is None:
         raise ConfigError(f"config={name} is empty; it needs at least a section data with paths.")
     if not isinstance(content, Mapping):
         raise ConfigError(f"config={name} holds {shown(content)} instead of sections such as data and training.")
-    return content
+    return content, Source(str(path), root)
 
 
-def _parse_override(override: str) -> dict[str, Any]:
+def _parse_override(override: str) -> tuple[dict[str, Any], Source]:
     name, equals, text = override.partition("=")
     keys = [key.strip() for key in name.split(".")]
     if not equals or not all(keys):
         raise ConfigError(f"override={override!r} is not an option; write it as section.option=value.")
-    content: Any = parse_yaml(text, where=f"override {override!r}")
+    where = f"override {override!r}"
+    content, root = parse_yaml(text, where=where)
     for key in reversed(keys):
         content = {key: content}
-    return content
+    return content, Source(where, root, tuple(keys))
 
 
 def _merged(content: Mapping[str, Any], changes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -112,7 +136,7 @@ def _merged(content: Mapping[str, Any], changes: Mapping[str, Any], prefix: str 
         old = merged.get(key)
         if isinstance(change, Mapping) and old is not None:
             if not isinstance(old, Mapping):
-                raise ConfigError(f"{prefix}{key}={shown(old)} is not a section with options.")
+                raise AliasError(f"{prefix}{key}={shown(old)} is not a section with options.", f"{prefix}{key}")
             change = _merged(old, change, f"{prefix}{key}.")
         merged[key] = change
     return merged

@@ -7,19 +7,23 @@ objective have their defaults in that class's constructor, which receives what t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 from scforge._checks import check_mask_ratio
-from scforge.config._fields import Float, Int, OpenSection, Path, Positive, Section, Share, Text
+from scforge.config._fields import Float, Int, OpenSection, Positive, Section, Share, Text
+from scforge.config._places import Places
 from scforge.config.aliases import apply_aliases
 from scforge.config.data_section import DataConfig, PreprocessingConfig, SamplingConfig, SplitConfig
+from scforge.config.output_section import EvalConfig, OutputConfig
+from scforge.config.training_section import OptimizerConfig, SchedulerConfig, TrainingConfig
 from scforge.errors import OptionError
 
 __all__ = [
     "Config",
     "DataConfig",
+    "EvalConfig",
     "MaskingConfig",
     "ModelConfig",
     "ObjectiveConfig",
@@ -157,122 +161,12 @@ class ModelConfig(OpenSection):
     layer_norm_eps: Annotated[Float, Field(gt=0)] = 1e-12
 
 
-class OptimizerConfig(Section):
-    """The optimizer; None takes the default of the training plan.
-
-    Parameters
-    ----------
-    name
-        ``"adamw"``.
-    lr
-        Highest learning rate.
-    weight_decay
-        Weight decay.
-    """
-
-    name: Literal["adamw"] = "adamw"
-    lr: Annotated[Float, Field(gt=0)] | None = None
-    weight_decay: Annotated[Float, Field(ge=0)] | None = None
-
-
-class SchedulerConfig(Section):
-    """The course of the learning rate; None takes the default of the training plan.
-
-    Parameters
-    ----------
-    name
-        Name of the schedule.
-    warmup_steps
-        Optimizer steps until the highest learning rate.
-    """
-
-    name: Literal["cosine_warmup", "linear_warmup", "one_cycle", "constant"] | None = None
-    warmup_steps: Annotated[Int, Field(ge=0)] | None = None
-
-
-class TrainingConfig(Section):
-    """The training run; None takes the default of the training plan.
-
-    Parameters
-    ----------
-    batch_size
-        Cells per step and device.
-    max_epochs, max_steps
-        Where training ends, whichever comes first.
-    validation_size
-        Share of cells held out for validation, in [0, 1).
-    early_stopping
-        Stop when the validation loss no longer falls.
-    early_stopping_patience
-        Epochs without an improvement until then.
-    precision
-        Precision of the arithmetic, as Lightning names it.
-    accelerator, devices
-        Hardware: kind, and number of devices (or ``"auto"``, or a list of indices as text, ``"0,1"``).
-    gradient_clip_val
-        Largest norm of the gradient; 0 does not clip.
-    optimizer, scheduler
-        Optimizer and course of the learning rate.
-    """
-
-    batch_size: Positive | None = None
-    max_epochs: Positive | None = None
-    max_steps: Positive | None = None
-    validation_size: Annotated[Float, Field(ge=0, lt=1)] = 0.1
-    early_stopping: bool = True
-    early_stopping_patience: Positive | None = None
-    precision: Literal["32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"] | None = None
-    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
-    devices: Any = 1
-    gradient_clip_val: Annotated[Float, Field(ge=0)] = 1.0
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
-    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
-
-    @field_validator("devices")
-    @classmethod
-    def _devices(cls, value: Any) -> int | str:
-        # One validator instead of ``int | str``, which reports a mistake twice, once for each type.
-        if isinstance(value, int) and not isinstance(value, bool) and (value >= 1 or value == -1):
-            return value
-        if isinstance(value, str) and (value == "auto" or all(part.strip().isdecimal() for part in value.split(","))):
-            return value
-        raise ValueError("is neither a number of devices, nor -1 for all, nor 'auto', nor indices such as '0,1'")
-
-
-class OutputConfig(Section):
-    """What is written, and where; None writes nothing.
-
-    Parameters
-    ----------
-    log_dir
-        Folder of the training log.
-    checkpoint_dir
-        Folder of checkpoints and of the trained model.
-    save_top_k
-        Checkpoints to keep, those with the lowest validation loss; -1 keeps all.
-    embedding
-        h5ad file to write with the data and ``obsm["X_scforge"]``.
-    """
-
-    log_dir: Path | None = None
-    checkpoint_dir: Path | None = None
-    save_top_k: Annotated[Int, Field(ge=-1)] = 1
-    embedding: Path | None = None
-
-    @field_validator("embedding")
-    @classmethod
-    def _h5ad(cls, value: str | None) -> str | None:
-        if value is not None and not value.endswith(".h5ad"):
-            raise ValueError("is not the name of an h5ad file; let it end in '.h5ad'")
-        return value
-
-
 class Config(Section):
     """A whole configuration file.
 
     Parameters
     ----------
-    data, tokenizer, objective, model, training, output
+    data, tokenizer, objective, model, training, eval, output
         The sections.
     seed
         Seed of everything random.
@@ -283,8 +177,21 @@ class Config(Section):
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
     training: TrainingConfig = Field(default_factory=TrainingConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
     output: OutputConfig = Field(default_factory=OutputConfig)
     seed: Annotated[Int, Field(ge=0, lt=2**32)] = 0
+
+    _places: Places = PrivateAttr(default_factory=Places)
+
+    def place_of(self, dotted: str) -> str:
+        """Return where an option was set, as the beginning of a message: ``"recipe.yaml, line 3: "``, or nothing.
+
+        Parameters
+        ----------
+        dotted
+            Name of the option, e.g. ``"training.optimizer.lr"``.
+        """
+        return self._places.of(dotted.split("."))
 
     @model_validator(mode="before")
     @classmethod
