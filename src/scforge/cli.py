@@ -39,7 +39,60 @@ def _train(arguments: argparse.Namespace) -> None:
         )
     from scforge.estimators import train_from_config
 
-    print(train_from_config(config, progress_bar=not arguments.quiet))
+    options = {"resume": arguments.resume, "overwrite": arguments.overwrite}
+    speaks = _first_process_speaks()
+    model = train_from_config(config, progress_bar=not arguments.quiet, **options)
+    if speaks:
+        print(model)
+
+
+def _first_process_speaks() -> bool:
+    """Let only the first of several processes say something; return whether this is the one."""
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+    if rank_zero_only.rank == 0:
+        return True
+    logging.getLogger("scforge").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    return False
+
+
+def _config_init(arguments: argparse.Namespace) -> None:
+    from scforge.config import init_config, list_recipes
+
+    if arguments.list:
+        print("\n".join(list_recipes()))
+        return
+    path = init_config(arguments.recipe, arguments.output, overwrite=arguments.overwrite)
+    print(f"Wrote {path}. Name your data in it, then: scforge config check {path}")
+
+
+def _config_show(arguments: argparse.Namespace) -> None:
+    from scforge.config import load_config
+
+    config = load_config(arguments.file, arguments.overrides)
+    from scforge.estimators import show_config
+
+    print(show_config(config), end="")
+
+
+def _config_check(arguments: argparse.Namespace) -> None:
+    from scforge.config import load_config
+
+    config = load_config(arguments.file, arguments.overrides)
+    from scforge.estimators import check_config
+
+    print(f"{arguments.file} is fine: {check_config(config)}.")
+
+
+def _config_schema(arguments: argparse.Namespace) -> None:
+    import json
+
+    from scforge.config import config_schema
+
+    schema = config_schema(arguments.output)
+    if arguments.output is None:
+        print(json.dumps(schema, indent=2))
 
 
 def _convert(arguments: argparse.Namespace) -> None:
@@ -63,6 +116,16 @@ def _convert(arguments: argparse.Namespace) -> None:
         print(info)
 
 
+def _embed(arguments: argparse.Namespace) -> None:
+    from scforge.estimators import embed_to
+
+    names = ("key", "batch_size", "rank", "world_size", "device", "overwrite")
+    options = {name: getattr(arguments, name) for name in names}
+    info = embed_to(arguments.model, arguments.source, arguments.output, **options, progress_bar=not arguments.quiet)
+    if not arguments.quiet:
+        print(info)
+
+
 def _inspect(arguments: argparse.Namespace) -> None:
     from scforge.data import inspect_h5ad, inspect_store
     from scforge.data.store_files import may_be_store
@@ -79,6 +142,27 @@ def _inspect(arguments: argparse.Namespace) -> None:
     found.check()
 
 
+def _add_config(config: argparse.ArgumentParser) -> None:
+    commands = config.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    init = commands.add_parser("init", help="write a recipe to edit")
+    init.add_argument("recipe", nargs="?", default="light", metavar="RECIPE", help="its name (%(default)s)")
+    init.add_argument("-o", "--output", metavar="FILE", help="file to write (RECIPE.yaml)")
+    init.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    init.add_argument("--list", action="store_true", help="list the recipes, and write nothing")
+    init.set_defaults(run=_config_init)
+    for name, run, words in (
+        ("show", _config_show, "show a file with all defaults that will be used"),
+        ("check", _config_check, "check what can be checked without reading the cells"),
+    ):
+        command = commands.add_parser(name, help=words)
+        command.add_argument("file", metavar="FILE", help="YAML file")
+        command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. training.batch_size=32")
+        command.set_defaults(run=run)
+    schema = commands.add_parser("schema", help="print the JSON schema of YAML files, for editors")
+    schema.add_argument("-o", "--output", metavar="FILE", help="write it to a file instead")
+    schema.set_defaults(run=_config_schema)
+
+
 def _parser() -> _Parser:
     parser = _Parser(prog="scforge", description="Train single-cell foundation models on AnnData.")
     parser.add_argument("--version", action="version", version=f"scforge {__version__}")
@@ -92,9 +176,12 @@ def _parser() -> _Parser:
 
     train = commands.add_parser("train", help="train a model as a YAML file says")
     train.add_argument("--config", required=True, metavar="FILE", help="YAML file")
+    train.add_argument("--resume", metavar="auto|STATE", help="go on: with the latest state, if any, or with this one")
+    train.add_argument("--overwrite", action="store_true", help="replace the run in output.checkpoint_dir")
     train.add_argument("--quiet", action="store_true", help="no progress bar")
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. training.batch_size=32")
     train.set_defaults(run=_train)
+    _add_config(commands.add_parser("config", help="write, show or check a YAML file"))
 
     convert = commands.add_parser("convert", help="make a store, from which models train, of data of any size")
     convert.add_argument("sources", nargs="+", metavar="SOURCE", help="path, pattern or URL of h5ad or AnnData-zarr")
@@ -112,6 +199,19 @@ def _parser() -> _Parser:
     convert.add_argument("--overwrite", action="store_true", help="replace a store, or an unfinished one that differs")
     convert.add_argument("--quiet", action="store_true", help="no progress bar and no description at the end")
     convert.set_defaults(run=_convert)
+
+    embed = commands.add_parser("embed", help="embed cells with a trained model; killed, it goes on where it was")
+    embed.add_argument("source", metavar="STORE_OR_H5AD", help="store, h5ad, AnnData-zarr, pattern or URL")
+    embed.add_argument("-m", "--model", required=True, metavar="DIR", help="folder of a model")
+    embed.add_argument("-o", "--output", required=True, metavar="FILE", help="AnnData to write: out.zarr or out.h5ad")
+    embed.add_argument("--key", default="X_scforge", metavar="KEY", help="key in obsm (%(default)s)")
+    embed.add_argument("--batch-size", type=int, default=256, metavar="N", help="cells at once (%(default)s)")
+    embed.add_argument("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if any)")
+    embed.add_argument("--rank", type=int, metavar="N", help="which of several processes this is, from 0")
+    embed.add_argument("--world-size", type=int, metavar="N", help="how many (default: what torchrun or srun say)")
+    embed.add_argument("--overwrite", action="store_true", help="replace another embedding, or an unfinished one")
+    embed.add_argument("--quiet", action="store_true", help="no progress bar and no summary at the end")
+    embed.set_defaults(run=_embed)
 
     inspect = commands.add_parser("inspect", help="show what an h5ad file or a store holds, and which vocabulary fits")
     inspect.add_argument("file", metavar="FILE", help="h5ad file of any size, or a store")

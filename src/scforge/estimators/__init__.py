@@ -5,10 +5,14 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
+    "EmbeddingInfo": "scforge.estimators.bulk",
     "Encoder": "scforge.estimators.encoder",
+    "check_config": "scforge.estimators.config_check",
+    "embed_to": "scforge.estimators.bulk",
+    "show_config": "scforge.estimators.config_show",
     "train_from_config": "scforge.estimators.from_config",
 }
 
-__all__ = ["Encoder", "train_from_config"]
+__all__ = ["EmbeddingInfo", "Encoder", "check_config", "embed_to", "show_config", "train_from_config"]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)
