@@ -95,8 +95,15 @@ def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
     raise ConfigError(f"{where}{place} is not valid YAML: {' '.join(reason.split()).rstrip('.')}.")
 
 
-def dump_yaml(content: Any) -> str:
+def dump_yaml(content: Any, *, one_line: bool = False) -> str:
     """Return `content` as YAML that :func:`parse_yaml` reads back.
+
+    Parameters
+    ----------
+    content
+        Plain values in dicts and lists.
+    one_line
+        Whether all stands on one line, however long it is.
 
     Raises
     ------
@@ -104,7 +111,8 @@ def dump_yaml(content: Any) -> str:
         If `content` holds something other than plain values.
     """
     try:
-        return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+        options = {"default_flow_style": True, "width": float("inf")} if one_line else {"width": 120}
+        return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **options)
     except yaml.representer.RepresenterError as error:
         kind = type(error.args[-1]).__name__
         raise ConfigError(

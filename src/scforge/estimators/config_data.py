@@ -74,7 +74,8 @@ def make_datamodule(cells: Cells, config: Config) -> CellDataModule:
     """Make the data module that the configuration describes."""
     data, training = config.data, config.training
     given = {
-        "batch_size": training.batch_size,
+        # How many fit into memory is tried out when training begins.
+        "batch_size": None if training.batch_size == "auto" else training.batch_size,
         "max_tokens_per_batch": data.max_tokens_per_batch,
         "balance_by": data.sampling.balance_key,
         "balance_epochs": data.sampling.warmup_epochs,

@@ -2,32 +2,62 @@
 
 from __future__ import annotations
 
-import logging
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from anndata import AnnData
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from scforge._constants import OBSM_KEY
-from scforge._io import atomic_path, check_folder
-from scforge.config.schema import Config
+from scforge._io import atomic_path
+from scforge.config.schema import Config, OutputConfig
 from scforge.errors import ConfigError
+from scforge.estimators.config_check import benchmark_callbacks, check_settings
 from scforge.estimators.config_data import embedded_adata, make_datamodule, open_source
-from scforge.estimators.defaults import recipe_for
+from scforge.estimators.config_parts import objective_of, placed, tokenizer_of
 from scforge.estimators.encoder import Encoder
-from scforge.models.registry import MODELS
-from scforge.tokenizers.registry import TOKENIZERS
-from scforge.training.objectives.registry import OBJECTIVES
 
-__all__ = ["train_from_config"]
+if TYPE_CHECKING:
+    from scforge.data.cells import Cells
+    from scforge.training.datamodule import CellDataModule
 
-logger = logging.getLogger("scforge")
+__all__ = ["train_arguments", "train_from_config"]
 
 _FINAL = "final"
-_MASKED = "masked_gene_prediction"
 
 
-def train_from_config(config: Config, *, progress_bar: bool = True) -> Encoder:
+_ARGUMENTS = {
+    "training": [
+        "max_epochs",
+        "max_steps",
+        "early_stopping",
+        "early_stopping_patience",
+        "precision",
+        "accelerator",
+        "devices",
+        "num_nodes",
+        "strategy",
+        "gradient_clip_val",
+        "accumulate_grad_batches",
+        "gradient_checkpointing",
+        "compile",
+        "ema_decay",
+        "log_every_n_steps",
+        "checkpoint_every_n_steps",
+    ],
+    "output": ["checkpoint_dir", "save_top_k", "keep_last"],
+}
+"""Options that arguments of ``Encoder.train`` are named after; where the user set none, its default holds."""
+
+
+def train_from_config(
+    config: Config,
+    *,
+    progress_bar: bool = True,
+    resume: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> Encoder:
     """Read the cells, train, and write what ``config.output`` asks for.
 
     Parameters
@@ -36,70 +66,44 @@ def train_from_config(config: Config, *, progress_bar: bool = True) -> Encoder:
         See :func:`scforge.config.load_config`.
     progress_bar
         Show a bar while training.
+    resume
+        ``"auto"`` goes on with the latest state in ``output.checkpoint_dir``, and starts where there is none; or the
+        path of a state. None starts, and refuses a folder that holds another run.
+    overwrite
+        Replace the run in ``output.checkpoint_dir``.
 
     Returns
     -------
-    The trained model. With ``output.checkpoint_dir`` it is saved there as ``final``, beside the best epochs.
+    The trained model. With ``output.checkpoint_dir`` it is saved there as ``final``, beside the best epochs. Of
+    several processes only the first writes.
+
+    Raises
+    ------
+    ConfigError, OptionError
+        If an option cannot be used.
+    MissingFileError, DataError
+        If the cells cannot be read or used.
 
     Examples
     --------
     >>> from scforge.config import load_config
     >>> train_from_config(load_config("recipe.yaml"))  # doctest: +SKIP
     """
-    data, training, output = config.data, config.training, config.output
-    tokenizer, objective = _tokenizer(config), _objective(config)
-    # A typo in a name should not come to light after minutes of reading.
-    for registry, name in (
-        (MODELS, config.model.architecture),
-        (TOKENIZERS, tokenizer.get("name")),
-        (OBJECTIVES, objective.get("name")),
-    ):
-        if name is not None:
-            registry.get(name)
-    for name in ("checkpoint_dir", "log_dir"):
-        if (folder := getattr(output, name)) is not None:
-            check_folder(f"output.{name}", folder)
-    if output.embedding is not None:
-        check_folder("output.embedding", Path(output.embedding).parent)
-    source = open_source(data)
-    options = {
-        "vocab": data.gene_vocab,
-        "n_top_genes": data.preprocessing.hvg_selection,
-        "seed": config.seed,
-        **config.model.user_options(),
-    }
-    if isinstance(source, AnnData):
-        Encoder.setup_anndata(
-            source, layer=data.layer, gene_key=data.gene_key, batch_key=data.batch_key, labels_key=data.labels_key
-        )
-        model = Encoder(source, config.model.architecture, tokenizer, objective, **options)
-        module = make_datamodule(model.cells(), config)
-    else:
-        module = make_datamodule(source, config)
-        model = Encoder(None, config.model.architecture, tokenizer, objective, datamodule=module, **options)
-    given: dict[str, Any] = {
-        "max_steps": training.max_steps,
-        "early_stopping_patience": training.early_stopping_patience,
-    }
-    model.train(
-        training.max_epochs,
-        datamodule=module,
-        **{name: value for name, value in given.items() if value is not None},
-        optimizer=training.optimizer.name,
-        lr=training.optimizer.lr,
-        weight_decay=training.optimizer.weight_decay,
-        schedule=training.scheduler.name,
-        warmup_steps=training.scheduler.warmup_steps,
-        early_stopping=training.early_stopping,
-        accelerator=training.accelerator,
-        devices=training.devices,
-        precision=training.precision,
-        gradient_clip_val=training.gradient_clip_val,
-        checkpoint_dir=output.checkpoint_dir,
-        save_top_k=output.save_top_k,
-        progress_bar=progress_bar,
-        logger=_metrics_logger(output.log_dir),
-    )
+    output = config.output
+    if resume == "auto" and output.checkpoint_dir is None:
+        raise ConfigError("resume='auto' looks into output.checkpoint_dir, which is not set; set it.")
+    # A typo should not come to light after minutes of reading.
+    check_settings(config)
+    arguments = train_arguments(config)
+    if resume is not None:
+        arguments["resume"] = resume
+    if overwrite:
+        arguments["overwrite"] = True
+    source = open_source(config.data)
+    model, module = _model(source, config)
+    model.train(datamodule=module, **arguments, progress_bar=progress_bar)
+    if rank_zero_only.rank:
+        return model
     if output.checkpoint_dir is not None:
         model.save(Path(output.checkpoint_dir) / _FINAL, overwrite=True)
     if output.embedding is not None:
@@ -109,50 +113,61 @@ def train_from_config(config: Config, *, progress_bar: bool = True) -> Encoder:
     return model
 
 
-def _tokenizer(config: Config) -> dict[str, Any]:
-    options = config.tokenizer.user_options()
-    if config.data.max_genes is not None:
-        if options.get("max_len", config.data.max_genes) != config.data.max_genes:
-            raise ConfigError(
-                f"tokenizer.max_len={options['max_len']} and data.max_genes={config.data.max_genes} mean the same; "
-                "keep one of them."
+def train_arguments(config: Config) -> dict[str, Any]:
+    """Return the arguments of ``Encoder.train`` that a configuration gives, loggers and callbacks among them."""
+    training, output = config.training, config.output
+    written = config.user_set()
+    arguments = {
+        name: written[section][name]
+        for section, names in _ARGUMENTS.items()
+        for name in names
+        if written.get(section, {}).get(name) is not None
+    }
+    if training.batch_size == "auto":
+        arguments["batch_size"] = "auto"
+    return arguments | {
+        "optimizer": training.optimizer.name,
+        "lr": training.optimizer.lr,
+        "weight_decay": training.optimizer.weight_decay,
+        "schedule": training.scheduler.name,
+        "warmup_steps": training.scheduler.warmup_steps,
+        "logger": _loggers(output),
+        "callbacks": benchmark_callbacks(config),
+    }
+
+
+def _model(source: AnnData | Cells, config: Config) -> tuple[Encoder, CellDataModule]:
+    data = config.data
+    parts = (config.model.architecture, tokenizer_of(config), objective_of(config))
+    options = {
+        "vocab": data.gene_vocab,
+        "n_top_genes": data.preprocessing.hvg_selection,
+        "seed": config.seed,
+        **config.model.user_options(),
+    }
+    with placed(config):
+        if isinstance(source, AnnData):
+            Encoder.setup_anndata(
+                source, layer=data.layer, gene_key=data.gene_key, batch_key=data.batch_key, labels_key=data.labels_key
             )
-        options["max_len"] = config.data.max_genes
-    return options if config.tokenizer.strategy is None else {"name": config.tokenizer.strategy, **options}
+            model = Encoder(source, *parts, **options)
+            return model, make_datamodule(model.cells(), config)
+        module = make_datamodule(source, config)
+        return Encoder(None, *parts, datamodule=module, **options), module
 
 
-def _objective(config: Config) -> dict[str, Any]:
-    """Return name and options of the objective; the options of masking stand in the tokenizer's section."""
-    options = config.objective.user_options()
-    masking = config.tokenizer.masking.user_set() if "masking" in config.tokenizer.model_fields_set else {}
-    name = config.objective.name or (_masked_objective(config) if masking else None)
-    if masking and "mask_ratio" not in OBJECTIVES.get(str(name)).option_names():
-        raise ConfigError(
-            f"tokenizer.masking is set but the objective {name!r} masks nothing; "
-            f"remove it, or set objective.name to {_MASKED!r}."
-        )
-    for key in set(masking) & set(options):
-        if masking[key] != options[key]:
-            raise ConfigError(
-                f"tokenizer.masking.{key}={masking[key]} and objective.{key}={options[key]} mean the same; "
-                "keep one of them."
-            )
-    options = {**masking, **options}
-    return options if name is None else {"name": name, **options}
-
-
-def _masked_objective(config: Config) -> str:
-    """Return the objective that masking is meant for where none is named: that of the architecture, if it masks."""
-    default = recipe_for(config.model.architecture, config.model.user_options()).objective
-    return default if "mask_ratio" in OBJECTIVES.get(default).option_names() else _MASKED
-
-
-def _metrics_logger(log_dir: str | None) -> Any:
-    if log_dir is None:
+def _loggers(output: OutputConfig) -> Any:
+    if output.log_dir is None or output.loggers == []:
         return False
-    from lightning.pytorch.loggers import CSVLogger
+    from scforge.training.loggers import make_loggers
 
-    return CSVLogger(save_dir=log_dir, name=None)
+    return make_loggers(
+        ["csv"] if output.loggers is None else output.loggers,
+        output.log_dir,
+        project=output.project,
+        run_name=output.run_name,
+        wandb_mode=output.wandb_mode,
+    )
 
 
 def _write(adata: Any, path: str) -> None:

@@ -1,0 +1,142 @@
+"""Help with writing configuration files: recipes to start from, and a schema with which editors complete and check."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from scforge._io import atomic_write_text
+from scforge.config._fields import Section
+from scforge.config.aliases import ALIASES
+from scforge.config.recipes import recipe_path
+from scforge.config.schema import Config
+from scforge.errors import ConfigError
+
+__all__ = ["config_schema", "init_config"]
+
+
+def init_config(
+    recipe: str = "light", output: str | os.PathLike[str] | None = None, *, overwrite: bool = False
+) -> Path:
+    """Write a recipe into a file to edit.
+
+    Parameters
+    ----------
+    recipe
+        See :func:`scforge.config.list_recipes`.
+    output
+        File to write; None takes the name of the recipe, in the working directory.
+    overwrite
+        Replace a file that is there.
+
+    Returns
+    -------
+    The file.
+
+    Raises
+    ------
+    ConfigError
+        If there is no such recipe, or the file exists.
+
+    Examples
+    --------
+    >>> init_config("light", "my_model.yaml")
+    PosixPath('my_model.yaml')
+    """
+    text = recipe_path(recipe).read_text(encoding="utf-8")
+    path = Path(f"{recipe}.yaml" if output is None else output)
+    if path.is_dir():
+        raise ConfigError(f"output={str(path)!r} is a folder; name a file in it.")
+    if path.exists() and not overwrite:
+        raise ConfigError(f"output={str(path)!r} exists; choose another name, or overwrite it (--overwrite).")
+    atomic_write_text(path, text)
+    return path
+
+
+def config_schema(output: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """Return the JSON schema of configuration files, for editors.
+
+    Parameters
+    ----------
+    output
+        File to write it to, too.
+
+    Examples
+    --------
+    >>> config_schema()["properties"]["seed"]["maximum"]
+    4294967295
+    """
+    schema = Config.model_json_schema()
+    schema["title"] = "scforge configuration"
+    definitions = schema["$defs"]
+    _describe(Config, schema)
+    for section in _sections(Config):
+        _describe(section, definitions[section.__name__])
+    for alias, canonical in ALIASES.items():
+        section, key = alias.split(".")
+        meant = copy.deepcopy(_find(schema, canonical))
+        holder = _find(schema, section)
+        holder["properties"][key] = meant | {"description": f"The same as {canonical}."}
+    for section in ("data.paths", "data.obs_columns", "output.loggers"):
+        _allow_one(_find(schema, section))
+    _allow_empty(schema)
+    if output is not None:
+        atomic_write_text(output, json.dumps(schema, indent=2) + "\n")
+    return schema
+
+
+def _sections(schema: type[Section]) -> list[type[Section]]:
+    found: list[type[Section]] = []
+    for field in schema.model_fields.values():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found += [field.annotation, *_sections(field.annotation)]
+    return found
+
+
+def _describe(section: type[Section], schema: dict[str, Any]) -> None:
+    """Give a section and its options the words of the docstring."""
+    summary, _, rest = (section.__doc__ or "").partition("Parameters\n")
+    schema["description"] = " ".join(summary.split())
+    schema.pop("title", None)
+    names: list[str] = []
+    words: dict[str, list[str]] = {}
+    for line in rest.splitlines()[1:]:
+        text = line.strip()
+        if text in ("Examples", "Notes"):
+            break
+        if line.startswith("        "):
+            for name in names:
+                words.setdefault(name, []).append(text.replace("``", "").replace("`", ""))
+        elif text:
+            names = [name.strip() for name in text.split(",")]
+    for name, option in schema["properties"].items():
+        option.pop("title", None)
+        if name in words:
+            option["description"] = " ".join(words[name])
+
+
+def _find(schema: dict[str, Any], dotted: str) -> dict[str, Any]:
+    found = schema
+    for key in dotted.split("."):
+        found = found["properties"][key]
+        if "$ref" in found:
+            found = schema["$defs"][found["$ref"].rpartition("/")[2]]
+    return found
+
+
+def _allow_one(option: dict[str, Any]) -> None:
+    """Let one text stand for a list of one."""
+    lists = [choice for choice in option["anyOf"] if choice.get("type") == "array"]
+    option["anyOf"] += [choice["items"] for choice in lists]
+
+
+def _allow_empty(schema: dict[str, Any]) -> None:
+    """Let sections be empty: all of their keys may be commented out."""
+    for holder in (schema, *schema["$defs"].values()):
+        for name, option in holder.get("properties", {}).items():
+            if "$ref" in option:
+                words = {"description": option["description"]} if "description" in option else {}
+                holder["properties"][name] = words | {"anyOf": [{"$ref": option["$ref"]}, {"type": "null"}]}

@@ -1,0 +1,219 @@
+"""Everything about a configuration that can be checked without reading the cells: ``scforge config check``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+
+from scforge._io import check_folder
+from scforge.config.schema import Config, DataConfig
+from scforge.data.h5ad import similar_file
+from scforge.data.named import open_vocab
+from scforge.data.remote import is_url
+from scforge.data.sources import open_cells
+from scforge.data.store_files import is_store, partial_path
+from scforge.data.streams import open_streams
+from scforge.data.vocab import FROM_DATA, GeneVocab
+from scforge.errors import ConfigError, GeneMismatchError, MissingFileError, OptionError, did_you_mean, listing
+from scforge.estimators.config_parts import check_names, chosen, objective_of, placed, tokenizer_of
+from scforge.estimators.spec import ModelSpec, named_options
+from scforge.models._utils import count_parameters
+from scforge.tokenizers.registry import TOKENIZERS
+from scforge.training.objectives.registry import get_objective
+
+__all__ = ["benchmark_callbacks", "check_config", "check_settings", "model_of"]
+
+_UNKNOWN_GENES = 2_048
+"""Genes of a model whose vocabulary comes from the data: at least what a tokenizer keeps of a cell by default."""
+
+
+def check_config(config: Config) -> str:
+    """Check what can be checked without reading the cells, and without a GPU.
+
+    Names, options and sizes of architecture, tokenizer and objective, and whether they fit; files, their columns, and
+    folders; benchmarks and loggers.
+
+    Returns
+    -------
+    What would be trained, in a few words.
+
+    Raises
+    ------
+    ScforgeError
+        With the first mistake.
+
+    Examples
+    --------
+    >>> from scforge.config import load_config, recipe_path
+    >>> scforge.datasets.pbmc3k().write_h5ad("cells.h5ad")
+    >>> check_config(load_config(recipe_path("light"), ["data.paths=cells.h5ad"]))
+    'gene_pooling on tokens of continuous_projection, trained by joint_embedding, about 0.7 million parameters'
+    """
+    check_settings(config)
+    benchmark_callbacks(config)
+    if config.data.source == "local":
+        _check_columns(config)
+    spec, known = model_of(config)
+    with placed(config), torch.device("meta"):
+        module = spec.build_module()
+    size = f", about {count_parameters(module) / 1e6:.1f} million parameters" if known else ""
+    return f"{spec.architecture} on tokens of {spec.tokenizer}, trained by {spec.objective}{size}"
+
+
+def check_settings(config: Config) -> None:
+    """Check names, options, files and folders; quick, so that no mistake comes to light after minutes of reading.
+
+    Raises
+    ------
+    ConfigError, OptionError
+        If something is not known, or does not go together.
+    MissingFileError
+        If a file does not exist.
+    """
+    check_names(config)
+    output = config.output
+    if config.training.checkpoint_every_n_steps is not None and output.checkpoint_dir is None:
+        raise ConfigError(
+            f"{config.place_of('training.checkpoint_every_n_steps')}training.checkpoint_every_n_steps="
+            f"{config.training.checkpoint_every_n_steps} has no use without output.checkpoint_dir; set both."
+        )
+    embedding = None if output.embedding is None else os.fspath(Path(output.embedding).parent)
+    cache = None if config.data.cache is None else os.fspath(Path(config.data.cache).parent)
+    folders = {"output.log_dir": output.log_dir, "output.checkpoint_dir": output.checkpoint_dir}
+    for option, folder in (folders | {"output.embedding": embedding, "data.cache": cache}).items():
+        if folder is not None:
+            _check_writable(config, option, folder)
+    for package in output.loggers or []:
+        if package != "csv" and importlib.util.find_spec(package) is None:
+            raise OptionError(
+                f"{config.place_of('output.loggers')}output.loggers names {package!r}, which is not installed; "
+                f"pip install 'scforge[{package}]'."
+            )
+    for index, path in enumerate(config.data.paths or []):
+        _check_file(config, ["data", "paths", index], path)
+    for name, path in config.eval.datasets.items():
+        _check_file(config, ["eval", "datasets", name], path)
+    if config.data.gene_vocab != FROM_DATA:
+        with placed(config):
+            open_vocab(config.data.gene_vocab)
+
+
+def benchmark_callbacks(config: Config) -> list[Any]:
+    """Return the callback that runs the benchmarks of a configuration, or nothing.
+
+    Raises
+    ------
+    OptionError
+        If a benchmark, an option of it or a data set is not known.
+    """
+    section = config.eval
+    if not section.benchmarks:
+        return []
+    for index, benchmark in enumerate(section.benchmarks):
+        options = (next(iter(benchmark.values())) if isinstance(benchmark, dict) else None) or {}
+        name = options.get("dataset")
+        if name is not None and name not in section.datasets:
+            known = list(section.datasets)
+            raise ConfigError(
+                f"{config._places.of(['eval', 'benchmarks', index])}eval.benchmarks[{index}] names dataset={name!r}, "
+                f"which has no file{did_you_mean(name, known)}; add it, eval.datasets: {{{name}: cells.h5ad}} "
+                f"(eval.datasets has: {listing(known)})."
+            )
+    from scforge.eval.callback import make_benchmark_callback
+
+    try:
+        callback = make_benchmark_callback(
+            section.benchmarks,
+            every_n_epochs=section.every_n_epochs,
+            datasets=section.datasets,
+            labels_key=config.data.labels_key,
+            batch_key=config.data.batch_key,
+        )
+    except OptionError as error:
+        raise OptionError(config.place_of("eval.benchmarks") + str(error)) from error
+    return [callback]
+
+
+def _check_writable(config: Config, option: str, folder: str) -> None:
+    try:
+        check_folder(option, folder)
+    except OptionError as error:
+        raise OptionError(config.place_of(option) + str(error)) from error
+    place = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise OptionError(
+            f"{config.place_of(option)}{option}={folder!r}: {str(place)!r} cannot be written into; "
+            "choose another folder, or change its permissions."
+        )
+
+
+def _check_file(config: Config, location: list[str | int], path: str) -> None:
+    if is_url(path) or any(mark in path for mark in "*?["):
+        return
+    if not Path(path).exists() and not partial_path(path).exists():
+        place = config._places.of(location)
+        raise MissingFileError(f"{place}the file {path!r} does not exist{similar_file(Path(path))}.")
+
+
+def _check_columns(config: Config) -> None:
+    """Look for the layer and the columns that are named, in files and stores that are here."""
+    data = config.data
+    paths = data.paths or []
+    if any(is_url(path) for path in paths):
+        return
+    named = [data.batch_key, data.labels_key, data.sampling.balance_key, *(data.obs_columns or [])]
+    named += [] if data.split.by == "cell" else [data.split.by]
+    columns = list(dict.fromkeys(name for name in named if name is not None))
+    with placed(config):
+        if len(paths) == 1 and (is_store(paths[0]) or partial_path(paths[0]).exists()):
+            open_cells(paths[0], obs=columns, layer=data.layer, gene_key=data.gene_key, modality=data.modality)
+            return
+        for stream in open_streams(paths, layer=data.layer, modality=data.modality):
+            stream.obs(columns)
+            if data.gene_key is not None and data.gene_key not in stream.var:
+                raise OptionError(
+                    f"gene_key={data.gene_key!r} is not a column of var of {stream.name!r}"
+                    f"{did_you_mean(data.gene_key, stream.var.columns)} (var has: {listing(stream.var.columns)})"
+                )
+
+
+def model_of(config: Config) -> tuple[ModelSpec, bool]:
+    """Return the model of a configuration over a stand-in of its genes, and whether their number is known."""
+    default = chosen(config)
+    tokenizer = named_options("tokenizer", tokenizer_of(config), default.tokenizer)
+    objective, options = named_options("objective", objective_of(config), default.objective)
+    vocab, known = _genes(config.data, default.n_top_genes, tokenizer[1])
+    if TOKENIZERS.get(tokenizer[0]).needs_medians and vocab.medians is None:
+        vocab = vocab.with_medians(np.ones(vocab.n_genes))
+    with placed(config):
+        # Options that are found in the cells, e.g. classes, are of no matter here.
+        found = get_objective(objective, **options).options_from(lambda key: pd.Series(["a", "b"], dtype="category"))
+        try:
+            return _resolved(config, vocab, tokenizer, (objective, options | found)), known
+        except GeneMismatchError:
+            if config.data.gene_vocab != FROM_DATA:
+                raise
+        # The genes of a table of vectors cannot be compared with those of cells that are not read.
+        plain = {name: value for name, value in tokenizer[1].items() if name != "table"}
+        return _resolved(config, vocab, (tokenizer[0], plain), (objective, options | found)), False
+
+
+def _resolved(config: Config, vocab: GeneVocab, tokenizer: Any, objective: Any) -> ModelSpec:
+    options = config.model.user_options()
+    return ModelSpec.resolve(chosen(config), vocab, tokenizer=tokenizer, objective=objective, options=options)[0]
+
+
+def _genes(data: DataConfig, n_default: int | None, tokenizer: dict[str, Any]) -> tuple[GeneVocab, bool]:
+    n_genes = data.preprocessing.hvg_selection
+    if data.gene_vocab != FROM_DATA:
+        vocab = open_vocab(data.gene_vocab)
+        return vocab.subset(range(min(n_genes, vocab.n_genes))) if n_genes else vocab, True
+    known = bool(n_default if n_genes is None else n_genes)
+    n_genes = (n_default if n_genes is None else n_genes) or max(_UNKNOWN_GENES, tokenizer.get("max_len") or 0)
+    return GeneVocab.from_genes([f"gene{number}" for number in range(n_genes)]), known

@@ -1,0 +1,147 @@
+"""The parts that a configuration names: architecture, tokenizer and objective with their options."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from scforge.config._messages import unknown_option
+from scforge.config.schema import Config
+from scforge.errors import ConfigError, OptionError, ScforgeError
+from scforge.estimators.defaults import Recipe, recipe_for
+from scforge.models.registry import MODELS, option_names, own_names
+from scforge.tokenizers.registry import TOKENIZERS
+from scforge.training.objectives.registry import OBJECTIVES
+
+__all__ = ["check_names", "chosen", "objective_of", "placed", "tokenizer_of"]
+
+_MASKED = "masked_gene_prediction"
+
+
+def chosen(config: Config) -> Recipe:
+    """Return the defaults of the architecture of a configuration, under its name."""
+    return recipe_for(config.model.architecture, config.model.user_options())
+
+
+def tokenizer_of(config: Config) -> dict[str, Any]:
+    """Return name and options of the tokenizer, as far as the user set them."""
+    options = config.tokenizer.user_options()
+    if config.data.max_genes is not None:
+        if options.get("max_len", config.data.max_genes) != config.data.max_genes:
+            raise ConfigError(
+                f"{config.place_of('tokenizer.max_len')}tokenizer.max_len={options['max_len']} and "
+                f"data.max_genes={config.data.max_genes} mean the same; keep one of them."
+            )
+        options["max_len"] = config.data.max_genes
+    return options if config.tokenizer.strategy is None else {"name": config.tokenizer.strategy, **options}
+
+
+def objective_of(config: Config) -> dict[str, Any]:
+    """Return name and options of the objective; the options of masking stand in the tokenizer's section."""
+    options = config.objective.user_options()
+    masking = config.tokenizer.masking.user_set() if "masking" in config.tokenizer.model_fields_set else {}
+    name = config.objective.name or (_masked_objective(config) if masking else None)
+    if masking and "mask_ratio" not in OBJECTIVES.get(str(name)).option_names():
+        raise ConfigError(
+            f"{config.place_of('tokenizer.masking')}tokenizer.masking is set but the objective {name!r} masks nothing; "
+            f"remove it, or set objective.name to {_MASKED!r}."
+        )
+    for key in sorted(set(masking) & set(options)):
+        if masking[key] != options[key]:
+            raise ConfigError(
+                f"{config.place_of(f'objective.{key}')}tokenizer.masking.{key}={masking[key]} and "
+                f"objective.{key}={options[key]} mean the same; keep one of them."
+            )
+    options = {**masking, **options}
+    return options if name is None else {"name": name, **options}
+
+
+def check_names(config: Config) -> None:
+    """Raise unless architecture, tokenizer and objective are registered, and have the options that are set.
+
+    Raises
+    ------
+    OptionError
+        If a name is not known.
+    ConfigError
+        If there is no such option.
+    """
+    default = chosen(config)
+    names = (
+        ("model.architecture", MODELS, default.architecture),
+        ("tokenizer.strategy", TOKENIZERS, config.tokenizer.strategy or default.tokenizer),
+        ("objective.name", OBJECTIVES, objective_of(config).get("name", default.objective)),
+    )
+    for option, registry, name in names:
+        try:
+            registry.get(name)
+        except OptionError as error:
+            raise OptionError(config.place_of(option) + str(error)) from error
+    (_, _, architecture), (_, _, tokenizer), (_, _, objective) = names
+    known = option_names(architecture)
+    if known is not None:
+        own = getattr(MODELS.get(architecture), "config_names", {})
+        shared = [name for name in known if name not in own.values()] + list(own)
+        unknown = [option for option in config.model.user_options() if own.get(option, option) not in known]
+        _refuse(config, "model", unknown, shared, architecture)
+    for section, name, options in (
+        ("tokenizer", tokenizer, TOKENIZERS.get(tokenizer).option_names()),
+        ("objective", objective, OBJECTIVES.get(objective).option_names()),
+    ):
+        unknown = [option for option in getattr(config, section).user_options() if option not in options]
+        _refuse(config, section, unknown, options, name)
+    with placed(config):
+        own_names(architecture, config.model.user_options())
+
+
+_SAID = {
+    "architecture": "model.architecture",
+    "dropped": "tokenizer.dropped",
+    "max_len": "data.max_genes",
+    "n_top_genes": "data.preprocessing.hvg_selection",
+    "objective": "objective.name",
+    "schedule": "training.scheduler.name",
+    "tokenizer": "tokenizer.strategy",
+    "vocab": "data.gene_vocab",
+}
+"""Arguments of the front class to where a configuration has them."""
+
+
+@contextlib.contextmanager
+def placed(config: Config) -> Iterator[None]:
+    """Put the place of the option before the message of an error that begins with ``option=value``."""
+    try:
+        yield
+    except ScforgeError as error:
+        place = _place(config, str(error))
+        if not place:
+            raise
+        raise type(error)(place + str(error)) from error
+
+
+def _place(config: Config, message: str) -> str:
+    begin = re.match(r"(\w+)=", message)
+    if begin is None:
+        return ""
+    name = begin[1]
+    written = config.user_set()
+    holders = [section for section in ("model", "tokenizer", "objective", "data") if name in written.get(section, {})]
+    if holders:
+        return config.place_of(f"{holders[0]}.{name}")
+    return config.place_of(_SAID[name]) if name in _SAID else ""
+
+
+def _refuse(config: Config, section: str, unknown: list[str], known: list[str], owner: str) -> None:
+    for option in unknown:
+        name = f"{section}.{option}"
+        value = getattr(config, section).user_options()[option]
+        text = unknown_option(name, value, Config, known, f"an option of {owner!r}")
+        raise ConfigError(f"{config.place_of(name)}{text}.")
+
+
+def _masked_objective(config: Config) -> str:
+    """Return the objective that masking is meant for where none is named: that of the architecture, if it masks."""
+    default = chosen(config).objective
+    return default if "mask_ratio" in OBJECTIVES.get(default).option_names() else _MASKED
