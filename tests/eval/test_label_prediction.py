@@ -95,7 +95,7 @@ def test_a_benchmark_of_ones_own(cells) -> None:
             return {"spread": float(embedding.std())}
 
     try:
-        assert list_benchmarks() == ["label_prediction", "spread"]
+        assert "spread" in list_benchmarks()
         assert get_benchmark("spread").run(*cells)["spread"] > 0
     finally:
         BENCHMARKS._entries.pop("spread")

@@ -5,12 +5,17 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
+    "BatchIntegration": "scforge.eval.batch_integration",
     "Benchmark": "scforge.eval.base",
+    "BenchmarkCallback": "scforge.eval.callback",
+    "CellTypeAnnotation": "scforge.eval.cell_type_annotation",
+    "Evaluation": "scforge.eval.evaluation",
     "LabelPrediction": "scforge.eval.label_prediction",
     "Report": "scforge.eval.report",
     "evaluate": "scforge.eval.harness",
     "get_benchmark": "scforge.eval.base",
     "list_benchmarks": "scforge.eval.base",
+    "make_benchmark_callback": "scforge.eval.callback",
     "pca_embedding": "scforge.eval.baselines",
     "register_benchmark": "scforge.eval.base",
 }
@@ -20,6 +25,11 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "Report",
     "Benchmark",
     "LabelPrediction",
+    "CellTypeAnnotation",
+    "BatchIntegration",
+    "BenchmarkCallback",
+    "Evaluation",
+    "make_benchmark_callback",
     "pca_embedding",
     "register_benchmark",
     "get_benchmark",

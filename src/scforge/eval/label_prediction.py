@@ -8,10 +8,11 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from scforge.errors import DataError, OptionError, did_you_mean, listing
-from scforge.eval.base import Benchmark, register_benchmark
+from scforge._checks import check_count, check_seed
+from scforge.errors import DataError, OptionError
+from scforge.eval.base import Benchmark, check_column, register_benchmark
 
-__all__ = ["LabelPrediction"]
+__all__ = ["LabelPrediction", "check_finite", "check_folds", "check_neighbors", "labels_of"]
 
 
 @register_benchmark("label_prediction")
@@ -44,8 +45,8 @@ class LabelPrediction(Benchmark):
     metrics = ("knn_macro_f1", "logreg_macro_f1")
 
     def __init__(self, labels_key: str, n_folds: int = 5, n_neighbors: int = 15, seed: int = 0) -> None:
-        if n_folds < 2:
-            raise OptionError(f"n_folds={n_folds} is too few; cross-validation needs at least 2.")
+        check_folds(n_folds, n_neighbors)
+        check_seed(seed)
         self.labels_key = labels_key
         self.n_folds = n_folds
         self.n_neighbors = n_neighbors
@@ -67,9 +68,7 @@ class LabelPrediction(Benchmark):
         from sklearn.preprocessing import StandardScaler
 
         labelled, labels = self._labels(obs)
-        cells = np.asarray(embedding)[labelled]
-        if not np.isfinite(cells).all():
-            raise DataError("the embedding holds values that are not numbers; it cannot be evaluated.")
+        cells = check_finite(embedding)[labelled]
         folds = StratifiedKFold(self.n_folds, shuffle=True, random_state=self.seed)
         models = {
             "knn_macro_f1": KNeighborsClassifier(self.n_neighbors),
@@ -80,22 +79,61 @@ class LabelPrediction(Benchmark):
             for name, model in models.items()
         }
 
+    def check(self, obs: pd.DataFrame) -> None:
+        """Raise :class:`~scforge.errors.DataError` where :meth:`run` would."""
+        self._labels(obs)
+
     def _labels(self, obs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-        if self.labels_key not in obs:
-            columns = list(obs.columns)
-            raise DataError(
-                f"labels_key={self.labels_key!r} is not a column of obs{did_you_mean(self.labels_key, columns) or ';'} "
-                f"(obs has: {listing(columns)})"
-            )
-        column = obs[self.labels_key]
-        labelled = np.asarray(column.notna())
-        labels = np.asarray(column, dtype=object)[labelled].astype(str)
+        labelled, labels = labels_of(obs, self.labels_key)
         names, sizes = np.unique(labels, return_counts=True)
-        if len(names) < 2:
-            raise DataError(f"obs[{self.labels_key!r}] has {len(names)} different labels; at least 2 are needed.")
         if (sizes < self.n_folds).any():
             raise DataError(
                 f"label {str(names[sizes.argmin()])!r} has {sizes.min()} cells, fewer than n_folds={self.n_folds}; "
                 "leave it out or lower n_folds."
             )
+        check_neighbors(self.n_neighbors, self.n_folds, len(labels))
         return labelled, labels
+
+
+def check_folds(n_folds: int, n_neighbors: int) -> None:
+    """Raise :class:`~scforge.errors.OptionError` unless so many folds and neighbours make sense."""
+    check_count("n_folds", n_folds, "folds")
+    if n_folds < 2:
+        raise OptionError(f"n_folds={n_folds} is too few; cross-validation needs at least 2.")
+    check_count("n_neighbors", n_neighbors, "cells")
+
+
+def check_neighbors(n_neighbors: int, n_folds: int, n_cells: int) -> None:
+    """Raise :class:`~scforge.errors.DataError` if the training folds have fewer cells than neighbours are asked for."""
+    fewest = n_cells - -(-n_cells // n_folds)
+    if n_neighbors > fewest:
+        raise DataError(
+            f"n_neighbors={n_neighbors} is more than the {fewest} labelled cells that n_folds={n_folds} leaves to "
+            "learn from; lower it or score more cells."
+        )
+
+
+def check_finite(embedding: np.ndarray) -> np.ndarray:
+    """Return an embedding as an array, or raise :class:`~scforge.errors.DataError` if it holds NaN or infinity."""
+    embedding = np.asarray(embedding)
+    if not np.isfinite(embedding).all():
+        raise DataError("the embedding holds values that are not numbers; it cannot be evaluated.")
+    return embedding
+
+
+def labels_of(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> tuple[np.ndarray, np.ndarray]:
+    """Return which cells have a label, bool, shape (N,), and the labels of those, as text.
+
+    Raises
+    ------
+    DataError
+        If the column is missing, or there are fewer than two labels.
+    """
+    check_column(argument, key, obs)
+    labelled = np.asarray(obs[key].notna())
+    labels = np.asarray(obs[key], dtype=object)[labelled].astype(str)
+    n_labels = len(np.unique(labels))
+    if n_labels < 2:
+        what = argument.removesuffix("_key").replace("batch", "batches")
+        raise DataError(f"obs[{key!r}] has {n_labels} different {what}; at least 2 are needed.")
+    return labelled, labels

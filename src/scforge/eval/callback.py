@@ -1,0 +1,207 @@
+"""Benchmarks that run while a model is trained."""
+
+from __future__ import annotations
+
+import math
+import random
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+
+from scforge._checks import check_count
+from scforge.errors import OptionError, ScforgeError, ScforgeWarning
+from scforge.eval.base import Benchmark
+from scforge.eval.evaluation import Entry, Evaluation, ScoredCells, resolve, to_evaluation
+from scforge.training.datamodule import CellDataModule
+from scforge.training.predict import embed
+
+__all__ = ["BenchmarkCallback", "Evaluation", "make_benchmark_callback"]
+
+
+class BenchmarkCallback(Callback):
+    """Scores the embedding of held-out cells, or of other data sets, every few epochs.
+
+    The figures stand in the history and in the loggers beside the losses, as ``<benchmark>_<metric>``. They are
+    computed after validation, and change nothing in the training: random generators are put back. Of several processes
+    one scores and the others wait.
+
+    Parameters
+    ----------
+    benchmarks
+        What to run: registered names, benchmarks, ``{name: {option: value}}`` where options may be ``dataset``,
+        ``name`` and ``max_cells`` as well, or :class:`Evaluation`.
+    every_n_epochs
+        Run in each n-th epoch, and in the last.
+    datasets
+        Name of a data set to its path, for evaluations that name one.
+    labels_key, batch_key
+        Columns of obs for benchmarks that are told none; None takes those of the data module.
+
+    Raises
+    ------
+    OptionError
+        If a benchmark, an option or a data set is unknown.
+    MissingFileError
+        If the file of a data set does not exist.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()
+    >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+    >>> model = scforge.models.Encoder(adata)
+    >>> callback = BenchmarkCallback(["cell_type_annotation"], every_n_epochs=5)
+    >>> model.train(callbacks=[callback])  # doctest: +SKIP
+    >>> model.history["cell_type_annotation_macro_f1"]  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        benchmarks: Sequence[Entry],
+        *,
+        every_n_epochs: int = 1,
+        datasets: Mapping[str, Any] | None = None,
+        labels_key: str | None = None,
+        batch_key: str | None = None,
+    ) -> None:
+        if isinstance(benchmarks, str | Benchmark | Evaluation | Mapping):
+            raise OptionError(f"benchmarks={benchmarks!r} is one; give a list, [{benchmarks!r}].")
+        if not benchmarks:
+            raise OptionError("benchmarks=[] names no benchmark; name at least one, or leave the callback out.")
+        check_count("every_n_epochs", every_n_epochs, "epochs")
+        self.evaluations = resolve([to_evaluation(one) for one in benchmarks], datasets or {})
+        self.every_n_epochs = every_n_epochs
+        self._keys = {"labels_key": labels_key, "batch_key": batch_key}
+        self._runs: list[tuple[str, Benchmark, ScoredCells]] = []
+        self._failed: set[str] = set()
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Open the data sets, make the benchmarks and check that they fit, before any time is spent on training."""
+        data = getattr(trainer, "datamodule", None)
+        if not isinstance(data, CellDataModule):
+            raise OptionError("BenchmarkCallback needs a trainer that was given a CellDataModule as its datamodule.")
+        if not len(data.validation_rows):
+            raise OptionError(
+                "benchmarks run after validation, but no cells are held out; give validation_size above 0, or leave "
+                "the benchmarks out."
+            )
+        keys = {name: key if key is not None else getattr(data, name) for name, key in self._keys.items()}
+        opened: dict[tuple[Any, int | None], ScoredCells] = {}
+        self._runs, self._failed = [], set()
+        for one in self.evaluations:
+            benchmark = one.made(keys)
+            place = (one.place, one.max_cells)
+            if place not in opened:
+                opened[place] = (
+                    ScoredCells.choose(data.bound, data.validation_rows, one.max_cells)
+                    if one.held_out
+                    else ScoredCells.open(one.dataset, data.bound.vocab, one.max_cells)
+                )
+            try:
+                benchmark.check(opened[place].obs)
+            except ScforgeError as error:
+                where = "the held-out cells" if one.held_out else f"the cells of {one.place}"
+                raise type(error)(f"the benchmark {one.name!r} cannot score {where}: {error}") from error
+            self._runs.append((str(one.name), benchmark, opened[place]))
+        if not _embeds(trainer):
+            # Checked like everywhere, so that every process stops alike, but nothing more to do here.
+            self._runs = []
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Hand the figures to the plan, which logs them."""
+        if trainer.sanity_checking or not self._due(trainer):
+            return
+        figures: dict[str, float] = {}
+        with isolate_rng():
+            # A benchmark that draws from the global generators sees the same numbers each time, after a resume as well.
+            torch.manual_seed(0)
+            np.random.seed(0)
+            random.seed(0)
+            if self._runs:
+                figures = self._figures(trainer, pl_module.module)
+        # Every process logs the same figures; this is also where the others wait.
+        pl_module.figures.update(trainer.strategy.broadcast(figures))
+
+    def _due(self, trainer: lightning.Trainer) -> bool:
+        epoch = trainer.current_epoch + 1
+        last = epoch == trainer.max_epochs or trainer.should_stop or trainer.global_step == trainer.max_steps
+        return last or epoch % self.every_n_epochs == 0
+
+    def _figures(self, trainer: lightning.Trainer, module: nn.Module) -> dict[str, float]:
+        data: CellDataModule = trainer.datamodule
+        assert data.tokenizer is not None
+        figures: dict[str, float] = {}
+        embeddings: dict[int, np.ndarray | ScforgeError] = {}
+        for name, benchmark, scored in self._runs:
+            if id(scored) not in embeddings:
+                try:
+                    embeddings[id(scored)] = embed(
+                        module, scored.cells, data.tokenizer, rows=scored.rows, objective=data.objective
+                    )
+                except ScforgeError as error:
+                    embeddings[id(scored)] = error
+            if not trainer.is_global_zero:
+                continue
+            scores = dict.fromkeys(benchmark.metrics, math.nan)
+            try:
+                found = embeddings[id(scored)]
+                if isinstance(found, ScforgeError):
+                    raise found
+                scores |= benchmark.run(found, scored.obs)
+            except ScforgeError as error:
+                self._warn(name, error)
+            figures |= {f"{name}_{metric}": float(score) for metric, score in scores.items()}
+        return figures
+
+    def _warn(self, name: str, error: ScforgeError) -> None:
+        """Say once a training that an evaluation failed."""
+        if name not in self._failed:
+            self._failed.add(name)
+            warnings.warn(
+                f"the benchmark {name!r} failed during training, its figures are NaN: {error}",
+                ScforgeWarning,
+                stacklevel=3,
+            )
+
+
+def _embeds(trainer: lightning.Trainer) -> bool:
+    """Return whether this process embeds: one does, but a module in pieces needs all of them."""
+    return trainer.is_global_zero or isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
+
+
+def make_benchmark_callback(
+    benchmarks: Sequence[Entry],
+    *,
+    every_n_epochs: int = 1,
+    datasets: Mapping[str, str] | None = None,
+    labels_key: str | None = None,
+    batch_key: str | None = None,
+) -> BenchmarkCallback:
+    """Make a callback of the section ``eval`` of a configuration.
+
+    Parameters
+    ----------
+    benchmarks, every_n_epochs, datasets, labels_key, batch_key
+        See :class:`BenchmarkCallback`.
+
+    Examples
+    --------
+    >>> callback = make_benchmark_callback([{"cell_type_annotation": {"labels_key": "cell_type"}}], every_n_epochs=2)
+    >>> [evaluation.name for evaluation in callback.evaluations]
+    ['cell_type_annotation']
+    """
+    return BenchmarkCallback(
+        benchmarks,
+        every_n_epochs=every_n_epochs,
+        datasets=datasets,
+        labels_key=labels_key,
+        batch_key=batch_key,
+    )

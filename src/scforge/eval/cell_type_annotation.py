@@ -1,0 +1,110 @@
+"""How well cell types can be read off an embedding, with types too rare to tell left out.
+
+Shapes: N cells, D dimensions.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pandas as pd
+
+from scforge._checks import check_seed
+from scforge.errors import DataError, ScforgeWarning
+from scforge.eval.base import Benchmark, register_benchmark
+from scforge.eval.label_prediction import check_finite, check_folds, check_neighbors, labels_of
+
+__all__ = ["CellTypeAnnotation"]
+
+
+@register_benchmark("cell_type_annotation")
+class CellTypeAnnotation(Benchmark):
+    """Cross-validated macro-F1 and accuracy of k nearest neighbours.
+
+    Cheap enough to run during training, where :class:`~scforge.eval.LabelPrediction` would take long. The folds are
+    stratified and the same for every embedding. Cells without a label take no part, and neither do those of a label
+    that has fewer cells than there are folds: a warning names these.
+
+    Parameters
+    ----------
+    labels_key
+        Column of obs with the cell types.
+    n_folds
+        Number of folds.
+    n_neighbors
+        Neighbours k.
+    seed
+        Seed of the folds.
+
+    Examples
+    --------
+    >>> import numpy as np, pandas as pd
+    >>> labels = np.repeat(["a", "b"], 50)
+    >>> embedding = np.random.default_rng(0).normal(size=(100, 2)) + (labels == "a")[:, None] * 10
+    >>> CellTypeAnnotation("label").run(embedding, pd.DataFrame({"label": labels}))
+    {'macro_f1': 1.0, 'accuracy': 1.0}
+    """
+
+    metrics = ("macro_f1", "accuracy")
+
+    def __init__(self, labels_key: str, n_folds: int = 5, n_neighbors: int = 15, seed: int = 0) -> None:
+        check_folds(n_folds, n_neighbors)
+        self.labels_key = labels_key
+        self.n_folds = n_folds
+        self.n_neighbors = n_neighbors
+        self.seed = check_seed(seed)
+        self._warned_of: list[str] = []
+
+    def check(self, obs: pd.DataFrame) -> None:
+        """Raise :class:`~scforge.errors.DataError` where :meth:`run` would, and warn of labels that are left out."""
+        self._labels(obs)
+
+    def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
+        """Return ``macro_f1`` (the mean over labels) and ``accuracy`` (over cells), in [0, 1].
+
+        Raises
+        ------
+        DataError
+            If the column is missing, or fewer than two labels have enough cells.
+
+        Warns
+        -----
+        ScforgeWarning
+            If labels are left out; once for each set of them.
+        """
+        from sklearn.metrics import accuracy_score, f1_score
+        from sklearn.model_selection import StratifiedKFold, cross_val_predict
+        from sklearn.neighbors import KNeighborsClassifier
+
+        kept, labels = self._labels(obs)
+        cells = check_finite(embedding)[kept]
+        folds = StratifiedKFold(self.n_folds, shuffle=True, random_state=self.seed)
+        predicted = cross_val_predict(KNeighborsClassifier(self.n_neighbors), cells, labels, cv=folds)
+        return {
+            "macro_f1": float(f1_score(labels, predicted, average="macro")),
+            "accuracy": float(accuracy_score(labels, predicted)),
+        }
+
+    def _labels(self, obs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of the cells that take part, and their labels."""
+        labelled, labels = labels_of(obs, self.labels_key)
+        names, sizes = np.unique(labels, return_counts=True)
+        rare = sizes < self.n_folds
+        left_out = [f"{name!r} ({size})" for name, size in zip(names[rare].tolist(), sizes[rare], strict=True)]
+        if (~rare).sum() < 2:
+            raise DataError(
+                f"fewer than 2 labels of obs[{self.labels_key!r}] have the {self.n_folds} cells that n_folds asks for "
+                f"(too few: {', '.join(left_out)}); lower n_folds or score more cells."
+            )
+        if left_out and left_out != self._warned_of:
+            self._warned_of = left_out
+            warnings.warn(
+                f"cell_type_annotation leaves out labels of obs[{self.labels_key!r}] with fewer cells than "
+                f"n_folds={self.n_folds}: {', '.join(left_out)}.",
+                ScforgeWarning,
+                stacklevel=3,
+            )
+        common = ~np.isin(labels, names[rare])
+        check_neighbors(self.n_neighbors, self.n_folds, int(common.sum()))
+        return np.flatnonzero(labelled)[common], labels[common]
