@@ -131,7 +131,7 @@ def test_plugin_that_registers_itself(registry, plugin):
 
 def test_broken_plugin(registry, plugin):
     plugin("broken", None, attribute="missing")
-    with pytest.raises(ScforgeError, match="plugin 'a_plugin:missing' that offers thing 'broken' cannot be imported"):
+    with pytest.raises(ScforgeError, match="thing 'broken' comes from 'a_plugin:missing' of the package 'a_plugin'"):
         registry.get("broken")
     assert registry.names() == ["broken"]
 

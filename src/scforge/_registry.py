@@ -67,13 +67,13 @@ class Registry[T]:
         if name not in self._entries and name in self._builtin:
             importlib.import_module(self._builtin[name])
         if name not in self._entries:
-            plugin = self._plugins().get(name)
-            if plugin is None:
+            offered = self._plugins().get(name)
+            if offered is None:
                 known = self.names()
                 raise OptionError(
                     f"{self.kind}={name!r} is not known{did_you_mean(name, known) or ';'} (known: {listing(known)})"
                 )
-            self._load(name, plugin)
+            self._load(name, offered)
         return self._entries[name]
 
     def names(self) -> list[str]:
@@ -90,15 +90,25 @@ class Registry[T]:
         """Return the name under which `obj` is registered, or None."""
         return next((name for name, entry in self._entries.items() if entry is obj), None)
 
-    def _plugins(self) -> dict[str, EntryPoint]:
-        return {point.name: point for point in entry_points(group=self.group)}
+    def _plugins(self) -> dict[str, list[EntryPoint]]:
+        """Return who offers each name, most often one."""
+        found: dict[str, list[EntryPoint]] = {}
+        for point in entry_points(group=self.group):
+            found.setdefault(point.name, []).append(point)
+        return found
 
-    def _load(self, name: str, plugin: EntryPoint) -> None:
+    def _load(self, name: str, offered: list[EntryPoint]) -> None:
+        packages = sorted({_package_of(point) for point in offered})
+        if len({point.value for point in offered}) > 1:
+            raise OptionError(
+                f"{self.kind} {name!r} is offered by the packages {listing(packages)}; uninstall all of them but one."
+            )
         try:
-            loaded = plugin.load()
+            loaded = offered[0].load()
         except Exception as error:
             raise ScforgeError(
-                f"the plugin {plugin.value!r} that offers {self.kind} {name!r} cannot be imported: {error}"
+                f"{self.kind} {name!r} comes from {offered[0].value!r} of the package {packages[0]!r}, which cannot be "
+                f"imported: {error}"
             ) from error
         # A plugin may register itself on import, or just point at the object.
         self._entries.setdefault(name, loaded)
@@ -129,6 +139,11 @@ def check_options(kind: str, owner: str, options: Iterable[str], known: Sequence
                 f"{kind} {option!r} is not one of {owner!r}{did_you_mean(option, known) or ';'} "
                 f"(known: {listing(known, most=20)})"
             )
+
+
+def _package_of(point: EntryPoint) -> str:
+    """Return the name of the package that an entry point is of; that of its module where it has been made by hand."""
+    return point.module if point.dist is None else point.dist.name
 
 
 def _identity(obj: object) -> tuple[str | None, str | None]:

@@ -1,0 +1,1 @@
+"""A model, a tokenizer, an objective and a benchmark for scforge."""

@@ -1,0 +1,39 @@
+"""Do neighbours in the embedding share a label?"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from sklearn.neighbors import NearestNeighbors
+
+from scforge.errors import DataError
+from scforge.eval import Benchmark
+
+
+class NeighbourPurity(Benchmark):
+    """Mean share of the nearest neighbours of a cell that have its label; cells without a label take no part.
+
+    Parameters
+    ----------
+    labels_key
+        Column of obs with the labels.
+    n_neighbors
+        Number of neighbours.
+    """
+
+    metrics = ("neighbour_purity",)
+
+    def __init__(self, labels_key: str, n_neighbors: int = 15) -> None:
+        self.labels_key = labels_key
+        self.n_neighbors = n_neighbors
+
+    def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
+        """Return the share, from 0 to 1."""
+        if self.labels_key not in obs:
+            raise DataError(f"labels_key={self.labels_key!r} is not a column of obs.")
+        labels = obs[self.labels_key]
+        labelled = np.asarray(labels.notna())
+        found = NearestNeighbors(n_neighbors=self.n_neighbors).fit(embedding[labelled])
+        codes = pd.factorize(labels[labelled])[0]
+        neighbours = found.kneighbors(return_distance=False)  # without the cell itself
+        return {"neighbour_purity": float((codes[neighbours] == codes[:, None]).mean())}
