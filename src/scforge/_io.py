@@ -67,6 +67,8 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
 def atomic_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> Iterator[Path]:
     """Yield an empty temporary folder beside `path`; on success it becomes `path`, on an error it is removed.
 
+    What was written is on the disk before it gets its name, so that a machine that loses power leaves it whole, too.
+
     Raises
     ------
     OptionError
@@ -86,6 +88,8 @@ def atomic_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> I
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o777 & ~umask)
+        for part in [*temporary.rglob("*"), temporary]:
+            _to_disk(part)
         if path.exists():
             path.rename(old)
         try:
@@ -94,10 +98,21 @@ def atomic_folder(path: str | os.PathLike[str], *, overwrite: bool = False) -> I
             if old.exists():
                 old.rename(path)
             raise
+        _to_disk(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         if path.exists():
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _to_disk(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folders
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def remove_folder(path: str | os.PathLike[str]) -> None:

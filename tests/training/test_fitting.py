@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import numpy as np
@@ -212,7 +213,9 @@ def test_a_loss_that_is_no_number(setup):
     saved = []
     save_best = SaveBest(lambda *args: saved.append(args), saved.remove, top_k=2, monitor="validation_loss")
     start = {name: value.clone() for name, value in setup.module.state_dict().items()}
-    with pytest.raises(TrainingError, match=r"_loss is nan in epoch 0; lower the learning rate"):
+    with pytest.raises(
+        TrainingError, match=r"^the loss is nan in batch 2 of epoch 0 \(step 2\); lower the learning rate"
+    ):
         setup.fit(callbacks=[Spy(spoil), save_best], max_epochs=20)
     assert saved == []
     assert same(setup.module.state_dict(), start)
@@ -223,9 +226,9 @@ def test_a_loss_that_is_no_number(setup):
 def test_save_best_keeps_the_best(setup, top_k):
     folders, order = {}, []
 
-    def save(name, n_epochs):
+    def save(name, n_epochs, weights):
         assert n_epochs == int(name.removeprefix("epoch=")) + 1
-        folders[name] = {key: value.clone() for key, value in setup.module.state_dict().items()}
+        folders[name] = weights
         order.append(name)
 
     callback = SaveBest(save, folders.pop, top_k=top_k, monitor="validation_loss")
@@ -240,12 +243,22 @@ def test_save_best_keeps_the_best(setup, top_k):
     assert len(order) == len(set(order))
 
 
-def test_progress_bar(setup, capsys):
+def test_progress_bar(setup, capsys, monkeypatch):
+    monkeypatch.setattr("scforge.training.progress.in_notebook", lambda: True)
     setup.fit(max_epochs=2, progress_bar=True)
     shown = capsys.readouterr().err
     assert "10/10" in shown
     assert "Epoch 2/2" in shown
     assert "validation_loss" in shown
+
+
+def test_a_line_an_epoch_in_a_log_file(setup, capsys, caplog):
+    with caplog.at_level("INFO", logger="scforge"):
+        setup.fit(max_epochs=2, progress_bar=True)
+    assert capsys.readouterr().err == ""
+    first, last = caplog.messages
+    assert re.fullmatch(r"Epoch 1/2: validation_loss \S+, train_loss \S+, about 0:00:\d\d left\.", first)
+    assert last.startswith("Epoch 2/2: ")
 
 
 def test_quiet_without_a_bar(setup, capfd, recwarn):

@@ -73,6 +73,7 @@ class CellModel(MuDataModel, BaseModelClass):
         super().__init__(adata, registry=registry)
         self._data = datamodule
         self.n_epochs_ = 0
+        self._trained_in: set[str] = set()
         self.history_: dict[str, pd.DataFrame] = {}
 
     @classmethod
@@ -185,6 +186,18 @@ class CellModel(MuDataModel, BaseModelClass):
         """
         if save_anndata and self.adata is None:
             raise OptionError("save_anndata=True but the model was loaded without adata.")
+        extra = (lambda folder: self.adata.write_h5ad(folder / "adata.h5ad")) if save_anndata else None
+        self._write(dir_path, overwrite=overwrite, extra=extra)
+
+    def _write(
+        self,
+        dir_path: str | os.PathLike[str],
+        *,
+        overwrite: bool = True,
+        extra: Any = None,
+        weights: dict[str, torch.Tensor] | None = None,
+    ) -> None:
+        """Write a model folder with these weights, or those of the module."""
         content = {
             "class": type(self).__name__,
             **self._spec.to_json(),
@@ -194,7 +207,6 @@ class CellModel(MuDataModel, BaseModelClass):
             "n_epochs": self.n_epochs_,
             "history": {name: frame[name].tolist() for name, frame in self.history_.items()},
         }
-        extra = (lambda folder: self.adata.write_h5ad(folder / "adata.h5ad")) if save_anndata else None
         write_folder(
             dir_path,
             module=self.module,
@@ -203,6 +215,7 @@ class CellModel(MuDataModel, BaseModelClass):
             card=model_card(self._spec, self.n_epochs_, count_parameters(self.module)),
             overwrite=overwrite,
             extra=extra,
+            weights=weights,
         )
 
     @classmethod
@@ -217,8 +230,7 @@ class CellModel(MuDataModel, BaseModelClass):
             The folder.
         adata
             Data to go on with; unless it is set up already, it is set up as the training data were, without the columns
-            of obs that it lacks. None:
-            pass the cells to :meth:`get_latent_representation`.
+            of obs that it lacks. None: pass the cells to :meth:`get_latent_representation`.
         device
             Where to put the module.
 
@@ -269,6 +281,11 @@ class CellModel(MuDataModel, BaseModelClass):
         return model
 
     @property
+    def objective(self) -> str:
+        """Name of the objective."""
+        return self._spec.objective
+
+    @property
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.module.parameters()).device
@@ -282,11 +299,6 @@ class CellModel(MuDataModel, BaseModelClass):
     def spec(self) -> ModelSpec:
         """Names and options of architecture, tokenizer and objective."""
         return self._spec
-
-    @property
-    def objective(self) -> str:
-        """Name of the objective."""
-        return self._spec.objective
 
     def cells(self, adata: AnnData | Cells | str | os.PathLike[str] | None = None) -> Cells:
         """Return cells (those of the training if None) over the genes of the model."""

@@ -5,14 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning
 import torch
 
-from scforge._checks import check_count, check_seed
-from scforge._io import check_folder, remove_folder
+from scforge._checks import check_seed
 from scforge._registry import check_options
 from scforge.data.cells import column_of
 from scforge.data.vocab import GeneVocab
@@ -21,13 +19,12 @@ from scforge.estimators.base import FROM_DATA, CellModel
 from scforge.estimators.defaults import recipe_for
 from scforge.estimators.generation import generate_with
 from scforge.estimators.spec import ModelSpec, named_options
-from scforge.estimators.vocabulary import SAMPLED_CELLS, vocab_of_adata, vocab_of_cells
+from scforge.estimators.training_run import run_training
+from scforge.estimators.vocabulary import vocab_of_adata, vocab_of_cells
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.registry import TOKENIZERS
-from scforge.training.callbacks import SaveBest
 from scforge.training.datamodule import CellDataModule
-from scforge.training.fitting import fit
 from scforge.training.objectives.base import Objective
 from scforge.training.objectives.registry import get_objective
 from scforge.training.plan import TrainingPlan
@@ -37,6 +34,12 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
 __all__ = ["Encoder"]
+
+_OF_DATA_AND_PLAN = (
+    *("datamodule", "max_tokens_per_batch", "validation_size", "num_threads"),
+    *("optimizer", "lr", "weight_decay", "schedule", "warmup_steps"),
+)
+"""Arguments of ``train`` that are used up when batches and the plan are made."""
 
 
 class Encoder(CellModel):
@@ -130,7 +133,7 @@ class Encoder(CellModel):
         max_epochs: int | None = None,
         *,
         datamodule: CellDataModule | None = None,
-        batch_size: int | None = None,
+        batch_size: int | str | None = None,
         max_tokens_per_batch: int | None = None,
         optimizer: str = "adamw",
         lr: float | None = None,
@@ -143,12 +146,24 @@ class Encoder(CellModel):
         early_stopping_patience: int = 10,
         accelerator: str = "auto",
         devices: int | str | list[int] = 1,
+        strategy: str = "auto",
+        num_nodes: int = 1,
         precision: str | None = None,
         gradient_clip_val: float = 1.0,
+        accumulate_grad_batches: int = 1,
+        gradient_checkpointing: bool | None = None,
+        compile: bool = False,
+        ema_decay: float | None = None,
         num_threads: int | None = None,
         progress_bar: bool = True,
+        logger: Any = None,
+        log_every_n_steps: int = 10,
         checkpoint_dir: str | os.PathLike[str] | None = None,
+        checkpoint_every_n_steps: int | None = None,
+        keep_last: int = 1,
         save_top_k: int = 1,
+        resume: str | os.PathLike[str] | None = None,
+        overwrite: bool = False,
         callbacks: Sequence[Any] = (),
         **trainer_options: Any,
     ) -> None:
@@ -164,13 +179,15 @@ class Encoder(CellModel):
         datamodule
             Cells to train on in place of those that the model was made with; it brings what says how batches are made
             (`batch_size`, `max_tokens_per_batch`, `validation_size`, `num_threads`).
+        batch_size
+            Cells a step and process; ``"auto"`` takes the most that fit into memory.
         max_tokens_per_batch
             A batch holds as many cells of like length as fit into so many tokens, padding included.
         optimizer
-            ``"adamw"``.
-        batch_size, lr, weight_decay, schedule
-            None takes the objective's defaults. `schedule` is one of ``"cosine_warmup"``, ``"linear_warmup"``,
-            ``"one_cycle"``, ``"constant"``.
+            ``"adamw"``, or ``"muon"`` for the matrices of the hidden layers (AdamW for the rest).
+        lr, weight_decay, schedule
+            None takes the objective's defaults, as for `batch_size`. `schedule` is one of ``"cosine_warmup"``,
+            ``"linear_warmup"``, ``"one_cycle"``, ``"constant"``.
         warmup_steps
             Steps until the peak of the learning rate; None takes a share of all steps.
         max_steps
@@ -179,51 +196,73 @@ class Encoder(CellModel):
             Share of cells held out, drawn with the model's seed, so the same cells in every call; None holds out 0.1.
         early_stopping, early_stopping_patience
             Stop when the validation loss has not improved for so many epochs after the warm-up of the learning rate.
-        accelerator, devices, precision, gradient_clip_val
+        accelerator, devices, num_nodes
             As in :class:`lightning.Trainer`.
+        strategy
+            ``"ddp"`` (a whole model in each process), ``"fsdp"`` (a share of it), or ``"auto"`` (DDP for several).
+        precision
+            As in :class:`lightning.Trainer`, or ``"auto"``: 16-bit brain floats where a short measurement shows that
+            they are faster. None computes in 32 bits.
+        gradient_clip_val
+            Largest norm of the gradient; 0 does not clip.
+        accumulate_grad_batches
+            Batches whose gradients are averaged for a step.
+        gradient_checkpointing
+            Compute activations again in the backward pass, which takes less memory and more time; None does as the
+            model was made.
+        compile
+            Compile the layers with torch.compile.
+        ema_decay
+            Validate and keep an exponential moving average of the weights, e.g. 0.999; None does not.
         num_threads
             Threads that prepare batches while the model computes; 0 for none, None chooses.
         progress_bar
-            Show a bar.
+            Show a bar (in a log file: a line an epoch).
+        logger
+            Lightning loggers, e.g. of :func:`scforge.training.make_loggers`; None for none.
+        log_every_n_steps
+            Steps between two rows of the loggers.
         checkpoint_dir
-            Folder in which the best epochs are saved while training runs, each as a model folder ``epoch=NN``.
-        save_top_k
-            How many epochs to keep there; -1 keeps all.
+            Folder for states to go on with (``step=NNNNNNNN``) and for the best epochs (``epoch=NN``); all are model
+            folders. States are saved at the end of each epoch, and when the process is asked to end (SIGTERM).
+        checkpoint_every_n_steps
+            Save a state after so many steps, too.
+        keep_last, save_top_k
+            How many states, and how many of the best epochs to keep there; ``save_top_k=-1`` keeps all.
+        resume
+            ``"auto"`` goes on with the last state in `checkpoint_dir`, if there is one, or the folder of a state. The
+            model has to be made as before; the outcome is that of a training that was never interrupted.
+        overwrite
+            Replace what another training has left in `checkpoint_dir`.
         callbacks
-            Further Lightning callbacks.
+            Further Lightning callbacks, e.g. :class:`scforge.eval.BenchmarkCallback`.
         **trainer_options
-            Further options of :class:`lightning.Trainer`, e.g. ``logger``.
+            Further options of :class:`lightning.Trainer`.
 
         Raises
         ------
         OptionError
-            If an argument cannot be used.
+            If an argument cannot be used, or a training is not the one to go on with.
         TrainingError
-            If the loss is not a number.
+            If the loss is not a number, or a state cannot be saved (the model has the best weights so far then), or
+            memory runs out.
         """
+        given = {name: value for name, value in locals().items() if name not in ("self", "trainer_options")}
         unknown = set(trainer_options) - set(inspect.signature(lightning.Trainer).parameters)
         own = [name for name in inspect.signature(Encoder.train).parameters if name not in ("self", "trainer_options")]
         check_options("training option", "train", sorted(unknown), own)
-        check_count("save_top_k", save_top_k, "epochs", least=-1)
-        if checkpoint_dir is not None:
-            check_folder("checkpoint_dir", checkpoint_dir)
         check_filled(self.module)
         objective = self._spec.build_objective()
+        if isinstance(batch_size, str) and batch_size != "auto":
+            raise OptionError(f"batch_size={batch_size!r} is neither a number of cells nor 'auto'.")
         data = self._training_data(
             datamodule,
             objective,
             validation_size=validation_size,
-            batch_size=batch_size,
+            batch_size=None if batch_size == "auto" else batch_size,
             max_tokens_per_batch=max_tokens_per_batch,
             num_threads=num_threads,
         )
-        callbacks = list(callbacks)
-        if checkpoint_dir is not None and save_top_k != 0:
-            monitor = "validation_loss" if len(data.validation_rows) else "train_loss"
-            callbacks.append(self._saver(checkpoint_dir, save_top_k, monitor))
-        if not self.is_trained_:
-            some = data.bound.sample(SAMPLED_CELLS, rows=data.train_rows, seed=self.seed)
-            objective.initialise(self.module, some, self._tokenizer)
         plan = TrainingPlan(
             self.module,
             objective,
@@ -233,31 +272,8 @@ class Encoder(CellModel):
             schedule=schedule,
             warmup_steps=warmup_steps,
         )
-        self.train_indices_, self.validation_indices_ = data.train_rows, data.validation_rows
-        with torch.random.fork_rng(devices=[]):
-            # Dropout and the directions of SIGReg; other than those of earlier trainings.
-            torch.manual_seed(self.seed + self.n_epochs_)
-            result = fit(
-                plan,
-                data,
-                max_epochs=max_epochs,
-                max_steps=max_steps,
-                early_stopping=early_stopping,
-                early_stopping_patience=early_stopping_patience,
-                progress_bar=progress_bar,
-                callbacks=callbacks,
-                accelerator=accelerator,
-                devices=devices,
-                precision=precision,
-                gradient_clip_val=gradient_clip_val or None,
-                **trainer_options,
-            )
-        self.module.to(result.device, torch.float32)  # "bf16-true" and the like leave it in half precision
-        self._extend_history(result.history)
-        self.n_epochs_ += result.n_epochs
-        self.is_trained_ = self.is_trained_ or result.n_epochs > 0
-        if result.interrupted:
-            raise KeyboardInterrupt
+        of_run = {name: value for name, value in given.items() if name not in _OF_DATA_AND_PLAN}
+        run_training(self, data, plan, **of_run, **trainer_options)
 
     def generate(
         self,
@@ -361,21 +377,6 @@ class Encoder(CellModel):
             self._data = data
         data.bind(self._tokenizer, objective, first_epoch=self.n_epochs_, cells=self._open(data.cells))
         return data
-
-    def _saver(self, folder: str | os.PathLike[str], top_k: int, monitor: str) -> SaveBest:
-        """Return a callback that keeps the best epochs as model folders inside `folder`."""
-        before = self.n_epochs_
-
-        def save(name: str, epochs_done: int) -> None:
-            trained, self.is_trained_, self.n_epochs_ = self.is_trained_, True, before + epochs_done
-            try:
-                self.save(Path(folder) / name, overwrite=True)
-            finally:
-                self.is_trained_, self.n_epochs_ = trained, before
-
-        return SaveBest(
-            save, lambda name: remove_folder(Path(folder) / name), top_k=top_k, monitor=monitor, first_epoch=before
-        )
 
 
 def _parts_of(tokenizer: Tokenizer) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from scforge._io import atomic_folder, sha256_of
 from scforge._version import __version__
 from scforge.data.vocab import GeneVocab
-from scforge.errors import MissingFileError, ModelFileError, listing
+from scforge.errors import MissingFileError, ModelFileError, first_line, listing
 
 __all__ = ["load_weights", "read_folder", "write_folder"]
 
@@ -45,6 +45,7 @@ def write_folder(
     card: str,
     overwrite: bool,
     extra: Any = None,
+    weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a model folder: all of it, or nothing.
 
@@ -62,10 +63,21 @@ def write_folder(
         Replace a folder that exists.
     extra
         Called with the folder before it is put in place, to write further files.
+    weights
+        Weights to write in place of those that the module has now.
+
+    Raises
+    ------
+    OSError
+        If there is no room, or no permission.
     """
     with atomic_folder(path, overwrite=overwrite) as folder:
-        weights = {name: value.detach().cpu().contiguous() for name, value in module.state_dict().items()}
-        save_file(weights, folder / _WEIGHTS, metadata={"format": "pt"})
+        source = module.state_dict() if weights is None else weights
+        tensors = {name: value.detach().cpu().contiguous() for name, value in source.items()}
+        try:
+            save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
+        except SafetensorError as error:  # what the system said stands in its text only
+            raise OSError(f"{str(folder / _WEIGHTS)!r} cannot be written: {first_line(error)}.") from error
         vocab.save(folder / _VOCAB)
         (folder / _CARD).write_text(card, encoding="utf-8")
         if extra is not None:

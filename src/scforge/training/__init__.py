@@ -15,10 +15,13 @@ _NAMES = {
     "Objective": "scforge.training.objectives.base",
     "TrainingDefaults": "scforge.training.objectives.base",
     "TrainingPlan": "scforge.training.plan",
+    "TableLogger": "scforge.training.loggers",
     "embed": "scforge.training.predict",
+    "find_batch_size": "scforge.training.tuning",
     "fit": "scforge.training.fitting",
     "get_objective": "scforge.training.objectives.registry",
     "list_objectives": "scforge.training.objectives.registry",
+    "make_loggers": "scforge.training.loggers",
     "register_objective": "scforge.training.objectives.registry",
 }
 
@@ -29,6 +32,9 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "fit",
     "FitResult",
     "embed",
+    "make_loggers",
+    "TableLogger",
+    "find_batch_size",
     "Objective",
     "TrainingDefaults",
     "MaskedGenePrediction",

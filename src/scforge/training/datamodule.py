@@ -168,6 +168,7 @@ class CellDataModule(lightning.LightningDataModule):
             )
         self._train_loader: BatchLoader | None = None
         self._state: dict[str, Any] | None = None
+        self._rest: dict[str, Any] | None = None
         self.tokenizer: Tokenizer | None = None
         self.objective: Objective | None = None
         check_count("first_epoch", first_epoch, "epochs", least=0)
@@ -201,6 +202,9 @@ class CellDataModule(lightning.LightningDataModule):
         if self._state is not None:
             loader.load_state_dict(self._state)
             self._state = None
+        if self._rest is not None:
+            loader.go_on_with(self._rest)
+            self._rest = None
         self._train_loader = loader
         return loader
 
@@ -212,6 +216,23 @@ class CellDataModule(lightning.LightningDataModule):
         """Go on behind the batch that a state names, with the next :meth:`train_dataloader`."""
         # Lightning restores a loader only if none was made before; counting the steps of a training makes one.
         self._state = state_dict.get("train_loader")
+
+    def position(self, *, begins_epoch: bool) -> dict[str, Any]:
+        """Return which training batch comes next, for :meth:`go_on_with`; JSON-safe.
+
+        Parameters
+        ----------
+        begins_epoch
+            Whether it is the first one of the epoch after the current one.
+        """
+        if self._train_loader is None:
+            raise TrainingError("the data module has made no training batches yet; its position is that of a training.")
+        state = self._train_loader.state_dict()
+        return {**state, "epoch": state["epoch"] + 1, "position": 0} if begins_epoch else state
+
+    def go_on_with(self, position: dict[str, Any]) -> None:
+        """Let the next :meth:`train_dataloader` have what is left of an epoch."""
+        self._rest = position
 
     def val_dataloader(self) -> BatchLoader | list[Any]:
         """Batches of held-out cells, with the same masks and views each epoch, so that epochs can be compared."""

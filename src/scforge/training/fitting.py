@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import math
 import signal
@@ -15,14 +16,24 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from scforge._checks import check_count
-from scforge.errors import OptionError
-from scforge.training.callbacks import BestWeights, EpochProgress, GracefulStop, History, StopAfterWarmup
+from scforge.errors import OptionError, TrainingError
+from scforge.training.callbacks import StopAfterWarmup
 from scforge.training.datamodule import CellDataModule
+from scforge.training.devices import ensure_devices, n_processes, out_of_memory
+from scforge.training.history import History
+from scforge.training.monitor import Monitor
 from scforge.training.objectives.base import TrainingDefaults
-from scforge.training.plan import TrainingPlan
+from scforge.training.plan import NotFiniteError, TrainingPlan
+from scforge.training.progress import EpochProgress
+from scforge.training.resuming import Preempted, SaveState, Saving, SavingError
+from scforge.training.signals import GracefulStop
+from scforge.training.strategies import copy_of_weights, make_strategy
+from scforge.training.weights import BestWeights, MovingAverage
 
 __all__ = ["FitResult", "default_max_epochs", "fit"]
 
@@ -51,6 +62,12 @@ class FitResult:
         Epochs that ended, one that Ctrl-C cut short included.
     device
         Where it ran.
+    weights
+        The weights, on the first process, where the module is left in parts (FSDP); else None.
+    is_first
+        Whether this is the first of the processes.
+    signal
+        Number of a signal that asks the process to end, now that the state is saved; None if there is none.
     """
 
     history: dict[str, list[float]]
@@ -59,6 +76,9 @@ class FitResult:
     interrupted: bool
     n_epochs: int
     device: torch.device
+    weights: dict[str, torch.Tensor] | None = None
+    is_first: bool = True
+    signal: int | None = None
 
 
 def default_max_epochs(defaults: TrainingDefaults, n_cells: int) -> int:
@@ -88,6 +108,7 @@ def _quiet() -> Iterator[None]:
             # Lightning's own use of a part of torch that torch has renamed.
             warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
             warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
+            warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified.*")
             warnings.filterwarnings("ignore", category=UserWarning, message=".*Total length of.*across ranks is zero.*")
             yield
     finally:
@@ -103,7 +124,11 @@ def fit(
     max_steps: int = -1,
     early_stopping: bool = True,
     early_stopping_patience: int = 10,
+    ema_decay: float | None = None,
+    strategy: str = "auto",
     progress_bar: bool = True,
+    log_every_n_steps: int = 10,
+    saving: Saving | None = None,
     callbacks: Sequence[Callback] = (),
     **trainer_options: Any,
 ) -> FitResult:
@@ -114,7 +139,8 @@ def fit(
     plan, data
         What to train on what.
     max_epochs
-        Most epochs; None chooses by the number of cells, see :func:`default_max_epochs`.
+        Most epochs; None chooses by the number of cells, see :func:`default_max_epochs`, and -1 leaves it to
+        `max_steps`.
     max_steps
         Most optimizer steps; -1 for no limit.
     early_stopping
@@ -122,61 +148,138 @@ def fit(
         learning rate. Needs validation cells.
     early_stopping_patience
         Epochs without improvement to wait.
+    ema_decay
+        Validate and keep an exponential moving average of the weights; None keeps the weights themselves.
+    strategy
+        ``"auto"``, ``"ddp"`` or ``"fsdp"``.
     progress_bar
         Show a bar.
+    log_every_n_steps
+        Optimizer steps between two rows of the loggers.
+    saving
+        Where the state of the training is saved, and what it goes on with; None for nowhere and nothing.
     callbacks
         Further Lightning callbacks.
     **trainer_options
         For :class:`lightning.Trainer`, e.g. ``accelerator``, ``devices``, ``precision``, ``logger``.
 
+    Returns
+    -------
+    What the training left behind.
+
     Raises
     ------
+    OptionError
+        If an argument cannot be used.
     TrainingError
-        If the loss is not a number.
+        If a loss is not a number, or a state cannot be saved; the module has the best weights so far then, and the
+        error a ``result``. Or if memory runs out; the module is as it was before then.
     """
-    if max_epochs is not None:
+    if max_epochs is not None and not (max_epochs == -1 and max_steps > 0):
         check_count("max_epochs", max_epochs, "epochs")
     if max_steps != -1:
         check_count("max_steps", max_steps, "steps")
     check_count("early_stopping_patience", early_stopping_patience, "epochs")
+    check_count("log_every_n_steps", log_every_n_steps, "steps")
     if max_epochs is None:
         max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if max_steps < 0 else -1
     has_validation = len(data.validation_rows) > 0
     monitor = "validation_loss" if has_validation else "train_loss"
-    history, best, stop = History(), BestWeights(monitor), GracefulStop()
+    saving = Saving() if saving is None else saving
+    history, best = History(), BestWeights(monitor)
+    stop = GracefulStop(saves=saving.write is not None)
     # History stands first so that a loss that is not a number ends the run before anything is saved.
-    own: list[Callback] = [history, best, stop]
+    own: list[Callback] = [history]
+    if ema_decay is not None:
+        if strategy == "fsdp":
+            raise OptionError(
+                f"ema_decay={ema_decay!r} needs the whole model in each process; leave out one of the two."
+            )
+        own.append(MovingAverage(ema_decay))
+    own += [best, stop]
     if progress_bar:
         own.append(EpochProgress())
     if early_stopping and has_validation:
         own.append(StopAfterWarmup(monitor, patience=early_stopping_patience, check_finite=False))
+    if saving.best is not None:
+        own.append(saving.best(monitor))
+    if trainer_options.get("logger"):
+        own.append(Monitor(history, every_n_steps=log_every_n_steps, settings=dict(saving.settings)))
+    state = SaveState(saving, data=data, stop=stop)
+    if saving.is_over(max_epochs, max_steps):
+        assert saving.resume is not None
+        history.load_state_dict(saving.resume["callbacks"]["History"])
+        best.load_state_dict(saving.resume["callbacks"]["BestWeights"])
+        return _left(plan, history, best, torch.device("cpu"))
     if data.max_tokens_per_batch is not None:
         # Epochs have different numbers of batches then, and Lightning asks a loader once how many it has.
         trainer_options.setdefault("reload_dataloaders_every_n_epochs", 1)
     with _quiet():
-        trainer = _trainer(max_epochs=max_epochs, max_steps=max_steps, callbacks=[*own, *callbacks], **trainer_options)
-        if trainer.world_size > 1:
-            raise OptionError(
-                f"devices={trainer.num_devices} on {trainer.num_nodes} node(s) is not supported yet: "
-                "checkpoints and figures would come from one of them only; pass devices=1."
-            )
-        interrupted = _run(trainer, plan, data)
-    if best.state is not None:
-        plan.module.load_state_dict(best.state)
-    plan.module.eval()
-    n_epochs = len(next(iter(history.epochs.values()), []))
+        trainer = _trainer(
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            callbacks=[*own, *callbacks, state],
+            strategy=strategy,
+            log_every_n_steps=log_every_n_steps,
+            **trainer_options,
+        )
+        interrupted, error = _run(trainer, plan, data)
+    result = _left(plan, history, best, trainer.strategy.root_device, trainer=trainer, stop=stop)
     if stop.stopped or interrupted:
+        n_epochs = result.n_epochs
         kept = (
             f"the weights of epoch {best.epoch + 1} ({monitor} {best.loss:.4g})" if n_epochs else "the current weights"
         )
         logger.warning("Training was stopped by Ctrl-C in epoch %d; the model has %s.", n_epochs + interrupted, kept)
-    return FitResult(history.epochs, best.epoch, stop.stopped, interrupted, n_epochs, trainer.strategy.root_device)
+    result = dataclasses.replace(result, interrupted=interrupted)
+    if error is not None:
+        error.result = result
+        raise error
+    return result
 
 
-def _trainer(**options: Any) -> lightning.Trainer:
+def _left(
+    plan: TrainingPlan,
+    history: History,
+    best: BestWeights,
+    device: torch.device,
+    *,
+    trainer: lightning.Trainer | None = None,
+    stop: GracefulStop | None = None,
+) -> FitResult:
+    """Give the module its best weights, and say what there is."""
+    weights = None
+    if trainer is not None and isinstance(trainer.strategy, ModelParallelStrategy):
+        weights = copy_of_weights(plan.module) if best.state is None else best.state
+    elif best.state is not None:
+        plan.module.load_state_dict(best.state)
+    plan.module.eval()
+    return FitResult(
+        history=history.epochs,
+        best_epoch=best.epoch,
+        stopped=stop is not None and stop.stopped,
+        interrupted=False,
+        n_epochs=history.n_epochs,
+        device=device,
+        weights=weights,
+        is_first=trainer is None or trainer.is_global_zero,
+        signal=None if stop is None else stop.signal,
+    )
+
+
+def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_nodes: int = 1, **options: Any) -> Any:
+    ensure_devices(accelerator, devices)
+    made = make_strategy(strategy, n_processes=n_processes(accelerator, devices, num_nodes))
+    # SLURM's signal is answered by saving our own state; Lightning would save one of its own and requeue the job.
+    plugins = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
     try:
         return lightning.Trainer(
-            logger=options.pop("logger", False),
+            logger=options.pop("logger", None) or False,
+            plugins=[*plugins, *(options.pop("plugins", None) or [])],
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+            strategy=made,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -188,22 +291,52 @@ def _trainer(**options: Any) -> lightning.Trainer:
         raise OptionError(f"an option of training cannot be used: {' '.join(str(error).split())}") from error
 
 
-def _run(trainer: lightning.Trainer, plan: TrainingPlan, data: CellDataModule) -> bool:
-    """Fit; return whether a second Ctrl-C interrupted it. An error leaves the module as it was before."""
+def _run(
+    trainer: lightning.Trainer, plan: TrainingPlan, data: CellDataModule
+) -> tuple[bool, NotFiniteError | SavingError | None]:
+    """Fit; return whether a second Ctrl-C interrupted it, and why it could not go on.
+
+    An error that has nothing to do with the training itself leaves the module as it was before.
+    """
     before = {name: value.detach().cpu().clone() for name, value in plan.module.state_dict().items()}
     handler = signal.getsignal(signal.SIGINT)
     # Modules that were used for inference are in eval mode, and Lightning leaves them so.
     plan.train()
-    try:
-        trainer.fit(plan, datamodule=data)
-    except BaseException as error:
-        if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
-            return True  # Lightning answers Ctrl-C by leaving the process
+
+    def as_before() -> None:
         plan.module.float().load_state_dict(before)
         plan.module.eval()
+
+    try:
+        trainer.fit(plan, datamodule=data)
+    except Preempted:
+        return False, None
+    except (NotFiniteError, SavingError) as error:
+        if not all(bool(torch.isfinite(value).all()) for value in plan.module.state_dict().values()):
+            as_before()
+        return False, error
+    except BaseException as error:
+        if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
+            return True, None  # Lightning answers Ctrl-C by leaving the process
+        as_before()
+        if out_of_memory(error):
+            raise TrainingError(_memory_hint(data)) from error
         raise
     finally:
         # Lightning ignores further Ctrl-Cs after one, and else puts back what it found, the handler of GracefulStop.
         if handler is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, handler)
-    return False
+    return False, None
+
+
+def _memory_hint(data: CellDataModule) -> str:
+    assert data.objective is not None
+    assert data.tokenizer is not None
+    tokens = data.objective.max_tokens(data.tokenizer)
+    size = data.batch_size or data.objective.defaults.batch_size
+    batch = f"{size} cells" if data.max_tokens_per_batch is None else f"{data.max_tokens_per_batch} tokens"
+    return (
+        f"memory ran out with batches of {batch} (cells have up to {tokens} tokens); lower batch_size "
+        "(training.batch_size) and raise accumulate_grad_batches as much, lower the tokenizer's max_len "
+        "(data.max_genes), or pass gradient_checkpointing=True (training.gradient_checkpointing)."
+    )

@@ -85,9 +85,13 @@ class BatchLoader:
         self.prepare = prepare
         self.num_threads = num_threads
         self.pin_memory = pin_memory
+        self._behind: tuple[int, int] | None = None
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        n_batches = len(self.sampler)
+        if self._behind is not None and self._behind[0] == self.sampler.epoch:
+            n_batches -= self._behind[1]
+        return n_batches
 
     def __iter__(self) -> Iterator[Batch]:
         blocks = self.cells.stream(self.sampler.windows())
@@ -107,6 +111,11 @@ class BatchLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on behind the batch that a state names."""
         self.sampler.load_state_dict(state)
+
+    def go_on_with(self, state: dict[str, Any]) -> None:
+        """Go on behind the batch that a state names, with an epoch that is as long as what is left of it."""
+        self.sampler.load_state_dict(state)
+        self._behind = (int(state["epoch"]), int(state["position"]))
 
     def _make(self, block: CellBlock) -> Batch:
         batch = dict(self.prepare(block))

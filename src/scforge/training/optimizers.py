@@ -35,16 +35,33 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
 def make_optimizer(
     module: nn.Module, *, name: str, lr: float, weight_decay: float, fused: bool = True
 ) -> torch.optim.Optimizer:
-    """Make AdamW, with fused kernels if `fused`.
+    """Make an optimizer.
+
+    Parameters
+    ----------
+    module
+        Its parameters are optimised, but for frozen ones.
+    name
+        ``"adamw"``, or ``"muon"`` for the matrices of hidden layers, with AdamW for embeddings, heads and the rest
+        (see :class:`scforge.training.muon.MuonWithAdamW`).
+    lr, weight_decay
+        Learning rate, and weight decay of what decays.
+    fused
+        Use fused kernels of AdamW.
 
     Raises
     ------
     OptionError
         If `name` is not known.
     """
-    if name != "adamw":
-        raise OptionError(f"optimizer={name!r} is not known (known: 'adamw')")
-    return torch.optim.AdamW(parameter_groups(module, weight_decay), lr=lr, fused=fused)
+    if name == "adamw":
+        return torch.optim.AdamW(parameter_groups(module, weight_decay), lr=lr, fused=fused)
+    if name == "muon":
+        from scforge.training.muon import MuonWithAdamW
+
+        return MuonWithAdamW(module, lr=lr, weight_decay=weight_decay, fused=fused)
+    known = ("adamw", "muon")
+    raise OptionError(f"optimizer={name!r} is not known{did_you_mean(name, known) or ';'} (known: {listing(known)})")
 
 
 def _one_cycle(optimizer: torch.optim.Optimizer, total: int, warmup: int) -> lr_scheduler.LRScheduler:

@@ -6,13 +6,29 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
 from scforge._checks import check_count, check_positive
+from scforge.errors import TrainingError
+from scforge.training.means import EpochMeans
 from scforge.training.objectives.base import Objective
 from scforge.training.optimizers import make_optimizer, make_schedule, warmup_length
+from scforge.training.strategies import shard
 
-__all__ = ["TrainingPlan"]
+__all__ = ["NotFiniteError", "TrainingPlan"]
+
+
+class NotFiniteError(TrainingError):
+    """A loss or a gradient that is not a number; the step was not taken.
+
+    Attributes
+    ----------
+    result
+        The :class:`~scforge.training.FitResult` of the training up to there.
+    """
+
+    result: Any = None
 
 
 class TrainingPlan(lightning.LightningModule):
@@ -29,10 +45,20 @@ class TrainingPlan(lightning.LightningModule):
     schedule, warmup_steps
         See :func:`scforge.training.optimizers.make_schedule`.
 
+    Attributes
+    ----------
+    figures
+        Further figures of the epoch, by name, that a callback puts there: they go into the history and the loggers
+        beside the loss at its end.
+    gradient_norm
+        Norm of all gradients in the last step, before clipping, scalar.
+    total_steps
+        Optimizer steps of the whole training, once they are known.
+
     Notes
     -----
-    Logs ``train_loss`` and ``validation_loss`` each epoch (means over cells), and beside them what the objective
-    logs, as ``train_<name>`` and ``validation_<name>``.
+    Leaves ``train_loss`` and ``validation_loss`` of each epoch (means over cells) in the trainer's callback metrics, beside
+    them what the objective logs, as ``train_<name>`` and ``validation_<name>``.
     """
 
     def __init__(
@@ -56,39 +82,86 @@ class TrainingPlan(lightning.LightningModule):
         self.schedule = defaults.schedule if schedule is None else schedule
         self.warmup_steps = warmup_steps
         self.warmed_up_at = 0
+        self.total_steps: int | None = None
+        self.figures: dict[str, float] = {}
+        self.gradient_norm = torch.zeros(())
+        self.train_means, self.validation_means = EpochMeans(), EpochMeans()
         check_positive("lr", self.lr)
         check_positive("weight_decay", self.weight_decay, or_zero=True)
         if warmup_steps is not None:
             check_count("warmup_steps", warmup_steps, "steps", least=0)
 
+    def configure_model(self) -> None:
+        """Shard the module if the processes share it."""
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            shard(self.module, self.trainer.strategy.device_mesh["data_parallel"])
+
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch."""
-        return self._step(batch, "train")
+        loss = self._step(batch, self.train_means)
+        self._check("loss", loss, batch_idx)
+        return loss
 
     def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         """Return the loss of a batch of held-out cells."""
-        return self._step(batch, "validation")
+        return self._step(batch, self.validation_means)
 
-    def _step(self, batch: dict[str, torch.Tensor], stage: str) -> torch.Tensor:
+    def on_validation_epoch_end(self) -> None:
+        """Leave the means over the held-out cells where callbacks look for them."""
+        means = self.validation_means.take(self.over_processes)
+        self.log_dict({f"validation_{name}": value for name, value in means.items()}, logger=False)
+
+    def over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor over all processes."""
+        return self.trainer.strategy.reduce(tensor.to(self.trainer.strategy.root_device), reduce_op="sum").cpu()
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Clip, keep the norm, and stop before a step that would spoil the weights."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        by_value = gradient_clip_algorithm == "value" and gradient_clip_val
+        most = float("inf") if by_value or not gradient_clip_val else gradient_clip_val
+        norm = nn.utils.clip_grad_norm_(parameters, most)
+        self.gradient_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if by_value:
+            nn.utils.clip_grad_value_(parameters, gradient_clip_val)
+        if not self._scales_losses:
+            self._check("gradient", self.gradient_norm, self.trainer.fit_loop.epoch_loop.batch_idx)
+
+    @property
+    def _scales_losses(self) -> bool:
+        # With 16-bit floats gradients overflow now and then; the scaler of the loss leaves such steps out.
+        return self.trainer.precision == "16-mixed"
+
+    def _check(self, what: str, value: torch.Tensor, batch_idx: int) -> None:
+        # Elsewhere than on a CPU looking at a value waits for the device, so there one step in some is looked at.
+        if value.device.type != "cpu" and self.global_step % max(1, self.trainer.log_every_n_steps):
+            return
+        if not torch.isfinite(value):
+            raise NotFiniteError(
+                f"the {what} is {value.item()} in batch {batch_idx} of epoch {self.current_epoch} "
+                f"(step {self.global_step}); lower the learning rate (lr), or check the counts for extreme values."
+            )
+
+    def _step(self, batch: dict[str, torch.Tensor], means: EpochMeans) -> torch.Tensor:
         loss, figures = self.objective.loss(self.module, batch)
-        figures = {"loss": loss.detach(), **figures}
-        self.log_dict(
-            {f"{stage}_{name}": value for name, value in figures.items()},
-            on_step=False,
-            on_epoch=True,
-            batch_size=batch["input_ids"].shape[0],
-            sync_dist=True,
-        )
+        means.add({"loss": loss, **figures}, self.objective.n_cells(batch))
         return loss
 
     def configure_optimizers(self) -> dict[str, Any]:
         """Make the optimizer, and a schedule over all steps of the training."""
-        # Lightning refuses to clip gradients for a fused optimizer in mixed precision.
-        fused = not str(self.trainer.precision).endswith("mixed")
+        # The scaler of 16-bit losses needs gradients that nobody else scales; fused kernels take no sharded tensors.
+        fused = not self._scales_losses and not isinstance(self.trainer.strategy, ModelParallelStrategy)
         optimizer = make_optimizer(
             self.module, name=self.optimizer_name, lr=self.lr, weight_decay=self.weight_decay, fused=fused
         )
-        total = int(self.trainer.estimated_stepping_batches)
+        if self.total_steps is None:
+            self.total_steps = int(self.trainer.estimated_stepping_batches)
+        total = self.total_steps
         schedule = make_schedule(optimizer, name=self.schedule, total_steps=total, warmup_steps=self.warmup_steps)
         self.warmed_up_at = warmup_length(self.schedule, total, self.warmup_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

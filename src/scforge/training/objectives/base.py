@@ -104,6 +104,10 @@ class Objective(ABC):
         """Return the most tokens of a cell in the batches of :meth:`prepare`."""
         return tokenizer.max_tokens()
 
+    def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
+        """Return the number of cells of a batch of :meth:`prepare`."""
+        return batch["input_ids"].shape[0]
+
     @abstractmethod
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Return the batch of tensors that :meth:`loss` takes. Random choices depend on seed, epoch and cell only."""

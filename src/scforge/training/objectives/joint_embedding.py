@@ -98,6 +98,10 @@ class JointEmbedding(Objective):
         ]
         return dict(pad(concatenate(parts)))
 
+    def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
+        """Return the number of cells, each of which stands there once a view."""
+        return batch["input_ids"].shape[0] // self.views
+
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the loss; log its two parts and the spread of the embedding."""
         z_kbd = module.encode(**batch).float().unflatten(0, (self.views, -1))

@@ -1,0 +1,306 @@
+"""One training of a front class: what ``Encoder.train`` does."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from safetensors import SafetensorError
+
+from scforge._checks import check_count
+from scforge._io import remove_folder
+from scforge.errors import MissingFileError, OptionError, first_line
+from scforge.estimators.saving import load_weights, read_folder
+from scforge.estimators.vocabulary import SAMPLED_CELLS
+from scforge.training.callbacks import SaveBest
+from scforge.training.datamodule import CellDataModule
+from scforge.training.devices import n_processes, root_device
+from scforge.training.fitting import FitResult, default_max_epochs, fit
+from scforge.training.modes import checkpointed, compiled
+from scforge.training.plan import NotFiniteError, TrainingPlan
+from scforge.training.resuming import Saving, SavingError, check_settings
+from scforge.training.run_folder import RunFolder, read_state, write_state
+from scforge.training.tuning import choose_precision, find_batch_size
+
+if TYPE_CHECKING:
+    from scforge.estimators.encoder import Encoder
+
+__all__ = ["run_training"]
+
+logger = logging.getLogger("scforge")
+
+_AUTO = "auto"
+_LONGEST = 200
+
+
+def run_training(
+    model: Encoder,
+    data: CellDataModule,
+    plan: TrainingPlan,
+    *,
+    max_epochs: int | None,
+    max_steps: int,
+    batch_size: int | str | None,
+    accelerator: str,
+    devices: int | str | list[int],
+    num_nodes: int,
+    precision: str | None,
+    gradient_clip_val: float,
+    accumulate_grad_batches: int,
+    gradient_checkpointing: bool | None,
+    compile: bool,
+    ema_decay: float | None,
+    checkpoint_dir: str | os.PathLike[str] | None,
+    checkpoint_every_n_steps: int | None,
+    keep_last: int,
+    save_top_k: int,
+    resume: str | os.PathLike[str] | None,
+    overwrite: bool,
+    callbacks: Sequence[Any],
+    **options: Any,
+) -> None:
+    """Do what :meth:`scforge.models.Encoder.train` says, with a data module that is bound."""
+    check_count("save_top_k", save_top_k, "epochs", least=-1)
+    check_count("keep_last", keep_last, "states")
+    check_count("accumulate_grad_batches", accumulate_grad_batches, "batches")
+    if checkpoint_every_n_steps is not None:
+        check_count("checkpoint_every_n_steps", checkpoint_every_n_steps, "steps")
+    if checkpoint_dir is None and (resume == _AUTO or overwrite):
+        name = "resume='auto'" if resume == _AUTO else "overwrite=True"
+        raise OptionError(f"{name} needs checkpoint_dir, the folder of the training.")
+    folder = None if checkpoint_dir is None else RunFolder(checkpoint_dir)
+    with contextlib.ExitStack() as stack:
+        if folder is not None and rank_zero_only.rank in (0, None):
+            stack.enter_context(folder.locked())
+        found = _found(model, folder, resume, overwrite=overwrite)
+        saved = {} if found is None else found[1]["settings"]
+        device = root_device(accelerator, devices)
+        stack.enter_context(checkpointed(model.module, gradient_checkpointing))
+        if batch_size == _AUTO:
+            data.batch_size = saved.get("batch_size") or find_batch_size(model.module, data, device)
+        if precision == _AUTO:
+            precision = saved.get("precision") or _precision(model, data, device, accelerator, devices, num_nodes)
+        if max_epochs is None:
+            max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if max_steps < 0 else -1
+        settings = _settings(
+            model,
+            data,
+            plan,
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            precision=precision or "32-true",
+            gradient_clip_val=gradient_clip_val,
+            accumulate_grad_batches=accumulate_grad_batches,
+            ema_decay=ema_decay,
+            processes=n_processes(accelerator, devices, num_nodes),
+        )
+        if found is not None:
+            path, state = found
+            check_settings(_comparable(saved), _comparable(settings), where=str(path))
+            _, _, weights = read_folder(path)
+            load_weights(model.module, weights, source=str(path))
+            logger.info("Going on with %s: epoch %d, step %d.", path, state["epoch"] + 1, state["step"])
+        elif not model.is_trained_:
+            some = data.bound.sample(SAMPLED_CELLS, rows=data.train_rows, seed=model.seed)
+            plan.objective.initialise(model.module, some, model.tokenizer)
+        model.train_indices_, model.validation_indices_ = data.train_rows, data.validation_rows
+        saving = Saving(
+            write=None if folder is None else _writer(model, folder, keep_last),
+            every_n_steps=checkpoint_every_n_steps,
+            best=None if folder is None or save_top_k == 0 else _best(model, folder, save_top_k),
+            settings=settings,
+            resume=None if found is None else found[1],
+        )
+        stack.enter_context(compiled(model.module, compile))
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        # Dropout and the directions of SIGReg; other than those of earlier trainings, and of other processes.
+        torch.manual_seed(model.seed + model.n_epochs_ + 1_000_003 * (rank_zero_only.rank or 0))
+        result, error = _fitted(
+            plan,
+            data,
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            ema_decay=ema_decay,
+            saving=saving,
+            callbacks=callbacks,
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+            precision=precision,
+            gradient_clip_val=gradient_clip_val or None,
+            accumulate_grad_batches=accumulate_grad_batches,
+            **options,
+        )
+    if folder is not None:
+        model._trained_in.add(str(folder.path.resolve()))
+    _take_over(model, result)
+    if error is not None:
+        raise error
+    if result.interrupted:
+        raise KeyboardInterrupt
+    if result.signal is not None:
+        logger.warning(
+            "Training was stopped by %s, and its state saved; go on with resume='auto' (--resume auto).",
+            signal.Signals(result.signal).name,
+        )
+        signal.raise_signal(result.signal)
+
+
+def _fitted(plan: TrainingPlan, data: CellDataModule, **options: Any) -> tuple[FitResult, Exception | None]:
+    """Train; return what is left, and why the training could not go on, if so."""
+    try:
+        return fit(plan, data, **options), None
+    except (NotFiniteError, SavingError) as error:
+        return error.result, error
+
+
+def _take_over(model: Encoder, result: FitResult) -> None:
+    """Let the model know what the training was."""
+    if result.weights:  # the module was left in parts
+        model.module = model.spec.build_module().eval()
+        model.module.load_state_dict(result.weights)
+    model.module.to(result.device, torch.float32)  # "bf16-true" and the like leave it in half precision
+    model._extend_history(result.history)
+    model.n_epochs_ += result.n_epochs
+    model.is_trained_ = model.is_trained_ or result.n_epochs > 0
+
+
+def _found(
+    model: Encoder, folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool
+) -> tuple[Path, dict[str, Any]] | None:
+    """Return the state to go on with, if that is wanted and there is one; else see that the folder is free."""
+    if resume is not None and not isinstance(resume, str | os.PathLike):
+        raise OptionError(f"resume={resume!r} is neither 'auto' nor the folder of a state; give one, or None.")
+    if resume is not None and overwrite:
+        raise OptionError(f"resume={str(resume)!r} and overwrite=True contradict each other; keep one of the two.")
+    if resume is not None and resume != _AUTO:
+        path = Path(resume)
+        if not path.is_dir():
+            raise MissingFileError(f"resume={str(resume)!r} does not exist; give the folder of a state, or 'auto'.")
+        if folder is not None and path.parent.resolve() != folder.path.resolve():
+            _make_free(model, folder, overwrite=False)
+        return path, read_state(path)
+    if folder is None:
+        return None
+    if resume == _AUTO and (found := folder.latest()) is not None:
+        return found
+    _make_free(model, folder, overwrite=overwrite)
+    return None
+
+
+def _make_free(model: Encoder, folder: RunFolder, *, overwrite: bool) -> None:
+    if rank_zero_only.rank not in (0, None):
+        return
+    if str(folder.path.resolve()) in model._trained_in:
+        folder.clear(states_only=True)  # a second training of the same model goes on with the numbers of its epochs
+    elif overwrite:
+        folder.clear()
+    else:
+        folder.check_free()
+
+
+def _precision(
+    model: Encoder, data: CellDataModule, device: torch.device, accelerator: str, devices: Any, num_nodes: int
+) -> str:
+    if n_processes(accelerator, devices, num_nodes) != 1 and device.type != "cuda":
+        raise OptionError("precision='auto' measures one process; name the precision, e.g. 'bf16-mixed', for several.")
+    if device.type == "cuda":
+        return "bf16-mixed" if torch.cuda.is_bf16_supported() else "32-true"
+    return choose_precision(model.module, data, device)
+
+
+def _writer(model: Encoder, folder: RunFolder, keep_last: int) -> Any:
+    before = model.n_epochs_
+
+    def write(name: str, state: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+        try:
+            with _as_trained(model, before + state["epoch"]):
+                model._write(folder.path / name, weights=weights, extra=lambda place: write_state(place, state))
+            folder.keep_last(keep_last)
+        except (OSError, SafetensorError) as error:
+            reason = getattr(error, "strerror", None) or first_line(error)
+            there = folder.states()
+            kept = f"; {there[-1].name} is whole" if there else ""
+            raise SavingError(
+                f"checkpoint_dir={str(folder.path)!r}: the state of the training cannot be written ({reason}){kept}; "
+                "make room and go on with resume='auto'."
+            ) from error
+
+    return write
+
+
+def _best(model: Encoder, folder: RunFolder, top_k: int) -> Any:
+    """Return what makes a callback that keeps the best epochs as model folders."""
+    before = model.n_epochs_
+
+    def save(name: str, epochs_done: int, weights: dict[str, torch.Tensor]) -> None:
+        try:
+            with _as_trained(model, before + epochs_done):
+                model._write(folder.path / name, weights=weights)
+        except OSError as error:
+            reason = error.strerror or first_line(error)
+            raise SavingError(
+                f"checkpoint_dir={str(folder.path)!r}: {name} cannot be written ({reason}); make room and go on with "
+                "resume='auto'."
+            ) from error
+
+    def remove(name: str) -> None:
+        if (folder.path / name).is_dir():  # a training that goes on may have removed it before
+            remove_folder(folder.path / name)
+
+    return lambda monitor: SaveBest(save, remove, top_k=top_k, monitor=monitor, first_epoch=before)
+
+
+@contextlib.contextmanager
+def _as_trained(model: Encoder, n_epochs: int) -> Any:
+    before = model.is_trained_, model.n_epochs_
+    model.is_trained_, model.n_epochs_ = True, n_epochs
+    try:
+        yield
+    finally:
+        model.is_trained_, model.n_epochs_ = before
+
+
+def _settings(model: Encoder, data: CellDataModule, plan: TrainingPlan, **further: Any) -> dict[str, Any]:
+    """Return what decides the outcome of a training, JSON-safe."""
+    parts = model.spec.to_json()
+    named = {f"{part}.{name}": value for part, options in parts.items() for name, value in options.items()}
+    budget = data.max_tokens_per_batch
+    size = data.batch_size or (plan.objective.defaults.batch_size if budget is None else None)
+    settings = {
+        **named,
+        "vocab": model.vocab.hash,
+        "seed": model.seed,
+        "epochs_before": model.n_epochs_,
+        "n_cells": len(data.train_rows),
+        "n_validation_cells": len(data.validation_rows),
+        "batch_size": size,
+        "max_tokens_per_batch": budget,
+        "optimizer": plan.optimizer_name,
+        "lr": plan.lr,
+        "weight_decay": plan.weight_decay,
+        "schedule": plan.schedule,
+        "warmup_steps": plan.warmup_steps,
+        **further,
+    }
+    return {name: _short(json.loads(json.dumps(value, default=str))) for name, value in settings.items()}
+
+
+def _short(value: Any) -> Any:
+    text = json.dumps(value)
+    return value if len(text) <= _LONGEST else hashlib.sha256(text.encode()).hexdigest()
+
+
+def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what may change: with a constant learning rate a training may become longer."""
+    free = {"max_epochs", "max_steps"} if settings.get("schedule") == "constant" else set()
+    return {name: value for name, value in settings.items() if name not in free}

@@ -1,0 +1,74 @@
+"""Ways to compute the same thing, for the time of a training: compiled layers, checkpointed gradients."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+from scforge._checks import check_bool
+from scforge.errors import OptionError
+from scforge.models.components.transformer import TransformerBlock
+
+__all__ = ["checkpointed", "compiled"]
+
+
+@contextmanager
+def compiled(module: nn.Module, wanted: bool) -> Iterator[None]:
+    """Compile the layers of a transformer with torch.compile, or another module as a whole, if `wanted`.
+
+    Layers are alike, so that one is compiled and all use it; names of weights stay as they are.
+
+    Raises
+    ------
+    OptionError
+        If there is no compiler.
+    """
+    check_bool("compile", wanted)
+    if not wanted:
+        yield
+        return
+    on_cpu = next(module.parameters()).device.type == "cpu"
+    if on_cpu and shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
+        raise OptionError(
+            "compile=True needs a C++ compiler such as g++, and there is none; install one, or leave it out."
+        )
+    blocks = [part for part in module.modules() if isinstance(part, TransformerBlock)] or [module]
+    for block in blocks:
+        block.compile()
+    try:
+        yield
+    finally:
+        for block in blocks:
+            block._compiled_call_impl = None
+
+
+@contextmanager
+def checkpointed(module: nn.Module, wanted: bool | None) -> Iterator[None]:
+    """Compute the activations of each layer again in the backward pass, or keep them; None leaves it to the model.
+
+    Raises
+    ------
+    OptionError
+        If the architecture cannot.
+    """
+    if wanted is None:
+        yield
+        return
+    check_bool("gradient_checkpointing", wanted)
+    parts = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
+    if wanted and not parts:
+        raise OptionError(
+            f"gradient_checkpointing=True, but {type(module).__name__} cannot compute layers again; leave it out."
+        )
+    before = [part.gradient_checkpointing for part in parts]
+    for part in parts:
+        part.gradient_checkpointing = wanted
+    try:
+        yield
+    finally:
+        for part, value in zip(parts, before, strict=True):
+            part.gradient_checkpointing = value

@@ -1,0 +1,166 @@
+"""The folder of a training: states to go on with (``step=NNNNNNNN``), the best epochs (``epoch=NN``), the last model.
+
+A state is a model folder with a folder ``training`` in it, of ``state.json`` and ``state.safetensors``. No pickle.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from scforge._io import check_folder, remove_folder, sha256_of
+from scforge.errors import MissingFileError, ModelFileError, OptionError, ScforgeWarning
+from scforge.training.packing import pack, unpack
+from scforge.training.resuming import check_format
+
+__all__ = ["RunFolder", "read_state", "write_state"]
+
+logger = logging.getLogger("scforge")
+
+_STATE, _TENSORS, _LOCK, _PART = "state.json", "state.safetensors", ".lock", "training"
+_PARTS = ("step=*", "epoch=*", "final")
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write the state of a training into a model folder that is being made."""
+    place = folder / _PART
+    place.mkdir()
+    plain, tensors = pack(state, where="state")
+    save_file(tensors, place / _TENSORS)
+    content = {"sha256": sha256_of(place / _TENSORS), "state": plain}
+    (place / _STATE).write_text(json.dumps(content), encoding="utf-8")
+
+
+def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the state of a training.
+
+    Raises
+    ------
+    MissingFileError
+        If there is none.
+    ModelFileError
+        If it is damaged.
+    """
+    place = Path(folder) / _PART
+    if not (place / _STATE).is_file() or not (place / _TENSORS).is_file():
+        raise MissingFileError(
+            f"resume={str(folder)!r} holds no state of a training; give a folder such as checkpoints/step=00000100, or "
+            "'auto' for the last one in checkpoint_dir."
+        )
+    try:
+        content = json.loads((place / _STATE).read_text(encoding="utf-8"))
+        if sha256_of(place / _TENSORS) != content["sha256"]:
+            raise ModelFileError(f"{str(place / _TENSORS)!r} is corrupted: its checksum is not the one in {_STATE}.")
+        state = unpack(content["state"], load_file(place / _TENSORS))
+    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        if isinstance(error, ModelFileError):
+            raise
+        raise ModelFileError(f"{str(place / _STATE)!r} is no state of a training: {error}.") from error
+    check_format(state, where=str(folder))
+    return state
+
+
+class RunFolder:
+    """The folder in which one training at a time keeps what it saves.
+
+    Parameters
+    ----------
+    path
+        The folder; it need not exist.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        check_folder("checkpoint_dir", path)
+        self.path = Path(path)
+
+    def parts(self) -> list[Path]:
+        """Return what trainings have left here."""
+        return sorted(part for pattern in _PARTS for part in self.path.glob(pattern) if part.is_dir())
+
+    def states(self) -> list[Path]:
+        """Return the folders of states, the oldest first."""
+        return sorted(part for part in self.path.glob("step=*") if part.is_dir())
+
+    def latest(self) -> tuple[Path, dict[str, Any]] | None:
+        """Return the last state that is whole, or None if there is none."""
+        for path in reversed(self.states()):
+            try:
+                return path, read_state(path)
+            except (MissingFileError, ModelFileError) as error:
+                warnings.warn(f"{error} The state before it is taken.", ScforgeWarning, stacklevel=3)
+        return None
+
+    def check_free(self) -> None:
+        """Raise if a training has left something here.
+
+        Raises
+        ------
+        OptionError
+            Saying what can be done.
+        """
+        if found := self.parts():
+            raise OptionError(
+                f"checkpoint_dir={str(self.path)!r} holds a training already ({found[-1].name}); pass resume='auto' "
+                "(--resume auto) to go on with it, overwrite=True (--overwrite) to replace it, or another folder."
+            )
+
+    def clear(self, *, states_only: bool = False) -> None:
+        """Remove what trainings have left here."""
+        for part in self.states() if states_only else self.parts():
+            remove_folder(part)
+
+    def keep_last(self, n: int) -> None:
+        """Remove all states but the last `n`."""
+        for part in self.states()[:-n]:
+            remove_folder(part)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other trainings out while this one runs; the lock ends with the process, however it ends.
+
+        Raises
+        ------
+        OptionError
+            If another training holds the folder, or it cannot be written to.
+        """
+        lock = FileLock(self.path / _LOCK)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise OptionError(
+                f"checkpoint_dir={str(self.path)!r} is in use by another training; wait for it, or choose another "
+                "folder."
+            ) from None
+        except OSError as error:
+            raise OptionError(
+                f"checkpoint_dir={str(self.path)!r} cannot be written to: {error.strerror or error}; choose another "
+                "folder."
+            ) from error
+        try:
+            self._sweep()
+            yield
+        finally:
+            lock.release()
+
+    def _sweep(self) -> None:
+        """Remove what processes that were killed have left half done."""
+        for pattern in (".step=*", ".epoch=*", ".final.*"):
+            for part in self.path.glob(pattern):
+                # A folder that was set aside while another took its name is whole, and the other may be missing.
+                name = part.name[1:].split(".")[0]
+                if part.name.endswith(".old") and not (self.path / name).exists():
+                    part.rename(self.path / name)
+                else:
+                    shutil.rmtree(part, ignore_errors=True)
