@@ -9,18 +9,52 @@ import pytest
 from scforge.config import dump_config, list_recipes, load_config, recipe_path
 from scforge.errors import ConfigError
 
+CLUSTER = [name for name in list_recipes() if name.endswith("_cluster")]
+
 
 def test_names() -> None:
-    assert list_recipes() == ["autoregressive", "gene_pooling", "light", "masked_autoencoder", "masked_gene"]
+    assert sorted(set(list_recipes()) - set(CLUSTER)) == [
+        "autoregressive",
+        "gene_pooling",
+        "light",
+        "masked_autoencoder",
+        "masked_gene",
+    ]
+    assert CLUSTER == ["geneformer_cluster", "scfoundation_cluster", "scgpt_cluster"]
 
 
 @pytest.mark.parametrize("name", list_recipes())
 def test_each_recipe_loads_and_survives_writing(name: str, tmp_path: Path) -> None:
     config = load_config(recipe_path(name))
-    assert config.data.paths == ["data.h5ad"]
+    assert config.data.paths == ["store.zarr" if name in CLUSTER else "data.h5ad"]
     assert config.output.checkpoint_dir.endswith(f"checkpoints/{name}")
     (tmp_path / "again.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize("name", CLUSTER)
+def test_cluster_recipes_use_the_cluster(name: str) -> None:
+    training = load_config(recipe_path(name)).training
+    assert (training.precision, training.strategy, training.accelerator) == ("bf16-mixed", "ddp", "gpu")
+    assert training.devices > 1
+    assert training.checkpoint_every_n_steps
+
+
+def test_sizes_of_the_cluster_recipes_are_the_published_ones() -> None:
+    geneformer = load_config(recipe_path("geneformer_cluster"))
+    sizes = {"hidden_dim": 256, "num_layers": 6, "num_heads": 4, "ffn_dim": 512, "max_seq_len": 2048}
+    assert sizes.items() <= geneformer.model.user_options().items()
+    assert (geneformer.training.optimizer.lr, geneformer.training.optimizer.weight_decay) == (1e-3, 1e-3)
+    assert geneformer.training.scheduler.warmup_steps == 10_000
+    scgpt = load_config(recipe_path("scgpt_cluster"))
+    sizes = {"hidden_dim": 512, "num_layers": 12, "num_heads": 8, "ffn_dim": 512, "max_seq_len": 1200}
+    assert sizes.items() <= scgpt.model.user_options().items()
+    training = scgpt.training
+    assert training.batch_size * training.devices * training.accumulate_grad_batches == 32 * 16
+    scfoundation = load_config(recipe_path("scfoundation_cluster"))
+    sizes = {"hidden_dim": 768, "num_layers": 12, "num_heads": 12}
+    sizes |= {"decoder_dim": 512, "decoder_layers": 6, "decoder_heads": 8}
+    assert sizes.items() <= scfoundation.model.user_options().items()
 
 
 def test_light() -> None:

@@ -76,12 +76,11 @@ def config_schema(output: str | os.PathLike[str] | None = None) -> dict[str, Any
     for section in _sections(Config):
         _describe(section, definitions[section.__name__])
     for alias, canonical in ALIASES.items():
-        section, key = alias.split(".")
+        holder, key = alias.split(".")
         meant = copy.deepcopy(_find(schema, canonical))
-        holder = _find(schema, section)
-        holder["properties"][key] = meant | {"description": f"The same as {canonical}."}
-    for section in ("data.paths", "data.obs_columns", "output.loggers"):
-        _allow_one(_find(schema, section))
+        _find(schema, holder)["properties"][key] = meant | {"description": f"The same as {canonical}."}
+    for option in ("data.paths", "data.obs_columns", "output.loggers"):
+        _allow_one(_find(schema, option))
     _allow_empty(schema)
     if output is not None:
         atomic_write_text(output, json.dumps(schema, indent=2) + "\n")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from torch.overrides import TorchFunctionMode
 
 from scforge._io import check_folder
 from scforge.config.schema import Config, DataConfig
@@ -20,7 +21,15 @@ from scforge.data.sources import open_cells
 from scforge.data.store_files import is_store, partial_path
 from scforge.data.streams import open_streams
 from scforge.data.vocab import FROM_DATA, GeneVocab
-from scforge.errors import ConfigError, GeneMismatchError, MissingFileError, OptionError, did_you_mean, listing
+from scforge.errors import (
+    ConfigError,
+    GeneMismatchError,
+    MissingFileError,
+    OptionError,
+    ScforgeError,
+    did_you_mean,
+    listing,
+)
 from scforge.estimators.config_parts import check_names, chosen, objective_of, placed, tokenizer_of
 from scforge.estimators.spec import ModelSpec, named_options
 from scforge.models._utils import count_parameters
@@ -60,7 +69,7 @@ def check_config(config: Config) -> str:
     if config.data.source == "local":
         _check_columns(config)
     spec, known = model_of(config)
-    with placed(config), torch.device("meta"):
+    with placed(config), torch.device("meta"), _Unfilled():
         module = spec.build_module()
     size = f", about {count_parameters(module) / 1e6:.1f} million parameters" if known else ""
     return f"{spec.architecture} on tokens of {spec.tokenizer}, trained by {spec.objective}{size}"
@@ -109,22 +118,12 @@ def benchmark_callbacks(config: Config) -> list[Any]:
 
     Raises
     ------
-    OptionError
+    OptionError, MissingFileError
         If a benchmark, an option of it or a data set is not known.
     """
     section = config.eval
     if not section.benchmarks:
         return []
-    for index, benchmark in enumerate(section.benchmarks):
-        options = (next(iter(benchmark.values())) if isinstance(benchmark, dict) else None) or {}
-        name = options.get("dataset")
-        if name is not None and name not in section.datasets:
-            known = list(section.datasets)
-            raise ConfigError(
-                f"{config._places.of(['eval', 'benchmarks', index])}eval.benchmarks[{index}] names dataset={name!r}, "
-                f"which has no file{did_you_mean(name, known)}; add it, eval.datasets: {{{name}: cells.h5ad}} "
-                f"(eval.datasets has: {listing(known)})."
-            )
     from scforge.eval.callback import make_benchmark_callback
 
     try:
@@ -135,9 +134,19 @@ def benchmark_callbacks(config: Config) -> list[Any]:
             labels_key=config.data.labels_key,
             batch_key=config.data.batch_key,
         )
-    except OptionError as error:
-        raise OptionError(config.place_of("eval.benchmarks") + str(error)) from error
+    except ScforgeError as error:
+        raise type(error)(config.place_of("eval.benchmarks") + str(error)) from error
     return [callback]
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves random weights undrawn: drawing those of the meta device imports a compiler, which takes seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        drawn = getattr(func, "__name__", "") in ("normal_", "uniform_")
+        tensor = args[0] if args else kwargs.get("tensor")
+        return tensor if drawn and tensor is not None and tensor.is_meta else func(*args, **kwargs)
 
 
 def _check_writable(config: Config, option: str, folder: str) -> None:

@@ -94,6 +94,11 @@ def check_names(config: Config) -> None:
         _refuse(config, section, unknown, options, name)
     with placed(config):
         own_names(architecture, config.model.user_options())
+    if config.model.vocab_size is not None:
+        raise ConfigError(
+            f"{config.place_of('model.vocab_size')}model.vocab_size={config.model.vocab_size} follows from the genes; "
+            "remove it, and choose them with data.gene_vocab and data.preprocessing.hvg_selection."
+        )
 
 
 _SAID = {

@@ -16,7 +16,7 @@ def list_recipes() -> list[str]:
 
     Examples
     --------
-    >>> list_recipes()
+    >>> [name for name in list_recipes() if not name.endswith("_cluster")]
     ['autoregressive', 'gene_pooling', 'light', 'masked_autoencoder', 'masked_gene']
     """
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))

@@ -1,0 +1,103 @@
+"""Recipes as files to edit, and the schema for editors."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from scforge.config import Config, config_schema, init_config, list_recipes, load_config, recipe_path
+from scforge.config._messages import known_names
+from scforge.config._yaml import parse_yaml
+from scforge.config.aliases import ALIASES
+from scforge.errors import ConfigError
+
+HERE = Path(__file__).parent
+FILES = [*map(recipe_path, list_recipes()), HERE / "custom_model.yaml", HERE / "proposal.yaml"]
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    made = config_schema()
+    jsonschema.Draft202012Validator.check_schema(made)
+    return made
+
+
+def option(schema: dict[str, Any], dotted: str) -> dict[str, Any]:
+    found = schema
+    for key in dotted.split("."):
+        found = found["properties"][key]
+        reference = found.get("$ref") or found.get("anyOf", [{}])[0].get("$ref")
+        if reference:
+            found = schema["$defs"][reference.rpartition("/")[2]]
+    return found
+
+
+def test_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert init_config() == Path("light.yaml")
+    assert init_config("masked_gene", "new/mine.yaml").read_text() == recipe_path("masked_gene").read_text()
+    assert load_config("new/mine.yaml").model.architecture == "transformer_encoder"
+    Path("light.yaml").write_text("mine")
+    with pytest.raises(ConfigError, match=r"output='light\.yaml' exists; choose another name"):
+        init_config()
+    assert Path("light.yaml").read_text() == "mine"
+    init_config(overwrite=True)
+    assert Path("light.yaml").read_text() == recipe_path("light").read_text()
+    with pytest.raises(ConfigError, match=r"output='new' is a folder"):
+        init_config(output="new", overwrite=True)
+    with pytest.raises(ConfigError, match=r"recipe='lite' is not known; did you mean 'light'"):
+        init_config("lite")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_schema_takes_files(schema: dict[str, Any], path: Path) -> None:
+    jsonschema.validate(parse_yaml(path.read_text(), where="file")[0], schema)
+
+
+def test_the_schema_knows_every_option_and_alias(schema: dict[str, Any]) -> None:
+    for name in [*known_names(Config), *ALIASES]:
+        assert option(schema, name)["description"], name
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"training": None},
+        {"training": {"batch_size": "auto", "devices": "0,1"}},
+        {"training": {"num_gpus": 2, "lr": 1e-4}},
+        {"data": {"paths": "cells.h5ad", "obs_columns": "donor"}},
+        {"output": {"loggers": "csv"}},
+        {"eval": {"benchmarks": ["label_prediction", {"label_prediction": {"dataset": "a"}}]}},
+        {"model": {"an_option_of_mine": 3}},
+    ],
+)
+def test_the_schema_takes_what_files_take(schema: dict[str, Any], content: dict[str, Any]) -> None:
+    jsonschema.validate({"data": {"paths": ["a"]}} | content, schema)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"trainig": {}},
+        {"training": {"btach_size": 3}},
+        {"training": {"batch_size": 0}},
+        {"training": {"strategy": "dpp"}},
+        {"training": {"optimizer": {"name": "sgd"}}},
+        {"data": ["a"]},
+        {"eval": {"benchmarks": [{"a": {}, "b": {}}]}},
+    ],
+)
+def test_the_schema_marks_mistakes(schema: dict[str, Any], content: dict[str, Any]) -> None:
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate({"data": {"paths": ["a"]}} | content, schema)
+
+
+def test_the_schema_is_a_new_one_each_time() -> None:
+    first = config_schema()
+    second = copy.deepcopy(first)
+    first["properties"].clear()
+    assert config_schema() == second

@@ -1,0 +1,213 @@
+"""What is found out about a configuration before any cell is read, and what it says with all defaults."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import anndata as ad
+import pytest
+
+from scforge.config import Config, list_recipes, load_config, recipe_path
+from scforge.errors import ConfigError, DataError, MissingFileError, OptionError, ScforgeError
+from scforge.estimators import check_config, show_config
+
+TEXT = """
+data:
+  paths: [cells.h5ad]
+  max_genes: 50
+model:
+  architecture: transformer_encoder
+  hidden_dim: 8
+  num_layers: 1
+  num_heads: 2
+output:
+  checkpoint_dir: ck
+"""
+
+
+@pytest.fixture
+def load(tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    """Return a function that loads a configuration in a folder with cells."""
+    monkeypatch.chdir(tmp_path)
+    tiny_adata.write_h5ad("cells.h5ad")
+    Path("recipe.yaml").write_text(TEXT)
+    return lambda *overrides, path="recipe.yaml": load_config(path, overrides)
+
+
+def test_what_is_fine(load: Callable[..., Config]) -> None:
+    assert check_config(load()) == ("transformer_encoder on tokens of rank_value, trained by masked_gene_prediction")
+    assert check_config(load("data.preprocessing.hvg_selection=60")).endswith("about 0.0 million parameters")
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["cells.h5ad", "recipe.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        ("model.architecture=tranformer", OptionError, "architecture='tranformer' is not known; "),
+        ("tokenizer.strategy=rank", OptionError, "tokenizer='rank' is not known; (known: "),
+        ("objective.name=masked", OptionError, "objective='masked' is not known; "),
+        (
+            "model.n_layers=3",
+            ConfigError,
+            "model.n_layers=3 is not an option of 'transformer_encoder'; did you mean 'mod",
+        ),
+        (
+            "model.d_model=3",
+            ConfigError,
+            "model.d_model=3 is not an option of 'transformer_encoder'; did you mean 'model.h",
+        ),
+        (
+            "model.learning_rate=3",
+            ConfigError,
+            "model.learning_rate=3 is not an option of 'transformer_encoder'; did you m",
+        ),
+        ("model.vocab_size=3", ConfigError, "model.vocab_size=3 follows from the genes; remove it"),
+        (
+            "tokenizer.max_length=3",
+            ConfigError,
+            "tokenizer.max_length=3 is not an option of 'rank_value'; did you mean 'd",
+        ),
+        (
+            "objective.mask_rate=0.1",
+            ConfigError,
+            "objective.mask_rate=0.1 is not an option of 'masked_gene_prediction'; ",
+        ),
+        ("tokenizer.max_len=9", ConfigError, "tokenizer.max_len=9 and data.max_genes=50 mean the same; keep one"),
+        ("objective={name: joint_embedding, views: 0}", OptionError, "views=0 is not "),
+        ("tokenizer.append_cls=3", OptionError, "append_cls=3 is neither True nor False"),
+        ("model.num_heads=3", OptionError, "hidden_dim=8 is not divisible by num_heads=3"),
+        ("model.max_seq_len=20", OptionError, "max_seq_len=20 is smaller than the 50 tokens"),
+        ("model={expression_head: bin, n_bins: 9}", OptionError, "expression_head='bin' predicts bins, which"),
+        ("data.paths=[cels.h5ad]", MissingFileError, "the file 'cels.h5ad' does not exist; "),
+        ("data.layer=counts", DataError, "layer='counts' is not in the layers of 'cells.h5ad'"),
+        ("data.labels_key=cell_type", DataError, "'cell_type'"),
+        ("data.gene_key=symbol", OptionError, "gene_key='symbol' is not a column of var of 'cells.h5ad'; did"),
+        ("data.gene_vocab=human", OptionError, "vocab='human' is neither a shipped vocabulary nor a file"),
+        ("output.checkpoint_dir=cells.h5ad", OptionError, "output.checkpoint_dir='cells.h5ad': 'cells.h5ad' is a file"),
+        (
+            "eval.benchmarks=[label_predicton]",
+            OptionError,
+            "benchmark='label_predicton' is not known; did you mean 'la",
+        ),
+        (
+            "eval={benchmarks: [label_prediction], datasets: {a: b.h5ad}}",
+            MissingFileError,
+            "the file 'b.h5ad' does not",
+        ),
+    ],
+)
+def test_mistakes(load: Callable[..., Config], override: str, error: type[ScforgeError], message: str) -> None:
+    with pytest.raises(error) as caught:
+        check_config(load(override))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "start"),
+    [
+        ("num_heads: 2", "d_model: 2", "recipe.yaml, line 9: model.d_model=2 is not an option"),
+        ("transformer_encoder", "transfomer", "recipe.yaml, line 6: architecture='transfomer' is not known"),
+        ("cells.h5ad", "none.h5ad", "recipe.yaml, line 3: the file 'none.h5ad' does not exist"),
+        ("max_genes: 50", "layer: a", "recipe.yaml, line 4: layer='a' is not in the layers"),
+        ("hidden_dim: 8", "hidden_dim: 9", "recipe.yaml, line 7: hidden_dim=9 is not divisible by num_heads=2"),
+        (
+            "checkpoint_dir: ck",
+            "log_dir: cells.h5ad",
+            "recipe.yaml, line 11: output.log_dir='cells.h5ad': 'cells.h5ad' is",
+        ),
+    ],
+)
+def test_mistakes_have_a_place(load: Callable[..., Config], old: str, new: str, start: str) -> None:
+    Path("recipe.yaml").write_text(TEXT[1:].replace(old, new).replace("data:", "data:\n", 1))
+    with pytest.raises(ScforgeError) as caught:
+        check_config(load())
+    assert str(caught.value).startswith(start)
+
+
+def test_an_override_is_called_one(load: Callable[..., Config]) -> None:
+    with pytest.raises(ConfigError, match=r"^override 'model\.d_model=2': model\.d_model=2 is not an option of"):
+        check_config(load("model.d_model=2"))
+
+
+def test_states_need_a_folder(load: Callable[..., Config]) -> None:
+    with pytest.raises(
+        ConfigError, match="checkpoint_every_n_steps=5 has no use without output.checkpoint_dir; set both"
+    ):
+        check_config(load("training.checkpoint_every_n_steps=5", "output.checkpoint_dir="))
+
+
+def test_a_folder_that_cannot_be_written(load: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(OptionError, match=r"line 11: output\.checkpoint_dir='ck': .* cannot be written into; choose"):
+        check_config(load())
+
+
+def test_a_logger_that_is_not_installed(load: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"names 'wandb', which is not installed; pip install 'scforge\[wandb\]'"):
+        check_config(load("output.log_dir=logs", "output.loggers=wandb"))
+
+
+def test_a_store(load: Callable[..., Config], store: Path) -> None:
+    few = ["model.max_seq_len=60", f"data.paths=[{store}]"]
+    assert check_config(load(*few, "data.labels_key=kind")).startswith("transformer_encoder")
+    with pytest.raises(DataError, match="cell_kind"):
+        check_config(load(*few, "data.labels_key=cell_kind"))
+
+
+@pytest.mark.parametrize("name", list_recipes())
+def test_recipes_are_fine_and_mean_the_same_with_all_defaults(load: Callable[..., Config], name: str) -> None:
+    config = load("data.paths=[cells.h5ad]", path=recipe_path(name))
+    found = check_config(config)
+    text = show_config(config)
+    Path("shown.yaml").write_text(text)
+    again = load(path="shown.yaml")
+    assert check_config(again) == found
+    assert show_config(again).replace("  # set", "") == text.replace("  # set", "")
+
+
+def test_show_marks_what_was_set(load: Callable[..., Config]) -> None:
+    Path("recipe.yaml").write_text(TEXT + "training: {lr: 0.5}\ntokenizer: {masking: {mask_ratio: 0.25}}\n")
+    lines = show_config(load("seed=7", "eval.benchmarks=[{label_prediction: {max_cells: 9}}]")).splitlines()
+    for line in (
+        "  paths: [cells.h5ad]  # set",
+        "  max_genes: 50  # set",
+        "  # layer:",
+        "  strategy: rank_value",
+        "    mask_ratio: 0.25  # set",
+        "    mask_token_prob: 0.8",
+        "  name: masked_gene_prediction",
+        "  hidden_dim: 8  # set",
+        "  dropout: 0.1",
+        "    lr: 0.5  # set",
+        "    weight_decay: 0.01",
+        "  early_stopping_patience: 10",
+        "  benchmarks: [{label_prediction: {max_cells: 9}}]  # set",
+        "  checkpoint_dir: ck  # set",
+        "seed: 7  # set",
+    ):
+        assert line in lines
+    assert not [line for line in lines if "vocab_size" in line]
+
+
+def test_show_of_classes_that_call_options_by_another_name(load: Callable[..., Config]) -> None:
+    lines = show_config(load("model={architecture: masked_autoencoder, hidden_dim: 16}")).splitlines()
+    assert "  hidden_dim: 16  # set" in lines
+    assert "  num_layers: 1  # set" in lines
+    assert "  decoder_layers: 2" in lines
+    assert not [line for line in lines if "encoder_dim: " in line and "decoder" not in line]
+
+
+def test_show_of_other_places(load: Callable[..., Config]) -> None:
+    overrides = [
+        "tokenizer.max_len=40",
+        "data.max_genes=",
+        "objective.mask_ratio=0.3",
+        "data.sampling.balance_key=group",
+    ]
+    lines = show_config(load(*overrides)).splitlines()
+    for line in ("  max_genes: 40  # set", "    mask_ratio: 0.3  # set", "    start: 0.0", "    end: 1.0"):
+        assert line in lines
