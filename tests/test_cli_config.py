@@ -1,0 +1,161 @@
+"""The commands that help with YAML files; a newcomer's mistakes are one helpful line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import anndata as ad
+import pytest
+
+from scforge.cli import main
+from scforge.config import list_recipes, recipe_path
+
+CONFIG = """\
+data:
+  paths: [cells.h5ad]
+  max_genes: 30
+model:
+  architecture: transformer_encoder
+  hidden_dim: 8
+  num_layers: 1
+  num_heads: 2
+training:
+  batch_size: 16
+output:
+  checkpoint_dir: ck
+"""
+
+
+@pytest.fixture
+def folder(tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with cells and a configuration."""
+    monkeypatch.chdir(tmp_path)
+    tiny_adata.write_h5ad("cells.h5ad")
+    Path("recipe.yaml").write_text(CONFIG)
+    return tmp_path
+
+
+@pytest.fixture
+def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a command which must fail, and returns the one line that it tells."""
+
+    def told(*argv: str) -> str:
+        try:
+            code = main(list(argv))
+        except SystemExit as stop:  # argparse leaves this way
+            code = stop.code
+        shown = capsys.readouterr()
+        assert (code, shown.out) == (2, "")
+        assert shown.err.startswith("scforge")
+        assert shown.err.count("\n") == 1
+        return shown.err.strip()
+
+    return told
+
+
+def test_init_check_and_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "init", "masked_gene", "-o", "mine.yaml"]) == 0
+    assert Path("mine.yaml").read_text() == recipe_path("masked_gene").read_text()
+    assert capsys.readouterr().out.startswith("Wrote mine.yaml. ")
+    assert main(["config", "check", "mine.yaml", "data.paths=cells.h5ad"]) == 0
+    line = "mine.yaml is fine: transformer_encoder on tokens of rank_value, trained by masked_gene_prediction.\n"
+    assert capsys.readouterr().out == line
+    assert main(["config", "show", "mine.yaml", "seed=4"]) == 0
+    shown = capsys.readouterr().out
+    assert "  num_heads: 4  # set\n" in shown
+    assert shown.endswith("seed: 4  # set\n")
+
+
+def test_list_and_schema(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "init", "--list"]) == 0
+    assert capsys.readouterr().out.splitlines() == list_recipes()
+    assert main(["config", "schema"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert main(["config", "schema", "-o", "schema.json"]) == 0
+    assert json.loads(Path("schema.json").read_text()) == printed
+    assert capsys.readouterr().out == ""
+    assert not list(Path.cwd().glob("light.yaml"))
+
+
+def test_what_is_there_is_kept(told: Callable[..., str]) -> None:
+    assert "output='recipe.yaml' exists; choose another name" in told("config", "init", "-o", "recipe.yaml")
+    assert Path("recipe.yaml").read_text() == CONFIG
+    assert main(["config", "init", "-o", "recipe.yaml", "--overwrite"]) == 0
+    assert Path("recipe.yaml").read_text() == recipe_path("light").read_text()
+
+
+MISTAKES = [
+    (
+        "  batch_size: 16",
+        "  btach_size: 16",
+        "recipe.yaml, line 10: training.btach_size=16 is not a known option; did you",
+    ),
+    (
+        "  batch_size: 16",
+        "batch_size: 16",
+        "recipe.yaml, line 10: batch_size=16 is not a known option; did you mean 'tra",
+    ),
+    ("  batch_size: 16", "\tbatch_size: 16", "recipe.yaml, line 10, column 1 is not valid YAML: "),
+    ("  batch_size: 16", "\tbatch_size: 16", "indent with spaces, never with tab characters."),
+    ("  paths", "   paths", "recipe.yaml, line 3, column 3 is not valid YAML: "),
+    ("  paths", "   paths", "check the indentation"),
+    (
+        "batch_size: 16",
+        "batch_size: sixteen",
+        "line 10: training.batch_size='sixteen' is neither a whole number of cells",
+    ),
+    ("hidden_dim: 8", "hidden_dim: wide", "recipe.yaml, line 6: model.hidden_dim='wide' is not an integer."),
+    (
+        "hidden_dim: 8",
+        "hidden_size: 8",
+        "line 6: model.hidden_size=8 is not an option of 'transformer_encoder'; did you",
+    ),
+    ("data:\n  paths: [cells.h5ad]\n  max_genes: 30\n", "", "recipe.yaml: data is missing; every configuration names"),
+    ("  paths: [cells.h5ad]\n", "", "recipe.yaml, line 1: data.paths is missing; "),
+    ("  batch_size: 16", "  - batch_size: 16", "line 9: training=[{'batch_size': 16}] is not a section with options."),
+    ("cells.h5ad", "cels.h5ad", "recipe.yaml, line 2: the file 'cels.h5ad' does not exist; did you mean 'cells.h5ad'"),
+    ("num_heads: 2", "max_seq_len: 20", "recipe.yaml, line 8: max_seq_len=20 is smaller than the 30 tokens that"),
+    ("batch_size: 16", "batch_size 16", "training='batch_size 16' is not a section with options."),
+    ("batch_size: 16", "batch_size:16", "training='batch_size:16' is not a section with options."),
+    (
+        "checkpoint_dir: ck",
+        "checkpoint_dir: cells.h5ad",
+        "line 12: output.checkpoint_dir='cells.h5ad': 'cells.h5ad' is a",
+    ),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "part"), MISTAKES)
+def test_mistakes_of_a_newcomer(told: Callable[..., str], old: str, new: str, part: str) -> None:
+    Path("recipe.yaml").write_text(CONFIG.replace(old, new, 1))
+    assert part in told("config", "check", "recipe.yaml")
+
+
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["check", "none.yaml"], "config='none.yaml' does not exist; check the path."),
+        (["check", "cells.h5ad"], "config='cells.h5ad' is not a text file; name a YAML file."),
+        (["check", "."], "config='.' is a folder; name the YAML file in it."),
+        (
+            ["check", "recipe.yaml", "batch_size"],
+            "override='batch_size' is not an option; write it as section.option=v",
+        ),
+        (
+            ["check", "recipe.yaml", "training.lr=fast"],
+            "override 'training.lr=fast': training.optimizer.lr='fast' is not",
+        ),
+        (["show", "recipe.yaml", "model.architecture=bert"], "architecture='bert' is not known; (known: "),
+        (["init", "lite"], "recipe='lite' is not known; did you mean 'light'?"),
+        (["init", "-o", "none.yaml/x.yaml"], ""),
+        ([], "--help)"),
+        (["chekc"], "--help)"),
+    ],
+)
+def test_mistakes_at_the_command_line(told: Callable[..., str], argv: list[str], part: str) -> None:
+    Path("none.yaml").unlink(missing_ok=True)
+    if argv[:1] == ["init"] and len(argv) == 3:
+        Path("none.yaml").write_text("a file")
+    assert part in told("config", *argv)
