@@ -4,7 +4,7 @@ export VENV
 INSTALL := sh tools/install.sh
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-census lint docs notebooks constraints clean
+.PHONY: help quickstart test test-slow test-census lint docs notebooks constraints clean
 
 help: ## Show the jobs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -16,6 +16,10 @@ quickstart: ## Install scforge and run the tour; results go to quickstart/
 test: ## Run the tests; ARGS="-k tokenizer" passes options to pytest
 	@$(INSTALL) test
 	$(VENV)/bin/pytest $(ARGS)
+
+test-slow: ## Run the tests that take minutes, which test leaves out
+	@$(INSTALL) test
+	$(VENV)/bin/pytest -m slow $(ARGS)
 
 # What meets the tables of pandas, whose version 2 the clients of the Census need.
 WITH_PANDAS := census census_filters checks convert h5ad perturbation selection sources splits store streams

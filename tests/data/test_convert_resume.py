@@ -98,7 +98,7 @@ def sources(tmp_path: Path) -> list[Path]:
     return paths
 
 
-@pytest.mark.parametrize("n_kills", [5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("n_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_kills_at_any_moment_change_nothing(sources, tmp_path, n_kills):
     command = [sys.executable, "-c", KILLS, str(tmp_path), str(n_kills), "7"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)

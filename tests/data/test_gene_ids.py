@@ -94,7 +94,7 @@ def test_a_column_of_var(tiny_adata, tmp_path):
     assert array.tolist() == ["ENSG00000167286"]
 
 
-@pytest.mark.slow
+@pytest.mark.real_data
 @pytest.mark.filterwarnings("ignore::scforge.errors.ScforgeWarning")
 def test_names_of_real_data_against_their_ids():
     path = CELLS / "pbmc3k.h5ad"
@@ -140,7 +140,7 @@ def test_kinds(names, kind):
     assert recognise_ids(pd.Index(names, dtype=str)) == kind
 
 
-@pytest.mark.slow
+@pytest.mark.real_data
 @pytest.mark.parametrize(
     ("file", "kind"),
     [

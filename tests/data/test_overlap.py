@@ -103,7 +103,7 @@ def test_species_that_do_not_fit(pbmc):
         map_genes(pbmc, bare)
 
 
-@pytest.mark.slow
+@pytest.mark.real_data
 def test_mouse_data():
     if not PAUL.exists():
         pytest.skip("the shared real data are not here")

@@ -113,7 +113,7 @@ def test_pertpy_takes_labels_apart_alike():
     assert ("A", "C") in parsed.targets
 
 
-@pytest.mark.slow
+@pytest.mark.real_data
 def test_real_cells():
     if not PAPALEXI.exists():
         pytest.skip("the shared real data are not here")

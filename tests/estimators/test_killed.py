@@ -1,43 +1,104 @@
-"""A training that is killed leaves whole checkpoints, whenever that happens."""
+"""A training that is killed, whenever that happens, goes on to the very weights of one that was not."""
 
 from __future__ import annotations
 
+import csv
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from scforge.estimators import Encoder
 
 SCRIPT = """
+import sys
 import anndata, torch
 from scforge.estimators import Encoder
+from scforge.training import make_loggers
 torch.set_num_threads(1)
+folder = sys.argv[1]
 adata = anndata.read_h5ad("cells.h5ad")
 Encoder.setup_anndata(adata)
-model = Encoder(adata, hidden_dim=16, ffn_dim=16, latent_dim=4)
-model.train(100_000, early_stopping=False, lr=1e-4, progress_bar=False, checkpoint_dir="checkpoints", save_top_k=3)
+model = Encoder(adata, "transformer_encoder", hidden_dim=16, num_layers=2, num_heads=2, max_seq_len=64)
+model.train(
+    120, batch_size=8, early_stopping=False, lr=1e-3, progress_bar=False, accelerator="cpu", log_every_n_steps=1,
+    checkpoint_dir=folder, checkpoint_every_n_steps=5, keep_last=2, save_top_k=2, resume="auto",
+    logger=make_loggers(["csv"], folder + "/logs"),
+)
+model.save(folder + "/final", overwrite=True)
 """
 
 
-@pytest.mark.slow
-def test_every_checkpoint_of_a_killed_training_is_whole(tiny_adata, tmp_path):
-    tiny_adata.write_h5ad(tmp_path / "cells.h5ad")
-    folder = tmp_path / "checkpoints"
+def start(folder: Path) -> subprocess.Popen:
+    # Lightning's note on its own packages comes from importing it.
+    return subprocess.Popen([sys.executable, "-W", "ignore", "-c", SCRIPT, folder.name], cwd=folder.parent)
+
+
+def n_lines(folder: Path) -> int:
+    path = folder / "logs" / "metrics.csv"
+    return len(path.read_bytes().splitlines()) if path.exists() else 0
+
+
+def end_at_random(folder: Path, how: int, generator: np.random.Generator) -> bool:
+    """Start the training, end it some time after its first step, and return whether it had come to its own end."""
+    running, before = start(folder), n_lines(folder)
+    while running.poll() is None and n_lines(folder) in (before, 0):
+        time.sleep(0.01)
+    time.sleep(generator.uniform(0, 0.6))
+    if running.poll() is not None:
+        assert running.returncode == 0
+        return True
+    running.send_signal(how)
+    running.wait()
+    assert running.returncode == -how
+    return False
+
+
+def check_log(folder: Path, whole: Path) -> None:
+    """Each step stands there once, and each epoch, with the losses of a training that was not interrupted."""
+    logs = []
+    for place in (folder, whole):
+        with (place / "logs" / "metrics.csv").open(newline="") as handle:
+            rows = list(csv.DictReader(handle))
+        logs.append([(row["step"], row["step_loss"], row["train_loss"], row["validation_loss"]) for row in rows])
+    steps = [int(step) for step, loss, *_ in logs[0] if loss]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert logs[0] == logs[1]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, many_adata) -> Path:
+    folder = tmp_path_factory.mktemp("killed") / "whole"
+    many_adata[:120].copy().write_h5ad(folder.parent / "cells.h5ad")
+    assert start(folder).wait() == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("how", "times"),
+    [
+        (signal.SIGKILL, 2),
+        (signal.SIGTERM, 1),
+        pytest.param(signal.SIGKILL, 20, marks=pytest.mark.slow),
+    ],
+)
+def test_the_weights_are_those_of_a_training_that_was_not_killed(whole, how, times):
     generator = np.random.default_rng(time.time_ns())
-    for _ in range(2):
-        running = subprocess.Popen([sys.executable, "-W", "ignore", "-c", SCRIPT], cwd=tmp_path)
-        before = {path.name for path in folder.glob("epoch=*")}
-        while running.poll() is None and {path.name for path in folder.glob("epoch=*")} <= before:
-            time.sleep(0.01)
-        time.sleep(generator.uniform(0, 0.5))
-        assert running.poll() is None, "the training ended by itself"
-        running.kill()
-        running.wait()
-        saved = sorted(folder.glob("epoch=*"))
-        assert saved
-        for path in saved:
-            model = Encoder.load(path)
-            assert np.isfinite(model.get_latent_representation(tiny_adata.copy())).all()
+    folder = whole.parent / f"{how.name}{times}"
+    ended = 0
+    while ended < times and not end_at_random(folder, how, generator):
+        ended += 1
+        for path in folder.glob("*=*"):
+            Encoder.load(path)  # whatever is there is whole
+    assert start(folder).wait() == 0
+    one, other = (load_file(place / "final" / "model.safetensors") for place in (folder, whole))
+    for name in one:
+        np.testing.assert_array_equal(one[name], other[name])
+    check_log(folder, whole)
+    assert not [path.name for path in folder.glob(".*") if path.name != ".lock"]
+    print(f"{ended} times ended by {how.name}")

@@ -1,4 +1,8 @@
-"""The examples of the reference of models, each run as it is written."""
+"""The examples of the reference of models, each run as it is written.
+
+Three build models of full size, so that a minute goes by. By default these run with fewer cells; the slow tests change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ from scforge.models import list_models
 from scforge.models.registry import MODELS
 
 EXAMPLES = Path(__file__).with_name("examples_models_reference")
+FEWER_CELLS = {"autoregressive_transformer": 8, "masked_autoencoder": 16, "transformer_encoder": 16}
+"""Cells of each batch of an example; by default 2 take their place."""
 SCALAR = r"tensor\(-?\d+\.\d+, grad_fn=<\w+>\)"
 EMPTY = "tensor(0., grad_fn=<MaxBackward1>)"
 
@@ -109,13 +115,27 @@ def test_every_example_is_run():
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(PRINTED)
 
 
-@pytest.mark.parametrize("name", PRINTED)
-def test_example_prints_what_it_promises(name, capsys):
+@pytest.mark.parametrize(
+    ("name", "n_cells"),
+    [
+        *((name, 2 if name in FEWER_CELLS else None) for name in PRINTED),
+        *(pytest.param(name, None, marks=pytest.mark.slow) for name in FEWER_CELLS),
+    ],
+)
+def test_example_prints_what_it_promises(name, n_cells, capsys, tmp_path):
     torch.manual_seed(0)
-    names = runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    path, printed = EXAMPLES / f"{name}.py", PRINTED[name]
+    if n_cells is not None:
+        written = rf"(?<=[(= ]){FEWER_CELLS[name]}(?=, \d)"  # (16, 300), and batch_size, seq_len = 16, 300
+        (tmp_path / path.name).write_text(re.sub(written, str(n_cells), path.read_text()))
+        path = tmp_path / path.name
+        printed = [re.sub(rf"(?<=\[){FEWER_CELLS[name]}(?=, )", str(n_cells), line) for line in printed]
+    names = runpy.run_path(str(path))
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(PRINTED[name])
-    for line, pattern in zip(lines, PRINTED[name], strict=True):
+    assert len(lines) == len(printed)
+    for line, pattern in zip(lines, printed, strict=True):
         # Releases of torch differ in how they align the columns of a matrix.
         assert re.sub(r"(?<=\[) +| +(?= )", "", line) == pattern or re.fullmatch(pattern, line)
     CHECKS.get(name, lambda *_: None)(names, lines)
+    if name in FEWER_CELLS:
+        assert len(names["batch"]["input_ids"]) == (n_cells or FEWER_CELLS[name])

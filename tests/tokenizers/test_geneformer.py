@@ -25,7 +25,7 @@ SHARED = Path(__file__).parents[3] / "shared" / "data"
 CELLS = SHARED / "cells" / "pbmc3k.h5ad"
 SIZES = {"V1": 2048, "V2": 4096}
 real_data = [
-    pytest.mark.slow,
+    pytest.mark.real_data,
     pytest.mark.skipif(not CELLS.is_file(), reason="needs the published dictionaries and cells in ../shared/data"),
 ]
 

@@ -23,7 +23,7 @@ from scforge.tokenizers import get_tokenizer, list_tokenizers
 from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training import MaskedGenePrediction
 
-N_GENES, N_STEPS, BATCH, N_TEST = 60, 200, 32, 1024
+N_GENES, N_STEPS, BATCH, N_TEST = 60, 140, 32, 512
 LEVELS = np.random.default_rng(9).permutation(np.repeat([1.0, 10.0], N_GENES // 2))
 MEDIANS = np.exp(np.random.default_rng(8).uniform(-1, 3, N_GENES))
 
