@@ -76,7 +76,8 @@ def test_a_model_that_would_be_lost(told: Callable[..., str]) -> None:
     )
 
 
-def test_the_bar_is_there_unless_quiet(folder: Path, capsys) -> None:
+def test_the_bar_is_there_unless_quiet(folder: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert main(["train", "--config", "config.yaml"]) == 0
     assert "Epoch 2/2" in capsys.readouterr().err
 

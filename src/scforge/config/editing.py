@@ -66,8 +66,8 @@ def config_schema(output: str | os.PathLike[str] | None = None) -> dict[str, Any
 
     Examples
     --------
-    >>> config_schema()["properties"]["seed"]["maximum"]
-    4294967295
+    >>> config_schema()["properties"]["seed"]["type"]
+    'integer'
     """
     schema = Config.model_json_schema()
     schema["title"] = "scforge configuration"

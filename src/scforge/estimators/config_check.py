@@ -59,6 +59,7 @@ def check_config(config: Config) -> str:
 
     Examples
     --------
+    >>> import scforge
     >>> from scforge.config import load_config, recipe_path
     >>> scforge.datasets.pbmc3k().write_h5ad("cells.h5ad")
     >>> check_config(load_config(recipe_path("light"), ["data.paths=cells.h5ad"]))
