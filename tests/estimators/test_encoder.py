@@ -179,8 +179,10 @@ def test_checkpoints_of_a_second_training_go_on_with_the_numbers(build, quick, t
     model = build()
     for _ in range(2):
         model.train(**quick, checkpoint_dir=tmp_path, save_top_k=-1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch=00", "epoch=01", "epoch=02", "epoch=03"]
-    assert [Encoder.load(path).n_epochs_ for path in sorted(tmp_path.iterdir())] == [1, 2, 3, 4]
+    epochs = sorted(tmp_path.glob("epoch=*"))
+    assert [path.name for path in epochs] == ["epoch=00", "epoch=01", "epoch=02", "epoch=03"]
+    assert [Encoder.load(path).n_epochs_ for path in epochs] == [1, 2, 3, 4]
+    assert len(list(tmp_path.glob("step=*"))) == 1
 
 
 def test_the_best_epoch_is_kept(build, quick, tmp_path) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from scforge.errors import ModelFileError, OptionError, ScforgeWarning, TrainingError
+from scforge.errors import MissingFileError, OptionError, ScforgeWarning, TrainingError
 from scforge.estimators import Encoder
 from scforge.training import make_loggers
 
@@ -95,3 +95,165 @@ def test_the_outcome_is_that_of_a_training_that_was_never_interrupted(tiny_adata
         assert sorted(path.name for path in folder.glob("*=*")) == sorted(
             path.name for path in (tmp_path / "whole").glob("*=*")
         )
+
+
+@pytest.fixture
+def broken(tiny_adata, tmp_path) -> Path:
+    """The folder of a training that broke off after five of nine steps."""
+    with pytest.raises(Crash):
+        train(make(tiny_adata), tmp_path / "run", crash=5)
+    return tmp_path / "run"
+
+
+def test_a_finished_training_is_not_trained_again(tiny_adata, tmp_path):
+    whole, again = make(tiny_adata), make(tiny_adata)
+    train(whole, tmp_path)
+    before = rows(tmp_path)
+    train(again, tmp_path, resume="auto", crash=0)
+    assert same_weights(whole, again)
+    assert again.n_epochs_ == whole.n_epochs_
+    assert rows(tmp_path) == before
+
+
+def test_auto_starts_where_there_is_nothing(tiny_adata, tmp_path):
+    model = make(tiny_adata)
+    train(model, tmp_path / "new", resume="auto")
+    assert model.n_epochs_ == 3
+
+
+def test_a_training_of_constant_learning_rate_may_become_longer(tiny_adata, tmp_path):
+    options = {"schedule": "constant", "early_stopping": False}
+    short, long, whole = (make(tiny_adata) for _ in range(3))
+    train(short, tmp_path / "run", max_epochs=2, **options)
+    train(long, tmp_path / "run", max_epochs=4, resume="auto", **options)
+    train(whole, tmp_path / "whole", max_epochs=4, **options)
+    assert same_weights(long, whole)
+    assert (short.n_epochs_, long.n_epochs_) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"lr": 0.5}, "lr=0.002 there, 0.5 here"),
+        ({"batch_size": 10}, "batch_size=20 there, 10 here"),
+        ({"max_epochs": 9, "optimizer": "muon"}, "optimizer='adamw' there, 'muon' here"),
+        ({"validation_size": 0.2}, "n_cells=54 there, 48 here"),
+    ],
+)
+def test_another_training_is_refused(tiny_adata, broken, options, named):
+    with pytest.raises(OptionError, match="had other settings") as error:
+        train(make(tiny_adata), broken, resume="auto", **options)
+    assert named in str(error.value)
+
+
+def test_another_model_or_other_data_are_refused(tiny_adata, broken):
+    with pytest.raises(OptionError, match=r"architecture\.hidden_dim=8 there, 16 here"):
+        train(make(tiny_adata, **(LIGHT | {"hidden_dim": 16})), broken, resume="auto")
+    with pytest.raises(OptionError, match="seed=0 there, 1 here"):
+        train(make(tiny_adata, **LIGHT, seed=1), broken, resume="auto")
+    with pytest.raises(OptionError, match="other settings"):
+        train(make(tiny_adata[:50].copy()), broken, resume="auto")
+
+
+def test_what_does_not_matter_may_change(tiny_adata, broken, tmp_path):
+    whole, other = make(tiny_adata), make(tiny_adata)
+    train(whole, tmp_path / "whole")
+    harmless = {"num_threads": 0, "keep_last": 5, "save_top_k": 2, "early_stopping_patience": 9, "log_every_n_steps": 2}
+    train(other, broken, resume="auto", **harmless)
+    assert same_weights(whole, other)
+
+
+def test_a_damaged_state_is_told_and_the_one_before_it_taken(tiny_adata, broken, tmp_path):
+    last = sorted(broken.glob("step=*"))[-1]
+    tensors = last / "training" / "state.safetensors"
+    content = bytearray(tensors.read_bytes())
+    content[-1] ^= 1
+    tensors.write_bytes(content)
+    whole, other = make(tiny_adata), make(tiny_adata)
+    train(whole, tmp_path / "whole")
+    with pytest.warns(ScforgeWarning, match=r"state\.safetensors' is corrupted"):
+        train(other, broken, resume="auto")
+    assert same_weights(whole, other)
+
+
+def test_a_state_by_name(tiny_adata, broken, tmp_path):
+    first = sorted(broken.glob("step=*"))[0]
+    whole, other = make(tiny_adata), make(tiny_adata)
+    train(whole, tmp_path / "whole")
+    train(other, tmp_path / "other", resume=first)
+    assert same_weights(whole, other)
+    with pytest.raises(MissingFileError, match="does not exist"):
+        train(make(tiny_adata), tmp_path / "new", resume=broken / "step=99999999")
+    other.save(tmp_path / "model")
+    with pytest.raises(MissingFileError, match="holds no state of a training"):
+        train(make(tiny_adata), tmp_path / "new", resume=tmp_path / "model")
+
+
+def test_a_folder_with_another_training_is_not_touched(tiny_adata, broken):
+    before = sorted(broken.rglob("*"))
+    with pytest.raises(OptionError, match=r"holds a training already .* resume='auto' .* overwrite=True"):
+        train(make(tiny_adata), broken)
+    assert sorted(broken.rglob("*")) == before
+    model = make(tiny_adata)
+    train(model, broken, overwrite=True)
+    assert model.n_epochs_ == 3
+    assert len(list(broken.glob("epoch=*"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resume": "auto", "checkpoint_dir": None}, "resume='auto' needs checkpoint_dir"),
+        ({"overwrite": True, "checkpoint_dir": None}, "overwrite=True needs checkpoint_dir"),
+        ({"resume": "auto", "overwrite": True}, "contradict each other"),
+        ({"resume": True}, "resume=True is neither"),
+        ({"keep_last": 0}, "keep_last=0"),
+        ({"checkpoint_every_n_steps": 0}, "checkpoint_every_n_steps=0"),
+        ({"strategy": "dpp"}, "strategy='dpp' is not known; did you mean 'ddp'"),
+        ({"ema_decay": 1}, "ema_decay=1 averages nothing"),
+        ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0"),
+        ({"gradient_checkpointing": True}, "gradient_checkpointing=True, but GenePoolingModel cannot"),
+        ({"accelerator": "gpu", "devices": 4}, "devices=4 with accelerator='gpu', but this machine has"),
+    ],
+)
+def test_bad_options(tiny_adata, tmp_path, options, message):
+    with pytest.raises(OptionError, match=message):
+        train(make(tiny_adata), tmp_path, **options)
+
+
+def test_states_are_models(tiny_adata, broken):
+    last = sorted(broken.glob("step=*"))[-1]
+    embedding = Encoder.load(last).get_latent_representation(tiny_adata.copy())
+    assert np.isfinite(embedding).all()
+    assert len(list(broken.glob("step=*"))) == 2  # keep_last
+
+
+def test_the_state_of_a_callback_is_kept(tiny_adata, tmp_path):
+    class Counts(Callback):
+        def __init__(self) -> None:
+            self.seen = torch.zeros(2, dtype=torch.int64)
+
+        def on_train_batch_end(self, *args) -> None:
+            self.seen += 1
+
+        def state_dict(self) -> dict:
+            return {"seen": self.seen, "nested": {"more": [1, (2.5, None)]}}
+
+        def load_state_dict(self, state: dict) -> None:
+            assert state["nested"] == {"more": [1, (2.5, None)]}
+            self.seen = state["seen"]
+
+    given = {"max_epochs": 2, "batch_size": 20, "progress_bar": False, "accelerator": "cpu"}
+    given |= {"checkpoint_dir": tmp_path, "checkpoint_every_n_steps": 1}
+    with pytest.raises(Crash):
+        make(tiny_adata).train(**given, callbacks=[Counts(), CrashAfter(2)])
+    counts = Counts()
+    make(tiny_adata).train(**given, callbacks=[counts], resume="auto")
+    assert counts.seen.tolist() == [6, 6]
+
+    class Odd(Counts):
+        def state_dict(self) -> dict:
+            return {"handle": object()}
+
+    with pytest.raises(TrainingError, match="'object', which cannot be saved"):
+        make(tiny_adata).train(**(given | {"checkpoint_dir": tmp_path / "odd"}), callbacks=[Odd()])

@@ -172,8 +172,8 @@ def fit(
     OptionError
         If an argument cannot be used.
     TrainingError
-        If a loss is not a number, or a state cannot be saved; the module has the best weights so far then, and the
-        error a ``result``. Or if memory runs out; the module is as it was before then.
+        If a loss is not a number, or a state cannot be saved; the module has the weights of the best epoch then, if
+        there is one, and the error a ``result``. Or if memory runs out; the module is as it was before then.
     """
     if max_epochs is not None and not (max_epochs == -1 and max_steps > 0):
         check_count("max_epochs", max_epochs, "epochs")
@@ -312,8 +312,8 @@ def _run(
     except Preempted:
         return False, None
     except (NotFiniteError, SavingError) as error:
-        if not all(bool(torch.isfinite(value).all()) for value in plan.module.state_dict().values()):
-            as_before()
+        if isinstance(error, NotFiniteError):
+            as_before()  # unless there is a best epoch, whose weights come later; those of the last step may be absurd
         return False, error
     except BaseException as error:
         if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):

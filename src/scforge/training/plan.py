@@ -57,8 +57,8 @@ class TrainingPlan(lightning.LightningModule):
 
     Notes
     -----
-    Leaves ``train_loss`` and ``validation_loss`` of each epoch (means over cells) in the trainer's callback metrics, beside
-    them what the objective logs, as ``train_<name>`` and ``validation_<name>``.
+    Leaves ``train_loss`` and ``validation_loss`` of each epoch (means over cells) in the trainer's callback metrics,
+    beside them what the objective logs, as ``train_<name>`` and ``validation_<name>``.
     """
 
     def __init__(
