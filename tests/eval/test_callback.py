@@ -18,7 +18,7 @@ from scforge.data import open_cells
 from scforge.errors import DataError, MissingFileError, OptionError, ScforgeWarning
 from scforge.eval import Benchmark, BenchmarkCallback, Evaluation, make_benchmark_callback, register_benchmark
 from scforge.eval.base import BENCHMARKS
-from scforge.models import get_model
+from scforge.models import Encoder, get_model
 from scforge.tokenizers import get_tokenizer
 from scforge.training import CellDataModule, get_objective
 from scforge.training.predict import embed
@@ -138,6 +138,18 @@ def test_a_registered_benchmark_gets_the_columns_of_the_data(data: CellDataModul
     for figures in epochs:
         assert figures["purity_share"] == 1 - figures["of_a_share"]
         assert 0 < figures["cell_type_annotation_macro_f1"] <= 1
+
+
+def test_figures_stand_in_the_history_of_a_model(many_adata: ad.AnnData) -> None:
+    adata = many_adata[:200].copy()
+    Encoder.setup_anndata(adata, labels_key="group")
+    model = Encoder(adata, hidden_dim=16, ffn_dim=16, latent_dim=4)
+    callback = BenchmarkCallback(["cell_type_annotation"], every_n_epochs=2, labels_key="group")
+    model.train(3, validation_size=0.3, progress_bar=False, accelerator="cpu", callbacks=[callback])
+    figures = np.ravel(model.history["cell_type_annotation_macro_f1"])
+    assert len(model.history["validation_loss"]) == 3
+    assert np.isnan(figures).tolist() == [True, False, False]
+    assert (figures[1:] > 0.5).all()
 
 
 def test_it_scores_the_held_out_cells_as_the_module_embeds_them(data: CellDataModule, tiny_adata: ad.AnnData) -> None:
