@@ -1,0 +1,177 @@
+"""Two processes train as one does that sees the batches of both: DDP on CPUs with gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import torch
+
+from scforge.data import open_cells
+from scforge.estimators import Encoder
+from scforge.training import CellDataModule
+from scforge.training.loading import BatchLoader
+
+# Without dropout, whose draws are others in each process.
+MODEL = {
+    "architecture": "transformer_encoder",
+    "tokenizer": "rank_value",
+    "objective": {"name": "masked_gene_prediction"},
+    "hidden_dim": 8,
+    "num_layers": 2,
+    "num_heads": 2,
+    "ffn_dim": 16,
+    "dropout": 0.0,
+    "n_top_genes": 40,
+}
+TRAINING = {"max_epochs": 3, "lr": 1e-2, "early_stopping": False, "progress_bar": False, "accelerator": "cpu"}
+BATCH, EPOCHS = 16, 3
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import anndata, torch
+from scforge.estimators import Encoder
+from scforge.training.loggers import make_loggers
+
+torch.set_num_threads(1)
+model_options, training = json.loads(sys.argv[2]), json.loads(sys.argv[3])
+adata = anndata.read_h5ad(sys.argv[1])
+rank = os.environ["RANK"]
+# Each process has a folder of its own, so that it can be seen who writes.
+folder = Path(f"rank{rank}")
+folder.mkdir()
+os.chdir(folder)
+told = {}
+
+
+def train(name, **options):
+    Encoder.setup_anndata(adata)
+    model = Encoder(adata, **model_options)
+    model.train(devices=2, batch_size=16, **training, **options)
+    told[name] = {key: frame[key].tolist() for key, frame in model.history_.items()}
+    torch.save({key: value.clone() for key, value in model.module.state_dict().items()}, f"../{name}{rank}.pt")
+
+
+train("ddp", strategy="ddp", checkpoint_dir="run", logger=make_loggers(["csv"], "logs"))
+told["files"] = sorted(str(path) for path in Path().rglob("*"))
+Path(f"../told{rank}.json").write_text(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def trained(many_adata: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a training by two processes, started by torchrun."""
+    folder = tmp_path_factory.mktemp("distributed")
+    many_adata.write_h5ad(folder / "cells.h5ad")
+    (folder / "train.py").write_text(SCRIPT)
+    launch = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "--log-dir",
+        "log",
+        "--redirects",
+        "3",
+    ]
+    given = ["train.py", str(folder / "cells.h5ad"), json.dumps(MODEL), json.dumps(TRAINING)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        [sys.executable, *launch, *given], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    logs = "".join(path.read_text()[-3000:] for path in folder.glob("log/**/stderr.log"))
+    assert done.returncode == 0, done.stderr[-2000:] + logs
+    return folder
+
+
+def told(folder: Path, rank: int) -> dict[str, Any]:
+    return json.loads((folder / f"told{rank}.json").read_text())
+
+
+def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    return torch.load(folder / f"{name}.pt", weights_only=True)
+
+
+class Both:
+    """The batches of two processes in turn; Lightning tells `sampler` the epoch."""
+
+    def __init__(self, loaders: list[BatchLoader]) -> None:
+        self.loaders, self.sampler, self.batch_sampler = loaders, self, None
+
+    def __len__(self) -> int:
+        return sum(map(len, self.loaders))
+
+    def __iter__(self):
+        for pair in zip(*self.loaders, strict=True):
+            yield from pair
+
+    def set_epoch(self, epoch: int) -> None:
+        for loader in self.loaders:
+            loader.sampler.set_epoch(epoch)
+
+
+class BothRanks(CellDataModule):
+    """A data module of one process that has the training batches of two."""
+
+    def train_dataloader(self) -> Both:
+        trainer, loaders = self.trainer, []
+        for rank in (0, 1):
+            self.trainer = SimpleNamespace(global_rank=rank, world_size=2, current_epoch=trainer.current_epoch)
+            loaders.append(super().train_dataloader())
+        self.trainer = trainer
+        return Both(loaders)
+
+
+def one_process(adata: ad.AnnData, kind: type[CellDataModule], *, batch_size: int, **options) -> Encoder:
+    adata = adata.copy()
+    Encoder.setup_anndata(adata)
+    model = Encoder(adata, **MODEL)
+    data = kind(open_cells(adata, model.vocab), batch_size=batch_size, seed=0)
+    model.train(datamodule=data, **(TRAINING | options))
+    return model
+
+
+def test_ddp_computes_what_gradient_accumulation_does(trained, many_adata):
+    model = one_process(many_adata, BothRanks, batch_size=BATCH, accumulate_grad_batches=2)
+    first, second = weights(trained, "ddp0"), weights(trained, "ddp1")
+    for name, value in model.module.state_dict().items():
+        assert torch.equal(first[name], second[name]), "the processes have the same weights, to the bit"
+        torch.testing.assert_close(first[name], value, rtol=1e-5, atol=1e-5)
+    losses = told(trained, 0)["ddp"]["train_loss"]
+    np.testing.assert_allclose(losses, model.history_["train_loss"]["train_loss"], rtol=1e-5)
+
+
+def test_ddp_learns_as_one_process_with_the_doubled_batch(trained, many_adata):
+    model = one_process(many_adata, CellDataModule, batch_size=2 * BATCH)
+    found = told(trained, 0)["ddp"]
+    assert found["train_loss"][-1] < found["train_loss"][0] - 0.05
+    for name in ("train_loss", "validation_loss"):
+        # Other cells meet in a step, so the curves are alike, not equal.
+        np.testing.assert_allclose(found[name], model.history_[name][name], rtol=0.01)
+
+
+def test_processes_have_the_same_history(trained):
+    first, second = told(trained, 0), told(trained, 1)
+    for name in ("train_loss", "validation_loss"):
+        assert first["ddp"][name] == second["ddp"][name]
+
+
+def test_only_the_first_process_writes(trained):
+    assert told(trained, 1)["files"] == []
+    files = told(trained, 0)["files"]
+    assert "logs/metrics.csv" in files
+    assert any(name.startswith("run/epoch=") for name in files)
+    rows = (trained / "rank0" / "logs" / "metrics.csv").read_text().splitlines()
+    assert len(rows) > EPOCHS
+    (said,) = [path.read_text() for path in trained.glob("log/*/attempt_0/1/stdout.log")]
+    assert said == ""
