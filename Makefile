@@ -17,9 +17,10 @@ test: ## Run the tests; ARGS="-k tokenizer" passes options to pytest
 	@$(INSTALL) test
 	$(VENV)/bin/pytest $(ARGS)
 
-test-slow: ## Run the tests that take minutes, which test leaves out
+test-slow: ## Run what test leaves out: tests that take minutes, and properties on more examples
 	@$(INSTALL) test
 	$(VENV)/bin/pytest -m slow $(ARGS)
+	$(VENV)/bin/pytest -m hypothesis --hypothesis-profile thorough $(ARGS)
 
 # What meets the tables of pandas, whose version 2 the clients of the Census need.
 WITH_PANDAS := census census_filters checks convert h5ad perturbation selection sources splits store streams

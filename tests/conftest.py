@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from hypothesis import settings
 from scipy import sparse
 
 import scforge
@@ -17,6 +18,11 @@ from scforge.data import GeneVocab, convert
 from scforge.data.convert_plan import Layout
 
 N_CELLS, N_GENES = 60, 80
+
+# Tests of properties take these many examples; make test-slow takes the thorough profile.
+settings.register_profile("quick", max_examples=25)
+settings.register_profile("thorough", max_examples=100)
+settings.load_profile("quick")
 
 # Tensors are tiny here: threads would wait for each other longer than they work.
 torch.set_num_threads(1)

@@ -17,9 +17,7 @@ from scforge.tokenizers import Masking, get_tokenizer, list_tokenizers, quantile
 from scforge.tokenizers.registry import TOKENIZERS
 
 # The same examples in every run, so that nobody's change fails on a chance find of another's.
-thorough = settings(
-    derandomize=True, deadline=None, max_examples=60, database=None, suppress_health_check=[HealthCheck.too_slow]
-)
+thorough = settings(derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])
 
 OPTIONS: dict[str, list[dict]] = {
     "binned_expression": [
