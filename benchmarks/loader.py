@@ -25,7 +25,7 @@ import h5py
 import numba
 import numpy as np
 
-N_GENES, UMIS, BATCH = 20_000, 1_760, 256
+N_GENES, N_TYPES, UMIS, BATCH = 20_000, 20, 1_760, 256
 PIECE = 20_000
 
 
@@ -46,16 +46,19 @@ def draw_cells(seed, umis, cumulative, indptr, indices, data):
     return n
 
 
-def write_corpus(path: Path, n_cells: int) -> None:
-    """Write an h5ad file, some cells at a time."""
+def write_corpus(path: Path, n_cells: int, *, spread: float = 0.0) -> None:
+    """Write an h5ad file, some cells at a time; genes of the 20 types differ by exp(normal(0, spread))."""
     import anndata
     import pandas as pd
     from scipy import sparse
 
     popularity = np.random.default_rng(0).lognormal(0, 2.0, N_GENES)
-    cumulative = np.cumsum(popularity / popularity.sum())
     obs = pd.DataFrame(
-        {"cell_type": pd.Categorical.from_codes(np.arange(n_cells) * 20 // n_cells, [f"type{i}" for i in range(20)])},
+        {
+            "cell_type": pd.Categorical.from_codes(
+                np.arange(n_cells) * N_TYPES // n_cells, [f"type{i}" for i in range(N_TYPES)]
+            )
+        },
         index=pd.RangeIndex(n_cells).astype(str),
     )
     empty = sparse.csr_matrix((n_cells, N_GENES), dtype=np.uint16)
@@ -65,8 +68,12 @@ def write_corpus(path: Path, n_cells: int) -> None:
         for name, dtype in (("data", np.uint16), ("indices", np.int32)):
             del file[f"X/{name}"]
             file["X"].create_dataset(name, shape=(0,), maxshape=(None,), dtype=dtype, chunks=(2**20,))
-        for start in range(0, n_cells, PIECE):
-            size = min(PIECE, n_cells - start)
+        bounds = -(-np.arange(N_TYPES + 1) * n_cells // N_TYPES)
+        pieces = [(kind, start) for kind in range(N_TYPES) for start in range(bounds[kind], bounds[kind + 1], PIECE)]
+        for kind, start in pieces:
+            size = min(PIECE, bounds[kind + 1] - start)
+            profile = popularity * np.random.default_rng(kind).lognormal(0, spread, N_GENES)
+            cumulative = np.cumsum(profile / profile.sum())
             indptr = np.zeros(size + 1, dtype=np.int64)
             indices, data = np.empty(size * 6_000, dtype=np.int32), np.empty(size * 6_000, dtype=np.uint16)
             n = draw_cells(start, UMIS, cumulative, indptr, indices, data)

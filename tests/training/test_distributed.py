@@ -1,4 +1,4 @@
-"""Two processes train as one does that sees the batches of both: DDP on CPUs with gloo."""
+"""Two processes train as one does that sees the batches of both: DDP and FSDP2, on CPUs with gloo."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ SCRIPT = """
 import json, os, sys
 from pathlib import Path
 import anndata, torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from lightning.pytorch.callbacks import Callback
 from scforge.estimators import Encoder
 from scforge.training.loggers import make_loggers
 
@@ -53,16 +56,29 @@ os.chdir(folder)
 told = {}
 
 
+class Parts(Callback):
+    def on_train_start(self, trainer, pl_module):
+        module = pl_module.module
+        told["sharded"] = sorted({type(part).__name__ for part in module.modules() if isinstance(part, FSDPModule)})
+        told["in_parts"] = all(isinstance(value, DTensor) for value in module.parameters())
+        own = sum(value.to_local().numel() for value in module.parameters())
+        told["share"] = own / sum(value.numel() for value in module.parameters())
+
+
 def train(name, **options):
     Encoder.setup_anndata(adata)
     model = Encoder(adata, **model_options)
     model.train(devices=2, batch_size=16, **training, **options)
     told[name] = {key: frame[key].tolist() for key, frame in model.history_.items()}
     torch.save({key: value.clone() for key, value in model.module.state_dict().items()}, f"../{name}{rank}.pt")
+    return model
 
 
 train("ddp", strategy="ddp", checkpoint_dir="run", logger=make_loggers(["csv"], "logs"))
 told["files"] = sorted(str(path) for path in Path().rglob("*"))
+model = train("fsdp", strategy="fsdp", callbacks=[Parts()])
+if rank == "0":
+    model.save("../fsdp_model")
 Path(f"../told{rank}.json").write_text(json.dumps(told))
 """
 
@@ -162,8 +178,9 @@ def test_ddp_learns_as_one_process_with_the_doubled_batch(trained, many_adata):
 
 def test_processes_have_the_same_history(trained):
     first, second = told(trained, 0), told(trained, 1)
-    for name in ("train_loss", "validation_loss"):
-        assert first["ddp"][name] == second["ddp"][name]
+    for name in ("ddp", "fsdp"):
+        assert first[name]["train_loss"] == second[name]["train_loss"]
+        assert first[name]["validation_loss"] == second[name]["validation_loss"]
 
 
 def test_only_the_first_process_writes(trained):
@@ -175,3 +192,31 @@ def test_only_the_first_process_writes(trained):
     assert len(rows) > EPOCHS
     (said,) = [path.read_text() for path in trained.glob("log/*/attempt_0/1/stdout.log")]
     assert said == ""
+
+
+def test_fsdp_shards_the_layers(trained):
+    for rank in (0, 1):
+        found = told(trained, rank)
+        assert "FSDPTransformerBlock" in found["sharded"]
+        assert "FSDPTransformerEncoder" in found["sharded"]
+        assert found["in_parts"]
+    assert abs(told(trained, 0)["share"] - 0.5) < 0.05
+
+
+def test_fsdp_computes_what_ddp_does(trained):
+    ddp, fsdp = weights(trained, "ddp0"), weights(trained, "fsdp0")
+    for name, value in ddp.items():
+        found = fsdp[name]
+        if name.endswith("qkv.bias"):
+            # Attention is the same whatever is added to all keys, so the gradient of their bias is rounding alone.
+            found, value = (bias.unflatten(0, (3, -1))[[0, 2]] for bias in (found, value))
+        torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-4)
+    losses = [told(trained, 0)[name]["train_loss"] for name in ("ddp", "fsdp")]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+
+
+def test_a_model_trained_in_parts_is_whole(trained, many_adata):
+    model = Encoder.load(trained / "fsdp_model")
+    for name, value in weights(trained, "fsdp0").items():
+        assert torch.equal(model.module.state_dict()[name], value)
+    assert model.get_latent_representation(many_adata.copy()).shape == (700, 8)

@@ -143,6 +143,9 @@ def load_weights(module: nn.Module, weights: dict[str, torch.Tensor], *, source:
         If names or shapes differ.
     """
     expected = module.state_dict()
+    # A module that was trained in shares had lists of one in place of numbers.
+    lists = {n for n in set(expected) & set(weights) if expected[n].ndim == 0 and weights[n].shape == (1,)}
+    weights = {n: value.reshape(()) if n in lists else value for n, value in weights.items()}
     missing = sorted(set(expected) - set(weights))
     surplus = sorted(set(weights) - set(expected))
     shapes = [n for n in expected if n in weights and expected[n].shape != weights[n].shape]

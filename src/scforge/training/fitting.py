@@ -32,7 +32,7 @@ from scforge.training.plan import NotFiniteError, TrainingPlan
 from scforge.training.progress import EpochProgress
 from scforge.training.resuming import Preempted, SaveState, Saving, SavingError
 from scforge.training.signals import GracefulStop
-from scforge.training.strategies import copy_of_weights, make_strategy
+from scforge.training.strategies import copy_of_weights, is_sharded, make_strategy
 from scforge.training.weights import BestWeights, MovingAverage
 
 __all__ = ["FitResult", "default_max_epochs", "fit"]
@@ -304,6 +304,8 @@ def _run(
     plan.train()
 
     def as_before() -> None:
+        if is_sharded(plan.module):
+            return  # whole weights do not fit into shares
         plan.module.float().load_state_dict(before)
         plan.module.eval()
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from scforge.errors import OptionError, did_you_mean, listing
-from scforge.models.components.transformer import TransformerBlock
+from scforge.models.components.transformer import TransformerBlock, TransformerStack
 
-__all__ = ["STRATEGIES", "copy_of_weights", "make_strategy", "shard"]
+__all__ = ["STRATEGIES", "copy_of_weights", "is_sharded", "make_strategy", "shard"]
 
 STRATEGIES = ("auto", "ddp", "fsdp")
 
@@ -54,6 +54,14 @@ def shard(module: nn.Module, mesh: Any) -> None:
     """
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
+    for part in list(module.modules()):
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if parameter.ndim == 0:  # a number cannot be shared out; one in a list can
+                setattr(part, name, nn.Parameter(parameter.detach().reshape(1), parameter.requires_grad))
+        if isinstance(part, TransformerStack):
+            # Groups of cells of like length are computed one after the other, and a process with more groups than the
+            # others would wait for them forever.
+            part.unpad = False
     for part in module.modules():
         if isinstance(part, TransformerBlock):
             fully_shard(part, mesh=mesh)
@@ -62,12 +70,17 @@ def shard(module: nn.Module, mesh: Any) -> None:
     register_fsdp_forward_method(module, "encode")
 
 
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether each process has a share of the module only."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
 def copy_of_weights(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy of the weights on the CPU; of a sharded module whole ones, on the first process only.
 
-    All processes have to call it.
+    All processes have to call it. Numbers of a sharded module are in lists of one.
     """
-    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+    if is_sharded(module):
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
