@@ -300,10 +300,6 @@ class CellModel(MuDataModel, BaseModelClass):
         """Names and options of architecture, tokenizer and objective."""
         return self._spec
 
-    def cells(self, adata: AnnData | Cells | str | os.PathLike[str] | None = None) -> Cells:
-        """Return cells (those of the training if None) over the genes of the model."""
-        return self._open(self._source(adata))
-
     @property
     def tokenizer(self) -> Any:
         """The tokenizer."""
@@ -349,8 +345,11 @@ class CellModel(MuDataModel, BaseModelClass):
     def _setup(self) -> dict[str, Any]:
         return self.registry_["setup_args"]
 
+    def cells(self, adata: AnnData | Cells | str | os.PathLike[str] | None = None) -> Cells:
+        """Return cells (those of the training if None) over the genes of the model."""
+        return self._open(self._source(adata))
+
     def _open(self, source: AnnData | Cells | str | os.PathLike[str]) -> Cells:
-        """Open cells over the genes of the model."""
         vocab = self._spec.vocab
         if isinstance(source, str | os.PathLike):
             # In a store counts and names are where they belong.
@@ -373,12 +372,8 @@ class CellModel(MuDataModel, BaseModelClass):
 
     def _provenance(self, cells: Cells, n_latent: int) -> dict[str, Any]:
         """Return what an embedding was made with, as scalars that h5ad can hold."""
-        return {
-            **self.made_with(),
-            "n_latent": n_latent,
-            "gene_overlap": cells.overlap,
-            "counts_kept": cells.counts_kept,
-        }
+        of_cells = {"n_latent": n_latent, "gene_overlap": cells.overlap, "counts_kept": cells.counts_kept}
+        return {**self.made_with(), **of_cells}
 
     def made_with(self) -> dict[str, Any]:
         """Return what describes the model beside what it made, as scalars that h5ad can hold."""

@@ -369,7 +369,8 @@ class Encoder(CellModel):
                 raise OptionError(
                     "the model was loaded without adata; call Encoder.load(dir_path, adata), or train(datamodule=...)."
                 )
-            data = CellDataModule(self._open(self.adata), seed=self.seed, **options)
+            columns = {key: self._setup.get(key) for key in ("batch_key", "labels_key")}
+            data = CellDataModule(self._open(self.adata), seed=self.seed, **columns, **options)
         elif options:
             name, value = next(iter(options.items()))
             raise OptionError(f"{name}={value!r} is up to the data module; give it to CellDataModule.")

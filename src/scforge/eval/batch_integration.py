@@ -31,9 +31,9 @@ _FEWEST_CELLS = 16
 
 @register_benchmark("batch_integration")
 class BatchIntegration(Benchmark):
-    """scIB's figures of biology that was kept and of batches that were mixed [1]_, as scib-metrics computes them.
+    """scIB's figures of biology that was kept and of batches that were mixed, as scib-metrics computes them.
 
-    All lie about in [0, 1], higher is better, and bear the names that scib-metrics gives them. The neighbours are
+    They are those of [1]_: all lie about in [0, 1], higher is better, and bear the names that scib-metrics gives them. The neighbours are
     exact. Cells without a label or batch take no part.
 
     Parameters
