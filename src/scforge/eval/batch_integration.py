@@ -33,8 +33,8 @@ _FEWEST_CELLS = 16
 class BatchIntegration(Benchmark):
     """scIB's figures of biology that was kept and of batches that were mixed, as scib-metrics computes them.
 
-    They are those of [1]_: all lie about in [0, 1], higher is better, and bear the names that scib-metrics gives them. The neighbours are
-    exact. Cells without a label or batch take no part.
+    They are those of [1]_, under the names that scib-metrics gives them: all lie about in [0, 1], and higher is better.
+    The neighbours are exact. Cells without a label or batch take no part.
 
     Parameters
     ----------
