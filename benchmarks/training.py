@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -184,9 +185,8 @@ def main() -> None:
     args = parser.parse_args()
     args.store = str(Path(args.folder) / f"store_{args.corpus}.zarr")
     if args.one is not None:
-        name, run, args.precision, args.processes = ROWS[args.one]
-        if "1 thread" in name or args.processes > 1:
-            torch.set_num_threads(1)
+        _, run, args.precision, args.processes = ROWS[args.one]
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = run(args)
@@ -208,11 +208,13 @@ def main() -> None:
     print("| training | cells/s | CPU s | wall s | peak RSS, GB | held-out loss | cells/s of the usual way |")
     print("|---|---|---|---|---|---|---|")
     rates: dict[str, float] = {}
-    for number, (name, *_) in enumerate(ROWS):
+    for number, (name, _, _, processes) in enumerate(ROWS):
         if args.rows not in name:
             continue
         command = [sys.executable, *sys.argv, "--one", str(number)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        threads = 1 if "1 thread" in name or processes > 1 else os.cpu_count()
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
         found = json.loads(done.stdout.splitlines()[-1])
         rates[name] = found["cells"]
         ratio = f"{found['cells'] / rates['usual way']:.1f} x" if "usual way" in rates else ""

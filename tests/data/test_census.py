@@ -3,6 +3,7 @@
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import anndata
 import numpy as np
@@ -279,6 +280,27 @@ training: {{max_steps: 2, accelerator: cpu, validation_size: 0.5}}
     )
     model = train_from_config(load_config(recipe), progress_bar=False)
     assert model.vocab.n_genes == 100
+
+
+def test_the_proposal_trains_on_the_census(uri, adata, tmp_path):
+    """The file of the proposal, letter by letter, with data that are here and sizes for a test."""
+    atlas = adata[adata.obs["tissue"] != "lung"].copy()
+    atlas.write_h5ad(tmp_path / "atlas.h5ad")
+    overrides = [
+        f"data.uri={uri}",
+        "data.labels_key=cell_type",
+        "data.batch_key=tissue",
+        f"eval.datasets={{tabula_sapiens: {tmp_path / 'atlas.h5ad'}, immune_atlas: {tmp_path / 'atlas.h5ad'}}}",
+        "training.num_gpus=0",
+        "training.max_steps=2",
+        "training.batch_size=8",
+        "model.num_layers=1",
+        "model.hidden_dim=16",
+    ]
+    recipe = Path(__file__).parents[1] / "config" / "proposal.yaml"
+    model = train_from_config(load_config(recipe, overrides), progress_bar=False)
+    assert model.spec.objective == "masked_gene_prediction"
+    assert {"cell_type_annotation_macro_f1", "batch_integration_silhouette_label"} <= set(model.history)
 
 
 @pytest.mark.parametrize(

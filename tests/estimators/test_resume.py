@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from pathlib import Path
 
 import anndata as ad
@@ -257,3 +258,54 @@ def test_the_state_of_a_callback_is_kept(tiny_adata, tmp_path):
 
     with pytest.raises(TrainingError, match="'object', which cannot be saved"):
         make(tiny_adata).train(**(given | {"checkpoint_dir": tmp_path / "odd"}), callbacks=[Odd()])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no limit for files")
+def test_a_full_disk_leaves_the_last_state_whole(tiny_adata, tmp_path):
+    import resource
+
+    class FillsUp(Callback):
+        """Allows no files of more than some kilobytes, as soon as two states are saved."""
+
+        def on_train_batch_start(self, trainer, *args) -> None:
+            if trainer.global_step == 2:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, before[1]))
+
+    whole, model, again = (make(tiny_adata) for _ in range(3))
+    train(whole, tmp_path / "whole", early_stopping=False)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    given = {"max_epochs": 3, "batch_size": 20, "progress_bar": False, "accelerator": "cpu", "early_stopping": False}
+    given |= {"checkpoint_dir": tmp_path / "run", "checkpoint_every_n_steps": 1, "keep_last": 2, "save_top_k": 1}
+    try:
+        with pytest.raises(
+            TrainingError, match=r"cannot be written .*step=00000002 is whole; make room and go on with"
+        ):
+            model.train(**given, callbacks=[FillsUp()])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list((tmp_path / "run").glob(".step*"))
+    again.train(**given, resume="auto")
+    assert same_weights(again, whole)
+
+
+def test_two_trainings_in_one_folder(tiny_adata, tmp_path):
+    class Starts(Callback):
+        def on_train_start(self, *args) -> None:
+            train(make(tiny_adata), tmp_path)
+
+    with pytest.raises(OptionError, match="is in use by another training"):
+        make(tiny_adata).train(1, progress_bar=False, accelerator="cpu", checkpoint_dir=tmp_path, callbacks=[Starts()])
+
+
+def test_a_loss_that_is_no_number_leaves_the_best_epoch(tiny_adata, tmp_path):
+    class Spoils(Callback):
+        def on_train_batch_start(self, trainer, plan, batch, batch_idx) -> None:
+            if trainer.global_step == 4:
+                batch["values"].fill_(float("nan"))
+
+    model = make(tiny_adata)
+    given = {"max_epochs": 9, "batch_size": 20, "progress_bar": False, "accelerator": "cpu"}
+    with pytest.raises(TrainingError, match=r"loss is nan in batch 1 of epoch 1 \(step 4\)") as error:
+        model.train(**given, checkpoint_dir=tmp_path, callbacks=[Spoils()])
+    assert error.value.result.n_epochs == model.n_epochs_ == 1
+    assert same_weights(model, Encoder.load(tmp_path / "epoch=00"))

@@ -1,0 +1,90 @@
+"""The folder of a training."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+
+from scforge.errors import MissingFileError, ModelFileError, OptionError, ScforgeWarning, TrainingError
+from scforge.training.run_folder import RunFolder, read_state, write_state
+
+STATE = {"format": 1, "step": 7, "optimizer": {"state": {0: {"exp_avg": torch.arange(3.0)}}}}
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    run = RunFolder(tmp_path / "run")
+    for step in (1, 2, 10):
+        place = run.path / f"step={step:08d}"
+        place.mkdir(parents=True)
+        write_state(place, {**STATE, "step": step})
+    return run
+
+
+def test_the_last_state_is_found(folder):
+    path, state = folder.latest()
+    assert path.name == "step=00000010"
+    assert state["step"] == 10
+    assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], torch.arange(3.0))
+
+
+def test_only_the_last_ones_are_kept(folder):
+    folder.keep_last(2)
+    assert [path.name for path in folder.states()] == ["step=00000002", "step=00000010"]
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "missing", "format"])
+def test_damage_is_told(folder, damage):
+    place = folder.states()[-1] / "training"
+    if damage == "cut":
+        tensors = place / "state.safetensors"
+        tensors.write_bytes(tensors.read_bytes()[:-4])
+    elif damage == "text":
+        (place / "state.json").write_text("{")
+    elif damage == "missing":
+        (place / "state.json").unlink()
+    else:
+        content = json.loads((place / "state.json").read_text())
+        content["state"]["format"] = 99
+        (place / "state.json").write_text(json.dumps(content))
+        with pytest.raises(TrainingError, match="go on with that version"):
+            read_state(place.parent)
+        return
+    with pytest.raises(MissingFileError if damage == "missing" else ModelFileError):
+        read_state(place.parent)
+    with pytest.warns(ScforgeWarning, match="The state before it is taken"):
+        assert folder.latest()[0].name == "step=00000002"
+
+
+def test_one_training_at_a_time(folder):
+    with folder.locked(), pytest.raises(OptionError, match="is in use by another training"), folder.locked():
+        pass
+    with folder.locked():
+        pass
+
+
+def test_what_a_killed_process_left_is_removed_or_put_back(folder):
+    for name in (".step=00000011.abc", ".epoch=03.removed", ".final.x1.old"):
+        (folder.path / name / "part").mkdir(parents=True)
+    (folder.path / ".epoch=01.k2.old").mkdir()
+    (folder.path / "epoch=01").mkdir()
+    with folder.locked():
+        names = sorted(path.name for path in folder.path.iterdir() if path.name != ".lock")
+    # The last model was set aside, and what was to take its place never came.
+    assert names == ["epoch=01", "final", "step=00000001", "step=00000002", "step=00000010"]
+
+
+@pytest.mark.skipif(os.name == "nt" or os.getuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "run").mkdir(mode=0o500)
+    with pytest.raises(OptionError, match="cannot be written to"), RunFolder(tmp_path / "run").locked():
+        pass
+
+
+def test_a_file_in_its_place(tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(OptionError, match="is a file"):
+        RunFolder(tmp_path / "run")
