@@ -369,7 +369,7 @@ class Encoder(CellModel):
                 raise OptionError(
                     "the model was loaded without adata; call Encoder.load(dir_path, adata), or train(datamodule=...)."
                 )
-            columns = {key: self._setup.get(key) for key in ("batch_key", "labels_key")}
+            columns: dict[str, Any] = {key: self._setup.get(key) for key in ("batch_key", "labels_key")}
             data = CellDataModule(self._open(self.adata), seed=self.seed, **columns, **options)
         elif options:
             name, value = next(iter(options.items()))

@@ -86,6 +86,10 @@ def run_training(
         device = root_device(accelerator, devices)
         stack.enter_context(checkpointed(model.module, gradient_checkpointing))
         if batch_size == _AUTO:
+            if data.batch_size is not None or data.max_tokens_per_batch is not None:
+                name = "max_tokens_per_batch" if data.batch_size is None else "batch_size"
+                raise OptionError(f"batch_size='auto', but the data module has {name}={getattr(data, name)}; give one.")
+            stack.callback(setattr, data, "batch_size", None)
             data.batch_size = saved.get("batch_size") or find_batch_size(model.module, data, device)
         if precision == _AUTO:
             precision = saved.get("precision") or _precision(model, data, device, accelerator, devices, num_nodes)
@@ -109,6 +113,8 @@ def run_training(
             _, _, weights = read_folder(path)
             load_weights(model.module, weights, source=str(path))
             logger.info("Going on with %s: epoch %d, step %d.", path, state["epoch"] + 1, state["step"])
+            if folder is not None and rank_zero_only.rank in (0, None):
+                folder.go_back_to(state["step"], model.n_epochs_ + state["epoch"])
         elif not model.is_trained_:
             some = data.bound.sample(SAMPLED_CELLS, rows=data.train_rows, seed=model.seed)
             plan.objective.initialise(model.module, some, model.tokenizer)

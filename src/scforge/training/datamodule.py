@@ -230,6 +230,11 @@ class CellDataModule(lightning.LightningDataModule):
         state = self._train_loader.state_dict()
         return {**state, "epoch": state["epoch"] + 1, "position": 0} if begins_epoch else state
 
+    @property
+    def waited(self) -> float:
+        """Seconds that the training has waited for its batches in this epoch."""
+        return 0.0 if self._train_loader is None else self._train_loader.waited
+
     def go_on_with(self, position: dict[str, Any]) -> None:
         """Let the next :meth:`train_dataloader` have what is left of an epoch."""
         self._rest = position

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,6 +53,11 @@ class BatchLoader:
     pin_memory
         Put the tensors into memory that a CUDA device copies from while it computes.
 
+    Attributes
+    ----------
+    waited
+        Seconds in which whoever iterates has waited for batches.
+
     Examples
     --------
     >>> import numpy as np
@@ -85,6 +91,7 @@ class BatchLoader:
         self.prepare = prepare
         self.num_threads = num_threads
         self.pin_memory = pin_memory
+        self.waited = 0.0
         self._behind: tuple[int, int] | None = None
 
     def __len__(self) -> int:
@@ -97,7 +104,12 @@ class BatchLoader:
         blocks = self.cells.stream(self.sampler.windows())
         batches = _Ahead(blocks, self._make, self.num_threads) if self.num_threads else map(self._make, blocks)
         try:
-            for batch in batches:
+            while True:
+                start = time.perf_counter()
+                batch = next(batches, None)
+                self.waited += time.perf_counter() - start
+                if batch is None:
+                    return
                 self.sampler.advance()
                 yield batch
         finally:

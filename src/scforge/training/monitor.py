@@ -19,7 +19,7 @@ __all__ = ["Monitor"]
 class Monitor(Callback):
     """Gives the loggers a row every few steps and one at the end of each epoch.
 
-    A row of a step has ``step_loss``, ``learning_rate``, ``gradient_norm``, ``cells_per_second`` and
+    A row of a step has ``step_loss`` (of its last batch), ``learning_rate``, ``gradient_norm``, ``cells_per_second``,
     ``tokens_per_second`` (of all processes, padding not counted), ``waiting`` (share of the time in which the model
     waits for a batch), ``utilisation`` (operations of the model over those that matrix products reach there; see
     :mod:`scforge.training.utilisation`) and ``seconds_left``. A row of an epoch has what the history has.
@@ -42,8 +42,8 @@ class Monitor(Callback):
         self._per_token, self._peak = 0.0, 0.0
         self._rows = 0
         self._seen = 0
-        self._began = self._ended = self._stopped = 0.0
-        self._waited, self._cells = 0.0, 0
+        self._began = self._stopped = self._waited = 0.0
+        self._cells = 0
         self._tokens: Any = 0
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
@@ -54,17 +54,16 @@ class Monitor(Callback):
             if trainer.is_global_zero and hasattr(one, "begin"):
                 one.begin(trainer.global_step, self._rows)
             one.log_hyperparams(self.settings)
-        self._clear()
+        self._clear(trainer)
 
     def on_train_batch_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Note how long the model waited for the batch."""
+        """Count the operations of the first batch, before the clock starts."""
         if trainer.loggers and not self._per_token:
             self._per_token = flops_per_token(pl_module.module, pl_module.objective, batch)
             self._peak = peak_flops(trainer.strategy.root_device, trainer.precision)
-            self._clear()
-        self._waited += time.perf_counter() - self._ended
+            self._clear(trainer)
 
     def on_train_batch_end(
         self,
@@ -83,8 +82,7 @@ class Monitor(Callback):
             self._seen = step
             if due:
                 self._log(trainer, self._row(trainer, pl_module, outputs))
-                self._clear()
-        self._ended = time.perf_counter()
+                self._clear(trainer)
 
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Stop the clock."""
@@ -92,8 +90,7 @@ class Monitor(Callback):
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Let it go on."""
-        passed = time.perf_counter() - self._stopped
-        self._began, self._ended = self._began + passed, self._ended + passed
+        self._began += time.perf_counter() - self._stopped
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Give the row of the epoch."""
@@ -107,9 +104,9 @@ class Monitor(Callback):
         """Go on behind so many rows."""
         self._rows = state_dict["rows"]
 
-    def _clear(self) -> None:
-        self._began = self._ended = self._stopped = time.perf_counter()
-        self._waited, self._cells, self._tokens = 0.0, 0, 0
+    def _clear(self, trainer: lightning.Trainer) -> None:
+        self._began = self._stopped = time.perf_counter()
+        self._waited, self._cells, self._tokens = trainer.datamodule.waited, 0, 0
 
     def _row(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any) -> dict[str, float]:
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs
@@ -123,7 +120,7 @@ class Monitor(Callback):
             "gradient_norm": float(pl_module.gradient_norm),
             "cells_per_second": self._cells * trainer.world_size / seconds,
             "tokens_per_second": tokens / seconds,
-            "waiting": self._waited / seconds,
+            "waiting": max(0.0, trainer.datamodule.waited - self._waited) / seconds,
             "utilisation": tokens / seconds * self._per_token / (self._peak * trainer.world_size),
         }
         left = self._progress.seconds_left(trainer.global_step, pl_module.total_steps)

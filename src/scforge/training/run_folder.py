@@ -120,6 +120,15 @@ class RunFolder:
         for part in self.states() if states_only else self.parts():
             remove_folder(part)
 
+    def go_back_to(self, step: int, n_epochs: int) -> None:
+        """Remove what a training left behind a state of it, as it will come again: later states, and later epochs."""
+        for kind, most in (("step", step), ("epoch", n_epochs - 1)):
+            for part in self.path.glob(f"{kind}=*"):
+                number = part.name.removeprefix(f"{kind}=")
+                if part.is_dir() and number.isdecimal() and int(number) > most:
+                    logger.info("%s came later, and is removed.", part)
+                    remove_folder(part)
+
     def keep_last(self, n: int) -> None:
         """Remove all states but the last `n`."""
         for part in self.states()[:-n]:

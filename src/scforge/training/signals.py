@@ -65,12 +65,21 @@ class GracefulStop(Callback):
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
         """Let all processes stop at the same step."""
+        self._agree(trainer)
+        if self.stopped and not trainer.fit_loop._should_accumulate():
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Let all processes stop after the same validation."""
+        self._agree(trainer)
+        if self.stopped:
+            trainer.should_stop = True
+
+    def _agree(self, trainer: lightning.Trainer) -> None:
         if trainer.world_size > 1:
             self.stopped = trainer.strategy.reduce_boolean_decision(self.stopped, all=False)
             ends = trainer.strategy.reduce_boolean_decision(self.signal is not None, all=False)
             self.signal = (self.signal or signal.SIGTERM) if ends else None
-        if self.stopped and not trainer.fit_loop._should_accumulate():
-            trainer.should_stop = True
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         """Hand the signals back."""
