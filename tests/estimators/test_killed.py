@@ -26,8 +26,8 @@ adata = anndata.read_h5ad("cells.h5ad")
 Encoder.setup_anndata(adata)
 model = Encoder(adata, "transformer_encoder", hidden_dim=16, num_layers=2, num_heads=2, max_seq_len=64)
 model.train(
-    int(sys.argv[2]), batch_size=8, early_stopping=False, lr=1e-3, progress_bar=False, accelerator="cpu", log_every_n_steps=1,
-    checkpoint_dir=folder, checkpoint_every_n_steps=5, keep_last=2, save_top_k=2, resume="auto",
+    int(sys.argv[2]), batch_size=8, early_stopping=False, lr=1e-3, progress_bar=False, accelerator="cpu",
+    log_every_n_steps=1, checkpoint_dir=folder, checkpoint_every_n_steps=5, keep_last=2, save_top_k=2, resume="auto",
     logger=make_loggers(["csv"], folder + "/logs"),
 )
 model.save(folder + "/final", overwrite=True)

@@ -8,7 +8,7 @@ import torch
 from scforge.errors import OptionError, TrainingError
 from scforge.training import find_batch_size
 from scforge.training.modes import checkpointed, compiled
-from scforge.training.tuning import choose_precision
+from scforge.training.tuning import _kept_bytes, choose_precision
 from scforge.training.utilisation import flops_per_token, peak_flops
 
 CPU = torch.device("cpu")
@@ -22,13 +22,15 @@ def bound(masked_setup):
 def test_more_memory_means_more_cells(bound, monkeypatch):
     module, data = bound
     sizes = []
-    for there in (1_000_000, 4_000_000, 2**40):
-        monkeypatch.setattr("scforge.training.tuning.available_memory", lambda there=there: there)
+    one, four = (_kept_bytes(module, data, size) for size in (1, 4))
+    assert 0 < one < four
+    for there in (one, 4 * one, 2**40):
+        monkeypatch.setattr("scforge.training.tuning.available_memory", lambda there=there: 3 * there)
         sizes.append(find_batch_size(module, data, CPU))
     assert sizes == sorted(sizes)
     assert sizes[0] < sizes[-1]
     assert sizes[-1] == 4  # 50 cells in at least 8 steps
-    monkeypatch.setattr("scforge.training.tuning.available_memory", lambda: 100)
+    monkeypatch.setattr("scforge.training.tuning.available_memory", lambda: 10)
     with pytest.raises(TrainingError, match=r"memory ran out with a batch of one cell; lower .*max_len"):
         find_batch_size(module, data, CPU)
 

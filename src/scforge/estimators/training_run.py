@@ -233,15 +233,19 @@ def _writer(model: Encoder, folder: RunFolder, keep_last: int) -> Any:
                 model._write(folder.path / name, weights=weights, extra=lambda place: write_state(place, state))
             folder.keep_last(keep_last)
         except (OSError, SafetensorError) as error:
-            reason = getattr(error, "strerror", None) or first_line(error)
-            there = folder.states()
-            kept = f"; {there[-1].name} is whole" if there else ""
-            raise SavingError(
-                f"checkpoint_dir={str(folder.path)!r}: the state of the training cannot be written ({reason}){kept}; "
-                "make room and go on with resume='auto'."
-            ) from error
+            raise _not_written(folder, name, error) from error
 
     return write
+
+
+def _not_written(folder: RunFolder, name: str, error: Exception) -> SavingError:
+    reason = getattr(error, "strerror", None) or first_line(error)
+    there = folder.states()
+    kept = f"; {there[-1].name} is whole" if there else ""
+    return SavingError(
+        f"checkpoint_dir={str(folder.path)!r}: {name} cannot be written ({reason}){kept}; make room and go on with "
+        "resume='auto' (--resume auto)."
+    )
 
 
 def _best(model: Encoder, folder: RunFolder, top_k: int) -> Any:
@@ -253,11 +257,7 @@ def _best(model: Encoder, folder: RunFolder, top_k: int) -> Any:
             with _as_trained(model, before + epochs_done):
                 model._write(folder.path / name, weights=weights)
         except OSError as error:
-            reason = error.strerror or first_line(error)
-            raise SavingError(
-                f"checkpoint_dir={str(folder.path)!r}: {name} cannot be written ({reason}); make room and go on with "
-                "resume='auto'."
-            ) from error
+            raise _not_written(folder, name, error) from error
 
     def remove(name: str) -> None:
         if (folder.path / name).is_dir():  # a training that goes on may have removed it before
