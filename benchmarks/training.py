@@ -9,7 +9,7 @@ transformer on the same masked cells in the same order:
 - ``bare steps``: the engine's own module and optimizer, on batches that are ready before the clock starts.
 
 Each row is a process of its own. Times are those of the steps, and of what happens between them; the losses are those
-of the same held-out cells after the same number of cells. Two processes (``DDP``) have half a batch and one thread each.
+of the same held-out cells after the same number of cells. Two processes (DDP) have half a batch and one thread each.
 """
 
 from __future__ import annotations
