@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import signal
 from pathlib import Path
 
 import anndata as ad
@@ -214,6 +215,8 @@ def test_a_folder_with_another_training_is_not_touched(tiny_adata, broken):
         ({"ema_decay": 1}, "ema_decay=1 averages nothing"),
         ({"accumulate_grad_batches": 0}, "accumulate_grad_batches=0"),
         ({"gradient_checkpointing": True}, "gradient_checkpointing=True, but GenePoolingModel cannot"),
+        ({"limit_train_batches": 2}, "limit_train_batches=2 does not go with checkpoint_dir"),
+        ({"val_check_interval": 2}, "val_check_interval=2 does not go with checkpoint_dir"),
         ({"accelerator": "gpu", "devices": 4}, "devices=4 with accelerator='gpu', but this machine has"),
     ],
 )
@@ -309,3 +312,102 @@ def test_a_loss_that_is_no_number_leaves_the_best_epoch(tiny_adata, tmp_path):
         model.train(**given, checkpoint_dir=tmp_path, callbacks=[Spoils()])
     assert error.value.result.n_epochs == model.n_epochs_ == 1
     assert same_weights(model, Encoder.load(tmp_path / "epoch=00"))
+
+
+class CrashAtEnd(Callback):
+    """Breaks off after the validation of an epoch."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_train_epoch_end(self, trainer, *args) -> None:
+        if trainer.current_epoch == self.epoch:
+            raise Crash
+
+
+EARLY = {"max_epochs": 30, "lr": 1.0, "schedule": "constant", "early_stopping_patience": 1}
+
+
+def test_early_stopping_goes_on_where_it_was(tiny_adata, tmp_path):
+    options = {**EARLY, "checkpoint_every_n_steps": None}
+    whole, again, broken = (make(tiny_adata) for _ in range(3))
+    train(whole, tmp_path / "whole", **options)
+    assert whole.n_epochs_ < 30
+    train(again, tmp_path / "whole", resume="auto", **options)  # it is over
+    folder = {"checkpoint_dir": tmp_path / "run", "batch_size": 20, "progress_bar": False, "accelerator": "cpu"}
+    with pytest.raises(Crash):
+        make(tiny_adata).train(**EARLY, **folder, callbacks=[CrashAtEnd(whole.n_epochs_ - 1)])
+    broken.train(**EARLY, **folder, resume="auto")
+    for model in (again, broken):
+        assert same_weights(model, whole)
+        assert model.n_epochs_ == whole.n_epochs_
+    longer = make(tiny_adata)
+    train(longer, tmp_path / "whole", resume="auto", **{**options, "early_stopping_patience": 3})
+    assert longer.n_epochs_ > whole.n_epochs_
+
+
+def test_the_warm_up_does_not_count_for_early_stopping(tiny_adata):
+    model = make(tiny_adata)
+    options = {**EARLY, "schedule": "cosine_warmup", "warmup_steps": 15}
+    model.train(**options, batch_size=20, progress_bar=False, accelerator="cpu")
+    assert model.n_epochs_ > 5
+
+
+def test_killed_before_the_first_state(tiny_adata, tmp_path):
+    given = {"max_epochs": 2, "batch_size": 20, "progress_bar": False, "accelerator": "cpu"}
+    with pytest.raises(Crash):
+        make(tiny_adata).train(**given, checkpoint_dir=tmp_path, callbacks=[CrashAtEnd(0)])
+    assert [path.name for path in tmp_path.glob("*=*")] == ["epoch=00"]
+    model = make(tiny_adata)
+    model.train(**given, checkpoint_dir=tmp_path, resume="auto")
+    assert model.n_epochs_ == 2
+
+
+def test_an_epoch_that_a_callback_cut_short_goes_on(tiny_adata, tmp_path):
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer, *args) -> None:
+            trainer.should_stop = trainer.global_step == 4
+
+    whole, other = make(tiny_adata), make(tiny_adata)
+    given = {"max_epochs": 3, "batch_size": 20, "progress_bar": False, "accelerator": "cpu", "early_stopping": False}
+    whole.train(**given)
+    make(tiny_adata).train(**given, checkpoint_dir=tmp_path, callbacks=[Stops()])
+    other.train(**given, checkpoint_dir=tmp_path, resume="auto")
+    assert same_weights(whole, other)
+
+
+def test_damaged_weights_of_a_state(tiny_adata, broken, tmp_path):
+    weights = sorted(broken.glob("step=*"))[-1] / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    whole, other = make(tiny_adata), make(tiny_adata)
+    train(whole, tmp_path / "whole")
+    with pytest.warns(ScforgeWarning, match=r"model\.safetensors' is corrupted"):
+        train(other, broken, resume="auto")
+    assert same_weights(whole, other)
+
+
+def test_nothing_is_removed_before_the_options_are_checked(tiny_adata, broken):
+    before = sorted(broken.rglob("*"))
+    with pytest.raises(OptionError, match="bf17"):
+        train(make(tiny_adata), broken, overwrite=True, precision="bf17")
+    assert sorted(broken.rglob("*")) == before
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
+def test_signals_are_handed_back(tiny_adata, tmp_path):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    train(make(tiny_adata), tmp_path)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_benchmarks_score_the_average(tiny_adata):
+    class Looks(Callback):
+        def on_validation_end(self, trainer, plan) -> None:
+            self.seen = {name: value.clone() for name, value in plan.module.state_dict().items()}
+
+    model, looks = make(tiny_adata), Looks()
+    model.train(1, batch_size=20, progress_bar=False, accelerator="cpu", ema_decay=0.9, callbacks=[looks])
+    for name, value in model.module.state_dict().items():
+        assert torch.equal(value, looks.seen[name])

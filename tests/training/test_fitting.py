@@ -301,3 +301,18 @@ def test_epochs_of_batches_by_tokens_are_whole(masked_setup) -> None:
     assert len({len(batches) for batches in seen}) > 1
     assert [sum(batches) for batches in seen] == [50] * 12
     assert n_validations == list(range(1, 13))
+
+
+def test_a_plan_can_be_fitted_again(setup):
+    plan = setup.plan(schedule="cosine_warmup", warmup_steps=0)
+    setup.fit(plan, max_epochs=1)
+    spy = Spy()
+    setup.fit(plan, max_epochs=3, callbacks=[spy])
+    assert min(spy.lrs) > 0
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_one_cycle_with_batches_of_tokens(masked_setup, optimizer):
+    plan = masked_setup.plan(schedule="one_cycle", optimizer=optimizer)
+    data = masked_setup.data(batch_size=None, max_tokens_per_batch=500)
+    assert masked_setup.fit(plan, data, max_epochs=8, early_stopping=False).n_epochs == 8

@@ -19,7 +19,7 @@ def table(path) -> list[dict[str, str]]:
 
 def test_columns_come_as_figures_do(tmp_path):
     logger = TableLogger(tmp_path / "logs")
-    logger.begin(0)
+    logger.begin()
     logger.log_metrics({"loss": 0.1}, step=1)
     logger.log_metrics({"loss": 1e-300, "f1": math.nan}, step=2)
     logger.log_metrics({"f1": 1}, step=2)
@@ -33,11 +33,11 @@ def test_columns_come_as_figures_do(tmp_path):
 
 def test_rows_behind_a_state_are_removed(tmp_path):
     first = TableLogger(tmp_path)
-    first.begin(0)
+    first.begin()
     for step in range(1, 6):
         first.log_metrics({"loss": step}, step=step)
     second = TableLogger(tmp_path)
-    second.begin(3, 3)
+    second.begin(3)
     second.log_metrics({"loss": 40, "more": 1}, step=4)
     assert [(row["step"], row["loss"]) for row in table(second.path)] == [
         ("1", "1.0"),
@@ -47,29 +47,30 @@ def test_rows_behind_a_state_are_removed(tmp_path):
     ]
 
 
-def test_a_new_training_begins_a_new_table(tmp_path):
+def test_a_new_training_begins_a_new_table_and_sets_the_old_one_aside(tmp_path):
     for value in (1.0, 2.0):
         logger = TableLogger(tmp_path)
-        logger.begin(0)
+        logger.begin()
         logger.log_metrics({"loss": value}, step=1)
     assert [row["loss"] for row in table(logger.path)] == ["2.0"]
+    assert [row["loss"] for row in table(tmp_path / "metrics_1.csv")] == ["1.0"]
 
 
 def test_half_a_row_is_not_read(tmp_path):
     logger = TableLogger(tmp_path)
-    logger.begin(0)
+    logger.begin()
     logger.log_metrics({"loss": 1.0, "lr": 0.5}, step=1)
     with logger.path.open("a") as handle:
         handle.write("2,1")
     again = TableLogger(tmp_path)
-    again.begin(1, 5)
+    again.begin(5)
     assert len(table(again.path)) == 1
 
 
 def test_another_file_is_not_taken_for_a_table(tmp_path):
     (tmp_path / "metrics.csv").write_text("name,age\nx,3\n")
     with pytest.raises(DataError, match=r"metrics\.csv' is not a table of a training"):
-        TableLogger(tmp_path).begin(1, 5)
+        TableLogger(tmp_path).begin(5)
 
 
 def test_settings_stand_beside_the_table(tmp_path):
@@ -85,7 +86,7 @@ def test_tensorboard_writes_events(tmp_path):
     logger.log_metrics({"loss": 0.25}, step=2)
     logger.finalize("success")
     (again,) = make_loggers(["tensorboard"], tmp_path, run_name="first")
-    again.begin(1, 1)
+    again.go_on_behind(1)
     again.log_metrics({"loss": 0.75}, step=2)
     again.finalize("success")
     events = EventAccumulator(str(tmp_path / "tensorboard" / "first"))

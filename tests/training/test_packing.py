@@ -43,3 +43,9 @@ def test_tensors_that_share_memory_are_kept_apart():
 def test_nothing_else_is_kept(odd):
     with pytest.raises(TrainingError, match=r"^state"):
         pack({"odd": odd} if not isinstance(odd, dict) else odd, where="state")
+
+
+def test_names_that_look_alike_are_kept_apart():
+    state = {"a.b": torch.tensor(1.0), "a": {"b": torch.tensor(2.0)}}
+    found = unpack(*pack(state, where="s"))
+    assert (found["a.b"], found["a"]["b"]) == (1.0, 2.0)

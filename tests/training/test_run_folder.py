@@ -39,6 +39,7 @@ def test_only_the_last_ones_are_kept(folder):
 @pytest.mark.parametrize("damage", ["cut", "text", "missing", "format"])
 def test_damage_is_told(folder, damage):
     place = folder.states()[-1] / "training"
+    (folder.path / "later").mkdir()
     if damage == "cut":
         tensors = place / "state.safetensors"
         tensors.write_bytes(tensors.read_bytes()[:-4])
@@ -48,11 +49,11 @@ def test_damage_is_told(folder, damage):
         (place / "state.json").unlink()
     else:
         content = json.loads((place / "state.json").read_text())
-        content["state"]["format"] = 99
-        (place / "state.json").write_text(json.dumps(content))
+        write_state(folder.path / "later", {**STATE, "format": 99})
         with pytest.raises(TrainingError, match="go on with that version"):
-            read_state(place.parent)
-        return
+            read_state(folder.path / "later")
+        content["state"]["step"] = 3
+        (place / "state.json").write_text(json.dumps(content))
     with pytest.raises(MissingFileError if damage == "missing" else ModelFileError):
         read_state(place.parent)
     with pytest.warns(ScforgeWarning, match="The state before it is taken"):
@@ -88,3 +89,19 @@ def test_a_file_in_its_place(tmp_path):
     (tmp_path / "run").write_text("")
     with pytest.raises(OptionError, match="is a file"):
         RunFolder(tmp_path / "run")
+
+
+def test_no_state_that_is_whole(folder):
+    for path in folder.states():
+        (path / "training" / "state.json").write_text("{")
+    with pytest.warns(ScforgeWarning), pytest.raises(ModelFileError, match="has no state that is whole"):
+        folder.latest()
+
+
+def test_the_model_of_a_state_is_looked_at_too(folder):
+    def check(path) -> None:
+        if path.name.endswith("10"):
+            raise ModelFileError("its weights are damaged.")
+
+    with pytest.warns(ScforgeWarning, match="its weights are damaged"):
+        assert folder.latest(check)[0].name == "step=00000002"

@@ -8,17 +8,18 @@ import json
 import logging
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError
 
 from scforge._checks import check_count
 from scforge._io import remove_folder
-from scforge.errors import MissingFileError, OptionError, first_line
+from scforge.errors import MissingFileError, OptionError, TrainingError, first_line
 from scforge.estimators.saving import load_weights, read_folder
 from scforge.estimators.vocabulary import SAMPLED_CELLS
 from scforge.training.callbacks import SaveBest
@@ -39,6 +40,9 @@ __all__ = ["run_training"]
 logger = logging.getLogger("scforge")
 
 _AUTO = "auto"
+_OF_OUTCOME = ("check_val_every_n_epoch", "gradient_clip_algorithm", "limit_train_batches", "val_check_interval")
+"""Further options of Lightning's Trainer that decide the outcome of a training."""
+
 _LONGEST = 200
 
 
@@ -81,11 +85,16 @@ def run_training(
     with contextlib.ExitStack() as stack:
         if folder is not None and rank_zero_only.rank in (0, None):
             stack.enter_context(folder.locked())
-        found = _found(model, folder, resume, overwrite=overwrite)
+        if folder is not None or resume is not None:
+            _check_resumable(options)
+        found = _found(folder, resume, overwrite=overwrite)
+        make_free = _freeing(model, folder, found, resume, overwrite=overwrite)
         saved = {} if found is None else found[1]["settings"]
         device = root_device(accelerator, devices)
         stack.enter_context(checkpointed(model.module, gradient_checkpointing))
         if batch_size == _AUTO:
+            if n_processes(accelerator, devices, num_nodes) != 1:
+                raise OptionError("batch_size='auto' tries one process; give the number of cells for several.")
             if data.batch_size is not None or data.max_tokens_per_batch is not None:
                 name = "max_tokens_per_batch" if data.batch_size is None else "batch_size"
                 raise OptionError(f"batch_size='auto', but the data module has {name}={getattr(data, name)}; give one.")
@@ -106,6 +115,7 @@ def run_training(
             accumulate_grad_batches=accumulate_grad_batches,
             ema_decay=ema_decay,
             processes=n_processes(accelerator, devices, num_nodes),
+            **{name: str(options[name]) for name in _OF_OUTCOME if name in options},
         )
         if found is not None:
             path, state = found
@@ -113,8 +123,6 @@ def run_training(
             _, _, weights = read_folder(path)
             load_weights(model.module, weights, source=str(path))
             logger.info("Going on with %s: epoch %d, step %d.", path, state["epoch"] + 1, state["step"])
-            if folder is not None and rank_zero_only.rank in (0, None):
-                folder.go_back_to(state["step"], model.n_epochs_ + state["epoch"])
         elif not model.is_trained_:
             some = data.bound.sample(SAMPLED_CELLS, rows=data.train_rows, seed=model.seed)
             plan.objective.initialise(model.module, some, model.tokenizer)
@@ -125,6 +133,7 @@ def run_training(
             best=None if folder is None or save_top_k == 0 else _best(model, folder, save_top_k),
             settings=settings,
             resume=None if found is None else found[1],
+            begin=make_free,
         )
         stack.enter_context(compiled(model.module, compile))
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -181,9 +190,9 @@ def _take_over(model: Encoder, result: FitResult) -> None:
 
 
 def _found(
-    model: Encoder, folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool
+    folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the state to go on with, if that is wanted and there is one; else see that the folder is free."""
+    """Return the state to go on with, if that is wanted and there is one."""
     if resume is not None and not isinstance(resume, str | os.PathLike):
         raise OptionError(f"resume={resume!r} is neither 'auto' nor the folder of a state; give one, or None.")
     if resume is not None and overwrite:
@@ -192,26 +201,35 @@ def _found(
         path = Path(resume)
         if not path.is_dir():
             raise MissingFileError(f"resume={str(resume)!r} does not exist; give the folder of a state, or 'auto'.")
-        if folder is not None and path.parent.resolve() != folder.path.resolve():
-            _make_free(model, folder, overwrite=False)
         return path, read_state(path)
-    if folder is None:
+    return folder.latest(read_folder) if folder is not None and resume == _AUTO else None
+
+
+def _freeing(
+    model: Encoder, folder: RunFolder | None, found: tuple[Path, dict[str, Any]] | None, resume: Any, *, overwrite: bool
+) -> Callable[[], None] | None:
+    """Return what makes room in the folder right before the first step, or raise if that must not be."""
+    if folder is None or rank_zero_only.rank not in (0, None):
         return None
-    if resume == _AUTO and (found := folder.latest()) is not None:
-        return found
-    _make_free(model, folder, overwrite=overwrite)
-    return None
-
-
-def _make_free(model: Encoder, folder: RunFolder, *, overwrite: bool) -> None:
-    if rank_zero_only.rank not in (0, None):
-        return
+    if found is not None and found[0].parent.resolve() == folder.path.resolve():
+        state = found[1]
+        return lambda: folder.go_back_to(state["step"], model.n_epochs_ + state["epoch"])
     if str(folder.path.resolve()) in model._trained_in:
-        folder.clear(states_only=True)  # a second training of the same model goes on with the numbers of its epochs
-    elif overwrite:
-        folder.clear()
-    else:
+        # A second training of the same model goes on with the numbers of its epochs.
+        return lambda: folder.clear(states_only=True)
+    if not overwrite and not (resume == _AUTO and folder.only_epochs()):
         folder.check_free()
+    return folder.clear
+
+
+def _check_resumable(options: Mapping[str, Any]) -> None:
+    """Raise where Lightning would count batches from where a training goes on."""
+    for name, plain in {"limit_train_batches": None, "val_check_interval": 1.0, "overfit_batches": 0.0}.items():
+        if options.get(name) not in (None, plain):
+            raise OptionError(
+                f"{name}={options[name]!r} does not go with checkpoint_dir: a training that goes on would count anew; "
+                "leave out one of the two."
+            )
 
 
 def _precision(
@@ -232,7 +250,9 @@ def _writer(model: Encoder, folder: RunFolder, keep_last: int) -> Any:
             with _as_trained(model, before + state["epoch"]):
                 model._write(folder.path / name, weights=weights, extra=lambda place: write_state(place, state))
             folder.keep_last(keep_last)
-        except (OSError, SafetensorError) as error:
+        except SavingError:
+            raise
+        except (OSError, SafetensorError, TrainingError) as error:
             raise _not_written(folder, name, error) from error
 
     return write
@@ -260,8 +280,12 @@ def _best(model: Encoder, folder: RunFolder, top_k: int) -> Any:
             raise _not_written(folder, name, error) from error
 
     def remove(name: str) -> None:
-        if (folder.path / name).is_dir():  # a training that goes on may have removed it before
+        if not (folder.path / name).is_dir():
+            return  # a training that goes on may have removed it before
+        try:
             remove_folder(folder.path / name)
+        except OSError as error:
+            raise _not_written(folder, name, error) from error
 
     return lambda monitor: SaveBest(save, remove, top_k=top_k, monitor=monitor, first_epoch=before)
 
@@ -288,6 +312,7 @@ def _settings(model: Encoder, data: CellDataModule, plan: TrainingPlan, **furthe
         "seed": model.seed,
         "epochs_before": model.n_epochs_,
         "n_cells": len(data.train_rows),
+        "genes_per_cell": hashlib.sha256(np.ascontiguousarray(data.bound.n_expressed, dtype=np.int64).data).hexdigest(),
         "n_validation_cells": len(data.validation_rows),
         "batch_size": size,
         "max_tokens_per_batch": budget,
@@ -307,6 +332,6 @@ def _short(value: Any) -> Any:
 
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what may change: with a constant learning rate a training may become longer."""
-    free = {"max_epochs", "max_steps"} if settings.get("schedule") == "constant" else set()
+    """Leave out what may change: with a constant learning rate a training may have more epochs."""
+    free = {"max_epochs"} if settings.get("schedule") == "constant" else set()
     return {name: value for name, value in settings.items() if name not in free}

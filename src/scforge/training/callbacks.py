@@ -10,6 +10,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 
+from scforge.training.signals import GracefulStop
 from scforge.training.weights import kept_weights
 
 __all__ = ["SaveBest", "StopAfterWarmup"]
@@ -60,6 +61,8 @@ class SaveBest(Callback):
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Save the epoch if its loss is among the `top_k` lowest."""
+        if not trainer.is_last_batch and any(isinstance(one, GracefulStop) and one.cuts for one in trainer.callbacks):
+            return  # Ctrl-C cut the epoch short, and it will come again
         loss = float(trainer.callback_metrics.get(self.monitor, math.inf))
         if len(self.kept) == self.top_k and loss >= self.kept[-1][0]:
             return

@@ -40,7 +40,9 @@ def n_processes(accelerator: str, devices: Any, num_nodes: int) -> int | None:
     if isinstance(devices, int) and devices > 0:
         return devices * num_nodes
     if isinstance(devices, str) and devices not in ("auto", "-1"):
-        return len([part for part in devices.split(",") if part.strip()]) * num_nodes
+        # As in Lightning: "2" are two devices, and "0,1" those of these numbers.
+        parts = [part for part in devices.split(",") if part.strip()]
+        return (len(parts) if "," in devices else int(devices)) * num_nodes
     if accelerator == "cpu":
         return num_nodes
     return max(1, torch.cuda.device_count()) * num_nodes if accelerator != "mps" else 1

@@ -16,7 +16,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
@@ -26,6 +26,7 @@ from scforge.training.callbacks import StopAfterWarmup
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import ensure_devices, n_processes, out_of_memory
 from scforge.training.history import History
+from scforge.training.loggers import PurgingTensorBoardLogger
 from scforge.training.monitor import Monitor
 from scforge.training.objectives.base import TrainingDefaults
 from scforge.training.plan import NotFiniteError, TrainingPlan
@@ -39,6 +40,7 @@ __all__ = ["FitResult", "default_max_epochs", "fit"]
 
 logger = logging.getLogger("scforge")
 
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 _REFERENCE_CELLS = 2_500
 _FEWEST_EPOCHS = 3
 _MOST_TIMES = 10
@@ -183,7 +185,7 @@ def fit(
     check_count("log_every_n_steps", log_every_n_steps, "steps")
     if max_epochs is None:
         max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if max_steps < 0 else -1
-    has_validation = len(data.validation_rows) > 0
+    has_validation = len(data.validation_rows) > 0 and trainer_options.get("limit_val_batches") != 0
     monitor = "validation_loss" if has_validation else "train_loss"
     saving = Saving() if saving is None else saving
     history, best = History(), BestWeights(monitor)
@@ -200,13 +202,14 @@ def fit(
     if progress_bar:
         own.append(EpochProgress())
     if early_stopping and has_validation:
-        own.append(StopAfterWarmup(monitor, patience=early_stopping_patience, check_finite=False))
+        own.append(_early_stopping(monitor, early_stopping_patience))
     if saving.best is not None:
         own.append(saving.best(monitor))
     if trainer_options.get("logger"):
         own.append(Monitor(history, every_n_steps=log_every_n_steps, settings=dict(saving.settings)))
     state = SaveState(saving, data=data, stop=stop)
-    if saving.is_over(max_epochs, max_steps):
+    plan.begin()
+    if saving.is_over(max_epochs, max_steps, early_stopping_patience if early_stopping else None):
         assert saving.resume is not None
         history.load_state_dict(saving.resume["callbacks"]["History"])
         best.load_state_dict(saving.resume["callbacks"]["BestWeights"])
@@ -214,6 +217,11 @@ def fit(
     if data.max_tokens_per_batch is not None:
         # Epochs have different numbers of batches then, and Lightning asks a loader once how many it has.
         trainer_options.setdefault("reload_dataloaders_every_n_epochs", 1)
+    if saving.resume is not None:
+        listed = trainer_options.get("logger")
+        for one in listed if isinstance(listed, list | tuple) else [listed]:
+            if isinstance(one, PurgingTensorBoardLogger):
+                one.go_on_behind(saving.resume["step"])
     with _quiet():
         trainer = _trainer(
             max_epochs=max_epochs,
@@ -224,7 +232,9 @@ def fit(
             **trainer_options,
         )
         interrupted, error = _run(trainer, plan, data)
-    result = _left(plan, history, best, trainer.strategy.root_device, trainer=trainer, stop=stop)
+    result = _left(
+        plan, history, best, trainer.strategy.root_device, trainer=trainer, stop=stop, failed=error is not None
+    )
     if stop.stopped or interrupted:
         n_epochs = result.n_epochs
         kept = (
@@ -238,6 +248,11 @@ def fit(
     return result
 
 
+def _early_stopping(monitor: str, patience: int) -> StopAfterWarmup:
+    # Else Lightning would look at the end of the epoch, and not leave out the epochs of the warm-up.
+    return StopAfterWarmup(monitor, patience=patience, check_finite=False, check_on_train_epoch_end=False)
+
+
 def _left(
     plan: TrainingPlan,
     history: History,
@@ -246,11 +261,13 @@ def _left(
     *,
     trainer: lightning.Trainer | None = None,
     stop: GracefulStop | None = None,
+    failed: bool = False,
 ) -> FitResult:
     """Give the module its best weights, and say what there is."""
     weights = None
     if trainer is not None and isinstance(trainer.strategy, ModelParallelStrategy):
-        weights = copy_of_weights(plan.module) if best.state is None else best.state
+        # After an error the other processes may not be there to give their shares.
+        weights = best.state if best.state is not None or failed else copy_of_weights(plan.module)
     elif best.state is not None:
         plan.module.load_state_dict(best.state)
     plan.module.eval()
@@ -270,9 +287,10 @@ def _left(
 def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_nodes: int = 1, **options: Any) -> Any:
     ensure_devices(accelerator, devices)
     made = make_strategy(strategy, n_processes=n_processes(accelerator, devices, num_nodes))
-    # SLURM's signal is answered by saving our own state; Lightning would save one of its own and requeue the job.
-    plugins = [SLURMEnvironment(auto_requeue=False)] if SLURMEnvironment.detect() else []
     try:
+        # SLURM's signal is answered by saving our own state; Lightning would save one of its own and requeue the job.
+        slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
+        plugins = [SLURMEnvironment(auto_requeue=False)] if slurm else []
         return lightning.Trainer(
             logger=options.pop("logger", None) or False,
             plugins=[*plugins, *(options.pop("plugins", None) or [])],
@@ -280,14 +298,14 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
             devices=devices,
             num_nodes=num_nodes,
             strategy=made,
-            enable_checkpointing=False,
+            enable_checkpointing=True,  # SaveState is the one
             enable_progress_bar=False,
             enable_model_summary=False,
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
             **options,
         )
-    except (MisconfigurationException, TypeError, ValueError) as error:
+    except (MisconfigurationException, RuntimeError, TypeError, ValueError) as error:
         raise OptionError(f"an option of training cannot be used: {' '.join(str(error).split())}") from error
 
 
@@ -299,7 +317,7 @@ def _run(
     An error that has nothing to do with the training itself leaves the module as it was before.
     """
     before = {name: value.detach().cpu().clone() for name, value in plan.module.state_dict().items()}
-    handler = signal.getsignal(signal.SIGINT)
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
     # Modules that were used for inference are in eval mode, and Lightning leaves them so.
     plan.train()
 
@@ -325,9 +343,11 @@ def _run(
             raise TrainingError(_memory_hint(data)) from error
         raise
     finally:
-        # Lightning ignores further Ctrl-Cs after one, and else puts back what it found, the handler of GracefulStop.
-        if handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, handler)
+        # Lightning ignores further Ctrl-Cs after one, and puts back what it found before GracefulStop does.
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                if handler is not None:
+                    signal.signal(number, handler)
     return False, None
 
 

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import lightning
+import torch
 from lightning.pytorch.callbacks import Callback
 
 from scforge.training.plan import NotFiniteError
@@ -46,8 +47,12 @@ class History(Callback):
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Take down the figures of the epoch (validation has run by now)."""
         means = pl_module.train_means.take(pl_module.over_processes)
-        trainer.callback_metrics.update({f"train_{name}": value for name, value in means.items()})
+        trainer.callback_metrics.update({f"train_{name}": torch.tensor(value) for name, value in means.items()})
         figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        figures |= {f"train_{name}": value for name, value in means.items()}
+        if not pl_module.validated:  # what stands there is of an earlier epoch
+            figures = {name: value for name, value in figures.items() if not name.startswith("validation_")}
+        pl_module.validated = False
         for name, value in figures.items():
             if name.endswith("_loss") and not math.isfinite(value):
                 raise NotFiniteError(

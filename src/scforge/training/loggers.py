@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import itertools
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from scforge._io import atomic_path, check_folder
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 
-__all__ = ["LOGGERS", "TableLogger", "make_loggers"]
+__all__ = ["LOGGERS", "PurgingTensorBoardLogger", "TableLogger", "make_loggers"]
 
 LOGGERS = ("csv", "tensorboard", "wandb")
 _WANDB_MODES = ("online", "offline", "disabled")
@@ -56,10 +57,20 @@ class TableLogger(Logger):
         """The folder."""
         return str(self.folder)
 
-    def begin(self, step: int, n_rows: int = 0) -> None:
-        """Begin a table, or go on with one of which the first rows count."""
+    def begin(self, n_rows: int = 0) -> None:
+        """Begin a table, or go on with one of which the first rows count; the table of another training is set aside.
+
+        Raises
+        ------
+        DataError
+            If there is another file in its place.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        rows = _read(self.path)[:n_rows] if n_rows and self.path.exists() else []
+        found = _read(self.path) if self.path.exists() else []
+        rows = found[:n_rows]
+        if found and not n_rows:
+            number = next(n for n in itertools.count(1) if not (self.folder / f"metrics_{n}.csv").exists())
+            self.path.rename(self.folder / f"metrics_{number}.csv")
         self._columns = list(rows[0]) if rows else ["step"]
         self.n_rows = len(rows)
         self._rewrite(rows)
@@ -68,7 +79,7 @@ class TableLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add a row."""
         if self._columns is None:
-            self.begin(0)
+            self.begin()
         assert self._columns is not None
         if new := [name for name in metrics if name not in self._columns]:
             rows = _read(self.path)
@@ -94,12 +105,12 @@ class TableLogger(Logger):
             writer.writerows(rows)
 
 
-class _TensorBoard(TensorBoardLogger):
+class PurgingTensorBoardLogger(TensorBoardLogger):
     """TensorBoard's, which hides what came behind the state that a training goes on from."""
 
-    def begin(self, step: int, n_rows: int = 0) -> None:
-        if n_rows:
-            self._kwargs["purge_step"] = step + 1
+    def go_on_behind(self, step: int) -> None:
+        """Hide what comes after a step; call it before anything is logged."""
+        self._kwargs["purge_step"] = step + 1
 
 
 def make_loggers(
@@ -142,7 +153,7 @@ def make_loggers(
         loggers.append(TableLogger(log_dir))
     if "tensorboard" in names:
         _check_installed("tensorboard", "tensorboard", "tensorboard")
-        loggers.append(_TensorBoard(save_dir=str(log_dir), name="tensorboard", version=run_name or ""))
+        loggers.append(PurgingTensorBoardLogger(save_dir=str(log_dir), name="tensorboard", version=run_name or ""))
     if "wandb" in names:
         _check_installed("wandb", "wandb", "wandb")
         Path(log_dir).mkdir(parents=True, exist_ok=True)

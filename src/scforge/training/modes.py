@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from scforge._checks import check_bool
 from scforge.errors import OptionError
 from scforge.models.components.transformer import TransformerBlock
 
-__all__ = ["checkpointed", "compiled"]
+__all__ = ["checkpointed", "compiled", "unchanged"]
 
 
 @contextmanager
@@ -36,14 +37,29 @@ def compiled(module: nn.Module, wanted: bool) -> Iterator[None]:
         raise OptionError(
             "compile=True needs a C++ compiler such as g++, and there is none; install one, or leave it out."
         )
-    blocks = [part for part in module.modules() if isinstance(part, TransformerBlock)] or [module]
-    for block in blocks:
+    blocks = [part for part in module.modules() if isinstance(part, TransformerBlock)]
+    for block in blocks or [module]:
         block.compile()
+    if not blocks and hasattr(module, "encode"):
+        module.encode = torch.compile(module.encode)  # some objectives ask for embeddings alone
     try:
         yield
     finally:
-        for block in blocks:
+        for block in blocks or [module]:
             block._compiled_call_impl = None
+        module.__dict__.pop("encode", None)
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Put back, after a trial, what a forward pass may change: buffers, such as those of batch norms."""
+    before = {name: value.detach().clone() for name, value in module.named_buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, value in module.named_buffers():
+                value.copy_(before[name])
 
 
 @contextmanager

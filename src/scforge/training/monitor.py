@@ -10,7 +10,9 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from scforge.training.history import History
+from scforge.training.loggers import TableLogger
 from scforge.training.progress import EpochProgress
+from scforge.training.resuming import SavingError
 from scforge.training.utilisation import flops_per_token, peak_flops
 
 __all__ = ["Monitor"]
@@ -41,6 +43,8 @@ class Monitor(Callback):
         self._progress = EpochProgress()
         self._per_token, self._peak = 0.0, 0.0
         self._rows = 0
+        self._loggers: list[Any] = []
+        self._lr = 0.0
         self._seen = 0
         self._began = self._stopped = self._waited = 0.0
         self._cells = 0
@@ -48,11 +52,12 @@ class Monitor(Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Begin the tables, or go on with them."""
+        self._loggers = trainer.loggers
         self._seen = trainer.global_step
         self._progress.begin(trainer.global_step)
         for one in trainer.loggers:
-            if trainer.is_global_zero and hasattr(one, "begin"):
-                one.begin(trainer.global_step, self._rows)
+            if trainer.is_global_zero and isinstance(one, TableLogger):
+                one.begin(self._rows)
             one.log_hyperparams(self.settings)
         self._clear(trainer)
 
@@ -60,6 +65,7 @@ class Monitor(Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Count the operations of the first batch, before the clock starts."""
+        self._lr = trainer.optimizers[0].param_groups[0]["lr"]  # the schedule moves it before the row is written
         if trainer.loggers and not self._per_token:
             self._per_token = flops_per_token(pl_module.module, pl_module.objective, batch)
             self._peak = peak_flops(trainer.strategy.root_device, trainer.precision)
@@ -97,8 +103,9 @@ class Monitor(Callback):
         self._log(trainer, {"epoch": float(trainer.current_epoch), **self.history.last()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how many rows there are."""
-        return {"rows": self._rows}
+        """Return how many rows there are; others may write some, too."""
+        tables = [one for one in self._loggers if isinstance(one, TableLogger)]
+        return {"rows": tables[0].n_rows if tables else 0}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on behind so many rows."""
@@ -116,7 +123,7 @@ class Monitor(Callback):
         row = {
             "epoch": float(trainer.current_epoch),
             "step_loss": loss_value,
-            "learning_rate": float(trainer.optimizers[0].param_groups[0]["lr"]),
+            "learning_rate": float(self._lr),
             "gradient_norm": float(pl_module.gradient_norm),
             "cells_per_second": self._cells * trainer.world_size / seconds,
             "tokens_per_second": tokens / seconds,
@@ -127,6 +134,10 @@ class Monitor(Callback):
         return row if left is None else {**row, "seconds_left": left}
 
     def _log(self, trainer: lightning.Trainer, row: dict[str, float]) -> None:
-        self._rows += 1
         for one in trainer.loggers:
-            one.log_metrics(row, step=trainer.global_step)
+            try:
+                one.log_metrics(row, step=trainer.global_step)
+            except OSError as error:
+                raise SavingError(
+                    f"logger {type(one).__name__} cannot write ({error.strerror or error}); make room and go on."
+                ) from error

@@ -69,7 +69,17 @@ def _one_cycle(optimizer: torch.optim.Optimizer, total: int, warmup: int) -> lr_
     # OneCycleLR divides by the steps on either side of its peak, so there must be one on each.
     total = max(total, 3)
     share = min(max(warmup, 2), total - 1) / total
-    return lr_scheduler.OneCycleLR(optimizer, max_lr=peaks, total_steps=total, pct_start=share)
+    # Muon and AdamW together have no one momentum.
+    cycles = "betas" in optimizer.defaults
+    return _OneCycle(optimizer, max_lr=peaks, total_steps=total, pct_start=share, cycle_momentum=cycles)
+
+
+class _OneCycle(lr_scheduler.OneCycleLR):
+    """Torch's, which stays at its end where an epoch has more batches than the one that the steps were counted in."""
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch + 1 < self.total_steps:
+            super().step(epoch)
 
 
 def _factor(shape: Callable[[float], float]) -> Callable[[torch.optim.Optimizer, int, int], lr_scheduler.LRScheduler]:

@@ -38,7 +38,7 @@ def pack(content: Any, *, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
     --------
     >>> plain, tensors = pack({"step": 3, 0: (torch.ones(2), None)}, where="state")
     >>> list(tensors)
-    ['state.0.0']
+    ['state.0']
     >>> unpack(plain, tensors)
     {'step': 3, 0: (tensor([1., 1.]), None)}
     """
@@ -70,8 +70,9 @@ def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
         value = torch.from_numpy(np.ascontiguousarray(value))
     if isinstance(value, torch.Tensor):
         # Tensors that share memory cannot stand in one file of safetensors, hence the copy.
-        tensors[name] = value.detach().cpu().contiguous().clone()
-        return {_TENSOR: name}
+        key = f"{name.partition('.')[0]}.{len(tensors)}"
+        tensors[key] = value.detach().cpu().contiguous().clone()
+        return {_TENSOR: key}
     if isinstance(value, Mapping):
         items = [(key, _pack(part, f"{name}.{key}", tensors)) for key, part in value.items()]
         plain = all(isinstance(key, str) and not key.startswith("__") for key, _ in items)

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
 from scforge._checks import check_count, check_positive
-from scforge.errors import TrainingError
+from scforge.errors import OptionError, TrainingError
 from scforge.training.means import EpochMeans
 from scforge.training.objectives.base import Objective
 from scforge.training.optimizers import make_optimizer, make_schedule, warmup_length
@@ -54,6 +54,8 @@ class TrainingPlan(lightning.LightningModule):
         Norm of all gradients in the last step, before clipping, scalar.
     total_steps
         Optimizer steps of the whole training, once they are known.
+    validated
+        Whether held-out cells were looked at in this epoch.
 
     Notes
     -----
@@ -85,11 +87,19 @@ class TrainingPlan(lightning.LightningModule):
         self.total_steps: int | None = None
         self.figures: dict[str, float] = {}
         self.gradient_norm = torch.zeros(())
+        self.validated = False
         self.train_means, self.validation_means = EpochMeans(), EpochMeans()
         check_positive("lr", self.lr)
         check_positive("weight_decay", self.weight_decay, or_zero=True)
         if warmup_steps is not None:
             check_count("warmup_steps", warmup_steps, "steps", least=0)
+
+    def begin(self) -> None:
+        """Forget an earlier training."""
+        self.total_steps = None
+        self.figures.clear()
+        self.train_means, self.validation_means = EpochMeans(), EpochMeans()
+        self.validated = False
 
     def configure_model(self) -> None:
         """Shard the module if the processes share it."""
@@ -108,6 +118,7 @@ class TrainingPlan(lightning.LightningModule):
 
     def on_validation_epoch_end(self) -> None:
         """Leave the means over the held-out cells where callbacks look for them."""
+        self.validated = True
         means = self.validation_means.take(self.over_processes)
         self.log_dict({f"validation_{name}": value for name, value in means.items()}, logger=False)
 
@@ -155,7 +166,10 @@ class TrainingPlan(lightning.LightningModule):
     def configure_optimizers(self) -> dict[str, Any]:
         """Make the optimizer, and a schedule over all steps of the training."""
         # The scaler of 16-bit losses needs gradients that nobody else scales; fused kernels take no sharded tensors.
-        fused = not self._scales_losses and not isinstance(self.trainer.strategy, ModelParallelStrategy)
+        sharded = isinstance(self.trainer.strategy, ModelParallelStrategy)
+        if sharded and self.optimizer_name == "muon":
+            raise OptionError("optimizer='muon' needs whole matrices, not strategy='fsdp'; choose 'adamw', or 'ddp'.")
+        fused = not self._scales_losses and not sharded
         optimizer = make_optimizer(
             self.module, name=self.optimizer_name, lr=self.lr, weight_decay=self.weight_decay, fused=fused
         )

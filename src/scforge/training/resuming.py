@@ -7,6 +7,7 @@ the batch that comes next: no step is taken twice, and none is left out.
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,14 +15,16 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from scforge._version import __version__
-from scforge.errors import OptionError, TrainingError
+from scforge.errors import OptionError, ScforgeWarning, TrainingError
 from scforge.training.datamodule import CellDataModule
+from scforge.training.plan import NotFiniteError
 from scforge.training.signals import GracefulStop
 from scforge.training.strategies import copy_of_weights
+from scforge.training.weights import MovingAverage
 
 __all__ = ["Preempted", "SaveState", "Saving", "SavingError", "check_format", "check_settings"]
 
@@ -61,6 +64,8 @@ class Saving:
         What must not change until the training goes on, JSON-safe.
     resume
         A state to go on with.
+    begin
+        Called on the first process right before the first step.
     """
 
     write: Callable[[str, dict[str, Any], dict[str, torch.Tensor]], None] | None = None
@@ -68,18 +73,24 @@ class Saving:
     best: Callable[[str], Callback] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     resume: dict[str, Any] | None = None
+    begin: Callable[[], None] | None = None
 
-    def is_over(self, max_epochs: int, max_steps: int) -> bool:
-        """Return whether the training that is to go on has come to its end."""
+    def is_over(self, max_epochs: int, max_steps: int, patience: int | None) -> bool:
+        """Return whether the training that is to go on has come to its end; `patience` is that of early stopping."""
         if self.resume is None or self.resume["finished"] is None:
+            return False
+        stopped = [state for key, state in self.resume["callbacks"].items() if key.startswith("StopAfterWarmup")]
+        if self.resume["finished"] == "early" and stopped and (patience is None or patience > stopped[0]["patience"]):
             return False
         epochs_left = max_epochs == -1 or self.resume["epoch"] < max_epochs
         steps_left = max_steps == -1 or self.resume["step"] < max_steps
         return self.resume["finished"] == "early" or not (epochs_left and steps_left)
 
 
-class SaveState(Callback):
-    """Saves the state of a training as it goes, and puts a saved one back before the first step. Has to come last.
+class SaveState(Checkpoint):
+    """Saves the state of a training as it goes, and puts a saved one back before the first step.
+
+    It has to come last, after whatever may end the training; Lightning calls what is a ``Checkpoint`` last.
 
     Parameters
     ----------
@@ -95,7 +106,6 @@ class SaveState(Callback):
         self.saving = saving
         self.data = data
         self.stop = stop
-        self._saved_in_epoch = -1
         self._seen = 0
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
@@ -127,6 +137,8 @@ class SaveState(Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Put back the random numbers, right before the first step."""
+        if trainer.is_global_zero and self.saving.begin is not None:
+            self.saving.begin()
         self._seen = trainer.global_step
         if self.saving.resume is not None:
             _set_random_state(self.saving.resume["random"][trainer.global_rank])
@@ -135,31 +147,27 @@ class SaveState(Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Save where it is due, or where the training has to end."""
-        if self.saving.write is None or trainer.is_last_batch or trainer.fit_loop._should_accumulate():
+        step, every = trainer.global_step, self.saving.every_n_steps
+        at_end = trainer.is_last_batch or step == trainer.max_steps
+        if self.saving.write is None or at_end or trainer.fit_loop._should_accumulate():
             return  # at the end of an epoch the state is saved after the validation
         ends = self.stop.signal is not None
-        step = trainer.global_step
-        due = (
-            self.saving.every_n_steps is not None
-            and step // self.saving.every_n_steps > self._seen // self.saving.every_n_steps
-        )
+        due = every is not None and step // every > self._seen // every
         self._seen = step
-        if due or ends or self.stop.stopped:
+        if due or ends or trainer.should_stop:
             self._save(trainer, pl_module, epoch=trainer.current_epoch, finished=None)
-            self._saved_in_epoch = trainer.current_epoch
         if ends:
             raise Preempted
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Save the end of a whole epoch."""
-        cut_short = self.stop.stopped and self._saved_in_epoch == trainer.current_epoch
-        if self.saving.write is None or cut_short:
-            return  # what was saved in its middle is the state to go on with
-        epoch = trainer.current_epoch + 1
+        epoch, at_most = trainer.current_epoch + 1, trainer.global_step == trainer.max_steps
+        if self.saving.write is None or not (trainer.is_last_batch or at_most):
+            return  # an epoch that was cut short goes on from its middle
         finished = None
-        if epoch == trainer.max_epochs or trainer.global_step == trainer.max_steps:
+        if epoch == trainer.max_epochs or at_most:
             finished = "limit"
-        elif trainer.should_stop and not self.stop.stopped:
+        elif any(_has_stopped(callback) for callback in trainer.callbacks):
             finished = "early"
         self._seen = trainer.global_step
         self._save(trainer, pl_module, epoch=epoch, finished=finished)
@@ -170,6 +178,12 @@ class SaveState(Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *, epoch: int, finished: str | None
     ) -> None:
         weights = copy_of_weights(pl_module.module)
+        if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
+            # On a GPU losses are looked at now and then only, see TrainingPlan.
+            raise NotFiniteError(
+                f"the weights are no numbers any more in step {trainer.global_step}, and are not saved; lower the "
+                "learning rate (lr), or check the counts for extreme values."
+            )
         state = {
             "format": _FORMAT,
             "scforge_version": __version__,
@@ -190,6 +204,12 @@ class SaveState(Callback):
         name = f"step={trainer.global_step:08d}"
         if trainer.is_global_zero and self.saving.write is not None:
             self.saving.write(name, state, weights)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Take the moving average out again, now that all callbacks have seen it."""
+        for one in trainer.callbacks:
+            if isinstance(one, MovingAverage):
+                one.put_back(pl_module)
 
     def _stateful(self, trainer: lightning.Trainer) -> dict[str, Callback]:
         keyed: dict[str, Callback] = {}
@@ -220,6 +240,12 @@ def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: s
     raise OptionError(
         f"resume: the training in {where!r} had other settings ({shown}{more}); "
         "use those to go on with it, or another folder (or overwrite=True) to start anew."
+    )
+
+
+def _has_stopped(callback: Callback) -> bool:
+    return isinstance(callback, EarlyStopping) and (
+        callback.stopped_epoch > 0 or callback.wait_count >= callback.patience
     )
 
 
@@ -278,8 +304,15 @@ def _random_state() -> dict[str, Any]:
 
 def _set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+    if len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
+    else:
+        warnings.warn(
+            f"The state is of {len(state['cuda'])} GPUs, and there are {torch.cuda.device_count()}; random numbers on "
+            "them begin anew.",
+            ScforgeWarning,
+            stacklevel=2,
+        )
     numpy_state = state["numpy"]
     inner = {**numpy_state["state"], "key": np.asarray(numpy_state["state"]["key"])}
     np.random.set_state({**numpy_state, "state": inner})

@@ -5,12 +5,13 @@ A state is a model folder with a folder ``training`` in it, of ``state.json`` an
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def write_state(folder: Path, state: dict[str, Any]) -> None:
     place.mkdir()
     plain, tensors = pack(state, where="state")
     save_file(tensors, place / _TENSORS)
-    content = {"sha256": sha256_of(place / _TENSORS), "state": plain}
+    content = {"sha256": {_TENSORS: sha256_of(place / _TENSORS), "state": _sum(plain)}, "state": plain}
     (place / _STATE).write_text(json.dumps(content), encoding="utf-8")
 
 
@@ -60,8 +61,10 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
         )
     try:
         content = json.loads((place / _STATE).read_text(encoding="utf-8"))
-        if sha256_of(place / _TENSORS) != content["sha256"]:
-            raise ModelFileError(f"{str(place / _TENSORS)!r} is corrupted: its checksum is not the one in {_STATE}.")
+        for name, found in ((_TENSORS, sha256_of(place / _TENSORS)), ("state", _sum(content["state"]))):
+            if found != content["sha256"][name]:
+                file = place / (_TENSORS if name == _TENSORS else _STATE)
+                raise ModelFileError(f"{str(file)!r} is corrupted: its checksum is not the one in {_STATE}.")
         state = unpack(content["state"], load_file(place / _TENSORS))
     except (ValueError, KeyError, TypeError, SafetensorError) as error:
         if isinstance(error, ModelFileError):
@@ -69,6 +72,10 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
         raise ModelFileError(f"{str(place / _STATE)!r} is no state of a training: {error}.") from error
     check_format(state, where=str(folder))
     return state
+
+
+def _sum(plain: Any) -> str:
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
 
 class RunFolder:
@@ -92,12 +99,30 @@ class RunFolder:
         """Return the folders of states, the oldest first."""
         return sorted(part for part in self.path.glob("step=*") if part.is_dir())
 
-    def latest(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the last state that is whole, or None if there is none."""
-        for path in reversed(self.states()):
+    def latest(self, check: Callable[[Path], Any] = lambda path: None) -> tuple[Path, dict[str, Any]] | None:
+        """Return the last state that is whole, or None if there is none at all.
+
+        Parameters
+        ----------
+        check
+            Called with the folder of a state; raises if the model in it is damaged.
+
+        Raises
+        ------
+        ModelFileError
+            If there are states, but none that is whole.
+        """
+        states = self.states()
+        for path in reversed(states):
             try:
+                check(path)
                 return path, read_state(path)
             except (MissingFileError, ModelFileError) as error:
+                if path == states[0]:
+                    raise ModelFileError(
+                        f"checkpoint_dir={str(self.path)!r} has no state that is whole ({error}); pass overwrite=True "
+                        "(--overwrite) to start anew."
+                    ) from error
                 warnings.warn(f"{error} The state before it is taken.", ScforgeWarning, stacklevel=3)
         return None
 
@@ -114,6 +139,10 @@ class RunFolder:
                 f"checkpoint_dir={str(self.path)!r} holds a training already ({found[-1].name}); pass resume='auto' "
                 "(--resume auto) to go on with it, overwrite=True (--overwrite) to replace it, or another folder."
             )
+
+    def only_epochs(self) -> bool:
+        """Return whether all there is are epochs of a training that ended before its first state was saved."""
+        return all(part.name.startswith("epoch=") for part in self.parts())
 
     def clear(self, *, states_only: bool = False) -> None:
         """Remove what trainings have left here."""

@@ -39,6 +39,11 @@ class GracefulStop(Callback):
         self._at_once = True
         self._before: dict[int, Any] = {}
 
+    @property
+    def cuts(self) -> bool:
+        """Whether Ctrl-C has cut an epoch short that can be gone on with."""
+        return self.stopped and self.saves
+
     def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Listen for Ctrl-C, where signals can be listened for."""
         # Gradients that are added up over batches, and several processes, have to come to the end of a step together.

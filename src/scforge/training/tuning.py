@@ -15,6 +15,7 @@ from scforge.data.stream_memory import available_memory
 from scforge.errors import TrainingError
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import out_of_memory
+from scforge.training.modes import unchanged
 
 __all__ = ["choose_precision", "find_batch_size"]
 
@@ -150,7 +151,7 @@ def _step(module: nn.Module, data: CellDataModule, batch: dict[str, Any]) -> Non
     mode = module.training
     module.train()
     try:
-        with torch.random.fork_rng(devices=cuda):
+        with torch.random.fork_rng(devices=cuda), unchanged(module):
             loss, _ = data.objective.loss(module, batch)
             torch.autograd.grad(loss, parameters, allow_unused=True)
     finally:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from scforge.training.modes import unchanged
 from scforge.training.objectives.base import Objective
 
 __all__ = ["flops_per_token", "peak_flops"]
@@ -28,7 +29,12 @@ def flops_per_token(module: nn.Module, objective: Objective, batch: dict[str, to
     """
     devices = [parameter.device for parameter in module.parameters()][:1]
     cuda = [device for device in devices if device.type == "cuda"]
-    with torch.random.fork_rng(devices=cuda), torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with (
+        torch.random.fork_rng(devices=cuda),
+        unchanged(module),
+        torch.no_grad(),
+        FlopCounterMode(display=False) as counter,
+    ):
         objective.loss(module, batch)
     return 3.0 * counter.get_total_flops() / max(1, int(batch["attention_mask"].sum()))
 

@@ -123,8 +123,8 @@ class MovingAverage(Callback):
             self._raw = {name: value.detach().clone() for name, value in pl_module.module.state_dict().items()}
             pl_module.module.load_state_dict(self._average)
 
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Go on training the weights themselves."""
+    def put_back(self, pl_module: lightning.LightningModule) -> None:
+        """Go on training the weights themselves, once all callbacks have seen the average that was validated."""
         if self._raw is not None:
             pl_module.module.load_state_dict(self._raw)
             self._raw = None
