@@ -62,12 +62,50 @@ def test_train(folder: Path, capsys) -> None:
     assert main(["train", "--config", "config.yaml", "--quiet", *outputs]) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
-    assert "Encoder(gene_pooling" in shown.out
+    lines = shown.out.splitlines()
+    assert lines[-8].startswith("Encoder(gene_pooling")
+    assert lines[-7].startswith("Best epoch:  ")
+    assert " of 2 (validation_loss " in lines[-7]
+    assert [line.split(maxsplit=1) for line in lines[-6:]] == [
+        ["Model:", str(Path("ck/final"))],
+        ["State:", str(Path("ck/step=00000008"))],
+        ["Settings:", str(Path("ck/config.yaml"))],
+        ["Log:", "logs"],
+        ["Embedding:", "out.h5ad"],
+        ["Next:", "scforge embed cells.h5ad -m ck/final -o embedded.zarr"],
+    ]
     model = Encoder.load("ck/final")
     cells = ad.read_h5ad("out.h5ad")
     np.testing.assert_allclose(
         model.get_latent_representation(cells, key_added=None), cells.obsm["X_scforge"], atol=1e-6
     )
+
+
+def test_overrides_stand_anywhere(folder: Path, monkeypatch) -> None:
+    seen = {}
+
+    def train(config, **options):
+        seen.update(config.training.user_set())
+        return "a model"
+
+    monkeypatch.setattr("scforge.estimators.train_from_config", train)
+    monkeypatch.setattr("scforge.estimators.config_start.training_report", lambda model, config: [model])
+    argv = "train training.lr=0.1 --config config.yaml training.max_steps=2 --quiet training.max_steps=3 seed=4"
+    assert main(argv.split()) == 0
+    assert (seen["optimizer"]["lr"], seen["max_steps"]) == (0.1, 3)
+
+
+@pytest.mark.parametrize("command", ["train --config", "config check"])
+@pytest.mark.parametrize(
+    ("argv", "part"),
+    [
+        (["--training.lr=0.1"], "write training.lr=0.1 without the dashes (see scforge {} --help)"),
+        (["--training.lr", "0.1"], "write training.lr=VALUE without the dashes (see scforge {} --help)"),
+        (["--frob"], "unrecognized argument: --frob (see scforge {} --help)"),
+    ],
+)
+def test_what_is_no_override(told, command: str, argv: list[str], part: str) -> None:
+    assert part.format(command.removesuffix(" --config")) in told(*command.split(), "config.yaml", *argv)
 
 
 def test_a_model_that_would_be_lost(told: Callable[..., str]) -> None:
@@ -148,7 +186,10 @@ MISTAKES = [
     ("model={architecture: transformer_encoder, num_heads: 3}", "hidden_dim=8 is not divisible by num_heads=3"),
     ("tokenizer.strategy=rank", "tokenizer='rank' is not known; (known: "),
     ("objective.name=joint_embeding", "did you mean 'joint_embedding'?"),
-    ("training.num_gpus=1", "devices=1 with accelerator='gpu', but this machine has 0 GPUs"),
+    ("training.num_gpus=2", "override 'training.num_gpus=2': training.num_gpus=2 cannot be had"),
+    ("training.num_gpus=1", "this machine has 0 GPUs"),
+    ("training.num_gpus=1", "set training.num_gpus=0 or training.accelerator=cpu training.devices=1."),
+    ("training.accelerator=gpu", "training.accelerator='gpu' cannot be had"),
     ("output.embedding=cells.csv", "let it end in '.h5ad'"),
     ("output.checkpoint_dir=cells.h5ad", "'cells.h5ad' is a file; give the name of a folder."),
     ("lr", "override='lr' is not an option; write it as section.option=value."),
@@ -157,8 +198,10 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("override", "part"), MISTAKES, ids=[override[:40] for override, _ in MISTAKES])
 def test_mistakes_in_options(told, monkeypatch, override: str, part: str) -> None:
-    if "num_gpus" in override:
-        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
+    if "gpu" in override:
+        monkeypatch.setattr("scforge.estimators.from_config.open_source", lambda data: pytest.fail("cells were read"))
     assert part in told("train", "--config", "config.yaml", override)
 
 
@@ -180,7 +223,7 @@ def test_a_full_disk_is_one_line(told, monkeypatch) -> None:
 
     monkeypatch.setattr("scforge.estimators.saving.save_file", full)
     assert "No space left" in told("train", "--quiet", "--config", "config.yaml", "output.checkpoint_dir=ck")
-    assert not [path for path in Path("ck").iterdir() if path.name != ".lock"]
+    assert not [path for path in Path("ck").iterdir() if path.name not in (".lock", "config.yaml")]
 
 
 def test_a_warning_is_one_line(folder: Path, capsys) -> None:

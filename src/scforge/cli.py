@@ -18,6 +18,10 @@ __all__ = ["main"]
 class _Parser(argparse.ArgumentParser):
     """Tells a mistake in one line, as all other mistakes are told."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.set_defaults(parser=self)  # of a command that of the command
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
@@ -43,7 +47,9 @@ def _train(arguments: argparse.Namespace) -> None:
     speaks = _first_process_speaks()
     model = train_from_config(config, progress_bar=not arguments.quiet, **options)
     if speaks:
-        print(model)
+        from scforge.estimators.config_start import training_report
+
+        print("\n".join(training_report(model, config)))
 
 
 def _first_process_speaks() -> bool:
@@ -237,6 +243,22 @@ class _ShowOnce:
             print(f"scforge: warning: {line}", file=sys.stderr)
 
 
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the arguments; overrides may stand on both sides of a flag, which argparse cannot do below a command."""
+    arguments, others = _parser().parse_known_args(argv)
+    takes = hasattr(arguments, "overrides")
+    for other in others:
+        if takes and not other.startswith("-"):
+            arguments.overrides.append(other)
+            continue
+        option = other.lstrip("-")
+        if takes and ("." in option.partition("=")[0] or "=" in option):
+            written = option if "=" in option else f"{option}=VALUE"
+            arguments.parser.error(f"{other} is an option of the YAML file; write {written} without the dashes")
+        arguments.parser.error(f"unrecognized argument: {other}")
+    return arguments
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return 0, or 2 after a mistake of the user, told in one line on stderr.
 
@@ -245,7 +267,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv
         Arguments after the program's name; those of the process if None.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _parse(argv)
     logging.basicConfig(format="%(message)s", stream=sys.stdout)
     logging.getLogger("scforge").setLevel(logging.INFO)
     with warnings.catch_warnings():

@@ -28,7 +28,7 @@ def nested(dotted: str, value: object) -> dict[str, Any]:
         ("tokenizer.max_genes", 7, {"tokenizer": {}, "data": {"max_genes": 7}}),
         ("training.lr", 1e-4, {"training": {"optimizer": {"lr": 1e-4}}}),
         ("training.num_gpus", 4, {"training": {"accelerator": "gpu", "devices": 4}}),
-        ("training.num_gpus", 0, {"training": {"accelerator": "cpu"}}),
+        ("training.num_gpus", 0, {"training": {"accelerator": "cpu", "devices": 1}}),
     ],
 )
 def test_each_alias_moves(alias: str, value: object, expected: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import pytest
 from scforge.config import Config, list_recipes, load_config, recipe_path
 from scforge.errors import ConfigError, DataError, MissingFileError, OptionError, ScforgeError
 from scforge.estimators import check_config, show_config
+from scforge.estimators.config_check import check_settings
 
 TEXT = """
 data:
@@ -96,9 +97,27 @@ def test_what_is_fine(load: Callable[..., Config]) -> None:
             MissingFileError,
             "the file 'b.h5ad' does not",
         ),
+        (
+            "eval.benchmarks=[cell_type_annotation]",
+            ConfigError,
+            "needs a column of obs, labels_key; set data.labels_key",
+        ),
+        (
+            "eval.benchmarks=[{batch_integration: {labels_key: a}}]",
+            ConfigError,
+            "needs a column of obs, batch_key; set data.batch_key",
+        ),
+        (
+            "eval={benchmarks: [cell_type_annotation: {labels_key: group}], datasets: {a: cells.h5ad}}",
+            ConfigError,
+            "eval.datasets.a is used by no benchmark; name it",
+        ),
+        ("output.embedding=./cells.h5ad", ConfigError, "output.embedding='cells.h5ad' is one of data.paths, and would"),
+        ("output.embedding=other.h5ad", ConfigError, "output.embedding='other.h5ad' exists; give another name"),
     ],
 )
 def test_mistakes(load: Callable[..., Config], override: str, error: type[ScforgeError], message: str) -> None:
+    Path("other.h5ad").touch()
     with pytest.raises(error) as caught:
         check_config(load(override))
     assert message in str(caught.value)
@@ -130,6 +149,27 @@ def test_mistakes_have_a_place(load: Callable[..., Config], old: str, new: str, 
 def test_an_override_is_called_one(load: Callable[..., Config]) -> None:
     with pytest.raises(ConfigError, match=r"^override 'model\.d_model=2': model\.d_model=2 is not an option of"):
         check_config(load("model.d_model=2"))
+
+
+def test_benchmarks_need_held_out_cells(load: Callable[..., Config]) -> None:
+    benchmarks = ["eval.benchmarks=[cell_type_annotation]", "data.labels_key=group"]
+    check_config(load(*benchmarks))
+    with pytest.raises(ConfigError, match="training.validation_size=0 leaves no cells for a validation, after which"):
+        check_config(load(*benchmarks, "training.validation_size=0"))
+
+
+def test_an_embedding_that_a_pattern_would_take_for_cells(load: Callable[..., Config]) -> None:
+    paths = ["data.paths=[./*.h5ad]", "output.embedding=new.h5ad"]
+    with pytest.raises(ConfigError, match="'new.h5ad' is one of data.paths"):
+        check_settings(load(*paths), replaces=True)
+    check_settings(load(paths[0], "output.embedding=out/new.h5ad"))
+
+
+def test_only_names_that_are_alike_are_offered(load: Callable[..., Config]) -> None:
+    with pytest.raises(MissingFileError, match=r"the file 'data\.h5ad' does not exist\.$"):
+        check_settings(load("data.paths=data.h5ad"))
+    with pytest.raises(MissingFileError, match=r"the file 'cels\.h5ad' does not exist; did you mean 'cells\.h5ad'\?$"):
+        check_settings(load("data.paths=cels.h5ad"))
 
 
 def test_states_need_a_folder(load: Callable[..., Config]) -> None:

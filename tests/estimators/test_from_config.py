@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from scforge.config import list_recipes, load_config, recipe_path
-from scforge.errors import ConfigError, OptionError
+from scforge.errors import ConfigError, MissingFileError, OptionError
 from scforge.estimators import Encoder, train_from_config
 
 SMALL = """
@@ -163,6 +163,38 @@ def test_going_on_with_a_run_and_replacing_it(run) -> None:
     assert again.n_epochs_ == 2
     with pytest.raises(ConfigError, match=r"resume='auto' looks into output\.checkpoint_dir, which is not set"):
         train_from_config(load_config("config.yaml"), resume="auto")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"config.yaml, line \d+: checkpoint_dir='ck' holds a training already"),
+        ({"resume": "auto", "overwrite": True}, "--resume and --overwrite"),
+        ({"resume": "ck/step=9"}, "resume='ck/step=9' does not exist"),
+        ({"resume": "ck"}, r"resume='ck' holds no state .*; did you mean --resume auto, or ck/step=00000004\?$"),
+        ({"resume": "ck/final"}, "resume='ck/final' holds no state .*; give one such as"),
+        ({"resume": "other/step=1"}, "checkpoint_dir='ck' holds a training already"),
+    ],
+)
+def test_a_folder_that_does_not_fit_is_told_before_the_cells_are_read(run, options, message, monkeypatch) -> None:
+    for name in ("ck/step=00000004/training", "ck/final", "other/step=1/training"):
+        Path(name).mkdir(parents=True)
+    monkeypatch.setattr("scforge.estimators.from_config.open_source", lambda data: pytest.fail("cells were read"))
+    Path("config.yaml").write_text(f"{SMALL}output:\n  checkpoint_dir: ck\n")
+    with pytest.raises((OptionError, MissingFileError), match=message):
+        train_from_config(load_config("config.yaml"), progress_bar=False, **options)
+
+
+def test_the_configuration_is_kept_and_an_embedding_is_replaced_if_told(run) -> None:
+    keep = ["output.checkpoint_dir=ck", "output.embedding=out.h5ad", "training.max_steps=2"]
+    before = run(SMALL, *keep)
+    kept = load_config("ck/config.yaml")
+    assert kept == load_config("config.yaml", keep)
+    with pytest.raises(ConfigError, match=r"output\.embedding='out\.h5ad' exists"):
+        run(SMALL, keep[1])
+    after = train_from_config(kept, progress_bar=False, overwrite=True)
+    for name, value in before.module.state_dict().items():
+        assert value.equal(after.module.state_dict()[name])
 
 
 def test_only_the_first_process_writes(run, monkeypatch) -> None:

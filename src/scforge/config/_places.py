@@ -17,6 +17,7 @@ _SPELLINGS = [
     *[(alias.split("."), canonical.split(".")) for alias, canonical in ALIASES.items()],
     (["training", "num_gpus"], ["training", "accelerator"]),
 ]
+"""Ways to write an option, and the option."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,13 @@ class Source:
                 if found >= len(alias) and found - len(alias) + len(canonical) > depth:
                     depth, line = found - len(alias) + len(canonical), its_line
         return depth, None if self.keys else line
+
+    def name_of(self, location: Sequence[int | str]) -> str | None:
+        """Return the dotted name by which a location is written here, or None if it is not."""
+        names: list[Sequence[int | str]] = [location]
+        names += [alias for alias, canonical in _SPELLINGS if list(location) == canonical]
+        found = [name for name in names if self._walk(name)[0] == len(name)]
+        return ".".join(str(part) for part in found[0]) if found else None
 
     def _walk(self, location: Sequence[int | str]) -> tuple[int, int | None]:
         if tuple(location[: len(self.keys)]) != self.keys:
@@ -91,6 +99,11 @@ class Places:
             if depth >= best:
                 best, text = depth, f"{source.where}: " if line is None else f"{source.where}, line {line}: "
         return text
+
+    def name_of(self, location: Sequence[int | str]) -> str | None:
+        """Return the name by which an option was set, which may be an alias; None if it was not."""
+        names = [source.name_of(location) for source in reversed(self.sources)]
+        return next((name for name in names if name is not None), None)
 
     def __eq__(self, other: object) -> bool:
         # Where options stood makes no difference between configurations.

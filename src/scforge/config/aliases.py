@@ -129,6 +129,8 @@ def _use_gpus(content: dict[str, Any], n_gpus: Any) -> None:
     _, accelerator = _get(content, "training.accelerator")
     if n_gpus == 0:
         _put(content, "training.accelerator", "cpu", alias="training.num_gpus")
+        # As many processes as a file had GPUs would be started on the CPU otherwise.
+        content["training"].setdefault("devices", 1)
         return
     if accelerator not in (None, *_ON_GPUS):
         raise AliasError(

@@ -23,7 +23,7 @@ def _benchmarks(value: Any) -> Any:
         if not named and not (isinstance(benchmark, str) and benchmark):
             raise ValueError(
                 "holds something that is no benchmark; give each as its name, or as its name with options below, "
-                "e.g. [label_prediction: {dataset: held_out}]"
+                "e.g. [cell_type_annotation: {dataset: held_out}]"
             )
     return benchmarks
 
@@ -112,8 +112,8 @@ class EvalConfig(Section):
     Parameters
     ----------
     benchmarks
-        Registered names, or names with options: ``[label_prediction: {label_key: cell_type}]``. The option ``dataset``
-        names one of `datasets`, whose cells take the place of the held-out ones.
+        Registered names, or names with options: ``[cell_type_annotation: {labels_key: cell_type}]``. The option
+        ``dataset`` names one of `datasets`, whose cells take the place of the held-out ones.
     every_n_epochs
         Epochs from one evaluation to the next; the last epoch is always evaluated.
     datasets
@@ -129,5 +129,5 @@ class EvalConfig(Section):
     def _needs_benchmarks(cls, value: Any, info: ValidationInfo) -> Any:
         # An empty list is a way to switch off what a file asks for.
         if info.data.get("benchmarks", "") is None:
-            raise ValueError("has no use without eval.benchmarks; add them beside, e.g. [label_prediction]")
+            raise ValueError("has no use without eval.benchmarks; add them beside, e.g. [cell_type_annotation]")
         return value

@@ -193,6 +193,16 @@ class Config(Section):
         """
         return self._places.of(dotted.split("."))
 
+    def name_of(self, dotted: str) -> str | None:
+        """Return the name by which an option was set, e.g. ``"training.num_gpus"``; None if it was not, or in Python.
+
+        Parameters
+        ----------
+        dotted
+            Name of the option, e.g. ``"training.devices"``.
+        """
+        return self._places.name_of(dotted.split("."))
+
     @model_validator(mode="before")
     @classmethod
     def _canonical(cls, raw: Any) -> Any:

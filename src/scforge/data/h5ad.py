@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import h5py
 from scforge.data.stream_errors import reading
 from scforge.data.stream_matrix import Matrix
 from scforge.data.stream_stored import StoredAdata
-from scforge.errors import DataError, MissingFileError, did_you_mean
+from scforge.errors import DataError, MissingFileError
 
 __all__ = ["Matrix", "StoredAdata", "open_h5ad", "similar_file"]
 
@@ -32,7 +33,7 @@ def open_h5ad(path: str | os.PathLike[str], modality: str | None = None) -> Iter
     """
     path = Path(path)
     if not path.exists():
-        raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(path)}.")
+        raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(path)}")
     if not path.is_file():
         raise DataError(f"{str(path)!r} is not a file; name an h5ad file.")
     with reading(repr(str(path)), how="as an h5ad file"):
@@ -42,9 +43,11 @@ def open_h5ad(path: str | os.PathLike[str], modality: str | None = None) -> Iter
 
 
 def similar_file(path: Path) -> str:
-    """Return ``"; did you mean 'x'?"`` for the file with the nearest name in the same folder, or an empty string."""
+    """Return ``"; did you mean 'x'?"`` for the file with the nearest name in the same folder, or a full stop."""
     try:
-        others = [other.name for other in path.parent.iterdir()]
+        # The common ending makes all names alike, so it does not count.
+        others = {other.stem: other.name for other in path.parent.iterdir() if other.suffix == path.suffix}
     except OSError:  # the folder is not there either
-        return ""
-    return did_you_mean(path.name, others).removesuffix("?")
+        return "."
+    near = difflib.get_close_matches(path.stem, others, n=1, cutoff=0.7)
+    return f"; did you mean {others[near[0]]!r}?" if near else "."

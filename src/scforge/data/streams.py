@@ -194,7 +194,7 @@ def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) 
     """Return how a path or URL is opened."""
     path = Path(place)
     if not is_url(place) and not path.exists():
-        raise MissingFileError(f"the file {place!r} does not exist{similar_file(path)}.")
+        raise MissingFileError(f"the file {place!r} does not exist{similar_file(path)}")
     if is_zarr(place, options):
         return ZarrPlace(place, modality, options)
     if path.suffix in _OTHER_FORMATS:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -35,6 +36,9 @@ from scforge.estimators.spec import ModelSpec, named_options
 from scforge.models._utils import count_parameters
 from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training.objectives.registry import get_objective
+
+if TYPE_CHECKING:
+    from scforge.eval.evaluation import Evaluation
 
 __all__ = ["benchmark_callbacks", "check_config", "check_settings", "model_of"]
 
@@ -76,8 +80,15 @@ def check_config(config: Config) -> str:
     return f"{spec.architecture} on tokens of {spec.tokenizer}, trained by {spec.objective}{size}"
 
 
-def check_settings(config: Config) -> None:
+def check_settings(config: Config, *, replaces: bool = False) -> None:
     """Check names, options, files and folders; quick, so that no mistake comes to light after minutes of reading.
+
+    Parameters
+    ----------
+    config
+        See :func:`scforge.config.load_config`.
+    replaces
+        Whether ``output.embedding`` may be a file that exists.
 
     Raises
     ------
@@ -105,6 +116,7 @@ def check_settings(config: Config) -> None:
                 f"{config.place_of('output.loggers')}output.loggers names {package!r}, which is not installed; "
                 f"pip install 'scforge[{package}]'."
             )
+    _check_embedding(config, replaces=replaces)
     for index, path in enumerate(config.data.paths or []):
         _check_file(config, ["data", "paths", index], path)
     for name, path in config.eval.datasets.items():
@@ -137,7 +149,33 @@ def benchmark_callbacks(config: Config) -> list[Any]:
         )
     except ScforgeError as error:
         raise type(error)(config.place_of("eval.benchmarks") + str(error)) from error
+    _check_benchmarks(config, callback.evaluations)
     return [callback]
+
+
+def _check_benchmarks(config: Config, evaluations: list[Evaluation]) -> None:
+    """Find what benchmarks lack, which the training would refuse when all cells are read."""
+    place = config.place_of("eval.benchmarks")
+    keys = {"labels_key": config.data.labels_key, "batch_key": config.data.batch_key}
+    for one in evaluations:
+        if missing := one.missing(keys):
+            raise ConfigError(
+                f"{place}the benchmark {one.name!r} needs a column of obs, {missing[0]}; set data.{missing[0]}, or "
+                f"{missing[0]} below the benchmark."
+            )
+    if config.training.validation_size == 0:
+        raise ConfigError(
+            f"{config.place_of('training.validation_size')}training.validation_size=0 leaves no cells for a "
+            "validation, after which eval.benchmarks run; set training.validation_size above 0, or remove them."
+        )
+    entries = [entry for entry in config.eval.benchmarks if isinstance(entry, Mapping)]
+    used = [options["dataset"] for entry in entries for options in entry.values() if "dataset" in (options or {})]
+    for name in config.eval.datasets:
+        if name not in used:
+            raise ConfigError(
+                f"{config.place_of(f'eval.datasets.{name}')}eval.datasets.{name} is used by no benchmark"
+                f"{did_you_mean(name, used)}; name it as the dataset of one, or remove it."
+            )
 
 
 class _Unfilled(TorchFunctionMode):
@@ -163,12 +201,28 @@ def _check_writable(config: Config, option: str, folder: str) -> None:
         )
 
 
+def _check_embedding(config: Config, *, replaces: bool) -> None:
+    """Refuse to write an embedding over the cells, or over a file that nobody said may go."""
+    if config.output.embedding is None:
+        return
+    output = Path(config.output.embedding)
+    place = output.resolve()
+    said = f"{config.place_of('output.embedding')}output.embedding={str(output)!r}"
+    named = [("data.paths", config.data.paths or []), ("eval.datasets", list(config.eval.datasets.values()))]
+    for option, paths in named:
+        files = [Path(path).resolve() for path in paths if not is_url(path)]
+        if any(file == place or place.match(str(file)) for file in files):  # or what a pattern would find
+            raise ConfigError(f"{said} is one of {option}, and would be overwritten; give another name.")
+    if output.exists() and not replaces:
+        raise ConfigError(f"{said} exists; give another name, or pass overwrite=True (--overwrite) to replace it.")
+
+
 def _check_file(config: Config, location: list[str | int], path: str) -> None:
     if is_url(path) or any(mark in path for mark in "*?["):
         return
     if not Path(path).exists() and not partial_path(path).exists():
         place = config._places.of(location)
-        raise MissingFileError(f"{place}the file {path!r} does not exist{similar_file(Path(path))}.")
+        raise MissingFileError(f"{place}the file {path!r} does not exist{similar_file(Path(path))}")
 
 
 def _check_columns(config: Config) -> None:

@@ -12,10 +12,10 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from scforge._constants import OBSM_KEY
 from scforge._io import atomic_path
 from scforge.config.schema import Config, OutputConfig
-from scforge.errors import ConfigError
 from scforge.estimators.config_check import benchmark_callbacks, check_settings
 from scforge.estimators.config_data import embedded_adata, make_datamodule, open_source
 from scforge.estimators.config_parts import objective_of, placed, tokenizer_of
+from scforge.estimators.config_start import FINAL, KeepConfig, check_gpus, check_run
 from scforge.estimators.encoder import Encoder
 
 if TYPE_CHECKING:
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from scforge.training.datamodule import CellDataModule
 
 __all__ = ["train_arguments", "train_from_config"]
-
-_FINAL = "final"
-
 
 _ARGUMENTS = {
     "training": [
@@ -70,12 +67,12 @@ def train_from_config(
         ``"auto"`` goes on with the latest state in ``output.checkpoint_dir``, and starts where there is none; or the
         path of a state. None starts, and refuses a folder that holds another run.
     overwrite
-        Replace the run in ``output.checkpoint_dir``.
+        Replace the run in ``output.checkpoint_dir``, and the file ``output.embedding``.
 
     Returns
     -------
-    The trained model. With ``output.checkpoint_dir`` it is saved there as ``final``, beside the best epochs. Of
-    several processes only the first writes.
+    The trained model. With ``output.checkpoint_dir`` it is saved there as ``final``, beside the best epochs and the
+    configuration (``config.yaml``). Of several processes only the first writes.
 
     Raises
     ------
@@ -90,22 +87,24 @@ def train_from_config(
     >>> train_from_config(load_config("recipe.yaml"))  # doctest: +SKIP
     """
     output = config.output
-    if resume == "auto" and output.checkpoint_dir is None:
-        raise ConfigError("resume='auto' looks into output.checkpoint_dir, which is not set; set it.")
     # A typo should not come to light after minutes of reading.
-    check_settings(config)
+    check_settings(config, replaces=overwrite or resume is not None)
+    check_run(config, resume=resume, overwrite=overwrite, first=not rank_zero_only.rank)
+    check_gpus(config)
     arguments = train_arguments(config)
     if resume is not None:
         arguments["resume"] = resume
-    if overwrite:
-        arguments["overwrite"] = True
+    if output.checkpoint_dir is not None:
+        arguments["callbacks"] = [*arguments["callbacks"], KeepConfig(config)]
+        if overwrite:
+            arguments["overwrite"] = True
     source = open_source(config.data)
     model, module = _model(source, config)
     model.train(datamodule=module, **arguments, progress_bar=progress_bar)
     if rank_zero_only.rank:
         return model
     if output.checkpoint_dir is not None:
-        model.save(Path(output.checkpoint_dir) / _FINAL, overwrite=True)
+        model.save(Path(output.checkpoint_dir) / FINAL, overwrite=True)
     if output.embedding is not None:
         embedding = model.get_latent_representation()
         adata = source if isinstance(source, AnnData) else embedded_adata(module.cells, embedding, OBSM_KEY)

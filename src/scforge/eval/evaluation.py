@@ -96,6 +96,13 @@ class Evaluation:
             return self.benchmark
         return BENCHMARKS.name_of(type(self.benchmark)) or type(self.benchmark).__name__
 
+    def missing(self, keys: Mapping[str, str | None]) -> list[str]:
+        """Return the options that the benchmark needs and nobody gives; `keys` as in :meth:`made`."""
+        if isinstance(self.benchmark, Benchmark):
+            return []
+        known = options_of(self.benchmark)
+        return [key for key, needed in known.items() if needed and self.options.get(key, keys.get(key)) is None]
+
     def made(self, keys: Mapping[str, str | None]) -> Benchmark:
         """Return the benchmark; `keys` are ``labels_key`` and ``batch_key`` of the data.
 

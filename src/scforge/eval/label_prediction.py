@@ -89,7 +89,7 @@ class LabelPrediction(Benchmark):
         if (sizes < self.n_folds).any():
             raise DataError(
                 f"label {str(names[sizes.argmin()])!r} has {sizes.min()} cells, fewer than n_folds={self.n_folds}; "
-                "leave it out or lower n_folds."
+                "leave it out, lower n_folds, or take cell_type_annotation, which passes over rare types."
             )
         check_neighbors(self.n_neighbors, self.n_folds, len(labels))
         return labelled, labels

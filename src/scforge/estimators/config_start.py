@@ -1,0 +1,161 @@
+"""The beginning and the end of a training from a configuration: what may be replaced, what is kept, what is told."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from lightning.pytorch.callbacks import Callback
+
+from scforge._io import atomic_write_text
+from scforge._version import __version__
+from scforge.config.load import dump_config
+from scforge.config.schema import Config
+from scforge.errors import ConfigError, MissingFileError, OptionError
+from scforge.training.devices import ensure_devices
+from scforge.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from scforge.estimators.encoder import Encoder
+
+__all__ = ["CONFIG_FILE", "FINAL", "KeepConfig", "check_gpus", "check_run", "training_report"]
+
+CONFIG_FILE = "config.yaml"
+"""Name of the configuration in ``output.checkpoint_dir``."""
+
+FINAL = "final"
+"""Name of the trained model in ``output.checkpoint_dir``."""
+
+_AUTO = "auto"
+
+
+class KeepConfig(Callback):
+    """Writes the configuration beside the checkpoints once training begins, so that it can be repeated.
+
+    Parameters
+    ----------
+    config
+        The configuration, overrides included.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.path = Path(str(config.output.checkpoint_dir)) / CONFIG_FILE
+        self.text = f"# What this training was told, overrides included (scforge {__version__}).\n{dump_config(config)}"
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Write it, on the first process; the folder belongs to this training by now."""
+        if trainer.is_global_zero:
+            atomic_write_text(self.path, self.text)
+
+
+def check_gpus(config: Config) -> None:
+    """Raise unless there are as many GPUs as the configuration asks for.
+
+    Raises
+    ------
+    OptionError
+        Naming the option as the user did.
+    """
+    training = config.training
+    try:
+        ensure_devices(training.accelerator, training.devices)
+    except OptionError as error:
+        option = "devices" if config.name_of("training.devices") else "accelerator"
+        name = config.name_of(f"training.{option}") or f"training.{option}"
+        raise OptionError(
+            f"{config.place_of(f'training.{option}')}{name}={getattr(training, option)!r} cannot be had "
+            f"({str(error).rstrip('.')}); without GPUs, set training.num_gpus=0 or training.accelerator=cpu "
+            "training.devices=1."
+        ) from error
+
+
+def check_run(config: Config, *, resume: Any, overwrite: bool, first: bool = True) -> None:
+    """Check whether a training may begin, or go on, before the cells are read.
+
+    Parameters
+    ----------
+    config, resume, overwrite
+        See :func:`scforge.estimators.train_from_config`.
+    first
+        Whether this is the first of several processes, which alone looks whether the folder is free.
+
+    Raises
+    ------
+    ConfigError, OptionError
+        If the two contradict each other, have no folder to work on, or the folder holds another run.
+    MissingFileError
+        If there is no state to go on with.
+    """
+    folder = config.output.checkpoint_dir
+    if resume is not None and overwrite:
+        raise OptionError(
+            f"resume={str(resume)!r} and overwrite=True (--resume and --overwrite) contradict each other; keep one."
+        )
+    if resume == _AUTO and folder is None:
+        raise ConfigError("resume='auto' looks into output.checkpoint_dir, which is not set; set it.")
+    if overwrite and folder is None and config.output.embedding is None:
+        raise ConfigError("overwrite=True (--overwrite) has nothing to replace; set output.checkpoint_dir.")
+    state = Path(resume) if resume is not None and resume != _AUTO else None
+    if state is not None:
+        _check_state(state, folder)
+    if folder is None or overwrite or not first:
+        return
+    run = RunFolder(folder)
+    goes_on = run.states() if state is None else state.resolve().parent == run.path.resolve()
+    if resume is None or not goes_on:
+        try:
+            run.check_free()
+        except OptionError as error:
+            raise OptionError(config.place_of("output.checkpoint_dir") + str(error)) from error
+
+
+def _check_state(path: Path, folder: str | None) -> None:
+    if not path.is_dir():
+        raise MissingFileError(
+            f"resume={str(path)!r} does not exist (--resume); give the folder of a state, e.g. ckpt/step=00000100, "
+            "or 'auto'."
+        )
+    if (path / "training").is_dir():
+        return
+    states = RunFolder(path).states()
+    ways = ["--resume auto"] if folder is not None and states and path.resolve() == Path(folder).resolve() else []
+    ways += [os.fspath(state) for state in states[-1:]]
+    meant = f"did you mean {', or '.join(ways)}?" if ways else "give one such as ckpt/step=00000100, or 'auto'."
+    raise MissingFileError(f"resume={str(path)!r} holds no state of a training (--resume); {meant}")
+
+
+def training_report(model: Encoder, config: Config) -> list[str]:
+    """Return what a training has come to, and where it is: a line each.
+
+    Parameters
+    ----------
+    model
+        What :func:`scforge.estimators.train_from_config` returned.
+    config
+        What it was given.
+    """
+    output = config.output
+    lines = [" ".join(str(model).split())]
+    monitor = "validation_loss" if "validation_loss" in model.history else "train_loss"
+    if monitor in model.history:
+        losses = model.history[monitor][monitor].to_numpy(dtype=float)
+        if np.isfinite(losses).any():
+            best = int(np.nanargmin(losses))
+            lines.append(f"Best epoch:  {best + 1} of {len(losses)} ({monitor} {losses[best]:.4g})")
+    if output.checkpoint_dir is not None:
+        folder = RunFolder(output.checkpoint_dir)
+        lines.append(f"Model:       {folder.path / FINAL}")
+        if states := folder.states():
+            lines.append(f"State:       {states[-1]}")
+        if (folder.path / CONFIG_FILE).is_file():
+            lines.append(f"Settings:    {folder.path / CONFIG_FILE}")
+    if output.log_dir is not None and output.loggers != []:
+        lines.append(f"Log:         {output.log_dir}")
+    if output.embedding is not None:
+        lines.append(f"Embedding:   {output.embedding}")
+    if output.checkpoint_dir is not None:
+        source = (config.data.paths or ["CELLS.h5ad"])[0]
+        lines.append(f"Next:        scforge embed {source} -m {folder.path / FINAL} -o embedded.zarr")
+    return lines
