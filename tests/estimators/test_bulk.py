@@ -378,7 +378,7 @@ def test_command(model, store, expected, tmp_path, monkeypatch, capsys):
     ("argv", "said"),
     [
         (["none.zarr", "-m", "model", "-o", "out.zarr"], "'none.zarr' does not exist"),
-        (["cells.h5ad", "-m", "none", "-o", "out.zarr"], "dir_path='none' does not exist"),
+        (["cells.h5ad", "-m", "none", "-o", "out.zarr"], "model='none' (--model) does not exist"),
         (["cells.h5ad", "-m", "model", "-o", "cells.h5ad"], "is not an embedding that scforge wrote"),
         (["cells.h5ad", "-m", "model", "-o", "out.zarr", "--rank", "1"], "belong together"),
         (["cells.h5ad", "-m", "model"], "--output"),

@@ -23,7 +23,7 @@ from scforge.data.cells import Cells
 from scforge.data.remote import is_url
 from scforge.data.sources import open_cells
 from scforge.data.streams import is_query
-from scforge.errors import DataError, NotTrainedWarning, OptionError, first_line
+from scforge.errors import DataError, GeneMismatchError, MissingFileError, NotTrainedWarning, OptionError, first_line
 from scforge.estimators.base import CellModel
 from scforge.estimators.bulk_files import EmbeddingFiles
 from scforge.estimators.config_data import embedded_adata
@@ -169,11 +169,21 @@ def embed_to(
     files = EmbeddingFiles(Path(output), overwrite=check_bool("overwrite", overwrite))
     where = _device(device)
     if not isinstance(model, CellModel):
-        model = Encoder.load(model)
+        model = _load(model)
     check_filled(model.module)
     if not model.is_trained_:
         warnings.warn("The model is not trained; its embedding is random.", NotTrainedWarning, stacklevel=2)
-    cells = _open(model, source)
+    try:
+        cells = _open(model, source)
+    except GeneMismatchError as error:
+        problem, _, way_out = str(error).rpartition("; ")
+        if "gene_vocab=" not in way_out:
+            raise
+        # Who trains may take another vocabulary; a trained model brings its own.
+        raise GeneMismatchError(
+            f"{problem}; the model (--model) knows genes of its own species only, so give cells of that species, or a "
+            "model that was trained on this one."
+        ) from error
     if not len(cells):
         raise DataError("source has no cells to embed.")
     before = model.device
@@ -194,6 +204,24 @@ def embed_to(
         )
     finally:
         _move(model, before)
+
+
+def _load(path: str | os.PathLike[str]) -> CellModel:
+    """Load a model; say so if its folder is that of a whole training."""
+    folder = Path(path)
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise MissingFileError(f"model={str(path)!r} (--model) {what}; give the folder of a model, e.g. ckpt/final.")
+    if not (folder / "config.json").exists():
+        parts = [part for pattern in ("step=*", "epoch=*", "final") for part in sorted(folder.glob(pattern))]
+        if models := [part for part in parts if (part / "config.json").is_file()]:
+            raise MissingFileError(
+                f"model={str(path)!r} (--model) is the folder of a training; did you mean {str(models[-1])!r}?"
+            )
+        raise MissingFileError(
+            f"model={str(path)!r} (--model) holds no model; give the folder of one, e.g. ckpt/final."
+        )
+    return Encoder.load(path)
 
 
 @dataclass(frozen=True)
