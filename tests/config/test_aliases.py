@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 
-from scforge.config import Config
+from scforge.config import Config, load_config
 from scforge.config._messages import known_names
 from scforge.config.aliases import ALIASES, UNSUPPORTED, apply_aliases
 from scforge.errors import ConfigError
@@ -105,3 +106,13 @@ def test_unsupported_keys_say_so(dotted: str) -> None:
     assert message.startswith(f"{dotted}='x' ")
     assert "\n" not in message
     assert "not supported" in message or "not an option" in message
+
+
+def test_no_gpus_in_place_of_those_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("data: {paths: a.h5ad}\ntraining:\n  num_gpus: 4\n")
+    config = load_config(path)
+    assert config.name_of("training.devices") == "training.num_gpus"
+    assert config.place_of("training.devices") == f"{path}, line 3: "
+    training = load_config(path, ["training.num_gpus=0"]).training
+    assert (training.accelerator, training.devices) == ("cpu", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,7 @@ def training_report(model: Encoder, config: Config) -> list[str]:
         What it was given.
     """
     output = config.output
-    lines = [" ".join(str(model).split())]
+    lines = [str(model).splitlines()[0]]
     monitor = "validation_loss" if "validation_loss" in model.history else "train_loss"
     if monitor in model.history:
         losses = model.history[monitor][monitor].to_numpy(dtype=float)
@@ -156,6 +157,7 @@ def training_report(model: Encoder, config: Config) -> list[str]:
     if output.embedding is not None:
         lines.append(f"Embedding:   {output.embedding}")
     if output.checkpoint_dir is not None:
-        source = (config.data.paths or ["CELLS.h5ad"])[0]
-        lines.append(f"Next:        scforge embed {source} -m {folder.path / FINAL} -o embedded.zarr")
+        source = shlex.quote((config.data.paths or ["CELLS.h5ad"])[0])
+        model_folder = shlex.quote(str(folder.path / FINAL))
+        lines.append(f"Next:        scforge embed {source} -m {model_folder} -o embedded.zarr")
     return lines
