@@ -13,8 +13,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
+from scforge.config import load_config, recipe_path
 from scforge.errors import MissingFileError, OptionError, ScforgeWarning, TrainingError
 from scforge.estimators import Encoder
+from scforge.estimators.config_start import check_run
 from scforge.training import make_loggers
 
 LIGHT = {"hidden_dim": 8, "ffn_dim": 8, "latent_dim": 4, "dropout": 0.1}
@@ -411,3 +413,11 @@ def test_benchmarks_score_the_average(tiny_adata):
     model.train(1, batch_size=20, progress_bar=False, accelerator="cpu", ema_decay=0.9, callbacks=[looks])
     for name, value in model.module.state_dict().items():
         assert torch.equal(value, looks.seen[name])
+
+
+def test_a_file_goes_on_where_only_an_epoch_was_kept(tiny_adata, tmp_path):
+    config = load_config(recipe_path("light"), [f"output.checkpoint_dir={tmp_path}"])
+    (tmp_path / "epoch=00").mkdir()
+    check_run(config, resume="auto", overwrite=False)
+    with pytest.raises(OptionError, match="holds a training already"):
+        check_run(config, resume=None, overwrite=False)

@@ -104,7 +104,9 @@ def check_run(config: Config, *, resume: Any, overwrite: bool, first: bool = Tru
     if folder is None or overwrite or not first:
         return
     run = RunFolder(folder)
-    goes_on = run.states() if state is None else state.resolve().parent == run.path.resolve()
+    # A training may have ended after its first epoch was kept and before its first state was saved.
+    begun = bool(run.states()) or run.only_epochs()
+    goes_on = begun if state is None else state.resolve().parent == run.path.resolve()
     if resume is None or not goes_on:
         try:
             run.check_free()

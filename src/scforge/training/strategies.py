@@ -40,7 +40,9 @@ def make_strategy(name: str, *, n_processes: int | None) -> Any:
         # Each process reads other cells, so all of them are data-parallel.
         size: Any = "auto" if n_processes is None else n_processes
         return ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1, save_distributed_checkpoint=False)
-    if name == "ddp" or n_processes not in (None, 1):
+    if n_processes == 1:
+        return "auto"  # there is nothing to share
+    if name == "ddp" or n_processes is not None:
         # An embedding that a loss does not use may have parameters of its own.
         return DDPStrategy(find_unused_parameters=True)
     return "auto"
