@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import anndata as ad
@@ -26,6 +28,14 @@ settings.load_profile("quick")
 
 # Tensors are tiny here: threads would wait for each other longer than they work.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hears_ctrl_c() -> Iterator[None]:
+    """Listen to Ctrl-C, which a shell that starts the tests in the background turns off, for their processes as well."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
