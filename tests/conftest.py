@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session", autouse=True)
 def hears_ctrl_c() -> Iterator[None]:
-    """Listen to Ctrl-C, which a shell that starts the tests in the background turns off, for their processes as well."""
+    """Listen to Ctrl-C, which a shell that starts the tests in the background turns off, here and in what it starts."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

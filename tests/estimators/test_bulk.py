@@ -257,7 +257,7 @@ def test_mistakes(run, options, said, many_adata, tmp_path):
 def test_urls_and_what_is_not_there(run, tmp_path, many_adata):
     with pytest.raises(OptionError, match="is a URL; give a path"):
         run(output="s3://bucket/out.zarr")
-    with pytest.raises(MissingFileError, match="does not exist; give the folder that model.save"):
+    with pytest.raises(MissingFileError, match="does not exist; give the folder of a model"):
         run(model=tmp_path / "none")
     with pytest.raises(MissingFileError, match="none.h5ad' does not exist"):
         run(tmp_path / "none.h5ad")

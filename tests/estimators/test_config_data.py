@@ -80,10 +80,10 @@ def test_a_pattern_and_a_cache(run, files, tmp_path, caplog) -> None:
     caplog.clear()
     run("data.cache=cache.zarr", path=tmp_path / "*.h5ad")
     assert "Converted" not in caplog.text
-    memory, in_memory = run("output.embedding=out.h5ad", path=tmp_path / "*.h5ad")
+    memory, in_memory = run("output.embedding=out/out.h5ad", path=tmp_path / "*.h5ad")
     assert in_memory.cells.chunk_size == 1
     assert len(in_memory.cells) == 700
-    written = ad.read_h5ad("out.h5ad")
+    written = ad.read_h5ad("out/out.h5ad")
     assert written.shape == (700, 0)
     np.testing.assert_array_equal(written.obsm["X_scforge"], memory.get_latent_representation())
     assert set(memory.vocab.genes) <= {f"gene{i}" for i in range(80)}
@@ -190,7 +190,7 @@ def test_sources_with_keys_of_their_own(run, files, tmp_path, many_adata) -> Non
 def told(store: Path, tmp_path: Path, monkeypatch, capsys) -> Callable[..., str]:
     """Return a function that trains with a mistake, and returns the one line that it tells."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("scforge.estimators.encoder.fit", lambda *_, **__: pytest.fail("training began"))
+    monkeypatch.setattr("scforge.estimators.training_run.fit", lambda *_, **__: pytest.fail("training began"))
 
     def told(*overrides: str, path: str | Path = store) -> str:
         Path("config.yaml").write_text(TEXT.format(path=path))

@@ -146,7 +146,7 @@ def test_from_a_configuration(tiny_adata: ad.AnnData, table, tmp_path: Path, mon
     embedding = Encoder.load("ck/final", tiny_adata).get_latent_representation()
     np.testing.assert_array_equal(embedding, model.get_latent_representation())
     with pytest.raises(MissingFileError, match=r"table='esm.npz' does not exist"):
-        train_from_config(load_config("recipe.yaml"), progress_bar=False)
+        train_from_config(load_config("recipe.yaml"), progress_bar=False, overwrite=True)
 
 
 def test_many_dropped_genes_do_not_flood_the_screen(build) -> None:
