@@ -84,11 +84,8 @@ class TrainingPlan(lightning.LightningModule):
         self.schedule = defaults.schedule if schedule is None else schedule
         self.warmup_steps = warmup_steps
         self.warmed_up_at = 0
-        self.total_steps: int | None = None
-        self.figures: dict[str, float] = {}
         self.gradient_norm = torch.zeros(())
-        self.validated = False
-        self.train_means, self.validation_means = EpochMeans(), EpochMeans()
+        self.begin()
         check_positive("lr", self.lr)
         check_positive("weight_decay", self.weight_decay, or_zero=True)
         if warmup_steps is not None:
@@ -96,8 +93,8 @@ class TrainingPlan(lightning.LightningModule):
 
     def begin(self) -> None:
         """Forget an earlier training."""
-        self.total_steps = None
-        self.figures.clear()
+        self.total_steps: int | None = None
+        self.figures: dict[str, float] = {}
         self.train_means, self.validation_means = EpochMeans(), EpochMeans()
         self.validated = False
 
