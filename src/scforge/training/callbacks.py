@@ -17,7 +17,20 @@ __all__ = ["SaveBest", "StopAfterWarmup"]
 
 
 class StopAfterWarmup(EarlyStopping):
-    """Early stopping that does not count the epochs in which the learning rate still rises: the loss may rise too."""
+    """Early stopping that does not count the epochs in which the learning rate still rises: the loss may rise too.
+
+    Parameters
+    ----------
+    monitor
+        Name of the loss.
+    patience
+        Epochs without improvement to wait.
+    """
+
+    def __init__(self, monitor: str, *, patience: int) -> None:
+        # Else Lightning would look at the end of the epoch, and not leave out the epochs of the warm-up. The plan
+        # itself ends a training whose loss is not a number.
+        super().__init__(monitor, patience=patience, check_finite=False, check_on_train_epoch_end=False)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Count an epoch."""

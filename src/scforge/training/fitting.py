@@ -66,8 +66,6 @@ class FitResult:
         Where it ran.
     weights
         The weights, on the first process, where the module is left in parts (FSDP); else None.
-    is_first
-        Whether this is the first of the processes.
     signal
         Number of a signal that asks the process to end, now that the state is saved; None if there is none.
     """
@@ -79,7 +77,6 @@ class FitResult:
     n_epochs: int
     device: torch.device
     weights: dict[str, torch.Tensor] | None = None
-    is_first: bool = True
     signal: int | None = None
 
 
@@ -202,7 +199,7 @@ def fit(
     if progress_bar:
         own.append(EpochProgress())
     if early_stopping and has_validation:
-        own.append(_early_stopping(monitor, early_stopping_patience))
+        own.append(StopAfterWarmup(monitor, patience=early_stopping_patience))
     if saving.best is not None:
         own.append(saving.best(monitor))
     if trainer_options.get("logger"):
@@ -248,11 +245,6 @@ def fit(
     return result
 
 
-def _early_stopping(monitor: str, patience: int) -> StopAfterWarmup:
-    # Else Lightning would look at the end of the epoch, and not leave out the epochs of the warm-up.
-    return StopAfterWarmup(monitor, patience=patience, check_finite=False, check_on_train_epoch_end=False)
-
-
 def _left(
     plan: TrainingPlan,
     history: History,
@@ -279,7 +271,6 @@ def _left(
         n_epochs=history.n_epochs,
         device=device,
         weights=weights,
-        is_first=trainer is None or trainer.is_global_zero,
         signal=None if stop is None else stop.signal,
     )
 
