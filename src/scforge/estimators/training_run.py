@@ -82,18 +82,21 @@ def run_training(
         name = "resume='auto'" if resume == _AUTO else "overwrite=True"
         raise OptionError(f"{name} needs checkpoint_dir, the folder of the training.")
     folder = None if checkpoint_dir is None else RunFolder(checkpoint_dir)
+    rank = rank_zero_only.rank or 0
     with contextlib.ExitStack() as stack:
-        if folder is not None and rank_zero_only.rank in (0, None):
+        if folder is not None and rank == 0:
             stack.enter_context(folder.locked())
         if folder is not None or resume is not None:
             _check_resumable(options)
         found = _found(folder, resume, overwrite=overwrite)
-        make_free = _freeing(model, folder, found, resume, overwrite=overwrite)
+        make_free = None
+        if folder is not None and rank == 0:
+            make_free = _freeing(model, folder, found, resume, overwrite=overwrite)
         saved = {} if found is None else found[1]["settings"]
-        device = root_device(accelerator, devices)
+        device, processes = root_device(accelerator, devices), n_processes(accelerator, devices, num_nodes)
         stack.enter_context(checkpointed(model.module, gradient_checkpointing))
         if batch_size == _AUTO:
-            if n_processes(accelerator, devices, num_nodes) != 1:
+            if processes != 1:
                 raise OptionError("batch_size='auto' tries one process; give the number of cells for several.")
             if data.batch_size is not None or data.max_tokens_per_batch is not None:
                 name = "max_tokens_per_batch" if data.batch_size is None else "batch_size"
@@ -101,7 +104,7 @@ def run_training(
             stack.callback(setattr, data, "batch_size", None)
             data.batch_size = saved.get("batch_size") or find_batch_size(model.module, data, device)
         if precision == _AUTO:
-            precision = saved.get("precision") or _precision(model, data, device, accelerator, devices, num_nodes)
+            precision = saved.get("precision") or choose_precision(model.module, data, device, processes)
         if max_epochs is None:
             max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if max_steps < 0 else -1
         settings = _settings(
@@ -114,7 +117,7 @@ def run_training(
             gradient_clip_val=gradient_clip_val,
             accumulate_grad_batches=accumulate_grad_batches,
             ema_decay=ema_decay,
-            processes=n_processes(accelerator, devices, num_nodes),
+            processes=processes,
             **{name: str(options[name]) for name in _OF_OUTCOME if name in options},
         )
         if found is not None:
@@ -138,7 +141,7 @@ def run_training(
         stack.enter_context(compiled(model.module, compile))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         # Dropout and the directions of SIGReg; other than those of earlier trainings, and of other processes.
-        torch.manual_seed(model.seed + model.n_epochs_ + 1_000_003 * (rank_zero_only.rank or 0))
+        torch.manual_seed(model.seed + model.n_epochs_ + 1_000_003 * rank)
         result, error = _fitted(
             plan,
             data,
@@ -206,11 +209,9 @@ def _found(
 
 
 def _freeing(
-    model: Encoder, folder: RunFolder | None, found: tuple[Path, dict[str, Any]] | None, resume: Any, *, overwrite: bool
-) -> Callable[[], None] | None:
+    model: Encoder, folder: RunFolder, found: tuple[Path, dict[str, Any]] | None, resume: Any, *, overwrite: bool
+) -> Callable[[], None]:
     """Return what makes room in the folder right before the first step, or raise if that must not be."""
-    if folder is None or rank_zero_only.rank not in (0, None):
-        return None
     if found is not None and found[0].parent.resolve() == folder.path.resolve():
         state = found[1]
         return lambda: folder.go_back_to(state["step"], model.n_epochs_ + state["epoch"])
@@ -230,16 +231,6 @@ def _check_resumable(options: Mapping[str, Any]) -> None:
                 f"{name}={options[name]!r} does not go with checkpoint_dir: a training that goes on would count anew; "
                 "leave out one of the two."
             )
-
-
-def _precision(
-    model: Encoder, data: CellDataModule, device: torch.device, accelerator: str, devices: Any, num_nodes: int
-) -> str:
-    if n_processes(accelerator, devices, num_nodes) != 1 and device.type != "cuda":
-        raise OptionError("precision='auto' measures one process; name the precision, e.g. 'bf16-mixed', for several.")
-    if device.type == "cuda":
-        return "bf16-mixed" if torch.cuda.is_bf16_supported() else "32-true"
-    return choose_precision(model.module, data, device)
 
 
 def _writer(model: Encoder, folder: RunFolder, keep_last: int) -> Any:
