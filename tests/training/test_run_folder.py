@@ -25,7 +25,7 @@ def folder(tmp_path) -> RunFolder:
 
 
 def test_the_last_state_is_found(folder):
-    path, state = folder.latest()
+    path, state, _ = folder.latest()
     assert path.name == "step=00000010"
     assert state["step"] == 10
     assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], torch.arange(3.0))

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from scforge._checks import check_count
 from scforge._io import remove_folder
+from scforge.data.vocab import GeneVocab
 from scforge.errors import MissingFileError, OptionError, TrainingError, first_line
 from scforge.estimators.saving import load_weights, read_folder
 from scforge.estimators.vocabulary import SAMPLED_CELLS
@@ -44,6 +45,9 @@ _OF_OUTCOME = ("check_val_every_n_epoch", "gradient_clip_algorithm", "limit_trai
 """Further options of Lightning's Trainer that decide the outcome of a training."""
 
 _LONGEST = 200
+
+type _Found = tuple[Path, dict[str, Any], tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]]
+"""The folder of a state, the state, and the model in that folder."""
 
 
 def run_training(
@@ -121,9 +125,8 @@ def run_training(
             **{name: str(options[name]) for name in _OF_OUTCOME if name in options},
         )
         if found is not None:
-            path, state = found
+            path, state, (_, _, weights) = found
             check_settings(_comparable(saved), _comparable(settings), where=str(path))
-            _, _, weights = read_folder(path)
             load_weights(model.module, weights, source=str(path))
             logger.info("Going on with %s: epoch %d, step %d.", path, state["epoch"] + 1, state["step"])
         elif not model.is_trained_:
@@ -192,9 +195,7 @@ def _take_over(model: Encoder, result: FitResult) -> None:
     model.is_trained_ = model.is_trained_ or result.n_epochs > 0
 
 
-def _found(
-    folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool
-) -> tuple[Path, dict[str, Any]] | None:
+def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool) -> _Found | None:
     """Return the state to go on with, if that is wanted and there is one."""
     if resume is not None and not isinstance(resume, str | os.PathLike):
         raise OptionError(f"resume={resume!r} is neither 'auto' nor the folder of a state; give one, or None.")
@@ -204,12 +205,12 @@ def _found(
         path = Path(resume)
         if not path.is_dir():
             raise MissingFileError(f"resume={str(resume)!r} does not exist; give the folder of a state, or 'auto'.")
-        return path, read_state(path)
+        return path, read_state(path), read_folder(path)
     return folder.latest(read_folder) if folder is not None and resume == _AUTO else None
 
 
 def _freeing(
-    model: Encoder, folder: RunFolder, found: tuple[Path, dict[str, Any]] | None, resume: Any, *, overwrite: bool
+    model: Encoder, folder: RunFolder, found: _Found | None, resume: Any, *, overwrite: bool
 ) -> Callable[[], None]:
     """Return what makes room in the folder right before the first step, or raise if that must not be."""
     if found is not None and found[0].parent.resolve() == folder.path.resolve():

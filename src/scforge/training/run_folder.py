@@ -99,13 +99,17 @@ class RunFolder:
         """Return the folders of states, the oldest first."""
         return sorted(part for part in self.path.glob("step=*") if part.is_dir())
 
-    def latest(self, check: Callable[[Path], Any] = lambda path: None) -> tuple[Path, dict[str, Any]] | None:
+    def latest(self, read: Callable[[Path], Any] = lambda path: None) -> tuple[Path, dict[str, Any], Any] | None:
         """Return the last state that is whole, or None if there is none at all.
 
         Parameters
         ----------
-        check
-            Called with the folder of a state; raises if the model in it is damaged.
+        read
+            Called with the folder of a state; returns the model in it, or raises if that is damaged.
+
+        Returns
+        -------
+        The folder, the state, and what `read` returned.
 
         Raises
         ------
@@ -115,8 +119,8 @@ class RunFolder:
         states = self.states()
         for path in reversed(states):
             try:
-                check(path)
-                return path, read_state(path)
+                model = read(path)
+                return path, read_state(path), model
             except (MissingFileError, ModelFileError) as error:
                 if path == states[0]:
                     raise ModelFileError(
