@@ -31,6 +31,7 @@ from scforge.estimators.encoder import Encoder
 from scforge.estimators.identity import model_identity, source_identity
 from scforge.models.components.gene_vectors import check_filled
 from scforge.training.predict import embed
+from scforge.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from scforge.data.census import CensusQuery
@@ -213,8 +214,7 @@ def _load(path: str | os.PathLike[str]) -> CellModel:
         what = "is a file" if folder.exists() else "does not exist"
         raise MissingFileError(f"model={str(path)!r} (--model) {what}; give the folder of a model, e.g. ckpt/final.")
     if not (folder / "config.json").exists():
-        parts = [part for pattern in ("step=*", "epoch=*", "final") for part in sorted(folder.glob(pattern))]
-        if models := [part for part in parts if (part / "config.json").is_file()]:
+        if models := RunFolder(folder).models():
             raise MissingFileError(
                 f"model={str(path)!r} (--model) is the folder of a training; did you mean {str(models[-1])!r}?"
             )

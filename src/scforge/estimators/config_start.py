@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,20 +13,17 @@ from scforge._io import atomic_write_text
 from scforge._version import __version__
 from scforge.config.load import dump_config
 from scforge.config.schema import Config
-from scforge.errors import ConfigError, MissingFileError, OptionError
+from scforge.errors import ConfigError, OptionError
 from scforge.training.devices import ensure_devices
-from scforge.training.run_folder import RunFolder
+from scforge.training.run_folder import FINAL, RunFolder, check_state
 
 if TYPE_CHECKING:
     from scforge.estimators.encoder import Encoder
 
-__all__ = ["CONFIG_FILE", "FINAL", "KeepConfig", "check_gpus", "check_run", "training_report"]
+__all__ = ["CONFIG_FILE", "KeepConfig", "check_gpus", "check_run", "training_report"]
 
 CONFIG_FILE = "config.yaml"
 """Name of the configuration in ``output.checkpoint_dir``."""
-
-FINAL = "final"
-"""Name of the trained model in ``output.checkpoint_dir``."""
 
 _AUTO = "auto"
 
@@ -98,35 +94,16 @@ def check_run(config: Config, *, resume: Any, overwrite: bool, first: bool = Tru
         raise ConfigError("resume='auto' looks into output.checkpoint_dir, which is not set; set it.")
     if overwrite and folder is None and config.output.embedding is None:
         raise ConfigError("overwrite=True (--overwrite) has nothing to replace; set output.checkpoint_dir.")
+    run = None if folder is None else RunFolder(folder)
     state = Path(resume) if resume is not None and resume != _AUTO else None
     if state is not None:
-        _check_state(state, folder)
-    if folder is None or overwrite or not first:
+        check_state(state, run)
+    if run is None or overwrite or not first or (state is not None and run.holds(state)):
         return
-    run = RunFolder(folder)
-    # A training may have ended after its first epoch was kept and before its first state was saved.
-    begun = bool(run.states()) or run.only_epochs()
-    goes_on = begun if state is None else state.resolve().parent == run.path.resolve()
-    if resume is None or not goes_on:
-        try:
-            run.check_free()
-        except OptionError as error:
-            raise OptionError(config.place_of("output.checkpoint_dir") + str(error)) from error
-
-
-def _check_state(path: Path, folder: str | None) -> None:
-    if not path.is_dir():
-        raise MissingFileError(
-            f"resume={str(path)!r} does not exist (--resume); give the folder of a state, e.g. ckpt/step=00000100, "
-            "or 'auto'."
-        )
-    if (path / "training").is_dir():
-        return
-    states = RunFolder(path).states()
-    ways = ["--resume auto"] if folder is not None and states and path.resolve() == Path(folder).resolve() else []
-    ways += [os.fspath(state) for state in states[-1:]]
-    meant = f"did you mean {', or '.join(ways)}?" if ways else "give one such as ckpt/step=00000100, or 'auto'."
-    raise MissingFileError(f"resume={str(path)!r} holds no state of a training (--resume); {meant}")
+    try:
+        run.check_free(goes_on=resume == _AUTO)
+    except OptionError as error:
+        raise OptionError(config.place_of("output.checkpoint_dir") + str(error)) from error
 
 
 def training_report(model: Encoder, config: Config) -> list[str]:

@@ -15,8 +15,9 @@ from scforge.config.schema import Config, OutputConfig
 from scforge.estimators.config_check import benchmark_callbacks, check_settings
 from scforge.estimators.config_data import embedded_adata, make_datamodule, open_source
 from scforge.estimators.config_parts import objective_of, placed, tokenizer_of
-from scforge.estimators.config_start import FINAL, KeepConfig, check_gpus, check_run
+from scforge.estimators.config_start import KeepConfig, check_gpus, check_run
 from scforge.estimators.encoder import Encoder
+from scforge.training.run_folder import FINAL
 
 if TYPE_CHECKING:
     from scforge.data.cells import Cells

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from scforge._checks import check_count
 from scforge._io import remove_folder
 from scforge.data.vocab import GeneVocab
-from scforge.errors import MissingFileError, OptionError, TrainingError, first_line
+from scforge.errors import OptionError, TrainingError, first_line
 from scforge.estimators.saving import load_weights, read_folder
 from scforge.estimators.vocabulary import SAMPLED_CELLS
 from scforge.training.callbacks import SaveBest
@@ -30,7 +30,7 @@ from scforge.training.fitting import FitResult, default_max_epochs, fit
 from scforge.training.modes import checkpointed, compiled
 from scforge.training.plan import NotFiniteError, TrainingPlan
 from scforge.training.resuming import Saving, SavingError, check_settings
-from scforge.training.run_folder import RunFolder, read_state, write_state
+from scforge.training.run_folder import RunFolder, check_state, read_state, write_state
 from scforge.training.tuning import choose_precision, find_batch_size
 
 if TYPE_CHECKING:
@@ -203,8 +203,7 @@ def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, o
         raise OptionError(f"resume={str(resume)!r} and overwrite=True contradict each other; keep one of the two.")
     if resume is not None and resume != _AUTO:
         path = Path(resume)
-        if not path.is_dir():
-            raise MissingFileError(f"resume={str(resume)!r} does not exist; give the folder of a state, or 'auto'.")
+        check_state(path, folder)
         return path, read_state(path), read_folder(path)
     return folder.latest(read_folder) if folder is not None and resume == _AUTO else None
 
@@ -213,14 +212,14 @@ def _freeing(
     model: Encoder, folder: RunFolder, found: _Found | None, resume: Any, *, overwrite: bool
 ) -> Callable[[], None]:
     """Return what makes room in the folder right before the first step, or raise if that must not be."""
-    if found is not None and found[0].parent.resolve() == folder.path.resolve():
+    if found is not None and folder.holds(found[0]):
         state = found[1]
         return lambda: folder.go_back_to(state["step"], model.n_epochs_ + state["epoch"])
     if str(folder.path.resolve()) in model._trained_in:
         # A second training of the same model goes on with the numbers of its epochs.
         return lambda: folder.clear(states_only=True)
-    if not overwrite and not (resume == _AUTO and folder.only_epochs()):
-        folder.check_free()
+    if not overwrite:
+        folder.check_free(goes_on=resume == _AUTO)
     return folder.clear
 
 

@@ -25,12 +25,15 @@ from scforge.errors import MissingFileError, ModelFileError, OptionError, Scforg
 from scforge.training.packing import pack, unpack
 from scforge.training.resuming import check_format
 
-__all__ = ["RunFolder", "read_state", "write_state"]
+__all__ = ["FINAL", "RunFolder", "check_state", "read_state", "write_state"]
 
 logger = logging.getLogger("scforge")
 
+FINAL = "final"
+"""Name of the trained model in the folder of a training."""
+
 _STATE, _TENSORS, _LOCK, _PART = "state.json", "state.safetensors", ".lock", "training"
-_PARTS = ("step=*", "epoch=*", "final")
+_PARTS = ("step=*", "epoch=*", FINAL)
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
@@ -74,6 +77,35 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return state
 
 
+def check_state(path: Path, run: RunFolder | None = None) -> None:
+    """Raise unless `path` is the folder of a state; cheap, as nothing is read.
+
+    Parameters
+    ----------
+    path
+        What a user gave as `resume`.
+    run
+        The folder of the training that is to go on.
+
+    Raises
+    ------
+    MissingFileError
+        Saying what could have been meant.
+    """
+    if not path.is_dir():
+        raise MissingFileError(
+            f"resume={str(path)!r} does not exist (--resume); give the folder of a state, e.g. ckpt/step=00000100, "
+            "or 'auto'."
+        )
+    if (path / _PART).is_dir():
+        return
+    states = RunFolder(path).states()
+    ways = ["--resume auto"] if run is not None and states and path.resolve() == run.path.resolve() else []
+    ways += [os.fspath(state) for state in states[-1:]]
+    meant = f"did you mean {', or '.join(ways)}?" if ways else "give one such as ckpt/step=00000100, or 'auto'."
+    raise MissingFileError(f"resume={str(path)!r} holds no state of a training (--resume); {meant}")
+
+
 def _sum(plain: Any) -> str:
     return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
@@ -94,6 +126,11 @@ class RunFolder:
     def parts(self) -> list[Path]:
         """Return what trainings have left here."""
         return sorted(part for pattern in _PARTS for part in self.path.glob(pattern) if part.is_dir())
+
+    def models(self) -> list[Path]:
+        """Return the folders of models: of states, of the best epochs, and last the trained one."""
+        parts = [part for pattern in _PARTS for part in sorted(self.path.glob(pattern))]
+        return [part for part in parts if (part / "config.json").is_file()]
 
     def states(self) -> list[Path]:
         """Return the folders of states, the oldest first."""
@@ -130,23 +167,32 @@ class RunFolder:
                 warnings.warn(f"{error} The state before it is taken.", ScforgeWarning, stacklevel=3)
         return None
 
-    def check_free(self) -> None:
+    def holds(self, state: Path) -> bool:
+        """Return whether the folder of a state lies in here."""
+        return self.path.resolve() in (state.parent.resolve(), state.resolve().parent)
+
+    def check_free(self, *, goes_on: bool = False) -> None:
         """Raise if a training has left something here.
+
+        Parameters
+        ----------
+        goes_on
+            Whether the training goes on with the last state in here, or starts where there is none yet: one may have
+            ended after its first epoch was kept, and before its first state was saved.
 
         Raises
         ------
         OptionError
             Saying what can be done.
         """
-        if found := self.parts():
+        found = self.parts()
+        if goes_on and (self.states() or all(part.name.startswith("epoch=") for part in found)):
+            return
+        if found:
             raise OptionError(
                 f"checkpoint_dir={str(self.path)!r} holds a training already ({found[-1].name}); pass resume='auto' "
                 "(--resume auto) to go on with it, overwrite=True (--overwrite) to replace it, or another folder."
             )
-
-    def only_epochs(self) -> bool:
-        """Return whether all there is are epochs of a training that ended before its first state was saved."""
-        return all(part.name.startswith("epoch=") for part in self.parts())
 
     def clear(self, *, states_only: bool = False) -> None:
         """Remove what trainings have left here."""
@@ -198,7 +244,7 @@ class RunFolder:
 
     def _sweep(self) -> None:
         """Remove what processes that were killed have left half done."""
-        for pattern in (".step=*", ".epoch=*", ".final.*"):
+        for pattern in (".step=*", ".epoch=*", f".{FINAL}.*"):
             for part in self.path.glob(pattern):
                 # A folder that was set aside while another took its name is whole, and the other may be missing.
                 name = part.name[1:].split(".")[0]
