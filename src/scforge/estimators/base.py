@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -23,12 +24,14 @@ from scforge.data.sources import open_cells
 from scforge.data.stream_remote import is_collection
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError
-from scforge.estimators.card import model_card
+from scforge.estimators.card import described, model_card
 from scforge.estimators.fields import GeneField, ObsField
 from scforge.estimators.mudata import MuDataModel
 from scforge.estimators.registries import bare_registry, datamodule_registry
 from scforge.estimators.saving import load_weights, read_folder, write_folder
 from scforge.estimators.spec import ModelSpec
+from scforge.estimators.tuning import Tuning
+from scforge.finetuning.module import FineTunedModule
 from scforge.models._utils import count_parameters
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import Tokenizer
@@ -41,7 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["FROM_DATA", "CellModel"]
 
 FROM_DATA = "from_data"
-_SHOWN = 8
 
 
 class CellModel(MuDataModel, BaseModelClass):
@@ -258,17 +260,14 @@ class CellModel(MuDataModel, BaseModelClass):
                 present = {key: setup[key] if setup[key] in adata.obs else None for key in ("batch_key", "labels_key")}
                 own = {key: value for key, value in setup.items() if key != "modality"}
                 cls.setup_anndata(adata, **(own | present))
-        architecture = dict(config["architecture"])
-        model = cls(
-            adata,
-            architecture.pop("name"),
-            config["tokenizer"],
-            config["objective"],
-            vocab=vocab,
-            n_top_genes=0,
-            seed=config["seed"],
+        tuning = config.get("tuning")
+        model = cls._of_parts(
+            config,
+            vocab,
+            adata=adata,
             registry=registry,
-            **architecture,
+            seed=config["seed"],
+            tuning=None if tuning is None else Tuning.from_json(tuning, source=str(dir_path)),
         )
         load_weights(model.module, weights, source=str(dir_path))
         try:
@@ -280,10 +279,23 @@ class CellModel(MuDataModel, BaseModelClass):
         model.n_epochs_ = config["n_epochs"]
         return model
 
+    @classmethod
+    def _of_parts(cls, parts: Mapping[str, Any], vocab: GeneVocab, **options: Any) -> Self:
+        """Make a model of what :meth:`ModelSpec.to_json` says, with random weights."""
+        architecture = dict(parts["architecture"])
+        names = architecture.pop("name"), parts["tokenizer"], parts["objective"]
+        adata = options.pop("adata", None)
+        return cls(adata, *names, vocab=vocab, n_top_genes=0, **options, **architecture)
+
     @property
     def objective(self) -> str:
-        """Name of the objective."""
+        """Name of the objective of the pretraining."""
         return self._spec.objective
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The architecture, without the head of a fine-tuned model."""
+        return self.module.encoder if isinstance(self.module, FineTunedModule) else self.module
 
     @property
     def device(self) -> torch.device:
@@ -306,17 +318,10 @@ class CellModel(MuDataModel, BaseModelClass):
         return self._tokenizer
 
     def __repr__(self) -> str:
-        spec = self._spec
-        trained = f"trained for {self.n_epochs_} epochs" if self.is_trained_ else "not trained"
         data = self.adata if self._data is None else self._data.cells
         cells = "without adata" if data is None else f"{len(data)} cells"
-        return (
-            f"{type(self).__name__}({spec.architecture}, {count_parameters(self.module):,} parameters, {trained})\n"
-            f"    data: {cells}, {spec.vocab}\n"
-            f"    tokenizer: {spec.tokenizer} ({_shown(spec.tokenizer_options)})\n"
-            f"    objective: {spec.objective} ({_shown(spec.objective_options)})\n"
-            f"    options: {_shown(spec.model_options)}"
-        )
+        n_epochs = self.n_epochs_ if self.is_trained_ else None
+        return described(type(self).__name__, self._spec, self.module, n_epochs=n_epochs, cells=cells)
 
     @classmethod
     def _require_setup(cls, adata: AnnData | None, registry: dict[str, Any] | None) -> None:
@@ -382,19 +387,15 @@ class CellModel(MuDataModel, BaseModelClass):
             "architecture": self._spec.architecture,
             "tokenizer": self._spec.tokenizer,
             "objective": self._spec.objective,
+            **({} if self._spec.tuning is None else {"task": self._spec.tuning.task}),
             "n_epochs": self.n_epochs_,
             "is_trained": bool(self.is_trained_),
             "vocab_hash": self._spec.vocab.hash,
         }
 
     def _extend_history(self, figures: dict[str, list[float]]) -> None:
-        """Append the figures of further epochs: one data frame a name, as in scvi-tools."""
+        """Append figures of epochs, one data frame a name, as in scvi-tools."""
         for name, values in figures.items():
             before = self.history_[name][name].tolist() if name in self.history_ else []
             index = pd.RangeIndex(len(before) + len(values), name="epoch")
             self.history_[name] = pd.DataFrame({name: [*before, *values]}, index=index)
-
-
-def _shown(options: dict[str, Any]) -> str:
-    short = {k: f"[{len(v)} items]" if isinstance(v, list) and len(v) > _SHOWN else repr(v) for k, v in options.items()}
-    return ", ".join(f"{name}={value}" for name, value in short.items())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import lightning
@@ -17,9 +18,11 @@ from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.estimators.base import FROM_DATA, CellModel
 from scforge.estimators.defaults import recipe_for
-from scforge.estimators.generation import generate_with
+from scforge.estimators.generation import GenerationMethods
 from scforge.estimators.spec import ModelSpec, named_options
+from scforge.estimators.task_methods import TaskMethods
 from scforge.estimators.training_run import run_training
+from scforge.estimators.tuning import Tuning
 from scforge.estimators.vocabulary import vocab_of_adata, vocab_of_cells
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import Tokenizer
@@ -37,12 +40,12 @@ __all__ = ["Encoder"]
 
 _OF_DATA_AND_PLAN = (
     *("datamodule", "max_tokens_per_batch", "validation_size", "num_threads"),
-    *("optimizer", "lr", "weight_decay", "schedule", "warmup_steps"),
+    *("optimizer", "lr", "weight_decay", "schedule", "warmup_steps", "layer_lr_decay"),
 )
 """Arguments of ``train`` that are used up when batches and the plan are made."""
 
 
-class Encoder(CellModel):
+class Encoder(TaskMethods, GenerationMethods, CellModel):
     """Train an architecture on single cells and embed cells with it.
 
     Parameters
@@ -72,6 +75,8 @@ class Encoder(CellModel):
     datamodule
         A :class:`scforge.training.CellDataModule`, in place of `adata`: a model of cells that stay on disk. Its
         vocabulary is the default; genes are chosen from a sample of 100,000 training cells.
+    tuning
+        What the model is fine-tuned for; used by :meth:`finetune` and :meth:`load`.
     **options
         Options of the architecture, e.g. ``hidden_dim``.
 
@@ -105,6 +110,7 @@ class Encoder(CellModel):
         seed: int = 0,
         registry: dict[str, Any] | None = None,
         datamodule: CellDataModule | None = None,
+        tuning: Tuning | None = None,
         **options: Any,
     ) -> None:
         super().__init__(adata, registry=registry, datamodule=datamodule)
@@ -122,6 +128,8 @@ class Encoder(CellModel):
             objective=self._with_found_options(*named_options("objective", objective, recipe.objective)),
             options=options,
         )
+        if tuning is not None:
+            self._spec = replace(self._spec, tuning=tuning)
         self._tokenizer = self._spec.build_tokenizer()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
@@ -152,6 +160,8 @@ class Encoder(CellModel):
         gradient_clip_val: float = 1.0,
         accumulate_grad_batches: int = 1,
         gradient_checkpointing: bool | None = None,
+        layer_lr_decay: float | None = None,
+        gradual_unfreezing: int | None = None,
         compile: bool = False,
         ema_decay: float | None = None,
         num_threads: int | None = None,
@@ -210,6 +220,10 @@ class Encoder(CellModel):
         gradient_checkpointing
             Compute activations again in the backward pass, which takes less memory and more time; None does as the
             model was made.
+        layer_lr_decay
+            Learning rate of a layer over that of the layer above it, e.g. 0.8; None trains all alike.
+        gradual_unfreezing
+            Train the top layer first, and one more below it every so many epochs; None trains all from the start.
         compile
             Compile the layers with torch.compile.
         ema_decay
@@ -271,73 +285,11 @@ class Encoder(CellModel):
             weight_decay=weight_decay,
             schedule=schedule,
             warmup_steps=warmup_steps,
+            layer_lr_decay=layer_lr_decay,
         )
         of_run = {name: value for name, value in given.items() if name not in _OF_DATA_AND_PLAN}
         run_training(self, data, plan, **of_run, **trainer_options)
-
-    def generate(
-        self,
-        n_cells: int | None = None,
-        *,
-        prompt: Sequence[str] | Mapping[str, float] | AnnData | None = None,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        seed: int = 0,
-        condition: str | Sequence[str | None] | None = None,
-        max_len: int | None = None,
-        batch_size: int = 256,
-    ) -> AnnData:
-        """Draw new cells, with an architecture that generates them (``"autoregressive_transformer"``).
-
-        Parameters
-        ----------
-        n_cells
-            Number of cells; None for those of an AnnData as `prompt`.
-        prompt
-            What the cells begin with: a list of genes, a mapping of genes to values (log1p CP10K; the nearest bin is
-            taken), or cells to go on with. None for nothing.
-        temperature
-            Below 1 the likely becomes likelier.
-        top_k
-            Draw among so many of the likeliest genes only.
-        seed
-            Seed of what is drawn. A cell depends on the seed and on its number, not on `n_cells` or `batch_size` (but
-            for rounding).
-        condition
-            Class of all cells, or of each, of an objective with ``condition_key``; None for any.
-        max_len
-            Most tokens of a cell, CLS and EOS included; None for as many as the model allows.
-        batch_size
-            Cells at a time.
-
-        Returns
-        -------
-        The cells over the genes of the model: ``X`` with the mean log1p CP10K of the bin of each gene (CSR, float32),
-        ``layers["bins"]``, ``obs["n_genes"]``, the classes in ``obs`` if there is a `condition`, and what they were
-        made with in ``uns["scforge"]["generated"]``.
-
-        Raises
-        ------
-        OptionError
-            If the architecture generates no cells, or an argument cannot be used.
-
-        Examples
-        --------
-        >>> model = Encoder(adata, "autoregressive_transformer")  # doctest: +SKIP
-        >>> model.train()  # doctest: +SKIP
-        >>> model.generate(100, prompt=["CD3D"])  # doctest: +SKIP
-        """
-        return generate_with(
-            self,
-            n_cells,
-            prompt=prompt,
-            condition=condition,
-            batch_size=batch_size,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-            max_len=max_len,
-        )
+        self._calibrate(data)
 
     def _choose_vocab(self, vocab: str | GeneVocab, n_top_genes: int | None, *, needs_medians: bool) -> GeneVocab:
         if self._data is not None:
@@ -370,6 +322,7 @@ class Encoder(CellModel):
                     "the model was loaded without adata; call Encoder.load(dir_path, adata), or train(datamodule=...)."
                 )
             columns: dict[str, Any] = {key: self._setup.get(key) for key in ("batch_key", "labels_key")}
+            columns |= self._rows_of_split(options)
             data = CellDataModule(self._open(self.adata), seed=self.seed, **columns, **options)
         elif options:
             name, value = next(iter(options.items()))

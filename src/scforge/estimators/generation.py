@@ -10,7 +10,7 @@ import numbers
 import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
@@ -33,9 +33,84 @@ if TYPE_CHECKING:
     from scforge.tokenizers.base import Tokenizer
     from scforge.training.objectives.base import Objective
 
-__all__ = ["class_numbers", "generate_adata", "generate_with", "prompt_of_cells", "prompt_of_genes"]
+__all__ = [
+    "GenerationMethods",
+    "class_numbers",
+    "generate_adata",
+    "generate_with",
+    "prompt_of_cells",
+    "prompt_of_genes",
+]
 
 Prompt = dict[str, torch.Tensor]
+
+
+class GenerationMethods:
+    """What a front class adds to :class:`~scforge.estimators.base.CellModel` for making new cells."""
+
+    def generate(
+        self,
+        n_cells: int | None = None,
+        *,
+        prompt: Sequence[str] | Mapping[str, float] | AnnData | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        condition: str | Sequence[str | None] | None = None,
+        max_len: int | None = None,
+        batch_size: int = 256,
+    ) -> AnnData:
+        """Draw new cells, with an architecture that generates them (``"autoregressive_transformer"``).
+
+        Parameters
+        ----------
+        n_cells
+            Number of cells; None for those of an AnnData as `prompt`.
+        prompt
+            What the cells begin with: a list of genes, a mapping of genes to values (log1p CP10K; the nearest bin is
+            taken), or cells to go on with. None for nothing.
+        temperature
+            Below 1 the likely becomes likelier.
+        top_k
+            Draw among so many of the likeliest genes only.
+        seed
+            Seed of what is drawn. A cell depends on the seed and on its number, not on `n_cells` or `batch_size` (but
+            for rounding).
+        condition
+            Class of all cells, or of each, of an objective with ``condition_key``; None for any.
+        max_len
+            Most tokens of a cell, CLS and EOS included; None for as many as the model allows.
+        batch_size
+            Cells at a time.
+
+        Returns
+        -------
+        The cells over the genes of the model: ``X`` with the mean log1p CP10K of the bin of each gene (CSR, float32),
+        ``layers["bins"]``, ``obs["n_genes"]``, the classes in ``obs`` if there is a `condition`, and what they were
+        made with in ``uns["scforge"]["generated"]``.
+
+        Raises
+        ------
+        OptionError
+            If the architecture generates no cells, or an argument cannot be used.
+
+        Examples
+        --------
+        >>> model = Encoder(adata, "autoregressive_transformer")  # doctest: +SKIP
+        >>> model.train()  # doctest: +SKIP
+        >>> model.generate(100, prompt=["CD3D"])  # doctest: +SKIP
+        """
+        return generate_with(
+            cast("CellModel", self),
+            n_cells,
+            prompt=prompt,
+            condition=condition,
+            batch_size=batch_size,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            max_len=max_len,
+        )
 
 
 def generate_with(
@@ -47,7 +122,7 @@ def generate_with(
     **options: Any,
 ) -> AnnData:
     """Do what :meth:`scforge.models.Encoder.generate` says."""
-    module, tokenizer, spec = model.module, model.tokenizer, model.spec
+    module, tokenizer, spec = model.backbone, model.tokenizer, model.spec
     if not hasattr(module, "generate"):
         raise OptionError(
             f"the architecture {spec.architecture!r} generates no cells; choose 'autoregressive_transformer'."
@@ -64,7 +139,7 @@ def generate_with(
     check_count("n_cells", 1 if n_cells is None else n_cells, "cells")
     if not model.is_trained_:
         warnings.warn("The model is not trained; what it generates is random.", NotTrainedWarning, stacklevel=3)
-    objective, tokens = spec.build_objective(), None
+    objective, tokens = spec.build_pretraining(), None
     if not objective.generates:
         raise OptionError(
             f"the model was made for the objective {spec.objective!r}, which does not learn to generate cells; "

@@ -18,6 +18,7 @@ from scforge.config.schema import ModelConfig
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, listing
 from scforge.estimators.defaults import Recipe
+from scforge.estimators.tuning import Tuning
 from scforge.models.components.count_losses import COUNT_LOSSES, is_truncated
 from scforge.models.components.gene_vectors import fill_gene_vectors
 from scforge.models.registry import MODELS, check_model_options, get_model, option_names, own_names
@@ -50,7 +51,7 @@ def named_options(argument: str, value: str | dict[str, Any] | None, default: st
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Names and options of architecture, tokenizer and objective, and the vocabulary.
+    """Names and options of architecture, tokenizer and objective, the vocabulary, and what a model was fine-tuned for.
 
     Every option is spelled out, so a default that changes in a later version does not change a saved model.
     """
@@ -62,6 +63,7 @@ class ModelSpec:
     objective: str
     objective_options: dict[str, Any]
     vocab: GeneVocab
+    tuning: Tuning | None = None
 
     @classmethod
     def resolve(
@@ -151,23 +153,29 @@ class ModelSpec:
         module = get_model(self.architecture, config)
         if gene_vectors is not None:
             fill_gene_vectors(module, torch.from_numpy(gene_vectors))
-        return module
+        return module if self.tuning is None else self.tuning.build_module(module)
 
     def build_tokenizer(self) -> Tokenizer:
         """Make the tokenizer."""
         return get_tokenizer(self.tokenizer, self.vocab, **self.tokenizer_options)
 
     def build_objective(self) -> Objective:
-        """Make the objective."""
+        """Make what the model is trained for: the objective, or of a fine-tuned model its task."""
+        objective = self.build_pretraining()
+        return objective if self.tuning is None else self.tuning.build_task(objective)
+
+    def build_pretraining(self) -> Objective:
+        """Make the objective of the pretraining."""
         return get_objective(self.objective, **self.objective_options)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the vocabulary, JSON-safe."""
-        return {
+        parts = {
             "architecture": {"name": self.architecture, **self.model_options},
             "tokenizer": {"name": self.tokenizer, **self.tokenizer_options},
             "objective": {"name": self.objective, **self.objective_options},
         }
+        return parts if self.tuning is None else {**parts, "tuning": self.tuning.to_json()}
 
 
 def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objective: Objective) -> None:

@@ -121,6 +121,7 @@ def run_training(
             gradient_clip_val=gradient_clip_val,
             accumulate_grad_batches=accumulate_grad_batches,
             ema_decay=ema_decay,
+            gradual_unfreezing=options.get("gradual_unfreezing"),
             processes=processes,
             **{name: str(options[name]) for name in _OF_OUTCOME if name in options},
         )
@@ -278,7 +279,7 @@ def _best(model: Encoder, folder: RunFolder, top_k: int) -> Any:
         except OSError as error:
             raise _not_written(folder, name, error) from error
 
-    return lambda monitor: SaveBest(save, remove, top_k=top_k, monitor=monitor, first_epoch=before)
+    return lambda monitor, mode: SaveBest(save, remove, top_k=top_k, monitor=monitor, mode=mode, first_epoch=before)
 
 
 @contextlib.contextmanager
@@ -312,6 +313,7 @@ def _settings(model: Encoder, data: CellDataModule, plan: TrainingPlan, **furthe
         "weight_decay": plan.weight_decay,
         "schedule": plan.schedule,
         "warmup_steps": plan.warmup_steps,
+        "layer_lr_decay": plan.layer_lr_decay,
         **further,
     }
     return {name: _short(json.loads(json.dumps(value, default=str))) for name, value in settings.items()}

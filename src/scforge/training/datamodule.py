@@ -194,7 +194,7 @@ class CellDataModule(lightning.LightningDataModule):
             self.first_epoch = first_epoch
         self.tokenizer, self.objective = tokenizer, objective
         self.bound = self.cells if cells is None else cells
-        objective.bind(self.bound)
+        objective.bind(self.bound, self.train_rows)
 
     def train_dataloader(self) -> BatchLoader:
         """Shuffled batches, other masks and views each epoch."""

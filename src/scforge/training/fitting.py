@@ -26,6 +26,7 @@ from scforge.training.callbacks import StopAfterWarmup
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import ensure_devices, n_processes, out_of_memory
 from scforge.training.history import History
+from scforge.training.layers import GradualUnfreezing
 from scforge.training.loggers import PurgingTensorBoardLogger
 from scforge.training.monitor import Monitor
 from scforge.training.objectives.base import TrainingDefaults
@@ -123,6 +124,7 @@ def fit(
     max_steps: int = -1,
     early_stopping: bool = True,
     early_stopping_patience: int = 10,
+    gradual_unfreezing: int | None = None,
     ema_decay: float | None = None,
     strategy: str = "auto",
     progress_bar: bool = True,
@@ -143,10 +145,12 @@ def fit(
     max_steps
         Most optimizer steps; -1 for no limit.
     early_stopping
-        Stop when the validation loss has not improved for `early_stopping_patience` epochs after the warm-up of the
-        learning rate. Needs validation cells.
+        Stop when the validation loss (or the figure that the objective names) has not improved for
+        `early_stopping_patience` epochs after the warm-up of the learning rate. Needs validation cells.
     early_stopping_patience
         Epochs without improvement to wait.
+    gradual_unfreezing
+        Epochs between two layers, see :class:`scforge.training.layers.GradualUnfreezing`; None trains all.
     ema_decay
         Validate and keep an exponential moving average of the weights; None keeps the weights themselves.
     strategy
@@ -183,9 +187,11 @@ def fit(
     if max_epochs is None:
         max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if max_steps < 0 else -1
     has_validation = len(data.validation_rows) > 0 and trainer_options.get("limit_val_batches") != 0
-    monitor = "validation_loss" if has_validation else "train_loss"
+    # Without held-out cells only the loss says something: figures of training cells are those of a model that changes.
+    aim = plan.objective
+    monitor, mode = (f"validation_{aim.monitor}", aim.monitor_mode) if has_validation else ("train_loss", "min")
     saving = Saving() if saving is None else saving
-    history, best = History(), BestWeights(monitor)
+    history, best = History(), BestWeights(monitor, mode)
     stop = GracefulStop(saves=saving.write is not None)
     # History stands first so that a loss that is not a number ends the run before anything is saved.
     own: list[Callback] = [history]
@@ -196,12 +202,14 @@ def fit(
             )
         own.append(MovingAverage(ema_decay))
     own += [best, stop]
+    if gradual_unfreezing is not None:
+        own.append(GradualUnfreezing(gradual_unfreezing))
     if progress_bar:
         own.append(EpochProgress())
     if early_stopping and has_validation:
-        own.append(StopAfterWarmup(monitor, patience=early_stopping_patience))
+        own.append(StopAfterWarmup(monitor, mode=mode, patience=early_stopping_patience))
     if saving.best is not None:
-        own.append(saving.best(monitor))
+        own.append(saving.best(monitor, mode))
     if trainer_options.get("logger"):
         own.append(Monitor(history, every_n_steps=log_every_n_steps, settings=dict(saving.settings)))
     state = SaveState(saving, data=data, stop=stop)
@@ -235,7 +243,7 @@ def fit(
     if stop.stopped or interrupted:
         n_epochs = result.n_epochs
         kept = (
-            f"the weights of epoch {best.epoch + 1} ({monitor} {best.loss:.4g})" if n_epochs else "the current weights"
+            f"the weights of epoch {best.epoch + 1} ({monitor} {best.value:.4g})" if n_epochs else "the current weights"
         )
         logger.warning("Training was stopped by Ctrl-C in epoch %d; the model has %s.", n_epochs + interrupted, kept)
     result = dataclasses.replace(result, interrupted=interrupted)

@@ -46,7 +46,7 @@ class History(Callback):
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Take down the figures of the epoch (validation has run by now)."""
-        means = pl_module.train_means.take(pl_module.over_processes)
+        means = pl_module.train_figures()
         trainer.callback_metrics.update({f"train_{name}": torch.tensor(value) for name, value in means.items()})
         figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
         figures |= {f"train_{name}": value for name, value in means.items()}

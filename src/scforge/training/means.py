@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 __all__ = ["EpochMeans"]
@@ -18,7 +19,7 @@ class EpochMeans:
         self._cells = 0
 
     def add(self, figures: dict[str, torch.Tensor], n_cells: int) -> None:
-        """Add the figures of a step over `n_cells` cells (scalars)."""
+        """Add the figures of a step, means over its `n_cells` cells, each a tensor of a shape of its own."""
         self._cells += n_cells
         for name, value in figures.items():
             value = value.detach()
@@ -26,21 +27,24 @@ class EpochMeans:
             weighed = value.to(exact) * n_cells
             self._sums[name] = self._sums[name].to(value.device) + weighed if name in self._sums else weighed
 
-    def take(self, total: Callable[[torch.Tensor], torch.Tensor] | None = None) -> dict[str, float]:
+    def take(self, total: Callable[[torch.Tensor], torch.Tensor] | None = None) -> dict[str, np.ndarray]:
         """Return the means, over the cells of all processes if `total` adds up over them, and begin anew."""
         if not self._sums:
             return {}
         names = sorted(self._sums)
-        sums = torch.stack([self._sums[name] for name in names] + [torch.full_like(self._sums[names[0]], self._cells)])
+        flat = [self._sums[name].flatten() for name in names]
+        sums = torch.cat([*flat, torch.full_like(flat[0][:1], self._cells)])
         if total is not None:
             sums = total(sums)
+        means = (sums[:-1] / sums[-1]).cpu().numpy()
+        parts = np.split(means, np.cumsum([len(one) for one in flat])[:-1])
+        shapes = [tuple(self._sums[name].shape) for name in names]
         self._sums, self._cells = {}, 0
-        *values, cells = sums.tolist()
-        return {name: value / cells for name, value in zip(names, values, strict=True)}
+        return {name: part.reshape(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums so far, JSON-safe."""
-        return {"sums": {name: float(value) for name, value in self._sums.items()}, "cells": self._cells}
+        return {"sums": {name: value.tolist() for name, value in self._sums.items()}, "cells": self._cells}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with sums."""

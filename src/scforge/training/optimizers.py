@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,11 +16,17 @@ from scforge.errors import OptionError, did_you_mean, listing
 __all__ = ["SCHEDULES", "make_optimizer", "make_schedule", "parameter_groups", "warmup_length"]
 
 _WARMUP_SHARE = 0.1
+_PLAIN: Mapping[int, float] = MappingProxyType({})
 _NO_DECAY = (nn.LayerNorm, nn.Embedding, nn.EmbeddingBag)
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split parameters into those with and without weight decay (norms, embeddings and biases have none)."""
+def parameter_groups(
+    module: nn.Module, weight_decay: float, *, lr: float | None = None, factors: Mapping[int, float] = _PLAIN
+) -> list[dict[str, Any]]:
+    """Split parameters into those with and without weight decay (norms, embeddings and biases have none).
+
+    With `factors`, of parameters by their ``id``, they are split by learning rate as well: `lr` times the factor.
+    """
     decay: list[nn.Parameter] = []
     plain: list[nn.Parameter] = []
     for part in module.modules():
@@ -29,11 +36,29 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> list[dict[str, A
                 (plain if no_decay else decay).append(parameter)
     unique = {id(p): p for p in plain}
     decay = [p for p in {id(p): p for p in decay}.values() if id(p) not in unique]
-    return [{"params": decay, "weight_decay": weight_decay}, {"params": list(unique.values()), "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": decay, "weight_decay": weight_decay},
+        {"params": list(unique.values()), "weight_decay": 0.0},
+    ]
+    if not factors or lr is None:
+        return groups
+    split = []
+    for group in groups:
+        of_factor: dict[float, list[nn.Parameter]] = {}
+        for parameter in group["params"]:
+            of_factor.setdefault(factors[id(parameter)], []).append(parameter)
+        split += [{**group, "params": of_factor[factor], "lr": lr * factor} for factor in sorted(of_factor)]
+    return split
 
 
 def make_optimizer(
-    module: nn.Module, *, name: str, lr: float, weight_decay: float, fused: bool = True
+    module: nn.Module,
+    *,
+    name: str,
+    lr: float,
+    weight_decay: float,
+    fused: bool = True,
+    factors: Mapping[int, float] = _PLAIN,
 ) -> torch.optim.Optimizer:
     """Make an optimizer.
 
@@ -48,15 +73,23 @@ def make_optimizer(
         Learning rate, and weight decay of what decays.
     fused
         Use fused kernels of AdamW.
+    factors
+        Factor of the learning rate of each parameter, by its ``id``; empty for the same for all.
 
     Raises
     ------
     OptionError
-        If `name` is not known.
+        If `name` is not known, or there is nothing to optimise.
     """
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise OptionError("all parameters are frozen, so there is nothing to train; set freeze=False, or train a head.")
     if name == "adamw":
-        return torch.optim.AdamW(parameter_groups(module, weight_decay), lr=lr, fused=fused)
+        return torch.optim.AdamW(parameter_groups(module, weight_decay, lr=lr, factors=factors), lr=lr, fused=fused)
     if name == "muon":
+        if factors:
+            raise OptionError(
+                "layer_lr_decay goes with optimizer='adamw' only; choose it, or leave layer_lr_decay out."
+            )
         from scforge.training.muon import MuonWithAdamW
 
         return MuonWithAdamW(module, lr=lr, weight_decay=weight_decay, fused=fused)

@@ -11,6 +11,7 @@ from torch import nn
 
 from scforge._checks import check_count, check_positive
 from scforge.errors import OptionError, TrainingError
+from scforge.training.layers import learning_rate_factors
 from scforge.training.means import EpochMeans
 from scforge.training.objectives.base import Objective
 from scforge.training.optimizers import make_optimizer, make_schedule, warmup_length
@@ -44,6 +45,8 @@ class TrainingPlan(lightning.LightningModule):
         See :func:`scforge.training.optimizers.make_optimizer`; None takes the objective's own defaults.
     schedule, warmup_steps
         See :func:`scforge.training.optimizers.make_schedule`.
+    layer_lr_decay
+        See :func:`scforge.training.layers.learning_rate_factors`; None gives all layers the same learning rate.
 
     Attributes
     ----------
@@ -73,6 +76,7 @@ class TrainingPlan(lightning.LightningModule):
         weight_decay: float | None = None,
         schedule: str | None = None,
         warmup_steps: int | None = None,
+        layer_lr_decay: float | None = None,
     ) -> None:
         super().__init__()
         defaults = objective.defaults
@@ -83,6 +87,7 @@ class TrainingPlan(lightning.LightningModule):
         self.weight_decay = defaults.weight_decay if weight_decay is None else weight_decay
         self.schedule = defaults.schedule if schedule is None else schedule
         self.warmup_steps = warmup_steps
+        self.layer_lr_decay = layer_lr_decay
         self.warmed_up_at = 0
         self.gradient_norm = torch.zeros(())
         self.begin()
@@ -116,8 +121,16 @@ class TrainingPlan(lightning.LightningModule):
     def on_validation_epoch_end(self) -> None:
         """Leave the means over the held-out cells where callbacks look for them."""
         self.validated = True
-        means = self.validation_means.take(self.over_processes)
-        self.log_dict({f"validation_{name}": value for name, value in means.items()}, logger=False)
+        figures = self._summary(self.validation_means)
+        self.log_dict({f"validation_{name}": value for name, value in figures.items()}, logger=False)
+
+    def train_figures(self) -> dict[str, float]:
+        """Return the figures of the training cells of the epoch, and begin anew."""
+        return self._summary(self.train_means)
+
+    def _summary(self, means: EpochMeans) -> dict[str, float]:
+        taken = means.take(self.over_processes)
+        return self.objective.summarise(taken) if taken else {}
 
     def over_processes(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum of a tensor over all processes."""
@@ -168,7 +181,12 @@ class TrainingPlan(lightning.LightningModule):
             raise OptionError("optimizer='muon' needs whole matrices, not strategy='fsdp'; choose 'adamw', or 'ddp'.")
         fused = not self._scales_losses and not sharded
         optimizer = make_optimizer(
-            self.module, name=self.optimizer_name, lr=self.lr, weight_decay=self.weight_decay, fused=fused
+            self.module,
+            name=self.optimizer_name,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            fused=fused,
+            factors=learning_rate_factors(self.module, self.layer_lr_decay),
         )
         if self.total_steps is None:
             self.total_steps = int(self.trainer.estimated_stepping_batches)

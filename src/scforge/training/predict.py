@@ -5,6 +5,7 @@ Shapes: N cells, D dimensions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,9 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.training.loading import BatchLoader
 from scforge.training.objectives.base import Objective
 
-__all__ = ["embed"]
+__all__ = ["embed", "run_over"]
 
 
-@torch.inference_mode()
 def embed(
     module: nn.Module,
     cells: Cells,
@@ -57,6 +57,37 @@ def embed(
     OptionError
         If `rows` names no cell.
     """
+    return run_over(
+        module,
+        cells,
+        tokenizer,
+        lambda batch: module.encode(**batch),
+        objective=objective,
+        batch_size=batch_size,
+        rows=rows,
+    )
+
+
+@torch.inference_mode()
+def run_over(
+    module: nn.Module,
+    cells: Cells,
+    tokenizer: Tokenizer,
+    compute: Callable[[dict[str, torch.Tensor]], torch.Tensor],
+    *,
+    objective: Objective | None = None,
+    batch_size: int = 256,
+    rows: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return what `compute` makes of each cell in the order of the source, float32, shape (N, D).
+
+    Parameters
+    ----------
+    compute
+        Takes a batch of tokens on the device of `module`, and returns one row a cell, shape (B, D).
+    module, cells, tokenizer, objective, batch_size, rows
+        As for :func:`embed`.
+    """
     wanted, places = np.arange(len(cells)), None
     if rows is not None:
         wanted, places = np.unique(np.asarray(rows, dtype=np.int64), return_inverse=True)
@@ -77,9 +108,9 @@ def embed(
     with evaluating(module):
         for batch in BatchLoader(cells, order, prepare):
             at = np.searchsorted(wanted, batch.pop("rows").numpy())
-            embedding = module.encode(**{name: tensor.to(device) for name, tensor in batch.items()})
+            computed = compute({name: tensor.to(device) for name, tensor in batch.items()})
             if result is None:
-                result = np.empty((len(wanted), embedding.shape[1]), dtype=np.float32)
-            result[at] = embedding.float().cpu().numpy()
+                result = np.empty((len(wanted), computed.shape[1]), dtype=np.float32)
+            result[at] = computed.float().cpu().numpy()
     assert result is not None
     return result if places is None else result[places]

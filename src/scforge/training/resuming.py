@@ -59,7 +59,8 @@ class Saving:
     every_n_steps
         Save after so many optimizer steps as well; a state is saved at the end of each epoch anyway.
     best
-        Makes the callback that keeps the best epochs, of the name of the loss; None keeps none.
+        Makes the callback that keeps the best epochs, of the name of the figure that says which these are, and
+        ``"min"`` or ``"max"``; None keeps none.
     settings
         What must not change until the training goes on, JSON-safe.
     resume
@@ -70,7 +71,7 @@ class Saving:
 
     write: Callable[[str, dict[str, Any], dict[str, torch.Tensor]], None] | None = None
     every_n_steps: int | None = None
-    best: Callable[[str], Callback] | None = None
+    best: Callable[[str, str], Callback] | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     resume: dict[str, Any] | None = None
     begin: Callable[[], None] | None = None

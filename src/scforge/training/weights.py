@@ -13,7 +13,7 @@ from scforge._checks import check_share
 from scforge.errors import OptionError
 from scforge.training.strategies import copy_of_weights
 
-__all__ = ["BestWeights", "MovingAverage", "kept_weights"]
+__all__ = ["BestWeights", "MovingAverage", "is_better", "kept_weights", "worst"]
 
 
 def kept_weights(trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, torch.Tensor]:
@@ -25,24 +25,37 @@ def kept_weights(trainer: lightning.Trainer, pl_module: lightning.LightningModul
     return copy_of_weights(pl_module.module) if average is None else average.copy()
 
 
+def worst(mode: str) -> float:
+    """Return what any figure is better than, in the mode ``"min"`` or ``"max"``."""
+    return math.inf if mode == "min" else -math.inf
+
+
+def is_better(value: float, other: float, mode: str) -> bool:
+    """Whether a figure is better than another."""
+    return value < other if mode == "min" else value > other
+
+
 class BestWeights(Callback):
-    """Keeps a copy of the weights of the epoch with the lowest monitored loss.
+    """Keeps a copy of the weights of the best epoch.
 
     Parameters
     ----------
     monitor
-        Name of the loss.
+        Name of the figure that says which is the best, e.g. ``"validation_loss"``.
+    mode
+        ``"min"`` or ``"max"``.
 
     Attributes
     ----------
-    epoch, loss, state
+    epoch, value, state
         Of the best epoch so far; `state` is None before the first epoch has ended.
     """
 
-    def __init__(self, monitor: str) -> None:
+    def __init__(self, monitor: str, mode: str = "min") -> None:
         self.monitor = monitor
+        self.mode = mode
         self.epoch = -1
-        self.loss = math.inf
+        self.value = worst(mode)
         self.state: dict[str, torch.Tensor] | None = None
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
@@ -52,18 +65,18 @@ class BestWeights(Callback):
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Copy the weights if they are better than all before."""
-        loss = float(trainer.callback_metrics.get(self.monitor, math.inf))
-        if loss < self.loss:
-            self.epoch, self.loss = trainer.current_epoch, loss
+        value = float(trainer.callback_metrics.get(self.monitor, worst(self.mode)))
+        if is_better(value, self.value, self.mode):
+            self.epoch, self.value = trainer.current_epoch, value
             self.state = kept_weights(trainer, pl_module)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best epoch, its loss and its weights."""
-        return {"epoch": self.epoch, "loss": self.loss, "state": self.state}
+        """Return the best epoch, its figure and its weights."""
+        return {"epoch": self.epoch, "value": self.value, "state": self.state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over what was best before."""
-        self.epoch, self.loss, self.state = state_dict["epoch"], state_dict["loss"], state_dict["state"]
+        self.epoch, self.value, self.state = state_dict["epoch"], state_dict["value"], state_dict["state"]
 
 
 class MovingAverage(Callback):

@@ -61,6 +61,12 @@ class Objective(ABC):
     """Whether a batch has to be a random draw of cells, because the loss compares them; else cells of like length
     share a batch."""
 
+    monitor: ClassVar[str] = "loss"
+    """Figure of the validation cells that chooses the best epoch, and ends a training that does not improve it."""
+
+    monitor_mode: ClassVar[str] = "min"
+    """``"min"`` or ``"max"``: what is better."""
+
     predicts_values: ClassVar[bool] = False
     """Whether the loss is of expression alone, so that an architecture with an optional head for it needs that head."""
 
@@ -69,6 +75,12 @@ class Objective(ABC):
         """Names of the options of the constructor."""
         parameters = inspect.signature(cls).parameters.values()
         return [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+
+    @classmethod
+    def needed_options(cls) -> list[str]:
+        """Names of the options of the constructor that have no default."""
+        parameters = inspect.signature(cls).parameters
+        return [name for name in cls.option_names() if parameters[name].default is inspect.Parameter.empty]
 
     def config(self) -> dict[str, Any]:
         """Options that make this objective again, JSON-safe."""
@@ -91,8 +103,16 @@ class Objective(ABC):
         """Return options that the objective sets of an architecture."""
         return {}
 
-    def bind(self, cells: Cells) -> None:  # noqa: B027 -- optional
-        """Look up what batches need to know of cells besides their counts, before any are made."""
+    def bind(self, cells: Cells, train_rows: np.ndarray) -> None:  # noqa: B027 -- optional
+        """Look up what batches need to know of cells besides their counts, before any are made.
+
+        Parameters
+        ----------
+        cells
+            All cells of the training, held-out ones included.
+        train_rows
+            Those to learn from, int64.
+        """
 
     def arrange(
         self, tokens: TokenBatch, tokenizer: Tokenizer, rows: np.ndarray, *, epoch: int, seed: int
@@ -114,7 +134,11 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss to minimise and further figures to log beside it (scalars)."""
+        """Return the loss to minimise and further figures to log beside it: means over the cells of the batch."""
+
+    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return what is logged of an epoch, made of the means of the loss and the figures over its cells."""
+        return {name: float(value) for name, value in means.items()}
 
     def __repr__(self) -> str:
         options = ", ".join(f"{key}={value!r}" for key, value in self.config().items())

@@ -132,7 +132,7 @@ class NextGenePrediction(Objective):
         """Return the number of classes, as an option of the architecture."""
         return {} if self.conditions is None else {"n_conditions": len(self.conditions)}
 
-    def bind(self, cells: Cells) -> None:
+    def bind(self, cells: Cells, train_rows: np.ndarray | None = None) -> None:
         """Look up the class of each cell."""
         self._codes = None
         if self.condition_key is not None:

@@ -1,0 +1,231 @@
+"""Making a fine-tuned model of a model: what ``Encoder.finetune`` does."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import lightning
+import numpy as np
+import pandas as pd
+from anndata import AnnData
+
+from scforge._checks import check_seed
+from scforge._registry import check_options
+from scforge.data.cells import Cells
+from scforge.errors import OptionError
+from scforge.estimators.spec import named_options
+from scforge.estimators.tuning import Tuning, check_freeze
+from scforge.finetuning.adapters import base_state, digest_of, load_base, lora_options, merged
+from scforge.finetuning.base import TASKS, Task, get_task
+from scforge.finetuning.splits import Split, check_shares, split_for, split_from
+from scforge.models.components.gene_vectors import check_filled
+from scforge.training.datamodule import CellDataModule
+from scforge.training.predict import embed
+
+if TYPE_CHECKING:
+    from scforge.estimators.encoder import Encoder
+
+__all__ = ["finetune", "make_split", "recall_split", "set_up"]
+
+_OF_DATA = ("batch_size", "max_tokens_per_batch", "num_threads")
+
+
+def finetune(
+    model: Encoder,
+    task: str | Mapping[str, Any],
+    source: Any,
+    *,
+    labels_key: str | None,
+    batch_key: str | None,
+    validation_size: float,
+    test_size: float,
+    split_by: str | None,
+    split_key: str | None,
+    freeze: bool | int,
+    lora: bool | Mapping[str, Any],
+    head: Mapping[str, Any] | None,
+    seed: int | None,
+    options: dict[str, Any],
+) -> Encoder:
+    """Do what :meth:`scforge.models.Encoder.finetune` says, up to a model that is ready to train with ``options``."""
+    check_shares(validation_size, test_size)
+    check_freeze(freeze, lora, options.get("gradual_unfreezing"))
+    check_filled(model.module)
+    seed = model.seed if seed is None else check_seed(seed)
+    source = model._source(source)
+    setup = (model._setup_of(source) if isinstance(source, AnnData) else None) or model._setup
+    name, task_options = _task_options(
+        task, options, {"labels_key": labels_key, "batch_key": batch_key, "head": head}, setup
+    )
+    cells = model._open(source)
+    how: dict[str, Any] = {
+        "validation_size": validation_size,
+        "test_size": test_size,
+        "split_by": split_by,
+        "split_key": split_key,
+        "seed": seed,
+    }
+    split = make_split(get_task(name, **task_options), cells, **how)
+    column = _of_rows(cells, split.train)
+    task_options |= get_task(name, **task_options).options_from(column)
+    encoder = merged(model.backbone)
+    n_latent = embed(
+        model.module, cells, model.tokenizer, objective=model.spec.build_objective(), rows=split.train[:1]
+    ).shape[1]
+    tuning = Tuning(
+        task=name,
+        task_options=get_task(name, **task_options).config(),
+        n_latent=n_latent,
+        lora=lora_options(encoder, lora),
+        freeze=freeze,
+        split={**how, "cells": _identity(source, len(cells)), "rows": _digest(split)},
+        base={"sha256": digest_of(encoder), "n_epochs": model.n_epochs_},
+    )
+    data: dict[str, Any] = {}
+    if isinstance(source, AnnData):
+        data["adata"] = set_up(model, source, setup, labels_key, batch_key)
+    else:
+        given = {key: options.pop(key) for key in _OF_DATA if options.get(key) is not None}
+        data["datamodule"] = CellDataModule(
+            cells, train_rows=split.train, validation_rows=split.validation, seed=seed, **given
+        )
+    parts = replace(model.spec, tuning=None).to_json()
+    tuned = type(model)._of_parts(parts, model.vocab, seed=seed, tuning=tuning, **data)
+    load_base(tuned.backbone, base_state(encoder))
+    tuned.module.to(model.device)
+    tuned._split, tuned._base = split, model
+    return tuned
+
+
+def _task_options(
+    task: str | Mapping[str, Any], options: dict[str, Any], common: dict[str, Any], setup: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Return name and options of the task; take its options out of `options`, which train gets."""
+    if not isinstance(task, str | Mapping) or (not isinstance(task, str) and "name" not in task):
+        raise OptionError(f"task={task!r} is neither a name nor a dict with 'name' and options; see list_tasks().")
+    name, found = named_options("task", dict(task) if isinstance(task, Mapping) else task, "")
+    cls = TASKS.get(name)
+    known = cls.option_names()
+    check_options("task option", name, found, known)
+    from scforge.estimators.encoder import Encoder
+
+    of_train = [key for key in inspect.signature(Encoder.train).parameters if key not in ("self", "trainer_options")]
+    of_trainer = set(inspect.signature(lightning.Trainer).parameters)
+    check_options(
+        "option of finetune", name, [key for key in options if key not in of_trainer], sorted({*known, *of_train})
+    )
+    for key in list(options):
+        if key in known:
+            if key in found:
+                raise OptionError(f"{key} is given in task and beside it; give it once.")
+            found[key] = options.pop(key)
+    if "validation_size" in options or "datamodule" in options:
+        raise OptionError("datamodule is of no use to finetune; pass the cells, or the path of a store, as adata.")
+    for key, value in common.items():
+        if value is None:
+            continue
+        if key not in known:
+            raise OptionError(f"{key}={value!r} is of no use to the task {name!r}; leave it out.")
+        if key in found:
+            raise OptionError(f"{key} is given in task and beside it; give it once.")
+        found[key] = value
+    for key in cls.keys:
+        if found.get(key) is None and setup.get(key) is not None:
+            found[key] = setup[key]
+    return name, found
+
+
+def make_split(
+    task: Task,
+    cells: Cells,
+    *,
+    validation_size: float,
+    test_size: float,
+    split_by: str | None,
+    split_key: str | None,
+    seed: int,
+) -> Split:
+    """Split cells as the task wants it."""
+    usable = task.usable(cells.column)
+    if split_key is not None:
+        if split_by is not None:
+            raise OptionError(f"split_by={split_by!r} has no use beside split_key={split_key!r}; give one of them.")
+        return split_from(cells.column(split_key), usable, key=split_key)
+    own = task.split(cells.column, validation_size=validation_size, test_size=test_size, split_by=split_by, seed=seed)
+    if own is not None:
+        return own
+    return split_for(
+        len(cells),
+        validation_size=validation_size,
+        test_size=test_size,
+        seed=seed,
+        usable=usable,
+        strata=task.strata(cells.column),
+        groups=None if split_by is None else cells.column(split_by),
+    )
+
+
+def recall_split(model: Encoder) -> Split | None:
+    """Return the split of a fine-tuned model that was loaded, if it has the same cells again.
+
+    The rows are drawn as they were, and compared with a checksum of those.
+    """
+    tuning = model.spec.tuning
+    source = model.adata if model._data is None else model._data.cells
+    if tuning is None or source is None:
+        return None
+    cells = model._open(source)
+    how = dict(tuning.split)
+    cells_then, rows_then = how.pop("cells"), how.pop("rows")
+    if _identity(source, len(cells)) != cells_then:
+        return None
+    split = make_split(get_task(tuning.task, **tuning.task_options), cells, **how)
+    return split if _digest(split) == rows_then else None
+
+
+def _of_rows(cells: Cells, rows: np.ndarray) -> Callable[[str], pd.Series]:
+    def column(key: str) -> pd.Series:
+        return cells.column(key).iloc[rows]
+
+    return column
+
+
+def _identity(source: Any, n_cells: int) -> str:
+    """Return a checksum of which cells these are: their names, or where they are and how many."""
+    if isinstance(source, AnnData):
+        text = "\n".join(map(str, source.obs_names))
+    else:
+        text = f"{os.fspath(source) if isinstance(source, str | os.PathLike) else type(source).__name__} {n_cells}"
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _digest(split: Split) -> str:
+    total = hashlib.sha256()
+    for rows in (split.train, split.validation, split.test):
+        total.update(np.ascontiguousarray(rows, dtype=np.int64).data)
+        total.update(b"|")
+    return total.hexdigest()
+
+
+def set_up(
+    model: Encoder, adata: AnnData, setup: Mapping[str, Any], labels_key: str | None, batch_key: str | None
+) -> AnnData:
+    """Set an AnnData up for the fine-tuned model, with the columns it is about."""
+    there = model._setup_of(adata)
+    wanted = {
+        "layer": setup.get("layer"),
+        "gene_key": setup.get("gene_key"),
+        "labels_key": labels_key or setup.get("labels_key"),
+        "batch_key": batch_key or setup.get("batch_key"),
+    }
+    for key in ("labels_key", "batch_key"):
+        if wanted[key] is not None and wanted[key] not in adata.obs:
+            wanted[key] = None  # of the data that the base model was trained on
+    if there is None or any(there.get(key) != value for key, value in wanted.items()):
+        type(model).setup_anndata(adata, **wanted)
+    return adata

@@ -1,0 +1,368 @@
+"""Fine-tuning, predicting and evaluating: what a front class adds to :class:`~scforge.estimators.base.CellModel`."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from anndata import AnnData
+
+from scforge._checks import check_bool, check_count, check_seed
+from scforge._constants import UNS_KEY
+from scforge._registry import check_options
+from scforge.data.cells import Cells
+from scforge.data.sources import open_cells
+from scforge.data.vocab import GeneVocab
+from scforge.errors import DataError, NotTrainedWarning, OptionError, ScforgeWarning
+from scforge.estimators.adapter_files import load_adapter, save_adapter
+from scforge.finetuning.adapters import adapters_disabled, has_lora, merge_lora
+from scforge.finetuning.base import Task
+from scforge.finetuning.context import EvaluationContext, Predictor
+from scforge.finetuning.splits import Split
+
+if TYPE_CHECKING:
+    from scforge.estimators.encoder import Encoder
+    from scforge.training.datamodule import CellDataModule
+
+__all__ = ["TaskMethods"]
+
+_LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
+
+
+class TaskMethods:
+    """Methods around tasks."""
+
+    _split: Split | None = None
+    _base: Encoder | None = None
+
+    def finetune(
+        self: Any,
+        task: str | Mapping[str, Any],
+        adata: AnnData | str | os.PathLike[str] | None = None,
+        *,
+        labels_key: str | None = None,
+        batch_key: str | None = None,
+        validation_size: float = 0.1,
+        test_size: float = 0.1,
+        split_by: str | None = None,
+        split_key: str | None = None,
+        freeze: bool | int = False,
+        lora: bool | Mapping[str, Any] = False,
+        head: Mapping[str, Any] | None = None,
+        max_epochs: int | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> Encoder:
+        """Train a copy of the model, with a head for a task.
+
+        Parameters
+        ----------
+        task
+            Name of a registered task (``scforge.finetuning.list_tasks()``), or a dict with ``name`` and its options.
+        adata
+            Cells to learn from, as for :meth:`get_latent_representation`; None for those of the training.
+        labels_key, batch_key
+            Columns of obs; None for those of ``setup_anndata``.
+        validation_size, test_size
+            Shares of the cells that choose the best epoch, and that the model never sees until :meth:`evaluate`.
+        split_by
+            Column of obs with groups, such as donors, that are held out as a whole; None splits by cell, each class
+            keeping its share.
+        split_key
+            Column of obs that says ``"train"``, ``"validation"`` or ``"test"``, in place of a random split.
+        freeze
+            True trains the head alone, a number leaves the embeddings and so many layers as they are.
+        lora
+            True, or a dict of ``r``, ``alpha``, ``dropout``, ``targets`` and ``use_dora``: train low-rank adapters in
+            place of the weights, see :func:`scforge.finetuning.lora_options`.
+        head
+            Options of the head, ``hidden_dim`` and ``dropout``.
+        max_epochs
+            Most epochs; None chooses by task and number of cells.
+        seed
+            Seed of split, head and order; None for that of the model.
+        **options
+            Options of the task, and of :meth:`train`, e.g. ``lr``, ``layer_lr_decay``, ``gradual_unfreezing``,
+            ``precision``, ``checkpoint_dir``.
+
+        Returns
+        -------
+        The fine-tuned model; this one stays as it is.
+
+        Raises
+        ------
+        OptionError
+            If an argument cannot be used.
+        DataError
+            If the columns cannot be used.
+
+        Examples
+        --------
+        >>> annotator = model.finetune("annotation", lora=True)  # doctest: +SKIP
+        >>> annotator.predict(adata)  # doctest: +SKIP
+        >>> annotator.evaluate()  # doctest: +SKIP
+        """
+        from scforge.estimators.finetuning_run import finetune
+
+        if not self.is_trained_:
+            warnings.warn("The model is not trained; fine-tuning begins with random weights.", NotTrainedWarning, 2)
+        tuned = finetune(
+            self,
+            task,
+            adata,
+            labels_key=labels_key,
+            batch_key=batch_key,
+            validation_size=validation_size,
+            test_size=test_size,
+            split_by=split_by,
+            split_key=split_key,
+            freeze=freeze,
+            lora=lora,
+            head=head,
+            seed=seed,
+            options=options,
+        )
+        tuned.train(max_epochs, **options)
+        return tuned
+
+    def predict(
+        self: Any,
+        adata: AnnData | Cells | str | os.PathLike[str] | None = None,
+        *,
+        key_added: str | None = None,
+        batch_size: int = 256,
+        **options: Any,
+    ) -> Any:
+        """Predict with a fine-tuned model, and write the outcome into `adata`.
+
+        Parameters
+        ----------
+        adata
+            Cells, as for :meth:`get_latent_representation`; None for those of the fine-tuning.
+        key_added
+            Where to write, in place of the usual names.
+        batch_size
+            Cells a batch.
+        **options
+            Options of the task, e.g. ``threshold`` and ``majority_voting`` of ``"annotation"``.
+
+        Returns
+        -------
+        What the task predicts, most often a data frame with one row a cell.
+
+        Raises
+        ------
+        OptionError
+            If the model was not fine-tuned, or an argument cannot be used.
+        """
+        task = self._task("predict")
+        check_options("option of predict", self.spec.tuning.task, options, _options_of(task.predict))
+        source = self._source(adata)
+        predictor = self._predictor(self._open(source), batch_size)
+        return task.predict(predictor, source if isinstance(source, AnnData) else None, key_added=key_added, **options)
+
+    def evaluate(
+        self: Any,
+        adata: AnnData | Cells | str | os.PathLike[str] | None = None,
+        *,
+        baselines: bool = True,
+        base: Encoder | None = None,
+        key_added: str = "metrics",
+        batch_size: int = 256,
+        seed: int = 0,
+    ) -> pd.DataFrame:
+        """Score the predictions of a fine-tuned model, beside baselines that learned from the same cells.
+
+        Parameters
+        ----------
+        adata
+            Cells with the answer; None for those that the fine-tuning held out (``test_size``).
+        baselines
+            Compute baselines; they need the cells of the fine-tuning.
+        base
+            The model before fine-tuning, for the baseline of its frozen embedding; None takes the one that
+            :meth:`finetune` was called on, where that is in memory.
+        key_added
+            Key in ``adata.uns["scforge"]`` for the table; further tables get ``<key_added>_<table>``.
+        batch_size
+            Cells a batch.
+        seed
+            Seed of what is random in baselines.
+
+        Returns
+        -------
+        One row a method, ``"scforge"`` first, one column a figure.
+
+        Raises
+        ------
+        OptionError
+            If the model was not fine-tuned, or there are no held-out cells.
+        """
+        task = self._task("evaluate")
+        check_bool("baselines", baselines)
+        check_seed(seed)
+        own = self.adata if self._data is None else self._data.cells
+        source = self._source(adata)
+        split = self._known_split()
+        if source is own:
+            if split is None:
+                raise OptionError(
+                    "adata=None, but the cells are not those of the fine-tuning, or their columns have changed; pass "
+                    "cells that it did not see."
+                )
+            if not len(split.test):
+                raise OptionError("the fine-tuning held no cells out for testing; pass other cells, or test_size=0.1.")
+        cells = self._open(source)
+        rows = split.test if source is own and split is not None else np.arange(len(cells))
+        base = self._base if base is None else base
+        train = None
+        if own is not None and split is not None:
+            train = self._predictor(self._open(own), batch_size)
+        elif baselines:
+            warnings.warn(
+                "The cells of the fine-tuning are not at hand, so there are no baselines; load the model with them.",
+                ScforgeWarning,
+                stacklevel=2,
+            )
+        whole = None if train is None else self._over_all_genes(own, None)
+        context = EvaluationContext(
+            predictor=self._predictor(cells, batch_size),
+            rows=rows,
+            train=train,
+            train_rows=None if split is None or train is None else split.train,
+            base=None if base is None else base._predictor(base._open(source), batch_size),
+            base_train=None if base is None or train is None else base._predictor(base._open(own), batch_size),
+            cells=cells if whole is None else whole if source is own else self._over_all_genes(source, whole.vocab),
+            train_cells=whole,
+            baselines=baselines and train is not None,
+            seed=seed,
+        )
+        evaluated = task.evaluate(context)
+        if isinstance(source, AnnData):
+            tables = {f"{key_added}_{name}": table for name, table in evaluated.tables.items()}
+            source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key_added: evaluated.metrics, **tables}
+        return evaluated.metrics
+
+    def save_adapter(self: Any, dir_path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Save what fine-tuning with ``lora`` has learned, the adapters and the head: a few megabytes.
+
+        Parameters
+        ----------
+        dir_path
+            Folder to make. It appears whole or not at all.
+        overwrite
+            Replace a folder that exists.
+
+        Raises
+        ------
+        OptionError
+            If the model has no adapters.
+        """
+        self._task("save_adapter")
+        save_adapter(self, dir_path, overwrite=overwrite)
+
+    @classmethod
+    def load_adapter(
+        cls, base: Encoder, dir_path: str | os.PathLike[str], adata: AnnData | None = None, *, share: bool = True
+    ) -> Encoder:
+        """Put adapters and a head that :meth:`save_adapter` wrote on the model that they were trained on.
+
+        Parameters
+        ----------
+        base
+            The model that was fine-tuned.
+        dir_path
+            The folder.
+        adata
+            Data to go on with.
+        share
+            Use the weights of `base` in place of a copy, so that many adapters on one base take no more memory.
+
+        Raises
+        ------
+        MissingFileError, ModelFileError
+            If the folder cannot be used, or was made with another base.
+        """
+        return load_adapter(cls, base, dir_path, adata, share=share)
+
+    def merge_adapter(self: Any) -> None:
+        """Add the adapters to the weights: the same predictions, at the cost of a model without adapters."""
+        from dataclasses import replace
+
+        self._task("merge_adapter")
+        if not has_lora(self.backbone):
+            raise OptionError("the model has no adapters to merge; fine-tune with lora=True.")
+        merge_lora(self.backbone)
+        self._spec = replace(self._spec, tuning=replace(self._spec.tuning, lora=None))
+
+    @contextmanager
+    def adapter_disabled(self: Any) -> Iterator[None]:
+        """Compute as before fine-tuning, without the adapters, e.g. ``with annotator.adapter_disabled(): ...``."""
+        if not has_lora(self.backbone):
+            raise OptionError("the model has no adapters to disable; fine-tune with lora=True.")
+        with adapters_disabled(self.backbone):
+            yield
+
+    def _task(self: Any, method: str) -> Task:
+        """Return the task, or raise if there is none."""
+        if self.spec.tuning is None:
+            raise OptionError(f'the model has no task, so it cannot {method}; call model.finetune("annotation") first.')
+        if not self.is_trained_ and method != "finetune":
+            warnings.warn("The model is not trained; its predictions are random.", NotTrainedWarning, stacklevel=3)
+        task = self.spec.build_objective()
+        assert isinstance(task, Task)
+        return task
+
+    def _predictor(self: Any, cells: Cells, batch_size: int) -> Predictor:
+        check_count("batch_size", batch_size, "cells")
+        return Predictor(self.module, self.tokenizer, self.spec.build_objective(), cells, batch_size)
+
+    def _over_all_genes(self: Any, source: Any, vocab: GeneVocab | None) -> Cells:
+        """Open cells over all genes of an AnnData (or these), for baselines; others as the model does."""
+        if not isinstance(source, AnnData):
+            return self._open(source)
+        setup = self._setup_of(source) or self._setup
+        where = {"layer": setup["layer"], "gene_key": setup["gene_key"]}
+        return open_cells(source, vocab, min_overlap=0.0, **where) if vocab is not None else open_cells(source, **where)
+
+    def _rows_of_split(self: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the cells to train and to validate on, of a model with a task."""
+        if self.spec.tuning is None:
+            return {}
+        if options.get("validation_size") is not None:
+            raise OptionError("validation_size was chosen by finetune, and stays; leave it out.")
+        split = self._known_split()
+        if split is None:
+            raise DataError(
+                "the cells are not those of the fine-tuning, or their columns have changed; call finetune(adata=...)."
+            )
+        return {"train_rows": split.train, "validation_rows": split.validation}
+
+    def _known_split(self: Any) -> Split | None:
+        """Return the split of the fine-tuning; None where the model does not have those cells."""
+        if self._split is None:
+            from scforge.estimators.finetuning_run import recall_split
+
+            self._split = recall_split(self)
+        return self._split
+
+    def _calibrate(self: Any, data: CellDataModule) -> None:
+        """Let the task adapt its head to validation cells."""
+        if self.spec.tuning is None or not len(data.validation_rows) or not self.is_trained_:
+            return
+        task = self.spec.build_objective()
+        task.bind(data.bound, data.train_rows)
+        predictor = Predictor(self.module, self.tokenizer, task, data.bound)
+        with torch.random.fork_rng(devices=[]):
+            task.calibrate(predictor, data.validation_rows)
+
+
+def _options_of(method: Any) -> list[str]:
+    return [name for name in inspect.signature(method).parameters if name not in _LEFT_OUT]

@@ -1,0 +1,193 @@
+"""Low-rank adapters (LoRA, Hu et al. 2021) inside an architecture, with peft."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from scforge._checks import check_bool, check_count, check_positive, check_share
+from scforge._registry import check_options
+from scforge.errors import ModelFileError, OptionError, did_you_mean, listing
+from scforge.models.components.transformer import TransformerBlock
+
+__all__ = [
+    "adapters_disabled",
+    "base_state",
+    "digest_of",
+    "has_lora",
+    "inject_lora",
+    "is_adapter",
+    "load_base",
+    "lora_options",
+    "merge_lora",
+    "merged",
+]
+
+_DEFAULTS: dict[str, Any] = {"r": 8, "alpha": 16.0, "dropout": 0.0, "targets": None, "use_dora": False}
+_NAME = "default"
+_MARKS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".lora_embedding_")
+
+
+def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str, Any] | None:
+    """Spell out the option `lora`: False for none, True for the defaults, or some of the options.
+
+    Parameters
+    ----------
+    encoder
+        The architecture, without adapters.
+    lora
+        ``r`` (rank, 8), ``alpha`` (16; outputs are scaled by alpha / r), ``dropout`` (0), ``targets`` (names of linear
+        layers, or ends of names; None takes those of all transformer layers, or all linear layers of an architecture
+        without any), ``use_dora`` (also learn the norms of weights, Liu et al. 2024).
+
+    Returns
+    -------
+    All options, ``targets`` as full names; None for no adapters.
+
+    Raises
+    ------
+    OptionError
+        If an option cannot be used, or a target is no linear layer of the architecture.
+    """
+    if lora is False or lora is None:
+        return None
+    if lora is not True and not isinstance(lora, Mapping):
+        raise OptionError(f"lora={lora!r} is neither true, false nor a dict of options, e.g. {{'r': 8}}.")
+    given = {} if lora is True else dict(lora)
+    check_options("option of lora", "lora", given, list(_DEFAULTS))
+    options = _DEFAULTS | given
+    check_count("lora['r']", options["r"], "ranks")
+    check_positive("lora['alpha']", options["alpha"])
+    check_share("lora['dropout']", options["dropout"])
+    check_bool("lora['use_dora']", options["use_dora"])
+    options["targets"] = _targets(encoder, options["targets"])
+    return options
+
+
+def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
+    linear = [name for name, part in encoder.named_modules() if isinstance(part, nn.Linear)]
+    if wanted is None:
+        blocks = [name for name, part in encoder.named_modules() if isinstance(part, TransformerBlock)]
+        inside = [name for name in linear if any(name.startswith(f"{block}.") for block in blocks)]
+        found = inside or [name for name in linear if not any("head" in part for part in name.split("."))]
+        if not found:
+            raise OptionError(f"lora: {type(encoder).__name__} has no linear layers; fine-tune it without lora.")
+        return found
+    if isinstance(wanted, str) or not all(isinstance(name, str) for name in wanted) or not list(wanted):
+        raise OptionError(f"lora['targets']={wanted!r} is not a list of names of linear layers.")
+    found = []
+    ends = sorted({name.rpartition(".")[2] for name in linear})
+    for target in wanted:
+        of_target = [name for name in linear if name == target or name.endswith(f".{target}")]
+        if not of_target:
+            raise OptionError(
+                f"lora['targets'] has {target!r}, which is no linear layer of {type(encoder).__name__}"
+                f"{did_you_mean(target, ends) or ';'} (there are: {listing(ends)})"
+            )
+        found += of_target
+    return sorted(set(found), key=linear.index)
+
+
+def inject_lora(encoder: nn.Module, options: Mapping[str, Any]) -> None:
+    """Put adapters into an architecture, in place; everything else in it is frozen.
+
+    An adapter begins as zero, so that what the architecture computes stays the same.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    config = LoraConfig(
+        r=options["r"],
+        lora_alpha=options["alpha"],
+        lora_dropout=options["dropout"],
+        target_modules=list(options["targets"]),
+        use_dora=options["use_dora"],
+        bias="none",
+    )
+    inject_adapter_in_model(config, encoder, adapter_name=_NAME)
+
+
+def has_lora(encoder: nn.Module) -> bool:
+    """Whether an architecture holds adapters."""
+    return any(_is_lora(part) for part in encoder.modules())
+
+
+def _is_lora(part: nn.Module) -> bool:
+    return hasattr(part, "lora_A") and hasattr(part, "base_layer")
+
+
+def merge_lora(encoder: nn.Module) -> None:
+    """Add the adapters of an architecture to its weights, in place; plain layers are left, with names as before."""
+    for name, part in list(encoder.named_modules()):
+        if _is_lora(part):
+            part.merge()
+            parent, _, last = name.rpartition(".")
+            setattr(encoder.get_submodule(parent), last, part.get_base_layer())
+
+
+def merged(encoder: nn.Module) -> nn.Module:
+    """Return an architecture with its adapters added to a copy of its weights, or itself if it holds none."""
+    if not has_lora(encoder):
+        return encoder
+    encoder = copy.deepcopy(encoder)
+    merge_lora(encoder)
+    return encoder
+
+
+@contextmanager
+def adapters_disabled(encoder: nn.Module) -> Iterator[None]:
+    """Compute without the adapters of an architecture."""
+    parts = [part for part in encoder.modules() if _is_lora(part)]
+    for part in parts:
+        part.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for part in parts:
+            # This also asks for gradients of adapters, which frozen models do not want back.
+            wanted = {name: parameter.requires_grad for name, parameter in part.named_parameters()}
+            part.enable_adapters(True)
+            for name, parameter in part.named_parameters():
+                parameter.requires_grad_(wanted[name] or is_adapter(name))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a weight of this name is of an adapter."""
+    return any(mark in f".{name}." for mark in _MARKS)
+
+
+def base_state(encoder: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights of an architecture by their plain names, those of adapters left out."""
+    state = encoder.state_dict()
+    return {name.replace(".base_layer.", "."): value for name, value in state.items() if not is_adapter(name)}
+
+
+def load_base(encoder: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+    """Load plain weights into an architecture that may hold adapters, strictly.
+
+    Raises
+    ------
+    ModelFileError
+        If the weights are of another architecture.
+    """
+    own = {name: name.replace(".base_layer.", ".") for name in encoder.state_dict() if not is_adapter(name)}
+    if set(own.values()) != set(weights):
+        odd = sorted(set(own.values()) ^ set(weights))
+        raise ModelFileError(
+            f"the weights of the base model are of another architecture (they differ in {listing(odd)})."
+        )
+    encoder.load_state_dict({name: weights[plain] for name, plain in own.items()}, strict=False)
+
+
+def digest_of(encoder: nn.Module) -> str:
+    """Return a checksum of the weights of an architecture, those of adapters left out."""
+    total = hashlib.sha256()
+    for name, value in sorted(base_state(encoder).items()):
+        total.update(name.encode())
+        total.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()

@@ -1,0 +1,187 @@
+"""What a task is, and the registry of tasks."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from scforge._registry import Registry, check_options
+from scforge.data.cells import CellBlock
+from scforge.errors import OptionError, TrainingError
+from scforge.finetuning.splits import Split
+from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.batch import TokenBatch
+from scforge.training.objectives.base import Objective
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from anndata import AnnData
+
+    from scforge.finetuning.context import Evaluated, EvaluationContext, Predictor
+
+__all__ = ["TASKS", "Task", "get_task", "list_tasks", "register_task"]
+
+type Column = Callable[[str], pd.Series]
+"""Returns a column of obs."""
+
+
+class Task(Objective):
+    """What a model is fine-tuned for: a head, its targets, a loss, figures, and what is written back.
+
+    A task is an objective, so that the engine that trains models also fine-tunes them. All options are keyword-only
+    arguments of the constructor, kept under their own names.
+
+    Attributes
+    ----------
+    keys
+        Options that name a column of obs. ``"labels_key"`` and ``"batch_key"`` are filled in from ``setup_anndata``.
+    monitor
+        Figure of the validation cells that chooses the best epoch and stops early, e.g. ``"macro_f1"``.
+    monitor_mode
+        ``"min"`` or ``"max"``.
+    pretraining
+        The objective that the base model was trained with, which may order the tokens of a cell.
+    """
+
+    keys: ClassVar[tuple[str, ...]] = ("labels_key",)
+    pretraining: Objective | None = None
+
+    def usable(self, column: Column) -> np.ndarray | None:
+        """Return which cells have a target, bool, shape (N,); None if all have. `column` returns that of all cells."""
+        return None
+
+    def strata(self, column: Column) -> pd.Series | None:
+        """Return classes that keep their shares when cells are split, length N; None for none."""
+        return None
+
+    def split(
+        self, column: Column, *, validation_size: float, test_size: float, split_by: str | None, seed: int
+    ) -> Split | None:
+        """Split cells in a way of the task's own; None leaves it to :func:`scforge.finetuning.split_for`."""
+        return None
+
+    @abstractmethod
+    def make_head(self, n_latent: int, module: nn.Module) -> nn.Module:
+        """Make the head: ``forward(embeddings, batch)`` takes (B, D) and returns (B, K).
+
+        Parameters
+        ----------
+        n_latent
+            Width D of the embeddings.
+        module
+            The architecture.
+        """
+
+    def targets(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """Return what :meth:`loss_of` needs to know of the cells `rows`, besides their tokens."""
+        return {}
+
+    def arrange(
+        self, tokens: TokenBatch, tokenizer: Tokenizer, rows: np.ndarray, *, epoch: int, seed: int
+    ) -> TokenBatch:
+        """Put tokens into the order that the base model was trained on."""
+        if self.pretraining is None:
+            return tokens
+        return self.pretraining.arrange(tokens, tokenizer, rows, epoch=epoch, seed=seed)
+
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+        """Return the tokens of the cells and their targets."""
+        tokens = self.arrange(tokenizer(block), tokenizer, block.rows, epoch=epoch, seed=seed)
+        return {**tokens, **self.targets(block.rows)}
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of a batch, and figures."""
+        outputs = module(**batch).logits
+        if outputs is None:
+            raise TrainingError(f"{type(module).__name__}.forward returned no outputs of the head.")
+        return self.loss_of(outputs, batch)
+
+    @abstractmethod
+    def loss_of(
+        self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of the outputs of the head, shape (B, K), and figures.
+
+        A figure is a tensor of any shape, its mean over the cells of the batch; :meth:`summarise` gets its mean over
+        those of the epoch.
+        """
+
+    def calibrate(self, predictor: Predictor, rows: np.ndarray) -> None:
+        """Adapt the head to validation cells once training is over; what it learns belongs into buffers of the head."""
+
+    @abstractmethod
+    def predict(self, predictor: Predictor, adata: AnnData | None, *, key_added: str | None, **options: Any) -> Any:
+        """Predict the cells of `predictor`, write the outcome into `adata` if it is given, and return it.
+
+        Parameters
+        ----------
+        predictor
+            The model over the cells.
+        adata
+            The same cells, or None if they are on disk.
+        key_added
+            Where to write, in place of the usual name.
+        **options
+            Options of the task's own.
+        """
+
+    @abstractmethod
+    def evaluate(self, context: EvaluationContext) -> Evaluated:
+        """Score the predictions of cells, beside baselines that learned from the same training cells."""
+
+
+TASKS: Registry[type[Task]] = Registry(
+    "task",
+    group="scforge.tasks",
+    builtin={
+        "annotation": "scforge.finetuning.tasks.annotation",
+        "integration": "scforge.finetuning.tasks.integration",
+        "multi_label": "scforge.finetuning.tasks.multi_label",
+        "perturbation": "scforge.finetuning.tasks.perturbation",
+        "regression": "scforge.finetuning.tasks.regression",
+    },
+)
+
+
+def register_task(name: str) -> Callable[[Any], Any]:
+    """Register a :class:`Task` class as `name` (class decorator)."""
+    return TASKS.register(name)
+
+
+def list_tasks() -> list[str]:
+    """Return the names of all tasks.
+
+    Examples
+    --------
+    >>> list_tasks()
+    ['annotation', 'integration', 'multi_label', 'perturbation', 'regression']
+    """
+    return TASKS.names()
+
+
+def get_task(name: str, **options: Any) -> Task:
+    """Make the task registered as `name`.
+
+    Parameters
+    ----------
+    name
+        Registry key, e.g. ``"annotation"``.
+    **options
+        Options of its constructor.
+
+    Raises
+    ------
+    OptionError
+        If the name, or an option, is unknown, or one is missing.
+    """
+    cls = TASKS.get(name)
+    check_options("task option", name, options, cls.option_names())
+    for option in cls.needed_options():
+        if options.get(option) is None:
+            raise OptionError(f"the task {name!r} needs {option}; pass {option}=... to finetune.")
+    return cls(**options)

@@ -1,0 +1,147 @@
+"""Training, validation and test cells of a fine-tuning.
+
+Shapes: N cells.
+"""
+
+from __future__ import annotations
+
+import numbers
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scforge.data.splits import split_cells
+from scforge.errors import DataError, OptionError, listing
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Split", "check_shares", "split_for", "split_from"]
+
+PARTS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Split:
+    """Rows of cells, int64, sorted, disjoint.
+
+    Attributes
+    ----------
+    train
+        The model learns from these,
+    validation
+        chooses its best epoch by these, and is calibrated on them,
+    test
+        and is scored on these, which it never saw.
+    """
+
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+
+    def __post_init__(self) -> None:
+        rows = np.concatenate([self.train, self.validation, self.test])
+        if len(np.unique(rows)) < len(rows):
+            raise OptionError("train, validation and test share cells; a split must be disjoint.")
+        if not len(self.train):
+            raise OptionError("no cell is left to train on; lower validation_size or test_size.")
+
+
+def check_shares(validation_size: float, test_size: float) -> None:
+    """Raise :class:`~scforge.errors.OptionError` unless the shares leave cells to train on."""
+    for name, value in {"validation_size": validation_size, "test_size": test_size}.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value < 1:
+            raise OptionError(f"{name}={value!r} is not in [0, 1).")
+    if validation_size + test_size >= 1:
+        raise OptionError(
+            f"validation_size={validation_size} and test_size={test_size} leave no cell to train on; lower one of them."
+        )
+
+
+def split_for(
+    n_cells: int,
+    *,
+    validation_size: float,
+    test_size: float,
+    seed: int,
+    usable: np.ndarray | None = None,
+    strata: pd.Series | None = None,
+    groups: pd.Series | None = None,
+) -> Split:
+    """Split cells at random: by class (each keeps its share), by whole groups such as donors, or plainly.
+
+    Parameters
+    ----------
+    n_cells
+        Number of cells N.
+    validation_size, test_size
+        Shares of the cells.
+    seed
+        Seed of the choice.
+    usable
+        Cells that take part, bool, shape (N,); None for all.
+    strata
+        Class of each cell, length N. Of a class with few cells, training comes first: one with one cell is in training,
+        one with two in training and test.
+    groups
+        Group of each cell, length N; whole groups are held out then, and classes do not matter.
+
+    Raises
+    ------
+    OptionError
+        If no cell is left to train on.
+    DataError
+        If no cell is usable, or there are too few groups.
+    """
+    check_shares(validation_size, test_size)
+    rows = np.arange(n_cells) if usable is None else np.flatnonzero(usable)
+    if not len(rows):
+        raise DataError("no cell can be trained on, because none has a target.")
+    if groups is not None:
+        rest, test = split_cells(n_cells, test_size, seed, groups=groups, rows=rows)
+        share = validation_size / (1 - test_size)
+        train, validation = split_cells(n_cells, share, seed + 1, groups=groups, rows=rest)
+        return Split(train, validation, test)
+    codes = np.zeros(len(rows), dtype=np.int64)
+    if strata is not None:
+        codes = np.asarray(strata.iloc[rows].astype("category").cat.codes, dtype=np.int64)
+    generator = np.random.default_rng(seed)
+    parts: dict[str, list[np.ndarray]] = {part: [] for part in PARTS}
+    for code in np.unique(codes):
+        of_class = generator.permutation(rows[codes == code])
+        n_test, n_validation = _held_out(len(of_class), test_size, validation_size)
+        parts["test"].append(of_class[:n_test])
+        parts["validation"].append(of_class[n_test : n_test + n_validation])
+        parts["train"].append(of_class[n_test + n_validation :])
+    return Split(**{part: np.sort(np.concatenate(found)) for part, found in parts.items()})
+
+
+def _held_out(n: int, test_size: float, validation_size: float) -> tuple[int, int]:
+    """Return how many of `n` cells of a class are tested and validated on; at least one of each if there are enough."""
+    n_test = 0 if not test_size else max(1, round(n * test_size))
+    n_validation = 0 if not validation_size else max(1, round(n * validation_size))
+    n_test = min(n_test, n - 1)
+    return n_test, min(n_validation, n - 1 - n_test)
+
+
+def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Split:
+    """Take the split that a column of obs has: ``"train"``, ``"validation"``, ``"test"``; other cells take no part.
+
+    Raises
+    ------
+    DataError
+        If no cell is for training, or the column has other values.
+    """
+    values = np.asarray(column, dtype=object)
+    missing = np.asarray(column.isna())
+    if unknown := sorted({str(value) for value in values[~missing]} - set(PARTS)):
+        raise DataError(
+            f"split_key={key!r} has the values {listing(unknown)}; name the parts {listing(PARTS)}, and leave the "
+            "others empty."
+        )
+    taking_part = ~missing if usable is None else ~missing & usable
+    rows = {part: np.flatnonzero(taking_part & (values == part)) for part in PARTS}
+    if not len(rows["train"]):
+        raise DataError(f"split_key={key!r} has no usable cell called 'train'.")
+    return Split(**rows)
