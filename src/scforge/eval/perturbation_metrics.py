@@ -1,0 +1,273 @@
+"""How well predicted effects of perturbations fit measured ones: always on deltas, never on absolute expression.
+
+Shapes: Q perturbations (in a context), G genes, M further measured effects, K genes of the largest effect.
+
+All-gene correlations of absolute expression are near 1 for a model that predicts no effect at all (on the Norman data
+.99, beside .51 for deltas), so there is none here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pandas as pd
+from scipy import sparse
+
+from scforge._checks import check_count
+from scforge.errors import DataError
+from scforge.eval.pseudobulk import effects_of, moments_of
+
+__all__ = ["METRICS", "calibrated", "de_weights", "score_deltas", "technical_duplicate", "top_genes"]
+
+METRICS = {
+    "pearson_delta": True,
+    "pearson_delta_top20": True,
+    "cosine": True,
+    "mse": False,
+    "mae": False,
+    "wmse": False,
+    "rank": False,
+}
+"""The metrics, and whether more of one is better."""
+
+TOP_GENES = 20
+
+
+def de_weights(scores: np.ndarray) -> np.ndarray:
+    """Return weights of genes that grow with their differential expression, mean 1 a perturbation.
+
+    After the weighted error of Mejia et al. (arXiv:2506.22641): with s the absolute value of the score of a gene, the
+    weight is ``((s - min s) / (max s - min s))^2``, divided by its mean over genes.
+
+    Parameters
+    ----------
+    scores
+        Scores of differential expression, e.g. Welch's t, shape (Q, G).
+
+    Returns
+    -------
+    Float64, shape (Q, G); ones where all scores of a perturbation are the same.
+
+    Examples
+    --------
+    >>> de_weights(np.array([[0.0, -1.0, 2.0]])).tolist()
+    [[0.0, 0.6, 2.4]]
+    """
+    size = np.abs(np.asarray(scores, dtype=np.float64))
+    least = size.min(axis=1, keepdims=True)
+    spread = size.max(axis=1, keepdims=True) - least
+    weights = np.square(np.divide(size - least, spread, out=np.ones_like(size), where=spread > 0))
+    return weights / weights.mean(axis=1, keepdims=True)
+
+
+def top_genes(scores: np.ndarray, n: int = TOP_GENES) -> np.ndarray:
+    """Return the `n` genes (all if there are fewer) with the largest absolute score, int64, shape (Q, K)."""
+    return np.argsort(-np.abs(scores), axis=1, kind="stable")[:, :n]
+
+
+def score_deltas(
+    predicted: np.ndarray, measured: np.ndarray, scores: np.ndarray, *, others: np.ndarray | None = None
+) -> pd.DataFrame:
+    """Score predicted effects.
+
+    Parameters
+    ----------
+    predicted, measured
+        Change of the mean log1p CP10K against controls, shape (Q, G).
+    scores
+        Score of the differential expression of the measured effects, e.g. Welch's t, shape (Q, G).
+    others
+        Effects of further perturbations, e.g. those of the training, among which an own effect is to be told apart,
+        shape (M, G).
+
+    Returns
+    -------
+    One row for each perturbation, with the columns
+
+    ``pearson_delta``, ``pearson_delta_top20``, ``cosine``
+        Correlation over all genes, over the 20 genes with the largest absolute score, and cosine similarity. A
+        prediction that is the same for all genes knows nothing of them, and has 0.
+    ``mse``, ``mae``, ``wmse``
+        Mean squared error, mean absolute error, and mean squared error weighted by :func:`de_weights`.
+    ``rank``
+        Share of the measured effects that are more similar to the prediction (cosine; ties count half) than the own
+        one: 0 is perfect, 0.5 chance, which is what one prediction for all has. After the rank metrics of PerturBench
+        (Wu et al., arXiv:2408.10609). NaN without another effect.
+
+    Raises
+    ------
+    DataError
+        If the shapes differ, or a prediction is not a number.
+
+    Examples
+    --------
+    >>> measured = np.array([[1.0, 0.0, -1.0], [0.0, 2.0, 0.0]])
+    >>> score_deltas(measured * 2, measured, measured)["rank"].tolist()
+    [0.0, 0.0]
+    """
+    predicted, measured = np.asarray(predicted, dtype=np.float64), np.asarray(measured, dtype=np.float64)
+    if not predicted.shape == measured.shape == np.shape(scores):
+        raise DataError(
+            f"predicted, measured and scores have the shapes {predicted.shape}, {measured.shape} and "
+            f"{np.shape(scores)}; give one row a perturbation and one column a gene."
+        )
+    if not np.isfinite(predicted).all():
+        raise DataError("predicted holds values that are not numbers; effects cannot be scored.")
+    top = top_genes(scores)
+    error = predicted - measured
+    weights = de_weights(scores)
+    known = measured if others is None else np.concatenate([measured, np.asarray(others, dtype=np.float64)])
+    return pd.DataFrame(
+        {
+            "pearson_delta": _pearson(predicted, measured),
+            "pearson_delta_top20": _pearson(
+                np.take_along_axis(predicted, top, axis=1), np.take_along_axis(measured, top, axis=1)
+            ),
+            "cosine": _cosine(predicted, measured),
+            "mse": np.square(error).mean(axis=1),
+            "mae": np.abs(error).mean(axis=1),
+            "wmse": (weights * np.square(error)).mean(axis=1),
+            "rank": _ranks(predicted, known),
+        }
+    )
+
+
+def technical_duplicate(
+    expression: sparse.csr_matrix,
+    groups: np.ndarray,
+    controls: np.ndarray,
+    scores: np.ndarray,
+    *,
+    others: np.ndarray | None = None,
+    n_splits: int = 5,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Score a second experiment as a prediction of the first: what is left to reach under the noise of few cells.
+
+    The cells of each group, controls included, are split into two halves at random; the effect in the one half is
+    scored as a prediction of that in the other. A half has half of the cells, so that the figures are brought to whole
+    groups: correlations and cosines r by the formula of Spearman and Brown, ``2 r / (1 + r)``, squared errors by 1/2,
+    absolute ones by 1/sqrt(2). `rank` is left as it is, which makes it a little too high.
+
+    Parameters
+    ----------
+    expression
+        log1p CP10K of cells, shape (N, G).
+    groups
+        Group of each cell: 0 to Q - 1 for perturbations, from Q on for their controls, shape (N,).
+    controls
+        For each perturbation the group of its controls, shape (Q,).
+    scores, others
+        See :func:`score_deltas`.
+    n_splits
+        Splits, of which the mean is returned.
+    seed
+        Seed of the splits.
+
+    Returns
+    -------
+    As :func:`score_deltas`; NaN where a perturbation, or its controls, has fewer than two cells.
+    """
+    check_count("n_splits", n_splits, "splits")
+    n_groups = int(max(groups.max(), controls.max())) + 1
+    sizes = np.bincount(groups, minlength=n_groups)
+    rng = np.random.default_rng(seed)
+    perturbed = np.arange(len(controls))
+    tables = []
+    for _ in range(n_splits):
+        # Ranks of random numbers within a group are even for one half and odd for the other.
+        order = np.lexsort([rng.random(len(groups)), groups])
+        half = np.empty(len(groups), dtype=np.int64)
+        starts = np.cumsum(sizes) - sizes
+        half[order] = (np.arange(len(groups)) - starts[groups[order]]) % 2
+        both = moments_of(expression, groups + n_groups * half, 2 * n_groups)
+        one = effects_of(both, perturbed, controls).deltas
+        other = effects_of(both, perturbed + n_groups, controls + n_groups).deltas
+        table = score_deltas(one, other, scores, others=others)
+        tables.append(table.apply(lambda column: _OF_WHOLE.get(str(column.name), _as_it_is)(column)))
+    mean = sum(tables[1:], start=tables[0]) / n_splits
+    few = (sizes[perturbed] < 2) | (sizes[controls] < 2)
+    mean.loc[few] = np.nan
+    return mean
+
+
+def calibrated(table: pd.DataFrame, base: str, ceiling: str) -> pd.DataFrame:
+    """Return ``(m - base) / (ceiling - base)`` of each metric: 0 is as good as `base`, 1 as `ceiling`.
+
+    Parameters
+    ----------
+    table
+        Metrics (columns) of methods (rows).
+    base, ceiling
+        Rows of the table, e.g. ``"train_mean"`` and ``"technical_duplicate"``.
+
+    Returns
+    -------
+    A table like `table`, with NaN for metrics in which the ceiling is not better than the base: there is nothing that a
+    method could show.
+
+    Examples
+    --------
+    >>> scores = pd.DataFrame({"mse": [4.0, 2.0, 1.0]}, index=["train_mean", "scforge", "technical_duplicate"])
+    >>> round(calibrated(scores, "train_mean", "technical_duplicate").loc["scforge", "mse"], 3)
+    0.667
+    """
+    columns = [name for name in table.columns if name in METRICS]
+    better = np.array([1.0 if METRICS[name] else -1.0 for name in columns])
+    room = table.loc[ceiling, columns].to_numpy(dtype=np.float64) - table.loc[base, columns].to_numpy(dtype=np.float64)
+    gain = table[columns].to_numpy(dtype=np.float64) - table.loc[base, columns].to_numpy(dtype=np.float64)
+    shown = np.where(room * better > 0, room, np.nan)
+    return pd.DataFrame(gain / shown, index=table.index, columns=columns)
+
+
+def _as_it_is(values: pd.Series) -> pd.Series:
+    return values
+
+
+def _spearman_brown(values: pd.Series) -> pd.Series:
+    # Halves that contradict each other have nothing to correct; 2 r / (1 + r) runs to minus infinity there.
+    return (2 * values / (1 + values)).where(values > 0, values)
+
+
+_OF_WHOLE: dict[str, Callable[[pd.Series], pd.Series]] = {
+    "pearson_delta": _spearman_brown,
+    "pearson_delta_top20": _spearman_brown,
+    "cosine": _spearman_brown,
+    "mse": lambda values: values / 2,
+    "wmse": lambda values: values / 2,
+    "mae": lambda values: values / np.sqrt(2),
+}
+
+
+def _cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    return np.divide((one * other).sum(axis=1), lengths, out=np.zeros(len(one)), where=lengths > 0)
+
+
+def _pearson(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    return _cosine(_centred(one), _centred(other))
+
+
+def _centred(values: np.ndarray) -> np.ndarray:
+    centred = values - values.mean(axis=1, keepdims=True)
+    # What rounding leaves of a constant is no direction.
+    flat = np.ptp(values, axis=1) <= 1e-12 * np.abs(values).max(axis=1, initial=0.0)
+    centred[flat] = 0.0
+    return centred
+
+
+def _ranks(predicted: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Return the normalised rank of the own effect; that of prediction i is ``known[i]``."""
+    if len(known) < 2:
+        return np.full(len(predicted), np.nan)
+    similarity = _unit(predicted) @ _unit(known).T
+    own = np.diagonal(similarity)[:, None]
+    near = np.isclose(similarity, own, rtol=0, atol=1e-9)
+    above = ((similarity > own) & ~near).sum(axis=1) + 0.5 * (near.sum(axis=1) - 1)
+    return above / (len(known) - 1)
+
+
+def _unit(values: np.ndarray) -> np.ndarray:
+    lengths = np.linalg.norm(values, axis=1, keepdims=True)
+    return np.divide(values, lengths, out=np.zeros_like(values), where=lengths > 0)
