@@ -1,0 +1,90 @@
+"""Columns of obs as the labels of tasks.
+
+Shapes: N cells.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scforge.errors import DataError, OptionError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["UNKNOWN", "UNLABELLED", "check_classes", "check_key", "codes_of", "text_labels"]
+
+UNLABELLED, UNKNOWN = -1, -2
+"""Codes of cells without label, and of cells whose label a model does not know."""
+
+
+def text_labels(values: pd.Series, *, key: str, argument: str = "labels_key") -> pd.Categorical:
+    """Return labels as text, with the categories that occur, sorted; missing values stay missing.
+
+    Whole numbers lose the decimal point that a column with missing values gives them, so that 1 and 1.0 are one label.
+
+    Parameters
+    ----------
+    values
+        A column of obs: text, numbers, truth values or categories.
+    key, argument
+        The name of the column, and of the argument that named it, for messages.
+
+    Raises
+    ------
+    DataError
+        If the column holds numbers that are not whole.
+    """
+    import pandas as pd
+
+    codes, found = pd.factorize(values)
+    fractional = [value for value in found if _is_number(value) and not float(value).is_integer()]
+    if fractional and all(_is_number(value) for value in found):
+        raise DataError(
+            f"{argument}={key!r} holds numbers that are not whole (first: {float(fractional[0]):g}), which are no "
+            "classes; fine-tune the task 'regression', or make categories of them, e.g. with pandas.cut."
+        )
+    texts = np.array([_text(value) for value in found], dtype=object).astype(str)
+    names, places = np.unique(texts, return_inverse=True)
+    # The code of a missing value is -1, which finds the -1 at the end.
+    return pd.Categorical.from_codes(np.array([*places, -1], dtype=np.int64)[codes], [str(name) for name in names])
+
+
+def codes_of(values: pd.Series, classes: Sequence[str], *, key: str, argument: str = "labels_key") -> np.ndarray:
+    """Return the number of the class of each cell, int64, shape (N,); -1: no label, -2: a label not in `classes`."""
+    labels = text_labels(values, key=key, argument=argument)
+    number = {name: i for i, name in enumerate(classes)}
+    lookup = np.array([*(number.get(name, UNKNOWN) for name in labels.categories), UNLABELLED], dtype=np.int64)
+    return lookup[np.asarray(labels.codes)]
+
+
+def check_key(argument: str, value: Any) -> str:
+    """Return the name of a column of obs, or raise :class:`~scforge.errors.OptionError` if it cannot be one."""
+    if not isinstance(value, str) or not value:
+        raise OptionError(f"{argument}={value!r} is not the name of a column of obs.")
+    return value
+
+
+def check_classes(value: Any) -> list[str] | None:
+    """Return the option `classes`, or raise unless it is None or a list of two or more different names."""
+    if value is None:
+        return None
+    listed = isinstance(value, Sequence) and not isinstance(value, str)
+    if not listed or not all(isinstance(name, str) for name in value):
+        raise OptionError(f"classes={value!r} is not a list of the names of classes.")
+    if len(set(value)) < len(value):
+        raise OptionError(f"classes={list(value)!r} names a class twice; name each once.")
+    return list(value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
+
+
+def _text(value: Any) -> str:
+    whole = _is_number(value) and float(value).is_integer()
+    return str(int(value)) if whole else str(value)

@@ -1,0 +1,332 @@
+"""Annotation: one class a cell, such as its type.
+
+Shapes: B cells of a batch, N cells, C classes, D dimensions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scforge._checks import check_bool, check_positive, check_share
+from scforge.errors import DataError, OptionError, ScforgeWarning, TrainingError, listing
+from scforge.finetuning.base import Task, register_task
+from scforge.finetuning.calibration import CalibratedHead, fit_temperature
+from scforge.finetuning.heads import check_head
+from scforge.finetuning.labels import UNLABELLED, check_classes, check_key, codes_of, text_labels
+from scforge.finetuning.metrics import confusion_figures
+from scforge.finetuning.probing import fit_logistic, probe
+from scforge.finetuning.tasks._annotation_scores import evaluate_classes
+from scforge.finetuning.tasks._annotation_writing import predict_classes
+from scforge.training.objectives.base import TrainingDefaults
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from anndata import AnnData
+
+    from scforge.data.cells import Cells, CellSource
+    from scforge.finetuning.context import Evaluated, EvaluationContext, Predictor
+    from scforge.finetuning.module import FineTunedModule
+    from scforge.tokenizers.base import Tokenizer
+
+__all__ = ["Annotation"]
+
+BALANCED = "balanced"
+_MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "")
+
+
+@register_task("annotation")
+class Annotation(Task):
+    """Cross entropy of the class of each cell.
+
+    Labels are compared and written as text. Cells without label (NaN) take no part in training.
+
+    Parameters
+    ----------
+    labels_key
+        Column of obs with the labels: text, categories, whole numbers or truth values.
+    classes
+        The classes of the training cells, in the order of the outputs; None sorts them.
+    class_weights
+        Weight of each class in the loss. None: every cell counts the same, as scGPT, Geneformer and CellTypist train.
+        ``"balanced"``: the cells of each class together count the same (n_cells / (n_classes * cells of the class)),
+        which finds more cells of rare classes and makes their probabilities too high. Or a dict of weights by class;
+        classes that it leaves out have the weight 1.
+    label_smoothing
+        Share of the target that is spread over all classes, in [0, 1).
+    head
+        Options of the head, a dict of ``hidden_dim`` (0: linear) and ``dropout``.
+    probe_first
+        Start the last layer of the head at the logistic regression on the embeddings of the training cells, so that the
+        first steps do not distort the encoder (linear probing, then fine-tuning; Kumar et al. 2022, arXiv:2202.10054).
+    """
+
+    defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=15)
+    monitor = "macro_f1"
+    monitor_mode = "max"
+
+    def __init__(
+        self,
+        *,
+        labels_key: str,
+        classes: Sequence[str] | None = None,
+        class_weights: str | Mapping[str, float] | None = None,
+        label_smoothing: float = 0.0,
+        head: Mapping[str, Any] | None = None,
+        probe_first: bool = True,
+    ) -> None:
+        self.labels_key = check_key("labels_key", labels_key)
+        self.classes = check_classes(classes)
+        if self.classes is not None and len(self.classes) < 2:
+            raise OptionError(f"classes={self.classes!r} has fewer than two classes; give all of them.")
+        self.class_weights = _checked_weights(class_weights, self.classes)
+        if check_share("label_smoothing", label_smoothing) == 1:
+            raise OptionError(f"label_smoothing={label_smoothing!r} leaves nothing of the labels; give less than 1.")
+        self.label_smoothing = float(label_smoothing)
+        self.head = check_head(head)
+        self.probe_first = check_bool("probe_first", probe_first)
+        self._codes: np.ndarray | None = None
+        self._weights: torch.Tensor | None = None
+
+    def usable(self, column: Callable[[str], pd.Series]) -> np.ndarray:
+        """Return which cells have a label."""
+        return np.asarray(column(self.labels_key).notna())
+
+    def strata(self, column: Callable[[str], pd.Series]) -> pd.Series:
+        """Return the labels, so that each class keeps its share."""
+        import pandas as pd
+
+        values = column(self.labels_key)
+        return pd.Series(text_labels(values, key=self.labels_key), index=values.index)
+
+    def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
+        """Return the classes of the training cells, unless they are known already.
+
+        Raises
+        ------
+        DataError
+            If there is one label only, there are numbers that are not whole, or `classes` are not those of the cells.
+
+        Warns
+        -----
+        ScforgeWarning
+            If a class has one cell, or a label looks like a missing value.
+        """
+        labels = text_labels(column(self.labels_key), key=self.labels_key)
+        sizes = labels.value_counts()
+        if self.classes is None and len(sizes) < 2:
+            raise DataError(
+                f"labels_key={self.labels_key!r} has {_one_label(labels)} among the training cells; annotation needs "
+                "cells of two classes or more."
+            )
+        self._warn_of(sizes)
+        if self.classes is None:
+            return {"classes": [str(name) for name in labels.categories]}
+        if differing := sorted({*self.classes} ^ {*labels.categories}):
+            raise DataError(
+                f"classes={self.classes!r} are not the labels of the training cells in labels_key={self.labels_key!r} "
+                f"(not in both: {listing(differing)}); name all of these, or leave classes out."
+            )
+        return {}
+
+    def _warn_of(self, sizes: pd.Series) -> None:
+        single = [str(name) for name, size in sizes.items() if size == 1]
+        if single:
+            warnings.warn(
+                f"labels_key={self.labels_key!r}: {listing(single)} have one training cell each, so that nothing tells "
+                "how well they are found; label more cells, or leave them without label.",
+                ScforgeWarning,
+                stacklevel=3,
+            )
+        if odd := [str(name) for name in sizes.index if name in _MISSING_TEXTS]:
+            warnings.warn(
+                f"labels_key={self.labels_key!r} has the label {listing(odd)}, which is taken for a class; if it "
+                "stands for a missing label, replace it by numpy.nan.",
+                ScforgeWarning,
+                stacklevel=3,
+            )
+
+    def codes_of(self, values: pd.Series) -> np.ndarray:
+        """Return the number of the class of each cell, int64, shape (N,); -1: no label, -2: an unknown one."""
+        return codes_of(values, self.known_classes, key=self.labels_key)
+
+    @property
+    def known_classes(self) -> list[str]:
+        """The classes, or an error if they are not known yet."""
+        if self.classes is None:
+            raise TrainingError("classes are not known yet; give classes=[...], or fine-tune with cells.")
+        return self.classes
+
+    def make_head(self, n_latent: int, module: nn.Module) -> CalibratedHead:
+        """Make the head, one output a class."""
+        return CalibratedHead(n_latent, len(self.known_classes), **self.head)
+
+    def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
+        """Look up the class of each cell, and the weights of the classes."""
+        self._codes = self.codes_of(cells.column(self.labels_key))
+        training = self._codes[train_rows]
+        if unusable := int((training < 0).sum()):
+            raise DataError(
+                f"{unusable} of {len(train_rows)} training cells have no label in labels_key={self.labels_key!r} that "
+                "the model knows; leave them out of the training rows."
+            )
+        self._weights = self._weights_of(np.bincount(training, minlength=len(self.known_classes)))
+
+    def _weights_of(self, sizes: np.ndarray) -> torch.Tensor | None:
+        if self.class_weights is None:
+            return None
+        if self.class_weights == BALANCED:
+            # A class that these cells lack weighs as one of one cell would; there is nothing to weigh.
+            weights = sizes.sum() / (np.count_nonzero(sizes) * np.maximum(sizes, 1))
+        else:
+            assert isinstance(self.class_weights, dict)
+            if unknown := set(self.class_weights) - set(self.known_classes):
+                raise OptionError(
+                    f"class_weights has {min(unknown)!r}, which is no class (classes: {listing(self.known_classes)})."
+                )
+            weights = np.array([self.class_weights.get(name, 1.0) for name in self.known_classes])
+        return torch.from_numpy(weights).float()
+
+    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+        """Standardise what the head sees, and start it at the logistic regression on the embeddings."""
+        codes = self.codes_of(cells.column(self.labels_key))
+        labelled = np.flatnonzero(codes >= 0)
+        weights = None if self._weights is None else self._weights.numpy()
+
+        def fit(features: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return fit_logistic(features, codes[labelled], len(self.known_classes), weights)
+
+        tuned: FineTunedModule = module
+        probe(tuned, cells.take(labelled), tokenizer, self, fit if self.probe_first else None)
+
+    def targets(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
+        """Return the number of the class of each cell, -1 where the model does not know it."""
+        if self._codes is None:
+            raise TrainingError(
+                "the labels of the cells are not known; call bind(cells, train_rows) of the task first."
+            )
+        return {"target": torch.from_numpy(np.maximum(self._codes[rows], UNLABELLED))}
+
+    def loss_of(
+        self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the weighted mean of the cross entropy over the labelled cells, and their confusion matrix."""
+        logits, target = outputs.float(), batch["target"]
+        weights = None if self._weights is None else self._weights.to(logits.device)
+        labelled = target >= 0
+        known = target.clamp_min(0)
+        summed = F.cross_entropy(
+            logits, target, weights, ignore_index=UNLABELLED, reduction="sum", label_smoothing=self.label_smoothing
+        )
+        total = (labelled if weights is None else labelled * weights[known]).sum()
+        n_classes = logits.shape[1]
+        pairs = (known * n_classes + logits.detach().argmax(dim=1))[labelled]
+        confusion = torch.bincount(pairs, minlength=n_classes**2).view(n_classes, n_classes)
+        # Where no cell of a batch has a known label there is nothing to divide by.
+        return summed / total.clamp_min(1e-12), {"confusion": confusion / len(target)}
+
+    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return the loss, accuracy, balanced accuracy and macro F1."""
+        figures = confusion_figures(means["confusion"])
+        return {"loss": float(means["loss"]), **{k: figures[k] for k in ("accuracy", "balanced_accuracy", "macro_f1")}}
+
+    def calibrate(self, predictor: Predictor, rows: np.ndarray) -> None:
+        """Fit the temperature on validation cells."""
+        codes = self.codes_of(predictor.cells.column(self.labels_key))[rows]
+        rows, codes = rows[codes >= 0], codes[codes >= 0]
+        if len(rows):
+            head: CalibratedHead = predictor.module.head
+            head.temperature.fill_(fit_temperature(predictor.outputs(rows), codes))
+
+    def predict(  # type: ignore[override]
+        self,
+        predictor: Predictor,
+        adata: AnnData | None,
+        *,
+        key_added: str | None = None,
+        soft: bool = False,
+        threshold: float | None = None,
+        majority_voting: bool | str = False,
+        min_share: float = 0.0,
+    ) -> pd.DataFrame:
+        """Predict the class of each cell.
+
+        Writes ``obs["scforge_<labels_key>"]`` (categories), ``obs["scforge_confidence"]`` (float32, calibrated
+        probability of the class) and ``obs["scforge_entropy"]`` (float32, entropy of the probabilities divided by the
+        logarithm of the number of classes: 0 is certain, 1 is no idea).
+
+        Parameters
+        ----------
+        predictor, adata
+            The model over the cells, and where to write; None: nowhere.
+        key_added
+            Name of the column, in place of ``"scforge_<labels_key>"``; the others are then called
+            ``"<key_added>_confidence"`` and ``"<key_added>_entropy"``.
+        soft
+            Return the probabilities, and write them into ``obsm["scforge_<labels_key>_probabilities"]`` (float32; the
+            classes of its columns are in ``uns["scforge"]["scforge_<labels_key>_classes"]``).
+        threshold
+            Cells of lower confidence are called ``"unassigned"``. Confidence is calibrated on cells that were held out:
+            of the cells with the confidence 0.8 about a fifth is wrong.
+        majority_voting
+            True gives the cells of each small Leiden cluster of the embedding the label that most of them have, as
+            CellTypist does, in ``obs["scforge_<labels_key>_voted"]``. The name of a column of obs takes its clusters.
+        min_share
+            Clusters in which no label has this share are called ``"Heterogeneous"`` in the vote.
+
+        Returns
+        -------
+        Columns ``label``, ``confidence``, ``entropy`` and maybe ``voted``; with `soft` one column a class.
+        """
+        return predict_classes(
+            self,
+            predictor,
+            adata,
+            key_added=key_added,
+            soft=soft,
+            threshold=threshold,
+            majority_voting=majority_voting,
+            min_share=min_share,
+        )
+
+    def evaluate(self, context: EvaluationContext) -> Evaluated:
+        """Score the classes of cells, beside baselines that learned from the same training cells.
+
+        Figures are of the ``n_scored`` cells whose label the model knows. Cells of other labels cannot be right
+        whatever the method, so that they do not count as wrong: ``n_unknown_label`` tells how many there are, and
+        ``n_unlabelled`` how many have no label.
+
+        Figures: ``accuracy``, ``balanced_accuracy``, ``macro_f1``, ``weighted_f1``, and ``calibration_error`` (expected
+        calibration error of the confidence, 15 bins). Tables: ``per_class`` (precision, recall, F1 and support) and
+        ``confusion`` (the number of cells of each label and prediction, one row a pair). Baselines: see
+        :func:`scforge.eval.prediction_baselines.classification_baselines`, and ``frozen_embedding``, the logistic
+        regression on the embedding of the model before fine-tuning.
+
+        Raises
+        ------
+        DataError
+            If no cell has a label that the model knows.
+        """
+        return evaluate_classes(self, context)
+
+
+def _one_label(labels: pd.Categorical) -> str:
+    return f"one label only ({str(labels.categories[0])!r})" if len(labels.categories) else "no label"
+
+
+def _checked_weights(weights: Any, classes: list[str] | None) -> str | dict[str, float] | None:
+    if weights is None or weights == BALANCED:
+        return weights
+    if not isinstance(weights, Mapping):
+        raise OptionError(f"class_weights={weights!r} is neither None, 'balanced' nor a dict of weights by class.")
+    for name, weight in weights.items():
+        check_positive(f"class_weights[{name!r}]", weight)
+        if classes is not None and str(name) not in classes:
+            raise OptionError(f"class_weights has {name!r}, which is no class (classes: {listing(classes)}).")
+    return {str(name): float(weight) for name, weight in weights.items()}

@@ -1,0 +1,314 @@
+from __future__ import annotations
+
+import json
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
+
+from scforge.errors import DataError, OptionError, ScforgeWarning
+from scforge.finetuning import get_task
+
+TRAIN, HELD_OUT = np.arange(0, 150), np.arange(150, 200)
+
+
+def labelled(adata, key="group"):
+    return np.asarray(adata.obs[key], dtype=object).astype(str)
+
+
+def test_planted_classes_are_found_and_shuffled_ones_are_not(cells200, tuned):
+    cells200.obs["shuffled"] = np.random.default_rng(1).permutation(labelled(cells200))
+    accuracy = {}
+    for key in ("group", "shuffled"):
+        predictor = tuned("annotation", cells200, labels_key=key)
+        table = predictor.task.predict(predictor, cells200)
+        accuracy[key] = (labelled(cells200, key) == np.asarray(table["label"]))[HELD_OUT].mean()
+    assert accuracy["group"] == 1.0
+    assert 0.2 < accuracy["shuffled"] < 0.8
+
+
+def test_what_is_written(cells200, tuned, tmp_path):
+    cells200.obs["type"] = np.where(cells200.obs["group"] == "a", "NK/T", "B")
+    predictor = tuned("annotation", cells200, labels_key="type")
+    table = predictor.task.predict(predictor, cells200)
+    assert list(table) == ["label", "confidence", "entropy"]
+    assert table.index.equals(cells200.obs_names)
+    obs = cells200.obs
+    assert list(obs["scforge_type"].cat.categories) == ["B", "NK/T"]
+    assert obs["scforge_confidence"].dtype == obs["scforge_entropy"].dtype == np.float32
+    assert obs["scforge_confidence"].between(0.5, 1).all()
+    assert obs["scforge_entropy"].between(0, 1).all()
+    soft = predictor.task.predict(predictor, cells200, soft=True, key_added="mine")
+    np.testing.assert_allclose(soft.sum(axis=1), 1, atol=1e-5)
+    np.testing.assert_allclose(soft.max(axis=1), obs["scforge_confidence"])
+    assert {"mine", "mine_confidence", "mine_entropy"} <= {*obs}
+    written = ad.AnnData(obs=obs.astype(dict.fromkeys(obs.select_dtypes("str"), "category")))
+    written.obsm, written.uns = cells200.obsm, cells200.uns
+    assert written.obsm["mine_probabilities"].shape == (200, 2)
+    assert written.uns["scforge"]["mine_classes"].tolist() == ["B", "NK/T"]
+
+
+def test_cells_keep_their_order(cells200, tuned):
+    predictor = tuned("annotation", cells200, labels_key="group")
+    # Cells of like length share a batch, so that batches are in another order than the cells.
+    assert len(np.unique(predictor.cells.n_expressed)) > 5
+    whole = predictor.task.predict(predictor, None, soft=True)
+    assert isinstance(whole.index, pd.RangeIndex)
+    for row in (0, 77, 199):
+        alone = torch.from_numpy(predictor.outputs(np.array([row])))
+        np.testing.assert_allclose(alone.softmax(dim=1)[0], whole.iloc[row], atol=1e-5)
+
+
+def test_threshold(cells200, tuned):
+    predictor = tuned("annotation", cells200, labels_key="kind")
+    predictor.module.head.temperature.fill_(5.0)
+    table = predictor.task.predict(predictor, cells200, threshold=0.7)
+    unsure = table["confidence"] < 0.7
+    assert 0 < unsure.sum() < 200
+    assert (table["label"][unsure] == "unassigned").all()
+    assert (table["label"][~unsure] != "unassigned").all()
+    assert list(table["label"].cat.categories) == ["common", "rare", "unassigned"]
+    with pytest.raises(OptionError, match="threshold=1.5 is not a number from 0 to 1"):
+        predictor.task.predict(predictor, cells200, threshold=1.5)
+
+
+def test_majority_voting_by_a_column(cells200, tuned):
+    predictor = tuned("annotation", cells200, labels_key="group")
+    cells200.obs["cluster"] = np.where(np.arange(200) < 5, "x", cells200.obs["group"])
+    table = predictor.task.predict(predictor, cells200, majority_voting="cluster")
+    x = cells200.obs["cluster"] == "x"
+    assert (cells200.obs["scforge_group_voted"][x] == "a").all(), "three of the five are a"
+    assert (np.asarray(table["voted"])[~x] == labelled(cells200)[~x]).all()
+    table = predictor.task.predict(predictor, cells200, majority_voting="cluster", min_share=0.7)
+    assert (table["voted"][x] == "Heterogeneous").all()
+    with pytest.raises(DataError, match="did you mean 'cluster'"):
+        predictor.task.predict(predictor, cells200, majority_voting="clusters")
+    with pytest.raises(OptionError, match="majority_voting=3 "):
+        predictor.task.predict(predictor, cells200, majority_voting=3)
+
+
+def test_majority_voting_by_leiden(cells200, tuned):
+    predictor = tuned("annotation", cells200, labels_key="group")
+    table = predictor.task.predict(predictor, None, majority_voting=True)
+    assert (np.asarray(table["voted"]) == labelled(cells200)).mean() > 0.95
+
+
+def test_loss_is_the_weighted_cross_entropy(cells200, tuned, step):
+    rows = np.arange(30)
+    losses = {}
+    for weights in (None, "balanced", {"rare": 3.0}):
+        predictor = tuned("annotation", cells200, labels_key="kind", class_weights=weights, label_smoothing=0.1)
+        logits = torch.from_numpy(predictor.outputs(rows))
+        target = torch.from_numpy((labelled(cells200, "kind") == "rare")[rows].astype(np.int64))
+        n_rare = (labelled(cells200, "kind")[TRAIN] == "rare").sum()
+        by_hand = {
+            None: [1.0, 1.0],
+            "balanced": [150 / 2 / (150 - n_rare), 150 / 2 / n_rare],
+        }.get(weights if not isinstance(weights, dict) else "", [1.0, 3.0])
+        criterion = torch.nn.CrossEntropyLoss(weight=torch.tensor(by_hand, dtype=torch.float32), label_smoothing=0.1)
+        loss, _ = step(predictor, rows)
+        assert loss.item() == pytest.approx(criterion(logits, target).item(), rel=1e-4)
+        losses[str(weights)] = loss.item()
+    assert len({round(loss, 3) for loss in losses.values()}) == 3
+
+
+def test_figures_are_those_of_scikit_learn(cells200, tuned, step):
+    cells200.obs["three"] = np.random.default_rng(0).choice(["a", "b", "c"], 200)
+    predictor = tuned("annotation", cells200, labels_key="three")
+    sums, total = 0, 0
+    for rows in (np.arange(0, 60), np.arange(60, 90)):
+        _, figures = step(predictor, rows)
+        sums = sums + figures["confusion"].numpy() * len(rows)
+        total += len(rows)
+    found = predictor.task.summarise({"loss": np.array(0.5), "confusion": sums / total})
+    truth = labelled(cells200, "three")[:90]
+    predicted = np.array(["a", "b", "c"])[predictor.outputs(np.arange(90)).argmax(axis=1)]
+    assert found == {
+        "loss": 0.5,
+        "accuracy": pytest.approx(accuracy_score(truth, predicted)),
+        "balanced_accuracy": pytest.approx(balanced_accuracy_score(truth, predicted)),
+        "macro_f1": pytest.approx(f1_score(truth, predicted, average="macro")),
+    }
+
+
+def test_head_starts_at_the_logistic_regression(cells200, tuned):
+    predictor = tuned("annotation", cells200, labels_key="group", head={"hidden_dim": 64})
+    embeddings = torch.from_numpy(predictor.embedding(TRAIN))
+    seen = predictor.module.head.standardise(embeddings)
+    np.testing.assert_allclose(seen.mean(dim=0), 0, atol=1e-4)
+    np.testing.assert_allclose(seen.std(dim=0, correction=0), 1, atol=1e-4)
+    probed = predictor.outputs(TRAIN).argmax(axis=1)
+    assert (np.array(["a", "b"])[probed] == labelled(cells200)[TRAIN]).mean() > 0.95
+    plain = tuned("annotation", cells200, labels_key="group", head={"hidden_dim": 64}, probe_first=False)
+    np.testing.assert_allclose(plain.module.head.standardise.mean, predictor.module.head.standardise.mean)
+    assert (np.array(["a", "b"])[plain.outputs(TRAIN).argmax(axis=1)] == labelled(cells200)[TRAIN]).mean() < 0.9
+
+
+def test_calibration_lowers_the_loss_of_other_cells(cells200, tuned):
+    cells200.obs["noisy"] = np.where(np.random.default_rng(0).random(200) < 0.3, "b", labelled(cells200))
+    predictor = tuned("annotation", cells200, labels_key="noisy")
+    with torch.no_grad():
+        predictor.module.head.out.weight *= 10
+    codes = predictor.task.codes_of(cells200.obs["noisy"])
+    predictor.task.calibrate(predictor, np.arange(100, 150))
+    temperature = predictor.module.head.temperature
+    assert temperature > 1.5
+    assert "temperature" in predictor.module.head.state_dict()
+    logits, target = torch.from_numpy(predictor.outputs(HELD_OUT)), torch.from_numpy(codes[HELD_OUT])
+    cross_entropy = torch.nn.functional.cross_entropy
+    assert cross_entropy(logits / temperature, target) < cross_entropy(logits, target)
+    before = predictor.outputs(HELD_OUT).argmax(axis=1)
+    table = predictor.task.predict(predictor, None)
+    assert (np.array(["a", "b"])[before] == np.asarray(table["label"])[HELD_OUT]).all()
+
+
+def test_evaluation(cells200, tuned, context):
+    cells200.obs["type"] = pd.Series(labelled(cells200), index=cells200.obs_names)
+    cells200.obs.iloc[190:195, cells200.obs.columns.get_loc("type")] = np.nan
+    cells200.obs.iloc[195:, cells200.obs.columns.get_loc("type")] = "new"
+    predictor = tuned("annotation", cells200, labels_key="type")
+    evaluated = predictor.task.evaluate(context(predictor))
+    metrics = evaluated.metrics
+    assert list(metrics.index) == [
+        "scforge",
+        "logistic_regression_pca",
+        "knn_pca",
+        "logistic_regression_genes",
+        "frozen_embedding",
+        "majority_class",
+    ]
+    assert (metrics["n_scored"] == 40).all()
+    assert (metrics["n_unknown_label"] == 5).all()
+    assert (metrics["n_unlabelled"] == 5).all()
+    assert metrics.loc["scforge", "accuracy"] == 1.0
+    assert metrics.loc["majority_class", "macro_f1"] == pytest.approx(1 / 3)
+    assert metrics.loc["scforge", "calibration_error"] < 0.2
+    # The head stands where the logistic regression on the frozen embedding does, as it was not trained further.
+    assert metrics.loc["frozen_embedding", "macro_f1"] == metrics.loc["scforge", "macro_f1"]
+    assert evaluated.tables["per_class"]["support"].tolist() == [20, 20]
+    confusion = evaluated.tables["confusion"].pivot(index="label", columns="predicted", values="n_cells")
+    assert confusion.to_numpy().tolist() == [[20, 0], [0, 20]]
+    alone = predictor.task.evaluate(context(predictor, baselines=False))
+    assert list(alone.metrics.index) == ["scforge"]
+
+
+def test_evaluation_without_what_baselines_learn_from(cells200, tuned, context):
+    predictor = tuned("annotation", cells200, labels_key="group")
+    with pytest.warns(ScforgeWarning, match="no baseline can learn"):
+        evaluated = predictor.task.evaluate(context(predictor, train_cells=None, train_rows=None))
+    assert list(evaluated.metrics.index) == ["scforge"]
+    with pytest.warns(ScforgeWarning, match="frozen embedding is missing"):
+        evaluated = predictor.task.evaluate(context(predictor, base=None))
+    assert "frozen_embedding" not in evaluated.metrics.index
+    cells200.obs["group"] = "z"
+    predictor.cells.obs["group"] = "z"
+    with pytest.raises(DataError, match="no label that the model knows among the 50 scored cells"):
+        predictor.task.evaluate(context(predictor))
+
+
+@pytest.mark.parametrize(
+    ("values", "classes"),
+    [
+        (np.arange(200) % 3, ["0", "1", "2"]),
+        (np.where(np.arange(200) % 3, np.arange(200) % 3, np.nan), ["1", "2"]),
+        (np.arange(200) % 2 == 0, ["False", "True"]),
+        (pd.Categorical(np.arange(200) % 2, categories=[0, 1, 7]), ["0", "1"]),
+        (pd.Categorical(np.array(["x", "y"] * 100), categories=["y", "unused", "x"]), ["x", "y"]),
+        (np.array([None, "x", "y", "x"] * 50, dtype=object), ["x", "y"]),
+    ],
+    ids=["integers", "with NaN", "bool", "categories of integers", "unused category", "None"],
+)
+def test_labels_of_all_kinds(cells200, tuned, step, values, classes):
+    cells200.obs["label"] = values
+    task = get_task("annotation", labels_key="label")
+    usable = task.usable(lambda key: cells200.obs[key])
+    missing = pd.isna(cells200.obs["label"]).to_numpy()
+    np.testing.assert_array_equal(usable, ~missing)
+    train = np.flatnonzero(usable)
+    predictor = tuned("annotation", cells200, train, labels_key="label")
+    assert predictor.task.classes == classes
+    assert task.strata(lambda key: cells200.obs[key]).notna().tolist() == usable.tolist()
+    assert json.loads(json.dumps(predictor.task.config())) == predictor.task.config()
+    loss, _ = step(predictor, np.arange(200))
+    assert torch.isfinite(loss)
+    predictor.task.predict(predictor, cells200)
+    assert list(cells200.obs["scforge_label"].cat.categories) == classes
+
+
+def test_cells_without_label_do_not_count(cells200, tuned, step):
+    cells200.obs["label"] = pd.Series(labelled(cells200), index=cells200.obs_names)
+    cells200.obs.iloc[150:170, cells200.obs.columns.get_loc("label")] = np.nan
+    predictor = tuned("annotation", cells200, labels_key="label")
+    loss, figures = step(predictor, np.arange(140, 170))
+    alone, figures_alone = step(predictor, np.arange(140, 150))
+    torch.testing.assert_close(loss, alone)
+    torch.testing.assert_close(figures["confusion"] * 30, figures_alone["confusion"] * 10)
+    nothing, _ = step(predictor, np.arange(150, 170))
+    assert nothing.item() == 0
+    with pytest.raises(DataError, match="1 of 2 training cells have no label in labels_key='label'"):
+        predictor.task.bind(predictor.cells, np.array([149, 150]))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["x"] * 200, "has one label only"),
+        ([np.nan] * 200, "has no label among the training cells"),
+        (np.linspace(0, 1, 200), r"not whole \(first: 0.00502513\).*'regression'"),
+        ([np.inf, 1.0] * 100, "not whole"),
+    ],
+)
+def test_columns_that_are_no_classes(cells200, values, message):
+    cells200.obs["label"] = values
+    with pytest.raises(DataError, match=message):
+        get_task("annotation", labels_key="label").options_from(lambda key: cells200.obs[key])
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"), [("rare", "'rare' have one training cell each"), ("nan", "the label 'nan'")]
+)
+def test_odd_labels_are_told_and_kept(cells200, odd, message):
+    labels = np.array(["a", "b"] * 100, dtype=object)
+    labels[: 1 if odd == "rare" else 4] = odd
+    cells200.obs["label"] = labels
+    with pytest.warns(ScforgeWarning, match=message):
+        found = get_task("annotation", labels_key="label").options_from(lambda key: cells200.obs[key])
+    assert found == {"classes": sorted(["a", "b", odd])}
+
+
+def test_given_classes_keep_their_order(cells200, tuned):
+    predictor = tuned("annotation", cells200, labels_key="group", classes=["b", "a"])
+    assert predictor.task.classes == ["b", "a"]
+    table = predictor.task.predict(predictor, None)
+    assert (np.asarray(table["label"]) == labelled(cells200)).mean() > 0.97
+    with pytest.raises(DataError, match=r"\(not in both: 'c'\)"):
+        get_task("annotation", labels_key="group", classes=["a", "b", "c"]).options_from(lambda key: cells200.obs[key])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"labels_key": ""}, "labels_key=''"),
+        ({"classes": ["a"]}, "fewer than two classes"),
+        ({"classes": "ab"}, "classes='ab' is not a list"),
+        ({"classes": ["a", "a"]}, "names a class twice"),
+        ({"class_weights": "even"}, "class_weights='even'"),
+        ({"class_weights": {"a": -1}}, r"class_weights\['a'\]=-1"),
+        ({"classes": ["a", "b"], "class_weights": {"c": 1}}, "class_weights has 'c'"),
+        ({"label_smoothing": 1.0}, "label_smoothing=1.0"),
+        ({"head": {"hiden_dim": 3}}, "did you mean 'hidden_dim'"),
+        ({"probe_first": "yes"}, "probe_first='yes'"),
+        ({"label_smoting": 0.1}, "did you mean 'label_smoothing'"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(OptionError, match=message):
+        get_task("annotation", **{"labels_key": "group", **options})
+
+
+def test_labels_key_is_needed():
+    with pytest.raises(OptionError, match="needs labels_key"):
+        get_task("annotation")
