@@ -52,10 +52,13 @@ def compiled(module: nn.Module, wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Put back, after a trial, what a forward pass may change: buffers, such as those of batch norms."""
+    """Put back, after a trial, what a forward pass may change: random numbers, and buffers such as of batch norms."""
+    devices = [parameter.device for parameter in module.parameters()][:1]
+    cuda = [device for device in devices if device.type == "cuda"]
     before = {name: value.detach().clone() for name, value in module.named_buffers()}
     try:
-        yield
+        with torch.random.fork_rng(devices=cuda):
+            yield
     finally:
         with torch.no_grad():
             for name, value in module.named_buffers():

@@ -166,11 +166,10 @@ def _step(module: nn.Module, data: CellDataModule, batch: dict[str, Any]) -> Non
     """Compute a step, and leave neither gradients nor drawn numbers behind."""
     assert data.objective is not None
     parameters = [p for p in module.parameters() if p.requires_grad]
-    cuda = [parameters[0].device] if parameters[0].device.type == "cuda" else []
     mode = module.training
     module.train()
     try:
-        with torch.random.fork_rng(devices=cuda), unchanged(module):
+        with unchanged(module):
             loss, _ = data.objective.loss(module, batch)
             torch.autograd.grad(loss, parameters, allow_unused=True)
     finally:

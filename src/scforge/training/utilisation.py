@@ -27,14 +27,7 @@ def flops_per_token(module: nn.Module, objective: Objective, batch: dict[str, to
 
     Random numbers of the training stay as they were.
     """
-    devices = [parameter.device for parameter in module.parameters()][:1]
-    cuda = [device for device in devices if device.type == "cuda"]
-    with (
-        torch.random.fork_rng(devices=cuda),
-        unchanged(module),
-        torch.no_grad(),
-        FlopCounterMode(display=False) as counter,
-    ):
+    with unchanged(module), torch.no_grad(), FlopCounterMode(display=False) as counter:
         objective.loss(module, batch)
     return 3.0 * counter.get_total_flops() / max(1, int(batch["attention_mask"].sum()))
 
