@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 
 from scforge.training.history import History
 from scforge.training.loggers import TableLogger
-from scforge.training.progress import EpochProgress
+from scforge.training.progress import StepClock
 from scforge.training.resuming import SavingError
 from scforge.training.utilisation import flops_per_token, peak_flops
 
@@ -40,7 +40,7 @@ class Monitor(Callback):
         self.history = history
         self.every_n_steps = every_n_steps
         self.settings = settings
-        self._progress = EpochProgress()
+        self._clock = StepClock()
         self._per_token, self._peak = 0.0, 0.0
         self._rows = 0
         self._loggers: list[Any] = []
@@ -54,7 +54,7 @@ class Monitor(Callback):
         """Begin the tables, or go on with them."""
         self._loggers = trainer.loggers
         self._seen = trainer.global_step
-        self._progress.begin(trainer.global_step)
+        self._clock.begin(trainer.global_step)
         for one in trainer.loggers:
             if trainer.is_global_zero and isinstance(one, TableLogger):
                 one.begin(self._rows)
@@ -130,7 +130,7 @@ class Monitor(Callback):
             "waiting": max(0.0, trainer.datamodule.waited - self._waited) / seconds,
             "utilisation": tokens / seconds * self._per_token / (self._peak * trainer.world_size),
         }
-        left = self._progress.seconds_left(trainer.global_step, pl_module.total_steps)
+        left = self._clock.seconds_left(trainer.global_step, pl_module.total_steps)
         return row if left is None else {**row, "seconds_left": left}
 
     def _log(self, trainer: lightning.Trainer, row: dict[str, float]) -> None:

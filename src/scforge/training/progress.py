@@ -13,9 +13,27 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Callback
 
-__all__ = ["EpochProgress"]
+__all__ = ["EpochProgress", "StepClock"]
 
 logger = logging.getLogger("scforge")
+
+
+class StepClock:
+    """Says how long the steps of a training will still take, at the rate of those that this process took."""
+
+    def __init__(self) -> None:
+        self._start, self._first = 0.0, 0
+
+    def begin(self, step: int) -> None:
+        """Start with `step` steps taken."""
+        self._start, self._first = time.perf_counter(), step
+
+    def seconds_left(self, step: int, total: int | None) -> float | None:
+        """Return an estimate of the wall time until all steps are done, or None."""
+        done = step - self._first
+        if not total or done <= 0 or not math.isfinite(total):
+            return None
+        return (time.perf_counter() - self._start) / done * max(0, total - step)
 
 
 class EpochProgress(Callback):
@@ -27,13 +45,13 @@ class EpochProgress(Callback):
     def __init__(self) -> None:
         self._bar: Any = None
         self._lines = False
-        self._start, self._first = 0.0, 0
+        self._clock = StepClock()
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Open the bar."""
         if not trainer.is_global_zero:
             return
-        self.begin(trainer.global_step)
+        self._clock.begin(trainer.global_step)
         if not in_notebook() and not sys.stderr.isatty():
             self._lines = True
             return
@@ -45,10 +63,6 @@ class EpochProgress(Callback):
 
         total = pl_module.total_steps
         self._bar = tqdm(total=total, initial=trainer.global_step, desc="Training", unit="step")
-
-    def begin(self, step: int) -> None:
-        """Start the clock for :meth:`seconds_left`."""
-        self._start, self._first = time.perf_counter(), step
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
         """Move the bar."""
@@ -65,16 +79,9 @@ class EpochProgress(Callback):
             self._bar.set_postfix(losses)
         elif self._lines:
             shown = ", ".join(f"{name} {value}" for name, value in losses.items())
-            left = self.seconds_left(trainer.global_step, pl_module.total_steps)
+            left = self._clock.seconds_left(trainer.global_step, pl_module.total_steps)
             tail = "" if left is None else f", about {datetime.timedelta(seconds=round(left))} left"
             logger.info("%s: %s%s.", epoch, shown, tail)
-
-    def seconds_left(self, step: int, total: int | None) -> float | None:
-        """Return an estimate of the wall time until all steps are done, or None."""
-        done = step - self._first
-        if not total or done <= 0 or not math.isfinite(total):
-            return None
-        return (time.perf_counter() - self._start) / done * max(0, total - step)
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         """Close the bar."""
