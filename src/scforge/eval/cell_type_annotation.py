@@ -10,16 +10,15 @@ import warnings
 import numpy as np
 import pandas as pd
 
-from scforge._checks import check_seed
 from scforge.errors import DataError, ScforgeWarning
-from scforge.eval.base import Benchmark, register_benchmark
-from scforge.eval.label_prediction import check_finite, check_folds, check_neighbors, labels_of
+from scforge.eval.base import register_benchmark
+from scforge.eval.label_prediction import LabelPrediction, check_finite, check_neighbors, labels_of
 
 __all__ = ["CellTypeAnnotation"]
 
 
 @register_benchmark("cell_type_annotation")
-class CellTypeAnnotation(Benchmark):
+class CellTypeAnnotation(LabelPrediction):
     """Cross-validated macro-F1 and accuracy of k nearest neighbours.
 
     Cheap enough to run during training, where :class:`~scforge.eval.LabelPrediction` would take long. The folds are
@@ -47,18 +46,7 @@ class CellTypeAnnotation(Benchmark):
     """
 
     metrics = ("macro_f1", "accuracy")
-
-    def __init__(self, labels_key: str, n_folds: int = 5, n_neighbors: int = 15, seed: int = 0) -> None:
-        check_folds(n_folds, n_neighbors)
-        self.labels_key = labels_key
-        self.n_folds = n_folds
-        self.n_neighbors = n_neighbors
-        self.seed = check_seed(seed)
-        self._warned_of: list[str] = []
-
-    def check(self, obs: pd.DataFrame) -> None:
-        """Raise :class:`~scforge.errors.DataError` where :meth:`run` would, and warn of labels that are left out."""
-        self._labels(obs)
+    _warned_of: tuple[str, ...] = ()
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
         """Return ``macro_f1`` (the mean over labels) and ``accuracy`` (over cells), in [0, 1].
@@ -87,11 +75,11 @@ class CellTypeAnnotation(Benchmark):
         }
 
     def _labels(self, obs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of the cells that take part, and their labels."""
+        """Return the rows of the cells that take part, and their labels; warn of labels that are left out."""
         labelled, labels = labels_of(obs, self.labels_key)
         names, sizes = np.unique(labels, return_counts=True)
         rare = sizes < self.n_folds
-        left_out = [f"{name!r} ({size})" for name, size in zip(names[rare].tolist(), sizes[rare], strict=True)]
+        left_out = tuple(f"{name!r} ({size})" for name, size in zip(names[rare].tolist(), sizes[rare], strict=True))
         if (~rare).sum() < 2:
             raise DataError(
                 f"fewer than 2 labels of obs[{self.labels_key!r}] have the {self.n_folds} cells that n_folds asks for "

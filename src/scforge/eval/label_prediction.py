@@ -46,11 +46,10 @@ class LabelPrediction(Benchmark):
 
     def __init__(self, labels_key: str, n_folds: int = 5, n_neighbors: int = 15, seed: int = 0) -> None:
         check_folds(n_folds, n_neighbors)
-        check_seed(seed)
         self.labels_key = labels_key
         self.n_folds = n_folds
         self.n_neighbors = n_neighbors
-        self.seed = seed
+        self.seed = check_seed(seed)
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
         """Return ``knn_macro_f1`` and ``logreg_macro_f1``, in [0, 1].
@@ -67,8 +66,8 @@ class LabelPrediction(Benchmark):
         from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import StandardScaler
 
-        labelled, labels = self._labels(obs)
-        cells = check_finite(embedding)[labelled]
+        kept, labels = self._labels(obs)
+        cells = check_finite(embedding)[kept]
         folds = StratifiedKFold(self.n_folds, shuffle=True, random_state=self.seed)
         models = {
             "knn_macro_f1": KNeighborsClassifier(self.n_neighbors),
@@ -84,6 +83,7 @@ class LabelPrediction(Benchmark):
         self._labels(obs)
 
     def _labels(self, obs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+        """Return the rows of the cells that take part, and their labels."""
         labelled, labels = labels_of(obs, self.labels_key)
         names, sizes = np.unique(labels, return_counts=True)
         if (sizes < self.n_folds).any():
@@ -92,7 +92,7 @@ class LabelPrediction(Benchmark):
                 "leave it out, lower n_folds, or take cell_type_annotation, which passes over rare types."
             )
         check_neighbors(self.n_neighbors, self.n_folds, len(labels))
-        return labelled, labels
+        return np.flatnonzero(labelled), labels
 
 
 def check_folds(n_folds: int, n_neighbors: int) -> None:
