@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import anndata as ad
@@ -15,6 +15,7 @@ from hypothesis import settings
 from scipy import sparse
 
 import scforge
+from scforge.cli import main
 from scforge.config.schema import ModelConfig
 from scforge.data import GeneVocab, convert
 from scforge.data.convert_plan import Layout
@@ -62,6 +63,33 @@ def tiny_vocab(tiny_adata: ad.AnnData) -> GeneVocab:
     """All genes of `tiny_adata`, with medians that are no power of anything."""
     medians = np.random.default_rng(1).uniform(0.5, 20.0, N_GENES)
     return GeneVocab.from_adata(tiny_adata).with_medians(medians)
+
+
+@pytest.fixture
+def folder(tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with the cells of `tiny_adata`; test files add what they need besides."""
+    monkeypatch.chdir(tmp_path)
+    tiny_adata.write_h5ad("cells.h5ad")
+    return tmp_path
+
+
+@pytest.fixture
+def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a command in `folder` which must fail, and returns the one line that it tells."""
+
+    def told(*argv: str) -> str:
+        try:
+            code = main(list(argv))
+        except SystemExit as stop:  # argparse leaves this way
+            code = stop.code
+        shown = capsys.readouterr()
+        assert (code, shown.out) == (2, "")
+        assert shown.err.startswith("scforge")
+        assert shown.err.endswith("\n")
+        assert shown.err.count("\n") == 1
+        return shown.err.strip()
+
+    return told
 
 
 @pytest.fixture(scope="session")

@@ -30,31 +30,10 @@ output: {checkpoint_dir: ck}
 
 
 @pytest.fixture
-def folder(tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory with cells, and with files that are none."""
-    monkeypatch.chdir(tmp_path)
-    tiny_adata.write_h5ad("cells.h5ad")
+def folder(folder: Path) -> Path:
+    """A working directory with cells and a configuration."""
     Path("config.yaml").write_text(CONFIG)
-    return tmp_path
-
-
-@pytest.fixture
-def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs a command which must fail, and returns the one line that it tells."""
-
-    def told(*argv: str) -> str:
-        try:
-            code = main(list(argv))
-        except SystemExit as stop:  # argparse leaves this way
-            code = stop.code
-        error = capsys.readouterr().err
-        assert code == 2
-        assert error.count("\n") == 1
-        assert error.endswith("\n")
-        assert error.startswith("scforge")
-        return error
-
-    return told
+    return folder
 
 
 def test_train(folder: Path, capsys) -> None:

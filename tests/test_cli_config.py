@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import anndata as ad
 import pytest
 
 from scforge.cli import main
@@ -29,30 +28,10 @@ output:
 
 
 @pytest.fixture
-def folder(tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(folder: Path) -> Path:
     """A working directory with cells and a configuration."""
-    monkeypatch.chdir(tmp_path)
-    tiny_adata.write_h5ad("cells.h5ad")
     Path("recipe.yaml").write_text(CONFIG)
-    return tmp_path
-
-
-@pytest.fixture
-def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs a command which must fail, and returns the one line that it tells."""
-
-    def told(*argv: str) -> str:
-        try:
-            code = main(list(argv))
-        except SystemExit as stop:  # argparse leaves this way
-            code = stop.code
-        shown = capsys.readouterr()
-        assert (code, shown.out) == (2, "")
-        assert shown.err.startswith("scforge")
-        assert shown.err.count("\n") == 1
-        return shown.err.strip()
-
-    return told
+    return folder
 
 
 def test_init_check_and_show(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
