@@ -102,7 +102,7 @@ class Built:
             seen.update(options, benchmarks=benchmarks)
             return SimpleNamespace(evaluations=[])
 
-        self.patch.setattr("scforge.eval.callback.make_benchmark_callback", make)
+        self.patch.setattr("scforge.eval.callback.BenchmarkCallback", make)
         from_config.train_arguments(self.config)
         return seen
 

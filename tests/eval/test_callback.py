@@ -16,7 +16,7 @@ from torch import nn
 from scforge.config.schema import ModelConfig
 from scforge.data import open_cells
 from scforge.errors import DataError, MissingFileError, OptionError, ScforgeWarning
-from scforge.eval import Benchmark, BenchmarkCallback, Evaluation, make_benchmark_callback, register_benchmark
+from scforge.eval import Benchmark, BenchmarkCallback, Evaluation, register_benchmark
 from scforge.eval.base import BENCHMARKS
 from scforge.models import Encoder, get_model
 from scforge.tokenizers import get_tokenizer
@@ -130,7 +130,7 @@ def test_a_registered_benchmark_gets_the_columns_of_the_data(data: CellDataModul
             return {"share": float((obs[self.labels_key] == self.of).mean())}
 
     try:
-        callback = make_benchmark_callback([{"purity": {"of": "b"}}, {"purity": {"name": "of_a"}}, CELL_TYPES])
+        callback = BenchmarkCallback([{"purity": {"of": "b"}}, {"purity": {"name": "of_a"}}, CELL_TYPES])
         _, epochs = fit(data, callback)
     finally:
         BENCHMARKS._entries.pop("purity")
@@ -165,7 +165,7 @@ def test_it_scores_the_held_out_cells_as_the_module_embeds_them(data: CellDataMo
 
 def test_training_is_the_same_with_and_without(data: CellDataModule) -> None:
     plain, _ = fit(data)
-    scored, epochs = fit(data, make_benchmark_callback([Draws(), CELL_TYPES]))
+    scored, epochs = fit(data, BenchmarkCallback([Draws(), CELL_TYPES]))
     assert len(epochs[0]) == 4
     for name, weights in plain.state_dict().items():
         assert torch.equal(weights, scored.state_dict()[name]), name
@@ -210,7 +210,7 @@ def test_another_data_set(data: CellDataModule, many_adata: ad.AnnData, tmp_path
 
 
 def test_a_failure_costs_the_figure_only(data: CellDataModule) -> None:
-    callback = make_benchmark_callback([Draws(DataError), CELL_TYPES])
+    callback = BenchmarkCallback([Draws(DataError), CELL_TYPES])
     with pytest.warns(ScforgeWarning, match="'Draws' failed during training, its figures are NaN: it broke") as warned:
         _, epochs = fit(data, callback)
     assert sum(warning.category is ScforgeWarning for warning in warned) == 1
@@ -245,7 +245,7 @@ def test_bad_input_on_construction(tmp_path, monkeypatch) -> None:
         ([{"label_prediction": {"dataset": str(tmp_path / "no.h5ad")}}], MissingFileError, "no.h5ad' of .* not exist"),
     ]:
         with pytest.raises(error, match=message):
-            make_benchmark_callback(wrong)
+            BenchmarkCallback(wrong)
     with pytest.raises(OptionError, match="options={'a': 1} are for a benchmark given by name"):
         Evaluation(Draws(), options={"a": 1})
     with pytest.raises(OptionError, match="max_cells=0"):
@@ -257,7 +257,7 @@ def test_bad_input_on_construction(tmp_path, monkeypatch) -> None:
 def test_bad_input_is_told_before_training(tiny_adata: ad.AnnData) -> None:
     def told(error: type[Exception], message: str, benchmarks: list[Any], **options: Any) -> None:
         with pytest.raises(error, match=message):
-            fit(data_of(tiny_adata, **options), make_benchmark_callback(benchmarks))
+            fit(data_of(tiny_adata, **options), BenchmarkCallback(benchmarks))
 
     told(OptionError, "needs labels_key, a column of obs, but", ["label_prediction"], labels_key=None)
     told(OptionError, "needs batch_key, a column of obs, but", ["batch_integration"], batch_key=None)

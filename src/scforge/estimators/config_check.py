@@ -137,10 +137,10 @@ def benchmark_callbacks(config: Config) -> list[Any]:
     section = config.eval
     if not section.benchmarks:
         return []
-    from scforge.eval.callback import make_benchmark_callback
+    from scforge.eval.callback import BenchmarkCallback
 
     try:
-        callback = make_benchmark_callback(
+        callback = BenchmarkCallback(
             section.benchmarks,
             every_n_epochs=section.every_n_epochs,
             datasets=section.datasets,

@@ -15,7 +15,6 @@ _NAMES = {
     "evaluate": "scforge.eval.harness",
     "get_benchmark": "scforge.eval.base",
     "list_benchmarks": "scforge.eval.base",
-    "make_benchmark_callback": "scforge.eval.callback",
     "pca_embedding": "scforge.eval.baselines",
     "register_benchmark": "scforge.eval.base",
 }
@@ -29,7 +28,6 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "BatchIntegration",
     "BenchmarkCallback",
     "Evaluation",
-    "make_benchmark_callback",
     "pca_embedding",
     "register_benchmark",
     "get_benchmark",

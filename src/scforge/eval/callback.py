@@ -23,7 +23,7 @@ from scforge.eval.evaluation import Entry, Evaluation, ScoredCells, resolve, to_
 from scforge.training.datamodule import CellDataModule
 from scforge.training.predict import embed
 
-__all__ = ["BenchmarkCallback", "Evaluation", "make_benchmark_callback"]
+__all__ = ["BenchmarkCallback", "Evaluation"]
 
 
 class BenchmarkCallback(Callback):
@@ -175,33 +175,3 @@ class BenchmarkCallback(Callback):
 def _embeds(trainer: lightning.Trainer) -> bool:
     """Return whether this process embeds: one does, but a module in pieces needs all of them."""
     return trainer.is_global_zero or isinstance(trainer.strategy, FSDPStrategy | ModelParallelStrategy)
-
-
-def make_benchmark_callback(
-    benchmarks: Sequence[Entry],
-    *,
-    every_n_epochs: int = 1,
-    datasets: Mapping[str, str] | None = None,
-    labels_key: str | None = None,
-    batch_key: str | None = None,
-) -> BenchmarkCallback:
-    """Make a callback of the section ``eval`` of a configuration.
-
-    Parameters
-    ----------
-    benchmarks, every_n_epochs, datasets, labels_key, batch_key
-        See :class:`BenchmarkCallback`.
-
-    Examples
-    --------
-    >>> callback = make_benchmark_callback([{"cell_type_annotation": {"labels_key": "cell_type"}}], every_n_epochs=2)
-    >>> [evaluation.name for evaluation in callback.evaluations]
-    ['cell_type_annotation']
-    """
-    return BenchmarkCallback(
-        benchmarks,
-        every_n_epochs=every_n_epochs,
-        datasets=datasets,
-        labels_key=labels_key,
-        batch_key=batch_key,
-    )
