@@ -20,6 +20,7 @@ ROOMS = [
     "errors",
     "estimators",
     "eval",
+    "insilico",
     "models",
     "pl",
     "testing",

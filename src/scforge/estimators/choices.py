@@ -1,0 +1,196 @@
+"""Genes and cells that a user names, found in a model and its data; and where what is said of them is written.
+
+Shapes: N cells of a source, G genes of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations as combinations_of
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from anndata import AnnData
+from scipy import sparse
+
+from scforge._constants import UNS_KEY
+from scforge.data.cells import Cells, CellSource
+from scforge.data.mapping import GeneMap, gene_names
+from scforge.data.vocab import GeneVocab
+from scforge.errors import (
+    DataError,
+    GeneMismatchError,
+    NotTrainedWarning,
+    OptionError,
+    ScforgeWarning,
+    did_you_mean,
+    listing,
+)
+from scforge.models.components.gene_vectors import check_filled
+
+if TYPE_CHECKING:
+    from scforge.estimators.base import CellModel
+
+__all__ = [
+    "Source",
+    "State",
+    "cell_groups",
+    "cells_in_state",
+    "column_genes",
+    "gene_combinations",
+    "gene_numbers",
+    "note",
+    "ready",
+    "widely_expressed",
+    "written_over_columns",
+]
+
+type Source = AnnData | Cells | str | os.PathLike[str]
+"""What cells are read from."""
+
+type State = Mapping[str, Any] | tuple[str, Any]
+"""A column of obs and the value (or a list of values) of some cells."""
+
+_MOST_GENES = 2000
+_LEAST_SHARE = 0.01
+_SHOWN = 5
+
+
+def gene_numbers(vocab: GeneVocab, genes: Sequence[str] | str) -> np.ndarray:
+    """Return the index of each gene among those of the vocabulary, int32.
+
+    Raises
+    ------
+    OptionError
+        If `genes` is no list of names, or names a gene twice.
+    GeneMismatchError
+        If the model does not know one of them.
+    """
+    names = [genes] if isinstance(genes, str) else list(genes)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise OptionError(f"genes={names!r} is not a list of gene names; name at least one.")
+    numbers = vocab.gene_indices(names)
+    if unknown := [name for name, number in zip(names, numbers, strict=True) if number < 0]:
+        known = [*vocab.genes, *(vocab.symbols or ())]
+        hints = [did_you_mean(name, known).removeprefix("; did you mean ").rstrip("?") for name in unknown[:_SHOWN]]
+        near = ", ".join(hint for hint in hints if hint)
+        raise GeneMismatchError(
+            f"genes names {listing(unknown, most=_SHOWN)}, not among the {vocab.n_genes} genes of the model"
+            f"{f'; did you mean {near}?' if near else '; leave them out, or make a model with them.'}"
+        )
+    if twice := [names[i] for i in range(len(names)) if numbers[i] in numbers[:i]]:
+        raise OptionError(f"genes names {twice[0]!r} twice, maybe by another name of the gene; name each gene once.")
+    return numbers
+
+
+def widely_expressed(vocab: GeneVocab, cells: CellSource) -> np.ndarray:
+    """Return the genes that at least 1 % of the cells express, the 2,000 most widely expressed at most, int32."""
+    n_cells = np.bincount(cells.counts.indices, minlength=vocab.n_genes)
+    least = max(3, int(np.ceil(_LEAST_SHARE * len(cells))))
+    found = np.flatnonzero(n_cells >= least)
+    if not len(found):
+        raise DataError(f"no gene of the model is expressed in {least} of {len(cells)} cells; name genes.")
+    chosen = np.sort(found[np.argsort(-n_cells[found], kind="stable")[:_MOST_GENES]])
+    if len(chosen) < len(found):
+        warnings.warn(
+            f"genes=None takes the {len(chosen)} most widely expressed of {len(found)} expressed genes; name genes for "
+            "others.",
+            ScforgeWarning,
+            stacklevel=4,
+        )
+    return chosen.astype(np.int32)
+
+
+def gene_combinations(numbers: np.ndarray, size: bool | int) -> np.ndarray:
+    """Return single genes (``False``) or all pairs (2) of them, shape (C, 1 or 2)."""
+    if size is False:
+        return numbers[:, None]
+    if size is True or size != 2:
+        raise OptionError(f"combinations={size!r} is not known; choose False for single genes, or 2 for pairs.")
+    if len(numbers) < 2:
+        raise OptionError("combinations=2 needs two genes at least; name more.")
+    return np.array(list(combinations_of(numbers.tolist(), 2)), dtype=np.int32)
+
+
+def cells_in_state(cells: Cells, argument: str, state: State | None) -> np.ndarray | None:
+    """Return which cells are in a state, bool, shape (N,); None for no state.
+
+    Raises
+    ------
+    OptionError
+        If `state` does not name one column and value.
+    DataError
+        If there is no such column, or no such cell.
+    """
+    if state is None:
+        return None
+    pairs = list(state.items()) if isinstance(state, Mapping) else [state]
+    if len(pairs) != 1 or not isinstance(pairs[0], tuple) or len(pairs[0]) != 2 or not isinstance(pairs[0][0], str):
+        raise OptionError(f'{argument}={state!r} does not name a state; pass e.g. {argument}={{"cell_type": "B"}}.')
+    key, value = pairs[0]
+    column = np.asarray(cells.column(key).astype(object), dtype=object)
+    wanted = list(value) if isinstance(value, (list, tuple, set, np.ndarray)) else [value]
+    known = list(dict.fromkeys(column[~pd.isna(column)].tolist()))
+    for one in wanted:
+        if one not in known:
+            hint = did_you_mean(one, known) or ";"
+            raise DataError(f"{argument}: no cell has {one!r} in obs[{key!r}]{hint} (there is: {listing(known)})")
+    return np.isin(column.astype(str), [str(one) for one in wanted]) & ~pd.isna(column)
+
+
+def cell_groups(cells: Cells, key: str | None, chosen: np.ndarray) -> Iterator[tuple[str | None, np.ndarray]]:
+    """Yield the name and the rows of each group of the chosen cells; of all of them, with the name None, without key.
+
+    Cells without a group are in none.
+    """
+    if key is None:
+        yield None, np.flatnonzero(chosen)
+        return
+    column = cells.column(key)
+    names = column.cat.categories if isinstance(column.dtype, pd.CategoricalDtype) else sorted(column.dropna().unique())
+    values = np.asarray(column.astype(object), dtype=object)
+    for name in names:
+        rows = np.flatnonzero((values == name) & chosen)
+        if len(rows):
+            yield str(name), rows
+
+
+def column_genes(model: CellModel, adata: AnnData) -> np.ndarray:
+    """Return the gene of the vocabulary that each column of `adata` has, -1 for none, int32, shape (n_vars,)."""
+    setup = model._setup_of(adata) or model._setup
+    return GeneMap.of(gene_names(adata, setup["gene_key"]), model.vocab).columns
+
+
+def ready(model: CellModel, adata: Source | None, what: str, *, needs_cells: bool = True) -> Any:
+    """Return what to read cells from (None if they are not needed), after a look at the model.
+
+    Warns where a model was never trained; `what` says of what it makes that it is random.
+    """
+    source = model._source(adata) if needs_cells else None
+    check_filled(model.module)
+    if not model.is_trained_:
+        warnings.warn(f"The model is not trained; {what} random.", NotTrainedWarning, stacklevel=3)
+    return source
+
+
+def note(model: CellModel, source: Any, key: str | None, asked: Mapping[str, Any], **tables: pd.DataFrame) -> None:
+    """Write tables, and what they were made with, into ``adata.uns["scforge"][key]``."""
+    if key is None or not isinstance(source, AnnData):
+        return
+    # There is no None in h5ad.
+    facts = {name: value for name, value in {**model.made_with(), **asked}.items() if value is not None}
+    source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key: {**facts, **tables}}
+
+
+def written_over_columns(matrix: sparse.csr_matrix, columns: np.ndarray, *, both: bool) -> sparse.csr_matrix:
+    """Return a matrix over genes of the vocabulary as one over columns of an AnnData; -1 for columns without a gene.
+
+    Columns of one gene get the same numbers. With `both` the rows are genes as well.
+    """
+    known = np.flatnonzero(columns >= 0)
+    shape = (matrix.shape[1], len(columns))
+    spread = sparse.csr_matrix((np.ones(len(known), dtype=np.float32), (columns[known], known)), shape=shape)
+    return sparse.csr_matrix(spread.T @ matrix @ spread if both else matrix @ spread)

@@ -1,0 +1,29 @@
+"""What a trained model says of genes: perturbed cells, gene embeddings, attention, imputed expression."""
+
+from __future__ import annotations
+
+from scforge._lazy import lazy_names
+
+_NAMES = {
+    "Perturbation": "scforge.insilico.perturbation",
+    "PerturbedCells": "scforge.insilico.perturbation",
+    "attention_between_genes": "scforge.insilico.attention",
+    "contextual_gene_embeddings": "scforge.insilico.gene_embeddings",
+    "input_gene_embeddings": "scforge.insilico.gene_embeddings",
+    "predict_counted": "scforge.insilico.imputation",
+    "predict_uncounted": "scforge.insilico.imputation",
+    "screen": "scforge.insilico.screening",
+}
+
+__all__ = [  # noqa: RUF022 -- in the order in which one meets them
+    "Perturbation",
+    "PerturbedCells",
+    "screen",
+    "input_gene_embeddings",
+    "contextual_gene_embeddings",
+    "attention_between_genes",
+    "predict_uncounted",
+    "predict_counted",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

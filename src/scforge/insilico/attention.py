@@ -1,0 +1,168 @@
+"""Attention between genes, as a sparse graph.
+
+Shapes: B cells, S tokens, N heads, G genes of the vocabulary, U genes that are looked at.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import numba
+import numpy as np
+import torch
+from scipy import sparse
+from torch import nn
+
+from scforge.data.cells import CellSource
+from scforge.errors import OptionError, ScforgeWarning
+from scforge.insilico.gene_embeddings import offers, that_offer, visit
+from scforge.tokenizers.base import Tokenizer
+from scforge.training.objectives.base import Objective
+
+__all__ = ["attention_between_genes"]
+
+_NUMBERS = 2**26
+"""Attention weights of a layer of a batch, at most (256 MB), unless one cell has more."""
+
+
+def attention_between_genes(
+    module: nn.Module,
+    cells: CellSource,
+    tokenizer: Tokenizer,
+    *,
+    objective: Objective | None = None,
+    layer: int = -1,
+    heads: str | int = "mean",
+    top_k: int = 20,
+    min_cells: int = 3,
+    max_genes: int = 5000,
+    batch_size: int = 32,
+) -> sparse.csr_matrix:
+    """Return how much the token of each gene (row) looks at that of each other gene (column), a mean over cells.
+
+    The mean is over the cells in which both genes are tokens. Attention of a gene to itself, and to special tokens, is
+    left out; what is left is not scaled to sum to 1.
+
+    Parameters
+    ----------
+    module
+        An architecture that returns attention weights.
+    cells
+        The cells.
+    tokenizer
+        Its tokenizer.
+    objective
+        The objective it was trained with, which may order tokens.
+    layer
+        Layer whose attention is taken; -1 for the last.
+    heads
+        ``"mean"`` or ``"max"`` over heads, or the number of one.
+    top_k
+        Genes to keep of each row: those looked at most.
+    min_cells
+        Cells in which two genes must be tokens together.
+    max_genes
+        Genes to look at, at most: sums over all pairs are kept, eight bytes for each. The most widely expressed ones
+        are taken.
+    batch_size
+        Cells a batch; fewer where cells are long.
+
+    Returns
+    -------
+    Float32, shape (G, G), at most `top_k` entries a row.
+
+    Raises
+    ------
+    OptionError
+        If the architecture has no attention, or no such layer or head.
+    """
+    if not offers(type(module), "output_attentions"):
+        raise OptionError(
+            f"{type(module).__name__} has no attention; choose an architecture that has "
+            f"({that_offer('output_attentions')})."
+        )
+    n_genes, n_special = tokenizer.vocab.n_genes, tokenizer.vocab.n_special
+    used, n_seen = _widely_expressed(cells, max_genes)
+    if n_seen > len(used):
+        warnings.warn(
+            f"{n_seen} genes are expressed, of which the {len(used)} most widely expressed are looked at; raise "
+            "max_genes for more.",
+            ScforgeWarning,
+            stacklevel=3,
+        )
+    place = np.full(len(tokenizer.vocab), -1, dtype=np.int64)
+    place[n_special + used] = np.arange(len(used))
+    sums = np.zeros((len(used), len(used)), dtype=np.float32)
+    numbers = np.zeros(sums.shape, dtype=np.int32)
+    longest = int(tokenizer.lengths(cells.n_expressed).max())
+
+    def add(batch: dict[str, torch.Tensor]) -> None:
+        weights = module(**batch, return_logits=False, output_attentions=True).attentions
+        if not weights or not -len(weights) <= layer < len(weights):
+            raise OptionError(f"layer={layer} is none of the {len(weights or ())} layers; -1 is the last.")
+        one = _over_heads(weights[layer], heads).float().cpu().numpy()
+        at = place[batch["input_ids"].cpu().numpy()]
+        at[~batch["attention_mask"].cpu().numpy()] = -1
+        _add(one, at, sums, numbers)
+
+    batch_size = max(1, min(batch_size, _NUMBERS // (_n_heads(module) * longest**2)))
+    visit(module, cells, tokenizer, add, objective=objective, batch_size=batch_size)
+    return _strongest(sums, numbers, used, n_genes, top_k, min_cells)
+
+
+def _n_heads(module: nn.Module) -> int:
+    """Return the heads of all layers together."""
+    return max(1, sum(part.num_heads for part in module.modules() if isinstance(getattr(part, "num_heads", None), int)))
+
+
+def _widely_expressed(cells: CellSource, most: int) -> tuple[np.ndarray, int]:
+    """Return the genes that most cells express, ascending, at most `most`, and how many are expressed at all."""
+    n_cells = np.bincount(cells.counts.indices, minlength=cells.counts.shape[1])
+    seen = np.flatnonzero(n_cells)
+    return np.sort(seen[np.argsort(-n_cells[seen], kind="stable")[:most]]), len(seen)
+
+
+def _over_heads(weights_bnss: torch.Tensor, heads: str | int) -> torch.Tensor:
+    """Return the attention of the heads that are asked for, (B, S, S)."""
+    n_heads = weights_bnss.shape[1]
+    if heads == "mean":
+        return weights_bnss.mean(dim=1)
+    if heads == "max":
+        return weights_bnss.amax(dim=1)
+    if isinstance(heads, bool) or not isinstance(heads, int) or not -n_heads <= heads < n_heads:
+        raise OptionError(f"heads={heads!r} is neither 'mean' nor 'max' nor the number of one of {n_heads} heads.")
+    return weights_bnss[:, heads]
+
+
+@numba.njit(cache=True, nogil=True)
+def _add(weights, at, sums, numbers):
+    """Add the weights between tokens whose gene has a place, -1 for none."""
+    for cell in range(len(at)):
+        for query in range(at.shape[1]):
+            row = at[cell, query]
+            if row < 0:
+                continue
+            for key in range(at.shape[1]):
+                column = at[cell, key]
+                if column >= 0 and column != row:
+                    sums[row, column] += weights[cell, query, key]
+                    numbers[row, column] += 1
+
+
+def _strongest(
+    sums: np.ndarray, numbers: np.ndarray, used: np.ndarray, n_genes: int, top_k: int, min_cells: int
+) -> sparse.csr_matrix:
+    """Return the largest means of each row, shape (G, G)."""
+    rows, columns, values = [], [], []
+    for row in range(len(used)):
+        known = np.flatnonzero(numbers[row] >= min_cells)
+        means = sums[row, known] / numbers[row, known]
+        best = np.sort(np.argsort(-means, kind="stable")[:top_k])
+        best = best[means[best] > 0]
+        rows.append(np.full(len(best), used[row]))
+        columns.append(used[known[best]])
+        values.append(means[best])
+    if not rows:
+        return sparse.csr_matrix((n_genes, n_genes), dtype=np.float32)
+    entries = (np.concatenate(values).astype(np.float32), (np.concatenate(rows), np.concatenate(columns)))
+    return sparse.csr_matrix(entries, shape=(n_genes, n_genes))

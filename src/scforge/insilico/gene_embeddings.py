@@ -1,0 +1,149 @@
+"""Gene embeddings of a model: those that it starts from, and those in the context of cells.
+
+Shapes: B cells, S tokens, H hidden, G genes of the vocabulary, V tokens of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from scforge.data.cells import Cells
+from scforge.errors import OptionError, listing
+from scforge.models.components.embeddings import GeneExpressionEmbedding
+from scforge.models.components.gene_vectors import GeneVectorBag
+from scforge.models.registry import MODELS
+from scforge.tokenizers.base import Tokenizer
+from scforge.training.objectives.base import Objective
+from scforge.training.predict import run_over
+
+__all__ = ["contextual_gene_embeddings", "input_gene_embeddings", "offers", "that_offer", "visit"]
+
+
+@torch.inference_mode()
+def input_gene_embeddings(module: nn.Module, tokenizer: Tokenizer) -> np.ndarray:
+    """Return what a model embeds the token of each gene by, before positions and values, float32, shape (G, H).
+
+    Raises
+    ------
+    OptionError
+        If the module has no embedding of the tokens.
+    """
+    vocab = tokenizer.vocab
+    ids = torch.arange(vocab.n_special, len(vocab), device=next(module.parameters()).device)
+    embedding = _token_embedding(module, len(vocab))
+    if embedding is None:
+        raise OptionError(
+            f"{type(module).__name__} has no embedding of {len(vocab)} tokens; make one with "
+            "scforge.models.components.GeneExpressionEmbedding."
+        )
+    is_bag = isinstance(embedding, nn.EmbeddingBag | GeneVectorBag)
+    # A bag sums: bags of one token each.
+    vectors = embedding(ids.unsqueeze(1)) if is_bag else embedding(ids.unsqueeze(0))[0]
+    return vectors.float().cpu().numpy()
+
+
+def contextual_gene_embeddings(
+    module: nn.Module,
+    cells: Cells,
+    tokenizer: Tokenizer,
+    *,
+    objective: Objective | None = None,
+    batch_size: int = 256,
+    layer: int = -1,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the mean state of the token of each gene over the cells in which it is one.
+
+    Parameters
+    ----------
+    module
+        An architecture that returns hidden states of tokens.
+    cells
+        The cells.
+    tokenizer
+        Its tokenizer.
+    objective
+        The objective it was trained with, which may order tokens.
+    batch_size
+        Cells a batch.
+    layer
+        Layer whose states are taken; -1 for the last.
+
+    Returns
+    -------
+    Means, float32, shape (G, H), NaN for genes that are no token of any cell; number of cells, int64, shape (G,).
+
+    Raises
+    ------
+    OptionError
+        If the architecture has no states of tokens, or no such layer.
+    """
+    if not offers(type(module), "output_hidden_states"):
+        raise OptionError(
+            f"{type(module).__name__} returns no states of tokens; choose an architecture that does "
+            f"({that_offer('output_hidden_states')}), or contextual=False."
+        )
+    n_special, n_tokens = tokenizer.vocab.n_special, len(tokenizer.vocab)
+    sums: torch.Tensor | None = None
+    numbers = torch.zeros(n_tokens, dtype=torch.int64)
+
+    def add(batch: dict[str, torch.Tensor]) -> None:
+        nonlocal sums
+        states = module(**batch, return_logits=False, output_hidden_states=True).hidden_states
+        if not states or not -len(states) <= layer < len(states):
+            raise OptionError(f"layer={layer} is none of the {len(states or ())} layers; -1 is the last.")
+        if states[layer].stride(1) == 0 and states[layer].shape[1] > 1:
+            raise OptionError(
+                f"{type(module).__name__} with these options has one state for all tokens of a cell; choose "
+                "contextual=False, or an architecture with a state for each token, such as 'transformer_encoder'."
+            )
+        chosen = batch["attention_mask"] & (batch["input_ids"] >= n_special)
+        ids, of_tokens = batch["input_ids"][chosen].cpu(), states[layer][chosen].double().cpu()
+        if sums is None:
+            sums = torch.zeros(n_tokens, of_tokens.shape[1], dtype=torch.float64)
+        sums.index_add_(0, ids, of_tokens)
+        numbers.add_(torch.bincount(ids, minlength=n_tokens))
+
+    visit(module, cells, tokenizer, add, objective=objective, batch_size=batch_size)
+    assert sums is not None
+    means = (sums / numbers.unsqueeze(1))[n_special:]  # 0 / 0 is NaN
+    return means.float().numpy(), numbers[n_special:].numpy()
+
+
+def visit(module: nn.Module, cells: Cells, tokenizer: Tokenizer, do: Any, **options: Any) -> None:
+    """Call `do` with each batch of tokens; `options` are those of :func:`scforge.training.predict.run_over`."""
+
+    def compute(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        do(batch)
+        return torch.zeros(len(batch["input_ids"]), 1)
+
+    run_over(module, cells, tokenizer, compute, **options)
+
+
+def offers(architecture: type[nn.Module], option: str) -> bool:
+    """Return whether ``forward`` of an architecture has an option."""
+    return option in inspect.signature(architecture.forward).parameters
+
+
+def that_offer(option: str) -> str:
+    """Return the names of the architectures whose ``forward`` has an option."""
+    return listing(name for name in MODELS.names() if offers(MODELS.get(name), option))
+
+
+def _token_embedding(module: nn.Module, n_tokens: int) -> nn.Module | None:
+    """Return the module that embeds tokens: that of a known component, else the first of the size of the vocabulary."""
+    parts = list(module.modules())
+    for part in parts:
+        if isinstance(part, GeneExpressionEmbedding):
+            return part.gene_embedding
+    for part in parts:
+        if isinstance(part, GeneVectorBag):
+            return part
+    for part in parts:
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.num_embeddings == n_tokens:
+            return part
+    return None

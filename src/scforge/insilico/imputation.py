@@ -1,0 +1,265 @@
+"""Expression that a model predicts: of genes without counts, and of counted genes as if they had not been seen.
+
+Shapes: B cells, S tokens, W tokens with those that are hidden behind them, G genes of the vocabulary, R genes that are
+asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import nn
+
+from scforge.data.cells import CellBlock, Cells
+from scforge.errors import OptionError
+from scforge.models._utils import evaluating
+from scforge.tokenizers.base import Tokenizer
+from scforge.training.objectives.base import Objective
+
+__all__ = ["check_predicts", "hide_genes", "knows_zeros", "predict_counted", "predict_uncounted"]
+
+_LEAST_HIDDEN = 32
+
+_Batch = dict[str, torch.Tensor]
+
+
+def check_predicts(objective: Objective) -> None:
+    """Raise :class:`~scforge.errors.OptionError` unless a model trained so predicts the expression of hidden genes."""
+    if not objective.predicts_values:
+        raise OptionError(
+            f"a model trained for {type(objective).__name__} predicts no expression of hidden genes; make one with "
+            "objective='masked_value_prediction' and architecture='masked_autoencoder', or 'transformer_encoder' with "
+            "expression_head='value' or 'bin'."
+        )
+
+
+def knows_zeros(objective: Objective, tokenizer: Tokenizer) -> bool:
+    """Return whether a model trained so has seen genes without counts among those that it predicts."""
+    return bool(getattr(objective, "zero_targets", 0.0)) or tokenizer.lists_all_genes
+
+
+def predict_uncounted(
+    module: nn.Module,
+    cells: Cells,
+    tokenizer: Tokenizer,
+    objective: Objective,
+    genes: np.ndarray,
+    *,
+    batch_size: int = 256,
+    seed: int = 0,
+) -> np.ndarray:
+    """Predict the expression of genes where they have no counts, from all genes of the cell that have.
+
+    The genes that are asked about are hidden tokens, as in training. They are asked about some at a time, about as many
+    for each visible gene as in training; which ones together depends on the seed.
+
+    Parameters
+    ----------
+    module
+        An architecture that predicts the values of hidden tokens.
+    cells
+        The cells.
+    tokenizer, objective
+        Those it was trained with.
+    genes
+        Genes that are asked for, index among the genes of the vocabulary, shape (R,).
+    batch_size
+        Cells a batch.
+    seed
+        Seed of which genes are asked about together.
+
+    Returns
+    -------
+    Float32, shape (number of cells, R), in the unit of the tokenizer's values: those of counted genes as they are,
+    those of others predicted, at least 0.
+
+    Raises
+    ------
+    OptionError
+        If a cell leaves no room for hidden tokens.
+    """
+    size = _hidden_at_once(module, cells, tokenizer, objective)
+    parts = np.array_split(np.random.default_rng(seed).permutation(genes), max(1, -(-len(genes) // size)))
+    result = np.empty((len(cells), len(genes)), dtype=np.float32)
+    for rows, block, tokens in _batches(cells, tokenizer, objective, batch_size):
+        counted = _counted(block, tokenizer)
+        known = torch.zeros(counted.shape, dtype=torch.float32)
+        cell, place = torch.nonzero(_are_genes(tokens, tokenizer), as_tuple=True)
+        known[cell, tokens["input_ids"][cell, place] - tokenizer.vocab.n_special] = tokens["values"][cell, place]
+        values = known
+        for part in parts:
+            asked = torch.zeros_like(counted)
+            asked[:, part] = True
+            # What has counts and is no token (there was no room for it) is as hidden as what has none.
+            asked &= ~(counted & (known > 0))
+            values = torch.where(asked, _predict(module, tokens, asked, tokenizer), values)
+        result[rows] = values[:, genes].numpy()
+    return result
+
+
+def predict_counted(
+    module: nn.Module,
+    cells: Cells,
+    tokenizer: Tokenizer,
+    objective: Objective,
+    *,
+    n_folds: int = 5,
+    batch_size: int = 256,
+    seed: int = 0,
+) -> sparse.csr_matrix:
+    """Predict the expression of counted genes, each from the others.
+
+    The genes are dealt into folds. Those of one fold are hidden and predicted from those of the others, so that no
+    value is predicted from itself. (Its counts stay in the library size that the other values are scaled by.)
+
+    Parameters
+    ----------
+    module, cells, tokenizer, objective, batch_size
+        As for :func:`predict_uncounted`.
+    n_folds
+        Number of folds, at least 2.
+    seed
+        Seed of which genes are in which fold.
+
+    Returns
+    -------
+    Float32, shape (number of cells, G), in the unit of the tokenizer's values, with an entry where there is a count.
+    """
+    rng, n_genes = np.random.default_rng(seed), tokenizer.vocab.n_genes
+    fold_of = torch.from_numpy(rng.permutation(n_genes) % n_folds)
+    parts = []
+    for _, block, tokens in _batches(cells, tokenizer, objective, batch_size):
+        counted = _counted(block, tokenizer)
+        values = torch.zeros(counted.shape, dtype=torch.float32)
+        for fold in range(n_folds):
+            hidden = counted & (fold_of == fold)
+            values = torch.where(hidden, _predict(module, tokens, hidden, tokenizer), values)
+        cell = np.repeat(np.arange(len(block)), np.diff(block.indptr))
+        entries = (values.numpy()[cell, block.genes], block.genes, block.indptr)
+        parts.append(sparse.csr_matrix(entries, shape=(len(block), n_genes)))
+    return sparse.vstack(parts, format="csr")
+
+
+def hide_genes(tokens: _Batch, hidden: torch.Tensor, tokenizer: Tokenizer) -> tuple[_Batch, torch.Tensor]:
+    """Take genes out of cells, and put them behind the others as hidden tokens, as ``masked_value_prediction`` does.
+
+    Parameters
+    ----------
+    tokens
+        A batch of the tokenizer.
+    hidden
+        Genes to hide of each cell, those without counts included, bool, shape (B, G).
+    tokenizer
+        The tokenizer.
+
+    Returns
+    -------
+    The batch, with ``masked_positions``, tensors of shape (B, W); and the gene of each hidden token among those of the
+    vocabulary, -1 elsewhere, int64, shape (B, W).
+    """
+    n_special, n_front = tokenizer.vocab.n_special, int(tokenizer.append_cls)
+    ids, mask = tokens["input_ids"], tokens["attention_mask"] != 0
+    n_cells, n_tokens = ids.shape
+    of_gene = _are_genes(tokens, tokenizer)
+    gone = of_gene & hidden.gather(1, (ids - n_special).clamp(min=0))
+    n_hidden = hidden.sum(dim=1)
+    added = torch.zeros(n_cells, int(n_hidden.max()), dtype=torch.int64)
+    cell, gene = torch.nonzero(hidden, as_tuple=True)
+    within = torch.arange(len(cell)) - (n_hidden.cumsum(0) - n_hidden)[cell]
+    added[cell, within] = gene + n_special
+    # Tokens that stay, then hidden genes, then what stands behind the genes of a cell, then nothing.
+    place = torch.arange(n_tokens).expand(n_cells, -1)
+    last_gene = torch.where(of_gene, place, -1).amax(dim=1, keepdim=True) if n_tokens else place.new_zeros(n_cells, 1)
+    behind = ~of_gene & (place > last_gene) & (place >= n_front)
+    kind = torch.where(behind, 2, 0).masked_fill(~mask | gone, 3)
+    kind = torch.cat([kind, torch.where(added > 0, 1, 3)], dim=1)
+    order = torch.argsort(kind, dim=1, stable=True)[:, : int((kind < 3).sum(dim=1).max())]
+    batch = {}
+    for name, tensor in tokens.items():
+        more = added if name == "input_ids" else torch.zeros(added.shape, dtype=tensor.dtype)
+        batch[name] = torch.cat([tensor, more], dim=1).gather(1, order)
+    kind = kind.gather(1, order)
+    batch["attention_mask"] = kind < 3
+    batch["masked_positions"] = kind == 1
+    for name in set(batch) - {"attention_mask", "masked_positions"}:
+        batch[name] = batch[name].masked_fill(kind == 3, 0)
+    return batch, torch.where(kind == 1, batch["input_ids"] - n_special, -1)
+
+
+def _predict(module: nn.Module, tokens: _Batch, hidden: torch.Tensor, tokenizer: Tokenizer) -> torch.Tensor:
+    """Return the predicted values of hidden genes, float32, shape (B, G), 0 elsewhere."""
+    values = torch.zeros(hidden.shape, dtype=torch.float32)
+    if not hidden.any():
+        return values
+    batch, genes = hide_genes(tokens, hidden, tokenizer)
+    device = next(module.parameters()).device
+    on_device = {name: tensor.to(device) for name, tensor in batch.items()}
+    with evaluating(module), torch.inference_mode():
+        raw = _values_of_tokens(module, on_device).float().cpu()
+    cell, place = torch.nonzero(genes >= 0, as_tuple=True)
+    values[cell, genes[cell, place]] = raw[cell, place].clamp(min=0)
+    return values
+
+
+def _values_of_tokens(module: nn.Module, batch: _Batch) -> torch.Tensor:
+    """Return the value that the module predicts of each token, (B, W); of bins the expected one."""
+    head = getattr(module, "expression_head", None)
+    if head is not None:
+        # Its forward would compute the logits of all genes beside them.
+        raw = head(module(**batch, return_logits=False, output_hidden_states=True).hidden_states[-1])
+    else:
+        raw = module(**batch, return_logits=True).logits
+    if raw is not None and raw.ndim == 3 and head is not None:
+        bins = torch.arange(raw.shape[2], dtype=torch.float32, device=raw.device)
+        return raw.float().softmax(dim=2) @ bins
+    if raw is None or raw.ndim != 2:
+        raise OptionError(
+            f"{type(module).__name__} predicts no value of each token; choose the architecture 'masked_autoencoder'."
+        )
+    return raw
+
+
+def _batches(
+    cells: Cells, tokenizer: Tokenizer, objective: Objective, batch_size: int
+) -> Iterator[tuple[slice, CellBlock, _Batch]]:
+    """Yield cells and their tokens."""
+    for start in range(0, len(cells), batch_size):
+        rows = slice(start, min(start + batch_size, len(cells)))
+        block = cells.block(np.arange(rows.start, rows.stop))
+        tokens = objective.arrange(tokenizer(block), tokenizer, np.zeros(len(block), dtype=np.int64), epoch=0, seed=0)
+        yield rows, block, dict(cast(_Batch, tokens))
+
+
+def _are_genes(tokens: _Batch, tokenizer: Tokenizer) -> torch.Tensor:
+    return (tokens["attention_mask"] != 0) & (tokens["input_ids"] >= tokenizer.vocab.n_special)
+
+
+def _counted(block: CellBlock, tokenizer: Tokenizer) -> torch.Tensor:
+    """Return which genes have counts, bool, shape (B, G)."""
+    counted = torch.zeros(len(block), tokenizer.vocab.n_genes, dtype=torch.bool)
+    cell = np.repeat(np.arange(len(block)), np.diff(block.indptr))
+    counted[torch.from_numpy(cell), torch.from_numpy(block.genes.astype(np.int64))] = True
+    return counted
+
+
+def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objective: Objective) -> int:
+    """Return how many genes are asked about at a time: for a cell of mean length as many as in training."""
+    ratio: Any = getattr(objective, "mask_ratio", 0.5)
+    share = np.mean([ratio["start"], ratio["end"]]) if isinstance(ratio, dict) else float(np.mean(ratio))
+    of_visible = share * (1 + getattr(objective, "zero_targets", 0.0)) / (1 - share)
+    lengths = tokenizer.lengths(cells.n_expressed.astype(np.int64))
+    size = max(_LEAST_HIDDEN, int(of_visible * lengths.mean()))
+    embedding = getattr(module, "embedding", None)
+    if getattr(module, "expression_head", None) is None or embedding is None:
+        return size
+    room = int(embedding.max_seq_len) - int(lengths.max())
+    if room < 1:
+        raise OptionError(
+            f"max_seq_len={embedding.max_seq_len} leaves no room for hidden genes beside the {int(lengths.max())} "
+            "tokens of a cell; make the model with a larger one."
+        )
+    return min(size, room)

@@ -1,0 +1,96 @@
+"""Counts that are changed before cells become tokens."""
+
+from __future__ import annotations
+
+import anndata as ad
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import sparse
+
+from scforge.data import CellBlock, GeneVocab, open_cells
+from scforge.errors import OptionError
+from scforge.insilico import Perturbation, PerturbedCells
+from scforge.insilico.perturbation import with_counts
+from scforge.tokenizers import get_tokenizer
+
+N_GENES = 6
+TOKENIZERS = {
+    "rank": ("rank_value", {}),
+    "rank without medians": ("rank_value", {"use_medians": False}),
+    "binned": ("binned_expression", {}),
+    "binned, with zeros": ("binned_expression", {"side": "one", "include_zero_genes": True}),
+    "continuous": ("continuous_projection", {}),
+    "continuous, random": ("continuous_projection", {"order": "random", "max_len": 20}),
+    "continuous, all genes": ("continuous_projection", {"include_zero_genes": True}),
+    "continuous, own depth": ("continuous_projection", {"library_size": "vocabulary", "attention_bias": True}),
+    "vectors": ("gene_embedding", {"table": {f"gene{i}": [float(i), 1.0] for i in range(0, 80, 2)}}),
+}
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=N_GENES, max_size=N_GENES), min_size=1, max_size=5), st.data())
+def test_with_counts_is_assignment(rows: list[list[int]], data: st.DataObject):
+    dense = np.array(rows, dtype=np.float32)
+    size = data.draw(st.integers(1, 3))
+    genes = np.array([data.draw(st.permutations(range(N_GENES)))[:size] for _ in rows])
+    counts = np.array([[data.draw(st.integers(0, 4)) for _ in range(size)] for _ in rows], dtype=np.float64)
+    outside = np.arange(len(rows)) + 2.0  # counts in genes that the vocabulary does not have
+    block = CellBlock.from_csr(sparse.csr_matrix(dense), dense.sum(axis=1) + outside)
+    changed = with_counts(block, genes, counts)
+    np.put_along_axis(dense, genes, counts.astype(np.float32), axis=1)
+    expected = CellBlock.from_csr(sparse.csr_matrix(dense), dense.sum(axis=1) + outside)
+    for name in ("indptr", "genes", "counts", "totals"):
+        np.testing.assert_array_equal(getattr(changed, name), getattr(expected, name))
+        assert getattr(changed, name).dtype == getattr(expected, name).dtype
+
+
+@pytest.mark.parametrize(("name", "options"), TOKENIZERS.values(), ids=TOKENIZERS)
+def test_deletion_is_a_count_of_zero_in_the_data(name: str, options: dict, tiny_adata: ad.AnnData, tiny_vocab):
+    tokenizer = get_tokenizer(name, tiny_vocab, **options)
+    gene = 3
+    tiny_adata = tiny_adata[tiny_adata.X[:, gene].toarray()[:, 0] > 0].copy()
+    cells = open_cells(tiny_adata, tiny_vocab)
+    rows = np.arange(len(cells))
+    copies = PerturbedCells(cells, Perturbation("delete"), rows, np.full((len(rows), 1), gene, dtype=np.int32))
+    tiny_adata.X[:, gene] = 0
+    tiny_adata.X.eliminate_zeros()
+    expected = tokenizer(open_cells(tiny_adata, tiny_vocab).block(rows))
+    given = tokenizer(copies.block(rows))
+    assert set(given) == set(expected)
+    for key in expected:
+        np.testing.assert_array_equal(given[key].numpy(), expected[key].numpy())
+
+
+@pytest.mark.parametrize(("name", "options"), list(TOKENIZERS.values())[:2])
+def test_overexpressed_gene_ranks_first(name: str, options: dict, tiny_adata: ad.AnnData, tiny_vocab: GeneVocab):
+    tokenizer = get_tokenizer(name, tiny_vocab, **options)
+    cells = open_cells(tiny_adata, tiny_vocab)
+    perturbation = Perturbation.of("overexpress", cells, tokenizer)
+    for gene in (0, 40, 79):
+        block = perturbation.apply(cells.block(np.arange(60)), np.full((60, 1), gene))
+        assert set(tokenizer(block)["input_ids"][:, 1].tolist()) == {tiny_vocab.n_special + gene}
+    # What ranks first stays as it is.
+    again = perturbation.apply(block, np.full((60, 1), gene))
+    np.testing.assert_array_equal(again.counts, block.counts)
+
+
+def test_activation_gives_usual_counts(tiny_vocab: GeneVocab):
+    counts = np.zeros((5, 80), dtype=np.float32)
+    counts[:, 0] = [96, 98, 95, 10, 1000]
+    counts[:3, 1] = [4, 2, 5]  # shares of 4, 2 and 5 %
+    cells = open_cells(ad.AnnData(sparse.csr_matrix(counts)), GeneVocab.from_genes([str(i) for i in range(80)]))
+    perturbation = Perturbation.of("activate", cells, get_tokenizer("continuous_projection", cells.vocab))
+    assert perturbation.shares[1] == pytest.approx(0.04)
+    assert np.isnan(perturbation.shares[2])
+    block = perturbation.apply(cells.block(np.arange(5)), np.ones((5, 1), dtype=int))
+    assert block.counts[block.genes == 1].tolist() == [4, 2, 5, 1, 40]
+    assert block.totals.tolist() == [100, 100, 100, 11, 1040]
+    expressed = np.array([[True, True], [True, False], [False, False]])
+    assert perturbation.applies(expressed).tolist() == [False, False, True]
+    assert Perturbation("delete").applies(expressed).tolist() == [True, False, False]
+
+
+def test_bad_mode():
+    with pytest.raises(OptionError, match="mode='knockout' is not known"):
+        Perturbation("knockout")
