@@ -118,8 +118,8 @@ class LabelSets:
     def _split(self, value: Any) -> list[str]:
         if not isinstance(value, str):
             raise DataError(
-                f"{self.argument} holds {value!r}, not text such as 'a{self.separator}b'; name columns of truth values "
-                "with labels_keys, or make text of it."
+                f"{self.argument} holds {str(value)!r}, not text such as 'a{self.separator}b'; name columns of truth "
+                "values with labels_keys, or make text of it."
             )
         return [label.strip() for label in value.split(self.separator) if label.strip()]
 
@@ -130,8 +130,8 @@ def _truth(values: pd.Series, key: str) -> np.ndarray:
     odd = [value for value in present.unique() if isinstance(value, str) or value not in (0, 1)]
     if odd:
         raise DataError(
-            f"labels_keys: {key!r} holds {odd[0]!r}, which is neither a truth value nor 0 or 1; name columns of these, "
-            "or one column of text with labels_key."
+            f"labels_keys: {key!r} holds {str(odd[0])!r}, which is neither a truth value nor 0 or 1; name columns of "
+            "these, or one column of text with labels_key."
         )
     result = np.zeros(len(values), dtype=bool)
     result[np.asarray(values.notna())] = np.asarray(present, dtype=object).astype(bool)

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.metrics import f1_score
+
+from scforge.errors import DataError, OptionError, ScforgeWarning
+from scforge.finetuning import get_task
+
+TRAIN, HELD_OUT = np.arange(0, 150), np.arange(150, 200)
+
+
+@pytest.fixture
+def sets(cells200):
+    """Label p is that of group a, q that of group b, and every fifth cell has r, too."""
+    cells200.obs["p"] = cells200.obs["group"] == "a"
+    cells200.obs["q"] = (cells200.obs["group"] == "b").astype(int)
+    cells200.obs["r"] = np.arange(200) % 5 == 0
+    has = cells200.obs[["p", "q", "r"]].astype(bool)
+    cells200.obs["sets"] = [";".join(has.columns[row]) for row in has.to_numpy()]
+    return cells200
+
+
+OPTIONS = [{"labels_keys": ["p", "q", "r"]}, {"labels_key": "sets"}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["columns", "text"])
+def test_planted_labels_are_found(sets, tuned, options):
+    predictor = tuned("multi_label", sets, **options)
+    assert predictor.task.classes == ["p", "q", "r"]
+    table = predictor.task.predict(predictor, sets)
+    assert (table["p"] == sets.obs["p"]).iloc[HELD_OUT].mean() > 0.9
+    assert (table["q"] == (sets.obs["q"] == 1)).iloc[HELD_OUT].mean() > 0.9
+    if "labels_key" in options:
+        assert sets.obs["scforge_sets"].iloc[0] == ";".join(table.columns[table.iloc[0]])
+        name = "scforge_sets"
+    else:
+        np.testing.assert_array_equal(sets.obs["scforge_p"], table["p"])
+        assert sets.obs["scforge_p"].dtype == bool
+        name = "scforge_labels"
+    probabilities = sets.obsm[f"{name}_probabilities"]
+    np.testing.assert_array_equal(probabilities >= 0.5, table)
+    assert sets.uns["scforge"][f"{name}_classes"].tolist() == ["p", "q", "r"]
+    soft = predictor.task.predict(predictor, None, soft=True)
+    np.testing.assert_allclose(soft, probabilities)
+    assert predictor.task.predict(predictor, None, threshold=0.0).all(axis=None)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["columns", "text"])
+def test_config_makes_it_again(sets, tuned, options):
+    task = tuned("multi_label", sets, **options).task
+    assert get_task("multi_label", **json.loads(json.dumps(task.config()))).config() == task.config()
+
+
+def test_loss_and_figures_by_hand(sets, tuned, step):
+    rows = np.arange(40)
+    truth = sets.obs[["p", "q", "r"]].to_numpy(dtype=np.float32)
+    positive = truth[TRAIN].sum(axis=0)
+    for weight, by_hand in ((None, [1, 1, 1]), ("balanced", (150 - positive) / positive), ({"r": 4.0}, [1, 1, 4])):
+        predictor = tuned("multi_label", sets, labels_keys=["p", "q", "r"], pos_weight=weight)
+        criterion = torch.nn.BCEWithLogitsLoss(pos_weight=torch.tensor(np.array(by_hand, dtype=np.float32)))
+        logits = predictor.outputs(rows)
+        loss, figures = step(predictor, rows)
+        assert loss.item() == pytest.approx(criterion(torch.from_numpy(logits), torch.from_numpy(truth[rows])).item())
+    found = predictor.task.summarise({"loss": np.array(1.0), "counts": figures["counts"].numpy()})
+    expected = f1_score(truth[rows], logits > 0, average="macro", zero_division=0)
+    assert found == {"loss": 1.0, "macro_f1": pytest.approx(expected)}
+
+
+def test_cells_without_values(sets, tuned, step):
+    sets.obs["sets"] = sets.obs["sets"].astype(object)
+    sets.obs.iloc[150:, sets.obs.columns.get_loc("sets")] = np.nan
+    sets.obs.iloc[0, sets.obs.columns.get_loc("sets")] = ""
+    predictor = tuned("multi_label", sets, labels_key="sets")
+    usable = predictor.task.usable(lambda key: sets.obs[key])
+    np.testing.assert_array_equal(usable, np.arange(200) < 150)
+    assert predictor.task.targets(np.array([0, 1]))["target"].tolist() == [[0, 0, 0], [0, 1, 0]]
+    torch.testing.assert_close(step(predictor, np.arange(140, 170))[0], step(predictor, np.arange(140, 150))[0])
+    assert step(predictor, np.arange(150, 160))[0].item() == 0
+    with pytest.raises(DataError, match="1 of 2 training cells have no value"):
+        predictor.task.bind(predictor.cells, np.array([149, 150]))
+
+
+def test_evaluation(sets, tuned, context):
+    sets.obs["sets"] = sets.obs["sets"].astype(object)
+    place = sets.obs.columns.get_loc("sets")
+    sets.obs.iloc[195:, place] = np.nan
+    sets.obs.iloc[190:195, place] = [f"{value};new" for value in sets.obs["sets"].iloc[190:195]]
+    predictor = tuned("multi_label", sets, labels_key="sets")
+    evaluated = predictor.task.evaluate(context(predictor))
+    metrics = evaluated.metrics
+    assert list(metrics.index) == ["scforge", "logistic_regression_pca", "frozen_embedding", "label_frequency"]
+    assert (metrics["n_scored"] == 45).all()
+    assert (metrics["n_unknown_label"] == 5).all()
+    assert (metrics["n_unlabelled"] == 5).all()
+    assert metrics.loc["label_frequency", "auroc"] == pytest.approx(0.5)
+    assert metrics.loc["scforge", "auroc"] > 0.75
+    per_label = evaluated.tables["per_label"]
+    assert (per_label.loc[["p", "q"], "auroc"] > 0.95).all()
+    assert per_label["auroc"].mean() == pytest.approx(metrics.loc["scforge", "auroc"])
+    # The head stands where logistic regressions on the frozen embedding do, as it was not trained further.
+    assert metrics.loc["frozen_embedding", "auroc"] == pytest.approx(metrics.loc["scforge", "auroc"], abs=0.01)
+    with pytest.warns(ScforgeWarning, match="frozen embedding is missing"):
+        predictor.task.evaluate(context(predictor, base_train=None))
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "options", "message"),
+    [
+        ("p", ["yes", "no"] * 100, {"labels_keys": ["p", "q"]}, "'p' holds 'yes', which is neither a truth value"),
+        ("p", [0, 2] * 100, {"labels_keys": ["p", "q"]}, "'p' holds '2'"),
+        ("p", [1.0] * 200, {"labels_keys": ["p", "q"]}, "has 'p' for all training cells"),
+        ("sets", [1, 2] * 100, {"labels_key": "sets"}, "holds '1', not text"),
+        ("sets", [""] * 200, {"labels_key": "sets"}, "has no label for any training cell"),
+    ],
+)
+def test_columns_that_are_no_label_sets(sets, column, values, options, message):
+    sets.obs[column] = values
+    with pytest.raises(DataError, match=message):
+        get_task("multi_label", **options).options_from(lambda key: sets.obs[key])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give either columns of truth values, or one column of text"),
+        ({"labels_key": "sets", "labels_keys": ["p"]}, "give either"),
+        ({"labels_keys": "p"}, "labels_keys='p' is not a list"),
+        ({"labels_keys": ["p", "p"]}, "names a column twice"),
+        ({"labels_keys": ["p", "q"], "classes": ["p"]}, "are not labels_keys"),
+        ({"labels_key": "sets", "separator": " "}, "separator=' '"),
+        ({"labels_key": "sets", "pos_weight": 3}, "pos_weight=3"),
+        ({"labels_key": "sets", "pos_wieght": None}, "did you mean 'pos_weight'"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(OptionError, match=message):
+        get_task("multi_label", **options)
+
+
+def test_missing_truth_values(sets):
+    sets.obs["p"] = pd.array([True, False, None, True] * 50, dtype="boolean")
+    task = get_task("multi_label", labels_keys=["p", "q"])
+    usable = task.usable(lambda key: sets.obs[key])
+    np.testing.assert_array_equal(usable, np.arange(200) % 4 != 2)

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
+
+from scforge.errors import DataError, OptionError, ScforgeWarning
+from scforge.finetuning import get_task
+
+TRAIN, HELD_OUT = np.arange(0, 150), np.arange(150, 200)
+
+
+@pytest.fixture
+def aged(cells200):
+    """Cells of group a are about 20 years old, those of b about 60."""
+    noise = np.random.default_rng(0).normal(size=200)
+    cells200.obs["age"] = np.where(cells200.obs["group"] == "a", 20.0, 60.0) + noise
+    return cells200
+
+
+def test_planted_numbers_are_found_and_shuffled_ones_are_not(aged, tuned):
+    aged.obs["shuffled"] = np.random.default_rng(1).permutation(aged.obs["age"])
+    correlation = {}
+    for key in ("age", "shuffled"):
+        predictor = tuned("regression", aged, labels_key=key)
+        table = predictor.task.predict(predictor, aged)
+        correlation[key] = np.corrcoef(table["prediction"].iloc[HELD_OUT], aged.obs[key].iloc[HELD_OUT])[0, 1]
+    assert correlation["age"] > 0.9
+    assert abs(correlation["shuffled"]) < 0.4
+    assert aged.obs["scforge_age"].dtype == np.float32
+    by_group = aged.obs["scforge_age"].groupby(aged.obs["group"], observed=True).mean()
+    assert by_group.to_dict() == pytest.approx({"a": 20, "b": 60}, abs=3)
+    table = predictor.task.predict(predictor, aged, key_added="mine")
+    np.testing.assert_array_equal(aged.obs["mine"], table["prediction"])
+
+
+@pytest.mark.parametrize("loss_function", ["huber", "mse"])
+def test_loss_and_figures_by_hand(aged, tuned, step, loss_function):
+    predictor = tuned("regression", aged, labels_key="age", loss_function=loss_function)
+    with torch.no_grad():
+        predictor.module.head.out.weight *= 3  # some errors above one standard deviation
+    sums, total, losses = 0, 0, []
+    for rows in (np.arange(0, 60), np.arange(60, 90)):
+        loss, figures = step(predictor, rows)
+        sums, total = sums + figures["moments"].numpy() * len(rows), total + len(rows)
+        losses.append(loss.item())
+    age = aged.obs["age"].to_numpy()
+    center, scale = age[TRAIN].mean(), age[TRAIN].std()
+    assert (predictor.task.center, predictor.task.scale) == pytest.approx((center, scale))
+    outputs = predictor.outputs(np.arange(90))[:, 0]
+    error = np.abs(outputs - (age[:90] - center) / scale)
+    by_hand = np.where(error < 1, error**2 / 2, error - 0.5) if loss_function == "huber" else error**2
+    assert (error > 1).any()
+    assert losses == pytest.approx([by_hand[:60].mean(), by_hand[60:].mean()], rel=1e-4)
+    predicted = outputs * scale + center
+    assert predictor.task.summarise({"loss": np.array(1.0), "moments": sums / total}) == pytest.approx(
+        {
+            "loss": 1.0,
+            "mae": mean_absolute_error(age[:90], predicted),
+            "rmse": root_mean_squared_error(age[:90], predicted),
+            "r2": r2_score(age[:90], predicted),
+        },
+        rel=1e-4,
+    )
+
+
+def test_cells_without_number_do_not_count(aged, tuned, step):
+    aged.obs.loc[aged.obs_names[150:], "age"] = np.nan
+    predictor = tuned("regression", aged, labels_key="age")
+    usable = predictor.task.usable(lambda key: aged.obs[key])
+    np.testing.assert_array_equal(usable, np.arange(200) < 150)
+    with_missing, _ = step(predictor, np.arange(140, 170))
+    alone, _ = step(predictor, np.arange(140, 150))
+    torch.testing.assert_close(with_missing, alone)
+    assert step(predictor, np.arange(150, 170))[0].item() == 0
+    with pytest.raises(DataError, match="20 of 30 training cells have no number"):
+        predictor.task.bind(predictor.cells, np.arange(140, 170))
+
+
+def test_evaluation(aged, tuned, context):
+    aged.obs.loc[aged.obs_names[190:], "age"] = np.nan
+    predictor = tuned("regression", aged, labels_key="age")
+    metrics = predictor.task.evaluate(context(predictor)).metrics
+    assert list(metrics.index) == ["scforge", "ridge_pca", "knn_pca", "frozen_embedding", "mean"]
+    assert (metrics["n_scored"] == 40).all()
+    assert (metrics["n_unlabelled"] == 10).all()
+    assert metrics.loc["scforge", "r2"] > 0.8
+    assert metrics.loc["mean", "mae"] == pytest.approx(20, abs=1)
+    assert np.isnan(metrics.loc["mean", "pearson"])
+    # The head stands where the ridge regression on the frozen embedding does, as it was not trained further.
+    np.testing.assert_allclose(
+        metrics.loc["frozen_embedding", "mae":"r2"].astype(float),
+        metrics.loc["scforge", "mae":"r2"].astype(float),
+        rtol=1e-3,
+    )
+    with pytest.warns(ScforgeWarning, match="no baseline can learn"):
+        alone = predictor.task.evaluate(context(predictor, train_cells=None))
+    assert list(alone.metrics.index) == ["scforge"]
+    with pytest.raises(DataError, match="no number for any of the 10 scored cells"):
+        predictor.task.evaluate(context(predictor, rows=np.arange(190, 200)))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        np.arange(200) % 3,
+        pd.array([1, 2, None, 4] * 50, dtype="Int64"),
+        pd.Categorical(np.arange(200) % 5),
+        np.arange(200, dtype=np.float32),
+    ],
+    ids=["integers", "nullable", "categories of numbers", "float32"],
+)
+def test_numbers_of_all_kinds(cells200, values):
+    cells200.obs["dose"] = values
+    task = get_task("regression", labels_key="dose")
+    found = task.options_from(lambda key: cells200.obs[key])
+    numbers = np.array([np.nan if pd.isna(value) else float(value) for value in values])
+    assert found == pytest.approx({"center": np.nanmean(numbers), "scale": np.nanstd(numbers)})
+    again = get_task("regression", **json.loads(json.dumps({**task.config(), **found})))
+    assert again.config() == {**task.config(), **found}
+    assert again.options_from(lambda key: cells200.obs[key]) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (["old", "young"] * 100, "not numbers; .*'annotation'"),
+        ([True, False] * 100, "holds bool values, not numbers"),
+        (pd.Categorical(["1", "2"] * 100), "not numbers"),
+        ([1.0, np.inf] * 100, "infinite values"),
+        ([3.0] * 200, r"one value only \(3\)"),
+        ([np.nan] * 200, "no value among the training cells"),
+    ],
+)
+def test_columns_that_are_no_numbers(cells200, values, message):
+    cells200.obs["age"] = values
+    with pytest.raises(DataError, match=message):
+        get_task("regression", labels_key="age").options_from(lambda key: cells200.obs[key])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_function": "l1"}, "loss_function='l1'"),
+        ({"center": 1.0}, "belong together"),
+        ({"center": 1.0, "scale": 0.0}, "scale=0.0"),
+        ({"center": "x", "scale": 1.0}, "center='x'"),
+        ({"los_function": "mse"}, "did you mean 'loss_function'"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(OptionError, match=message):
+        get_task("regression", **{"labels_key": "age", **options})
