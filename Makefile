@@ -2,6 +2,8 @@
 VENV ?= .venv
 export VENV
 INSTALL := sh tools/install.sh
+# A process a core, up to four, each with imports and fixtures of its own.
+PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
 .PHONY: help quickstart test test-slow test-census lint docs notebooks constraints clean
@@ -15,7 +17,7 @@ quickstart: ## Install scforge and run the tour; results go to quickstart/
 
 test: ## Run the tests; ARGS="-k tokenizer" passes options to pytest
 	@$(INSTALL) test
-	$(VENV)/bin/pytest $(ARGS)
+	$(VENV)/bin/pytest $(PARALLEL) $(ARGS)
 
 test-slow: ## Run what test leaves out: tests that take minutes, and properties on more examples
 	@$(INSTALL) test
@@ -28,7 +30,7 @@ WITH_PANDAS := census census_filters checks convert h5ad perturbation selection 
 test-census: VENV := .venv-census
 test-census: ## Run the tests of the Census, and of what else meets pandas 2, in an environment of their own
 	@PYTHON=$${PYTHON:-python3.12} $(INSTALL) test census
-	$(VENV)/bin/pytest $(WITH_PANDAS:%=tests/data/test_%.py) tests/datasets $(ARGS)
+	$(VENV)/bin/pytest $(PARALLEL) $(WITH_PANDAS:%=tests/data/test_%.py) tests/datasets $(ARGS)
 
 lint: ## Check style, imports between rooms, and types
 	@$(INSTALL) dev
@@ -43,7 +45,7 @@ docs: ## Build the documentation into docs/_build/html
 
 notebooks: ## Run every notebook from top to bottom
 	@$(INSTALL) test
-	$(VENV)/bin/pytest --nbmake notebooks
+	$(VENV)/bin/pytest $(PARALLEL) --nbmake notebooks
 
 PINS := uv pip compile -q --universal --python-version 3.12 --no-header --no-annotate --no-emit-index-url
 constraints: ## Renew constraints.txt and constraints-census.txt; needs uv
