@@ -1,6 +1,6 @@
 """How well predicted effects of perturbations fit measured ones: always on deltas, never on absolute expression.
 
-Shapes: Q perturbations (in a context), G genes, M further measured effects, K genes of the largest effect.
+Shapes: Q perturbations (in a context), G genes, K genes of the largest effect.
 
 All-gene correlations of absolute expression are near 1 for a model that predicts no effect at all (on the Norman data
 .99, beside .51 for deltas), so there is none here.
@@ -66,9 +66,7 @@ def top_genes(scores: np.ndarray, n: int = TOP_GENES) -> np.ndarray:
     return np.argsort(-np.abs(scores), axis=1, kind="stable")[:, :n]
 
 
-def score_deltas(
-    predicted: np.ndarray, measured: np.ndarray, scores: np.ndarray, *, others: np.ndarray | None = None
-) -> pd.DataFrame:
+def score_deltas(predicted: np.ndarray, measured: np.ndarray, scores: np.ndarray) -> pd.DataFrame:
     """Score predicted effects.
 
     Parameters
@@ -77,9 +75,6 @@ def score_deltas(
         Change of the mean log1p CP10K against controls, shape (Q, G).
     scores
         Score of the differential expression of the measured effects, e.g. Welch's t, shape (Q, G).
-    others
-        Effects of further perturbations, e.g. those of the training, among which an own effect is to be told apart,
-        shape (M, G).
 
     Returns
     -------
@@ -92,8 +87,9 @@ def score_deltas(
         Mean squared error, mean absolute error, and mean squared error weighted by :func:`de_weights`.
     ``rank``
         Share of the measured effects that are more similar to the prediction (cosine; ties count half) than the own
-        one: 0 is perfect, 0.5 chance, which is what one prediction for all has. After the rank metrics of PerturBench
-        (Wu et al., arXiv:2408.10609). NaN without another effect.
+        one: 0 is perfect, 0.5 chance, which is what one prediction for all has on average. After the rank metrics of
+        PerturBench (Wu et al., arXiv:2408.10609). NaN without another effect. Effects of the training are no
+        candidates: their own mean would be nearer to them than to any other, which is not what a rank is to show.
 
     Raises
     ------
@@ -117,7 +113,6 @@ def score_deltas(
     top = top_genes(scores)
     error = predicted - measured
     weights = de_weights(scores)
-    known = measured if others is None else np.concatenate([measured, np.asarray(others, dtype=np.float64)])
     return pd.DataFrame(
         {
             "pearson_delta": _pearson(predicted, measured),
@@ -128,7 +123,7 @@ def score_deltas(
             "mse": np.square(error).mean(axis=1),
             "mae": np.abs(error).mean(axis=1),
             "wmse": (weights * np.square(error)).mean(axis=1),
-            "rank": _ranks(predicted, known),
+            "rank": _ranks(predicted, measured),
         }
     )
 
@@ -139,7 +134,6 @@ def technical_duplicate(
     controls: np.ndarray,
     scores: np.ndarray,
     *,
-    others: np.ndarray | None = None,
     n_splits: int = 5,
     seed: int = 0,
 ) -> pd.DataFrame:
@@ -158,7 +152,7 @@ def technical_duplicate(
         Group of each cell: 0 to Q - 1 for perturbations, from Q on for their controls, shape (N,).
     controls
         For each perturbation the group of its controls, shape (Q,).
-    scores, others
+    scores
         See :func:`score_deltas`.
     n_splits
         Splits, of which the mean is returned.
@@ -184,7 +178,7 @@ def technical_duplicate(
         both = moments_of(expression, groups + n_groups * half, 2 * n_groups)
         one = effects_of(both, perturbed, controls).deltas
         other = effects_of(both, perturbed + n_groups, controls + n_groups).deltas
-        table = score_deltas(one, other, scores, others=others)
+        table = score_deltas(one, other, scores)
         tables.append(table.apply(lambda column: _OF_WHOLE.get(str(column.name), _as_it_is)(column)))
     mean = sum(tables[1:], start=tables[0]) / n_splits
     few = (sizes[perturbed] < 2) | (sizes[controls] < 2)
@@ -210,7 +204,7 @@ def calibrated(table: pd.DataFrame, base: str, ceiling: str) -> pd.DataFrame:
     Examples
     --------
     >>> scores = pd.DataFrame({"mse": [4.0, 2.0, 1.0]}, index=["train_mean", "scforge", "technical_duplicate"])
-    >>> round(calibrated(scores, "train_mean", "technical_duplicate").loc["scforge", "mse"], 3)
+    >>> round(float(calibrated(scores, "train_mean", "technical_duplicate").loc["scforge", "mse"]), 3)
     0.667
     """
     columns = [name for name in table.columns if name in METRICS]

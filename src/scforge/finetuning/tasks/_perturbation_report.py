@@ -76,15 +76,13 @@ def evaluate_effects(task: Perturbation, context: EvaluationContext) -> Evaluate
     known = None if context.train is None else _known(task, context, genes, inputs)
     predictions = {"scforge": effects_for(task, context.predictor, pairs, inputs)[:, genes]}
     predictions |= _baselines(task, context, pairs, inputs, known, genes, cells.vocab)
-    others = None if known is None else known.deltas
     effects, scores = real.effects.deltas[:, genes], real.effects.scores[:, genes]
-    tables = {name: score_deltas(made, effects, scores, others=others) for name, made in predictions.items()}
+    tables = {name: score_deltas(made, effects, scores) for name, made in predictions.items()}
     tables["technical_duplicate"] = technical_duplicate(
         log_expression(cells, real.rows)[:, genes],
         real.groups,
         real.controls,
         scores,
-        others=others,
         seed=context.seed,
     )
     described = pd.DataFrame(
