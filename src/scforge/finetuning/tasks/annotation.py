@@ -226,10 +226,11 @@ class Annotation(Task):
         )
         total = (labelled if weights is None else labelled * weights[known]).sum()
         n_classes = logits.shape[1]
-        pairs = (known * n_classes + logits.detach().argmax(dim=1))[labelled]
-        confusion = torch.bincount(pairs, minlength=n_classes**2).view(n_classes, n_classes)
+        pairs = known * n_classes + logits.detach().argmax(dim=1)
+        # Unlike bincount and a choice of rows, this does not wait for a GPU.
+        confusion = logits.new_zeros(n_classes**2).index_add_(0, pairs, labelled.to(logits.dtype))
         # Where no cell of a batch has a known label there is nothing to divide by.
-        return summed / total.clamp_min(1e-12), {"confusion": confusion / len(target)}
+        return summed / total.clamp_min(1e-12), {"confusion": confusion.view(n_classes, n_classes) / len(target)}
 
     def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the loss, accuracy, balanced accuracy and macro F1."""

@@ -170,13 +170,15 @@ class MultiLabel(Task):
         self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the mean loss over cells and labels, and right, missed and wrong predictions of each label."""
-        labelled = ~torch.isnan(batch["target"][:, 0])
-        logits, target = outputs.float()[labelled], batch["target"][labelled]
+        logits, target = outputs.float(), batch["target"]
+        labelled = ~torch.isnan(target)
         weight = None if self._weight is None else self._weight.to(logits.device)
-        summed = F.binary_cross_entropy_with_logits(logits, target, pos_weight=weight, reduction="sum")
-        predicted, has = logits.detach() > 0, target > 0
-        counts = torch.stack([(predicted & has), (~predicted & has), (predicted & ~has)]).sum(dim=1)
-        return summed / max(1, target.numel()), {"counts": counts / len(labelled)}
+        summed = F.binary_cross_entropy_with_logits(
+            logits, target.nan_to_num(0.0), labelled.float(), pos_weight=weight, reduction="sum"
+        )
+        predicted, has, has_not = logits.detach() > 0, target > 0, target == 0
+        counts = torch.stack([predicted & has, ~predicted & has, predicted & has_not]).float().mean(dim=1)
+        return summed / labelled.sum().clamp_min(1), {"counts": counts}
 
     def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the loss, and the macro F1 of the labels that occur or are predicted."""

@@ -178,14 +178,15 @@ class Regression(Task):
         self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the mean loss of the cells that have a number, and sums that figures are made of."""
-        target = batch["target"]
+        predicted, target = outputs[:, 0].float(), batch["target"]
         labelled = ~torch.isnan(target)
-        predicted, known = outputs[:, 0].float()[labelled], target[labelled]
-        error = (predicted - known).detach()
-        # Shares of the batch: number of cells, absolute and squared errors, numbers and their squares.
-        sums = torch.stack([torch.ones_like(error), error.abs(), error.square(), known, known.square()]).sum(dim=1)
-        loss = _LOSSES[self.loss_function](predicted, known, reduction="sum") / max(1, len(known))
-        return loss, {"moments": sums / len(target)}
+        # Without a number the prediction is right. Leaving these cells out would wait for a GPU.
+        known = torch.where(labelled, target, predicted.detach())
+        summed = _LOSSES[self.loss_function](predicted, known, reduction="sum")
+        error, number = (predicted - known).detach(), target.nan_to_num(0.0)
+        # Of the cells of the batch: share with a number, absolute and squared errors, numbers and their squares.
+        moments = torch.stack([labelled.float(), error.abs(), error.square(), number, number.square()]).mean(dim=1)
+        return summed / labelled.sum().clamp_min(1), {"moments": moments}
 
     def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
         """Return the loss, MAE and RMSE in units of the column, and R2."""
