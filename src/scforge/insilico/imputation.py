@@ -250,9 +250,11 @@ def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objec
     """Return how many genes are asked about at a time: for a cell of mean length as many as in training."""
     ratio: Any = getattr(objective, "mask_ratio", 0.5)
     share = np.mean([ratio["start"], ratio["end"]]) if isinstance(ratio, dict) else float(np.mean(ratio))
-    of_visible = share * (1 + getattr(objective, "zero_targets", 0.0)) / (1 - share)
     lengths = tokenizer.lengths(cells.n_expressed.astype(np.int64))
-    size = max(_LEAST_HIDDEN, int(of_visible * lengths.mean()))
+    for_each = share
+    if not tokenizer.lists_all_genes:  # hidden genes are added to those of the cell, of which none is hidden
+        for_each *= (1 + getattr(objective, "zero_targets", 0.0)) / (1 - share)
+    size = max(_LEAST_HIDDEN, int(for_each * lengths.mean()))
     embedding = getattr(module, "embedding", None)
     if getattr(module, "expression_head", None) is None or embedding is None:
         return size

@@ -1,0 +1,255 @@
+"""Encoder asked about genes: perturbed in silico, embedded, attended to, imputed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import sparse
+
+from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, ScforgeWarning
+from scforge.estimators import Encoder
+
+RANK = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 16, "vocab": "from_data"}
+AUTOENCODER = {"encoder_dim": 16, "encoder_layers": 1, "encoder_heads": 2, "decoder_layers": 1}
+ZEROS = {"name": "masked_value_prediction", "mask_ratio": 0.3, "zero_targets": 0.5}
+N_GENES = 60
+
+
+@pytest.fixture(scope="module")
+def planted() -> ad.AnnData:
+    """As :func:`simulate`."""
+    return simulate(N_GENES)
+
+
+def simulate(n_genes: int) -> ad.AnnData:
+    """Return 240 cells of two types: "a" has the markers 0 to 3, "b" the markers 4 to 7; some others are as high."""
+    rng = np.random.default_rng(0)
+    kind = np.arange(240) % 2
+    mean = np.full((240, n_genes), 1.0)
+    mean[:, 8:20] = 4.0
+    mean[:, :8] = 0.02
+    mean[kind == 0, :4] = mean[kind == 1, 4:8] = 4.0
+    counts = rng.poisson(mean * rng.uniform(0.7, 1.4, (240, 1))).astype(np.float32)
+    obs = pd.DataFrame({"kind": pd.Categorical(np.where(kind == 0, "a", "b"), ["a", "b", "unused"])})
+    obs.index = [f"cell{i}" for i in range(240)]
+    var = pd.DataFrame(index=[f"gene{i}" for i in range(n_genes)])
+    return ad.AnnData(sparse.csr_matrix(counts), obs=obs, var=var)
+
+
+@pytest.fixture(scope="module")
+def planted_model(planted: ad.AnnData) -> Encoder:
+    Encoder.setup_anndata(planted)
+    model = Encoder(planted, n_top_genes=0, hidden_dim=16, ffn_dim=16, latent_dim=4)
+    model.train(max_epochs=8, batch_size=32, lr=3e-3, progress_bar=False, accelerator="cpu")
+    return model
+
+
+def test_markers_move_cells_most(planted_model: Encoder, planted: ad.AnnData, tmp_path: Path):
+    genes = ["gene0", "gene1", "gene2", "gene3"]
+    others = [f"gene{i}" for i in (8, 9, 10)]
+    results = planted_model.perturb_in_silico(genes=genes + others, goal={"kind": "b"}, n_permutations=30)
+    assert results.columns.tolist()[:2] == ["gene", "n_cells"]
+    assert results["goal_shift"].is_monotonic_decreasing
+    results = results.set_index("gene")
+    assert (results["n_cells"] <= 120).all()
+    assert (results.loc[genes, "goal_shift"] > 0).all()
+    assert results.loc[genes, "goal_shift"].min() > results.loc[others, "goal_shift"].abs().max()
+    assert results.loc[genes, "shift"].mean() > 2 * results.loc[others, "shift"].mean()
+    back = planted_model.perturb_in_silico(genes=genes, mode="activate", start=("kind", "b"), goal=("kind", "a"))
+    assert (back["goal_shift"] > 0).all()
+    over = planted_model.perturb_in_silico(
+        genes=["gene0", "gene4"], mode="overexpress", start={"kind": ["a"]}, goal={"kind": "b"}, n_permutations=0
+    )
+    assert over["gene"].tolist() == ["gene4", "gene0"]
+    assert over["goal_p_value"].isna().all()
+    written = planted.uns["scforge"]["in_silico"]
+    planted.write_h5ad(tmp_path / "cells.h5ad")
+    read = ad.read_h5ad(tmp_path / "cells.h5ad").uns["scforge"]["in_silico"]
+    assert read["mode"] == "overexpress"
+    assert read["goal"] == "{'kind': 'b'}"
+    assert read["vocab_hash"] == planted_model.vocab.hash
+    pd.testing.assert_frame_equal(read["results"].reset_index(drop=True), written["results"], check_dtype=False)
+
+
+def test_groups_and_batches(planted_model: Encoder):
+    genes = ["gene0", "gene4", "gene30"]
+    results = planted_model.perturb_in_silico(genes=genes, groups="kind", n_permutations=20, batch_size=256)
+    assert len(results) == 6
+    assert set(results["group"]) == {"a", "b"}
+    few = planted_model.perturb_in_silico(genes=genes, groups="kind", n_permutations=20, batch_size=7)
+    pd.testing.assert_frame_equal(few, results, rtol=1e-4, atol=1e-7)
+    by = results.set_index(["gene", "group"])["n_cells"]
+    assert by["gene0", "a"] > 10 * by["gene0", "b"]
+
+
+def test_all_genes_and_pairs(planted_model: Encoder):
+    results = planted_model.perturb_in_silico(key_added=None)
+    assert len(results) == N_GENES
+    assert set(results.sort_values("shift_z")["gene"].tail(8)) & {f"gene{i}" for i in range(8)}
+    pairs = planted_model.perturb_in_silico(genes=["gene0", "gene1", "gene30"], combinations=2, n_permutations=20)
+    assert set(zip(pairs["gene"], pairs["gene_2"], strict=True)) == {
+        ("gene0", "gene1"), ("gene0", "gene30"), ("gene1", "gene30")
+    }  # fmt: skip
+    assert pairs.loc[0, ["gene", "gene_2"]].tolist() == ["gene0", "gene1"]
+    single = planted_model.perturb_in_silico(genes=["gene0", "gene30"], n_permutations=0)
+    assert pairs["shift"].iloc[0] > single["shift"].max()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "tokenizer", "objective"),
+    [
+        (None, None, None),
+        ("transformer_encoder", None, None),
+        ("masked_autoencoder", None, None),
+        ("autoregressive_transformer", None, None),
+    ],
+)
+def test_deletion_equals_data_without_the_gene(architecture, tokenizer, objective, build: Callable[..., Encoder],
+                                               tiny_adata: ad.AnnData):  # fmt: skip
+    sizes = {"masked_autoencoder": AUTOENCODER, "autoregressive_transformer": RANK, "transformer_encoder": RANK}
+    model = build(architecture, tokenizer, objective, n_top_genes=0, **sizes.get(architecture, {}))
+    model.is_trained_ = True
+    some = tiny_adata[tiny_adata.X[:, 3].toarray()[:, 0] > 0].copy()
+    results = model.perturb_in_silico(some, ["gene3"], n_permutations=0, batch_size=9)
+    before = model.get_latent_representation(some).astype(np.float64)
+    some.X = sparse.csr_matrix(some.X.toarray() * (np.arange(80) != 3)).astype(np.float32)
+    after = model.get_latent_representation(some).astype(np.float64)
+    cosine = (before * after).sum(axis=1) / np.linalg.norm(before, axis=1) / np.linalg.norm(after, axis=1)
+    assert results["n_cells"][0] == some.n_obs
+    assert results["shift"][0] == pytest.approx((1 - cosine).mean(), rel=1e-3, abs=1e-9)
+    assert results["shift"][0] > 0
+    # A gene that no cell expresses now.
+    nothing = model.perturb_in_silico(some, ["gene3"])
+    assert nothing["n_cells"][0] == 0
+    assert nothing.drop(columns=["gene", "n_cells"]).isna().all(axis=None)
+
+
+def test_bad_requests(planted_model: Encoder, planted: ad.AnnData):
+    screen = planted_model.perturb_in_silico
+    with pytest.raises(
+        GeneMismatchError, match="genes names 'gene60', 'x', not among the 60 genes.*did you mean 'gene"
+    ):
+        screen(genes=["gene0", "gene60", "x"])
+    with pytest.raises(OptionError, match="genes names 'gene0' twice"):
+        screen(genes=["gene0", "gene1", "gene0"])
+    with pytest.raises(OptionError, match="combinations=2 needs genes"):
+        screen(combinations=2)
+    with pytest.raises(OptionError, match="combinations=3 is not known"):
+        screen(genes=["gene0", "gene1"], combinations=3)
+    with pytest.raises(OptionError, match="mode='knock_out' is not known"):
+        screen(genes="gene0", mode="knock_out")
+    with pytest.raises(DataError, match=r"goal: no cell has 'B' in obs\['kind'\]; did you mean 'b'\?"):
+        screen(genes="gene0", goal={"kind": "B"})
+    with pytest.raises(DataError, match="'kinds' is not a column of obs"):
+        screen(genes="gene0", start={"kinds": "b"})
+    with pytest.raises(OptionError, match="does not name a state"):
+        screen(genes="gene0", start={"kind": "a", "other": "b"})
+    with pytest.raises(OptionError, match="start and goal share cells"):
+        screen(genes="gene0", start={"kind": ["a", "b"]}, goal={"kind": "b"})
+    with pytest.raises(DataError, match="all cells are at the goal"):
+        screen(planted[planted.obs["kind"] == "a"].copy(), "gene0", goal={"kind": "a"})
+    silent = planted.copy()
+    silent.X = sparse.csr_matrix(silent.X.toarray() * (np.arange(N_GENES) != 5)).astype(np.float32)
+    with pytest.raises(DataError, match="no cell expresses 'gene5'"):
+        screen(silent, ["gene5"], mode="activate")
+
+
+def test_untrained_models_say_so(build: Callable[..., Encoder]):
+    with pytest.warns(NotTrainedWarning, match="how cells move is random"):
+        build().perturb_in_silico(genes=None, n_permutations=0)
+
+
+def test_gene_embeddings_follow_the_columns(planted_model: Encoder, planted: ad.AnnData):
+    vectors = planted_model.get_gene_embeddings()
+    assert vectors.index.tolist() == list(planted_model.vocab.genes)
+    assert planted.varm["X_scforge_genes"].shape == (N_GENES, 16)
+    mixed = planted[:, np.random.default_rng(0).permutation(N_GENES)[:40]].copy()
+    mixed.var_names = ["unknown", *mixed.var_names[1:]]
+    planted_model.get_gene_embeddings(mixed, key_added="genes")
+    assert np.isnan(mixed.varm["genes"][0]).all()
+    np.testing.assert_array_equal(mixed.varm["genes"][1:], vectors.loc[mixed.var_names[1:]])
+    with pytest.raises(OptionError, match="one state for all tokens of a cell"):
+        planted_model.get_gene_embeddings(contextual=True)
+
+
+def test_contextual_embeddings_and_attention_follow_the_columns(trained: Callable[..., Encoder], tiny_adata):
+    model = trained("transformer_encoder", **RANK)
+    context = model.get_gene_embeddings(contextual=True)
+    assert not context.isna().any(axis=None)
+    graph = model.get_attention(top_k=7)
+    assert graph.shape == (80, 80)
+    np.testing.assert_array_equal(tiny_adata.varp["scforge_attention"].toarray(), graph.toarray())
+    mixed = tiny_adata[:, np.random.default_rng(0).permutation(80)].copy()
+    again = model.get_attention(mixed, top_k=7)
+    np.testing.assert_allclose(again.toarray(), graph.toarray(), atol=1e-6)
+    order = [model.vocab.genes.index(name) for name in mixed.var_names]
+    np.testing.assert_array_equal(mixed.varp["scforge_attention"].toarray(), again.toarray()[np.ix_(order, order)])
+    with pytest.raises(OptionError, match="GenePoolingModel has no attention"):
+        trained().get_attention()
+
+
+def test_hidden_entries_are_imputed():
+    # Markers that are set to 0 by chance: the type of the cell tells which of them were on.
+    cells = simulate(12)
+    truth = cells.X.toarray()
+    lost = (truth > 0) & (np.random.default_rng(1).random(truth.shape) < 0.3)
+    lost[:, 8:] = False
+    off = (truth == 0) & (np.arange(12) < 8)
+    cells.X = sparse.csr_matrix(np.where(lost, 0, truth))
+    Encoder.setup_anndata(cells)
+    model = Encoder(cells, "masked_autoencoder", objective=ZEROS, n_top_genes=0, dropout=0.0, **AUTOENCODER)
+    train = {"batch_size": 16, "lr": 5e-3, "progress_bar": False, "accelerator": "cpu", "early_stopping": False}
+    model.train(max_epochs=20, **train)
+    imputed = model.impute(genes=[f"gene{i}" for i in range(10)])
+    assert imputed.index.tolist() == cells.obs_names.tolist()
+    assert imputed.columns.tolist() == [f"gene{i}" for i in range(10)]
+    values, asked = imputed.to_numpy()[:, :8], (lost | off)[:, :8]
+    known = np.log1p(truth / truth.sum(axis=1, keepdims=True) * 1e4)[:, :8]
+    # Where a marker is 0: off, or lost. The mean of a gene is the same for both.
+    assert np.corrcoef(values[asked], known[asked])[0, 1] > 0.5
+    means = np.broadcast_to(known.mean(axis=0), known.shape)
+    assert np.corrcoef(values[asked], known[asked])[0, 1] > np.corrcoef(means[asked], known[asked])[0, 1] + 0.3
+    layer = cells.layers["imputed"]
+    np.testing.assert_array_equal(layer[:, :10], imputed.to_numpy())
+    assert np.isnan(layer[:, 10:]).all()
+    counted = cells.X.toarray()[:, :8] > 0
+    expected = np.log1p(cells.X.toarray() / cells.X.toarray().sum(axis=1, keepdims=True) * 1e4)[:, :8]
+    np.testing.assert_allclose(values[counted], expected[counted], rtol=1e-5)
+    few = model.impute(genes=[f"gene{i}" for i in range(10)], batch_size=13, key_added=None)
+    np.testing.assert_allclose(few, imputed, atol=1e-4)
+
+
+def test_denoised_values_follow_the_columns(trained: Callable[..., Encoder], tiny_adata: ad.AnnData):
+    model = trained("masked_autoencoder", **AUTOENCODER)
+    mixed = tiny_adata[:, np.random.default_rng(0).permutation(80)[:60]].copy()
+    values = model.denoise(mixed, n_folds=3)
+    layer = mixed.layers["denoised"]
+    assert layer.shape == mixed.shape
+    order = model.vocab.gene_indices(mixed.var_names)
+    np.testing.assert_array_equal(layer[:, order >= 0].toarray(), values[:, order[order >= 0]].toarray())
+    assert layer[:, order < 0].nnz == 0
+    with pytest.warns(ScforgeWarning, match="never saw a gene that is off"):
+        model.impute(mixed, genes=[model.vocab.genes[0]])
+
+
+@pytest.mark.parametrize("head", ["value", "bin"])
+def test_transformers_with_an_expression_head_impute(head: str, build: Callable[..., Encoder], quick: dict):
+    tokenizer = {"name": "binned_expression", "n_bins": 8, "side": "one", "max_len": 60}
+    model = build("transformer_encoder", tokenizer, ZEROS, expression_head=head, **RANK)
+    model.train(**quick)
+    imputed = model.impute(genes=["gene0", "gene50"]).to_numpy()
+    assert np.isfinite(imputed).all()
+    assert imputed.min() >= 0
+    assert imputed.max() <= 7 or head == "value"
+    assert model.denoise().data.min() >= 0
+
+
+def test_models_that_predict_no_expression_say_so(planted_model: Encoder):
+    for method in (planted_model.impute, planted_model.denoise):
+        with pytest.raises(OptionError, match="JointEmbedding predicts no expression.*masked_autoencoder"):
+            method()
