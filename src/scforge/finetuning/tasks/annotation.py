@@ -67,7 +67,7 @@ class Annotation(Task):
         first steps do not distort the encoder (linear probing, then fine-tuning; Kumar et al. 2022, arXiv:2202.10054).
     """
 
-    defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=15)
+    defaults = TrainingDefaults(batch_size=64, lr=3e-4, weight_decay=0.01, schedule="cosine_warmup", max_epochs=15)
     monitor = "macro_f1"
     monitor_mode = "max"
 

@@ -66,7 +66,7 @@ class MultiLabel(Task):
         Start the last layer of the head at logistic regressions on the embeddings of the training cells.
     """
 
-    defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=15)
+    defaults = TrainingDefaults(batch_size=64, lr=3e-4, weight_decay=0.01, schedule="cosine_warmup", max_epochs=15)
     # A labels_key of setup_anndata has one label a cell, so that it is no default here.
     keys = ()
 

@@ -61,7 +61,7 @@ class Regression(Task):
         Start the last layer of the head at the ridge regression on the embeddings of the training cells.
     """
 
-    defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=15)
+    defaults = TrainingDefaults(batch_size=64, lr=3e-4, weight_decay=0.01, schedule="cosine_warmup", max_epochs=15)
     monitor = "rmse"
 
     def __init__(
