@@ -80,9 +80,9 @@ class Conditions:
         contexts: tuple[str, ...] = (ALL,)
         if context_key is not None:
             of_cells = text_labels(column(context_key), key=context_key, argument="context_key")
-            context = np.asarray(of_cells.codes, dtype=np.int64)
+            context = np.array(of_cells.codes, dtype=np.int64)
             contexts = tuple(str(name) for name in of_cells.categories)
-            labelled &= context >= 0
+            labelled = labelled & (context >= 0)
         keys = PerturbationKeys(perturbation_key, control=control, separator=separator)
         parsed = parse_perturbations(pd.DataFrame({perturbation_key: labels[labelled]}), keys)
         targets = sorted(set(parsed.targets) - {()})
@@ -158,13 +158,14 @@ def hold_out(
     """
     check_shares(validation_size, test_size)
     names = conditions.contexts if by_context else conditions.names
+    known = None if by_context else known
     codes = np.where(conditions.perturbed, conditions.context if by_context else conditions.perturbation, UNLABELLED)
     present = [int(code) for code in np.unique(codes[codes >= 0])]
     what = "context" if by_context else "perturbation"
     rng = np.random.default_rng(seed)
     order = [int(code) for code in rng.permutation(present)]
     if named is None:
-        test = _draw(conditions, order, test_size, len(present), None if by_context else known)
+        test = _draw(order, test_size, len(present), known, conditions.targets)
     else:
         test = _numbers(names, present, named, argument)
     rest = [code for code in order if code not in test]
@@ -176,7 +177,7 @@ def hold_out(
         )
     validation: list[int] = []
     if len(rest) > 1:
-        validation = _draw(conditions, rest, validation_size, len(present), None if by_context else known)
+        validation = _draw(rest, validation_size, len(present), known, conditions.targets)
     train = [code for code in rest if code not in validation]
     assert train
     assert len({*train, *validation, *test}) == len(train) + len(validation) + len(test) == len(present)
@@ -201,21 +202,19 @@ def _numbers(names: Sequence[str], present: list[int], named: Sequence[str], arg
 
 
 def _draw(
-    conditions: Conditions,
-    order: list[int],
-    share: float,
-    n_all: int,
-    known: Callable[[str], bool] | None,
+    order: list[int], share: float, n_all: int, known: Callable[[str], bool] | None, targets: Sequence[tuple[str, ...]]
 ) -> list[int]:
     """Take a share of all from the front of `order`, at least one, and leave at least one."""
     wanted = min(max(1, round(share * n_all)), len(order) - 1) if share else 0
+    if known is None:
+        return order[:wanted]
     drawn: list[int] = []
     for code in order:
         if len(drawn) == wanted:
             break
-        unknown = {target for target in conditions.targets[code] if known is not None and not known(target)}
-        left = [conditions.targets[other] for other in order if other not in {code, *drawn}]
-        if unknown <= {target for targets in left for target in targets}:
+        unknown = {target for target in targets[code] if not known(target)}
+        left = [targets[other] for other in order if other not in {code, *drawn}]
+        if unknown <= {target for some in left for target in some}:
             drawn.append(code)
     return drawn
 

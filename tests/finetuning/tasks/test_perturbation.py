@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import sparse
+
+from scforge.data import GeneVocab
+from scforge.errors import DataError, OptionError
+from scforge.finetuning import get_task
+from scforge.finetuning.splits import Split
+from scforge.finetuning.tasks import _perturbation_report as report
+from scforge.models import Encoder
+
+GENES = [f"gene{i}" for i in range(30)]
+SINGLES = [f"gene{i}" for i in range(6)]
+COMBINATIONS = ["gene0+gene1", "gene2+gene3", "gene1+gene4", "gene0+gene5"]
+OPTIONS = {"perturbation_key": "target", "control": "ctrl"}
+SHARES = {"validation_size": 0.1, "test_size": 0.2, "split_by": None, "seed": 0}
+QUICK = {"max_epochs": 1, "progress_bar": False, "accelerator": "cpu"}
+
+
+def planted(labels: list[str], *, n_cells: int = 16, contexts: tuple[str, ...] = ("all",)) -> ad.AnnData:
+    """Cells in which each target multiplies the means of genes, in all contexts alike; combinations multiply both."""
+    rng = np.random.default_rng(0)
+    names = sorted({part for label in labels for part in label.split("+")})
+    effects = dict(zip(names, rng.normal(size=(len(names), len(GENES))) * 0.5, strict=True)) | {"ctrl": 0.0}
+    base = {context: rng.uniform(2, 4, size=len(GENES)) for context in contexts}
+    counts, obs = [], []
+    for context in contexts:
+        for label in ["ctrl", *labels]:
+            n = 4 * n_cells if label == "ctrl" else n_cells
+            change = np.sum([effects[part] for part in label.split("+")], axis=0)
+            counts.append(rng.poisson(np.exp(base[context] + change), size=(n, len(GENES))))
+            obs += [(label, context)] * n
+    table = pd.DataFrame(obs, columns=["target", "type"], index=[f"cell{i}" for i in range(len(obs))])
+    matrix = sparse.csr_matrix(np.concatenate(counts).astype(np.float32))
+    return ad.AnnData(matrix, obs=table, var=pd.DataFrame(index=GENES))
+
+
+def base_of(adata: ad.AnnData) -> Encoder:
+    """A tiny model that was trained for an epoch."""
+    Encoder.setup_anndata(adata)
+    model = Encoder(adata, hidden_dim=16, ffn_dim=16, latent_dim=4)
+    model.train(1, progress_bar=False, accelerator="cpu")
+    return model
+
+
+@pytest.fixture(scope="module")
+def adata() -> ad.AnnData:
+    return planted(SINGLES + COMBINATIONS)
+
+
+@pytest.fixture(scope="module")
+def base(adata: ad.AnnData) -> Encoder:
+    return base_of(adata.copy())
+
+
+@pytest.fixture(scope="module")
+def tuned(adata: ad.AnnData, base: Encoder) -> Encoder:
+    """Fine-tuned without the combination of the genes 0 and 1, and without the genes 2 and 3 together."""
+    return base.finetune(
+        "perturbation", adata.copy(), heldout=["gene1+gene0", "gene2+gene3"], validation_size=0, **OPTIONS, **QUICK
+    )
+
+
+def test_combinations_are_predicted_about_as_well_as_by_addition_and_better_than_by_the_mean(tuned: Encoder) -> None:
+    metrics = tuned.evaluate()
+    assert metrics.index[0] == "scforge"
+    assert {"no_change", "train_mean", "control_mean", "additive", "linear_pca", "linear_embedding", "nearest"} < {
+        *metrics.index
+    }
+    assert metrics.loc["scforge", "mse"] < 0.3 * metrics.loc[["no_change", "train_mean"], "mse"].min()
+    assert metrics.loc["scforge", "mse"] < 1.5 * metrics.loc["additive", "mse"]
+    assert metrics.loc["scforge", "rank"] == 0
+    uns = tuned.adata.uns["scforge"]
+    assert set(uns["metrics_per_perturbation"]["perturbation"]) == {"gene0+gene1", "gene2+gene3"}
+    assert uns["metrics_calibrated"].loc["scforge", "mse"] > 0.5
+
+
+@pytest.mark.parametrize("baselines", [True, False])
+def test_a_model_never_stands_alone(tuned: Encoder, baselines: bool) -> None:
+    assert {"no_change", "train_mean", "technical_duplicate"} <= {*tuned.evaluate(baselines=baselines).index}
+
+
+def test_predictions_are_an_anndata(tuned: Encoder, tmp_path) -> None:
+    made = tuned.predict()
+    assert made.obs_names.tolist() == ["gene0+gene1", "gene2+gene3"]
+    assert made.var_names.tolist() == GENES
+    assert not made.obs["is_seen"].any()
+    controls = tuned.cells(tuned.adata[tuned.adata.obs["target"] == "ctrl"].copy())
+    expression = np.log1p(controls.counts.toarray() / controls.totals[:, None] * 1e4)
+    np.testing.assert_allclose(made.X, expression.mean(axis=0) + made.layers["delta"], rtol=1e-4)
+    named = tuned.predict(perturbations=["gene5+gene4+gene20", "gene0"], n_cells=3)
+    assert named.obs["is_seen"].tolist() == [False, True]
+    assert named.obs["n_controls"].tolist() == [3, 3]
+    named.write_h5ad(tmp_path / "predicted.h5ad")
+
+
+def test_a_saved_model_predicts_the_same(tuned: Encoder, tmp_path) -> None:
+    tuned.save(tmp_path / "model")
+    loaded = Encoder.load(tmp_path / "model", tuned.adata.copy())
+    np.testing.assert_allclose(loaded.predict().X, tuned.predict().X, rtol=1e-6)
+    pd.testing.assert_frame_equal(loaded.evaluate(), tuned.evaluate())
+
+
+def test_nobody_looks_at_held_out_cells(adata: ad.AnnData, base: Encoder, monkeypatch) -> None:
+    held_out = ["gene0", "gene0+gene1", "gene0+gene5"]
+    rows = adata.obs["target"].isin(held_out).to_numpy()
+    scored: list[np.ndarray] = []
+
+    def score(made, *rest, real=report.score_deltas):
+        scored.append(made)
+        return real(made, *rest)
+
+    monkeypatch.setattr(report, "score_deltas", score)
+    found = []
+    for changed in (False, True):
+        work = adata.copy()
+        if changed:
+            counts = work.X.toarray()
+            counts[rows] = counts[rows][:, ::-1] + 7
+            work.X = sparse.csr_matrix(counts)
+        model = base.finetune("perturbation", work, heldout=held_out, validation_size=0, **OPTIONS, **QUICK)
+        metrics = model.evaluate()
+        found.append((metrics, model.predict().layers["delta"], list(scored)))
+        scored.clear()
+    (before, delta, one), (after, same_delta, other) = found
+    np.testing.assert_array_equal(delta, same_delta)
+    assert len(one) == len(before) - 1  # all but the duplicate
+    for predicted, same in zip(one, other, strict=True):
+        np.testing.assert_array_equal(predicted, same)
+    # The figures do depend on them, or nothing was tested.
+    assert not np.allclose(before["mse"], after["mse"])
+
+
+def split_of(adata: ad.AnnData, *, vocab: GeneVocab | None = None, **options) -> tuple[Split, pd.Series]:
+    """Split cells, and return their perturbations (or contexts, where those are held out)."""
+    how = {name: options.pop(name, value) for name, value in SHARES.items()}
+    task = get_task("perturbation", **OPTIONS, **options)
+    task.vocab = vocab
+    split = task.split(adata.obs.__getitem__, **how)
+    return split, adata.obs["type" if how["split_by"] == "type" else "target"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("split_by", [None, "type"])
+def test_no_perturbation_and_no_context_is_on_two_sides(seed: int, split_by: str | None) -> None:
+    cells = planted(SINGLES + COMBINATIONS, n_cells=4, contexts=tuple("abcde"))
+    split, of_cells = split_of(cells, seed=seed, split_by=split_by, context_key="type", validation_size=0.2)
+    control = (cells.obs["target"] == "ctrl").to_numpy()
+    parts = [rows[~control[rows]] for rows in (split.train, split.validation, split.test)]
+    names = [set(of_cells.iloc[rows]) for rows in parts]
+    assert all(names)
+    assert len(set.union(*names)) == sum(map(len, names)) == of_cells[~control].nunique()
+    assert sum(map(len, parts)) == (~control).sum()
+    # Controls of all contexts are on both sides, cell by cell.
+    for rows in (split.train, split.test):
+        assert set(cells.obs["type"].iloc[rows[control[rows]]]) == set("abcde")
+
+
+def test_what_the_model_cannot_know_is_not_drawn() -> None:
+    cells = planted(["drug", "gene0", "gene1", "other+gene0"], n_cells=4)
+    drawn = set()
+    for seed in range(8):
+        split, labels = split_of(cells, seed=seed, vocab=GeneVocab.from_genes(GENES))
+        drawn |= set(labels.iloc[split.test])
+    assert drawn == {"gene0", "gene1", "ctrl"}
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"heldout": ["gene7"]}, OptionError, "heldout names 'gene7', which no perturbed cell has; did you mean"),
+        ({"heldout": SINGLES + COMBINATIONS}, OptionError, "leaves no perturbation to train on"),
+        ({"heldout_contexts": ["z"], "context_key": "type"}, OptionError, "heldout_contexts names 'z'"),
+        ({"split_by": "donor"}, OptionError, "split_by='donor' holds out neither perturbations nor contexts"),
+        ({"heldout": ["gene0"], "context_key": "type", "split_by": "type"}, OptionError, "split_by='type'; give one"),
+        ({"test_size": 1.5}, OptionError, "test_size=1.5"),
+    ],
+)
+def test_a_split_that_makes_no_sense_is_refused(adata: ad.AnnData, options: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        split_of(adata, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"control": ""}, "control=''"),
+        ({"heldout": "gene0"}, "heldout='gene0' is not a list of names"),
+        ({"heldout": ["a"], "heldout_contexts": ["b"]}, "are both given"),
+        ({"heldout_contexts": ["b"]}, "needs context_key"),
+        ({"delta_loss": "l1"}, "delta_loss='l1'"),
+        ({"rank": 0}, "rank=0"),
+    ],
+)
+def test_options_that_cannot_be_used(options: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        get_task("perturbation", **{**OPTIONS, **options})
+
+
+def test_a_single_perturbation_leaves_nothing_to_hold_out(base: Encoder) -> None:
+    cells = planted(["gene0"])
+    with pytest.raises(OptionError, match="leaves no perturbation to train on"):
+        base.finetune("perturbation", cells, **OPTIONS, **QUICK)
+    model = base.finetune("perturbation", cells, test_size=0, **OPTIONS, **QUICK)
+    # Nothing tells the response of another gene, so that it is taken to be the same.
+    made = model.predict(perturbations=["gene0", "gene3"]).layers["delta"]
+    assert np.corrcoef(made)[0, 1] > 0.9
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"control": "NT"}, r"control='NT' is no label of obs\['target'\]; \(it has: 'ctrl', 'gene0'"),
+        ({"perturbation_key": "targets"}, "'targets' is not a column of obs of these cells; did you mean 'target'"),
+        ({"context_key": "celltype"}, "'celltype' is not a column"),
+    ],
+)
+def test_columns_that_cannot_be_used(adata: ad.AnnData, base: Encoder, change: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        base.finetune("perturbation", adata.copy(), **{**OPTIONS, **change}, **QUICK)
+
+
+def test_only_controls_are_nothing_to_learn_from(base: Encoder) -> None:
+    cells = planted(["gene0"])
+    with pytest.raises((DataError, OptionError), match="no other label than control='ctrl'|leaves no perturbation"):
+        base.finetune("perturbation", cells[cells.obs["target"] == "ctrl"].copy(), **OPTIONS, **QUICK)
+
+
+def test_cells_without_a_label_take_no_part(adata: ad.AnnData) -> None:
+    cells = adata.copy()
+    cells.obs.loc[cells.obs_names[:20], "target"] = None
+    split, _ = split_of(cells)
+    assert not np.isin(np.arange(20), np.concatenate([split.train, split.validation, split.test])).any()
+
+
+def test_a_perturbation_in_training_and_test_is_refused(adata: ad.AnnData, base: Encoder) -> None:
+    cells = adata.copy()
+    cells.obs["part"] = np.where(np.arange(cells.n_obs) % 4, "train", "test")
+    with pytest.raises(OptionError, match="hold out whole perturbations"):
+        base.finetune("perturbation", cells, split_key="part", **OPTIONS, **QUICK)
+
+
+def test_targets_that_nothing_is_known_of_are_named(tuned: Encoder, base: Encoder) -> None:
+    with pytest.raises(OptionError, match="the targets 'drug' are no genes of the model"):
+        tuned.predict(perturbations=["drug+gene0"])
+    with pytest.raises(OptionError, match="the targets 'drug' are no genes of the model"):
+        base.finetune("perturbation", planted(["drug", "gene0", "gene1"]), heldout=["drug"], **OPTIONS, **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"perturbations": ["ctrl"]}, "names 'ctrl', which is the control"),
+        ({"perturbations": []}, "is not a list of names"),
+        ({"perturbations": ["gene0"], "contexts": ["b"]}, "contexts names 'b', where there is no control cell"),
+        ({"key_added": "x"}, "key_added='x'"),
+        ({"n_cells": 0}, "n_cells=0"),
+    ],
+)
+def test_predictions_that_make_no_sense_are_refused(tuned: Encoder, options: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        tuned.predict(**options)
+
+
+@pytest.mark.parametrize("delta_loss", ["mse", "wmse"])
+def test_a_response_seen_in_other_contexts_is_predicted_in_a_new_one(delta_loss: str) -> None:
+    cells = planted(["stimulated"], contexts=("a", "b", "c", "d"))
+    base = base_of(cells[cells.obs["target"] == "ctrl"].copy())
+    options = {"context_key": "type", "heldout_contexts": ["c"], "delta_loss": delta_loss}
+    model = base.finetune("perturbation", cells, **options, **OPTIONS, **QUICK)
+    metrics = model.evaluate()
+    assert {"perturbation_mean", "technical_duplicate"} <= {*metrics.index}
+    assert "additive" not in metrics.index
+    assert metrics.loc["scforge", "mse"] < 0.3 * metrics.loc["no_change", "mse"]
+    assert metrics["rank"].isna().all()  # one effect has no other to be told apart from
+    made = model.predict(perturbations=["stimulated"])
+    assert (
+        dict(zip(made.obs["context"], made.obs["is_seen"], strict=True))
+        == {
+            "a": True,
+            "b": True,
+            "c": False,
+            "d": True,
+        }
+        or not made.obs.set_index("context").loc["c", "is_seen"]
+    )
+
+
+def test_other_cells_are_scored_against_controls_of_their_own(tuned: Encoder) -> None:
+    other = planted(["gene4+gene5"], n_cells=30)
+    metrics = tuned.evaluate(other)
+    assert tuned.predict(other).obs["n_controls"].tolist() == [120]
+    assert np.isfinite(metrics["mse"]).all()
+    with pytest.raises(DataError, match="none of the scored cells"):
+        tuned.evaluate(planted(["gene0"]))
+
+
+def test_control_cells_are_inputs_and_no_targets(adata: ad.AnnData, base: Encoder) -> None:
+    task = get_task("perturbation", **OPTIONS, perturbations={name: ["all"] for name in SINGLES + COMBINATIONS})
+    cells = base.cells(adata)
+    train = np.arange(adata.n_obs)
+    task.bind(cells, train)
+    control = adata.obs["target"].to_numpy() == "ctrl"
+    mixed = np.concatenate([np.flatnonzero(control)[:3], np.flatnonzero(~control)[:5]])
+    batch = task.prepare(cells.block(mixed), base.tokenizer, epoch=0, seed=0)
+    assert task.n_cells(batch) == len(batch["input_ids"]) == len(batch["delta"]) == 5
+    again = task.prepare(cells.block(mixed[::-1].copy()), base.tokenizer, epoch=0, seed=0)
+    np.testing.assert_allclose(again["values"].sum(1).flip(0), batch["values"].sum(1))
+    other = task.prepare(cells.block(mixed), base.tokenizer, epoch=1, seed=0)
+    assert not torch.equal(other["values"].sum(1), batch["values"].sum(1))
+    alone = task.prepare(cells.block(mixed[:3]), base.tokenizer, epoch=0, seed=0)
+    assert task.n_cells(alone) == 0
+    assert task.loss_of(torch.ones(1, 34), alone)[0] == 0
