@@ -253,3 +253,14 @@ def test_models_that_predict_no_expression_say_so(planted_model: Encoder):
     for method in (planted_model.impute, planted_model.denoise):
         with pytest.raises(OptionError, match="JointEmbedding predicts no expression.*masked_autoencoder"):
             method()
+
+
+def test_fine_tuned_models_are_asked_as_well(trained: Callable[..., Encoder], quick: dict):
+    base = trained("masked_autoencoder", objective=ZEROS, setup={"labels_key": "group"}, **AUTOENCODER)
+    tuned = base.finetune("annotation", **quick)
+    results = tuned.perturb_in_silico(genes=["gene0", "gene79"], goal={"group": "b"}, n_permutations=0)
+    assert (results["shift"] > 0).all()
+    assert tuned.get_gene_embeddings().shape == (80, 16)
+    assert tuned.get_attention(key_added=None).nnz > 0
+    with pytest.raises(OptionError, match="the model was fine-tuned.*call the model that it was made of"):
+        tuned.impute()

@@ -9,7 +9,7 @@ from scipy.stats import kstest
 
 from scforge.data import GeneVocab
 from scforge.data.cells import Cells, CellSource
-from scforge.insilico import Perturbation, screen
+from scforge.insilico import Perturbation, mean_moves, screen
 from scforge.insilico.controls import adjust, compare, draw_controls, nearest
 from scforge.insilico.screening import centroid, units, with_rates
 
@@ -77,6 +77,15 @@ def test_shift_is_one_minus_the_mean_cosine(cells: CellSource):
         assert table["n_cells"][row] == len(some)
         assert table["shift"][row] == pytest.approx((1 - cosine).mean())
         assert table["shift_sd"][row] == pytest.approx((1 - cosine).std(ddof=1))
+
+
+def test_genes_of_one_effect_move_cells_alike(cells: CellSource):
+    embed = Linear()
+    embed.vectors[8] = embed.vectors[0]
+    moves = mean_moves(cells, embed, Perturbation("delete"), np.array([[0], [8], [5], [N_GENES - 1]]))
+    assert np.isnan(moves[3]).all()
+    cosines = units(moves[:3]) @ units(moves[:3]).T
+    assert cosines[0, 1] > 0.9 > abs(cosines[0, 2])
 
 
 def test_copies_held_at_a_time_change_nothing(cells: CellSource, monkeypatch: pytest.MonkeyPatch):

@@ -28,6 +28,13 @@ __all__ = ["contextual_gene_embeddings", "input_gene_embeddings", "offers", "tha
 def input_gene_embeddings(module: nn.Module, tokenizer: Tokenizer) -> np.ndarray:
     """Return what a model embeds the token of each gene by, before positions and values, float32, shape (G, H).
 
+    Parameters
+    ----------
+    module
+        The model.
+    tokenizer
+        Its tokenizer.
+
     Raises
     ------
     OptionError

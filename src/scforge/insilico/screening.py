@@ -16,7 +16,7 @@ from scforge.errors import DataError
 from scforge.insilico.controls import adjust, compare, draw_controls, nearest
 from scforge.insilico.perturbation import Perturbation, PerturbedCells
 
-__all__ = ["centroid", "expression_levels", "screen", "units", "with_rates"]
+__all__ = ["centroid", "expression_levels", "mean_moves", "screen", "units", "with_rates"]
 
 _COPIES = 16_384
 """Perturbed cells whose embeddings are held at a time."""
@@ -122,6 +122,36 @@ def screen(
         table[f"{prefix}shift"], table[f"{prefix}shift_sd"] = getattr(tested, name), getattr(tested, f"{name}_sd")
         table[f"{prefix or 'shift_'}z"], table[f"{prefix}p_value"] = np.array(results).reshape(-1, 2).T
     return table
+
+
+def mean_moves(
+    cells: CellSource,
+    embed_cells: Callable[[Cells], np.ndarray],
+    perturbation: Perturbation,
+    combinations: np.ndarray,
+) -> np.ndarray:
+    """Return the mean move of the direction of cells that each combination makes, float64, shape (C, D).
+
+    Genes whose perturbations do alike have moves of a high cosine. Subtract the mean over genes before comparing them:
+    what is common to all perturbations says nothing of a gene.
+
+    Parameters
+    ----------
+    cells, embed_cells, perturbation, combinations
+        As for :func:`screen`.
+
+    Returns
+    -------
+    Mean over cells of the embedding after less that before, both of length 1; NaN where nothing was perturbed.
+    """
+    combinations = np.asarray(combinations, dtype=np.int32).reshape(len(combinations), -1)
+    before = units(embed_cells(cells))
+    sums, n_cells = np.zeros((len(combinations), before.shape[1])), np.zeros(len(combinations))
+    for which, rows in _pairs(cells, perturbation, combinations, None, None):
+        after = units(embed_cells(PerturbedCells(cells, perturbation, rows, combinations[which])))
+        np.add.at(sums, which, after - before[rows])
+        n_cells += np.bincount(which, minlength=len(combinations))
+    return sums / np.where(n_cells > 0, n_cells, np.nan)[:, None]
 
 
 def with_rates(table: pd.DataFrame) -> pd.DataFrame:
