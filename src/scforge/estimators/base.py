@@ -23,7 +23,7 @@ from scforge.data.checks import check_adata, check_obs_column
 from scforge.data.sources import open_cells
 from scforge.data.stream_remote import is_collection
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError
+from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError, first_line
 from scforge.estimators.card import described, model_card
 from scforge.estimators.fields import GeneField, ObsField
 from scforge.estimators.mudata import MuDataModel
@@ -250,10 +250,8 @@ class CellModel(MuDataModel, BaseModelClass):
                 f"load it with scforge.models.{config['class']}.load."
             )
         setup = config["setup"]
-        registry = None
-        if adata is None:
-            registry = bare_registry(cls.__name__, setup)
-        else:
+        registry = bare_registry(cls.__name__, setup) if adata is None else None
+        if adata is not None:
             adata = cls._set_up_as(adata, setup)
             check_adata(adata)
             if cls._setup_of(adata) is None:
@@ -273,7 +271,7 @@ class CellModel(MuDataModel, BaseModelClass):
         try:
             model.to_device(device)
         except (AssertionError, RuntimeError) as error:
-            raise OptionError(f"device={str(device)!r} cannot be used: {str(error).splitlines()[0]}") from error
+            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
         model.is_trained_ = config["is_trained"]
         model._extend_history(config["history"])
         model.n_epochs_ = config["n_epochs"]
@@ -319,8 +317,8 @@ class CellModel(MuDataModel, BaseModelClass):
 
     def __repr__(self) -> str:
         data = self.adata if self._data is None else self._data.cells
-        cells = "without adata" if data is None else f"{len(data)} cells"
         n_epochs = self.n_epochs_ if self.is_trained_ else None
+        cells = "without adata" if data is None else f"{len(data)} cells"
         return described(type(self).__name__, self._spec, self.module, n_epochs=n_epochs, cells=cells)
 
     @classmethod
@@ -377,8 +375,8 @@ class CellModel(MuDataModel, BaseModelClass):
 
     def _provenance(self, cells: Cells, n_latent: int) -> dict[str, Any]:
         """Return what an embedding was made with, as scalars that h5ad can hold."""
-        of_cells = {"n_latent": n_latent, "gene_overlap": cells.overlap, "counts_kept": cells.counts_kept}
-        return {**self.made_with(), **of_cells}
+        kept = cells.counts_kept
+        return {**self.made_with(), "n_latent": n_latent, "gene_overlap": cells.overlap, "counts_kept": kept}
 
     def made_with(self) -> dict[str, Any]:
         """Return what describes the model beside what it made, as scalars that h5ad can hold."""
