@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from scforge._version import __version__
+from scforge.cli_tasks import add_evaluate, add_finetune, add_predict
 from scforge.errors import ConfigError, OptionError, ScforgeError, ScforgeWarning
 
 __all__ = ["main"]
@@ -42,25 +43,13 @@ def _train(arguments: argparse.Namespace) -> None:
             "set it, e.g. with output.checkpoint_dir=checkpoints."
         )
     from scforge.estimators import train_from_config
+    from scforge.estimators.config_start import first_process_speaks, training_report
 
     options = {"resume": arguments.resume, "overwrite": arguments.overwrite}
-    speaks = _first_process_speaks()
+    speaks = first_process_speaks()
     model = train_from_config(config, progress_bar=not arguments.quiet, **options)
     if speaks:
-        from scforge.estimators.config_start import training_report
-
         print("\n".join(training_report(model, config)))
-
-
-def _first_process_speaks() -> bool:
-    """Let only the first of several processes say something; return whether this is the one."""
-    from lightning.fabric.utilities.rank_zero import rank_zero_only
-
-    if rank_zero_only.rank == 0:
-        return True
-    logging.getLogger("scforge").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    return False
 
 
 def _config_init(arguments: argparse.Namespace) -> None:
@@ -218,6 +207,10 @@ def _parser() -> _Parser:
     embed.add_argument("--overwrite", action="store_true", help="replace another embedding, or an unfinished one")
     embed.add_argument("--quiet", action="store_true", help="no progress bar and no summary at the end")
     embed.set_defaults(run=_embed)
+
+    add_finetune(commands.add_parser("finetune", help="train a copy of a model for a task, e.g. annotation"))
+    add_predict(commands.add_parser("predict", help="predict cells with a fine-tuned model"))
+    add_evaluate(commands.add_parser("evaluate", help="score the predictions of a fine-tuned model, beside baselines"))
 
     inspect = commands.add_parser("inspect", help="show what an h5ad file or a store holds, and which vocabulary fits")
     inspect.add_argument("file", metavar="FILE", help="h5ad file of any size, or a store")

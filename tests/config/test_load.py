@@ -179,7 +179,7 @@ LAYERS, RATE = ("layers: 0", "layers: 1"), ("fast", "1")
         ([("{", "{lr: 2, ")], [], "recipe.yaml, lines 7 and 9: training.lr='fast' and training.optimizer.lr=2 set the"),
         ([], ["training.num_gpus=x"], "override 'training.num_gpus=x': training.num_gpus='x' is not a number of GPUs"),
         ([("paths", "layer")], [], "recipe.yaml, line 1: data.paths is missing"),
-        ([("output", "finetune")], [], "recipe.yaml, line 10: finetune={'log_dir': 'logs', "),
+        ([LAYERS, ("output", "finetune")], [], "recipe.yaml, line 10: finetune.base_model is missing; "),
         ([(LINES[:24], "")], [], "recipe.yaml: data is missing"),
     ],
 )
@@ -230,7 +230,9 @@ def test_names_of_other_tools_are_suggestions(load: Load, key: str, suggestion: 
 def test_synonyms_fit_the_schema() -> None:
     known = set(known_names(Config))
     assert set(SYNONYMS.values()) <= known
-    assert not set(SYNONYMS) & {name.rpartition(".")[2] for name in known}
+    # A fine-tuning has options that pretraining tools use for other things.
+    plain = {name.rpartition(".")[2] for name in known if not name.startswith("finetune.")}
+    assert not set(SYNONYMS) & plain
 
 
 def test_everything_about_data(load: Load) -> None:
@@ -318,7 +320,17 @@ def test_empty_sections_are_defaults(load: Load) -> None:
         ("eval: {benchmarks: [3]}", "eval.benchmarks=[3] holds something that is no benchmark; "),
         ("eval: {benchmarks: [{a: {}, b: {}}]}", "eval.benchmarks=[{'a': {}, 'b': {}}] holds something that is no"),
         ("eval: {benchmarks: [{a: 3}]}", "eval.benchmarks=[{'a': 3}] holds something that is no benchmark; "),
-        ("finetune: {task: annotation}", "finetune={'task': 'annotation'} is not supported yet: "),
+        ("finetune: {task: annotation}", "finetune.base_model is missing; name both, e.g. finetune: {base_model: "),
+        ("finetune: {base_model: a, task: b, freeze: 0}", "finetune.freeze=0 is neither true, false nor a number"),
+        ("finetune: {base_model: a, task: b, lora: 8}", "finetune.lora=8 is neither true, false nor a section"),
+        ("finetune: {base_model: a, task: b, test_size: 0.9}", "finetune.test_size=0.9 and validation_size=0.1 leave"),
+        ("finetune: {base_model: a, task: b, test_size: 1}", "finetune.test_size=1 is out of range; it must be less"),
+        ("finetune: {base_model: a, task: b, evaluate: 3}", "finetune.evaluate=3 is neither true, false nor the name"),
+        (
+            "finetune: {base_model: a, task: b, split_by: c, split_key: d}",
+            "finetune.split_key='d' has no use beside split_by='c'; keep one of them.",
+        ),
+        ("finetune: {base_model: a, task: b, data: b.h5ad}", "finetune.data='b.h5ad' and data.paths='cells.h5ad' set"),
         ("output: {loggers: csv}", "output.loggers='csv' has no use without output.log_dir, "),
         ("output: {log_dir: a, loggers: [cvs]}", "output.loggers[0]='cvs' is not known; did you mean 'csv'? (known: "),
         (
@@ -472,7 +484,8 @@ def test_an_override_takes_the_place_of_an_alias_in_the_file(load: Load) -> None
         ("training.max_epoch=3", "did you mean 'training.max_epochs'?"),
         ("data.paths.x=3", "data.paths='cells.h5ad' is not a section with options."),
         ("data=3", "data=3 is not a section with options."),
-        ("finetune.task=x", "is not supported yet"),
+        ("finetune.task=x", "finetune.base_model is missing"),
+        ("task=annotation", "task='annotation' is not a known option; did you mean 'finetune.task'?"),
     ],
 )
 def test_mistakes_in_an_override(load: Load, override: str, part: str) -> None:

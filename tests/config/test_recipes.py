@@ -14,13 +14,16 @@ CLUSTER = [name for name in list_recipes() if name.endswith("_cluster")]
 
 def test_names() -> None:
     assert sorted(set(list_recipes()) - set(CLUSTER)) == [
+        "annotation",
         "autoregressive",
         "gene_pooling",
+        "integration",
         "light",
         "masked_autoencoder",
         "masked_gene",
+        "perturbation",
     ]
-    assert CLUSTER == ["geneformer_cluster", "scfoundation_cluster", "scgpt_cluster"]
+    assert CLUSTER == ["annotation_cluster", "geneformer_cluster", "scfoundation_cluster", "scgpt_cluster"]
 
 
 @pytest.mark.parametrize("name", list_recipes())
@@ -55,6 +58,20 @@ def test_sizes_of_the_cluster_recipes_are_the_published_ones() -> None:
     sizes = {"hidden_dim": 768, "num_layers": 12, "num_heads": 12}
     sizes |= {"decoder_dim": 512, "decoder_layers": 6, "decoder_heads": 8}
     assert sizes.items() <= scfoundation.model.user_options().items()
+
+
+def test_recipes_that_fine_tune() -> None:
+    tuned = {name: load_config(recipe_path(name)).finetune for name in list_recipes()}
+    tuned = {name: section for name, section in tuned.items() if section is not None}
+    assert {name: section.task for name, section in tuned.items()} == {
+        "annotation": "annotation",
+        "annotation_cluster": "annotation",
+        "integration": "integration",
+        "perturbation": "perturbation",
+    }
+    for section in tuned.values():
+        recipe = Path(section.base_model).parent.name
+        assert load_config(recipe_path(recipe)).output.checkpoint_dir == str(Path(section.base_model).parent)
 
 
 def test_light() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from scforge.config import Config, list_recipes, load_config, recipe_path
 from scforge.errors import ConfigError, DataError, MissingFileError, OptionError, ScforgeError
-from scforge.estimators import check_config, show_config
+from scforge.estimators import Encoder, check_config, show_config
 from scforge.estimators.config_check import check_settings
 
 TEXT = """
@@ -198,9 +198,21 @@ def test_a_store(load: Callable[..., Config], store: Path) -> None:
         check_config(load(*few, "data.labels_key=cell_kind"))
 
 
+def tunable(config: Config) -> list[str]:
+    """Make a base model; return what else a recipe has to say of cells with other columns."""
+    adata = ad.read_h5ad("cells.h5ad")
+    Encoder.setup_anndata(adata)
+    Encoder(adata, n_top_genes=40, hidden_dim=8, ffn_dim=8).save(config.finetune.base_model)
+    names = {"labels_key": "group", "batch_key": "batch", "split_by": "batch", "perturbation_key": "group"}
+    written = config.finetune.user_set()
+    return [f"finetune.{key}={name}" for key, name in names.items() if key in written]
+
+
 @pytest.mark.parametrize("name", list_recipes())
 def test_recipes_are_fine_and_mean_the_same_with_all_defaults(load: Callable[..., Config], name: str) -> None:
     config = load("data.paths=[cells.h5ad]", path=recipe_path(name))
+    if config.finetune is not None:
+        config = load(*tunable(config), "data.paths=[cells.h5ad]", path=recipe_path(name))
     found = check_config(config)
     text = show_config(config)
     Path("shown.yaml").write_text(text)

@@ -18,7 +18,7 @@ from scforge.config import Config, load_config
 from scforge.config._messages import known_names
 from scforge.data import GeneVocab
 from scforge.errors import ConfigError
-from scforge.estimators import Encoder, config_data, from_config
+from scforge.estimators import Encoder, config_data, finetuning_from_config, from_config
 from scforge.training import CellDataModule
 
 BASE = """
@@ -32,6 +32,7 @@ LOGS = ["output.log_dir=logs", "output.loggers=[wandb, tensorboard]"]
 SCORES = ["eval.benchmarks=[label_prediction]", "data.labels_key=group"]
 ON_ATLAS = ["eval.benchmarks=[label_prediction: {dataset: a}]", "data.labels_key=group"]
 BALANCED = ["data.sampling.balance_key=group"]
+TUNED = ["model=", "data.preprocessing=", "finetune={base_model: base, task: annotation, labels_key: group}"]
 
 
 class Built:
@@ -107,6 +108,26 @@ class Built:
         return seen
 
     @cached_property
+    def tuned(self) -> dict[str, Any]:
+        """Which model is fine-tuned, and the arguments of ``Encoder.finetune``."""
+        seen: dict[str, Any] = {}
+
+        class Tuned:
+            vocab, registry_ = None, {"setup_args": {}}
+
+            def finetune(self, task: dict[str, Any], source: Any, **options: Any) -> Tuned:
+                seen.update(options, task=task["name"])
+                return self
+
+            def evaluate(self, **options: Any) -> None:
+                seen["evaluate"] = True
+
+        self.patch.setattr(Encoder, "load", lambda path: seen.update(base_model=path) or Tuned())
+        self.patch.setattr(finetuning_from_config, "outputs_of", lambda *args: None)
+        finetuning_from_config.finetune_from_config(self.config)
+        return seen
+
+    @cached_property
     def written(self) -> list[str]:
         """Files that are written in the end."""
         seen: list[str] = []
@@ -123,6 +144,10 @@ def held_out_batches(data: CellDataModule) -> set[str]:
 
 def argument(name: str) -> Callable[[Built], Any]:
     return lambda built: built.train[name]
+
+
+def of_tuning(name: str) -> Callable[[Built], Any]:
+    return lambda built: built.tuned.get(name)
 
 
 Case = tuple[Any, Callable[[Built], Any], list[str]]
@@ -169,6 +194,18 @@ CASES: dict[str, Case] = {
     "model.activation": ("relu", lambda b: b.spec.model_options.get("activation"), []),
     "model.use_expression_values": (False, lambda b: len(b.parts[0].module.state_dict()), []),
     "model.layer_norm_eps": (0.1, lambda b: b.spec.model_options.get("layer_norm_eps"), []),
+    "finetune.base_model": ("other", of_tuning("base_model"), TUNED),
+    "finetune.task": ("regression", of_tuning("task"), TUNED),
+    "finetune.labels_key": ("batch", of_tuning("labels_key"), TUNED),
+    "finetune.batch_key": ("batch", of_tuning("batch_key"), [*TUNED, "finetune.task=integration"]),
+    "finetune.validation_size": (0.3, of_tuning("validation_size"), TUNED),
+    "finetune.test_size": (0.3, of_tuning("test_size"), TUNED),
+    "finetune.split_by": ("batch", of_tuning("split_by"), TUNED),
+    "finetune.split_key": ("batch", of_tuning("split_key"), TUNED),
+    "finetune.freeze": (1, of_tuning("freeze"), TUNED),
+    "finetune.lora": ({"r": 2}, of_tuning("lora"), TUNED),
+    "finetune.head": ({"hidden_dim": 4}, of_tuning("head"), TUNED),
+    "finetune.evaluate": (True, of_tuning("evaluate"), TUNED),
     "training.batch_size": (20, lambda b: b.data.batch_size, []),
     "training.max_epochs": (2, argument("max_epochs"), []),
     "training.max_steps": (3, argument("max_steps"), []),
@@ -183,6 +220,8 @@ CASES: dict[str, Case] = {
     "training.gradient_clip_val": (0.1, argument("gradient_clip_val"), []),
     "training.accumulate_grad_batches": (4, argument("accumulate_grad_batches"), []),
     "training.gradient_checkpointing": (True, argument("gradient_checkpointing"), []),
+    "training.layer_lr_decay": (0.5, argument("layer_lr_decay"), []),
+    "training.gradual_unfreezing": (2, argument("gradual_unfreezing"), []),
     "training.compile": (True, argument("compile"), []),
     "training.ema_decay": (0.9, argument("ema_decay"), []),
     "training.log_every_n_steps": (5, argument("log_every_n_steps"), []),
@@ -248,6 +287,9 @@ def build(
         tiny_adata.write_h5ad("cells.h5ad")
         tiny_adata[:40].copy().write_h5ad("more.h5ad")
         GeneVocab.from_genes(tiny_adata.var_names[:50]).save("genes.json")
+        for name in ("base", "other"):
+            Path(name).mkdir()
+            Path(name, "config.json").touch()
         Path("config.yaml").write_text(BASE)
     with pytest.MonkeyPatch.context() as patch:
         yield lambda changes: Built(load_config("config.yaml", changes), patch)
@@ -280,6 +322,40 @@ def test_what_fits_into_memory_is_tried_out_by_the_training(build: Callable[[lis
     built = build(["training.batch_size=auto"])
     assert (built.train["batch_size"], built.data.batch_size) == ("auto", None)
     assert build(["training.batch_size=4"]).train["batch_size"] is None
+
+
+# What else of a configuration reaches a fine-tuning.
+PASSED_ON = {
+    "data.labels_key": ("batch", of_tuning("labels_key"), [*TUNED, "finetune.labels_key="]),
+    "data.max_tokens_per_batch": (512, of_tuning("max_tokens_per_batch"), TUNED),
+    "data.num_threads": (0, of_tuning("num_threads"), TUNED),
+    "finetune.class_weights": ("balanced", lambda b: b.config.finetune.user_options().get("class_weights"), TUNED),
+    "output.checkpoint_dir": ("ck", of_tuning("checkpoint_dir"), TUNED),
+    "seed": (3, of_tuning("seed"), TUNED),
+    "training.batch_size": (20, of_tuning("batch_size"), TUNED),
+    "training.gradual_unfreezing": (2, of_tuning("gradual_unfreezing"), TUNED),
+    "training.lr": (0.01, of_tuning("lr"), TUNED),
+    "training.max_epochs": (2, of_tuning("max_epochs"), TUNED),
+}
+
+
+@pytest.mark.parametrize("key", PASSED_ON)
+def test_fine_tuning_gets_the_other_sections(build: Callable[[list[str]], Built], key: str) -> None:
+    value, look, needed = PASSED_ON[key]
+    assert look(build([*needed, f"{key}={json.dumps(value)}"])) == value
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("model.hidden_dim=8", "tokenizer.strategy=rank_value", "objective.name=joint_embedding", "data.max_genes=9"),
+        *("data.gene_vocab=genes.json", "data.preprocessing.hvg_selection=9", "data.sampling.balance_key=group"),
+        *("data.split.by=batch", "data.pin_memory=true", "training.validation_size=0.2"),
+    ],
+)
+def test_fine_tuning_refuses_what_it_would_not_read(build: Callable[[list[str]], Built], key: str) -> None:
+    with pytest.raises(ConfigError, match=r"settled by the base model of a fine-tuning|has no use in a fine-tuning"):
+        finetuning_from_config.finetune_from_config(build([*TUNED, key]).config)
 
 
 def test_benchmarks_become_a_callback(build: Callable[[list[str]], Built]) -> None:

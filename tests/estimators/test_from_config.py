@@ -40,6 +40,10 @@ training:
   accelerator: cpu
 """
 
+# Those that fine-tune are run in test_finetuning_from_config.py.
+PLAIN = [name for name in list_recipes() if not name.endswith("_cluster")]
+PLAIN = [name for name in PLAIN if load_config(recipe_path(name)).finetune is None]
+
 CUSTOM_MODEL = Path(__file__).parents[1] / "config" / "custom_model.yaml"
 
 
@@ -244,7 +248,7 @@ def test_the_tutorial_on_custom_models(run, pbmc: ad.AnnData) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*of the 20120 genes of the vocabulary")
-@pytest.mark.parametrize("name", [name for name in list_recipes() if not name.endswith("_cluster")])
+@pytest.mark.parametrize("name", PLAIN)
 def test_each_recipe_trains_a_step(run, pbmc: ad.AnnData, name: str) -> None:
     pbmc[:60].copy().write_h5ad("data.h5ad")
     overrides = ["training.max_steps=1", "training.batch_size=8", "training.accelerator=cpu", "data.max_genes=64"]

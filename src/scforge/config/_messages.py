@@ -6,7 +6,7 @@ import difflib
 import re
 import reprlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -14,11 +14,12 @@ from scforge.config.synonyms import SYNONYMS
 from scforge.errors import ConfigError, listing
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
     from scforge.config._places import Places
 
-__all__ = ["config_error", "dotted_name", "known_names", "shown", "unknown_option"]
+__all__ = ["config_error", "dotted_name", "known_names", "section_of", "shown", "unknown_option"]
 
 _REPR = reprlib.Repr(maxlevel=2, maxdict=3, maxlist=3, maxstring=60, maxother=60, maxlong=40)
 _PLAIN_KEY = re.compile(r"[\w-]+")
@@ -89,9 +90,15 @@ def known_names(schema: type[BaseModel], prefix: str = "") -> list[str]:
     names: list[str] = []
     for name, field in schema.model_fields.items():
         names.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            names += known_names(field.annotation, f"{prefix}{name}.")
+        if (section := section_of(field)) is not None:
+            names += known_names(section, f"{prefix}{name}.")
     return names
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section that an option is, or may be; None for other options."""
+    choices = get_args(field.annotation) or (field.annotation,)
+    return next((one for one in choices if isinstance(one, type) and issubclass(one, BaseModel)), None)
 
 
 def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
@@ -104,6 +111,8 @@ def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
         siblings = [known.rpartition(".")[2] for known in names if known.rpartition(".")[0] == section]
         return unknown_option(name, value, schema, siblings, "a known option")
     if kind == "missing":
+        if name.startswith("finetune."):
+            return f"{name} is missing; name both, e.g. finetune: {{base_model: checkpoints/final, task: annotation}}"
         return f"{name} is missing; every configuration names its data, e.g. data: {{paths: [cells.h5ad]}}"
     if kind == "literal_error":
         known = re.findall(r"'([^']*)'", context["expected"])
@@ -138,6 +147,8 @@ def unknown_option(name: str, value: object, schema: type[BaseModel], siblings: 
     near = _nearest(key, siblings)
     known = [option for option in known_names(schema) if option.rpartition(".")[2] == key]
     meant = SYNONYMS.get(key.lower())
+    if meant is not None and meant.split(".")[0] == section.split(".")[0]:
+        known = []
     # The same name elsewhere, what other tools call it, and only then what is spelled alike.
     suggestion = next(iter(known), None) or meant or (near and f"{section}.{near}".lstrip("."))
     listed = listing(siblings, most=8 if suggestion else 24)

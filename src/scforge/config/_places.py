@@ -15,6 +15,7 @@ __all__ = ["Places", "Source"]
 
 _SPELLINGS = [
     *[(alias.split("."), canonical.split(".")) for alias, canonical in ALIASES.items()],
+    (["finetune", "data"], ["data"]),
     (["training", "num_gpus"], ["training", "accelerator"]),
 ]
 """Ways to write an option, and the option."""

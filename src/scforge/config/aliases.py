@@ -1,4 +1,4 @@
-"""Other places where a configuration file may set an option, and keys that cannot be used yet."""
+"""Other places where a configuration file may set an option."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from scforge.config._messages import shown
 from scforge.errors import ConfigError
 
-__all__ = ["ALIASES", "UNSUPPORTED", "AliasError", "apply_aliases"]
+__all__ = ["ALIASES", "AliasError", "apply_aliases"]
 
 
 class AliasError(ConfigError):
@@ -30,6 +30,11 @@ class AliasError(ConfigError):
 ALIASES = {
     "data.num_workers": "data.num_threads",
     "data.obs": "data.obs_columns",
+    "finetune.data": "data.paths",
+    "finetune.gradual_unfreezing": "training.gradual_unfreezing",
+    "finetune.layer_lr_decay": "training.layer_lr_decay",
+    "finetune.output": "output.checkpoint_dir",
+    "finetune.seed": "seed",
     "model.mask_ratio": "tokenizer.masking.mask_ratio",
     "model.pretraining_task": "objective.name",
     "tokenizer.gene_vocab": "data.gene_vocab",
@@ -39,11 +44,6 @@ ALIASES = {
     "training.num_gpus": "training.devices",
 }
 """Accepted place of an option to the place where the schema has it."""
-
-UNSUPPORTED = {
-    "finetune": "is not supported yet: a configuration trains a model from scratch; remove the section",
-}
-"""Keys that other tools or later versions know, and what to do instead."""
 
 _ON_GPUS = ("auto", "gpu", "cuda")
 
@@ -59,10 +59,10 @@ def apply_aliases(raw: Mapping[str, Any]) -> dict[str, Any]:
     Raises
     ------
     ConfigError
-        If an alias and its canonical option have different values, or a key is not supported yet.
+        If an alias and its canonical option have different values.
     """
     content = _copied(raw)
-    _refuse_unsupported(content)
+    _move_data(content)
     for alias, canonical in ALIASES.items():
         found, value = _pop(content, alias)
         if not found:
@@ -122,6 +122,15 @@ def _put(content: dict[str, Any], dotted: str, value: Any, *, alias: str) -> Non
     holder[key] = value
 
 
+def _move_data(content: dict[str, Any]) -> None:
+    """Take a whole section ``finetune.data`` for the section ``data``."""
+    found, section = _get(content, "finetune.data")
+    if found and isinstance(section, Mapping):
+        del content["finetune"]["data"]
+        for key, value in section.items():
+            _put(content, f"data.{key}", value, alias=f"finetune.data.{key}")
+
+
 def _use_gpus(content: dict[str, Any], n_gpus: Any) -> None:
     if isinstance(n_gpus, bool) or not isinstance(n_gpus, int) or n_gpus < 0:
         message = f"training.num_gpus={shown(n_gpus)} is not a number of GPUs; give 0 or more."
@@ -141,10 +150,3 @@ def _use_gpus(content: dict[str, Any], n_gpus: Any) -> None:
         )
     content["training"]["accelerator"] = "gpu" if accelerator in (None, "auto") else accelerator
     _put(content, "training.devices", n_gpus, alias="training.num_gpus")
-
-
-def _refuse_unsupported(content: Mapping[str, Any]) -> None:
-    for dotted, reason in UNSUPPORTED.items():
-        found, value = _get(content, dotted)
-        if found:
-            raise AliasError(f"{dotted}={shown(value)} {reason}.", dotted)

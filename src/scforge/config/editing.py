@@ -8,8 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from scforge._io import atomic_write_text
-from scforge.config._fields import Section
+from scforge.config._messages import section_of
 from scforge.config.aliases import ALIASES
 from scforge.config.recipes import recipe_path
 from scforge.config.schema import Config
@@ -87,15 +89,15 @@ def config_schema(output: str | os.PathLike[str] | None = None) -> dict[str, Any
     return schema
 
 
-def _sections(schema: type[Section]) -> list[type[Section]]:
-    found: list[type[Section]] = []
+def _sections(schema: type[BaseModel]) -> list[type[BaseModel]]:
+    found: list[type[BaseModel]] = []
     for field in schema.model_fields.values():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            found += [field.annotation, *_sections(field.annotation)]
+        if (section := section_of(field)) is not None:
+            found += [section, *_sections(section)]
     return found
 
 
-def _describe(section: type[Section], schema: dict[str, Any]) -> None:
+def _describe(section: type[BaseModel], schema: dict[str, Any]) -> None:
     """Give a section and its options the words of the docstring."""
     summary, _, rest = (section.__doc__ or "").partition("Parameters\n")
     schema["description"] = " ".join(summary.split())
@@ -121,8 +123,9 @@ def _find(schema: dict[str, Any], dotted: str) -> dict[str, Any]:
     found = schema
     for key in dotted.split("."):
         found = found["properties"][key]
-        if "$ref" in found:
-            found = schema["$defs"][found["$ref"].rpartition("/")[2]]
+        reference = found.get("$ref") or next((one["$ref"] for one in found.get("anyOf", []) if "$ref" in one), None)
+        if reference is not None:
+            found = schema["$defs"][reference.rpartition("/")[2]]
     return found
 
 

@@ -19,16 +19,24 @@ from scforge.errors import ConfigError
 __all__ = ["dump_config", "load_config"]
 
 
-def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    path: str | os.PathLike[str] | None,
+    overrides: Sequence[str] = (),
+    *,
+    flags: Mapping[str, tuple[str, Any]] | None = None,
+) -> Config:
     """Read a configuration file.
 
     Parameters
     ----------
     path
-        A YAML file.
+        A YAML file; None for a configuration that `flags` and `overrides` make.
     overrides
         Options that take the place of those in the file, as ``"training.batch_size=32"``. Values are read as YAML; a
         mapping is merged into its section. The last of several for one option counts.
+    flags
+        Options that are said in other ways: what to call each in a message, to the option and its value. They count
+        more than the file, and less than `overrides`.
 
     Returns
     -------
@@ -47,11 +55,11 @@ def load_config(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> 
     >>> config.model.architecture, config.training.batch_size
     ('gene_pooling', 64)
     """
-    content, source = _read(Path(path))
+    content, source = ({}, Source("the command line", None)) if path is None else _read(Path(path))
     content = _canonical(content, source)
     sources = [source]
-    for override in overrides:
-        changes, source = _parse_override(override)
+    given = [_of_flag(where, *option) for where, option in (flags or {}).items()]
+    for changes, source in [*given, *map(_parse_override, overrides)]:
         try:
             content = _merged(content, _canonical(changes, source))
         except AliasError as error:
@@ -116,6 +124,14 @@ def _read(path: Path) -> tuple[Mapping[str, Any], Source]:
     if not isinstance(content, Mapping):
         raise ConfigError(f"config={name} holds {shown(content)} instead of sections such as data and training.")
     return content, Source(str(path), root)
+
+
+def _of_flag(where: str, name: str, value: Any) -> tuple[dict[str, Any], Source]:
+    keys = name.split(".")
+    content = value
+    for key in reversed(keys):
+        content = {key: content}
+    return content, Source(where, None, tuple(keys))
 
 
 def _parse_override(override: str) -> tuple[dict[str, Any], Source]:

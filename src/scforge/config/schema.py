@@ -16,6 +16,7 @@ from scforge.config._fields import Float, Int, OpenSection, Positive, Section, S
 from scforge.config._places import Places
 from scforge.config.aliases import apply_aliases
 from scforge.config.data_section import DataConfig, PreprocessingConfig, SamplingConfig, SplitConfig
+from scforge.config.finetune_section import FinetuneConfig
 from scforge.config.output_section import EvalConfig, OutputConfig
 from scforge.config.training_section import OptimizerConfig, SchedulerConfig, TrainingConfig
 from scforge.errors import OptionError
@@ -24,6 +25,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "EvalConfig",
+    "FinetuneConfig",
     "MaskingConfig",
     "ModelConfig",
     "ObjectiveConfig",
@@ -168,6 +170,8 @@ class Config(Section):
     ----------
     data, tokenizer, objective, model, training, eval, output
         The sections.
+    finetune
+        Which trained model is fine-tuned; None trains a new one.
     seed
         Seed of everything random.
     """
@@ -176,6 +180,7 @@ class Config(Section):
     tokenizer: TokenizerConfig = Field(default_factory=TokenizerConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)
+    finetune: FinetuneConfig | None = None
     training: TrainingConfig = Field(default_factory=TrainingConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
     output: OutputConfig = Field(default_factory=OutputConfig)

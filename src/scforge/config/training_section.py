@@ -107,6 +107,10 @@ class TrainingConfig(Section):
         Batches whose gradients are added up before a step, so that a step sees so many times the cells.
     gradient_checkpointing
         Compute layers again in the backward pass instead of keeping their states: less memory, more time.
+    layer_lr_decay
+        Learning rate of a layer over that of the layer above it, e.g. 0.8. None trains all alike.
+    gradual_unfreezing
+        Train the top layer first, and one more below it every so many epochs. None trains all from the start.
     compile
         Compile the model with ``torch.compile``: a slow first step, faster ones after it.
     ema_decay
@@ -133,6 +137,8 @@ class TrainingConfig(Section):
     gradient_clip_val: Annotated[Float, Field(ge=0)] = 1.0
     accumulate_grad_batches: Positive = 1
     gradient_checkpointing: bool | None = None
+    layer_lr_decay: Annotated[Float, Field(gt=0, le=1)] | None = None
+    gradual_unfreezing: Positive | None = None
     compile: bool = False
     ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = None
     log_every_n_steps: Positive = 10

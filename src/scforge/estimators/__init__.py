@@ -9,10 +9,23 @@ _NAMES = {
     "Encoder": "scforge.estimators.encoder",
     "check_config": "scforge.estimators.config_check",
     "embed_to": "scforge.estimators.bulk",
+    "evaluate_to": "scforge.estimators.predicting",
+    "finetune_from_config": "scforge.estimators.finetuning_from_config",
+    "predict_to": "scforge.estimators.predicting",
     "show_config": "scforge.estimators.config_show",
     "train_from_config": "scforge.estimators.from_config",
 }
 
-__all__ = ["EmbeddingInfo", "Encoder", "check_config", "embed_to", "show_config", "train_from_config"]
+__all__ = [
+    "EmbeddingInfo",
+    "Encoder",
+    "check_config",
+    "embed_to",
+    "evaluate_to",
+    "finetune_from_config",
+    "predict_to",
+    "show_config",
+    "train_from_config",
+]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

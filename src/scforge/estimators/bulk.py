@@ -23,15 +23,16 @@ from scforge.data.cells import Cells
 from scforge.data.remote import is_url
 from scforge.data.sources import open_cells
 from scforge.data.streams import is_query
-from scforge.errors import DataError, GeneMismatchError, MissingFileError, NotTrainedWarning, OptionError, first_line
+from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError
 from scforge.estimators.base import CellModel
 from scforge.estimators.bulk_files import EmbeddingFiles
 from scforge.estimators.config_data import embedded_adata
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.identity import model_identity, source_identity
+from scforge.estimators.model_folder import check_model_folder
+from scforge.estimators.placing import device_for, move_to
 from scforge.models.components.gene_vectors import check_filled
 from scforge.training.predict import embed
-from scforge.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from scforge.data.census import CensusQuery
@@ -168,7 +169,7 @@ def embed_to(
     if is_url(output):
         raise OptionError(f"output={output!r} is a URL; give a path, and copy the result from there.")
     files = EmbeddingFiles(Path(output), overwrite=check_bool("overwrite", overwrite))
-    where = _device(device)
+    where = device_for(device)
     if not isinstance(model, CellModel):
         model = _load(model)
     check_filled(model.module)
@@ -188,7 +189,7 @@ def embed_to(
     if not len(cells):
         raise DataError("source has no cells to embed.")
     before = model.device
-    _move(model, where)
+    move_to(model, where)
     try:
         return _Worker(model, cells, batch_size).work(
             files,
@@ -204,24 +205,12 @@ def embed_to(
             hidden=not check_bool("progress_bar", progress_bar) or rank != 0,
         )
     finally:
-        _move(model, before)
+        move_to(model, before)
 
 
 def _load(path: str | os.PathLike[str]) -> CellModel:
     """Load a model; say so if its folder is that of a whole training."""
-    folder = Path(path)
-    if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise MissingFileError(f"model={str(path)!r} (--model) {what}; give the folder of a model, e.g. ckpt/final.")
-    if not (folder / "config.json").exists():
-        if models := RunFolder(folder).models():
-            raise MissingFileError(
-                f"model={str(path)!r} (--model) is the folder of a training; did you mean {str(models[-1])!r}?"
-            )
-        raise MissingFileError(
-            f"model={str(path)!r} (--model) holds no model; give the folder of one, e.g. ckpt/final."
-        )
-    return Encoder.load(path)
+    return Encoder.load(check_model_folder(path, f"model={str(path)!r} (--model)"))
 
 
 @dataclass(frozen=True)
@@ -320,26 +309,3 @@ def _which_process(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if found[0] >= found[1]:
         raise OptionError(f"rank={found[0]} is not below world_size={found[1]}; ranks count from 0.")
     return int(found[0]), int(found[1])
-
-
-def _device(device: str | torch.device) -> torch.device:
-    if device != "auto":
-        try:
-            return torch.device(device)
-        except (RuntimeError, TypeError) as error:
-            raise OptionError(
-                f"device={device!r} is not the name of a device; give 'auto', 'cpu' or 'cuda'."
-            ) from error
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-    return torch.device("cuda", int(local) % torch.cuda.device_count())
-
-
-def _move(model: CellModel, device: torch.device) -> None:
-    if model.device == device:
-        return
-    try:
-        model.to_device(device)
-    except (AssertionError, RuntimeError) as error:
-        raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}.") from error

@@ -32,6 +32,7 @@ from scforge.errors import (
     listing,
 )
 from scforge.estimators.config_parts import check_names, chosen, objective_of, placed, tokenizer_of
+from scforge.estimators.finetune_check import check_finetuning, described, named_columns
 from scforge.estimators.spec import ModelSpec, named_options
 from scforge.models._utils import count_parameters
 from scforge.tokenizers.registry import TOKENIZERS
@@ -49,8 +50,8 @@ _UNKNOWN_GENES = 2_048
 def check_config(config: Config) -> str:
     """Check what can be checked without reading the cells, and without a GPU.
 
-    Names, options and sizes of architecture, tokenizer and objective, and whether they fit; files, their columns, and
-    folders; benchmarks and loggers.
+    Names, options and sizes of architecture, tokenizer and objective, and whether they fit, or the base model and the
+    task; files, their columns, and folders; benchmarks and loggers.
 
     Returns
     -------
@@ -73,6 +74,8 @@ def check_config(config: Config) -> str:
     benchmark_callbacks(config)
     if config.data.source == "local":
         _check_columns(config)
+    if config.finetune is not None:
+        return described(config)
     spec, known = model_of(config)
     with placed(config), torch.device("meta"), _Unfilled():
         module = spec.build_module()
@@ -97,7 +100,10 @@ def check_settings(config: Config, *, replaces: bool = False) -> None:
     MissingFileError
         If a file does not exist.
     """
-    check_names(config)
+    if config.finetune is None:
+        check_names(config)
+    else:
+        check_finetuning(config)
     output = config.output
     if config.training.checkpoint_every_n_steps is not None and output.checkpoint_dir is None:
         raise ConfigError(
@@ -163,10 +169,11 @@ def _check_benchmarks(config: Config, evaluations: list[Evaluation]) -> None:
                 f"{place}the benchmark {one.name!r} needs a column of obs, {missing[0]}; set data.{missing[0]}, or "
                 f"{missing[0]} below the benchmark."
             )
-    if config.training.validation_size == 0:
+    size = "training.validation_size" if config.finetune is None else "finetune.validation_size"
+    if (config.training if config.finetune is None else config.finetune).validation_size == 0:
         raise ConfigError(
-            f"{config.place_of('training.validation_size')}training.validation_size=0 leaves no cells for a "
-            "validation, after which eval.benchmarks run; set training.validation_size above 0, or remove them."
+            f"{config.place_of(size)}{size}=0 leaves no cells for a validation, after which eval.benchmarks run; set "
+            f"{size} above 0, or remove them."
         )
     entries = [entry for entry in config.eval.benchmarks if isinstance(entry, Mapping)]
     used = [options["dataset"] for entry in entries for options in entry.values() if "dataset" in (options or {})]
@@ -233,6 +240,7 @@ def _check_columns(config: Config) -> None:
         return
     named = [data.batch_key, data.labels_key, data.sampling.balance_key, *(data.obs_columns or [])]
     named += [] if data.split.by == "cell" else [data.split.by]
+    named += [] if config.finetune is None else named_columns(config)
     columns = list(dict.fromkeys(name for name in named if name is not None))
     with placed(config):
         if len(paths) == 1 and (is_store(paths[0]) or partial_path(paths[0]).exists()):

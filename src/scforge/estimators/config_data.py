@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from scforge.data.sources import open_cells, read_h5ad
 from scforge.data.store import StoreCells
 from scforge.data.stream_memory import check_memory
 from scforge.data.streams import open_streams
+from scforge.data.vocab import GeneVocab
 from scforge.training.datamodule import CellDataModule
 
 if TYPE_CHECKING:
@@ -29,8 +31,18 @@ _LARGE = 2**28
 """Bytes of files that may not fit into memory, however well they are packed."""
 
 
-def open_source(data: DataConfig) -> AnnData | Cells:
-    """Open the cells: an AnnData of plain h5ad files, which an embedding can be written into, or cells elsewhere."""
+def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Sequence[str] = ()) -> AnnData | Cells:
+    """Open the cells: an AnnData of plain h5ad files, which an embedding can be written into, or cells elsewhere.
+
+    Parameters
+    ----------
+    data
+        The section.
+    vocab
+        Genes of a model that is there already; None takes those that the section names.
+    columns
+        Columns of obs to have at hand, besides those that the section names.
+    """
     if data.source != "local":
         from scforge.data.census import CensusQuery
 
@@ -44,9 +56,9 @@ def open_source(data: DataConfig) -> AnnData | Cells:
             "tiledb_config": data.storage_options,
         }
         query = CensusQuery(
-            obs=_columns(data) or [], **{name: value for name, value in given.items() if value is not None}
+            obs=_columns(data, columns) or [], **{name: value for name, value in given.items() if value is not None}
         )
-        return query.open(_vocab(data))
+        return query.open(_vocab(data) if vocab is None else vocab)
     paths = data.paths or []
     elsewhere = (data.cache, data.memory, data.modality, data.storage_options)
     if all(path.endswith(".h5ad") and Path(path).is_file() for path in paths) and elsewhere == (None,) * 4:
@@ -59,11 +71,11 @@ def open_source(data: DataConfig) -> AnnData | Cells:
         return adata
     return open_cells(
         paths,
-        _vocab(data),
+        _vocab(data) if vocab is None else vocab,
         layer=data.layer,
         gene_key=data.gene_key,
         modality=data.modality,
-        obs=_columns(data),
+        obs=_columns(data, columns),
         memory=data.memory,
         cache=data.cache,
         storage_options=data.storage_options,
@@ -103,10 +115,10 @@ def _vocab(data: DataConfig) -> str | None:
     return None if data.gene_vocab == "from_data" else data.gene_vocab
 
 
-def _columns(data: DataConfig) -> list[str] | None:
+def _columns(data: DataConfig, more: Sequence[str]) -> list[str] | None:
     """Return the columns of obs that are needed; None for all."""
     if data.obs_columns is None and data.source == "local":
         return None
     split = None if data.split.by == "cell" else data.split.by
     named = [data.batch_key, data.labels_key, data.sampling.balance_key, split]
-    return list(dict.fromkeys([*(data.obs_columns or []), *[column for column in named if column is not None]]))
+    return list(dict.fromkeys([*(data.obs_columns or []), *more, *[column for column in named if column is not None]]))

@@ -113,6 +113,8 @@ _SAID = {
 }
 """Arguments of the front class to where a configuration has them."""
 
+_SECTIONS = ("finetune", "model", "tokenizer", "objective", "data", "training")
+
 
 @contextlib.contextmanager
 def placed(config: Config) -> Iterator[None]:
@@ -132,7 +134,7 @@ def _place(config: Config, message: str) -> str:
         return ""
     name = begin[1]
     written = config.user_set()
-    holders = [section for section in ("model", "tokenizer", "objective", "data") if name in written.get(section, {})]
+    holders = [section for section in _SECTIONS if name in written.get(section, {})]
     if holders:
         return config.place_of(f"{holders[0]}.{name}")
     return config.place_of(_SAID[name]) if name in _SAID else ""

@@ -7,14 +7,17 @@ from typing import Any
 
 from scforge.config._fields import Section
 from scforge.config._yaml import dump_yaml
-from scforge.config.schema import Config, MaskingConfig, ModelConfig
+from scforge.config.schema import Config, FinetuneConfig, MaskingConfig, ModelConfig
 from scforge.data.vocab import FROM_DATA
 from scforge.estimators.config_check import model_of
 from scforge.estimators.config_parts import check_names, chosen
 from scforge.estimators.encoder import Encoder
+from scforge.estimators.finetune_check import ELSEWHERE, OF_THE_BASE, TUNING_OF_TASKS, check_finetuning, columns_of
+from scforge.finetuning.base import TASKS
 from scforge.models.registry import MODELS, own_names
 from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training.datamodule import CellDataModule
+from scforge.training.objectives.base import TrainingDefaults
 
 __all__ = ["show_config"]
 
@@ -32,7 +35,7 @@ def show_config(config: Config) -> str:
     Raises
     ------
     ScforgeError
-        If architecture, tokenizer and objective are not known, or do not fit.
+        If architecture, tokenizer and objective are not known, or do not fit; or the task, or the base model.
 
     Examples
     --------
@@ -46,10 +49,15 @@ def show_config(config: Config) -> str:
     seed: 3  # set
     <BLANKLINE>
     """
-    check_names(config)
     written = config.user_set()
     content = {name: _plain(section) for name, section in config if name != "eval" or config.eval.benchmarks}
-    _fill(content, config, written)
+    if config.finetune is None:
+        check_names(config)
+        del content["finetune"]
+        _fill(content, config, written)
+    else:
+        check_finetuning(config)
+        _fill_finetuning(content, config)
     return "\n".join(_lines(content, written)) + "\n"
 
 
@@ -100,7 +108,29 @@ def _fill(content: dict[str, Any], config: Config, written: dict[str, Any]) -> N
                 holder = written.setdefault("tokenizer", {}).setdefault("masking", {})
                 holder[name] = written["objective"].pop(name)
 
-    training, defaults = content["training"], aim.defaults
+    _fill_training(content, aim.defaults)
+
+
+def _fill_finetuning(content: dict[str, Any], config: Config) -> None:
+    """Leave out what the base model settles, and put in the defaults of the task."""
+    for name in (*OF_THE_BASE, *ELSEWHERE):
+        section, _, key = name.partition(".")
+        (content[section] if key else content).pop(key or section, None)
+    tuning = content["finetune"] | columns_of(config)
+    task = TASKS.get(tuning["task"])
+    options = {name: parameter.default for name, parameter in inspect.signature(task).parameters.items()}
+    shown = {name: value for name, value in tuning.items() if name in FinetuneConfig.model_fields}
+    for name, default in options.items():  # in the order of the task, whoever set them
+        default = None if default is inspect.Parameter.empty else default
+        shown[name] = default if tuning.get(name) is None else tuning[name]
+    for name in set(TUNING_OF_TASKS) - set(options):
+        shown.pop(name)
+    content["finetune"] = shown
+    _fill_training(content, task.defaults)
+
+
+def _fill_training(content: dict[str, Any], defaults: TrainingDefaults) -> None:
+    training, data = content["training"], content["data"]
     if training["batch_size"] is None and data["max_tokens_per_batch"] is None:
         training["batch_size"] = defaults.batch_size
     if training["optimizer"]["name"] == "adamw":

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from lightning.fabric.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.callbacks import Callback
 
 from scforge._io import atomic_write_text
@@ -20,7 +23,16 @@ from scforge.training.run_folder import FINAL, RunFolder, check_state
 if TYPE_CHECKING:
     from scforge.estimators.encoder import Encoder
 
-__all__ = ["CONFIG_FILE", "KeepConfig", "check_gpus", "check_run", "training_report"]
+__all__ = [
+    "CONFIG_FILE",
+    "KeepConfig",
+    "best_epoch",
+    "check_gpus",
+    "check_run",
+    "first_process_speaks",
+    "training_report",
+    "written_files",
+]
 
 CONFIG_FILE = "config.yaml"
 """Name of the configuration in ``output.checkpoint_dir``."""
@@ -116,14 +128,41 @@ def training_report(model: Encoder, config: Config) -> list[str]:
     config
         What it was given.
     """
-    output = config.output
-    lines = [str(model).splitlines()[0]]
-    monitor = "validation_loss" if "validation_loss" in model.history else "train_loss"
-    if monitor in model.history:
-        losses = model.history[monitor][monitor].to_numpy(dtype=float)
-        if np.isfinite(losses).any():
-            best = int(np.nanargmin(losses))
-            lines.append(f"Best epoch:  {best + 1} of {len(losses)} ({monitor} {losses[best]:.4g})")
+    lines = [str(model).splitlines()[0], *best_epoch(model, "loss", "min"), *written_files(config)]
+    if config.output.checkpoint_dir is not None:
+        source = shlex.quote((config.data.paths or ["CELLS.h5ad"])[0])
+        model_folder = shlex.quote(str(Path(config.output.checkpoint_dir) / FINAL))
+        lines.append(f"Next:        scforge embed {source} -m {model_folder} -o embedded.zarr")
+    return lines
+
+
+def best_epoch(model: Encoder, figure: str, mode: str) -> list[str]:
+    """Return a line about the epoch whose weights a model has, or none.
+
+    Parameters
+    ----------
+    model
+        A trained model.
+    figure
+        What chose the epoch, without the part of the cells: ``"loss"``, ``"macro_f1"``.
+    mode
+        ``"min"`` or ``"max"``.
+    """
+    monitor = f"validation_{figure}"
+    if monitor not in model.history:
+        monitor, mode = "train_loss", "min"
+    if monitor not in model.history:
+        return []
+    values = model.history[monitor][monitor].to_numpy(dtype=float)
+    if not np.isfinite(values).any():
+        return []
+    best = int(np.nanargmin(values) if mode == "min" else np.nanargmax(values))
+    return [f"Best epoch:  {best + 1} of {len(values)} ({monitor} {values[best]:.4g})"]
+
+
+def written_files(config: Config) -> list[str]:
+    """Return where a training has left what: a line each."""
+    output, lines = config.output, []
     if output.checkpoint_dir is not None:
         folder = RunFolder(output.checkpoint_dir)
         lines.append(f"Model:       {folder.path / FINAL}")
@@ -135,8 +174,13 @@ def training_report(model: Encoder, config: Config) -> list[str]:
         lines.append(f"Log:         {output.log_dir}")
     if output.embedding is not None:
         lines.append(f"Embedding:   {output.embedding}")
-    if output.checkpoint_dir is not None:
-        source = shlex.quote((config.data.paths or ["CELLS.h5ad"])[0])
-        model_folder = shlex.quote(str(folder.path / FINAL))
-        lines.append(f"Next:        scforge embed {source} -m {model_folder} -o embedded.zarr")
     return lines
+
+
+def first_process_speaks() -> bool:
+    """Let only the first of several processes say something; return whether this is the one."""
+    if rank_zero_only.rank == 0:
+        return True
+    logging.getLogger("scforge").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from anndata import AnnData
 from scforge._checks import check_seed
 from scforge._registry import check_options
 from scforge.data.cells import Cells
-from scforge.errors import OptionError
+from scforge.errors import DataError, OptionError
 from scforge.estimators.spec import named_options
 from scforge.estimators.tuning import Tuning, check_freeze
 from scforge.finetuning.adapters import base_state, digest_of, load_base, lora_options, merged
@@ -83,14 +82,14 @@ def finetune(
         n_latent=n_latent,
         lora=lora_options(encoder, lora),
         freeze=freeze,
-        split={**how, "cells": _identity(source, len(cells)), "rows": _digest(split)},
+        split={**how, "cells": _identity(source, cells), "rows": _digest(split)},
         base={"sha256": digest_of(encoder), "n_epochs": model.n_epochs_},
     )
     data: dict[str, Any] = {}
     if isinstance(source, AnnData):
         data["adata"] = set_up(model, source, setup, labels_key, batch_key)
     else:
-        given = {key: options.pop(key) for key in _OF_DATA if options.get(key) is not None}
+        given = {key: options.pop(key) for key in _OF_DATA if options.get(key) not in (None, "auto")}
         data["datamodule"] = CellDataModule(
             cells, train_rows=split.train, validation_rows=split.validation, seed=seed, **given
         )
@@ -150,7 +149,8 @@ def make_split(
     split_key: str | None,
     seed: int,
 ) -> Split:
-    """Split cells as the task wants it."""
+    """Split cells, over the genes of the model, as the task wants it."""
+    task.vocab = cells.vocab
     usable = task.usable(cells.column)
     if split_key is not None:
         if split_by is not None:
@@ -170,21 +170,25 @@ def make_split(
     )
 
 
-def recall_split(model: Encoder) -> Split | None:
-    """Return the split of a fine-tuned model that was loaded, if it has the same cells again.
+def recall_split(model: Encoder, source: Any = None) -> Split | None:
+    """Return the split of a fine-tuned model, if it has the same cells again, or `source` are those.
 
     The rows are drawn as they were, and compared with a checksum of those.
     """
     tuning = model.spec.tuning
-    source = model.adata if model._data is None else model._data.cells
+    if source is None:
+        source = model.adata if model._data is None else model._data.cells
     if tuning is None or source is None:
         return None
     cells = model._open(source)
     how = dict(tuning.split)
     cells_then, rows_then = how.pop("cells"), how.pop("rows")
-    if _identity(source, len(cells)) != cells_then:
+    if _identity(source, cells) != cells_then:
         return None
-    split = make_split(get_task(tuning.task, **tuning.task_options), cells, **how)
+    try:
+        split = make_split(get_task(tuning.task, **tuning.task_options), cells, **how)
+    except DataError:  # the columns are others now
+        return None
     return split if _digest(split) == rows_then else None
 
 
@@ -195,13 +199,14 @@ def _of_rows(cells: Cells, rows: np.ndarray) -> Callable[[str], pd.Series]:
     return column
 
 
-def _identity(source: Any, n_cells: int) -> str:
-    """Return a checksum of which cells these are: their names, or where they are and how many."""
+def _identity(source: Any, cells: Cells) -> str:
+    """Return a checksum of which cells these are: their names, or of cells on disk how many genes each expresses.
+
+    Neither depends on where a file is, and reading names from a store takes memory for each cell.
+    """
     if isinstance(source, AnnData):
-        text = "\n".join(map(str, source.obs_names))
-    else:
-        text = f"{os.fspath(source) if isinstance(source, str | os.PathLike) else type(source).__name__} {n_cells}"
-    return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256("\n".join(map(str, source.obs_names)).encode()).hexdigest()
+    return hashlib.sha256(np.ascontiguousarray(cells.n_expressed, dtype=np.int64).data).hexdigest()
 
 
 def _digest(split: Split) -> str:

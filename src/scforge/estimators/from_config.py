@@ -12,6 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from scforge._constants import OBSM_KEY
 from scforge._io import atomic_path
 from scforge.config.schema import Config, OutputConfig
+from scforge.errors import ConfigError
 from scforge.estimators.config_check import benchmark_callbacks, check_settings
 from scforge.estimators.config_data import embedded_adata, make_datamodule, open_source
 from scforge.estimators.config_parts import objective_of, placed, tokenizer_of
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from scforge.data.cells import Cells
     from scforge.training.datamodule import CellDataModule
 
-__all__ = ["train_arguments", "train_from_config"]
+__all__ = ["outputs_of", "train_arguments", "train_from_config", "training_arguments"]
 
 _ARGUMENTS = {
     "training": [
@@ -39,6 +40,8 @@ _ARGUMENTS = {
         "gradient_clip_val",
         "accumulate_grad_batches",
         "gradient_checkpointing",
+        "layer_lr_decay",
+        "gradual_unfreezing",
         "compile",
         "ema_decay",
         "log_every_n_steps",
@@ -87,30 +90,45 @@ def train_from_config(
     >>> from scforge.config import load_config
     >>> train_from_config(load_config("recipe.yaml"))  # doctest: +SKIP
     """
-    output = config.output
+    if config.finetune is not None:
+        raise ConfigError(
+            f"{config.place_of('finetune')}the configuration has a section finetune; run it with scforge finetune "
+            "--config, or remove the section to train a new model."
+        )
     # A typo should not come to light after minutes of reading.
     check_settings(config, replaces=overwrite or resume is not None)
     check_run(config, resume=resume, overwrite=overwrite, first=not rank_zero_only.rank)
     check_gpus(config)
-    arguments = train_arguments(config)
-    if resume is not None:
-        arguments["resume"] = resume
-    if output.checkpoint_dir is not None:
-        arguments["callbacks"] = [*arguments["callbacks"], KeepConfig(config)]
-        if overwrite:
-            arguments["overwrite"] = True
+    arguments = training_arguments(config, train_arguments(config), resume=resume, overwrite=overwrite)
     source = open_source(config.data)
     model, module = _model(source, config)
     model.train(datamodule=module, **arguments, progress_bar=progress_bar)
-    if rank_zero_only.rank:
-        return model
+    if not rank_zero_only.rank:
+        outputs_of(model, source, config)
+    return model
+
+
+def training_arguments(
+    config: Config, arguments: dict[str, Any], *, resume: str | os.PathLike[str] | None, overwrite: bool
+) -> dict[str, Any]:
+    """Add to the arguments of ``Encoder.train`` how to begin, and what keeps the configuration."""
+    added: dict[str, Any] = {} if resume is None else {"resume": resume}
+    if config.output.checkpoint_dir is not None:
+        added["callbacks"] = [*arguments["callbacks"], KeepConfig(config)]
+        if overwrite:
+            added["overwrite"] = True
+    return {**arguments, **added}
+
+
+def outputs_of(model: Encoder, source: AnnData | Cells, config: Config) -> None:
+    """Write the model, and the embedding of its cells, where the configuration says so."""
+    output = config.output
     if output.checkpoint_dir is not None:
         model.save(Path(output.checkpoint_dir) / FINAL, overwrite=True)
     if output.embedding is not None:
         embedding = model.get_latent_representation()
-        adata = source if isinstance(source, AnnData) else embedded_adata(module.cells, embedding, OBSM_KEY)
+        adata = source if isinstance(source, AnnData) else embedded_adata(source, embedding, OBSM_KEY)
         _write(adata, output.embedding)
-    return model
 
 
 def train_arguments(config: Config) -> dict[str, Any]:

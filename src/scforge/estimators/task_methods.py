@@ -183,7 +183,8 @@ class TaskMethods:
         Parameters
         ----------
         adata
-            Cells with the answer; None for those that the fine-tuning held out (``test_size``).
+            Cells with the answer; None for those that the fine-tuning held out (``test_size``). Of the cells of the
+            fine-tuning only these are scored, also where the cells are given.
         baselines
             Compute baselines; they need the cells of the fine-tuning.
         base
@@ -206,11 +207,16 @@ class TaskMethods:
             If the model was not fine-tuned, or there are no held-out cells.
         """
         task = self._task("evaluate")
+        from scforge.estimators.finetuning_run import recall_split
+
         check_bool("baselines", baselines)
         check_seed(seed)
         own = self.adata if self._data is None else self._data.cells
         source = self._source(adata)
         split = self._known_split()
+        if source is not own and (again := recall_split(self, source)) is not None:
+            # The cells of the fine-tuning in another object: what was trained on must not be scored here either.
+            own, split = source, again
         if source is own:
             if split is None:
                 raise OptionError(

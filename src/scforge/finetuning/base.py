@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from anndata import AnnData
 
+    from scforge.data.vocab import GeneVocab
     from scforge.finetuning.context import Evaluated, EvaluationContext, Predictor
 
 __all__ = ["TASKS", "Task", "get_task", "list_tasks", "register_task"]
@@ -44,12 +45,18 @@ class Task(Objective):
         Figure of the validation cells that chooses the best epoch and stops early, e.g. ``"macro_f1"``.
     monitor_mode
         ``"min"`` or ``"max"``.
+    makes_cells
+        Whether :meth:`predict` returns an AnnData of its own in place of a table with a row a cell.
     pretraining
         The objective that the base model was trained with, which may order the tokens of a cell.
+    vocab
+        Genes of the model, set before cells are split.
     """
 
     keys: ClassVar[tuple[str, ...]] = ("labels_key",)
+    makes_cells: ClassVar[bool] = False
     pretraining: Objective | None = None
+    vocab: GeneVocab | None = None
 
     def usable(self, column: Column) -> np.ndarray | None:
         """Return which cells have a target, bool, shape (N,); None if all have. `column` returns that of all cells."""

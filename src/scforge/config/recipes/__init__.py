@@ -16,8 +16,8 @@ def list_recipes() -> list[str]:
 
     Examples
     --------
-    >>> [name for name in list_recipes() if not name.endswith("_cluster")]
-    ['autoregressive', 'gene_pooling', 'light', 'masked_autoencoder', 'masked_gene']
+    >>> [name for name in list_recipes() if "auto" in name]
+    ['autoregressive', 'masked_autoencoder']
     """
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 

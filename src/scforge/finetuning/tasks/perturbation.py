@@ -93,6 +93,7 @@ class Perturbation(Task):
     """
 
     keys = ("perturbation_key", "context_key")
+    makes_cells = True
     defaults = TrainingDefaults(batch_size=64, lr=1e-4, weight_decay=0.01, schedule="cosine_warmup", max_epochs=10)
     vocab: GeneVocab | None = None
     """Genes of the model, set before cells are split, so that only perturbations that it can know are drawn."""

@@ -1,0 +1,158 @@
+"""The commands around fine-tuning: ``scforge finetune``, ``predict`` and ``evaluate``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from scforge.errors import OptionError
+
+__all__ = ["add_evaluate", "add_finetune", "add_predict"]
+
+_FLAGS = {
+    "--base-model": "finetune.base_model",
+    "--data": "data.paths",
+    "--task": "finetune.task",
+    "--labels-key": "finetune.labels_key",
+    "--batch-key": "finetune.batch_key",
+    "--perturbation-key": "finetune.perturbation_key",
+    "--control": "finetune.control",
+    "--validation-size": "finetune.validation_size",
+    "--test-size": "finetune.test_size",
+    "--split-by": "finetune.split_by",
+    "--split-key": "finetune.split_key",
+    "--freeze": "finetune.freeze",
+    "--lora": "finetune.lora",
+    "--eval": "finetune.evaluate",
+    "--max-epochs": "training.max_epochs",
+    "--seed": "seed",
+    "--output": "output.checkpoint_dir",
+}
+"""Flags of ``scforge finetune`` to options of a YAML file."""
+
+
+def _layers(text: str) -> bool | int:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text)
+
+
+def _finetune(arguments: argparse.Namespace) -> None:
+    from scforge.estimators.config_start import first_process_speaks
+    from scforge.estimators.finetuning_from_config import finetune_from_config, finetuning_config, finetuning_report
+
+    config = finetuning_config(arguments.config, arguments.overrides, flags=_given(arguments))
+    options = {"resume": arguments.resume, "overwrite": arguments.overwrite}
+    speaks = first_process_speaks()
+    result = finetune_from_config(config, progress_bar=not arguments.quiet, **options)
+    if speaks:
+        print("\n".join(finetuning_report(result, config)))
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, tuple[str, Any]]:
+    """Return the flags that were set, each with its option and its value."""
+    values = {flag: getattr(arguments, flag.lstrip("-").replace("-", "_")) for flag in _FLAGS}
+    return {flag: (_FLAGS[flag], value) for flag, value in values.items() if value is not None}
+
+
+def _predict(arguments: argparse.Namespace) -> None:
+    from scforge.estimators.predicting import predict_to
+
+    options = {name: getattr(arguments, name) for name in ("threshold", "majority_voting", "soft", "key_added")}
+    options = {name: value for name, value in options.items() if value not in (None, False)}
+    options |= _options(arguments.overrides, options)
+    options |= {name: getattr(arguments, name) for name in ("batch_size", "device", "overwrite")}
+    done = predict_to(arguments.model, arguments.source, arguments.output, **options)
+    if not arguments.quiet:
+        print(f"Predicted {done}: {arguments.output}")
+
+
+def _options(overrides: list[str], given: dict[str, Any]) -> dict[str, Any]:
+    """Read ``threshold=0.5`` and the like, the values as YAML."""
+    from scforge.config._yaml import parse_yaml
+
+    options: dict[str, Any] = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals or not name.isidentifier() or name in {*given, "batch_size", "device", "overwrite"}:
+            raise OptionError(f"{override!r} is no option of the task's predict; write it as name=value, once.")
+        options[name] = parse_yaml(text, where=override)[0]
+    return options
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from scforge.estimators.predicting import evaluate_to
+
+    names = ("baselines", "trained_on", "base_model", "batch_size", "device", "seed", "overwrite")
+    options = {name: getattr(arguments, name) for name in names}
+    found = evaluate_to(arguments.model, arguments.source, arguments.output, **options)
+    print(found.round(4).to_string())
+
+
+def add_finetune(command: argparse.ArgumentParser) -> None:
+    """Add the flags of ``scforge finetune``."""
+    command.add_argument("--config", metavar="FILE", help="YAML file with a section finetune; flags count more")
+    command.add_argument("--base-model", metavar="DIR", help="folder of the model to fine-tune")
+    command.add_argument("--data", metavar="FILE", help="h5ad file, or a store")
+    command.add_argument("--task", metavar="NAME", help="annotation, integration, perturbation, regression, ...")
+    command.add_argument("--labels-key", metavar="COLUMN", help="column of obs with the labels")
+    command.add_argument("--batch-key", metavar="COLUMN", help="column of obs with the batches")
+    command.add_argument("--perturbation-key", metavar="COLUMN", help="column of obs with the perturbations")
+    command.add_argument("--control", metavar="LABEL", help="how cells without perturbation are called there")
+    command.add_argument("--validation-size", type=float, metavar="SHARE", help="of the cells (0.1)")
+    command.add_argument("--test-size", type=float, metavar="SHARE", help="of the cells, for --eval (0.1)")
+    command.add_argument("--split-by", metavar="COLUMN", help="hold out whole groups, e.g. donors")
+    command.add_argument("--split-key", metavar="COLUMN", help="column of obs that says train, validation or test")
+    command.add_argument(
+        "--freeze", nargs="?", const=True, type=_layers, metavar="N", help="train the head alone, or leave N layers"
+    )
+    command.add_argument("--lora", action="store_true", default=None, help="train low-rank adapters, not the weights")
+    command.add_argument("--max-epochs", type=int, metavar="N", help="most epochs (default: by task and cells)")
+    command.add_argument("--seed", type=int, metavar="N", help="seed of split, head and order (0)")
+    command.add_argument(
+        "--eval", nargs="?", const=True, metavar="NAME", help="score the cells of --test-size, beside baselines"
+    )
+    command.add_argument("-o", "--output", metavar="DIR", help="folder of the training (default: DATA_TASK)")
+    command.add_argument(
+        "--resume", metavar="auto|STATE", help="go on: with the latest state, if any, or with this one"
+    )
+    command.add_argument("--overwrite", action="store_true", help="replace the training in --output")
+    command.add_argument("--quiet", action="store_true", help="no progress bar")
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. training.lr=1e-4 finetune.lora.r=16")
+    command.set_defaults(run=_finetune)
+
+
+def add_predict(command: argparse.ArgumentParser) -> None:
+    """Add the flags of ``scforge predict``."""
+    command.add_argument("source", metavar="FILE", help="h5ad file, store, pattern or URL")
+    command.add_argument("-m", "--model", required=True, metavar="DIR", help="folder of a fine-tuned model")
+    command.add_argument("-o", "--output", required=True, metavar="FILE", help="out.h5ad (the cells) or out.csv")
+    command.add_argument("--threshold", type=float, metavar="SHARE", help='less certain cells become "unassigned"')
+    command.add_argument(
+        "--majority-voting", nargs="?", const=True, metavar="COLUMN", help="also a vote in each cluster (of COLUMN)"
+    )
+    command.add_argument("--soft", action="store_true", help="probabilities of all classes")
+    command.add_argument("--key-added", metavar="NAME", help="column of obs to write")
+    command.add_argument("--batch-size", type=int, default=256, metavar="N", help="cells at once (%(default)s)")
+    command.add_argument("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if any)")
+    command.add_argument("--overwrite", action="store_true", help="replace the output")
+    command.add_argument("--quiet", action="store_true", help="no summary at the end")
+    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="further options of the task's predict")
+    command.set_defaults(run=_predict)
+
+
+def add_evaluate(command: argparse.ArgumentParser) -> None:
+    """Add the flags of ``scforge evaluate``."""
+    command.add_argument("source", metavar="FILE", help="cells with the answer: h5ad file or store")
+    command.add_argument("-m", "--model", required=True, metavar="DIR", help="folder of a fine-tuned model")
+    command.add_argument("-o", "--output", metavar="FILE", help="also write the figures: out.csv")
+    command.add_argument(
+        "--baselines", action=argparse.BooleanOptionalAction, default=True, help="beside the model, where possible"
+    )
+    command.add_argument("--trained-on", metavar="FILE", help="cells of the fine-tuning, if FILE has others")
+    command.add_argument("--base-model", metavar="DIR", help="model before fine-tuning, for its frozen embedding")
+    command.add_argument("--batch-size", type=int, default=256, metavar="N", help="cells at once (%(default)s)")
+    command.add_argument("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if any)")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="seed of baselines (%(default)s)")
+    command.add_argument("--overwrite", action="store_true", help="replace the output")
+    command.set_defaults(run=_evaluate)

@@ -1,0 +1,237 @@
+"""From a configuration to a fine-tuned, saved model: what ``scforge finetune`` does."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from anndata import AnnData
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+from scforge._io import atomic_write_text
+from scforge.config.aliases import ALIASES
+from scforge.config.load import load_config
+from scforge.config.schema import Config
+from scforge.errors import OptionError, did_you_mean, listing
+from scforge.estimators.config_check import check_settings
+from scforge.estimators.config_data import open_source
+from scforge.estimators.config_parts import placed
+from scforge.estimators.config_start import best_epoch, check_gpus, check_run, written_files
+from scforge.estimators.encoder import Encoder
+from scforge.estimators.finetune_check import FOUND_IN_CELLS, columns_of, finetune_section, named_columns
+from scforge.estimators.from_config import outputs_of, train_arguments, training_arguments
+from scforge.models._utils import count_parameters
+
+if TYPE_CHECKING:
+    from scforge.data.cells import Cells
+
+__all__ = ["FinetuningResult", "finetune_from_config", "finetuning_config", "finetuning_report"]
+
+logger = logging.getLogger("scforge")
+
+EVALUATION_FILE = "evaluation.csv"
+"""Name of the table of figures in ``output.checkpoint_dir``."""
+
+_PERTURBED = ("perturbation", "condition")
+_CONTROLS = ("control", "ctrl", "non-targeting", "NT")
+"""How scPerturb, GEARS and pertpy call the column of perturbations, and cells without any."""
+
+_OF_TUNING = ("validation_size", "test_size", "split_by", "split_key", "freeze", "lora", "head")
+
+
+@dataclass(frozen=True)
+class FinetuningResult:
+    """What a fine-tuning came to.
+
+    Attributes
+    ----------
+    model
+        The fine-tuned model.
+    metrics
+        Figures of the test cells, one row a method; None where ``finetune.evaluate`` did not ask for them.
+    """
+
+    model: Encoder
+    metrics: pd.DataFrame | None
+
+
+def finetuning_config(
+    path: str | os.PathLike[str] | None, overrides: Sequence[str], *, flags: Mapping[str, tuple[str, Any]]
+) -> Config:
+    """Read the configuration of ``scforge finetune``, which names a folder where neither file nor flags do.
+
+    Parameters
+    ----------
+    path, overrides, flags
+        See :func:`scforge.config.load_config`.
+    """
+    if path is None:
+        given = {option for option, _ in flags.values()} | {override.partition("=")[0] for override in overrides}
+        needed = {"--base-model": "finetune.base_model", "--data": "data.paths", "--task": "finetune.task"}
+        if missing := [flag for flag, option in needed.items() if not any(_names(one, option) for one in given)]:
+            raise OptionError(f"scforge finetune lacks {' and '.join(missing)}; give that, or --config FILE.")
+    config = load_config(path, overrides, flags=flags)
+    section = finetune_section(config)
+    if config.output.checkpoint_dir is None:
+        first = (config.data.paths or ["census"])[0].rstrip("/")
+        config.output.checkpoint_dir = f"{PurePath(first).stem}_{section.task}"
+    return config
+
+
+def finetune_from_config(
+    config: Config,
+    *,
+    progress_bar: bool = True,
+    resume: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> FinetuningResult:
+    """Read the base model and the cells, fine-tune, and write what ``config.output`` asks for.
+
+    Parameters
+    ----------
+    config
+        See :func:`scforge.config.load_config`; with a section ``finetune``.
+    progress_bar, resume, overwrite
+        See :func:`scforge.estimators.train_from_config`.
+
+    Returns
+    -------
+    Model and figures. With ``output.checkpoint_dir`` the model is saved there as ``final``, and the figures as
+    ``evaluation.csv``. Of several processes only the first evaluates and writes.
+
+    Raises
+    ------
+    ConfigError, OptionError
+        If an option cannot be used.
+    MissingFileError, ModelFileError, DataError
+        If the base model or the cells cannot be read or used.
+
+    Examples
+    --------
+    >>> from scforge.config import load_config
+    >>> finetune_from_config(load_config("finetune.yaml")).metrics  # doctest: +SKIP
+    """
+    section = finetune_section(config)
+    check_settings(config, replaces=overwrite or resume is not None)
+    check_run(config, resume=resume, overwrite=overwrite, first=not rank_zero_only.rank)
+    check_gpus(config)
+    arguments = training_arguments(config, train_arguments(config), resume=resume, overwrite=overwrite)
+    base = Encoder.load(section.base_model)
+    with placed(config):
+        source = open_source(config.data, base.vocab, columns=named_columns(config))
+        _set_up(base, source, config)
+        options = {**section.user_options(), **_found_in_cells(section.task, section.user_options(), source)}
+        how: dict[str, Any] = {**columns_of(config), **{name: getattr(section, name) for name in _OF_TUNING}}
+        how |= {**_batches(config), **arguments, "seed": config.seed, "progress_bar": progress_bar}
+        model = base.finetune({"name": section.task, **options}, source, **how)
+    if rank_zero_only.rank:
+        return FinetuningResult(model, None)
+    outputs_of(model, source, config)
+    metrics = None
+    if section.evaluate:
+        metrics = model.evaluate(seed=config.seed)
+        if config.output.checkpoint_dir is not None:
+            atomic_write_text(Path(config.output.checkpoint_dir) / EVALUATION_FILE, metrics.to_csv())
+    return FinetuningResult(model, metrics)
+
+
+def finetuning_report(result: FinetuningResult, config: Config) -> list[str]:
+    """Return what a fine-tuning has come to, and where it is: a line each, and the figures of the test cells.
+
+    Parameters
+    ----------
+    result
+        What :func:`finetune_from_config` returned.
+    config
+        What it was given.
+    """
+    model, output = result.model, config.output
+    tuning, split = model.spec.tuning, model._known_split()
+    assert tuning is not None
+    assert split is not None
+    lines = [str(model).splitlines()[0]]
+    classes = tuning.task_options.get("classes")
+    lines.append(f"Task:        {tuning.task}" + (f", {len(classes)} classes: {listing(classes)}" if classes else ""))
+    sizes = {"train": split.train, "validate": split.validation, "test": split.test}
+    lines.append("Cells:       " + ", ".join(f"{len(rows):,} to {part}" for part, rows in sizes.items()))
+    trained, all_ = (count_parameters(model.module, trainable_only=only) for only in (True, False))
+    lines.append(f"Trained:     {trained:,} of {all_:,} weights ({trained / all_:.1%})")
+    task = model.spec.build_objective()
+    lines += best_epoch(model, task.monitor if len(split.validation) else "loss", task.monitor_mode)
+    lines += written_files(config)
+    if result.metrics is not None:
+        if output.checkpoint_dir is not None:
+            lines.append(f"Evaluation:  {Path(output.checkpoint_dir) / EVALUATION_FILE}")
+        lines += ["", f"{len(split.test):,} test cells:", *result.metrics.round(4).to_string().splitlines()]
+    return lines
+
+
+def _names(given: str, option: str) -> bool:
+    """Whether an override sets an option, by itself or with its section."""
+    return option == given or option.startswith(f"{given}.") or ALIASES.get(given) == option
+
+
+def _batches(config: Config) -> dict[str, Any]:
+    """Return how batches are made, where the configuration says so."""
+    given = {
+        "batch_size": config.training.batch_size,
+        "max_tokens_per_batch": config.data.max_tokens_per_batch,
+        "num_threads": config.data.num_threads,
+    }
+    # What fits into memory is among the arguments of the training already.
+    return {name: value for name, value in given.items() if value not in (None, "auto")}
+
+
+def _set_up(base: Encoder, source: AnnData | Cells, config: Config) -> None:
+    """Tell the model where counts and names of genes are, if it is not where they were for the base model."""
+    data, setup = config.data, base.registry_["setup_args"]
+    if isinstance(source, AnnData) and (data.layer is not None or data.gene_key is not None):
+        Encoder.setup_anndata(
+            source,
+            layer=setup.get("layer") if data.layer is None else data.layer,
+            gene_key=setup.get("gene_key") if data.gene_key is None else data.gene_key,
+            **columns_of(config),
+        )
+
+
+def _found_in_cells(task: str, options: dict[str, Any], source: AnnData | Cells) -> dict[str, Any]:
+    """Return options that name what data sets of perturbations have by convention, if these cells have one of it.
+
+    Raises
+    ------
+    OptionError
+        If they have none, or several.
+    """
+    missing = [name for name in FOUND_IN_CELLS.get(task, ()) if options.get(name) is None]
+    if not missing:
+        return {}
+    found: dict[str, Any] = {}
+    columns = list(getattr(getattr(source, "obs", None), "columns", []))
+    if "perturbation_key" in missing:
+        found["perturbation_key"] = _the_one(_PERTURBED, columns, "perturbation_key", task)
+    key = found.get("perturbation_key", options.get("perturbation_key"))
+    if "control" in missing:
+        if key is None or key not in columns:
+            raise OptionError(
+                f"perturbation_key={key!r} is not a column of obs{did_you_mean(key, columns)} (obs has: "
+                f"{listing(columns)})"
+            )
+        values = source.obs[key] if isinstance(source, AnnData) else source.column(key)
+        found["control"] = _the_one(_CONTROLS, [str(value) for value in values.unique()], "control", task)
+    said = " and ".join(f"finetune.{name}={value!r}" for name, value in found.items())
+    logger.info("Taking %s, which the cells have.", said)
+    return found
+
+
+def _the_one(usual: tuple[str, ...], there: list[str], option: str, task: str) -> str:
+    fitting = [name for name in usual if name in there]
+    if len(fitting) == 1:
+        return fitting[0]
+    why = f"the cells have {listing(fitting)}" if fitting else f"the cells have none of {listing(usual)}"
+    flag = option.replace("_", "-")
+    raise OptionError(f"the task {task!r} needs {option}, and {why}; set finetune.{option} (--{flag}).")

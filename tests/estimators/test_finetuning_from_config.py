@@ -1,0 +1,247 @@
+"""Fine-tuning from a configuration: from files to a model, predictions and figures in files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+
+from scforge.config import load_config, recipe_path
+from scforge.errors import ConfigError, DataError, MissingFileError, OptionError
+from scforge.estimators import Encoder, evaluate_to, finetune_from_config, predict_to, train_from_config
+from scforge.estimators.finetuning_from_config import FinetuningResult, finetuning_report
+
+TEXT = """
+data: {paths: [cells.h5ad]}
+finetune:
+  base_model: base
+  task: annotation
+  labels_key: group
+training: {max_epochs: 2, batch_size: 32, accelerator: cpu}
+output: {checkpoint_dir: ck}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(many_adata: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with cells of two files and a trained base model; not to be changed."""
+    path = tmp_path_factory.mktemp("finetune")
+    some, other = many_adata[:160].copy(), many_adata[160:220].copy()
+    for adata in (some, other):
+        n = len(adata)
+        adata.obs["batch"] = adata.obs["donor"].astype(str)
+        adata.obs["perturbation"] = np.where(np.arange(n) % 2 == 0, "control", [f"gene{i % 5}" for i in range(n)])
+    some.write_h5ad(path / "cells.h5ad")
+    other.write_h5ad(path / "others.h5ad")
+    Encoder.setup_anndata(some)
+    model = Encoder(some, n_top_genes=60, hidden_dim=16, ffn_dim=16, latent_dim=8)
+    model.train(max_epochs=1, batch_size=32, progress_bar=False, accelerator="cpu")
+    model.save(path / "base")
+    return path
+
+
+@pytest.fixture
+def place(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory in which the files of `folder` are at hand."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("cells.h5ad", "others.h5ad", "base"):
+        Path(name).symlink_to(folder / name)
+    return tmp_path
+
+
+@pytest.fixture
+def run(place: Path) -> Callable[..., FinetuningResult]:
+    """Return a function that fine-tunes from the text of a configuration."""
+
+    def run(*overrides: str, text: str = TEXT, **options) -> FinetuningResult:
+        Path("config.yaml").write_text(text)
+        return finetune_from_config(load_config("config.yaml", overrides), progress_bar=False, **options)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def tuned(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a fine-tuned model; not to be changed."""
+    path = tmp_path_factory.mktemp("tuned") / "ck"
+    (path.parent / "config.yaml").write_text(TEXT)
+    changes = [f"data.paths={folder / 'cells.h5ad'}", f"finetune.base_model={folder / 'base'}"]
+    config = load_config(path.parent / "config.yaml", [*changes, f"output.checkpoint_dir={path}"])
+    finetune_from_config(config, progress_bar=False)
+    return path / "final"
+
+
+def test_what_is_written_and_told(run: Callable[..., FinetuningResult]) -> None:
+    result = run("finetune.evaluate=true", "finetune.test_size=0.2", "output.embedding=out.h5ad")
+    metrics = result.metrics
+    assert metrics.index[0] == "scforge"
+    assert len(metrics) > 1
+    pd.testing.assert_frame_equal(pd.read_csv("ck/evaluation.csv", index_col=0), metrics, check_dtype=False)
+    assert ad.read_h5ad("out.h5ad").obsm["X_scforge"].shape == (160, 8)
+    lines = finetuning_report(result, load_config("config.yaml"))
+    assert "Task:        annotation, 2 classes: 'a', 'b'" in lines
+    assert "Cells:       112 to train, 16 to validate, 32 to test" in lines
+    assert any(line.startswith("Best epoch:  ") and "validation_macro_f1" in line for line in lines)
+    assert load_config("ck/config.yaml").finetune.test_size == 0.2
+    again = Encoder.load("ck/final", ad.read_h5ad("cells.h5ad"))
+    pd.testing.assert_frame_equal(again.predict(), result.model.predict())
+    pd.testing.assert_frame_equal(again.evaluate(base=Encoder.load("base")), metrics)
+
+
+def test_going_on(run: Callable[..., FinetuningResult]) -> None:
+    whole = run("output.checkpoint_dir=whole", "training.max_epochs=3", "training.scheduler.name=constant")
+    run("training.scheduler.name=constant")
+    result = run("training.max_epochs=3", "training.scheduler.name=constant", resume="auto")
+    assert result.model.n_epochs_ == 3
+    for name, value in whole.model.module.state_dict().items():
+        assert value.equal(result.model.module.state_dict()[name]), name
+    with pytest.raises(OptionError, match="holds a training already"):
+        run()
+    run(overwrite=True)
+
+
+@pytest.mark.filterwarnings("ignore::scforge.errors.ScforgeWarning")
+@pytest.mark.parametrize("name", ["annotation", "integration", "perturbation", "annotation_cluster"])
+def test_each_recipe_fine_tunes(place: Path, store: Path, name: str) -> None:
+    changes = ["training.max_epochs=1", "training.accelerator=cpu", "training.devices=1", "training.strategy=auto"]
+    changes += ["training.precision=32-true", "finetune.base_model=base"]
+    changes.append("data.paths=cells.h5ad")
+    for key, column in {"labels_key": "group", "split_by": "donor"}.items():
+        if key in load_config(recipe_path(name)).finetune.user_set():
+            changes.append(f"finetune.{key}={column}")
+    if name == "annotation_cluster":
+        changes += [f"data.paths={store}", "data.max_tokens_per_batch=", "training.batch_size=64"]
+    config = load_config(recipe_path(name), changes)
+    result = finetune_from_config(config, progress_bar=False)
+    assert result.model.spec.tuning.task == config.finetune.task
+    assert (result.metrics is not None) == bool(config.finetune.evaluate)
+    assert Encoder.load(Path(config.output.checkpoint_dir) / "final").is_trained_
+
+
+def test_columns_of_perturbations_are_found(run: Callable[..., FinetuningResult], caplog) -> None:
+    caplog.set_level("INFO", logger="scforge")
+    text = TEXT.replace("annotation", "perturbation").replace("  labels_key: group\n", "")
+    model = run(text=text).model
+    options = model.spec.tuning.task_options
+    assert (options["perturbation_key"], options["control"]) == ("perturbation", "control")
+    assert "Taking finetune.perturbation_key='perturbation' and finetune.control='control'" in caplog.text
+    with pytest.raises(OptionError, match=r"needs control, and the cells have none of 'control', .*finetune\.control"):
+        run("finetune.perturbation_key=group", "output.checkpoint_dir=other", text=text)
+
+
+@pytest.mark.parametrize(
+    ("override", "error", "message"),
+    [
+        (
+            "finetune.base_model=none",
+            MissingFileError,
+            "base_model='none' .--base-model. does not exist; ",
+        ),
+        ("finetune.base_model=hub://geneformer", MissingFileError, "is the name of a model elsewhere, and none are"),
+        ("finetune.base_model=cells.h5ad", MissingFileError, "is a file; give the folder of a model"),
+        ("finetune.base_model=.", MissingFileError, "holds no model; give the folder of one"),
+        ("finetune.task=anotation", OptionError, "task='anotation' is not known; did you mean 'annotation'"),
+        ("finetune.labels_key=grup", DataError, "'grup' is not a column"),
+        (
+            "finetune.label_smooting=0.1",
+            ConfigError,
+            "is not an option of 'annotation'; did you mean 'finetune.label",
+        ),
+        (
+            "finetune.learning_rate=0.1",
+            ConfigError,
+            "is not an option of 'annotation'; did you mean 'training.opt",
+        ),
+        ("finetune.label_smoothing=2", OptionError, "label_smoothing=2 "),
+        ("finetune.batch_key=donor", ConfigError, "finetune.batch_key='donor' is of no use to the task 'annotation'"),
+        ("finetune.head={width: 3}", OptionError, "'width' is not one of"),
+        ("finetune.lora={rank: 3}", OptionError, "'rank' is not one of"),
+        ("finetune={freeze: true, lora: true}", OptionError, "adapters freeze the weights of the encoder anyway"),
+        ("finetune={freeze: true, gradual_unfreezing: 1}", OptionError, "thaws layers that freeze=True keeps frozen"),
+        ("finetune.evaluate=perturbbench", ConfigError, "'perturbation' is no evaluation of the task 'annotation'"),
+        ("finetune={evaluate: true, test_size: 0}", ConfigError, "finetune.test_size=0 leaves no cells to evaluate on"),
+        ("finetune.split_by=dono", DataError, "'dono' is not a column"),
+        ("finetune=", ConfigError, "the configuration has no section finetune; add "),
+    ],
+)
+def test_mistakes(run: Callable[..., FinetuningResult], override: str, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as caught:
+        run(override)
+    assert re.search(message, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not Path("ck/final").exists()
+
+
+def test_a_folder_of_a_training_is_no_model(place: Path, tuned: Path) -> None:
+    with pytest.raises(MissingFileError, match=r"is the folder of a training; did you mean '.*final'"):
+        predict_to(tuned.parent, "cells.h5ad", "out.csv")
+
+
+def test_a_file_that_fine_tunes_is_not_trained_from(place: Path) -> None:
+    Path("config.yaml").write_text(TEXT)
+    with pytest.raises(ConfigError, match=r"config\.yaml, line 3: .*run it with scforge finetune --config"):
+        train_from_config(load_config("config.yaml"))
+
+
+def test_a_store(run: Callable[..., FinetuningResult], store: Path) -> None:
+    result = run(f"data.paths={store}", "finetune.evaluate=true", "data.num_threads=0")
+    assert result.metrics.loc["scforge", "accuracy"] > 0.5
+    assert predict_to("ck/final", store, "labels.csv") == "700 cells"
+    table = pd.read_csv("labels.csv", index_col=0)
+    assert table.index.str.startswith("cell").all()
+    assert list(table) == ["label", "confidence", "entropy"]
+    with pytest.raises(OptionError, match="needs cells from an h5ad file"):
+        predict_to("ck/final", store, "labels.h5ad")
+    # The cells that were held out, also where the store is at another place.
+    np.testing.assert_allclose(evaluate_to("ck/final", store, baselines=False), result.metrics.iloc[:1], rtol=1e-5)
+
+
+def test_predictions_in_files(place: Path, tuned: Path) -> None:
+    assert predict_to(tuned, "cells.h5ad", "labels.csv") == "160 cells"
+    table = pd.read_csv("labels.csv", index_col="cell")
+    assert predict_to(tuned, "cells.h5ad", "out.h5ad", threshold=1.0, key_added="mine") == "160 cells"
+    adata = ad.read_h5ad("out.h5ad")
+    assert (adata.obs["mine"] == "unassigned").all()
+    np.testing.assert_allclose(adata.obs["mine_confidence"], table["confidence"], rtol=1e-5)
+    assert list(adata.obs_names) == list(table.index)
+
+
+@pytest.mark.parametrize(
+    ("output", "options", "message"),
+    [
+        ("out.txt", {}, "output='out.txt' does not end in .csv or .h5ad"),
+        ("cells.h5ad", {}, "are the cells themselves"),
+        ("out.csv", {"thresold": 1}, "'thresold' is not one of 'annotation'; did you mean 'threshold'"),
+        ("out.csv", {"device": "cpuu"}, "device='cpuu' is not the name of a device"),
+    ],
+)
+def test_mistakes_in_predicting(place: Path, tuned: Path, output: str, options: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        predict_to(tuned, "cells.h5ad", output, **options)
+
+
+def test_a_model_without_task(place: Path) -> None:
+    for function, output in ((predict_to, "out.csv"), (evaluate_to, None)):
+        with pytest.raises(OptionError, match=r"model='base' \(--model\) was not fine-tuned, so it predicts nothing"):
+            function("base", "cells.h5ad", output)
+
+
+@pytest.mark.filterwarnings("ignore:the model before fine-tuning is not at hand")
+def test_evaluations_in_files(place: Path, tuned: Path) -> None:
+    own = evaluate_to(tuned, "cells.h5ad", "own.csv", base_model="base")
+    assert own.loc["scforge", "n_scored"] == 16
+    assert "frozen_embedding" in own.index
+    pd.testing.assert_frame_equal(pd.read_csv("own.csv", index_col=0), own, check_dtype=False)
+    others = evaluate_to(tuned, "others.h5ad", trained_on="cells.h5ad")
+    assert others.loc["scforge", "n_scored"] == 60
+    assert len(others) > 1
+    assert list(evaluate_to(tuned, "others.h5ad", baselines=False).index) == ["scforge"]
+    with pytest.raises(OptionError, match="are not the cells of the fine-tuning"):
+        evaluate_to(tuned, "cells.h5ad", trained_on="others.h5ad")
+    with pytest.raises(OptionError, match=r"output='own\.csv' exists"):
+        evaluate_to(tuned, "cells.h5ad", "own.csv")
