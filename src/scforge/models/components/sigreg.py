@@ -1,9 +1,11 @@
 """SIGReg: embeddings of cells are pulled towards an isotropic Gaussian, so that they cannot collapse.
 
-Shapes: N cells, D dimensions, K directions, T points.
+Shapes: N cells, D dimensions, K directions, T points, G groups of cells.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -58,8 +60,37 @@ class SIGReg(nn.Module):
         error_kt = (real_kt - self.phi).square() + imaginary_kt.square()
         return (error_kt @ self.weights).mean() * x.shape[-2]
 
+    def of_groups(self, x: torch.Tensor, noise: torch.Tensor, shares_gn: torch.Tensor) -> torch.Tensor:
+        """Return the statistic of each group of cells, taken over its cells alone.
 
-def _means_of_multiples(angles_nk: torch.Tensor, points: int) -> tuple[torch.Tensor, torch.Tensor]:
+        Parameters
+        ----------
+        x
+            Embeddings, shape (..., N, D).
+        noise
+            Directions, shape (D, K).
+        shares_gn
+            One over the number of cells of a group for these, and 0 for other cells, shape (G, N).
+
+        Returns
+        -------
+        Shape (..., G); a number without meaning for a group without cells.
+        """
+        x = x.float()
+        directions = noise / noise.norm(dim=0, keepdim=True)
+        angles_nk = (x @ directions) * self.t[1]
+        real_gkt, imaginary_gkt = _means_of_multiples(angles_nk, len(self.t), lambda values: shares_gn @ values)
+        error_gkt = (real_gkt - self.phi).square() + imaginary_gkt.square()
+        return (error_gkt @ self.weights).mean(dim=-1) * (shares_gn > 0).sum(dim=1)
+
+
+def _over_cells(values_nk: torch.Tensor) -> torch.Tensor:
+    return values_nk.mean(dim=-2)
+
+
+def _means_of_multiples(
+    angles_nk: torch.Tensor, points: int, mean: Callable[[torch.Tensor], torch.Tensor] = _over_cells
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the means over N of cos(j a) and sin(j a) for j = 0 .. points - 1, each of shape (..., K, T).
 
     By the recurrence f((j + 1) a) = 2 cos(a) f(j a) - f((j - 1) a), so that cosine and sine are computed once instead
@@ -68,10 +99,10 @@ def _means_of_multiples(angles_nk: torch.Tensor, points: int) -> tuple[torch.Ten
     cos, sin = angles_nk.cos(), angles_nk.sin()
     double = 2 * cos
     cos_before, sin_before = torch.ones_like(cos), torch.zeros_like(sin)
-    real, imaginary = [cos_before.mean(dim=-2)], [sin_before.mean(dim=-2)]
+    real, imaginary = [mean(cos_before)], [mean(sin_before)]
     for _ in range(points - 1):
-        real.append(cos.mean(dim=-2))
-        imaginary.append(sin.mean(dim=-2))
+        real.append(mean(cos))
+        imaginary.append(mean(sin))
         cos, cos_before = torch.addcmul(-cos_before, double, cos), cos
         sin, sin_before = torch.addcmul(-sin_before, double, sin), sin
     return torch.stack(real, dim=-1), torch.stack(imaginary, dim=-1)

@@ -1,0 +1,189 @@
+"""What a model that integrates batches has to beat, and how well an embedding does it.
+
+Shapes: N cells, D dimensions.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from scforge.errors import DataError, ScforgeWarning
+from scforge.eval.baselines import pca_embedding
+from scforge.eval.batch_integration import BatchIntegration
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+__all__ = ["integration_baselines", "integration_scores"]
+
+BIO = (
+    "isolated_labels",
+    "nmi_ari_cluster_labels_kmeans_nmi",
+    "nmi_ari_cluster_labels_kmeans_ari",
+    "silhouette_label",
+    "clisi_knn",
+)
+BATCH = ("bras", "ilisi_knn", "graph_connectivity")
+_BIO_WEIGHT = 0.6
+_N_COMPS = 50
+_SHARE, _BATCH_SIZE = 0.9, 128
+"""Training cells of scVI, and cells a step: its defaults."""
+
+
+def integration_scores(
+    embedding: np.ndarray, obs: pd.DataFrame, *, labels_key: str, batch_key: str
+) -> dict[str, float]:
+    """Return ``bio``, ``batch`` and ``total``, and the figures that they are means of.
+
+    ``bio`` is the mean of scIB's figures of biology, ``batch`` that of its figures of mixing (BRAS, iLISI, graph
+    connectivity), ``total`` 0.6 bio + 0.4 batch [1]_. Figures are not scaled to the range of the methods compared, so
+    that they do not depend on which these are.
+
+    Parameters
+    ----------
+    embedding
+        Shape (N, D).
+    obs
+        Table of the cells, N rows.
+    labels_key, batch_key
+        Its columns with cell types and batches.
+
+    Raises
+    ------
+    DataError
+        If cell types or batches cannot be compared.
+
+    References
+    ----------
+    .. [1] Luecken et al. (2022), Nature Methods 19, 41-50.
+    """
+    figures = BatchIntegration(labels_key, batch_key).run(embedding, obs)
+    bio = float(np.mean([figures[name] for name in BIO]))
+    batch = float(np.mean([figures[name] for name in BATCH]))
+    total = _BIO_WEIGHT * bio + (1 - _BIO_WEIGHT) * batch
+    return {"bio": bio, "batch": batch, "total": total, **{name: figures[name] for name in (*BIO, *BATCH)}}
+
+
+def integration_baselines(
+    adata: AnnData, batch_key: str, *, max_epochs: int | None = None, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Embed cells by PCA, Harmony and scVI, each with its defaults, on 2,000 highly variable genes.
+
+    Parameters
+    ----------
+    adata
+        Cells with raw counts.
+    batch_key
+        Column of obs with the batches.
+    max_epochs
+        Epochs of scVI; None for its default.
+    seed
+        Seed of PCA, Harmony and scVI.
+
+    Returns
+    -------
+    ``"pca"``, ``"harmony"`` and ``"scvi"``, float32, shape (N, D); a method whose package is not installed is missing.
+
+    Raises
+    ------
+    DataError
+        If there are too few cells.
+
+    Warns
+    -----
+    ScforgeWarning
+        If a package is not installed.
+    """
+    n_comps = min(_N_COMPS, min(adata.shape) - 1)
+    if n_comps < 2:
+        raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; pass baselines=False.")
+    found = {"pca": pca_embedding(adata, n_comps=n_comps, seed=seed)}
+    if _installed("harmonypy", "Harmony", "pip install 'scforge[eval]'"):
+        found["harmony"] = _harmony(found["pca"], adata.obs, batch_key, seed)
+    if _installed("scvi", "scVI", "pip install scvi-tools"):
+        found["scvi"] = _scvi(adata, batch_key, max_epochs, seed)
+    return found
+
+
+def _installed(module: str, name: str, command: str) -> bool:
+    try:
+        import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        warnings.warn(
+            f"{name} is not among the baselines, because {module} is not installed; {command}.",
+            ScforgeWarning,
+            stacklevel=4,
+        )
+        return False
+    return True
+
+
+def _harmony(components: np.ndarray, obs: pd.DataFrame, batch_key: str, seed: int) -> np.ndarray:
+    import harmonypy
+
+    batches = pd.DataFrame({batch_key: obs[batch_key].astype(str).to_numpy()})
+    with _quiet("harmonypy"):
+        result = harmonypy.run_harmony(components.astype(np.float64), batches, [batch_key], random_state=seed)
+    corrected = np.asarray(result.Z_corr)
+    # The orientation has changed between releases of harmonypy.
+    return np.asarray(corrected if corrected.shape == components.shape else corrected.T, dtype=np.float32)
+
+
+def _scvi(adata: AnnData, batch_key: str, max_epochs: int | None, seed: int) -> np.ndarray:
+    import anndata
+    import scanpy as sc
+    import scvi
+    import torch
+
+    genes = np.ones(adata.n_vars, dtype=bool)
+    if adata.n_vars > 2_000:
+        work = anndata.AnnData(adata.X.astype(np.float32))
+        sc.pp.normalize_total(work, target_sum=1e4)
+        sc.pp.log1p(work)
+        sc.pp.highly_variable_genes(work, n_top_genes=2_000)
+        genes = np.asarray(work.var["highly_variable"])
+    obs = pd.DataFrame({"batch": pd.Categorical(adata.obs[batch_key].astype(str))}, index=adata.obs_names)
+    work = anndata.AnnData(adata.X[:, genes].astype(np.float32), obs=obs)
+    with _quiet("scvi", "lightning.pytorch", "lightning.fabric"), warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")  # what scvi-tools and Lightning advise is not up to the user
+        torch.manual_seed(seed)
+        scvi.model.SCVI.setup_anndata(work, batch_key="batch")
+        model: Any = scvi.model.SCVI(work)
+        # The batch norm of scVI takes no batch of one cell.
+        alone = math.ceil(_SHARE * adata.n_obs) % _BATCH_SIZE == 1
+        model.train(
+            max_epochs,
+            train_size=_SHARE,
+            batch_size=_BATCH_SIZE,
+            datasplitter_kwargs={"drop_last": alone},
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            logger=False,
+        )
+        latent = model.get_latent_representation()
+    return np.asarray(latent, dtype=np.float32)
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Let only errors of these loggers through."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import json
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from scipy import sparse
+from sklearn.neighbors import NearestNeighbors
+
+from scforge.errors import DataError, OptionError, ScforgeWarning
+from scforge.estimators import Encoder
+from scforge.eval.integration_baselines import BATCH, BIO, integration_baselines
+from scforge.finetuning import get_task
+from scforge.finetuning.tasks._integration_head import IntegrationHead
+from scforge.finetuning.tasks._integration_losses import align, negative_binomial
+from scforge.models.components import SIGReg
+from scforge.models.components.count_losses import count_loss
+
+QUIET = {"progress_bar": False, "accelerator": "cpu", "num_threads": 0}
+
+
+def planted(n_cells: int = 240, n_genes: int = 60, seed: int = 0) -> ad.AnnData:
+    """Two types, of which 8 genes each tell, in two batches, which 20 other genes tell apart loudly."""
+    generator = np.random.default_rng(seed)
+    kind, batch = np.arange(n_cells) % 2, np.arange(n_cells) // 2 % 2
+    mean = np.full((n_cells, n_genes), 1.0)
+    for of_type in (0, 1):
+        mean[kind == of_type, of_type * 8 : of_type * 8 + 8] = 8.0
+    mean[batch == 1, 20:40] = 12.0
+    obs = pd.DataFrame(
+        {"kind": np.where(kind, "t1", "t0"), "batch": pd.Categorical(np.where(batch, "b1", "b0"))},
+        index=[f"cell{i}" for i in range(n_cells)],
+    )
+    var = pd.DataFrame(index=[f"gene{i}" for i in range(n_genes)])
+    return ad.AnnData(sparse.csr_matrix(generator.poisson(mean).astype(np.float32)), obs=obs, var=var)
+
+
+def same(embedding: np.ndarray, values: pd.Series, k: int = 15) -> float:
+    """Share of the nearest cells that are of the same group."""
+    nearest = NearestNeighbors(n_neighbors=k + 1).fit(embedding).kneighbors(embedding)[1][:, 1:]
+    codes = np.asarray(values.astype("category").cat.codes)
+    return float((codes[nearest] == codes[:, None]).mean())
+
+
+@pytest.fixture(scope="module")
+def base() -> Encoder:
+    """A small light encoder of the planted cells; nothing in its training knows of batches."""
+    adata = planted()
+    Encoder.setup_anndata(adata, batch_key="batch", labels_key="kind")
+    model = Encoder(adata, n_top_genes=60, hidden_dim=32, ffn_dim=32, latent_dim=4)
+    model.train(max_epochs=25, batch_size=60, **QUIET)
+    return model
+
+
+@pytest.fixture(scope="module")
+def integrated(base: Encoder) -> Encoder:
+    return base.finetune("integration", max_epochs=40, batch_size=96, lr=5e-3, **QUIET)
+
+
+def test_batches_mix_and_types_stay_apart(base, integrated):
+    adata = base.adata
+    before = base.get_latent_representation(key_added=None)
+    after = integrated.predict(adata)
+    assert same(before, adata.obs["batch"]) > 0.8
+    assert same(after, adata.obs["batch"]) < 0.65
+    assert same(after, adata.obs["kind"]) > 0.9
+
+
+def test_what_is_written(integrated, tmp_path):
+    adata = planted(seed=1)
+    embedding = integrated.predict(adata)
+    assert embedding.dtype == np.float32
+    assert embedding.shape == (240, 4)
+    np.testing.assert_array_equal(adata.obsm["X_scforge_integrated"], embedding)
+    np.testing.assert_array_equal(integrated.get_latent_representation(adata, key_added=None), embedding)
+    integrated.predict(adata, key_added="mine")
+    assert "mine" in adata.obsm
+    integrated.save(tmp_path / "model")
+    np.testing.assert_array_equal(Encoder.load(tmp_path / "model").predict(adata), embedding)
+
+
+def test_cells_of_a_batch_that_nobody_knows_are_embedded(integrated):
+    adata = planted(seed=1)
+    known = integrated.predict(adata)
+    adata.obs["batch"] = "new"
+    np.testing.assert_array_equal(integrated.predict(adata), known)
+    del adata.obs["batch"]
+    np.testing.assert_array_equal(integrated.predict(adata), known)
+
+
+def test_labels_change_nothing(base):
+    def trained(labels: np.ndarray) -> np.ndarray:
+        adata = planted()
+        adata.obs["kind"] = labels
+        Encoder.setup_anndata(adata, batch_key="batch", labels_key="kind")
+        return base.finetune("integration", adata, max_epochs=1, **QUIET).predict(adata)
+
+    labels = np.asarray(planted().obs["kind"])
+    np.testing.assert_array_equal(trained(labels), trained(np.random.default_rng(0).permutation(labels)))
+
+
+def test_one_batch_is_an_error(base):
+    adata = planted()
+    adata.obs["batch"] = "b0"
+    with pytest.raises(DataError, match="batch_key='batch' has one batch only"):
+        base.finetune("integration", adata, **QUIET)
+    adata.obs["batch"] = None
+    with pytest.raises(DataError):
+        base.finetune("integration", adata, **QUIET)
+
+
+def test_cells_without_batch_take_no_part(cells200, tuned):
+    cells200.obs["donor"] = [None, *(f"d{i % 3}" for i in range(199))]
+    task = get_task("integration", batch_key="donor")
+    assert task.usable(lambda key: cells200.obs[key]).sum() == 199
+
+
+def test_options():
+    for options, message in [
+        ({"views": 1}, "views=1"),
+        ({"alignment": -1.0}, "alignment=-1.0"),
+        ({"batch_key": ""}, "batch_key=''"),
+        ({"n_reference": 3, "batches": ["a", "b"]}, "n_reference=3"),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            get_task("integration", **{"batch_key": "donor", **options})
+    task = get_task("integration", batch_key="donor", batches=["a", "b"], views=3)
+    assert get_task("integration", **json.loads(json.dumps(task.config()))).config() == task.config()
+
+
+def test_figures_and_the_validation_loss(cells200, tuned, step):
+    cells200.obs["lane"] = [f"l{i % 3}" for i in range(200)]
+    predictor = tuned("integration", cells200, batch_key="lane")
+    predictor.module.eval()
+    first, figures = step(predictor, np.arange(40))
+    again, _ = step(predictor, np.arange(40))
+    assert first.item() == again.item()
+    assert {"agreement", "sigreg", "decoder"} <= set(figures)
+    assert all(torch.isfinite(value) for value in figures.values())
+
+
+def test_alignment_is_about_each_batch():
+    generator = torch.Generator().manual_seed(0)
+    cells = torch.randn(2, 200, 4, generator=generator)
+    codes = torch.arange(200) % 2
+    apart = cells + 2.0 * codes[:, None]
+    sigreg = SIGReg(64)
+    matched, unmatched = (align(sigreg, z, codes, 2, fresh=False) for z in (cells, apart - apart.mean(dim=1)[:, None]))
+    assert matched < 2.0 < unmatched
+    # One batch, or one that is not known, is as the plain statistic.
+    noise = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    for code in (0, -1):
+        one = align(sigreg, cells, torch.full((200,), code), 2, fresh=False)
+        torch.testing.assert_close(one, sigreg.compute(cells, noise))
+    few = torch.where(torch.arange(200) < 5, 1, 0)
+    torch.testing.assert_close(align(sigreg, cells, few, 2, fresh=False), sigreg.compute(cells[:, 5:], noise))
+
+
+def test_the_likelihood_is_that_of_counts():
+    generator = torch.Generator().manual_seed(0)
+    logits, counts = torch.randn(2, 5, 7, generator=generator), torch.poisson(torch.full((5, 7), 3.0))
+    dispersion = torch.randn(7, generator=generator)
+    measured = torch.tensor([True] * 6 + [False])
+    counts[:, 6] = 0
+    rate = logits[..., :6].log_softmax(dim=-1) + counts.sum(dim=1, keepdim=True).log()
+    exact = count_loss("negative_binomial", rate, counts[:, :6].expand(2, 5, 6), dispersion[:6].expand(2, 5, 6))
+    expected = (exact - torch.lgamma(counts[:, :6] + 1)).mean()
+    torch.testing.assert_close(negative_binomial(logits, counts, dispersion, measured), expected)
+    logits[..., 6] += 5.0
+    torch.testing.assert_close(negative_binomial(logits, counts, dispersion, measured), expected)
+
+
+def test_the_decoder_takes_over_a_reference():
+    reference = IntegrationHead(4, 12, 2)
+    query = IntegrationHead(4, 12, 3, n_reference=2)
+    query.take_over(reference, ["a", "b"])
+    z, codes = torch.randn(6, 4), torch.tensor([0, 1, 0, 1, 0, 1])
+    torch.testing.assert_close(query.decode(z, codes), reference.decode(z, codes))
+    torch.testing.assert_close(query.decode(z, codes * 0 + 2), reference.decode(z, codes * 0 - 1))
+    assert [name for name, p in query.named_parameters() if p.requires_grad] == ["batches"]
+
+
+def test_evaluation(integrated, monkeypatch):
+    monkeypatch.setattr(
+        "scforge.finetuning.tasks._integration_scores.integration_baselines",
+        lambda adata, key, seed: {"pca": adata.X.toarray()[:, :40]},
+    )
+    table = integrated.evaluate()
+    assert list(table.index) == ["scforge", "frozen_embedding", "pca"]
+    assert {"bio", "batch", "total", *BIO, *BATCH} == set(table)
+    assert table.loc["scforge", "batch"] > table.loc["pca", "batch"]
+    np.testing.assert_allclose(table["total"], 0.6 * table["bio"] + 0.4 * table["batch"])
+    without = get_task("integration", batch_key="batch")
+    with pytest.raises(OptionError, match="labels_key=None"):
+        without.evaluate(None)
+
+
+def test_baselines(monkeypatch):
+    adata = planted(64)
+    monkeypatch.setitem(__import__("sys").modules, "harmonypy", None)
+    with pytest.warns(ScforgeWarning, match="Harmony is not among the baselines"):
+        found = integration_baselines(adata, "batch", max_epochs=1)
+    assert {name: embedding.shape for name, embedding in found.items()} == {"pca": (64, 50), "scvi": (64, 10)}
+    with pytest.raises(DataError, match="too few"):
+        integration_baselines(adata[:2], "batch")
