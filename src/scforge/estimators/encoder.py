@@ -20,6 +20,7 @@ from scforge.estimators.base import FROM_DATA, CellModel
 from scforge.estimators.defaults import recipe_for
 from scforge.estimators.generation import GenerationMethods
 from scforge.estimators.interpretation import InterpretationMethods
+from scforge.estimators.reference import ReferenceMethods
 from scforge.estimators.spec import ModelSpec, named_options
 from scforge.estimators.task_methods import TaskMethods
 from scforge.estimators.training_run import run_training
@@ -46,7 +47,7 @@ _OF_DATA_AND_PLAN = (
 """Arguments of ``train`` that are used up when batches and the plan are made."""
 
 
-class Encoder(TaskMethods, InterpretationMethods, GenerationMethods, CellModel):
+class Encoder(TaskMethods, ReferenceMethods, InterpretationMethods, GenerationMethods, CellModel):
     """Train an architecture on single cells and embed cells with it.
 
     Parameters

@@ -146,6 +146,7 @@ TASKS: Registry[type[Task]] = Registry(
     "task",
     group="scforge.tasks",
     builtin={
+        "adaptation": "scforge.finetuning.tasks.adaptation",
         "annotation": "scforge.finetuning.tasks.annotation",
         "integration": "scforge.finetuning.tasks.integration",
         "multi_label": "scforge.finetuning.tasks.multi_label",
@@ -166,7 +167,7 @@ def list_tasks() -> list[str]:
     Examples
     --------
     >>> list_tasks()
-    ['annotation', 'integration', 'multi_label', 'perturbation', 'regression']
+    ['adaptation', 'annotation', 'integration', 'multi_label', 'perturbation', 'regression']
     """
     return TASKS.names()
 

@@ -1,0 +1,120 @@
+"""Adaptation: the objective of the pretraining goes on, on other cells, beside weights that stay."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from scforge._constants import OBSM_KEY
+from scforge.data.cells import CellBlock, Cells
+from scforge.errors import OptionError, TrainingError
+from scforge.finetuning.base import Task, register_task
+from scforge.finetuning.labels import check_key
+from scforge.finetuning.tasks._integration_head import Unchanged
+from scforge.tokenizers.base import Tokenizer
+from scforge.training.objectives.base import Objective, TrainingDefaults
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+    from scforge.finetuning.context import Evaluated, EvaluationContext, Predictor
+
+__all__ = ["Adaptation"]
+
+
+@register_task("adaptation")
+class Adaptation(Task):
+    """Train on with the objective of the pretraining, no labels needed.
+
+    With adapters (``lora=True``) the weights of the base model stay as they are. This is how
+    :meth:`scforge.models.Encoder.load_query_data` adapts a reference model to a query.
+    """
+
+    keys = ()
+
+    @property
+    def aim(self) -> Objective:
+        """The objective of the pretraining."""
+        if self.pretraining is None:
+            raise TrainingError("the objective of the pretraining is not known; fine-tune a model.")
+        return self.pretraining
+
+    @property
+    def defaults(self) -> TrainingDefaults:  # type: ignore[override]
+        """Those of the pretraining."""
+        return self.aim.defaults
+
+    @property
+    def random_batches(self) -> bool:  # type: ignore[override]
+        """As in the pretraining."""
+        return self.aim.random_batches
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Raise :class:`~scforge.errors.OptionError` if the objective makes no sense with a tokenizer."""
+        self.aim.check(tokenizer)
+
+    def make_head(self, n_latent: int, module: nn.Module) -> Unchanged:
+        """Make a head that passes embeddings on."""
+        return Unchanged()
+
+    def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
+        """Look up what the objective needs to know of cells."""
+        self.aim.bind(cells, train_rows)
+
+    def max_tokens(self, tokenizer: Tokenizer) -> int:
+        """Return the most tokens of a cell."""
+        return self.aim.max_tokens(tokenizer)
+
+    def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
+        """Return the number of cells of a batch."""
+        return self.aim.n_cells(batch)
+
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+        """Return a batch of the pretraining."""
+        return self.aim.prepare(block, tokenizer, epoch=epoch, seed=seed)
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss of the pretraining, and its figures."""
+        encoder: Any = module.encoder
+        return self.aim.loss(encoder, batch)
+
+    def loss_of(
+        self, outputs: torch.Tensor, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Raise: the loss is that of the architecture, not of a head."""
+        raise TrainingError("adaptation has no head to compute a loss of; call loss(module, batch).")
+
+    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return what the pretraining logs of an epoch."""
+        return self.aim.summarise(means)
+
+    def predict(  # type: ignore[override]
+        self, predictor: Predictor, adata: AnnData | None, *, key_added: str | None = None
+    ) -> np.ndarray:
+        """Embed cells, and write the embedding into ``obsm["X_scforge"]``, or under `key_added`.
+
+        Returns
+        -------
+        Float32, shape (N, D).
+        """
+        key = OBSM_KEY if key_added is None else check_key("key_added", key_added)
+        embedding = predictor.embedding()
+        if adata is not None:
+            adata.obsm[key] = embedding
+        return embedding
+
+    def evaluate(self, context: EvaluationContext) -> Evaluated:
+        """Raise: nothing tells what is right.
+
+        Raises
+        ------
+        OptionError
+            Always.
+        """
+        raise OptionError(
+            "the task 'adaptation' has no labels to be scored by; score the embedding with scforge.eval.evaluate, or "
+            "the labels of transfer_labels."
+        )
