@@ -227,7 +227,7 @@ def test_columns_that_cannot_be_used(adata: ad.AnnData, base: Encoder, change: d
 
 def test_only_controls_are_nothing_to_learn_from(base: Encoder) -> None:
     cells = planted(["gene0"])
-    with pytest.raises((DataError, OptionError), match="no other label than control='ctrl'|leaves no perturbation"):
+    with pytest.raises(DataError, match="no cell is perturbed"):
         base.finetune("perturbation", cells[cells.obs["target"] == "ctrl"].copy(), **OPTIONS, **QUICK)
 
 
@@ -279,16 +279,8 @@ def test_a_response_seen_in_other_contexts_is_predicted_in_a_new_one(delta_loss:
     assert metrics.loc["scforge", "mse"] < 0.3 * metrics.loc["no_change", "mse"]
     assert metrics["rank"].isna().all()  # one effect has no other to be told apart from
     made = model.predict(perturbations=["stimulated"])
-    assert (
-        dict(zip(made.obs["context"], made.obs["is_seen"], strict=True))
-        == {
-            "a": True,
-            "b": True,
-            "c": False,
-            "d": True,
-        }
-        or not made.obs.set_index("context").loc["c", "is_seen"]
-    )
+    assert not made.obs.set_index("context").loc["c", "is_seen"]
+    assert made.obs["is_seen"].sum() == 2  # one context validates
 
 
 def test_other_cells_are_scored_against_controls_of_their_own(tuned: Encoder) -> None:

@@ -154,7 +154,7 @@ def hold_out(
     OptionError
         If a name is unknown, or nothing is left to train on.
     DataError
-        If a context has too few controls.
+        If no cell is perturbed, or a context has too few controls.
     """
     check_shares(validation_size, test_size)
     names = conditions.contexts if by_context else conditions.names
@@ -162,6 +162,8 @@ def hold_out(
     codes = np.where(conditions.perturbed, conditions.context if by_context else conditions.perturbation, UNLABELLED)
     present = [int(code) for code in np.unique(codes[codes >= 0])]
     what = "context" if by_context else "perturbation"
+    if not present:
+        raise DataError("no cell is perturbed, all are controls; there is nothing to learn from.")
     rng = np.random.default_rng(seed)
     order = [int(code) for code in rng.permutation(present)]
     if named is None:
