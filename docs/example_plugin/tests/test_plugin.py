@@ -1,4 +1,4 @@
-"""The installed package does what it says: scforge finds the four names, and works with them."""
+"""The installed package does what it says: scforge finds the five names, and works with them."""
 
 import numpy as np
 import pandas as pd
@@ -9,6 +9,7 @@ from scipy import sparse
 from scforge.config import load_config
 from scforge.estimators import train_from_config
 from scforge.eval import get_benchmark, list_benchmarks
+from scforge.finetuning import list_tasks
 from scforge.models import Encoder, list_models
 from scforge.testing import check_model, check_tokenizer
 from scforge.tokenizers import list_tokenizers
@@ -43,6 +44,7 @@ def test_scforge_finds_it() -> None:
     assert "example_tokenizer" in list_tokenizers()
     assert "example_objective" in list_objectives()
     assert "example_benchmark" in list_benchmarks()
+    assert "example_task" in list_tasks()
 
 
 def test_it_keeps_the_rules() -> None:
@@ -69,6 +71,24 @@ def test_the_benchmark_scores(adata: AnnData) -> None:
     assert benchmark.run(np.asarray(adata.X.todense()), adata.obs)["neighbour_purity"] == 1.0
     noise = np.random.default_rng(0).normal(size=(60, 3))
     assert 0.3 < benchmark.run(noise, adata.obs)["neighbour_purity"] < 0.7
+
+
+def test_the_task_learns_and_comes_back(adata: AnnData, tmp_path) -> None:
+    Encoder.setup_anndata(adata)
+    quick = {"max_epochs": 2, "batch_size": 16, "progress_bar": False, "accelerator": "cpu"}
+    model = Encoder(adata, n_top_genes=0, hidden_dim=16, ffn_dim=16, latent_dim=8)
+    model.train(**quick)
+    task = {"name": "example_task", "genes": [f"gene{i}" for i in range(40)]}
+    scorer = model.finetune(task, lr=0.05, test_size=0.2, **(quick | {"max_epochs": 20}))
+    assert "validation_mae" in scorer.history_
+    figures = scorer.evaluate()["mae"]
+    assert figures["scforge"] < figures["train_mean"]
+    scorer.predict()
+    high = adata.obs.groupby("group", observed=True)["scforge_score"].mean()
+    assert high["0"] > high["1"]
+    scorer.save(tmp_path / "scorer")
+    again = Encoder.load(tmp_path / "scorer")
+    np.testing.assert_array_equal(again.predict(adata)["score"], scorer.predict(adata)["score"])
 
 
 def test_yaml(adata: AnnData, tmp_path, monkeypatch) -> None:

@@ -150,7 +150,8 @@ def _merged(content: Mapping[str, Any], changes: Mapping[str, Any], prefix: str 
     merged = dict(content)
     for key, change in changes.items():
         old = merged.get(key)
-        if isinstance(change, Mapping) and old is not None:
+        # An option such as finetune.lora is true, or a section.
+        if isinstance(change, Mapping) and old is not None and not isinstance(old, bool):
             if not isinstance(old, Mapping):
                 raise AliasError(f"{prefix}{key}={shown(old)} is not a section with options.", f"{prefix}{key}")
             change = _merged(old, change, f"{prefix}{key}.")

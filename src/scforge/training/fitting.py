@@ -105,6 +105,8 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            # A frozen encoder stays in it on purpose.
+            warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
             # Lightning's own use of a part of torch that torch has renamed.
             warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
             warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")

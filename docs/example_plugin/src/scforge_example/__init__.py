@@ -1,1 +1,1 @@
-"""A model, a tokenizer, an objective and a benchmark for scforge."""
+"""A model, a tokenizer, an objective, a benchmark and a task for scforge."""

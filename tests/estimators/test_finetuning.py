@@ -1,0 +1,366 @@
+"""Fine-tuning from Python: what is trained, what stays, what is held out, and what comes back from a folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import anndata as ad
+import mudata
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+
+from scforge.errors import DataError, MissingFileError, ModelFileError, NotTrainedWarning, OptionError, ScforgeWarning
+from scforge.estimators import Encoder
+from scforge.models._utils import count_parameters
+
+QUICK = {"max_epochs": 1, "batch_size": 32, "progress_bar": False, "accelerator": "cpu", "num_threads": 0}
+SMALL = {"hidden_dim": 16, "num_layers": 3, "num_heads": 2, "ffn_dim": 16, "n_top_genes": 60, "dropout": 0.0}
+
+
+@pytest.fixture(scope="module")
+def cells(many_adata: ad.AnnData) -> ad.AnnData:
+    return many_adata[:200].copy()
+
+
+@pytest.fixture(scope="module")
+def base(cells: ad.AnnData) -> Encoder:
+    """A transformer of three layers, trained for an epoch; not to be changed."""
+    Encoder.setup_anndata(cells)
+    model = Encoder(cells, "transformer_encoder", **SMALL)
+    model.train(**QUICK)
+    return model
+
+
+@pytest.fixture
+def tune(base: Encoder, cells: ad.AnnData) -> Callable[..., Encoder]:
+    """Return a function that fine-tunes the base model for the groups."""
+
+    def tune(task="annotation", adata=None, **options) -> Encoder:
+        options = {"labels_key": "group", **QUICK, **options}
+        return base.finetune(task, cells if adata is None else adata, **options)
+
+    return tune
+
+
+@pytest.fixture(scope="module")
+def annotator(base: Encoder, cells: ad.AnnData) -> Encoder:
+    """Fine-tuned with all weights; not to be changed."""
+    return base.finetune("annotation", cells, labels_key="group", **QUICK)
+
+
+@pytest.fixture(scope="module")
+def adapted(base: Encoder, cells: ad.AnnData) -> Encoder:
+    """Fine-tuned with adapters; not to be changed."""
+    options = QUICK | {"max_epochs": 3, "lr": 1e-2}
+    return base.finetune("annotation", cells, labels_key="group", lora={"r": 2}, **options)
+
+
+def state(model: Encoder) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.module.state_dict().items()}
+
+
+def changed(base: Encoder, tuned: Encoder) -> set[str]:
+    """Return the names of weights of the encoder that fine-tuning has changed."""
+    after = tuned.backbone.state_dict()
+    return {name for name, value in base.module.state_dict().items() if not value.equal(after[name])}
+
+
+def test_the_base_model_stays_as_it_is(base: Encoder, tune: Callable[..., Encoder]) -> None:
+    before, wanted = state(base), {name: p.requires_grad for name, p in base.module.named_parameters()}
+    for options in ({}, {"lora": True}, {"freeze": True}, {"freeze": 1}):
+        tune(**options)
+    assert base.spec.tuning is None
+    assert all(value.equal(before[name]) for name, value in base.module.state_dict().items())
+    assert {name: p.requires_grad for name, p in base.module.named_parameters()} == wanted
+
+
+def test_predictions_and_figures(annotator: Encoder, cells: ad.AnnData) -> None:
+    found = annotator.predict(cells)
+    assert list(found.index) == list(cells.obs_names)
+    assert (cells.obs["scforge_group"] == cells.obs["group"].astype(str)).mean() > 0.8
+    metrics = annotator.evaluate()
+    assert "frozen_embedding" in metrics.index
+    assert cells.uns["scforge"]["metrics"].equals(metrics)
+    pd.testing.assert_frame_equal(annotator.evaluate(), metrics)
+
+
+def test_a_folder_brings_it_back(annotator: Encoder, base: Encoder, cells: ad.AnnData, tmp_path: Path) -> None:
+    annotator.save(tmp_path / "model")
+    base.save(tmp_path / "base")
+    again = Encoder.load(tmp_path / "model", cells)
+    pd.testing.assert_frame_equal(again.predict(cells.copy()), annotator.predict(cells.copy()))
+    pd.testing.assert_frame_equal(again.evaluate(base=Encoder.load(tmp_path / "base")), annotator.evaluate())
+    bare = Encoder.load(tmp_path / "model")
+    with pytest.raises(OptionError, match="loaded without adata"):
+        bare.predict()
+    assert bare.history_["validation_macro_f1"].equals(annotator.history_["validation_macro_f1"])
+
+
+@pytest.mark.filterwarnings("ignore:the model before fine-tuning is not at hand")
+def test_cells_of_the_fine_tuning_are_never_scored_as_new(annotator: Encoder, cells, tmp_path: Path) -> None:
+    annotator.save(tmp_path / "model")
+    n_test = len(annotator._known_split().test)
+    for model in (annotator, Encoder.load(tmp_path / "model")):
+        assert model.evaluate(cells.copy()).loc["scforge", "n_scored"] == n_test
+
+
+@pytest.mark.filterwarnings("ignore:The cells of the fine-tuning are not at hand")
+def test_new_cells_are_all_scored(annotator: Encoder, many_adata: ad.AnnData, tmp_path: Path) -> None:
+    annotator.save(tmp_path / "model")
+    new = many_adata[300:340].copy()
+    metrics = Encoder.load(tmp_path / "model").evaluate(new)
+    assert metrics.loc["scforge", "n_scored"] == 40
+    assert list(metrics.index) == ["scforge"]
+
+
+def test_going_on_ends_where_a_whole_fine_tuning_does(tune: Callable[..., Encoder], tmp_path: Path) -> None:
+    options = {"max_epochs": 3, "early_stopping": False, "lora": True, "checkpoint_every_n_steps": 2}
+    whole = tune(checkpoint_dir=tmp_path / "whole", **options)
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, *args) -> None:
+            if trainer.global_step == 7:
+                raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        tune(checkpoint_dir=tmp_path / "broken", callbacks=[Stop()], **options)
+    again = tune(checkpoint_dir=tmp_path / "broken", resume="auto", **options)
+    assert all(value.equal(state(again)[name]) for name, value in state(whole).items())
+    assert again.history_["validation_loss"].equals(whole.history_["validation_loss"])
+    with pytest.raises(OptionError, match="lora"):
+        tune(checkpoint_dir=tmp_path / "broken", resume="auto", **(options | {"lora": {"r": 3}}))
+
+
+def test_freezing(base: Encoder, tune: Callable[..., Encoder]) -> None:
+    assert changed(base, tune(freeze=True)) == set()
+    all_ = changed(base, tune())
+    part = changed(base, tune(freeze=2))
+    assert part
+    assert part < all_
+    assert not any(name.startswith(("layers.layers.0.", "layers.layers.1.")) or "embedding" in name for name in part)
+    with pytest.raises(OptionError, match=r"freeze=9 but there are 3 layers"):
+        tune(freeze=9)
+
+
+def test_gradual_unfreezing(base: Encoder, tune: Callable[..., Encoder]) -> None:
+    """In the first epoch only what stands above the encoder learns, and one layer more in the second."""
+    names = [
+        changed(base, tune(max_epochs=n, gradual_unfreezing=1, save_top_k=0, early_stopping=False)) for n in (1, 4)
+    ]
+    assert len(names[0]) < len(names[1])
+    assert not any("embedding" in name for name in names[0])
+
+
+def test_layers_below_learn_slower(base: Encoder, tune: Callable[..., Encoder]) -> None:
+    options = {"schedule": "constant", "warmup_steps": 0, "probe_first": False, "weight_decay": 0.0}
+    plain, decayed = tune(**options), tune(layer_lr_decay=0.1, **options)
+    name = next(name for name, p in base.module.named_parameters() if p.ndim > 1)
+    moved = [
+        (model.backbone.state_dict()[name] - base.module.state_dict()[name]).abs().mean() for model in (plain, decayed)
+    ]
+    assert moved[1] < 0.1 * moved[0]
+
+
+def test_adapters(base: Encoder, annotator: Encoder, adapted: Encoder, cells: ad.AnnData) -> None:
+    trained = count_parameters(adapted.module)
+    assert trained < 0.5 * count_parameters(annotator.module)
+    with_adapters = adapted.get_latent_representation(cells, key_added=None)
+    with adapted.adapter_disabled():
+        without = adapted.get_latent_representation(cells, key_added=None)
+    np.testing.assert_array_equal(without, base.get_latent_representation(cells, key_added=None))
+    assert np.abs(with_adapters - without).max() > 1e-3
+    np.testing.assert_array_equal(adapted.get_latent_representation(cells, key_added=None), with_adapters)
+
+
+def test_adapters_in_a_folder(base: Encoder, adapted: Encoder, cells: ad.AnnData, tmp_path: Path) -> None:
+    adapted.save_adapter(tmp_path / "adapter")
+    adapted.save(tmp_path / "whole")
+    expected = adapted.predict(cells.copy())
+    again = Encoder.load_adapter(base, tmp_path / "adapter")
+    pd.testing.assert_frame_equal(again.predict(cells.copy()), expected)
+    assert again.backbone.state_dict().keys() == adapted.backbone.state_dict().keys()
+    sizes = [sum(p.stat().st_size for p in (tmp_path / name).glob("*.safetensors")) for name in ("adapter", "whole")]
+    assert sizes[0] < 0.5 * sizes[1]
+    loaded = Encoder.load(tmp_path / "whole", cells)
+    pd.testing.assert_frame_equal(loaded.predict(cells.copy()), expected)
+    loaded.merge_adapter()
+    merged = loaded.predict(cells.copy())
+    np.testing.assert_allclose(merged["confidence"], expected["confidence"], atol=1e-5)
+    loaded.save(tmp_path / "merged")
+    np.testing.assert_array_equal(
+        Encoder.load(tmp_path / "merged", cells).predict(cells.copy())["confidence"], merged["confidence"]
+    )
+    for method in (loaded.merge_adapter, lambda: loaded.save_adapter(tmp_path / "none")):
+        with pytest.raises(OptionError, match="no adapters"):
+            method()
+    other = Encoder(cells, "transformer_encoder", seed=1, **SMALL)
+    with pytest.raises(ModelFileError, match="another base model"):
+        Encoder.load_adapter(other, tmp_path / "adapter")
+    with pytest.raises(MissingFileError, match="holds no adapter"):
+        Encoder.load_adapter(base, tmp_path / "none")
+
+
+def test_fine_tuning_again(adapted: Encoder, cells: ad.AnnData) -> None:
+    """The adapters become part of the new base; its own model stays."""
+    before = state(adapted)
+    again = adapted.finetune("annotation", cells, labels_key="kind", freeze=True, **QUICK)
+    assert again.spec.tuning.task_options["classes"] == ["common", "rare"]
+    assert all(value.equal(before[name]) for name, value in adapted.module.state_dict().items())
+    np.testing.assert_allclose(
+        again.get_latent_representation(cells, key_added=None),
+        adapted.get_latent_representation(cells, key_added=None),
+        atol=1e-5,
+    )
+
+
+def test_parts_of_the_split(annotator: Encoder, tune: Callable[..., Encoder], cells: ad.AnnData) -> None:
+    split = annotator._known_split()
+    rows = np.concatenate([split.train, split.validation, split.test])
+    np.testing.assert_array_equal(np.sort(rows), np.arange(200))
+    assert [len(split.validation), len(split.test)] == [20, 20]
+    for part in (split.train, split.validation, split.test):
+        assert (cells.obs["group"].iloc[part] == "a").mean() == 0.5
+    np.testing.assert_array_equal(annotator.train_indices_, split.train)
+    by_donor = tune(split_by="donor", validation_size=0.2, test_size=0.2)._known_split()
+    donors = [set(cells.obs["donor"].iloc[part]) for part in (by_donor.train, by_donor.validation, by_donor.test)]
+    assert all(donors)
+    assert not donors[0] & donors[1] | donors[0] & donors[2] | donors[1] & donors[2]
+
+
+def test_a_split_of_ones_own(tune: Callable[..., Encoder], cells: ad.AnnData) -> None:
+    adata = cells.copy()
+    parts = np.array(["train", "validation", "test", None], dtype=object)[np.arange(200) // 50]
+    adata.obs["part"] = parts
+    split = tune(adata=adata, split_key="part")._known_split()
+    np.testing.assert_array_equal(split.test, np.arange(100, 150))
+    adata.obs["part"] = "training"
+    with pytest.raises(DataError, match="split_key='part' has the values 'training'; name the parts"):
+        tune(adata=adata, split_key="part")
+    with pytest.raises(OptionError, match="split_by='donor' has no use beside split_key"):
+        tune(split_by="donor", split_key="kind")
+
+
+def test_cells_without_label_take_no_part(tune: Callable[..., Encoder], cells: ad.AnnData) -> None:
+    adata = cells.copy()
+    adata.obs["group"] = adata.obs["group"].where(np.arange(200) >= 60)
+    model = tune(adata=adata)
+    split = model._known_split()
+    assert min(map(np.min, (split.train, split.validation, split.test))) >= 60
+    assert len(model.predict(adata)) == 200
+    with pytest.raises(DataError):
+        tune(adata=cells.copy(), labels_key="grop")
+
+
+def test_a_store(tune: Callable[..., Encoder], store: Path) -> None:
+    model = tune(adata=store, lora=True)
+    assert len(model.train_indices_) == 560
+    assert len(model.predict()) == 700
+    metrics = model.evaluate()
+    assert metrics.loc["scforge", "n_scored"] == 70
+
+
+def test_a_modality(many_adata: ad.AnnData) -> None:
+    protein = many_adata[:120, :5].copy()
+    protein.var_names = [f"protein{i}" for i in range(5)]
+    data = mudata.MuData({"rna": many_adata[:120].copy(), "protein": protein})
+    Encoder.setup_mudata(data, modality="rna", labels_key="group")
+    model = Encoder(data, n_top_genes=40, hidden_dim=8, ffn_dim=8)
+    model.train(**QUICK)
+    annotator = model.finetune("annotation", **QUICK)
+    annotator.predict(data)
+    assert "scforge_group" in data["rna"].obs
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"task": "anotation"}, "task='anotation' is not known; did you mean 'annotation'"),
+        ({"task": 3}, "task=3 is neither a name nor a dict"),
+        ({"task": {"name": "annotation", "label_smooting": 1}}, "did you mean 'label_smoothing'"),
+        ({"label_smooting": 0.1}, "did you mean 'label_smoothing'"),
+        ({"learning_rate": 0.1}, "option of finetune 'learning_rate' is not one of 'annotation'"),
+        ({"batch_key": "donor"}, "batch_key='donor' is of no use to the task 'annotation'"),
+        ({"task": {"name": "annotation", "labels_key": "kind"}}, "labels_key is given in task and beside it"),
+        ({"test_size": 1.0}, r"test_size=1.0 is not in \[0, 1\)"),
+        ({"test_size": 0.5, "validation_size": 0.5}, "leave no cell to train on"),
+        ({"lora": {"targets": ["qkv_prj"]}}, "'qkv_prj', which is no linear layer of TransformerEncoder"),
+        ({"lora": {"rank": 3}}, "'rank' is not one of"),
+        ({"lora": "yes"}, "lora='yes' is neither true, false nor a dict"),
+        ({"lora": True, "freeze": 1}, "adapters freeze the weights of the encoder anyway"),
+        ({"lora": True, "gradual_unfreezing": 1}, "thaws layers that lora=True keeps frozen"),
+        ({"layer_lr_decay": 2.0}, "layer_lr_decay=2.0"),
+        ({"head": {"width": 3}}, "option of head 'width'"),
+        ({"datamodule": 3}, "datamodule is of no use to finetune"),
+    ],
+)
+def test_mistakes(tune: Callable[..., Encoder], options: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        tune(**options)
+
+
+def test_models_without_task(base: Encoder, tmp_path: Path) -> None:
+    for method in (base.predict, base.evaluate, lambda: base.save_adapter(tmp_path / "a")):
+        with pytest.raises(OptionError, match=r"the model has no task, so it cannot .*finetune"):
+            method()
+
+
+def test_a_model_that_is_not_trained(cells: ad.AnnData) -> None:
+    Encoder.setup_anndata(cells)
+    model = Encoder(cells, n_top_genes=40, hidden_dim=8, ffn_dim=8)
+    with pytest.warns(NotTrainedWarning, match="begins with random weights"):
+        model.finetune("annotation", labels_key="group", **QUICK)
+
+
+def test_changed_columns_are_told(annotator: Encoder, cells: ad.AnnData, tmp_path: Path) -> None:
+    annotator.save(tmp_path / "model")
+    adata = cells.copy()
+    adata.obs["group"] = adata.obs["group"].to_numpy()[::-1]
+    model = Encoder.load(tmp_path / "model", adata)
+    with pytest.raises(OptionError, match="their columns have changed"):
+        model.evaluate()
+    with pytest.raises(DataError, match="their columns have changed"):
+        model.train(**QUICK)
+    with pytest.warns(ScforgeWarning, match="not at hand"):
+        model.evaluate(adata[:50].copy())
+
+
+SCRIPT = """
+import json, os, sys
+import anndata, torch
+from scforge.estimators import Encoder
+torch.set_num_threads(1)
+adata = anndata.read_h5ad("cells.h5ad")
+base = Encoder.load("base", adata)
+options = json.loads(sys.argv[1])
+model = base.finetune("annotation", labels_key="group", devices=2, strategy="ddp", **options)
+torch.save(model.module.state_dict(), f"rank{os.environ['RANK']}.pt")
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_end_with_the_same_weights(base: Encoder, cells: ad.AnnData, tmp_path: Path) -> None:
+    cells.copy().write_h5ad(tmp_path / "cells.h5ad")
+    base.save(tmp_path / "base")
+    (tmp_path / "tune.py").write_text(SCRIPT)
+    launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "tune.py"]
+    given = json.dumps(QUICK | {"lora": True, "lr": 1e-2})
+    done = subprocess.run(
+        [sys.executable, "-m", *launch, given],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    one, other = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
+    assert all(value.equal(other[name]) for name, value in one.items())
+    assert any("lora_B" in name and value.any() for name, value in one.items())

@@ -1,0 +1,145 @@
+"""The commands around fine-tuning, as somebody types them: results in files, a mistake in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+
+from scforge.cli import main
+from scforge.estimators import Encoder
+
+QUICK = ["--quiet", "training.accelerator=cpu", "training.batch_size=32"]
+
+
+def run(line: str) -> int:
+    """Run a command that is written as in a terminal."""
+    return main(line.split())
+
+
+@pytest.fixture(scope="module")
+def files(many_adata: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with cells and a trained model; not to be changed."""
+    path = tmp_path_factory.mktemp("files")
+    adata = many_adata[:160].copy()
+    adata.obs["perturbation"] = np.where(np.arange(160) % 2 == 0, "control", [f"gene{i % 6}" for i in range(160)])
+    adata.write_h5ad(path / "cells.h5ad")
+    Encoder.setup_anndata(adata)
+    model = Encoder(adata, n_top_genes=60, hidden_dim=16, ffn_dim=16, latent_dim=8)
+    model.train(max_epochs=1, batch_size=32, progress_bar=False, accelerator="cpu")
+    model.save(path / "base")
+    return path
+
+
+@pytest.fixture
+def folder(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("cells.h5ad", "base"):
+        Path(name).symlink_to(files / name)
+    return tmp_path
+
+
+@pytest.fixture
+def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a command which must fail, and returns the one line that it tells."""
+
+    def told(*argv: str) -> str:
+        try:
+            code = main(list(argv))
+        except SystemExit as stop:  # argparse leaves this way
+            code = stop.code
+        error = capsys.readouterr().err
+        assert code == 2
+        assert error.startswith("scforge")
+        assert error.count("\n") == 1
+        return error
+
+    return told
+
+
+def test_from_a_base_model_to_labels_and_figures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = "--base-model base --data cells.h5ad --task annotation --labels-key group --lora --max-epochs 1"
+    command = ["finetune", *line.split(), "--test-size", "0.2", "--split-by", "donor", "--eval", "-o", "OUT", *QUICK]
+    assert main([*command, "finetune.lora={r: 2}"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    lines = shown.out.splitlines()
+    assert "Task:        annotation, 2 classes: 'a', 'b'" in lines
+    assert "Model:       OUT/final" in lines
+    assert "Evaluation:  OUT/evaluation.csv" in lines
+    assert any(line.startswith("scforge ") for line in lines[-9:])
+    assert Encoder.load("OUT/final").spec.tuning.lora["r"] == 2
+    assert main([*command, "finetune.lora={r: 2}", "--resume", "auto"]) == 0
+    capsys.readouterr()
+
+    assert run("predict cells.h5ad -m OUT/final -o out.csv --threshold 0.9 min_share=0.5") == 0
+    assert capsys.readouterr().out == "Predicted 160 cells: out.csv\n"
+    assert len(pd.read_csv("out.csv")) == 160
+    assert run("predict cells.h5ad -m OUT/final -o out.h5ad --quiet --majority-voting donor") == 0
+    assert {"scforge_group", "scforge_confidence", "scforge_group_voted"} <= set(ad.read_h5ad("out.h5ad").obs)
+    assert run("evaluate cells.h5ad -m OUT/final --no-baselines -o figures.csv") == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("scforge ")
+    assert list(pd.read_csv("figures.csv", index_col=0).index) == ["scforge"]
+
+
+@pytest.mark.filterwarnings("ignore::scforge.errors.ScforgeWarning")
+def test_the_line_of_the_proposal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """But for the name of the model, which is one of a hub there."""
+    line = "finetune --base-model base --data ./cells.h5ad --task perturbation_prediction --eval perturbbench"
+    assert main([*line.split(), *QUICK, "training.max_epochs=1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Model:       cells_perturbation/final" in lines
+    assert run("predict cells.h5ad -m cells_perturbation/final -o effects.h5ad") == 0
+    assert ad.read_h5ad("effects.h5ad").n_obs
+
+
+def test_a_file_with_flags(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    seen = {}
+
+    def finetune(config, **options):
+        seen.update(config=config, **options)
+
+    monkeypatch.setattr("scforge.estimators.finetuning_from_config.finetune_from_config", finetune)
+    monkeypatch.setattr("scforge.estimators.finetuning_from_config.finetuning_report", lambda *args: [])
+    text = "data: {paths: [a.h5ad]}\nfinetune: {base_model: base, task: annotation, labels_key: a, freeze: true}\n"
+    Path("f.yaml").write_text(text)
+    assert run("finetune --config f.yaml --labels-key group --freeze 2 --quiet --overwrite training.lr=1e-4") == 0
+    section = seen["config"].finetune
+    assert (section.labels_key, section.freeze, seen["config"].training.optimizer.lr) == ("group", 2, 1e-4)
+    assert seen["config"].output.checkpoint_dir == "a_annotation"
+    assert (seen["progress_bar"], seen["overwrite"], seen["resume"]) == (False, True, None)
+
+
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("finetune", "scforge finetune lacks --base-model and --data and --task; give that, or --config FILE."),
+        ("finetune --data cells.h5ad --task annotation", "scforge finetune lacks --base-model; "),
+        ("finetune --base-model base --data no.h5ad --task annotation", "--data: the file 'no.h5ad' does not exist"),
+        (
+            "finetune --base-model scforge://geneformer-v2 --data cells.h5ad --task annotation",
+            "finetune.base_model='scforge://geneformer-v2' (--base-model) is the name of a model elsewhere",
+        ),
+        ("finetune --base-model base --data cells.h5ad --task anotation", "--task: task='anotation' is not known; did"),
+        ("finetune --base-model base --data cells.h5ad --task annotation --freeze x", "argument --freeze: invalid"),
+        ("finetune --base-model base --data cells.h5ad --task annotation", "the task 'annotation' needs labels_key"),
+        ("finetune --base-model base --data cells.h5ad --task annotation --labels-key grup", "did you mean 'group'?"),
+        ("finetune --base-model base --data cells.h5ad --task annotation --frob group", "unrecognized argument"),
+        (
+            "finetune --base-model base --data cells.h5ad --task annotation lr=3",
+            "you mean 'training.optimizer.lr'?",
+        ),
+        ("finetune --config none.yaml", "config='none.yaml' does not exist"),
+        ("predict cells.h5ad -m base -o out.csv", "model='base' (--model) was not fine-tuned"),
+        ("predict cells.h5ad -m none -o out.csv", "model='none' (--model) does not exist; give the folder of a model"),
+        ("predict cells.h5ad -m base -o out.csv frob", "'frob' is no option of the task's predict; write it as name="),
+        ("predict cells.h5ad -m base", "the following arguments are required: -o/--output"),
+        ("evaluate cells.h5ad -m base", "model='base' (--model) was not fine-tuned"),
+    ],
+)
+def test_mistakes(told: Callable[..., str], line: str, part: str) -> None:
+    assert part in told(*line.split())
