@@ -1,0 +1,93 @@
+"""Parts of a split share no cell, keep the shares of classes, and hold whole groups out."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scforge.errors import DataError, OptionError
+from scforge.finetuning import Split, split_for
+from scforge.finetuning.splits import check_shares, split_from
+
+
+def parts(split: Split) -> tuple[np.ndarray, ...]:
+    return split.train, split.validation, split.test
+
+
+def check(split: Split, rows: np.ndarray) -> None:
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts(split))), rows)
+    assert all((np.diff(part) > 0).all() for part in parts(split))
+
+
+def test_plain_and_repeatable() -> None:
+    options = {"validation_size": 0.1, "test_size": 0.2}
+    split = split_for(100, seed=3, **options)
+    check(split, np.arange(100))
+    assert [len(part) for part in parts(split)] == [70, 10, 20]
+    for one, other in zip(parts(split), parts(split_for(100, seed=3, **options)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert not np.array_equal(split.test, split_for(100, seed=4, **options).test)
+
+
+def test_classes_keep_their_shares() -> None:
+    strata = pd.Series(np.where(np.arange(200) % 10 == 0, "rare", "common"))
+    usable = np.arange(200) >= 20
+    split = split_for(200, validation_size=0.1, test_size=0.1, seed=0, usable=usable, strata=strata)
+    check(split, np.flatnonzero(usable))
+    assert [(strata.iloc[part] == "rare").sum() for part in parts(split)] == [14, 2, 2]
+
+
+@pytest.mark.parametrize(("size", "expected"), [(1, [1, 0, 0]), (2, [1, 0, 1]), (3, [1, 1, 1]), (10, [8, 1, 1])])
+def test_classes_of_few_cells(size: int, expected: list[int]) -> None:
+    strata = pd.Series(["few"] * size + ["many"] * 90)
+    split = split_for(size + 90, validation_size=0.1, test_size=0.1, seed=0, strata=strata)
+    assert [(strata.iloc[part] == "few").sum() for part in parts(split)] == expected
+
+
+def test_whole_groups_are_held_out() -> None:
+    groups = pd.Series([f"d{i % 10}" for i in range(200)])
+    split = split_for(200, validation_size=0.2, test_size=0.2, seed=0, groups=groups)
+    check(split, np.arange(200))
+    sets = [set(groups.iloc[part]) for part in parts(split)]
+    assert [len(one) for one in sets] == [6, 2, 2]
+    assert len(set.union(*sets)) == 10
+
+
+def test_no_cells_of_a_part() -> None:
+    split = split_for(10, validation_size=0, test_size=0, seed=0)
+    assert [len(part) for part in parts(split)] == [10, 0, 0]
+
+
+def test_a_column_says_it() -> None:
+    column = pd.Series(["train", "test", None, "validation", "train"], dtype="category")
+    split = split_from(column, np.array([True, True, True, True, False]), key="part")
+    assert [part.tolist() for part in parts(split)] == [[0], [3], [1]]
+    with pytest.raises(DataError, match="split_key='part' has no usable cell called 'train'"):
+        split_from(column, np.array([False, True, True, True, False]), key="part")
+    with pytest.raises(DataError, match="has the values 'val'; name the parts 'train', 'validation', 'test'"):
+        split_from(column.cat.rename_categories({"validation": "val"}), None, key="part")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((1.0, 0.1), r"validation_size=1.0 is not in \[0, 1\)"),
+        ((0.1, -0.1), "test_size=-0.1 is not in"),
+        ((True, 0.1), "validation_size=True is not in"),
+        (("a", 0.1), "validation_size='a' is not in"),
+        ((0.5, 0.5), "leave no cell to train on"),
+    ],
+)
+def test_shares(sizes: tuple, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        check_shares(*sizes)
+
+
+def test_what_is_no_split() -> None:
+    with pytest.raises(OptionError, match="must be disjoint"):
+        Split(np.array([0, 1]), np.array([1]), np.array([2]))
+    with pytest.raises(OptionError, match="no cell is left to train on"):
+        Split(np.array([], dtype=int), np.array([1]), np.array([2]))
+    with pytest.raises(DataError, match="none has a target"):
+        split_for(5, validation_size=0.1, test_size=0.1, seed=0, usable=np.zeros(5, dtype=bool))
