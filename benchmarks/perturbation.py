@@ -7,7 +7,7 @@
 
 The base model is trained on cells that are never held out: controls, and in ``papalexi`` the knock-outs of other genes.
 ``untrained`` is the same fine-tuning on random weights. Each figure is the mean over held-out effects; beside it stand
-the standard error over the seeds (0 for a baseline that is the same for all), and the calibrated score: 0 is the mean
+the standard error over the seeds, and the calibrated score: 0 is the mean
 of the training effects, 1 a second experiment with as many cells.
 
 Run with ``python benchmarks/perturbation.py --data FOLDER [--seeds 3] [--cells 150]``; FOLDER has the files.
@@ -118,7 +118,7 @@ def show(name: str, adata: ad.AnnData, seeds: list[pd.DataFrame]) -> None:
     print(f"\n{name}: {adata.n_obs} cells, {adata.n_vars} genes, {n_effects} held-out effects, {len(seeds)} seeds")
     means = [table.groupby("method", sort=False)[list(METRICS)].mean() for table in seeds]
     mean = sum(means[1:], start=means[0]) / len(means)
-    error = pd.concat(means).groupby(level=0).sem(ddof=1 if len(means) > 1 else 0).loc[mean.index]
+    error = pd.concat(means).groupby(level=0).sem().loc[mean.index]  # not a number with one seed
     scores = calibrated(mean, "train_mean", "technical_duplicate")
     print(f"{'':20}" + "".join(f"{metric:>27}" for metric in METRICS))
     for method in mean.index:
