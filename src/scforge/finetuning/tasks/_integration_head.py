@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from scforge.errors import ModelFileError, listing
 
-__all__ = ["IntegrationHead", "Unchanged", "reversed_gradient"]
+__all__ = ["IntegrationHead", "Unchanged"]
 
 _NOTHING = -30.0
 """Logit of a token that no cell has: its share is nothing in 32 bits."""
@@ -47,8 +47,6 @@ class IntegrationHead(nn.Module):
         as they are; None trains all.
     hidden_dim
         Width H of the decoder.
-    adversary
-        Also make a classifier of batches.
     """
 
     def __init__(
@@ -59,7 +57,6 @@ class IntegrationHead(nn.Module):
         *,
         n_reference: int | None = None,
         hidden_dim: int = 128,
-        adversary: bool = False,
     ) -> None:
         super().__init__()
         n_fixed = 0 if n_reference is None else n_reference
@@ -69,9 +66,6 @@ class IntegrationHead(nn.Module):
         self.log_dispersion = nn.Parameter(torch.zeros(n_tokens))
         self.fixed_batches = nn.Parameter(0.1 * torch.randn(n_fixed, hidden_dim))
         self.batches = nn.Parameter(0.1 * torch.randn(n_batches - n_fixed, hidden_dim))
-        self.adversary: nn.Module | None = None
-        if adversary:
-            self.adversary = nn.Sequential(nn.Linear(n_latent, hidden_dim), nn.GELU(), nn.Linear(hidden_dim, n_batches))
         if n_reference is not None:
             self.requires_grad_(False)
             self.batches.requires_grad_(True)
@@ -92,7 +86,7 @@ class IntegrationHead(nn.Module):
         state = {
             name: value
             for name, value in reference.state_dict().items()
-            if not name.startswith(("batches", "fixed_batches", "adversary"))
+            if not name.startswith(("batches", "fixed_batches"))
         }
         own = {name: value for name, value in self.state_dict().items() if name not in state}
         self.load_state_dict({**own, **state})
@@ -104,12 +98,12 @@ class IntegrationHead(nn.Module):
         return torch.cat([self.fixed_batches, self.batches])
 
     def decode(self, embeddings: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
-        """Return the logit of the share of each token, shape (..., B, V).
+        """Return the logit of the share of each token, shape (B, V).
 
         Parameters
         ----------
         embeddings
-            Shape (..., B, D).
+            Shape (B, D).
         codes
             Batch of each cell, int64, shape (B,); -1 for one that is not known, which takes the mean of all batches.
         """
@@ -120,22 +114,5 @@ class IntegrationHead(nn.Module):
 
     def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any] | None = None) -> torch.Tensor:
         """Return the expression of each cell as the mean batch would show it, log1p CP10K, shape (B, V)."""
-        codes = torch.full(embeddings.shape[:-1], -1, dtype=torch.int64, device=embeddings.device)
+        codes = torch.full((len(embeddings),), -1, dtype=torch.int64, device=embeddings.device)
         return (1e4 * self.decode(embeddings, codes).float().softmax(dim=-1)).log1p()
-
-
-class _Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, scale: float) -> torch.Tensor:
-        ctx.scale = scale
-        return values.view_as(values)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return -ctx.scale * grads[0], None
-
-
-def reversed_gradient(values: torch.Tensor, scale: float) -> torch.Tensor:
-    """Return `values`, whose gradient is multiplied by ``-scale`` (Ganin et al. 2016, JMLR 17, 1)."""
-    result: torch.Tensor = _Reversed.apply(values, scale)
-    return result

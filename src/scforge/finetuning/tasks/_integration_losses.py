@@ -1,6 +1,6 @@
 """What integration minimises.
 
-Shapes: B cells, K views, D dimensions, E batches, G genes.
+Shapes: B cells, D dimensions, E batches, G genes.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ _FEWEST_CELLS = 8
 _LOG_DISPERSIONS = (-7.0, 9.0)
 
 
-def align(sigreg: SIGReg, z_kbd: torch.Tensor, codes: torch.Tensor, n_batches: int, *, fresh: bool) -> torch.Tensor:
+def align(sigreg: SIGReg, z_bd: torch.Tensor, codes: torch.Tensor, n_batches: int, *, fresh: bool) -> torch.Tensor:
     """Return SIGReg within each batch, so that all batches are pulled onto the same Gaussian, scalar.
 
     Parameters
     ----------
     sigreg
         The statistic.
-    z_kbd
-        Embeddings of the views, shape (K, B, D).
+    z_bd
+        Embeddings, shape (B, D).
     codes
         Batch of each cell, int64, shape (B,); cells of the code -1 are taken together as one more batch.
     n_batches
@@ -39,12 +39,12 @@ def align(sigreg: SIGReg, z_kbd: torch.Tensor, codes: torch.Tensor, n_batches: i
     Mean over batches, weighted by their cells; batches of fewer than 8 cells in this step do not count.
     """
     generator = None if fresh else torch.Generator().manual_seed(0)
-    noise = torch.randn(z_kbd.shape[-1], sigreg.slices, generator=generator).to(z_kbd.device)
+    noise = torch.randn(z_bd.shape[-1], sigreg.slices, generator=generator).to(z_bd.device)
     member_be = F.one_hot(torch.where(codes < 0, n_batches, codes), n_batches + 1).to(torch.float32)
     sizes = member_be.sum(dim=0)
-    statistic_ke = sigreg.of_groups(z_kbd, noise, (member_be / sizes.clamp_min(1.0)).T)
+    statistic_e = sigreg.of_groups(z_bd, noise, (member_be / sizes.clamp_min(1.0)).T)
     weights = sizes * (sizes >= _FEWEST_CELLS)
-    return (statistic_ke.mean(dim=0) * weights).sum() / weights.sum().clamp_min(1.0)
+    return (statistic_e * weights).sum() / weights.sum().clamp_min(1.0)
 
 
 def negative_binomial(
@@ -58,7 +58,7 @@ def negative_binomial(
     Parameters
     ----------
     logits
-        Logit of the share of each gene, shape (K, B, G).
+        Logit of the share of each gene, shape (B, G).
     counts
         Shape (B, G).
     log_dispersion
