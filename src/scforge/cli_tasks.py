@@ -59,7 +59,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     from scforge.estimators.predicting import predict_to
 
     options = {name: getattr(arguments, name) for name in ("threshold", "majority_voting", "soft", "key_added")}
-    options = {name: value for name, value in options.items() if value not in (None, False)}
+    options = {name: value for name, value in options.items() if value is not None and value is not False}
     options |= _options(arguments.overrides, options)
     options |= {name: getattr(arguments, name) for name in ("batch_size", "device", "overwrite")}
     done = predict_to(arguments.model, arguments.source, arguments.output, **options)

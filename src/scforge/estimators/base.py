@@ -17,14 +17,13 @@ from scvi.model.base import BaseModelClass
 
 from scforge._checks import check_count
 from scforge._constants import OBSM_KEY, UNS_KEY
-from scforge._version import __version__
 from scforge.data.cells import Cells
 from scforge.data.checks import check_adata, check_obs_column
 from scforge.data.sources import open_cells
 from scforge.data.stream_remote import is_collection
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError, first_line
-from scforge.estimators.card import described, model_card
+from scforge.estimators.card import described, model_card, provenance
 from scforge.estimators.fields import GeneField, ObsField
 from scforge.estimators.mudata import MuDataModel
 from scforge.estimators.registries import bare_registry, datamodule_registry
@@ -32,6 +31,7 @@ from scforge.estimators.saving import load_weights, read_folder, write_folder
 from scforge.estimators.spec import ModelSpec
 from scforge.estimators.tuning import Tuning
 from scforge.finetuning.module import FineTunedModule
+from scforge.finetuning.seen import SeenCells
 from scforge.models._utils import count_parameters
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import Tokenizer
@@ -59,6 +59,7 @@ class CellModel(MuDataModel, BaseModelClass):
     _tokenizer: Tokenizer
     is_trained_: bool
     _data: CellDataModule | None = None
+    _seen: SeenCells | None = None
 
     def __init__(
         self,
@@ -214,6 +215,7 @@ class CellModel(MuDataModel, BaseModelClass):
             module=self.module,
             vocab=self._spec.vocab,
             content=content,
+            seen=self._seen,
             card=model_card(self._spec, self.n_epochs_, count_parameters(self.module)),
             overwrite=overwrite,
             extra=extra,
@@ -244,10 +246,10 @@ class CellModel(MuDataModel, BaseModelClass):
             If `adata` has too few genes of the model.
         """
         config, vocab, weights = read_folder(dir_path)
-        if config["class"] != cls.__name__:
+        if (made_by := config["class"]) != cls.__name__:
             raise ModelFileError(
-                f"dir_path={str(dir_path)!r} holds a model of the class {config['class']!r}; "
-                f"load it with scforge.models.{config['class']}.load."
+                f"dir_path={str(dir_path)!r} holds a model of the class {made_by!r}; "
+                f"load it with scforge.models.{made_by}.load."
             )
         setup = config["setup"]
         registry = bare_registry(cls.__name__, setup) if adata is None else None
@@ -258,20 +260,21 @@ class CellModel(MuDataModel, BaseModelClass):
                 present = {key: setup[key] if setup[key] in adata.obs else None for key in ("batch_key", "labels_key")}
                 own = {key: value for key, value in setup.items() if key != "modality"}
                 cls.setup_anndata(adata, **(own | present))
-        tuning = config.get("tuning")
+        tuning = Tuning.from_json(config.get("tuning"), source=str(dir_path))
         model = cls._of_parts(
             config,
             vocab,
             adata=adata,
             registry=registry,
             seed=config["seed"],
-            tuning=None if tuning is None else Tuning.from_json(tuning, source=str(dir_path)),
+            tuning=tuning,
         )
         load_weights(model.module, weights, source=str(dir_path))
         try:
             model.to_device(device)
         except (AssertionError, RuntimeError) as error:
             raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
+        model._seen = None if tuning is None else SeenCells.load(dir_path, tuning.split.get("cells"))
         model.is_trained_ = config["is_trained"]
         model._extend_history(config["history"])
         model.n_epochs_ = config["n_epochs"]
@@ -380,16 +383,7 @@ class CellModel(MuDataModel, BaseModelClass):
 
     def made_with(self) -> dict[str, Any]:
         """Return what describes the model beside what it made, as scalars that h5ad can hold."""
-        return {
-            "scforge_version": __version__,
-            "architecture": self._spec.architecture,
-            "tokenizer": self._spec.tokenizer,
-            "objective": self._spec.objective,
-            **({} if self._spec.tuning is None else {"task": self._spec.tuning.task}),
-            "n_epochs": self.n_epochs_,
-            "is_trained": bool(self.is_trained_),
-            "vocab_hash": self._spec.vocab.hash,
-        }
+        return provenance(self._spec, n_epochs=self.n_epochs_, is_trained=bool(self.is_trained_))
 
     def _extend_history(self, figures: dict[str, list[float]]) -> None:
         """Append figures of epochs, one data frame a name, as in scvi-tools."""

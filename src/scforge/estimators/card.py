@@ -11,7 +11,7 @@ from scforge.models._utils import count_parameters
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["described", "model_card"]
+__all__ = ["described", "model_card", "provenance"]
 
 _SHOWN = 8
 _CARD = """---
@@ -56,6 +56,20 @@ def model_card(spec: ModelSpec, n_epochs: int, parameters: int) -> str:
         kind=spec.vocab.kind,
         release=spec.vocab.release,
     )
+
+
+def provenance(spec: ModelSpec, *, n_epochs: int, is_trained: bool) -> dict[str, Any]:
+    """Return what describes a model beside what it made, as scalars that h5ad can hold."""
+    return {
+        "scforge_version": __version__,
+        "architecture": spec.architecture,
+        "tokenizer": spec.tokenizer,
+        "objective": spec.objective,
+        **({} if spec.tuning is None else {"task": spec.tuning.task}),
+        "n_epochs": n_epochs,
+        "is_trained": is_trained,
+        "vocab_hash": spec.vocab.hash,
+    }
 
 
 def described(name: str, spec: ModelSpec, module: nn.Module, *, n_epochs: int | None, cells: str) -> str:

@@ -331,6 +331,8 @@ class Encoder(TaskMethods, ReferenceMethods, InterpretationMethods, GenerationMe
             raise OptionError(f"{name}={value!r} is up to the data module; give it to CellDataModule.")
         elif self.adata is None:
             self._data = data
+        if data is not self._data:
+            self._check_held_out(data, self._open(data.cells))
         data.bind(self._tokenizer, objective, first_epoch=self.n_epochs_, cells=self._open(data.cells))
         return data
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -16,11 +15,12 @@ from anndata import AnnData
 from scforge._checks import check_seed
 from scforge._registry import check_options
 from scforge.data.cells import Cells
-from scforge.errors import DataError, OptionError
+from scforge.errors import OptionError
 from scforge.estimators.spec import named_options
 from scforge.estimators.tuning import Tuning, check_freeze
 from scforge.finetuning.adapters import base_state, digest_of, load_base, lora_options, merged
 from scforge.finetuning.base import TASKS, Task, get_task
+from scforge.finetuning.seen import SeenCells, fingerprints
 from scforge.finetuning.splits import Split, check_shares, split_for, split_from
 from scforge.models.components.gene_vectors import check_filled
 from scforge.training.datamodule import CellDataModule
@@ -29,7 +29,7 @@ from scforge.training.predict import embed
 if TYPE_CHECKING:
     from scforge.estimators.encoder import Encoder
 
-__all__ = ["finetune", "make_split", "recall_split", "set_up"]
+__all__ = ["finetune", "make_split", "set_up"]
 
 _OF_DATA = ("batch_size", "max_tokens_per_batch", "num_threads")
 
@@ -70,6 +70,7 @@ def finetune(
         "seed": seed,
     }
     split = make_split(get_task(name, **task_options), cells, **how)
+    seen = SeenCells(split, fingerprints(cells))
     column = _of_rows(cells, split.train)
     task_options |= get_task(name, **task_options).options_from(column)
     encoder = merged(model.backbone)
@@ -82,7 +83,7 @@ def finetune(
         n_latent=n_latent,
         lora=lora_options(encoder, lora),
         freeze=freeze,
-        split={**how, "cells": _identity(source, cells), "rows": _digest(split)},
+        split={**how, "cells": seen.digest},
         base={"sha256": digest_of(encoder), "n_epochs": model.n_epochs_},
     )
     data: dict[str, Any] = {}
@@ -97,7 +98,7 @@ def finetune(
     tuned = type(model)._of_parts(parts, model.vocab, seed=seed, tuning=tuning, **data)
     load_base(tuned.backbone, base_state(encoder))
     tuned.module.to(model.device)
-    tuned._split, tuned._base = split, model
+    tuned._seen, tuned._base = seen, model
     return tuned
 
 
@@ -170,51 +171,11 @@ def make_split(
     )
 
 
-def recall_split(model: Encoder, source: Any = None) -> Split | None:
-    """Return the split of a fine-tuned model, if it has the same cells again, or `source` are those.
-
-    The rows are drawn as they were, and compared with a checksum of those.
-    """
-    tuning = model.spec.tuning
-    if source is None:
-        source = model.adata if model._data is None else model._data.cells
-    if tuning is None or source is None:
-        return None
-    cells = model._open(source)
-    how = dict(tuning.split)
-    cells_then, rows_then = how.pop("cells"), how.pop("rows")
-    if _identity(source, cells) != cells_then:
-        return None
-    try:
-        split = make_split(get_task(tuning.task, **tuning.task_options), cells, **how)
-    except DataError:  # the columns are others now
-        return None
-    return split if _digest(split) == rows_then else None
-
-
 def _of_rows(cells: Cells, rows: np.ndarray) -> Callable[[str], pd.Series]:
     def column(key: str) -> pd.Series:
         return cells.column(key).iloc[rows]
 
     return column
-
-
-def _identity(source: Any, cells: Cells) -> str:
-    """Return a checksum of which cells these are: their names, or of cells on disk how many genes each expresses.
-
-    Neither depends on where a file is, and reading names from a store takes memory for each cell.
-    """
-    if isinstance(source, AnnData):
-        return hashlib.sha256("\n".join(map(str, source.obs_names)).encode()).hexdigest()
-    return hashlib.sha256(np.ascontiguousarray(cells.n_expressed, dtype=np.int64).data).hexdigest()
-
-
-def _digest(split: Split) -> str:
-    total = hashlib.sha256()
-    for rows in (split.train, split.validation, split.test):
-        total.update(np.ascontiguousarray(rows, dtype=np.int64).data)
-        total.update(b"|")
-    return total.hexdigest()
 
 
 def set_up(

@@ -161,8 +161,8 @@ def evaluate_to(
     tuned = _load(model, device, learned)
     if learned is not None and tuned._known_split() is None:
         raise OptionError(
-            f"trained_on={str(trained_on)!r} (--trained-on) are not the cells of the fine-tuning, or their columns "
-            "have changed; give those, or leave it out."
+            f"trained_on={str(trained_on)!r} (--trained-on) are not the cells of the fine-tuning, or not all of "
+            "them; give those, or leave it out."
         )
     base = None
     if base_model is not None:

@@ -16,6 +16,7 @@ from scforge._io import atomic_folder, sha256_of
 from scforge._version import __version__
 from scforge.data.vocab import GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, first_line, listing
+from scforge.finetuning.seen import SeenCells
 
 __all__ = ["load_weights", "read_folder", "write_folder"]
 
@@ -44,6 +45,7 @@ def write_folder(
     content: dict[str, Any],
     card: str,
     overwrite: bool,
+    seen: SeenCells | None = None,
     extra: Any = None,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
@@ -61,6 +63,8 @@ def write_folder(
         Text of the model card.
     overwrite
         Replace a folder that exists.
+    seen
+        The cells of a fine-tuning.
     extra
         Called with the folder before it is put in place, to write further files.
     weights
@@ -80,6 +84,8 @@ def write_folder(
             raise OSError(f"{str(folder / _WEIGHTS)!r} cannot be written: {first_line(error)}.") from error
         vocab.save(folder / _VOCAB)
         (folder / _CARD).write_text(card, encoding="utf-8")
+        if seen is not None:
+            seen.save(folder)
         if extra is not None:
             extra(folder)
         sums = {name: sha256_of(folder / name) for name in (_WEIGHTS, _VOCAB)}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,11 +20,12 @@ from scforge.data.cells import Cells
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError, ScforgeWarning
-from scforge.estimators.adapter_files import load_adapter, save_adapter
-from scforge.finetuning.adapters import adapters_disabled, has_lora, merge_lora
+from scforge.estimators.adapter_files import AdapterMethods
 from scforge.finetuning.base import Task
 from scforge.finetuning.context import EvaluationContext, Predictor
+from scforge.finetuning.seen import fingerprints
 from scforge.finetuning.splits import Split
+from scforge.training.strategies import is_sharded
 
 if TYPE_CHECKING:
     from scforge.estimators.encoder import Encoder
@@ -36,10 +36,9 @@ __all__ = ["TaskMethods"]
 _LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
 
 
-class TaskMethods:
+class TaskMethods(AdapterMethods):
     """Methods around tasks."""
 
-    _split: Split | None = None
     _base: Encoder | None = None
 
     def finetune(
@@ -207,26 +206,16 @@ class TaskMethods:
             If the model was not fine-tuned, or there are no held-out cells.
         """
         task = self._task("evaluate")
-        from scforge.estimators.finetuning_run import recall_split
-
         check_bool("baselines", baselines)
         check_seed(seed)
         own = self.adata if self._data is None else self._data.cells
         source = self._source(adata)
-        split = self._known_split()
-        if source is not own and (again := recall_split(self, source)) is not None:
-            # The cells of the fine-tuning in another object: what was trained on must not be scored here either.
-            own, split = source, again
-        if source is own:
-            if split is None:
-                raise OptionError(
-                    "adata=None, but the cells are not those of the fine-tuning, or their columns have changed; pass "
-                    "cells that it did not see."
-                )
-            if not len(split.test):
-                raise OptionError("the fine-tuning held no cells out for testing; pass other cells, or test_size=0.1.")
         cells = self._open(source)
-        rows = split.test if source is own and split is not None else np.arange(len(cells))
+        rows, split = self._rows_to_score(cells, within=source is own)
+        if split is not None:
+            own = source  # the cells of the fine-tuning, maybe in another object
+        elif own is not None and source is not own:
+            split = self._known_split()
         base = self._base if base is None else base
         train = None
         if own is not None and split is not None:
@@ -255,66 +244,6 @@ class TaskMethods:
             tables = {f"{key_added}_{name}": table for name, table in evaluated.tables.items()}
             source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key_added: evaluated.metrics, **tables}
         return evaluated.metrics
-
-    def save_adapter(self: Any, dir_path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Save what fine-tuning with ``lora`` has learned, the adapters and the head: a few megabytes.
-
-        Parameters
-        ----------
-        dir_path
-            Folder to make. It appears whole or not at all.
-        overwrite
-            Replace a folder that exists.
-
-        Raises
-        ------
-        OptionError
-            If the model has no adapters.
-        """
-        self._task("save_adapter")
-        save_adapter(self, dir_path, overwrite=overwrite)
-
-    @classmethod
-    def load_adapter(
-        cls, base: Encoder, dir_path: str | os.PathLike[str], adata: AnnData | None = None, *, share: bool = True
-    ) -> Encoder:
-        """Put adapters and a head that :meth:`save_adapter` wrote on the model that they were trained on.
-
-        Parameters
-        ----------
-        base
-            The model that was fine-tuned.
-        dir_path
-            The folder.
-        adata
-            Data to go on with.
-        share
-            Use the weights of `base` in place of a copy, so that many adapters on one base take no more memory.
-
-        Raises
-        ------
-        MissingFileError, ModelFileError
-            If the folder cannot be used, or was made with another base.
-        """
-        return load_adapter(cls, base, dir_path, adata, share=share)
-
-    def merge_adapter(self: Any) -> None:
-        """Add the adapters to the weights: the same predictions, at the cost of a model without adapters."""
-        from dataclasses import replace
-
-        self._task("merge_adapter")
-        if not has_lora(self.backbone):
-            raise OptionError("the model has no adapters to merge; fine-tune with lora=True.")
-        merge_lora(self.backbone)
-        self._spec = replace(self._spec, tuning=replace(self._spec.tuning, lora=None))
-
-    @contextmanager
-    def adapter_disabled(self: Any) -> Iterator[None]:
-        """Compute as before fine-tuning, without the adapters, e.g. ``with annotator.adapter_disabled(): ...``."""
-        if not has_lora(self.backbone):
-            raise OptionError("the model has no adapters to disable; fine-tune with lora=True.")
-        with adapters_disabled(self.backbone):
-            yield
 
     def _task(self: Any, method: str) -> Task:
         """Return the task, or raise if there is none."""
@@ -346,22 +275,57 @@ class TaskMethods:
             raise OptionError("validation_size was chosen by finetune, and stays; leave it out.")
         split = self._known_split()
         if split is None:
-            raise DataError(
-                "the cells are not those of the fine-tuning, or their columns have changed; call finetune(adata=...)."
-            )
+            raise DataError("the cells are not those of the fine-tuning, or not all of them; call finetune(adata=...).")
         return {"train_rows": split.train, "validation_rows": split.validation}
+
+    def _check_held_out(self: Any, data: CellDataModule, cells: Cells) -> None:
+        """Raise if a data module trains a fine-tuned model on cells that its evaluation is about."""
+        if self._seen is None:
+            return
+        learned = np.concatenate([data.train_rows, data.validation_rows])
+        if n_tested := int(self._seen.tested(fingerprints(cells))[learned].sum()):
+            raise OptionError(
+                f"datamodule has {n_tested} cells that the fine-tuning held out for testing; leave these out of "
+                "train_rows and validation_rows, or call finetune again."
+            )
+
+    def _rows_to_score(self: Any, cells: Cells, *, within: bool) -> tuple[np.ndarray, Split | None]:
+        """Return the rows of cells that the model did not learn from; and their split, if these are its cells."""
+        if self._seen is None:
+            return np.arange(len(cells)), None
+        numbers = fingerprints(cells)
+        split = self._seen.split_of(numbers)
+        if split is not None and (within or len(numbers) == len(self._seen.numbers)):
+            if not len(split.test):
+                raise OptionError("the fine-tuning held no cells out for testing; pass other cells, or test_size=0.1.")
+            return split.test, split
+        learned = self._seen.learned_from(numbers)
+        rows = np.flatnonzero(self._seen.tested(numbers) if within else ~learned)
+        if not len(rows):
+            raise OptionError(
+                f"the model learned from {int(learned.sum())} of these {len(learned)} cells, and none is left; "
+                "pass cells that it did not see."
+            )
+        if learned.any():
+            warnings.warn(
+                f"The model learned from {int(learned.sum())} of the {len(learned)} cells; they are not scored.",
+                ScforgeWarning,
+                stacklevel=3,
+            )
+        return rows, split
 
     def _known_split(self: Any) -> Split | None:
         """Return the split of the fine-tuning; None where the model does not have those cells."""
-        if self._split is None:
-            from scforge.estimators.finetuning_run import recall_split
-
-            self._split = recall_split(self)
-        return self._split
+        source = self.adata if self._data is None else self._data.cells
+        if self._seen is None or source is None:
+            return None
+        return self._seen.split_of(fingerprints(self._open(source)))
 
     def _calibrate(self: Any, data: CellDataModule) -> None:
         """Let the task adapt its head to validation cells."""
         if self.spec.tuning is None or not len(data.validation_rows) or not self.is_trained_:
+            return
+        if is_sharded(self.module):  # the first process alone has the whole model
             return
         task = self.spec.build_objective()
         task.bind(data.bound, data.train_rows)

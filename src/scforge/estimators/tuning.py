@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from scforge._checks import check_bool, check_count
+from scforge._checks import check_count
 from scforge.errors import ModelFileError, OptionError
 from scforge.finetuning.adapters import inject_lora
 from scforge.finetuning.base import Task, get_task
@@ -79,14 +79,16 @@ class Tuning:
         }
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any], *, source: str) -> Tuning:
-        """Read what :meth:`to_json` wrote.
+    def from_json(cls, content: Mapping[str, Any] | None, *, source: str) -> Tuning | None:
+        """Read what :meth:`to_json` wrote; None for None.
 
         Raises
         ------
         ModelFileError
             If something is missing.
         """
+        if content is None:
+            return None
         try:
             options = dict(content["task"])
             name = options.pop("name")
@@ -102,13 +104,13 @@ def check_freeze(freeze: bool | int, lora: Any, gradual_unfreezing: int | None) 
     """Raise :class:`~scforge.errors.OptionError` unless what is frozen makes sense."""
     if not isinstance(freeze, bool):
         check_count("freeze", freeze, "layers")
-    if freeze is not False and lora:
+    has_lora = lora is not False and lora is not None
+    if freeze is not False and has_lora:
         raise OptionError(
             f"freeze={freeze!r} and lora={lora!r}: adapters freeze the weights of the encoder anyway; leave freeze out."
         )
-    if gradual_unfreezing is not None and (freeze is True or lora):
+    if gradual_unfreezing is not None and (freeze is True or has_lora):
         what = "freeze=True" if freeze is True else f"lora={lora!r}"
         raise OptionError(
             f"gradual_unfreezing={gradual_unfreezing} thaws layers that {what} keeps frozen; leave one of the two out."
         )
-    check_bool("freeze", bool(freeze))

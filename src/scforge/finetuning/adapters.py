@@ -125,6 +125,8 @@ def merge_lora(encoder: nn.Module) -> None:
     """Add the adapters of an architecture to its weights, in place; plain layers are left, with names as before."""
     for name, part in list(encoder.named_modules()):
         if _is_lora(part):
+            base = part.get_base_layer()
+            base.weight = nn.Parameter(base.weight.detach().clone())  # the memory may be that of another model
             part.merge()
             parent, _, last = name.rpartition(".")
             setattr(encoder.get_submodule(parent), last, part.get_base_layer())
