@@ -344,7 +344,7 @@ class CellModel(MuDataModel, BaseModelClass):
         if adata is None:
             adata = self.adata if self._data is None else self._data.cells
         if adata is None:
-            raise OptionError("adata=None but the model was loaded without adata; pass the cells to embed.")
+            raise OptionError("adata=None but the model was loaded without adata; pass the cells.")
         return self._adata_of(adata, self._setup.get("modality"))
 
     @property

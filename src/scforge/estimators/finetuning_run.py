@@ -53,7 +53,9 @@ def finetune(
 ) -> Encoder:
     """Do what :meth:`scforge.models.Encoder.finetune` says, up to a model that is ready to train with ``options``."""
     check_shares(validation_size, test_size)
+    validation_size, test_size = float(validation_size), float(test_size)
     check_freeze(freeze, lora, options.get("gradual_unfreezing"))
+    freeze = freeze if isinstance(freeze, bool) else int(freeze)  # numbers of NumPy cannot be saved
     check_filled(model.module)
     seed = model.seed if seed is None else check_seed(seed)
     source = model._source(source)
@@ -192,6 +194,9 @@ def set_up(
     for key in ("labels_key", "batch_key"):
         if wanted[key] is not None and wanted[key] not in adata.obs:
             wanted[key] = None  # of the data that the base model was trained on
+    batch = wanted["batch_key"]
+    if batch is not None and adata.obs[batch].isna().any():
+        wanted["batch_key"] = None  # cells without batch may take no part in a task, but cannot be registered
     if there is None or any(there.get(key) != value for key, value in wanted.items()):
         type(model).setup_anndata(adata, **wanted)
     return adata

@@ -12,7 +12,7 @@ from sklearn.neighbors import NearestNeighbors
 
 from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
-from scforge.eval.integration_baselines import BATCH, BIO, integration_baselines
+from scforge.eval.without_batches import BATCH, BIO, integration_baselines
 from scforge.finetuning import get_task
 from scforge.finetuning.tasks._integration_head import IntegrationHead
 from scforge.finetuning.tasks._integration_losses import align, negative_binomial

@@ -13,7 +13,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge.errors import OptionError, ScforgeWarning
-from scforge.eval.integration_baselines import integration_baselines, integration_scores
+from scforge.eval.without_batches import integration_baselines, integration_scores
 from scforge.finetuning.baselines import FROZEN
 from scforge.finetuning.context import Evaluated
 
@@ -33,7 +33,7 @@ def evaluate_integration(task: Integration, context: EvaluationContext) -> Evalu
     biology are missing.
 
     Figures: ``bio``, ``batch``, ``total`` and what they are means of, see
-    :func:`scforge.eval.integration_baselines.integration_scores`.
+    :func:`scforge.eval.without_batches.integration_scores`.
 
     Raises
     ------
