@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
 import mudata
@@ -20,6 +21,7 @@ from lightning.pytorch.callbacks import Callback
 from scforge.errors import DataError, MissingFileError, ModelFileError, NotTrainedWarning, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
 from scforge.models._utils import count_parameters
+from scforge.training import CellDataModule
 
 QUICK = {"max_epochs": 1, "batch_size": 32, "progress_bar": False, "accelerator": "cpu", "num_threads": 0}
 SMALL = {"hidden_dim": 16, "num_layers": 3, "num_heads": 2, "ffn_dim": 16, "n_top_genes": 60, "dropout": 0.0}
@@ -319,17 +321,50 @@ def test_a_model_that_is_not_trained(cells: ad.AnnData) -> None:
         model.finetune("annotation", labels_key="group", **QUICK)
 
 
-def test_changed_columns_are_told(annotator: Encoder, cells: ad.AnnData, tmp_path: Path) -> None:
+def n_scored(model: Encoder, data: Any = None) -> int:
+    return int(model.evaluate(data, baselines=False).loc["scforge", "n_scored"])
+
+
+def test_cells_are_known_by_their_counts(annotator: Encoder, cells: ad.AnnData, tmp_path: Path) -> None:
+    """Neither names, nor the order, nor columns, nor the kind of file make cells new that a model learned from."""
+    split = annotator._known_split()
+    renamed = cells[::-1].copy()
+    renamed.obs_names = [f"other{i}" for i in range(renamed.n_obs)]
+    cells.write_h5ad(tmp_path / "cells.h5ad")
+    for data in (renamed, tmp_path / "cells.h5ad"):
+        assert n_scored(annotator, data) == len(split.test)
+    with pytest.raises(OptionError, match="learned from 20 of these 20 cells, and none is left"):
+        annotator.evaluate(cells[split.train[:20]].copy())
+    some = np.concatenate([split.train[:20], split.validation[:3], split.test])
+    with pytest.warns(ScforgeWarning, match="learned from 23 of the"):
+        assert n_scored(annotator, cells[some].copy()) == len(split.test)
+
+
+def test_cells_that_were_filtered_since(annotator: Encoder, cells: ad.AnnData, tmp_path: Path) -> None:
     annotator.save(tmp_path / "model")
-    adata = cells.copy()
-    adata.obs["group"] = adata.obs["group"].to_numpy()[::-1]
-    model = Encoder.load(tmp_path / "model", adata)
-    with pytest.raises(OptionError, match="their columns have changed"):
-        model.evaluate()
-    with pytest.raises(DataError, match="their columns have changed"):
+    split = annotator._known_split()
+    fewer = cells[np.sort(np.concatenate([split.train[5:], split.test[:4]]))].copy()
+    model = Encoder.load(tmp_path / "model", fewer)
+    with pytest.warns(ScforgeWarning, match="they are not scored"):
+        assert n_scored(model) == 4
+    with pytest.raises(DataError, match="or not all of them"):
         model.train(**QUICK)
-    with pytest.warns(ScforgeWarning, match="not at hand"):
-        model.evaluate(adata[:50].copy())
+
+
+def test_a_data_module_with_cells_of_the_test(annotator: Encoder) -> None:
+    with pytest.raises(OptionError, match="that the fine-tuning held out for testing"):
+        annotator.train(**QUICK, datamodule=CellDataModule(annotator.cells()))
+
+
+def test_adapters_leave_their_base_alone(base: Encoder, tune: Callable[..., Encoder], tmp_path: Path) -> None:
+    tune(lora=True).save_adapter(tmp_path / "adapter")
+    before = {name: value.clone() for name, value in base.module.state_dict().items()}
+    trained = [parameter.requires_grad for parameter in base.module.parameters()]
+    adapted = Encoder.load_adapter(base, tmp_path / "adapter")
+    adapted.merge_adapter()
+    assert all(parameter.requires_grad for parameter in adapted.backbone.parameters())
+    assert all(torch.equal(value, before[name]) for name, value in base.module.state_dict().items())
+    assert [parameter.requires_grad for parameter in base.module.parameters()] == trained
 
 
 SCRIPT = """
