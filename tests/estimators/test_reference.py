@@ -79,8 +79,10 @@ def test_the_query_is_learned_beside_a_reference_that_stays(which, query, reques
     assert set(table["label"]) <= {"t0", "t1", "t2"}
 
 
-def test_new_batches_get_parameters_of_their_own(integrated, query):
-    mapped = Encoder.load_query_data(query, integrated)
+def test_new_batches_get_parameters_of_their_own(integrated, query, caplog):
+    with caplog.at_level("INFO", logger="scforge"):
+        mapped = Encoder.load_query_data(query, integrated)
+    assert "obs['lane'] that the reference knows, and that are taken for its own: 'b1'." in caplog.text
     assert mapped.spec.tuning.task_options["batches"] == ["b0", "b1", "b2"]
     trained = {name for name, p in mapped.module.head.named_parameters() if p.requires_grad}
     assert trained == {"batches"}
@@ -128,6 +130,8 @@ def test_labels_are_transferred(reference, query):
 
 def test_a_query_model_knows_its_reference(reference, query):
     mapped = Encoder.load_query_data(query, reference)
+    with pytest.raises(OptionError, match="'adaptation' has no labels to be scored by"):
+        mapped.evaluate()
     table = mapped.transfer_labels()
     pd.testing.assert_frame_equal(table, reference.transfer_labels(query))
     other = cells(["b0", "b1"], ["t0", "t1", "t2"], n=90, seed=3)
@@ -174,5 +178,9 @@ def test_votes():
         kernel = np.exp(-(distances[nearest] ** 2) / (2 * distances[nearest].mean() ** 2))
         expected = [kernel[codes[nearest] == code].sum() / kernel.sum() for code in range(5)]
         np.testing.assert_allclose(vote, expected)
+    line, cell = np.array([[0.1], [-0.2], [2.0], [2.1]]), np.zeros((1, 1))
+    vote = weighted_vote(line, np.array([0, 0, 1, 1]), cell, 2, 4)
+    assert vote[0, 0] > 1.5 * vote[0, 1]  # as many neighbours of each class; the nearer ones win
+    np.testing.assert_allclose(weighted_vote(1e-3 * line, np.array([0, 0, 1, 1]), cell, 2, 4), vote)
     same = weighted_vote(np.zeros((3, 2)), np.array([0, 0, 1]), np.zeros((1, 2)), 2, 3)
     np.testing.assert_allclose(same, [[2 / 3, 1 / 3]])

@@ -73,6 +73,20 @@ def test_no_value_is_predicted_from_itself(tiny_adata: ad.AnnData, tiny_vocab: G
             assert sorted(ids)[1:] == (np.flatnonzero(counts[row]) + 4).tolist()
 
 
+@pytest.mark.parametrize("options", [{}, {"include_zero_genes": True}])
+def test_bins_of_visible_genes_tell_nothing_of_hidden_ones(options: dict, tiny_adata, tiny_vocab: GeneVocab):
+    tokenizer = get_tokenizer("binned_expression", tiny_vocab, n_bins=8, **options)
+    first = np.random.default_rng(0).permutation(80) % 3 == 0  # the genes that are hidden first
+    shown = []
+    for factor in (1, 50):
+        counts = tiny_adata.X.toarray() * np.where(first, factor, 1)
+        adata = ad.AnnData(counts.astype(np.float32), obs=tiny_adata.obs, var=tiny_adata.var)
+        predict_counted(spy := Spy(), open_cells(adata, tiny_vocab), tokenizer, OBJECTIVE, n_folds=3)
+        shown.append(spy.shown[0])
+    for name in ("input_ids", "bin_ids", "values", "masked_positions"):
+        assert torch.equal(shown[0][name], shown[1][name])
+
+
 @pytest.mark.parametrize("options", [{}, {"max_len": 20}, {"include_zero_genes": True}])
 def test_uncounted_genes_are_asked_about(options: dict, tiny_adata: ad.AnnData, tiny_vocab: GeneVocab):
     tokenizer = get_tokenizer("continuous_projection", tiny_vocab, **options)

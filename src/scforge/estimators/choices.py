@@ -29,6 +29,7 @@ from scforge.errors import (
     did_you_mean,
     listing,
 )
+from scforge.finetuning.labels import text_of
 from scforge.models.components.gene_vectors import check_filled
 
 if TYPE_CHECKING:
@@ -133,12 +134,23 @@ def cells_in_state(cells: Cells, argument: str, state: State | None) -> np.ndarr
     key, value = pairs[0]
     column = np.asarray(cells.column(key).astype(object), dtype=object)
     wanted = list(value) if isinstance(value, (list, tuple, set, np.ndarray)) else [value]
-    known = list(dict.fromkeys(column[~pd.isna(column)].tolist()))
+    codes, found = pd.factorize(column)
+    known = found.tolist()
+    chosen = np.zeros(len(known) + 1, dtype=bool)  # the last one: cells without value, of code -1
     for one in wanted:
-        if one not in known:
+        same = [_same_value(value, one) for value in known]
+        chosen[:-1] |= np.array(same, dtype=bool)
+        if not any(same):
             hint = did_you_mean(one, known) or ";"
             raise DataError(f"{argument}: no cell has {one!r} in obs[{key!r}]{hint} (there is: {listing(known)})")
-    return np.isin(column.astype(str), [str(one) for one in wanted]) & ~pd.isna(column)
+    return chosen[codes]
+
+
+def _same_value(value: Any, wanted: Any) -> bool:
+    """Return whether two values of obs are equal, as they are or as text: 1, 1.0 and "1" are, and True and 1."""
+    if not pd.api.types.is_scalar(wanted) or pd.isna(wanted):
+        return False
+    return bool(value == wanted) or text_of(value) == text_of(wanted)
 
 
 def cell_groups(cells: Cells, key: str | None, chosen: np.ndarray) -> Iterator[tuple[str | None, np.ndarray]]:

@@ -254,7 +254,8 @@ class InterpretationMethods(PerturbationMethods):
         """Predict the expression of counted genes from the other genes of the cell.
 
         For models of ``masked_value_prediction``. The genes are dealt into folds; those of each are hidden in turn and
-        predicted from the rest, so that no value is predicted from itself. Units are those of :meth:`impute`.
+        predicted from the rest, so that no value is predicted from itself. Units are those of :meth:`impute`; bins that
+        are quantiles of a cell are those of its visible genes.
 
         Parameters
         ----------

@@ -18,7 +18,7 @@ from anndata import AnnData
 
 from scforge._checks import check_count, check_share
 from scforge.data.cells import Cells
-from scforge.errors import DataError, OptionError
+from scforge.errors import DataError, OptionError, listing
 from scforge.finetuning.adapters import adapters_disabled, has_lora
 from scforge.finetuning.labels import check_key, text_labels
 
@@ -52,8 +52,9 @@ class ReferenceMethods:
 
         ``train()`` then learns the adapters from the query alone, by what the reference model was trained for, its
         pretraining or the integration of batches. Of an integrated reference the query's new batches get parameters of
-        their own in the decoder, as in scArches [1]_. Before that call the model embeds the query as the reference
-        does, which often is enough.
+        their own in the decoder, as in scArches [1]_; a batch of the query that is called as one of the reference is
+        taken for that one, which is logged. Before that call the model embeds the query as the reference does, which
+        often is enough.
 
         Parameters
         ----------
@@ -170,9 +171,11 @@ class ReferenceMethods:
         """Give each query cell the label of the reference cells around it.
 
         Each of the `n_neighbors` nearest reference cells votes with the weight ``exp(-d^2 / (2 s^2))``, with d its
-        distance and s the mean distance of the neighbours, after the Gaussian kernel of scArches [1]_. The uncertainty
-        is one minus the share of the winning label. Writes ``obs["scforge_<labels_key>"]`` (categories) and
-        ``obs["scforge_<labels_key>_uncertainty"]`` (float32).
+        distance and s the mean distance of the neighbours. The uncertainty is one minus the share of the winning label,
+        as in scArches [1]_. Its kernel is another one: ``exp(-d (std / 2)^2)``, with the standard deviation of the
+        distances, hardly tells neighbours apart where an embedding has small numbers; the one here does not depend on
+        their unit. Writes ``obs["scforge_<labels_key>"]`` (categories) and ``obs["scforge_<labels_key>_uncertainty"]``
+        (float32).
 
         Parameters
         ----------
@@ -285,6 +288,13 @@ def _extended(options: Mapping[str, Any], cells: Cells, batch_key: str | None) -
     known = list(options["batches"])
     batches = text_labels(cells.column(key), key=key, argument="batch_key")
     new = [str(name) for name in batches.categories if name not in known]
+    if shared := [str(name) for name in batches.categories if name in known]:
+        logger.info(
+            "Batches of the query in obs[%r] that the reference knows, and that are taken for its own: %s. Rename "
+            "those that are others.",
+            key,
+            listing(shared),
+        )
     return {**options, "batch_key": key, "batches": [*known, *new], "n_reference": len(known)}
 
 
@@ -292,6 +302,8 @@ def weighted_vote(
     landmarks: np.ndarray, codes: np.ndarray, cells: np.ndarray, n_classes: int, n_neighbors: int
 ) -> np.ndarray:
     """Return the share of each class in the votes of the nearest landmarks.
+
+    A vote weighs ``exp(-d^2 / (2 s^2))``, with d the distance and s its mean over the neighbours of the cell.
 
     Parameters
     ----------

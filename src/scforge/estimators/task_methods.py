@@ -206,6 +206,7 @@ class TaskMethods(AdapterMethods):
             If the model was not fine-tuned, or there are no held-out cells.
         """
         task = self._task("evaluate")
+        task.check_evaluate()
         check_bool("baselines", baselines)
         check_seed(seed)
         own = self.adata if self._data is None else self._data.cells
@@ -297,7 +298,9 @@ class TaskMethods(AdapterMethods):
         split = self._seen.split_of(numbers)
         if split is not None and (within or len(numbers) == len(self._seen.numbers)):
             if not len(split.test):
-                raise OptionError("the fine-tuning held no cells out for testing; pass other cells, or test_size=0.1.")
+                # load_query_data has no test_size.
+                more = "" if self.spec.tuning.base.get("reference") else ", or test_size=0.1"
+                raise OptionError(f"the fine-tuning held no cells out for testing; pass other cells{more}.")
             return split.test, split
         learned = self._seen.learned_from(numbers)
         rows = np.flatnonzero(self._seen.tested(numbers) if within else ~learned)

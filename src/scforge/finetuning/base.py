@@ -137,6 +137,9 @@ class Task(Objective):
             Options of the task's own.
         """
 
+    def check_evaluate(self) -> None:
+        """Raise :class:`~scforge.errors.OptionError` if the task has nothing that predictions are scored by."""
+
     @abstractmethod
     def evaluate(self, context: EvaluationContext) -> Evaluated:
         """Score the predictions of cells, beside baselines that learned from the same training cells."""

@@ -16,7 +16,7 @@ from scforge.errors import DataError, OptionError
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["UNKNOWN", "UNLABELLED", "check_classes", "check_key", "codes_of", "text_labels"]
+__all__ = ["UNKNOWN", "UNLABELLED", "check_classes", "check_key", "codes_of", "text_labels", "text_of"]
 
 UNLABELLED, UNKNOWN = -1, -2
 """Codes of cells without label, and of cells whose label a model does not know."""
@@ -48,7 +48,7 @@ def text_labels(values: pd.Series, *, key: str, argument: str = "labels_key") ->
             f"{argument}={key!r} holds numbers that are not whole (first: {float(fractional[0]):g}), which are no "
             "classes; fine-tune the task 'regression', or make categories of them, e.g. with pandas.cut."
         )
-    texts = np.array([_text(value) for value in found], dtype=object).astype(str)
+    texts = np.array([text_of(value) for value in found], dtype=object).astype(str)
     names, places = np.unique(texts, return_inverse=True)
     # The code of a missing value is -1, which finds the -1 at the end.
     return pd.Categorical.from_codes(np.array([*places, -1], dtype=np.int64)[codes], [str(name) for name in names])
@@ -85,6 +85,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a label as text; whole numbers without decimal point, so that 1 and 1.0 are one label."""
     whole = _is_number(value) and float(value).is_integer()
     return str(int(value)) if whole else str(value)

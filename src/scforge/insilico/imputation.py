@@ -7,6 +7,7 @@ asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ from scforge.data.cells import CellBlock, Cells
 from scforge.errors import OptionError
 from scforge.models._utils import evaluating
 from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.binned_expression import BinnedExpressionTokenizer
 from scforge.training.objectives.base import Objective
 
 __all__ = ["check_predicts", "hide_genes", "knows_zeros", "predict_counted", "predict_uncounted"]
@@ -114,7 +116,8 @@ def predict_counted(
     """Predict the expression of counted genes, each from the others.
 
     The genes are dealt into folds. Those of one fold are hidden and predicted from those of the others, so that no
-    value is predicted from itself. (Its counts stay in the library size that the other values are scaled by.)
+    value is predicted from itself. (Its counts stay in the library size that the other values are scaled by. Bins that
+    are quantiles of a cell are those of the visible genes.)
 
     Parameters
     ----------
@@ -131,13 +134,16 @@ def predict_counted(
     """
     rng, n_genes = np.random.default_rng(seed), tokenizer.vocab.n_genes
     fold_of = torch.from_numpy(rng.permutation(n_genes) % n_folds)
+    # Quantiles over all genes of the cell would tell of the counts of those that are hidden.
+    relative = isinstance(tokenizer, BinnedExpressionTokenizer) and tokenizer.edges is None
     parts = []
     for _, block, tokens in _batches(cells, tokenizer, objective, batch_size):
         counted = _counted(block, tokenizer)
         values = torch.zeros(counted.shape, dtype=torch.float32)
         for fold in range(n_folds):
             hidden = counted & (fold_of == fold)
-            values = torch.where(hidden, _predict(module, tokens, hidden, tokenizer), values)
+            shown = _tokens(_without(block, fold_of.numpy() == fold), tokenizer, objective) if relative else tokens
+            values = torch.where(hidden, _predict(module, shown, hidden, tokenizer), values)
         cell = np.repeat(np.arange(len(block)), np.diff(block.indptr))
         entries = (values.numpy()[cell, block.genes], block.genes, block.indptr)
         parts.append(sparse.csr_matrix(entries, shape=(len(block), n_genes)))
@@ -230,8 +236,19 @@ def _batches(
     for start in range(0, len(cells), batch_size):
         rows = slice(start, min(start + batch_size, len(cells)))
         block = cells.block(np.arange(rows.start, rows.stop))
-        tokens = objective.arrange(tokenizer(block), tokenizer, np.zeros(len(block), dtype=np.int64), epoch=0, seed=0)
-        yield rows, block, dict(cast(_Batch, tokens))
+        yield rows, block, _tokens(block, tokenizer, objective)
+
+
+def _tokens(block: CellBlock, tokenizer: Tokenizer, objective: Objective) -> _Batch:
+    rows = np.zeros(len(block), dtype=np.int64)
+    return dict(cast(_Batch, objective.arrange(tokenizer(block), tokenizer, rows, epoch=0, seed=0)))
+
+
+def _without(block: CellBlock, genes: np.ndarray) -> CellBlock:
+    """Return cells without the counts of some genes, bool, shape (G,); their totals stay."""
+    stays = ~genes[block.genes]
+    indptr = np.concatenate([[0], np.cumsum(stays)])[block.indptr].astype(block.indptr.dtype)
+    return replace(block, indptr=indptr, genes=block.genes[stays], counts=block.counts[stays])
 
 
 def _are_genes(tokens: _Batch, tokenizer: Tokenizer) -> torch.Tensor:

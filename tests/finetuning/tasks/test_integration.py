@@ -112,10 +112,17 @@ def test_one_batch_is_an_error(base):
         base.finetune("integration", adata, **QUIET)
 
 
-def test_cells_without_batch_take_no_part(cells200, tuned):
-    cells200.obs["donor"] = [None, *(f"d{i % 3}" for i in range(199))]
-    task = get_task("integration", batch_key="donor")
-    assert task.usable(lambda key: cells200.obs[key]).sum() == 199
+def test_cells_without_batch_take_no_part(base, tmp_path):
+    adata = planted()
+    adata.obs["donor"] = [None, None, *(f"d{i // 2 % 2}" for i in range(238))]
+    model = base.finetune("integration", adata, batch_key="donor", max_epochs=1, **QUIET)
+    split = model._known_split()
+    assert sorted(np.concatenate([split.train, split.validation, split.test])) == list(range(2, 240))
+    assert model.spec.tuning.task_options["batches"] == ["d0", "d1"]
+    model.save(tmp_path / "model")
+    loaded = Encoder.load(tmp_path / "model", adata)
+    loaded.train(max_epochs=1, **QUIET)
+    assert np.isfinite(loaded.predict(adata)).all()
 
 
 def test_options():

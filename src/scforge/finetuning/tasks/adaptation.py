@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -107,6 +107,10 @@ class Adaptation(Task):
         return embedding
 
     def evaluate(self, context: EvaluationContext) -> Evaluated:
+        """Raise, as :meth:`check_evaluate` does."""
+        self.check_evaluate()
+
+    def check_evaluate(self) -> NoReturn:
         """Raise: nothing tells what is right.
 
         Raises
