@@ -4,15 +4,21 @@ import numpy as np
 import pytest
 
 from scforge.errors import DataError
-from scforge.eval.perturbation_baselines import Known, Wanted, gene_scores, linear_effects, perturbation_baselines
+from scforge.eval.perturbation_baselines import (
+    KnownEffects,
+    WantedEffects,
+    baseline_effects,
+    gene_scores,
+    linear_effects,
+)
 
 DELTAS = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 3.0]])
 CONTROL = np.array([0.5, 1.0, 2.0, 0.0])
-KNOWN = Known((("A",), ("B",), ("A", "C")), ("all",) * 3, DELTAS, {"all": CONTROL})
+KNOWN = KnownEffects((("A",), ("B",), ("A", "C")), ("all",) * 3, DELTAS, {"all": CONTROL})
 
 
 def test_simple_baselines_by_hand() -> None:
-    found = perturbation_baselines(KNOWN, Wanted((("A", "B"), ("D",), ("B", "D")), ("all",) * 3))
+    found = baseline_effects(KNOWN, WantedEffects((("A", "B"), ("D",), ("B", "D")), ("all",) * 3))
     mean, typical = DELTAS.mean(axis=0), np.array([0.5, 1.0, 0.0, 0.0])
     np.testing.assert_allclose(found["no_change"], 0.0)
     np.testing.assert_allclose(found["train_mean"], [mean] * 3)
@@ -25,13 +31,13 @@ def test_simple_baselines_by_hand() -> None:
 
 
 def test_additive_is_there_for_combinations_only() -> None:
-    assert "additive" not in perturbation_baselines(KNOWN, Wanted((("D",),), ("all",)))
+    assert "additive" not in baseline_effects(KNOWN, WantedEffects((("D",),), ("all",)))
 
 
 def test_contexts() -> None:
     controls = {"x": np.zeros(4), "y": np.ones(4), "z": np.full(4, 0.9)}
-    known = Known((("A",), ("B",), ("A",)), ("x", "x", "y"), DELTAS, controls)
-    found = perturbation_baselines(known, Wanted((("A",), ("D",)), ("z", "x")))
+    known = KnownEffects((("A",), ("B",), ("A",)), ("x", "x", "y"), DELTAS, controls)
+    found = baseline_effects(known, WantedEffects((("A",), ("D",)), ("z", "x")))
     np.testing.assert_allclose(found["train_mean"], [DELTAS.mean(axis=0), DELTAS[:2].mean(axis=0)])
     np.testing.assert_allclose(found["perturbation_mean"], [DELTAS[[0, 2]].mean(axis=0), DELTAS[:2].mean(axis=0)])
     np.testing.assert_allclose(found["nearest"][0], DELTAS[2])
@@ -59,9 +65,9 @@ def test_the_linear_model_finds_what_is_linear() -> None:
     deltas = genes[:40] @ weights @ genes.T
     names = [f"g{i}" for i in range(60)]
     features = {name: genes[i] for i, name in enumerate(names)}
-    known = Known(tuple((name,) for name in names[:40]), ("all",) * 40, deltas, {"all": np.zeros(60)})
-    wanted = Wanted(tuple((name,) for name in names[40:]), ("all",) * 20, {}, features)
-    found = perturbation_baselines(known, wanted)["linear_embedding"]
+    known = KnownEffects(tuple((name,) for name in names[:40]), ("all",) * 40, deltas, {"all": np.zeros(60)})
+    wanted = WantedEffects(tuple((name,) for name in names[40:]), ("all",) * 20, {}, features)
+    found = baseline_effects(known, wanted)["linear_embedding"]
     truth = genes[40:] @ weights @ genes.T
     assert np.square(found - truth).mean() < 0.01 * np.square(truth).mean()
 
@@ -69,9 +75,9 @@ def test_the_linear_model_finds_what_is_linear() -> None:
 def test_the_nearest_perturbation_has_the_most_similar_genes() -> None:
     # Genes 0 and 1 respond alike under all perturbations, gene 2 does not.
     deltas = np.array([[3.0, 3.0, 0.0, 0.0], [0.0, 0.0, 4.0, 1.0], [2.0, 2.0, 0.0, 1.0]])
-    known = Known((("g0",), ("g2",), ("g3",)), ("all",) * 3, deltas, {"all": np.zeros(4)})
-    wanted = Wanted((("g1",),), ("all",), {f"g{i}": i for i in range(4)})
-    np.testing.assert_allclose(perturbation_baselines(known, wanted)["nearest"], deltas[:1])
+    known = KnownEffects((("g0",), ("g2",), ("g3",)), ("all",) * 3, deltas, {"all": np.zeros(4)})
+    wanted = WantedEffects((("g1",),), ("all",), {f"g{i}": i for i in range(4)})
+    np.testing.assert_allclose(baseline_effects(known, wanted)["nearest"], deltas[:1])
 
 
 def test_gene_scores_are_principal_components_of_genes() -> None:
@@ -84,4 +90,4 @@ def test_gene_scores_are_principal_components_of_genes() -> None:
 
 def test_effects_without_names_are_refused() -> None:
     with pytest.raises(DataError, match="2 targets, 3 contexts and 3 effects"):
-        Known((("A",), ("B",)), ("all",) * 3, DELTAS, {"all": CONTROL})
+        KnownEffects((("A",), ("B",)), ("all",) * 3, DELTAS, {"all": CONTROL})

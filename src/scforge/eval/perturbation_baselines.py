@@ -14,14 +14,14 @@ import numpy as np
 
 from scforge.errors import DataError
 
-__all__ = ["Known", "Wanted", "gene_scores", "linear_effects", "perturbation_baselines"]
+__all__ = ["KnownEffects", "WantedEffects", "baseline_effects", "gene_scores", "linear_effects"]
 
 PENALTY = 0.1
 N_COMPONENTS = 10
 
 
 @dataclass(frozen=True)
-class Known:
+class KnownEffects:
     """Effects that were measured on training cells.
 
     Attributes
@@ -33,7 +33,8 @@ class Known:
     deltas
         Change of the mean log1p CP10K against the controls of the context, float, shape (N, G).
     controls
-        Mean log1p CP10K of the training controls of each context, also of contexts without effects, shape (G,) each.
+        Mean log1p CP10K of the controls of each context, also of contexts without effects, shape (G,) each. In those
+        without effects, which may come from other data, NaN for genes that were not measured.
     """
 
     targets: tuple[tuple[str, ...], ...]
@@ -67,13 +68,13 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class WantedEffects:
     """What is to be predicted.
 
     Attributes
     ----------
     targets, contexts
-        As in :class:`Known`, Q of each.
+        As in :class:`KnownEffects`, Q of each.
     genes
         Number of the gene (column of the effects) that a target is, where it is one.
     gene_features
@@ -89,7 +90,7 @@ class Wanted:
     context_features: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-def perturbation_baselines(known: Known, wanted: Wanted) -> dict[str, np.ndarray]:
+def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np.ndarray]:
     """Return what each baseline predicts.
 
     Parameters
@@ -101,7 +102,7 @@ def perturbation_baselines(known: Known, wanted: Wanted) -> dict[str, np.ndarray
 
     Returns
     -------
-    Deltas, float64, shape (Q, G), of
+    Deltas, float64, shape (Q, G), NaN where only `controls` of a context that lack the gene could tell, of
 
     ``no_change``
         Nothing happens.
@@ -138,7 +139,7 @@ def perturbation_baselines(known: Known, wanted: Wanted) -> dict[str, np.ndarray
     return found
 
 
-def gene_scores(known: Known, n_comps: int = N_COMPONENTS) -> np.ndarray:
+def gene_scores(known: KnownEffects, n_comps: int = N_COMPONENTS) -> np.ndarray:
     """Return scores of genes in the PCA of the expression under all training perturbations, float64, shape (G, D).
 
     Genes are the observations, the mean expression of each group of cells is a variable, as in the linear model of
@@ -191,11 +192,11 @@ def linear_effects(
     return predicted
 
 
-def _pairs(wanted: Wanted) -> list[tuple[tuple[str, ...], str]]:
+def _pairs(wanted: WantedEffects) -> list[tuple[tuple[str, ...], str]]:
     return list(zip(wanted.targets, wanted.contexts, strict=True))
 
 
-def _or_mean(known: Known, wanted: Wanted, effects: list[np.ndarray]) -> np.ndarray:
+def _or_mean(known: KnownEffects, wanted: WantedEffects, effects: list[np.ndarray]) -> np.ndarray:
     """Put the mean training effect where an effect is not known."""
     return np.array(
         [
@@ -205,12 +206,12 @@ def _or_mean(known: Known, wanted: Wanted, effects: list[np.ndarray]) -> np.ndar
     )
 
 
-def _control_mean(known: Known, wanted: Wanted) -> np.ndarray:
+def _control_mean(known: KnownEffects, wanted: WantedEffects) -> np.ndarray:
     mean = np.mean(list(known.controls.values()), axis=0)
     return np.array([mean - known.controls[context] for context in wanted.contexts])
 
 
-def _additive(known: Known, wanted: Wanted) -> np.ndarray:
+def _additive(known: KnownEffects, wanted: WantedEffects) -> np.ndarray:
     found = []
     for targets, context in _pairs(wanted):
         singles = [i for i in known.within(context) if len(known.targets[i]) == 1]
@@ -227,17 +228,21 @@ def _sums(targets: tuple[tuple[str, ...], ...], features: Mapping[str, np.ndarra
     return np.array([np.sum([features.get(target, nothing) for target in some], axis=0) for some in targets])
 
 
-def _context_scores(known: Known) -> dict[str, np.ndarray]:
+def _context_scores(known: KnownEffects) -> dict[str, np.ndarray]:
     """Return components of the controls of contexts, which the wanted effects may be in, too."""
     names = sorted(known.controls)
     means = np.array([known.controls[name] for name in names])
+    means = means[:, np.isfinite(means).all(axis=0)]
     left, values, _ = np.linalg.svd(means - means.mean(axis=0), full_matrices=False)
     scores = (left * values)[:, :N_COMPONENTS]
     return dict(zip(names, scores, strict=True))
 
 
 def _linear(
-    known: Known, wanted: Wanted, gene_features: Mapping[str, np.ndarray], context_features: Mapping[str, np.ndarray]
+    known: KnownEffects,
+    wanted: WantedEffects,
+    gene_features: Mapping[str, np.ndarray],
+    context_features: Mapping[str, np.ndarray],
 ) -> np.ndarray:
     genes = gene_scores(known)
     seen = _sums(known.targets, gene_features)
@@ -255,14 +260,15 @@ def _linear(
     return found
 
 
-def _nearest(known: Known, wanted: Wanted, features: Mapping[str, np.ndarray]) -> np.ndarray:
+def _nearest(known: KnownEffects, wanted: WantedEffects, features: Mapping[str, np.ndarray]) -> np.ndarray:
     seen, asked = _sums(known.targets, features), _sums(wanted.targets, features)
     found = []
     for own, (targets, context) in zip(asked, _pairs(wanted), strict=True):
         same = [i for i, some in enumerate(known.targets) if some == targets]
         rows = np.array([i for i in known.within(context) if np.isfinite(seen[i]).all()], dtype=np.int64)
         if same:
-            away = [np.linalg.norm(known.controls[known.contexts[i]] - known.controls[context]) for i in same]
+            # Over the genes that both measured.
+            away = [np.nansum((known.controls[known.contexts[i]] - known.controls[context]) ** 2) for i in same]
             found.append(known.deltas[same[int(np.argmin(away))]])
         elif len(rows) and np.isfinite(own).all():
             lengths = np.linalg.norm(seen[rows], axis=1) * np.linalg.norm(own)

@@ -18,7 +18,7 @@ from scforge._checks import check_count
 from scforge.errors import DataError
 from scforge.eval.pseudobulk import effects_of, moments_of
 
-__all__ = ["METRICS", "calibrated", "de_weights", "score_deltas", "technical_duplicate", "top_genes"]
+__all__ = ["METRICS", "calibrated", "comparable", "de_weights", "score_deltas", "technical_duplicate", "top_genes"]
 
 METRICS = {
     "pearson_delta": True,
@@ -213,6 +213,29 @@ def calibrated(table: pd.DataFrame, base: str, ceiling: str) -> pd.DataFrame:
     gain = table[columns].to_numpy(dtype=np.float64) - table.loc[base, columns].to_numpy(dtype=np.float64)
     shown = np.where(room * better > 0, room, np.nan)
     return pd.DataFrame(gain / shown, index=table.index, columns=columns)
+
+
+def comparable(effects: pd.DataFrame, ceiling: str) -> pd.DataFrame:
+    """Return the scores of those effects that the ceiling has, so that means are over the same ones.
+
+    Parameters
+    ----------
+    effects
+        Scores (columns) of each effect by each method (rows), with the columns ``method``, ``perturbation`` and
+        ``context``.
+    ceiling
+        The method that may lack some, e.g. ``"technical_duplicate"``, which has none for effects of single cells.
+
+    Examples
+    --------
+    >>> scores = pd.DataFrame({"method": ["a", "a", "top", "top"], "perturbation": ["G1", "G2"] * 2, "context": "all"})
+    >>> comparable(scores.assign(mse=[3.0, 5.0, 1.0, np.nan]), "top")["mse"].tolist()
+    [3.0, 1.0]
+    """
+    columns = [name for name in effects.columns if name in METRICS]
+    keys = pd.MultiIndex.from_frame(effects[["perturbation", "context"]])
+    scored = (effects["method"] == ceiling).to_numpy() & effects[columns].notna().any(axis=1).to_numpy()
+    return effects[keys.isin(keys[scored])]
 
 
 def _as_it_is(values: pd.Series) -> pd.Series:

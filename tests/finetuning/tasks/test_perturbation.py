@@ -12,6 +12,7 @@ from scforge.errors import DataError, OptionError
 from scforge.finetuning import get_task
 from scforge.finetuning.splits import Split
 from scforge.finetuning.tasks import _perturbation_report as report
+from scforge.finetuning.tasks import perturbation as task_module
 from scforge.models import Encoder
 
 GENES = [f"gene{i}" for i in range(30)]
@@ -174,6 +175,7 @@ def test_what_the_model_cannot_know_is_not_drawn() -> None:
     ("options", "error", "message"),
     [
         ({"heldout": ["gene7"]}, OptionError, "heldout names 'gene7', which no perturbed cell has; did you mean"),
+        ({"heldout": ["ctrl"]}, OptionError, "heldout names 'ctrl', which is the control"),
         ({"heldout": SINGLES + COMBINATIONS}, OptionError, "leaves no perturbation to train on"),
         ({"heldout_contexts": ["z"], "context_key": "type"}, OptionError, "heldout_contexts names 'z'"),
         ({"split_by": "donor"}, OptionError, "split_by='donor' holds out neither perturbations nor contexts"),
@@ -308,3 +310,86 @@ def test_control_cells_are_inputs_and_no_targets(adata: ad.AnnData, base: Encode
     alone = task.prepare(cells.block(mixed[:3]), base.tokenizer, epoch=0, seed=0)
     assert task.n_cells(alone) == 0
     assert task.loss_of(torch.ones(1, 34), alone)[0] == 0
+
+
+def test_genes_that_the_scored_cells_lack_take_nothing_from_the_baselines(
+    base: Encoder, adata: ad.AnnData, monkeypatch
+) -> None:
+    model = base.finetune("perturbation", adata.copy(), test_size=0, validation_size=0, **OPTIONS, **QUICK)
+    scored = planted(["gene0+gene2", "gene1+gene3"])
+    predicted: list[np.ndarray] = []
+
+    def score(made, *rest, real=report.score_deltas):
+        predicted.append(made)
+        return real(made, *rest)
+
+    monkeypatch.setattr(report, "score_deltas", score)
+    names = model.evaluate(scored).index.drop("technical_duplicate")
+    model.evaluate(scored[:, 6:].copy())
+    of_whole, of_part = predicted[: len(names)], predicted[len(names) :]
+    for name, whole, part in list(zip(names, of_whole, of_part, strict=True))[1:]:
+        np.testing.assert_allclose(part, whole[:, 6:], atol=1e-6, err_msg=name)
+
+
+def test_a_context_of_other_cells_is_compared_over_the_genes_that_both_have() -> None:
+    cells = planted(["stimulated"], contexts=("a", "b", "c"))
+    base = base_of(cells[cells.obs["target"] == "ctrl"].copy())
+    options = {"context_key": "type", "test_size": 0, "validation_size": 0}
+    model = base.finetune("perturbation", cells[cells.obs["type"] != "c"].copy(), **options, **OPTIONS, **QUICK)
+    metrics = model.evaluate(cells[cells.obs["type"] == "c", 6:].copy())
+    assert metrics.drop(columns="rank").notna().all(axis=None)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "n_blocks"),
+    [({"heldout": ["gene5"]}, 2), ({"heldout_contexts": ["b"]}, 4), ({"heldout_contexts": list("bcde")}, 3)],
+)
+def test_scales_are_compared_on_blocks_of_what_was_held_out(
+    held_out: dict, n_blocks: int, base: Encoder, monkeypatch
+) -> None:
+    cells = planted(["gene0", "gene1", "gene5"], contexts=tuple("abcde"), n_cells=8)
+    # One context has this perturbation alone.
+    cells = cells[~(cells.obs["type"].eq("d") & cells.obs["target"].isin(["gene0", "gene1"]))].copy()
+    seen: list[np.ndarray] = []
+
+    def fit(observed, rank, real=task_module.fit_linear):
+        seen.append(observed.blocks)
+        return real(observed, rank)
+
+    monkeypatch.setattr(task_module, "fit_linear", fit)
+    base.finetune("perturbation", cells, context_key="type", validation_size=0, **held_out, **OPTIONS, **QUICK)
+    assert len(np.unique(seen[0])) == n_blocks
+
+
+def test_genes_that_are_not_measured_have_an_effect_and_no_mean(tuned: Encoder, adata: ad.AnnData) -> None:
+    made = tuned.predict(adata[:, 5:].copy(), perturbations=["gene0"])
+    np.testing.assert_array_equal(made.var["measured"], np.arange(30) >= 5)
+    np.testing.assert_array_equal(np.isnan(made.X[0]), np.arange(30) < 5)
+    assert (made.layers["delta"] != 0).all()
+
+
+def test_cells_without_the_column_are_told_how_to_be_controls(tuned: Encoder, adata: ad.AnnData) -> None:
+    cells = adata[adata.obs["target"] == "ctrl"].copy()
+    del cells.obs["target"]
+    with pytest.raises(DataError, match=r"set adata.obs\['target'\] = 'ctrl'"):
+        tuned.predict(cells, perturbations=["gene0"])
+
+
+def test_the_calibrated_scores_are_over_effects_that_have_a_duplicate(tuned: Encoder) -> None:
+    single = planted(["gene4+gene5", "gene1+gene5", "gene2+gene5"])
+    keep = np.flatnonzero(single.obs["target"] != "gene2+gene5")
+    single = single[np.append(keep, np.flatnonzero(single.obs["target"] == "gene2+gene5")[0])].copy()
+    tuned.evaluate(single)
+    effects = single.uns["scforge"]["metrics_per_perturbation"]
+    effects = effects[effects["perturbation"] != "gene2+gene5"].groupby("method")["mse"].mean()
+    room = effects["technical_duplicate"] - effects["train_mean"]
+    expected = (effects["scforge"] - effects["train_mean"]) / room
+    assert single.uns["scforge"]["metrics_calibrated"].loc["scforge", "mse"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("test_size", "n_controls"), [(0.0, 64), (0.2, 43)])
+def test_controls_are_kept_back_only_if_something_is_tested(
+    adata: ad.AnnData, test_size: float, n_controls: int
+) -> None:
+    split, labels = split_of(adata, test_size=test_size)
+    assert (labels.iloc[split.train] == "ctrl").sum() == n_controls

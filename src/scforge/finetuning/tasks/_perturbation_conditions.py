@@ -129,7 +129,9 @@ def hold_out(
     test_size: float,
     seed: int,
 ) -> Split:
-    """Hold out whole perturbations, or whole contexts; a third of the controls of each context is tested against.
+    """Hold out whole perturbations, or whole contexts.
+
+    A third of the controls of each context is tested against; all are of the training if nothing is tested.
 
     Parameters
     ----------
@@ -184,6 +186,9 @@ def hold_out(
     assert train
     assert len({*train, *validation, *test}) == len(train) + len(validation) + len(test) == len(present)
     input_controls, test_controls = _split_controls(conditions, rng)
+    if not test:
+        # Nothing is tested against them.
+        input_controls = conditions.controls
     parts = [np.isin(codes, some) for some in (train, validation, test)]
     return Split(
         train=np.flatnonzero(parts[0] | input_controls),

@@ -11,7 +11,7 @@ from itertools import product
 
 import numpy as np
 
-__all__ = ["LinearStart", "Observed", "fit_linear"]
+__all__ = ["LinearStart", "Observed", "blocks_of", "fit_linear"]
 
 _BASE = 100.0
 """Prior variance of the effect that all targets share: next to no shrinkage."""
@@ -70,6 +70,29 @@ class LinearStart:
     scales: tuple[float, float, float]
 
 
+def blocks_of(groups: np.ndarray, trained: np.ndarray, *, by_context: bool) -> np.ndarray:
+    """Return what is left out together to compare scales: what was held out, perturbations or contexts.
+
+    Parameters
+    ----------
+    groups
+        Perturbation and context of each effect, integers, shape (P, 2).
+    trained
+        Those that are trained on, bool, shape (P,).
+    by_context
+        Contexts were held out by name. Otherwise they were if a held-out perturbation is trained on elsewhere.
+
+    Returns
+    -------
+    Block of each of the N trained effects, shape (N,). Where the training has only one of what was held out, e.g. one
+    context, blocks are of the other kind: its perturbations.
+    """
+    own = groups[trained]
+    axis = int(by_context or np.isin(groups[~trained, 0], own[:, 0]).any())
+    several = [len(np.unique(own[:, side])) > 1 for side in (0, 1)]
+    return own[:, axis if several[axis] or not several[1 - axis] else 1 - axis]
+
+
 def fit_linear(observed: Observed, rank: int) -> LinearStart:
     """Fit the linear part of the head by ridge regression.
 
@@ -126,6 +149,7 @@ def _choose(
     """Return the scales and the penalty with the least error on blocks that are left out."""
     blocks = observed.blocks
     if len(np.unique(blocks)) < 2:
+        # A single effect: nothing to compare scales with.
         return 0.0, 0.0, 1.0
     if len(blocks) > _MOST_COMPARED:
         order = np.random.default_rng(0).permutation(np.unique(blocks))

@@ -67,15 +67,16 @@ def predict_effects(
     -------
     One row for each perturbation in each context, over the genes of the model: ``X``, the predicted mean log1p CP10K
     (float32; the mean of the controls plus the effect, and not below 0), ``layers["delta"]``, the effect, ``obs`` with
-    ``perturbation``, ``context``, ``n_controls`` and ``is_seen`` (whether it was trained on), and the units in
-    ``uns["scforge"]["predicted"]``.
+    ``perturbation``, ``context``, ``n_controls`` and ``is_seen`` (whether it was trained on), ``var`` with ``measured``
+    (whether the cells have the gene; where not, the mean of the controls is not known and ``X`` is NaN, the effect is
+    there all the same), and the units in ``uns["scforge"]["predicted"]``.
 
     Raises
     ------
     OptionError
         If a name is unknown, or there is nothing to predict.
     DataError
-        If there are no controls.
+        If there are no controls, or no column that says which cells are.
     """
     import pandas as pd
     from anndata import AnnData
@@ -84,6 +85,13 @@ def predict_effects(
         check_count("n_cells", n_cells, "controls")
     cells = predictor.cells
     assert cells.vocab is not None
+    try:
+        cells.column(task.perturbation_key)
+    except DataError as error:
+        raise DataError(
+            f"perturbation_key={task.perturbation_key!r} is not a column of obs of these cells; where none of them is "
+            f"perturbed, set adata.obs[{task.perturbation_key!r}] = {task.control!r}."
+        ) from error
     conditions = task.conditions(cells.column)
     controls = rows_by_context(conditions, np.flatnonzero(conditions.controls))
     pairs = _wanted(task, conditions, controls, perturbations, contexts)
@@ -94,6 +102,8 @@ def predict_effects(
     deltas = effects_for(task, predictor, pairs, used)
     means = control_means(cells, controls)
     absolute = np.maximum(np.array([means[pair.context] for pair in pairs]) + deltas, 0.0)
+    measured = np.ones(cells.vocab.n_genes, dtype=bool) if cells.measured is None else cells.measured
+    absolute[:, ~measured] = np.nan
     obs = pd.DataFrame(
         {
             "perturbation": pd.Categorical([task.name_of(pair.targets) for pair in pairs]),
@@ -103,7 +113,8 @@ def predict_effects(
         },
         index=[_row_name(task, pair) for pair in pairs],
     )
-    made = AnnData(absolute.astype(np.float32), obs=obs, var=pd.DataFrame(index=list(cells.vocab.genes)))
+    var = pd.DataFrame({"measured": measured}, index=list(cells.vocab.genes))
+    made = AnnData(absolute.astype(np.float32), obs=obs, var=var)
     made.layers["delta"] = deltas.astype(np.float32)
     made.uns[UNS_KEY] = {
         "predicted": {

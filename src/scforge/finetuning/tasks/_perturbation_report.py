@@ -13,8 +13,8 @@ import numpy as np
 from scforge.data.cells import Cells, choose_rows
 from scforge.errors import DataError, listing
 from scforge.eval.expression import log_expression
-from scforge.eval.perturbation_baselines import N_COMPONENTS, Known, Wanted, perturbation_baselines
-from scforge.eval.perturbation_metrics import METRICS, calibrated, score_deltas, technical_duplicate
+from scforge.eval.perturbation_baselines import N_COMPONENTS, KnownEffects, WantedEffects, baseline_effects
+from scforge.eval.perturbation_metrics import METRICS, calibrated, comparable, score_deltas, technical_duplicate
 from scforge.eval.pseudobulk import Effects, effects_of, moments
 from scforge.finetuning.context import Evaluated
 from scforge.finetuning.tasks._perturbation_predict import (
@@ -27,7 +27,7 @@ from scforge.finetuning.tasks._perturbation_predict import (
 
 if TYPE_CHECKING:
     from scforge.data.vocab import GeneVocab
-    from scforge.finetuning.context import EvaluationContext
+    from scforge.finetuning.context import EvaluationContext, Predictor
     from scforge.finetuning.tasks._perturbation_conditions import Conditions
     from scforge.finetuning.tasks._perturbation_head import PerturbationHead
     from scforge.finetuning.tasks.perturbation import Perturbation
@@ -44,9 +44,10 @@ def evaluate_effects(task: Perturbation, context: EvaluationContext) -> Evaluate
     Returns
     -------
     The mean of each metric of :func:`~scforge.eval.perturbation_metrics.score_deltas` over perturbations, for the
-    model, each of :func:`~scforge.eval.perturbation_baselines.perturbation_baselines`, and ``technical_duplicate``; the
-    tables ``per_perturbation``, and ``calibrated`` (0: the mean of the training effects, 1: the duplicate). Without
-    baselines, ``no_change`` and, where the training cells are at hand, ``train_mean`` stay.
+    model, each of :func:`~scforge.eval.perturbation_baselines.baseline_effects`, and ``technical_duplicate``; the
+    tables ``per_perturbation``, and ``calibrated`` (0: the mean of the training effects, 1: the duplicate; over the
+    effects that have enough cells for a duplicate). Without baselines, ``no_change`` and, where the training cells are
+    at hand, ``train_mean`` stay.
 
     Raises
     ------
@@ -72,8 +73,8 @@ def evaluate_effects(task: Perturbation, context: EvaluationContext) -> Evaluate
         )
     inputs, tested = _divide_controls(conditions, context, {pair.context for pair in pairs})
     real = _Real.of(conditions, cells, scored, pairs, tested)
-    genes = _measured(context)
-    known = None if context.train is None else _known(task, context, genes, inputs)
+    genes = _measured(context.predictor, context.train)
+    known = None if context.train is None else _known(task, context, inputs)
     predictions = {"scforge": effects_for(task, context.predictor, pairs, inputs)[:, genes]}
     predictions |= _baselines(task, context, pairs, inputs, known, genes, cells.vocab)
     effects, scores = real.effects.deltas[:, genes], real.effects.scores[:, genes]
@@ -97,7 +98,9 @@ def evaluate_effects(task: Perturbation, context: EvaluationContext) -> Evaluate
     whole = [pd.concat([described.assign(method=name), table], axis=1) for name, table in tables.items()]
     found = {"per_perturbation": pd.concat(whole, ignore_index=True)}
     if "train_mean" in metrics.index:
-        found["calibrated"] = calibrated(metrics, "train_mean", "technical_duplicate")
+        same = comparable(found["per_perturbation"], "technical_duplicate")
+        means = same.groupby("method")[list(METRICS)].mean().reindex(metrics.index)
+        found["calibrated"] = calibrated(means, "train_mean", "technical_duplicate")
     return Evaluated(metrics, found)
 
 
@@ -159,21 +162,19 @@ def _divide_controls(
     return inputs, tested
 
 
-def _measured(context: EvaluationContext) -> np.ndarray:
-    """Return the genes that scored and training data have, int64."""
-    vocab = context.predictor.cells.vocab
+def _measured(*predictors: Predictor | None) -> np.ndarray:
+    """Return the genes that the cells of all predictors have, int64."""
+    vocab = next(predictor.cells.vocab for predictor in predictors if predictor is not None)
     assert vocab is not None
     measured = np.ones(vocab.n_genes, dtype=bool)
-    for predictor in (context.predictor, context.train):
+    for predictor in predictors:
         if predictor is not None and predictor.cells.measured is not None:
             measured &= predictor.cells.measured
     return np.flatnonzero(measured)
 
 
-def _known(
-    task: Perturbation, context: EvaluationContext, genes: np.ndarray, inputs: Mapping[str, np.ndarray]
-) -> Known:
-    """Measure the effects of the training cells alone."""
+def _known(task: Perturbation, context: EvaluationContext, inputs: Mapping[str, np.ndarray]) -> KnownEffects:
+    """Measure the effects of the training cells alone, over all genes that these have."""
     assert context.train is not None
     assert context.train_rows is not None
     cells = context.train.cells
@@ -185,8 +186,11 @@ def _known(
     means = control_means(cells, controls)
     elsewhere = {name: some for name, some in inputs.items() if name not in means}
     if elsewhere:
-        means |= control_means(context.predictor.cells, elsewhere)
-    return Known(
+        scored = context.predictor.cells
+        seen = np.True_ if scored.measured is None else scored.measured
+        means |= {name: np.where(seen, mean, np.nan) for name, mean in control_means(scored, elsewhere).items()}
+    genes = _measured(context.train)
+    return KnownEffects(
         targets=tuple(pair.targets for pair in pairs),
         contexts=tuple(pair.context for pair in pairs),
         deltas=of_training.effects.deltas[:, genes],
@@ -199,28 +203,31 @@ def _baselines(
     context: EvaluationContext,
     pairs: Sequence[Pair],
     inputs: Mapping[str, np.ndarray],
-    known: Known | None,
+    known: KnownEffects | None,
     genes: np.ndarray,
     vocab: GeneVocab,
 ) -> dict[str, np.ndarray]:
     if known is None:
         return {"no_change": np.zeros((len(pairs), len(genes)))}
     targets = sorted({target for some in (*known.targets, *(pair.targets for pair in pairs)) for target in some})
-    number = {int(gene): place for place, gene in enumerate(genes)}
+    # A baseline knows what the training tells of a gene, also where the scored data lack it.
+    trained = _measured(context.train)
+    number = {int(gene): place for place, gene in enumerate(trained)}
     indices = {target: int(index) for target, index in zip(targets, vocab.gene_indices(targets), strict=True)}
     head: PerturbationHead = context.predictor.module.head
     features = head.features[vocab.n_special :, :N_COMPONENTS].cpu().numpy().astype(np.float64)
     spread = features.std(axis=0)
     # In units of their spread: the penalty of the linear model is for features of that size.
     features = np.divide(features, spread, out=np.zeros_like(features), where=spread > 0)
-    wanted = Wanted(
+    wanted = WantedEffects(
         targets=tuple(pair.targets for pair in pairs),
         contexts=tuple(pair.context for pair in pairs),
         genes={target: number[index] for target, index in indices.items() if index in number},
         gene_features={target: features[index] for target, index in indices.items() if index >= 0},
         context_features=_context_features(context, inputs) if task.context_key is not None else {},
     )
-    found = perturbation_baselines(known, wanted)
+    common = np.isin(trained, genes)
+    found = {name: made[:, common] for name, made in baseline_effects(known, wanted).items()}
     return found if context.baselines else {name: found[name] for name in ("no_change", "train_mean")}
 
 

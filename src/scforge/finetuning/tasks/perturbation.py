@@ -20,7 +20,7 @@ from scforge.finetuning.heads import check_head
 from scforge.finetuning.labels import check_key
 from scforge.finetuning.tasks._perturbation_conditions import Conditions, hold_out
 from scforge.finetuning.tasks._perturbation_data import BoundEffects
-from scforge.finetuning.tasks._perturbation_fit import Observed, fit_linear
+from scforge.finetuning.tasks._perturbation_fit import Observed, blocks_of, fit_linear
 from scforge.finetuning.tasks._perturbation_head import (
     MOST_FEATURES,
     PerturbationHead,
@@ -186,6 +186,9 @@ class Perturbation(Task):
 
     def _canonical(self, names: Sequence[str] | None) -> list[str] | None:
         """Return names of perturbations with sorted parts, without the control."""
+        for name in names or ():
+            if not self.parts(name):
+                raise OptionError(f"heldout names {name!r}, which is the control; leave it out.")
         return None if names is None else [self.name_of(self.parts(name)) for name in names]
 
     def parts(self, name: str) -> tuple[str, ...]:
@@ -293,8 +296,6 @@ class Perturbation(Task):
         members[rows, numbers[rows, places] - 1] = 1.0
         deltas = np.zeros((len(trained), head.basis.shape[1]))
         deltas[:, vocab.n_special :] = bound.deltas[trained]
-        held_out_contexts = {*bound.groups[~bound.trained, 1].tolist()} - {*groups[:, 1].tolist()}
-        by_context = bool(held_out_contexts) or len(np.unique(groups[:, 0])) == 1
         start = fit_linear(
             Observed(
                 deltas=deltas,
@@ -302,7 +303,7 @@ class Perturbation(Task):
                 members=members,
                 features=features.astype(np.float64),
                 cells=means[groups[:, 1]].astype(np.float64),
-                blocks=groups[:, 1 if by_context else 0],
+                blocks=blocks_of(bound.groups, bound.trained, by_context=self.heldout_contexts is not None),
             ),
             self.rank,
         )
