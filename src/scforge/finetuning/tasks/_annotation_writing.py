@@ -59,8 +59,8 @@ def predict_classes(
     clusters = _clusters_given(predictor, adata, majority_voting)
     if threshold is not None and float(predictor.module.head.temperature) == 1.0:
         warnings.warn(
-            f"threshold={threshold}: the confidence of this model is not calibrated, because it had no validation cells "
-            "or is a state of its training, and may be too high; use what finetune returned, with validation_size > 0.",
+            f"threshold={threshold}: the confidence of this model is not calibrated: it had no validation cells "
+            "or is a state of its training, so that it may be too high; use what finetune returned, with validation_size > 0.",
             ScforgeWarning,
             stacklevel=4,
         )
