@@ -60,7 +60,7 @@ def predict_classes(
     if threshold is not None and float(predictor.module.head.temperature) == 1.0:
         warnings.warn(
             f"threshold={threshold}: the confidence of this model is not calibrated: it had no validation cells "
-            "or is a state of its training, so that it may be too high; use what finetune returned, with validation_size > 0.",
+            "or is a state of its training, and may be too high; use what finetune returned, with validation_size > 0.",
             ScforgeWarning,
             stacklevel=4,
         )
