@@ -23,7 +23,14 @@ def test_names() -> None:
         "masked_gene",
         "perturbation",
     ]
-    assert CLUSTER == ["annotation_cluster", "geneformer_cluster", "scfoundation_cluster", "scgpt_cluster"]
+    assert [name.removesuffix("_cluster") for name in CLUSTER] == [
+        "annotation",
+        "geneformer",
+        "integration",
+        "perturbation",
+        "scfoundation",
+        "scgpt",
+    ]
 
 
 @pytest.mark.parametrize("name", list_recipes())
@@ -67,7 +74,9 @@ def test_recipes_that_fine_tune() -> None:
         "annotation": "annotation",
         "annotation_cluster": "annotation",
         "integration": "integration",
+        "integration_cluster": "integration",
         "perturbation": "perturbation",
+        "perturbation_cluster": "perturbation",
     }
     for section in tuned.values():
         recipe = Path(section.base_model).parent.name

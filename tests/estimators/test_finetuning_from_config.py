@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 
 from scforge.config import load_config, recipe_path
+from scforge.data import convert
 from scforge.errors import ConfigError, DataError, MissingFileError, OptionError
 from scforge.estimators import Encoder, evaluate_to, finetune_from_config, predict_to, train_from_config
 from scforge.estimators.finetuning_from_config import FinetuningResult, finetuning_report
@@ -106,16 +107,20 @@ def test_going_on(run: Callable[..., FinetuningResult]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::scforge.errors.ScforgeWarning")
-@pytest.mark.parametrize("name", ["annotation", "integration", "perturbation", "annotation_cluster"])
-def test_each_recipe_fine_tunes(place: Path, store: Path, name: str) -> None:
+@pytest.mark.parametrize("size", ["", "_cluster"])
+@pytest.mark.parametrize("task", ["annotation", "integration", "perturbation"])
+def test_each_recipe_fine_tunes(place: Path, task: str, size: str) -> None:
+    name = task + size
     changes = ["training.max_epochs=1", "training.accelerator=cpu", "training.devices=1", "training.strategy=auto"]
     changes += ["training.precision=32-true", "finetune.base_model=base"]
     changes.append("data.paths=cells.h5ad")
-    for key, column in {"labels_key": "group", "split_by": "donor"}.items():
+    columns = {"labels_key": "group", "split_by": "donor", "batch_key": "batch", "context_key": "batch"}
+    for key, column in columns.items():
         if key in load_config(recipe_path(name)).finetune.user_set():
             changes.append(f"finetune.{key}={column}")
-    if name == "annotation_cluster":
-        changes += [f"data.paths={store}", "data.max_tokens_per_batch=", "training.batch_size=64"]
+    if size:
+        convert("cells.h5ad", "store.zarr", progress=False)
+        changes += ["data.paths=store.zarr", "data.max_tokens_per_batch=", "training.batch_size=64"]
     config = load_config(recipe_path(name), changes)
     result = finetune_from_config(config, progress_bar=False)
     assert result.model.spec.tuning.task == config.finetune.task
