@@ -2,7 +2,8 @@
 VENV ?= .venv
 export VENV
 INSTALL := sh tools/install.sh
-# A process a core, up to four, each with imports and fixtures of its own.
+# A process a core, up to four, each with imports and fixtures of its own, and one thread, lest they wait for each other.
+ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
@@ -17,7 +18,7 @@ quickstart: ## Install scforge and run the tour; results go to quickstart/
 
 test: ## Run the tests; ARGS="-k tokenizer" passes options to pytest
 	@$(INSTALL) test
-	$(VENV)/bin/pytest $(PARALLEL) $(ARGS)
+	$(ONE_THREAD) $(VENV)/bin/pytest $(PARALLEL) $(ARGS)
 
 test-slow: ## Run what test leaves out: tests that take minutes, and properties on more examples
 	@$(INSTALL) test
@@ -30,7 +31,7 @@ WITH_PANDAS := census census_filters checks convert h5ad perturbation selection 
 test-census: VENV := .venv-census
 test-census: ## Run the tests of the Census, and of what else meets pandas 2, in an environment of their own
 	@PYTHON=$${PYTHON:-python3.12} $(INSTALL) test census
-	$(VENV)/bin/pytest $(PARALLEL) $(WITH_PANDAS:%=tests/data/test_%.py) tests/datasets $(ARGS)
+	$(ONE_THREAD) $(VENV)/bin/pytest $(PARALLEL) $(WITH_PANDAS:%=tests/data/test_%.py) tests/datasets $(ARGS)
 
 lint: ## Check style, imports between rooms, and types
 	@$(INSTALL) dev
@@ -45,7 +46,7 @@ docs: ## Build the documentation into docs/_build/html
 
 notebooks: ## Run every notebook from top to bottom
 	@$(INSTALL) test
-	$(VENV)/bin/pytest $(PARALLEL) --nbmake notebooks
+	$(ONE_THREAD) $(VENV)/bin/pytest $(PARALLEL) --nbmake notebooks
 
 PINS := uv pip compile -q --universal --python-version 3.12 --no-header --no-annotate --no-emit-index-url
 constraints: ## Renew constraints.txt and constraints-census.txt; needs uv
