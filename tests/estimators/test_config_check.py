@@ -203,7 +203,8 @@ def tunable(config: Config) -> list[str]:
     adata = ad.read_h5ad("cells.h5ad")
     Encoder.setup_anndata(adata)
     Encoder(adata, n_top_genes=40, hidden_dim=8, ffn_dim=8).save(config.finetune.base_model)
-    names = {"labels_key": "group", "batch_key": "batch", "split_by": "batch", "perturbation_key": "group"}
+    names = {"labels_key": "group", "perturbation_key": "group"}
+    names |= dict.fromkeys(("batch_key", "split_by", "context_key"), "batch")
     written = config.finetune.user_set()
     return [f"finetune.{key}={name}" for key, name in names.items() if key in written]
 
