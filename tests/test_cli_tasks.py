@@ -43,24 +43,6 @@ def folder(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
-@pytest.fixture
-def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs a command which must fail, and returns the one line that it tells."""
-
-    def told(*argv: str) -> str:
-        try:
-            code = main(list(argv))
-        except SystemExit as stop:  # argparse leaves this way
-            code = stop.code
-        error = capsys.readouterr().err
-        assert code == 2
-        assert error.startswith("scforge")
-        assert error.count("\n") == 1
-        return error
-
-    return told
-
-
 def test_from_a_base_model_to_labels_and_figures(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = "--base-model base --data cells.h5ad --task annotation --labels-key group --lora --max-epochs 1"
     command = ["finetune", *line.split(), "--test-size", "0.2", "--split-by", "donor", "--eval", "-o", "OUT", *QUICK]

@@ -19,6 +19,8 @@ from torch import nn
 from scforge._io import atomic_folder, sha256_of
 from scforge._version import __version__
 from scforge.errors import MissingFileError, ModelFileError, OptionError
+from scforge.estimators.finetuning_run import set_up
+from scforge.estimators.registries import bare_registry
 from scforge.estimators.tuning import Tuning
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, is_adapter, merge_lora, merged
 from scforge.finetuning.seen import SeenCells
@@ -157,16 +159,10 @@ def load_adapter(
         raise ModelFileError(f"{str(folder / _WEIGHTS)!r} is not a safetensors file: {error}.") from error
     adata = base.adata if adata is None else cls._set_up_as(adata, base._setup)
     if adata is not None and cls._setup_of(adata) is None:
-        from scforge.estimators.finetuning_run import set_up
-
         adata = set_up(
             base, adata, base._setup, tuning.task_options.get("labels_key"), tuning.task_options.get("batch_key")
         )
-    registry = None
-    if adata is None:
-        from scforge.estimators.registries import bare_registry
-
-        registry = bare_registry(cls.__name__, dict(base._setup))
+    registry = bare_registry(cls.__name__, dict(base._setup)) if adata is None else None
     parts = replace(base.spec, tuning=None).to_json()
     model: Encoder = cls._of_parts(parts, base.vocab, adata=adata, registry=registry, seed=seed, tuning=tuning)
     # The same memory, but parameters of their own, which can be frozen, or put on another device.

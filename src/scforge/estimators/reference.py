@@ -19,6 +19,7 @@ from anndata import AnnData
 from scforge._checks import check_count, check_share
 from scforge.data.cells import Cells
 from scforge.errors import DataError, OptionError, listing
+from scforge.estimators.finetuning_run import finetune
 from scforge.finetuning.adapters import adapters_disabled, has_lora
 from scforge.finetuning.labels import check_key, text_labels
 
@@ -97,8 +98,6 @@ class ReferenceMethods:
         >>> query_model.get_latent_representation()  # doctest: +SKIP
         >>> query_model.transfer_labels()  # doctest: +SKIP
         """
-        from scforge.estimators.finetuning_run import finetune
-
         reference = cls.load(reference_model) if isinstance(reference_model, str | os.PathLike) else reference_model
         if not isinstance(reference, cls):
             raise OptionError(

@@ -21,6 +21,7 @@ from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError, ScforgeWarning
 from scforge.estimators.adapter_files import AdapterMethods
+from scforge.estimators.finetuning_run import finetune
 from scforge.finetuning.base import Task
 from scforge.finetuning.context import EvaluationContext, Predictor
 from scforge.finetuning.seen import fingerprints
@@ -108,8 +109,6 @@ class TaskMethods(AdapterMethods):
         >>> annotator.predict(adata)  # doctest: +SKIP
         >>> annotator.evaluate()  # doctest: +SKIP
         """
-        from scforge.estimators.finetuning_run import finetune
-
         if not self.is_trained_:
             warnings.warn("The model is not trained; fine-tuning begins with random weights.", NotTrainedWarning, 2)
         tuned = finetune(
