@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -15,61 +15,160 @@ from scforge.errors import DataError, OptionError, did_you_mean, listing
 
 __all__ = [
     "BENCHMARKS",
+    "SUBJECTS",
     "Benchmark",
     "check_column",
     "get_benchmark",
+    "half_samples",
     "list_benchmarks",
     "options_of",
     "register_benchmark",
 ]
 
-KEYS = ("labels_key", "batch_key")
-"""Options that name a column of obs; a callback fills them in from the data where they are left out."""
+KEYS = ("labels_key", "batch_key", "groups_key")
+"""Options that name a column of obs; who runs a benchmark fills them in from the data where they are left out."""
+
+SUBJECTS = ("embedding", "perturbation", "network", "expression", "ranking")
 
 
 class Benchmark(ABC):
-    """Scores an embedding of cells, whatever made it, against columns of obs.
+    """Scores what a method made against what is known, whatever the method is.
 
     Attributes
     ----------
+    subject
+        What is scored, ``made``, and against what, ``reference``:
+
+        ``"embedding"``
+            Coordinates of cells, shape (N, D); their ``obs``, N rows.
+        ``"perturbation"``
+            Predicted cells and measured cells, each an :class:`~anndata.AnnData`.
+        ``"network"``
+            Edges with the columns ``source``, ``target`` and ``weight``; true edges.
+        ``"expression"``
+            Generated cells and measured cells, each an :class:`~anndata.AnnData` with counts.
+        ``"ranking"``
+            Orders of genes that were reconstructed, and the true ones, int, shape (N, S) with -1 behind the last.
     metrics
         Names of the figures that :meth:`run` returns.
+    lower_is_better
+        Those of them in which less is better.
+    main
+        The one that a sentence about the outcome speaks of; the first, if a class names none.
     """
 
+    subject: ClassVar[str] = "embedding"
     metrics: tuple[str, ...]
+    lower_is_better: ClassVar[frozenset[str]] = frozenset()
+    main: str = ""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if cls.subject not in SUBJECTS:
+            raise OptionError(f"subject={cls.subject!r} of {cls.__name__} is none of {listing(SUBJECTS)}.")
+        if "main" not in vars(cls) and "metrics" in vars(cls):
+            cls.main = cls.metrics[0]
 
     @abstractmethod
-    def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
-        """Return one figure for each metric.
+    def run(self, made: Any, reference: Any) -> dict[str, float]:
+        """Return one figure for each metric; NaN where one is not defined.
 
         Parameters
         ----------
-        embedding
-            Shape (N, D).
-        obs
-            Annotation of the same cells, N rows.
+        made
+            What a method made, as :attr:`subject` says.
+        reference
+            What it is scored against.
         """
 
-    def check(self, obs: pd.DataFrame) -> None:
-        """Raise where cells with this annotation cannot be scored; called before training starts.
+    def check(self, reference: Any) -> None:
+        """Raise where nothing can be scored against this; called before time is spent, e.g. on training.
 
-        Here: where ``labels_key`` or ``batch_key``, if the benchmark has them, is not a column. A benchmark that needs
-        more than that overrides it.
+        Here, for embeddings: where ``labels_key``, ``batch_key`` or ``groups_key``, if the benchmark has them, is not a
+        column. A benchmark that needs more than that overrides it.
 
         Parameters
         ----------
-        obs
-            Annotation of the cells that :meth:`run` is going to see, N rows.
+        reference
+            What :meth:`run` is going to see; for embeddings the annotation of the cells, N rows.
 
         Raises
         ------
         DataError
             If a column is missing.
         """
-        for argument in KEYS:
-            key = getattr(self, argument, None)
-            if key is not None:
-                check_column(argument, key, obs)
+        if self.subject == "embedding":
+            for argument in KEYS:
+                key = getattr(self, argument, None)
+                if key is not None:
+                    check_column(argument, key, reference)
+
+    def resampled(self, made: Any, reference: Any, *, n: int, seed: int) -> pd.DataFrame | None:
+        """Return the figures on resampled data, for intervals and paired tests; None where there are none.
+
+        The rows that are drawn depend on `reference` and `seed` alone, so that methods can be compared draw by draw.
+        Here, for embeddings: on random halves of the cells, drawn without replacement, which spread as much around the
+        figure of all cells as that does around the truth (Shao and Wu 1989, the delete-half jackknife). Halves keep the
+        share of each label of ``labels_key``; with ``groups_key`` they are halves of the groups.
+
+        Parameters
+        ----------
+        made, reference
+            As in :meth:`run`.
+        n
+            Number of draws.
+        seed
+            Seed of the draws.
+
+        Returns
+        -------
+        `n` rows, one column a metric.
+        """
+        if self.subject != "embedding":
+            return None
+        made = np.asarray(made)
+        figures = []
+        for rows in half_samples(
+            reference,
+            n,
+            seed=seed,
+            labels_key=getattr(self, "labels_key", None),
+            groups_key=getattr(self, "groups_key", None),
+        ):
+            figures.append(self.run(made[rows], reference.iloc[rows]))
+        return pd.DataFrame(figures, columns=list(self.metrics))
+
+
+def half_samples(
+    obs: pd.DataFrame, n: int, *, seed: int, labels_key: str | None = None, groups_key: str | None = None
+) -> Iterator[np.ndarray]:
+    """Yield rows of random halves, ascending, int64.
+
+    Parameters
+    ----------
+    obs
+        Annotation of the cells, N rows.
+    n
+        Number of halves.
+    seed
+        Seed.
+    labels_key
+        Keep the share of each of these labels; missing ones count as one label.
+    groups_key
+        Draw whole groups in place of cells; then labels do not matter.
+    """
+    rng = np.random.default_rng(seed)
+    for _ in range(n):
+        if groups_key is not None:
+            groups = pd.factorize(obs[groups_key])[0]
+            n_groups = groups.max() + 1
+            taken = rng.permutation(n_groups)[: max(2, n_groups // 2)]
+            yield np.flatnonzero(np.isin(groups, taken))
+        else:
+            labels = np.zeros(len(obs), dtype=np.int64) if labels_key is None else pd.factorize(obs[labels_key])[0]
+            # Every second cell of a random order within its label; a label of one cell is taken half of the time.
+            order = np.lexsort([rng.random(len(labels)), labels])
+            yield np.sort(order[rng.integers(2) :: 2]).astype(np.int64)
 
 
 def check_column(argument: str, key: str, obs: pd.DataFrame) -> None:
