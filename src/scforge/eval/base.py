@@ -55,12 +55,15 @@ class Benchmark(ABC):
         Those of them in which less is better.
     main
         The one that a sentence about the outcome speaks of; the first, if a class names none.
+    n_draws
+        Draws of :meth:`resampled` that are worth their time.
     """
 
     subject: ClassVar[str] = "embedding"
     metrics: tuple[str, ...]
     lower_is_better: ClassVar[frozenset[str]] = frozenset()
     main: str = ""
+    n_draws: ClassVar[int] = 10
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -187,6 +190,8 @@ BENCHMARKS: Registry[type[Benchmark]] = Registry(
     builtin={
         "batch_integration": "scforge.eval.batch_integration",
         "cell_type_annotation": "scforge.eval.cell_type_annotation",
+        "cell_type_probe": "scforge.eval.cell_type_probe",
+        "geometry": "scforge.eval.geometry",
         "label_prediction": "scforge.eval.label_prediction",
     },
 )

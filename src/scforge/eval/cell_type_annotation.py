@@ -6,13 +6,15 @@ Shapes: N cells, D dimensions.
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from scforge.errors import DataError, ScforgeWarning
 from scforge.eval.base import register_benchmark
-from scforge.eval.label_prediction import LabelPrediction, check_finite, check_neighbors, labels_of
+from scforge.eval.label_prediction import LabelPrediction, check_neighbors, labels_of
+from scforge.eval.statistics import bootstrap_weights, weighted_f1
 
 __all__ = ["CellTypeAnnotation"]
 
@@ -62,17 +64,25 @@ class CellTypeAnnotation(LabelPrediction):
             If labels are left out; once for each set of them.
         """
         from sklearn.metrics import accuracy_score, f1_score
-        from sklearn.model_selection import StratifiedKFold, cross_val_predict
+
+        labels, predicted = self._predicted(embedding, obs)
+        return {
+            "macro_f1": float(f1_score(labels, predicted["knn"], average="macro")),
+            "accuracy": float(accuracy_score(labels, predicted["knn"])),
+        }
+
+    def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame:
+        """Return the figures on bootstrapped cells, each with the label that was predicted for it in its fold."""
+        labels, predicted = self._predicted(embedding, obs)
+        names, codes = np.unique(labels, return_inverse=True)
+        found = np.searchsorted(names, predicted["knn"])
+        weights = bootstrap_weights(len(labels), n, seed=seed)
+        return pd.DataFrame(weighted_f1(codes, found, len(names), weights), columns=list(self.metrics))
+
+    def _models(self) -> dict[str, Any]:
         from sklearn.neighbors import KNeighborsClassifier
 
-        kept, labels = self._labels(obs)
-        cells = check_finite(embedding)[kept]
-        folds = StratifiedKFold(self.n_folds, shuffle=True, random_state=self.seed)
-        predicted = cross_val_predict(KNeighborsClassifier(self.n_neighbors), cells, labels, cv=folds)
-        return {
-            "macro_f1": float(f1_score(labels, predicted, average="macro")),
-            "accuracy": float(accuracy_score(labels, predicted)),
-        }
+        return {"knn": KNeighborsClassifier(self.n_neighbors)}
 
     def _labels(self, obs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of the cells that take part, and their labels; warn of labels that are left out."""

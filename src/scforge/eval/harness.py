@@ -1,68 +1,94 @@
-"""Running benchmarks on embeddings that stand in an AnnData."""
+"""Running benchmarks on what methods made, beside baselines.
+
+Shapes: N cells, D dimensions, R draws.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pandas as pd
+
+from scforge._checks import check_bool, check_seed
 from scforge._constants import UNS_KEY
 from scforge.errors import DataError, OptionError, did_you_mean, listing
-from scforge.eval.base import Benchmark
-from scforge.eval.baselines import pca_embedding
-from scforge.eval.report import Kind, Report, Row
+from scforge.eval.base import BENCHMARKS, Benchmark
+from scforge.eval.embedding_baselines import check_baselines, embedding_baselines
+from scforge.eval.evaluation import Entry, to_evaluation
+from scforge.eval.report import Kind, Measured, Report, Row
+from scforge.eval.statistics import compare_paired, interval
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["evaluate"]
+__all__ = ["compare", "evaluate", "made_of", "write_metrics"]
 
 _BASELINES = (15, 50)
 
 
 def evaluate(
     adata: AnnData,
-    benchmark: Benchmark,
+    benchmarks: Entry | Sequence[Entry],
     obsm_keys: str | Sequence[str] | Mapping[str, Kind],
     *,
     layer: str | None = None,
-    baselines: Sequence[int] = _BASELINES,
+    baselines: Sequence[int | str] = _BASELINES,
+    labels_key: str | None = None,
+    batch_key: str | None = None,
+    groups_key: str | None = None,
+    seeds: Sequence[int] = (0,),
+    intervals: bool = True,
     seconds: Mapping[str, float] | None = None,
     title: str = "Embeddings compared",
     key_added: str | None = "metrics",
 ) -> Report:
-    """Score embeddings in ``adata.obsm`` beside principal components of the same cells.
+    """Score embeddings in ``adata.obsm`` beside baselines on the same cells.
 
     Parameters
     ----------
     adata
         Annotated data with raw counts.
-    benchmark
-        What to score, e.g. :class:`scforge.eval.LabelPrediction`.
+    benchmarks
+        What to score: registered names, ``{name: {option: value}}``, or benchmarks, e.g.
+        :class:`scforge.eval.LabelPrediction`; one or a list.
     obsm_keys
         Key or keys in ``adata.obsm``; as a mapping, with ``"model"``, ``"baseline"`` or ``"untrained"`` for each.
+        Whatever made it: ``X_scVI`` or another model's embedding is a row of the same table.
     layer
         Key in ``adata.layers`` with raw counts, for the baselines; None reads ``adata.X``.
     baselines
-        Numbers of principal components to compare with; at least one. Each is taken with genes scaled to unit
-        variance and without, because either may be the stronger one.
+        What to compare with, at least one: names of :func:`~scforge.eval.embedding_baselines`, and numbers of principal
+        components. Components are taken with genes scaled to unit variance and without, because either may be the
+        stronger one.
+    labels_key, batch_key, groups_key
+        Columns of ``adata.obs`` for benchmarks that are given by name without them.
+    seeds
+        Seeds of benchmarks that have one; figures are means over them.
+    intervals
+        Add 95 % intervals and tests against the best baseline, from resampled cells.
     seconds
         Wall time of an embedding, by key.
     title
         Heading of the report.
     key_added
-        Key in ``adata.uns["scforge"]`` for the scores; None writes nothing.
+        Key in ``adata.uns["scforge"]`` for the figures; None writes nothing.
 
     Returns
     -------
-    The report. Its scores are also written to ``adata.uns["scforge"][key_added]``, by embedding and metric.
+    The report. Its figures (:meth:`Report.to_frame`) are also written to ``adata.uns["scforge"][key_added]``.
 
     Raises
     ------
     DataError
-        If an embedding is not there.
+        If an embedding is not there, or a benchmark cannot score these cells.
+    OptionError
+        If an option, or a combination of them, makes no sense.
     """
-    if not baselines:
-        raise OptionError("baselines=[] leaves nothing to compare with; name at least one number of components.")
+    if not len(baselines):
+        raise OptionError("baselines=[] leaves nothing to compare with; name at least one, or a number of components.")
     obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
     kinds: dict[str, Kind] = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else dict.fromkeys(obsm_keys, "model")
     for key in kinds:
@@ -72,16 +98,214 @@ def evaluate(
                 f"obsm_keys names {key!r}, which is not in adata.obsm{did_you_mean(key, known) or ';'} "
                 f"(adata.obsm has: {listing(known)})"
             )
+    keys = {"labels_key": labels_key, "batch_key": batch_key, "groups_key": groups_key}
+    made = made_of(benchmarks, keys)
+    for benchmark in made.values():
+        if benchmark.subject != "embedding":
+            raise OptionError(
+                f"the benchmark {title_of(benchmark)!r} scores no embedding (its subject is {benchmark.subject!r}); pass "
+                "it to scforge.eval.compare with what it scores."
+            )
+        benchmark.check(adata.obs)
+    check_baselines(adata, baselines, batch_key=batch_key)
+    embeddings = {key: np.asarray(adata.obsm[key]) for key in kinds}
+    of_baselines = embedding_baselines(adata, baselines, batch_key=batch_key, layer=layer, seed=seeds[0])
+    kinds |= dict.fromkeys(of_baselines, "baseline")
     report = Report(title)
-    for key, kind in kinds.items():
-        embedding = adata.obsm[key]
-        scores = benchmark.run(embedding, adata.obs)
-        report.add(Row(key, kind, scores, embedding.shape[1], (seconds or {}).get(key)))
-    for n_comps in baselines:
-        for scale, name in ((False, "PCA"), (True, "PCA of scaled genes")):
-            scores = benchmark.run(pca_embedding(adata, n_comps=n_comps, layer=layer, scale=scale), adata.obs)
-            report.add(Row(f"{name}, {n_comps} components", "baseline", scores, n_comps))
+    for name, benchmark in made.items():
+        _score(
+            report,
+            name if len(made) > 1 else "",
+            benchmark,
+            embeddings | of_baselines,
+            adata.obs,
+            kinds=kinds,
+            seeds=seeds,
+            intervals=intervals,
+            seconds=seconds or {},
+        )
     if key_added is not None:
-        scores_by_name = {row.name: dict(row.scores) for row in report.rows}
-        adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key_added: scores_by_name}
+        write_metrics(adata, report, key_added)
     return report
+
+
+def compare(
+    benchmark: Benchmark,
+    made: Mapping[str, Any],
+    reference: Any,
+    *,
+    kinds: Mapping[str, Kind],
+    seeds: Sequence[int] = (0,),
+    intervals: bool = True,
+    seconds: Mapping[str, float] | None = None,
+    title: str = "Methods compared",
+    name: str = "",
+) -> Report:
+    """Score what methods made with a benchmark of any subject.
+
+    Parameters
+    ----------
+    benchmark
+        The benchmark.
+    made
+        Name of a method to what it made, as :attr:`Benchmark.subject` says.
+    reference
+        What it is scored against.
+    kinds
+        Name of a method to ``"model"``, ``"baseline"``, ``"untrained"`` or ``"ceiling"``.
+    seeds
+        Seeds of a benchmark that has one; figures are means over them.
+    intervals
+        Add 95 % intervals, and tests of the models against the best baseline.
+    seconds
+        Wall time of a method.
+    title
+        Heading of the report.
+    name
+        What the benchmark is called in it.
+
+    Raises
+    ------
+    DataError
+        If the benchmark cannot score this.
+    OptionError
+        If a method has no kind, or there is a model but no baseline.
+    """
+    unknown = [method for method in made if method not in kinds]
+    if unknown:
+        raise OptionError(f"kinds lacks {listing(unknown)}; say for each whether it is a model or a baseline.")
+    benchmark.check(reference)
+    report = Report(title)
+    _score(
+        report,
+        name,
+        benchmark,
+        made,
+        reference,
+        kinds=kinds,
+        seeds=seeds,
+        intervals=intervals,
+        seconds=seconds or {},
+    )
+    report.check()
+    return report
+
+
+def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None]) -> dict[str, Benchmark]:
+    """Make the benchmarks of a list, by names that differ.
+
+    Parameters
+    ----------
+    benchmarks
+        As in :func:`evaluate`.
+    keys
+        ``labels_key``, ``batch_key`` and ``groups_key`` of the data, for those that are not told.
+    """
+    one = isinstance(benchmarks, str | Benchmark | Mapping) or not isinstance(benchmarks, Sequence)
+    entries = [benchmarks] if one else list(benchmarks)
+    if not entries:
+        raise OptionError("benchmarks=[] names no benchmark; name at least one.")
+    found: dict[str, Benchmark] = {}
+    for entry in entries:
+        evaluation = to_evaluation(entry)
+        if not evaluation.held_out:
+            raise OptionError(f"dataset={evaluation.dataset!r} has no use here; pass those cells as adata.")
+        if evaluation.title in found:
+            raise OptionError(f"two benchmarks are called {evaluation.title!r}; give one of them a name.")
+        found[evaluation.title] = evaluation.made(keys)
+    return found
+
+
+def title_of(benchmark: Benchmark) -> str:
+    """Return the registered name of a benchmark, or that of its class."""
+    return BENCHMARKS.name_of(type(benchmark)) or type(benchmark).__name__
+
+
+def write_metrics(adata: AnnData, report: Report, key: str) -> None:
+    """Write the figures of a report into ``adata.uns["scforge"]``."""
+    adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key: report.to_frame()}
+
+
+def _score(
+    report: Report,
+    name: str,
+    benchmark: Benchmark,
+    made: Mapping[str, Any],
+    reference: Any,
+    *,
+    kinds: Mapping[str, Kind],
+    seeds: Sequence[int],
+    intervals: bool,
+    seconds: Mapping[str, float],
+) -> None:
+    """Add the rows of a benchmark to a report."""
+    check_bool("intervals", intervals)
+    if not len(seeds):
+        raise OptionError("seeds=() leaves nothing to run; give at least one seed.")
+    for seed in seeds:
+        check_seed(seed)
+    versions = _versions(benchmark, seeds)
+    scores: dict[str, pd.DataFrame] = {}
+    draws: dict[str, pd.DataFrame | None] = {}
+    for method, one in made.items():
+        scores[method] = pd.DataFrame([version.run(one, reference) for version in versions])
+        draws[method] = None
+        if intervals:
+            draws[method] = versions[0].resampled(one, reference, n=benchmark.n_draws, seed=int(seeds[0]))
+    measured = Measured.by(benchmark)
+    report.measured[name] = measured
+    means = {method: {metric: float(table[metric].mean()) for metric in table} for method, table in scores.items()}
+    best = {metric: _best(metric, means, kinds, measured) for metric in measured.metrics}
+    for method, one in made.items():
+        drawn = draws[method]
+        comparisons = {}
+        if kinds[method] in ("model", "untrained"):
+            comparisons = {
+                metric: compare_paired(
+                    other, means[method][metric], means[other][metric], *_columns(metric, drawn, draws[other])
+                )
+                for metric, other in best.items()
+                if other is not None and metric in means[method]
+            }
+        report.add(
+            Row(
+                method,
+                kinds[method],
+                means[method],
+                one.shape[1] if benchmark.subject == "embedding" else None,
+                seconds.get(method),
+                name,
+                intervals={}
+                if drawn is None
+                else {metric: interval(means[method][metric], drawn[metric].to_numpy()) for metric in drawn},
+                spreads={metric: float(table.std(ddof=1)) for metric, table in scores[method].items()}
+                if len(versions) > 1
+                else {},
+                comparisons=comparisons,
+            )
+        )
+
+
+def _versions(benchmark: Benchmark, seeds: Sequence[int]) -> list[Benchmark]:
+    """Return the benchmark with each seed; itself, where it has none."""
+    if not hasattr(benchmark, "seed"):
+        return [benchmark]
+    versions = []
+    for seed in seeds:
+        version = copy.copy(benchmark)
+        version.seed = int(seed)
+        versions.append(version)
+    return versions
+
+
+def _best(
+    metric: str, means: Mapping[str, Mapping[str, float]], kinds: Mapping[str, Kind], measured: Measured
+) -> str | None:
+    """Return the baseline with the best figure."""
+    values = {method: found.get(metric, np.nan) for method, found in means.items() if kinds[method] == "baseline"}
+    values = {method: value for method, value in values.items() if np.isfinite(value)}
+    return max(values, key=lambda method: measured.sign(metric) * values[method], default=None)
+
+
+def _columns(metric: str, *tables: pd.DataFrame | None) -> list[np.ndarray | None]:
+    return [None if table is None or metric not in table else table[metric].to_numpy() for table in tables]

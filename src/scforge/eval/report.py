@@ -1,44 +1,95 @@
-"""A table of scores that does not print a model without its baselines."""
+"""A table of scores that does not print a model without its baselines, and says in words what it shows."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import pandas as pd
 
 from scforge._io import atomic_write_text
 from scforge.errors import OptionError
+from scforge.eval.statistics import Comparison, holm
 
-__all__ = ["Report", "Row"]
+if TYPE_CHECKING:
+    from scforge.eval.base import Benchmark
 
-Kind = Literal["model", "baseline", "untrained"]
+__all__ = ["Kind", "Measured", "Report", "Row"]
+
+Kind = Literal["model", "baseline", "untrained", "ceiling"]
+
+_ALPHA = 0.05
 
 
 @dataclass(frozen=True)
 class Row:
-    """The scores of one embedding.
+    """The scores of one method in one benchmark.
 
     Attributes
     ----------
     name
-        What the embedding is.
+        What the method is.
     kind
-        ``"model"``, ``"baseline"`` or ``"untrained"`` (the same network with random weights).
+        ``"model"``, ``"baseline"``, ``"untrained"`` (the same network with random weights) or ``"ceiling"`` (as good as
+        the data allow, e.g. a second experiment).
     scores
         Metric to figure.
     n_dims
-        Dimensions of the embedding.
+        Dimensions of an embedding; None for what has none.
     seconds
         Wall time of making it, where it was measured.
+    benchmark
+        What was scored; a report on one thing may leave it empty.
+    intervals
+        Metric to its 95 % interval.
+    spreads
+        Metric to its standard deviation over seeds.
+    comparisons
+        Metric to the comparison with the best baseline; for models.
     """
 
     name: str
     kind: Kind
     scores: dict[str, float]
-    n_dims: int
+    n_dims: int | None = None
     seconds: float | None = None
+    benchmark: str = ""
+    intervals: dict[str, tuple[float, float]] = field(default_factory=dict)
+    spreads: dict[str, float] = field(default_factory=dict)
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a reader has to know of the figures of a benchmark.
+
+    Attributes
+    ----------
+    metrics
+        Their names, in order.
+    main
+        The one that counts most.
+    lower_is_better
+        Those in which less is better.
+    """
+
+    metrics: tuple[str, ...]
+    main: str
+    lower_is_better: frozenset[str] = frozenset()
+
+    @classmethod
+    def by(cls, benchmark: Benchmark) -> Measured:
+        """Describe the figures of a benchmark."""
+        return cls(tuple(benchmark.metrics), benchmark.main, frozenset(benchmark.lower_is_better))
+
+    def sign(self, metric: str) -> float:
+        """Return 1 where more is better, else -1."""
+        return -1.0 if metric in self.lower_is_better else 1.0
 
 
 @dataclass
@@ -53,53 +104,187 @@ class Report:
         Name to value: data set, folds, losses, whatever belongs to the scores.
     notes
         Sentences below the table.
+    rows
+        The scores.
+    measured
+        Benchmark to what its figures are. For one that is not here, more is better and the first figure counts most.
     """
 
     title: str
     facts: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     rows: list[Row] = field(default_factory=list)
+    measured: dict[str, Measured] = field(default_factory=dict)
 
     def add(self, row: Row) -> None:
         """Add a row."""
         self.rows.append(row)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-safe values.
+    @property
+    def benchmarks(self) -> list[str]:
+        """Names of the benchmarks, in the order of their rows."""
+        return list(dict.fromkeys(row.benchmark for row in self.rows))
+
+    def of(self, benchmark: str) -> list[Row]:
+        """Return the rows of a benchmark."""
+        return [row for row in self.rows if row.benchmark == benchmark]
+
+    def about(self, benchmark: str) -> Measured:
+        """Return what the figures of a benchmark are."""
+        if benchmark in self.measured:
+            return self.measured[benchmark]
+        metrics = tuple(dict.fromkeys(name for row in self.of(benchmark) for name in row.scores))
+        return Measured(metrics, metrics[0])
+
+    def check(self) -> None:
+        """Raise if there is a model without a baseline beside it.
+
+        Raises
+        ------
+        OptionError
+            If a benchmark has a row of a model, but none of a baseline.
+        """
+        for benchmark in self.benchmarks:
+            kinds = {row.kind for row in self.of(benchmark)}
+            if "model" in kinds and "baseline" not in kinds:
+                where = f" of {benchmark}" if benchmark else ""
+                raise OptionError(
+                    f"the report{where} has a model but no baseline; add one, e.g. scforge.eval.pca_embedding."
+                )
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return one line a figure.
+
+        Returns
+        -------
+        The columns ``benchmark``, ``method``, ``kind``, ``metric``, ``value``, ``low`` and ``high`` (95 % interval),
+        ``sd_seeds``, and for models ``best_baseline``, ``difference``, ``difference_low``, ``difference_high`` and
+        ``p_value`` of the comparison with it; NaN and empty texts where there is nothing.
 
         Raises
         ------
         OptionError
             If there is a model but no baseline.
         """
-        kinds = {row.kind for row in self.rows}
-        if "model" in kinds and "baseline" not in kinds:
-            raise OptionError("the report has a model but no baseline; add one, e.g. scforge.eval.pca_embedding.")
-        return {"title": self.title, "facts": self.facts, "rows": [vars(row) for row in self.rows], "notes": self.notes}
+        self.check()
+        nothing = float("nan")
+        lines = []
+        for row in self.rows:
+            for metric, value in row.scores.items():
+                low, high = row.intervals.get(metric, (nothing, nothing))
+                compared = row.comparisons.get(metric, Comparison("", nothing, nothing, nothing, nothing))
+                lines.append(
+                    {
+                        "benchmark": row.benchmark,
+                        "method": row.name,
+                        "kind": row.kind,
+                        "metric": metric,
+                        "value": float(value),
+                        "low": low,
+                        "high": high,
+                        "sd_seeds": row.spreads.get(metric, nothing),
+                        "best_baseline": compared.baseline,
+                        "difference": compared.difference,
+                        "difference_low": compared.low,
+                        "difference_high": compared.high,
+                        "p_value": compared.p_value,
+                    }
+                )
+        return pd.DataFrame(lines)
+
+    def to_table(self, benchmark: str | None = None) -> pd.DataFrame:
+        """Return one row a method, and one column a figure of a benchmark; of the first, if None is named."""
+        self.check()
+        rows = self.of(self.benchmarks[0] if benchmark is None else benchmark)
+        return pd.DataFrame({row.name: row.scores for row in rows}).T
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON-safe values; what is not a number is None.
+
+        Raises
+        ------
+        OptionError
+            If there is a model but no baseline.
+        """
+        self.check()
+        return _plain(
+            {
+                "title": self.title,
+                "facts": self.facts,
+                "rows": [asdict(row) for row in self.rows],
+                "verdicts": self.verdicts(),
+                "notes": self.notes,
+            }
+        )
+
+    def verdicts(self) -> list[str]:
+        """Return a sentence for each model and benchmark: is it better than the best baseline?
+
+        A difference counts where its p-value, corrected for the number of sentences (Holm 1979), is below 0.05.
+        """
+        told = [
+            (row, benchmark, row.comparisons[self.about(benchmark).main])
+            for benchmark in self.benchmarks
+            for row in self.of(benchmark)
+            if self.about(benchmark).main in row.comparisons and row.kind == "model"
+        ]
+        p_values = holm([compared.p_value for _, _, compared in told])
+        return [
+            _sentence(row, self.about(benchmark), compared, float(p))
+            for (row, benchmark, compared), p in zip(told, p_values, strict=True)
+        ]
 
     def to_markdown(self) -> str:
         """Return the report as Markdown; the best figure of each metric is bold."""
-        content = self.to_dict()
-        metrics = list(dict.fromkeys(name for row in self.rows for name in row.scores))
-        best = {metric: max(row.scores.get(metric, float("-inf")) for row in self.rows) for metric in metrics}
-        lines = [f"# {self.title}", ""]
-        lines += [f"- {name}: {value}" for name, value in content["facts"].items()]
-        header = ["embedding", "kind", "dimensions", *metrics, "seconds"]
-        lines += ["", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
-        for row in self.rows:
-            figures = [_figure(row.scores.get(metric), best[metric]) for metric in metrics]
-            seconds = "" if row.seconds is None else f"{row.seconds:.0f}"
-            lines.append(f"| {' | '.join([row.name, row.kind, str(row.n_dims), *figures, seconds])} |")
-        lines += ["", *self.notes]
-        return "\n".join(lines).rstrip() + "\n"
+        from scforge.eval.rendering import to_markdown
+
+        self.check()
+        return to_markdown(self)
+
+    def to_html(self) -> str:
+        """Return the report as one page of HTML, with plots in it."""
+        from scforge.eval.rendering import to_html
+
+        self.check()
+        return to_html(self)
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``report.md`` and ``report.json`` into `folder`."""
-        atomic_write_text(Path(folder) / "report.json", json.dumps(self.to_dict(), indent=2) + "\n")
-        atomic_write_text(Path(folder) / "report.md", self.to_markdown())
+        """Write ``report.md``, ``report.html``, ``report.json`` and ``report.csv`` into `folder`."""
+        self.check()
+        place = Path(folder)
+        atomic_write_text(place / "report.json", json.dumps(self.to_dict(), indent=2) + "\n")
+        atomic_write_text(place / "report.csv", self.to_frame().to_csv(index=False))
+        atomic_write_text(place / "report.html", self.to_html())
+        atomic_write_text(place / "report.md", self.to_markdown())
 
 
-def _figure(value: float | None, best: float) -> str:
-    if value is None:
-        return ""
-    return f"**{value:.3f}**" if value == best else f"{value:.3f}"
+def _sentence(row: Row, about: Measured, compared: Comparison, p_value: float) -> str:
+    gain = about.sign(about.main) * compared.difference
+    value = row.scores[about.main]
+    where = f" of {row.benchmark}" if row.benchmark else ""
+    figures = f"{about.main}{where}: {value:.3f} against {value - compared.difference:.3f}"
+    if math.isnan(compared.difference):
+        return f"{row.name} has no {about.main}{where} to compare with {compared.baseline}."
+    if math.isnan(p_value):
+        word = "above" if gain > 0 else "not above"
+        if about.main in about.lower_is_better:
+            word = "below (less is better)" if gain > 0 else "not below (less is better)"
+        return f"{row.name} is {word} {compared.baseline} in {figures}, without a test."
+    word = "not better than"
+    if p_value < _ALPHA:
+        word = "better than" if gain > 0 else "worse than"
+    return (
+        f"{row.name} is {word} {compared.baseline} in {figures} (difference {compared.difference:+.3f}, "
+        f"95 % interval {compared.low:+.3f} to {compared.high:+.3f}, p = {p_value:.2g})."
+    )
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can hold."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
