@@ -103,8 +103,8 @@ def evaluate(
     for benchmark in made.values():
         if benchmark.subject != "embedding":
             raise OptionError(
-                f"the benchmark {title_of(benchmark)!r} scores no embedding (its subject is {benchmark.subject!r}); pass "
-                "it to scforge.eval.compare with what it scores."
+                f"the benchmark {title_of(benchmark)!r} scores no embedding (its subject is {benchmark.subject!r}); "
+                "pass it to scforge.eval.compare with what it scores."
             )
         benchmark.check(adata.obs)
     check_baselines(adata, baselines, batch_key=batch_key)

@@ -5,14 +5,18 @@ Shapes: N cells, D dimensions.
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
 from scforge._checks import check_count, check_seed
 from scforge.errors import DataError, OptionError
 from scforge.eval.base import Benchmark, check_column, register_benchmark
+from scforge.eval.statistics import bootstrap_weights, weighted_f1
 
-__all__ = ["LabelPrediction", "check_finite", "check_folds", "check_neighbors", "labels_of"]
+__all__ = ["LabelPrediction", "check_embedding", "check_finite", "check_folds", "check_neighbors", "labels_of"]
 
 
 @register_benchmark("label_prediction")
@@ -43,6 +47,8 @@ class LabelPrediction(Benchmark):
     """
 
     metrics = ("knn_macro_f1", "logreg_macro_f1")
+    n_draws = 1_000
+    _last: tuple[bytes, dict[str, np.ndarray]] | None = None
 
     def __init__(self, labels_key: str, n_folds: int = 5, n_neighbors: int = 15, seed: int = 0) -> None:
         check_folds(n_folds, n_neighbors)
@@ -59,23 +65,45 @@ class LabelPrediction(Benchmark):
         DataError
             If the column is missing, or a label has fewer cells than there are folds.
         """
-        from sklearn.linear_model import LogisticRegression
         from sklearn.metrics import f1_score
+
+        labels, predicted = self._predicted(embedding, obs)
+        return {name: float(f1_score(labels, found, average="macro")) for name, found in predicted.items()}
+
+    def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame:
+        """Return the figures on bootstrapped cells, each with the label that was predicted for it in its fold."""
+        labels, predicted = self._predicted(embedding, obs)
+        names, codes = np.unique(labels, return_inverse=True)
+        weights = bootstrap_weights(len(labels), n, seed=seed)
+        draws = {
+            name: weighted_f1(codes, np.searchsorted(names, found), len(names), weights)[:, 0]
+            for name, found in predicted.items()
+        }
+        return pd.DataFrame(draws)
+
+    def _predicted(self, embedding: np.ndarray, obs: pd.DataFrame) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """Return the labels, and those that each model predicts for cells that it did not see; the last are kept."""
         from sklearn.model_selection import StratifiedKFold, cross_val_predict
+
+        kept, labels = self._labels(obs)
+        cells = check_embedding(embedding, len(obs))[kept]
+        asked = hashlib.blake2b(repr((cells.shape, self.seed, labels.tolist())).encode())
+        asked.update(np.ascontiguousarray(cells).tobytes())
+        if self._last is None or self._last[0] != asked.digest():
+            folds = StratifiedKFold(self.n_folds, shuffle=True, random_state=self.seed)
+            found = {name: cross_val_predict(model, cells, labels, cv=folds) for name, model in self._models().items()}
+            self._last = asked.digest(), found
+        return labels, self._last[1]
+
+    def _models(self) -> dict[str, Any]:
+        from sklearn.linear_model import LogisticRegression
         from sklearn.neighbors import KNeighborsClassifier
         from sklearn.pipeline import make_pipeline
         from sklearn.preprocessing import StandardScaler
 
-        kept, labels = self._labels(obs)
-        cells = check_finite(embedding)[kept]
-        folds = StratifiedKFold(self.n_folds, shuffle=True, random_state=self.seed)
-        models = {
+        return {
             "knn_macro_f1": KNeighborsClassifier(self.n_neighbors),
             "logreg_macro_f1": make_pipeline(StandardScaler(), LogisticRegression(max_iter=2_000)),
-        }
-        return {
-            name: float(f1_score(labels, cross_val_predict(model, cells, labels, cv=folds), average="macro"))
-            for name, model in models.items()
         }
 
     def check(self, obs: pd.DataFrame) -> None:
@@ -119,6 +147,17 @@ def check_finite(embedding: np.ndarray) -> np.ndarray:
     if not np.isfinite(embedding).all():
         raise DataError("the embedding holds values that are not numbers; it cannot be evaluated.")
     return embedding
+
+
+def check_embedding(embedding: np.ndarray, n_cells: int) -> np.ndarray:
+    """Return an embedding of so many cells as floats, shape (N, D), or raise :class:`~scforge.errors.DataError`."""
+    embedding = check_finite(embedding)
+    if embedding.ndim != 2 or embedding.shape[0] != n_cells or embedding.shape[1] == 0:
+        raise DataError(
+            f"the embedding has the shape {embedding.shape}, but there are {n_cells} cells; give one row for each, in "
+            "the order of obs."
+        )
+    return embedding if embedding.dtype in (np.float32, np.float64) else embedding.astype(np.float32)
 
 
 def labels_of(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> tuple[np.ndarray, np.ndarray]:

@@ -218,7 +218,7 @@ class Report:
         )
 
     def verdicts(self) -> list[str]:
-        """Return a sentence for each model and benchmark: is it better than the best baseline?
+        """Return a sentence for each model and benchmark, on whether it is better than the best baseline.
 
         A difference counts where its p-value, corrected for the number of sentences (Holm 1979), is below 0.05.
         """

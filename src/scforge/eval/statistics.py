@@ -83,8 +83,8 @@ def compare_paired(
 ) -> Comparison:
     """Compare two methods on the same draws of the data.
 
-    The test is Student's t of the difference over its standard deviation between draws, which estimates the error of the
-    difference on all data: so it does for the bootstrap, and for halves drawn without replacement.
+    The test is Student's t of the difference over its standard deviation between draws, which estimates the error of
+    the difference on all data, for the bootstrap as for halves drawn without replacement.
 
     Parameters
     ----------
