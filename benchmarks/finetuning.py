@@ -51,19 +51,21 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def with_split(adata: anndata.AnnData, labels: str, groups: str | None, seed: int) -> anndata.AnnData:
-    """Mark cells as training, validation and test."""
-    split = split_for(
-        adata.n_obs,
-        validation_size=0.1,
-        test_size=0.2 if groups is None else 0.25,
-        seed=seed,
-        usable=np.asarray(adata.obs[labels].notna()),
-        strata=adata.obs[labels],
-        groups=None if groups is None else adata.obs[groups],
-    )
+    """Mark cells as training, validation and test; of eight donors other two are tested with each seed."""
+    usable = np.asarray(adata.obs[labels].notna())
     part = np.full(adata.n_obs, None, dtype=object)
-    for name in ("train", "validation", "test"):
-        part[getattr(split, name)] = name
+    if groups is None:
+        split = split_for(
+            adata.n_obs, validation_size=0.1, test_size=0.2, seed=seed, usable=usable, strata=adata.obs[labels]
+        )
+        for name in ("train", "validation", "test"):
+            part[getattr(split, name)] = name
+    else:
+        donors = np.random.default_rng(seed).permutation(adata.obs[groups].unique().astype(str))
+        of_cells = adata.obs[groups].astype(str)
+        part[usable] = "train"
+        part[usable & np.isin(of_cells, donors[:2])] = "test"
+        part[usable & np.isin(of_cells, donors[2:3])] = "validation"
     adata.obs["part"] = pd.Categorical(part)
     return adata
 

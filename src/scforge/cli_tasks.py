@@ -9,6 +9,8 @@ from scforge.errors import OptionError
 
 __all__ = ["add_evaluate", "add_finetune", "add_predict"]
 
+_OF_TASKS = ("trained_on", "base_model")
+_OF_EMBEDDINGS = ("obsm_keys", "labels_key", "batch_key", "groups_key", "seeds", "intervals", "untrained")
 _FLAGS = {
     "--base-model": "finetune.base_model",
     "--data": "data.paths",
@@ -81,12 +83,22 @@ def _options(overrides: list[str], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from scforge.estimators.predicting import evaluate_to
+    from scforge.estimators.evaluating_files import evaluate_to
+    from scforge.eval.report import Report
 
-    names = ("baselines", "trained_on", "base_model", "batch_size", "device", "seed", "overwrite")
+    if (arguments.source is None) == (arguments.data is None):
+        raise OptionError("name the cells once: as FILE, or with --data FILE.")
+    names = (*("benchmarks", "batch_size", "device", "seed", "overwrite"), *_OF_TASKS, *_OF_EMBEDDINGS)
     options = {name: getattr(arguments, name) for name in names}
-    found = evaluate_to(arguments.model, arguments.source, arguments.output, **options)
-    print(found.round(4).to_string())
+    against = [int(name) if name.isdigit() else name for name in arguments.against or ()]
+    if against and not arguments.baselines:
+        raise OptionError("--against names baselines and --no-baselines asks for none; give one of them.")
+    source = arguments.data if arguments.source is None else arguments.source
+    found = evaluate_to(arguments.model, source, arguments.output, baselines=against or arguments.baselines, **options)
+    if not isinstance(found, Report):
+        print(found.round(4).to_string())
+        return
+    print(found.to_markdown())
 
 
 def add_finetune(command: argparse.ArgumentParser) -> None:
@@ -143,9 +155,31 @@ def add_predict(command: argparse.ArgumentParser) -> None:
 
 def add_evaluate(command: argparse.ArgumentParser) -> None:
     """Add the flags of ``scforge evaluate``."""
-    command.add_argument("source", metavar="FILE", help="cells with the answer: h5ad file or store")
-    command.add_argument("-m", "--model", required=True, metavar="DIR", help="folder of a fine-tuned model")
-    command.add_argument("-o", "--output", metavar="FILE", help="also write the figures: out.csv")
+    command.add_argument("source", nargs="?", metavar="FILE", help="cells: an h5ad file, or a data set, e.g. pbmc3k")
+    command.add_argument("--data", metavar="FILE", help="the same")
+    command.add_argument(
+        "-m", "--model", required=True, action="append", metavar="DIR", help="folder of a model; again for another row"
+    )
+    command.add_argument("-o", "--output", metavar="PLACE", help="write the figures (out.csv) or a report (a folder)")
+    command.add_argument(
+        "--benchmarks",
+        nargs="+",
+        metavar="NAME",
+        help="score the embedding by these (default: a fine-tuned model by its task, others by cell_type_probe, scib "
+        "and geometry)",
+    )
+    command.add_argument("--against", nargs="+", metavar="NAME", help="baselines of embeddings, e.g. pca harmony scvi")
+    command.add_argument("--obsm-keys", nargs="+", default=(), metavar="KEY", help="embeddings in FILE, each a row")
+    command.add_argument("--labels-key", metavar="COLUMN", help="column of obs with the cell types")
+    command.add_argument("--batch-key", metavar="COLUMN", help="column of obs with the batches")
+    command.add_argument("--groups-key", metavar="COLUMN", help="column of obs with donors, which folds hold out whole")
+    command.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of folds (%(default)s)")
+    command.add_argument(
+        "--intervals", action=argparse.BooleanOptionalAction, default=True, help="intervals and tests of embeddings"
+    )
+    command.add_argument(
+        "--untrained", action=argparse.BooleanOptionalAction, default=True, help="a row of random weights"
+    )
     command.add_argument(
         "--baselines", action=argparse.BooleanOptionalAction, default=True, help="beside the model, where possible"
     )

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import anndata as ad
@@ -9,8 +11,9 @@ import pandas as pd
 import pytest
 
 from scforge.errors import DataError, OptionError
-from scforge.eval import Benchmark, LabelPrediction, Report, evaluate
-from scforge.eval.report import Row
+from scforge.eval import Benchmark, LabelPrediction, Report, compare, evaluate
+from scforge.eval.report import Measured, Row
+from scforge.eval.statistics import Comparison
 
 
 @pytest.fixture
@@ -36,11 +39,11 @@ def test_models_stand_beside_baselines(embedded: ad.AnnData, tmp_path: Path) -> 
     assert report.rows[0].scores["knn_macro_f1"] == 1.0
     assert report.rows[1].scores["knn_macro_f1"] < 0.8
     metrics = embedded.uns["scforge"]["metrics"]
-    assert set(metrics) == {row.name for row in report.rows}
-    assert metrics["X_noise"] == report.rows[1].scores
+    assert set(metrics["method"]) == {row.name for row in report.rows}
     embedded.write_h5ad(tmp_path / "cells.h5ad")
     again = ad.read_h5ad(tmp_path / "cells.h5ad").uns["scforge"]["metrics"]
-    assert float(again["X_good"]["knn_macro_f1"]) == 1.0
+    assert again.query("method == 'X_good' and metric == 'knn_macro_f1'")["value"].tolist() == [1.0]
+    pd.testing.assert_frame_equal(again, metrics, check_index_type=False, check_dtype=False)
 
 
 def test_what_stands_in_uns_is_kept(embedded: ad.AnnData) -> None:
@@ -59,10 +62,11 @@ def test_the_benchmark_sees_embedding_and_obs_alone(embedded: ad.AnnData) -> Non
 
         def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
             seen.append((embedding.shape, list(obs.index) == list(embedded.obs_names)))
+            assert len(embedding) == len(obs)
             return {"size": float(embedding.size)}
 
     report = evaluate(embedded, Spy(), ["X_noise"], baselines=(2,))
-    assert seen == [((60, 4), True), ((60, 2), True), ((60, 2), True)]
+    assert [one for one in seen if one[0][0] == 60] == [((60, 4), True), ((60, 2), True), ((60, 2), True)]
     assert [row.scores for row in report.rows] == [{"size": 240.0}, {"size": 120.0}, {"size": 120.0}]
 
 
@@ -78,6 +82,64 @@ def test_mistakes(embedded: ad.AnnData) -> None:
         evaluate(embedded, LabelPrediction("group"), ["X_good"], baselines=())
 
 
+def test_several_benchmarks_and_seeds(embedded: ad.AnnData) -> None:
+    embedded.obs["batch"] = np.tile(["x", "y"], 30)
+    entries = ["label_prediction", {"batch_integration": {"n_neighbors": 20}}]
+    keys = {"labels_key": "group", "batch_key": "batch"}
+    kinds = {"X_good": "model", "X_noise": "model"}
+    report = evaluate(embedded, entries, kinds, baselines=(3,), seeds=(0, 1, 2), **keys)
+    assert report.benchmarks == ["label_prediction", "batch_integration"]
+    assert [row.name for row in report.of("batch_integration")][:2] == ["X_good", "X_noise"]
+    noise = report.of("label_prediction")[1]
+    alone = [LabelPrediction("group", seed=seed).run(embedded.obsm["X_noise"], embedded.obs) for seed in (0, 1, 2)]
+    assert noise.scores["knn_macro_f1"] == pytest.approx(np.mean([one["knn_macro_f1"] for one in alone]))
+    assert noise.spreads["knn_macro_f1"] == pytest.approx(np.std([one["knn_macro_f1"] for one in alone], ddof=1))
+    low, high = noise.intervals["knn_macro_f1"]
+    assert low < noise.scores["knn_macro_f1"] < high
+    assert noise.comparisons["knn_macro_f1"].baseline.startswith("PCA")
+    good = report.of("label_prediction")[0]
+    assert "X_good is better than" in report.verdicts()[0] or good.scores["knn_macro_f1"] == 1.0
+    assert not report.of("batch_integration")[0].spreads  # it has no seed
+
+
+def test_replicates_are_one_row(embedded: ad.AnnData) -> None:
+    kinds = {"X_good": "model", "X_noise": "model"}
+    report = evaluate(
+        embedded, LabelPrediction("group"), kinds, baselines=(3,), replicates={"X": ["X_good", "X_noise"]}
+    )
+    names = [row.name for row in report.rows]
+    assert "X" in names
+    assert "X_good" not in names
+    row = report.rows[names.index("X")]
+    alone = [LabelPrediction("group").run(embedded.obsm[key], embedded.obs)["knn_macro_f1"] for key in kinds]
+    assert row.scores["knn_macro_f1"] == pytest.approx(np.mean(alone))
+    assert row.spreads["knn_macro_f1"] == pytest.approx(np.std(alone, ddof=1))
+
+
+def test_other_subjects() -> None:
+    class Distance(Benchmark):
+        subject = "ranking"
+        metrics = ("near", "far")
+        lower_is_better = frozenset({"far"})
+
+        def run(self, made: np.ndarray, reference: np.ndarray) -> dict[str, float]:
+            away = float(np.abs(made - reference).mean())
+            return {"near": -away, "far": away}
+
+    made = {"mine": np.array([[1, 2]]), "worst": np.array([[9, 9]]), "random": np.array([[2, 3]])}
+    kinds = {"mine": "model", "worst": "baseline", "random": "baseline"}
+    report = compare(Distance(), made, np.array([[1, 2]]), kinds=kinds)
+    assert {metric: one.baseline for metric, one in report.rows[0].comparisons.items()} == {
+        "near": "random",
+        "far": "random",
+    }
+    assert report.verdicts() == ["mine is above random in near: -0.000 against -1.000, without a test."]
+    with pytest.raises(OptionError, match="kinds lacks 'random'"):
+        compare(Distance(), made, np.array([[1, 2]]), kinds={"mine": "model", "worst": "baseline"})
+    with pytest.raises(OptionError, match="has a model but no baseline"):
+        compare(Distance(), {"mine": made["mine"]}, np.array([[1, 2]]), kinds=kinds)
+
+
 def test_one_key_as_text(embedded: ad.AnnData) -> None:
     report = evaluate(embedded, LabelPrediction("group"), "X_good", baselines=(2,))
     assert report.rows[0].name == "X_good"
@@ -91,10 +153,21 @@ def report() -> Report:
     return Report("Title", facts={"data": "60 cells"}, notes=["A note."], rows=rows)
 
 
+def compared(p_value: float, difference: float = 0.1, lower: frozenset[str] = frozenset()) -> Report:
+    """A model against a baseline, with draws behind it."""
+    beside = {"f1": Comparison("PCA", difference, difference - 0.05, difference + 0.05, p_value)}
+    rows = [
+        Row("mine", "model", {"f1": 0.8 + difference}, intervals={"f1": (0.85, 0.95)}, comparisons=beside),
+        Row("PCA", "baseline", {"f1": 0.8}, intervals={"f1": (0.7, 0.9)}),
+        Row("again", "ceiling", {"f1": 1.0}),
+    ]
+    return Report("Title", rows=rows, measured={"": Measured(("f1",), "f1", lower)})
+
+
 def test_markdown() -> None:
     assert report().to_markdown() == (
         "# Title\n\n- data: 60 cells\n\n"
-        "| embedding | kind | dimensions | f1 | accuracy | seconds |\n"
+        "| method | kind | dimensions | f1 | accuracy | seconds |\n"
         "|---|---|---|---|---|---|\n"
         "| X_scforge | model | 32 | **0.900** | 0.500 | 42 |\n"
         "| PCA | baseline | 50 | 0.800 | **0.750** |  |\n\n"
@@ -102,24 +175,82 @@ def test_markdown() -> None:
     )
 
 
+def test_markdown_with_intervals() -> None:
+    text = compared(0.01).to_markdown()
+    assert "| method | kind | f1 | 95 % interval |" in text
+    assert "| mine | model | **0.900** | 0.850 to 0.950 |" in text
+    assert "| again | ceiling | 1.000 |  |" in text  # a ceiling is not the best method
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (compared(0.01), "mine is better than PCA in f1: 0.900 against 0.800 (difference +0.100"),
+        (compared(0.2), "mine is not better than PCA in f1"),
+        (compared(0.01, -0.1), "mine is worse than PCA in f1: 0.700 against 0.800"),
+        (compared(0.01, -0.1, frozenset({"f1"})), "mine is better than PCA in f1: 0.700 against 0.800"),
+        (compared(0.01, 0.1, frozenset({"f1"})), "mine is worse than PCA"),
+        (compared(math.nan), "mine is above PCA in f1: 0.900 against 0.800, without a test."),
+        (compared(math.nan, 0.0), "mine is not above PCA"),
+        (compared(math.nan, -0.1, frozenset({"f1"})), "mine is below (less is better) PCA"),
+    ],
+)
+def test_verdicts(made: Report, words: str) -> None:
+    (sentence,) = made.verdicts()
+    assert sentence.startswith(words)
+    assert sentence in made.to_markdown()
+
+
+def test_verdicts_are_corrected_for_their_number() -> None:
+    many = compared(0.03)
+    assert "is better" in many.verdicts()[0]
+    many.rows += [replace(many.rows[0], name="other")]
+    assert ["is not better" in one for one in many.verdicts()] == [True, True]
+
+
+def test_a_page_of_html(tmp_path: Path) -> None:
+    made = compared(0.01)
+    made.facts["data"] = "<b>60 cells</b>"
+    page = made.to_html()
+    assert "&lt;b&gt;60 cells&lt;/b&gt;" in page
+    assert "<td class=best>0.900</td>" in page
+    assert made.verdicts()[0] in page
+    assert page.count("data:image/png;base64,") == 1
+
+
+def test_a_frame_with_a_line_a_figure() -> None:
+    frame = compared(0.01).to_frame()
+    assert frame["method"].tolist() == ["mine", "PCA", "again"]
+    mine = frame.iloc[0]
+    assert (mine["best_baseline"], mine["difference"], mine["p_value"]) == ("PCA", 0.1, 0.01)
+    assert (mine["low"], mine["high"]) == (0.85, 0.95)
+    assert frame["p_value"].isna().tolist() == [False, True, True]
+
+
 def test_a_model_without_a_baseline_is_not_shown(tmp_path: Path) -> None:
     alone = Report("Title", rows=report().rows[:1])
-    for show in (alone.to_markdown, alone.to_dict, lambda: alone.write(tmp_path)):
+    for show in (alone.to_markdown, alone.to_html, alone.to_dict, alone.to_frame, lambda: alone.write(tmp_path)):
         with pytest.raises(OptionError, match="has a model but no baseline"):
             show()
     assert not list(tmp_path.iterdir())
     assert "| PCA |" in Report("Title", rows=report().rows[1:]).to_markdown()
+    elsewhere = Report("Title", rows=[replace(report().rows[0], benchmark="probe"), report().rows[1]])
+    with pytest.raises(OptionError, match="the report of probe has a model but no baseline"):
+        elsewhere.to_markdown()
 
 
 def test_written(tmp_path: Path) -> None:
     report().write(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"report.md", "report.html", "report.json", "report.csv"}
     assert (tmp_path / "report.md").read_text() == report().to_markdown()
     content = json.loads((tmp_path / "report.json").read_text())
-    assert content["rows"][0] == {
-        "name": "X_scforge",
-        "kind": "model",
-        "scores": {"f1": 0.9, "accuracy": 0.5},
-        "n_dims": 32,
-        "seconds": 41.6,
-    }
+    assert content["rows"][0].items() >= {"name": "X_scforge", "n_dims": 32, "seconds": 41.6}.items()
     assert content == report().to_dict()
+    columns = ["method", "metric", "value"]
+    pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "report.csv")[columns], report().to_frame()[columns])
+
+
+def test_what_is_not_a_number_is_nothing_in_json(tmp_path: Path) -> None:
+    compared(math.nan).write(tmp_path)
+    content = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    assert content["rows"][0]["comparisons"]["f1"]["p_value"] is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError, ScforgeWarning
 from scforge.estimators.adapter_files import AdapterMethods
+from scforge.estimators.evaluating import evaluate_embeddings
 from scforge.estimators.finetuning_run import finetune
 from scforge.finetuning.base import Task
 from scforge.finetuning.context import EvaluationContext, Predictor
@@ -30,10 +31,16 @@ from scforge.training.strategies import is_sharded
 
 if TYPE_CHECKING:
     from scforge.estimators.encoder import Encoder
+    from scforge.eval.evaluation import Entry
+    from scforge.eval.report import Report
     from scforge.training.datamodule import CellDataModule
 
 __all__ = ["TaskMethods"]
 
+_NAME = "scforge"
+_OF_EMBEDDINGS = [
+    *("labels_key", "batch_key", "groups_key", "seeds", "intervals", "untrained", "obsm_keys", "title"),
+]
 _LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
 
 
@@ -170,21 +177,31 @@ class TaskMethods(AdapterMethods):
         self: Any,
         adata: AnnData | Cells | str | os.PathLike[str] | None = None,
         *,
-        baselines: bool = True,
+        benchmarks: Entry | Sequence[Entry] | None = None,
+        baselines: bool | Sequence[int | str] = True,
         base: Encoder | None = None,
         key_added: str = "metrics",
         batch_size: int = 256,
         seed: int = 0,
-    ) -> pd.DataFrame:
-        """Score the predictions of a fine-tuned model, beside baselines that learned from the same cells.
+        **options: Any,
+    ) -> pd.DataFrame | Report:
+        """Score the model beside baselines: the predictions of a fine-tuned one, or the embedding.
+
+        Without `benchmarks` a fine-tuned model is scored by its task, beside baselines that learned from the same
+        cells. With them, and of a model without a task, the embedding is scored, beside those of baselines on the same
+        cells (:func:`~scforge.estimators.evaluate_embeddings`).
 
         Parameters
         ----------
         adata
-            Cells with the answer; None for those that the fine-tuning held out (``test_size``). Of the cells of the
-            fine-tuning only these are scored, also where the cells are given.
+            Cells with the answer; None for those of the training, of a fine-tuned model those that the fine-tuning held
+            out (``test_size``). Of the cells of the fine-tuning only these are scored, also where the cells are given.
+        benchmarks
+            Names (:func:`scforge.eval.list_benchmarks`), ``{name: {option: value}}`` or benchmarks that score the
+            embedding. None scores the task; where there is none, ``cell_type_probe``, ``scib`` and ``geometry``.
         baselines
-            Compute baselines; they need the cells of the fine-tuning.
+            Compute baselines; those of a task need the cells of the fine-tuning. For embeddings they may be named, e.g.
+            ``["pca", "scvi"]``.
         base
             The model before fine-tuning, for the baseline of its frozen embedding; None takes the one that
             :meth:`finetune` was called on, where that is in memory.
@@ -193,17 +210,36 @@ class TaskMethods(AdapterMethods):
         batch_size
             Cells a batch.
         seed
-            Seed of what is random in baselines.
+            Seed of what is random in baselines of a task.
+        **options
+            For embeddings: ``labels_key``, ``batch_key``, ``groups_key``, ``seeds``, ``intervals``, ``untrained``,
+            ``obsm_keys`` and ``title``.
 
         Returns
         -------
-        One row a method, ``"scforge"`` first, one column a figure.
+        For a task one row a method, ``"scforge"`` first, one column a figure. For embeddings the
+        :class:`~scforge.eval.Report`.
 
         Raises
         ------
         OptionError
-            If the model was not fine-tuned, or there are no held-out cells.
+            If there are no held-out cells, or an option is unknown.
         """
+        if benchmarks is not None or self.spec.tuning is None:
+            check_options("option of evaluate", "the embedding", options, _OF_EMBEDDINGS)
+            source = self._source(adata)
+            if not isinstance(source, AnnData):
+                raise OptionError("adata must be an AnnData where an embedding is scored; read the cells first.")
+            return evaluate_embeddings(
+                {_NAME: self},
+                source,
+                benchmarks=benchmarks,
+                baselines=baselines,
+                batch_size=batch_size,
+                key_added=key_added,
+                **options,
+            )
+        check_options("option of evaluate", f"the task {self.spec.tuning.task!r}", options, [])
         task = self._task("evaluate")
         task.check_evaluate()
         check_bool("baselines", baselines)

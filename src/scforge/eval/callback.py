@@ -78,6 +78,12 @@ class BenchmarkCallback(Callback):
             raise OptionError("benchmarks=[] names no benchmark; name at least one, or leave the callback out.")
         check_count("every_n_epochs", every_n_epochs, "epochs")
         self.evaluations = resolve([to_evaluation(one) for one in benchmarks], datasets or {})
+        for one in self.evaluations:
+            if one.subject != "embedding":
+                raise OptionError(
+                    f"the benchmark {one.title!r} scores no embedding (its subject is {one.subject!r}), so it cannot run "
+                    "while a model is trained; leave it out and evaluate afterwards."
+                )
         self.every_n_epochs = every_n_epochs
         self._keys = {"labels_key": labels_key, "batch_key": batch_key}
         self._runs: list[tuple[str, Benchmark, ScoredCells]] = []

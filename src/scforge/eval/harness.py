@@ -16,7 +16,6 @@ from scforge._checks import check_bool, check_seed
 from scforge._constants import UNS_KEY
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.eval.base import BENCHMARKS, Benchmark
-from scforge.eval.embedding_baselines import check_baselines, embedding_baselines
 from scforge.eval.evaluation import Entry, to_evaluation
 from scforge.eval.report import Kind, Measured, Report, Row
 from scforge.eval.statistics import compare_paired, interval
@@ -24,9 +23,13 @@ from scforge.eval.statistics import compare_paired, interval
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["compare", "evaluate", "made_of", "write_metrics"]
+__all__ = ["Replicates", "compare", "evaluate", "made_of", "write_metrics"]
 
 _BASELINES = (15, 50)
+
+
+class Replicates(tuple[Any, ...]):
+    """What one method made several times, e.g. trained with several seeds: one row, whose figures are means."""
 
 
 def evaluate(
@@ -41,6 +44,7 @@ def evaluate(
     groups_key: str | None = None,
     seeds: Sequence[int] = (0,),
     intervals: bool = True,
+    replicates: Mapping[str, Sequence[str]] | None = None,
     seconds: Mapping[str, float] | None = None,
     title: str = "Embeddings compared",
     key_added: str | None = "metrics",
@@ -69,6 +73,8 @@ def evaluate(
         Seeds of benchmarks that have one; figures are means over them.
     intervals
         Add 95 % intervals and tests against the best baseline, from resampled cells.
+    replicates
+        Name of a row to keys among `obsm_keys` that are the same method with several seeds: one row in place of theirs.
     seconds
         Wall time of an embedding, by key.
     title
@@ -87,6 +93,8 @@ def evaluate(
     OptionError
         If an option, or a combination of them, makes no sense.
     """
+    from scforge.eval.embedding_baselines import check_baselines, embedding_baselines
+
     if not len(baselines):
         raise OptionError("baselines=[] leaves nothing to compare with; name at least one, or a number of components.")
     obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
@@ -108,7 +116,7 @@ def evaluate(
             )
         benchmark.check(adata.obs)
     check_baselines(adata, baselines, batch_key=batch_key)
-    embeddings = {key: np.asarray(adata.obsm[key]) for key in kinds}
+    embeddings = _with_replicates({key: np.asarray(adata.obsm[key]) for key in kinds}, kinds, replicates or {})
     of_baselines = embedding_baselines(adata, baselines, batch_key=batch_key, layer=layer, seed=seeds[0])
     kinds |= dict.fromkeys(of_baselines, "baseline")
     report = Report(title)
@@ -248,21 +256,25 @@ def _score(
     scores: dict[str, pd.DataFrame] = {}
     draws: dict[str, pd.DataFrame | None] = {}
     for method, one in made.items():
-        scores[method] = pd.DataFrame([version.run(one, reference) for version in versions])
-        draws[method] = None
-        if intervals:
-            draws[method] = versions[0].resampled(one, reference, n=benchmark.n_draws, seed=int(seeds[0]))
+        runs = one if isinstance(one, Replicates) else (one,)
+        scores[method] = pd.DataFrame([version.run(run, reference) for run in runs for version in versions])
+        drawn = [
+            versions[0].resampled(run, reference, n=benchmark.n_draws, seed=int(seeds[0])) if intervals else None
+            for run in runs
+        ]
+        tables = [table for table in drawn if table is not None]
+        draws[method] = sum(tables[1:], start=tables[0]) / len(tables) if tables else None
     measured = Measured.by(benchmark)
     report.measured[name] = measured
     means = {method: {metric: float(table[metric].mean()) for metric in table} for method, table in scores.items()}
     best = {metric: _best(metric, means, kinds, measured) for metric in measured.metrics}
     for method, one in made.items():
-        drawn = draws[method]
+        table = draws[method]
         comparisons = {}
         if kinds[method] in ("model", "untrained"):
             comparisons = {
                 metric: compare_paired(
-                    other, means[method][metric], means[other][metric], *_columns(metric, drawn, draws[other])
+                    other, means[method][metric], means[other][metric], *_columns(metric, table, draws[other])
                 )
                 for metric, other in best.items()
                 if other is not None and metric in means[method]
@@ -272,18 +284,40 @@ def _score(
                 method,
                 kinds[method],
                 means[method],
-                one.shape[1] if benchmark.subject == "embedding" else None,
+                _n_dims(one) if benchmark.subject == "embedding" else None,
                 seconds.get(method),
                 name,
                 intervals={}
-                if drawn is None
-                else {metric: interval(means[method][metric], drawn[metric].to_numpy()) for metric in drawn},
-                spreads={metric: float(table.std(ddof=1)) for metric, table in scores[method].items()}
-                if len(versions) > 1
+                if table is None
+                else {metric: interval(means[method][metric], table[metric].to_numpy()) for metric in table},
+                spreads={str(metric): float(found.std(ddof=1)) for metric, found in scores[method].items()}
+                if len(scores[method]) > 1
                 else {},
                 comparisons=comparisons,
             )
         )
+
+
+def _with_replicates(
+    embeddings: dict[str, Any], kinds: dict[str, Kind], replicates: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
+    """Put one row in place of those that are the same method; `kinds` as well."""
+    for name, keys in replicates.items():
+        missing = [key for key in keys if key not in embeddings]
+        if missing or not keys:
+            raise OptionError(f"replicates names {listing(missing)} for {name!r}, not among obsm_keys; add them there.")
+        if len({kinds[key] for key in keys}) > 1:
+            raise OptionError(f"replicates of {name!r} are of several kinds ({listing(keys)}); give them one kind.")
+        kind = kinds[keys[0]]
+        found = Replicates(embeddings.pop(key) for key in keys)
+        for key in keys:
+            kinds.pop(key)
+        embeddings, kinds[name] = {**embeddings, name: found}, kind
+    return embeddings
+
+
+def _n_dims(one: Any) -> int:
+    return int((one[0] if isinstance(one, Replicates) else one).shape[1])
 
 
 def _versions(benchmark: Benchmark, seeds: Sequence[int]) -> list[Benchmark]:

@@ -1,0 +1,253 @@
+"""Models as rows of a report: their embeddings beside baselines, and beside themselves with random weights.
+
+Shapes: N cells, D dimensions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from scforge._checks import check_bool
+from scforge.errors import DataError, OptionError, ScforgeWarning, listing
+from scforge.estimators.base import CellModel
+from scforge.eval.base import check_column
+from scforge.eval.harness import evaluate, write_metrics
+from scforge.finetuning.seen import fingerprints
+from scforge.training.predict import embed
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+    from scforge.estimators.encoder import Encoder
+    from scforge.eval.evaluation import Entry
+    from scforge.eval.report import Kind, Report
+
+__all__ = ["BENCHMARKS_OF_EMBEDDINGS", "evaluate_embeddings"]
+
+BENCHMARKS_OF_EMBEDDINGS = ("cell_type_probe", "scib", "geometry")
+"""What an embedding is scored by, unless told otherwise."""
+
+_BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi")
+_UNTRAINED = "untrained"
+_KEYS = ("labels_key", "batch_key", "groups_key")
+
+
+def evaluate_embeddings(
+    models: Mapping[str, Encoder | Sequence[Encoder]],
+    adata: AnnData,
+    *,
+    benchmarks: Entry | Sequence[Entry] | None = None,
+    obsm_keys: Sequence[str] = (),
+    baselines: bool | Sequence[int | str] = True,
+    labels_key: str | None = None,
+    batch_key: str | None = None,
+    groups_key: str | None = None,
+    seeds: Sequence[int] = (0, 1, 2),
+    intervals: bool = True,
+    untrained: bool = True,
+    batch_size: int = 256,
+    title: str | None = None,
+    key_added: str | None = "metrics",
+) -> Report:
+    """Embed cells with models and score the embeddings beside baselines.
+
+    Parameters
+    ----------
+    models
+        Name of a row to its model; to several, where the same was trained with several seeds: the row has their means.
+        What a fine-tuned model learned from is not scored.
+    adata
+        Cells with raw counts. Embeddings are written into ``adata.obsm``, as ``X_<name>``.
+    benchmarks
+        What to score; None takes ``cell_type_probe``, ``scib`` and ``geometry``.
+    obsm_keys
+        Further embeddings in ``adata.obsm``, each a row.
+    baselines
+        As in :func:`scforge.eval.evaluate`; True takes highly variable genes, PCA, scVI and, with batches, Harmony.
+    labels_key, batch_key, groups_key
+        Columns of ``adata.obs`` with cell types, batches, and groups (e.g. donors) that folds must not divide. None
+        takes cell types and batches as the models were set up, where `adata` has these columns.
+    seeds
+        Seeds of benchmarks.
+    intervals
+        Add intervals and tests.
+    untrained
+        Add a row for the first model with random weights.
+    batch_size
+        Cells a batch.
+    title
+        Heading of the report.
+    key_added
+        Key in ``adata.uns["scforge"]`` for the figures; None writes nothing, no embedding either.
+
+    Raises
+    ------
+    OptionError
+        If there is nothing to score against, or no baseline.
+    DataError
+        If a model learned from all cells, or a column is missing.
+    """
+    check_bool("untrained", untrained)
+    if baselines is False or (baselines is not True and not len(baselines)):
+        raise OptionError(
+            "baselines=False leaves embeddings with nothing to compare with; name at least one, e.g. baselines=['pca']."
+        )
+    trained = {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
+    every = {
+        f"{name}_{i}" if len(some) > 1 else name: one for name, some in trained.items() for i, one in enumerate(some)
+    }
+    keys = _keys(every, adata, {"labels_key": labels_key, "batch_key": batch_key, "groups_key": groups_key})
+    chosen: Any = benchmarks
+    if benchmarks is None:
+        chosen = list(BENCHMARKS_OF_EMBEDDINGS)
+        if keys["labels_key"] is None:
+            raise OptionError(
+                "labels_key=None, but cell types are needed to score embeddings; name their column of obs, or pass "
+                "benchmarks=['geometry']."
+            )
+    against = _baselines(keys["batch_key"]) if baselines is True else list(baselines)
+    if taken := [name for name in every if f"X_{name}" in obsm_keys]:
+        raise OptionError(
+            f"obsm_keys names 'X_{taken[0]}', where the embedding of the model {taken[0]!r} goes; rename it."
+        )
+    rows = _unseen(every, adata)
+    cells = adata if rows is None else adata[rows].copy()
+    kinds: dict[str, Kind] = {}
+    for name, model in every.items():
+        cells.obsm[f"X_{name}"] = model.get_latent_representation(cells, key_added=None, batch_size=batch_size)
+        kinds[f"X_{name}"] = "model"
+    kinds |= dict.fromkeys(obsm_keys, "model")
+    notes = []
+    first = next(iter(every.values()))
+    if untrained:
+        try:
+            cells.obsm[f"X_{_UNTRAINED}"] = untrained_embedding(first, cells, batch_size=batch_size)
+            kinds[f"X_{_UNTRAINED}"] = "untrained"
+        except OptionError as error:
+            notes.append(f"There is no row of random weights: {error}")
+    layer = (first._setup_of(adata) or first._setup).get("layer")
+    report = evaluate(
+        cells,
+        chosen,
+        kinds,
+        layer=layer,
+        baselines=against,
+        **keys,
+        seeds=seeds,
+        intervals=intervals,
+        replicates={
+            f"X_{name}": [f"X_{name}_{i}" for i in range(len(some))] for name, some in trained.items() if len(some) > 1
+        },
+        title=title or f"{', '.join(models)} on {adata.n_obs:,} cells",
+        key_added=None,
+    )
+    report.facts = _facts(trained, adata, cells, keys, seeds) | report.facts
+    report.notes += notes + _explanations(every, adata)
+    if key_added is not None:
+        if rows is None:
+            for key in (key for key in kinds if key not in obsm_keys):
+                adata.obsm[key] = cells.obsm[key]
+        write_metrics(adata, report, key_added)
+    return report
+
+
+def untrained_embedding(model: Encoder, adata: AnnData, *, batch_size: int = 256, seed: int = 0) -> np.ndarray:
+    """Embed cells with the architecture of a model before any training, float32, shape (N, D).
+
+    Raises
+    ------
+    OptionError
+        If the model started from gene vectors that are not at hand any more.
+    """
+    spec = replace(model.spec, tuning=None)
+    tokenizer = spec.build_tokenizer()
+    vectors = tokenizer.gene_vectors()
+    if vectors is None and spec.model_options.get("gene_vectors") is not None:
+        raise OptionError("the model started from gene vectors, which a saved model has in its trained form only.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = spec.build_module(vectors).eval()
+    device = next(model.module.parameters()).device
+    objective = spec.build_pretraining()
+    return embed(module.to(device), model.cells(adata), tokenizer, objective=objective, batch_size=batch_size)
+
+
+def _keys(models: Mapping[str, Encoder], adata: AnnData, given: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Return the columns of obs: those given, else those of the set-ups, where the cells have them."""
+    keys = dict(given)
+    for name in _KEYS:
+        if keys[name] is not None:
+            check_column(name, str(keys[name]), adata.obs)
+            continue
+        setups = (model._setup_of(adata) or model._setup for model in models.values())
+        found = (setup.get(name) for setup in setups)
+        keys[name] = next((key for key in found if key is not None and key in adata.obs), None)
+    return keys
+
+
+def _baselines(batch_key: str | None) -> list[int | str]:
+    return [name for name in _BASELINES if name != "harmony" or batch_key is not None]
+
+
+def _unseen(models: Mapping[str, Encoder], adata: AnnData) -> np.ndarray | None:
+    """Return the rows of cells whose labels no model learned from; None for all."""
+    kept = np.ones(adata.n_obs, dtype=bool)
+    for name, model in models.items():
+        if model._seen is None or not _knows_labels(model):
+            continue
+        kept &= ~model._seen.learned_from(fingerprints(model.cells(adata)))
+        if not kept.any():
+            raise DataError(
+                f"the model {name!r} was fine-tuned on all these {adata.n_obs} cells, so their labels are in its "
+                "embedding; pass other cells."
+            )
+    if kept.all():
+        return None
+    warnings.warn(
+        f"A model was fine-tuned on {int((~kept).sum())} of the {adata.n_obs} cells; they are not scored.",
+        ScforgeWarning,
+        stacklevel=4,
+    )
+    return np.flatnonzero(kept)
+
+
+def _knows_labels(model: Encoder) -> bool:
+    """Return whether a model was fine-tuned on labels of cells."""
+    task = model.spec.build_objective()
+    return any(getattr(task, key, None) is not None for key in ("labels_key", "labels_keys"))
+
+
+def _facts(
+    models: Mapping[str, Sequence[Encoder]],
+    adata: AnnData,
+    cells: AnnData,
+    keys: Mapping[str, str | None],
+    seeds: Sequence[int],
+) -> dict[str, Any]:
+    facts: dict[str, Any] = {"cells": f"{cells.n_obs:,} of {adata.n_obs:,}, {adata.n_vars:,} genes"}
+    for name, key in keys.items():
+        if key is not None:
+            facts[name] = f"{key} ({cells.obs[key].nunique()})"
+    for name, some in models.items():
+        spec, epochs = some[0].spec, listing(sorted({str(model.n_epochs_) for model in some}))
+        times = f", {len(some)} trainings" if len(some) > 1 else ""
+        facts[f"model {name}"] = f"{spec.architecture}, {spec.tokenizer}, trained {epochs} epochs{times}"
+    facts["seeds"] = ", ".join(str(seed) for seed in seeds)
+    return facts
+
+
+def _explanations(models: Mapping[str, Encoder], adata: AnnData) -> list[str]:
+    own = [name for name, model in models.items() if model.adata is adata]
+    seen = f"So has {listing(own)}, without labels." if own else ""
+    return [
+        "All baselines have seen the expression of all cells, and no label. " + seen,
+        "Intervals and p-values come from resampled cells (with groups, from resampled groups): they tell how figures "
+        "vary over cells of these data, not over trainings of a model. p-values are corrected for the number of "
+        "sentences (Holm).",
+    ]

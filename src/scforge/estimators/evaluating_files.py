@@ -1,0 +1,252 @@
+"""Evaluations of models in folders, on cells in files: ``scforge evaluate``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+from anndata import AnnData
+
+from scforge._io import atomic_path, check_folder
+from scforge.errors import OptionError, listing
+from scforge.estimators.encoder import Encoder
+from scforge.estimators.evaluating import evaluate_embeddings
+from scforge.estimators.model_folder import check_model_folder
+from scforge.estimators.placing import device_for, move_to
+from scforge.estimators.predicting import checked_output, in_memory, load_tuned, write
+from scforge.eval.report import Report
+
+if TYPE_CHECKING:
+    from scforge.eval.evaluation import Entry
+
+__all__ = ["evaluate_to"]
+
+type Folder = str | os.PathLike[str]
+
+_TABLE = ".csv"
+_OF_TASKS = {"trained_on": None, "base_model": None}
+_OF_EMBEDDINGS = {
+    "obsm_keys": (),
+    "labels_key": None,
+    "batch_key": None,
+    "groups_key": None,
+    "untrained": True,
+    "intervals": True,
+    "seeds": 3,
+}
+"""Options that one of the two kinds of evaluation has, with their defaults."""
+
+
+def evaluate_to(
+    model: Folder | Sequence[Folder],
+    source: Folder,
+    output: Folder | None = None,
+    *,
+    benchmarks: Sequence[Entry] | None = None,
+    baselines: bool | Sequence[int | str] = True,
+    batch_size: int = 256,
+    device: str = "auto",
+    seed: int = 0,
+    overwrite: bool = False,
+    **options: Any,
+) -> pd.DataFrame | Report:
+    """Score models on cells of a file, beside baselines.
+
+    A fine-tuned model is scored by its task, if `benchmarks` are not given; others by their embedding.
+
+    Parameters
+    ----------
+    model
+        Folder of a model; for embeddings also several, each a row.
+    source
+        Cells with the answer: an h5ad file, for tasks also a store, or the name of a data set
+        (:func:`scforge.datasets.list_cards`). Of the cells of a fine-tuning those are scored that it held out.
+    output
+        Where to write: a ``.csv`` file for the figures, for embeddings also a folder for the report. None writes
+        nothing.
+    benchmarks
+        What to score embeddings by, as in :meth:`Encoder.evaluate`.
+    baselines
+        Compute baselines; for embeddings they may be named.
+    batch_size
+        Cells a batch.
+    device
+        Where to compute; ``"auto"`` takes a GPU if there is one.
+    seed
+        Seed of what is random in baselines; the first one for embeddings.
+    overwrite
+        Replace `output`.
+    **options
+        For tasks: ``trained_on`` (the cells of the fine-tuning, where `source` are others) and ``base_model`` (folder
+        of the model before fine-tuning, for the baseline of its frozen embedding). For embeddings: ``obsm_keys``
+        (further embeddings in the file), ``labels_key``, ``batch_key``, ``groups_key``, ``untrained``, ``intervals``
+        and ``seeds`` (number of seeds).
+
+    Returns
+    -------
+    For a task one row a method, one column a figure; for embeddings the report.
+
+    Raises
+    ------
+    OptionError
+        If an option cannot be used here, or `trained_on` are not the cells of the fine-tuning.
+    MissingFileError, ModelFileError, DataError
+        If a file cannot be read or used.
+
+    Examples
+    --------
+    >>> evaluate_to("annotator", "cells.h5ad")  # doctest: +SKIP
+    >>> evaluate_to("light", "pbmc3k", "report")  # doctest: +SKIP
+    """
+    folders = [model] if isinstance(model, str | os.PathLike) else list(model)
+    if not folders:
+        raise OptionError("model=[] names no model; name the folder of one.")
+    paths = [check_model_folder(folder, f"model={str(folder)!r} (--model)") for folder in folders]
+    models = dict(zip(_names(paths), (Encoder.load(path) for path in paths), strict=True))
+    tuned = [folder for folder, one in zip(folders, models.values(), strict=True) if one.spec.tuning is not None]
+    by_task = benchmarks is None and bool(tuned)
+    if by_task and len(folders) > 1:
+        raise OptionError(
+            f"model={str(tuned[0])!r} (--model) was fine-tuned and is scored by its task, one model at a time; name it "
+            "alone, or name benchmarks for the embeddings."
+        )
+    known, others = (_OF_TASKS, _OF_EMBEDDINGS) if by_task else (_OF_EMBEDDINGS, _OF_TASKS)
+    for name, value in options.items():
+        if name not in known and name not in others:
+            raise OptionError(f"{name}={value!r} is no option of evaluate (there are: {listing([*known, *others])}).")
+        if name not in known and value != others[name]:
+            why = "the task of a fine-tuned model" if by_task else "embeddings"
+            raise OptionError(f"{name}={value!r} has no use where {why} are scored; leave it out.")
+    chosen = {**known, **{name: value for name, value in options.items() if name in known}}
+    common = {"batch_size": batch_size, "device": device, "seed": seed, "overwrite": overwrite}
+    if by_task:
+        if not isinstance(baselines, bool):
+            raise OptionError(
+                f"baselines={list(baselines)} are chosen by the task that {str(folders[0])!r} was fine-tuned for; "
+                "leave them out."
+            )
+        return _evaluate_task(folders[0], source, output, baselines=baselines, **common, **chosen)
+    return _evaluate_embeddings(models, source, output, benchmarks=benchmarks, baselines=baselines, **common, **chosen)
+
+
+def _evaluate_task(
+    model: Folder,
+    source: Folder,
+    output: Folder | None,
+    *,
+    baselines: bool,
+    trained_on: Folder | None,
+    base_model: Folder | None,
+    batch_size: int,
+    device: str,
+    seed: int,
+    overwrite: bool,
+) -> pd.DataFrame:
+    inputs = [source] if trained_on is None else [source, trained_on]
+    path = None if output is None else checked_output(output, [_TABLE], overwrite=overwrite, inputs=inputs)
+    learned = None if trained_on is None else in_memory(trained_on)
+    if trained_on is not None and learned is None:
+        raise OptionError(f"trained_on={str(trained_on)!r} (--trained-on) is no h5ad file; give one.")
+    tuned = load_tuned(model, device, learned)
+    if learned is not None and tuned._known_split() is None:
+        raise OptionError(
+            f"trained_on={str(trained_on)!r} (--trained-on) are not the cells of the fine-tuning, or not all of "
+            "them; give those, or leave it out."
+        )
+    base = None
+    if base_model is not None:
+        base = Encoder.load(check_model_folder(base_model, f"base_model={str(base_model)!r} (--base-model)"))
+        move_to(base, device_for(device))
+    adata = in_memory(source)
+    found = tuned.evaluate(
+        source if adata is None else adata, baselines=baselines, base=base, batch_size=batch_size, seed=seed
+    )
+    assert isinstance(found, pd.DataFrame)
+    if path is not None:
+        write(path, found)
+    return found
+
+
+def _evaluate_embeddings(
+    models: Mapping[str, Encoder],
+    source: Folder,
+    output: Folder | None,
+    *,
+    benchmarks: Sequence[Entry] | None,
+    baselines: bool | Sequence[int | str],
+    batch_size: int,
+    device: str,
+    seed: int,
+    seeds: int,
+    overwrite: bool,
+    **options: Any,
+) -> Report:
+    if output is not None:
+        _check_output(Path(output), source, overwrite=overwrite)
+    adata, keys = _cells_of(source)
+    options |= {name: key for name, key in keys.items() if options[name] is None}
+    for model in models.values():
+        move_to(model, device_for(device))
+    report = evaluate_embeddings(
+        models,
+        adata,
+        benchmarks=benchmarks,
+        baselines=baselines,
+        batch_size=batch_size,
+        seeds=range(seed, seed + seeds),
+        title=f"{', '.join(models)} on {Path(source).stem}",
+        key_added=None,
+        **options,
+    )
+    if output is None:
+        return report
+    if Path(output).suffix == _TABLE:
+        with atomic_path(Path(output)) as temporary:
+            report.to_frame().to_csv(temporary, index=False)
+    else:
+        Path(output).mkdir(parents=True, exist_ok=True)
+        report.write(output)
+    return report
+
+
+def _cells_of(source: Folder) -> tuple[AnnData, dict[str, str | None]]:
+    """Return cells of a file or of a data set, and the columns that the card of a data set names."""
+    from scforge.datasets import get_card, list_cards, load
+
+    name = os.fspath(source)
+    if name in list_cards() and not Path(name).exists():
+        card = get_card(name)
+        return load(name), {"labels_key": card.labels_key, "batch_key": card.batch_key, "groups_key": card.groups_key}
+    adata = in_memory(source)
+    if adata is None:
+        raise OptionError(
+            f"source={name!r} is no h5ad file and no data set of scforge.datasets; embeddings are scored on one of "
+            f"these (data sets: {listing(list_cards())})."
+        )
+    return adata, {}
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """Return a name for each model, from its folder; ``"scforge"`` where there is one only."""
+    if len(paths) == 1:
+        return ["scforge"]
+    names = [path.resolve().name for path in paths]
+    if len(set(names)) < len(names):
+        names = [f"{path.resolve().parent.name}_{path.resolve().name}" for path in paths]
+    if len(set(names)) < len(names):
+        raise OptionError(f"model names {listing(names)}, which are the same; give the folders other names.")
+    return names
+
+
+def _check_output(path: Path, source: Folder, *, overwrite: bool) -> None:
+    if path.suffix == _TABLE:
+        checked_output(path, [_TABLE], overwrite=overwrite, inputs=[source])
+        return
+    if path.suffix and not path.is_dir():
+        raise OptionError(f"output={str(path)!r} ends in neither .csv nor nothing; name a table or a folder.")
+    check_folder("output", path)
+    if (path / "report.json").exists() and not overwrite:
+        raise OptionError(f"output={str(path)!r} holds a report; give another name, or replace it with --overwrite.")
