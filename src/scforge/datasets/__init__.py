@@ -1,11 +1,37 @@
-"""Real data that ships with the package, so that examples and tests run without a network."""
+"""Data sets by their names: real data that ship with the package, cards of others, and versioned splits."""
 
 from __future__ import annotations
 
 from scforge._lazy import lazy_names
 
-_NAMES = {"pbmc3k": "scforge.datasets._pbmc3k"}
+_NAMES = {
+    "DatasetCard": "scforge.datasets.cards",
+    "Split": "scforge.datasets.split_files",
+    "SplitRule": "scforge.datasets.cards",
+    "check_independent": "scforge.datasets.loading",
+    "get_card": "scforge.datasets.cards",
+    "get_split": "scforge.datasets.split_files",
+    "list_cards": "scforge.datasets.cards",
+    "load": "scforge.datasets.loading",
+    "make_split": "scforge.datasets.split_rules",
+    "pbmc3k": "scforge.datasets._pbmc3k",
+    "read_split": "scforge.datasets.split_files",
+    "write_split": "scforge.datasets.split_files",
+}
 
-__all__ = ["pbmc3k"]
+__all__ = [
+    "DatasetCard",
+    "Split",
+    "SplitRule",
+    "check_independent",
+    "get_card",
+    "get_split",
+    "list_cards",
+    "load",
+    "make_split",
+    "pbmc3k",
+    "read_split",
+    "write_split",
+]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

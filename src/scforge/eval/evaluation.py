@@ -20,16 +20,15 @@ from scforge.data.cells import Cells, choose_chunks, choose_rows
 from scforge.data.remote import is_url
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, MissingFileError, OptionError, listing
+from scforge.datasets.cards import list_cards
+from scforge.datasets.loading import DATA_FOLDER, find_file
+from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, listing
 from scforge.eval.base import BENCHMARKS, KEYS, Benchmark, get_benchmark, options_of
 
 __all__ = ["HELD_OUT", "Entry", "Evaluation", "ScoredCells", "resolve", "to_evaluation"]
 
 HELD_OUT = "held_out"
 """Name of the cells that a data module keeps for validation."""
-
-DATA_FOLDER = "SCFORGE_DATA"
-"""Environment variable with the folder of data sets that are known by their names."""
 
 
 @dataclass(frozen=True)
@@ -45,8 +44,9 @@ class Evaluation:
         set behind it if another evaluation has the same.
     dataset
         ``"held_out"`` for the cells that the data module keeps for validation; the path or URL of an h5ad file, an
-        AnnData-zarr folder or a store; an AnnData; or a name that `datasets` of the callback knows, or that the folder
-        in the environment variable ``SCFORGE_DATA`` holds as ``NAME.h5ad``.
+        AnnData-zarr folder or a store; an AnnData; or a name that `datasets` of the callback knows, that has a card
+        (:func:`scforge.datasets.list_cards`), or that the folder in the environment variable ``SCFORGE_DATA`` holds as
+        ``NAME.h5ad``.
     options
         Options of the benchmark, where it is given by name. ``labels_key`` and ``batch_key`` are those of the data
         module if left out.
@@ -95,6 +95,12 @@ class Evaluation:
         if isinstance(self.benchmark, str):
             return self.benchmark
         return BENCHMARKS.name_of(type(self.benchmark)) or type(self.benchmark).__name__
+
+    @property
+    def subject(self) -> str:
+        """What the benchmark scores, see :class:`Benchmark`."""
+        made = self.benchmark
+        return made.subject if isinstance(made, Benchmark) else BENCHMARKS.get(made).subject
 
     def missing(self, keys: Mapping[str, str | None]) -> list[str]:
         """Return the options that the benchmark needs and nobody gives; `keys` as in :meth:`made`."""
@@ -195,13 +201,17 @@ def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
         raise MissingFileError(
             f"the data set {place!r} of the benchmark {evaluation.title!r} does not exist; check the path."
         )
+    if name in list_cards():
+        return str(find_file(name))
     folder = os.environ.get(DATA_FOLDER)
     if folder is not None and (file := Path(folder) / f"{name}.h5ad").exists():
         return str(file)
     where = f"${DATA_FOLDER}" if folder is None else folder
     known = f" (datasets has: {listing(datasets)})" if datasets else ""
+    near = did_you_mean(name, [*datasets, *list_cards()])
+    hint = f"{near} Otherwise" if near else ";"
     raise OptionError(
-        f"dataset={name!r} of the benchmark {evaluation.title!r} is not known; put the file at "
+        f"dataset={name!r} of the benchmark {evaluation.title!r} is not known{hint} put the file at "
         f"{where}/{name}.h5ad{f' and set {DATA_FOLDER}' if folder is None else ''}, or say where it is in "
         f"eval.datasets, {name}: PATH{known}."
     )

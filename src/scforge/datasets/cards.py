@@ -1,0 +1,198 @@
+"""What is known of a data set that goes by a name: where it comes from, its columns, how it is split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from scforge.errors import OptionError, did_you_mean, listing
+
+__all__ = ["DatasetCard", "SplitRule", "get_card", "list_cards"]
+
+RULES = ("stratified", "groups", "perturbations")
+
+type Amount = float | int | tuple[str, ...]
+"""How much is held out: a share of it, a number of it, or the names of it."""
+
+
+@dataclass(frozen=True)
+class SplitRule:
+    """How the cells of a data set are divided into training, validation and test.
+
+    What is drawn is drawn by the SHA-256 of names: neither the order of the cells nor the machine matters.
+
+    Attributes
+    ----------
+    kind
+        ``"stratified"``
+            A share of the cells of each value of `column`; cells without a value count as one value more.
+        ``"groups"``
+            All cells of some values of `column`, e.g. of whole donors. Cells without a value are left out.
+        ``"perturbations"``
+            All cells of some perturbations; with `context_key`, of some perturbations in some contexts. Each held-out
+            part has control cells of its own. Cells without a value are left out.
+    column
+        Column of obs.
+    validation, test
+        What is held out: a share (below 1), a number, or a list of names.
+    context_key
+        Column of the contexts of perturbations, e.g. cell types.
+    control_share
+        Share of the control cells that goes to each held-out part, in every context where something is held out for it.
+    separator
+        Text between the names of a combined perturbation; if given, only combinations are held out.
+    """
+
+    kind: str
+    column: str
+    validation: Amount
+    test: Amount
+    context_key: str | None = None
+    control_share: float = 0.25
+    separator: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in RULES:
+            raise OptionError(f"kind={self.kind!r} of a split is none of {listing(RULES)}.")
+        for name in ("validation", "test"):
+            amount = getattr(self, name)
+            if isinstance(amount, list):
+                object.__setattr__(self, name, tuple(amount))
+            elif not isinstance(amount, tuple) and not (0 < amount < 1 or (amount >= 1 and amount == int(amount))):
+                raise OptionError(f"{name}={amount!r} of a split is neither a share, a number nor a list of names.")
+            if self.kind == "stratified" and not (isinstance(amount, float) and amount < 0.5):
+                raise OptionError(f"{name}={amount!r} of a stratified split is not a share below 0.5.")
+
+
+@dataclass(frozen=True)
+class DatasetCard:
+    """Facts of a data set. What is not known for sure is None.
+
+    Attributes
+    ----------
+    name, title
+        Its name here, and what it is.
+    organism
+        E.g. ``"Homo sapiens"``.
+    n_cells, n_genes
+        Its size.
+    genes
+        What ``var_names`` are, ``"symbol"`` or ``"ensembl"``.
+    labels_key, batch_key, groups_key, perturbation_key, control
+        Columns of obs: cell types, technical batches, what cells of one origin share (donors); perturbations, and what
+        untreated cells are called there.
+    source, url, licence
+        Where it is from, and under which terms.
+    sha256
+        Of the file ``<name>.h5ad``.
+    embedded
+        Whether the file is part of the package.
+    how_to_get
+        How to obtain it, in one sentence.
+    split
+        How its cells are divided.
+    splits
+        Version to the SHA-256 of the shipped file of cell ids, ``splits/<name>-v<version>.csv.gz``.
+    shares_cells_with
+        Names of data sets that hold some of the same cells: one must not be trained on to be tested on the other.
+    note
+        What else a user should know.
+    """
+
+    name: str
+    title: str
+    organism: str
+    source: str
+    how_to_get: str
+    n_cells: int | None = None
+    n_genes: int | None = None
+    genes: str | None = None
+    labels_key: str | None = None
+    batch_key: str | None = None
+    groups_key: str | None = None
+    perturbation_key: str | None = None
+    control: str | None = None
+    url: str | None = None
+    licence: str | None = None
+    sha256: str | None = None
+    embedded: bool = False
+    split: SplitRule | None = None
+    splits: Mapping[int, str] = field(default_factory=dict, hash=False)
+    shares_cells_with: tuple[str, ...] = ()
+    note: str | None = None
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Return the columns of obs that the card names, by the argument that takes them."""
+        keys = {name: getattr(self, name) for name in ("labels_key", "batch_key", "groups_key", "perturbation_key")}
+        return {name: key for name, key in keys.items() if key is not None}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the facts as they stand in the file of the card, without those that are not known.
+
+        Examples
+        --------
+        >>> get_card("sc_mixology").to_dict()["split"]["test"]
+        ['sc_dropseq']
+        """
+        from dataclasses import asdict
+
+        facts = {name: value for name, value in asdict(self).items() if value not in (None, (), {})}
+        if self.split is not None:
+            facts["split"] = {
+                name: list(value) if isinstance(value, tuple) else value
+                for name, value in asdict(self.split).items()
+                if value is not None
+            }
+        if self.shares_cells_with:
+            facts["shares_cells_with"] = list(self.shares_cells_with)
+        return facts
+
+
+def list_cards() -> list[str]:
+    """Return the names of the data sets that have a card.
+
+    Examples
+    --------
+    >>> "pbmc3k" in list_cards()
+    True
+    """
+    folder = resources.files("scforge.datasets").joinpath("cards")
+    return sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+
+
+@cache
+def get_card(name: str) -> DatasetCard:
+    """Return the card of a data set.
+
+    Parameters
+    ----------
+    name
+        One of :func:`list_cards`.
+
+    Raises
+    ------
+    OptionError
+        If there is no card of that name.
+
+    Examples
+    --------
+    >>> card = get_card("kang_ctrl_8donor")
+    >>> card.n_cells, card.labels_key, card.groups_key
+    (12261, 'cluster_id', 'sample_id')
+    """
+    import yaml
+
+    known = list_cards()
+    if name not in known:
+        raise OptionError(
+            f"name={name!r} is no data set with a card{did_you_mean(name, known) or ';'} (known: {listing(known)})"
+        )
+    text = resources.files("scforge.datasets").joinpath("cards", f"{name}.yaml").read_text(encoding="utf-8")
+    facts = yaml.safe_load(text)
+    rule = facts.pop("split", None)
+    facts["shares_cells_with"] = tuple(facts.get("shares_cells_with", ()))
+    return DatasetCard(name=name, split=None if rule is None else SplitRule(**rule), **facts)

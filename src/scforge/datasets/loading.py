@@ -1,0 +1,154 @@
+"""Data sets by their names: what is embedded, and what lies in a folder of the user."""
+
+from __future__ import annotations
+
+import os
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from scforge._io import sha256_of
+from scforge.datasets.cards import DatasetCard, get_card
+from scforge.errors import DataError, MissingFileError, did_you_mean, listing
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+__all__ = ["DATA_FOLDER", "check_independent", "find_file", "load"]
+
+DATA_FOLDER = "SCFORGE_DATA"
+"""Environment variable with the folder of data sets that are known by their names."""
+
+
+def find_file(name: str, folder: str | os.PathLike[str] | None = None) -> Path:
+    """Return the h5ad file of a data set.
+
+    Parameters
+    ----------
+    name
+        One of :func:`~scforge.datasets.list_cards`.
+    folder
+        Folder that holds ``<name>.h5ad``; None takes the one in the environment variable ``SCFORGE_DATA``. What is
+        embedded is always taken from the package, so that its name means the same data everywhere.
+
+    Raises
+    ------
+    OptionError
+        If there is no card of that name.
+    MissingFileError
+        If the file is not there; the message says how to obtain it.
+    """
+    card = get_card(name)
+    if card.embedded:
+        # The package is a folder: its data are read in place everywhere.
+        return Path(str(resources.files("scforge.datasets").joinpath("data", f"{name}.h5ad")))
+    place = os.environ.get(DATA_FOLDER) if folder is None else os.fspath(folder)
+    if place is not None and (file := Path(place) / f"{name}.h5ad").is_file():
+        return file
+    where = f"in {str(place)!r}" if place else f"here, and {DATA_FOLDER}, the folder to look in, is not set"
+    raise MissingFileError(f"the data set {name!r} is not {where}; to get {name}.h5ad, {card.how_to_get.rstrip('.')}.")
+
+
+def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: bool = True) -> AnnData:
+    """Return a data set by its name.
+
+    Parameters
+    ----------
+    name
+        One of :func:`~scforge.datasets.list_cards`.
+    folder
+        Folder that holds ``<name>.h5ad``; None takes the one in the environment variable ``SCFORGE_DATA``. What is
+        embedded is always taken from the package.
+    verify
+        Compare the SHA-256 of the file with that of the card, where it has one. Pass False to read a file that you made
+        yourself from the source.
+
+    Returns
+    -------
+    Annotated data with the columns that the card names.
+
+    Raises
+    ------
+    OptionError
+        If there is no card of that name.
+    MissingFileError
+        If the file is not there; the message says how to obtain it.
+    DataError
+        If it is another file than that of the card, or lacks a column.
+
+    Examples
+    --------
+    >>> load("pbmc3k").shape
+    (2700, 16634)
+    """
+    import anndata
+
+    card = get_card(name)
+    if card.embedded:
+        # Its own function gives the counts the type and order that everything works on.
+        from scforge import datasets
+
+        adata: AnnData = getattr(datasets, name)()
+        return adata
+    path = find_file(name, folder)
+    if verify and card.sha256 is not None and (found := sha256_of(path)) != card.sha256:
+        raise DataError(
+            f"{str(path)!r} is not the file of the card {name!r} (SHA-256 {found[:12]}..., not {card.sha256[:12]}...); "
+            "pass verify=False if you made it yourself from the source."
+        )
+    adata = anndata.read_h5ad(path)
+    _check_columns(adata, card, path)
+    return adata
+
+
+def _check_columns(adata: AnnData, card: DatasetCard, path: Path) -> None:
+    for argument, key in card.columns.items():
+        if key not in adata.obs:
+            known = list(adata.obs)
+            raise DataError(
+                f"{str(path)!r} has no column {key!r} in obs, the {argument} of the card {card.name!r}"
+                f"{did_you_mean(key, known) or '; rename it'} (obs has: {listing(known)})."
+            )
+    if card.perturbation_key is not None and card.control is not None:
+        values = adata.obs[card.perturbation_key]
+        if not (values == card.control).any():
+            raise DataError(
+                f"{str(path)!r} has no cell with {card.perturbation_key}={card.control!r}, the control of the card "
+                f"{card.name!r}; rename the control cells (there are: {listing(values.dropna().unique())})."
+            )
+
+
+def check_independent(test: str, train: list[str] | tuple[str, ...] | str) -> None:
+    """Raise if one of the data sets of the training holds cells of the one that is tested on.
+
+    The same name is allowed: a split of it keeps training and test apart.
+
+    Parameters
+    ----------
+    test
+        Name of the data set that is tested on.
+    train
+        Names of those that are trained on. Those without a card are not judged.
+
+    Raises
+    ------
+    OptionError
+        If there is no card of the name `test`.
+    DataError
+        If cells are shared.
+
+    Examples
+    --------
+    >>> check_independent("kang_ifnb", ["pbmc3k"])
+    >>> check_independent("kang_ifnb", ["kang_ctrl_8donor"])
+    Traceback (most recent call last):
+        ...
+    scforge.errors.DataError: train=['kang_ctrl_8donor'] holds cells of test='kang_ifnb', the same study; ...
+    """
+    names = [train] if isinstance(train, str) else list(train)
+    shared = [name for name in names if name in get_card(test).shares_cells_with]
+    if shared:
+        raise DataError(
+            f"train={shared} holds cells of test={test!r}, the same study; train on other data, or test on a split of "
+            "the data that you train on."
+        )

@@ -1,0 +1,124 @@
+"""Cards tell of data sets, and a name finds its file or how to get it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import anndata as ad
+import pytest
+import yaml
+
+from scforge._io import sha256_of
+from scforge.datasets import DatasetCard, SplitRule, check_independent, get_card, list_cards, load
+from scforge.datasets.loading import find_file
+from scforge.errors import DataError, MissingFileError, OptionError
+
+SOURCE = Path(__file__).parents[3] / "shared" / "data" / "cells"
+HERE = [name for name in list_cards() if (SOURCE / f"{name}.h5ad").exists() and not get_card(name).embedded]
+
+
+@pytest.fixture(autouse=True)
+def _no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCFORGE_DATA", raising=False)
+
+
+def test_the_names_that_recipes_use_have_a_card() -> None:
+    named = {"pbmc3k", "tabula_sapiens", "immune_atlas", "norman", "kang_ctrl_8donor", "sc_mixology"}
+    assert named <= set(list_cards())
+
+
+@pytest.mark.parametrize("name", list_cards())
+def test_a_card_is_whole(name: str) -> None:
+    card = get_card(name)
+    assert card.name == name
+    assert card.organism in ("Homo sapiens", "Mus musculus")
+    assert card.columns, "nothing to evaluate against"
+    assert (card.control is None) == (card.perturbation_key is None)
+    assert card.split is not None
+    assert card.split.column in {*card.columns.values()}
+    assert not card.how_to_get.endswith(".")
+    assert all(get_card(other).shares_cells_with.count(name) == 1 for other in card.shares_cells_with)
+    facts = yaml.safe_load(yaml.safe_dump(card.to_dict()))
+    facts["split"] = SplitRule(**facts["split"])
+    facts["shares_cells_with"] = tuple(facts.get("shares_cells_with", ()))
+    assert DatasetCard(**facts) == card
+
+
+def test_unknown_name() -> None:
+    with pytest.raises(OptionError, match=r"name='pbmc3' is no data set with a card; did you mean 'pbmc3k'\?"):
+        get_card("pbmc3")
+
+
+def test_embedded_data_are_those_of_the_card(tmp_path: Path) -> None:
+    card = get_card("pbmc3k")
+    assert sha256_of(find_file("pbmc3k")) == card.sha256
+    adata = load("pbmc3k", tmp_path)
+    assert adata.shape == (card.n_cells, card.n_genes)
+    assert card.labels_key in adata.obs
+
+
+@pytest.mark.parametrize("name", [name for name in list_cards() if not get_card(name).embedded])
+def test_a_missing_file_says_how_to_get_it(name: str, tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError) as told:
+        load(name)
+    assert str(told.value) == (
+        f"the data set '{name}' is not here, and SCFORGE_DATA, the folder to look in, is not set; to get {name}.h5ad, "
+        f"{get_card(name).how_to_get}."
+    )
+    with pytest.raises(MissingFileError, match=f"the data set '{name}' is not in '.*{tmp_path.name}'; to get"):
+        load(name, tmp_path)
+
+
+def test_a_file_is_found_by_the_environment_and_checked(
+    tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCFORGE_DATA", str(tmp_path))
+    tiny_adata.obs = tiny_adata.obs.rename(columns={"group": "cell_lines"})
+    tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
+    with pytest.raises(DataError, match=r"not the file of the card 'sc_mixology' \(SHA-256 .*; pass verify=False"):
+        load("sc_mixology")
+    with pytest.raises(DataError, match="no column 'cell_line' in obs, the labels_key of .*did you mean 'cell_lines'"):
+        load("sc_mixology", verify=False)
+    tiny_adata.obs["cell_line"] = tiny_adata.obs["cell_lines"]
+    tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
+    assert load("sc_mixology", verify=False).shape == tiny_adata.shape
+
+
+def test_controls_must_be_there(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+    tiny_adata.obs["perturbation"] = tiny_adata.obs["group"]
+    tiny_adata.write_h5ad(tmp_path / "norman.h5ad")
+    with pytest.raises(DataError, match=r"no cell with perturbation='control'.* \(there are: 'a', 'b'\)"):
+        load("norman", tmp_path)
+
+
+@pytest.mark.parametrize("name", HERE)
+@pytest.mark.real_data
+def test_files_at_hand_are_those_of_the_cards(name: str) -> None:
+    card = get_card(name)
+    adata = load(name, SOURCE)
+    assert adata.shape == (card.n_cells, card.n_genes)
+    ensembl = adata.var_names.str.match(r"^ENS(MUS)?G\d{11}$").all()
+    assert ensembl == (card.genes == "ensembl")
+
+
+def test_data_of_one_study_do_not_test_each_other() -> None:
+    check_independent("kang_ifnb", ["kang_ifnb", "pbmc3k", "something of mine"])
+    for test, train in [("kang_ifnb", "kang_ctrl_8donor"), ("kang_ctrl_8donor", ["pbmc3k", "kang_ifnb"])]:
+        with pytest.raises(DataError, match=f"holds cells of test='{test}', the same study"):
+            check_independent(test, train)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "random"}, "kind='random' of a split is none of 'stratified'"),
+        ({"test": 0}, "test=0 of a split is neither"),
+        ({"validation": 1.5}, "validation=1.5 of a split is neither"),
+        ({"kind": "stratified", "test": 2}, "test=2 of a stratified split is not a share"),
+    ],
+)
+def test_a_rule_that_says_nothing(change: dict, message: str) -> None:
+    rule = SplitRule("groups", "donor", 0.1, 2)
+    with pytest.raises(OptionError, match=message):
+        dataclasses.replace(rule, **change)

@@ -1,0 +1,228 @@
+"""Splits are disjoint, whole, the same everywhere, and hold out what their rules say."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+from importlib import resources
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+
+from scforge.datasets import (
+    Split,
+    SplitRule,
+    get_card,
+    get_split,
+    list_cards,
+    load,
+    make_split,
+    pbmc3k,
+    read_split,
+    write_split,
+)
+from scforge.datasets.split_rules import check_rule
+from scforge.errors import DataError, MissingFileError, OptionError
+
+SOURCE = Path(__file__).parents[3] / "shared" / "data" / "cells"
+SHIPPED = [name for name in list_cards() if get_card(name).splits]
+PARTS = ("train", "validation", "test")
+
+
+def data_of(**columns: list[str]) -> ad.AnnData:
+    n_cells = len(next(iter(columns.values())))
+    obs = pd.DataFrame(columns, index=[f"cell{i}" for i in range(n_cells)])
+    return ad.AnnData(np.ones((n_cells, 1), dtype=np.float32), obs=obs)
+
+
+def card_with(rule: SplitRule, name: str = "norman") -> object:
+    return dataclasses.replace(get_card(name), split=rule)
+
+
+def parts_of(split: Split, adata: ad.AnnData, column: str) -> dict[str, set]:
+    labels = split.labels(adata)
+    return {part: set(adata.obs.loc[labels == part, column]) for part in PARTS}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_split_is_whole(name: str) -> None:
+    split = get_split(name)
+    assert len(split) == get_card(name).n_cells
+    ids = np.concatenate([split.train, split.validation, split.test, split.left_out])
+    assert len(set(ids)) == len(split)
+    assert len(split.train) > len(split.test) > 0
+    assert len(split.validation)
+
+
+def test_shipped_splits_are_small_and_have_cards() -> None:
+    with resources.as_file(resources.files("scforge.datasets").joinpath("splits")) as folder:
+        files = sorted(folder.iterdir())
+        assert sum(file.stat().st_size for file in files) < 400_000
+        assert [file.name for file in files] == sorted(f"{name}-v1.csv.gz" for name in SHIPPED)
+
+
+def test_the_split_of_pbmc3k_is_what_its_rule_makes(pbmc: ad.AnnData) -> None:
+    split = get_split("pbmc3k", pbmc)
+    made = make_split(get_card("pbmc3k"), pbmc[::-1])
+    for part in PARTS:
+        assert list(getattr(split, part)) == list(getattr(made, part))
+    shares = pd.crosstab(pbmc.obs["cell_type"], split.labels(pbmc), normalize="index")
+    assert shares["test"].between(0.18, 0.22).all()
+    assert set(pbmc.obs_names[pbmc.obs["cell_type"].isna()]) & set(split.test)
+
+
+@pytest.mark.parametrize("name", [n for n in SHIPPED if (SOURCE / f"{n}.h5ad").exists() and n != "pbmc3k"])
+@pytest.mark.real_data
+def test_a_shipped_split_is_what_its_rule_makes(name: str) -> None:
+    adata = load(name, SOURCE)
+    split, made = get_split(name, adata), make_split(get_card(name), adata)
+    for part in (*PARTS, "left_out"):
+        assert list(getattr(split, part)) == list(getattr(made, part))
+
+
+def test_donors_are_held_out_whole_and_unknown_ones_left_out() -> None:
+    adata = data_of(donor=[*"aabbccddee", None])
+    split = make_split(card_with(SplitRule("groups", "donor", 1, ("b", "d"))), adata)
+    found = parts_of(split, adata, "donor")
+    assert found["test"] == {"b", "d"}
+    assert len(found["validation"]) == 1
+    assert not found["train"] & (found["validation"] | found["test"])
+    assert list(split.left_out) == ["cell10"]
+    assert split.labels(adata).isna().sum() == 1
+
+
+@pytest.mark.parametrize("donors", [list("aabb"), [1, 1, 2, 2], [True, True, False, False]])
+def test_too_few_donors(donors: list) -> None:
+    with pytest.raises(DataError, match="the column 'donor' has 2 values to hold out from, too few for"):
+        make_split(card_with(SplitRule("groups", "donor", 1, 1)), data_of(donor=donors))
+
+
+def test_no_held_out_perturbation_has_a_training_cell() -> None:
+    names = [f"p{i}" for i in range(10)] * 8 + ["control"] * 40 + [None]
+    adata = data_of(perturbation=names)
+    rule = SplitRule("perturbations", "perturbation", 0.2, 3, control_share=0.25)
+    found = parts_of(make_split(card_with(rule), adata), adata, "perturbation")
+    assert [len(found[part] - {"control"}) for part in PARTS] == [5, 2, 3]
+    assert set.intersection(*found.values()) == {"control"}
+    split = make_split(card_with(rule), adata)
+    controls = adata.obs["perturbation"] == "control"
+    assert split.labels(adata)[controls].value_counts().to_dict() == {"train": 20, "validation": 10, "test": 10}
+    assert list(split.left_out) == ["cell120"]
+
+
+def test_perturbations_in_contexts_and_their_controls() -> None:
+    kinds = [kind for kind in "abcd" for _ in range(20)]
+    adata = data_of(condition=[*["control", "drug"] * 40, "drug", "control"], kind=[*kinds, None, None])
+    rule = SplitRule("perturbations", "condition", 1, 1, context_key="kind", control_share=0.4)
+    split = make_split(card_with(rule), adata)
+    table = pd.crosstab([adata.obs["kind"], adata.obs["condition"]], split.labels(adata))
+    drugged = table.xs("drug", level="condition")
+    assert (drugged.max(axis=1) == 10).all()
+    for part in ("validation", "test"):
+        (held,) = drugged.index[drugged[part] > 0]
+        assert table.loc[(held, "control"), part] == 4
+        assert table.loc[(held, "control"), "train"] == 6
+    assert (table.xs("control", level="condition")["train"] > 0).all()
+    assert list(split.left_out) == ["cell80", "cell81"]
+
+
+def test_only_combinations_are_held_out_in_whatever_order() -> None:
+    genes = "ABCDEF"
+    pairs = [f"{a}_{b}" for a in genes for b in genes if a != b]
+    adata = data_of(perturbation=[*genes, *pairs, "control", "control", "control"])
+    rule = SplitRule("perturbations", "perturbation", 0.2, 0.4, separator="_")
+    found = parts_of(make_split(card_with(rule), adata), adata, "perturbation")
+    assert set(genes) <= found["train"]
+    assert {len(name) for name in found["test"] - {"control"}} == {3}
+    assert not {f"{b}_{a}" for a, _, b in found["test"] - {"control"}} & (found["train"] | found["validation"])
+    with pytest.raises(DataError, match=r"joins two perturbations by '\+'"):
+        make_split(card_with(dataclasses.replace(rule, separator="+")), adata)
+
+
+def test_the_order_of_cells_does_not_matter_and_the_version_does(many_adata: ad.AnnData) -> None:
+    card = card_with(SplitRule("stratified", "group", 0.1, 0.2))
+    split = make_split(card, many_adata)
+    shuffled = many_adata[np.random.default_rng(0).permutation(many_adata.n_obs)]
+    assert list(make_split(card, shuffled).test) == list(split.test)
+    assert list(make_split(card, many_adata, version=2).test) != list(split.test)
+
+
+def test_a_planted_leak_is_an_error(pbmc: ad.AnnData) -> None:
+    with pytest.raises(DataError, match="has the cell 'b' in train and in test"):
+        Split("x", 1, ["a", "b"], ["c"], ["b"])
+    with pytest.raises(DataError, match="has no cell for validation"):
+        Split("x", 1, ["a", "b"], [], ["c"])
+    adata = data_of(perturbation=["control", "x", "x", "y", "z"])
+    leaky = Split("norman", 1, ["cell0", "cell1"], ["cell4"], ["cell2", "cell3"])
+    with pytest.raises(DataError, match="has cells of 'x' in more than one part"):
+        check_rule(leaky, card_with(SplitRule("perturbations", "perturbation", 1, 1)), adata)
+
+
+def test_rows_of_a_part(pbmc: ad.AnnData) -> None:
+    split = get_split("pbmc3k")
+    some = pbmc[:300]
+    rows = {part: split.rows(some, part) for part in PARTS}
+    assert sorted(np.concatenate(list(rows.values()))) == list(range(300))
+    assert set(some.obs_names[rows["test"]]) <= set(split.test)
+    assert rows["test"].dtype == np.int64
+
+
+def test_other_cells(tiny_adata: ad.AnnData, pbmc: ad.AnnData) -> None:
+    split = get_split("pbmc3k")
+    with pytest.raises(DataError, match=r"60 cells that the split 'pbmc3k' does not know \('cell0', "):
+        split.rows(tiny_adata, "test")
+    with pytest.raises(DataError, match="adata has 300 cells but the split 'pbmc3k' has 2700"):
+        get_split("pbmc3k", pbmc[:300])
+    with pytest.raises(DataError, match="no cell of adata is in 'test'"):
+        split.rows(pbmc[list(split.train)], "test")
+    with pytest.raises(OptionError, match="part='tests' is none of .*; did you mean 'test'?"):
+        split.rows(pbmc, "tests")
+
+
+def test_where_nothing_ships_the_rule_needs_the_data() -> None:
+    with pytest.raises(OptionError, match="adata=None: no split of 'norman' ships with the package; pass the data set"):
+        get_split("norman")
+    with pytest.raises(OptionError, match="version=2 of the split 'pbmc3k' is unknown"):
+        get_split("pbmc3k", version=2)
+    adata = data_of(donor_id=["a", "a", "b", "c", "d", "e"], cell_type=["x"] * 6)
+    assert len(get_split("immune_atlas", adata)) == 6
+    with pytest.raises(DataError, match="needs the column 'donor_id' of obs; did you mean 'donor'"):
+        get_split("immune_atlas", data_of(donor=["a"] * 5))
+
+
+def test_write_and_read_back(tmp_path: Path) -> None:
+    split = Split("mine", 3, ["b", 'a,"1"'], ["é"], ["NA"], ["left"])
+    for name in ("one.csv.gz", "two.csv.gz"):
+        write_split(split, tmp_path / name)
+    assert (tmp_path / "one.csv.gz").read_bytes() == (tmp_path / "two.csv.gz").read_bytes()
+    again = read_split(tmp_path / "one.csv.gz", name="mine", version=3)
+    for part in (*PARTS, "left_out"):
+        assert list(getattr(again, part)) == list(getattr(split, part))
+
+
+def test_files_that_are_no_split(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="no.csv.gz' does not exist"):
+        read_split(tmp_path / "no.csv.gz")
+    for content in (b"cell,part\n", gzip.compress(b""), gzip.compress(b"cell,parts\na,train\n")):
+        (tmp_path / "x.csv.gz").write_bytes(content)
+        with pytest.raises(DataError, match="x.csv.gz' .*write it with write_split"):
+            read_split(tmp_path / "x.csv.gz")
+    (tmp_path / "x.csv.gz").write_bytes(gzip.compress(b"cell,part\na,train\na,test\nb,validation\n"))
+    with pytest.raises(DataError, match="the cell 'a' in train and in test"):
+        read_split(tmp_path / "x.csv.gz")
+
+
+def test_a_changed_file_of_the_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = dataclasses.replace(get_card("pbmc3k"), splits={1: "0" * 64})
+    monkeypatch.setattr("scforge.datasets.split_files.get_card", lambda name: changed)
+    with pytest.raises(DataError, match="the shipped split pbmc3k-v1 is not the file that its card tells of"):
+        get_split("pbmc3k")
+
+
+def test_a_split_serves_the_fine_tuning(pbmc: ad.AnnData) -> None:
+    adata = pbmc3k()
+    adata.obs["split"] = get_split("pbmc3k").labels(adata)
+    assert set(adata.obs["split"].cat.categories) == set(PARTS)
