@@ -108,6 +108,8 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np
         Nothing happens.
     ``train_mean``
         The mean of all training effects in the same context, or in all contexts if there are none.
+    ``overall_mean``
+        The mean of all training effects in all contexts. Only where there are several.
     ``control_mean``
         The mean of the controls of all contexts, in place of those of its own.
     ``perturbation_mean``
@@ -129,6 +131,8 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np
         "train_mean": np.array([known.mean(context) for context in wanted.contexts]),
         "control_mean": _control_mean(known, wanted),
     }
+    if len(set(known.contexts)) > 1:
+        found["overall_mean"] = np.tile(known.deltas.mean(axis=0), (len(wanted.targets), 1))
     if any(some in known.targets for some in wanted.targets):
         found["perturbation_mean"] = _or_mean(known, wanted, [known.of(*one) for one in _pairs(wanted)])
     if any(len(some) > 1 for some in wanted.targets):

@@ -18,7 +18,18 @@ from scforge._checks import check_count
 from scforge.errors import DataError
 from scforge.eval.pseudobulk import effects_of, moments_of
 
-__all__ = ["METRICS", "calibrated", "comparable", "de_weights", "score_deltas", "technical_duplicate", "top_genes"]
+__all__ = [
+    "METRICS",
+    "calibrated",
+    "comparable",
+    "de_genes",
+    "de_weights",
+    "halves",
+    "of_whole",
+    "score_deltas",
+    "technical_duplicate",
+    "top_genes",
+]
 
 METRICS = {
     "pearson_delta": True,
@@ -27,6 +38,8 @@ METRICS = {
     "mse": False,
     "mae": False,
     "wmse": False,
+    "weighted_r2_delta": True,
+    "direction_accuracy": True,
     "rank": False,
 }
 """The metrics, and whether more of one is better."""
@@ -66,7 +79,37 @@ def top_genes(scores: np.ndarray, n: int = TOP_GENES) -> np.ndarray:
     return np.argsort(-np.abs(scores), axis=1, kind="stable")[:, :n]
 
 
-def score_deltas(predicted: np.ndarray, measured: np.ndarray, scores: np.ndarray) -> pd.DataFrame:
+def de_genes(p_values: np.ndarray, *, fdr: float = 0.05) -> np.ndarray:
+    """Return which genes change, at a rate of false discoveries after Benjamini and Hochberg (1995).
+
+    Parameters
+    ----------
+    p_values
+        Of each gene, e.g. of Welch's t-test, shape (Q, G).
+    fdr
+        Rate of false discoveries within each perturbation, over all its genes.
+
+    Returns
+    -------
+    Bool, shape (Q, G).
+
+    Examples
+    --------
+    >>> de_genes(np.array([[0.001, 0.02, 0.2, 0.9]])).tolist()
+    [[True, True, False, False]]
+    """
+    from scipy import stats
+
+    return stats.false_discovery_control(np.asarray(p_values, dtype=np.float64), axis=1) <= fdr
+
+
+def score_deltas(
+    predicted: np.ndarray,
+    measured: np.ndarray,
+    scores: np.ndarray,
+    changed: np.ndarray | None = None,
+    center: np.ndarray | None = None,
+) -> pd.DataFrame:
     """Score predicted effects.
 
     Parameters
@@ -75,6 +118,12 @@ def score_deltas(predicted: np.ndarray, measured: np.ndarray, scores: np.ndarray
         Change of the mean log1p CP10K against controls, shape (Q, G).
     scores
         Score of the differential expression of the measured effects, e.g. Welch's t, shape (Q, G).
+    changed
+        Genes that change, as :func:`de_genes` finds them, bool, shape (Q, G); without, there is no
+        ``direction_accuracy``.
+    center
+        The mean effect that ``weighted_r2_delta`` is seen from, shape (Q, G), or (G,) for all; without, it is the mean
+        of the measured ones.
 
     Returns
     -------
@@ -85,6 +134,15 @@ def score_deltas(predicted: np.ndarray, measured: np.ndarray, scores: np.ndarray
         prediction that is the same for all genes knows nothing of them, and has 0.
     ``mse``, ``mae``, ``wmse``
         Mean squared error, mean absolute error, and mean squared error weighted by :func:`de_weights`.
+    ``weighted_r2_delta``
+        Share of the variance over genes that is explained, after the weighted R2 of deltas of Mejia et al.: with w the
+        weights above, d the measured effect less `center`, p the predicted one less `center` and m the weighted mean of
+        d, ``1 - sum w (d - p)^2 / sum w (d - m)^2``. 1 is perfect, and a prediction of the center itself has 0 or less:
+        what all perturbations have in common earns nothing. NaN where d is the same for all genes, e.g. for a single
+        effect without a `center`.
+    ``direction_accuracy``
+        Share of the genes that change for which the sign of the change is predicted; no change is a wrong sign. NaN
+        where no gene changes.
     ``rank``
         Share of the measured effects that are more similar to the prediction (cosine; ties count half) than the own
         one: 0 is perfect, 0.5 chance, which is what one prediction for all has on average. After the rank metrics of
@@ -110,6 +168,10 @@ def score_deltas(predicted: np.ndarray, measured: np.ndarray, scores: np.ndarray
         )
     if not np.isfinite(predicted).all():
         raise DataError("predicted holds values that are not numbers; effects cannot be scored.")
+    if changed is not None and np.shape(changed) != measured.shape:
+        raise DataError(
+            f"changed has the shape {np.shape(changed)}, the effects {measured.shape}; give the same genes."
+        )
     top = top_genes(scores)
     error = predicted - measured
     weights = de_weights(scores)
@@ -123,6 +185,8 @@ def score_deltas(predicted: np.ndarray, measured: np.ndarray, scores: np.ndarray
             "mse": np.square(error).mean(axis=1),
             "mae": np.abs(error).mean(axis=1),
             "wmse": (weights * np.square(error)).mean(axis=1),
+            "weighted_r2_delta": _explained(error, measured, weights, center),
+            "direction_accuracy": _directions(predicted, measured, changed),
             "rank": _ranks(predicted, measured),
         }
     )
@@ -133,6 +197,8 @@ def technical_duplicate(
     groups: np.ndarray,
     controls: np.ndarray,
     scores: np.ndarray,
+    changed: np.ndarray | None = None,
+    center: np.ndarray | None = None,
     *,
     n_splits: int = 5,
     seed: int = 0,
@@ -142,7 +208,8 @@ def technical_duplicate(
     The cells of each group, controls included, are split into two halves at random; the effect in the one half is
     scored as a prediction of that in the other. A half has half of the cells, so that the figures are brought to whole
     groups: correlations and cosines r by the formula of Spearman and Brown, ``2 r / (1 + r)``, squared errors by 1/2,
-    absolute ones by 1/sqrt(2). `rank` is left as it is, which makes it a little too high.
+    absolute ones by 1/sqrt(2), and what is not explained, ``1 - weighted_r2_delta``, by 1/2. `rank` and
+    `direction_accuracy` are left as they are, which makes the one a little too high and the other a little too low.
 
     Parameters
     ----------
@@ -152,8 +219,8 @@ def technical_duplicate(
         Group of each cell: 0 to Q - 1 for perturbations, from Q on for their controls, shape (N,).
     controls
         For each perturbation the group of its controls, shape (Q,).
-    scores
-        See :func:`score_deltas`.
+    scores, changed, center
+        Of whole groups; see :func:`score_deltas`.
     n_splits
         Splits, of which the mean is returned.
     seed
@@ -170,20 +237,30 @@ def technical_duplicate(
     perturbed = np.arange(len(controls))
     tables = []
     for _ in range(n_splits):
-        # Ranks of random numbers within a group are even for one half and odd for the other.
-        order = np.lexsort([rng.random(len(groups)), groups])
-        half = np.empty(len(groups), dtype=np.int64)
-        starts = np.cumsum(sizes) - sizes
-        half[order] = (np.arange(len(groups)) - starts[groups[order]]) % 2
+        half = halves(groups, sizes, rng)
         both = moments_of(expression, groups + n_groups * half, 2 * n_groups)
         one = effects_of(both, perturbed, controls).deltas
         other = effects_of(both, perturbed + n_groups, controls + n_groups).deltas
-        table = score_deltas(one, other, scores)
-        tables.append(table.apply(lambda column: _OF_WHOLE.get(str(column.name), _as_it_is)(column)))
+        tables.append(of_whole(score_deltas(one, other, scores, changed, center)))
     mean = sum(tables[1:], start=tables[0]) / n_splits
     few = (sizes[perturbed] < 2) | (sizes[controls] < 2)
     mean.loc[few] = np.nan
     return mean
+
+
+def halves(groups: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Return the half, 0 or 1, that each cell falls into at random within its group, int64, shape (N,)."""
+    # Ranks of random numbers within a group are even for one half and odd for the other.
+    order = np.lexsort([rng.random(len(groups)), groups])
+    half = np.empty(len(groups), dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
+    half[order] = (np.arange(len(groups)) - starts[groups[order]]) % 2
+    return half
+
+
+def of_whole(table: pd.DataFrame) -> pd.DataFrame:
+    """Bring figures of halves to whole groups, as :func:`technical_duplicate` says; others stay as they are."""
+    return table.apply(lambda column: _OF_WHOLE.get(str(column.name), _as_it_is)(column))
 
 
 def calibrated(table: pd.DataFrame, base: str, ceiling: str) -> pd.DataFrame:
@@ -254,7 +331,25 @@ _OF_WHOLE: dict[str, Callable[[pd.Series], pd.Series]] = {
     "mse": lambda values: values / 2,
     "wmse": lambda values: values / 2,
     "mae": lambda values: values / np.sqrt(2),
+    "weighted_r2_delta": lambda values: 1 - (1 - values) / 2,
 }
+
+
+def _explained(error: np.ndarray, measured: np.ndarray, weights: np.ndarray, center: np.ndarray | None) -> np.ndarray:
+    rest = measured - (measured.mean(axis=0) if center is None else center)
+    # Weights have a mean of 1.
+    spread = (weights * np.square(rest - (weights * rest).mean(axis=1, keepdims=True))).mean(axis=1)
+    known = spread > 1e-12 * np.square(measured).max(axis=1, initial=0.0)
+    missed = (weights * np.square(error)).mean(axis=1)
+    return 1 - np.divide(missed, spread, out=np.full(len(error), np.nan), where=known)
+
+
+def _directions(predicted: np.ndarray, measured: np.ndarray, changed: np.ndarray | None) -> np.ndarray:
+    if changed is None:
+        return np.full(len(predicted), np.nan)
+    n_changed = changed.sum(axis=1)
+    right = (changed & (np.sign(predicted) == np.sign(measured))).sum(axis=1)
+    return np.divide(right, n_changed, out=np.full(len(predicted), np.nan), where=n_changed > 0)
 
 
 def _cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:

@@ -50,12 +50,29 @@ class Effects:
         Welch's t of each gene, float64, shape (Q, G); 0 where neither side varies.
     n_cells, n_controls
         Cells behind each of the two means, int64, shape (Q,).
+    freedom
+        Degrees of freedom of each t after Welch and Satterthwaite, float64, shape (Q, G); 0 where neither side varies.
     """
 
     deltas: np.ndarray
     scores: np.ndarray
     n_cells: np.ndarray
     n_controls: np.ndarray
+    freedom: np.ndarray
+
+    @property
+    def p_values(self) -> np.ndarray:
+        """Two-sided p values of Welch's t-test, float64, shape (Q, G); 1 where it is not defined.
+
+        It is not defined for a gene that does not vary, and where a side has one cell only, the spread of which is not
+        known.
+        """
+        from scipy import stats
+
+        known = (self.freedom > 0) & (np.minimum(self.n_cells, self.n_controls) > 1)[:, None]
+        found = np.ones_like(self.scores)
+        found[known] = 2 * stats.t.sf(np.abs(self.scores[known]), self.freedom[known])
+        return found
 
 
 def moments(cells: Cells, rows: np.ndarray, codes: np.ndarray, n_groups: int) -> Moments:
@@ -100,9 +117,15 @@ def effects_of(groups: Moments, perturbed: np.ndarray, controls: np.ndarray) -> 
         Numbers of the perturbed groups and, for each, of its controls, shape (Q,).
     """
     deltas = groups.mean[perturbed] - groups.mean[controls]
-    spread = sum(groups.variance[side] / np.maximum(groups.n[side], 1)[:, None] for side in (perturbed, controls))
+    errors = [groups.variance[side] / np.maximum(groups.n[side], 1)[:, None] for side in (perturbed, controls)]
+    spread = errors[0] + errors[1]
     scores = np.divide(deltas, np.sqrt(spread), out=np.zeros_like(deltas), where=spread > 0)
-    return Effects(deltas, scores, groups.n[perturbed], groups.n[controls])
+    parts = sum(
+        np.square(error) / np.maximum(groups.n[side] - 1, 1)[:, None]
+        for error, side in zip(errors, (perturbed, controls), strict=True)
+    )
+    freedom = np.divide(np.square(spread), parts, out=np.zeros_like(deltas), where=parts > 0)
+    return Effects(deltas, scores, groups.n[perturbed], groups.n[controls], freedom)
 
 
 def _add(total: np.ndarray, squares: np.ndarray, expression: sparse.csr_matrix, codes: np.ndarray) -> None:

@@ -14,7 +14,14 @@ from scforge.data.cells import Cells, choose_rows
 from scforge.errors import DataError, listing
 from scforge.eval.expression import log_expression
 from scforge.eval.perturbation_baselines import N_COMPONENTS, KnownEffects, WantedEffects, baseline_effects
-from scforge.eval.perturbation_metrics import METRICS, calibrated, comparable, score_deltas, technical_duplicate
+from scforge.eval.perturbation_metrics import (
+    METRICS,
+    calibrated,
+    comparable,
+    de_genes,
+    score_deltas,
+    technical_duplicate,
+)
 from scforge.eval.pseudobulk import Effects, effects_of, moments
 from scforge.finetuning.context import Evaluated
 from scforge.finetuning.tasks._perturbation_predict import (
@@ -78,12 +85,16 @@ def evaluate_effects(task: Perturbation, context: EvaluationContext) -> Evaluate
     predictions = {"scforge": effects_for(task, context.predictor, pairs, inputs)[:, genes]}
     predictions |= _baselines(task, context, pairs, inputs, known, genes, cells.vocab)
     effects, scores = real.effects.deltas[:, genes], real.effects.scores[:, genes]
-    tables = {name: score_deltas(made, effects, scores) for name, made in predictions.items()}
+    changed = de_genes(real.effects.p_values[:, genes])
+    center = predictions.get("train_mean")
+    tables = {name: score_deltas(made, effects, scores, changed, center) for name, made in predictions.items()}
     tables["technical_duplicate"] = technical_duplicate(
         log_expression(cells, real.rows)[:, genes],
         real.groups,
         real.controls,
         scores,
+        changed,
+        center,
         seed=context.seed,
     )
     described = pd.DataFrame(
