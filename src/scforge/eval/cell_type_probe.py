@@ -225,8 +225,8 @@ class CellTypeProbe(Benchmark):
         rare = np.bincount(plan.labels, minlength=n_labels) < self.rare_share * len(plan.labels)
         figures: dict[str, float] = {}
         for classifier, guesses in zip(_CLASSIFIERS, predicted, strict=True):
-            pairs = np.bincount(plan.labels * n_labels + guesses, weights=weights, minlength=n_labels**2)
-            pairs = pairs.reshape(n_labels, n_labels)
+            counts = np.bincount(plan.labels * n_labels + guesses, weights=weights, minlength=n_labels**2)
+            pairs = counts.reshape(n_labels, n_labels)
             true, guessed, hits = pairs.sum(axis=1), pairs.sum(axis=0), pairs.diagonal()
             there = true > 0
             tested = rare & there

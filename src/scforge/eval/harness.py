@@ -93,7 +93,7 @@ def evaluate(
     OptionError
         If an option, or a combination of them, makes no sense.
     """
-    from scforge.eval.embedding_baselines import check_baselines, embedding_baselines
+    from scforge.eval.reference_embeddings import check_baselines, embedding_baselines
 
     if not len(baselines):
         raise OptionError("baselines=[] leaves nothing to compare with; name at least one, or a number of components.")

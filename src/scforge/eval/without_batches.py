@@ -5,13 +5,9 @@ Shapes: N cells, D dimensions.
 
 from __future__ import annotations
 
-import logging
-import math
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
@@ -19,6 +15,7 @@ import pandas as pd
 from scforge.errors import DataError, ScforgeWarning
 from scforge.eval.baselines import pca_embedding
 from scforge.eval.batch_integration import BatchIntegration
+from scforge.eval.reference_embeddings import harmony_embedding, scvi_embedding
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -35,8 +32,6 @@ BIO = (
 BATCH = ("bras", "ilisi_knn", "graph_connectivity")
 _BIO_WEIGHT = 0.6
 _N_COMPS = 50
-_SHARE, _BATCH_SIZE = 0.9, 128
-"""Training cells of scVI, and cells a step: its defaults."""
 
 
 def integration_scores(
@@ -108,9 +103,9 @@ def integration_baselines(
         raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; pass baselines=False.")
     found = {"pca": pca_embedding(adata, n_comps=n_comps, seed=seed)}
     if _installed("harmonypy", "Harmony", "pip install 'scforge[eval]'"):
-        found["harmony"] = _harmony(found["pca"], adata.obs, batch_key, seed)
+        found["harmony"] = harmony_embedding(found["pca"], adata.obs, batch_key, seed=seed)
     if _installed("scvi", "scVI", "pip install scvi-tools"):
-        found["scvi"] = _scvi(adata, batch_key, max_epochs, seed)
+        found["scvi"] = scvi_embedding(adata, batch_key, max_epochs=max_epochs, seed=seed)
     return found
 
 
@@ -127,63 +122,3 @@ def _installed(module: str, name: str, command: str) -> bool:
         )
         return False
     return True
-
-
-def _harmony(components: np.ndarray, obs: pd.DataFrame, batch_key: str, seed: int) -> np.ndarray:
-    import harmonypy
-
-    batches = pd.DataFrame({batch_key: obs[batch_key].astype(str).to_numpy()})
-    with _quiet("harmonypy"):
-        result = harmonypy.run_harmony(components.astype(np.float64), batches, [batch_key], random_state=seed)
-    corrected = np.asarray(result.Z_corr)
-    # The orientation has changed between releases of harmonypy.
-    return np.asarray(corrected if corrected.shape == components.shape else corrected.T, dtype=np.float32)
-
-
-def _scvi(adata: AnnData, batch_key: str, max_epochs: int | None, seed: int) -> np.ndarray:
-    import anndata
-    import scanpy as sc
-    import scvi
-    import torch
-
-    genes = np.ones(adata.n_vars, dtype=bool)
-    if adata.n_vars > 2_000:
-        work = anndata.AnnData(adata.X.astype(np.float32))
-        sc.pp.normalize_total(work, target_sum=1e4)
-        sc.pp.log1p(work)
-        sc.pp.highly_variable_genes(work, n_top_genes=2_000)
-        genes = np.asarray(work.var["highly_variable"])
-    obs = pd.DataFrame({"batch": pd.Categorical(adata.obs[batch_key].astype(str))}, index=adata.obs_names)
-    work = anndata.AnnData(adata.X[:, genes].astype(np.float32), obs=obs)
-    with _quiet("scvi", "lightning.pytorch", "lightning.fabric"), warnings.catch_warnings(), torch.random.fork_rng():
-        warnings.simplefilter("ignore")  # what scvi-tools and Lightning advise is not up to the user
-        torch.manual_seed(seed)
-        scvi.model.SCVI.setup_anndata(work, batch_key="batch")
-        model: Any = scvi.model.SCVI(work)
-        # The batch norm of scVI takes no batch of one cell.
-        alone = math.ceil(_SHARE * adata.n_obs) % _BATCH_SIZE == 1
-        model.train(
-            max_epochs,
-            train_size=_SHARE,
-            batch_size=_BATCH_SIZE,
-            datasplitter_kwargs={"drop_last": alone},
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            logger=False,
-        )
-        latent = model.get_latent_representation()
-    return np.asarray(latent, dtype=np.float32)
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Let only errors of these loggers through."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)

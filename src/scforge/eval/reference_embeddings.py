@@ -1,0 +1,267 @@
+"""Embeddings that a model of cells has to beat.
+
+They are fitted on all cells that are scored, and see no label. So does nothing that was trained on other cells, which
+makes them strong baselines of a model that was.
+
+Shapes: N cells, D dimensions.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from scforge._checks import check_count, check_seed
+from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.eval.base import check_column
+from scforge.eval.baselines import check_n_comps, pca_embedding, variable_genes
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+__all__ = ["BASELINES", "check_baselines", "embedding_baselines", "harmony_embedding", "scvi_embedding"]
+
+BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi", "random")
+_PACKAGES = {"harmony": ("harmonypy", "scforge[eval]"), "scvi": ("scvi", "scvi-tools")}
+_SHARE, _BATCH_SIZE = 0.9, 128
+"""Training cells of scVI, and cells a step: its defaults."""
+_PATIENCE = 15
+"""Epochs without a better held-out ELBO after which scVI stops; its own default is 45."""
+
+
+def embedding_baselines(
+    adata: AnnData,
+    names: Sequence[str | int] = ("hvg", "pca", "harmony", "scvi"),
+    *,
+    batch_key: str | None = None,
+    layer: str | None = None,
+    n_comps: int = 50,
+    n_top_genes: int = 2_000,
+    seed: int = 0,
+    scvi_max_epochs: int | None = None,
+) -> dict[str, np.ndarray]:
+    """Embed cells by methods that learn nothing from other cells; all see the same highly variable genes.
+
+    Parameters
+    ----------
+    adata
+        Annotated data with raw counts; not changed. All its cells are fitted, and no label is looked at.
+    names
+        Some of:
+
+        ``"hvg"``
+            The log-normalised highly variable genes themselves, dense.
+        ``"pca"``, ``"pca_scaled"``
+            Principal components of those, without and with scaling to unit variance (:func:`pca_embedding`).
+        ``"harmony"``
+            The components of ``"pca"`` after Harmony; needs `batch_key`.
+        ``"scvi"``
+            The latent space of scVI with its defaults, corrected for `batch_key` if there is one. A tenth of the cells
+            is held out for early stopping, after 15 epochs without a better ELBO.
+        ``"random"``
+            Standard normal numbers: what chance gives.
+
+        A whole number is for so many principal components, as two baselines: without scaling and with.
+    batch_key
+        Column of obs with the batches; only Harmony and scVI look at it.
+    layer
+        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+    n_comps
+        Number of principal components, and of dimensions of ``"random"``; fewer where cells or genes are.
+    n_top_genes
+        Number of highly variable genes; all, if there are fewer.
+    seed
+        Seed of all of them.
+    scvi_max_epochs
+        Most epochs of scVI; None for its own number, 400 for up to 20,000 cells and then 8 million cells seen.
+
+    Returns
+    -------
+    Name to embedding, float32, shape (N, D), in the order of `names`. Those of a number D are called
+    ``"PCA, D components"`` and ``"PCA of scaled genes, D components"``.
+
+    Raises
+    ------
+    OptionError
+        If a name is unknown or named twice, Harmony is asked for without `batch_key`, a package is not installed, or
+        there cannot be so many components.
+    DataError
+        If there are no raw counts, or `batch_key` is no column or holds one batch or missing values.
+
+    References
+    ----------
+    Korsunsky et al. (2019), Nature Methods 16, 1289-1296 (Harmony); Lopez et al. (2018), Nature Methods 15, 1053-1058
+    (scVI).
+
+    Examples
+    --------
+    >>> import scforge
+    >>> found = embedding_baselines(scforge.datasets.pbmc3k()[:200], ["pca", "random"], n_comps=10)
+    >>> {name: embedding.shape for name, embedding in found.items()}
+    {'pca': (200, 10), 'random': (200, 10)}
+    """
+    check_baselines(adata, names, batch_key=batch_key)
+    check_count("n_comps", n_comps, "components")
+    check_count("n_top_genes", n_top_genes, "genes")
+    check_seed(seed)
+    dims = min(n_comps, min(adata.shape) - 1)
+    known: dict[tuple[int, bool], np.ndarray] = {}
+
+    def components(n_comps: int, scale: bool = False) -> np.ndarray:
+        if (n_comps, scale) not in known:
+            known[n_comps, scale] = pca_embedding(
+                adata, n_comps=n_comps, n_top_genes=n_top_genes, layer=layer, scale=scale, seed=seed
+            )
+        return known[n_comps, scale]
+
+    found: dict[str, np.ndarray] = {}
+    for name in names:
+        if name == "hvg":
+            found[name] = variable_genes(adata, n_top_genes=n_top_genes, layer=layer).X.toarray()
+        elif name in ("pca", "pca_scaled"):
+            found[str(name)] = components(dims, name == "pca_scaled")
+        elif name == "harmony":
+            assert batch_key is not None
+            found[name] = harmony_embedding(components(dims), adata.obs, batch_key, seed=seed)
+        elif name == "scvi":
+            found[name] = scvi_embedding(
+                adata,
+                batch_key,
+                layer=layer,
+                n_top_genes=n_top_genes,
+                max_epochs=scvi_max_epochs,
+                patience=_PATIENCE,
+                seed=seed,
+            )
+        elif name == "random":
+            found[name] = np.random.default_rng(seed).standard_normal((adata.n_obs, dims), dtype=np.float32)
+        else:
+            found[f"PCA, {name} components"] = components(int(name))
+            found[f"PCA of scaled genes, {name} components"] = components(int(name), True)
+    return found
+
+
+def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: str | None = None) -> None:
+    """Raise where :func:`embedding_baselines` would for these names, before any time is spent.
+
+    Raises
+    ------
+    OptionError, DataError
+        As there, save that counts are not looked at.
+    """
+    if isinstance(names, str | int):
+        raise OptionError(f"baselines={names!r} is not a list of baselines; write [{names!r}].")
+    if min(adata.shape) < 3:
+        raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; take more of them.")
+    for name in names:
+        if isinstance(name, str):
+            if name not in BASELINES:
+                raise OptionError(
+                    f"baselines names {name!r}, which is none{did_you_mean(name, BASELINES) or ';'} "
+                    f"(there are: {listing(BASELINES)}, and numbers of principal components)"
+                )
+        else:
+            check_count("baselines", name, "principal components")
+            check_n_comps(name, adata)
+        if list(names).count(name) > 1:
+            raise OptionError(f"baselines names {name!r} twice; name it once.")
+        package, command = _PACKAGES.get(str(name), (None, ""))
+        if package is not None and find_spec(package) is None:
+            raise OptionError(f"baselines names {name!r}, but {package} is not installed; pip install '{command}'.")
+        if name == "harmony" and batch_key is None:
+            raise OptionError("baselines names 'harmony', which corrects batches; give batch_key, or leave it out.")
+        if name in ("harmony", "scvi") and batch_key is not None:
+            check_column("batch_key", batch_key, adata.obs)
+            if adata.obs[batch_key].isna().any():
+                raise DataError(f"obs[{batch_key!r}] has missing values; give each cell a batch for {name!r}.")
+            if name == "harmony" and adata.obs[batch_key].nunique() < 2:
+                raise DataError(f"obs[{batch_key!r}] holds one batch, so there is nothing for 'harmony' to correct.")
+
+
+def harmony_embedding(components: np.ndarray, obs: pd.DataFrame, batch_key: str, *, seed: int = 0) -> np.ndarray:
+    """Return principal components after Harmony with its defaults, float32, shape (N, D)."""
+    import harmonypy
+
+    batches = pd.DataFrame({batch_key: obs[batch_key].astype(str).to_numpy()})
+    with _quiet("harmonypy"):
+        result = harmonypy.run_harmony(components.astype(np.float64), batches, [batch_key], random_state=seed)
+    corrected = np.asarray(result.Z_corr)
+    # The orientation has changed between releases of harmonypy.
+    return np.asarray(corrected if corrected.shape == components.shape else corrected.T, dtype=np.float32)
+
+
+def scvi_embedding(
+    adata: AnnData,
+    batch_key: str | None = None,
+    *,
+    layer: str | None = None,
+    n_top_genes: int = 2_000,
+    max_epochs: int | None = None,
+    patience: int | None = None,
+    seed: int = 0,
+) -> np.ndarray:
+    """Return the latent means of scVI with its defaults, trained on these cells, float32, shape (N, 10).
+
+    Parameters
+    ----------
+    adata, layer, n_top_genes
+        As in :func:`embedding_baselines`.
+    batch_key
+        Column of obs that scVI corrects for, or None.
+    max_epochs
+        Most epochs; None for scVI's own number.
+    patience
+        Epochs without a better ELBO of the held-out tenth after which training stops; None trains all epochs.
+    seed
+        Seed of the weights, of the order of the cells and of those that are held out.
+    """
+    import scvi
+    import torch
+
+    work = variable_genes(adata, n_top_genes=n_top_genes, layer=layer)
+    work.X = work.layers.pop("counts")
+    work.obs["batch"] = pd.Categorical(["all"] * adata.n_obs if batch_key is None else adata.obs[batch_key].astype(str))
+    # scvi-tools would draw the held-out cells by a seed of its own, which is none unless somebody sets it.
+    order = np.random.default_rng(seed).permutation(adata.n_obs)
+    n_train = math.ceil(_SHARE * adata.n_obs)
+    # The batch norm of scVI takes no batch of one cell.
+    splitting = {"external_indexing": [order[:n_train], order[n_train:]], "drop_last": n_train % _BATCH_SIZE == 1}
+    stopping = {} if patience is None else {"early_stopping": True, "early_stopping_patience": patience}
+    with _quiet("scvi", "lightning.pytorch", "lightning.fabric"), warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")  # what scvi-tools and Lightning advise is not up to the user
+        torch.manual_seed(seed)
+        scvi.model.SCVI.setup_anndata(work, batch_key="batch")
+        model: Any = scvi.model.SCVI(work)
+        model.train(
+            max_epochs,
+            batch_size=_BATCH_SIZE,
+            datasplitter_kwargs=splitting,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            logger=False,
+            **stopping,
+        )
+        latent = model.get_latent_representation()
+    return np.asarray(latent, dtype=np.float32)
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Let only errors of these loggers through."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

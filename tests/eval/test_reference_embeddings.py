@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import anndata as ad
+import numpy as np
+import pytest
+import scanpy as sc
+
+import scforge.eval.reference_embeddings as room
+from scforge.errors import DataError, OptionError
+from scforge.eval import embedding_baselines, pca_embedding
+from scforge.eval.reference_embeddings import check_baselines, harmony_embedding
+
+
+def gap(embedding: np.ndarray, adata: ad.AnnData, key: str) -> float:
+    """Distance between the means of the first two values of a column, in standard deviations of all cells."""
+    values = adata.obs[key].astype(str)
+    first, second = (embedding[(values == value).to_numpy()].mean(axis=0) for value in sorted(set(values)))
+    return float(np.linalg.norm(first - second) / np.linalg.norm(embedding.std(axis=0)))
+
+
+@pytest.fixture
+def shifted(tiny_adata: ad.AnnData) -> ad.AnnData:
+    """The tiny data, with some genes of batch "x" three times as high."""
+    counts = tiny_adata.X.toarray()
+    counts[:30, 20:50] *= 3
+    tiny_adata.layers["counts"] = counts
+    tiny_adata.obs["site"] = np.tile([1, 1, 2], 20)
+    return tiny_adata
+
+
+def test_each_is_what_it_says(shifted) -> None:
+    names = ["hvg", "pca", "pca_scaled", "harmony", "random", 3]
+    found = embedding_baselines(shifted, names, batch_key="batch", layer="counts", n_comps=5, n_top_genes=40, seed=1)
+    assert list(found) == [*names[:5], "PCA, 3 components", "PCA of scaled genes, 3 components"]
+    assert {name: embedding.shape[1] for name, embedding in found.items()} == dict(
+        zip(found, [40, 5, 5, 5, 5, 3, 3], strict=True)
+    )
+    assert all(embedding.dtype == np.float32 and len(embedding) == 60 for embedding in found.values())
+
+    work = ad.AnnData(shifted.layers["counts"].copy())
+    sc.pp.normalize_total(work, target_sum=1e4)
+    sc.pp.log1p(work)
+    sc.pp.highly_variable_genes(work, n_top_genes=40)
+    np.testing.assert_allclose(found["hvg"], work.X[:, work.var["highly_variable"]], rtol=1e-5)
+    options = {"n_comps": 5, "n_top_genes": 40, "layer": "counts", "seed": 1}
+    np.testing.assert_array_equal(found["pca"], pca_embedding(shifted, **options))
+    np.testing.assert_array_equal(found["pca_scaled"], pca_embedding(shifted, scale=True, **options))
+    assert abs(found["random"].mean()) < 0.2
+    assert found["random"].std() == pytest.approx(1, abs=0.1)
+    # Harmony brings the batches together, and the groups stay apart.
+    assert gap(found["harmony"], shifted, "batch") < gap(found["pca"], shifted, "batch") / 3
+    assert gap(found["harmony"], shifted, "group") > 1
+
+
+def test_scvi_with_and_without_batches(shifted, monkeypatch) -> None:
+    import scvi
+
+    given = []
+    train = scvi.model.SCVI.train
+    monkeypatch.setattr(
+        scvi.model.SCVI, "train", lambda self, *a, **k: given.append((self, a, k)) or train(self, *a, **k)
+    )
+    options = {"layer": "counts", "scvi_max_epochs": 2, "n_top_genes": 30}
+    first = embedding_baselines(shifted, ["scvi"], batch_key="batch", **options)["scvi"]
+    again = embedding_baselines(shifted, ["scvi"], batch_key="batch", **options)["scvi"]
+    other = embedding_baselines(shifted, ["scvi"], batch_key="batch", seed=1, **options)["scvi"]
+    without = embedding_baselines(shifted, ["scvi"], **options)["scvi"]
+    np.testing.assert_array_equal(first, again)
+    assert first.shape == without.shape == (60, 10)
+    assert not np.allclose(first, other)
+    models = [model for model, _, _ in given]
+    assert [model.summary_stats["n_batch"] for model in models] == [2, 2, 2, 1]
+    assert models[0].adata.n_vars == 30
+    np.testing.assert_array_equal(models[0].adata.X.sum() % 1, 0)
+    _, epochs, settings = given[0]
+    assert epochs == (2,)
+    assert settings["early_stopping"] is True
+    assert settings["early_stopping_patience"] == 15
+    held_out, train_cells = models[0].validation_indices, models[0].train_indices
+    assert len(held_out) == 6
+    assert sorted([*held_out, *train_cells]) == list(range(60))
+
+
+def test_labels_and_data_stay_alone(shifted) -> None:
+    before = shifted.copy()
+    found = embedding_baselines(shifted, ["hvg", "pca", "harmony"], batch_key="batch", n_comps=4)
+    np.testing.assert_array_equal(shifted.X.toarray(), before.X.toarray())
+    assert list(shifted.obs) == list(before.obs)
+    assert not shifted.obsm
+    shifted.obs["group"] = "one"
+    same = embedding_baselines(shifted, ["hvg", "pca", "harmony"], batch_key="batch", n_comps=4)
+    for name, embedding in found.items():
+        np.testing.assert_array_equal(embedding, same[name])
+
+
+def test_batches_may_be_numbers(shifted) -> None:
+    components = pca_embedding(shifted, n_comps=4)
+    assert harmony_embedding(components, shifted.obs, "site").shape == (60, 4)
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (["harmoni"], {}, r"names 'harmoni', which is none; did you mean 'harmony'\? \(there are: 'hvg', 'pca'"),
+        ("pca", {}, r"baselines='pca' is not a list of baselines; write \['pca'\]"),
+        (["pca", "pca"], {}, "names 'pca' twice"),
+        (["harmony"], {}, "names 'harmony', which corrects batches; give batch_key"),
+        ([60], {}, "n_comps=60 is not between 1"),
+        ([0], {}, "baselines=0 is not a positive number of principal components"),
+        (["pca"], {"n_comps": 0}, "n_comps=0 is not a positive number of components"),
+    ],
+)
+def test_bad_options(tiny_adata, names, options, message) -> None:
+    with pytest.raises(OptionError, match=message):
+        embedding_baselines(tiny_adata, names, **options)
+
+
+def test_bad_data(tiny_adata, monkeypatch) -> None:
+    with pytest.raises(DataError, match="batch_key='bach' is not a column of obs; did you mean 'batch'"):
+        check_baselines(tiny_adata, ["scvi"], batch_key="bach")
+    tiny_adata.obs["batch"] = tiny_adata.obs["batch"].astype(str)
+    with pytest.raises(DataError, match=r"obs\['batch'\] holds one batch"):
+        check_baselines(tiny_adata[:20], ["harmony"], batch_key="batch")
+    check_baselines(tiny_adata[:20], ["scvi"], batch_key="batch")
+    tiny_adata.obs.iloc[3, 1] = None
+    with pytest.raises(DataError, match=r"obs\['batch'\] has missing values; give each cell a batch for 'scvi'"):
+        check_baselines(tiny_adata, ["scvi"], batch_key="batch")
+    with pytest.raises(DataError, match="2 cells of 80 genes are too few"):
+        check_baselines(tiny_adata[:2], ["pca"])
+    monkeypatch.setattr(room, "find_spec", lambda name: None)
+    with pytest.raises(OptionError, match=r"names 'scvi', but scvi is not installed; pip install 'scvi-tools'"):
+        check_baselines(tiny_adata, ["scvi"])
