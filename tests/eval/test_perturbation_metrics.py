@@ -6,7 +6,14 @@ import pytest
 from scipy import sparse, stats
 
 from scforge.errors import DataError
-from scforge.eval.perturbation_metrics import calibrated, de_weights, score_deltas, technical_duplicate, top_genes
+from scforge.eval.perturbation_metrics import (
+    calibrated,
+    de_genes,
+    de_weights,
+    score_deltas,
+    technical_duplicate,
+    top_genes,
+)
 from scforge.eval.pseudobulk import effects_of, moments_of
 
 
@@ -138,3 +145,64 @@ def test_a_calibrated_score_is_0_at_the_base_and_1_at_the_ceiling() -> None:
     np.testing.assert_allclose(found.loc["m", ["cosine", "rank"]].to_numpy(dtype=float), [0.5, 0.5])
     # The ceiling is worse than the base: nothing can be shown there.
     assert found["mse"].isna().all()
+
+
+def test_weighted_r2_is_its_formula_and_what_all_have_in_common_earns_nothing() -> None:
+    measured, predicted = effects()
+    measured += 5.0
+    center = measured.mean(axis=0)
+    table = score_deltas(predicted, measured, measured)
+    for row in range(len(measured)):
+        weights = de_weights(measured)[row]
+        rest, error = measured[row] - center, measured[row] - predicted[row]
+        spread = np.average((rest - np.average(rest, weights=weights)) ** 2, weights=weights)
+        expected = 1 - np.average(error**2, weights=weights) / spread
+        assert table.loc[row, "weighted_r2_delta"] == pytest.approx(expected)
+    of_mean = score_deltas(np.tile(center, (len(measured), 1)), measured, measured)["weighted_r2_delta"]
+    assert (of_mean <= 1e-12).all()
+    assert (score_deltas(measured, measured, measured)["weighted_r2_delta"] == 1).all()
+    one = score_deltas(predicted[:1], measured[:1], measured[:1])["weighted_r2_delta"]
+    assert np.isnan(one).all()
+    assert score_deltas(predicted[:1], measured[:1], measured[:1], None, center)["weighted_r2_delta"].notna().all()
+
+
+def test_directions_are_counted_over_the_genes_that_change() -> None:
+    measured = np.array([[1.0, -1.0, 2.0, 0.5], [1.0, 1.0, 1.0, 1.0]])
+    predicted = np.array([[0.1, 1.0, 0.0, -1.0], [1.0, 1.0, 1.0, 1.0]])
+    changed = np.array([[True, True, True, False], [False, False, False, False]])
+    found = score_deltas(predicted, measured, measured, changed)["direction_accuracy"]
+    assert found[0] == pytest.approx(1 / 3)
+    assert np.isnan(found[1])
+    assert score_deltas(predicted, measured, measured)["direction_accuracy"].isna().all()
+    with pytest.raises(DataError, match=r"changed has the shape \(2, 3\)"):
+        score_deltas(predicted, measured, measured, changed[:, :3])
+
+
+def test_p_values_are_those_of_scipy() -> None:
+    rng = np.random.default_rng(0)
+    expression = rng.poisson(1.0, (50, 30)).astype(np.float64)
+    expression[:, 0] = 0.0
+    groups = np.repeat([0, 1, 2], [14, 1, 35])
+    found = effects_of(
+        moments_of(sparse.csr_matrix(expression), groups, 3), np.array([0, 1]), np.array([2, 2])
+    ).p_values
+    expected = stats.ttest_ind(expression[:14, 1:], expression[15:, 1:], equal_var=False).pvalue
+    np.testing.assert_allclose(found[0, 1:], expected, rtol=1e-9)
+    assert found[0, 0] == 1.0
+    assert (found[1] == 1.0).all()  # one cell has no spread
+    np.testing.assert_array_equal(de_genes(found)[0], stats.false_discovery_control(found[0]) <= 0.05)
+
+
+def test_a_duplicate_explains_what_a_second_experiment_would() -> None:
+    rng = np.random.default_rng(3)
+    truth = rng.normal(0, 0.5, (8, 40))
+    sizes, cells = np.repeat(np.arange(9), 60), []
+    for group in range(9):
+        cells.append(rng.normal(3.0 + (truth[group] if group < 8 else 0.0), 1.0, (60, 40)))
+    first = np.concatenate(cells)
+    measured = np.array([first[sizes == group].mean(axis=0) - first[sizes == 8].mean(axis=0) for group in range(8)])
+    controls = np.full(8, 8)
+    found = technical_duplicate(sparse.csr_matrix(first), sizes, controls, measured, n_splits=20)["weighted_r2_delta"]
+    again = np.array([truth[group] + rng.normal(0, np.sqrt(2 / 60), (400, 40)) for group in range(8)])
+    noisy = [score_deltas(again[:, i], measured, measured)["weighted_r2_delta"].mean() for i in range(400)]
+    assert found.mean() == pytest.approx(np.mean(noisy), abs=0.05)

@@ -1,0 +1,302 @@
+"""Predicted effects of perturbations beside all baselines and a ceiling.
+
+Shapes: Q effects, G genes, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import anndata
+import numpy as np
+import pandas as pd
+from scipy import sparse
+
+from scforge.data.checks import value_problem
+from scforge.errors import DataError, OptionError, listing
+from scforge.eval.harness import compare
+from scforge.eval.leaks import check_disjoint, check_features, check_no_copies, check_same_rows
+from scforge.eval.perturbation_baselines import N_COMPONENTS, WantedEffects, baseline_effects
+from scforge.eval.perturbation_cells import Effect, EffectKeys, PerturbedCells
+from scforge.eval.perturbation_prediction import PerturbationPrediction, TechnicalDuplicate
+from scforge.eval.perturbation_reference import known_effects
+from scforge.eval.report import Kind, Report
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+__all__ = ["evaluate_perturbations", "perturbation_baselines"]
+
+_CEILING = "technical_duplicate"
+_FEW_GENES = 0.5
+
+
+def evaluate_perturbations(
+    real: AnnData,
+    predictions: AnnData | pd.DataFrame | Mapping[str, AnnData | pd.DataFrame],
+    *,
+    train: AnnData,
+    perturbation_key: str,
+    control: str,
+    context_key: str | None = None,
+    separator: str | None = "+",
+    layer: str | None = None,
+    gene_features: pd.DataFrame | Mapping[str, pd.DataFrame] | None = None,
+    n_top_genes: int | None = None,
+    kinds: Mapping[str, Kind] | None = None,
+    seeds: Sequence[int] = (0,),
+    intervals: bool = True,
+    title: str = "Effects of perturbations, predicted",
+) -> Report:
+    """Score predicted effects beside every baseline on the same held-out cells, and beside a second experiment.
+
+    Baselines (:func:`baseline_effects`) see `train` alone. Before anything is scored, leaks are looked for: cells and
+    effects that are in the training, too, predictions that are copies of the held-out cells, and features that were
+    made from them.
+
+    Parameters
+    ----------
+    real
+        Held-out cells: of perturbations (in a context) that `train` does not have, and controls that are not in
+        `train`. Counts, or log1p of counts per 10,000.
+    predictions
+        Predicted cells, with the columns `perturbation_key` and `context_key`, or predicted effects, as
+        :class:`PerturbationPrediction` takes them; several methods by name.
+    train
+        Training cells with their controls, from which baselines are computed.
+    perturbation_key, control, context_key, separator, layer, n_top_genes
+        As for :class:`PerturbationPrediction`.
+    gene_features
+        Vectors of the targets that a model knows, e.g. its gene embeddings, one row a target, for the linear baseline
+        ``linear_embedding``; several by name for ``linear_<name>``.
+    kinds
+        Method to ``"model"`` or ``"untrained"``; models, unless told otherwise.
+    seeds, intervals, title
+        As for :func:`compare`.
+
+    Returns
+    -------
+    The report. Its notes say which genes were left out because a method or the training lacks them.
+
+    Raises
+    ------
+    DataError
+        If the data cannot be read, an effect is not predicted, or there is a leak.
+    OptionError
+        If a method has the name of a baseline.
+
+    Warns
+    -----
+    ScforgeWarning
+        If single test cells look like training cells.
+    """
+    keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
+    named = (
+        {"prediction": predictions} if isinstance(predictions, anndata.AnnData | pd.DataFrame) else dict(predictions)
+    )
+    if not named:
+        raise OptionError("predictions={} names no method; give at least one.")
+    features = {} if gene_features is None else gene_features
+    features = {"embedding": features} if isinstance(features, pd.DataFrame) else dict(features)
+    held_out = PerturbedCells.read(real, keys, argument="real")
+    trained = PerturbedCells.read(train, keys, argument="train")
+    check_disjoint(trained.names, held_out.names, what="cells")
+    check_disjoint(_titles(trained.effects, keys), _titles(held_out.effects, keys), what="effects")
+    for name, frame in features.items():
+        check_features(
+            frame,
+            real,
+            perturbation_key=perturbation_key,
+            control=control,
+            separator=separator,
+            argument=f"gene_features[{name!r}]",
+        )
+    genes, notes = _common_genes(held_out.genes, trained.genes, named)
+    held_out, trained = held_out.over(genes, argument="real"), trained.over(genes, argument="train")
+    check_same_rows(trained.expression, held_out.expression)
+    made = {name: _aligned(one, name, genes, keys, held_out, real.n_vars) for name, one in named.items()}
+    kept_out = _adata(held_out, keys)
+    benchmark = PerturbationPrediction(perturbation_key, control, context_key, separator, n_top_genes=n_top_genes)
+    benchmark.trained_on(_adata(trained, keys)).check(kept_out)
+    for name, one in made.items():
+        _check_effects(benchmark, name, one, kept_out)
+        if n_more := _n_effects(one, keys) - len(held_out.effects):
+            notes.append(f"{name} predicts more than was measured (effects: {n_more}), which is not scored.")
+    baselines = perturbation_baselines(trained, held_out.effects, keys, features)
+    if taken := [name for name in made if name in baselines or name == _CEILING]:
+        raise OptionError(f"predictions names {listing(taken)}, which are names of baselines; rename them.")
+    report = compare(
+        benchmark,
+        {**made, **baselines, _CEILING: TechnicalDuplicate()},
+        kept_out,
+        kinds={
+            **dict.fromkeys(made, "model"),
+            **(kinds or {}),
+            **dict.fromkeys(baselines, "baseline"),
+            _CEILING: "ceiling",
+        },
+        seeds=seeds,
+        intervals=intervals,
+        title=title,
+    )
+    report.facts |= {
+        "effects scored": len(held_out.effects),
+        "effects in the training": len(trained.effects),
+        "held-out cells": int((held_out.groups < len(held_out.effects)).sum()),
+        "held-out controls": int((held_out.groups >= len(held_out.effects)).sum()),
+        "training cells": len(trained.groups),
+        "genes": min(len(genes), n_top_genes or len(genes)),
+    }
+    report.notes += notes
+    if real.n_vars != train.n_vars:
+        report.notes.append(
+            f"real has {real.n_vars} genes and train {train.n_vars}; counts are scaled by their total over the genes "
+            "of each."
+        )
+    report.notes.append(
+        "Effects are changes of the mean log1p CP10K against controls of the same context. Baselines saw the training "
+        f"cells alone. {_CEILING} is one half of the held-out cells as a prediction of the other, brought to whole "
+        "groups. Calibrated figures: 0 is the mean training effect, 1 that second experiment."
+    )
+    return report
+
+
+def perturbation_baselines(
+    train: PerturbedCells, effects: Sequence[Effect], keys: EffectKeys, features: Mapping[str, pd.DataFrame]
+) -> dict[str, pd.DataFrame]:
+    """Return what each baseline predicts, in the form that :class:`PerturbationPrediction` takes.
+
+    Parameters
+    ----------
+    train
+        Training cells.
+    effects
+        What to predict, Q of them.
+    keys
+        How effects are called.
+    features
+        Vectors of targets, for linear models.
+    """
+    known = known_effects(train, {effect.context for effect in effects})
+    targets = tuple(effect.targets for effect in effects)
+    contexts = tuple(effect.context for effect in effects)
+    number = {str(gene): column for column, gene in enumerate(train.genes)}
+    genes = {name: number[name] for some in targets + known.targets for name in some if name in number}
+    found = baseline_effects(known, WantedEffects(targets, contexts, genes))
+    del found["linear_embedding"]
+    for name, frame in features.items():
+        wanted = WantedEffects(targets, contexts, genes, _reduced(frame))
+        found[f"linear_{name}"] = baseline_effects(known, wanted)["linear_embedding"]
+    index = _index(effects, keys)
+    return {name: pd.DataFrame(deltas, index=index, columns=train.genes) for name, deltas in found.items()}
+
+
+def _reduced(features: pd.DataFrame) -> dict[str, np.ndarray]:
+    """Return the leading components of features, of unit variance: what the penalty of the linear model is for."""
+    values = features.to_numpy(dtype=np.float64)
+    if not np.isfinite(values).all() or not features.index.is_unique:
+        raise DataError("gene_features holds values that are not numbers, or a target twice; give one row a target.")
+    left, sizes, _ = np.linalg.svd(values - values.mean(axis=0), full_matrices=False)
+    scores = (left * sizes)[:, : min(N_COMPONENTS, values.shape[1])]
+    spread = scores.std(axis=0)
+    scores = np.divide(
+        scores, spread, out=np.zeros_like(scores), where=spread > 1e-9 * max(spread.max(initial=0), 1e-300)
+    )
+    return dict(zip(features.index.astype(str), scores, strict=True))
+
+
+def _titles(effects: Sequence[Effect], keys: EffectKeys) -> list[str]:
+    return [
+        keys.name_of(effect.targets) + (f" in {effect.context}" if keys.context_key is not None else "")
+        for effect in effects
+    ]
+
+
+def _index(effects: Sequence[Effect], keys: EffectKeys) -> pd.Index:
+    labels = [keys.name_of(effect.targets) for effect in effects]
+    if keys.context_key is None:
+        return pd.Index(labels)
+    return pd.MultiIndex.from_arrays([labels, [effect.context for effect in effects]])
+
+
+def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> tuple[pd.Index, list[str]]:
+    """Return the genes that all have, in the order of the measured cells, and sentences on what is missing."""
+    columns = {"train": train} | {
+        name: one.columns if isinstance(one, pd.DataFrame) else one.var_names for name, one in named.items()
+    }
+    genes, notes = real, []
+    for name, some in columns.items():
+        if len(missing := real[~real.isin(some)]):
+            notes.append(
+                f"{name} lacks {len(missing)} of the {len(real)} measured genes (first: {str(missing[0])!r}), which "
+                "are not scored."
+            )
+            genes = genes[genes.isin(some)]
+    if len(genes) < max(2, _FEW_GENES * len(real)):
+        raise DataError(
+            f"only {len(genes)} of {len(real)} measured genes are in all of {listing(columns)}; use the same names in "
+            "var_names, or take real over the genes that are predicted (after normalising it)."
+        )
+    return genes, notes
+
+
+def _aligned(
+    one: AnnData | pd.DataFrame, name: str, genes: pd.Index, keys: EffectKeys, held_out: PerturbedCells, n_measured: int
+) -> AnnData | pd.DataFrame:
+    """Return a prediction over the scored genes, after a look whether it is a copy of the answer."""
+    if isinstance(one, pd.DataFrame):
+        return one[genes] if one.columns.is_unique else one
+    matrix = one.X if keys.layer is None else one.layers.get(keys.layer)
+    if matrix is not None and one.n_vars < n_measured:
+        values = matrix.data if sparse.issparse(matrix) else np.ravel(matrix)
+        if value_problem(values) is None:
+            raise DataError(
+                f"predictions[{name!r}] holds counts of {one.n_vars} genes, fewer than were measured, so that their "
+                "total is not known; give log1p of counts per 10,000."
+            )
+    cells = PerturbedCells.read(one, keys, argument=f"predictions[{name!r}]", made=True)
+    cells = cells.over(genes, argument=f"predictions[{name!r}]")
+    perturbed = cells.expression[cells.groups < len(cells.effects)]
+    check_no_copies(
+        perturbed,
+        held_out.expression[held_out.groups < len(held_out.effects)],
+        argument=f"predictions[{name!r}]",
+    )
+    return _adata(cells, keys)
+
+
+def _check_effects(benchmark: PerturbationPrediction, name: str, one: AnnData | pd.DataFrame, real: AnnData) -> None:
+    """Raise where predicted effects are the measured ones."""
+    predicted, measured = (table.to_numpy() for table in benchmark.deltas(one, real))
+    size = np.abs(measured).max(axis=1)
+    same = (np.abs(predicted - measured).max(axis=1) <= 1e-4 * size) & (size > 0)
+    if same.any():
+        raise DataError(
+            f"predictions[{name!r}] has for {int(same.sum())} of {len(same)} effects what was measured in the held-out "
+            "cells, gene by gene; a prediction may not see what it is scored on."
+        )
+
+
+def _n_effects(one: AnnData | pd.DataFrame, keys: EffectKeys) -> int:
+    if isinstance(one, pd.DataFrame):
+        return len(one)
+    plain = replace(keys, layer=None)
+    return len(PerturbedCells.read(one, plain, argument="predictions", made=True).effects)
+
+
+def _adata(cells: PerturbedCells, keys: EffectKeys) -> AnnData:
+    """Return log-normalised cells as AnnData with the columns of `keys`, except that the values are in X."""
+    groups = [*cells.effects, *(Effect((), name) for name in cells.contexts)]
+    labels = [keys.name_of(group.targets) if group.targets else keys.control for group in groups]
+    obs = pd.DataFrame(index=cells.names)
+    obs[keys.perturbation_key] = pd.Categorical.from_codes(*_codes(labels, cells.groups))
+    if keys.context_key is not None:
+        obs[keys.context_key] = pd.Categorical.from_codes(*_codes([group.context for group in groups], cells.groups))
+    return anndata.AnnData(cells.expression, obs=obs, var=pd.DataFrame(index=cells.genes))
+
+
+def _codes(labels: list[str], groups: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    codes, unique = pd.factorize(np.array(labels, dtype=object))
+    return codes[groups], [str(name) for name in unique]

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scforge.errors import DataError, OptionError
+from scforge.eval import get_benchmark
+from scforge.eval.distances import energy_distance
+from scforge.eval.perturbation_cells import log_normalised
+from scforge.eval.perturbation_metrics import score_deltas, technical_duplicate
+from scforge.eval.perturbation_prediction import PerturbationPrediction, TechnicalDuplicate
+
+LABELS = ("g0", "g1", "g2", "g3")
+
+
+@pytest.fixture(scope="module")
+def real(perturbed):
+    return perturbed(LABELS)
+
+
+@pytest.fixture(scope="module")
+def train(perturbed):
+    return perturbed(("g4", "g5", "g6"), seed=5, prefix="train")
+
+
+def made_of(benchmark: PerturbationPrediction, real, factor: float = 1.0, noise: float = 0.0) -> pd.DataFrame:
+    """Predict the measured effects, or parts of them."""
+    _, measured = benchmark.deltas(real, real)
+    measured.index = measured.index.droplevel("context")
+    return factor * measured + np.random.default_rng(0).normal(0, noise, measured.shape)
+
+
+def test_it_is_registered_and_says_what_it_scores() -> None:
+    benchmark = get_benchmark("perturbation_prediction", perturbation_key="target", control="control")
+    assert benchmark.subject == "perturbation"
+    assert benchmark.main == "pearson_delta"
+    assert {"mse", "wmse", "rank", "energy_distance"} <= benchmark.lower_is_better <= {*benchmark.metrics}
+    with pytest.raises(OptionError, match="n_top_genes=1"):
+        PerturbationPrediction("target", "control", n_top_genes=1)
+
+
+def test_figures_are_means_over_effects(real) -> None:
+    benchmark = PerturbationPrediction("target", "control")
+    made = made_of(benchmark, real, 0.5, 0.1)
+    table, figures = benchmark.table(made, real), benchmark.run(made, real)
+    assert tuple(figures) == benchmark.metrics
+    assert table["perturbation"].tolist() == [*LABELS]
+    assert (table["n_cells"] == 40).all()
+    assert (table["n_controls"] == 60).all()
+    predicted, measured = benchmark.deltas(made, real)
+    np.testing.assert_array_equal(predicted.to_numpy(), made.to_numpy())
+    for name in ("pearson_delta", "mse", "rank"):
+        expected = score_deltas(predicted.to_numpy(), measured.to_numpy(), measured.to_numpy())[name]
+        np.testing.assert_allclose(table[name], expected)
+        assert figures[name] == pytest.approx(expected.mean())
+    assert np.isnan(figures["calibrated_wmse"])
+    assert 0 < figures["direction_accuracy"] <= 1
+
+
+def test_cells_and_their_mean_effects_score_the_same_except_for_the_distance(real, perturbed) -> None:
+    benchmark = PerturbationPrediction("target", "control")
+    cells = perturbed(LABELS, seed=1)
+    deltas, _ = benchmark.deltas(cells, real)
+    deltas.index = deltas.index.droplevel("context")
+    # The order does not matter.
+    one, other = benchmark.run(cells[::-1].copy(), real), benchmark.run(deltas.iloc[::-1, ::-1], real)
+    for name in set(benchmark.metrics) - {"energy_distance"}:
+        assert one[name] == pytest.approx(other[name], abs=1e-6, nan_ok=True), name
+    assert one["energy_distance"] < other["energy_distance"]
+
+
+def test_controls_of_the_prediction_come_first_then_those_of_the_training(real, train, perturbed) -> None:
+    benchmark = PerturbationPrediction("target", "control")
+    controls = [perturbed(LABELS, seed=9), real, train]
+    cells = perturbed(LABELS, seed=1)
+    alone = cells[cells.obs["target"] != "control"].copy()
+    of_log = [PerturbationPrediction("target", "control").deltas(alone, some)[0] for some in controls[:2]]
+    assert not np.allclose(*of_log)  # the measured ones, without a training
+    with_train = PerturbationPrediction("target", "control").trained_on(train).deltas(alone, real)[0]
+    assert not np.allclose(with_train, of_log[1])
+    own = benchmark.deltas(cells, real)[0]
+    np.testing.assert_allclose(
+        own, PerturbationPrediction("target", "control").trained_on(train).deltas(cells, real)[0]
+    )
+    # Controls of the training as a prediction: nothing happens.
+    still = train[train.obs["target"] == "control"].copy()
+    for label in LABELS:
+        still.obs["target"] = label
+        part = real[real.obs["target"].isin([label, "control"])].copy()
+        found = PerturbationPrediction("target", "control").trained_on(train).deltas(still, part)[0]
+        np.testing.assert_allclose(found, 0.0, atol=1e-12)
+
+
+def test_energy_distance_is_in_components_of_the_training(real, train) -> None:
+    benchmark = PerturbationPrediction("target", "control", n_comps=5).trained_on(train)
+    made = made_of(benchmark, real, 0.5)
+    reference = benchmark._reference(real)
+    space, cells = reference.space, reference.cells
+    assert space.axes.shape == (5, 60)
+    np.testing.assert_allclose(space.axes @ space.axes.T, np.eye(5), atol=1e-9)
+    of_train = space.cells(log_normalised(train[train.obs["target"] == "control"]))
+    target = space.cells(cells.expression[cells.groups == 2])
+    shift = made.loc["g2"].to_numpy() @ space.axes.T
+    table = benchmark.table(made, real)
+    assert table["energy_distance"][2] == pytest.approx(energy_distance(of_train + shift, target))
+    right, nothing = (benchmark.run(made_of(benchmark, real, factor), real) for factor in (1.0, 0.0))
+    assert right["energy_distance"] < table["energy_distance"].mean() < nothing["energy_distance"]
+
+
+def test_calibrated_figures_are_0_for_the_training_mean_and_1_for_a_duplicate(real, train) -> None:
+    benchmark = PerturbationPrediction("target", "control").trained_on(train)
+    base, made = benchmark._reference(real).base, made_of(benchmark, real, 0.7)
+    of_base, of_ceiling, figures = (benchmark.run(one, real) for one in (base, TechnicalDuplicate(), made))
+    for name in ("pearson_delta", "wmse"):
+        assert of_base[f"calibrated_{name}"] == pytest.approx(0.0)
+        assert of_ceiling[f"calibrated_{name}"] == pytest.approx(1.0)
+        expected = (figures[name] - of_base[name]) / (of_ceiling[name] - of_base[name])
+        assert figures[f"calibrated_{name}"] == pytest.approx(expected)
+    assert of_base["weighted_r2_delta"] <= 0
+
+
+def test_the_ceiling_is_the_technical_duplicate(real) -> None:
+    benchmark = PerturbationPrediction("target", "control", seed=3)
+    table = benchmark.table(TechnicalDuplicate(), real)
+    known = benchmark._reference(real)
+    expected = technical_duplicate(
+        known.cells.expression, known.cells.groups, known.cells.controls, known.effects.scores, known.changed, seed=3
+    )
+    for name in ("pearson_delta", "wmse"):
+        np.testing.assert_allclose(table[name].mean(), expected[name].mean(), rtol=0.1)
+    assert (table["discrimination_l1"] > 0.8).all()
+    few = real[np.r_[:61, 100 : real.n_obs]].copy()
+    lonely = PerturbationPrediction("target", "control").table(TechnicalDuplicate(), few)
+    assert lonely["n_cells"][0] == 1
+    assert np.isnan(lonely["pearson_delta"][0])
+    assert lonely["pearson_delta"][1:].notna().all()
+
+
+def test_draws_are_the_same_for_all_methods_and_are_of_perturbations(real, train) -> None:
+    benchmark = PerturbationPrediction("target", "control").trained_on(train)
+    good, bad = made_of(benchmark, real, 0.9), made_of(benchmark, real, 0.2, 0.2)
+    one, other, again = (benchmark.resampled(made, real, n=300, seed=1) for made in (good, bad, good))
+    assert tuple(one) == benchmark.metrics
+    pd.testing.assert_frame_equal(one, again)
+    assert (one["pearson_delta"] > other["pearson_delta"]).all()
+    spread = benchmark.table(bad, real)["pearson_delta"].std(ddof=0) / np.sqrt(len(LABELS))
+    assert other["pearson_delta"].std() == pytest.approx(spread, rel=0.2)
+    single = real[real.obs["target"].isin(["g0", "control"])].copy()
+    assert benchmark.resampled(good, single, n=3, seed=1) is None
+    assert np.isnan(benchmark.run(good, single)["rank"])
+
+
+def test_contexts(perturbed) -> None:
+    real = perturbed(("g0",), contexts=("x", "y", "z"))
+    benchmark = PerturbationPrediction("target", "control", "type")
+    cells = perturbed(("g0",), contexts=("x", "y", "z"), seed=1)
+    table = benchmark.table(cells, real)
+    assert table[["perturbation", "context"]].to_numpy().tolist() == [["g0", "x"], ["g0", "y"], ["g0", "z"]]
+    draws = benchmark.resampled(cells, real, n=50, seed=0)
+    assert draws["mse"].nunique() > 1  # of contexts, since there is one perturbation only
+    deltas, _ = benchmark.deltas(cells, real)
+    np.testing.assert_allclose(benchmark.table(deltas, real)["mse"], table["mse"])
+    with pytest.raises(DataError, match="index of 1 levels; give an index of perturbation and context"):
+        benchmark.table(deltas.droplevel("context"), real)
+    with pytest.raises(DataError, match="lacks 1 of 3 effects .'g0 in y'"):
+        benchmark.table(deltas.drop(("g0", "y")), real)
+
+
+def test_a_copy_with_another_seed_keeps_nothing_of_the_first(real) -> None:
+    benchmark = PerturbationPrediction("target", "control", max_cells=10)
+    made = made_of(benchmark, real, 0.5)
+    first = benchmark.run(made, real)["energy_distance"]
+    other = copy.copy(benchmark)
+    other.seed = 1
+    assert other.run(made, real)["energy_distance"] != first
+    assert benchmark.run(made, real)["energy_distance"] == first
+
+
+def test_the_highest_genes_alone(real) -> None:
+    benchmark = PerturbationPrediction("target", "control", n_top_genes=10)
+    made = made_of(PerturbationPrediction("target", "control"), real)
+    genes = benchmark.deltas(made, real)[0].columns
+    means = pd.Series(np.asarray(real[real.obs["target"] == "control"].X.mean(axis=0)).ravel(), real.var_names)
+    assert set(genes) == set(means.nlargest(10).index)
+
+
+def test_mistakes_are_told(real, train) -> None:
+    benchmark = PerturbationPrediction("target", "control")
+    made = made_of(benchmark, real)
+    with pytest.raises(DataError, match=r"predictions lacks 2 of 4 effects \('g1', 'g3'\)"):
+        benchmark.run(made.loc[["g0", "g2"]], real)
+    with pytest.raises(DataError, match="predictions lacks 10 of 60 genes"):
+        benchmark.run(made.iloc[:, 10:], real)
+    with pytest.raises(DataError, match="a gene more than once"):
+        benchmark.run(pd.concat([made, made]), real)
+    with pytest.raises(DataError, match="not numbers"):
+        benchmark.run(made * np.nan, real)
+    with pytest.raises(DataError, match="perturbation_key='targets' is not a column of obs; did you mean 'target'"):
+        PerturbationPrediction("targets", "control").check(real)
+    with pytest.raises(DataError, match="no perturbed cells"):
+        benchmark.check(real[real.obs["target"] == "control"].copy())
+    fewer = PerturbationPrediction("target", "control").trained_on(train[:, 5:].copy())
+    with pytest.raises(DataError, match="train lacks 5 of 60 genes"):
+        fewer.check(real)

@@ -1,0 +1,190 @@
+from __future__ import annotations
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+
+from scforge.errors import DataError, OptionError
+from scforge.eval import evaluate_perturbations
+from scforge.eval.perturbation_baselines import KnownEffects, WantedEffects, baseline_effects
+from scforge.eval.perturbation_cells import EffectKeys, PerturbedCells, log_normalised
+from scforge.eval.perturbation_report import perturbation_baselines
+
+KEYS = {"perturbation_key": "target", "control": "control"}
+HELD_OUT = ("g0+g1", "g2+g3", "g1+g2")
+
+
+@pytest.fixture(scope="module")
+def train(perturbed):
+    return perturbed(("g0", "g1", "g2", "g3", "g4+g5"), prefix="train")
+
+
+@pytest.fixture(scope="module")
+def real(perturbed):
+    return perturbed(HELD_OUT, seed=1, prefix="test")
+
+
+@pytest.fixture(scope="module")
+def made(perturbed):
+    """Cells of another experiment with the same effects: a good prediction."""
+    cells = perturbed(HELD_OUT, seed=2, n_cells=20)
+    return cells[cells.obs["target"] != "control"].copy()
+
+
+def test_all_baselines_and_the_ceiling_stand_beside_a_prediction(real, train, made) -> None:
+    report = evaluate_perturbations(real, {"good": made}, train=train, **KEYS)
+    kinds = {row.name: row.kind for row in report.rows}
+    assert kinds == {
+        "good": "model",
+        "no_change": "baseline",
+        "train_mean": "baseline",
+        "control_mean": "baseline",
+        "additive": "baseline",
+        "linear_pca": "baseline",
+        "nearest": "baseline",
+        "technical_duplicate": "ceiling",
+    }
+    table = report.to_table()
+    assert table.loc["no_change", ["pearson_delta", "direction_accuracy"]].tolist() == [0.0, 0.0]
+    # What is planted is nearly additive.
+    assert table["pearson_delta"].drop(["good", "technical_duplicate"]).idxmax() == "additive"
+    assert table.loc["good", "pearson_delta"] > table.loc["train_mean", "pearson_delta"]
+    assert table.loc["train_mean", "calibrated_wmse"] == pytest.approx(0.0)
+    assert table.loc["technical_duplicate", "calibrated_wmse"] == pytest.approx(1.0)
+    assert report.facts["effects scored"] == 3
+    assert report.facts["effects in the training"] == 5
+    assert report.facts["held-out controls"] == 60
+    frame = report.to_frame()
+    assert frame.query("method == 'good' and metric == 'mse'")[["low", "high", "p_value"]].notna().all(axis=None)
+    assert report.verdicts()
+
+
+def test_baselines_are_computed_from_the_training_cells_alone(real, train, made, perturbed) -> None:
+    keys = EffectKeys("target", "control")
+    trained = PerturbedCells.read(train, keys, argument="train")
+    effects = PerturbedCells.read(real, keys, argument="real").effects
+    found = perturbation_baselines(trained, effects, keys, {})
+    groups = trained.moments()
+    deltas = groups.mean[:5] - groups.mean[5]
+    np.testing.assert_allclose(found["train_mean"], np.tile(deltas.mean(axis=0), (3, 1)))
+    np.testing.assert_allclose(found["additive"].loc["g0+g1"], deltas[0] + deltas[1])
+    # Other test cells change the scores, and not the baselines: no change stays no change, and so on.
+    other = perturbed(HELD_OUT, seed=11, prefix="other")
+    tables = [
+        evaluate_perturbations(some, made, train=train, intervals=False, **KEYS).to_table() for some in (real, other)
+    ]
+    assert not np.allclose(tables[0].loc["additive", "mse"], tables[1].loc["additive", "mse"])
+
+
+def test_predicted_effects_and_features_of_genes(real, train) -> None:
+    rng = np.random.default_rng(0)
+    genes = [f"g{i}" for i in range(6)]
+    features = pd.DataFrame(rng.normal(size=(6, 12)), index=genes)
+    effects = pd.DataFrame(rng.normal(0, 0.1, (3, 60)), index=["g1+g0", "g3+g2", "g2+g1"], columns=real.var_names)
+    report = evaluate_perturbations(
+        real,
+        {"a": effects, "b": effects * 2},
+        train=train,
+        gene_features={"scgpt": features},
+        kinds={"b": "untrained"},
+        intervals=False,
+        **KEYS,
+    )
+    table = report.to_table()
+    assert "linear_scgpt" in table.index
+    assert table.loc["linear_scgpt", "mse"] != table.loc["train_mean", "mse"]
+    assert {row.name: row.kind for row in report.rows}["b"] == "untrained"
+    assert not any("more than was measured" in note for note in report.notes)
+    more = pd.concat([effects, effects.iloc[:1].set_axis(["g9"])])
+    notes = evaluate_perturbations(real, more, train=train, intervals=False, **KEYS).notes
+    assert "prediction predicts more than was measured (effects: 1), which is not scored." in notes
+    assert table.loc["a", "pearson_delta"] == pytest.approx(table.loc["b", "pearson_delta"])
+
+
+def test_contexts_have_their_own_mean_and_the_mean_of_all(perturbed) -> None:
+    contexts = ("x", "y")
+    train = perturbed(("g0", "g1"), contexts=contexts, prefix="train")
+    real = perturbed(("g2",), contexts=contexts, prefix="test", seed=1)
+    made = perturbed(("g2",), contexts=contexts, prefix="made", seed=2)
+    table = evaluate_perturbations(real, made, train=train, context_key="type", intervals=False, **KEYS).to_table()
+    assert {"prediction", "train_mean", "overall_mean"} <= {*table.index}
+    alone = train[train.obs["type"] == "x"].copy()
+    with pytest.raises(DataError, match="train has no control cell in the contexts 'y'"):
+        evaluate_perturbations(real, made, train=alone, context_key="type", **KEYS)
+
+
+def test_the_overall_mean_is_over_all_contexts() -> None:
+    deltas = np.arange(8.0).reshape(4, 2)
+    known = KnownEffects((("A",), ("B",)) * 2, ("x", "x", "y", "y"), deltas, {"x": np.zeros(2), "y": np.ones(2)})
+    found = baseline_effects(known, WantedEffects((("C",),), ("y",)))
+    assert found["overall_mean"].tolist() == [[3.0, 4.0]]
+    assert found["train_mean"].tolist() == [[5.0, 6.0]]
+
+
+def test_genes_are_aligned_by_name_and_missing_ones_said(real, train, made) -> None:
+    logs = _logs(made)[:, ::-1].copy()
+    whole = evaluate_perturbations(real, _logs(made), train=train, intervals=False, **KEYS)
+    turned = evaluate_perturbations(real, logs, train=train, intervals=False, **KEYS)
+    pd.testing.assert_frame_equal(whole.to_table(), turned.to_table(), atol=1e-6)
+    part = evaluate_perturbations(real, logs[:, :50].copy(), train=train, intervals=False, **KEYS)
+    assert part.facts["genes"] == 50
+    assert any("prediction lacks 10 of the 60 measured genes (first: 'g0')" in note for note in part.notes)
+    with pytest.raises(DataError, match="only 20 of 60 measured genes"):
+        evaluate_perturbations(real, logs[:, :20].copy(), train=train, **KEYS)
+    with pytest.raises(DataError, match="holds counts of 50 genes, fewer than were measured"):
+        evaluate_perturbations(real, made[:, :50].copy(), train=train, **KEYS)
+
+
+def _logs(adata: ad.AnnData) -> ad.AnnData:
+    adata = adata.copy()
+    adata.X = log_normalised(adata)
+    return adata
+
+
+def test_held_out_cells_in_the_training_are_an_error(real, train, made) -> None:
+    both = ad.concat([train, real[:30]])
+    with pytest.raises(DataError, match="30 of 180 test cells are training cells, too"):
+        evaluate_perturbations(real, made, train=both, **KEYS)
+    renamed = ad.concat([train, real[:30]])
+    renamed.obs_names = [f"new{i}" for i in range(renamed.n_obs)]
+    with pytest.raises(DataError, match="30 of 180 test cells have the same expression .* copies under another name"):
+        evaluate_perturbations(real, made, train=renamed, **KEYS)
+
+
+def test_a_held_out_perturbation_in_the_training_is_an_error(real, train, made, perturbed) -> None:
+    # The parts of a combination may come in any order.
+    seen = ad.concat([train, perturbed(("g1+g0",), prefix="seen", seed=8, n_controls=0)])
+    with pytest.raises(DataError, match=r"1 of 3 test effects are training effects, too \(first: 'g0\+g1'\)"):
+        evaluate_perturbations(real, made, train=seen, **KEYS)
+
+
+def test_copies_of_the_answer_are_errors(real, train, made) -> None:
+    peeking = real[real.obs["target"] != "control"].copy()
+    peeking.obs_names = [f"made{i}" for i in range(peeking.n_obs)]
+    with pytest.raises(
+        DataError, match=r"120 of 120 predicted cells of predictions\['x'\] are copies of held-out cells"
+    ):
+        evaluate_perturbations(real, {"x": peeking}, train=train, **KEYS)
+    cells = PerturbedCells.read(real, EffectKeys("target", "control"), argument="real")
+    deltas = cells.measured(cells.moments(), argument="real").deltas
+    answer = pd.DataFrame(deltas, index=["g0+g1", "g1+g2", "g2+g3"], columns=real.var_names)
+    with pytest.raises(DataError, match=r"predictions\['x'\] has for 3 of 3 effects what was measured"):
+        evaluate_perturbations(real, {"x": answer}, train=train, **KEYS)
+
+
+def test_the_mean_embedding_of_held_out_cells_as_features_is_an_error(real, train, made) -> None:
+    real = real.copy()
+    real.obsm["X_scforge"] = np.random.default_rng(0).normal(size=(real.n_obs, 8)).astype(np.float32)
+    leak = pd.DataFrame(real.obsm["X_scforge"]).groupby(real.obs["target"].to_numpy()).mean().drop(index="control")
+    with pytest.raises(
+        DataError, match=r"gene_features\['embedding'\] has for 'g0\+g1' the mean of obsm\['X_scforge'\]"
+    ):
+        evaluate_perturbations(real, made, train=train, gene_features=leak, **KEYS)
+
+
+def test_names_of_baselines_are_taken(real, train, made) -> None:
+    with pytest.raises(OptionError, match="predictions names 'additive'"):
+        evaluate_perturbations(real, {"additive": made}, train=train, **KEYS)
+    with pytest.raises(OptionError, match="names no method"):
+        evaluate_perturbations(real, {}, train=train, **KEYS)
