@@ -193,6 +193,7 @@ BENCHMARKS: Registry[type[Benchmark]] = Registry(
         "cell_type_probe": "scforge.eval.cell_type_probe",
         "geometry": "scforge.eval.geometry",
         "label_prediction": "scforge.eval.label_prediction",
+        "perturbation_prediction": "scforge.eval.perturbation_prediction",
     },
 )
 
