@@ -83,7 +83,7 @@ def test_mistakes(embedded: ad.AnnData) -> None:
 
 
 def test_several_benchmarks_and_seeds(embedded: ad.AnnData) -> None:
-    embedded.obs["batch"] = np.tile(["x", "y"], 30)
+    embedded.obs["batch"] = np.repeat(["x", "y"], 30)
     entries = ["label_prediction", {"batch_integration": {"n_neighbors": 20}}]
     keys = {"labels_key": "group", "batch_key": "batch"}
     kinds = {"X_good": "model", "X_noise": "model"}
@@ -133,7 +133,7 @@ def test_other_subjects() -> None:
         "near": "random",
         "far": "random",
     }
-    assert report.verdicts() == ["mine is above random in near: -0.000 against -1.000, without a test."]
+    assert report.verdicts() == ["mine is above random in near: 0.000 against -1.000, without a test."]
     with pytest.raises(OptionError, match="kinds lacks 'random'"):
         compare(Distance(), made, np.array([[1, 2]]), kinds={"mine": "model", "worst": "baseline"})
     with pytest.raises(OptionError, match="has a model but no baseline"):

@@ -118,41 +118,50 @@ def evaluate_embeddings(
         )
     rows = _unseen(every, adata)
     cells = adata if rows is None else adata[rows].copy()
-    kinds: dict[str, Kind] = {}
-    for name, model in every.items():
-        cells.obsm[f"X_{name}"] = model.get_latent_representation(cells, key_added=None, batch_size=batch_size)
-        kinds[f"X_{name}"] = "model"
-    kinds |= dict.fromkeys(obsm_keys, "model")
-    notes = []
-    first = next(iter(every.values()))
-    if untrained:
-        try:
-            cells.obsm[f"X_{_UNTRAINED}"] = untrained_embedding(first, cells, batch_size=batch_size)
-            kinds[f"X_{_UNTRAINED}"] = "untrained"
-        except OptionError as error:
-            notes.append(f"There is no row of random weights: {error}")
-    layer = (first._setup_of(adata) or first._setup).get("layer")
-    report = evaluate(
-        cells,
-        chosen,
-        kinds,
-        layer=layer,
-        baselines=against,
-        **keys,
-        seeds=seeds,
-        intervals=intervals,
-        replicates={
-            f"X_{name}": [f"X_{name}_{i}" for i in range(len(some))] for name, some in trained.items() if len(some) > 1
-        },
-        title=title or f"{', '.join(models)} on {adata.n_obs:,} cells",
-        key_added=None,
-    )
+    before = dict(adata.obsm)
+    try:
+        kinds: dict[str, Kind] = {}
+        for name, model in every.items():
+            cells.obsm[f"X_{name}"] = model.get_latent_representation(cells, key_added=None, batch_size=batch_size)
+            kinds[f"X_{name}"] = "model"
+        kinds |= dict.fromkeys(obsm_keys, "model")
+        notes = []
+        first = next(iter(every.values()))
+        if untrained:
+            try:
+                cells.obsm[f"X_{_UNTRAINED}"] = untrained_embedding(first, cells, batch_size=batch_size)
+                kinds[f"X_{_UNTRAINED}"] = "untrained"
+            except OptionError as error:
+                notes.append(f"There is no row of random weights: {error}")
+        layer = (first._setup_of(adata) or first._setup).get("layer")
+        report = evaluate(
+            cells,
+            chosen,
+            kinds,
+            layer=layer,
+            baselines=against,
+            **keys,
+            seeds=seeds,
+            intervals=intervals,
+            replicates={
+                f"X_{name}": [f"X_{name}_{i}" for i in range(len(some))]
+                for name, some in trained.items()
+                if len(some) > 1
+            },
+            title=title or f"{', '.join(models)} on {adata.n_obs:,} cells",
+            key_added=None,
+        )
+        made = {key: cells.obsm[key] for key in kinds if key not in obsm_keys}
+    finally:
+        # What stands in the cells changes at the end, or not at all.
+        for key in set(adata.obsm) - set(before):
+            del adata.obsm[key]
+        adata.obsm.update(before)
     report.facts = _facts(trained, adata, cells, keys, seeds) | report.facts
     report.notes += notes + _explanations(every, adata)
     if key_added is not None:
         if rows is None:
-            for key in (key for key in kinds if key not in obsm_keys):
-                adata.obsm[key] = cells.obsm[key]
+            adata.obsm.update(made)
         write_metrics(adata, report, key_added)
     return report
 

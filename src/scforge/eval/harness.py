@@ -17,6 +17,7 @@ from scforge._constants import UNS_KEY
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.eval.base import BENCHMARKS, Benchmark
 from scforge.eval.evaluation import Entry, to_evaluation
+from scforge.eval.reference_embeddings import check_baselines, embedding_baselines
 from scforge.eval.report import Kind, Measured, Report, Row
 from scforge.eval.statistics import compare_paired, interval
 
@@ -26,6 +27,14 @@ if TYPE_CHECKING:
 __all__ = ["Replicates", "compare", "evaluate", "made_of", "write_metrics"]
 
 _BASELINES = (15, 50)
+_TITLES = {
+    "hvg": "variable genes",
+    "pca": "PCA",
+    "pca_scaled": "PCA of scaled genes",
+    "harmony": "Harmony",
+    "scvi": "scVI",
+    "random": "random numbers",
+}
 
 
 class Replicates(tuple[Any, ...]):
@@ -93,8 +102,7 @@ def evaluate(
     OptionError
         If an option, or a combination of them, makes no sense.
     """
-    from scforge.eval.reference_embeddings import check_baselines, embedding_baselines
-
+    check_seeds(seeds)
     if not len(baselines):
         raise OptionError("baselines=[] leaves nothing to compare with; name at least one, or a number of components.")
     obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
@@ -117,7 +125,10 @@ def evaluate(
         benchmark.check(adata.obs)
     check_baselines(adata, baselines, batch_key=batch_key)
     embeddings = _with_replicates({key: np.asarray(adata.obsm[key]) for key in kinds}, kinds, replicates or {})
-    of_baselines = embedding_baselines(adata, baselines, batch_key=batch_key, layer=layer, seed=seeds[0])
+    found = embedding_baselines(adata, baselines, batch_key=batch_key, layer=layer, seed=int(seeds[0]))
+    of_baselines = {_TITLES.get(name, name): embedding for name, embedding in found.items()}
+    if taken := [name for name in of_baselines if name in embeddings]:
+        raise OptionError(f"{taken[0]!r} is the name of a baseline; call the embedding something else.")
     kinds |= dict.fromkeys(of_baselines, "baseline")
     report = Report(title)
     for name, benchmark in made.items():
@@ -182,6 +193,7 @@ def compare(
     unknown = [method for method in made if method not in kinds]
     if unknown:
         raise OptionError(f"kinds lacks {listing(unknown)}; say for each whether it is a model or a baseline.")
+    check_seeds(seeds)
     benchmark.check(reference)
     report = Report(title)
     _score(
@@ -224,6 +236,16 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
     return found
 
 
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Raise :class:`~scforge.errors.OptionError` unless there is a seed, and each is one."""
+    if not isinstance(seeds, Sequence) or isinstance(seeds, str):
+        raise OptionError(f"seeds={seeds!r} is no list of seeds; give one, e.g. (0, 1, 2).")
+    if not len(seeds):
+        raise OptionError("seeds=() leaves nothing to run; give at least one seed.")
+    for seed in seeds:
+        check_seed(seed)
+
+
 def title_of(benchmark: Benchmark) -> str:
     """Return the registered name of a benchmark, or that of its class."""
     return BENCHMARKS.name_of(type(benchmark)) or type(benchmark).__name__
@@ -248,10 +270,6 @@ def _score(
 ) -> None:
     """Add the rows of a benchmark to a report."""
     check_bool("intervals", intervals)
-    if not len(seeds):
-        raise OptionError("seeds=() leaves nothing to run; give at least one seed.")
-    for seed in seeds:
-        check_seed(seed)
     versions = _versions(benchmark, seeds)
     scores: dict[str, pd.DataFrame] = {}
     draws: dict[str, pd.DataFrame | None] = {}

@@ -118,11 +118,11 @@ def _picture(frame: pd.DataFrame, about: Measured) -> str:
     """Draw the figures of a benchmark, those of the main metric first, and return them as an image tag."""
     import matplotlib.pyplot as plt
 
-    from scforge.pl.metrics import metrics as draw
+    from scforge.pl.scores import metrics as draw
 
     figure, ax = plt.subplots(figsize=(7, 1.2 + 0.32 * frame["method"].nunique()), layout="constrained")
     try:
-        draw(frame, metrics=about.main, ax=ax)
+        draw(frame, metrics=about.main, lower_is_better=about.lower_is_better, ax=ax)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", dpi=110)
     finally:

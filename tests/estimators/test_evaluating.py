@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+
+from scforge.errors import DataError, OptionError, ScforgeWarning
+from scforge.estimators import Encoder, evaluate_embeddings, evaluate_to
+from scforge.eval import Benchmark, register_benchmark
+from scforge.eval.base import BENCHMARKS
+
+QUICK = {"baselines": ["pca"], "intervals": False, "seeds": (0,)}
+TRAINING = {"max_epochs": 1, "batch_size": 32, "progress_bar": False, "accelerator": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def trained(many_adata: ad.AnnData) -> Encoder:
+    adata = many_adata[:160].copy()
+    Encoder.setup_anndata(adata, labels_key="group")
+    model = Encoder(adata, n_top_genes=60, hidden_dim=16, ffn_dim=16, latent_dim=8)
+    model.train(**TRAINING)
+    return model
+
+
+def test_an_embedding_beside_baselines_and_random_weights(trained: Encoder, tmp_path: Path) -> None:
+    cells = trained.adata.copy()
+    report = trained.evaluate(cells, benchmarks=["label_prediction", "geometry"], **QUICK)
+    rows = [(row.name, row.kind) for row in report.of("label_prediction")]
+    assert rows == [("X_scforge", "model"), ("X_untrained", "untrained"), ("PCA", "baseline")]
+    np.testing.assert_allclose(cells.obsm["X_scforge"], trained.get_latent_representation(cells, key_added=None))
+    assert not np.allclose(cells.obsm["X_untrained"], cells.obsm["X_scforge"])
+    cells.write_h5ad(tmp_path / "cells.h5ad")
+    figures = ad.read_h5ad(tmp_path / "cells.h5ad").uns["scforge"]["metrics"]
+    assert set(figures["benchmark"]) == {"label_prediction", "geometry"}
+    assert len(report.verdicts()) == 2
+    assert report.facts["labels_key"] == "group (2)"
+
+
+def test_several_trainings_are_one_row_and_other_embeddings_too(trained: Encoder) -> None:
+    cells = trained.adata.copy()
+    cells.obsm["X_other"] = np.random.default_rng(0).normal(size=(160, 5))
+    report = evaluate_embeddings(
+        {"mine": [trained, trained]}, cells, benchmarks="geometry", obsm_keys=["X_other"], untrained=False, **QUICK
+    )
+    assert [row.name for row in report.rows] == ["X_other", "X_mine", "PCA"]
+    assert report.rows[1].spreads["effective_rank"] == 0.0
+    assert {"X_mine_0", "X_mine_1"} <= set(cells.obsm)
+    assert "2 trainings" in report.facts["model mine"]
+
+
+def test_nothing_is_written_where_nothing_is_asked_for(trained: Encoder) -> None:
+    cells = trained.adata.copy()
+    before = set(cells.obsm), set(cells.uns)
+    trained.evaluate(cells, benchmarks="geometry", key_added=None, **QUICK)
+    assert (set(cells.obsm), set(cells.uns)) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*training cell each")
+def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> None:
+    tuned = trained.finetune("annotation", trained.adata, labels_key="group", test_size=0.4, freeze=True, **TRAINING)
+    with pytest.warns(ScforgeWarning, match="fine-tuned on 96 of the 160 cells; they are not scored"):
+        report = tuned.evaluate(trained.adata.copy(), benchmarks="label_prediction", **QUICK)
+    assert report.facts["cells"].startswith("64 of 160")
+    learned = trained.adata[np.sort(tuned._seen.rows.train)].copy()
+    with pytest.raises(DataError, match="the model 'scforge' was fine-tuned on all these .* their labels are in its"):
+        tuned.evaluate(learned, benchmarks="label_prediction", **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"baselines": False}, "baselines=False leaves embeddings with nothing to compare with"),
+        ({"baselines": []}, "nothing to compare with"),
+        ({"baselines": ["pcaa"]}, "did you mean 'pca'"),
+        ({"labels_key": "grup"}, "labels_key='grup' is not a column of obs; did you mean 'group'"),
+        ({"benchmarks": "gene_network"}, "scores no embedding"),
+        ({"benchmarks": "geometri"}, "did you mean 'geometry'"),
+        ({"obsm_keys": ["X_scforge"]}, "obsm_keys names 'X_scforge', where the embedding of the model"),
+        ({"obsm_keys": ["X_pca"]}, "obsm_keys names 'X_pca', which is not in adata.obsm"),
+        ({"frob": 1}, "frob"),
+        ({"seeds": ()}, "seeds=\\(\\) leaves nothing to run"),
+    ],
+)
+def test_mistakes(trained: Encoder, options: dict, message: str) -> None:
+    with pytest.raises((OptionError, DataError), match=message):
+        trained.evaluate(trained.adata.copy(), **{"benchmarks": "label_prediction", **QUICK, **options})
+
+
+def test_cell_types_are_needed(trained: Encoder) -> None:
+    cells = trained.adata.copy()
+    del cells.obs["group"]
+    with pytest.raises(OptionError, match="labels_key=None, but cell types are needed"):
+        trained.evaluate(cells, **QUICK)
+
+
+def test_files(trained: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    trained.adata.write_h5ad("cells.h5ad")
+    trained.save("a/final")
+    trained.save("b/final")
+    options = {"benchmarks": ["label_prediction"], "baselines": ["pca"], "intervals": False, "seeds": 1}
+    report = evaluate_to(["a/final", "b/final"], "cells.h5ad", "out", **options)
+    assert [row.name for row in report.rows] == ["X_a_final", "X_b_final", "X_untrained", "PCA"]
+    assert report.rows[0].scores == report.rows[1].scores
+    assert {path.name for path in Path("out").iterdir()} == {"report.md", "report.html", "report.json", "report.csv"}
+    with pytest.raises(OptionError, match=r"output='out' holds a report; give another name, or replace it"):
+        evaluate_to("a/final", "cells.h5ad", "out", **options)
+    evaluate_to("a/final", "cells.h5ad", "figures.csv", **options)
+    assert set(pd.read_csv("figures.csv")["method"]) == {"X_scforge", "X_untrained", "PCA"}
+    for wrong, message in (
+        ({"trained_on": "cells.h5ad"}, "trained_on='cells.h5ad' has no use where embeddings are scored"),
+        ({"frob": 1}, "frob=1 is no option of evaluate"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            evaluate_to("a/final", "cells.h5ad", **options, **wrong)
+    with pytest.raises(OptionError, match="is no h5ad file and no data set of scforge.datasets"):
+        evaluate_to("a/final", "cells", **options)
+
+
+def test_one_file_of_a_benchmark_appears_everywhere(trained: Encoder, tmp_path: Path) -> None:
+    """In YAML, beside the losses, on the command line and in reports."""
+    from scforge.cli import main
+    from scforge.config import load_config
+    from scforge.estimators import check_config, train_from_config
+
+    @register_benchmark("spread")
+    class Spread(Benchmark):
+        metrics = ("spread",)
+
+        def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
+            return {"spread": float(embedding.std())}
+
+    try:
+        cells, model = tmp_path / "cells.h5ad", tmp_path / "model"
+        trained.adata.write_h5ad(cells)
+        trained.save(model)
+        text = (
+            f"data: {{paths: ['{cells}'], preprocessing: {{hvg_selection: 60}}}}\nmodel: {{hidden_dim: 16, latent_dim: 8, ffn_dim: 16}}\n"
+            "training: {max_epochs: 1, accelerator: cpu, batch_size: 32}\neval: {benchmarks: [spread]}\n"
+        )
+        (tmp_path / "recipe.yaml").write_text(text)
+        config = load_config(tmp_path / "recipe.yaml")
+        check_config(config)
+        assert "spread_spread" in train_from_config(config, progress_bar=False).history
+        line = ["evaluate", str(cells), "-m", str(model), "--benchmarks", "spread", "--against", "pca", "-o"]
+        assert main([*line, str(tmp_path / "report")]) == 0
+        assert "spread" in (tmp_path / "report" / "report.html").read_text()
+        assert (pd.read_csv(tmp_path / "report" / "report.csv")["metric"] == "spread").all()
+    finally:
+        BENCHMARKS._entries.pop("spread", None)
