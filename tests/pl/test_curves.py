@@ -49,3 +49,16 @@ def test_nothing_to_draw(given, metric: str) -> None:
     with pytest.raises(OptionError, match=f"history has no 'train_{metric}'; train the model first"):
         training_curves(given, metric=metric)
     assert not plt.get_fignums()
+
+
+def test_a_single_epoch_and_epochs_without_a_figure_are_seen() -> None:
+    one = {name: frame[:1] for name, frame in history().items()}
+    ax = training_curves(one)
+    assert [line.get_marker() for line in ax.lines] == ["o", "o"]
+    ax.figure.canvas.draw()
+    assert [tick for tick in ax.get_xticks() if np.prod(np.subtract(ax.get_xlim(), tick)) < 0] == [1]
+    gaps = history()
+    gaps["validation_loss"].loc[1, "validation_loss"] = np.nan
+    ax = training_curves(gaps)
+    assert [line.get_marker() for line in ax.lines] == ["None", "None"]
+    np.testing.assert_array_equal(ax.lines[1].get_xdata(), [1, 3])

@@ -89,3 +89,18 @@ def test_mistakes(embedded: ad.AnnData) -> None:
 def test_one_key_as_text(embedded: ad.AnnData) -> None:
     (ax,) = embeddings(embedded, "X_one", color="group")
     assert ax.get_title() == "X_one"
+
+
+@pytest.mark.parametrize(("n_groups", "n_columns"), [(9, 1), (25, 2), (40, 3)])
+def test_a_long_legend_has_columns_and_every_group_a_colour(
+    embedded: ad.AnnData, monkeypatch: pytest.MonkeyPatch, n_groups: int, n_columns: int
+) -> None:
+    import scanpy as sc
+
+    for name in ("pp.neighbors", "tl.umap"):
+        room, function = name.split(".")
+        monkeypatch.setattr(getattr(sc, room), function, lambda work, **_: work.obsm.update(X_umap=np.zeros((60, 2))))
+    embedded.obs["many"] = [f"group {i % n_groups:02d}" for i in range(60)]
+    (ax,) = embeddings(embedded, ["X_one"], color="many")
+    assert ax.get_legend()._ncols == n_columns
+    assert len({tuple(collection.get_facecolor()[0]) for collection in ax.collections}) == n_groups

@@ -1,11 +1,33 @@
-"""Plots (matplotlib) of what scforge wrote into an AnnData."""
+"""Plots (matplotlib) of what scforge wrote into an AnnData, and of its tables."""
 
 from __future__ import annotations
 
 from scforge._lazy import lazy_names
 
-_NAMES = {"embeddings": "scforge.pl.umap", "training_curves": "scforge.pl.curves"}
+_NAMES = {
+    "attention_heatmap": "scforge.pl.networks",
+    "calibration": "scforge.pl.predictions",
+    "confusion_matrix": "scforge.pl.predictions",
+    "embeddings": "scforge.pl.umap",
+    "metrics": "scforge.pl.scores",
+    "perturbation_ranks": "scforge.pl.perturbations",
+    "perturbation_scatter": "scforge.pl.perturbations",
+    "precision_recall": "scforge.pl.networks",
+    "scib_table": "scforge.pl.scores",
+    "training_curves": "scforge.pl.curves",
+}
 
-__all__ = ["embeddings", "training_curves"]
+__all__ = [
+    "attention_heatmap",
+    "calibration",
+    "confusion_matrix",
+    "embeddings",
+    "metrics",
+    "perturbation_ranks",
+    "perturbation_scatter",
+    "precision_recall",
+    "scib_table",
+    "training_curves",
+]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

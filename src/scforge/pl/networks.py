@@ -1,0 +1,208 @@
+"""Networks of genes: curves against true edges, and attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scforge._checks import check_count
+from scforge.errors import DataError, did_you_mean, listing
+from scforge.pl._style import COLOURS, check_columns, new_axes
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from anndata import AnnData
+    from matplotlib.axes import Axes
+
+__all__ = ["attention_heatmap", "precision_recall"]
+
+_GREYS = (("0.25", "-"), ("0.55", "-"), ("0.25", "--"), ("0.55", "--"), ("0.25", ":"), ("0.55", ":"))
+
+
+def precision_recall(
+    curves: pd.DataFrame,
+    *,
+    kinds: Mapping[str, str] | None = None,
+    chance: float | None = None,
+    title: str | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw the precision of networks over their recall; the legend has the area under each, the largest first.
+
+    Parameters
+    ----------
+    curves
+        The columns ``method``, ``recall`` and ``precision``, as of :func:`scforge.eval.network_curves`.
+    kinds
+        Method to ``"model"`` or ``"baseline"``; baselines are grey. None takes the column ``kind`` of `curves`, or
+        draws all in colour.
+    chance
+        Precision of random scores, a dotted line; None takes that of the points at recall 1, where all pairs are
+        taken.
+    title
+        Title of the axes.
+    ax
+        Axes to draw on; new ones if None.
+
+    Returns
+    -------
+    The axes.
+
+    Raises
+    ------
+    DataError
+        If a column is not there, or a value is not between 0 and 1.
+    """
+    check_columns("curves", curves, ("method", "recall", "precision"))
+    values = curves[["recall", "precision"]].to_numpy(dtype=float)
+    if not ((values >= 0) & (values <= 1 + 1e-9)).all():
+        raise DataError("curves has values of recall or precision that are not between 0 and 1; pass shares.")
+    if kinds is None and "kind" in curves:
+        kinds = dict(zip(curves["method"], curves["kind"], strict=True))
+    kinds = kinds or {}
+    # Of points with one recall, those that come later have more false edges.
+    ordered = curves.sort_values(["recall", "precision"], ascending=[True, False])
+    lines = dict(iter(ordered.groupby("method", sort=False)))
+    areas = {name: _area(part) for name, part in lines.items()}
+    if chance is None:
+        last = [part["precision"].iloc[-1] for part in lines.values() if part["recall"].iloc[-1] >= 1 - 1e-9]
+        chance = float(np.median(last)) if last else None
+    ax = new_axes(ax, 6.0, 3.8)
+    n_coloured = n_grey = 0
+    for name in sorted(lines, key=lambda name: -areas[name]):
+        grey = kinds.get(name, "model") != "model"
+        colour, style = _GREYS[n_grey % len(_GREYS)] if grey else (COLOURS[n_coloured % len(COLOURS)], "-")
+        n_grey, n_coloured = n_grey + grey, n_coloured + (not grey)
+        ax.plot(
+            lines[name]["recall"],
+            lines[name]["precision"],
+            color=colour,
+            linestyle=style,
+            linewidth=1.2 if grey else 2,
+            zorder=2 if grey else 3,
+            label=f"{name} ({areas[name]:.3f})",
+        )
+    if chance is not None:
+        ax.axhline(chance, color="0.4", linestyle=(0, (1, 3)), linewidth=1, label=f"chance ({chance:.3f})")
+    # The first few edges make a precision of 0 or 1 whatever the method: they do not set the scale.
+    beyond = curves.loc[curves["recall"] >= 0.01, "precision"]
+    highest = float((beyond if len(beyond) else curves["precision"]).max())
+    ax.set(
+        xlabel="recall", ylabel="precision", title=title, xlim=(0, 1), ylim=(0, min(1.02, 1.15 * max(highest, 1e-3)))
+    )
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(
+        frameon=False, title="area under the curve", fontsize="small", title_fontsize="small", loc="center left",
+        bbox_to_anchor=(1.0, 0.5), alignment="left",
+    )  # fmt: skip
+    return ax
+
+
+def _area(curve: pd.DataFrame) -> float:
+    """Return the average precision: the precision of each step, weighted by what it adds to the recall."""
+    steps = np.diff(curve["recall"].to_numpy(dtype=float), prepend=0.0)
+    return float(steps @ curve["precision"].to_numpy(dtype=float))
+
+
+def attention_heatmap(
+    adata: AnnData,
+    genes: Sequence[str] | None = None,
+    *,
+    key: str = "scforge_attention",
+    n_genes: int = 30,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw how much genes look at each other, genes that are alike side by side.
+
+    Parameters
+    ----------
+    adata
+        Annotated data with ``varp[key]``, as ``model.get_attention`` writes it: row i, column j is the attention of
+        gene i to gene j.
+    genes
+        Genes to draw, among ``adata.var_names``; None takes the `n_genes` that give and get most.
+    key
+        Key in ``adata.varp``.
+    n_genes
+        How many, if `genes` is None.
+    ax
+        Axes to draw on; new ones if None.
+
+    Returns
+    -------
+    The axes. Pairs that are not in the graph are white: no attention was kept for them.
+
+    Raises
+    ------
+    DataError
+        If the key or a gene is not there, or there is no attention among the genes.
+    """
+    if key not in adata.varp:
+        known = list(adata.varp)
+        raise DataError(
+            f"adata.varp has no {key!r}{did_you_mean(key, known) or ';'} call model.get_attention(adata) first "
+            f"(it has: {listing(known)})."
+        )
+    rows = _genes_of(adata, genes, adata.varp[key], n_genes)
+    graph = adata.varp[key][rows][:, rows]
+    values = np.asarray(graph.todense() if hasattr(graph, "todense") else graph, dtype=float)
+    if not (values > 0).any():
+        raise DataError("there is no attention between these genes in the graph; name others, or leave genes out.")
+    order = _alike(values)
+    values, names = values[np.ix_(order, order)], [str(adata.var_names[rows[row]]) for row in order]
+    n_shown = len(names)
+    ax = new_axes(ax, 2.6 + 0.19 * n_shown, max(3.0, 2.0 + 0.19 * n_shown), layout="compressed")
+    positive = values[values > 0]
+    # A few strong pairs would leave all others in one shade.
+    most = float(np.quantile(positive, 0.98)) if len(positive) > 50 else float(positive.max())
+    shown = np.ma.masked_less_equal(values, 0)
+    image = ax.imshow(shown, cmap=_cut("Blues"), vmin=0, vmax=most, aspect="equal")
+    bar = ax.figure.colorbar(
+        image, ax=ax, fraction=0.045, pad=0.03, extend="max" if most < positive.max() else "neither"
+    )
+    bar.set_label("mean attention\n(white: none kept)")
+    size = 8 if n_shown <= 40 else 6
+    ax.set_xticks(range(n_shown), names, rotation=90, fontsize=size)
+    ax.set_yticks(range(n_shown), names, fontsize=size)
+    ax.set(xlabel="to gene", ylabel="from gene")
+    ax.tick_params(length=0)
+    return ax
+
+
+def _genes_of(adata: AnnData, genes: Sequence[str] | None, graph: Any, n_genes: int) -> np.ndarray:
+    """Return columns of genes, int64."""
+    if genes is None:
+        check_count("n_genes", n_genes, "genes", least=2)
+        total = np.asarray(graph.sum(axis=0)).ravel() + np.asarray(graph.sum(axis=1)).ravel()
+        chosen = np.argsort(-total, kind="stable")[:n_genes]
+        return np.sort(chosen[total[chosen] > 0])
+    if isinstance(genes, str):
+        genes = [genes]
+    known = list(adata.var_names)
+    missing = [gene for gene in genes if gene not in adata.var_names]
+    if missing:
+        raise DataError(
+            f"genes: {listing(missing)} not in adata.var_names{did_you_mean(missing[0], known) or ';'} "
+            f"(e.g. {listing(known, most=3)})"
+        )
+    return adata.var_names.get_indexer(list(dict.fromkeys(genes)))
+
+
+def _alike(values: np.ndarray) -> np.ndarray:
+    """Return the order of a clustering (average linkage of distances, ends turned to fit) of rows and columns."""
+    from scipy.cluster.hierarchy import leaves_list, linkage
+
+    if len(values) < 3:
+        return np.arange(len(values))
+    both = np.hstack([values, values.T])
+    return leaves_list(linkage(both / max(both.max(), 1e-12), method="average", optimal_ordering=True))
+
+
+def _cut(name: str) -> Any:
+    """Return a map of colours without its lightest part, so that the least value differs from white."""
+    import matplotlib as mpl
+    from matplotlib.colors import ListedColormap
+
+    return ListedColormap(mpl.colormaps[name](np.linspace(0.15, 1, 256)))

@@ -1,0 +1,189 @@
+"""Predicted effects of perturbations beside measured ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scforge._checks import check_count
+from scforge.errors import DataError
+from scforge.pl._style import COLOURS, KINDS, check_columns, new_axes, spread
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+__all__ = ["perturbation_ranks", "perturbation_scatter"]
+
+_LABEL_GAP = 0.062
+"""Least distance of two names of genes, as a share of the height of axes of 4 inches."""
+
+
+def perturbation_scatter(
+    effects: pd.DataFrame,
+    *,
+    predicted: str = "predicted",
+    measured: str = "measured",
+    n_labels: int = 10,
+    title: str | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw the predicted over the measured effect of a perturbation on each gene.
+
+    Parameters
+    ----------
+    effects
+        One row a gene, named by the index: change against the controls, e.g. of the mean log1p CP10K. Genes without
+        one of the two are not drawn, which is said.
+    predicted, measured
+        Its columns.
+    n_labels
+        Genes to name: those with the largest measured effect.
+    title
+        Title of the axes, e.g. the perturbation.
+    ax
+        Axes to draw on; new ones if None.
+
+    Returns
+    -------
+    The axes.
+
+    Raises
+    ------
+    DataError
+        If a column is not there, or fewer than two genes have both effects.
+    """
+    check_columns("effects", effects, (predicted, measured))
+    check_count("n_labels", n_labels, "genes", least=0)
+    known = effects[[measured, predicted]].astype(float).replace([np.inf, -np.inf], np.nan).dropna()
+    if len(known) < 2:
+        raise DataError(f"effects has {len(known)} genes with both {predicted!r} and {measured!r}; pass two or more.")
+    x, y = known[measured].to_numpy(), known[predicted].to_numpy()
+    ax = new_axes(ax, 5.2, 4.2)
+    ax.axhline(0, color="0.88", linewidth=0.8, zorder=0)
+    ax.axvline(0, color="0.88", linewidth=0.8, zorder=0)
+    ends = float(np.min([x, y])), float(np.max([x, y]))
+    ax.plot(ends, ends, color="0.4", linestyle="--", linewidth=1, label="as measured", zorder=1)
+    top = np.argsort(-np.abs(x), kind="stable")[:n_labels]
+    rest = np.setdiff1d(np.arange(len(x)), top)
+    ax.scatter(x[rest], y[rest], s=10, color="0.6", linewidths=0, label="genes", zorder=2)
+    ax.scatter(x[top], y[top], s=22, color=COLOURS[0], linewidths=0, label="largest effects", zorder=3)
+    _name(ax, x[top], y[top], [str(name) for name in known.index[top]])
+    note = f"\n(genes left out, without both: {len(effects) - len(known):,})" if len(known) < len(effects) else ""
+    ax.set(xlabel=f"measured change{note}", ylabel="predicted change")
+    varies = np.ptp(x) > 0 and np.ptp(y) > 0
+    figure = f"r = {np.corrcoef(x, y)[0, 1]:.2f}" if varies else "r is not defined: one value for all genes"
+    ax.set_title(f"{title}: {figure}" if title else figure, fontsize="medium")
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax
+
+
+def _name(ax: Axes, x: np.ndarray, y: np.ndarray, names: list[str]) -> None:
+    """Write names in a column on either side of the points, none over another, each with a line to its point."""
+    if not names:
+        return
+    low, high = ax.get_xlim()
+    bottom, above = ax.get_ylim()
+    width, height = high - low, above - bottom
+    right = x >= 0
+    # Room beside the points, where names stand.
+    room = 0.26 * width
+    for side, place, align in ((right, high, "left"), (~right, low, "right")):
+        if not side.any():
+            continue
+        # No more than one, so that what is left of the axes stays with the points.
+        heights = spread((y[side] - bottom) / height, _LABEL_GAP, 0.02, 0.98) * height + bottom
+        shift = 0.03 * width if align == "left" else -0.03 * width
+        for index, text_height in zip(np.flatnonzero(side), heights, strict=True):
+            ax.plot([x[index], place + 0.6 * shift], [y[index], text_height], color="0.75", linewidth=0.6, zorder=1)
+            ax.text(place + shift, text_height, names[index], ha=align, va="center", fontsize=8)
+    ax.set_xlim(low - room * bool((~right).any()), high + room * bool(right.any()))
+    ax.set_ylim(bottom, above)
+
+
+def perturbation_ranks(
+    table: pd.DataFrame,
+    *,
+    metric: str = "rank",
+    chance: float | None = 0.5,
+    models: Collection[str] = ("scforge",),
+    ceilings: Collection[str] = ("technical_duplicate",),
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw a figure of each perturbation, a row a method, the method with the least mean on top.
+
+    Parameters
+    ----------
+    table
+        One row a perturbation and method: the columns ``method`` and `metric`, as in
+        ``adata.uns["scforge"]["metrics_per_perturbation"]``; ``kind``, if it is there, says which method is what.
+    metric
+        Column to draw. ``rank``: the share of measured effects that are more similar to the prediction than the own.
+    chance
+        Value of a dashed line, what a prediction has that knows nothing; None draws none.
+    models, ceilings
+        Methods that are no baselines, where the table has no ``kind``.
+    ax
+        Axes to draw on; new ones if None.
+
+    Returns
+    -------
+    The axes.
+
+    Raises
+    ------
+    DataError
+        If a column is not there.
+    """
+    check_columns("table", table, ("method", metric))
+    means = table.groupby("method", sort=False)[metric].mean().sort_values(ascending=False, na_position="first")
+    order = list(means.index)
+    kinds = dict.fromkeys(order, "baseline")
+    kinds |= dict.fromkeys(set(models) & set(order), "model") | dict.fromkeys(set(ceilings) & set(order), "ceiling")
+    if "kind" in table:
+        kinds = dict(zip(table["method"], table["kind"], strict=True))
+    ax = new_axes(ax, 5.4, 1.1 + 0.36 * len(order))
+    if chance is not None:
+        ax.axvline(chance, color="0.4", linestyle="--", linewidth=1, zorder=0)
+        ax.annotate(
+            "chance", (chance, 1), xycoords=("data", "axes fraction"), xytext=(0, 3), textcoords="offset points",
+            ha="center", va="bottom", color="0.4", fontsize="small",
+        )  # fmt: skip
+    for place, method in enumerate(order):
+        values = table.loc[table["method"] == method, metric].to_numpy(dtype=float)
+        known = values[~np.isnan(values)]
+        colour = KINDS.get(kinds[method], KINDS["model"])
+        if not len(known):
+            ax.annotate(
+                "not defined", (0.02, place), xycoords=("axes fraction", "data"), va="center", color="0.5",
+                fontsize="small",
+            )  # fmt: skip
+            continue
+        ax.scatter(known, place + _beside(known), s=14, color=colour, alpha=0.6, linewidths=0, label=method)
+        ax.vlines(known.mean(), place - 0.34, place + 0.34, color=colour, linewidth=2.5)
+    counts = table.dropna(subset=[metric]).groupby("method").size().reindex(order, fill_value=0)
+    same = counts.nunique() == 1
+    ax.set_yticks(range(len(order)), order if same else [f"{name} ({counts[name]})" for name in order])
+    for label, method in zip(ax.get_yticklabels(), order, strict=True):
+        label.set_fontweight("bold" if kinds[method] == "model" else "normal")
+    number = f"{counts.iloc[0]} effects" if same else "number of effects in brackets"
+    ax.set_xlabel(f"{metric.replace('_', ' ')} of the measured effect ({number}; bar: mean)")
+    ax.set_ylim(-0.6, len(order) - 0.4)
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    return ax
+
+
+def _beside(values: np.ndarray, n_bins: int = 40, width: float = 0.3) -> np.ndarray:
+    """Return how far each point is moved so that equal ones stand beside each other, shape as `values`."""
+    if np.ptp(values) > 0:
+        bins = np.round((values - values.min()) / np.ptp(values) * n_bins).astype(np.int64)
+    else:
+        bins = np.zeros(len(values), dtype=np.int64)
+    moved = np.zeros(len(values))
+    for number in np.unique(bins):
+        rows = np.flatnonzero(bins == number)
+        moved[rows] = (np.arange(len(rows)) - (len(rows) - 1) / 2) * min(0.1, 2 * width / len(rows))
+    return moved

@@ -1,0 +1,195 @@
+"""Predicted classes beside the truth."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from scforge._constants import UNS_KEY
+from scforge.errors import DataError, did_you_mean
+from scforge.pl._style import COLOURS, check_columns, new_axes
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from anndata import AnnData
+    from matplotlib.axes import Axes
+
+__all__ = ["calibration", "confusion_matrix"]
+
+_UNASSIGNED = "unassigned"
+_MOST_NUMBERS = 20
+
+
+def confusion_matrix(
+    data: AnnData | pd.DataFrame,
+    truth: str | None = None,
+    predicted: str | None = None,
+    *,
+    table: str = "metrics_confusion",
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw which classes are taken for which, as shares of the cells of a true class.
+
+    Parameters
+    ----------
+    data
+        Annotated data, or a table. Without `truth`, the table that ``annotator.evaluate(adata)`` wrote into
+        ``adata.uns["scforge"]["metrics_confusion"]``, or such a table: the columns ``label``, ``predicted`` and
+        ``n_cells``.
+    truth, predicted
+        Columns with the true and the predicted class of each cell, in obs or in the table; `predicted` is
+        ``scforge_<truth>`` if None.
+    table
+        Key in ``adata.uns["scforge"]``.
+    ax
+        Axes to draw on; new ones if None.
+
+    Returns
+    -------
+    The axes.
+
+    Raises
+    ------
+    DataError
+        If a column or the table is not there, or no cell has both classes.
+    """
+    counts, left_out = _counts(data, truth, predicted, table)
+    n_rows, n_columns = counts.shape
+    ax = new_axes(ax, 2.6 + 0.42 * n_columns, 1.8 + 0.42 * n_rows)
+    totals = counts.sum(axis=1).to_numpy()
+    shares = np.divide(counts.to_numpy(), totals[:, None], out=np.zeros(counts.shape), where=totals[:, None] > 0)
+    image = ax.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    if max(counts.shape) <= _MOST_NUMBERS:
+        for row, column in zip(*np.nonzero(shares >= 0.005), strict=True):
+            share = shares[row, column]
+            ax.text(
+                column,
+                row,
+                "1" if share == 1 else f"{share:.2f}".lstrip("0"),
+                ha="center",
+                va="center",
+                fontsize=8,
+                color="white" if share > 0.55 else "black",
+            )
+    ax.set_xticks(range(n_columns), list(counts.columns), rotation=45, ha="right", rotation_mode="anchor")
+    ax.set_yticks(range(n_rows), [f"{name} ({total:,.0f})" for name, total in zip(counts.index, totals, strict=True)])
+    note = f"\n(cells left out, without a class: {left_out:,})" if left_out else ""
+    ax.set(xlabel=f"predicted{note}", ylabel="true (cells)")
+    ax.tick_params(length=0)
+    ax.figure.colorbar(image, ax=ax, label="share of the true class", fraction=0.05, pad=0.03)
+    return ax
+
+
+def _counts(
+    data: AnnData | pd.DataFrame, truth: str | None, predicted: str | None, table: str
+) -> tuple[pd.DataFrame, int]:
+    """Return cells by true (row) and predicted (column) class, and how many have not both."""
+    import pandas as pd
+
+    if truth is not None:
+        columns = _columns(data, truth, f"scforge_{truth}" if predicted is None else predicted)
+        columns.columns = ["label", "predicted"]
+        known = columns.dropna()
+        if not len(known):
+            raise DataError(f"no cell has both a true class ({truth!r}) and a predicted one; nothing to draw.")
+        found = known.groupby(["label", "predicted"], observed=True).size().rename("n_cells").reset_index()
+        left_out = len(columns) - len(known)
+    elif isinstance(data, pd.DataFrame):
+        found, left_out = data, 0
+    else:
+        written = data.uns.get(UNS_KEY, {})
+        if table not in written:
+            raise DataError(
+                f"adata.uns[{UNS_KEY!r}] has no table {table!r}{did_you_mean(table, written) or ';'} call "
+                "annotator.evaluate(adata) first, or name the columns of obs, truth=... and predicted=..."
+            )
+        found, left_out = written[table], 0
+    check_columns("data", found, ("label", "predicted", "n_cells"))
+    wide = found.assign(label=found["label"].astype(str), predicted=found["predicted"].astype(str))
+    wide = wide.pivot_table(index="label", columns="predicted", values="n_cells", aggfunc="sum", fill_value=0)
+    # The same order on both sides puts what is right on the diagonal.
+    both = [name for name in wide.index if name in wide.columns]
+    rows = [*both, *(name for name in wide.index if name not in both)]
+    columns_ = [*both, *(name for name in wide.columns if name not in both)]
+    return wide.loc[rows, columns_], left_out
+
+
+def _columns(data: Any, *names: str) -> pd.DataFrame:
+    """Return columns of obs, or of a table, as they are."""
+    frame = getattr(data, "obs", data)
+    check_columns("data" if frame is data else "adata.obs", frame, names)
+    return frame[list(names)].astype(object)
+
+
+def calibration(
+    data: AnnData | pd.DataFrame,
+    truth: str,
+    predicted: str | None = None,
+    confidence: str = "scforge_confidence",
+    *,
+    n_bins: int = 15,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw how often predictions of a confidence are right (a reliability diagram, Guo et al. 2017, figure 1).
+
+    Points are bins of confidence, their lines 95 % intervals of the accuracy (Wilson 1927); bars are shares of the
+    cells. The title has the expected calibration error, as ``annotator.evaluate`` has it.
+
+    Parameters
+    ----------
+    data
+        Annotated data, or a table with a row a cell.
+    truth, predicted, confidence
+        Columns of obs with the true class, the predicted one (``scforge_<truth>`` if None), and the probability of
+        that. Cells that lack one of them, and cells that were left unassigned, are not drawn, which is said.
+    n_bins
+        Bins of equal width.
+    ax
+        Axes to draw on; new ones if None.
+
+    Returns
+    -------
+    The axes.
+
+    Raises
+    ------
+    DataError
+        If a column is not there, no cell has all three, or a confidence is not between 0 and 1.
+    """
+    columns = _columns(data, truth, f"scforge_{truth}" if predicted is None else predicted, confidence)
+    columns.columns = ["truth", "predicted", "confidence"]
+    known = columns.dropna()
+    known = known[known["predicted"].astype(str) != _UNASSIGNED]
+    if not len(known):
+        raise DataError(f"no cell has a true class ({truth!r}), a predicted one and a confidence; nothing to draw.")
+    sure = known["confidence"].to_numpy(dtype=np.float64)
+    if sure.min() < 0 or sure.max() > 1 + 1e-6:
+        raise DataError(f"confidence={confidence!r} has values outside [0, 1]; pass the column of a probability.")
+    right = (known["truth"].astype(str) == known["predicted"].astype(str)).to_numpy(dtype=np.float64)
+    bins = np.clip(np.ceil(sure * n_bins).astype(np.int64) - 1, 0, n_bins - 1)
+    n_cells = np.bincount(bins, minlength=n_bins)
+    used = np.flatnonzero(n_cells)
+    accuracy = np.bincount(bins, right, minlength=n_bins)[used] / n_cells[used]
+    mean = np.bincount(bins, sure, minlength=n_bins)[used] / n_cells[used]
+    error = float(np.abs(accuracy - mean) @ n_cells[used] / len(known))
+    ax = new_axes(ax, 4.2, 4.2)
+    centres = (np.arange(n_bins) + 0.5) / n_bins
+    ax.bar(centres, n_cells / len(known), width=0.9 / n_bins, color="0.85", label="share of cells")
+    ax.plot([0, 1], [0, 1], color="0.4", linestyle="--", linewidth=1, label="as often right as sure")
+    low, high = _wilson(accuracy, n_cells[used])
+    ax.vlines(mean, low, high, color=COLOURS[0], alpha=0.5, linewidth=2)
+    ax.plot(mean, accuracy, "o-", color=COLOURS[0], markersize=5, linewidth=1, label="accuracy")
+    note = f"\n(cells left out, without a class: {len(columns) - len(known):,})" if len(known) < len(columns) else ""
+    ax.set(xlabel=f"confidence{note}", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02), aspect="equal")
+    ax.set_title(f"calibration error {error:.3f}, {len(known):,} cells", fontsize="medium")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.legend(frameon=False, loc="upper left", fontsize="small")
+    return ax
+
+
+def _wilson(share: np.ndarray, n: np.ndarray, z: float = 1.96) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ends of the interval of shares of `n` (Wilson 1927)."""
+    middle = (share + z**2 / (2 * n)) / (1 + z**2 / n)
+    half = z * np.sqrt(share * (1 - share) / n + z**2 / (4 * n**2)) / (1 + z**2 / n)
+    return middle - half, middle + half
