@@ -191,6 +191,7 @@ BENCHMARKS: Registry[type[Benchmark]] = Registry(
         "batch_integration": "scforge.eval.batch_integration",
         "cell_type_annotation": "scforge.eval.cell_type_annotation",
         "cell_type_probe": "scforge.eval.cell_type_probe",
+        "gene_network": "scforge.eval.gene_network",
         "geometry": "scforge.eval.geometry",
         "label_prediction": "scforge.eval.label_prediction",
         "perturbation_prediction": "scforge.eval.perturbation_prediction",
