@@ -192,8 +192,10 @@ BENCHMARKS: Registry[type[Benchmark]] = Registry(
         "cell_type_annotation": "scforge.eval.cell_type_annotation",
         "cell_type_probe": "scforge.eval.cell_type_probe",
         "gene_network": "scforge.eval.gene_network",
+        "generation": "scforge.eval.generation",
         "geometry": "scforge.eval.geometry",
         "label_prediction": "scforge.eval.label_prediction",
+        "rank_reconstruction": "scforge.eval.rank_reconstruction",
         "perturbation_prediction": "scforge.eval.perturbation_prediction",
     },
 )
@@ -209,8 +211,8 @@ def list_benchmarks() -> list[str]:
 
     Examples
     --------
-    >>> list_benchmarks()
-    ['batch_integration', 'cell_type_annotation', 'label_prediction']
+    >>> [name for name in list_benchmarks() if name.startswith("cell_type")]
+    ['cell_type_annotation', 'cell_type_probe']
     """
     return BENCHMARKS.names()
 

@@ -1,0 +1,293 @@
+"""The tasks of cz-benchmarks, run by the real package on what stands in an AnnData.
+
+It pins an older numcodecs than the rest, so it needs an environment of its own: ``pip install 'scforge[cz]'``.
+
+Shapes: N cells, D dimensions, G genes.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from scforge._checks import check_bool, check_seed
+from scforge.data.checks import counts_of
+from scforge.errors import DataError, OptionError, did_you_mean, first_line, listing
+from scforge.eval.baselines import pca_embedding
+from scforge.eval.cz_inputs import EXPRESSION_TASK, KEYS, TWO_ORGANISMS, by_organism, representation_of, task_input
+from scforge.eval.report import Kind, Measured, Report, Row
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+__all__ = ["cz_tasks", "evaluate_cz", "run_cz_task"]
+
+_SEED = 42
+"""That of cz-benchmarks."""
+
+_TOP_GENES, _COMPONENTS = 3_000, 50
+"""Genes and components of its baseline."""
+
+
+def cz_tasks() -> dict[str, tuple[str, ...]]:
+    """Return the tasks of cz-benchmarks, and of each what :func:`run_cz_task` has to be told.
+
+    Raises
+    ------
+    OptionError
+        If cz-benchmarks is not installed.
+    """
+    return {name: KEYS.get(name, ()) for name in _registry().list_tasks()}
+
+
+def run_cz_task(
+    name: str,
+    adata: AnnData,
+    keys: str | Sequence[str] | Mapping[str, Kind],
+    *,
+    labels_key: str | None = None,
+    batch_key: str | None = None,
+    organism_key: str | None = None,
+    groups_key: str | None = None,
+    perturbation_key: str | None = None,
+    control: str | None = None,
+    layer: str | None = None,
+    baseline: bool = True,
+    baseline_options: Mapping[str, Any] | None = None,
+    seed: int = _SEED,
+    **options: Any,
+) -> pd.DataFrame:
+    """Run one task of cz-benchmarks on embeddings, and on the baseline that the package has for it.
+
+    ===================================  ===================================================================
+    task                                 what it needs
+    ===================================  ===================================================================
+    clustering, embedding,               `labels_key`
+    label_prediction
+    batch_integration                    `labels_key`, `batch_key`
+    sequential_organization              `labels_key`: numbers, e.g. time points
+    cross-species_integration            `labels_key`, `organism_key`: e.g. ``"homo_sapiens"``
+    cross-species_label_prediction       the same; `groups_key`: samples of one label each, to average cells
+    perturbation_expression_prediction   `perturbation_key`, `control`; `keys` name ``adata.layers``
+    ===================================  ===================================================================
+
+    Baselines are those of the package: principal components, or raw expression for label_prediction. Where it has none
+    they are ours: components of the cells of all organisms, whose genes are the same columns here; and for
+    perturbations the mean of the cells of the other perturbations.
+
+    Parameters
+    ----------
+    name
+        Task, one of :func:`cz_tasks`.
+    adata
+        Annotated data with raw counts, which the baselines are made of.
+    keys
+        Key or keys of embeddings in ``adata.obsm``, shape (N, D); as a mapping, with ``"model"``, ``"baseline"`` or
+        ``"untrained"`` for each. For perturbations keys of ``adata.layers`` with the predicted log1p CP10K of each
+        cell, shape (N, G), that of control cells included.
+    labels_key, batch_key, organism_key, groups_key, perturbation_key
+        Columns of ``adata.obs``.
+    control
+        Value of ``obs[perturbation_key]`` of control cells.
+    layer
+        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+    baseline
+        Run the baseline, too.
+    baseline_options
+        Options of the package's baseline, e.g. ``{"n_pcs": 20}``. Those left out are the package's, lowered where there
+        are too few cells or genes.
+    seed
+        Seed of the task.
+    **options
+        Options of the task, e.g. ``n_folds=3``.
+
+    Returns
+    -------
+    One row a figure, with the columns ``task``, ``method``, ``kind``, ``metric``, ``value``, ``params`` (a dict, e.g.
+    the classifier), ``n_dims`` and ``seconds`` (of the task). More is better in all of them.
+
+    Raises
+    ------
+    DataError
+        If a column is missing or incomplete, or there are no raw counts.
+    OptionError
+        If cz-benchmarks is not installed, or the task or an option is unknown or cannot be used.
+    """
+    registry = _registry()
+    check_bool("baseline", baseline)
+    check_seed(seed)
+    if name not in registry.list_tasks():
+        known = registry.list_tasks()
+        raise OptionError(f"name={name!r} is no task{did_you_mean(name, known) or ';'} (tasks: {listing(known)})")
+    columns = {
+        "labels_key": labels_key,
+        "batch_key": batch_key,
+        "organism_key": organism_key,
+        "groups_key": groups_key,
+        "perturbation_key": perturbation_key,
+        "control": control,
+    }
+    keys = [keys] if isinstance(keys, str) else keys
+    kinds: dict[str, Kind] = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys, "model")
+    made = {key: representation_of(name, adata, key) for key in kinds}
+    task = registry.get_task_class(name)(random_seed=seed)
+    if name in TWO_ORGANISMS and baseline_options:
+        raise OptionError(f"baseline_options={dict(baseline_options)!r} has no use in {name}; leave it out.")
+    inputs = task_input(name, adata, task.input_model, columns, layer=layer, seed=seed, options=options)
+    if baseline:
+        title, values = _baseline(name, task, adata, inputs, layer=layer, options=baseline_options or {}, seed=seed)
+        made[title], kinds[title] = values, "baseline"
+    lines = []
+    for method, values in made.items():
+        given: Any = values
+        if organism_key is not None and name in TWO_ORGANISMS:
+            given = [values[rows] for rows in by_organism(adata.obs[organism_key]).values()]
+        start = time.perf_counter()
+        with _told(name, seed):
+            results = task.run(given, inputs)
+        facts = {"task": name, "method": method, "kind": kinds[method]}
+        rest = {"n_dims": values.shape[1], "seconds": time.perf_counter() - start}
+        for one in results:
+            figure = {"metric": one.metric_type.value, "value": float(one.value), "params": dict(one.params or {})}
+            lines.append({**facts, **figure, **rest})
+    return pd.DataFrame(lines)
+
+
+def evaluate_cz(
+    adata: AnnData,
+    tasks: Sequence[str] | Mapping[str, Mapping[str, Any]],
+    keys: str | Sequence[str] | Mapping[str, Kind],
+    *,
+    title: str = "Tasks of cz-benchmarks",
+    **options: Any,
+) -> Report:
+    """Run several tasks of cz-benchmarks, each beside its baseline, as a report.
+
+    Figures of several classifiers or perturbations stand in it as their mean; :func:`run_cz_task` has each.
+
+    Parameters
+    ----------
+    adata
+        Annotated data with raw counts.
+    tasks
+        Names of tasks; as a mapping, with options of :func:`run_cz_task` for each.
+    keys
+        Keys of embeddings, or of layers, as in :func:`run_cz_task`.
+    title
+        Heading.
+    **options
+        Options of :func:`run_cz_task` for all tasks, e.g. ``labels_key``.
+
+    Raises
+    ------
+    DataError, OptionError
+        As :func:`run_cz_task`.
+    """
+    asked = dict(tasks) if isinstance(tasks, Mapping) else {name: {} for name in tasks}
+    if not asked:
+        raise OptionError("tasks=[] names no task; name at least one, see cz_tasks().")
+    report = Report(title)
+    for name, own in asked.items():
+        frame = run_cz_task(name, adata, keys, **{**options, **own})
+        frame["figure"] = [_figure(*one) for one in zip(frame["metric"], frame["params"], strict=True)]
+        frame = frame[frame["figure"] != ""]
+        figures = tuple(dict.fromkeys(frame["figure"]))
+        main = next((figure for figure in figures if figure.startswith(("mean_fold_f1", "f1"))), figures[0])
+        report.measured[name] = Measured(figures, main)
+        for method, rows in frame.groupby("method", sort=False):
+            scores = rows.groupby("figure", sort=False)["value"].mean().to_dict()
+            first = rows.iloc[0]
+            report.add(Row(str(method), first["kind"], scores, int(first["n_dims"]), float(first["seconds"]), name))
+    return report
+
+
+def _figure(metric: str, params: Mapping[str, Any]) -> str:
+    """Return the column of a report for a figure; an empty text for that of one classifier of several."""
+    if not str(params.get("classifier", "MEAN")).startswith("MEAN"):
+        return ""
+    if "train_species" not in params or params["train_species"] == params["test_species"]:
+        return " ".join([metric, *([params["train_species"]] if "train_species" in params else [])])
+    return f"{metric} {params['train_species']} to {params['test_species']}"
+
+
+def _registry() -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=ImportWarning, message="Tensorflow not installed")  # umap's
+            from czbenchmarks.tasks import TASK_REGISTRY
+    except ModuleNotFoundError as error:
+        raise OptionError(
+            f"cz-benchmarks cannot be imported ({first_line(error)}); pip install 'scforge[cz]', in an environment of "
+            "its own."
+        ) from None
+    return TASK_REGISTRY
+
+
+def _baseline(
+    name: str, task: Any, adata: AnnData, inputs: Any, *, layer: str | None, options: Mapping[str, Any], seed: int
+) -> tuple[str, np.ndarray]:
+    """Return what the baseline is, and what it makes of the cells."""
+    from czbenchmarks.tasks.task import NoBaselineInput
+    from pydantic import ValidationError
+
+    if name == EXPRESSION_TASK:
+        return "mean of the other perturbations", _mean_of_others(inputs.adata)
+    smaller = min(adata.shape) - 1
+    if task.baseline_model is NoBaselineInput:
+        return "PCA of all organisms", pca_embedding(adata, n_comps=min(_COMPONENTS, smaller), layer=layer, seed=seed)
+    known = task.baseline_model.model_fields
+    for option in options:
+        if option not in known:
+            raise OptionError(
+                f"baseline_options of {name!r} has no {option!r}{did_you_mean(option, known) or ';'} "
+                f"(it has: {listing(known)})"
+            )
+    defaults = {"n_top_genes": min(_TOP_GENES, adata.n_vars), "n_pcs": min(_COMPONENTS, smaller)}
+    try:
+        wanted = task.baseline_model(**{**{key: value for key, value in defaults.items() if key in known}, **options})
+    except ValidationError as error:
+        told = first_line(ValueError(error.errors()[0]["msg"]))
+        raise OptionError(f"baseline_options={dict(options)!r} is refused by {name!r}: {told}.") from None
+    # Sparse integers would go through log1p of scanpy as they are.
+    counts = counts_of(adata, layer).astype(np.float32)
+    title = "PCA (cz-benchmarks)" if "n_pcs" in known else "raw counts (cz-benchmarks)"
+    return title, np.asarray(task.compute_baseline(counts, wanted))
+
+
+def _mean_of_others(cells: AnnData) -> np.ndarray:
+    """Predict each perturbation as the mean of the cells of the others; controls stay as they are. Shape (N, G)."""
+    expression, conditions = cells.X.toarray(), cells.obs["condition"].astype(str).to_numpy()
+    control = cells.uns["config"]["control_name"]
+    predicted = expression.copy()
+    for condition in set(conditions) - {control}:
+        others = (conditions != condition) & (conditions != control)
+        predicted[conditions == condition] = expression[others].mean(axis=0)
+    return predicted
+
+
+@contextmanager
+def _told(name: str, seed: int) -> Iterator[None]:
+    """Quieten the package, seed numpy's global generator for it, and say in a sentence what it finds wrong."""
+    from sklearn.exceptions import ConvergenceWarning
+
+    logger = logging.getLogger("czbenchmarks")
+    level, state = logger.level, np.random.get_state()
+    logger.setLevel(logging.ERROR)
+    np.random.seed(seed % 2**32)
+    try:
+        with warnings.catch_warnings():
+            # Its logistic regression stops after 100 steps, by its definition of the task.
+            warnings.filterwarnings("ignore", category=ConvergenceWarning)
+            yield
+    except (AssertionError, ValueError) as error:
+        raise DataError(f"cz-benchmarks cannot run {name!r} on these cells: {first_line(error)}.") from error
+    finally:
+        logger.setLevel(level)
+        np.random.set_state(state)

@@ -1,0 +1,338 @@
+"""How well the order of the genes of each cell is given back.
+
+Shapes: N cells, S places, G genes, R draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+import pandas as pd
+from scipy import sparse
+
+from scforge._checks import check_count, check_seed
+from scforge.errors import DataError, OptionError, listing
+from scforge.eval.base import Benchmark, register_benchmark
+from scforge.eval.statistics import bootstrap_weights
+
+if TYPE_CHECKING:
+    from scforge.eval.report import Kind, Report
+
+__all__ = ["RankReconstruction", "evaluate_reconstruction", "gene_orders", "ranking_baselines"]
+
+_LONGEST = 4
+"""Length of the longest runs of genes that BLEU counts."""
+
+_PAD = -1
+
+
+@register_benchmark("rank_reconstruction")
+class RankReconstruction(Benchmark):
+    """Compares orders of genes that a model gives back with the true ones, highest gene first.
+
+    These are the figures by which papers on models of ranked genes judge a reconstruction.
+
+    ``l_dist``
+        Levenshtein distance [1]_: the fewest genes to put in, take out or replace, divided by the length of the longer
+        order; 0 is the same, 1 has nothing in its place. Mean over cells, less is better. ``l_dist_edits`` is the mean
+        of the distances themselves.
+    ``bleu``
+        BLEU of all cells [2]_: geometric mean of the shares of runs of one to four genes that are in the true order of
+        their cell, times the penalty of what is shorter than the truth; 1 is the same. Cells count by their length.
+    ``spearman``
+        Spearman correlation of the places of the genes of the true order; those that were not given back share the last
+        place, those that do not belong are passed over. Mean over cells; 0 for a cell of which no gene, or all at one
+        place, came back. Cells with one gene take no part.
+
+    Each is NaN where no cell takes part.
+
+    References
+    ----------
+    .. [1] Levenshtein (1966), Soviet Physics Doklady 10, 707-710.
+    .. [2] Papineni et al. (2002), ACL, 311-318.
+
+    Examples
+    --------
+    >>> true = np.array([[4, 2, 7, 1, 3], [2, 4, 1, -1, -1]])
+    >>> RankReconstruction().run(true, true)
+    {'l_dist': 0.0, 'l_dist_edits': 0.0, 'bleu': 1.0, 'spearman': 1.0}
+    """
+
+    subject = "ranking"
+    metrics = ("l_dist", "l_dist_edits", "bleu", "spearman")
+    lower_is_better = frozenset({"l_dist", "l_dist_edits"})
+    main = "spearman"
+    n_draws = 1_000
+
+    def check(self, reference: np.ndarray) -> None:
+        """Raise :class:`~scforge.errors.DataError` where orders have gaps, repeated genes or no cell with a gene."""
+        _rows(reference, "the true orders", repeated=False)
+
+    def run(self, made: np.ndarray, reference: np.ndarray) -> dict[str, float]:
+        """Return one figure for each of :attr:`metrics`.
+
+        Parameters
+        ----------
+        made
+            Reconstructed orders: numbers of genes from 0, int, shape (N, S); -1 behind the last. A gene may be
+            repeated; its first place counts for ``spearman``.
+        reference
+            The true orders, the same way, of the same cells; as many places as they need.
+
+        Raises
+        ------
+        DataError
+            If they do not fit each other, or are no orders.
+        """
+        table = self._by_cell(made, reference)
+        return {name: float(values[0]) for name, values in _figures(table, np.ones((1, len(table)))).items()}
+
+    def resampled(self, made: np.ndarray, reference: np.ndarray, *, n: int, seed: int) -> pd.DataFrame:
+        """Return the figures on bootstrapped cells."""
+        table = self._by_cell(made, reference)
+        return pd.DataFrame(_figures(table, bootstrap_weights(len(table), n, seed=seed).astype(np.float64)))
+
+    def _by_cell(self, made: np.ndarray, reference: np.ndarray) -> np.ndarray:
+        """Return what the figures of each cell are made of, float64, shape (N, 5 + 2 * 4), see :func:`_figures`."""
+        true = _rows(reference, "the true orders", repeated=False)
+        found = _rows(made, "the reconstructed orders", repeated=True)
+        if len(found) != len(true):
+            raise DataError(
+                f"there are {len(found)} reconstructed and {len(true)} true orders; give one of each for each cell."
+            )
+        return np.array([_of_cell(one, other) for one, other in zip(found, true, strict=True)])
+
+
+def gene_orders(expression: np.ndarray | sparse.csr_matrix, *, max_genes: int | None = None) -> np.ndarray:
+    """Return the genes of each cell by their expression, highest first; ties by the number of the gene.
+
+    Parameters
+    ----------
+    expression
+        True or predicted expression on any scale, shape (N, G). Genes at or below zero are left out.
+    max_genes
+        Keep so many of the highest; None keeps all.
+
+    Returns
+    -------
+    Column numbers, int64, shape (N, S) with S the most genes of a cell; -1 behind the last.
+
+    Examples
+    --------
+    >>> gene_orders(np.array([[0.0, 2.0, 5.0, 2.0], [1.0, 0.0, 0.0, 0.0]])).tolist()
+    [[2, 1, 3], [0, -1, -1]]
+    """
+    if max_genes is not None:
+        check_count("max_genes", max_genes, "genes")
+    rows = []
+    for cell in sparse.csr_matrix(expression):
+        genes = cell.indices[cell.data > 0]
+        order = np.lexsort([genes, -cell.data[cell.data > 0].astype(np.float64)])
+        rows.append(genes[order][:max_genes].astype(np.int64))
+    return _padded(rows, max((len(row) for row in rows), default=0))
+
+
+def ranking_baselines(train: np.ndarray, reference: np.ndarray, *, seed: int = 0) -> dict[str, np.ndarray]:
+    """Put genes in order without looking at the cell, or at its set of genes only.
+
+    ``"mean order"``
+        The genes with the highest mean rank in the training cells, as many as the cell has: the same for all cells.
+    ``"mean order of the cell's genes"``
+        The genes of the cell by their mean rank in the training cells. It is told which genes the cell has.
+    ``"random order of the cell's genes"``
+        Chance. It is told which genes the cell has, too.
+
+    The rank of a gene is 1 at the first place and falls to 0 behind the last; it is 0 in cells that have it not.
+
+    Parameters
+    ----------
+    train
+        Orders of training cells, int, shape (M, S), -1 behind the last.
+    reference
+        True orders of the cells to be scored, shape (N, S).
+    seed
+        Seed of the random order.
+
+    Returns
+    -------
+    Name to orders, int64, shape (N, S).
+    """
+    rng = np.random.default_rng(check_seed(seed))
+    learned, true = (_rows(some, what, repeated=False) for some, what in ((train, "train"), (reference, "reference")))
+    totals = np.zeros(max(int(np.max(train)), int(np.max(reference))) + 1)
+    for row in learned:
+        totals[row] += 1 - np.arange(len(row)) / len(row)
+    # Genes that no training cell has come last, by their number.
+    place = np.empty(len(totals), dtype=np.int64)
+    order = np.argsort(-totals, kind="stable")
+    place[order] = np.arange(len(order))
+    made = {
+        "mean order": [order[: len(row)] for row in true],
+        "mean order of the cell's genes": [row[np.argsort(place[row], kind="stable")] for row in true],
+        "random order of the cell's genes": [rng.permutation(row) for row in true],
+    }
+    return {name: _padded(rows, np.shape(reference)[1]) for name, rows in made.items()}
+
+
+def evaluate_reconstruction(
+    reconstructed: np.ndarray | Mapping[str, np.ndarray],
+    true: np.ndarray,
+    train: np.ndarray,
+    *,
+    kinds: Mapping[str, Kind] | None = None,
+    seed: int = 0,
+    intervals: bool = True,
+    title: str = "Reconstructed orders of genes compared",
+) -> Report:
+    """Score reconstructed orders of genes beside :func:`ranking_baselines` of the training cells.
+
+    Parameters
+    ----------
+    reconstructed
+        Orders of one method, or of several by name, int, shape (N, S), -1 behind the last.
+    true
+        The true orders of the same cells, e.g. ``input_ids`` of a tokenizer that ranks genes, without special tokens.
+    train
+        Orders of training cells, which are other ones.
+    kinds
+        Name to ``"model"``, ``"baseline"``, ``"untrained"`` or ``"ceiling"``; a model, if not told.
+    seed
+        Seed of the random order, and of draws of cells.
+    intervals
+        Add 95 % intervals, and tests against the best baseline.
+    title
+        Heading of the report.
+
+    Raises
+    ------
+    DataError
+        If orders do not fit each other.
+    OptionError
+        If a method is called like a baseline.
+    """
+    from scforge.eval.harness import compare
+
+    made: dict[str, Any] = (
+        dict(reconstructed) if isinstance(reconstructed, Mapping) else {"reconstructed": reconstructed}
+    )
+    baselines = ranking_baselines(train, true, seed=seed)
+    if both := set(made) & set(baselines):
+        raise OptionError(f"reconstructed names {listing(sorted(both))}, which is a baseline; choose another name.")
+    told: dict[str, Kind] = {**dict.fromkeys(made, "model"), **(kinds or {}), **dict.fromkeys(baselines, "baseline")}
+    report = compare(
+        RankReconstruction(), made | baselines, true, kinds=told, seeds=(seed,), intervals=intervals, title=title
+    )
+    report.facts |= {"cells": len(true), "training cells": len(train)}
+    return report
+
+
+def _rows(orders: Any, what: str, *, repeated: bool) -> list[np.ndarray]:
+    """Return the genes of each cell, without padding."""
+    orders = np.asarray(orders)
+    if orders.ndim != 2 or orders.dtype.kind not in "iu":
+        raise DataError(
+            f"{what} are an array of {orders.dtype} with shape {orders.shape}; give whole numbers, one row a cell."
+        )
+    orders = orders.astype(np.int64)
+    if orders.size and orders.min() < _PAD:
+        raise DataError(f"{what} hold {orders.min()}, which is no number of a gene; -1 stands behind the last gene.")
+    sizes = (orders != _PAD).sum(axis=1)
+    if (gaps := (orders != _PAD) != (np.arange(orders.shape[1]) < sizes[:, None])).any():
+        row = int(gaps.any(axis=1).argmax())
+        raise DataError(f"{what} have -1 before a gene in row {row}; put it behind the last gene only.")
+    rows = [order[:size] for order, size in zip(orders, sizes, strict=True)]
+    if not repeated:
+        if not sizes.all() or not len(rows):
+            raise DataError(
+                f"{what} have {int((sizes == 0).sum())} of {len(rows)} rows without a gene; leave them out."
+            )
+        for number, row in enumerate(rows):
+            if len(np.unique(row)) < len(row):
+                raise DataError(f"{what} have a gene twice in row {number}; each has one place.")
+    return rows
+
+
+def _padded(rows: Sequence[np.ndarray], width: int) -> np.ndarray:
+    padded = np.full((len(rows), width), _PAD, dtype=np.int64)
+    for number, row in enumerate(rows):
+        padded[number, : len(row)] = row
+    return padded
+
+
+def _of_cell(made: np.ndarray, true: np.ndarray) -> np.ndarray:
+    """Return edits, edits by length, both lengths, Spearman, then matches of runs, then their numbers; (5 + 2 * 4,)."""
+    edits = _edits(made, true)
+    longest = max(len(made), len(true))
+    runs = [_matches(made, true, length) for length in range(1, _LONGEST + 1)]
+    matches, numbers = zip(*runs, strict=True)
+    return np.array([edits, edits / longest, len(made), len(true), _spearman(made, true), *matches, *numbers])
+
+
+def _figures(table: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
+    """Return each figure for each draw of cells, shape (R,)."""
+    total = weights.sum(axis=1)
+    spearman = np.isfinite(table[:, 4])
+    of_spearman = weights[:, spearman].sum(axis=1)
+    length, expected = (weights @ table[:, 2:4]).T
+    matches, numbers = weights @ table[:, 5 : 5 + _LONGEST], weights @ table[:, 5 + _LONGEST :]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        precision = np.exp(np.log(matches / numbers).mean(axis=1))
+        penalty = np.exp(np.minimum(0.0, 1 - expected / length))
+        return {
+            "l_dist": weights @ table[:, 1] / total,
+            "l_dist_edits": weights @ table[:, 0] / total,
+            # No run of four anywhere, neither there nor to be had, leaves nothing to average.
+            "bleu": np.where((numbers > 0).all(axis=1), precision * penalty, np.where(length > 0, np.nan, 0.0)),
+            "spearman": weights[:, spearman] @ table[spearman, 4] / of_spearman,
+        }
+
+
+def _matches(made: np.ndarray, true: np.ndarray, length: int) -> tuple[int, int]:
+    """Return how many runs of so many genes are in the true order, at most as often as there, and their number."""
+    if len(made) < length:
+        return 0, 0
+    runs = [
+        np.unique(np.lib.stride_tricks.sliding_window_view(row, length), axis=0, return_counts=True)
+        if len(row) >= length
+        else (np.empty((0, length), dtype=np.int64), np.empty(0, dtype=np.int64))
+        for row in (made, true)
+    ]
+    known = {run.tobytes(): int(n) for run, n in zip(*runs[1], strict=True)}
+    found = sum(min(int(n), known.get(run.tobytes(), 0)) for run, n in zip(*runs[0], strict=True))
+    return found, len(made) - length + 1
+
+
+def _spearman(made: np.ndarray, true: np.ndarray) -> float:
+    """Return the correlation of the places of the true genes; NaN for a single gene."""
+    if len(true) < 2:
+        return float("nan")
+    genes, first = np.unique(made, return_index=True)
+    at = np.searchsorted(genes, true)
+    there = (
+        (at < len(genes)) & (genes[np.minimum(at, len(genes) - 1)] == true) if len(genes) else np.zeros(len(true), bool)
+    )
+    places = np.full(len(true), len(made), dtype=np.float64)
+    places[there] = first[at[there]]
+    from scipy.stats import rankdata
+
+    ranks, expected = rankdata(places), np.arange(len(true), dtype=np.float64)
+    ranks, expected = ranks - ranks.mean(), expected - expected.mean()
+    length = np.sqrt((ranks @ ranks) * (expected @ expected))
+    return float(ranks @ expected / length) if length > 0 else 0.0
+
+
+@numba.njit(cache=True)
+def _edits(one: np.ndarray, other: np.ndarray) -> int:
+    """Return the Levenshtein distance, one row of its table at a time."""
+    row = np.arange(len(other) + 1)
+    for i in range(len(one)):
+        corner = row[0]
+        row[0] = i + 1
+        for j in range(len(other)):
+            above = row[j + 1]
+            row[j + 1] = min(above + 1, row[j] + 1, corner + (one[i] != other[j]))
+            corner = above
+    return row[len(other)]

@@ -1,0 +1,248 @@
+"""The tasks run with the real package, on the output of a model of ours that was trained for a moment."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import scanpy as sc
+
+import scforge
+from scforge.errors import DataError, OptionError
+from scforge.eval import cz_tasks, evaluate_cz, run_cz_task
+
+needs_cz = pytest.mark.skipif(
+    find_spec("czbenchmarks") is None, reason="cz-benchmarks needs an environment of its own: make test-cz"
+)
+LABELS = {"labels_key": "cell_type"}
+ORGANISMS = {**LABELS, "organism_key": "organism"}
+PERTURBED = {"perturbation_key": "cell_type", "control": "Naive CD4 T"}
+FEW = {"n_top_genes": 500, "n_pcs": 10}
+
+
+@pytest.fixture(scope="module")
+def cells() -> ad.AnnData:
+    """PBMC 3k, 400 cells of its larger types, with an embedding of ours and made-up batches, organisms and times."""
+    adata = scforge.datasets.pbmc3k()
+    larger = adata.obs["cell_type"].value_counts().index[:4]
+    adata = adata[adata.obs["cell_type"].isin(larger)][:400].copy()
+    adata.obs["cell_type"] = adata.obs["cell_type"].astype(str)
+    sc.pp.filter_genes(adata, min_cells=20)
+    scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+    model = scforge.models.Encoder(adata)
+    model.train(max_epochs=2)
+    model.get_latent_representation()
+    second = np.arange(adata.n_obs) % 2 == 1
+    adata.obs["batch"] = np.where(second, "x", "y")
+    adata.obs["organism"] = np.where(second, "mus_musculus", "homo_sapiens")
+    adata.obs["sample"] = [f"{label} {i % 20}" for i, label in enumerate(adata.obs["cell_type"])]
+    adata.obs["time"] = pd.factorize(adata.obs["cell_type"])[0]
+    return adata
+
+
+@pytest.fixture(scope="module")
+def predicted(cells: ad.AnnData) -> ad.AnnData:
+    """The same with a layer in which each cell is the mean of the first cells of its type."""
+    adata = cells.copy()
+    logs = cells.copy()
+    sc.pp.normalize_total(logs, target_sum=1e4)
+    sc.pp.log1p(logs)
+    layer = logs.X.toarray()
+    for label in np.unique(adata.obs["cell_type"]):
+        rows = np.flatnonzero(adata.obs["cell_type"] == label)
+        layer[rows] = layer[rows[:20]].mean(axis=0)
+    adata.layers["predicted"] = layer
+    return adata
+
+
+def figures_of(results: list) -> list[tuple]:
+    return [(one.metric_type.value, float(one.value), one.params or {}) for one in results]
+
+
+def direct(name: str, cells: ad.AnnData) -> list[tuple]:
+    """Call the package by hand."""
+    from czbenchmarks import tasks
+    from czbenchmarks.datasets.types import Organism
+
+    made, obs = cells.obsm["X_scforge"], cells.obs
+    labels = pd.Series(list(obs["cell_type"]))
+    halves = [obs["organism"].to_numpy() == name for name in ("homo_sapiens", "mus_musculus")]
+    organisms = [Organism.HUMAN, Organism.MOUSE]
+    parts, halved = [made[half] for half in halves], [labels[half].reset_index(drop=True) for half in halves]
+    task, given, inputs = {
+        "clustering": (
+            tasks.ClusteringTask,
+            made,
+            lambda: tasks.ClusteringTaskInput(obs=obs.copy(), input_labels=labels),
+        ),
+        "embedding": (tasks.EmbeddingTask, made, lambda: tasks.EmbeddingTaskInput(input_labels=labels)),
+        "label_prediction": (
+            tasks.MetadataLabelPredictionTask,
+            made,
+            lambda: tasks.MetadataLabelPredictionTaskInput(labels=labels, n_folds=2),
+        ),
+        "batch_integration": (
+            tasks.BatchIntegrationTask,
+            made,
+            lambda: tasks.BatchIntegrationTaskInput(labels=labels, batch_labels=pd.Series(list(obs["batch"]))),
+        ),
+        "sequential_organization": (
+            tasks.SequentialOrganizationTask,
+            made,
+            lambda: tasks.SequentialOrganizationTaskInput(obs=obs.copy(), input_labels=obs["time"].to_numpy(), k=9),
+        ),
+        "cross-species_integration": (
+            tasks.CrossSpeciesIntegrationTask,
+            parts,
+            lambda: tasks.CrossSpeciesIntegrationTaskInput(labels=halved, organism_list=organisms),
+        ),
+        "cross-species_label_prediction": (
+            tasks.CrossSpeciesLabelPredictionTask,
+            parts,
+            lambda: tasks.CrossSpeciesLabelPredictionTaskInput(
+                labels=halved, organisms=organisms, aggregation_method="none", n_folds=2
+            ),
+        ),
+    }[name]
+    np.random.seed(42)  # one figure is scaled by one of random neighbours, drawn from the global generator
+    return figures_of(task().run(given, inputs()))
+
+
+OPTIONS = {
+    "clustering": LABELS,
+    "embedding": LABELS,
+    "label_prediction": {**LABELS, "n_folds": 2},
+    "batch_integration": {**LABELS, "batch_key": "batch"},
+    "sequential_organization": {"labels_key": "time", "k": 9},
+    "cross-species_integration": ORGANISMS,
+    "cross-species_label_prediction": {**ORGANISMS, "n_folds": 2},
+}
+
+
+@needs_cz
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_figures_are_those_of_the_package(name: str, cells: ad.AnnData) -> None:
+    frame = run_cz_task(name, cells, "X_scforge", baseline=False, **OPTIONS[name])
+    found = list(zip(frame["metric"], frame["value"], frame["params"], strict=True))
+    assert found == direct(name, cells)
+    assert np.isfinite(frame["value"]).all()
+
+
+@needs_cz
+def test_every_task_is_known_and_tested() -> None:
+    tasks = cz_tasks()
+    assert set(tasks) == {*OPTIONS, "perturbation_expression_prediction"}
+    assert all(tasks.values()), "each needs a column at least"
+
+
+@needs_cz
+def test_perturbations(predicted: ad.AnnData) -> None:
+    """Means over some cells of a type order its genes like its real change does, the mean of other types does not."""
+    from scipy.stats import spearmanr
+
+    name = "perturbation_expression_prediction"
+    frame = run_cz_task(name, predicted, "predicted", **PERTURBED)
+    conditions = [params["condition"] for params in frame["params"]]
+    assert set(conditions) == set(predicted.obs["cell_type"]) - {"Naive CD4 T"}
+    ours, others = (frame.loc[frame["kind"] == kind, "value"].to_numpy() for kind in ("model", "baseline"))
+    assert (ours > 0.5).all()
+    assert ours.mean() > others.mean() + 0.1
+    logs = predicted.copy()
+    sc.pp.normalize_total(logs, target_sum=1e4)
+    sc.pp.log1p(logs)
+    sc.tl.rank_genes_groups(logs, "cell_type", reference="Naive CD4 T", method="wilcoxon")
+    condition = conditions[0]
+    tested = sc.get.rank_genes_groups_df(logs, condition).query("pvals_adj < 1e-4 and abs(logfoldchanges) >= 1")
+    means = predicted.to_df("predicted").groupby(predicted.obs["cell_type"].to_numpy()).mean()
+    change = (means.loc[condition] - means.loc["Naive CD4 T"])[tested["names"]]
+    assert ours[0] == pytest.approx(spearmanr(tested["logfoldchanges"], change).statistic, abs=1e-3)
+
+
+@needs_cz
+@pytest.mark.parametrize(
+    ("name", "baseline"),
+    [("embedding", "PCA (cz-benchmarks)"), ("cross-species_integration", "PCA of all organisms")],
+)
+def test_a_baseline_stands_beside(name: str, baseline: str, cells: ad.AnnData) -> None:
+    options = {"baseline_options": FEW} if name == "embedding" else {}
+    frame = run_cz_task(name, cells, {"X_scforge": "untrained"}, **OPTIONS[name], **options)
+    kinds = dict(zip(frame["method"], frame["kind"], strict=True))
+    assert kinds == {"X_scforge": "untrained", baseline: "baseline"}
+    if options:
+        from czbenchmarks.tasks import EmbeddingTask, EmbeddingTaskInput
+        from czbenchmarks.tasks.task import PCABaselineInput
+
+        task = EmbeddingTask()
+        expected = task.run(
+            task.compute_baseline(cells.X.astype(np.float32), PCABaselineInput(**FEW)),
+            EmbeddingTaskInput(input_labels=pd.Series(list(cells.obs["cell_type"]))),
+        )
+        assert frame.loc[frame["kind"] == "baseline", "value"].item() == pytest.approx(expected[0].value, abs=1e-6)
+
+
+@needs_cz
+def test_samples_are_averaged(cells: ad.AnnData) -> None:
+    name, options = "cross-species_label_prediction", OPTIONS["cross-species_label_prediction"]
+    alone = run_cz_task(name, cells, "X_scforge", baseline=False, **options)
+    averaged = run_cz_task(name, cells, "X_scforge", baseline=False, groups_key="sample", **options)
+    assert len(alone) == len(averaged)
+    assert alone["value"].mean() < averaged["value"].mean()
+    with pytest.raises(DataError, match="groups_key='batch' has groups with several labels"):
+        run_cz_task(name, cells, "X_scforge", groups_key="batch", **options)
+
+
+@needs_cz
+def test_the_report_has_every_task(cells: ad.AnnData) -> None:
+    tasks = {"clustering": {}, "label_prediction": {"n_folds": 2, "baseline": False}}
+    keys = {"X_scforge": "model", "again": "baseline"}
+    cells.obsm["again"] = cells.obsm["X_scforge"]
+    report = evaluate_cz(cells, tasks, keys, **LABELS, baseline_options=FEW)
+    frame = report.to_frame()
+    assert set(frame["benchmark"]) == set(tasks)
+    assert set(frame["method"]) == {"X_scforge", "again", "PCA (cz-benchmarks)"}
+    values = frame.set_index(["benchmark", "method", "metric"])["value"]
+    each = run_cz_task("label_prediction", cells, "X_scforge", baseline=False, n_folds=2, **LABELS)
+    f1 = each[each["metric"] == "mean_fold_f1"]
+    assert len(f1) == 4
+    assert values["label_prediction", "X_scforge", "mean_fold_f1"] == pytest.approx(f1["value"].iloc[1:].mean())
+    assert report.about("label_prediction").main == "mean_fold_f1"
+
+
+@needs_cz
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("clusterin", {}, OptionError, "name='clusterin' is no task; did you mean 'clustering'"),
+        ("clustering", {}, OptionError, "'clustering' needs labels_key; give it"),
+        ("clustering", {"labels_key": "cell_typ"}, DataError, "labels_key='cell_typ' is not a column of obs; did you"),
+        ("clustering", {**LABELS, "flavour": "igraph"}, OptionError, "no option 'flavour'; did you mean 'flavor'"),
+        ("clustering", {**LABELS, "n_iterations": -1}, OptionError, "n_iterations=-1 is refused by 'clustering'"),
+        ("clustering", {**LABELS, "baseline_options": {"pcs": 3}}, OptionError, "has no 'pcs'; did you mean 'n_pcs'"),
+        ("sequential_organization", LABELS, DataError, "which has no order"),
+        ("cross-species_integration", {**LABELS, "organism_key": "batch"}, DataError, "which cz-benchmarks does not"),
+        ("label_prediction", {**LABELS, "n_folds": 1}, DataError, "cz-benchmarks cannot run 'label_prediction'"),
+    ],
+)
+def test_bad_input(name: str, options: dict, error: type[Exception], message: str, cells: ad.AnnData) -> None:
+    with pytest.raises(error, match=message):
+        run_cz_task(name, cells, "X_scforge", **options)
+
+
+@needs_cz
+def test_cells_without_a_label_are_not_dropped(cells: ad.AnnData) -> None:
+    some = cells.copy()
+    some.obs.loc[some.obs_names[:3], "cell_type"] = None
+    with pytest.raises(DataError, match="labels_key='cell_type' is missing for 3 cells"):
+        run_cz_task("embedding", some, "X_scforge", **LABELS)
+    with pytest.raises(DataError, match=r"keys names 'X_scforg', which is not in adata.obsm; did you mean"):
+        run_cz_task("embedding", some, "X_scforg", **LABELS)
+
+
+@pytest.mark.skipif(find_spec("czbenchmarks") is not None, reason="cz-benchmarks is installed")
+def test_it_tells_what_to_install() -> None:
+    with pytest.raises(OptionError, match=r"pip install 'scforge\[cz\]', in an environment of its own"):
+        cz_tasks()
