@@ -7,7 +7,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-census lint docs notebooks constraints clean
+.PHONY: help quickstart test test-slow test-census test-cz lint docs notebooks constraints clean
 
 help: ## Show the jobs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -33,6 +33,12 @@ test-census: ## Run the tests of the Census, and of what else meets pandas 2, in
 	@PYTHON=$${PYTHON:-python3.12} $(INSTALL) test census
 	$(ONE_THREAD) $(VENV)/bin/pytest $(PARALLEL) $(WITH_PANDAS:%=tests/data/test_%.py) tests/datasets $(ARGS)
 
+# hnswlib is built from source, and has been with Python 3.12 only.
+test-cz: VENV := .venv-cz
+test-cz: ## Run the tests of the adapter to cz-benchmarks, with the real package, in an environment of their own
+	@PYTHON=$${PYTHON:-python3.12} $(INSTALL) test cz
+	$(ONE_THREAD) $(VENV)/bin/pytest tests/eval/test_cz_benchmarks.py $(ARGS)
+
 lint: ## Check style, imports between rooms, and types
 	@$(INSTALL) dev
 	$(VENV)/bin/ruff check
@@ -49,13 +55,16 @@ notebooks: ## Run every notebook from top to bottom
 	$(ONE_THREAD) $(VENV)/bin/pytest $(PARALLEL) --nbmake notebooks
 
 PINS := uv pip compile -q --universal --python-version 3.12 --no-header --no-annotate --no-emit-index-url
-constraints: ## Renew constraints.txt and constraints-census.txt; needs uv
-	{ echo '# Versions that are tested together, for every extra except census. Renew with: make constraints'; \
+constraints: ## Renew constraints.txt and those of the extras census and cz; needs uv
+	{ echo '# Versions that are tested together, for every extra except census and cz. Renew with: make constraints'; \
 	  $(PINS) --extra all --group dev pyproject.toml; } > constraints.txt.new
 	mv constraints.txt.new constraints.txt
 	{ echo '# Versions that are tested together with the extra census. Renew with: make constraints'; \
 	  $(PINS) --extra census --group test pyproject.toml; } > constraints-census.txt.new
 	mv constraints-census.txt.new constraints-census.txt
+	{ echo '# Versions that are tested together with the extra cz. Renew with: make constraints'; \
+	  $(PINS) --extra cz --group test pyproject.toml; } > constraints-cz.txt.new
+	mv constraints-cz.txt.new constraints-cz.txt
 
 clean: ## Remove what the jobs made, except the environment
 	rm -rf quickstart docs/_build docs/generated docs/notebooks lightning_logs

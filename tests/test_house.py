@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 GROUPS = PYPROJECT["dependency-groups"]
+ALONE = ("census", "cz")  # extras with an environment of their own
 
 
 def name_of(requirement: str) -> str:
@@ -67,22 +68,23 @@ def test_everything_installed_by_default_is_pinned():
     pins = pins_of("constraints.txt")
     groups = [entry for group in GROUPS.values() for entry in group if isinstance(entry, str)]
     extras = [
-        r for name, extra in PROJECT["optional-dependencies"].items() if name not in {"all", "census"} for r in extra
+        r for name, extra in PROJECT["optional-dependencies"].items() if name not in {"all", *ALONE} for r in extra
     ]
     missing = {name_of(r) for r in [*PROJECT["dependencies"], *groups, *extras]} - {name_of(pin) for pin in pins}
     assert not missing, "renew with: make constraints"
 
 
-def test_everything_installed_for_the_census_is_pinned():
-    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["census"], *GROUPS["test"]]
-    missing = {name_of(r) for r in wanted} - {name_of(pin) for pin in pins_of("constraints-census.txt")}
+@pytest.mark.parametrize("extra", ALONE)
+def test_everything_installed_for_an_extra_alone_is_pinned(extra):
+    wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra], *GROUPS["test"]]
+    missing = {name_of(r) for r in wanted} - {name_of(pin) for pin in pins_of(f"constraints-{extra}.txt")}
     assert not missing, "renew with: make constraints"
 
 
-def test_extra_all_is_every_extra_but_census():
+def test_extra_all_is_every_extra_that_goes_with_the_others():
     (everything,) = PROJECT["optional-dependencies"]["all"]
     named = set(re.search(r"\[(.*)\]", everything)[1].split(","))
-    assert named == set(PROJECT["optional-dependencies"]) - {"all", "census"}
+    assert named == set(PROJECT["optional-dependencies"]) - {"all", *ALONE}
 
 
 def test_version_is_the_installed_one():
