@@ -10,7 +10,17 @@ from scforge.errors import OptionError
 __all__ = ["add_evaluate", "add_finetune", "add_predict"]
 
 _OF_TASKS = ("trained_on", "base_model")
-_OF_EMBEDDINGS = ("obsm_keys", "labels_key", "batch_key", "groups_key", "seeds", "intervals", "untrained")
+_OF_EMBEDDINGS = (
+    "obsm_keys",
+    "labels_key",
+    "batch_key",
+    "groups_key",
+    "seeds",
+    "intervals",
+    "untrained",
+    "network",
+    "gene_key",
+)
 _FLAGS = {
     "--base-model": "finetune.base_model",
     "--data": "data.paths",
@@ -173,6 +183,8 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--labels-key", metavar="COLUMN", help="column of obs with the cell types")
     command.add_argument("--batch-key", metavar="COLUMN", help="column of obs with the batches")
     command.add_argument("--groups-key", metavar="COLUMN", help="column of obs with donors, which folds hold out whole")
+    command.add_argument("--network", metavar="FILE", help="true edges, for the benchmark gene_network")
+    command.add_argument("--gene-key", metavar="COLUMN", help="column of var with the gene names of --network")
     command.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of folds (%(default)s)")
     command.add_argument(
         "--intervals", action=argparse.BooleanOptionalAction, default=True, help="intervals and tests of embeddings"

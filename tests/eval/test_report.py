@@ -133,7 +133,7 @@ def test_other_subjects() -> None:
         "near": "random",
         "far": "random",
     }
-    assert report.verdicts() == ["mine is above random in near: 0.000 against -1.000, without a test."]
+    assert report.verdicts() == ["mine is above random in near of Distance: 0.000 against -1.000, without a test."]
     with pytest.raises(OptionError, match="kinds lacks 'random'"):
         compare(Distance(), made, np.array([[1, 2]]), kinds={"mine": "model", "worst": "baseline"})
     with pytest.raises(OptionError, match="has a model but no baseline"):

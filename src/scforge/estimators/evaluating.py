@@ -23,12 +23,14 @@ from scforge.training.predict import embed
 
 if TYPE_CHECKING:
     from anndata import AnnData
+    from torch import nn
 
     from scforge.estimators.encoder import Encoder
     from scforge.eval.evaluation import Entry
     from scforge.eval.report import Kind, Report
+    from scforge.tokenizers.base import Tokenizer
 
-__all__ = ["BENCHMARKS_OF_EMBEDDINGS", "evaluate_embeddings"]
+__all__ = ["BENCHMARKS_OF_EMBEDDINGS", "each_model", "evaluate_embeddings", "untrained_embedding", "untrained_module"]
 
 BENCHMARKS_OF_EMBEDDINGS = ("cell_type_probe", "scib", "geometry")
 """What an embedding is scored by, unless told otherwise."""
@@ -99,9 +101,7 @@ def evaluate_embeddings(
             "baselines=False leaves embeddings with nothing to compare with; name at least one, e.g. baselines=['pca']."
         )
     trained = {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
-    every = {
-        f"{name}_{i}" if len(some) > 1 else name: one for name, some in trained.items() for i, one in enumerate(some)
-    }
+    every = each_model(models)
     keys = _keys(every, adata, {"labels_key": labels_key, "batch_key": batch_key, "groups_key": groups_key})
     chosen: Any = benchmarks
     if benchmarks is None:
@@ -140,7 +140,9 @@ def evaluate_embeddings(
             kinds,
             layer=layer,
             baselines=against,
-            **keys,
+            labels_key=keys["labels_key"],
+            batch_key=keys["batch_key"],
+            groups_key=keys["groups_key"],
             seeds=seeds,
             intervals=intervals,
             replicates={
@@ -174,6 +176,19 @@ def untrained_embedding(model: Encoder, adata: AnnData, *, batch_size: int = 256
     OptionError
         If the model started from gene vectors that are not at hand any more.
     """
+    module, tokenizer = untrained_module(model, seed=seed)
+    objective = model.spec.build_pretraining()
+    return embed(module, model.cells(adata), tokenizer, objective=objective, batch_size=batch_size)
+
+
+def untrained_module(model: Encoder, *, seed: int = 0) -> tuple[nn.Module, Tokenizer]:
+    """Return the architecture of a model with random weights, where the model is, and a tokenizer for it.
+
+    Raises
+    ------
+    OptionError
+        If the model started from gene vectors that are not at hand any more.
+    """
     spec = replace(model.spec, tuning=None)
     tokenizer = spec.build_tokenizer()
     vectors = tokenizer.gene_vectors()
@@ -182,9 +197,13 @@ def untrained_embedding(model: Encoder, adata: AnnData, *, batch_size: int = 256
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = spec.build_module(vectors).eval()
-    device = next(model.module.parameters()).device
-    objective = spec.build_pretraining()
-    return embed(module.to(device), model.cells(adata), tokenizer, objective=objective, batch_size=batch_size)
+    return module.to(next(model.module.parameters()).device), tokenizer
+
+
+def each_model(models: Mapping[str, Encoder | Sequence[Encoder]]) -> dict[str, Encoder]:
+    """Return each training by a name of its own; of one model in several trainings ``name_0``, ``name_1``, ..."""
+    lists = {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
+    return {f"{name}_{i}" if len(some) > 1 else name: one for name, some in lists.items() for i, one in enumerate(some)}
 
 
 def _keys(models: Mapping[str, Encoder], adata: AnnData, given: Mapping[str, str | None]) -> dict[str, str | None]:

@@ -13,7 +13,7 @@ from anndata import AnnData
 from scforge._io import atomic_path, check_folder
 from scforge.errors import OptionError, listing
 from scforge.estimators.encoder import Encoder
-from scforge.estimators.evaluating import evaluate_embeddings
+from scforge.estimators.evaluating_subjects import evaluate_models
 from scforge.estimators.model_folder import check_model_folder
 from scforge.estimators.placing import device_for, move_to
 from scforge.estimators.predicting import checked_output, in_memory, load_tuned, write
@@ -36,6 +36,8 @@ _OF_EMBEDDINGS = {
     "untrained": True,
     "intervals": True,
     "seeds": 3,
+    "network": None,
+    "gene_key": None,
 }
 """Options that one of the two kinds of evaluation has, with their defaults."""
 
@@ -82,8 +84,8 @@ def evaluate_to(
     **options
         For tasks: ``trained_on`` (the cells of the fine-tuning, where `source` are others) and ``base_model`` (folder
         of the model before fine-tuning, for the baseline of its frozen embedding). For embeddings: ``obsm_keys``
-        (further embeddings in the file), ``labels_key``, ``batch_key``, ``groups_key``, ``untrained``, ``intervals``
-        and ``seeds`` (number of seeds).
+        (further embeddings in the file), ``labels_key``, ``batch_key``, ``groups_key``, ``untrained``, ``intervals``,
+        ``seeds`` (number of seeds), and ``network`` and ``gene_key`` of :func:`evaluate_models`.
 
     Returns
     -------
@@ -121,7 +123,7 @@ def evaluate_to(
             why = "the task of a fine-tuned model" if by_task else "embeddings"
             raise OptionError(f"{name}={value!r} has no use where {why} are scored; leave it out.")
     chosen = {**known, **{name: value for name, value in options.items() if name in known}}
-    common = {"batch_size": batch_size, "device": device, "seed": seed, "overwrite": overwrite}
+    common: dict[str, Any] = {"batch_size": batch_size, "device": device, "seed": seed, "overwrite": overwrite}
     if by_task:
         if not isinstance(baselines, bool):
             raise OptionError(
@@ -190,7 +192,7 @@ def _evaluate_embeddings(
     options |= {name: key for name, key in keys.items() if options[name] is None}
     for model in models.values():
         move_to(model, device_for(device))
-    report = evaluate_embeddings(
+    report = evaluate_models(
         models,
         adata,
         benchmarks=benchmarks,

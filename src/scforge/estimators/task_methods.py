@@ -21,7 +21,7 @@ from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError, ScforgeWarning
 from scforge.estimators.adapter_files import AdapterMethods
-from scforge.estimators.evaluating import evaluate_embeddings
+from scforge.estimators.evaluating_subjects import OPTIONS, evaluate_models
 from scforge.estimators.finetuning_run import finetune
 from scforge.finetuning.base import Task
 from scforge.finetuning.context import EvaluationContext, Predictor
@@ -38,9 +38,6 @@ if TYPE_CHECKING:
 __all__ = ["TaskMethods"]
 
 _NAME = "scforge"
-_OF_EMBEDDINGS = [
-    *("labels_key", "batch_key", "groups_key", "seeds", "intervals", "untrained", "obsm_keys", "title"),
-]
 _LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
 
 
@@ -189,7 +186,8 @@ class TaskMethods(AdapterMethods):
 
         Without `benchmarks` a fine-tuned model is scored by its task, beside baselines that learned from the same
         cells. With them, and of a model without a task, the embedding is scored, beside those of baselines on the same
-        cells (:func:`~scforge.estimators.evaluate_embeddings`).
+        cells (:func:`~scforge.estimators.evaluate_embeddings`). ``gene_network`` scores the gene embeddings, and
+        ``generation`` cells that the model generates.
 
         Parameters
         ----------
@@ -212,8 +210,9 @@ class TaskMethods(AdapterMethods):
         seed
             Seed of what is random in baselines of a task.
         **options
-            For embeddings: ``labels_key``, ``batch_key``, ``groups_key``, ``seeds``, ``intervals``, ``untrained``,
-            ``obsm_keys`` and ``title``.
+            For benchmarks: ``labels_key``, ``batch_key``, ``groups_key``, ``seeds``, ``intervals``, ``untrained``,
+            ``obsm_keys`` and ``title``; ``network`` and ``gene_key`` for ``gene_network``
+            (:func:`~scforge.estimators.evaluate_models`).
 
         Returns
         -------
@@ -226,11 +225,11 @@ class TaskMethods(AdapterMethods):
             If there are no held-out cells, or an option is unknown.
         """
         if benchmarks is not None or self.spec.tuning is None:
-            check_options("option of evaluate", "the embedding", options, _OF_EMBEDDINGS)
+            check_options("option of evaluate", "the embedding", options, OPTIONS)
             source = self._source(adata)
             if not isinstance(source, AnnData):
                 raise OptionError("adata must be an AnnData where an embedding is scored; read the cells first.")
-            return evaluate_embeddings(
+            return evaluate_models(
                 {_NAME: self},
                 source,
                 benchmarks=benchmarks,
@@ -242,7 +241,7 @@ class TaskMethods(AdapterMethods):
         check_options("option of evaluate", f"the task {self.spec.tuning.task!r}", options, [])
         task = self._task("evaluate")
         task.check_evaluate()
-        check_bool("baselines", baselines)
+        beside = check_bool("baselines", baselines)
         check_seed(seed)
         own = self.adata if self._data is None else self._data.cells
         source = self._source(adata)
@@ -256,7 +255,7 @@ class TaskMethods(AdapterMethods):
         train = None
         if own is not None and split is not None:
             train = self._predictor(self._open(own), batch_size)
-        elif baselines:
+        elif beside:
             warnings.warn(
                 "The cells of the fine-tuning are not at hand, so there are no baselines; load the model with them.",
                 ScforgeWarning,
@@ -272,7 +271,7 @@ class TaskMethods(AdapterMethods):
             base_train=None if base is None or train is None else base._predictor(base._open(own), batch_size),
             cells=cells if whole is None else whole if source is own else self._over_all_genes(source, whole.vocab),
             train_cells=whole,
-            baselines=baselines and train is not None,
+            baselines=beside and train is not None,
             seed=seed,
         )
         evaluated = task.evaluate(context)

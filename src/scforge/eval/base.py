@@ -138,7 +138,11 @@ class Benchmark(ABC):
             labels_key=getattr(self, "labels_key", None),
             groups_key=getattr(self, "groups_key", None),
         ):
-            figures.append(self.run(made[rows], reference.iloc[rows]))
+            try:
+                figures.append(self.run(made[rows], reference.iloc[rows]))
+            except DataError:
+                # A half may have too few cells of a label or batch; the draw tells nothing then.
+                figures.append(dict.fromkeys(self.metrics, float("nan")))
         return pd.DataFrame(figures, columns=list(self.metrics))
 
 
@@ -197,6 +201,7 @@ BENCHMARKS: Registry[type[Benchmark]] = Registry(
         "label_prediction": "scforge.eval.label_prediction",
         "rank_reconstruction": "scforge.eval.rank_reconstruction",
         "perturbation_prediction": "scforge.eval.perturbation_prediction",
+        "scib": "scforge.eval.scib",
     },
 )
 

@@ -81,8 +81,8 @@ class BenchmarkCallback(Callback):
         for one in self.evaluations:
             if one.subject != "embedding":
                 raise OptionError(
-                    f"the benchmark {one.title!r} scores no embedding (its subject is {one.subject!r}), so it cannot run "
-                    "while a model is trained; leave it out and evaluate afterwards."
+                    f"the benchmark {one.title!r} scores no embedding (its subject is {one.subject!r}), so it cannot "
+                    "run while a model is trained; leave it out and evaluate afterwards."
                 )
         self.every_n_epochs = every_n_epochs
         self._keys = {"labels_key": labels_key, "batch_key": batch_key}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
@@ -134,7 +134,7 @@ def evaluate(
     for name, benchmark in made.items():
         _score(
             report,
-            name if len(made) > 1 else "",
+            name,
             benchmark,
             embeddings | of_baselines,
             adata.obs,
@@ -158,7 +158,7 @@ def compare(
     intervals: bool = True,
     seconds: Mapping[str, float] | None = None,
     title: str = "Methods compared",
-    name: str = "",
+    name: str | None = None,
 ) -> Report:
     """Score what methods made with a benchmark of any subject.
 
@@ -181,7 +181,7 @@ def compare(
     title
         Heading of the report.
     name
-        What the benchmark is called in it.
+        What the benchmark is called in it; None takes its registered name.
 
     Raises
     ------
@@ -198,7 +198,7 @@ def compare(
     report = Report(title)
     _score(
         report,
-        name,
+        title_of(benchmark) if name is None else name,
         benchmark,
         made,
         reference,
@@ -211,6 +211,15 @@ def compare(
     return report
 
 
+def entries_of(benchmarks: Entry | Sequence[Entry]) -> list[Entry]:
+    """Return one benchmark, or several, as a list, or raise :class:`~scforge.errors.OptionError` if there is none."""
+    several = isinstance(benchmarks, Sequence) and not isinstance(benchmarks, str)
+    entries: list[Any] = list(cast("Sequence[Entry]", benchmarks)) if several else [benchmarks]
+    if not entries:
+        raise OptionError("benchmarks=[] names no benchmark; name at least one.")
+    return entries
+
+
 def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None]) -> dict[str, Benchmark]:
     """Make the benchmarks of a list, by names that differ.
 
@@ -221,12 +230,8 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
     keys
         ``labels_key``, ``batch_key`` and ``groups_key`` of the data, for those that are not told.
     """
-    one = isinstance(benchmarks, str | Benchmark | Mapping) or not isinstance(benchmarks, Sequence)
-    entries = [benchmarks] if one else list(benchmarks)
-    if not entries:
-        raise OptionError("benchmarks=[] names no benchmark; name at least one.")
     found: dict[str, Benchmark] = {}
-    for entry in entries:
+    for entry in entries_of(benchmarks):
         evaluation = to_evaluation(entry)
         if not evaluation.held_out:
             raise OptionError(f"dataset={evaluation.dataset!r} has no use here; pass those cells as adata.")

@@ -85,7 +85,7 @@ def _cells(report: Report, benchmark: str) -> tuple[list[str], list[tuple[str, l
     if has_seconds:
         header.append("seconds")
     best = {metric: _best(rows, metric, about) for metric in shown}
-    body = []
+    body: list[tuple[str, list[tuple[str, bool]]]] = []
     for row in rows:
         texts = [(row.name, False), (row.kind, False)]
         if has_dims:

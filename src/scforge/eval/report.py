@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -119,6 +119,21 @@ class Report:
     def add(self, row: Row) -> None:
         """Add a row."""
         self.rows.append(row)
+
+    def extend(self, other: Report, benchmark: str) -> None:
+        """Add the rows, facts and notes of a report on one benchmark, under this name.
+
+        Raises
+        ------
+        OptionError
+            If there are rows of a benchmark of this name already.
+        """
+        if benchmark in self.benchmarks:
+            raise OptionError(f"there are two reports on {benchmark!r}; give one of them another name.")
+        self.rows += [replace(row, benchmark=benchmark) for row in other.rows]
+        self.measured[benchmark] = other.about(other.benchmarks[0])
+        self.facts |= {f"{benchmark}: {name}": value for name, value in other.facts.items()}
+        self.notes += [note for note in other.notes if note not in self.notes]
 
     @property
     def benchmarks(self) -> list[str]:
