@@ -102,6 +102,24 @@ def test_predicted_effects_and_features_of_genes(real, train) -> None:
     assert table.loc["a", "pearson_delta"] == pytest.approx(table.loc["b", "pearson_delta"])
 
 
+@pytest.mark.parametrize("context_key", [None, "type"])
+def test_what_the_task_predicts_is_read(real, train, context_key) -> None:
+    rng = np.random.default_rng(0)
+    obs = pd.DataFrame({"perturbation": pd.Categorical(HELD_OUT), "context": pd.Categorical(["all"] * 3)})
+    deltas = rng.normal(0, 0.1, (3, 60)).astype(np.float32)
+    predicted = ad.AnnData(np.full((3, 60), np.nan, dtype=np.float32), obs=obs.set_index(np.array(list("abc"))))
+    predicted.var_names = real.var_names
+    predicted.layers["delta"] = deltas
+    predicted.uns["scforge"] = {"predicted": {"perturbation_key": "target"}}
+    index = HELD_OUT if context_key is None else pd.MultiIndex.from_product([HELD_OUT, ["all"]])
+    effects = pd.DataFrame(deltas, index=index, columns=real.var_names)
+    one, other = (
+        evaluate_perturbations(real, some, train=train, context_key=context_key, intervals=False, **KEYS).to_table()
+        for some in (predicted, effects)
+    )
+    pd.testing.assert_frame_equal(one, other)
+
+
 def test_contexts_have_their_own_mean_and_the_mean_of_all(perturbed) -> None:
     contexts = ("x", "y")
     train = perturbed(("g0", "g1"), contexts=contexts, prefix="train")
@@ -120,6 +138,9 @@ def test_the_overall_mean_is_over_all_contexts() -> None:
     found = baseline_effects(known, WantedEffects((("C",),), ("y",)))
     assert found["overall_mean"].tolist() == [[3.0, 4.0]]
     assert found["train_mean"].tolist() == [[5.0, 6.0]]
+    # In a context without effects the mean is that of all, which need not be said twice.
+    known.controls["z"] = np.ones(2)
+    assert "overall_mean" not in baseline_effects(known, WantedEffects((("C",),), ("z",)))
 
 
 def test_genes_are_aligned_by_name_and_missing_ones_said(real, train, made) -> None:

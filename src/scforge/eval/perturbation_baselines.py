@@ -109,7 +109,7 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np
     ``train_mean``
         The mean of all training effects in the same context, or in all contexts if there are none.
     ``overall_mean``
-        The mean of all training effects in all contexts. Only where there are several.
+        The mean of all training effects in all contexts. Only where the mean of a wanted context is another one.
     ``control_mean``
         The mean of the controls of all contexts, in place of those of its own.
     ``perturbation_mean``
@@ -131,7 +131,7 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np
         "train_mean": np.array([known.mean(context) for context in wanted.contexts]),
         "control_mean": _control_mean(known, wanted),
     }
-    if len(set(known.contexts)) > 1:
+    if len(set(known.contexts)) > 1 and not {*wanted.contexts}.isdisjoint(known.contexts):
         found["overall_mean"] = np.tile(known.deltas.mean(axis=0), (len(wanted.targets), 1))
     if any(some in known.targets for some in wanted.targets):
         found["perturbation_mean"] = _or_mean(known, wanted, [known.of(*one) for one in _pairs(wanted)])

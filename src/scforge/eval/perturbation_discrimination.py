@@ -5,16 +5,14 @@ Shapes: Q perturbations, G genes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from scforge.errors import DataError, OptionError, listing
 
 __all__ = ["DISCRIMINATION", "discrimination_scores", "own_genes"]
 
-DISCRIMINATION: Mapping[str, str] = {"l1": "cityblock", "l2": "euclidean", "cosine": "cosine"}
-"""The distances, and what scipy calls them."""
+DISCRIMINATION = ("l1", "l2", "cosine")
+"""The distances."""
 
 
 def discrimination_scores(
@@ -61,16 +59,11 @@ def discrimination_scores(
     n_effects = len(measured)
     if n_effects < 2:
         return np.full(n_effects, np.nan)
-    found = np.empty(n_effects)
-    plain = np.ones(n_effects, dtype=bool) if left_out is None else ~left_out.any(axis=1)
-    if plain.any():
-        found[plain] = _scores(_distances(predicted[plain], measured, metric), np.flatnonzero(plain))
-    for row in np.flatnonzero(~plain):
-        assert left_out is not None
-        genes = ~left_out[row]
-        one = _distances(predicted[row : row + 1, genes], measured[:, genes], metric)
-        found[row] = _scores(one, np.array([row]))[0]
-    return found
+    distances = _distances(predicted, measured, metric, left_out)
+    mine = np.diagonal(distances)[:, None]
+    near = np.isclose(distances, mine, rtol=1e-12, atol=1e-12)
+    nearer = ((distances < mine) & ~near).sum(axis=1) + 0.5 * (near.sum(axis=1) - 1)
+    return 1 - nearer / n_effects
 
 
 def own_genes(targets: list[tuple[str, ...]], genes: np.ndarray) -> np.ndarray:
@@ -82,18 +75,26 @@ def own_genes(targets: list[tuple[str, ...]], genes: np.ndarray) -> np.ndarray:
     return found
 
 
-def _distances(predicted: np.ndarray, measured: np.ndarray, metric: str) -> np.ndarray:
+def _distances(predicted: np.ndarray, measured: np.ndarray, metric: str, left_out: np.ndarray | None) -> np.ndarray:
+    """Return the distance of each prediction to each measured effect, shape (Q, Q)."""
     from scipy.spatial.distance import cdist
 
+    none = np.empty(0, dtype=np.int64)
+    without = [none if left_out is None else np.flatnonzero(left_out[row]) for row in range(len(predicted))]
+    # The few genes that are left out are taken off, rather than distances computed anew for each prediction.
     if metric != "cosine":
-        return cdist(predicted, measured, DISCRIMINATION[metric])
+        found = cdist(predicted, measured, "cityblock" if metric == "l1" else "sqeuclidean")
+        for row, genes in enumerate(without):
+            away = np.abs(predicted[row, genes] - measured[:, genes])
+            found[row] -= (away if metric == "l1" else np.square(away)).sum(axis=1)
+        return found if metric == "l1" else np.sqrt(np.maximum(found, 0.0))
+    found = predicted @ measured.T
+    lengths = np.tile(np.square(measured).sum(axis=1), (len(predicted), 1))
+    own = np.square(predicted).sum(axis=1)
+    for row, genes in enumerate(without):
+        found[row] -= measured[:, genes] @ predicted[row, genes]
+        lengths[row] -= np.square(measured[:, genes]).sum(axis=1)
+        own[row] -= np.square(predicted[row, genes]).sum()
+    lengths = np.sqrt(np.maximum(lengths, 0.0) * np.maximum(own, 0.0)[:, None])
     # No effect has no direction: it is as far from all as what is at a right angle.
-    lengths = np.linalg.norm(predicted, axis=1)[:, None] * np.linalg.norm(measured, axis=1)
-    return 1 - np.divide(predicted @ measured.T, lengths, out=np.zeros_like(lengths), where=lengths > 0)
-
-
-def _scores(distances: np.ndarray, own: np.ndarray) -> np.ndarray:
-    mine = distances[np.arange(len(own)), own][:, None]
-    near = np.isclose(distances, mine, rtol=1e-12, atol=1e-12)
-    nearer = ((distances < mine) & ~near).sum(axis=1) + 0.5 * (near.sum(axis=1) - 1)
-    return 1 - nearer / distances.shape[1]
+    return 1 - np.divide(found, lengths, out=np.zeros_like(lengths), where=lengths > 0)

@@ -14,6 +14,7 @@ import numpy as np
 import pandas as pd
 from scipy import sparse
 
+from scforge._constants import UNS_KEY
 from scforge.data.checks import value_problem
 from scforge.errors import DataError, OptionError, listing
 from scforge.eval.harness import compare
@@ -63,7 +64,8 @@ def evaluate_perturbations(
         `train`. Counts, or log1p of counts per 10,000.
     predictions
         Predicted cells, with the columns `perturbation_key` and `context_key`, or predicted effects, as
-        :class:`PerturbationPrediction` takes them; several methods by name.
+        :class:`PerturbationPrediction` takes them, or what ``model.predict()`` of the task ``"perturbation"`` returns;
+        several methods by name.
     train
         Training cells with their controls, from which baselines are computed.
     perturbation_key, control, context_key, separator, layer, n_top_genes
@@ -98,6 +100,7 @@ def evaluate_perturbations(
     )
     if not named:
         raise OptionError("predictions={} names no method; give at least one.")
+    named = {name: _effects_of_task(one, keys) for name, one in named.items()}
     features = {} if gene_features is None else gene_features
     features = {"embedding": features} if isinstance(features, pd.DataFrame) else dict(features)
     held_out = PerturbedCells.read(real, keys, argument="real")
@@ -205,6 +208,17 @@ def _reduced(features: pd.DataFrame) -> dict[str, np.ndarray]:
         scores, spread, out=np.zeros_like(scores), where=spread > 1e-9 * max(spread.max(initial=0), 1e-300)
     )
     return dict(zip(features.index.astype(str), scores, strict=True))
+
+
+def _effects_of_task(one: AnnData | pd.DataFrame, keys: EffectKeys) -> AnnData | pd.DataFrame:
+    """Return the effects, if this is what the task of perturbations predicts; else the same."""
+    if isinstance(one, pd.DataFrame) or "predicted" not in one.uns.get(UNS_KEY, {}) or "delta" not in one.layers:
+        return one
+    labels = [one.obs["perturbation"].astype(str)]
+    if keys.context_key is not None:
+        labels.append(one.obs["context"].astype(str))
+    index = pd.Index(labels[0]) if len(labels) == 1 else pd.MultiIndex.from_arrays(labels)
+    return pd.DataFrame(np.asarray(one.layers["delta"], dtype=np.float64), index=index, columns=one.var_names)
 
 
 def _titles(effects: Sequence[Effect], keys: EffectKeys) -> list[str]:
