@@ -92,6 +92,16 @@ def test_controls_must_be_there(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
         load("norman", tmp_path)
 
 
+@pytest.mark.parametrize("dense", [True, False])
+def test_normalised_values_are_told(tiny_adata: ad.AnnData, tmp_path: Path, dense: bool) -> None:
+    tiny_adata.obs["cell_line"] = tiny_adata.obs["group"]
+    tiny_adata.raw = tiny_adata.copy()
+    tiny_adata.X = tiny_adata.X.toarray() / 2 if dense else tiny_adata.X / 2
+    tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
+    with pytest.raises(DataError, match=r"X of '.*sc_mixology.h5ad' holds values that are no counts.*adata.raw.X"):
+        load("sc_mixology", tmp_path, verify=False)
+
+
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.real_data
 def test_files_at_hand_are_those_of_the_cards(name: str) -> None:

@@ -7,6 +7,9 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from scipy import sparse
+
 from scforge._io import sha256_of
 from scforge.datasets.cards import DatasetCard, get_card
 from scforge.errors import DataError, MissingFileError, did_you_mean, listing
@@ -74,7 +77,7 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
     MissingFileError
         If the file is not there; the message says how to obtain it.
     DataError
-        If it is another file than that of the card, or lacks a column.
+        If it is another file than that of the card, lacks a column, or has no counts in X.
 
     Examples
     --------
@@ -98,7 +101,17 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
         )
     adata = anndata.read_h5ad(path)
     _check_columns(adata, card, path)
+    _check_counts(adata, path)
     return adata
+
+
+def _check_counts(adata: AnnData, path: Path) -> None:
+    """Raise unless the first cells have counts: downloads often have normalised values in X, and counts in raw."""
+    rows = adata.X[:1000]
+    values = np.asarray(getattr(rows, "data", rows) if sparse.issparse(rows) else rows)
+    if (values < 0).any() or (values % 1 != 0).any():
+        hint = "its raw.X may have them, adata.X = adata.raw.X" if adata.raw is not None else "take the raw data"
+        raise DataError(f"X of {str(path)!r} holds values that are no counts; put the raw counts there ({hint}).")
 
 
 def _check_columns(adata: AnnData, card: DatasetCard, path: Path) -> None:
