@@ -76,7 +76,6 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
         ({"baselines": []}, "nothing to compare with"),
         ({"baselines": ["pcaa"]}, "did you mean 'pca'"),
         ({"labels_key": "grup"}, "labels_key='grup' is not a column of obs; did you mean 'group'"),
-        ({"benchmarks": "gene_network"}, "scores no embedding"),
         ({"benchmarks": "geometri"}, "did you mean 'geometry'"),
         ({"obsm_keys": ["X_scforge"]}, "obsm_keys names 'X_scforge', where the embedding of the model"),
         ({"obsm_keys": ["X_pca"]}, "obsm_keys names 'X_pca', which is not in adata.obsm"),
@@ -138,7 +137,8 @@ def test_one_file_of_a_benchmark_appears_everywhere(trained: Encoder, tmp_path: 
         trained.adata.write_h5ad(cells)
         trained.save(model)
         text = (
-            f"data: {{paths: ['{cells}'], preprocessing: {{hvg_selection: 60}}}}\nmodel: {{hidden_dim: 16, latent_dim: 8, ffn_dim: 16}}\n"
+            f"data: {{paths: ['{cells}'], preprocessing: {{hvg_selection: 60}}}}\n"
+            "model: {hidden_dim: 16, latent_dim: 8, ffn_dim: 16}\n"
             "training: {max_epochs: 1, accelerator: cpu, batch_size: 32}\neval: {benchmarks: [spread]}\n"
         )
         (tmp_path / "recipe.yaml").write_text(text)
@@ -151,3 +151,67 @@ def test_one_file_of_a_benchmark_appears_everywhere(trained: Encoder, tmp_path: 
         assert (pd.read_csv(tmp_path / "report" / "report.csv")["metric"] == "spread").all()
     finally:
         BENCHMARKS._entries.pop("spread", None)
+
+
+def edges(n_genes: int = 60) -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    pairs = {(f"gene{i}", f"gene{j}") for i in range(6) for j in rng.choice(n_genes, 8) if i != j}
+    return pd.DataFrame(sorted(pairs), columns=["source", "target"])
+
+
+def test_gene_embeddings_against_a_network(trained: Encoder, tmp_path: Path) -> None:
+    cells = trained.adata.copy()
+    edges().to_csv(tmp_path / "edges.csv", index=False)
+    options = {"benchmarks": ["geometry", "gene_network"], "network": tmp_path / "edges.csv", **QUICK}
+    report = trained.evaluate(cells, **options)
+    kinds = {row.name: row.kind for row in report.of("gene_network")}
+    assert (kinds["scforge"], kinds["untrained"]) == ("model", "untrained")
+    assert "baseline" in kinds.values()
+    assert "auprc_ratio" in report.to_table("gene_network")
+    assert set(cells.uns["scforge"]["metrics"]["benchmark"]) == {"geometry", "gene_network"}
+    cells.var["symbol"] = [f"S{name}" for name in cells.var_names]
+    named = "S" + edges()
+    again = trained.evaluate(
+        cells, benchmarks="gene_network", network=named, gene_key="symbol", intervals=False, seeds=(0,)
+    )
+    same = again.to_table("gene_network").loc["scforge", "auroc"]
+    assert same == pytest.approx(report.to_table("gene_network").loc["scforge", "auroc"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"benchmarks": "gene_network"}, "needs true edges; pass network=FILE"),
+        ({"benchmarks": "geometry", "network": "edges.csv"}, "which only the benchmark gene_network needs"),
+        (
+            {"benchmarks": {"perturbation_prediction": {"perturbation_key": "group", "control": "a"}}},
+            "is run by the task",
+        ),
+        ({"benchmarks": "generation"}, "with others than those of the training"),
+        (
+            {"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl"},
+            "gene_key='symbl' is not a column of var",
+        ),
+    ],
+)
+def test_mistakes_with_other_subjects(trained: Encoder, options: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        trained.evaluate(trained.adata, **QUICK, **options)
+
+
+def test_generated_cells(many_adata: ad.AnnData) -> None:
+    adata = many_adata[:160].copy()
+    Encoder.setup_anndata(adata)
+    model = Encoder(
+        adata,
+        "autoregressive_transformer",
+        {"name": "binned_expression", "max_len": 24, "n_bins": 5},
+        hidden_dim=16,
+        num_layers=1,
+        num_heads=2,
+    )
+    model.train(**TRAINING)
+    report = model.evaluate(many_adata[200:300].copy(), benchmarks="generation", intervals=False, seeds=(0,))
+    kinds = {row.name: row.kind for row in report.rows}
+    assert kinds["scforge"] == "model"
+    assert "baseline" in kinds.values()
