@@ -11,7 +11,7 @@ from scipy.spatial.distance import cdist
 import scforge
 from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.eval import Generation, evaluate_generation, generation_baselines
-from scforge.eval.generation import mmd_squared
+from scforge.eval.generation import _areas, mmd_squared
 
 LABEL = "cell_type"
 
@@ -74,6 +74,15 @@ def test_kernel_is_as_wide_as_the_median_distance(cells: ad.AnnData) -> None:
     width = np.median(cdist(other, other, "sqeuclidean")[np.triu_indices(50, 1)])
     kernels = [np.exp(-cdist(*p, "sqeuclidean") / (2 * width)) for p in ((one, one), (other, other), (one, other))]
     assert full == pytest.approx(mmd_squared(kernels, np.ones((1, 50)), np.ones((1, 50)))[0], abs=1e-4)
+
+
+def test_areas_are_those_of_sklearn() -> None:
+    from sklearn.metrics import roc_auc_score
+
+    rng = np.random.default_rng(0)
+    scores, weights, truth = rng.integers(0, 9, 40) / 9, rng.integers(0, 2, (5, 40)), np.repeat([0, 1], 20)
+    expected = [0.5 + abs(roc_auc_score(truth, scores, sample_weight=one) - 0.5) for one in weights]
+    assert _areas(scores, weights) == pytest.approx(expected)
 
 
 def test_worse_cells_get_worse_figures(cells: ad.AnnData) -> None:
