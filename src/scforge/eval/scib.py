@@ -1,0 +1,305 @@
+"""scIB's figures of biology that was kept and of batches that were mixed, by scib-metrics' own benchmark.
+
+Shapes: N cells, D dimensions.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pandas as pd
+
+from scforge._checks import check_bool
+from scforge.errors import DataError, OptionError, listing
+from scforge.eval.base import Benchmark, register_benchmark
+from scforge.eval.batch_integration import BatchIntegration, _neighbors, _scib_metrics
+from scforge.eval.label_prediction import check_embedding, labels_of
+
+if TYPE_CHECKING:
+    from scib_metrics.benchmark import Benchmarker
+
+__all__ = ["Scib"]
+
+_BIO = {
+    "isolated_labels": "isolated_labels",
+    "leiden_nmi": "nmi_ari_cluster_labels_leiden_nmi",
+    "leiden_ari": "nmi_ari_cluster_labels_leiden_ari",
+    "kmeans_nmi": "nmi_ari_cluster_labels_kmeans_nmi",
+    "kmeans_ari": "nmi_ari_cluster_labels_kmeans_ari",
+    "silhouette_label": "silhouette_label",
+    "clisi": "clisi_knn",
+}
+_BATCH = {
+    "bras": "bras",
+    "ilisi": "ilisi_knn",
+    "kbet": "kbet_per_label",
+    "graph_connectivity": "graph_connectivity",
+    "pcr_comparison": "pcr_comparison",
+}
+_MEANS = {"total": "Total", "bio": "Bio conservation", "batch": "Batch correction"}
+_NAMES = {**_MEANS, **_BIO, **_BATCH}
+"""Our names to those of scib-metrics."""
+_WIDEST = 90
+"""Neighbours of a cell, itself among them, that scib-metrics' benchmark asks for."""
+_DRAWN = 2_000
+"""Most cells of a resampled figure: their cost grows with the square."""
+NEIGHBORS = ("exact", "pynndescent")
+
+
+@register_benchmark("scib")
+class Scib(Benchmark):
+    """What :class:`scib_metrics.benchmark.Benchmarker` says of an embedding, all its figures and their means.
+
+    ``bio`` is the mean of the figures of biology that was kept, ``batch`` that of batches that were mixed, and
+    ``total`` 0.6 bio + 0.4 batch, as in [1]_. All lie in [0, 1], and higher is better. The numbers are scib-metrics'
+    own, not scaled to the range of the methods compared, so that they do not depend on which these are;
+    :meth:`table` can scale them.
+
+    Without ``batch_key`` only the figures of biology are there, without ``isolated_labels``, which needs batches;
+    ``pcr_comparison`` is there only where ``pre_integrated`` is given. The means are over those that are there. Cells
+    without a label or batch take no part.
+
+    Parameters
+    ----------
+    labels_key
+        Column of obs with the cell types.
+    batch_key
+        Column of obs with the batches; None leaves out what needs it.
+    leiden
+        Compute NMI and ARI of Leiden clusters, at the best of ten resolutions.
+    kbet
+        Compute kBET, which takes as long as all others together; scib-metrics' benchmark does so by default, and its
+        mean of mixing, and the total, count it.
+    neighbors
+        ``"exact"``, or ``"pynndescent"``, the approximation that scib-metrics takes by default. With that, the numbers
+        are to the last digit those of a ``Benchmarker`` with its defaults; with exact neighbours, those of one that is
+        prepared with exact neighbours.
+    pre_integrated
+        Coordinates of the cells before integration, e.g. principal components, with the names of the cells as index,
+        shape (at least N, any D); for ``pcr_comparison``, the share of their variance due to batches that an embedding
+        has lost, 0 if it has gained.
+
+    References
+    ----------
+    .. [1] Luecken et al. (2022), Nature Methods 19, 41-50.
+    .. [2] Shao and Wu (1989), Annals of Statistics 17, 1176-1197, the delete-d jackknife.
+
+    Examples
+    --------
+    >>> import numpy as np, pandas as pd
+    >>> obs = pd.DataFrame({"label": np.repeat(["a", "b"], 60)})
+    >>> embedding = np.random.default_rng(0).normal(size=(120, 2)) + (obs["label"] == "a").to_numpy()[:, None] * 10
+    >>> scores = Scib("label", leiden=False).run(embedding, obs)
+    >>> list(scores), scores["kmeans_ari"]
+    (['bio', 'kmeans_nmi', 'kmeans_ari', 'silhouette_label', 'clisi'], 1.0)
+    """
+
+    metrics = tuple(_NAMES)
+
+    def __init__(
+        self,
+        labels_key: str,
+        batch_key: str | None = None,
+        leiden: bool = True,
+        kbet: bool = False,
+        neighbors: str = "exact",
+        pre_integrated: pd.DataFrame | None = None,
+    ) -> None:
+        self.labels_key = labels_key
+        self.batch_key = batch_key
+        self.leiden = check_bool("leiden", leiden)
+        self.kbet = check_bool("kbet", kbet)
+        if neighbors not in NEIGHBORS:
+            raise OptionError(f"neighbors={neighbors!r} is none of {listing(NEIGHBORS)}.")
+        if pre_integrated is not None and (not isinstance(pre_integrated, pd.DataFrame) or batch_key is None):
+            raise OptionError(
+                f"pre_integrated, a {type(pre_integrated).__name__}, is not a DataFrame with the cells as index beside "
+                "a batch_key; give both, or leave it out."
+            )
+        self.neighbors = neighbors
+        self.pre_integrated = pre_integrated
+        wanted = self._wanted()
+        means = list(_MEANS) if batch_key is not None else ["bio"]
+        self.metrics = (*means, *(name for name in (*_BIO, *_BATCH) if wanted[_group_of(name)]))
+        self.main = self.metrics[0]
+
+    def check(self, obs: pd.DataFrame) -> None:
+        """Raise :class:`~scforge.errors.DataError` where :meth:`run` would."""
+        self._rows(obs)
+
+    def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
+        """Return one figure for each of :attr:`metrics`.
+
+        ``kbet`` is NaN if no label has ten cells of several batches; then it takes no part in the means.
+
+        Raises
+        ------
+        DataError
+            If a column is missing, there are fewer than 91 cells or two labels or batches, no label has cells of two
+            batches, or `pre_integrated` lacks cells.
+        """
+        (_, figures), *_ = self.table({"embedding": embedding}, obs).iterrows()
+        return {name: float(figures[name]) for name in self.metrics}
+
+    def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame | None:
+        """Return the figures on random parts of the cells, brought to the spread that they have on all cells.
+
+        A part is half of the cells, 2,000 at most, with the share of each label. A figure of b of N cells spreads
+        around that of all by sqrt((N - b) / b) times as much as that of all does around the truth [2]_, so its distance
+        from the mean of the draws is divided by that.
+
+        Parameters
+        ----------
+        embedding, obs
+            As in :meth:`run`.
+        n
+            Number of draws.
+        seed
+            Seed of the draws.
+
+        Returns
+        -------
+        `n` rows, one column a metric, NaN where a part cannot be scored; None if half of the cells are too few.
+        """
+        rows = self._rows(obs)
+        size = min(len(rows) // 2, _DRAWN)
+        if size <= _WIDEST:
+            return None
+        labels = pd.factorize(obs[self.labels_key].iloc[rows])[0]
+        # The same number of each label in each draw: JAX compiles anew for each size.
+        wanted = np.ceil(np.bincount(labels) * size / len(rows)).astype(np.int64)
+        rng, figures = np.random.default_rng(seed), []
+        for _ in range(n):
+            order = np.lexsort([rng.random(len(rows)), labels])
+            rank = np.arange(len(rows)) - np.searchsorted(labels[order], labels[order])
+            drawn = rows[np.sort(order[rank < wanted[labels[order]]])]
+            try:
+                figures.append(self.run(np.asarray(embedding)[drawn], obs.iloc[drawn]))
+            except DataError:
+                # No label of this part may have cells of two batches; the draw tells nothing then.
+                figures.append(dict.fromkeys(self.metrics, float("nan")))
+        table = pd.DataFrame(figures, columns=list(self.metrics))
+        n_drawn = int(wanted.sum())
+        return table.mean() + (table - table.mean()) * np.sqrt(n_drawn / (len(rows) - n_drawn))
+
+    def table(
+        self, embeddings: Mapping[str, np.ndarray], obs: pd.DataFrame, *, min_max_scale: bool = False
+    ) -> pd.DataFrame:
+        """Return the figures of several embeddings of the same cells, a row each.
+
+        Parameters
+        ----------
+        embeddings
+            Name to embedding, shape (N, D).
+        obs
+            Annotation of the cells, N rows.
+        min_max_scale
+            Scale each figure to the range of these embeddings before the means, as the tables of [1]_ do; needs two.
+
+        Raises
+        ------
+        OptionError
+            If one embedding is to be scaled.
+        DataError
+            As in :meth:`run`.
+        """
+        if check_bool("min_max_scale", min_max_scale) and len(embeddings) < 2:
+            raise OptionError("min_max_scale=True scales to the range of several embeddings; give at least 2.")
+        rows = self._rows(obs)
+        # Copies, because the k-means of scib-metrics shifts what it is given, there and back.
+        cells = {name: check_embedding(one, len(obs))[rows].astype(np.float32) for name, one in embeddings.items()}
+        _scib_metrics()
+        with warnings.catch_warnings():
+            # Both are said in the docstrings: a figure that is 0, and one that is NaN.
+            warnings.filterwarnings("ignore", "PCR comparison score is negative", UserWarning)
+            warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)
+            benchmarker = self._benchmarker(cells, obs.iloc[rows])
+            benchmarker.benchmark()
+            found = benchmarker.get_results(min_max_scale=False, clean_names=False)
+        found = found.rename(columns={theirs: ours for ours, theirs in _NAMES.items()})
+        found = found.loc[list(embeddings), list(self.metrics)].astype(np.float64)
+        return self._scaled(found) if min_max_scale else found
+
+    def _scaled(self, found: pd.DataFrame) -> pd.DataFrame:
+        """Scale figures to [0, 1] and take their means; scib-metrics' own scaling fails with pandas 3."""
+        parts = {mean: [name for name in names if name in found] for mean, names in (("bio", _BIO), ("batch", _BATCH))}
+        figures = found[parts["bio"] + parts["batch"]]
+        spans = figures.max() - figures.min()
+        scaled = (figures - figures.min()) / spans.where(spans > 0, 1.0)
+        for mean, names in parts.items():
+            scaled[mean] = scaled[names].mean(axis=1)
+        scaled["total"] = 0.6 * scaled["bio"] + 0.4 * scaled["batch"]
+        return scaled[list(self.metrics)]
+
+    def _benchmarker(self, cells: dict[str, np.ndarray], obs: pd.DataFrame) -> Benchmarker:
+        import anndata
+        from scib_metrics.benchmark import BatchCorrection, Benchmarker, BioConservation
+
+        columns = pd.DataFrame({"label": obs[self.labels_key].astype(str).to_numpy()}, index=obs.index.astype(str))
+        columns["batch"] = "all" if self.batch_key is None else obs[self.batch_key].astype(str).to_numpy()
+        before = next(iter(cells))  # not looked at where there is no pcr_comparison
+        adata = anndata.AnnData(obs=columns, obsm=cells)
+        if self.pre_integrated is not None:
+            before = "before integration"
+            adata.obsm[before] = self.pre_integrated.loc[obs.index].to_numpy(dtype=np.float32)
+        wanted = self._wanted()
+        bio = BioConservation(**{name: wanted[name] for name in BioConservation.__dataclass_fields__})
+        batch = BatchCorrection(**{name: wanted[name] for name in BatchCorrection.__dataclass_fields__})
+        benchmarker = Benchmarker(
+            adata,
+            "batch",
+            "label",
+            list(cells),
+            bio_conservation_metrics=bio,
+            batch_correction_metrics=None if self.batch_key is None else batch,
+            pre_integrated_embedding_obsm_key=before,
+            progress_bar=False,
+        )
+        benchmarker.prepare(neighbor_computer=_neighbors if self.neighbors == "exact" else None)
+        return benchmarker
+
+    def _wanted(self) -> dict[str, bool]:
+        """Return which of the figures, by their names in scib-metrics, are computed."""
+        batches = self.batch_key is not None
+        return {
+            "isolated_labels": batches,
+            "nmi_ari_cluster_labels_leiden": self.leiden,
+            "nmi_ari_cluster_labels_kmeans": True,
+            "silhouette_label": True,
+            "clisi_knn": True,
+            "bras": batches,
+            "ilisi_knn": batches,
+            "kbet_per_label": batches and self.kbet,
+            "graph_connectivity": batches,
+            "pcr_comparison": self.pre_integrated is not None,
+            "sbee": False,
+        }
+
+    def _rows(self, obs: pd.DataFrame) -> np.ndarray:
+        """Return the rows of the cells that take part."""
+        if self.batch_key is None:
+            rows = np.flatnonzero(labels_of(obs, self.labels_key)[0])
+        else:
+            rows, _, _ = BatchIntegration(self.labels_key, self.batch_key)._columns(obs)
+        if len(rows) <= _WIDEST:
+            raise DataError(
+                f"scib looks at the {_WIDEST} nearest of other cells, but there are {len(rows)} cells with a label"
+                f"{'' if self.batch_key is None else ' and a batch'}; score more cells."
+            )
+        if self.pre_integrated is not None:
+            names = obs.index[rows]
+            lacking = names[~names.isin(self.pre_integrated.index)]
+            if len(lacking) or not self.pre_integrated.index.is_unique:
+                raise DataError(
+                    f"pre_integrated needs each cell once, but it lacks {len(lacking)} of {len(rows)} (first: "
+                    f"{listing(lacking[:3])}) or names cells twice; give it the names of the cells as index."
+                )
+        return rows
+
+
+def _group_of(name: str) -> str:
+    """Return what scib-metrics calls the function that computes a figure; two of them give NMI and ARI."""
+    return _NAMES[name].removesuffix("_nmi").removesuffix("_ari")

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+
+from scforge.errors import DataError, OptionError
+from scforge.eval import Scib
+
+pytestmark = pytest.mark.filterwarnings("ignore:Tensorflow not installed:ImportWarning")
+
+N = 240
+NAMES = {  # as scib-metrics' tables write them
+    "isolated_labels": "Isolated labels",
+    "leiden_nmi": "Leiden NMI",
+    "leiden_ari": "Leiden ARI",
+    "kmeans_nmi": "KMeans NMI",
+    "kmeans_ari": "KMeans ARI",
+    "silhouette_label": "Silhouette label",
+    "clisi": "cLISI",
+    "bras": "BRAS",
+    "ilisi": "iLISI",
+    "kbet": "KBET",
+    "graph_connectivity": "Graph connectivity",
+    "pcr_comparison": "PCR comparison",
+    "bio": "Bio conservation",
+    "batch": "Batch correction",
+    "total": "Total",
+}
+
+
+@pytest.fixture(scope="module")
+def obs() -> pd.DataFrame:
+    """Cells of three labels and two batches; the third label is missing in the second batch."""
+    obs = pd.DataFrame({"label": np.tile(["a", "b", "b", "c"], N // 4), "batch": np.repeat(["x", "y"], N // 2)})
+    obs.loc[(obs["label"] == "c") & (obs["batch"] == "y"), "label"] = "a"
+    return obs.set_index("cell" + obs.index.astype(str))
+
+
+def embedding_of(obs: pd.DataFrame, *, labels: float, batches: float, seed: int = 0) -> np.ndarray:
+    """Coordinates in which labels and batches lie so far apart."""
+    cells = np.random.default_rng(seed).normal(size=(N, 4)).astype(np.float32)
+    cells[:, 0] += labels * pd.factorize(obs["label"])[0]
+    cells[:, 1] += batches * (obs["batch"] == "x").to_numpy()
+    return cells
+
+
+def their_benchmark(embeddings, obs, *, neighbors=None, batch=True, all_figures=True):
+    """Scib-metrics' own benchmark, after it has run; its k-means shifts what it is given, there and back."""
+    from scib_metrics.benchmark import BatchCorrection, Benchmarker, BioConservation
+
+    adata = ad.AnnData(
+        np.ones((N, 3), dtype=np.float32), obs=obs.copy(), obsm={name: one.copy() for name, one in embeddings.items()}
+    )
+    adata.obsm["X_pre"] = embedding_of(obs, labels=1.0, batches=3.0, seed=9)
+    benchmarker = Benchmarker(
+        adata,
+        "batch",
+        "label",
+        list(embeddings),
+        bio_conservation_metrics=BioConservation(nmi_ari_cluster_labels_leiden=all_figures, isolated_labels=batch),
+        batch_correction_metrics=BatchCorrection(kbet_per_label=all_figures) if batch else None,
+        pre_integrated_embedding_obsm_key="X_pre",
+        progress_bar=False,
+    )
+    benchmarker.prepare(neighbors)
+    benchmarker.benchmark()
+    return benchmarker
+
+
+def exact(cells: np.ndarray, k: int):
+    from scib_metrics.nearest_neighbors import NeighborsResults
+    from sklearn.neighbors import NearestNeighbors
+
+    distances, indices = NearestNeighbors(n_neighbors=k).fit(cells).kneighbors(cells)
+    return NeighborsResults(indices=indices, distances=distances)
+
+
+# What the slow ones add is compiled for half a minute.
+@pytest.mark.parametrize(
+    ("neighbors", "all_figures"),
+    [
+        ("exact", False),
+        pytest.param("exact", True, marks=pytest.mark.slow),
+        pytest.param("pynndescent", True, marks=pytest.mark.slow),
+    ],
+)
+def test_the_figures_are_those_of_its_own_benchmark(obs, neighbors, all_figures) -> None:
+    """To the last digit, with exact neighbours and with its default ones; so are the means, and the scaled table."""
+    embeddings = {
+        "good": embedding_of(obs, labels=2.0, batches=0.5),
+        "bad": embedding_of(obs, labels=0.5, batches=2.0),
+    }
+    before = pd.DataFrame(embedding_of(obs, labels=1.0, batches=3.0, seed=9), index=obs.index)
+    scib = Scib(
+        "label",
+        "batch",
+        leiden=all_figures,
+        kbet=all_figures,
+        neighbors=neighbors,
+        pre_integrated=before.iloc[::-1],
+    )
+    computer = exact if neighbors == "exact" else None
+    benchmarker = their_benchmark(embeddings, obs, neighbors=computer, all_figures=all_figures)
+    expected = benchmarker.get_results()
+    assert set(scib.metrics) == set(NAMES) - (set() if all_figures else {"leiden_nmi", "leiden_ari", "kbet"})
+    assert scib.main == "total"
+    scores = scib.run(embeddings["good"], obs)
+    assert scores == {metric: expected.loc["good", NAMES[metric]] for metric in scib.metrics}
+    assert scores["total"] == pytest.approx(0.6 * scores["bio"] + 0.4 * scores["batch"])
+    scaled = scib.table(embeddings, obs, min_max_scale=True)
+    assert set(scaled.drop(columns=["total", "bio", "batch"]).to_numpy().ravel()) <= {0.0, 1.0}
+    assert scaled["ilisi"].tolist() == [1.0, 0.0]
+    mixing = [name for name in ("bras", "ilisi", "kbet", "graph_connectivity", "pcr_comparison") if name in scaled]
+    assert scaled.loc["good", "batch"] == pytest.approx(scaled.loc["good", mixing].mean())
+    assert scaled.loc["good", "total"] == pytest.approx(
+        scaled.loc["good", "bio"] * 0.6 + scaled.loc["good", "batch"] * 0.4
+    )
+
+
+def test_without_batches_biology_alone(obs) -> None:
+    embedding = embedding_of(obs, labels=2.0, batches=0.0)
+    scib = Scib("label", leiden=False)
+    scores = scib.run(embedding, obs[["label"]])
+    assert list(scores) == ["bio", "kmeans_nmi", "kmeans_ari", "silhouette_label", "clisi"]
+    assert scib.main == "bio"
+    theirs = their_benchmark({"X": embedding}, obs, neighbors=exact, batch=False, all_figures=False).get_results()
+    assert scores == {metric: theirs.loc["X", NAMES[metric]] for metric in scores}
+
+
+def test_what_is_left_out_has_no_name() -> None:
+    left = {"leiden_nmi", "leiden_ari", "kbet", "pcr_comparison"}
+    assert set(Scib("label", "batch", leiden=False).metrics) == set(NAMES) - left
+    assert set(Scib("label", "batch", kbet=True).metrics) == set(NAMES) - {"pcr_comparison"}
+
+
+def test_cells_without_label_or_batch_take_no_part(obs, monkeypatch) -> None:
+    embedding, obs = embedding_of(obs, labels=2.0, batches=1.0), obs.astype("category")
+    obs.iloc[3, 0] = obs.iloc[50, 1] = None
+    rest = obs.notna().all(axis=1).to_numpy()
+    seen = []
+    benchmarker = Scib._benchmarker
+    monkeypatch.setattr(
+        Scib,
+        "_benchmarker",
+        lambda self, cells, kept: seen.append((cells["embedding"].copy(), kept)) or benchmarker(self, cells, kept),
+    )
+    scores = Scib("label", "batch", leiden=False).run(embedding, obs)
+    ((cells, kept),) = seen
+    np.testing.assert_array_equal(cells, embedding[rest])
+    pd.testing.assert_frame_equal(kept, obs[rest])
+    assert all(0 <= score <= 1 for score in scores.values())
+
+
+def test_draws_spread_as_the_figures_of_all_cells_do(obs, monkeypatch) -> None:
+    """Told by a figure whose spread is known: the mean of normal numbers."""
+    monkeypatch.setattr("scforge.eval.scib._DRAWN", 95)
+    drawn = []
+
+    def mean_of(self, embedding, obs):
+        drawn.append(obs)
+        return dict.fromkeys(self.metrics, float(embedding.mean()))
+
+    monkeypatch.setattr(Scib, "run", mean_of)
+    scib, numbers = Scib("label"), np.random.default_rng(0).normal(size=(N, 1))
+    draws = scib.resampled(numbers, obs, n=400, seed=1)
+    assert draws["bio"].std() == pytest.approx(numbers.std() / np.sqrt(N), rel=0.15)
+    assert {tuple(part["label"].value_counts()[["a", "b", "c"]]) for part in drawn} == {(36, 48, 12)}
+    assert all(part.index.is_unique for part in drawn)
+    pd.testing.assert_frame_equal(draws, scib.resampled(numbers, obs, n=400, seed=1))
+    assert scib.resampled(numbers[:180], obs[:180], n=5, seed=1) is None
+
+
+def test_bad_input(obs) -> None:
+    with pytest.raises(OptionError, match="neighbors='approximate' is none of 'exact', 'pynndescent'"):
+        Scib("label", neighbors="approximate")
+    with pytest.raises(OptionError, match="pre_integrated, a ndarray, is not a DataFrame"):
+        Scib("label", "batch", pre_integrated=np.zeros((N, 2)))
+    with pytest.raises(OptionError, match="min_max_scale=True scales to the range of several embeddings"):
+        Scib("label").table({"X": np.zeros((N, 2))}, obs, min_max_scale=True)
+    with pytest.raises(DataError, match="batch_key='bach' is not a column of obs; did you mean 'batch'"):
+        Scib("label", "bach").check(obs)
+    with pytest.raises(DataError, match="the 90 nearest of other cells, but there are 90 cells with a label;"):
+        Scib("label").check(obs[:90])
+    with pytest.raises(
+        DataError, match=r"pre_integrated .* lacks 140 of 240 \(first: 'cell100', 'cell101', 'cell102'\)"
+    ):
+        Scib("label", "batch", pre_integrated=pd.DataFrame({"PC1": 0.0}, index=obs.index[:100])).check(obs)
