@@ -64,6 +64,20 @@ def test_holm() -> None:
     assert holm([0.9, 0.9]).max() == 1.0
 
 
+def test_few_units_tell_little() -> None:
+    rng = np.random.default_rng(0)
+    covered = refused = 0
+    for _ in range(300):
+        groups = rng.normal(size=6)
+        draws = bootstrap_weights(6, 200, seed=int(rng.integers(1 << 30))) @ groups / 6
+        low, high = interval(groups.mean(), draws, n_units=6)
+        covered += low <= 0.0 <= high
+        refused += compare_paired("PCA", groups.mean(), 0.0, draws, np.zeros(200), n_units=6).p_value < 0.05
+    assert 0.91 <= covered / 300 <= 0.99
+    assert refused / 300 <= 0.09
+    assert all(math.isnan(end) for end in interval(0.5, np.linspace(0, 1, 200), n_units=1))
+
+
 def test_groups_are_drawn_whole() -> None:
     groups = np.array([0, 0, 1, 1, 2])
     weights = bootstrap_weights(5, 50, seed=1, groups=groups)

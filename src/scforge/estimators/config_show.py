@@ -13,7 +13,7 @@ from scforge.estimators.config_check import model_of
 from scforge.estimators.config_parts import check_names, chosen
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.finetune_check import ELSEWHERE, OF_THE_BASE, TUNING_OF_TASKS, check_finetuning, columns_of
-from scforge.finetuning.base import TASKS
+from scforge.finetuning.base import TASKS, with_adapters
 from scforge.models.registry import MODELS, own_names
 from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training.datamodule import CellDataModule
@@ -126,7 +126,7 @@ def _fill_finetuning(content: dict[str, Any], config: Config) -> None:
     for name in set(TUNING_OF_TASKS) - set(options):
         shown.pop(name)
     content["finetune"] = shown
-    _fill_training(content, task.defaults)
+    _fill_training(content, with_adapters(task.defaults) if tuning.get("lora") else task.defaults)
 
 
 def _fill_training(content: dict[str, Any], defaults: TrainingDefaults) -> None:

@@ -51,6 +51,8 @@ class Tuning:
         """Make the task, on a base model that was trained with the objective `pretraining`."""
         task = get_task(self.task, **self.task_options)
         task.pretraining = pretraining
+        if self.lora is not None:
+            task.for_adapters()
         return task
 
     def build_module(self, encoder: nn.Module) -> FineTunedModule:

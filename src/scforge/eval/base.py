@@ -145,6 +145,15 @@ class Benchmark(ABC):
                 figures.append(dict.fromkeys(self.metrics, float("nan")))
         return pd.DataFrame(figures, columns=list(self.metrics))
 
+    def n_units(self, reference: Any) -> int | None:
+        """Return how many independent units :meth:`resampled` draws among; None for cells, which are many.
+
+        Few of them, e.g. eight donors, tell less than the number of draws suggests: intervals are wider by that, and
+        tests have fewer degrees of freedom.
+        """
+        key = getattr(self, "groups_key", None)
+        return None if key is None or self.subject != "embedding" else int(reference[key].nunique())
+
 
 def half_samples(
     obs: pd.DataFrame, n: int, *, seed: int, labels_key: str | None = None, groups_key: str | None = None

@@ -279,6 +279,10 @@ class GeneNetwork(Benchmark):
         draws = bootstrap_weights(len(universe.tfs), n, seed=seed).astype(np.float64)
         return pd.DataFrame([ranked.figures(weights, within) for weights in draws], columns=list(self.metrics))
 
+    def n_units(self, reference: pd.DataFrame) -> int:
+        """Return the number of transcription factors."""
+        return len(self.universe(reference).tfs)
+
     def _why_empty(self, given: pd.DataFrame) -> str:
         reasons = []
         if self.tfs is not None and not given["source"].isin(self.tfs).any():

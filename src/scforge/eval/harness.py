@@ -16,6 +16,7 @@ from scforge._checks import check_bool, check_seed
 from scforge._constants import UNS_KEY
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.eval.base import BENCHMARKS, Benchmark
+from scforge.eval.baselines import pca_embedding
 from scforge.eval.evaluation import Entry, to_evaluation
 from scforge.eval.reference_embeddings import check_baselines, embedding_baselines
 from scforge.eval.report import Kind, Measured, Report, Row
@@ -132,6 +133,9 @@ def evaluate(
     kinds |= dict.fromkeys(of_baselines, "baseline")
     report = Report(title)
     for name, benchmark in made.items():
+        if hasattr(benchmark, "before_integration"):
+            before = found["pca"] if "pca" in found else pca_embedding(adata, layer=layer, n_comps=_n_comps(adata))
+            benchmark = benchmark.before_integration(pd.DataFrame(before, index=adata.obs_names))
         _score(
             report,
             name,
@@ -290,6 +294,7 @@ def _score(
     measured = Measured.by(benchmark)
     report.measured[name] = measured
     means = {method: {metric: float(table[metric].mean()) for metric in table} for method, table in scores.items()}
+    n_units = benchmark.n_units(reference) if intervals else None
     best = {metric: _best(metric, means, kinds, measured) for metric in measured.metrics}
     for method, one in made.items():
         table = draws[method]
@@ -297,7 +302,11 @@ def _score(
         if kinds[method] in ("model", "untrained"):
             comparisons = {
                 metric: compare_paired(
-                    other, means[method][metric], means[other][metric], *_columns(metric, table, draws[other])
+                    other,
+                    means[method][metric],
+                    means[other][metric],
+                    *_columns(metric, table, draws[other]),
+                    n_units=n_units,
                 )
                 for metric, other in best.items()
                 if other is not None and metric in means[method]
@@ -312,13 +321,20 @@ def _score(
                 name,
                 intervals={}
                 if table is None
-                else {metric: interval(means[method][metric], table[metric].to_numpy()) for metric in table},
+                else {
+                    metric: interval(means[method][metric], table[metric].to_numpy(), n_units=n_units)
+                    for metric in table
+                },
                 spreads={str(metric): float(found.std(ddof=1)) for metric, found in scores[method].items()}
                 if len(scores[method]) > 1
                 else {},
                 comparisons=comparisons,
             )
         )
+
+
+def _n_comps(adata: AnnData) -> int:
+    return min(50, min(adata.shape) - 1)
 
 
 def _with_replicates(

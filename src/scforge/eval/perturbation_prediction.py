@@ -5,7 +5,7 @@ Shapes: Q effects, G genes, D components, R draws.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -162,19 +162,24 @@ class PerturbationPrediction(Benchmark):
     ) -> pd.DataFrame | None:
         """Return the figures over perturbations drawn with replacement; of contexts, where there is one perturbation.
 
-        Few perturbations vary less among draws than the figure does around the truth. So draws are spread around their
-        mean until an interval of theirs is as wide as Student's t for that number of perturbations has it (Hesterberg,
-        The American Statistician 2015); they may leave the range of a figure by that. None where there is one effect
-        only.
+        None where there is one effect only.
         """
         effects = self._reference(reference).cells.effects
         if len(effects) < 2:
             return None
-        groups = pd.factorize(pd.Series([self.keys.name_of(effect.targets) for effect in effects]))[0]
+        groups = self._perturbations(effects)
         weights = bootstrap_weights(len(effects), n, seed=seed, groups=groups if groups.max() else None)
-        draws = self._means(made, reference, weights)
-        mean = draws.mean()
-        return mean + _widening(int(groups.max()) + 1 if groups.max() else len(effects)) * (draws - mean)
+        return self._means(made, reference, weights)
+
+    def n_units(self, reference: AnnData) -> int:
+        """Return the number of perturbations; of contexts, where there is one perturbation."""
+        effects = self._reference(reference).cells.effects
+        groups = self._perturbations(effects)
+        return int(groups.max()) + 1 if groups.max() else len(effects)
+
+    def _perturbations(self, effects: Sequence[Effect]) -> np.ndarray:
+        """Return the number of the perturbation of each effect."""
+        return pd.factorize(pd.Series([self.keys.name_of(effect.targets) for effect in effects]))[0]
 
     def table(self, made: AnnData | pd.DataFrame | TechnicalDuplicate, reference: AnnData) -> pd.DataFrame:
         """Return the figures of each effect.
@@ -278,13 +283,6 @@ class PerturbationPrediction(Benchmark):
             plain = groups.mean[own] if groups.n[own] else known.plain(effect.context)
             found[row] = groups.mean[place] - plain
         return found, cells
-
-
-def _widening(n: int) -> float:
-    """Return how much wider than that of the bootstrap an interval of Student's t for the mean of `n` numbers is."""
-    from scipy import stats
-
-    return float(np.sqrt(n / (n - 1)) * stats.t.ppf(0.975, n - 1) / stats.norm.ppf(0.975))
 
 
 def _weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:

@@ -8,11 +8,12 @@ Shapes: N cells, D dimensions.
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -255,13 +256,14 @@ def scvi_embedding(
 
 @contextmanager
 def _quiet(*names: str) -> Iterator[None]:
-    """Let only errors of these loggers through."""
+    """Let only errors of these loggers through, and nothing that is printed: scvi-tools prints why it stopped."""
     loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        yield
+        with redirect_stdout(io.StringIO()):
+            yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

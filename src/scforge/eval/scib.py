@@ -128,6 +128,12 @@ class Scib(Benchmark):
         self.metrics = (*means, *(name for name in (*_BIO, *_BATCH) if wanted[_group_of(name)]))
         self.main = self.metrics[0]
 
+    def before_integration(self, components: pd.DataFrame) -> Scib:
+        """Return this benchmark with coordinates before integration, unless it has some or looks at no batches."""
+        if self.batch_key is None or self.pre_integrated is not None:
+            return self
+        return Scib(self.labels_key, self.batch_key, self.leiden, self.kbet, self.neighbors, components)
+
     def check(self, obs: pd.DataFrame) -> None:
         """Raise :class:`~scforge.errors.DataError` where :meth:`run` would."""
         self._rows(obs)

@@ -39,12 +39,15 @@ class Comparison:
     p_value: float
 
 
-def interval(value: float, draws: np.ndarray, level: float = 0.95) -> tuple[float, float]:
+def interval(
+    value: float, draws: np.ndarray, level: float = 0.95, *, n_units: int | None = None
+) -> tuple[float, float]:
     """Return an interval around a figure from how it varies over draws of the data.
 
     The draws are taken as deviations from their own mean, since figures on resampled data may all lie somewhat too low.
-    With 100 draws or more the interval runs between percentiles of the deviations (the percentile bootstrap, Efron and
-    Tibshirani 1993), with fewer it is that of Student's t.
+    With 100 draws or more, and as many units, the interval runs between percentiles of the deviations (the percentile
+    bootstrap, Efron and Tibshirani 1993), with fewer it is that of Student's t. Bootstraps of few units vary too
+    little, which is made up for (Hesterberg 2015).
 
     Parameters
     ----------
@@ -54,6 +57,8 @@ def interval(value: float, draws: np.ndarray, level: float = 0.95) -> tuple[floa
         The figure on resampled data, shape (R,); NaN where it was not defined there.
     level
         Coverage.
+    n_units
+        Number of independent units that were drawn among, e.g. donors; None for cells.
 
     Returns
     -------
@@ -67,19 +72,27 @@ def interval(value: float, draws: np.ndarray, level: float = 0.95) -> tuple[floa
     found = draws[np.isfinite(draws)]
     if not np.isfinite(value) or len(found) < 2 or 2 * len(found) < len(draws):
         return float("nan"), float("nan")
-    away = found - found.mean()
-    if len(found) >= _ENOUGH:
-        low, high = np.quantile(away, [(1 - level) / 2, (1 + level) / 2])
+    degrees = _degrees(found, n_units)
+    if degrees < 1:
+        return float("nan"), float("nan")
+    if degrees >= _ENOUGH - 1:
+        low, high = np.quantile(found - found.mean(), [(1 - level) / 2, (1 + level) / 2])
     else:
         from scipy.stats import t
 
-        high = float(t.ppf((1 + level) / 2, len(found) - 1)) * away.std(ddof=1)
+        high = float(t.ppf((1 + level) / 2, degrees)) * _spread(found, n_units)
         low = -high
     return float(value + low), float(value + high)
 
 
 def compare_paired(
-    baseline: str, value: float, other: float, draws: np.ndarray | None, other_draws: np.ndarray | None
+    baseline: str,
+    value: float,
+    other: float,
+    draws: np.ndarray | None,
+    other_draws: np.ndarray | None,
+    *,
+    n_units: int | None = None,
 ) -> Comparison:
     """Compare two methods on the same draws of the data.
 
@@ -94,6 +107,8 @@ def compare_paired(
         The figures of both.
     draws, other_draws
         The figures on the same resampled data, shape (R,) each; None where there are none.
+    n_units
+        As for :func:`interval`; they limit the degrees of freedom.
 
     Examples
     --------
@@ -106,16 +121,28 @@ def compare_paired(
     if draws is None or other_draws is None or not np.isfinite(difference):
         return Comparison(baseline, difference, nothing, nothing, nothing)
     both = np.asarray(draws) - np.asarray(other_draws)
-    low, high = interval(difference, both)
+    low, high = interval(difference, both, n_units=n_units)
     both = both[np.isfinite(both)]
     if np.isnan(low):
         return Comparison(baseline, difference, nothing, nothing, nothing)
-    spread = float(both.std(ddof=1))
+    spread = _spread(both, n_units)
     if spread == 0.0:
         return Comparison(baseline, difference, low, high, 1.0 if difference == 0.0 else nothing)
     from scipy.stats import t
 
-    return Comparison(baseline, difference, low, high, float(2 * t.sf(abs(difference) / spread, len(both) - 1)))
+    return Comparison(
+        baseline, difference, low, high, float(2 * t.sf(abs(difference) / spread, _degrees(both, n_units)))
+    )
+
+
+def _degrees(draws: np.ndarray, n_units: int | None) -> int:
+    return len(draws) - 1 if n_units is None else min(len(draws), n_units) - 1
+
+
+def _spread(draws: np.ndarray, n_units: int | None) -> float:
+    """Return the standard deviation of draws, made up for few units: that of a bootstrap is of n, not n - 1."""
+    factor = 1.0 if n_units is None else np.sqrt(n_units / (n_units - 1))
+    return float(draws.std(ddof=1) * factor)
 
 
 def holm(p_values: Sequence[float]) -> np.ndarray:

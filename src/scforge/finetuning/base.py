@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -16,7 +17,7 @@ from scforge.errors import OptionError, TrainingError
 from scforge.finetuning.splits import Split
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import TokenBatch
-from scforge.training.objectives.base import Objective
+from scforge.training.objectives.base import Objective, TrainingDefaults
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,6 +30,15 @@ __all__ = ["TASKS", "Task", "get_task", "list_tasks", "register_task"]
 
 type Column = Callable[[str], pd.Series]
 """Returns a column of obs."""
+
+
+ADAPTER_LR = 10.0
+"""Learning rate of low-rank adapters in units of that of all weights; measured in ``benchmarks/finetuning.py``."""
+
+
+def with_adapters(defaults: TrainingDefaults) -> TrainingDefaults:
+    """Return defaults with the learning rate that low-rank adapters need."""
+    return replace(defaults, lr=ADAPTER_LR * defaults.lr)
 
 
 class Task(Objective):
@@ -57,6 +67,10 @@ class Task(Objective):
     makes_cells: ClassVar[bool] = False
     pretraining: Objective | None = None
     vocab: GeneVocab | None = None
+
+    def for_adapters(self) -> None:
+        """Take the learning rate that low-rank adapters need, ten times that of all weights."""
+        self.defaults = with_adapters(self.defaults)  # type: ignore[misc]  # its own from here on
 
     def usable(self, column: Column) -> np.ndarray | None:
         """Return which cells have a target, bool, shape (N,); None if all have. `column` returns that of all cells."""

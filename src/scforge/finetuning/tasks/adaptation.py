@@ -47,6 +47,9 @@ class Adaptation(Task):
         """Those of the pretraining."""
         return self.aim.defaults
 
+    def for_adapters(self) -> None:
+        """Leave the learning rate of the pretraining, which goes on."""
+
     @property
     def random_batches(self) -> bool:  # type: ignore[override]
         """As in the pretraining."""
