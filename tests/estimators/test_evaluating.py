@@ -35,7 +35,7 @@ def test_an_embedding_beside_baselines_and_random_weights(trained: Encoder, tmp_
     cells.write_h5ad(tmp_path / "cells.h5ad")
     figures = ad.read_h5ad(tmp_path / "cells.h5ad").uns["scforge"]["metrics"]
     assert set(figures["benchmark"]) == {"label_prediction", "geometry"}
-    assert len(report.verdicts()) == 2
+    assert len(report.verdicts()) == 1
     assert report.facts["labels_key"] == "group (2)"
 
 
@@ -215,3 +215,12 @@ def test_generated_cells(many_adata: ad.AnnData) -> None:
     kinds = {row.name: row.kind for row in report.rows}
     assert kinds["scforge"] == "model"
     assert "baseline" in kinds.values()
+
+
+def test_a_collapse_is_told_and_geometry_is_no_contest(trained: Encoder) -> None:
+    cells = trained.adata.copy()
+    cells.obsm["X_point"] = np.ones((160, 4)) + np.random.default_rng(0).normal(0, 1e-3, (160, 4))
+    report = trained.evaluate(cells, benchmarks="geometry", obsm_keys=["X_point"], **QUICK)
+    assert any(note.startswith("'X_point' has collapsed") for note in report.notes)
+    assert not report.verdicts()
+    assert "**" not in report.to_markdown()

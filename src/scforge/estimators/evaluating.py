@@ -17,6 +17,7 @@ from scforge._checks import check_bool
 from scforge.errors import DataError, OptionError, ScforgeWarning, listing
 from scforge.estimators.base import CellModel
 from scforge.eval.base import check_column
+from scforge.eval.geometry import is_collapsed
 from scforge.eval.harness import evaluate, write_metrics
 from scforge.finetuning.seen import fingerprints
 from scforge.training.predict import embed
@@ -160,6 +161,11 @@ def evaluate_embeddings(
             del adata.obsm[key]
         adata.obsm.update(before)
     report.facts = _facts(trained, adata, cells, keys, seeds) | report.facts
+    figures = [row for row in report.rows if "effective_rank" in row.scores and row.kind == "model"]
+    if collapsed := [row.name for row in figures if is_collapsed(row.scores)]:
+        notes.append(
+            f"{listing(collapsed)} has collapsed: nearly all cells are in one place, in one direction or on one line."
+        )
     report.notes += notes + _explanations(every, adata)
     if key_added is not None:
         if rows is None:
@@ -263,7 +269,7 @@ def _facts(
         if key is not None:
             facts[name] = f"{key} ({cells.obs[key].nunique()})"
     for name, some in models.items():
-        spec, epochs = some[0].spec, listing(sorted({str(model.n_epochs_) for model in some}))
+        spec, epochs = some[0].spec, ", ".join(sorted({str(model.n_epochs_) for model in some}))
         times = f", {len(some)} trainings" if len(some) > 1 else ""
         facts[f"model {name}"] = f"{spec.architecture}, {spec.tokenizer}, trained {epochs} epochs{times}"
     facts["seeds"] = ", ".join(str(seed) for seed in seeds)

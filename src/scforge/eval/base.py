@@ -57,6 +57,8 @@ class Benchmark(ABC):
         The one that a sentence about the outcome speaks of; the first, if a class names none.
     n_draws
         Draws of :meth:`resampled` that are worth their time.
+    ranks
+        Whether a better figure is a better method. Without, methods are not compared: the figures warn of something.
     """
 
     subject: ClassVar[str] = "embedding"
@@ -64,6 +66,7 @@ class Benchmark(ABC):
     lower_is_better: ClassVar[frozenset[str]] = frozenset()
     main: str = ""
     n_draws: ClassVar[int] = 10
+    ranks: ClassVar[bool] = True
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

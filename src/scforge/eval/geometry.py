@@ -57,6 +57,7 @@ class Geometry(Benchmark):
     """
 
     metrics = ("effective_rank", "mean_cosine", "top_component_share", "constant_dims")
+    ranks = False
     lower_is_better: ClassVar[frozenset[str]] = frozenset({"mean_cosine", "top_component_share", "constant_dims"})
 
     def check(self, obs: pd.DataFrame) -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Replicates", "compare", "evaluate", "made_of", "write_metrics"]
 
 _BASELINES = (15, 50)
+_ORDER: tuple[Kind, ...] = ("model", "untrained", "baseline", "ceiling")
 _TITLES = {
     "hvg": "variable genes",
     "pca": "PCA",
@@ -131,6 +132,7 @@ def evaluate(
     if taken := [name for name in of_baselines if name in embeddings]:
         raise OptionError(f"{taken[0]!r} is the name of a baseline; call the embedding something else.")
     kinds |= dict.fromkeys(of_baselines, "baseline")
+    embeddings = dict(sorted(embeddings.items(), key=lambda item: _ORDER.index(kinds[item[0]])))
     report = Report(title)
     for name, benchmark in made.items():
         if hasattr(benchmark, "before_integration"):
@@ -299,7 +301,7 @@ def _score(
     for method, one in made.items():
         table = draws[method]
         comparisons = {}
-        if kinds[method] in ("model", "untrained"):
+        if benchmark.ranks and kinds[method] in ("model", "untrained"):
             comparisons = {
                 metric: compare_paired(
                     other,

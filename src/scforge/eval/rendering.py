@@ -92,7 +92,7 @@ def _cells(report: Report, benchmark: str) -> tuple[list[str], list[tuple[str, l
             texts.append(("" if row.n_dims is None else str(row.n_dims), False))
         for metric in shown:
             value = row.scores.get(metric, math.nan)
-            texts.append((_number(value), value == best[metric] and row.kind != "ceiling"))
+            texts.append((_number(value), about.ranks and value == best[metric] and row.kind != "ceiling"))
             if metric == about.main and has_interval:
                 low, high = row.intervals.get(metric, (math.nan, math.nan))
                 texts.append(("" if math.isnan(low) else f"{_number(low)} to {_number(high)}", False))

@@ -76,16 +76,19 @@ class Measured:
         The one that counts most.
     lower_is_better
         Those in which less is better.
+    ranks
+        Whether they say which method is better.
     """
 
     metrics: tuple[str, ...]
     main: str
     lower_is_better: frozenset[str] = frozenset()
+    ranks: bool = True
 
     @classmethod
     def by(cls, benchmark: Benchmark) -> Measured:
         """Describe the figures of a benchmark."""
-        return cls(tuple(benchmark.metrics), benchmark.main, frozenset(benchmark.lower_is_better))
+        return cls(tuple(benchmark.metrics), benchmark.main, frozenset(benchmark.lower_is_better), benchmark.ranks)
 
     def sign(self, metric: str) -> float:
         """Return 1 where more is better, else -1."""
