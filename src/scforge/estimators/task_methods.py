@@ -280,6 +280,23 @@ class TaskMethods(AdapterMethods):
             source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key_added: evaluated.metrics, **tables}
         return evaluated.metrics
 
+    def learned_labels_of(self: Any, cells: Cells) -> np.ndarray:
+        """Return which cells' labels the model learned from, in any fine-tuning that led to it.
+
+        Parameters
+        ----------
+        cells
+            Cells over the genes of the model, as from :meth:`cells`.
+
+        Returns
+        -------
+        Bool, shape (N,).
+        """
+        task = self.spec.build_objective()
+        if self._seen is None or not getattr(task, "learns_labels", False):
+            return np.zeros(len(cells), dtype=bool)
+        return self._seen.learned_from(fingerprints(cells))
+
     def _task(self: Any, method: str) -> Task:
         """Return the task, or raise if there is none."""
         if self.spec.tuning is None:

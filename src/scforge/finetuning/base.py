@@ -57,6 +57,9 @@ class Task(Objective):
         ``"min"`` or ``"max"``.
     makes_cells
         Whether :meth:`predict` returns an AnnData of its own in place of a table with a row a cell.
+    learns_labels
+        Whether training looks at the labels of cells, so that these must not be scored later. False where columns of
+        labels are for :meth:`evaluate` alone.
     pretraining
         The objective that the base model was trained with, which may order the tokens of a cell.
     vocab
@@ -65,6 +68,7 @@ class Task(Objective):
 
     keys: ClassVar[tuple[str, ...]] = ("labels_key",)
     makes_cells: ClassVar[bool] = False
+    learns_labels: ClassVar[bool] = True
     pretraining: Objective | None = None
     vocab: GeneVocab | None = None
 

@@ -34,6 +34,7 @@ class Adaptation(Task):
     """
 
     keys = ()
+    learns_labels = False
 
     @property
     def aim(self) -> Objective:

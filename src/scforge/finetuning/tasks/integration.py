@@ -71,6 +71,7 @@ class Integration(Task):
 
     defaults = TrainingDefaults(batch_size=256, lr=1e-3, weight_decay=0.01, schedule="one_cycle", max_epochs=40)
     keys = ("batch_key", "labels_key")
+    learns_labels = False
     # Cells of a batch are taken for a sample of it.
     random_batches = True
 
