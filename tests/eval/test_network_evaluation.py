@@ -97,7 +97,7 @@ def test_arguments_that_cannot_be_used(tiny_adata: ad.AnnData, truth: pd.DataFra
 def test_the_area_below_a_curve_is_the_average_precision(truth: pd.DataFrame, scores: pd.DataFrame) -> None:
     random = scores.assign(weight=np.random.default_rng(3).integers(0, 5, len(scores)))
     curves = network_curves({"mine": scores, "random": random}, truth)
-    assert list(curves) == ["method", "recall", "precision"]
+    assert list(curves) == ["method", "recall", "precision", "auprc"]
     universe = GeneNetwork().universe(truth)
     for method, made in {"mine": scores, "random": random}.items():
         curve = curves[curves["method"] == method]
@@ -105,6 +105,7 @@ def test_the_area_below_a_curve_is_the_average_precision(truth: pd.DataFrame, sc
         ranked = np.nan_to_num(universe.matrix(made), neginf=-9.0)[universe.pairs]
         assert area == pytest.approx(average_precision_score(universe.edges[universe.pairs], ranked))
         assert area == pytest.approx(GeneNetwork().run(made, truth)["auprc"])
+        assert set(curve["auprc"]) == {GeneNetwork().run(made, truth)["auprc"]}
         assert curve["recall"].is_monotonic_increasing
         assert curve["recall"].iloc[-1] == 1.0
         assert curve["precision"].iloc[-1] == pytest.approx(universe.edges.sum() / universe.pairs.sum())

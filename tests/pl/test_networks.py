@@ -58,6 +58,14 @@ def test_a_line_for_each_network_with_its_area(curves: pd.DataFrame, scored) -> 
     assert ax.get_title() == "TRRUST"
 
 
+def test_the_area_is_that_of_all_points_where_it_is_known(curves: pd.DataFrame, scored) -> None:
+    truth, scores = scored
+    exact = {name: average_precision_score(truth, score) for name, score in scores.items()}
+    thinned = curves.iloc[::40].assign(auprc=lambda some: some["method"].map(exact))
+    shown = [text.get_text() for text in precision_recall(thinned, chance=0.1).get_legend().get_texts()]
+    assert shown[:2] == [f"{name} ({exact[name]:.3f})" for name in ("strong", "weak")]
+
+
 def test_curves_that_end_early_need_to_be_told_chance(curves: pd.DataFrame) -> None:
     short = curves[curves["recall"] < 0.5]
     assert len(precision_recall(short).lines) == 2

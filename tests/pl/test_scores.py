@@ -69,7 +69,9 @@ def test_a_dot_for_each_figure_with_its_interval_and_the_best_on_top() -> None:
             assert (round(value - 0.05, 6), round(value + 0.05, 6)) in ends
     assert [text.get_text() for text in axes[1].texts] == ["not defined"]
     assert not axes[0].texts
-    assert [text.get_text() for text in axes[1].get_legend().get_texts()] == list(KINDS)
+    assert [text.get_text() for text in axes[1].get_legend().get_texts()] == [
+        kind for kind in KINDS if kind in KIND.values()
+    ]
     assert {text.get_text() for text in axes[0].get_yticklabels() if text.get_fontweight() == "bold"} == {"scforge"}
 
 
@@ -78,6 +80,13 @@ def test_one_metric_on_given_axes_where_less_is_better() -> None:
     axes = metrics(table(), "error", lower_is_better=["error"], ax=own)
     assert list(axes) == [own]
     assert [text.get_text() for text in own.get_yticklabels()] == ["random", "untrained", "scforge", "pca", "best"]
+
+
+def test_a_table_says_where_less_is_better() -> None:
+    frame = table()
+    (ax,) = metrics(frame.assign(lower_is_better=frame["metric"] == "error"), "error")
+    assert [text.get_text() for text in ax.get_yticklabels()] == ["random", "untrained", "scforge", "pca", "best"]
+    assert ax.get_xlabel() == "error\n(less is better)"
 
 
 def test_a_table_without_kinds_and_intervals() -> None:

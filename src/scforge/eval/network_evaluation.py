@@ -144,7 +144,8 @@ def network_curves(
 
     Returns
     -------
-    ``method``, ``recall`` and ``precision``, by rising recall. Points stand where the weight changes, so that pairs
+    ``method``, ``recall``, ``precision`` and ``auprc``, by rising recall. ``auprc`` is the average precision of the whole
+    network, as :class:`GeneNetwork` has it, the same on all its rows. Points stand where the weight changes, so that pairs
     that tie are one step. The last point, at recall 1, is where all pairs are taken: its precision is that of random
     scores.
 
@@ -153,7 +154,7 @@ def network_curves(
     >>> truth = pd.DataFrame({"source": ["A", "B"], "target": ["x", "y"]})
     >>> scores = pd.DataFrame({"source": ["A"], "target": ["x"], "weight": [1.0]})
     >>> network_curves({"mine": scores}, truth).values.tolist()
-    [['mine', 0.5, 1.0], ['mine', 1.0, 0.5]]
+    [['mine', 0.5, 1.0, 0.75], ['mine', 1.0, 0.5, 0.75]]
     """
     check_count("n_points", n_points, "points", least=2)
     universe = (GeneNetwork() if benchmark is None else benchmark).universe(truth)
@@ -169,7 +170,12 @@ def network_curves(
             found = found[np.unique(np.linspace(0, len(found) - 1, n_points).round().astype(np.int64))]
         curves.append(
             pd.DataFrame(
-                {"method": method, "recall": hits[found] / hits[-1], "precision": hits[found] / (last[found] + 1.0)}
+                {
+                    "method": method,
+                    "recall": hits[found] / hits[-1],
+                    "precision": hits[found] / (last[found] + 1.0),
+                    "auprc": ranked.figures(np.ones(len(universe.tfs)), ranked.within())["auprc"],
+                }
             )
         )
     return pd.concat(curves, ignore_index=True)

@@ -34,7 +34,9 @@ def precision_recall(
     Parameters
     ----------
     curves
-        The columns ``method``, ``recall`` and ``precision``, as of :func:`scforge.eval.network_curves`.
+        The columns ``method``, ``recall`` and ``precision``, as of :func:`scforge.eval.network_curves`. The area in the
+        legend is the column ``auprc``; without one it is that below these points, which is another one where they were
+        thinned.
     kinds
         Method to ``"model"`` or ``"baseline"``; baselines are grey. None takes the column ``kind`` of `curves`, or
         draws all in colour.
@@ -65,7 +67,7 @@ def precision_recall(
     # Of points with one recall, those that come later have more false edges.
     ordered = curves.sort_values(["recall", "precision"], ascending=[True, False])
     lines = dict(iter(ordered.groupby("method", sort=False)))
-    areas = {name: _area(part) for name, part in lines.items()}
+    areas = {name: float(part["auprc"].iloc[0]) if "auprc" in part else _area(part) for name, part in lines.items()}
     if chance is None:
         last = [part["precision"].iloc[-1] for part in lines.values() if part["recall"].iloc[-1] >= 1 - 1e-9]
         chance = float(np.median(last)) if last else None

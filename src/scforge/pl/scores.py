@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["metrics", "scib_table"]
 
-_MARKERS = {"model": "o", "baseline": "o", "untrained": "X", "ceiling": "D"}
+_MARKERS = {"model": "o", "supervised": "s", "baseline": "o", "untrained": "X", "ceiling": "D"}
 _TOTALS = ("bio", "batch", "total")
 _LIGHT = (0.299, 0.587, 0.114)  # how light red, green and blue are (ITU-R BT.601)
 _OF_BATCHES = ("bras", "silhouette_batch", "ilisi", "kbet", "graph_connectivity", "pcr")
@@ -36,13 +36,15 @@ def metrics(
     ----------
     report
         A :class:`~scforge.eval.Report`, or its table: the columns ``method``, ``metric`` and ``value``, and where they
-        are known ``kind`` (baselines are grey), ``low`` and ``high`` (ends of the interval) and ``benchmark``.
+        are known ``kind`` (baselines are grey), ``low`` and ``high`` (ends of the interval), ``benchmark`` and
+        ``lower_is_better`` (bool).
     metrics
         Which; None draws all. The first decides about the order of the methods.
     benchmark
         Which, if there are several.
     lower_is_better
-        Metrics in which less is better; None takes those that a report names.
+        Metrics in which less is better; None takes those that a report, or that column of its table,
+        names.
     ax
         Axes to draw on, one a metric; new ones if None.
 
@@ -121,9 +123,9 @@ def _of_benchmark(frame: pd.DataFrame, benchmark: str | None) -> pd.DataFrame:
 
 
 def _lower(report: Any, frame: pd.DataFrame) -> Collection[str]:
-    if not hasattr(report, "about"):
-        return ()
-    return report.about(frame["benchmark"].iloc[0]).lower_is_better
+    if hasattr(report, "about"):
+        return report.about(frame["benchmark"].iloc[0]).lower_is_better
+    return set(frame.loc[frame["lower_is_better"].astype(bool), "metric"]) if "lower_is_better" in frame else ()
 
 
 def _panel(ax: Axes, lines: pd.DataFrame, order: list[str], kinds: dict[str, str]) -> None:
