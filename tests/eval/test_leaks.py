@@ -3,10 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+import scanpy as sc
 from scipy import sparse
 
 from scforge.errors import DataError, ScforgeWarning
-from scforge.eval.leaks import check_disjoint, check_features, check_no_copies
+from scforge.eval.leaks import check_disjoint, check_features, check_no_copies, check_same_rows
+from scforge.eval.perturbation_cells import log_normalised
 
 KEYS = {"perturbation_key": "target", "control": "control"}
 
@@ -36,6 +38,17 @@ def test_cells_under_another_name_are_found(perturbed, n_copies: int) -> None:
     else:
         with pytest.raises(DataError, match="3 of 220 test cells have the same expression .* copies"):
             check_disjoint(train, test)
+
+
+def test_leaked_cells_are_found_where_one_side_is_counts_and_the_other_logs(perturbed) -> None:
+    counts, logs = perturbed(), perturbed()
+    logs.X = logs.X.astype(np.float64)
+    sc.pp.normalize_total(logs, target_sum=1e4)
+    sc.pp.log1p(logs)
+    one, other = log_normalised(counts), log_normalised(logs)
+    assert not np.array_equal(one.toarray(), other.toarray())
+    with pytest.raises(DataError, match="220 of 220 test cells have the same expression"):
+        check_same_rows(one, other)
 
 
 def test_nearly_empty_cells_are_no_copies() -> None:

@@ -48,3 +48,16 @@ def test_mistakes_are_told() -> None:
     with pytest.raises(DataError, match="shapes"):
         discrimination_scores(np.ones((2, 2)), np.ones((2, 3)))
     assert np.isnan(discrimination_scores(np.ones((1, 2)), np.ones((1, 2)))).all()
+
+
+def test_effects_of_other_contexts_are_no_candidates() -> None:
+    rng = np.random.default_rng(0)
+    contexts = ["x"] * 4 + ["y"] * 5 + ["z"]
+    shared = {name: rng.normal(size=50) for name in "xyz"}
+    own = np.array([shared[name] for name in contexts])
+    measured = 3 * own + rng.normal(size=(10, 50))
+    found = discrimination_scores(own, measured, "l1", None, contexts)
+    # The chance of Q effects is (1 + 1 / Q) / 2.
+    assert found[:4].mean() == pytest.approx((1 + 1 / 4) / 2)
+    assert found[4:9].mean() == pytest.approx((1 + 1 / 5) / 2)
+    assert np.isnan(found[9])

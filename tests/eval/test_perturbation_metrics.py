@@ -110,20 +110,20 @@ def test_effects_and_scores_are_those_of_scipy() -> None:
     assert (found.n_cells.tolist(), found.n_controls.tolist()) == ([10], [15])
 
 
-def cells_of(n: int, spread: float) -> tuple[sparse.csr_matrix, np.ndarray, np.ndarray]:
+def cells_of(n: int, spread: float) -> tuple[sparse.csr_matrix, np.ndarray]:
     """Two perturbations of `n` cells and as many controls, over 200 genes."""
     rng = np.random.default_rng(1)
     effects = np.concatenate([rng.normal(size=(2, 200)), np.zeros((1, 200))])
     groups = np.repeat([0, 1, 2], n)
     cells = effects[groups] + spread * rng.normal(size=(3 * n, 200))
-    return sparse.csr_matrix(cells), groups, effects[:2]
+    return sparse.csr_matrix(cells), groups
 
 
 def test_a_duplicate_is_as_good_as_a_second_experiment() -> None:
-    expression, groups, truth = cells_of(200, 6.0)
+    expression, groups = cells_of(200, 6.0)
     controls = np.array([2, 2])
-    table = technical_duplicate(expression, groups, controls, truth, n_splits=20)
-    # The means of 200 cells and of 200 controls have a variance of 6^2 / 200 each; truth has 1.
+    table = technical_duplicate(expression, groups, controls, n_splits=20)
+    # The means of 200 cells and of 200 controls have a variance of 6^2 / 200 each; effects have 1.
     noise = 2 * 36 / 200
     assert table["mse"].mean() == pytest.approx(2 * noise, rel=0.1)
     assert table["pearson_delta"].mean() == pytest.approx(1 / (1 + noise), abs=0.06)
@@ -131,9 +131,9 @@ def test_a_duplicate_is_as_good_as_a_second_experiment() -> None:
 
 
 def test_a_duplicate_needs_two_cells() -> None:
-    expression, groups, truth = cells_of(4, 1.0)
+    expression, groups = cells_of(4, 1.0)
     kept = np.array([0, *range(4, 12)])
-    table = technical_duplicate(expression[kept], groups[kept], np.array([2, 2]), truth)
+    table = technical_duplicate(expression[kept], groups[kept], np.array([2, 2]))
     assert table["mse"].isna().tolist() == [True, False]
 
 
@@ -193,16 +193,44 @@ def test_p_values_are_those_of_scipy() -> None:
     np.testing.assert_array_equal(de_genes(found)[0], stats.false_discovery_control(found[0]) <= 0.05)
 
 
-def test_a_duplicate_explains_what_a_second_experiment_would() -> None:
+def experiments(size: float, n: int = 6) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Mean figures of duplicates, and of second experiments, on effects of a size; the noise of a cell is 1."""
     rng = np.random.default_rng(3)
-    truth = rng.normal(0, 0.5, (8, 40))
-    sizes, cells = np.repeat(np.arange(9), 60), []
-    for group in range(9):
-        cells.append(rng.normal(3.0 + (truth[group] if group < 8 else 0.0), 1.0, (60, 40)))
-    first = np.concatenate(cells)
-    measured = np.array([first[sizes == group].mean(axis=0) - first[sizes == 8].mean(axis=0) for group in range(8)])
-    controls = np.full(8, 8)
-    found = technical_duplicate(sparse.csr_matrix(first), sizes, controls, measured, n_splits=20)["weighted_r2_delta"]
-    again = np.array([truth[group] + rng.normal(0, np.sqrt(2 / 60), (400, 40)) for group in range(8)])
-    noisy = [score_deltas(again[:, i], measured, measured)["weighted_r2_delta"].mean() for i in range(400)]
-    assert found.mean() == pytest.approx(np.mean(noisy), abs=0.05)
+    groups, controls, center = np.repeat(np.arange(9), 60), np.full(8, 8), np.zeros(200)
+    halves, wholes = [], []
+    for _ in range(n):
+        truth = np.concatenate([rng.normal(0, size, (8, 200)), np.zeros((1, 200))])
+        cells = [sparse.csr_matrix(truth[groups] + rng.normal(size=(540, 200))) for _ in range(2)]
+        halves.append(technical_duplicate(cells[0], groups, controls, center))
+        one, other = (effects_of(moments_of(some, groups, 9), np.arange(8), controls) for some in cells)
+        wholes.append(score_deltas(other.deltas, one.deltas, one.scores, de_genes(one.p_values), center))
+    return pd.concat(halves).mean(), pd.concat(wholes).mean()
+
+
+@pytest.mark.parametrize("size", [0.0, 0.1, 0.2, 0.5])
+def test_a_duplicate_explains_what_a_second_experiment_would(size: float) -> None:
+    of_halves, of_wholes = experiments(size)
+    assert of_halves["weighted_r2_delta"] == pytest.approx(of_wholes["weighted_r2_delta"], abs=0.1)
+    assert of_halves["pearson_delta"] == pytest.approx(of_wholes["pearson_delta"], abs=0.05)
+
+
+def test_a_duplicate_knows_nothing_of_effects_that_are_none() -> None:
+    found, _ = experiments(0.0)
+    # Were the genes chosen by all cells, both halves would agree on those.
+    assert found["pearson_delta_top20"] == pytest.approx(0.0, abs=0.08)
+    assert found["weighted_r2_delta"] < 0
+
+
+def test_ranks_are_within_contexts() -> None:
+    rng = np.random.default_rng(0)
+    contexts = ["x"] * 5 + ["y"] * 7 + ["z"]
+    shared = {name: rng.normal(size=50) for name in "xyz"}
+    own = np.array([shared[name] for name in contexts])
+    measured = 3 * own + rng.normal(size=(13, 50))
+    rank = score_deltas(own, measured, measured, None, None, contexts)["rank"]
+    assert rank[:5].mean() == pytest.approx(0.5)
+    assert rank[5:12].mean() == pytest.approx(0.5)
+    assert np.isnan(rank[12])
+    assert score_deltas(own, measured, measured)["rank"].mean() < 0.3
+    with pytest.raises(DataError, match="contexts has 1 entries for 13 effects"):
+        score_deltas(own, measured, measured, None, None, ["x"])

@@ -73,9 +73,14 @@ def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | A
 
 
 def check_same_rows(train: sparse.csr_matrix, test: sparse.csr_matrix, *, what: str = "cells") -> None:
-    """Raise where more than 1 % of the rows of `test`, each of which is a cell, are rows of `train`; warn below."""
-    found, looked_at = row_hashes(test)
-    same = np.isin(found, row_hashes(train)[0][row_hashes(train)[1]]) & looked_at
+    """Raise where more than 1 % of the rows of `test`, each of which is a cell, are rows of `train`; warn below.
+
+    Values count as the same if they round to the same three decimals.
+    """
+    # Logs that scanpy made are those of the same counts made here but for rounding.
+    found, looked_at = row_hashes(test, decimals=_DECIMALS)
+    known, telling = row_hashes(train, decimals=_DECIMALS)
+    same = np.isin(found, known[telling]) & looked_at
     if not same.any():
         return
     message = f"{int(same.sum())} of {len(same)} test {what} have the same expression of all genes as a training cell"

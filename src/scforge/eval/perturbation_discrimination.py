@@ -5,18 +5,25 @@ Shapes: Q perturbations, G genes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import pandas as pd
 
 from scforge.errors import DataError, OptionError, listing
 
-__all__ = ["DISCRIMINATION", "discrimination_scores", "own_genes"]
+__all__ = ["DISCRIMINATION", "discrimination_scores", "effect_ranks", "own_genes", "within_contexts"]
 
 DISCRIMINATION = ("l1", "l2", "cosine")
 """The distances."""
 
 
 def discrimination_scores(
-    predicted: np.ndarray, measured: np.ndarray, metric: str = "l1", left_out: np.ndarray | None = None
+    predicted: np.ndarray,
+    measured: np.ndarray,
+    metric: str = "l1",
+    left_out: np.ndarray | None = None,
+    contexts: Sequence[object] | None = None,
 ) -> np.ndarray:
     """Return the perturbation discrimination score of the Virtual Cell Challenge, as cell-eval has it.
 
@@ -32,10 +39,13 @@ def discrimination_scores(
     left_out
         Genes that are not looked at for a prediction, bool, shape (Q, G); cell-eval leaves the perturbed gene out,
         which a model knows to change (:func:`own_genes`).
+    contexts
+        Context of each effect, Q of them: each is compared with those of its own, the number of which is then Q above.
+        Without, there is one only.
 
     Returns
     -------
-    Float64, shape (Q,); NaN without another effect.
+    Float64, shape (Q,); NaN without another effect in the context.
 
     Raises
     ------
@@ -56,14 +66,43 @@ def discrimination_scores(
     if predicted.shape != measured.shape or (left_out is not None and np.shape(left_out) != measured.shape):
         shapes = [predicted.shape, measured.shape] + ([] if left_out is None else [np.shape(left_out)])
         raise DataError(f"predicted, measured and left_out have the shapes {listing(shapes)}; give the same for all.")
-    n_effects = len(measured)
-    if n_effects < 2:
-        return np.full(n_effects, np.nan)
-    distances = _distances(predicted, measured, metric, left_out)
+    found = np.full(len(measured), np.nan)
+    for rows in within_contexts(contexts, len(measured)):
+        if len(rows) > 1:
+            own = None if left_out is None else left_out[rows]
+            found[rows] = _scores(_distances(predicted[rows], measured[rows], metric, own))
+    return found
+
+
+def within_contexts(contexts: Sequence[object] | None, n_effects: int) -> list[np.ndarray]:
+    """Return the rows of the effects of each context, int64; of all, where there are no contexts.
+
+    Raises
+    ------
+    DataError
+        If there is not one context for each effect.
+    """
+    if contexts is None:
+        return [np.arange(n_effects)]
+    if len(contexts) != n_effects:
+        raise DataError(f"contexts has {len(contexts)} entries for {n_effects} effects; give one for each.")
+    codes = pd.factorize(pd.Series(list(contexts), dtype=object), use_na_sentinel=False)[0]
+    return [np.flatnonzero(codes == code) for code in range(int(codes.max(initial=-1)) + 1)]
+
+
+def effect_ranks(predicted: np.ndarray, known: np.ndarray, contexts: Sequence[object] | None) -> np.ndarray:
+    """Return the normalised rank of the own effect in its context; that of prediction i is ``known[i]``."""
+    found = np.empty(len(predicted))
+    for rows in within_contexts(contexts, len(predicted)):
+        found[rows] = _ranks_of_all(predicted[rows], known[rows])
+    return found
+
+
+def _scores(distances: np.ndarray) -> np.ndarray:
     mine = np.diagonal(distances)[:, None]
     near = np.isclose(distances, mine, rtol=1e-12, atol=1e-12)
     nearer = ((distances < mine) & ~near).sum(axis=1) + 0.5 * (near.sum(axis=1) - 1)
-    return 1 - nearer / n_effects
+    return 1 - nearer / len(distances)
 
 
 def own_genes(targets: list[tuple[str, ...]], genes: np.ndarray) -> np.ndarray:
@@ -98,3 +137,18 @@ def _distances(predicted: np.ndarray, measured: np.ndarray, metric: str, left_ou
     lengths = np.sqrt(np.maximum(lengths, 0.0) * np.maximum(own, 0.0)[:, None])
     # No effect has no direction: it is as far from all as what is at a right angle.
     return 1 - np.divide(found, lengths, out=np.zeros_like(lengths), where=lengths > 0)
+
+
+def _ranks_of_all(predicted: np.ndarray, known: np.ndarray) -> np.ndarray:
+    if len(known) < 2:
+        return np.full(len(predicted), np.nan)
+    similarity = _unit(predicted) @ _unit(known).T
+    own = np.diagonal(similarity)[:, None]
+    near = np.isclose(similarity, own, rtol=0, atol=1e-9)
+    above = ((similarity > own) & ~near).sum(axis=1) + 0.5 * (near.sum(axis=1) - 1)
+    return above / (len(known) - 1)
+
+
+def _unit(values: np.ndarray) -> np.ndarray:
+    lengths = np.linalg.norm(values, axis=1, keepdims=True)
+    return np.divide(values, lengths, out=np.zeros_like(values), where=lengths > 0)

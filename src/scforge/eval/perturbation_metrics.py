@@ -8,7 +8,7 @@ All-gene correlations of absolute expression are near 1 for a model that predict
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -16,6 +16,7 @@ from scipy import sparse
 
 from scforge._checks import check_count
 from scforge.errors import DataError
+from scforge.eval.perturbation_discrimination import effect_ranks
 from scforge.eval.pseudobulk import effects_of, moments_of
 
 __all__ = [
@@ -45,6 +46,9 @@ METRICS = {
 """The metrics, and whether more of one is better."""
 
 TOP_GENES = 20
+
+_NOISE = 2.0
+"""How much larger the noise of a measured effect is under weights that grow with it."""
 
 
 def de_weights(scores: np.ndarray) -> np.ndarray:
@@ -109,6 +113,7 @@ def score_deltas(
     scores: np.ndarray,
     changed: np.ndarray | None = None,
     center: np.ndarray | None = None,
+    contexts: Sequence[object] | None = None,
 ) -> pd.DataFrame:
     """Score predicted effects.
 
@@ -124,6 +129,8 @@ def score_deltas(
     center
         The mean effect that ``weighted_r2_delta`` is seen from, shape (Q, G), or (G,) for all; without, it is the mean
         of the measured ones.
+    contexts
+        Context of each effect, Q of them, within which ``rank`` compares; without, there is one only.
 
     Returns
     -------
@@ -144,10 +151,11 @@ def score_deltas(
         Share of the genes that change for which the sign of the change is predicted; no change is a wrong sign. NaN
         where no gene changes.
     ``rank``
-        Share of the measured effects that are more similar to the prediction (cosine; ties count half) than the own
-        one: 0 is perfect, 0.5 chance, which is what one prediction for all has on average. After the rank metrics of
-        PerturBench (Wu et al., arXiv:2408.10609). NaN without another effect. Effects of the training are no
-        candidates: their own mean would be nearer to them than to any other, which is not what a rank is to show.
+        Share of the measured effects of the same context that are more similar to the prediction (cosine; ties count
+        half) than the own one: 0 is perfect, 0.5 chance, which is what one prediction for all of a context has on
+        average. After the rank metrics of PerturBench (Wu et al., arXiv:2408.10609). NaN without another effect in the
+        context. Effects of other contexts are no candidates, since who knows the context alone would be right more
+        often than by chance, nor are those of the training: their own mean would be nearer to them than to any other.
 
     Raises
     ------
@@ -187,7 +195,7 @@ def score_deltas(
             "wmse": (weights * np.square(error)).mean(axis=1),
             "weighted_r2_delta": _explained(error, measured, weights, center),
             "direction_accuracy": _directions(predicted, measured, changed),
-            "rank": _ranks(predicted, measured),
+            "rank": effect_ranks(predicted, measured, contexts),
         }
     )
 
@@ -196,9 +204,8 @@ def technical_duplicate(
     expression: sparse.csr_matrix,
     groups: np.ndarray,
     controls: np.ndarray,
-    scores: np.ndarray,
-    changed: np.ndarray | None = None,
     center: np.ndarray | None = None,
+    contexts: Sequence[object] | None = None,
     *,
     n_splits: int = 5,
     seed: int = 0,
@@ -206,10 +213,15 @@ def technical_duplicate(
     """Score a second experiment as a prediction of the first: what is left to reach under the noise of few cells.
 
     The cells of each group, controls included, are split into two halves at random; the effect in the one half is
-    scored as a prediction of that in the other. A half has half of the cells, so that the figures are brought to whole
-    groups: correlations and cosines r by the formula of Spearman and Brown, ``2 r / (1 + r)``, squared errors by 1/2,
-    absolute ones by 1/sqrt(2), and what is not explained, ``1 - weighted_r2_delta``, by 1/2. `rank` and
-    `direction_accuracy` are left as they are, which makes the one a little too high and the other a little too low.
+    scored as a prediction of that in the other. Which genes count, and how much, is told by the half that plays the
+    measured one alone: were it told by all cells, the prediction would have had a part in it. A half has half of the
+    cells, so that the figures are brought to whole groups: correlations and cosines r by the formula of Spearman and
+    Brown, ``2 r / (1 + r)``, squared errors by 1/2, absolute ones by 1/sqrt(2), and what is not explained,
+    ``u = 1 - weighted_r2_delta``, as ``3 u / (6 - 2 u)``. This is the last: with v the noise of the predicted half, the
+    weights, which grow with the measured noise, raise that to k v, so that ``u = (1 + k) v / (k v + T)`` for effects of
+    the size T, and v is halved in whole groups; k is 1 for strong effects and about 3, the kurtosis of noise, for none,
+    of which 2 is taken. `rank` and `direction_accuracy` are left as they are, which makes the one a little too high
+    and the other a little too low.
 
     Parameters
     ----------
@@ -219,8 +231,8 @@ def technical_duplicate(
         Group of each cell: 0 to Q - 1 for perturbations, from Q on for their controls, shape (N,).
     controls
         For each perturbation the group of its controls, shape (Q,).
-    scores, changed, center
-        Of whole groups; see :func:`score_deltas`.
+    center, contexts
+        See :func:`score_deltas`.
     n_splits
         Splits, of which the mean is returned.
     seed
@@ -240,8 +252,9 @@ def technical_duplicate(
         half = halves(groups, sizes, rng)
         both = moments_of(expression, groups + n_groups * half, 2 * n_groups)
         one = effects_of(both, perturbed, controls).deltas
-        other = effects_of(both, perturbed + n_groups, controls + n_groups).deltas
-        tables.append(of_whole(score_deltas(one, other, scores, changed, center)))
+        other = effects_of(both, perturbed + n_groups, controls + n_groups)
+        changed = de_genes(other.p_values)
+        tables.append(of_whole(score_deltas(one, other.deltas, other.scores, changed, center, contexts)))
     mean = sum(tables[1:], start=tables[0]) / n_splits
     few = (sizes[perturbed] < 2) | (sizes[controls] < 2)
     mean.loc[few] = np.nan
@@ -324,6 +337,14 @@ def _spearman_brown(values: pd.Series) -> pd.Series:
     return (2 * values / (1 + values)).where(values > 0, values)
 
 
+def _explained_by_whole(values: pd.Series) -> pd.Series:
+    missed = 1 - values
+    # With no effect at all, halves and wholes miss as much; more than that is chance.
+    most = (1 + _NOISE) / _NOISE
+    whole = (1 + _NOISE) * missed / (2 * (1 + _NOISE) - _NOISE * missed.clip(upper=most))
+    return 1 - whole.where(missed < most, missed)
+
+
 _OF_WHOLE: dict[str, Callable[[pd.Series], pd.Series]] = {
     "pearson_delta": _spearman_brown,
     "pearson_delta_top20": _spearman_brown,
@@ -331,7 +352,7 @@ _OF_WHOLE: dict[str, Callable[[pd.Series], pd.Series]] = {
     "mse": lambda values: values / 2,
     "wmse": lambda values: values / 2,
     "mae": lambda values: values / np.sqrt(2),
-    "weighted_r2_delta": lambda values: 1 - (1 - values) / 2,
+    "weighted_r2_delta": _explained_by_whole,
 }
 
 
@@ -367,19 +388,3 @@ def _centred(values: np.ndarray) -> np.ndarray:
     flat = np.ptp(values, axis=1) <= 1e-12 * np.abs(values).max(axis=1, initial=0.0)
     centred[flat] = 0.0
     return centred
-
-
-def _ranks(predicted: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Return the normalised rank of the own effect; that of prediction i is ``known[i]``."""
-    if len(known) < 2:
-        return np.full(len(predicted), np.nan)
-    similarity = _unit(predicted) @ _unit(known).T
-    own = np.diagonal(similarity)[:, None]
-    near = np.isclose(similarity, own, rtol=0, atol=1e-9)
-    above = ((similarity > own) & ~near).sum(axis=1) + 0.5 * (near.sum(axis=1) - 1)
-    return above / (len(known) - 1)
-
-
-def _unit(values: np.ndarray) -> np.ndarray:
-    lengths = np.linalg.norm(values, axis=1, keepdims=True)
-    return np.divide(values, lengths, out=np.zeros_like(values), where=lengths > 0)

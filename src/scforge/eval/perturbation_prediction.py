@@ -19,6 +19,7 @@ from scforge.eval.perturbation_cells import ALL, Effect, EffectKeys, PerturbedCe
 from scforge.eval.perturbation_discrimination import DISCRIMINATION, discrimination_scores
 from scforge.eval.perturbation_metrics import METRICS, score_deltas
 from scforge.eval.perturbation_reference import Reference
+from scforge.eval.pseudobulk import Effects
 from scforge.eval.statistics import bootstrap_weights
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ class PerturbationPrediction(Benchmark):
     The figures are means over effects of
 
     - those of :func:`score_deltas`, with genes that change by Welch's t-test at a false discovery rate of 5 %,
-    - ``discrimination_l1``, ``_l2`` and ``_cosine`` (:func:`~scforge.eval.discrimination_scores`, over all effects that
-      are scored, without the perturbed genes),
+    - ``discrimination_l1``, ``_l2`` and ``_cosine`` (:func:`~scforge.eval.discrimination_scores`, over all effects
+      of the context that are scored, without the perturbed genes),
     - ``energy_distance`` between predicted and measured cells on principal components of the training cells
       (:func:`~scforge.eval.energy_distance`; a predicted effect without cells is added to controls),
     - ``calibrated_pearson_delta`` and ``calibrated_wmse``: :func:`calibrated` figures, 0 for the mean effect of the
@@ -208,7 +209,7 @@ class PerturbationPrediction(Benchmark):
             figures = known.duplicate(self._figures, n_splits=made.n_splits)
         else:
             deltas, cells = self._predicted(made, known)
-            figures = self._figures(deltas, known.effects.deltas, known)
+            figures = self._figures(deltas, known.effects, known.changed, known)
             figures["energy_distance"] = known.energy(deltas, cells)
         table = pd.concat([described, figures], axis=1)
         self._tables.append((made, table))
@@ -224,10 +225,13 @@ class PerturbationPrediction(Benchmark):
         one, other = (pd.DataFrame(values, index=index, columns=known.cells.genes) for values in both)
         return one, other
 
-    def _figures(self, predicted: np.ndarray, measured: np.ndarray, known: Reference) -> pd.DataFrame:
-        table = score_deltas(predicted, measured, known.effects.scores, known.changed, known.center)
+    def _figures(self, predicted: np.ndarray, measured: Effects, changed: np.ndarray, known: Reference) -> pd.DataFrame:
+        contexts = [effect.context for effect in known.cells.effects]
+        table = score_deltas(predicted, measured.deltas, measured.scores, changed, known.center, contexts)
         for metric in DISCRIMINATION:
-            table[f"discrimination_{metric}"] = discrimination_scores(predicted, measured, metric, known.own_genes)
+            table[f"discrimination_{metric}"] = discrimination_scores(
+                predicted, measured.deltas, metric, known.own_genes, contexts
+            )
         return table
 
     def _means(self, made: Any, reference: AnnData, weights: np.ndarray | None) -> pd.DataFrame:

@@ -200,7 +200,7 @@ class Reference:
         return found
 
     def duplicate(
-        self, figures: Callable[[np.ndarray, np.ndarray, Reference], pd.DataFrame], *, n_splits: int
+        self, figures: Callable[[np.ndarray, Effects, np.ndarray, Reference], pd.DataFrame], *, n_splits: int
     ) -> pd.DataFrame:
         """Score one half of the cells as a prediction of the other, brought to whole groups where there is a formula.
 
@@ -214,8 +214,8 @@ class Reference:
             half = halves(cells.groups, sizes, rng)
             both: Moments = moments_of(cells.expression, cells.groups + cells.n_groups * half, 2 * cells.n_groups)
             one = effects_of(both, perturbed, cells.controls).deltas
-            other = effects_of(both, perturbed + cells.n_groups, cells.controls + cells.n_groups).deltas
-            table = of_whole(figures(one, other, self))
+            other = effects_of(both, perturbed + cells.n_groups, cells.controls + cells.n_groups)
+            table = of_whole(figures(one, other, de_genes(other.p_values), self))
             energy = np.full(n_effects, np.nan)
             for number in perturbed[sizes[:n_effects] > 1]:
                 own = cells.groups == number

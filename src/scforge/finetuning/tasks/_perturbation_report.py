@@ -87,14 +87,14 @@ def evaluate_effects(task: Perturbation, context: EvaluationContext) -> Evaluate
     effects, scores = real.effects.deltas[:, genes], real.effects.scores[:, genes]
     changed = de_genes(real.effects.p_values[:, genes])
     center = predictions.get("train_mean")
-    tables = {name: score_deltas(made, effects, scores, changed, center) for name, made in predictions.items()}
+    places = [pair.context for pair in pairs]
+    tables = {name: score_deltas(made, effects, scores, changed, center, places) for name, made in predictions.items()}
     tables["technical_duplicate"] = technical_duplicate(
         log_expression(cells, real.rows)[:, genes],
         real.groups,
         real.controls,
-        scores,
-        changed,
         center,
+        places,
         seed=context.seed,
     )
     described = pd.DataFrame(
