@@ -317,6 +317,7 @@ class Encoder(TaskMethods, ReferenceMethods, InterpretationMethods, GenerationMe
     def _training_data(self, given: CellDataModule | None, objective: Objective, **options: Any) -> CellDataModule:
         """Return the data module to train on, with batches for this model."""
         data = self._data if given is None else given
+        is_other = given is not None and given is not self._data
         options = {name: value for name, value in options.items() if value is not None}
         if data is None:
             if self.adata is None:
@@ -331,8 +332,8 @@ class Encoder(TaskMethods, ReferenceMethods, InterpretationMethods, GenerationMe
             raise OptionError(f"{name}={value!r} is up to the data module; give it to CellDataModule.")
         elif self.adata is None:
             self._data = data
-        if data is not self._data:
-            self._check_held_out(data, self._open(data.cells))
+        if is_other:
+            self._learn_from_others(data)
         data.bind(self._tokenizer, objective, first_epoch=self.n_epochs_, cells=self._open(data.cells))
         return data
 

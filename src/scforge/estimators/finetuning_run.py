@@ -20,7 +20,8 @@ from scforge.estimators.spec import named_options
 from scforge.estimators.tuning import Tuning, check_freeze
 from scforge.finetuning.adapters import base_state, digest_of, load_base, lora_options, merged
 from scforge.finetuning.base import TASKS, Task, get_task
-from scforge.finetuning.seen import SeenCells, fingerprints
+from scforge.finetuning.marks import CellMarks
+from scforge.finetuning.seen import SeenCells
 from scforge.finetuning.splits import Split, check_shares, split_for, split_from
 from scforge.models.components.gene_vectors import check_filled
 from scforge.training.datamodule import CellDataModule
@@ -72,7 +73,7 @@ def finetune(
         "seed": seed,
     }
     split = make_split(get_task(name, **task_options), cells, **how)
-    seen = SeenCells(split, fingerprints(cells))
+    seen = SeenCells(split, CellMarks.of(cells), model._learned or CellMarks.none())
     column = _of_rows(cells, split.train)
     task_options |= get_task(name, **task_options).options_from(column)
     encoder = merged(model.backbone)

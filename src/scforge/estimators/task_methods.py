@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pandas as pd
 import torch
 from anndata import AnnData
@@ -19,14 +18,13 @@ from scforge._registry import check_options
 from scforge.data.cells import Cells
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, NotTrainedWarning, OptionError, ScforgeWarning
+from scforge.errors import NotTrainedWarning, OptionError, ScforgeWarning
 from scforge.estimators.adapter_files import AdapterMethods
 from scforge.estimators.evaluating_subjects import OPTIONS, evaluate_models
 from scforge.estimators.finetuning_run import finetune
+from scforge.estimators.held_out import HeldOutMethods
 from scforge.finetuning.base import Task
 from scforge.finetuning.context import EvaluationContext, Predictor
-from scforge.finetuning.seen import fingerprints
-from scforge.finetuning.splits import Split
 from scforge.training.strategies import is_sharded
 
 if TYPE_CHECKING:
@@ -41,7 +39,7 @@ _NAME = "scforge"
 _LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
 
 
-class TaskMethods(AdapterMethods):
+class TaskMethods(HeldOutMethods, AdapterMethods):
     """Methods around tasks."""
 
     _base: Encoder | None = None
@@ -226,6 +224,9 @@ class TaskMethods(AdapterMethods):
         """
         if benchmarks is not None or self.spec.tuning is None:
             check_options("option of evaluate", "the embedding", options, OPTIONS)
+            if seed != 0 or base is not None:
+                given = f"seed={seed!r}" if seed != 0 else "base"
+                raise OptionError(f"{given} is for the task of a fine-tuned model; give benchmarks seeds=(0, 1, 2).")
             source = self._source(adata)
             if not isinstance(source, AnnData):
                 raise OptionError("adata must be an AnnData where an embedding is scored; read the cells first.")
@@ -280,23 +281,6 @@ class TaskMethods(AdapterMethods):
             source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key_added: evaluated.metrics, **tables}
         return evaluated.metrics
 
-    def learned_labels_of(self: Any, cells: Cells) -> np.ndarray:
-        """Return which cells' labels the model learned from, in any fine-tuning that led to it.
-
-        Parameters
-        ----------
-        cells
-            Cells over the genes of the model, as from :meth:`cells`.
-
-        Returns
-        -------
-        Bool, shape (N,).
-        """
-        task = self.spec.build_objective()
-        if self._seen is None or not getattr(task, "learns_labels", False):
-            return np.zeros(len(cells), dtype=bool)
-        return self._seen.learned_from(fingerprints(cells))
-
     def _task(self: Any, method: str) -> Task:
         """Return the task, or raise if there is none."""
         if self.spec.tuning is None:
@@ -318,62 +302,6 @@ class TaskMethods(AdapterMethods):
         setup = self._setup_of(source) or self._setup
         where = {"layer": setup["layer"], "gene_key": setup["gene_key"]}
         return open_cells(source, vocab, min_overlap=0.0, **where) if vocab is not None else open_cells(source, **where)
-
-    def _rows_of_split(self: Any, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the cells to train and to validate on, of a model with a task."""
-        if self.spec.tuning is None:
-            return {}
-        if options.get("validation_size") is not None:
-            raise OptionError("validation_size was chosen by finetune, and stays; leave it out.")
-        split = self._known_split()
-        if split is None:
-            raise DataError("the cells are not those of the fine-tuning, or not all of them; call finetune(adata=...).")
-        return {"train_rows": split.train, "validation_rows": split.validation}
-
-    def _check_held_out(self: Any, data: CellDataModule, cells: Cells) -> None:
-        """Raise if a data module trains a fine-tuned model on cells that its evaluation is about."""
-        if self._seen is None:
-            return
-        learned = np.concatenate([data.train_rows, data.validation_rows])
-        if n_tested := int(self._seen.tested(fingerprints(cells))[learned].sum()):
-            raise OptionError(
-                f"datamodule has {n_tested} cells that the fine-tuning held out for testing; leave these out of "
-                "train_rows and validation_rows, or call finetune again."
-            )
-
-    def _rows_to_score(self: Any, cells: Cells, *, within: bool) -> tuple[np.ndarray, Split | None]:
-        """Return the rows of cells that the model did not learn from; and their split, if these are its cells."""
-        if self._seen is None:
-            return np.arange(len(cells)), None
-        numbers = fingerprints(cells)
-        split = self._seen.split_of(numbers)
-        if split is not None and (within or len(numbers) == len(self._seen.numbers)):
-            if not len(split.test):
-                # load_query_data has no test_size.
-                more = "" if self.spec.tuning.base.get("reference") else ", or test_size=0.1"
-                raise OptionError(f"the fine-tuning held no cells out for testing; pass other cells{more}.")
-            return split.test, split
-        learned = self._seen.learned_from(numbers)
-        rows = np.flatnonzero(self._seen.tested(numbers) if within else ~learned)
-        if not len(rows):
-            raise OptionError(
-                f"the model learned from {int(learned.sum())} of these {len(learned)} cells, and none is left; "
-                "pass cells that it did not see."
-            )
-        if learned.any():
-            warnings.warn(
-                f"The model learned from {int(learned.sum())} of the {len(learned)} cells; they are not scored.",
-                ScforgeWarning,
-                stacklevel=3,
-            )
-        return rows, split
-
-    def _known_split(self: Any) -> Split | None:
-        """Return the split of the fine-tuning; None where the model does not have those cells."""
-        source = self.adata if self._data is None else self._data.cells
-        if self._seen is None or source is None:
-            return None
-        return self._seen.split_of(fingerprints(self._open(source)))
 
     def _calibrate(self: Any, data: CellDataModule) -> None:
         """Let the task adapt its head to validation cells."""

@@ -1,50 +1,26 @@
 """Which cells a model has seen, known again by their counts, whatever file or order they come in.
 
-Shapes: N cells, G genes of the model.
+Shapes: N cells of the fine-tuning, M cells of those before.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scforge.errors import ModelFileError
+from scforge.finetuning.marks import CellMarks, fingerprints
 from scforge.finetuning.splits import PARTS, Split
-
-if TYPE_CHECKING:
-    from scforge.data.cells import Cells
 
 __all__ = ["SeenCells", "fingerprints"]
 
 _FILE = "split.safetensors"
-_PIECE = 1 << 14
-_ODD = tuple(np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-
-
-def fingerprints(cells: Cells) -> np.ndarray:
-    """Return a number for each cell that depends on its counts over the genes of the model alone, int64, shape (N,).
-
-    Each gene with its count is mixed as in SplitMix64 (Steele et al. 2014), and the mixed numbers are added up.
-    """
-    found = np.zeros(len(cells), dtype=np.uint64)
-    with np.errstate(over="ignore"):
-        for start in range(0, len(cells), _PIECE):
-            block = cells.block(np.arange(start, min(start + _PIECE, len(cells))))
-            mixed = (block.genes.astype(np.uint64) + np.uint64(1)) * _ODD[0]
-            mixed ^= np.ascontiguousarray(block.counts, dtype=np.float32).view(np.uint32).astype(
-                np.uint64
-            ) << np.uint64(20)
-            for shift, factor in ((30, _ODD[1]), (27, _ODD[2])):
-                mixed = (mixed ^ (mixed >> np.uint64(shift))) * factor
-            mixed ^= mixed >> np.uint64(31)
-            ends = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed, dtype=np.uint64)])
-            found[start : start + len(block)] = ends[block.indptr[1:]] - ends[block.indptr[:-1]]
-    return found.view(np.int64)
+_DIGEST = "sha256"
+_MARKS = ("names", "panel", "learned")
 
 
 @dataclass(frozen=True)
@@ -55,12 +31,30 @@ class SeenCells:
     ----------
     rows
         Rows of the parts in the cells of the fine-tuning.
-    numbers
-        Fingerprints of all these cells, int64, shape (N,); see :func:`fingerprints`.
+    marks
+        What all these cells are known by, N of them.
+    learned
+        What cells are known by whose labels were learned besides: by fine-tunings before this one, or from another
+        data module; M of them.
     """
 
     rows: Split
-    numbers: np.ndarray
+    marks: CellMarks
+    learned: CellMarks = field(default_factory=CellMarks.none)
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """Fingerprints of the cells of the fine-tuning, int64, shape (N,)."""
+        return self.marks.numbers
+
+    @property
+    def trained(self) -> CellMarks:
+        """Marks of the cells that the fine-tuning trained on, or that chose its best epoch."""
+        return self.marks.take(np.concatenate([self.rows.train, self.rows.validation]))
+
+    def with_learned(self, marks: CellMarks) -> SeenCells:
+        """Return the same, with further cells whose labels were learned."""
+        return replace(self, learned=self.learned.union(marks))
 
     def split_of(self, numbers: np.ndarray) -> Split | None:
         """Return the split of cells with these fingerprints, if they are those of the fine-tuning, in any order.
@@ -90,7 +84,7 @@ class SeenCells:
 
     @property
     def digest(self) -> str:
-        """Checksum of all of it."""
+        """Checksum of the split and its cells."""
         total = hashlib.sha256(np.ascontiguousarray(self.numbers).data)
         for part in PARTS:
             total.update(np.ascontiguousarray(getattr(self.rows, part), dtype=np.int64).data)
@@ -102,28 +96,49 @@ class SeenCells:
         from safetensors.numpy import save_file
 
         tensors = {part: np.asarray(getattr(self.rows, part), dtype=np.int64) for part in PARTS}
-        save_file({**tensors, "cells": self.numbers}, folder / _FILE)
+        more = {"names": self.marks.names, "panel": self.marks.panels[:1], "learned": self.learned.table}
+        metadata = {_DIGEST: _digest_of(more)}
+        save_file({**tensors, "cells": self.numbers, **more}, folder / _FILE, metadata=metadata)
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str], digest: str | None) -> SeenCells | None:
         """Read what :meth:`save` wrote into a folder, None if there is nothing.
+
+        A folder of scforge before names and earlier fine-tunings were kept has neither.
 
         Raises
         ------
         ModelFileError
             If the file is not the one that was saved.
         """
-        from safetensors import SafetensorError
-        from safetensors.numpy import load_file
+        from safetensors import SafetensorError, safe_open
 
         path = Path(folder) / _FILE
         if digest is None:
             return None
         try:
-            tensors = load_file(path)
-            found = cls(Split(**{part: tensors[part] for part in PARTS}), tensors["cells"])
-        except (OSError, KeyError, SafetensorError) as error:
+            with safe_open(path, "numpy") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
+                metadata = file.metadata() or {}
+            rows, numbers = Split(**{part: tensors[part] for part in PARTS}), tensors["cells"]
+            if _DIGEST not in metadata:
+                unknown = np.zeros_like(numbers)
+                found, intact = cls(rows, CellMarks(numbers, unknown, unknown)), True
+            else:
+                more = {name: tensors[name] for name in _MARKS}
+                panels = np.repeat(more["panel"], len(numbers))
+                found = cls(rows, CellMarks(numbers, more["names"], panels), CellMarks(*more["learned"]))
+                intact = metadata[_DIGEST] == _digest_of(more)
+        except (OSError, KeyError, TypeError, SafetensorError) as error:
             raise ModelFileError(f"{str(path)!r} cannot be read: {error}; copy the model again.") from error
-        if found.digest != digest:
+        if not intact or found.digest != digest:
             raise ModelFileError(f"{str(path)!r} is corrupted: its checksum is another one; copy the model again.")
         return found
+
+
+def _digest_of(tensors: dict[str, np.ndarray]) -> str:
+    total = hashlib.sha256()
+    for name in _MARKS:
+        total.update(np.ascontiguousarray(tensors[name]).data)
+        total.update(b"|")
+    return total.hexdigest()
