@@ -45,7 +45,13 @@ def test_rare_labels_are_left_out_and_named_once(cells) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scores = benchmark.run(embedding, obs)
+        facts = benchmark.describe(obs)
     assert scores == CellTypeAnnotation("label").run(embedding[4:], obs[4:])
+    assert facts == {
+        "cells scored": "116 of 120",
+        "labels left out": "'rare' (2), 'rarer' (1)",
+        "drawn again": "cells",
+    }
 
 
 def test_too_few_cells(cells) -> None:

@@ -197,3 +197,17 @@ def test_bad_input(cells) -> None:
         CellTypeProbe("label").run(embedding[:100], obs)
     with pytest.raises(DataError, match="values that are not numbers"):
         CellTypeProbe("label").run(np.full_like(embedding, np.nan), obs)
+
+
+def test_groups_that_take_no_part_are_no_units(cells) -> None:
+    _, obs = cells
+    obs = obs.assign(label=obs["label"].where(obs["donor"] != "donor3"))
+    probe = CellTypeProbe("label", "donor")
+    assert probe.n_units(obs) == 3
+    assert CellTypeProbe("label").n_units(obs) is None
+    assert probe.describe(obs) == {"cells scored": "144 of 192", "drawn again": "groups of donor (3)"}
+    obs.loc[obs["donor"] == "donor0", "label"] = "alone"
+    with pytest.warns(ScforgeWarning, match="'alone' .in one group."):
+        facts = probe.describe(obs)
+    assert facts["labels left out"] == "'alone' (in one group)"
+    assert facts["drawn again"] == "groups of donor (2)"

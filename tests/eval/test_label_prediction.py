@@ -4,9 +4,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scforge.errors import DataError, OptionError
+from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.eval import Benchmark, LabelPrediction, get_benchmark, list_benchmarks, register_benchmark
 from scforge.eval.base import BENCHMARKS
+from scforge.eval.label_prediction import check_embedding
 
 
 @pytest.fixture
@@ -74,6 +75,44 @@ def test_mistakes(cells) -> None:
     embedding[5, 0] = np.nan
     with pytest.raises(DataError, match="values that are not numbers"):
         LabelPrediction("label").run(embedding, obs)
+
+
+def test_labels_that_are_one_text_and_that_may_be_none(cells) -> None:
+    embedding, obs = cells
+    mixed = obs.assign(label=np.array([1, "1", 2], dtype=object)[np.arange(120) % 3])
+    with pytest.raises(DataError, match="labels_key='label' holds '1' as int and as str, which are one text"):
+        LabelPrediction("label").check(mixed)
+    odd = obs.assign(label=np.array(["nan", "a", "unknown"])[np.arange(120) % 3])
+    with pytest.warns(ScforgeWarning, match="has the label 'nan', 'unknown', which is taken for a class"):
+        LabelPrediction("label").check(odd)
+
+
+def test_what_a_report_says_of_it(cells) -> None:
+    _, obs = cells
+    obs.loc[0, "label"] = None
+    assert LabelPrediction("label").describe(obs) == {"cells scored": "119 of 120", "drawn again": "cells"}
+
+
+@pytest.mark.parametrize("kind", ["csr", "table", "nullable"])
+def test_embeddings_of_other_kinds(cells, kind) -> None:
+    from scipy import sparse
+
+    embedding, obs = cells
+    made = sparse.csr_matrix(embedding) if kind == "csr" else pd.DataFrame(embedding)
+    made = made.convert_dtypes() if kind == "nullable" else made
+    np.testing.assert_array_equal(check_embedding(made, 120), embedding)
+
+
+def test_embeddings_that_are_no_numbers(cells) -> None:
+    embedding, _ = cells
+    with pytest.raises(DataError, match=r"columns that are not numbers \('name'\)"):
+        check_embedding(pd.DataFrame(embedding).assign(name="x"), 120)
+    with pytest.raises(DataError, match="holds object in place of numbers"):
+        check_embedding(embedding.astype(object), 120)
+    missing = pd.DataFrame(embedding).convert_dtypes()
+    missing.iloc[0, 0] = pd.NA
+    with pytest.raises(DataError, match="values that are not numbers"):
+        check_embedding(missing, 120)
 
 
 def test_by_name(cells) -> None:

@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 from sklearn.metrics import accuracy_score, f1_score
 
-from scforge.eval.base import half_samples
+from scforge.eval.base import Benchmark, half_samples
 from scforge.eval.statistics import bootstrap_weights, compare_paired, holm, interval, weighted_f1
 
 
@@ -106,6 +106,31 @@ def test_halves_keep_labels_and_groups() -> None:
     assert len({tuple(rows) for rows in halves}) == 6
     again = list(half_samples(obs, 6, seed=0, labels_key="label"))
     assert all((one == other).all() for one, other in zip(halves, again, strict=True))
+    assert list(half_samples(obs[obs["donor"] != "x"], 6, seed=0, groups_key="donor")) == []
     for rows in half_samples(obs, 6, seed=0, groups_key="donor"):
         assert obs["donor"].iloc[rows].nunique() == 2
         assert len(rows) == 20
+
+
+class _Mean(Benchmark):
+    metrics = ("mean",)
+    groups_key = "donor"
+
+    def run(self, embedding, obs):
+        return {"mean": float(embedding.mean())}
+
+
+@pytest.mark.parametrize("n_groups", [4, 5, 7])
+def test_halves_of_groups_tell_the_error_of_the_whole(n_groups) -> None:
+    """With the factor for few units that intervals bring, the spread is s / sqrt(n), for odd numbers, too."""
+    import pandas as pd
+
+    of_group = np.random.default_rng(0).normal(size=n_groups)
+    obs = pd.DataFrame({"donor": np.repeat(np.arange(n_groups), 3)})
+    draws = _Mean().resampled(np.repeat(of_group, 3)[:, None], obs, n=2_000, seed=0)["mean"].to_numpy()
+    degrees = n_groups - 1
+    low, high = interval(0.0, draws, n_units=_Mean().n_units(obs))
+    expected = of_group.std(ddof=1) / np.sqrt(n_groups) * stats.t.ppf(0.975, degrees)
+    assert high == pytest.approx(expected, rel=0.07)
+    few = obs["donor"] < 3
+    assert _Mean().resampled(np.zeros((few.sum(), 1)), obs[few], n=5, seed=0) is None

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
+from scipy import sparse
 
 from scforge._registry import Registry, check_options
 from scforge.errors import DataError, OptionError, did_you_mean, listing
@@ -17,6 +18,7 @@ __all__ = [
     "BENCHMARKS",
     "SUBJECTS",
     "Benchmark",
+    "as_array",
     "check_column",
     "get_benchmark",
     "half_samples",
@@ -28,6 +30,8 @@ __all__ = [
 KEYS = ("labels_key", "batch_key", "groups_key")
 """Options that name a column of obs; who runs a benchmark fills them in from the data where they are left out."""
 
+_FEWEST_GROUPS = 4
+"""Groups whose halves are several groups, and differ."""
 SUBJECTS = ("embedding", "perturbation", "network", "expression", "ranking")
 
 
@@ -109,13 +113,30 @@ class Benchmark(ABC):
                 if key is not None:
                     check_column(argument, key, reference)
 
+    def describe(self, reference: Any) -> dict[str, str]:
+        """Return what a report says of this benchmark on these data, e.g. how many cells are scored; here, nothing.
+
+        Parameters
+        ----------
+        reference
+            What :meth:`run` sees.
+
+        Returns
+        -------
+        Name of a fact to the fact.
+        """
+        return {}
+
     def resampled(self, made: Any, reference: Any, *, n: int, seed: int) -> pd.DataFrame | None:
         """Return the figures on resampled data, for intervals and paired tests; None where there are none.
 
         The rows that are drawn depend on `reference` and `seed` alone, so that methods can be compared draw by draw.
         Here, for embeddings: on random halves of the cells, drawn without replacement, which spread as much around the
         figure of all cells as that does around the truth (Shao and Wu 1989, the delete-half jackknife). Halves keep the
-        share of each label of ``labels_key``; with ``groups_key`` they are halves of the groups.
+        share of each label of ``labels_key``; with ``groups_key`` they are halves of the groups, and there are none
+        with fewer than four groups. Draws of b of n groups are brought from the spread of halves to that of a
+        bootstrap of the groups, as :meth:`n_units` asks for: times sqrt(b / (n - b)) for their number, the delete-d
+        jackknife, and sqrt((n - 1) / n), which intervals take back.
 
         Parameters
         ----------
@@ -132,7 +153,10 @@ class Benchmark(ABC):
         """
         if self.subject != "embedding":
             return None
-        made = np.asarray(made)
+        made = as_array(made)
+        n_groups = self.n_units(reference)
+        if n_groups is not None and n_groups < _FEWEST_GROUPS:
+            return None
         figures = []
         for rows in half_samples(
             reference,
@@ -146,13 +170,19 @@ class Benchmark(ABC):
             except DataError:
                 # A half may have too few cells of a label or batch; the draw tells nothing then.
                 figures.append(dict.fromkeys(self.metrics, float("nan")))
-        return pd.DataFrame(figures, columns=list(self.metrics))
+        table = pd.DataFrame(figures, columns=list(self.metrics))
+        if n_groups is None:
+            return table
+        n_drawn = n_groups // 2
+        scale = np.sqrt(n_drawn / (n_groups - n_drawn) * (n_groups - 1) / n_groups)
+        return table.mean() + (table - table.mean()) * scale
 
     def n_units(self, reference: Any) -> int | None:
         """Return how many independent units :meth:`resampled` draws among; None for cells, which are many.
 
         Few of them, e.g. eight donors, tell less than the number of draws suggests: intervals are wider by that, and
-        tests have fewer degrees of freedom.
+        tests have fewer degrees of freedom. Where a number is returned, the draws have to spread as a bootstrap of the
+        units does, which is by sqrt((n - 1) / n) too little; this is made up for.
         """
         key = getattr(self, "groups_key", None)
         return None if key is None or self.subject != "embedding" else int(reference[key].nunique())
@@ -174,20 +204,48 @@ def half_samples(
     labels_key
         Keep the share of each of these labels; missing ones count as one label.
     groups_key
-        Draw whole groups in place of cells; then labels do not matter.
+        Draw whole groups in place of cells, the smaller half of an odd number; then labels do not matter. With fewer
+        than four groups nothing is yielded, since no half tells how groups differ.
     """
     rng = np.random.default_rng(seed)
     for _ in range(n):
         if groups_key is not None:
             groups = pd.factorize(obs[groups_key])[0]
             n_groups = groups.max() + 1
-            taken = rng.permutation(n_groups)[: max(2, n_groups // 2)]
+            if n_groups < _FEWEST_GROUPS:
+                return
+            taken = rng.permutation(n_groups)[: n_groups // 2]
             yield np.flatnonzero(np.isin(groups, taken))
         else:
             labels = np.zeros(len(obs), dtype=np.int64) if labels_key is None else pd.factorize(obs[labels_key])[0]
             # Every second cell of a random order within its label; a label of one cell is taken half of the time.
             order = np.lexsort([rng.random(len(labels)), labels])
             yield np.sort(order[rng.integers(2) :: 2]).astype(np.int64)
+
+
+def as_array(made: Any) -> np.ndarray:
+    """Return an embedding as an array: a dense one of a sparse matrix, and the numbers of a table.
+
+    Raises
+    ------
+    DataError
+        If it does not hold numbers.
+    """
+    if sparse.issparse(made):
+        made = made.toarray()
+    elif isinstance(made, pd.DataFrame):
+        if odd := [name for name, dtype in made.dtypes.items() if not pd.api.types.is_numeric_dtype(dtype)]:
+            raise DataError(f"the embedding has columns that are not numbers ({listing(odd)}); leave them out.")
+        made = made.to_numpy(dtype=np.result_type(np.float32, *(_numpy_type(dtype) for dtype in made.dtypes)))
+    array = np.asarray(made)
+    if array.dtype.kind not in "fiub":
+        raise DataError(f"the embedding holds {array.dtype} in place of numbers; give an array of numbers.")
+    return array
+
+
+def _numpy_type(dtype: Any) -> np.dtype:
+    # Nullable columns, e.g. Float64, may lack values, which are NaN.
+    return dtype if isinstance(dtype, np.dtype) else np.dtype(np.float64)
 
 
 def check_column(argument: str, key: str, obs: pd.DataFrame) -> None:

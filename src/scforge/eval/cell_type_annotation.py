@@ -89,7 +89,7 @@ class CellTypeAnnotation(LabelPrediction):
         labelled, labels = labels_of(obs, self.labels_key)
         names, sizes = np.unique(labels, return_counts=True)
         rare = sizes < self.n_folds
-        left_out = tuple(f"{name!r} ({size})" for name, size in zip(names[rare].tolist(), sizes[rare], strict=True))
+        left_out = self._left_out(obs)
         if (~rare).sum() < 2:
             raise DataError(
                 f"fewer than 2 labels of obs[{self.labels_key!r}] have the {self.n_folds} cells that n_folds asks for "
@@ -106,3 +106,8 @@ class CellTypeAnnotation(LabelPrediction):
         common = ~np.isin(labels, names[rare])
         check_neighbors(self.n_neighbors, self.n_folds, int(common.sum()))
         return np.flatnonzero(labelled)[common], labels[common]
+
+    def _left_out(self, obs: pd.DataFrame) -> tuple[str, ...]:
+        names, sizes = np.unique(labels_of(obs, self.labels_key)[1], return_counts=True)
+        pairs = zip(names.tolist(), sizes, strict=True)
+        return tuple(f"{name!r} ({size})" for name, size in pairs if size < self.n_folds)

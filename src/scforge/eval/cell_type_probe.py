@@ -16,7 +16,7 @@ import pandas as pd
 from scforge._checks import check_seed, check_share
 from scforge.errors import DataError, ScforgeWarning, listing
 from scforge.eval.base import Benchmark, register_benchmark
-from scforge.eval.label_prediction import check_embedding, check_folds, labels_of
+from scforge.eval.label_prediction import check_embedding, check_folds, labels_of, warn_of_missing
 
 __all__ = ["CellTypeProbe"]
 
@@ -96,6 +96,23 @@ class CellTypeProbe(Benchmark):
     def check(self, obs: pd.DataFrame) -> None:
         """Raise :class:`~scforge.errors.DataError` where :meth:`run` would."""
         self._plan(obs)
+        warn_of_missing(obs, self.labels_key)
+        if self.groups_key is not None:
+            warn_of_missing(obs, self.groups_key, argument="groups_key")
+
+    def describe(self, obs: pd.DataFrame) -> dict[str, str]:
+        """Return how many cells are scored, which labels are left out, and what is drawn again for intervals."""
+        plan = self._plan(obs)
+        facts = {"cells scored": f"{len(plan.rows):,} of {len(obs):,}"}
+        if plan.left_out:
+            facts["labels left out"] = ", ".join(plan.left_out)
+        n_groups = self.n_units(obs)
+        return facts | {"drawn again": "cells" if n_groups is None else f"groups of {self.groups_key} ({n_groups})"}
+
+    def n_units(self, obs: pd.DataFrame) -> int | None:
+        """Return the number of groups that take part; None without groups."""
+        groups = self._plan(obs).groups
+        return None if groups is None else len(np.unique(groups))
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
         """Return one figure for each of :attr:`metrics`, in [0, 1].
@@ -172,7 +189,7 @@ class CellTypeProbe(Benchmark):
         names, codes = np.unique(labels[kept], return_inverse=True)
         self._tell(tuple(left_out.values()), len(names))
         group_codes = None if groups is None else np.unique(groups[kept], return_inverse=True)[1]
-        plan = _Plan(rows[kept], codes, len(names), folds[kept], group_codes)
+        plan = _Plan(rows[kept], codes, len(names), folds[kept], group_codes, tuple(left_out.values()))
         plan.check(self.n_neighbors)
         return plan
 
@@ -254,6 +271,8 @@ class _Plan:
         Fold in which each is tested, int64, shape (N,).
     groups
         Their groups, int64, shape (N,), or None.
+    left_out
+        Labels that cannot be tested, and why.
     """
 
     rows: np.ndarray
@@ -261,6 +280,7 @@ class _Plan:
     n_labels: int
     folds: np.ndarray
     groups: np.ndarray | None
+    left_out: tuple[str, ...] = ()
 
     def check(self, n_neighbors: int) -> None:
         """Raise unless each cell is tested once, no group is in two folds, and there are neighbours enough.

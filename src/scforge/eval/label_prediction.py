@@ -6,17 +6,29 @@ Shapes: N cells, D dimensions.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from scforge._checks import check_count, check_seed
-from scforge.errors import DataError, OptionError
-from scforge.eval.base import Benchmark, check_column, register_benchmark
+from scforge.errors import DataError, OptionError, ScforgeWarning, listing
+from scforge.eval.base import Benchmark, as_array, check_column, register_benchmark
 from scforge.eval.statistics import bootstrap_weights, weighted_f1
 
-__all__ = ["LabelPrediction", "check_embedding", "check_finite", "check_folds", "check_neighbors", "labels_of"]
+__all__ = [
+    "LabelPrediction",
+    "check_embedding",
+    "check_finite",
+    "check_folds",
+    "check_neighbors",
+    "labels_of",
+    "warn_of_missing",
+]
+
+_MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "", "unknown")
+"""Labels that may stand for none."""
 
 
 @register_benchmark("label_prediction")
@@ -109,6 +121,18 @@ class LabelPrediction(Benchmark):
     def check(self, obs: pd.DataFrame) -> None:
         """Raise :class:`~scforge.errors.DataError` where :meth:`run` would."""
         self._labels(obs)
+        warn_of_missing(obs, self.labels_key)
+
+    def describe(self, obs: pd.DataFrame) -> dict[str, str]:
+        """Return how many cells are scored, which labels are left out, and what is drawn again for intervals."""
+        facts = {"cells scored": f"{len(self._labels(obs)[0]):,} of {len(obs):,}"}
+        if left_out := self._left_out(obs):
+            facts["labels left out"] = ", ".join(left_out)
+        return facts | {"drawn again": "cells"}
+
+    def _left_out(self, obs: pd.DataFrame) -> tuple[str, ...]:
+        """Return the labels that take no part, each with the number of its cells; here, none."""
+        return ()
 
     def _labels(self, obs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
         """Return the rows of the cells that take part, and their labels."""
@@ -142,8 +166,11 @@ def check_neighbors(n_neighbors: int, n_folds: int, n_cells: int) -> None:
 
 
 def check_finite(embedding: np.ndarray) -> np.ndarray:
-    """Return an embedding as an array, or raise :class:`~scforge.errors.DataError` if it holds NaN or infinity."""
-    embedding = np.asarray(embedding)
+    """Return an embedding as an array, or raise :class:`~scforge.errors.DataError` if it holds NaN or infinity.
+
+    A sparse matrix, or a table of numbers, is one, too.
+    """
+    embedding = as_array(embedding)
     if not np.isfinite(embedding).all():
         raise DataError("the embedding holds values that are not numbers; it cannot be evaluated.")
     return embedding
@@ -166,13 +193,32 @@ def labels_of(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> t
     Raises
     ------
     DataError
-        If the column is missing, or there are fewer than two labels.
+        If the column is missing, there are fewer than two labels, or two of them are the same text, e.g. 1 and "1".
     """
     check_column(argument, key, obs)
     labelled = np.asarray(obs[key].notna())
     labels = np.asarray(obs[key], dtype=object)[labelled].astype(str)
     n_labels = len(np.unique(labels))
+    texts: dict[str, Any] = {}
+    for value in pd.unique(np.asarray(obs[key], dtype=object)[labelled]):
+        if (other := texts.setdefault(str(value), value)) is not value:
+            kinds = type(other).__name__, type(value).__name__
+            raise DataError(
+                f"{argument}={key!r} holds {str(value)!r} as {kinds[0]} and as {kinds[1]}, which are one text; rename "
+                "one of them, or make all of them text."
+            )
     if n_labels < 2:
         what = argument.removesuffix("_key").replace("batch", "batches")
         raise DataError(f"obs[{key!r}] has {n_labels} different {what}; at least 2 are needed.")
     return labelled, labels
+
+
+def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> None:
+    """Warn of labels that may stand for a missing one, e.g. the text "nan"."""
+    if odd := [text for text in _MISSING_TEXTS if (obs[key].astype(object) == text).any()]:
+        warnings.warn(
+            f"{argument}={key!r} has the label {listing(odd)}, which is taken for a class; if it stands for a missing "
+            "label, replace it by numpy.nan.",
+            ScforgeWarning,
+            stacklevel=3,
+        )
