@@ -77,7 +77,10 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
         ({"baselines": ["pcaa"]}, "did you mean 'pca'"),
         ({"labels_key": "grup"}, "labels_key='grup' is not a column of obs; did you mean 'group'"),
         ({"benchmarks": "geometri"}, "did you mean 'geometry'"),
-        ({"obsm_keys": ["X_scforge"]}, "obsm_keys names 'X_scforge', where the embedding of the model"),
+        ({"obsm_keys": ["X_scforge"]}, "two rows are called 'X_scforge'; give the model"),
+        ({"obsm_keys": ["X_untrained"]}, "two rows are called 'X_untrained'"),
+        ({"benchmarks": {"label_prediction": {"max_cells": 50}}}, "max_cells=50 has no use here"),
+        ({"seed": 3}, "seed=3 is for the task of a fine-tuned model"),
         ({"obsm_keys": ["X_pca"]}, "obsm_keys names 'X_pca', which is not in adata.obsm"),
         ({"frob": 1}, "frob"),
         ({"seeds": ()}, "seeds=\\(\\) leaves nothing to run"),
@@ -86,6 +89,42 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
 def test_mistakes(trained: Encoder, options: dict, message: str) -> None:
     with pytest.raises((OptionError, DataError), match=message):
         trained.evaluate(trained.adata.copy(), **{"benchmarks": "label_prediction", **QUICK, **options})
+
+
+def test_what_nobody_asked_for_is_left_out_where_cells_do_not_allow_it(many_adata: ad.AnnData) -> None:
+    few = many_adata[:80].copy()
+    few.obs["batch"] = "one"
+    Encoder.setup_anndata(few, labels_key="group", batch_key="batch")
+    model = Encoder(few, n_top_genes=60, hidden_dim=16, ffn_dim=16, latent_dim=8)
+    model.train(**TRAINING)
+    report = model.evaluate(few, **QUICK)
+    assert report.benchmarks == ["cell_type_probe", "geometry"]
+    assert any(note.startswith("scib needs 91 cells with a label, and there are 80") for note in report.notes)
+    assert any("so nothing looks at batches" in note for note in report.notes)
+
+
+@pytest.mark.filterwarnings("ignore:.*training cell each", "ignore:A model was fine-tuned on")
+def test_the_report_says_what_rows_have_seen(trained: Encoder) -> None:
+    cells = trained.adata.copy()
+    options = {"benchmarks": "label_prediction", **QUICK}
+    assert "has seen the expression" not in trained.evaluate(cells, **options).notes[-2].replace("have", "")
+    assert "'scforge' has seen the expression of these cells" in trained.evaluate(trained.adata, **options).notes[-2]
+    trained.adata.obsm.clear()
+    tuned = trained.finetune("annotation", trained.adata, labels_key="group", test_size=0.4, freeze=True, **TRAINING)
+    report = tuned.evaluate(cells, **options)
+    assert report.rows[0].kind == "supervised"
+    assert "'scforge' learned from labels of other cells" in report.notes[-2]
+    assert not report.verdicts()
+
+
+def test_baselines_are_made_of_all_cells(trained: Encoder) -> None:
+    from scforge.eval import evaluate, pca_embedding
+
+    cells = trained.adata.copy()
+    cells.obsm["X_all"] = pca_embedding(cells)
+    rows = np.arange(0, 160, 3)
+    report = evaluate(cells, "label_prediction", "X_all", baselines="pca", labels_key="group", rows=rows)
+    assert report.rows[0].scores == pytest.approx(report.rows[1].scores)
 
 
 def test_cell_types_are_needed(trained: Encoder) -> None:
@@ -110,7 +149,7 @@ def test_files(trained: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     evaluate_to("a/final", "cells.h5ad", "figures.csv", **options)
     assert set(pd.read_csv("figures.csv")["method"]) == {"X_scforge", "X_untrained", "PCA"}
     for wrong, message in (
-        ({"trained_on": "cells.h5ad"}, "trained_on='cells.h5ad' has no use where embeddings are scored"),
+        ({"base_model": "b/final"}, "base_model='b/final' has no use where embeddings are scored"),
         ({"frob": 1}, "frob=1 is no option of evaluate"),
     ):
         with pytest.raises(OptionError, match=message):
@@ -197,6 +236,22 @@ def test_gene_embeddings_against_a_network(trained: Encoder, tmp_path: Path) -> 
 def test_mistakes_with_other_subjects(trained: Encoder, options: dict, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         trained.evaluate(trained.adata, **QUICK, **options)
+
+
+def test_another_benchmark_of_a_network_is_not_replaced(trained: Encoder) -> None:
+    @register_benchmark("my_network")
+    class Mine(Benchmark):
+        subject = "network"
+        metrics = ("mine",)
+
+        def run(self, made: pd.DataFrame, reference: pd.DataFrame) -> dict[str, float]:
+            return {"mine": 1.0}
+
+    try:
+        with pytest.raises(OptionError, match="'my_network' scores what scforge cannot make of a model by itself"):
+            trained.evaluate(trained.adata, benchmarks="my_network", network=edges(), **QUICK)
+    finally:
+        BENCHMARKS._entries.pop("my_network")
 
 
 def test_generated_cells(many_adata: ad.AnnData) -> None:

@@ -133,6 +133,8 @@ def test_other_subjects() -> None:
         "near": "random",
         "far": "random",
     }
+    with pytest.raises(OptionError, match="'mine' is said to be 'modell'; did you mean 'model'"):
+        compare(Distance(), made, np.array([[1, 2]]), kinds={**kinds, "mine": "modell"})
     assert report.verdicts() == ["mine is above random in near of Distance: 0.000 against -1.000, without a test."]
     with pytest.raises(OptionError, match="kinds lacks 'random'"):
         compare(Distance(), made, np.array([[1, 2]]), kinds={"mine": "model", "worst": "baseline"})
@@ -206,6 +208,16 @@ def test_verdicts_are_corrected_for_their_number() -> None:
     assert "is better" in many.verdicts()[0]
     many.rows += [replace(many.rows[0], name="other")]
     assert ["is not better" in one for one in many.verdicts()] == [True, True]
+
+
+def test_worse_than_the_best_of_many_is_worse_by_chance_too() -> None:
+    many = compared(0.02, -0.1)
+    assert "is worse" in many.verdicts()[0]
+    many.rows += [replace(many.rows[1], name=name) for name in ("scVI", "Harmony")]
+    assert "is not better" in many.verdicts()[0]
+    better = compared(0.02, 0.1)
+    better.rows += [replace(better.rows[1], name=name) for name in ("scVI", "Harmony")]
+    assert "is better" in better.verdicts()[0]
 
 
 def test_a_page_of_html(tmp_path: Path) -> None:

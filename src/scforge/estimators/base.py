@@ -170,10 +170,14 @@ class CellModel(MuDataModel, BaseModelClass):
         objective = self._spec.build_objective()
         embedding = embed(self.module, cells, self._tokenizer, objective=objective, batch_size=batch_size)
         if key_added is not None and isinstance(source, AnnData):
-            made_with = self._provenance(cells, embedding.shape[1])
-            source.obsm[key_added] = embedding
-            source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key_added: made_with}
+            self._keep(source, key_added, embedding, cells)
         return embedding
+
+    def _keep(self, adata: AnnData, key: str, embedding: np.ndarray, cells: Cells) -> None:
+        """Write an embedding of cells, and what it was made with, into their AnnData."""
+        made_with = self._provenance(cells, embedding.shape[1])
+        adata.obsm[key] = embedding
+        adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key: made_with}
 
     def save(self, dir_path: str | os.PathLike[str], *, overwrite: bool = False, save_anndata: bool = False) -> None:
         """Save the model to a folder: weights (safetensors), description (JSON), vocabulary (JSON), model card.

@@ -19,7 +19,6 @@ from scforge.estimators.base import CellModel
 from scforge.eval.base import check_column
 from scforge.eval.geometry import is_collapsed
 from scforge.eval.harness import evaluate, write_metrics
-from scforge.finetuning.seen import fingerprints
 from scforge.training.predict import embed
 
 if TYPE_CHECKING:
@@ -37,7 +36,10 @@ BENCHMARKS_OF_EMBEDDINGS = ("cell_type_probe", "scib", "geometry")
 """What an embedding is scored by, unless told otherwise."""
 
 _BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi")
-_UNTRAINED = "untrained"
+_UNTRAINED = "X_untrained"
+_FEWEST_FOR_SCIB = 91
+"""Cells with a label that scib-metrics needs for its 90 neighbours."""
+
 _KEYS = ("labels_key", "batch_key", "groups_key")
 
 
@@ -97,7 +99,7 @@ def evaluate_embeddings(
         If a model learned from all cells, or a column is missing.
     """
     check_bool("untrained", untrained)
-    if baselines is False or (baselines is not True and not len(baselines)):
+    if baselines is False or (isinstance(baselines, Sequence) and not len(baselines)):
         raise OptionError(
             "baselines=False leaves embeddings with nothing to compare with; name at least one, e.g. baselines=['pca']."
         )
@@ -112,35 +114,32 @@ def evaluate_embeddings(
                 "labels_key=None, but cell types are needed to score embeddings; name their column of obs, or pass "
                 "benchmarks=['geometry']."
             )
-    against = _baselines(keys["batch_key"]) if baselines is True else list(baselines)
-    if taken := [name for name in every if f"X_{name}" in obsm_keys]:
-        raise OptionError(
-            f"obsm_keys names 'X_{taken[0]}', where the embedding of the model {taken[0]!r} goes; rename it."
-        )
+    check_names(every, trained, obsm_keys, untrained=untrained)
+    names = [obsm_keys] if isinstance(obsm_keys, str) else list(obsm_keys)
     rows = _unseen(every, adata)
-    cells = adata if rows is None else adata[rows].copy()
+    notes = [] if benchmarks is not None else _fit_to(chosen, keys, adata, rows, given=batch_key)
     before = dict(adata.obsm)
+    first_name, first = next(iter(every.items()))
+    kinds: dict[str, Kind] = {}
     try:
-        kinds: dict[str, Kind] = {}
         for name, model in every.items():
-            cells.obsm[f"X_{name}"] = model.get_latent_representation(cells, key_added=None, batch_size=batch_size)
-            kinds[f"X_{name}"] = "model"
-        kinds |= dict.fromkeys(obsm_keys, "model")
-        notes = []
-        first = next(iter(every.values()))
+            adata.obsm[f"X_{name}"] = model.get_latent_representation(adata, key_added=None, batch_size=batch_size)
+            kinds[f"X_{name}"] = "supervised" if knows_labels(model) else "model"
+        kinds |= dict.fromkeys(names, "model")
         if untrained:
             try:
-                cells.obsm[f"X_{_UNTRAINED}"] = untrained_embedding(first, cells, batch_size=batch_size)
-                kinds[f"X_{_UNTRAINED}"] = "untrained"
+                adata.obsm[_UNTRAINED] = untrained_embedding(first, adata, batch_size=batch_size)
+                kinds[_UNTRAINED] = "untrained"
             except OptionError as error:
                 notes.append(f"There is no row of random weights: {error}")
-        layer = (first._setup_of(adata) or first._setup).get("layer")
+            if len(models) > 1:
+                notes.append(f"{_UNTRAINED} has the architecture of {first_name!r}.")
         report = evaluate(
-            cells,
+            adata,
             chosen,
             kinds,
-            layer=layer,
-            baselines=against,
+            layer=(first._setup_of(adata) or first._setup).get("layer"),
+            baselines=_baselines(keys["batch_key"]) if baselines is True else baselines,
             labels_key=keys["labels_key"],
             batch_key=keys["batch_key"],
             groups_key=keys["groups_key"],
@@ -151,27 +150,64 @@ def evaluate_embeddings(
                 for name, some in trained.items()
                 if len(some) > 1
             },
+            rows=rows,
             title=title or f"{', '.join(models)} on {adata.n_obs:,} cells",
             key_added=None,
         )
-        made = {key: cells.obsm[key] for key in kinds if key not in obsm_keys}
+        made = {key: adata.obsm[key] for key in kinds if key not in names}
     finally:
         # What stands in the cells changes at the end, or not at all.
         for key in set(adata.obsm) - set(before):
             del adata.obsm[key]
         adata.obsm.update(before)
-    report.facts = _facts(trained, adata, cells, keys, seeds) | report.facts
-    figures = [row for row in report.rows if "effective_rank" in row.scores and row.kind == "model"]
+    n_scored = adata.n_obs if rows is None else len(rows)
+    report.facts = _facts(trained, adata, n_scored, keys) | report.facts
+    figures = [row for row in report.rows if "effective_rank" in row.scores and row.kind in ("model", "supervised")]
     if collapsed := [row.name for row in figures if is_collapsed(row.scores)]:
         notes.append(
             f"{listing(collapsed)} has collapsed: nearly all cells are in one place, in one direction or on one line."
         )
-    report.notes += notes + _explanations(every, adata)
+    report.notes += notes + _explanations(every, adata, names)
     if key_added is not None:
-        if rows is None:
-            adata.obsm.update(made)
+        for name, model in every.items():
+            model._keep(adata, f"X_{name}", made.pop(f"X_{name}"), model.cells(adata))
+        adata.obsm.update(made)
         write_metrics(adata, report, key_added)
     return report
+
+
+def check_names(
+    every: Mapping[str, Encoder],
+    models: Mapping[str, Sequence[Encoder]],
+    obsm_keys: str | Sequence[str],
+    *,
+    untrained: bool,
+) -> None:
+    """Raise :class:`~scforge.errors.OptionError` if two rows of a report would have one name."""
+    keys = [obsm_keys] if isinstance(obsm_keys, str) else list(obsm_keys)
+    several = [f"X_{name}" for name, some in models.items() if len(some) > 1]
+    rows = [*(f"X_{name}" for name in every), *several, *keys, *([_UNTRAINED] if untrained else [])]
+    if twice := sorted({row for row in rows if rows.count(row) > 1}):
+        raise OptionError(f"two rows are called {twice[0]!r}; give the model or the embedding another name.")
+
+
+def _fit_to(
+    chosen: list[Any], keys: dict[str, str | None], adata: AnnData, rows: np.ndarray | None, *, given: str | None
+) -> list[str]:
+    """Leave out what nobody asked for and these cells do not allow; return sentences on that."""
+    notes = []
+    obs = adata.obs if rows is None else adata.obs.iloc[rows]
+    batch = keys["batch_key"]
+    if given is None and batch is not None and (obs[batch].nunique() < 2 or obs[batch].isna().any()):
+        keys["batch_key"] = None
+        notes.append(
+            f"obs[{batch!r}], the column of batches, has one batch or lacks some, so nothing looks at batches."
+        )
+    n_labelled = int(obs[keys["labels_key"]].notna().sum())
+    if n_labelled < _FEWEST_FOR_SCIB:
+        chosen.remove("scib")
+        notes.append(f"scib needs {_FEWEST_FOR_SCIB} cells with a label, and there are {n_labelled}; it is left out.")
+    return notes
 
 
 def untrained_embedding(model: Encoder, adata: AnnData, *, batch_size: int = 256, seed: int = 0) -> np.ndarray:
@@ -229,13 +265,19 @@ def _baselines(batch_key: str | None) -> list[int | str]:
     return [name for name in _BASELINES if name != "harmony" or batch_key is not None]
 
 
+def knows_labels(model: Encoder) -> bool:
+    """Return whether a model learned from labels of cells in a fine-tuning."""
+    task = model.spec.build_objective()
+    return model._seen is not None and (bool(getattr(task, "learns_labels", False)) or getattr(model, "_learned", None) is not None)
+
+
 def _unseen(models: Mapping[str, Encoder], adata: AnnData) -> np.ndarray | None:
     """Return the rows of cells whose labels no model learned from; None for all."""
     kept = np.ones(adata.n_obs, dtype=bool)
     for name, model in models.items():
-        if model._seen is None or not _knows_labels(model):
+        if not knows_labels(model):
             continue
-        kept &= ~model._seen.learned_from(fingerprints(model.cells(adata)))
+        kept &= ~model.learned_labels_of(model.cells(adata))
         if not kept.any():
             raise DataError(
                 f"the model {name!r} was fine-tuned on all these {adata.n_obs} cells, so their labels are in its "
@@ -251,37 +293,43 @@ def _unseen(models: Mapping[str, Encoder], adata: AnnData) -> np.ndarray | None:
     return np.flatnonzero(kept)
 
 
-def _knows_labels(model: Encoder) -> bool:
-    """Return whether a model was fine-tuned on labels of cells."""
-    task = model.spec.build_objective()
-    return any(getattr(task, key, None) is not None for key in ("labels_key", "labels_keys"))
-
-
 def _facts(
-    models: Mapping[str, Sequence[Encoder]],
-    adata: AnnData,
-    cells: AnnData,
-    keys: Mapping[str, str | None],
-    seeds: Sequence[int],
+    models: Mapping[str, Sequence[Encoder]], adata: AnnData, n_scored: int, keys: Mapping[str, str | None]
 ) -> dict[str, Any]:
-    facts: dict[str, Any] = {"cells": f"{cells.n_obs:,} of {adata.n_obs:,}, {adata.n_vars:,} genes"}
+    facts: dict[str, Any] = {"cells": f"{n_scored:,} of {adata.n_obs:,}, {adata.n_vars:,} genes"}
     for name, key in keys.items():
         if key is not None:
-            facts[name] = f"{key} ({cells.obs[key].nunique()})"
+            facts[name] = f"{key} ({adata.obs[key].nunique()})"
     for name, some in models.items():
         spec, epochs = some[0].spec, ", ".join(sorted({str(model.n_epochs_) for model in some}))
         times = f", {len(some)} trainings" if len(some) > 1 else ""
         facts[f"model {name}"] = f"{spec.architecture}, {spec.tokenizer}, trained {epochs} epochs{times}"
-    facts["seeds"] = ", ".join(str(seed) for seed in seeds)
     return facts
 
 
-def _explanations(models: Mapping[str, Encoder], adata: AnnData) -> list[str]:
-    own = [name for name, model in models.items() if model.adata is adata]
-    seen = f"So has {listing(own)}, without labels." if own else ""
+def _explanations(models: Mapping[str, Encoder], adata: AnnData, obsm_keys: Sequence[str]) -> list[str]:
+    """Return what a reader has to know of what each row has seen."""
+    said = ["All baselines have seen the expression of all cells, and no label."]
+    supervised = [name for name, model in models.items() if knows_labels(model)]
+    if supervised:
+        said.append(
+            f"{listing(supervised)} learned from labels of other cells, which baselines did not: no fair contest, and "
+            "no test."
+        )
+    for name, model in models.items():
+        condition = getattr(model.spec.build_pretraining(), "condition_key", None)
+        if condition is not None:
+            said.append(f"{name!r} was trained with obs[{condition!r}] as a condition.")
+    own = [name for name, model in models.items() if model.adata is adata and name not in supervised]
+    if own:
+        said.append(f"{listing(own)} has seen the expression of these cells in its training, without labels.")
+    unknown = [name for name, model in models.items() if model.adata is None]
+    if unknown or obsm_keys:
+        said.append(f"What {listing([*unknown, *obsm_keys])} has seen is not known here.")
     return [
-        "All baselines have seen the expression of all cells, and no label. " + seen,
-        "Intervals and p-values come from resampled cells (with groups, from resampled groups): they tell how figures "
-        "vary over cells of these data, not over trainings of a model. p-values are corrected for the number of "
-        "sentences (Holm).",
+        " ".join(said),
+        "Intervals and p-values come from data that were drawn again, as the facts say for each benchmark: they tell "
+        "how figures vary over such data, not over trainings of a model (sd of seeds). p-values of the sentences are "
+        "corrected for their number (Holm), and 'worse' for the number of baselines; intervals, and p-values in the "
+        "table of figures, are not.",
     ]

@@ -29,6 +29,7 @@ type Folder = str | os.PathLike[str]
 _TABLE = ".csv"
 _OF_TASKS = {"trained_on": None, "base_model": None}
 _OF_EMBEDDINGS = {
+    "trained_on": None,
     "obsm_keys": (),
     "labels_key": None,
     "batch_key": None,
@@ -82,8 +83,9 @@ def evaluate_to(
     overwrite
         Replace `output`.
     **options
-        For tasks: ``trained_on`` (the cells of the fine-tuning, where `source` are others) and ``base_model`` (folder
-        of the model before fine-tuning, for the baseline of its frozen embedding). For embeddings: ``obsm_keys``
+        ``trained_on``: h5ad file with the cells of the training, where `source` are others; for baselines of tasks, and
+        for ``generation``. For tasks: ``base_model`` (folder of the model before fine-tuning, for the baseline of its
+        frozen embedding). For embeddings: ``obsm_keys``
         (further embeddings in the file), ``labels_key``, ``batch_key``, ``groups_key``, ``untrained``, ``intervals``,
         ``seeds`` (number of seeds), and ``network`` and ``gene_key`` of :func:`evaluate_models`.
 
@@ -131,6 +133,9 @@ def evaluate_to(
                 "leave them out."
             )
         return _evaluate_task(folders[0], source, output, baselines=baselines, **common, **chosen)
+    if (trained_on := chosen.pop("trained_on")) is not None:
+        learned = _learned(trained_on)
+        models = {name: Encoder.load(path, learned) for name, path in zip(models, paths, strict=True)}
     return _evaluate_embeddings(models, source, output, benchmarks=benchmarks, baselines=baselines, **common, **chosen)
 
 
@@ -149,9 +154,7 @@ def _evaluate_task(
 ) -> pd.DataFrame:
     inputs = [source] if trained_on is None else [source, trained_on]
     path = None if output is None else checked_output(output, [_TABLE], overwrite=overwrite, inputs=inputs)
-    learned = None if trained_on is None else in_memory(trained_on)
-    if trained_on is not None and learned is None:
-        raise OptionError(f"trained_on={str(trained_on)!r} (--trained-on) is no h5ad file; give one.")
+    learned = None if trained_on is None else _learned(trained_on)
     tuned = load_tuned(model, device, learned)
     if learned is not None and tuned._known_split() is None:
         raise OptionError(
@@ -212,6 +215,13 @@ def _evaluate_embeddings(
         Path(output).mkdir(parents=True, exist_ok=True)
         report.write(output)
     return report
+
+
+def _learned(trained_on: Folder) -> AnnData:
+    learned = in_memory(trained_on)
+    if learned is None:
+        raise OptionError(f"trained_on={str(trained_on)!r} (--trained-on) is no h5ad file; give one.")
+    return learned
 
 
 def _cells_of(source: Folder) -> tuple[AnnData, dict[str, str | None]]:

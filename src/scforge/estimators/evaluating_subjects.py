@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from scforge.data.vocab import GeneVocab
+from scforge._registry import check_options
 from scforge.errors import OptionError, listing
 from scforge.estimators.evaluating import each_model, evaluate_embeddings, untrained_module
 from scforge.eval.evaluation import Evaluation, to_evaluation
@@ -30,6 +30,9 @@ OPTIONS = (
 """Options of :func:`evaluate_models` beside the cells, the benchmarks and the baselines."""
 
 _UNTRAINED = "untrained"
+_OPTIONS = {"gene_network": ["tfs", "targets"], "generation": ["labels_key", "n_comps", "max_cells"]}
+"""Benchmarks of other subjects that a model is enough for, with their options."""
+
 _ELSEWHERE = {
     "perturbation": "is run by the task of a model that was fine-tuned for perturbations (model.evaluate() without "
     "benchmarks), or by scforge.eval.evaluate_perturbations",
@@ -83,6 +86,8 @@ def evaluate_models(
     others = [one for one in evaluations if one.subject != "embedding"]
     if network is not None and not any(one.subject == "network" for one in others):
         raise OptionError("network names true edges, which only the benchmark gene_network needs; leave it out.")
+    for one in others:
+        _check_other(one, models, adata, network)
     report = None
     of_embeddings = [one for one in evaluations if one.subject == "embedding"]
     if of_embeddings or not others:
@@ -96,10 +101,8 @@ def evaluate_models(
             **options,
         )
     seeds, intervals = options.get("seeds", (0, 1, 2)), options.get("intervals", True)
-    kinds = _kinds(models, untrained=options.get("untrained", True))
+    kinds = _kinds(each_model(models), untrained=options.get("untrained", True))
     for one in others:
-        if one.subject in _ELSEWHERE:
-            raise OptionError(f"the benchmark {one.title!r} {_ELSEWHERE[one.subject]}.")
         if one.subject == "network":
             found = _networks(models, adata, one, network, gene_key, kinds=kinds, seed=seeds[0], intervals=intervals)
         else:
@@ -113,6 +116,35 @@ def evaluate_models(
     if others and key_added is not None:
         write_metrics(adata, report, key_added)
     return report
+
+
+def _check_other(
+    one: Evaluation, models: Mapping[str, Encoder | Sequence[Encoder]], adata: AnnData, network: Any
+) -> None:
+    """Raise, before any time is spent, where a benchmark of another subject than embeddings cannot be run."""
+    if one.subject in _ELSEWHERE:
+        raise OptionError(f"the benchmark {one.title!r} {_ELSEWHERE[one.subject]}.")
+    if one.benchmark not in _OPTIONS:
+        raise OptionError(
+            f"the benchmark {one.title!r} scores what scforge cannot make of a model by itself; make it, and pass both "
+            f"to scforge.eval.compare (by their names go {listing(_OPTIONS)})."
+        )
+    name = str(one.benchmark)
+    check_options("option", name, one.options, _OPTIONS[name])
+    if one.subject == "network" and network is None:
+        raise OptionError(f"the benchmark {name!r} needs true edges; pass network=FILE (--network), e.g. of TRRUST.")
+    if one.subject != "expression":
+        return
+    for model_name, model in each_model(models).items():
+        if model.adata is None or model.adata is adata:
+            raise OptionError(
+                f"the benchmark {name!r} compares generated cells with others than those of the training; load the "
+                f"model {model_name!r} with its training cells (--trained-on), and pass held-out cells as adata."
+            )
+        if not hasattr(model.backbone, "generate"):
+            raise OptionError(
+                f"the benchmark {name!r} needs a model that generates cells, and {model_name!r} does not."
+            )
 
 
 def _kinds(models: Mapping[str, Any], *, untrained: bool) -> dict[str, Kind]:
@@ -137,30 +169,29 @@ def _networks(
     from scforge.eval.network_scores import edges_from_embeddings
     from scforge.insilico.gene_embeddings import input_gene_embeddings
 
-    if network is None:
-        raise OptionError(
-            f"the benchmark {evaluation.title!r} needs true edges; pass network=FILE (--network), e.g. of TRRUST."
-        )
+    assert network is not None
     truth = network if isinstance(network, pd.DataFrame) else read_network(network)
     first = next(iter(each_model(models).values()))
-    named = _names_of(first.vocab, adata, gene_key)
     vectors = {name: model.get_gene_embeddings(key_added=None) for name, model in each_model(models).items()}
     if _UNTRAINED in kinds:
         module, tokenizer = untrained_module(first)
         genes = pd.Index(first.vocab.genes, dtype=str)
         vectors[_UNTRAINED] = pd.DataFrame(input_gene_embeddings(module, tokenizer), index=genes)
-    sources = sorted(set(truth["source"]) & set(named))
+    known = _names_of(adata, gene_key)
+    vectors = {name: table.rename(index=known) for name, table in vectors.items()}
+    vectors = {name: table[~table.index.duplicated()] for name, table in vectors.items()}
+    # What is asked is what models know of genes that all of them know.
+    named = set.intersection(*(set(table.index) for table in vectors.values()))
+    sources = sorted(set(truth["source"]) & named)
     scores = {}
     for name, table in vectors.items():
-        table = table.rename(index=dict(zip(first.vocab.genes, named, strict=True)))
-        table = table[~table.index.duplicated()]
         scores[name] = edges_from_embeddings(table, [tf for tf in sources if tf in table.index], center=True)
     return evaluate_network(
         scores,
         truth,
         adata,
         gene_key=gene_key,
-        genes=sorted(set(named)),
+        genes=sorted(named),
         kinds={name: kinds.get(name, "model") for name in scores},
         seed=seed,
         intervals=intervals,
@@ -169,14 +200,13 @@ def _networks(
     )
 
 
-def _names_of(vocab: GeneVocab, adata: AnnData, gene_key: str | None) -> list[str]:
-    """Return the genes of a vocabulary as `gene_key` names those of the cells; as they are, without one."""
+def _names_of(adata: AnnData, gene_key: str | None) -> dict[str, str]:
+    """Return what `gene_key` calls the genes of the cells; nothing without one."""
     if gene_key is None:
-        return list(vocab.genes)
+        return {}
     if gene_key not in adata.var:
         raise OptionError(f"gene_key={gene_key!r} is not a column of var (there are: {listing(adata.var.columns)}).")
-    known = dict(zip(adata.var_names.astype(str), adata.var[gene_key].astype(str), strict=True))
-    return [known.get(gene, gene) for gene in vocab.genes]
+    return dict(zip(adata.var_names.astype(str), adata.var[gene_key].astype(str), strict=True))
 
 
 def _generated(
@@ -192,17 +222,16 @@ def _generated(
     from scforge.eval.generation_report import evaluate_generation
 
     every = each_model(models)
-    made, trained = {}, None
-    for name, model in every.items():
-        if model.adata is None or model.adata is adata:
-            raise OptionError(
-                f"the benchmark {evaluation.title!r} compares generated cells with others than those of the training; "
-                f"load the model {name!r} with its training cells, and pass held-out cells as adata."
-            )
-        trained = model.adata
-        made[name] = model.generate(adata.n_obs, seed=int(seeds[0]), batch_size=batch_size)
-    assert trained is not None
+    made = {
+        name: model.generate(adata.n_obs, seed=int(seeds[0]), batch_size=batch_size) for name, model in every.items()
+    }
+    cells = {id(model.adata): model.adata for model in every.values()}
+    if len(cells) > 1:
+        raise OptionError(
+            f"the models {listing(every)} have training cells of their own, and generated cells are compared with "
+            "those of one training; evaluate one model at a time, or load all with the same AnnData."
+        )
+    (trained,) = cells.values()
     layer = (next(iter(every.values()))._setup_of(adata) or {}).get("layer")
-    known: dict[str, Callable[[Any], Any]] = {"labels_key": str, "n_comps": int, "max_cells": int}
-    options = {name: read(evaluation.options[name]) for name, read in known.items() if name in evaluation.options}
+    options = dict(evaluation.options)
     return evaluate_generation(made, adata, trained, layer=layer, seeds=seeds, intervals=intervals, **options)

@@ -5,22 +5,23 @@ Shapes: N cells, D dimensions, R draws.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import pandas as pd
 
-from scforge._checks import check_bool, check_seed
+from scforge._checks import check_seed
 from scforge._constants import UNS_KEY
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.eval.base import BENCHMARKS, Benchmark
 from scforge.eval.baselines import pca_embedding
 from scforge.eval.evaluation import Entry, to_evaluation
+from scforge.eval.label_prediction import check_embedding
 from scforge.eval.reference_embeddings import check_baselines, embedding_baselines
-from scforge.eval.report import Kind, Measured, Report, Row
-from scforge.eval.statistics import compare_paired, interval
+from scforge.eval.report import KINDS, Kind, Report
+from scforge.eval.scoring import Replicates, score
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["Replicates", "compare", "evaluate", "made_of", "write_metrics"]
 
 _BASELINES = (15, 50)
-_ORDER: tuple[Kind, ...] = ("model", "untrained", "baseline", "ceiling")
+_PACKAGES = ("scforge", "scanpy", "scikit-learn", "scib-metrics", "scvi-tools")
 _TITLES = {
     "hvg": "variable genes",
     "pca": "PCA",
@@ -39,23 +40,20 @@ _TITLES = {
 }
 
 
-class Replicates(tuple[Any, ...]):
-    """What one method made several times, e.g. trained with several seeds: one row, whose figures are means."""
-
-
 def evaluate(
     adata: AnnData,
     benchmarks: Entry | Sequence[Entry],
     obsm_keys: str | Sequence[str] | Mapping[str, Kind],
     *,
     layer: str | None = None,
-    baselines: Sequence[int | str] = _BASELINES,
+    baselines: int | str | Sequence[int | str] = _BASELINES,
     labels_key: str | None = None,
     batch_key: str | None = None,
     groups_key: str | None = None,
     seeds: Sequence[int] = (0,),
     intervals: bool = True,
     replicates: Mapping[str, Sequence[str]] | None = None,
+    rows: np.ndarray | None = None,
     seconds: Mapping[str, float] | None = None,
     title: str = "Embeddings compared",
     key_added: str | None = "metrics",
@@ -86,6 +84,8 @@ def evaluate(
         Add 95 % intervals and tests against the best baseline, from resampled cells.
     replicates
         Name of a row to keys among `obsm_keys` that are the same method with several seeds: one row in place of theirs.
+    rows
+        Cells that are scored, positions in `adata`; baselines are made of all. None scores all.
     seconds
         Wall time of an embedding, by key.
     title
@@ -105,10 +105,12 @@ def evaluate(
         If an option, or a combination of them, makes no sense.
     """
     check_seeds(seeds)
+    baselines = [baselines] if isinstance(baselines, int | str) else list(baselines)
     if not len(baselines):
         raise OptionError("baselines=[] leaves nothing to compare with; name at least one, or a number of components.")
     obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
     kinds: dict[str, Kind] = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else dict.fromkeys(obsm_keys, "model")
+    _check_kinds(kinds)
     for key in kinds:
         if key not in adata.obsm:
             known = list(adata.obsm)
@@ -118,37 +120,45 @@ def evaluate(
             )
     keys = {"labels_key": labels_key, "batch_key": batch_key, "groups_key": groups_key}
     made = made_of(benchmarks, keys)
+    obs = adata.obs if rows is None else adata.obs.iloc[rows]
     for benchmark in made.values():
         if benchmark.subject != "embedding":
             raise OptionError(
                 f"the benchmark {title_of(benchmark)!r} scores no embedding (its subject is {benchmark.subject!r}); "
                 "pass it to scforge.eval.compare with what it scores."
             )
-        benchmark.check(adata.obs)
+        benchmark.check(obs)
     check_baselines(adata, baselines, batch_key=batch_key)
-    embeddings = _with_replicates({key: np.asarray(adata.obsm[key]) for key in kinds}, kinds, replicates or {})
+    embeddings: dict[str, Any] = {}
+    for key in kinds:
+        try:
+            embeddings[key] = check_embedding(adata.obsm[key], adata.n_obs)
+        except DataError as error:
+            raise DataError(f"adata.obsm[{key!r}]: {error}") from error
+    embeddings = _with_replicates(embeddings, kinds, replicates or {})
     found = embedding_baselines(adata, baselines, batch_key=batch_key, layer=layer, seed=int(seeds[0]))
     of_baselines = {_TITLES.get(name, name): embedding for name, embedding in found.items()}
     if taken := [name for name in of_baselines if name in embeddings]:
         raise OptionError(f"{taken[0]!r} is the name of a baseline; call the embedding something else.")
     kinds |= dict.fromkeys(of_baselines, "baseline")
-    embeddings = dict(sorted(embeddings.items(), key=lambda item: _ORDER.index(kinds[item[0]])))
+    embeddings = dict(sorted(embeddings.items(), key=lambda item: KINDS.index(kinds[item[0]])))
     report = Report(title)
     for name, benchmark in made.items():
         if hasattr(benchmark, "before_integration"):
             before = found["pca"] if "pca" in found else pca_embedding(adata, layer=layer, n_comps=_n_comps(adata))
             benchmark = benchmark.before_integration(pd.DataFrame(before, index=adata.obs_names))
-        _score(
+        score(
             report,
             name,
             benchmark,
-            embeddings | of_baselines,
-            adata.obs,
+            {method: _of_rows(one, rows) for method, one in (embeddings | of_baselines).items()},
+            obs,
             kinds=kinds,
             seeds=seeds,
             intervals=intervals,
             seconds=seconds or {},
         )
+    report.facts |= {"seeds": ", ".join(str(seed) for seed in seeds), "versions": _versions_of_packages()}
     if key_added is not None:
         write_metrics(adata, report, key_added)
     return report
@@ -196,13 +206,14 @@ def compare(
     OptionError
         If a method has no kind, or there is a model but no baseline.
     """
+    _check_kinds(kinds)
     unknown = [method for method in made if method not in kinds]
     if unknown:
         raise OptionError(f"kinds lacks {listing(unknown)}; say for each whether it is a model or a baseline.")
     check_seeds(seeds)
     benchmark.check(reference)
     report = Report(title)
-    _score(
+    score(
         report,
         title_of(benchmark) if name is None else name,
         benchmark,
@@ -239,6 +250,8 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
     found: dict[str, Benchmark] = {}
     for entry in entries_of(benchmarks):
         evaluation = to_evaluation(entry)
+        if evaluation.max_cells not in (None, 10_000):
+            raise OptionError(f"max_cells={evaluation.max_cells} has no use here; pass so many cells as adata.")
         if not evaluation.held_out:
             raise OptionError(f"dataset={evaluation.dataset!r} has no use here; pass those cells as adata.")
         if evaluation.title in found:
@@ -267,76 +280,27 @@ def write_metrics(adata: AnnData, report: Report, key: str) -> None:
     adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key: report.to_frame()}
 
 
-def _score(
-    report: Report,
-    name: str,
-    benchmark: Benchmark,
-    made: Mapping[str, Any],
-    reference: Any,
-    *,
-    kinds: Mapping[str, Kind],
-    seeds: Sequence[int],
-    intervals: bool,
-    seconds: Mapping[str, float],
-) -> None:
-    """Add the rows of a benchmark to a report."""
-    check_bool("intervals", intervals)
-    versions = _versions(benchmark, seeds)
-    scores: dict[str, pd.DataFrame] = {}
-    draws: dict[str, pd.DataFrame | None] = {}
-    for method, one in made.items():
-        runs = one if isinstance(one, Replicates) else (one,)
-        scores[method] = pd.DataFrame([version.run(run, reference) for run in runs for version in versions])
-        drawn = [
-            versions[0].resampled(run, reference, n=benchmark.n_draws, seed=int(seeds[0])) if intervals else None
-            for run in runs
-        ]
-        tables = [table for table in drawn if table is not None]
-        draws[method] = sum(tables[1:], start=tables[0]) / len(tables) if tables else None
-    measured = Measured.by(benchmark)
-    report.measured[name] = measured
-    means = {method: {metric: float(table[metric].mean()) for metric in table} for method, table in scores.items()}
-    n_units = benchmark.n_units(reference) if intervals else None
-    best = {metric: _best(metric, means, kinds, measured) for metric in measured.metrics}
-    for method, one in made.items():
-        table = draws[method]
-        comparisons = {}
-        if benchmark.ranks and kinds[method] in ("model", "untrained"):
-            comparisons = {
-                metric: compare_paired(
-                    other,
-                    means[method][metric],
-                    means[other][metric],
-                    *_columns(metric, table, draws[other]),
-                    n_units=n_units,
-                )
-                for metric, other in best.items()
-                if other is not None and metric in means[method]
-            }
-        report.add(
-            Row(
-                method,
-                kinds[method],
-                means[method],
-                _n_dims(one) if benchmark.subject == "embedding" else None,
-                seconds.get(method),
-                name,
-                intervals={}
-                if table is None
-                else {
-                    metric: interval(means[method][metric], table[metric].to_numpy(), n_units=n_units)
-                    for metric in table
-                },
-                spreads={str(metric): float(found.std(ddof=1)) for metric, found in scores[method].items()}
-                if len(scores[method]) > 1
-                else {},
-                comparisons=comparisons,
+def _check_kinds(kinds: Mapping[str, Any]) -> None:
+    for method, kind in kinds.items():
+        if kind not in KINDS:
+            raise OptionError(
+                f"{method!r} is said to be {kind!r}{did_you_mean(str(kind), KINDS) or ';'} say one of {listing(KINDS)}."
             )
-        )
+
+
+def _of_rows(one: Any, rows: np.ndarray | None) -> Any:
+    """Return those rows of an embedding, or of each of several."""
+    if rows is None:
+        return one
+    return Replicates(run[rows] for run in one) if isinstance(one, Replicates) else one[rows]
 
 
 def _n_comps(adata: AnnData) -> int:
     return min(50, min(adata.shape) - 1)
+
+
+def _versions_of_packages() -> str:
+    return ", ".join(f"{name} {metadata.version(name)}" for name in _PACKAGES)
 
 
 def _with_replicates(
@@ -355,32 +319,3 @@ def _with_replicates(
             kinds.pop(key)
         embeddings, kinds[name] = {**embeddings, name: found}, kind
     return embeddings
-
-
-def _n_dims(one: Any) -> int:
-    return int((one[0] if isinstance(one, Replicates) else one).shape[1])
-
-
-def _versions(benchmark: Benchmark, seeds: Sequence[int]) -> list[Benchmark]:
-    """Return the benchmark with each seed; itself, where it has none."""
-    if not hasattr(benchmark, "seed"):
-        return [benchmark]
-    versions = []
-    for seed in seeds:
-        version = copy.copy(benchmark)
-        version.seed = int(seed)
-        versions.append(version)
-    return versions
-
-
-def _best(
-    metric: str, means: Mapping[str, Mapping[str, float]], kinds: Mapping[str, Kind], measured: Measured
-) -> str | None:
-    """Return the baseline with the best figure."""
-    values = {method: found.get(metric, np.nan) for method, found in means.items() if kinds[method] == "baseline"}
-    values = {method: value for method, value in values.items() if np.isfinite(value)}
-    return max(values, key=lambda method: measured.sign(metric) * values[method], default=None)
-
-
-def _columns(metric: str, *tables: pd.DataFrame | None) -> list[np.ndarray | None]:
-    return [None if table is None or metric not in table else table[metric].to_numpy() for table in tables]

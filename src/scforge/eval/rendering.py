@@ -74,6 +74,7 @@ def _cells(report: Report, benchmark: str) -> tuple[list[str], list[tuple[str, l
     rows, about = report.of(benchmark), report.about(benchmark)
     has_dims = any(row.n_dims is not None for row in rows)
     has_interval = any(not math.isnan(row.intervals.get(about.main, (math.nan,))[0]) for row in rows)
+    has_spread = any(not math.isnan(row.spreads.get(about.main, math.nan)) for row in rows)
     has_seconds = any(row.seconds is not None for row in rows)
     shown = [name for name in about.metrics if any(name in row.scores for row in rows)]
     shown.sort(key=lambda name: name != about.main)
@@ -82,6 +83,8 @@ def _cells(report: Report, benchmark: str) -> tuple[list[str], list[tuple[str, l
         header.append(f"{metric} ↓" if metric in about.lower_is_better else metric)
         if metric == about.main and has_interval:
             header.append("95 % interval")
+        if metric == about.main and has_spread:
+            header.append("sd of seeds")
     if has_seconds:
         header.append("seconds")
     best = {metric: _best(rows, metric, about) for metric in shown}
@@ -96,6 +99,8 @@ def _cells(report: Report, benchmark: str) -> tuple[list[str], list[tuple[str, l
             if metric == about.main and has_interval:
                 low, high = row.intervals.get(metric, (math.nan, math.nan))
                 texts.append(("" if math.isnan(low) else f"{_number(low)} to {_number(high)}", False))
+            if metric == about.main and has_spread:
+                texts.append((_number(row.spreads.get(metric, math.nan)), False))
         if has_seconds:
             texts.append(("" if row.seconds is None else f"{row.seconds:.0f}", False))
         body.append((row.kind, texts))

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Kind", "Measured", "Report", "Row"]
 
-Kind = Literal["model", "baseline", "untrained", "ceiling"]
+Kind = Literal["model", "supervised", "untrained", "baseline", "ceiling"]
+KINDS: tuple[Kind, ...] = ("model", "supervised", "untrained", "baseline", "ceiling")
+"""Kinds of rows, in the order of a table."""
 
 _ALPHA = 0.05
 
@@ -35,8 +37,9 @@ class Row:
     name
         What the method is.
     kind
-        ``"model"``, ``"baseline"``, ``"untrained"`` (the same network with random weights) or ``"ceiling"`` (as good as
-        the data allow, e.g. a second experiment).
+        ``"model"``; ``"supervised"``, a model that learned from labels of other cells, so that there is no fair contest
+        with baselines that did not; ``"baseline"``; ``"untrained"``, the same network with random weights; or
+        ``"ceiling"``, as good as the data allow, e.g. a second experiment.
     scores
         Metric to figure.
     n_dims
@@ -164,7 +167,7 @@ class Report:
         """
         for benchmark in self.benchmarks:
             kinds = {row.kind for row in self.of(benchmark)}
-            if "model" in kinds and "baseline" not in kinds:
+            if kinds & {"model", "supervised"} and "baseline" not in kinds:
                 where = f" of {benchmark}" if benchmark else ""
                 raise OptionError(
                     f"the report{where} has a model but no baseline; add one, e.g. scforge.eval.pca_embedding."
@@ -176,8 +179,9 @@ class Report:
         Returns
         -------
         The columns ``benchmark``, ``method``, ``kind``, ``metric``, ``value``, ``low`` and ``high`` (95 % interval),
-        ``sd_seeds``, and for models ``best_baseline``, ``difference``, ``difference_low``, ``difference_high`` and
-        ``p_value`` of the comparison with it; NaN and empty texts where there is nothing.
+        ``sd_seeds`` (over trainings where there are several, else over seeds of the benchmark), ``lower_is_better``,
+        and for models ``best_baseline``, ``difference``, ``difference_low``, ``difference_high`` and ``p_value`` (not
+        corrected) of the comparison with it; NaN and empty texts where there is nothing.
 
         Raises
         ------
@@ -201,6 +205,7 @@ class Report:
                         "low": low,
                         "high": high,
                         "sd_seeds": row.spreads.get(metric, nothing),
+                        "lower_is_better": metric in self.about(row.benchmark).lower_is_better,
                         "best_baseline": compared.baseline,
                         "difference": compared.difference,
                         "difference_low": compared.low,
@@ -238,7 +243,9 @@ class Report:
     def verdicts(self) -> list[str]:
         """Return a sentence for each model and benchmark, on whether it is better than the best baseline.
 
-        A difference counts where its p-value, corrected for the number of sentences (Holm 1979), is below 0.05.
+        A difference counts where its p-value, corrected for the number of sentences (Holm 1979), is below 0.05. The
+        best of several baselines is better by chance, too: so "worse" is corrected for their number as well
+        (Bonferroni), while "better" than the best is stricter than it need be.
         """
         told = [
             (row, benchmark, row.comparisons[self.about(benchmark).main])
@@ -246,11 +253,17 @@ class Report:
             for row in self.of(benchmark)
             if self.about(benchmark).main in row.comparisons and row.kind == "model"
         ]
-        p_values = holm([compared.p_value for _, _, compared in told])
+        p_values = holm([self._p_value(benchmark, compared) for _, benchmark, compared in told])
         return [
             _sentence(row, self.about(benchmark), compared, float(p))
             for (row, benchmark, compared), p in zip(told, p_values, strict=True)
         ]
+
+    def _p_value(self, benchmark: str, compared: Comparison) -> float:
+        about = self.about(benchmark)
+        if about.sign(about.main) * compared.difference >= 0:
+            return compared.p_value
+        return min(1.0, compared.p_value * sum(row.kind == "baseline" for row in self.of(benchmark)))
 
     def to_markdown(self) -> str:
         """Return the report as Markdown; the best figure of each metric is bold."""

@@ -19,7 +19,13 @@ __all__ = ["COLOURS", "KINDS", "check_columns", "frame_of", "new_axes", "spread"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 """For models."""
 
-KINDS = {"model": "#0072B2", "baseline": "#7F7F7F", "untrained": "#B0B0B0", "ceiling": "#009E73"}
+KINDS = {
+    "model": "#0072B2",
+    "supervised": "#D55E00",
+    "baseline": "#7F7F7F",
+    "untrained": "#B0B0B0",
+    "ceiling": "#009E73",
+}
 """For the kinds of rows of a report."""
 
 
