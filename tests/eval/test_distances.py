@@ -20,6 +20,9 @@ def test_energy_distance_is_its_formula_and_that_of_pertpy() -> None:
     assert found == pytest.approx(2 * mean(one, other) - mean(one, one) - mean(other, other))
     assert found == pytest.approx(float(Distance("edistance", obsm_key="x")(one, other)), abs=1e-6)
     assert found == pytest.approx(energy_distance(one, other, within=(mean_distance(one, one), None)))
+    unbiased = 2 * mean(one, other) - mean(one, one) * 30 / 29 - mean(other, other) * 41 / 40
+    assert energy_distance(one, other, unbiased=True) == pytest.approx(unbiased)
+    assert np.isnan(energy_distance(one[:1], other, unbiased=True))
     assert energy_distance(one, one[::-1]) == pytest.approx(0.0, abs=1e-12)
     with pytest.raises(DataError, match="same coordinates"):
         energy_distance(one, other[:, :2])

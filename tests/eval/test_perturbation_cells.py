@@ -87,3 +87,41 @@ def test_mistakes_are_told(perturbed) -> None:
     twice.var_names = ["g0", *twice.var_names[:-1]]
     with pytest.raises(DataError, match="'g0' more than once"):
         PerturbedCells.read(twice, KEYS, argument="real")
+
+
+def test_logs_of_another_total_are_refused(perturbed) -> None:
+    adata = perturbed(("g0",))
+    sc.pp.normalize_total(adata, target_sum=3_000)
+    sc.pp.log1p(adata)
+    with pytest.raises(DataError, match="normalised to about 3,000 per cell and not to 10,000"):
+        log_normalised(adata)
+    # Models may predict one profile for all cells.
+    assert log_normalised(adata, made=True).shape == adata.shape
+
+
+def test_parts_of_a_value_are_added_up_and_the_input_stays(perturbed) -> None:
+    adata = perturbed(("g0",), n_cells=5, n_controls=5)
+    whole = log_normalised(adata).toarray()
+    rows, columns = adata.X.nonzero()
+    half = np.asarray(adata.X[rows, columns]).ravel() - 1
+    order = np.argsort(np.r_[rows, rows], kind="stable")
+    indptr = np.r_[0, np.cumsum(np.bincount(np.r_[rows, rows], minlength=adata.n_obs))]
+    split = sparse.csr_matrix(
+        (np.r_[half, np.ones(len(half))][order], np.r_[columns, columns][order], indptr), adata.shape
+    )
+    adata.X = split
+    n_stored = adata.X.nnz
+    np.testing.assert_allclose(log_normalised(adata).toarray(), whole, rtol=1e-6)
+    assert adata.X.nnz == n_stored
+
+
+def test_half_precision_is_read_and_files_are_refused(perturbed, tmp_path) -> None:
+    adata = perturbed(("g0",), n_cells=5, n_controls=5)
+    whole = log_normalised(adata)
+    adata.write_h5ad(tmp_path / "cells.h5ad")
+    adata.X = adata.X.toarray().astype(np.float16)
+    np.testing.assert_allclose(log_normalised(adata).toarray(), whole.toarray(), rtol=1e-6)
+    backed = sc.read_h5ad(tmp_path / "cells.h5ad", backed="r")
+    with pytest.raises(DataError, match=r"real is backed by a file, .* pass real.to_memory\(\)"):
+        PerturbedCells.read(backed, EffectKeys("target", "control"), argument="real")
+    backed.file.close()

@@ -98,7 +98,7 @@ def test_predicted_effects_and_features_of_genes(real, train) -> None:
     assert not any("more than was measured" in note for note in report.notes)
     more = pd.concat([effects, effects.iloc[:1].set_axis(["g9"])])
     notes = evaluate_perturbations(real, more, train=train, intervals=False, **KEYS).notes
-    assert "prediction predicts more than was measured (effects: 1), which is not scored." in notes
+    assert "prediction predicts more than was measured (effects: 1), which is not scored: 'g9'." in notes
     assert table.loc["a", "pearson_delta"] == pytest.approx(table.loc["b", "pearson_delta"])
 
 
@@ -209,3 +209,50 @@ def test_names_of_baselines_are_taken(real, train, made) -> None:
         evaluate_perturbations(real, {"additive": made}, train=train, **KEYS)
     with pytest.raises(OptionError, match="names no method"):
         evaluate_perturbations(real, {}, train=train, **KEYS)
+
+
+def test_counts_of_fewer_genes_and_other_scales_are_refused(real, train, made) -> None:
+    with pytest.raises(DataError, match="train holds counts of 50 genes and real has 60"):
+        evaluate_perturbations(real, made, train=train[:, :50].copy(), **KEYS)
+    other = _logs(train)
+    other.X = other.X.expm1().multiply(np.random.default_rng(0).uniform(0.2, 0.4, (train.n_obs, 1))).log1p().tocsr()
+    with pytest.raises(DataError, match="controls of train have a median total of .* and those of real of 10,000"):
+        evaluate_perturbations(real, made, train=other, **KEYS)
+    scaled = _logs(made)
+    scaled.X = (scaled.X.expm1() * 0.1).log1p()
+    with pytest.raises(DataError, match="have a median total of 1,000 and those of real of 10,000"):
+        evaluate_perturbations(real, scaled, train=train, **KEYS)
+
+
+def test_baselines_know_all_genes_of_the_training(real, train, made) -> None:
+    whole = evaluate_perturbations(real, _logs(made), train=train, intervals=False, **KEYS)
+    part = evaluate_perturbations(real, _logs(made)[:, 4:].copy(), train=train, intervals=False, **KEYS)
+    known = [*whole.to_table().index]
+    assert known == [*part.to_table().index]
+    # g0 to g3 are what is perturbed; the linear model still knows them.
+    table = part.to_table()
+    assert table.loc["linear_pca", "mse"] != pytest.approx(table.loc["train_mean", "mse"], rel=1e-6)
+    assert not any("targets are genes of the data" in note for note in part.notes)
+    fewer = evaluate_perturbations(
+        _logs(real)[:, 1:].copy(), _logs(made), train=_logs(train)[:, 1:].copy(), intervals=False, **KEYS
+    )
+    assert any(note.startswith("3 of 4 targets are genes of the data") for note in fewer.notes)
+
+
+def test_a_layer_is_read_where_there_is_one(real, train, made) -> None:
+    plain = evaluate_perturbations(real, made, train=train, intervals=False, **KEYS)
+    layered = [some.copy() for some in (real, train)]
+    for adata in layered:
+        adata.layers["counts"] = adata.X.copy()
+        adata.X = adata.X * 0.0
+    found = evaluate_perturbations(layered[0], made, train=layered[1], layer="counts", intervals=False, **KEYS)
+    pd.testing.assert_frame_equal(found.to_table(), plain.to_table())
+    assert "Effects of prediction are seen from the training controls." in plain.notes
+
+
+def test_mistakes_in_names_are_told(real, train, made) -> None:
+    with pytest.raises(OptionError, match="kinds names 'god', which predictions does not have; did you mean 'good'"):
+        evaluate_perturbations(real, {"good": made}, train=train, kinds={"god": "untrained"}, **KEYS)
+    twice = pd.DataFrame(0.1, index=[*HELD_OUT, "g1+g0"], columns=real.var_names)
+    with pytest.raises(DataError, match=r"1 rows that mean the same effect as another \(first: 'g0\+g1'\)"):
+        evaluate_perturbations(real, twice, train=train, **KEYS)

@@ -115,3 +115,13 @@ def test_kinds_of_the_table_and_another_metric(ranks: pd.DataFrame) -> None:
     assert not ax.texts
     with pytest.raises(DataError, match="table has no column 'rank'"):
         perturbation_ranks(table)
+
+
+def test_the_best_stands_on_top_and_a_prediction_is_a_model() -> None:
+    table = pd.DataFrame({"method": ["prediction", "train_mean"] * 2, "cosine": [0.8, 0.1, 0.9, 0.2]})
+    for metric, best in (("cosine", "prediction"), ("mse", "train_mean")):
+        ax = perturbation_ranks(table.rename(columns={"cosine": metric}), metric=metric)
+        assert [text.get_text() for text in ax.get_yticklabels()][-1] == best
+        weights = {text.get_text(): text.get_fontweight() for text in ax.get_yticklabels()}
+        assert weights == {"prediction": "bold", "train_mean": "normal"}
+        assert not ax.texts

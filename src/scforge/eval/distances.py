@@ -33,7 +33,11 @@ def mean_distance(one: np.ndarray, other: np.ndarray) -> float:
 
 
 def energy_distance(
-    one: np.ndarray, other: np.ndarray, *, within: tuple[float | None, float | None] = (None, None)
+    one: np.ndarray,
+    other: np.ndarray,
+    *,
+    within: tuple[float | None, float | None] = (None, None),
+    unbiased: bool = False,
 ) -> float:
     """Return the energy distance between two groups of cells.
 
@@ -47,7 +51,10 @@ def energy_distance(
     one, other
         Coordinates, shapes (N, D) and (M, D).
     within
-        The mean distances within each group, where they are known.
+        The mean distances within each group, each cell with itself among them, where they are known.
+    unbiased
+        Leave the distance of each cell to itself out: 0 on average for two samples of the same distribution, however
+        few cells there are, and NaN for a group of one cell.
 
     Raises
     ------
@@ -68,6 +75,10 @@ def energy_distance(
         mean_distance(group, group) if known is None else known
         for group, known in zip((one, other), within, strict=True)
     )
+    if unbiased:
+        if min(len(one), len(other)) < 2:
+            return float("nan")
+        first, second = first * len(one) / (len(one) - 1), second * len(other) / (len(other) - 1)
     return 2 * mean_distance(one, other) - first - second
 
 

@@ -36,6 +36,10 @@ _ROOM_OF_MADE = 2.0
 """What is predicted on the log scale need not have a total of 10,000."""
 
 
+_SAME_TOTAL = 1e-3
+"""How little totals of cells differ that were scaled to the same one; over a part of the genes they differ."""
+
+
 class Effect(NamedTuple):
     """A perturbation in a context."""
 
@@ -114,7 +118,8 @@ class PerturbedCells:
         argument
             What it is called in messages.
         made
-            Whether the cells are predicted ones, which need no controls and no exact total.
+            Whether the cells are predicted ones, which need no controls and no exact total, and are read from X where
+            they lack the layer.
 
         Raises
         ------
@@ -145,13 +150,15 @@ class PerturbedCells:
                     "them or leave them out."
                 )
             places = column.astype(str).tolist()
+        # Models predict into X, whatever layer the measured values are in.
+        layer = None if made and keys.layer not in adata.layers else keys.layer
         pairs = [Effect(some, place) for some, place in zip(targets, places, strict=True)]
         effects = tuple(sorted({pair for pair in pairs if pair.targets}))
         contexts = tuple(sorted(set(places)))
         number = {effect: i for i, effect in enumerate(effects)}
         number |= {Effect((), place): len(effects) + i for i, place in enumerate(contexts)}
         return cls(
-            log_normalised(adata, keys.layer, argument=argument, made=made),
+            log_normalised(adata, layer, argument=argument, made=made),
             adata.var_names,
             adata.obs_names,
             effects,
@@ -235,16 +242,24 @@ def log_normalised(
     Raises
     ------
     DataError
-        If values are missing, negative, or of another scale.
+        If values are missing, negative, or of another scale, or the cells are in a file and not in memory.
     """
     where = f"{argument}.X" if layer is None else f"{argument}.layers[{layer!r}]"
     if layer is not None and layer not in adata.layers:
         known = [key for key in adata.layers if key is not None]
         raise DataError(f"layer={layer!r} is not in {argument}.layers{did_you_mean(layer, known)} ({listing(known)}).")
+    if adata.isbacked:
+        raise DataError(f"{argument} is backed by a file, and is read as a whole; pass {argument}.to_memory().")
     matrix = adata.X if layer is None else adata.layers[layer]
     if matrix is None:
         raise DataError(f"{where} is None; put counts or log1p of counts per 10,000 there.")
+    # SciPy knows no sparse matrices of half precision.
+    matrix = matrix.astype(np.float32) if matrix.dtype == np.float16 else matrix
     matrix = sound_csr(matrix if sparse.issparse(matrix) else sparse.csr_matrix(np.asarray(matrix)), where)
+    if not matrix.has_canonical_format:
+        # A value in two parts is their sum, also under a logarithm.
+        matrix = matrix.copy()
+        matrix.sum_duplicates()
     kind = np.float64 if matrix.dtype == np.float64 else np.float32
     values = matrix.data.astype(np.float64)
     if not np.isfinite(values).all():
@@ -259,19 +274,24 @@ def log_normalised(
         total = np.bincount(rows, values, minlength=matrix.shape[0])
         values = np.log1p(values * (TARGET_SUM / np.maximum(total, 1.0))[rows])
     else:
-        _check_scale(values, rows, matrix.shape[0], where, room=_ROOM_OF_MADE if made else _ROOM)
+        _check_scale(values, rows, matrix.shape[0], where, made=made)
     return sparse.csr_matrix((values.astype(kind), matrix.indices, matrix.indptr), shape=matrix.shape)
 
 
-def _check_scale(values: np.ndarray, rows: np.ndarray, n_cells: int, where: str, *, room: float) -> None:
+def _check_scale(values: np.ndarray, rows: np.ndarray, n_cells: int, where: str, *, made: bool) -> None:
     fix = "give counts, or sc.pp.normalize_total(adata, target_sum=1e4) and sc.pp.log1p(adata)"
     plain = np.expm1(np.minimum(values, 50.0))
     # Counts have ones among them; scaled to a total, all cells would need one of exactly 10,000 for that.
     if np.abs(plain - np.round(plain)).max() < 1e-3 and abs(plain[plain > 0].min() - 1) < 1e-3:
         raise DataError(f"{where} holds log1p of counts that were not normalised; {fix}.")
     total = np.bincount(rows, plain, minlength=n_cells)
-    if total.max() > room * TARGET_SUM:
+    if total.max() > (_ROOM_OF_MADE if made else _ROOM) * TARGET_SUM:
         raise DataError(
             f"{where} holds values that are neither counts nor log1p of counts per 10,000 (expm1 of a cell has a "
             f"total of {total.max():.4g}); {fix}."
         )
+    # Predicted cells may be one profile many times; see evaluate_perturbations for their totals.
+    total = total[total > 0]
+    middle = float(np.median(total)) if len(total) else TARGET_SUM
+    if not made and len(total) > 1 and np.ptp(total) < _SAME_TOTAL * middle and abs(middle / TARGET_SUM - 1) > 0.01:
+        raise DataError(f"{where} is normalised to about {middle:,.0f} per cell and not to 10,000; {fix}.")

@@ -60,7 +60,8 @@ class PerturbationPrediction(Benchmark):
     - ``discrimination_l1``, ``_l2`` and ``_cosine`` (:func:`~scforge.eval.discrimination_scores`, over all effects
       of the context that are scored, without the perturbed genes),
     - ``energy_distance`` between predicted and measured cells on principal components of the training cells
-      (:func:`~scforge.eval.energy_distance`; a predicted effect without cells is added to controls),
+      (:func:`~scforge.eval.energy_distance`; unbiased; a predicted
+      effect without cells is added to controls; left out where a group has one cell),
     - ``calibrated_pearson_delta`` and ``calibrated_wmse``: :func:`calibrated` figures, 0 for the mean effect of the
       training and 1 for a second experiment, over the effects that have enough cells for one. NaN without a training
       (:meth:`trained_on`), or where a second experiment would do no better than that mean.
@@ -311,6 +312,13 @@ def _rows(made: pd.DataFrame, effects: tuple[Effect, ...], genes: pd.Index, keys
         )
     labels = [(label, ALL) if keys.context_key is None else label for label in made.index]
     number = {keys.effect(str(label), str(context)): i for i, (label, context) in enumerate(labels)}
+    if len(number) < len(labels):
+        effects_of_rows = [keys.effect(str(label), str(context)) for label, context in labels]
+        twice = next(effect for i, effect in enumerate(effects_of_rows) if number[effect] != i)
+        raise DataError(
+            f"predictions has {len(labels) - len(number)} rows that mean the same effect as another (first: "
+            f"{keys.name_of(twice.targets)!r}); give each effect once."
+        )
     return made.to_numpy(dtype=np.float64)[np.ix_(_places(number, effects, keys), columns)]
 
 

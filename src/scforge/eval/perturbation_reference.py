@@ -196,7 +196,7 @@ class Reference:
             else:
                 rows = np.flatnonzero(made.groups == made.effects.index(effect))
                 predicted = self.space.cells(made.expression[_some(rows, self.max_cells, rng)])
-            found[number] = energy_distance(predicted, target, within=(None, self.spreads[number]))
+            found[number] = energy_distance(predicted, target, within=(None, self.spreads[number]), unbiased=True)
         return found
 
     def duplicate(
@@ -204,7 +204,7 @@ class Reference:
     ) -> pd.DataFrame:
         """Score one half of the cells as a prediction of the other, brought to whole groups where there is a formula.
 
-        See :func:`technical_duplicate`; the energy distance between halves, too, is left as it is: a little too high.
+        See :func:`technical_duplicate`; the energy distance between halves, too, is left as it is.
         """
         cells, rng = self.cells, np.random.default_rng(self.seed)
         n_effects, perturbed = len(cells.effects), np.arange(len(cells.effects))
@@ -220,7 +220,7 @@ class Reference:
             for number in perturbed[sizes[:n_effects] > 1]:
                 own = cells.groups == number
                 sides = [_some(np.flatnonzero(own & (half == side)), self.max_cells, rng) for side in (0, 1)]
-                energy[number] = energy_distance(*(self.coordinates[rows] for rows in sides))
+                energy[number] = energy_distance(*(self.coordinates[rows] for rows in sides), unbiased=True)
             tables.append(table.assign(energy_distance=energy))
         mean = sum(tables[1:], start=tables[0]) / n_splits
         mean.loc[(sizes[perturbed] < 2) | (sizes[cells.controls] < 2)] = np.nan

@@ -16,11 +16,11 @@ from scipy import sparse
 
 from scforge._constants import UNS_KEY
 from scforge.data.checks import value_problem
-from scforge.errors import DataError, OptionError, listing
+from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.eval.harness import compare
 from scforge.eval.leaks import check_disjoint, check_features, check_no_copies, check_same_rows
 from scforge.eval.perturbation_baselines import N_COMPONENTS, WantedEffects, baseline_effects
-from scforge.eval.perturbation_cells import Effect, EffectKeys, PerturbedCells
+from scforge.eval.perturbation_cells import ALL, Effect, EffectKeys, PerturbedCells
 from scforge.eval.perturbation_prediction import PerturbationPrediction, TechnicalDuplicate
 from scforge.eval.perturbation_reference import known_effects
 from scforge.eval.report import Kind, Report
@@ -32,6 +32,8 @@ __all__ = ["evaluate_perturbations", "perturbation_baselines"]
 
 _CEILING = "technical_duplicate"
 _FEW_GENES = 0.5
+_MOST_RATIO = 1.2
+"""Totals of cells over the same genes differ by less if they were scaled alike."""
 
 
 def evaluate_perturbations(
@@ -116,18 +118,42 @@ def evaluate_perturbations(
             separator=separator,
             argument=f"gene_features[{name!r}]",
         )
+    if unknown := [name for name in kinds or {} if name not in named]:
+        raise OptionError(
+            f"kinds names {listing(unknown)}, which predictions does not have{did_you_mean(unknown[0], list(named))}; "
+            f"its methods are {listing(named)}."
+        )
+    _check_train_counts(train, real, layer)
+    whole = trained
     genes, notes = _common_genes(held_out.genes, trained.genes, named)
     held_out, trained = held_out.over(genes, argument="real"), trained.over(genes, argument="train")
     check_same_rows(trained.expression, held_out.expression)
+    _check_totals(trained, held_out)
     made = {name: _aligned(one, name, genes, keys, held_out, real.n_vars) for name, one in named.items()}
     kept_out = _adata(held_out, keys)
     benchmark = PerturbationPrediction(perturbation_key, control, context_key, separator, n_top_genes=n_top_genes)
     benchmark.trained_on(_adata(trained, keys)).check(kept_out)
+    measured_titles = {*_titles(held_out.effects, keys)}
     for name, one in made.items():
         _check_effects(benchmark, name, one, kept_out)
-        if n_more := _n_effects(one, keys) - len(held_out.effects):
-            notes.append(f"{name} predicts more than was measured (effects: {n_more}), which is not scored.")
-    baselines = perturbation_baselines(trained, held_out.effects, keys, features)
+        if more := [title for title in _titles(_predicted(one, keys), keys) if title not in measured_titles]:
+            notes.append(
+                f"{name} predicts more than was measured (effects: {len(more)}), which is not scored: "
+                f"{listing(more, most=5)}."
+            )
+        if not isinstance(one, pd.DataFrame):
+            own = (one.obs[perturbation_key].astype(str) == control).any()
+            notes.append(f"Effects of {name} are seen from {'its own' if own else 'the training'} controls.")
+    # What is scored is no reason to know less of the training.
+    baselines = {
+        name: frame[genes] for name, frame in perturbation_baselines(whole, held_out.effects, keys, features).items()
+    }
+    targets = {target for effect in held_out.effects for target in effect.targets}
+    if n_missing := len(targets - {str(gene) for gene in whole.genes}):
+        notes.append(
+            f"{len(targets) - n_missing} of {len(targets)} targets are genes of the data; baselines that go by the "
+            "target's gene predict the mean training effect for the others."
+        )
     if taken := [name for name in made if name in baselines or name == _CEILING]:
         raise OptionError(f"predictions names {listing(taken)}, which are names of baselines; rename them.")
     report = compare(
@@ -256,29 +282,76 @@ def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> 
     return genes, notes
 
 
+def _check_train_counts(train: AnnData, real: AnnData, layer: str | None) -> None:
+    if train.n_vars < real.n_vars and value_problem(_values(train.X if layer is None else train.layers[layer])) is None:
+        raise DataError(
+            f"train holds counts of {train.n_vars} genes and real has {real.n_vars}, so that the totals of the "
+            "training cells are not known; give train with all genes, or log1p of counts per 10,000, scaled before "
+            "genes were left out."
+        )
+
+
+def _check_totals(train: PerturbedCells, real: PerturbedCells) -> None:
+    """Raise where the controls of the same contexts are of another scale."""
+    places = sorted({effect.context for effect in real.effects} & {*train.contexts} & {*real.contexts})
+    one, other = (
+        _total(cells.expression[np.isin(cells.groups, [len(cells.effects) + cells.contexts.index(p) for p in places])])
+        for cells in (train, real)
+    )
+    if min(one, other) > 0 and max(one, other) > _MOST_RATIO * min(one, other):
+        raise DataError(
+            f"over the common genes controls of train have a median total of {one:,.0f} and those of real of "
+            f"{other:,.0f}; scale both to 10,000 over the same genes, or give counts of all genes."
+        )
+
+
+def _total(expression: sparse.csr_matrix) -> float:
+    return float(np.median(np.asarray(expression.expm1().sum(axis=1)))) if expression.shape[0] else 0.0
+
+
+def _values(matrix: Any) -> np.ndarray:
+    return matrix.data if sparse.issparse(matrix) else np.ravel(matrix)
+
+
 def _aligned(
     one: AnnData | pd.DataFrame, name: str, genes: pd.Index, keys: EffectKeys, held_out: PerturbedCells, n_measured: int
 ) -> AnnData | pd.DataFrame:
     """Return a prediction over the scored genes, after a look whether it is a copy of the answer."""
     if isinstance(one, pd.DataFrame):
         return one[genes] if one.columns.is_unique else one
-    matrix = one.X if keys.layer is None else one.layers.get(keys.layer)
-    if matrix is not None and one.n_vars < n_measured:
-        values = matrix.data if sparse.issparse(matrix) else np.ravel(matrix)
-        if value_problem(values) is None:
-            raise DataError(
-                f"predictions[{name!r}] holds counts of {one.n_vars} genes, fewer than were measured, so that their "
-                "total is not known; give log1p of counts per 10,000."
-            )
+    matrix = one.X if keys.layer is None else one.layers.get(keys.layer, one.X)
+    if matrix is not None and one.n_vars < n_measured and value_problem(_values(matrix)) is None:
+        raise DataError(
+            f"predictions[{name!r}] holds counts of {one.n_vars} genes, fewer than were measured, so that their "
+            "total is not known; give log1p of counts per 10,000."
+        )
     cells = PerturbedCells.read(one, keys, argument=f"predictions[{name!r}]", made=True)
     cells = cells.over(genes, argument=f"predictions[{name!r}]")
     perturbed = cells.expression[cells.groups < len(cells.effects)]
+    _check_scale_of_made(perturbed, held_out.expression[held_out.groups < len(held_out.effects)], name)
     check_no_copies(
         perturbed,
         held_out.expression[held_out.groups < len(held_out.effects)],
         argument=f"predictions[{name!r}]",
     )
     return _adata(cells, keys)
+
+
+def _check_scale_of_made(made: sparse.csr_matrix, real: sparse.csr_matrix, name: str) -> None:
+    """Raise where predicted cells are of another scale.
+
+    A mean profile on the log scale has a smaller total than its cells, but the same sum of logarithms: only where both
+    differ is the scale another one.
+    """
+    if not made.shape[0]:
+        return
+    totals = _total(made), _total(real)
+    sums = [float(some.sum()) / some.shape[0] for some in (made, real)]
+    if all(min(pair) > 0 and max(pair) > _MOST_RATIO * min(pair) for pair in (totals, sums)):
+        raise DataError(
+            f"over the common genes cells of predictions[{name!r}] have a median total of {totals[0]:,.0f} and those "
+            f"of real of {totals[1]:,.0f}; give log1p of counts per 10,000, or effects as a DataFrame."
+        )
 
 
 def _check_effects(benchmark: PerturbationPrediction, name: str, one: AnnData | pd.DataFrame, real: AnnData) -> None:
@@ -293,11 +366,12 @@ def _check_effects(benchmark: PerturbationPrediction, name: str, one: AnnData | 
         )
 
 
-def _n_effects(one: AnnData | pd.DataFrame, keys: EffectKeys) -> int:
+def _predicted(one: AnnData | pd.DataFrame, keys: EffectKeys) -> list[Effect]:
     if isinstance(one, pd.DataFrame):
-        return len(one)
+        labels = [(label, ALL) if keys.context_key is None else label for label in one.index]
+        return [keys.effect(str(label), str(context)) for label, context in labels]
     plain = replace(keys, layer=None)
-    return len(PerturbedCells.read(one, plain, argument="predictions", made=True).effects)
+    return list(PerturbedCells.read(one, plain, argument="predictions", made=True).effects)
 
 
 def _adata(cells: PerturbedCells, keys: EffectKeys) -> AnnData:

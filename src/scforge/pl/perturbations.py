@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 __all__ = ["perturbation_ranks", "perturbation_scatter"]
 
+_CHANCE = {"rank": 0.5}
+"""What a prediction has that knows nothing."""
+
+_LOWER_IS_BETTER = ("rank", "mse", "mae", "wmse", "energy_distance")
+
 _LABEL_GAP = 0.062
 """Least distance of two names of genes, as a share of the height of axes of 4 inches."""
 
@@ -107,12 +112,12 @@ def perturbation_ranks(
     table: pd.DataFrame,
     *,
     metric: str = "rank",
-    chance: float | None = 0.5,
-    models: Collection[str] = ("scforge",),
+    chance: float | None = None,
+    models: Collection[str] = ("scforge", "prediction"),
     ceilings: Collection[str] = ("technical_duplicate",),
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw a figure of each perturbation, a row a method, the method with the least mean on top.
+    """Draw a figure of each perturbation, a row a method, the method with the best mean on top.
 
     Parameters
     ----------
@@ -122,7 +127,8 @@ def perturbation_ranks(
     metric
         Column to draw. ``rank``: the share of measured effects that are more similar to the prediction than the own.
     chance
-        Value of a dashed line, what a prediction has that knows nothing; None draws none.
+        Value of a dashed line, what a prediction has that knows nothing; None draws 0.5 for ``rank``, and none for
+        other metrics.
     models, ceilings
         Methods that are no baselines, where the table has no ``kind``.
     ax
@@ -138,8 +144,13 @@ def perturbation_ranks(
         If a column is not there.
     """
     check_columns("table", table, ("method", metric))
-    means = table.groupby("method", sort=False)[metric].mean().sort_values(ascending=False, na_position="first")
+    means = (
+        table.groupby("method", sort=False)[metric]
+        .mean()
+        .sort_values(ascending=metric not in _LOWER_IS_BETTER, na_position="first")
+    )
     order = list(means.index)
+    chance = _CHANCE.get(metric) if chance is None else chance
     kinds = dict.fromkeys(order, "baseline")
     kinds |= dict.fromkeys(set(models) & set(order), "model") | dict.fromkeys(set(ceilings) & set(order), "ceiling")
     if "kind" in table:
