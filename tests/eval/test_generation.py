@@ -107,7 +107,7 @@ def test_copies_are_not_the_best_cells(cells: ad.AnnData) -> None:
 def test_cells_that_do_not_vary_have_no_correlation_of_variances(cells: ad.AnnData) -> None:
     real = logs_of(cells)
     mean = np.tile(real.X.mean(axis=0), (50, 1)).astype(np.float32)
-    made = ad.AnnData(np.asarray(mean), var=real.var[[]])
+    made = ad.AnnData(np.asarray(mean), var=real.var[[]])  # its total is below 10,000, but one cell has one total
     with np.errstate(all="raise"):
         scores = Generation().run(made, cells)
     assert np.isnan(scores["gene_variance_r"])
@@ -150,8 +150,13 @@ def test_figures_of_labels(cells: ad.AnnData) -> None:
     assert right["label_mmd"] < 0.02 < 0.05 < wrong["label_mmd"]
     assert right["label_gene_mean_r"] > wrong["label_gene_mean_r"]
     made.obs[LABEL] = np.where(np.arange(150) < 5, names[0], names[1])
-    with pytest.warns(ScforgeWarning, match="Figures of each label leave out"):
-        Generation(LABEL).run(made, real)
+    with pytest.warns(ScforgeWarning, match="are NaN: fewer than 20 generated cells are '"):
+        scores = Generation(LABEL).run(made, real)
+    assert np.isnan([scores["label_mmd"], scores["label_gene_mean_r"]]).all()
+    rare = real.copy()
+    rare.obs[LABEL] = [*["rare"] * 5, *real.obs[LABEL][5:]]
+    with pytest.warns(ScforgeWarning, match="leave out 'rare'"):
+        assert Generation(LABEL).run(cells[:150], rare)["label_mmd"] < 0.05
 
 
 def test_baselines_keep_what_they_say(cells: ad.AnnData) -> None:
@@ -183,11 +188,64 @@ def test_the_report_has_a_ceiling_and_baselines(cells: ad.AnnData) -> None:
         "independent genes": "baseline",
         "mean and Poisson": "baseline",
     }
-    assert report.facts["genes"] == 300
+    assert (report.facts["genes"], report.facts["cells of each in mmd and c2st"]) == (300, 100)
     (verdict,) = report.verdicts()
     assert verdict.startswith("generated is not better than independent genes in mmd")
     with pytest.raises(DataError, match="100 of 200 test cells are training cells, too"):
         evaluate_generation(made, cells[100:], cells[:200])
+    with pytest.raises(OptionError, match="kinds names 'generate', not among the generated cells .'generated'"):
+        evaluate_generation(made, cells[150:], cells[:150], kinds={"generate": "model"})
+
+
+def test_training_cells_under_other_names(cells: ad.AnnData) -> None:
+    real = cells[150:].copy()
+    train = real.copy()
+    train.obs_names = [f"copy{name}" for name in train.obs_names]
+    with pytest.raises(DataError, match="150 of 150 test cells have the same expression"):
+        evaluate_generation(generation_baselines(cells[:150], 50)["mean and Poisson"], real, train)
+
+
+def scaled(total: float | None, cells: ad.AnnData) -> ad.AnnData:
+    made = cells.copy()
+    if total is not None:
+        sc.pp.normalize_total(made, target_sum=total)
+    sc.pp.log1p(made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("total", "n_genes", "message"),
+    [
+        (None, 300, "'mine' hold log1p of counts that were not normalised"),
+        (1e3, 300, "'mine' are log1p of counts per 1,000, not per 10,000; give raw counts"),
+        (1e3, 200, "'mine' has a median total of"),
+        (2e4, 300, "'mine' are log1p of counts per 20,000"),
+    ],
+)
+def test_logs_on_another_scale(total: float | None, n_genes: int, message: str, cells: ad.AnnData) -> None:
+    made = scaled(total, cells[:75])[:, :n_genes].copy()
+    with pytest.raises(DataError, match=message):
+        evaluate_generation({"mine": made}, cells[150:], cells[75:150])
+
+
+def test_scforge_cells_may_lack_genes(cells: ad.AnnData) -> None:
+    made = scaled(1e4, cells[:75])
+    made.X = sparse.csr_matrix(made.X.toarray() * (np.arange(300) >= 60))
+    with pytest.raises(DataError, match="has a median total of"):
+        evaluate_generation(made, cells[150:], cells[75:150], intervals=False)
+    made.uns["scforge"] = {"generated": {}}
+    report = evaluate_generation(made, cells[150:], cells[75:150], intervals=False)
+    assert any("too much or too little of all genes" in note for note in report.notes)
+
+
+def test_counts_over_part_of_the_genes(cells: ad.AnnData) -> None:
+    made, real, train = cells[:75], cells[150:], cells[75:150]
+    with pytest.raises(DataError, match="the cells of 'generated' are counts without 100 genes"):
+        evaluate_generation(made[:, :200], real, train)
+    with pytest.raises(DataError, match="train are counts without 100 genes"):
+        evaluate_generation(made, real, train[:, :200])
+    with pytest.raises(DataError, match="the real cells are counts without 100 genes"):
+        evaluate_generation(made, real[:, :200], train)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from scipy.stats import spearmanr
 
 import scforge
-from scforge.errors import DataError, OptionError
+from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.eval import RankReconstruction, evaluate_reconstruction, gene_orders, ranking_baselines
 
 TRUE = np.array([[0, 1, 2, 3, 4, 5], [9, 8, 7, 6, -1, -1]])
@@ -147,6 +147,19 @@ def test_the_report(orders: np.ndarray) -> None:
     assert verdict.startswith("reconstructed is better than mean order in spearman")
     with pytest.raises(OptionError, match="reconstructed names 'mean order', which is a baseline"):
         evaluate_reconstruction({"mean order": made}, orders[30:], orders[:30])
+    with pytest.raises(OptionError, match="kinds names 'mine', not among the reconstructed .'reconstructed'"):
+        evaluate_reconstruction(made, orders[30:], orders[:30], kinds={"mine": "model"})
+
+
+def test_training_cells_among_the_true_ones(orders: np.ndarray) -> None:
+    wider = np.pad(orders[:31], ((0, 0), (0, 3)), constant_values=-1)
+    with pytest.raises(DataError, match="1 of 30 true orders are those of training cells, gene by gene: they are"):
+        evaluate_reconstruction(orders[30:], orders[30:], wider)
+    many = np.array([*orders[30:], *(np.random.default_rng(0).permutation(40) for _ in range(90))])
+    with pytest.warns(ScforgeWarning, match="1 of 120 true orders .* look whether"):
+        evaluate_reconstruction(many, many, wider, intervals=False)
+    short = orders[:, :5]
+    evaluate_reconstruction(short[30:], short[30:], short[:31], intervals=False)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Generation", "mmd_squared"]
 
-_FEWEST_CELLS = 20
+FEWEST_CELLS = 20
 _FOLDS = 5
 _ROUNDING = 1e-12
 
@@ -75,8 +75,9 @@ class Generation(Benchmark):
         number of genes. 0.5 is best; below 0.5 it is turned around, since trees that are systematically wrong have met
         copies.
     ``label_gene_mean_r``, ``label_mmd``
-        With `labels_key`: both within each label, averaged. Labels with fewer than 20 cells on a side are left out,
-        with a warning.
+        With `labels_key`: both within each label, averaged. Labels with fewer than 20 real cells are left out, with a
+        warning; where fewer than 20 generated cells have one of the others, both are NaN, with a warning, so that all
+        methods are averaged over the same labels.
 
     Parameters
     ----------
@@ -85,7 +86,9 @@ class Generation(Benchmark):
     n_comps
         Components of the real cells; fewer where there are not so many.
     max_cells
-        Cells of each side that ``mmd`` and ``c2st`` look at, drawn at random; the same number of both.
+        Cells of each side that ``mmd`` and ``c2st`` look at, drawn at random; the same number of both, fewer where a
+        side has fewer. A classifier that sees fewer cells tells them less well, so methods can be compared only if
+        the number is the same for all of them, as :func:`evaluate_generation` makes it.
     seed
         Seed of what is drawn, of the components and of the trees.
 
@@ -112,7 +115,7 @@ class Generation(Benchmark):
 
     def __init__(self, labels_key: str | None = None, n_comps: int = 50, max_cells: int = 1_000, seed: int = 0) -> None:
         check_count("n_comps", n_comps, "components")
-        check_count("max_cells", max_cells, "cells", least=_FEWEST_CELLS)
+        check_count("max_cells", max_cells, "cells", least=FEWEST_CELLS)
         self.labels_key = labels_key
         self.n_comps = n_comps
         self.max_cells = max_cells
@@ -123,8 +126,8 @@ class Generation(Benchmark):
     def check(self, reference: AnnData) -> None:
         """Raise :class:`~scforge.errors.DataError` where real cells cannot be compared with."""
         log_matrix(reference, "the real cells")
-        if reference.n_obs < _FEWEST_CELLS:
-            raise DataError(f"there are {reference.n_obs} real cells; generation needs at least {_FEWEST_CELLS}.")
+        if reference.n_obs < FEWEST_CELLS:
+            raise DataError(f"there are {reference.n_obs} real cells; generation needs at least {FEWEST_CELLS}.")
         if self.labels_key is not None:
             check_column("labels_key", self.labels_key, reference.obs)
 
@@ -161,11 +164,11 @@ class Generation(Benchmark):
     def _parts(self, made: AnnData, reference: AnnData) -> _Parts:
         """Compute what does not depend on the draw."""
         self.check(reference)
-        if made.n_obs < _FEWEST_CELLS:
-            raise DataError(f"there are {made.n_obs} generated cells; generation needs at least {_FEWEST_CELLS}.")
+        if made.n_obs < FEWEST_CELLS:
+            raise DataError(f"there are {made.n_obs} generated cells; generation needs at least {FEWEST_CELLS}.")
         check_same_genes(made, reference)
         real = log_matrix(reference, "the real cells")
-        cells = log_matrix(made, "the generated cells")[:, made.var_names.get_indexer(reference.var_names)]
+        cells = log_matrix(made, "the generated cells", made=True)[:, made.var_names.get_indexer(reference.var_names)]
         rng = np.random.default_rng(self.seed)
         n_cells = min(self.max_cells, *(matrix.shape[0] for matrix in (real, cells)))
         rows_real, rows_made = (np.sort(rng.permutation(matrix.shape[0])[:n_cells]) for matrix in (real, cells))
@@ -192,15 +195,23 @@ class Generation(Benchmark):
         columns = [some.obs[self.labels_key].astype(str).to_numpy() for some in (made, reference)]
         names = sorted(set(columns[1][~reference.obs[self.labels_key].isna().to_numpy()]))
         groups = {name: (columns[0] == name, columns[1] == name) for name in names}
-        few = [name for name, pair in groups.items() if min(side.sum() for side in pair) < _FEWEST_CELLS]
-        if few:
+        # The real cells alone decide: a method must not choose what it is judged by.
+        if few := [name for name, (_, real) in groups.items() if real.sum() < FEWEST_CELLS]:
             warnings.warn(
                 f"Figures of each label leave out {listing(few)} of obs[{self.labels_key!r}], which have fewer than "
-                f"{_FEWEST_CELLS} real or generated cells.",
+                f"{FEWEST_CELLS} real cells.",
                 ScforgeWarning,
                 stacklevel=5,
             )
-        return {name: pair for name, pair in groups.items() if name not in few}
+        groups = {name: pair for name, pair in groups.items() if name not in few}
+        if lacking := [name for name, (cells, _) in groups.items() if cells.sum() < FEWEST_CELLS]:
+            warnings.warn(
+                f"Figures of each label are NaN: fewer than {FEWEST_CELLS} generated cells are {listing(lacking)} of "
+                f"obs[{self.labels_key!r}].",
+                ScforgeWarning,
+                stacklevel=5,
+            )
+        return groups
 
     def _figures(self, parts: _Parts, of_made: np.ndarray, of_real: np.ndarray) -> dict[str, np.ndarray]:
         """Return each figure for each draw, shape (R,), from weights 0 or 1 of the cells, shapes (R, N)."""
@@ -218,7 +229,8 @@ class Generation(Benchmark):
                 means = [_moments(parts.made, of_made * made)[0], _moments(parts.real, of_real * real)[0]]
                 weights = both[0] * made[parts.rows_made], both[1] * real[parts.rows_real]
                 each.append([_correlations(*means), mmd_squared(parts.kernels, *weights)])
-            averaged = np.mean(each, axis=0) if each else np.full((2, len(of_made)), np.nan)
+            few = any(made.sum() < FEWEST_CELLS for made, _ in parts.groups.values())
+            averaged = np.full((2, len(of_made)), np.nan) if few or not each else np.mean(each, axis=0)
             figures["label_gene_mean_r"], figures["label_mmd"] = averaged
         return figures
 

@@ -14,13 +14,13 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_count, check_seed
-from scforge._constants import TARGET_SUM
-from scforge.data.checks import counts_of
+from scforge._constants import TARGET_SUM, UNS_KEY
+from scforge.data.checks import counts_of, value_problem
 from scforge.errors import DataError, OptionError, ScforgeWarning, listing
 from scforge.eval.base import check_column
-from scforge.eval.generated_cells import log_matrix
-from scforge.eval.generation import Generation
-from scforge.eval.leaks import check_disjoint, check_no_copies
+from scforge.eval.generated_cells import log_matrix, totals_of
+from scforge.eval.generation import FEWEST_CELLS, Generation
+from scforge.eval.leaks import check_disjoint, check_no_copies, check_same_rows
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -31,6 +31,12 @@ __all__ = ["evaluate_generation", "generation_baselines"]
 
 CEILING = "training cells"
 _FEWEST_GENES = 10
+
+_MISSING = 0.01
+"""Share of the counts that genes may hold which are not there, so that the total is still about right."""
+
+_OFF = 0.2
+"""How far totals of log-normalised cells may be from those of the real cells, as a share."""
 
 
 def generation_baselines(
@@ -134,7 +140,9 @@ def evaluate_generation(
 ) -> Report:
     """Score generated cells against real ones, beside :func:`generation_baselines` of the training cells.
 
-    Library sizes are those over all genes of each data set; then only genes count that all of them have.
+    Library sizes are those over all genes of each data set; then only genes count that all of them have. So counts have
+    to be over all genes. ``mmd`` and ``c2st`` look at the same number of cells of each method and of the real ones, the
+    fewest that one of them has.
 
     Parameters
     ----------
@@ -150,7 +158,7 @@ def evaluate_generation(
     layer
         Key in ``layers`` of `real` and `train` with raw counts; None reads ``X``.
     kinds
-        Name to ``"model"``, ``"baseline"``, ``"untrained"`` or ``"ceiling"``; a model, if not told.
+        Name to what it is (:class:`~scforge.eval.Row`), e.g. ``"untrained"``; a model, if not told.
     n_comps, max_cells
         As in :class:`Generation`.
     seeds
@@ -163,15 +171,18 @@ def evaluate_generation(
     Raises
     ------
     DataError
-        If real cells are training cells, generated cells are copies of the real ones, or data cannot be compared.
+        If real cells are training cells, under other names, too; generated cells are copies of the real ones; counts
+        are over part of the genes; or data are on another scale.
     OptionError
-        If an option makes no sense.
+        If an option makes no sense, or a kind names no method.
     """
     from scforge.eval.harness import compare
 
     made = dict(generated) if isinstance(generated, Mapping) else {"generated": generated}
     if not len(seeds):
         raise OptionError("seeds=() leaves nothing to run; give at least one seed.")
+    if unknown := [name for name in kinds or {} if name not in made]:
+        raise OptionError(f"kinds names {listing(unknown)}, not among the generated cells ({listing(made)}).")
     check_disjoint(train.obs_names, real.obs_names)
     names = real.var_names
     for some in (train, *made.values()):
@@ -198,14 +209,29 @@ def evaluate_generation(
     if both := set(made) & set(baselines):
         raise OptionError(f"generated names {listing(sorted(both))}, which is a baseline; choose another name.")
     reference = _on_genes(real, "the real cells", names, layer)
-    cells = {name: _on_genes(some, f"the cells of {name!r}", names) for name, some in made.items()}
+    cells = {name: _on_genes(some, f"the cells of {name!r}", names, made=True) for name, some in made.items()}
+    learned = _on_genes(train, "train", names, layer)
+    check_same_rows(learned.X, reference.X)
+    _check_complete(train, "train", real, layer, layer)
+    _check_complete(real, "the real cells", train, layer, layer)
+    notes = []
     for name, some in cells.items():
+        _check_complete(made[name], f"the cells of {name!r}", real, None, layer)
+        notes += _scale_notes(name, made[name], some.X, reference.X)
         check_no_copies(some.X, reference.X, what="generated cells", argument=f"generated[{name!r}]")
     cells |= {name: some[:, names].copy() for name, some in baselines.items()}
     told = dict.fromkeys(made, "model") | dict(kinds or {})
     told |= {name: "ceiling" if name == CEILING else "baseline" for name in baselines}
+    check_count("max_cells", max_cells, "cells")
+    n_cells = min(max_cells, reference.n_obs, *(some.n_obs for some in cells.values()))
+    if n_cells < FEWEST_CELLS:
+        fewest = min(cells, key=lambda name: cells[name].n_obs)
+        raise DataError(
+            f"mmd and c2st would look at {n_cells} cells of each (max_cells={max_cells}, {reference.n_obs} real cells, "
+            f"{cells[fewest].n_obs} of {fewest!r}); give at least {FEWEST_CELLS}."
+        )
     report = compare(
-        Generation(labels_key, n_comps, max_cells, int(seeds[0])),
+        Generation(labels_key, n_comps, n_cells, int(seeds[0])),
         cells,
         reference,
         kinds=told,  # type: ignore[arg-type]
@@ -214,6 +240,8 @@ def evaluate_generation(
         title=title,
     )
     report.facts |= {"real cells": real.n_obs, "training cells": train.n_obs, "genes": len(names)}
+    report.facts |= {"cells of each in mmd and c2st": n_cells}
+    report.notes += notes
     report.notes.append(
         f"Figures are over {len(names)} of {real.n_vars} genes of the real cells, those that all cells have, on log1p "
         f"CP{TARGET_SUM:,.0f}."
@@ -221,14 +249,49 @@ def evaluate_generation(
     return report
 
 
-def _on_genes(adata: AnnData, what: str, names: pd.Index, layer: str | None = None) -> AnnData:
+def _on_genes(adata: AnnData, what: str, names: pd.Index, layer: str | None = None, *, made: bool = False) -> AnnData:
     """Return log1p CP10K of some genes, in their order; library sizes are over all genes."""
     import anndata
 
     if not adata.var_names.is_unique:
         raise DataError(f"{what} have genes twice; make var_names unique.")
-    logs = log_matrix(adata, what, layer)[:, adata.var_names.get_indexer(names)]
+    logs = log_matrix(adata, what, layer, made=made)[:, adata.var_names.get_indexer(names)]
     return anndata.AnnData(logs, obs=adata.obs.copy(), var=pd.DataFrame(index=names))
+
+
+def _check_complete(adata: AnnData, what: str, whole: AnnData, layer: str | None, layer_of_whole: str | None) -> None:
+    """Raise where counts are over part of the genes of others, so that their totals are no library sizes."""
+    lacking = ~whole.var_names.isin(adata.var_names)
+    if not lacking.any() or value_problem(_values(adata, layer)) is not None:
+        return
+    logs = log_matrix(whole, "the others", layer_of_whole)
+    share = float(totals_of(logs[:, np.flatnonzero(lacking)]).sum() / totals_of(logs).sum())
+    if share > _MISSING:
+        raise DataError(
+            f"{what} are counts without {int(lacking.sum())} genes that hold {share:.0%} of the counts of others, so "
+            "that their totals are no library sizes; give all genes, or log1p of counts per 10,000 of all genes."
+        )
+
+
+def _scale_notes(name: str, adata: AnnData, logs: sparse.csr_matrix, real: sparse.csr_matrix) -> list[str]:
+    """Raise where logarithms are far from the totals of the real cells; say so where their scale is known."""
+    if value_problem(_values(adata, None)) is None:
+        return []
+    usual, expected = (float(np.median(totals_of(some))) for some in (logs, real))
+    if abs(usual - expected) <= _OFF * expected:
+        return []
+    found = f"expm1 of the cells of {name!r} has a median total of {usual:,.0f}, that of real cells {expected:,.0f}"
+    # What scforge generates is on this scale, however wrong it is.
+    if "generated" in adata.uns.get(UNS_KEY, {}):
+        return [f"{found}: they have too much or too little of all genes together."]
+    raise DataError(
+        f"{found} over the same genes, so that they are not both log1p CP10K; give raw counts, or "
+        "sc.pp.normalize_total(adata, target_sum=1e4) and sc.pp.log1p(adata) over all genes."
+    )
+
+
+def _values(adata: AnnData, layer: str | None) -> np.ndarray:
+    return sparse.csr_matrix(adata.X if layer is None else adata.layers[layer]).data
 
 
 def _independent(logs: sparse.csc_matrix, n_cells: int, rng: np.random.Generator) -> sparse.csr_matrix:

@@ -144,10 +144,10 @@ def network_curves(
 
     Returns
     -------
-    ``method``, ``recall``, ``precision`` and ``auprc``, by rising recall. ``auprc`` is the average precision of the whole
-    network, as :class:`GeneNetwork` has it, the same on all its rows. Points stand where the weight changes, so that pairs
-    that tie are one step. The last point, at recall 1, is where all pairs are taken: its precision is that of random
-    scores.
+    ``method``, ``recall``, ``precision`` and ``auprc``, by rising recall. ``auprc`` is the average precision of the
+    whole network, as :class:`GeneNetwork` has it, the same on all its rows. Points stand where the weight changes, so
+    that pairs that tie are one step. The last point, at recall 1, is where all pairs are taken: its precision is that
+    of random scores.
 
     Examples
     --------

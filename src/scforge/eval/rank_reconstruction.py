@@ -5,6 +5,7 @@ Shapes: N cells, S places, G genes, R draws.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_count, check_seed
-from scforge.errors import DataError, OptionError, listing
+from scforge.errors import DataError, OptionError, ScforgeWarning, listing
 from scforge.eval.base import Benchmark, register_benchmark
 from scforge.eval.statistics import bootstrap_weights
 
@@ -27,6 +28,12 @@ _LONGEST = 4
 """Length of the longest runs of genes that BLEU counts."""
 
 _PAD = -1
+
+_FEWEST_GENES = 10
+"""Shorter orders may well be those of another cell."""
+
+_TELLING_SHARE = 0.01
+"""Share of the cells that may have the order of another one by chance."""
 
 
 @register_benchmark("rank_reconstruction")
@@ -196,9 +203,9 @@ def evaluate_reconstruction(
     true
         The true orders of the same cells, e.g. ``input_ids`` of a tokenizer that ranks genes, without special tokens.
     train
-        Orders of training cells, which are other ones.
+        Orders of training cells, which are other ones, with the same numbers of genes.
     kinds
-        Name to ``"model"``, ``"baseline"``, ``"untrained"`` or ``"ceiling"``; a model, if not told.
+        Name to what it is (:class:`~scforge.eval.Row`), e.g. ``"untrained"``; a model, if not told.
     seed
         Seed of the random order, and of draws of cells.
     intervals
@@ -209,16 +216,24 @@ def evaluate_reconstruction(
     Raises
     ------
     DataError
-        If orders do not fit each other.
+        If orders do not fit each other, or more than 1 % of the true ones are those of training cells.
     OptionError
-        If a method is called like a baseline.
+        If a method is called like a baseline, or a kind names no method.
+
+    Warns
+    -----
+    ScforgeWarning
+        If fewer of the true orders are those of training cells. Orders of fewer than ten genes are not looked at.
     """
     from scforge.eval.harness import compare
 
     made: dict[str, Any] = (
         dict(reconstructed) if isinstance(reconstructed, Mapping) else {"reconstructed": reconstructed}
     )
+    if unknown := [name for name in kinds or {} if name not in made]:
+        raise OptionError(f"kinds names {listing(unknown)}, not among the reconstructed ({listing(made)}).")
     baselines = ranking_baselines(train, true, seed=seed)
+    _check_other_cells(train, true)
     if both := set(made) & set(baselines):
         raise OptionError(f"reconstructed names {listing(sorted(both))}, which is a baseline; choose another name.")
     told: dict[str, Kind] = {**dict.fromkeys(made, "model"), **(kinds or {}), **dict.fromkeys(baselines, "baseline")}
@@ -227,6 +242,18 @@ def evaluate_reconstruction(
     )
     report.facts |= {"cells": len(true), "training cells": len(train)}
     return report
+
+
+def _check_other_cells(train: np.ndarray, true: np.ndarray) -> None:
+    """Raise where many cells have the order of a training cell, gene by gene; warn where some have."""
+    known, rows = (_rows(some, what, repeated=False) for some, what in ((train, "train"), (true, "the true orders")))
+    seen = {row.tobytes() for row in known if len(row) >= _FEWEST_GENES}
+    n_same = sum(row.tobytes() in seen for row in rows)
+    message = f"{n_same} of {len(rows)} true orders are those of training cells, gene by gene"
+    if n_same > _TELLING_SHARE * len(rows):
+        raise DataError(f"{message}: they are the same cells; take them out of one of the two.")
+    if n_same:
+        warnings.warn(f"{message}; look whether they are the same cells.", ScforgeWarning, stacklevel=3)
 
 
 def _rows(orders: Any, what: str, *, repeated: bool) -> list[np.ndarray]:
