@@ -7,6 +7,7 @@ import scanpy as sc
 
 from scforge.errors import OptionError
 from scforge.eval import pca_embedding
+from scforge.eval.baselines import variable_genes
 
 
 def reference(adata: ad.AnnData, *, scale: bool) -> np.ndarray:
@@ -46,3 +47,16 @@ def test_counts_in_a_layer(tiny_adata: ad.AnnData) -> None:
 def test_as_many_components_as_there_can_be(tiny_adata: ad.AnnData, n_comps: int) -> None:
     with pytest.raises(OptionError, match=rf"n_comps={n_comps} is not between 1 and the smaller side of \(60, 80\)"):
         pca_embedding(tiny_adata, n_comps=n_comps)
+
+
+def test_genes_are_chosen_within_batches(tiny_adata: ad.AnnData) -> None:
+    import scanpy as sc
+
+    work = tiny_adata.copy()
+    sc.pp.filter_genes(work, min_cells=3)
+    sc.pp.normalize_total(work, target_sum=1e4)
+    sc.pp.log1p(work)
+    sc.pp.highly_variable_genes(work, n_top_genes=20, batch_key="batch")
+    found = set(variable_genes(tiny_adata, n_top_genes=20, batch_key="batch").var_names)
+    assert found == set(work.var_names[work.var["highly_variable"]])
+    assert found != set(variable_genes(tiny_adata, n_top_genes=20).var_names)

@@ -40,9 +40,10 @@ def test_each_is_what_it_says(shifted) -> None:
     work = ad.AnnData(shifted.layers["counts"].copy())
     sc.pp.normalize_total(work, target_sum=1e4)
     sc.pp.log1p(work)
-    sc.pp.highly_variable_genes(work, n_top_genes=40)
+    work.obs["batch"] = shifted.obs["batch"].astype(str).astype("category").to_numpy()
+    sc.pp.highly_variable_genes(work, n_top_genes=40, batch_key="batch")
     np.testing.assert_allclose(found["hvg"], work.X[:, work.var["highly_variable"]], rtol=1e-5)
-    options = {"n_comps": 5, "n_top_genes": 40, "layer": "counts", "seed": 1}
+    options = {"n_comps": 5, "n_top_genes": 40, "layer": "counts", "seed": 1, "batch_key": "batch"}
     np.testing.assert_array_equal(found["pca"], pca_embedding(shifted, **options))
     np.testing.assert_array_equal(found["pca_scaled"], pca_embedding(shifted, scale=True, **options))
     assert abs(found["random"].mean()) < 0.2
@@ -76,9 +77,70 @@ def test_scvi_with_and_without_batches(shifted, monkeypatch) -> None:
     assert epochs == (2,)
     assert settings["early_stopping"] is True
     assert settings["early_stopping_patience"] == 15
+    assert settings["early_stopping_warmup_epochs"] == settings["plan_kwargs"]["n_epochs_kl_warmup"] == 0
     held_out, train_cells = models[0].validation_indices, models[0].train_indices
     assert len(held_out) == 6
     assert sorted([*held_out, *train_cells]) == list(range(60))
+
+
+def test_scvi_warms_up_and_keeps_its_best_epoch(shifted, monkeypatch) -> None:
+    """Weights of an epoch before the KL term has its weight do not count, however low their ELBO."""
+    import scvi
+    import torch
+
+    best, seen = room._best_epoch, []
+
+    def spied(warm_up: int):
+        made = best(warm_up)
+        ended = made.on_validation_end
+
+        def on_validation_end(trainer, plan) -> None:
+            # The lowest of all comes before the end of warm-up, and the lowest after it is not the last.
+            trainer.callback_metrics["elbo_validation"] = torch.tensor(
+                [1.0, 9.0, 5.0, 3.0, 7.0, 8.0, 9.0, 9.0][len(seen)]
+            )
+            ended(trainer, plan)
+            weights = {name: value.clone() for name, value in plan.module.state_dict().items()}
+            seen.append((float(plan.kl_weight), weights))
+
+        made.on_validation_end = on_validation_end
+        return made
+
+    monkeypatch.setattr(room, "_best_epoch", spied)
+    train, models = scvi.model.SCVI.train, []
+    monkeypatch.setattr(scvi.model.SCVI, "train", lambda self, *a, **k: models.append(self) or train(self, *a, **k))
+    room.scvi_embedding(shifted, n_top_genes=30, max_epochs=8)
+    assert [weight for weight, _ in seen] == [0.0, 0.5, *[1.0] * 6]
+    for name, value in models[0].module.state_dict().items():
+        torch.testing.assert_close(value, seen[3][1][name])
+    assert any((seen[3][1][name] != seen[7][1][name]).any() for name in seen[3][1])
+
+
+def test_components_are_no_more_than_the_genes_that_are_left(shifted) -> None:
+    few = shifted.copy()
+    few.X = few.X.toarray()
+    few.X[2:, 6:] = 0
+    few.X[:, :6] += 1
+    found = embedding_baselines(few, ["pca", "harmony", "random"], batch_key="batch")
+    assert {embedding.shape for embedding in found.values()} == {(60, 5)}
+    with pytest.raises(OptionError, match="n_comps=10 is too many: of 80 genes 6 are highly variable and in at least"):
+        embedding_baselines(few, [10])
+    few.X[:] = 0
+    few.X[0] = 1
+    few.X[1:, 0] = 1
+    with pytest.raises(DataError, match="one gene of 80 is left"):
+        embedding_baselines(few, ["pca"])
+
+
+def test_integration_baselines_are_the_same(shifted, monkeypatch) -> None:
+    import scforge.eval.without_batches as without
+
+    monkeypatch.setattr(without, "_installed", lambda module, *_: module == "harmonypy")
+    found = without.integration_baselines(shifted, "batch")
+    same = embedding_baselines(shifted, ["pca", "harmony"], batch_key="batch")
+    assert list(found) == list(same)
+    for name, embedding in found.items():
+        np.testing.assert_array_equal(embedding, same[name])
 
 
 def test_labels_and_data_stay_alone(shifted) -> None:

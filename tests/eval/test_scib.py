@@ -187,3 +187,31 @@ def test_bad_input(obs) -> None:
         DataError, match=r"pre_integrated .* lacks 140 of 240 \(first: 'cell100', 'cell101', 'cell102'\)"
     ):
         Scib("label", "batch", pre_integrated=pd.DataFrame({"PC1": 0.0}, index=obs.index[:100])).check(obs)
+
+
+class _Mine(Scib):
+    """A benchmark of somebody's own."""
+
+
+def test_coordinates_before_integration_come_later(obs) -> None:
+    mine, components = _Mine("label", "batch", leiden=False), pd.DataFrame({"PC1": 0.0}, index=obs.index)
+    given = mine.before_integration(components)
+    assert isinstance(given, _Mine)
+    assert set(given.metrics) - set(mine.metrics) == {"pcr_comparison"}
+    assert mine.pre_integrated is None
+    assert given.before_integration(components) is given
+    without = Scib("label")
+    assert without.before_integration(components) is without
+    twice = obs.set_axis(["cell1", *obs.index[:-1]])
+    with pytest.raises(
+        DataError, match=r"^1 names of obs stand on several cells \(first: 'cell1'\); remove the copies"
+    ):
+        mine.check(twice)
+    without.check(twice)
+
+
+def test_what_a_report_says_of_it(obs) -> None:
+    obs = obs.copy()
+    obs.iloc[0, 0] = None
+    assert Scib("label", "batch").describe(obs) == {"cells scored": "239 of 240", "drawn again": "cells"}
+    assert Scib("label").describe(obs[:150]) == {"cells scored": "149 of 150"}

@@ -267,8 +267,7 @@ def _baselines(batch_key: str | None) -> list[int | str]:
 
 def knows_labels(model: Encoder) -> bool:
     """Return whether a model learned from labels of cells in a fine-tuning."""
-    task = model.spec.build_objective()
-    return model._seen is not None and (bool(getattr(task, "learns_labels", False)) or getattr(model, "_learned", None) is not None)
+    return model._learned is not None
 
 
 def _unseen(models: Mapping[str, Encoder], adata: AnnData) -> np.ndarray | None:

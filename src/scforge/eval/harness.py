@@ -16,7 +16,6 @@ from scforge._checks import check_seed
 from scforge._constants import UNS_KEY
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.eval.base import BENCHMARKS, Benchmark
-from scforge.eval.baselines import pca_embedding
 from scforge.eval.evaluation import Entry, to_evaluation
 from scforge.eval.label_prediction import check_embedding
 from scforge.eval.reference_embeddings import check_baselines, embedding_baselines
@@ -145,7 +144,8 @@ def evaluate(
     report = Report(title)
     for name, benchmark in made.items():
         if hasattr(benchmark, "before_integration"):
-            before = found["pca"] if "pca" in found else pca_embedding(adata, layer=layer, n_comps=_n_comps(adata))
+            of_pca = found if "pca" in found else embedding_baselines(adata, ["pca"], batch_key=batch_key, layer=layer)
+            before = of_pca["pca"]
             benchmark = benchmark.before_integration(pd.DataFrame(before, index=adata.obs_names))
         score(
             report,
@@ -293,10 +293,6 @@ def _of_rows(one: Any, rows: np.ndarray | None) -> Any:
     if rows is None:
         return one
     return Replicates(run[rows] for run in one) if isinstance(one, Replicates) else one[rows]
-
-
-def _n_comps(adata: AnnData) -> int:
-    return min(50, min(adata.shape) - 1)
 
 
 def _versions_of_packages() -> str:

@@ -32,10 +32,12 @@ __all__ = ["BASELINES", "check_baselines", "embedding_baselines", "harmony_embed
 
 BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi", "random")
 _PACKAGES = {"harmony": ("harmonypy", "scforge[eval]"), "scvi": ("scvi", "scvi-tools")}
-_SHARE, _BATCH_SIZE = 0.9, 128
-"""Training cells of scVI, and cells a step: its defaults."""
+_SHARE, _BATCH_SIZE, _MOST_EPOCHS = 0.9, 128, 400
+"""Training cells of scVI, cells a step, and epochs: its defaults."""
 _PATIENCE = 15
 """Epochs without a better held-out ELBO after which scVI stops; its own default is 45."""
+_WARM_UP = 50
+"""Most epochs over which the weight of scVI's KL term rises to 1; its own 400 would end after training has stopped."""
 
 
 def embedding_baselines(
@@ -65,18 +67,19 @@ def embedding_baselines(
         ``"harmony"``
             The components of ``"pca"`` after Harmony; needs `batch_key`.
         ``"scvi"``
-            The latent space of scVI with its defaults, corrected for `batch_key` if there is one. A tenth of the cells
-            is held out for early stopping, after 15 epochs without a better ELBO.
+            The latent space of scVI (:func:`scvi_embedding`), corrected for `batch_key` if there is one.
         ``"random"``
             Standard normal numbers: what chance gives.
 
         A whole number is for so many principal components, as two baselines: without scaling and with.
     batch_key
-        Column of obs with the batches; only Harmony and scVI look at it.
+        Column of obs with the batches. Highly variable genes are those of many batches then, for all methods alike;
+        Harmony and scVI correct for it.
     layer
         Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
     n_comps
-        Number of principal components, and of dimensions of ``"random"``; fewer where cells or genes are.
+        Number of principal components, and of dimensions of ``"random"``; one less than there are cells, or genes to
+        choose from, where that is fewer.
     n_top_genes
         Number of highly variable genes; all, if there are fewer.
     seed
@@ -113,20 +116,24 @@ def embedding_baselines(
     check_count("n_comps", n_comps, "components")
     check_count("n_top_genes", n_top_genes, "genes")
     check_seed(seed)
-    dims = min(n_comps, min(adata.shape) - 1)
+    genes: dict[str, Any] = {"n_top_genes": n_top_genes, "layer": layer, "batch_key": batch_key}
+    chosen = variable_genes(adata, **genes)
+    dims = min(n_comps, min(chosen.shape) - 1)
+    if dims < 1:
+        raise DataError(
+            f"one gene of {adata.n_vars} is left, which is too few for baselines; take more cells or genes."
+        )
     known: dict[tuple[int, bool], np.ndarray] = {}
 
     def components(n_comps: int, scale: bool = False) -> np.ndarray:
         if (n_comps, scale) not in known:
-            known[n_comps, scale] = pca_embedding(
-                adata, n_comps=n_comps, n_top_genes=n_top_genes, layer=layer, scale=scale, seed=seed
-            )
+            known[n_comps, scale] = pca_embedding(adata, n_comps=n_comps, scale=scale, seed=seed, **genes)
         return known[n_comps, scale]
 
     found: dict[str, np.ndarray] = {}
     for name in names:
         if name == "hvg":
-            found[name] = variable_genes(adata, n_top_genes=n_top_genes, layer=layer).X.toarray()
+            found[name] = chosen.X.toarray()
         elif name in ("pca", "pca_scaled"):
             found[str(name)] = components(dims, name == "pca_scaled")
         elif name == "harmony":
@@ -134,13 +141,7 @@ def embedding_baselines(
             found[name] = harmony_embedding(components(dims), adata.obs, batch_key, seed=seed)
         elif name == "scvi":
             found[name] = scvi_embedding(
-                adata,
-                batch_key,
-                layer=layer,
-                n_top_genes=n_top_genes,
-                max_epochs=scvi_max_epochs,
-                patience=_PATIENCE,
-                seed=seed,
+                adata, batch_key, layer=layer, n_top_genes=n_top_genes, max_epochs=scvi_max_epochs, seed=seed
             )
         elif name == "random":
             found[name] = np.random.default_rng(seed).standard_normal((adata.n_obs, dims), dtype=np.float32)
@@ -179,8 +180,9 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
             raise OptionError(f"baselines names {name!r}, but {package} is not installed; pip install '{command}'.")
         if name == "harmony" and batch_key is None:
             raise OptionError("baselines names 'harmony', which corrects batches; give batch_key, or leave it out.")
-        if name in ("harmony", "scvi") and batch_key is not None:
+        if batch_key is not None and name != "random":
             check_column("batch_key", batch_key, adata.obs)
+        if name in ("harmony", "scvi") and batch_key is not None:
             if adata.obs[batch_key].isna().any():
                 raise DataError(f"obs[{batch_key!r}] has missing values; give each cell a batch for {name!r}.")
             if name == "harmony" and adata.obs[batch_key].nunique() < 2:
@@ -206,10 +208,14 @@ def scvi_embedding(
     layer: str | None = None,
     n_top_genes: int = 2_000,
     max_epochs: int | None = None,
-    patience: int | None = None,
     seed: int = 0,
 ) -> np.ndarray:
-    """Return the latent means of scVI with its defaults, trained on these cells, float32, shape (N, 10).
+    """Return the latent means of scVI, trained on these cells, float32, shape (N, 10).
+
+    All is as scvi-tools has it by default, save for when training ends. A tenth of the cells is held out, and training
+    stops after 15 epochs without a better ELBO of these. The weight of the KL term rises over the first 50 epochs, a
+    quarter of all epochs at most, in place of 400, and nothing stops before that is done. The weights are those of the
+    epoch with the best ELBO since; scvi-tools would keep the last ones.
 
     Parameters
     ----------
@@ -218,16 +224,14 @@ def scvi_embedding(
     batch_key
         Column of obs that scVI corrects for, or None.
     max_epochs
-        Most epochs; None for scVI's own number.
-    patience
-        Epochs without a better ELBO of the held-out tenth after which training stops; None trains all epochs.
+        Most epochs; None for scVI's own number, as in :func:`embedding_baselines`.
     seed
         Seed of the weights, of the order of the cells and of those that are held out.
     """
     import scvi
     import torch
 
-    work = variable_genes(adata, n_top_genes=n_top_genes, layer=layer)
+    work = variable_genes(adata, n_top_genes=n_top_genes, layer=layer, batch_key=batch_key)
     work.X = work.layers.pop("counts")
     work.obs["batch"] = pd.Categorical(["all"] * adata.n_obs if batch_key is None else adata.obs[batch_key].astype(str))
     # scvi-tools would draw the held-out cells by a seed of its own, which is none unless somebody sets it.
@@ -235,7 +239,10 @@ def scvi_embedding(
     n_train = math.ceil(_SHARE * adata.n_obs)
     # The batch norm of scVI takes no batch of one cell.
     splitting = {"external_indexing": [order[:n_train], order[n_train:]], "drop_last": n_train % _BATCH_SIZE == 1}
-    stopping = {} if patience is None else {"early_stopping": True, "early_stopping_patience": patience}
+    if max_epochs is None:
+        max_epochs = max(1, min(_MOST_EPOCHS, round(_MOST_EPOCHS * 20_000 / adata.n_obs)))
+    warm_up = min(_WARM_UP, max_epochs // 4)
+    best = _best_epoch(warm_up)
     with _quiet("scvi", "lightning.pytorch", "lightning.fabric"), warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")  # what scvi-tools and Lightning advise is not up to the user
         torch.manual_seed(seed)
@@ -245,13 +252,41 @@ def scvi_embedding(
             max_epochs,
             batch_size=_BATCH_SIZE,
             datasplitter_kwargs=splitting,
+            plan_kwargs={"n_epochs_kl_warmup": warm_up},
+            early_stopping=True,
+            early_stopping_patience=_PATIENCE,
+            early_stopping_warmup_epochs=warm_up,
+            callbacks=[best],
             enable_progress_bar=False,
             enable_model_summary=False,
             logger=False,
-            **stopping,
         )
+        if best.weights:
+            model.module.load_state_dict(best.weights)
         latent = model.get_latent_representation()
     return np.asarray(latent, dtype=np.float32)
+
+
+def _best_epoch(warm_up: int) -> Any:
+    """Return a callback of Lightning whose ``weights`` are those of the best held-out ELBO after so many epochs.
+
+    scvi-tools has one that writes each better model to disk.
+    """
+    from lightning.pytorch.callbacks import Callback
+
+    class BestEpoch(Callback):
+        lowest = math.inf
+
+        def __init__(self) -> None:
+            self.weights: dict[str, Any] = {}
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            elbo = float(trainer.callback_metrics["elbo_validation"])
+            if trainer.current_epoch >= warm_up and elbo < self.lowest:
+                self.lowest = elbo
+                self.weights = {name: value.clone() for name, value in pl_module.module.state_dict().items()}
+
+    return BestEpoch()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ Shapes: N cells, D dimensions.
 
 from __future__ import annotations
 
+import copy
 import gc
 import warnings
 from collections.abc import Mapping
@@ -17,7 +18,7 @@ from scforge._checks import check_bool
 from scforge.errors import DataError, OptionError, listing
 from scforge.eval.base import Benchmark, register_benchmark
 from scforge.eval.batch_integration import BatchIntegration, _neighbors, _scib_metrics
-from scforge.eval.label_prediction import check_embedding, labels_of
+from scforge.eval.label_prediction import check_embedding, labels_of, warn_of_missing
 
 if TYPE_CHECKING:
     from scib_metrics.benchmark import Benchmarker
@@ -45,7 +46,7 @@ _NAMES = {**_MEANS, **_BIO, **_BATCH}
 """Our names to those of scib-metrics."""
 _WIDEST = 90
 """Neighbours of a cell, itself among them, that scib-metrics' benchmark asks for."""
-_DRAWN = 2_000
+_DRAWN = 1_000
 """Most cells of a resampled figure: their cost grows with the square."""
 NEIGHBORS = ("exact", "pynndescent")
 
@@ -123,20 +124,37 @@ class Scib(Benchmark):
             )
         self.neighbors = neighbors
         self.pre_integrated = pre_integrated
-        wanted = self._wanted()
-        means = list(_MEANS) if batch_key is not None else ["bio"]
-        self.metrics = (*means, *(name for name in (*_BIO, *_BATCH) if wanted[_group_of(name)]))
+        self.metrics = self._computed()
         self.main = self.metrics[0]
+
+    def _computed(self) -> tuple[str, ...]:
+        """Return the names of the figures that are computed."""
+        wanted = self._wanted()
+        means = list(_MEANS) if self.batch_key is not None else ["bio"]
+        return (*means, *(name for name in (*_BIO, *_BATCH) if wanted[_group_of(name)]))
 
     def before_integration(self, components: pd.DataFrame) -> Scib:
         """Return this benchmark with coordinates before integration, unless it has some or looks at no batches."""
         if self.batch_key is None or self.pre_integrated is not None:
             return self
-        return Scib(self.labels_key, self.batch_key, self.leiden, self.kbet, self.neighbors, components)
+        other = copy.copy(self)
+        other.pre_integrated = components
+        other.metrics = other._computed()
+        return other
 
     def check(self, obs: pd.DataFrame) -> None:
-        """Raise :class:`~scforge.errors.DataError` where :meth:`run` would."""
+        """Raise :class:`~scforge.errors.DataError` where :meth:`run` would, after :meth:`before_integration`, too."""
         self._rows(obs)
+        if self.batch_key is not None:
+            _check_names(obs)
+            warn_of_missing(obs, self.batch_key, argument="batch_key")
+        warn_of_missing(obs, self.labels_key)
+
+    def describe(self, obs: pd.DataFrame) -> dict[str, str]:
+        """Return how many cells are scored, and what is drawn again for intervals, if anything is."""
+        n_cells = len(self._rows(obs))
+        facts = {"cells scored": f"{n_cells:,} of {len(obs):,}"}
+        return facts if min(n_cells // 2, _DRAWN) <= _WIDEST else facts | {"drawn again": "cells"}
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
         """Return one figure for each of :attr:`metrics`.
@@ -155,7 +173,7 @@ class Scib(Benchmark):
     def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame | None:
         """Return the figures on random parts of the cells, brought to the spread that they have on all cells.
 
-        A part is half of the cells, 2,000 at most, with the share of each label. A figure of b of N cells spreads
+        A part is half of the cells, 1,000 at most, with the share of each label. A figure of b of N cells spreads
         around that of all by sqrt((N - b) / b) times as much as that of all does around the truth [2]_, so its distance
         from the mean of the draws is divided by that.
 
@@ -179,13 +197,14 @@ class Scib(Benchmark):
         labels = pd.factorize(obs[self.labels_key].iloc[rows])[0]
         # The same number of each label in each draw: JAX compiles anew for each size.
         wanted = np.ceil(np.bincount(labels) * size / len(rows)).astype(np.int64)
+        cells = check_embedding(embedding, len(obs))
         rng, figures = np.random.default_rng(seed), []
         for _ in range(n):
             order = np.lexsort([rng.random(len(rows)), labels])
             rank = np.arange(len(rows)) - np.searchsorted(labels[order], labels[order])
             drawn = rows[np.sort(order[rank < wanted[labels[order]]])]
             try:
-                figures.append(self.run(np.asarray(embedding)[drawn], obs.iloc[drawn]))
+                figures.append(self.run(cells[drawn], obs.iloc[drawn]))
             except DataError:
                 # No label of this part may have cells of two batches; the draw tells nothing then.
                 figures.append(dict.fromkeys(self.metrics, float("nan")))
@@ -252,7 +271,9 @@ class Scib(Benchmark):
         import anndata
         from scib_metrics.benchmark import BatchCorrection, Benchmarker, BioConservation
 
-        columns = pd.DataFrame({"label": obs[self.labels_key].astype(str).to_numpy()}, index=obs.index.astype(str))
+        columns = pd.DataFrame(
+            {"label": obs[self.labels_key].astype(str).to_numpy()}, index=np.arange(len(obs)).astype(str)
+        )
         columns["batch"] = "all" if self.batch_key is None else obs[self.batch_key].astype(str).to_numpy()
         before = next(iter(cells))  # not looked at where there is no pcr_comparison
         adata = anndata.AnnData(obs=columns, obsm=cells)
@@ -304,6 +325,7 @@ class Scib(Benchmark):
                 f"{'' if self.batch_key is None else ' and a batch'}; score more cells."
             )
         if self.pre_integrated is not None:
+            _check_names(obs)
             names = obs.index[rows]
             lacking = names[~names.isin(self.pre_integrated.index)]
             if len(lacking) or not self.pre_integrated.index.is_unique:
@@ -312,6 +334,16 @@ class Scib(Benchmark):
                     f"{listing(lacking[:3])}) or names cells twice; give it the names of the cells as index."
                 )
         return rows
+
+
+def _check_names(obs: pd.DataFrame) -> None:
+    """Raise :class:`~scforge.errors.DataError` if cells cannot be told by their names."""
+    if not obs.index.is_unique:
+        twice = obs.index[obs.index.duplicated()].unique()
+        raise DataError(
+            f"{len(twice)} names of obs stand on several cells (first: {listing(twice[:3])}); remove the copies, or "
+            "call adata.obs_names_make_unique() if they are different cells."
+        )
 
 
 def _group_of(name: str) -> str:

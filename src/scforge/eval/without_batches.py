@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from scforge.errors import DataError, ScforgeWarning
-from scforge.eval.baselines import pca_embedding
+from scforge.eval.baselines import pca_embedding, variable_genes
 from scforge.eval.batch_integration import BatchIntegration
 from scforge.eval.reference_embeddings import harmony_embedding, scvi_embedding
 
@@ -71,7 +71,9 @@ def integration_scores(
 def integration_baselines(
     adata: AnnData, batch_key: str, *, max_epochs: int | None = None, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """Embed cells by PCA, Harmony and scVI, each with its defaults, on 2,000 highly variable genes.
+    """Embed cells by PCA, Harmony and scVI, on 2,000 highly variable genes of the batches.
+
+    They are those of :func:`scforge.eval.embedding_baselines`.
 
     Parameters
     ----------
@@ -80,7 +82,7 @@ def integration_baselines(
     batch_key
         Column of obs with the batches.
     max_epochs
-        Epochs of scVI; None for its default.
+        Most epochs of scVI; None for its default.
     seed
         Seed of PCA, Harmony and scVI.
 
@@ -98,10 +100,10 @@ def integration_baselines(
     ScforgeWarning
         If a package is not installed.
     """
-    n_comps = min(_N_COMPS, min(adata.shape) - 1)
+    n_comps = min(_N_COMPS, min(variable_genes(adata, batch_key=batch_key).shape) - 1)
     if n_comps < 2:
         raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; pass baselines=False.")
-    found = {"pca": pca_embedding(adata, n_comps=n_comps, seed=seed)}
+    found = {"pca": pca_embedding(adata, n_comps=n_comps, batch_key=batch_key, seed=seed)}
     if _installed("harmonypy", "Harmony", "pip install 'scforge[eval]'"):
         found["harmony"] = harmony_embedding(found["pca"], adata.obs, batch_key, seed=seed)
     if _installed("scvi", "scVI", "pip install scvi-tools"):
