@@ -97,3 +97,19 @@ def test_other_features_pass(perturbed) -> None:
     check_features(
         pd.DataFrame(other.X.toarray()).groupby(other.obs["target"].to_numpy()).mean().drop("control"), real, **KEYS
     )
+
+
+@pytest.mark.parametrize("how", ["log", "some genes", "one of many"])
+def test_features_of_the_logs_or_of_single_genes_are_found(perturbed, how: str) -> None:
+    real = perturbed([f"g{i}" for i in range(6)], n_cells=10, n_controls=10)
+    logs = pd.DataFrame(log_normalised(real).toarray()).groupby(real.obs["target"].to_numpy()).mean()
+    honest = pd.DataFrame(np.random.default_rng(0).normal(size=(len(logs), 8)), index=logs.index)
+    honest["known"] = np.arange(len(logs)) == 2
+    check_features(honest.astype(float), real, **KEYS)
+    features = {
+        "log": logs,
+        "some genes": logs.iloc[:, [7, 3, 20]] * 2 - 1,
+        "one of many": honest.astype(float).assign(leak=-logs[5]),
+    }[how]
+    with pytest.raises(DataError, match="the mean of the log1p CP10K of X over the held-out cells"):
+        check_features(features, real, **KEYS)

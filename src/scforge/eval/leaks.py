@@ -13,8 +13,10 @@ import numpy as np
 import pandas as pd
 from scipy import sparse
 
+from scforge.data.checks import value_problem
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.errors import DataError, ScforgeWarning
+from scforge.eval.perturbation_cells import log_normalised
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -30,6 +32,7 @@ _TELLING_SHARE = 0.01
 _DECIMALS = 3
 _SAME = 1e-4
 _FEWEST_ROWS = 5
+_BLOCK = 512
 
 
 def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | AnnData, *, what: str = "cells") -> None:
@@ -147,9 +150,10 @@ def check_features(
     Raises
     ------
     DataError
-        If a row is the mean, or the mean less that of the controls, of ``X``, of a layer or of an entry of ``obsm``
-        over the cells of that perturbation, up to a factor; or, for at least five perturbations, if all columns are
-        such means up to a factor and an offset of each.
+        If a row is the mean, or the mean less that of the controls, of ``X``, of a layer (of counts also of their
+        log1p CP10K) or of an entry of ``obsm`` over the cells of that perturbation, up to a factor; or, for at least
+        five perturbations, if a column is any column of such means up to a factor and an offset. Columns of fewer than
+        five values, e.g. indicators, are too easily met by chance to be told.
     """
     keys = PerturbationKeys(perturbation_key, control=control, separator=separator)
     parsed = parse_perturbations(real.obs, keys)
@@ -161,11 +165,13 @@ def check_features(
     if not named:
         return
     values = features.to_numpy(dtype=np.float64)
-    for where, matrix in _representations(real, values.shape[1]):
+    for where, matrix in _representations(real):
         plain = _mean(matrix, controls)
         means = np.array([_mean(matrix, cells_of[name]) for name, _ in named])
         own = values[[row for _, row in named]]
-        copied = [i for i in range(len(named)) if _same(own[i], means[i]) or _same(own[i], means[i] - plain)]
+        copied = []
+        if own.shape == means.shape:
+            copied = [i for i in range(len(named)) if _same(own[i], means[i]) or _same(own[i], means[i] - plain)]
         if not copied and _same_columns(own, means):
             copied = [0]
         if copied:
@@ -211,15 +217,21 @@ def _is_adata(some: object) -> bool:
 
 
 def _matrix(adata: AnnData) -> sparse.csr_matrix:
-    return adata.X.tocsr() if sparse.issparse(adata.X) else sparse.csr_matrix(np.asarray(adata.X))
+    matrix = adata.X.astype(np.float32) if adata.X.dtype == np.float16 else adata.X
+    return matrix.tocsr() if sparse.issparse(matrix) else sparse.csr_matrix(np.asarray(matrix))
 
 
-def _representations(adata: AnnData, n_dims: int) -> list[tuple[str, np.ndarray | sparse.csr_matrix]]:
+def _representations(adata: AnnData) -> list[tuple[str, np.ndarray | sparse.csr_matrix]]:
     found = [(f"obsm[{key!r}]", np.asarray(adata.obsm[key])) for key in adata.obsm]
     found += [(f"layers[{key!r}]", adata.layers[key]) for key in adata.layers if key is not None]
     if adata.X is not None:
         found.append(("X", adata.X))
-    return [(where, matrix) for where, matrix in found if matrix.shape[1:] == (n_dims,)]
+    for key in [None, *(key for key in adata.layers if key is not None)]:
+        matrix = adata.X if key is None else adata.layers[key]
+        if matrix is not None and value_problem(matrix.data if sparse.issparse(matrix) else np.ravel(matrix)) is None:
+            where = "X" if key is None else f"layers[{key!r}]"
+            found.append((f"the log1p CP10K of {where}", log_normalised(adata, key, argument="real")))
+    return [(where, matrix) for where, matrix in found if len(matrix.shape) == 2]
 
 
 def _mean(matrix: np.ndarray | sparse.csr_matrix, rows: list[int]) -> np.ndarray:
@@ -239,11 +251,19 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _same_columns(ours: np.ndarray, means: np.ndarray) -> bool:
-    """Return whether each column is the other one, scaled and shifted, e.g. standardised."""
+    """Return whether a column is one of the others, scaled and shifted, e.g. standardised."""
     if len(ours) < _FEWEST_ROWS or not np.isfinite(ours).all():
         return False
-    one, other = ours - ours.mean(axis=0), means - means.mean(axis=0)
-    lengths = np.linalg.norm(one, axis=0) * np.linalg.norm(other, axis=0)
-    varies = lengths > 0
-    alike = np.abs((one * other).sum(axis=0)[varies]) / lengths[varies]
-    return bool(varies.any() and (alike > 1 - _SAME**2).all())
+    one, other = (_unit_columns(values) for values in (ours, means))
+    blocks = (one[:, start : start + _BLOCK].T @ other for start in range(0, one.shape[1], _BLOCK))
+    return any(bool(np.abs(alike).max(initial=0.0) > 1 - _SAME**2) for alike in blocks)
+
+
+def _unit_columns(values: np.ndarray) -> np.ndarray:
+    """Return centred columns of length 1, of those that take enough values to be told from others."""
+    values = values[:, np.isfinite(values).all(axis=0)]
+    size = np.abs(values).max(axis=0, initial=0.0)
+    steps = np.diff(np.sort(values, axis=0), axis=0) > 1e-6 * size
+    centred = values[:, steps.sum(axis=0) >= _FEWEST_ROWS - 1]
+    centred = centred - centred.mean(axis=0)
+    return centred / np.linalg.norm(centred, axis=0)
