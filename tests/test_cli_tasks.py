@@ -120,7 +120,11 @@ def test_a_file_with_flags(folder: Path, capsys: pytest.CaptureFixture[str], mon
         ("predict cells.h5ad -m none -o out.csv", "model='none' (--model) does not exist; give the folder of a model"),
         ("predict cells.h5ad -m base -o out.csv frob", "'frob' is no option of the task's predict; write it as name="),
         ("predict cells.h5ad -m base", "the following arguments are required: -o/--output"),
-        ("evaluate cells.h5ad -m base", "model='base' (--model) was not fine-tuned"),
+        ("evaluate cells.h5ad -m base", "labels_key=None, but cell types are needed to score embeddings"),
+        ("evaluate -m base", "name the cells once: as FILE, or with --data FILE."),
+        ("evaluate cells.h5ad --data cells.h5ad -m base", "name the cells once: as FILE, or with --data FILE."),
+        ("evaluate cells.h5ad -m base --no-baselines --against pca", "--against names baselines and --no-baselines"),
+        ("evaluate cells.h5ad -m base --benchmarks geometri", "did you mean 'geometry'"),
     ],
 )
 def test_mistakes(told: Callable[..., str], line: str, part: str) -> None:

@@ -47,7 +47,8 @@ def result(pbmc: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_what_is_there(result: Path) -> None:
     files = {path.name for path in result.iterdir()}
-    assert files == {"light", "pbmc3k_scforge.h5ad", "report.json", "report.md", "transformer", "umap.png"}
+    reports = {f"report.{ending}" for ending in ("md", "html", "json", "csv")}
+    assert files == {"light", "pbmc3k_scforge.h5ad", "transformer", "umap.png", *reports}
 
 
 def test_a_picture(result: Path) -> None:

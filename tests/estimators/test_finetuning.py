@@ -309,7 +309,7 @@ def test_mistakes(tune: Callable[..., Encoder], options: dict, message: str) -> 
 
 
 def test_models_without_task(base: Encoder, tmp_path: Path) -> None:
-    for method in (base.predict, base.evaluate, lambda: base.save_adapter(tmp_path / "a")):
+    for method in (base.predict, lambda: base.save_adapter(tmp_path / "a")):
         with pytest.raises(OptionError, match=r"the model has no task, so it cannot .*finetune"):
             method()
 

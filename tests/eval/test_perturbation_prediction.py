@@ -9,7 +9,7 @@ from scipy import stats
 
 from scforge.errors import DataError, OptionError
 from scforge.eval import get_benchmark
-from scforge.eval.distances import energy_distance
+from scforge.eval.pertpy_distances import energy_distance
 from scforge.eval.perturbation_cells import log_normalised
 from scforge.eval.perturbation_metrics import score_deltas, technical_duplicate
 from scforge.eval.perturbation_prediction import PerturbationPrediction, TechnicalDuplicate

@@ -135,7 +135,6 @@ def finetune_from_config(
     metrics: Any = None
     if section.evaluate:
         metrics = model.evaluate(seed=config.seed)
-        assert isinstance(metrics, pd.DataFrame)
         if config.output.checkpoint_dir is not None:
             atomic_write_text(Path(config.output.checkpoint_dir) / EVALUATION_FILE, metrics.to_csv())
     return FinetuningResult(model, metrics)

@@ -14,7 +14,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge.errors import DataError, listing
-from scforge.eval.distances import energy_distance, mean_distance
+from scforge.eval.pertpy_distances import energy_distance, mean_distance
 from scforge.eval.perturbation_baselines import KnownEffects
 from scforge.eval.perturbation_cells import EffectKeys, PerturbedCells
 from scforge.eval.perturbation_discrimination import own_genes

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from scforge.errors import DataError, OptionError
-from scforge.eval.distances import distances, energy_distance, mean_distance
+from scforge.eval.pertpy_distances import distances, energy_distance, mean_distance
 
 
 def test_energy_distance_is_its_formula_and_that_of_pertpy() -> None:
