@@ -8,8 +8,8 @@ from scipy import stats
 
 from scforge.errors import DataError, MissingFileError, OptionError
 from scforge.eval.cell_eval import cell_eval_scores
+from scforge.eval.log_scale import log_normalised
 from scforge.eval.pertpy_distances import energy_distance
-from scforge.eval.perturbation_cells import log_normalised
 from scforge.eval.perturbation_prediction import PerturbationPrediction
 
 KEYS = {"perturbation_key": "target", "control": "control"}

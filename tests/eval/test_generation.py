@@ -216,10 +216,10 @@ def scaled(total: float | None, cells: ad.AnnData) -> ad.AnnData:
 @pytest.mark.parametrize(
     ("total", "n_genes", "message"),
     [
-        (None, 300, "'mine' hold log1p of counts that were not normalised"),
-        (1e3, 300, "'mine' are log1p of counts per 1,000, not per 10,000; give raw counts"),
+        (None, 300, "'mine' holds log1p of counts that were not normalised"),
+        (1e3, 300, "'mine' has a median total of 1,000, .* give raw counts"),
         (1e3, 200, "'mine' has a median total of"),
-        (2e4, 300, "'mine' are log1p of counts per 20,000"),
+        (2e4, 300, "'mine' has a median total of 20,000"),
     ],
 )
 def test_logs_on_another_scale(total: float | None, n_genes: int, message: str, cells: ad.AnnData) -> None:
@@ -253,8 +253,8 @@ def test_counts_over_part_of_the_genes(cells: ad.AnnData) -> None:
     [
         (lambda some: some[:5], "there are 5 generated cells; generation needs at least 20"),
         (lambda some: some[:, :200], "0 genes are in the generated cells only and 100 in the real ones only"),
-        (lambda some: ad.AnnData(some.X * 100.5, var=some.var), "neither counts nor log1p CP10K"),
-        (lambda some: ad.AnnData(-some.X, var=some.var), "neither counts nor log1p CP10K"),
+        (lambda some: ad.AnnData(some.X * 100.5, var=some.var), "neither counts nor log1p of counts per 10,000"),
+        (lambda some: ad.AnnData(-some.X, var=some.var), "neither counts nor log1p of counts per 10,000"),
     ],
 )
 def test_bad_cells(change: object, message: str, cells: ad.AnnData) -> None:

@@ -8,7 +8,7 @@ from scipy import sparse
 
 from scforge.errors import DataError, ScforgeWarning
 from scforge.eval.leaks import check_disjoint, check_features, check_no_copies, check_same_rows
-from scforge.eval.perturbation_cells import log_normalised
+from scforge.eval.log_scale import log_normalised
 
 KEYS = {"perturbation_key": "target", "control": "control"}
 

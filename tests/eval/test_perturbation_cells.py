@@ -7,7 +7,8 @@ import scanpy as sc
 from scipy import sparse
 
 from scforge.errors import DataError
-from scforge.eval.perturbation_cells import Effect, EffectKeys, PerturbedCells, log_normalised
+from scforge.eval.log_scale import log_normalised
+from scforge.eval.perturbation_cells import Effect, EffectKeys, PerturbedCells
 
 KEYS = EffectKeys("target", "control", "type")
 
@@ -28,7 +29,7 @@ def test_counts_and_their_logarithms_are_the_same(perturbed) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a: a.X.multiply(-0.5), "X holds negative values .* neither counts nor log1p"),
+        (lambda a: a.X.multiply(-0.5), "X of adata holds negative values .* neither counts nor log1p"),
         (lambda a: a.X.log1p(), "log1p of counts that were not normalised"),
         (lambda a: a.X * 0.37, "neither counts nor log1p of counts per 10,000"),
         (lambda a: a.X * np.nan, "missing or infinite"),
@@ -122,6 +123,6 @@ def test_half_precision_is_read_and_files_are_refused(perturbed, tmp_path) -> No
     adata.X = adata.X.toarray().astype(np.float16)
     np.testing.assert_allclose(log_normalised(adata).toarray(), whole.toarray(), rtol=1e-6)
     backed = sc.read_h5ad(tmp_path / "cells.h5ad", backed="r")
-    with pytest.raises(DataError, match=r"real is backed by a file, .* pass real.to_memory\(\)"):
+    with pytest.raises(DataError, match=r"real is backed by a file, .* pass it as adata.to_memory\(\)"):
         PerturbedCells.read(backed, EffectKeys("target", "control"), argument="real")
     backed.file.close()

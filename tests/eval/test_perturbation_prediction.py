@@ -9,8 +9,8 @@ from scipy import stats
 
 from scforge.errors import DataError, OptionError
 from scforge.eval import get_benchmark
+from scforge.eval.log_scale import log_normalised
 from scforge.eval.pertpy_distances import energy_distance
-from scforge.eval.perturbation_cells import log_normalised
 from scforge.eval.perturbation_metrics import score_deltas, technical_duplicate
 from scforge.eval.perturbation_prediction import PerturbationPrediction, TechnicalDuplicate
 from scforge.eval.statistics import interval

@@ -7,8 +7,9 @@ import pytest
 
 from scforge.errors import DataError, OptionError
 from scforge.eval import evaluate_perturbations
+from scforge.eval.log_scale import log_normalised
 from scforge.eval.perturbation_baselines import KnownEffects, WantedEffects, baseline_effects
-from scforge.eval.perturbation_cells import EffectKeys, PerturbedCells, log_normalised
+from scforge.eval.perturbation_cells import EffectKeys, PerturbedCells
 from scforge.eval.perturbation_report import perturbation_baselines
 
 KEYS = {"perturbation_key": "target", "control": "control"}

@@ -103,7 +103,7 @@ def evaluate_embeddings(
         raise OptionError(
             "baselines=False leaves embeddings with nothing to compare with; name at least one, e.g. baselines=['pca']."
         )
-    trained = {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
+    trained = _lists(models)
     every = each_model(models)
     keys = _keys(every, adata, {"labels_key": labels_key, "batch_key": batch_key, "groups_key": groups_key})
     chosen: Any = benchmarks
@@ -244,8 +244,12 @@ def untrained_module(model: Encoder, *, seed: int = 0) -> tuple[nn.Module, Token
 
 def each_model(models: Mapping[str, Encoder | Sequence[Encoder]]) -> dict[str, Encoder]:
     """Return each training by a name of its own; of one model in several trainings ``name_0``, ``name_1``, ..."""
-    lists = {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
-    return {f"{name}_{i}" if len(some) > 1 else name: one for name, some in lists.items() for i, one in enumerate(some)}
+    lists = _lists(models).items()
+    return {f"{name}_{i}" if len(some) > 1 else name: one for name, some in lists for i, one in enumerate(some)}
+
+
+def _lists(models: Mapping[str, Encoder | Sequence[Encoder]]) -> dict[str, list[Encoder]]:
+    return {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
 
 
 def _keys(models: Mapping[str, Encoder], adata: AnnData, given: Mapping[str, str | None]) -> dict[str, str | None]:

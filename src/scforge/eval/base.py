@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -157,25 +157,30 @@ class Benchmark(ABC):
         n_groups = self.n_units(reference)
         if n_groups is not None and n_groups < _FEWEST_GROUPS:
             return None
-        figures = []
-        for rows in half_samples(
+        halves = half_samples(
             reference,
             n,
             seed=seed,
             labels_key=getattr(self, "labels_key", None),
             groups_key=getattr(self, "groups_key", None),
-        ):
-            try:
-                figures.append(self.run(made[rows], reference.iloc[rows]))
-            except DataError:
-                # A half may have too few cells of a label or batch; the draw tells nothing then.
-                figures.append(dict.fromkeys(self.metrics, float("nan")))
-        table = pd.DataFrame(figures, columns=list(self.metrics))
+        )
+        table = self._on_parts(made, reference, halves)
         if n_groups is None:
             return table
         n_drawn = n_groups // 2
         scale = np.sqrt(n_drawn / (n_groups - n_drawn) * (n_groups - 1) / n_groups)
         return table.mean() + (table - table.mean()) * scale
+
+    def _on_parts(self, made: np.ndarray, obs: pd.DataFrame, parts: Iterable[np.ndarray]) -> pd.DataFrame:
+        """Return the figures on these rows of an embedding, a row for each part."""
+        figures = []
+        for rows in parts:
+            try:
+                figures.append(self.run(made[rows], obs.iloc[rows]))
+            except DataError:
+                # A part may have too few cells of a label or batch; the draw tells nothing then.
+                figures.append(dict.fromkeys(self.metrics, float("nan")))
+        return pd.DataFrame(figures, columns=list(self.metrics))
 
     def n_units(self, reference: Any) -> int | None:
         """Return how many independent units :meth:`resampled` draws among; None for cells, which are many.

@@ -17,7 +17,7 @@ from scipy import sparse
 from scforge._checks import check_count, check_seed
 from scforge.errors import DataError, ScforgeWarning, listing
 from scforge.eval.base import Benchmark, check_column, register_benchmark
-from scforge.eval.generated_cells import check_same_genes, log_matrix
+from scforge.eval.log_scale import log_normalised
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -125,7 +125,7 @@ class Generation(Benchmark):
 
     def check(self, reference: AnnData) -> None:
         """Raise :class:`~scforge.errors.DataError` where real cells cannot be compared with."""
-        log_matrix(reference, "the real cells")
+        log_normalised(reference, argument="the real cells")
         if reference.n_obs < FEWEST_CELLS:
             raise DataError(f"there are {reference.n_obs} real cells; generation needs at least {FEWEST_CELLS}.")
         if self.labels_key is not None:
@@ -166,9 +166,11 @@ class Generation(Benchmark):
         self.check(reference)
         if made.n_obs < FEWEST_CELLS:
             raise DataError(f"there are {made.n_obs} generated cells; generation needs at least {FEWEST_CELLS}.")
-        check_same_genes(made, reference)
-        real = log_matrix(reference, "the real cells")
-        cells = log_matrix(made, "the generated cells", made=True)[:, made.var_names.get_indexer(reference.var_names)]
+        _check_same_genes(made, reference)
+        real = log_normalised(reference, argument="the real cells")
+        cells = log_normalised(made, argument="the generated cells", made=True)[
+            :, made.var_names.get_indexer(reference.var_names)
+        ]
         rng = np.random.default_rng(self.seed)
         n_cells = min(self.max_cells, *(matrix.shape[0] for matrix in (real, cells)))
         rows_real, rows_made = (np.sort(rng.permutation(matrix.shape[0])[:n_cells]) for matrix in (real, cells))
@@ -336,3 +338,17 @@ def _correlations(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     one, other = (rows - rows.mean(axis=1, keepdims=True) for rows in (one, other))
     lengths = np.sqrt((one**2).sum(axis=1) * (other**2).sum(axis=1))
     return np.where(lengths > 0, (one * other).sum(axis=1) / np.where(lengths > 0, lengths, 1.0), np.nan)
+
+
+def _check_same_genes(made: AnnData, reference: AnnData) -> None:
+    """Raise :class:`~scforge.errors.DataError` unless both have the same genes, in any order, each once."""
+    for some, what in ((made, "the generated cells"), (reference, "the real cells")):
+        if not some.var_names.is_unique:
+            twice = listing(some.var_names[some.var_names.duplicated()].unique(), most=3)
+            raise DataError(f"{what} have genes twice ({twice}); make var_names unique.")
+    of_made, of_real = made.var_names.difference(reference.var_names), reference.var_names.difference(made.var_names)
+    if len(of_made) or len(of_real):
+        raise DataError(
+            f"{len(of_made)} genes are in the generated cells only and {len(of_real)} in the real ones only (first: "
+            f"{str([*of_made, *of_real][0])!r}); take the genes of both, as evaluate_generation does."
+        )

@@ -18,9 +18,9 @@ from scforge._constants import TARGET_SUM, UNS_KEY
 from scforge.data.checks import counts_of, value_problem
 from scforge.errors import DataError, OptionError, ScforgeWarning, listing
 from scforge.eval.base import check_column
-from scforge.eval.generated_cells import log_matrix, totals_of
 from scforge.eval.generation import FEWEST_CELLS, Generation
 from scforge.eval.leaks import check_disjoint, check_no_copies, check_same_rows
+from scforge.eval.log_scale import log_normalised, totals_of
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -107,7 +107,7 @@ def generation_baselines(
             f"no training cell has the label {listing(missing, most=3)} of obs[{labels_key!r}]; leave those cells out."
         )
     totals = np.asarray(counts.sum(axis=1)).ravel()
-    logs = log_matrix(train, "train", layer)
+    logs = log_normalised(train, layer, argument="train")
     parts: dict[str, list[sparse.csr_matrix]] = {CEILING: [], "independent genes": [], "mean and Poisson": []}
     places = []
     for label in dict.fromkeys(wanted):
@@ -255,7 +255,7 @@ def _on_genes(adata: AnnData, what: str, names: pd.Index, layer: str | None = No
 
     if not adata.var_names.is_unique:
         raise DataError(f"{what} have genes twice; make var_names unique.")
-    logs = log_matrix(adata, what, layer, made=made)[:, adata.var_names.get_indexer(names)]
+    logs = log_normalised(adata, layer, argument=what, made=made)[:, adata.var_names.get_indexer(names)]
     return anndata.AnnData(logs, obs=adata.obs.copy(), var=pd.DataFrame(index=names))
 
 
@@ -264,7 +264,7 @@ def _check_complete(adata: AnnData, what: str, whole: AnnData, layer: str | None
     lacking = ~whole.var_names.isin(adata.var_names)
     if not lacking.any() or value_problem(_values(adata, layer)) is not None:
         return
-    logs = log_matrix(whole, "the others", layer_of_whole)
+    logs = log_normalised(whole, layer_of_whole, argument="the others")
     share = float(totals_of(logs[:, np.flatnonzero(lacking)]).sum() / totals_of(logs).sum())
     if share > _MISSING:
         raise DataError(

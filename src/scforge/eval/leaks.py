@@ -16,7 +16,7 @@ from scipy import sparse
 from scforge.data.checks import value_problem
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.errors import DataError, ScforgeWarning
-from scforge.eval.perturbation_cells import log_normalised
+from scforge.eval.log_scale import log_normalised
 
 if TYPE_CHECKING:
     from anndata import AnnData

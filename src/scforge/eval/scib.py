@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -198,17 +198,15 @@ class Scib(Benchmark):
         # The same number of each label in each draw: JAX compiles anew for each size.
         wanted = np.ceil(np.bincount(labels) * size / len(rows)).astype(np.int64)
         cells = check_embedding(embedding, len(obs))
-        rng, figures = np.random.default_rng(seed), []
-        for _ in range(n):
-            order = np.lexsort([rng.random(len(rows)), labels])
-            rank = np.arange(len(rows)) - np.searchsorted(labels[order], labels[order])
-            drawn = rows[np.sort(order[rank < wanted[labels[order]]])]
-            try:
-                figures.append(self.run(cells[drawn], obs.iloc[drawn]))
-            except DataError:
-                # No label of this part may have cells of two batches; the draw tells nothing then.
-                figures.append(dict.fromkeys(self.metrics, float("nan")))
-        table = pd.DataFrame(figures, columns=list(self.metrics))
+        rng = np.random.default_rng(seed)
+
+        def parts() -> Iterator[np.ndarray]:
+            for _ in range(n):
+                order = np.lexsort([rng.random(len(rows)), labels])
+                rank = np.arange(len(rows)) - np.searchsorted(labels[order], labels[order])
+                yield rows[np.sort(order[rank < wanted[labels[order]]])]
+
+        table = self._on_parts(cells, obs, parts())
         n_drawn = int(wanted.sum())
         return table.mean() + (table - table.mean()) * np.sqrt(n_drawn / (len(rows) - n_drawn))
 
