@@ -7,7 +7,7 @@ import pytest
 
 from scforge.data import GeneVocab
 from scforge.errors import MissingFileError, OptionError
-from scforge.eval.evaluation import Evaluation, ScoredCells, resolve
+from scforge.eval.evaluation import Evaluation, ScoredCells, resolve, to_evaluation
 
 
 def found(dataset: str, **datasets: str) -> object:
@@ -43,3 +43,9 @@ def test_a_path_that_is_given_for_a_name_goes_first(tmp_path) -> None:
 def test_a_name_that_is_nearly_known() -> None:
     with pytest.raises(OptionError, match=r"dataset='pbmc3' of .*; did you mean 'pbmc3k'\? Otherwise put the file at"):
         found("pbmc3")
+
+
+def test_an_option_of_the_benchmark_is_its_own() -> None:
+    """``max_cells`` is an option of evaluations, and of some benchmarks."""
+    assert to_evaluation({"scib": {"labels_key": "group", "max_cells": 500}}).options["max_cells"] == 500
+    assert to_evaluation({"geometry": {"max_cells": 500}}).max_cells == 500

@@ -215,3 +215,17 @@ def test_what_a_report_says_of_it(obs) -> None:
     obs.iloc[0, 0] = None
     assert Scib("label", "batch").describe(obs) == {"cells scored": "239 of 240", "drawn again": "cells"}
     assert Scib("label").describe(obs[:150]) == {"cells scored": "149 of 150"}
+
+
+def test_a_share_of_many_cells_is_scored(obs: pd.DataFrame) -> None:
+    embedding = embedding_of(obs, labels=3.0, batches=1.0)
+    limited = Scib("label", "batch", leiden=False, max_cells=100)
+    rows = limited._rows(obs)
+    assert 100 <= len(rows) <= 100 + obs["label"].nunique()
+    shares = [some["label"].value_counts(normalize=True) for some in (obs, obs.iloc[rows])]
+    pd.testing.assert_series_equal(*shares, atol=0.02)
+    of_part = Scib("label", "batch", leiden=False, max_cells=None).run(embedding[rows], obs.iloc[rows])
+    assert limited.run(embedding, obs) == of_part
+    assert limited.describe(obs)["cells scored"] == f"{len(rows)} of {N}"
+    with pytest.raises(OptionError, match="max_cells=90 is not at least 91"):
+        Scib("label", max_cells=90)

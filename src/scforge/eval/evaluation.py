@@ -140,7 +140,8 @@ type Entry = str | Benchmark | Evaluation | Mapping[str, Mapping[str, Any] | Non
 def to_evaluation(entry: Entry) -> Evaluation:
     """Make an evaluation of an entry of a list: a name, a benchmark, or ``{name: {option: value, "dataset": ...}}``.
 
-    Beside the options of the benchmark a mapping takes ``dataset``, ``name`` and ``max_cells`` of :class:`Evaluation`.
+    Beside the options of the benchmark a mapping takes ``dataset``, ``name`` and ``max_cells`` of :class:`Evaluation`;
+    an option of that name that the benchmark has goes to the benchmark.
 
     Raises
     ------
@@ -162,7 +163,10 @@ def to_evaluation(entry: Entry) -> Evaluation:
             f"the benchmark {benchmark!r} is given {given!r}; give it options, e.g. {{dataset: held_out}}."
         )
     options = dict(given or {})
-    own = {name: options.pop(name) for name in ("dataset", "name", "max_cells") if name in options}
+    theirs = options_of(benchmark) if benchmark in BENCHMARKS.names() else {}
+    own = {
+        name: options.pop(name) for name in ("dataset", "name", "max_cells") if name in options and name not in theirs
+    }
     return Evaluation(benchmark, options=options, **own)
 
 

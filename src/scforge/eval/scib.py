@@ -8,13 +8,13 @@ from __future__ import annotations
 import copy
 import gc
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from scforge._checks import check_bool
+from scforge._checks import check_bool, check_count
 from scforge.errors import DataError, OptionError, listing
 from scforge.eval.base import Benchmark, register_benchmark
 from scforge.eval.batch_integration import BatchIntegration, _neighbors, _scib_metrics
@@ -79,6 +79,9 @@ class Scib(Benchmark):
         ``"exact"``, or ``"pynndescent"``, the approximation that scib-metrics takes by default. With that, the numbers
         are to the last digit those of a ``Benchmarker`` with its defaults; with exact neighbours, those of one that is
         prepared with exact neighbours.
+    max_cells
+        Score so many cells at most, each label by its share, the same for all embeddings; None scores all. Time and
+        memory grow with the square of their number.
     pre_integrated
         Coordinates of the cells before integration, e.g. principal components, with the names of the cells as index,
         shape (at least N, any D); for ``pcr_comparison``, the share of their variance due to batches that an embedding
@@ -109,6 +112,7 @@ class Scib(Benchmark):
         leiden: bool = True,
         kbet: bool = False,
         neighbors: str = "exact",
+        max_cells: int | None = 5_000,
         pre_integrated: pd.DataFrame | None = None,
     ) -> None:
         self.labels_key = labels_key
@@ -122,7 +126,10 @@ class Scib(Benchmark):
                 f"pre_integrated, a {type(pre_integrated).__name__}, is not a DataFrame with the cells as index beside "
                 "a batch_key; give both, or leave it out."
             )
+        if max_cells is not None:
+            check_count("max_cells", max_cells, "cells", least=_WIDEST + 1)
         self.neighbors = neighbors
+        self.max_cells = max_cells
         self.pre_integrated = pre_integrated
         self.metrics = self._computed()
         self.main = self.metrics[0]
@@ -194,20 +201,10 @@ class Scib(Benchmark):
         size = min(len(rows) // 2, _DRAWN)
         if size <= _WIDEST:
             return None
-        labels = pd.factorize(obs[self.labels_key].iloc[rows])[0]
-        # The same number of each label in each draw: JAX compiles anew for each size.
-        wanted = np.ceil(np.bincount(labels) * size / len(rows)).astype(np.int64)
-        cells = check_embedding(embedding, len(obs))
-        rng = np.random.default_rng(seed)
-
-        def parts() -> Iterator[np.ndarray]:
-            for _ in range(n):
-                order = np.lexsort([rng.random(len(rows)), labels])
-                rank = np.arange(len(rows)) - np.searchsorted(labels[order], labels[order])
-                yield rows[np.sort(order[rank < wanted[labels[order]]])]
-
-        table = self._on_parts(cells, obs, parts())
-        n_drawn = int(wanted.sum())
+        labels, rng = obs[self.labels_key].iloc[rows], np.random.default_rng(seed)
+        parts = [rows[_drawn(labels, size, rng)] for _ in range(n)]
+        table = self._on_parts(check_embedding(embedding, len(obs)), obs, parts)
+        n_drawn = len(parts[0])
         return table.mean() + (table - table.mean()) * np.sqrt(n_drawn / (len(rows) - n_drawn))
 
     def table(
@@ -322,6 +319,8 @@ class Scib(Benchmark):
                 f"scib looks at the {_WIDEST} nearest of other cells, but there are {len(rows)} cells with a label"
                 f"{'' if self.batch_key is None else ' and a batch'}; score more cells."
             )
+        if self.max_cells is not None and len(rows) > self.max_cells:
+            rows = rows[_drawn(obs[self.labels_key].iloc[rows], self.max_cells, np.random.default_rng(0))]
         if self.pre_integrated is not None:
             _check_names(obs)
             names = obs.index[rows]
@@ -332,6 +331,18 @@ class Scib(Benchmark):
                     f"{listing(lacking[:3])}) or names cells twice; give it the names of the cells as index."
                 )
         return rows
+
+
+def _drawn(labels: pd.Series, size: int, rng: np.random.Generator) -> np.ndarray:
+    """Draw about so many cells, each label by its share, rounded up; positions, ascending.
+
+    The number of each label is always the same: JAX compiles anew for each size.
+    """
+    codes = pd.factorize(labels)[0]
+    wanted = np.ceil(np.bincount(codes) * size / len(codes)).astype(np.int64)
+    order = np.lexsort([rng.random(len(codes)), codes])
+    rank = np.arange(len(codes)) - np.searchsorted(codes[order], codes[order])
+    return np.sort(order[rank < wanted[codes[order]]])
 
 
 def _check_names(obs: pd.DataFrame) -> None:
