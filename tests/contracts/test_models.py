@@ -16,6 +16,11 @@ VOCAB, DIM, LEARNED = 60, 7, 10
 SMALL = {"hidden_dim": 16, "num_layers": 2, "dropout": 0.1}
 HEADS = {**SMALL, "num_heads": 4}
 ENCODER = {"encoder_dim": 16, "encoder_layers": 2, "encoder_heads": 4, "decoder_layers": 1}
+GENEFORMER = {**HEADS, "norm_first": False, "head_activation": "relu", "n_special": 4}
+SCGPT = {**HEADS, "position_embedding": "none", "norm_first": False, "value_encoder": "mlp", "embedding_norm": "genes"}
+SCGPT |= {"n_special": 4, "special_value": -2.0, "mask_value": -1.0}
+SCFOUNDATION = {**HEADS, "position_embedding": "none", "norm_first": False, "final_norm": True, "n_special": 4}
+SCFOUNDATION |= {"value_encoder": "soft_bins", "n_value_bins": 5, "embedding_norm": "none"}
 OPTIONS: dict[str, list[dict]] = {
     "autoregressive_transformer": [
         {**HEADS, "n_bins": 5, "pooling": "cls"},
@@ -42,6 +47,10 @@ OPTIONS: dict[str, list[dict]] = {
         {**HEADS, "position_embedding": "none", "expression_head": "bin", "n_bins": 5, "pooling": "mean"},
         {**HEADS, "position_embedding": "none", "pooling": "last"},
         {**HEADS, "position_embedding": "none", "pooling": "cls"},
+        # As Geneformer, scGPT and scFoundation.
+        {**GENEFORMER, "pooling": "genes", "embedding_layer": 1},
+        {**SCGPT, "expression_head": "deep"},
+        {**SCFOUNDATION, "pooling": "depths"},
     ],
 }
 # Other objectives have other losses, and heads that shape no embedding.

@@ -79,7 +79,7 @@ def test_pooling_is_what_it_says():
     ("options", "message"),
     [
         ({"num_heads": 3}, "hidden_dim=8 is not divisible by num_heads=3"),
-        ({"pooling": "max"}, "pooling='max' is not known .known: 'cls', 'last', 'mean'"),
+        ({"pooling": "max"}, "pooling='max' is not known .known: 'cls', 'depths', 'genes', 'last', 'mean'"),
         ({"activation": "tanh"}, "activation='tanh' is not known"),
     ],
 )

@@ -16,8 +16,13 @@ from scforge.errors import OptionError
 from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
 from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
-from scforge.models.components.heads import BinPredictionHead, ExpressionPredictionHead, MaskedGenePredictionHead
-from scforge.models.components.pooling import POOLINGS
+from scforge.models.components.heads import (
+    BinPredictionHead,
+    DeepExpressionHead,
+    ExpressionPredictionHead,
+    MaskedGenePredictionHead,
+)
+from scforge.models.components.pooling import POOLINGS, depth_pool
 from scforge.models.components.positions import token_positions
 from scforge.models.components.transformer import StackOutput, TransformerStack
 from scforge.models.protocol import ModelOutput
@@ -50,7 +55,9 @@ class TransformerEncoder(nn.Module):
     max_seq_len
         Most tokens of a cell.
     pooling
-        ``"cls"`` (state of the first token), ``"mean"`` (mean over tokens) or ``"last"`` (state of the last token).
+        ``"cls"`` (state of the first token), ``"mean"`` (mean over tokens), ``"genes"`` (mean over tokens but special
+        ones, see `n_special`), ``"last"`` (state of the last token) or ``"depths"`` (four of them, as scFoundation: see
+        :func:`scforge.models.components.depth_pool`).
     activation
         ``"gelu"``, ``"relu"`` or ``"silu"``.
     use_expression_values
@@ -67,7 +74,8 @@ class TransformerEncoder(nn.Module):
     tie_head
         The last layer of the head is the gene embedding.
     expression_head
-        Also predict the expression of hidden tokens: ``"value"`` (mean squared error) or ``"bin"`` (cross entropy).
+        Also predict the expression of hidden tokens: ``"value"`` (mean squared error), ``"deep"`` (the same with the
+        three layers of scGPT) or ``"bin"`` (cross entropy).
     n_bins
         Number of expression bins, for ``"bin"``.
     expression_loss_weight
@@ -76,6 +84,19 @@ class TransformerEncoder(nn.Module):
         Compute each layer again in the backward pass rather than keep what it computed.
     unpad
         Whether padding is taken out of the computation; None does where it is worth its while.
+    gene_head, head_activation
+        Whether there is a head for hidden genes, and its activation.
+    value_encoder, n_value_bins, value_bins_alpha, embedding_norm
+        How values and genes become one vector, see :class:`scforge.models.components.GeneExpressionEmbedding`.
+    n_special
+        Tokens with ids below this are special ones.
+    special_value, mask_value
+        Value of special tokens, and of hidden ones, in place of those of the batch (scGPT: -2 and -1); None leaves
+        them.
+    final_norm
+        Whether a norm stands behind the last layer; None puts one behind pre-norm layers.
+    embedding_layer
+        From how many layers below the last the embedding is pooled (Geneformer publishes embeddings of 1).
 
     Examples
     --------
@@ -109,9 +130,20 @@ class TransformerEncoder(nn.Module):
         expression_loss_weight: float = 1.0,
         gradient_checkpointing: bool = False,
         unpad: bool | None = None,
+        gene_head: bool = True,
+        head_activation: str = "gelu",
+        value_encoder: str = "linear",
+        n_value_bins: int | None = None,
+        value_bins_alpha: float = 1.0,
+        embedding_norm: str = "sum",
+        n_special: int = 0,
+        special_value: float | None = None,
+        mask_value: float | None = None,
+        final_norm: bool | None = None,
+        embedding_layer: int = 0,
     ) -> None:
         super().__init__()
-        check_choice("pooling", pooling, sorted(POOLINGS))
+        check_choice("pooling", pooling, sorted([*POOLINGS, "depths", "genes"]))
         check_positive("expression_loss_weight", expression_loss_weight, or_zero=True)
         if expression_head is None and expression_loss_weight != 1.0:
             raise OptionError(
@@ -121,17 +153,31 @@ class TransformerEncoder(nn.Module):
         if n_bins is not None:
             check_count("n_bins", n_bins, "bins", least=2)
         if expression_head is not None:
-            check_choice("expression_head", expression_head, ["value", "bin"])
+            check_choice("expression_head", expression_head, ["value", "deep", "bin"])
         if (expression_head == "bin") != (n_bins is not None):
             raise OptionError(f"n_bins={n_bins!r} does not go with expression_head={expression_head!r}; give both.")
         if check_bool("tie_head", tie_head) and gene_vectors is not None:
             raise OptionError("tie_head=True needs a learned gene embedding, not gene_vectors; leave one of them out.")
+        if not check_bool("gene_head", gene_head) and tie_head:
+            raise OptionError("tie_head=True ties the last layer of a head that gene_head=False leaves out; drop one.")
+        check_count("n_special", n_special, "special tokens", least=0)
+        check_count("embedding_layer", embedding_layer, "layers", least=0)
+        if embedding_layer >= num_layers:
+            raise OptionError(f"embedding_layer={embedding_layer} but there are {num_layers} layers; give less.")
+        if not n_special and (pooling in ("depths", "genes") or special_value is not None):
+            raise OptionError(
+                f"pooling={pooling!r} and special_value={special_value!r} need n_special, the number of special tokens."
+            )
         self.vocab_size = vocab_size
         self.hidden_dim = hidden_dim
         self.pooling = pooling
+        self.n_special = n_special
+        self.special_value = special_value
+        self.mask_value = mask_value
+        self.embedding_layer = embedding_layer
         self.tie_head = tie_head
         self.expression_loss_weight = expression_loss_weight
-        self.uses_order = position_embedding != "none" or pooling == "last"
+        self.uses_order = position_embedding != "none" or pooling in ("last", "depths")
         self.embedding = GeneExpressionEmbedding(
             vocab_size,
             hidden_dim,
@@ -141,6 +187,10 @@ class TransformerEncoder(nn.Module):
             layer_norm_eps,
             gene_vectors,
             position_embedding=position_embedding,
+            value_encoder=value_encoder,
+            n_value_bins=n_value_bins,
+            value_bins_alpha=value_bins_alpha,
+            embedding_norm=embedding_norm,
         )
         self.encoder = TransformerStack(
             hidden_dim,
@@ -155,10 +205,17 @@ class TransformerEncoder(nn.Module):
             gradient_checkpointing=gradient_checkpointing,
             unpad=unpad,
         )
-        self.head = MaskedGenePredictionHead(hidden_dim, vocab_size, layer_norm_eps, own_weight=not tie_head)
+        if final_norm is not None and check_bool("final_norm", final_norm) != norm_first:
+            self.encoder.final_norm = nn.LayerNorm(hidden_dim, eps=layer_norm_eps) if final_norm else nn.Identity()
+        self.head: MaskedGenePredictionHead | None = None
+        if gene_head:
+            self.head = MaskedGenePredictionHead(
+                hidden_dim, vocab_size, layer_norm_eps, own_weight=not tie_head, activation=head_activation
+            )
         self.expression_head: ExpressionPredictionHead | BinPredictionHead | None = None
-        if expression_head == "value":
-            self.expression_head = ExpressionPredictionHead(hidden_dim)
+        if expression_head in ("value", "deep"):
+            kind = DeepExpressionHead if expression_head == "deep" else ExpressionPredictionHead
+            self.expression_head = kind(hidden_dim)
         if n_bins is not None:
             self.expression_head = BinPredictionHead(hidden_dim, n_bins, layer_norm_eps)
         self.apply(init_weights)
@@ -194,7 +251,8 @@ class TransformerEncoder(nn.Module):
         attention_bias
             Number to add to the attention scores of each token as a key, shape (B, S).
         masked_positions, value_labels
-            Positions whose value is to predict (bool) and the values, shape (B, S); for ``expression_head="value"``.
+            Positions whose value is to predict (bool) and the values, shape (B, S); for ``expression_head="value"`` and
+            ``"deep"``.
         bin_labels
             Bins to predict, shape (B, S), -100 where there is nothing to predict; for ``expression_head="bin"``.
         return_logits
@@ -214,14 +272,17 @@ class TransformerEncoder(nn.Module):
             attention_mask,
             values,
             attention_bias,
-            output_hidden_states=output_hidden_states,
+            masked_positions,
+            output_hidden_states=output_hidden_states or self.embedding_layer > 0,
             output_attentions=output_attentions,
         )
         tokens_bs = attention_mask != 0
         if labels is not None:
             labels = labels.masked_fill(~tokens_bs, IGNORE_LABEL)
-        weight = self.embedding.gene_embedding.weight if self.tie_head else None
-        loss, logits = token_loss(self.head, out.hidden, labels, return_logits=return_logits, weight_vh=weight)
+        loss = logits = None
+        if self.head is not None:
+            weight = self.embedding.gene_embedding.weight if self.tie_head else None
+            loss, logits = token_loss(self.head, out.hidden, labels, return_logits=return_logits, weight_vh=weight)
         expression = None
         if self.expression_head is not None:
             further = self._expression_loss(out.hidden, tokens_bs, masked_positions, value_labels, bin_labels)
@@ -232,8 +293,8 @@ class TransformerEncoder(nn.Module):
         return ModelOutput(
             loss=loss,
             logits=logits,
-            embeddings=self._pool(out.hidden, attention_mask),
-            hidden_states=out.hidden_states,
+            embeddings=self._pool(out, input_ids, attention_mask),
+            hidden_states=out.hidden_states if output_hidden_states else None,
             attentions=out.attentions,
             expression=expression,
         )
@@ -268,7 +329,9 @@ class TransformerEncoder(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return cell embeddings, shape (B, H). The arguments are those of :meth:`forward`."""
-        return self._pool(self._states(input_ids, attention_mask, values, attention_bias).hidden, attention_mask)
+        further = self.embedding_layer > 0
+        out = self._states(input_ids, attention_mask, values, attention_bias, output_hidden_states=further)
+        return self._pool(out, input_ids, attention_mask)
 
     def _states(
         self,
@@ -276,21 +339,37 @@ class TransformerEncoder(nn.Module):
         attention_mask: torch.Tensor,
         values: torch.Tensor | None,
         attention_bias: torch.Tensor | None,
+        masked_positions: torch.Tensor | None = None,
         **wanted: bool,
     ) -> StackOutput:
         check_shapes(input_ids, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
         tokens_bs = attention_mask != 0
+        if values is None and self.special_value is not None:
+            values = torch.zeros_like(input_ids, dtype=torch.float32)
         if values is not None:
+            if self.special_value is not None:
+                values = values.masked_fill(input_ids < self.n_special, self.special_value)
+            if self.mask_value is not None and masked_positions is not None:
+                values = values.masked_fill(masked_positions != 0, self.mask_value)
             values = values.masked_fill(~tokens_bs, 0)
         embedded_bsh = self.embedding(input_ids, values, token_positions(tokens_bs))
         return self.encoder(embedded_bsh, attention_mask, attention_bias=attention_bias, **wanted)
 
-    def _pool(self, hidden_bsh: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    def _pool(self, out: StackOutput, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        hidden_bsh = out.hidden
+        if self.embedding_layer and out.hidden_states is not None:
+            hidden_bsh = out.hidden_states[-1 - self.embedding_layer]
+        if self.pooling in ("depths", "genes"):
+            genes_bs = (attention_mask != 0) & (input_ids >= self.n_special)
+            if self.pooling == "depths":
+                return depth_pool(hidden_bsh, attention_mask, genes_bs)
+            return POOLINGS["mean"](hidden_bsh, genes_bs)
         return POOLINGS[self.pooling](hidden_bsh, attention_mask)
 
     def init_token_prior(self, token_counts: torch.Tensor) -> None:
         """Start the prediction head at the token frequencies, see :meth:`MaskedGenePredictionHead.init_bias`."""
-        self.head.init_bias(token_counts)
+        if self.head is not None:
+            self.head.init_bias(token_counts)
 
     def init_value_prior(self, mean: float) -> None:
         """Start an expression head for values from the mean of those to predict."""

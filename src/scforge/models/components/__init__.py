@@ -4,13 +4,20 @@ from scforge.models.components.attention import KeyValueCache, SelfAttention, ge
 from scforge.models.components.dropout import Dropout
 from scforge.models.components.embeddings import GeneExpressionEmbedding
 from scforge.models.components.gene_vectors import GeneVectorBag, GeneVectorEmbedding, fill_gene_vectors
-from scforge.models.components.heads import BinPredictionHead, ExpressionPredictionHead, MaskedGenePredictionHead
-from scforge.models.components.pooling import cls_pool, last_pool, mean_pool
+from scforge.models.components.heads import (
+    BinPredictionHead,
+    DeepExpressionHead,
+    ExpressionPredictionHead,
+    MaskedGenePredictionHead,
+)
+from scforge.models.components.pooling import cls_pool, depth_pool, last_pool, mean_pool
 from scforge.models.components.sigreg import SIGReg
 from scforge.models.components.transformer import TransformerBlock, TransformerStack
+from scforge.models.components.value_encoders import SoftBins, ValueMLP
 
 __all__ = [
     "BinPredictionHead",
+    "DeepExpressionHead",
     "Dropout",
     "ExpressionPredictionHead",
     "GeneExpressionEmbedding",
@@ -20,9 +27,12 @@ __all__ = [
     "MaskedGenePredictionHead",
     "SIGReg",
     "SelfAttention",
+    "SoftBins",
     "TransformerBlock",
     "TransformerStack",
+    "ValueMLP",
     "cls_pool",
+    "depth_pool",
     "fill_gene_vectors",
     "generate_causal_mask",
     "last_pool",

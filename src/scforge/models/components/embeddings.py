@@ -15,10 +15,13 @@ from scforge.errors import OptionError
 from scforge.models._utils import check_choice
 from scforge.models.components.dropout import Dropout
 from scforge.models.components.gene_vectors import token_embedding
+from scforge.models.components.value_encoders import SoftBins, ValueMLP
 
 __all__ = ["POSITION_EMBEDDINGS", "GeneExpressionEmbedding", "check_shapes"]
 
 POSITION_EMBEDDINGS = ("learned", "rotary", "none")
+VALUE_ENCODERS = ("linear", "mlp", "soft_bins")
+EMBEDDING_NORMS = ("sum", "genes", "none")
 _VALUE_SCALE = 0.02
 
 
@@ -35,7 +38,7 @@ def check_shapes(input_ids: torch.Tensor, **tensors: torch.Tensor | None) -> Non
 
 
 class GeneExpressionEmbedding(nn.Module):
-    """Sum of gene embedding, learned position embedding and projected expression value; layer norm; dropout.
+    """Sum of gene embedding, learned position embedding and encoded expression value; layer norm; dropout.
 
     Parameters
     ----------
@@ -48,7 +51,7 @@ class GeneExpressionEmbedding(nn.Module):
     dropout
         Dropout after the layer norm.
     use_expression_values
-        Project the scalar value of each token to H and add it.
+        Bring the scalar value of each token to H and add it.
     layer_norm_eps
         Epsilon of the layer norm.
     gene_vectors
@@ -57,6 +60,14 @@ class GeneExpressionEmbedding(nn.Module):
     position_embedding
         ``"learned"`` adds a vector for each position; ``"rotary"`` (which the attention brings) and ``"none"`` add
         nothing.
+    value_encoder
+        How values get there: ``"linear"``, one projection; ``"mlp"``, as scGPT (:class:`ValueMLP`); ``"soft_bins"``, as
+        scFoundation (:class:`SoftBins`).
+    n_value_bins, value_bins_alpha
+        Bins of ``"soft_bins"``, and the weight of its first layer beside its second.
+    embedding_norm
+        What the layer norm is applied to: the ``"sum"``, the gene embedding alone (``"genes"``, as scGPT), or nothing
+        (``"none"``, as scFoundation).
 
     Examples
     --------
@@ -76,21 +87,43 @@ class GeneExpressionEmbedding(nn.Module):
         gene_vectors: dict[str, Any] | None = None,
         *,
         position_embedding: str = "learned",
+        value_encoder: str = "linear",
+        n_value_bins: int | None = None,
+        value_bins_alpha: float = 1.0,
+        embedding_norm: str = "sum",
     ) -> None:
         super().__init__()
         check_choice("position_embedding", position_embedding, list(POSITION_EMBEDDINGS))
+        check_choice("value_encoder", value_encoder, list(VALUE_ENCODERS))
+        check_choice("embedding_norm", embedding_norm, list(EMBEDDING_NORMS))
         check_count("hidden_dim", hidden_dim, "dimensions")
         check_count("max_seq_len", max_seq_len, "tokens")
         check_bool("use_expression_values", use_expression_values)
         check_positive("layer_norm_eps", layer_norm_eps)
+        if value_encoder != "linear" and not use_expression_values:
+            raise OptionError(f"value_encoder={value_encoder!r} needs use_expression_values=True; set it, or neither.")
+        if (value_encoder == "soft_bins") != (n_value_bins is not None):
+            raise OptionError(
+                f"n_value_bins={n_value_bins!r} does not go with value_encoder={value_encoder!r}; give it with "
+                "'soft_bins' alone."
+            )
+        if value_bins_alpha != 1.0 and value_encoder != "soft_bins":
+            raise OptionError(f"value_bins_alpha={value_bins_alpha!r} is for value_encoder='soft_bins'; leave it out.")
         self.max_seq_len = max_seq_len
         self.gene_embedding = token_embedding(vocab_size, hidden_dim, gene_vectors)
         self.position_embedding = nn.Embedding(max_seq_len, hidden_dim) if position_embedding == "learned" else None
-        self.expression_projection = nn.Linear(1, hidden_dim) if use_expression_values else None
+        linear = use_expression_values and value_encoder == "linear"
+        self.expression_projection = nn.Linear(1, hidden_dim) if linear else None
         # Values of 5 and more times Xavier weights would drown gene embeddings of standard deviation 0.02 (measured on
         # PBMC 3k: masked-gene loss 5.9 instead of 4.2). So values start on the scale of the gene embeddings.
-        self.expression_scale = nn.Parameter(torch.tensor(_VALUE_SCALE)) if use_expression_values else None
-        self.layer_norm = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
+        self.expression_scale = nn.Parameter(torch.tensor(_VALUE_SCALE)) if linear else None
+        self.value_encoder: ValueMLP | SoftBins | None = None
+        if value_encoder == "mlp":
+            self.value_encoder = ValueMLP(hidden_dim, layer_norm_eps)
+        if n_value_bins is not None:
+            self.value_encoder = SoftBins(hidden_dim, n_value_bins, value_bins_alpha)
+        self.embedding_norm = embedding_norm
+        self.layer_norm = nn.Identity() if embedding_norm == "none" else nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
         self.dropout = Dropout(dropout)
 
     def forward(
@@ -118,6 +151,8 @@ class GeneExpressionEmbedding(nn.Module):
                 "raise max_seq_len or lower the tokenizer's max_len."
             )
         hidden = self.gene_embedding(input_ids)
+        if self.embedding_norm == "genes":
+            hidden = self.layer_norm(hidden)
         if self.position_embedding is not None:
             positions = torch.arange(seq_len, device=input_ids.device) if positions is None else positions
             hidden = hidden + self.position_embedding(positions)
@@ -126,4 +161,6 @@ class GeneExpressionEmbedding(nn.Module):
             values = torch.zeros_like(input_ids) if values is None else values
             projected = self.expression_projection(values.unsqueeze(-1).to(weight.dtype))
             hidden = hidden + self.expression_scale * projected
-        return self.dropout(self.layer_norm(hidden))
+        if self.value_encoder is not None:
+            hidden = hidden + self.value_encoder(torch.zeros_like(input_ids) if values is None else values)
+        return self.dropout(self.layer_norm(hidden) if self.embedding_norm == "sum" else hidden)

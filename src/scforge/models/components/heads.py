@@ -10,16 +10,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from scforge.errors import OptionError
+from scforge.models._utils import check_choice
 from scforge.models.components.cross_entropy import linear_cross_entropy, mean_token_loss
+from scforge.models.components.transformer import ACTIVATIONS
 
-__all__ = ["BinPredictionHead", "ExpressionPredictionHead", "MaskedGenePredictionHead"]
+__all__ = ["BinPredictionHead", "DeepExpressionHead", "ExpressionPredictionHead", "MaskedGenePredictionHead"]
 
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class MaskedGenePredictionHead(nn.Module):
-    """Logits over the vocabulary: Linear, GELU, LayerNorm, Linear.
+    """Logits over the vocabulary: Linear, activation, LayerNorm, Linear.
 
     Parameters
     ----------
@@ -31,6 +33,8 @@ class MaskedGenePredictionHead(nn.Module):
         Epsilon of the layer norm.
     own_weight
         False for a head whose last layer is the gene embedding, which it is given with each call.
+    activation
+        ``"gelu"``, ``"relu"`` or ``"silu"``.
 
     Examples
     --------
@@ -43,9 +47,17 @@ class MaskedGenePredictionHead(nn.Module):
     """Whether :meth:`forward` computes the loss when it is given labels."""
 
     def __init__(
-        self, hidden_dim: int, vocab_size: int, layer_norm_eps: float = 1e-12, *, own_weight: bool = True
+        self,
+        hidden_dim: int,
+        vocab_size: int,
+        layer_norm_eps: float = 1e-12,
+        *,
+        own_weight: bool = True,
+        activation: str = "gelu",
     ) -> None:
         super().__init__()
+        check_choice("head_activation", activation, sorted(ACTIVATIONS))
+        self.activation = ACTIVATIONS[activation]
         self.dense = nn.Linear(hidden_dim, hidden_dim)
         self.layer_norm = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
         self.decoder = nn.Linear(hidden_dim, vocab_size) if own_weight else None
@@ -69,7 +81,7 @@ class MaskedGenePredictionHead(nn.Module):
         -------
         Shape (..., V), or a scalar.
         """
-        states, bias = self.layer_norm(F.gelu(self.dense(hidden_states))), self.bias
+        states, bias = self.layer_norm(self.activation(self.dense(hidden_states))), self.bias
         if self.decoder is not None:
             # What was wrapped (LoRA), parametrised or hooked is called as it is.
             hooked = any(getattr(self.decoder, hooks) for hooks in _HOOKS)
@@ -150,3 +162,28 @@ class ExpressionPredictionHead(nn.Module):
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return numbers of shape (...) for hidden states of shape (..., H)."""
         return self.decoder(F.gelu(self.dense(hidden_states))).squeeze(-1)
+
+
+class DeepExpressionHead(ExpressionPredictionHead):
+    """A number for each token: Linear, LeakyReLU, Linear, LeakyReLU, Linear, as in scGPT (Cui et al. 2024).
+
+    Parameters
+    ----------
+    hidden_dim
+        Width H of what comes in.
+
+    Examples
+    --------
+    >>> head = DeepExpressionHead(hidden_dim=8)
+    >>> head(torch.randn(2, 5, 8)).shape
+    torch.Size([2, 5])
+    """
+
+    def __init__(self, hidden_dim: int) -> None:
+        super().__init__(hidden_dim)
+        self.middle = nn.Linear(hidden_dim, hidden_dim)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return numbers of shape (...) for hidden states of shape (..., H)."""
+        states = F.leaky_relu(self.middle(F.leaky_relu(self.dense(hidden_states))))
+        return self.decoder(states).squeeze(-1)

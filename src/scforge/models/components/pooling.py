@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["POOLINGS", "cls_pool", "last_pool", "mean_pool"]
+__all__ = ["POOLINGS", "cls_pool", "depth_pool", "last_pool", "mean_pool"]
 
 
 def cls_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -63,6 +63,30 @@ def last_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None =
     tokens_bs = attention_mask != 0
     places = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)
     return _state_at(hidden_states, torch.where(tokens_bs, places, 0).amax(dim=1), tokens_bs)
+
+
+def depth_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor, genes: torch.Tensor) -> torch.Tensor:
+    """Return what scFoundation takes for a cell (Hao et al. 2024), shape (B, 4 H).
+
+    The state of the last token (the depth at hand), that of the one before it (the depth wanted), and over genes the
+    largest and the mean of each number; zeros where there is nothing to pool.
+
+    Parameters
+    ----------
+    hidden_states
+        Shape (B, S, H).
+    attention_mask
+        Shape (B, S), nonzero for tokens.
+    genes
+        True for those of them that are genes, bool, shape (B, S).
+    """
+    tokens_bs = attention_mask != 0
+    places = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)
+    before_bs = tokens_bs & (places < torch.where(tokens_bs, places, 0).amax(dim=1, keepdim=True))
+    largest_bh = hidden_states.masked_fill(~genes[:, :, None], float("-inf")).amax(dim=1)
+    largest_bh = largest_bh.masked_fill(~genes.any(dim=1, keepdim=True), 0.0)
+    last_bh, wanted_bh = last_pool(hidden_states, tokens_bs), last_pool(hidden_states, before_bs)
+    return torch.cat([last_bh, wanted_bh, largest_bh, mean_pool(hidden_states, genes)], dim=1)
 
 
 POOLINGS = {"cls": cls_pool, "mean": mean_pool, "last": last_pool}
