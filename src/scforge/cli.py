@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from scforge._version import __version__
+from scforge.cli_foreign import add_convert_checkpoint
 from scforge.cli_tasks import add_evaluate, add_finetune, add_predict
 from scforge.errors import ConfigError, OptionError, ScforgeError, ScforgeWarning
 
@@ -194,6 +195,10 @@ def _parser() -> _Parser:
     convert.add_argument("--overwrite", action="store_true", help="replace a store, or an unfinished one that differs")
     convert.add_argument("--quiet", action="store_true", help="no progress bar and no description at the end")
     convert.set_defaults(run=_convert)
+
+    add_convert_checkpoint(
+        commands.add_parser("convert-checkpoint", help="make a model of a checkpoint that another package published")
+    )
 
     embed = commands.add_parser("embed", help="embed cells with a trained model; killed, it goes on where it was")
     embed.add_argument("source", metavar="STORE_OR_H5AD", help="store, h5ad, AnnData-zarr, pattern or URL")

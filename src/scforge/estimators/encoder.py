@@ -18,6 +18,7 @@ from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.estimators.base import FROM_DATA, CellModel
 from scforge.estimators.defaults import recipe_for
+from scforge.estimators.foreign_methods import ForeignMethods
 from scforge.estimators.generation import GenerationMethods
 from scforge.estimators.interpretation import InterpretationMethods
 from scforge.estimators.reference import ReferenceMethods
@@ -47,7 +48,7 @@ _OF_DATA_AND_PLAN = (
 """Arguments of ``train`` that are used up when batches and the plan are made."""
 
 
-class Encoder(TaskMethods, ReferenceMethods, InterpretationMethods, GenerationMethods, CellModel):
+class Encoder(TaskMethods, ReferenceMethods, InterpretationMethods, GenerationMethods, ForeignMethods, CellModel):
     """Train an architecture on single cells and embed cells with it.
 
     Parameters

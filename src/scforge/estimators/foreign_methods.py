@@ -1,0 +1,241 @@
+"""Front-class models of published checkpoints, and models written as other packages publish theirs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+
+from scforge.errors import OptionError, first_line
+from scforge.estimators.registries import bare_registry
+from scforge.estimators.saving import load_weights
+from scforge.foreign.base import Foreign, read_checkpoint
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from anndata import AnnData
+
+    from scforge.estimators.base import CellModel
+
+    type Dictionary = pd.DataFrame | str | os.PathLike[str] | Mapping[str, Any]
+
+__all__ = ["ForeignMethods"]
+
+
+class ForeignMethods:
+    """What a front class adds to :class:`~scforge.estimators.base.CellModel` for checkpoints of other packages."""
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        family: str | None = None,
+        *,
+        adata: AnnData | None = None,
+        device: str | torch.device = "cpu",
+        **options: Any,
+    ) -> Self:
+        """Make a model of a published checkpoint.
+
+        Every weight of the checkpoint is used, or named in the map of its family as left out and why; none of the model
+        is random. The model is one like any other: it embeds, trains on, is fine-tuned and saved.
+
+        Parameters
+        ----------
+        path
+            Folder or file of the checkpoint.
+        family
+            One of :func:`scforge.foreign.list_families`; None takes the one that recognises it.
+        adata
+            Cells to go on with, which are set up with :meth:`setup_anndata` unless they are already. None: pass cells
+            to :meth:`get_latent_representation`.
+        device
+            Where to put the module.
+        **options
+            What the family needs besides; see :meth:`from_geneformer`, :meth:`from_scgpt`, :meth:`from_scfoundation`.
+
+        Raises
+        ------
+        MissingFileError, ModelFileError
+            If the checkpoint, or what belongs to it, cannot be used.
+        OptionError
+            If no family recognises it, or an option cannot be used.
+        GeneMismatchError
+            If `adata` has too few genes of the model.
+        """
+        return cls._of_foreign(read_checkpoint(path, family, **options), adata, device)
+
+    @classmethod
+    def from_geneformer(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        tokens_medians: pd.DataFrame | str | os.PathLike[str] | Sequence[Any] | None = None,
+        version: str | None = None,
+        ensembl_map: Dictionary | None = None,
+        gene_names: Dictionary | None = None,
+        pooling: str = "mean",
+        embedding_layer: int = 0,
+        adata: AnnData | None = None,
+        device: str | torch.device = "cpu",
+    ) -> Self:
+        """Make a model of a published Geneformer.
+
+        Parameters
+        ----------
+        path
+            Folder with ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``.
+        tokens_medians
+            The published dictionaries: the folder of their pickle files, of which nothing but text and numbers is
+            unpickled; or two files or dictionaries, gene to token and gene to median, as a tuple; or a table as
+            :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer` takes it. None looks for them in `path`.
+        version
+            ``"V1"`` (2,048 genes) or ``"V2"`` (4,096 tokens with CLS and EOS); None goes by the number of positions.
+        ensembl_map
+            Former Ensembl ids to current ones: a dictionary, its file, or a table with ``ensembl_id`` and ``gene_id``.
+        gene_names
+            Symbols to Ensembl ids, so that cells may have symbols: a dictionary, its file, or a table with ``symbol``
+            and ``gene_id``.
+        pooling
+            ``"mean"`` over all tokens; ``"genes"``, without CLS and EOS, as Geneformer's own code does; ``"cls"`` (V2).
+        embedding_layer
+            Take the embedding from so many layers below the last; Geneformer's own code takes 1 unless told otherwise.
+        adata, device
+            See :meth:`from_checkpoint`.
+
+        Raises
+        ------
+        MissingFileError, ModelFileError, DataError, OptionError, GeneMismatchError
+            See :meth:`from_checkpoint`.
+        """
+        options = {
+            "tokens_medians": tokens_medians,
+            "version": version,
+            "ensembl_map": ensembl_map,
+            "gene_names": gene_names,
+            "pooling": pooling,
+            "embedding_layer": embedding_layer,
+        }
+        return cls.from_checkpoint(path, "geneformer", adata=adata, device=device, **options)
+
+    @classmethod
+    def from_scgpt(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        vocab: str | os.PathLike[str] | Mapping[str, int] | None = None,
+        args: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        cls_value: float | None = None,
+        adata: AnnData | None = None,
+        device: str | torch.device = "cpu",
+    ) -> Self:
+        """Make a model of a published scGPT.
+
+        Parameters
+        ----------
+        path
+            Folder with ``best_model.pt``, ``vocab.json`` and ``args.json``, or the file of the weights, which may have
+            the names that flash attention gives them.
+        vocab
+            Gene symbol to token id: a JSON file or a dictionary; None takes ``vocab.json`` beside the weights.
+        args
+            Options of the training: a JSON file or a dictionary; None takes ``args.json`` beside the weights.
+        cls_value
+            Value of the CLS token. None takes ``pad_value`` of `args`, as scGPT does in its pretraining and to embed
+            cells; 0 is what its fine-tuning scripts take.
+        adata, device
+            See :meth:`from_checkpoint`.
+
+        Raises
+        ------
+        MissingFileError, ModelFileError, DataError, OptionError, GeneMismatchError
+            See :meth:`from_checkpoint`.
+
+        Notes
+        -----
+        The embedding is the state of CLS. scGPT's own function divides it by its length afterwards.
+        """
+        options = {"vocab": vocab, "args": args, "cls_value": cls_value}
+        return cls.from_checkpoint(path, "scgpt", adata=adata, device=device, **options)
+
+    @classmethod
+    def from_scfoundation(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        vocab: str | os.PathLike[str] | Sequence[str] | None = None,
+        part: str = "cell",
+        pooling: str = "depths",
+        adata: AnnData | None = None,
+        device: str | torch.device = "cpu",
+    ) -> Self:
+        """Make a model of the encoder of a published scFoundation, with its embedding of genes and values.
+
+        The decoder, a Performer that predicts all genes of the panel, is left out, so the model embeds cells and can be
+        fine-tuned, but does not predict expression.
+
+        Parameters
+        ----------
+        path
+            The file ``models.ckpt``, or its folder.
+        vocab
+            The panel of genes: the published table with ``gene_name`` and ``index``, or the names in order; None takes
+            the table beside the weights.
+        part
+            Which of the models in the file: ``"cell"``, ``"gene"`` or ``"rde"``.
+        pooling
+            ``"depths"``: the states of the two tokens of depth, and the largest and the mean over genes, next to each
+            other, as scFoundation embeds cells; or another of ``transformer_encoder``.
+        adata, device
+            See :meth:`from_checkpoint`.
+
+        Raises
+        ------
+        MissingFileError, ModelFileError, DataError, OptionError, GeneMismatchError
+            See :meth:`from_checkpoint`.
+        """
+        options = {"vocab": vocab, "part": part, "pooling": pooling}
+        return cls.from_checkpoint(path, "scfoundation", adata=adata, device=device, **options)
+
+    def export_to_transformers(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the model as a folder that ``transformers.BertForMaskedLM.from_pretrained`` loads.
+
+        See :func:`scforge.foreign.to_geneformer`.
+
+        Parameters
+        ----------
+        path
+            Folder to make.
+        overwrite
+            Replace a folder that exists.
+
+        Raises
+        ------
+        OptionError
+            If the model has something that BERT has not, or `path` exists.
+        """
+        from scforge.foreign.geneformer_export import to_geneformer
+
+        to_geneformer(cast("CellModel", self), path, overwrite=overwrite)
+
+    @classmethod
+    def _of_foreign(cls, found: Foreign, adata: AnnData | None, device: str | torch.device) -> Self:
+        """Make a model of a checkpoint that was read."""
+        kind = cast("type[CellModel]", cls)
+        setup = {"layer": None, "gene_key": None, "batch_key": None, "labels_key": None}
+        registry = None
+        if adata is None:
+            registry = bare_registry(cls.__name__, setup)
+        elif kind._setup_of(adata) is None:
+            kind.setup_anndata(adata)
+        parts = {"architecture": found.architecture, "tokenizer": found.tokenizer, "objective": found.objective}
+        model = kind._of_parts(parts, found.vocab, adata=adata, registry=registry, seed=0)
+        load_weights(model.module, found.weights(model.module), source=found.source)
+        try:
+            model.to_device(device)
+        except (AssertionError, RuntimeError) as error:
+            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
+        model.is_trained_ = True  # elsewhere
+        return cast("Self", model)

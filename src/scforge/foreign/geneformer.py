@@ -1,0 +1,253 @@
+"""Geneformer V1 and V2 (Theodoris et al. 2023, Chen et al. 2024): ``BertForMaskedLM`` of transformers.
+
+https://doi.org/10.1038/s41586-023-06139-9
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from scforge.data.vocab import GeneVocab
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing
+from scforge.foreign.base import Foreign, register_family
+from scforge.foreign.name_map import FoldedRow, LeftOut, NameMap, Rule, Stacked
+from scforge.foreign.reading import first_file, read_dictionary, read_json, read_weights
+from scforge.tokenizers.geneformer import MODEL_INPUT, geneformer_vocab
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    type Dictionary = pd.DataFrame | str | os.PathLike[str] | Mapping[str, Any]
+
+__all__ = ["ACTIVATIONS", "Geneformer", "geneformer_names"]
+
+ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu"}
+"""Names of activations in transformers, and ours."""
+
+_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_FILES = {"tokens": "token_dictionary*.pkl", "medians": "gene_median_dictionary*.pkl"}
+_FOLDERS = {"V1": (".", "gene_dictionaries_30m", "geneformer/gene_dictionaries_30m"), "V2": (".", "geneformer")}
+_LAYER, _OURS = "bert.encoder.layer.{i}.", "encoder.layers.{i}."
+
+
+def geneformer_names(*, tied: bool = True, n_types: int = 2) -> NameMap:
+    """Return the name map of a ``BertForMaskedLM``.
+
+    Parameters
+    ----------
+    tied
+        Whether the last layer of the head is the gene embedding.
+    n_types
+        Number of token types, of which cells have the first alone.
+    """
+    word = "bert.embeddings.word_embeddings.weight"
+    queries = tuple(f"{_LAYER}attention.self.{part}.{{p}}" for part in ("query", "key", "value"))
+    rules = [
+        Rule(word, "embedding.gene_embedding.weight"),
+        Rule(
+            ("bert.embeddings.position_embeddings.weight", "bert.embeddings.token_type_embeddings.weight"),
+            "embedding.position_embedding.weight",
+            FoldedRow(n_types),
+        ),
+        Rule("bert.embeddings.LayerNorm.{p}", "embedding.layer_norm.{p}"),
+        Rule(queries, f"{_OURS}attention.qkv.{{p}}", Stacked(3)),
+        Rule(f"{_LAYER}attention.output.dense.{{p}}", f"{_OURS}attention.out.{{p}}"),
+        Rule(f"{_LAYER}attention.output.LayerNorm.{{p}}", f"{_OURS}norm_attention.{{p}}"),
+        Rule(f"{_LAYER}intermediate.dense.{{p}}", f"{_OURS}ffn_in.{{p}}"),
+        Rule(f"{_LAYER}output.dense.{{p}}", f"{_OURS}ffn_out.{{p}}"),
+        Rule(f"{_LAYER}output.LayerNorm.{{p}}", f"{_OURS}norm_ffn.{{p}}"),
+        Rule("cls.predictions.transform.dense.{p}", "head.dense.{p}"),
+        Rule("cls.predictions.transform.LayerNorm.{p}", "head.layer_norm.{p}"),
+    ]
+    left_out = [
+        LeftOut("bert.embeddings.position_ids", "the numbers 0, 1, 2, ..., which are made anew"),
+        LeftOut("bert.pooler.{p}", "unused by the masked language model"),
+    ]
+    if tied:
+        rules.append(Rule("cls.predictions.bias", "head.bias"))
+        left_out.append(LeftOut("cls.predictions.decoder.weight", "the gene embedding again", same_as=word))
+        left_out.append(LeftOut("cls.predictions.decoder.bias", "the same again", same_as="cls.predictions.bias"))
+    else:
+        rules.append(Rule("cls.predictions.decoder.{p}", "head.decoder.{p}"))
+        left_out.append(LeftOut("cls.predictions.bias", "unused where the decoder has a bias of its own"))
+    return NameMap("Geneformer", tuple(rules), tuple(left_out))
+
+
+@register_family("geneformer")
+class Geneformer:
+    """Folders that ``BertForMaskedLM.save_pretrained`` wrote, with the dictionaries of a Geneformer."""
+
+    def recognises(self, source: Path) -> bool:
+        """Return whether there is a configuration of a BERT beside weights."""
+        config = source / "config.json"
+        if not config.is_file() or not any((source / name).is_file() for name in _WEIGHTS):
+            return False
+        content = read_json(config)
+        return isinstance(content, dict) and content.get("model_type") == "bert"
+
+    def read(
+        self,
+        source: Path,
+        *,
+        tokens_medians: pd.DataFrame | str | os.PathLike[str] | Sequence[Any] | None = None,
+        version: str | None = None,
+        ensembl_map: Dictionary | None = None,
+        gene_names: Dictionary | None = None,
+        pooling: str = "mean",
+        embedding_layer: int = 0,
+    ) -> Foreign:
+        """Read a folder; see :meth:`scforge.models.Encoder.from_geneformer` for the arguments."""
+        if not source.is_dir():
+            raise MissingFileError(
+                f"the checkpoint {str(source)!r} is no folder; give the one with config.json and the weights."
+            )
+        where = source / "config.json"
+        config = read_json(where)
+        _check_config(config, str(where))
+        if version is None:
+            version = "V2" if config["max_position_embeddings"] > MODEL_INPUT["V1"] else "V1"
+        if version not in MODEL_INPUT:
+            raise OptionError(f"version={version!r} is not known; choose 'V1' or 'V2'.")
+        vocab = _vocab(source, version, tokens_medians, ensembl_map, gene_names)
+        if len(vocab) != config["vocab_size"]:
+            raise ModelFileError(
+                f"{str(where)!r} says vocab_size={config['vocab_size']} but tokens_medians has {len(vocab)} tokens; "
+                "give the dictionaries that belong to the checkpoint."
+            )
+        tied = config.get("tie_word_embeddings", True)
+        longest = config["max_position_embeddings"]
+        architecture = {
+            "name": "transformer_encoder",
+            "hidden_dim": config["hidden_size"],
+            "num_layers": config["num_hidden_layers"],
+            "num_heads": config["num_attention_heads"],
+            "ffn_dim": config["intermediate_size"],
+            "dropout": config.get("hidden_dropout_prob", 0.1),
+            "max_seq_len": longest,
+            "activation": ACTIVATIONS[config["hidden_act"]],
+            "head_activation": ACTIVATIONS[config["hidden_act"]],
+            "layer_norm_eps": config.get("layer_norm_eps", 1e-12),
+            "use_expression_values": False,
+            "position_embedding": "learned",
+            "norm_first": False,
+            "tie_head": tied,
+            "n_special": vocab.n_special,
+            "pooling": pooling,
+            "embedding_layer": embedding_layer,
+        }
+        with_ends = version == "V2"
+        tokenizer = {
+            "name": "rank_value",
+            "max_len": min(MODEL_INPUT[version], longest),
+            "append_cls": with_ends,
+            "append_eos": with_ends,
+        }
+        return Foreign(
+            family="geneformer",
+            version=version,
+            architecture=architecture,
+            tokenizer=tokenizer,
+            # In its pretraining hidden tokens stay in their ranks.
+            objective={"name": "masked_gene_prediction", "hide_order": False},
+            vocab=vocab,
+            names=geneformer_names(tied=tied, n_types=config.get("type_vocab_size", 2)),
+            tensors=read_weights(first_file(source, _WEIGHTS, "weights")),
+            source=str(source),
+        )
+
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("intermediate_size", "max_position_embeddings"),
+)
+_ONLY = {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute", "pad_token_id": 0}
+"""Options of BERT of which we have this value alone."""
+
+
+def _check_config(config: Any, where: str) -> None:
+    """Raise unless a configuration is one of a BERT that we can be."""
+    if not isinstance(config, dict) or config.get("model_type", "bert") != "bert":
+        raise ModelFileError(f"{where!r} is not the configuration of a BERT, which Geneformer is; give its folder.")
+    if missing := [name for name in _SIZES if type(config.get(name)) is not int or config[name] < 1]:
+        raise ModelFileError(f"{where!r} lacks {listing(missing)}; copy the checkpoint again.")
+    if config.get("hidden_act") not in ACTIVATIONS:
+        raise ModelFileError(
+            f"{where!r} has hidden_act={config.get('hidden_act')!r}, which scforge does not compute (known: "
+            f"{listing(ACTIVATIONS)})"
+        )
+    for name, value in _ONLY.items():
+        if config.get(name, value) != value:
+            raise ModelFileError(f"{where!r} has {name}={config[name]!r}, but scforge has {value!r} alone.")
+
+
+def _vocab(
+    source: Path, version: str, tokens_medians: Any, ensembl_map: Dictionary | None, gene_names: Dictionary | None
+) -> GeneVocab:
+    """Return the vocabulary of the dictionaries that were given, or lie in the folder."""
+    if tokens_medians is None or (isinstance(tokens_medians, str | os.PathLike) and Path(tokens_medians).is_dir()):
+        folder = source if tokens_medians is None else Path(tokens_medians)
+        found = _dictionaries_in(folder, version)
+        tokens_medians = (found["tokens"], found["medians"])
+        ensembl_map = _beside(found["tokens"], "ensembl_mapping_dict*.pkl") if ensembl_map is None else ensembl_map
+        gene_names = _beside(found["tokens"], "gene_name_id_dict*.pkl") if gene_names is None else gene_names
+    if isinstance(tokens_medians, tuple | list):
+        tokens_medians = tuple(_opened(part) for part in tokens_medians)
+    # V1 knows no former ids.
+    vocab = geneformer_vocab(tokens_medians, version, _opened(ensembl_map))
+    names = _gene_names(_opened(gene_names), set(vocab.genes))
+    return replace(vocab, aliases=names | dict(vocab.aliases or {})) if names else vocab
+
+
+def _dictionaries_in(folder: Path, version: str) -> dict[str, Path]:
+    """Return the files of the two dictionaries in a folder, or where the published repository has them."""
+    for part in _FOLDERS[version]:
+        found = {what: sorted((folder / part).glob(pattern)) for what, pattern in _FILES.items()}
+        if all(len(files) == 1 for files in found.values()):
+            return {what: files[0] for what, files in found.items()}
+        if many := [files for files in found.values() if len(files) > 1]:
+            raise OptionError(
+                f"the folder {str(folder / part)!r} has several dictionaries, {listing(p.name for p in many[0])}; say "
+                "which with tokens_medians=(tokens, medians)."
+            )
+    raise MissingFileError(
+        f"the folder {str(folder)!r} has no {_FILES['tokens']} and {_FILES['medians']}; pass the published "
+        "dictionaries as tokens_medians: their folder, (tokens, medians), or a table."
+    )
+
+
+def _beside(path: Path, pattern: str) -> Path | None:
+    """Return the one file of a pattern beside another, or None."""
+    found = sorted(path.parent.glob(pattern))
+    return found[0] if len(found) == 1 else None
+
+
+def _opened(dictionary: Any) -> Any:
+    """Return a dictionary that is a JSON or pickle file as what it holds; anything else as it is."""
+    if isinstance(dictionary, str | os.PathLike) and Path(dictionary).suffix in (".pkl", ".pickle", ".json"):
+        return read_dictionary(Path(dictionary))
+    return dictionary
+
+
+def _gene_names(names: Any, genes: set[str]) -> dict[str, str]:
+    """Return further names of genes: symbol to id."""
+    if names is None:
+        return {}
+    if isinstance(names, str | os.PathLike):
+        import pandas as pd
+
+        path = Path(names)
+        if not path.is_file():
+            raise MissingFileError(f"gene_names={str(names)!r} does not exist; name a parquet, JSON or pickle file.")
+        if path.suffix != ".parquet":
+            raise OptionError(f"gene_names={str(names)!r} is of no known format; name a parquet, JSON or pickle file.")
+        names = pd.read_parquet(path)
+    if not isinstance(names, Mapping):
+        columns = list(getattr(names, "columns", ()))
+        if missing := [name for name in ("symbol", "gene_id") if name not in columns]:
+            raise DataError(f"gene_names lacks the column {missing[0]!r}; give symbols with their Ensembl ids.")
+        names = dict(zip(names["symbol"].astype(str), names["gene_id"].astype(str), strict=True))
+    return {str(name): gene for name, gene in names.items() if gene in genes and name not in genes}

@@ -1,0 +1,212 @@
+"""Reading the files of published checkpoints, without running what they bring.
+
+Weights are safetensors, or torch files of which only tensors are unpickled; dictionaries are JSON, or pickle files of
+which only containers, text and numbers are unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from scforge.errors import MissingFileError, ModelFileError, first_line, listing
+
+__all__ = ["first_file", "read_dictionary", "read_json", "read_torch", "read_weights", "state_dict_in"]
+
+_MOST_BYTES = 2**28
+"""Largest file of a configuration or dictionary; published ones have a few million bytes."""
+
+
+def first_file(source: Path, names: Sequence[str], what: str) -> Path:
+    """Return the first of some files that a folder has.
+
+    Raises
+    ------
+    MissingFileError
+        If it has none of them.
+    """
+    for name in names:
+        if (source / name).is_file():
+            return source / name
+    raise MissingFileError(f"the folder {str(source)!r} has no {what}: none of {listing(names)}; copy it there.")
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises
+    ------
+    MissingFileError
+        If there is no such file.
+    ModelFileError
+        If it is no JSON.
+    """
+    _check_size(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{str(path)!r} is no JSON file: {first_line(error)}.") from error
+
+
+def read_dictionary(path: Path) -> dict[str, Any]:
+    """Return a dictionary from text to text or numbers, of a JSON or a pickle file.
+
+    A pickle file may hold dictionaries, lists, text, numbers and NumPy scalars; anything else in it is refused before
+    it is made, so nothing that the file brings runs.
+
+    Raises
+    ------
+    MissingFileError
+        If there is no such file.
+    ModelFileError
+        If it holds something else.
+    """
+    if path.suffix == ".json":
+        content = read_json(path)
+    else:
+        _check_size(path)
+        with path.open("rb") as file:
+            try:
+                content = _PlainUnpickler(file).load()
+            except ModelFileError as error:
+                raise ModelFileError(f"{str(path)!r} {error}") from None
+            # What the module's documentation says that damaged files raise.
+            except (
+                *(pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, KeyError),
+                *(ValueError, TypeError, OverflowError, MemoryError, RecursionError),
+            ) as error:
+                what = f"is no pickle file of a dictionary: {first_line(error)}"
+                raise ModelFileError(f"{str(path)!r} {what}.") from error
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+        raise ModelFileError(f"{str(path)!r} holds no dictionary of names; give the published one.")
+    return dict(content)
+
+
+def read_weights(path: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of a safetensors or torch file by name, on the CPU.
+
+    Raises
+    ------
+    ModelFileError
+        If the file cannot be read, or would run code.
+    """
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise ModelFileError(f"{str(path)!r} is no safetensors file: {first_line(error)}.") from error
+    return state_dict_in(read_torch(path), str(path))
+
+
+def read_torch(path: Path) -> Any:
+    """Return the content of a torch file, of which only tensors and plain containers are unpickled.
+
+    Raises
+    ------
+    MissingFileError
+        If there is no such file.
+    ModelFileError
+        If the file cannot be read, or would run code.
+    """
+    if not path.is_file():
+        raise MissingFileError(f"the checkpoint {str(path)!r} does not exist.")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except pickle.UnpicklingError as error:
+        raise ModelFileError(
+            f"{str(path)!r} holds more than tensors, which could run code, so it is not opened; save the state_dict of "
+            "the model alone, where you trust the file, or get the safetensors file."
+        ) from error
+    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ModelFileError(f"{str(path)!r} is no torch file of weights: {first_line(error)}.") from error
+
+
+def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
+    """Return the weights in what a torch file held: the content itself, or what stands under a usual name in it.
+
+    Raises
+    ------
+    ModelFileError
+        If there are none.
+    """
+    for name in ("state_dict", "model_state_dict"):
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+            break
+    if not isinstance(content, Mapping) or not content:
+        raise ModelFileError(f"{where!r} holds no weights by name; give the file of a state_dict.")
+    if odd := [name for name, value in content.items() if not isinstance(value, torch.Tensor)]:
+        raise ModelFileError(f"{where!r} holds {listing(odd, most=3)}, not tensors; give the file of a state_dict.")
+    # What torch's wrapper for several devices puts before all names.
+    wrapped = all(name.startswith("module.") for name in content)
+    return {name.removeprefix("module.") if wrapped else name: value for name, value in content.items()}
+
+
+def _check_size(path: Path) -> None:
+    if not path.is_file():
+        raise MissingFileError(f"the file {str(path)!r} does not exist.")
+    if (size := path.stat().st_size) > _MOST_BYTES:
+        raise ModelFileError(f"{str(path)!r} has {size:,} bytes, far more than such a file needs; give another one.")
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes containers, text, numbers and NumPy scalars; of anything else it does not even import the name."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in for a name that NumPy scalars need, or refuse."""
+        if (found := _PLAIN.get((module, name))) is None:
+            raise ModelFileError(
+                f"wants to run {module}.{name}, which dictionaries of genes have no need of, so it is not opened; save "
+                "the dictionary as JSON, where you trust the file."
+            )
+        return found
+
+
+class _Dtype:
+    """What a pickle file says of the type of a NumPy scalar."""
+
+    def __init__(self, kind: Any, *_: Any) -> None:
+        if not isinstance(kind, str) or len(kind) != 2 or kind[0] not in "biuf":
+            raise ValueError(f"it holds values of the type {kind!r}")
+        self.kind, self.order = kind, "<"
+
+    def __setstate__(self, state: Any) -> None:
+        """Take over the order of the bytes."""
+        if isinstance(state, tuple) and len(state) > 1 and state[1] == ">":
+            self.order = ">"
+
+
+def _scalar(dtype: Any, data: Any) -> int | float | bool:
+    """Return the number that a pickle file holds as a NumPy scalar."""
+    if not isinstance(dtype, _Dtype) or not isinstance(data, bytes | str):
+        raise ValueError("it holds a value that is no number")
+    raw = data if isinstance(data, bytes) else _encoded(data)
+    values = np.frombuffer(raw, dtype=np.dtype(dtype.order + dtype.kind))
+    if len(values) != 1:
+        raise ValueError("it holds a value that is no number")
+    return values[0].item()
+
+
+def _encoded(text: Any, coding: Any = "latin1") -> bytes:
+    """Return the bytes that older pickle files hold as text."""
+    if not isinstance(text, str) or coding != "latin1":
+        raise ValueError("it holds bytes in an unknown form")
+    return text.encode("latin1")
+
+
+_PLAIN: dict[tuple[str, str], Any] = {
+    ("_codecs", "encode"): _encoded,
+    ("numpy", "dtype"): _Dtype,
+    ("numpy.core.multiarray", "scalar"): _scalar,
+    ("numpy._core.multiarray", "scalar"): _scalar,
+    ("collections", "OrderedDict"): dict,
+}

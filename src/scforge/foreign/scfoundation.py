@@ -1,0 +1,160 @@
+"""scFoundation (Hao et al. 2024): the encoder of its masked autoencoder, with its embedding of genes and values.
+
+Its decoder is a Performer over all genes of the panel, which is not computed here.
+
+https://doi.org/10.1038/s41592-024-02305-7
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from scforge._constants import MASK_TOKEN, PAD_TOKEN
+from scforge.data.vocab import GeneVocab
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, first_line, listing
+from scforge.foreign.base import Foreign, register_family
+from scforge.foreign.name_map import LeftOut, NameMap, RowsInOrder, Rule
+from scforge.foreign.reading import read_torch, state_dict_in
+from scforge.tokenizers.continuous_projection import ContinuousProjectionTokenizer
+
+__all__ = ["ScFoundation", "scfoundation_names"]
+
+_WEIGHTS, _PANEL = "models.ckpt", "OS_scRNA_gene_index.19264.tsv"
+_PARTS = ("cell", "gene", "rde")
+_LAYER, _OURS = "encoder.transformer_encoder.{i}.", "encoder.layers.{i}."
+
+
+def scfoundation_names(order: tuple[int, ...]) -> NameMap:
+    """Return the name map of the autoencoder; `order` has the position there of each of our tokens."""
+    rules = (
+        Rule("pos_emb.weight", "embedding.gene_embedding.weight", RowsInOrder(order)),
+        Rule("token_emb.mlp.{p}", "embedding.value_encoder.linear_in.{p}"),
+        Rule("token_emb.mlp2.{p}", "embedding.value_encoder.linear_out.{p}"),
+        Rule("token_emb.emb.weight", "embedding.value_encoder.bins.weight"),
+        Rule(f"{_LAYER}self_attn.in_proj_{{p}}", f"{_OURS}attention.qkv.{{p}}"),
+        Rule(f"{_LAYER}self_attn.out_proj.{{p}}", f"{_OURS}attention.out.{{p}}"),
+        Rule(f"{_LAYER}linear1.{{p}}", f"{_OURS}ffn_in.{{p}}"),
+        Rule(f"{_LAYER}linear2.{{p}}", f"{_OURS}ffn_out.{{p}}"),
+        Rule(f"{_LAYER}norm1.{{p}}", f"{_OURS}norm_attention.{{p}}"),
+        Rule(f"{_LAYER}norm2.{{p}}", f"{_OURS}norm_ffn.{{p}}"),
+        Rule("encoder.norm.{p}", "encoder.final_norm.{p}"),
+    )
+    decoder = "the decoder, a Performer, which is not computed here"
+    left_out = (
+        LeftOut("token_emb.emb_mask.weight", "the vector of hidden values, which the encoder never sees"),
+        LeftOut("token_emb.emb_pad.weight", "the vector of padding, to which nothing attends"),
+        *(LeftOut(source, decoder) for source in ("decoder.*", "decoder_embed.*", "norm.*", "to_final.*")),
+    )
+    return NameMap("scFoundation", rules, left_out)
+
+
+@register_family("scfoundation")
+class ScFoundation:
+    """The file ``models.ckpt``, or its folder, with the panel of genes."""
+
+    def recognises(self, source: Path) -> bool:
+        """Return whether it has the published name."""
+        return source.name == _WEIGHTS if source.is_file() else (source / _WEIGHTS).is_file()
+
+    def read(
+        self,
+        source: Path,
+        *,
+        vocab: str | os.PathLike[str] | Sequence[str] | None = None,
+        part: str = "cell",
+        pooling: str = "depths",
+    ) -> Foreign:
+        """Read a checkpoint; see :meth:`scforge.models.Encoder.from_scfoundation` for the arguments."""
+        if part not in _PARTS:
+            raise OptionError(f"part={part!r} is not known; choose {listing(_PARTS)}.")
+        path = source / _WEIGHTS if source.is_dir() else source
+        content = read_torch(path)
+        model = content.get(part) if isinstance(content, Mapping) else None
+        if not isinstance(model, Mapping) or not isinstance(model.get("config"), Mapping):
+            raise ModelFileError(f"{str(path)!r} has no model {part!r} with its config; give the published {_WEIGHTS}.")
+        config = _config(model["config"], str(path))
+        genes = _panel(vocab, path.parent / _PANEL)
+        n_rows = config["seq_len"] + 1
+        if len(genes) + 3 != n_rows:
+            raise ModelFileError(
+                f"{str(path)!r} has seq_len={config['seq_len']}, the genes and two tokens of depth, but vocab has "
+                f"{len(genes)} genes; give the panel that belongs to the checkpoint."
+            )
+        made = GeneVocab(genes=genes, release="scFoundation", special_tokens=(PAD_TOKEN, MASK_TOKEN))
+        tokenizer = ContinuousProjectionTokenizer.scfoundation(made)
+        # There: the genes, the depth wanted, the depth at hand, padding. It has no MASK; here MASK has no vector.
+        order = (n_rows - 1, -1, len(genes), len(genes) + 1, *range(len(genes)))
+        tensors = state_dict_in(model, f"{path}[{part}]")
+        prefixed = all(name.startswith("model.") for name in tensors)
+        architecture = {
+            "name": "transformer_encoder",
+            "hidden_dim": config["hidden_dim"],
+            "num_layers": config["depth"],
+            "num_heads": config["heads"],
+            "ffn_dim": 4 * config["hidden_dim"],
+            "dropout": 0.1,
+            "max_seq_len": config["seq_len"],
+            "pooling": pooling,
+            "activation": "relu",
+            "layer_norm_eps": 1e-5,
+            "position_embedding": "none",
+            "norm_first": False,
+            "final_norm": True,
+            "gene_head": False,
+            "value_encoder": "soft_bins",
+            "n_value_bins": config["bin_num"],
+            "value_bins_alpha": float(config["bin_alpha"]),
+            "embedding_norm": "none",
+            "n_special": tokenizer.vocab.n_special,
+        }
+        return Foreign(
+            family="scfoundation",
+            version=part,
+            architecture=architecture,
+            tokenizer={"name": "continuous_projection", **tokenizer.config()},
+            # The decoder that its own objective needs is not here.
+            objective={"name": "joint_embedding"},
+            vocab=tokenizer.vocab,
+            names=scfoundation_names(order),
+            tensors={name.removeprefix("model.") if prefixed else name: value for name, value in tensors.items()},
+            source=f"{path}[{part}]",
+        )
+
+
+def _config(content: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return what we need of the configuration in a checkpoint."""
+    try:
+        if (kind := content["model"]) != "mae_autobin":
+            raise ModelFileError(f"{where!r} holds a model of the kind {kind!r}, but scforge reads 'mae_autobin'.")
+        options = {**content["model_config"][kind], **content["dataset_config"]["rnaseq"]}
+        encoder = options["encoder"]
+        if (module := encoder["module_type"]) != "transformer":
+            raise ModelFileError(f"{where!r} has an encoder of the kind {module!r}, but scforge has 'transformer'.")
+        found = {name: encoder[name] for name in ("hidden_dim", "depth", "heads")}
+        return found | {name: options[name] for name in ("seq_len", "bin_num", "bin_alpha")}
+    except (KeyError, TypeError) as error:
+        lacks = f"lacks {first_line(error)!r}; copy the checkpoint again"
+        raise ModelFileError(f"the config in {where!r} {lacks}.") from error
+
+
+def _panel(vocab: str | os.PathLike[str] | Sequence[str] | None, beside: Path) -> tuple[str, ...]:
+    """Return the genes of the panel in their order."""
+    import pandas as pd
+
+    if vocab is not None and not isinstance(vocab, str | os.PathLike):
+        return tuple(str(gene) for gene in vocab)
+    path = beside if vocab is None else Path(vocab)
+    if not path.is_file():
+        raise MissingFileError(f"vocab={str(path)!r} does not exist; give the published panel of genes, {_PANEL}.")
+    try:
+        table = pd.read_csv(path, sep="\t", keep_default_na=False)
+    except (ValueError, OSError) as error:
+        raise DataError(f"vocab={str(path)!r} cannot be read as a table: {first_line(error)}.") from error
+    if missing := [name for name in ("gene_name", "index") if name not in table]:
+        raise DataError(f"vocab={str(path)!r} lacks the column {missing[0]!r}; give the published panel of genes.")
+    if sorted(table["index"].tolist()) != list(range(len(table))):
+        raise DataError(f"vocab={str(path)!r} does not number its genes from 0 on; give the published panel.")
+    return tuple(table.sort_values("index")["gene_name"].astype(str))

@@ -1,0 +1,320 @@
+"""Geneformer: ``BertForMaskedLM`` of transformers with random weights, here and back, computes the same."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import scforge
+from scforge.cli import main
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, ScforgeError
+from scforge.estimators import Encoder, foreign_methods
+
+V1 = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512}
+POSITIONS = {"V1": 2048, "V2": 4096}
+TOLERANCE = {"atol": 1e-5, "rtol": 1e-5}
+
+
+def batch_of(model: Encoder, adata: ad.AnnData, n_cells: int) -> dict[str, torch.Tensor]:
+    """Tokens of cells, padded."""
+    block = model.cells(adata).block(np.arange(n_cells))
+    batch = dict(model.tokenizer(block))
+    assert not batch["attention_mask"].all(), "the test is about padding, too"
+    return batch
+
+
+def compare(bert: Any, model: Encoder, batch: dict[str, torch.Tensor]) -> float:
+    """Compare states, logits and embeddings; return the largest difference."""
+    mask = batch["attention_mask"]
+    with torch.no_grad():
+        theirs = bert(batch["input_ids"], attention_mask=mask.long(), output_hidden_states=True)
+        ours = model.module(**batch, output_hidden_states=True)
+        encoded = model.module.encode(**batch)
+    assert len(ours.hidden_states) == len(theirs.hidden_states) - 1
+    largest = 0.0
+    pairs = [*zip(ours.hidden_states, theirs.hidden_states[1:], strict=True), (ours.logits, theirs.logits)]
+    for one, two in pairs:
+        torch.testing.assert_close(one[mask], two[mask], **TOLERANCE)
+        largest = max(largest, float((one[mask] - two[mask]).abs().max()))
+    weights = mask[:, :, None].float()
+    mean = (theirs.hidden_states[-1] * weights).sum(dim=1) / weights.sum(dim=1)
+    torch.testing.assert_close(encoded, mean, **TOLERANCE)
+    torch.testing.assert_close(ours.embeddings, mean, **TOLERANCE)
+    return max(largest, float((encoded - mean).abs().max()))
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize("version", ["V1", "V2"])
+def test_real_cells_with_the_published_dictionaries(version: str, published, write_bert, pbmc, tmp_path) -> None:
+    known = published(version)
+    bert = write_bert(vocab_size=known.pop("n_tokens"), max_position_embeddings=POSITIONS[version], **V1)
+    model = Encoder.from_geneformer(tmp_path / "bert", version=version, **known)
+    assert (len(model.vocab), model.tokenizer.max_len) == (bert.config.vocab_size, POSITIONS[version])
+    cells = pbmc[:4].copy()
+    batch = batch_of(model, cells, 2)
+    assert (batch["input_ids"][0, 0] == 2) == (version == "V2")
+    assert compare(bert, model, batch) < 1e-5
+    embedding = model.get_latent_representation(cells, batch_size=3)
+    batch = batch_of(model, cells, 4)
+    with torch.no_grad():
+        states = bert.bert(batch["input_ids"], attention_mask=batch["attention_mask"].long()).last_hidden_state
+    mean = [state[mask].mean(dim=0) for state, mask in zip(states, batch["attention_mask"], strict=True)]
+    np.testing.assert_allclose(embedding, torch.stack(mean).numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("file", ["safetensors", "bin"])
+@pytest.mark.parametrize(
+    ("version", "options"),
+    [
+        ("V1", {}),
+        ("V2", {"hidden_act": "gelu", "tie_word_embeddings": False}),
+        ("V2", {"hidden_act": "silu", "type_vocab_size": 1, "layer_norm_eps": 1e-5}),
+    ],
+)
+def test_generated_dictionaries(version, options, file, write_bert, dictionaries, ensembl_adata, tmp_path) -> None:
+    known = dictionaries(version)
+    bert = write_bert(known, vocab_size=len(known[0]), file=file, **options)
+    model = Encoder.from_geneformer(tmp_path / "bert", version=version)
+    assert compare(bert, model, batch_of(model, ensembl_adata, 20)) < 1e-5
+    assert model.is_trained_
+    assert model.vocab.medians.tolist() == list(known[1].values())
+
+
+def test_embeddings_as_geneformer_publishes_them(write_bert, dictionaries, ensembl_adata, tmp_path) -> None:
+    """From the layer below the last, over genes without CLS and EOS."""
+    known = dictionaries("V2")
+    bert = write_bert(known, vocab_size=len(known[0]))
+    model = Encoder.from_geneformer(tmp_path / "bert", version="V2", pooling="genes", embedding_layer=1)
+    batch = batch_of(model, ensembl_adata, 20)
+    genes = batch["attention_mask"] & (batch["input_ids"] > 3)
+    assert ((~genes & batch["attention_mask"]).sum(dim=1) == 2).all()
+    with torch.no_grad():
+        states = bert(
+            batch["input_ids"], attention_mask=batch["attention_mask"].long(), output_hidden_states=True
+        ).hidden_states[-2]
+    mean = torch.stack([state[gene].mean(dim=0) for state, gene in zip(states, genes, strict=True)])
+    np.testing.assert_allclose(model.get_latent_representation(ensembl_adata)[:20], mean.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_there_and_back_bit_for_bit(tied: bool, write_bert, dictionaries, tmp_path: Path) -> None:
+    from transformers import BertForMaskedLM
+
+    known = dictionaries("V2")
+    bert = write_bert(known, vocab_size=len(known[0]), tie_word_embeddings=tied)
+    model = Encoder.from_geneformer(tmp_path / "bert", version="V2")
+    model.export_to_transformers(tmp_path / "back")
+    back = BertForMaskedLM.from_pretrained(tmp_path / "back").eval()
+    theirs, ours = bert.state_dict(), back.state_dict()
+    assert list(ours) == list(theirs)
+    embeddings = "bert.embeddings.{}_embeddings.weight"
+    positions, types = embeddings.format("position"), embeddings.format("token_type")
+    # The one token type that cells have is part of the positions.
+    theirs[positions] = theirs[positions] + theirs[types][:1]
+    theirs[types] = torch.zeros_like(theirs[types])
+    if not tied:  # unused there
+        theirs["cls.predictions.bias"] = theirs["cls.predictions.decoder.bias"]
+    for name, weight in theirs.items():
+        assert torch.equal(weight, ours[name]), name
+    again = Encoder.from_geneformer(tmp_path / "back", version="V2")
+    assert again.vocab == model.vocab
+    assert again.spec.to_json() == model.spec.to_json()
+    for name, weight in model.module.state_dict().items():
+        assert torch.equal(weight, again.module.state_dict()[name]), name
+
+
+BERT = {
+    "hidden_dim": 8,
+    "num_layers": 1,
+    "num_heads": 2,
+    "norm_first": False,
+    "use_expression_values": False,
+    "max_seq_len": 64,
+}
+
+
+def test_a_model_trained_here_loads_there(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+    from transformers import BertForMaskedLM
+
+    Encoder.setup_anndata(tiny_adata)
+    model = Encoder(tiny_adata, "transformer_encoder", pooling="mean", **BERT)
+    model.train(max_epochs=1, batch_size=16, progress_bar=False, accelerator="cpu")
+    model.export_to_transformers(tmp_path / "bert")
+    bert, info = BertForMaskedLM.from_pretrained(tmp_path / "bert", output_loading_info=True)
+    assert not any(info.values())
+    assert compare(bert.eval(), model, batch_of(model, tiny_adata, 20)) < 1e-5
+    with pytest.raises(OptionError, match="exists and is not empty"):
+        model.export_to_transformers(tmp_path / "bert")
+    model.export_to_transformers(tmp_path / "bert", overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_first": True}, "norm_first=True is an option that BERT does not have; only a model made with norm_f"),
+        ({"use_expression_values": True}, "use_expression_values=True is an option"),
+        ({"position_embedding": "rotary"}, "position_embedding='rotary' is an option"),
+        ({"expression_head": "value"}, "expression_head='value' is an option"),
+        ({"activation": "relu"}, "head_activation='gelu' but activation='relu', and BERT has one for both"),
+    ],
+)
+def test_what_bert_has_not_is_refused(changes: dict, message: str, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+    Encoder.setup_anndata(tiny_adata)
+    model = Encoder(tiny_adata, "transformer_encoder", **(BERT | changes))
+    with pytest.raises(OptionError, match=message):
+        model.export_to_transformers(tmp_path / "bert")
+    assert not (tmp_path / "bert").exists()
+
+
+def test_other_architectures_are_refused(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+    Encoder.setup_anndata(tiny_adata)
+    model = Encoder(tiny_adata, n_top_genes=40, hidden_dim=8, ffn_dim=8, latent_dim=4)
+    with pytest.raises(OptionError, match="architecture='gene_pooling' has no counterpart in transformers"):
+        model.export_to_transformers(tmp_path / "bert")
+
+
+@pytest.fixture
+def bert_folder(write_bert, dictionaries, tmp_path: Path) -> Path:
+    known = dictionaries("V1")
+    write_bert(known, vocab_size=len(known[0]))
+    return tmp_path / "bert"
+
+
+def test_an_ordinary_model(bert_folder: Path, ensembl_adata: ad.AnnData, tmp_path: Path) -> None:
+    Encoder.setup_anndata(ensembl_adata, labels_key="group")
+    model = Encoder.from_geneformer(bert_folder, adata=ensembl_adata)
+    before = model.get_latent_representation()
+    model.save(tmp_path / "saved")
+    again = Encoder.load(tmp_path / "saved", ensembl_adata)
+    np.testing.assert_array_equal(again.get_latent_representation(), before)
+    quick = {"max_epochs": 1, "batch_size": 16, "progress_bar": False, "accelerator": "cpu"}
+    annotator = model.finetune("annotation", **quick)
+    assert len(annotator.predict(ensembl_adata)) == ensembl_adata.n_obs
+    again.train(**quick)
+    assert np.abs(again.get_latent_representation() - before).max() > 1e-4
+
+
+def test_genes_by_other_names(bert_folder: Path, ensembl_adata: ad.AnnData) -> None:
+    expected = Encoder.from_geneformer(bert_folder).get_latent_representation(ensembl_adata.copy())
+    symbols = {f"gene{i}": f"ENSG{i:011d}" for i in range(80)} | {"unknown": "ENSG99999999999"}
+    model = Encoder.from_geneformer(bert_folder, gene_names=symbols, ensembl_map={"ENSG00000099999": "ENSG00000000000"})
+    ensembl_adata.var_names = ["ENSG00000099999", *[f"gene{i}" for i in range(1, 80)]]
+    np.testing.assert_array_equal(model.get_latent_representation(ensembl_adata), expected)
+
+
+def test_transformers_is_not_imported() -> None:
+    sources = [*Path(scforge.foreign.__file__).parent.glob("*.py"), Path(foreign_methods.__file__)]
+    assert len(sources) > 5
+    assert not [path for path in sources if re.search(r"(import|from) transformers", path.read_text())]
+
+
+def test_command_line(bert_folder: Path, ensembl_adata: ad.AnnData, tmp_path: Path, capsys) -> None:
+    assert main(["convert-checkpoint", str(bert_folder), "-o", str(tmp_path / "model"), "--pooling", "genes"]) == 0
+    assert "transformer_encoder" in capsys.readouterr().out
+    embedding = Encoder.load(tmp_path / "model").get_latent_representation(ensembl_adata.copy())
+    expected = Encoder.from_geneformer(bert_folder, pooling="genes").get_latent_representation(ensembl_adata)
+    np.testing.assert_array_equal(embedding, expected)
+    assert main(["convert-checkpoint", str(bert_folder), "-o", str(tmp_path / "model")]) == 2
+    assert main(["convert-checkpoint", str(bert_folder), "-o", str(tmp_path / "x"), "--vocab", "genes.json"]) == 2
+    assert "option 'vocab' is not one of 'geneformer'" in capsys.readouterr().err
+
+
+def without(name: str) -> Callable[[dict], dict]:
+    return lambda weights: {key: value for key, value in weights.items() if name not in key}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            without("query.bias"),
+            "lacks 'bert.encoder.layer.0.attention.self.query.bias', which goes with 'bert.*key.bias'",
+        ),
+        (
+            without("key.bias"),
+            "lacks 'bert.encoder.layer.0.attention.self.key.bias', which goes with 'bert.*query.bias'",
+        ),
+        (without("cls."), "lacks .* so that 'head.bias', .* would be random"),
+        (
+            lambda w: w | {"adapter.weight": torch.ones(2)},
+            "does not know: 'adapter.weight'; convert a checkpoint witho",
+        ),
+        (lambda w: w | {"bert.encoder.layer.2.output.dense.bias": torch.ones(16)}, "a model of its config does not ha"),
+        (lambda w: w | {"cls.predictions.bias": torch.ones(3)}, r"in the shape \(3,\), but its config and .* \(92,\)"),
+        (lambda w: w | {"cls.predictions.bias": torch.full((92,), torch.nan)}, "with numbers that are not finite"),
+        (lambda w: w | {"cls.predictions.bias": torch.ones(92, dtype=torch.int64)}, "torch.int64, which is no weight"),
+        (lambda w: w | {"cls.predictions.decoder.weight": torch.ones(92, 16)}, "different numbers, but its config say"),
+    ],
+)
+def test_weights_that_do_not_fit(change, message: str, bert_folder: Path) -> None:
+    save_file(change(load_file(bert_folder / "model.safetensors")), bert_folder / "model.safetensors")
+    with pytest.raises(ModelFileError, match=message):
+        Encoder.from_geneformer(bert_folder)
+
+
+def test_weights_of_half_precision(bert_folder: Path) -> None:
+    weights = {name: weight.half() for name, weight in load_file(bert_folder / "model.safetensors").items()}
+    save_file(weights, bert_folder / "model.safetensors")
+    module = Encoder.from_geneformer(bert_folder).module
+    assert {weight.dtype for weight in module.state_dict().values()} == {torch.float32}
+    assert torch.equal(module.head.bias, weights["cls.predictions.bias"].float())
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"model_type": "gpt2"}, ModelFileError, "is not the configuration of a BERT"),
+        ({"hidden_act": "gelu_new"}, ModelFileError, "hidden_act='gelu_new', which scforge does not compute"),
+        ({"is_decoder": True}, ModelFileError, "is_decoder=True, but scforge has False alone"),
+        ({"hidden_size": "16"}, ModelFileError, "lacks 'hidden_size'"),
+        ({"vocab_size": 93}, ModelFileError, "vocab_size=93 but tokens_medians has 92 tokens; give the dictionaries"),
+        ({"num_hidden_layers": 1}, ModelFileError, "which a model of its config does not have"),
+        ({"max_position_embeddings": 4096}, DataError, "Geneformer V2 has the special tokens"),
+    ],
+)
+def test_configurations_that_do_not_fit(changes: dict, error: type, message: str, bert_folder: Path) -> None:
+    config = json.loads((bert_folder / "config.json").read_text()) | changes
+    (bert_folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(error, match=message):
+        Encoder.from_geneformer(bert_folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("nowhere", {}, MissingFileError, "the checkpoint '.*nowhere' does not exist"),
+        ("bert/config.json", {}, MissingFileError, "is no folder; give the one with config.json"),
+        ("bert", {"version": "V3"}, OptionError, "version='V3' is not known; choose 'V1' or 'V2'"),
+        ("bert", {"pooling": "middle"}, OptionError, "pooling='middle' is not known"),
+        ("bert", {"pooling": "cls"}, OptionError, "pooling='cls' needs a CLS token"),
+        ("bert", {"embedding_layer": 2}, OptionError, "embedding_layer=2 but there are 2 layers"),
+        (
+            "bert",
+            {"tokens_medians": "."},
+            MissingFileError,
+            "has no token_dictionary.* pass the published dictionaries",
+        ),
+        ("bert", {"gene_names": "names.parquet"}, MissingFileError, "gene_names='names.parquet' does not exist"),
+    ],
+)
+def test_arguments_that_cannot_be_used(name, options, error, message, bert_folder: Path, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message) as caught:
+        Encoder.from_geneformer(tmp_path / name, **options)
+    assert isinstance(caught.value, ScforgeError)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_weights(bert_folder: Path) -> None:
+    (bert_folder / "model.safetensors").unlink()
+    with pytest.raises(MissingFileError, match="has no weights: none of 'model.safetensors', 'pytorch_model.bin'"):
+        Encoder.from_geneformer(bert_folder)

@@ -1,0 +1,299 @@
+"""scGPT: the forward pass as published, written here, with random weights; ours computes the same.
+
+``TransformerModel`` of scGPT 0.2 embeds a gene (embedding, layer norm) and its value (cut off at 512, linear, ReLU,
+linear, layer norm), adds the two, and runs post-norm transformer layers with ReLU over all tokens but padding. A cell
+is the state of <cls>, whose value is that of padding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+from scforge.cli import main
+from scforge.errors import DataError, MissingFileError, ModelFileError, ScforgeError
+from scforge.estimators import Encoder
+
+ARGS = {
+    "embsize": 16,
+    "nlayers": 2,
+    "nheads": 2,
+    "d_hid": 24,
+    "dropout": 0.2,
+    "n_bins": 51,
+    "max_seq_len": 60,
+    "pad_token": "<pad>",
+    "pad_value": -2,
+    "mask_value": -1,
+    "mask_ratio": [0.25, 0.5, 0.75],
+    "input_emb_style": "continuous",
+    "MVC": True,
+}
+SHARED = Path(__file__).parents[3] / "shared" / "data" / "vocab"
+
+
+class GeneEncoder(nn.Module):
+    def __init__(self, n_tokens: int, width: int, padding: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(n_tokens, width, padding_idx=padding)
+        self.enc_norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.enc_norm(self.embedding(tokens))
+
+
+class ContinuousValueEncoder(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear1, self.linear2 = nn.Linear(1, width), nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = torch.clamp(values.unsqueeze(-1), max=512)
+        return self.norm(self.linear2(torch.relu(self.linear1(values))))
+
+
+class ExprDecoder(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc = nn.Sequential(
+            nn.Linear(width, width), nn.LeakyReLU(), nn.Linear(width, width), nn.LeakyReLU(), nn.Linear(width, 1)
+        )
+
+
+class MVCDecoder(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gene2query, self.W = nn.Linear(width, width), nn.Linear(width, width, bias=False)
+
+
+class TransformerModel(nn.Module):
+    def __init__(self, n_tokens: int, padding: int, args: dict[str, Any]) -> None:
+        super().__init__()
+        width = args["embsize"]
+        self.padding = padding
+        self.encoder = GeneEncoder(n_tokens, width, padding)
+        self.value_encoder = ContinuousValueEncoder(width)
+        layer = nn.TransformerEncoderLayer(width, args["nheads"], args["d_hid"], args["dropout"], batch_first=True)
+        self.transformer_encoder = nn.TransformerEncoder(layer, args["nlayers"], enable_nested_tensor=False)
+        self.decoder = ExprDecoder(width)
+        self.mvc_decoder = MVCDecoder(width)
+
+    def states(self, tokens: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
+        """States after each layer; the layers one by one, which is what ``nn.TransformerEncoder`` does."""
+        state = self.encoder(tokens) + self.value_encoder(values)
+        states = []
+        for layer in self.transformer_encoder.layers:
+            state = layer(state, src_key_padding_mask=tokens == self.padding)
+            states.append(state)
+        return states
+
+
+def flash_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The names that weights have where flash attention computed them."""
+    return {name.replace("in_proj_", "Wqkv."): weight for name, weight in weights.items()}
+
+
+@pytest.fixture
+def write(tmp_path: Path, shake) -> Callable[..., TransformerModel]:
+    """Return a function that writes a scGPT with random weights into a folder, and returns it."""
+
+    def write(
+        tokens: dict[str, int], *, change: Callable[[dict], dict] = dict, args: dict[str, Any] | None = None
+    ) -> TransformerModel:
+        args = ARGS if args is None else args
+        model = shake(TransformerModel(len(tokens), tokens["<pad>"], args))
+        folder = tmp_path / "scgpt"
+        folder.mkdir()
+        torch.save(change(model.state_dict()), folder / "best_model.pt")
+        (folder / "vocab.json").write_text(json.dumps(tokens))
+        (folder / "args.json").write_text(json.dumps(args))
+        return model
+
+    return write
+
+
+@pytest.fixture
+def tokens() -> dict[str, int]:
+    """Genes in no order, special tokens behind them, as published."""
+    genes = [f"gene{i}" for i in np.random.default_rng(0).permutation(85)]
+    return {name: number for number, name in enumerate([*genes, "<pad>", "<cls>", "<eoc>"])}
+
+
+def compare(theirs: TransformerModel, model: Encoder, tokens: dict[str, int], batch: dict[str, torch.Tensor]) -> float:
+    """Compare states, embeddings and predicted values of a batch of ours; return the largest difference."""
+    mask = batch["attention_mask"]
+    there = torch.tensor([tokens.get(name, -1) for name in model.vocab.tokens])
+    ids = there[batch["input_ids"]]
+    assert (ids[mask] >= 0).all()
+    values = batch["values"].clone()
+    values[batch["input_ids"] == model.vocab.cls_id] = ARGS["pad_value"]
+    values[~mask] = ARGS["pad_value"]
+    with torch.no_grad():
+        expected = theirs.states(ids, values)
+        predicted = theirs.decoder.fc(expected[-1]).squeeze(-1)
+        ours = model.module(**batch, output_hidden_states=True)
+        encoded = model.module.encode(**batch)
+    largest = 0.0
+    pairs = [*zip(ours.hidden_states, expected, strict=True), (ours.expression, predicted)]
+    for one, two in pairs:
+        torch.testing.assert_close(one[mask], two[mask], atol=1e-5, rtol=1e-5)
+        largest = max(largest, float((one[mask] - two[mask]).abs().max()))
+    torch.testing.assert_close(encoded, expected[-1][:, 0], atol=1e-5, rtol=1e-5)
+    return largest
+
+
+def batch_of(model: Encoder, adata: ad.AnnData, n_cells: int) -> dict[str, torch.Tensor]:
+    return dict(model.tokenizer(model.cells(adata).block(np.arange(n_cells))))
+
+
+@pytest.mark.parametrize("names", [dict, flash_names], ids=["torch", "flash"])
+def test_the_published_forward(names, write, tokens, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+    theirs = write(tokens, change=names)
+    model = Encoder.from_scgpt(tmp_path / "scgpt")
+    batch = batch_of(model, tiny_adata, 20)
+    assert not batch["attention_mask"].all()
+    assert batch["bin_ids"].max() == 50
+    assert compare(theirs, model, tokens, batch) < 1e-5
+    assert (model.is_trained_, model.objective) == (True, "masked_value_prediction")
+    np.testing.assert_allclose(
+        model.get_latent_representation(tiny_adata)[:20], model.module.encode(**batch).detach().numpy(), atol=1e-6
+    )
+
+
+@pytest.mark.real_data
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the published vocabulary in ../shared/data")
+def test_real_cells_with_the_published_vocabulary(write, pbmc: ad.AnnData, tmp_path: Path) -> None:
+    table = pd.read_parquet(SHARED / "scgpt_default_census_vocab.parquet")
+    tokens = dict(zip(table["symbol"], table["token"].astype(int).tolist(), strict=True))
+    tokens |= {name: len(tokens) + i for i, name in enumerate(["<pad>", "<cls>", "<eoc>"])}
+    assert len(tokens) == 60_697
+    args = ARGS | {"embsize": 64, "nheads": 8, "d_hid": 64, "max_seq_len": 1200, "nlayers": 3}
+    theirs = write(tokens, change=flash_names, args=args)
+    model = Encoder.from_scgpt(tmp_path / "scgpt")
+    batch = batch_of(model, pbmc[:20].copy(), 20)
+    assert batch["input_ids"].shape[1] == 1200
+    assert not batch["attention_mask"].all()
+    assert compare(theirs, model, tokens, batch) < 1e-5
+
+
+def test_hidden_values_are_those_of_scgpt(write, tokens, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+    theirs = write(tokens)
+    model = Encoder.from_scgpt(tmp_path / "scgpt", cls_value=0.0)
+    block = model.cells(tiny_adata).block(np.arange(8))
+    batch = model.spec.build_objective().prepare(block, model.tokenizer, epoch=0, seed=0)
+    there = torch.tensor([tokens.get(name, -1) for name in model.vocab.tokens])
+    values = batch["values"].masked_fill(batch["masked_positions"], -1.0)
+    assert (values == -1).any()
+    hidden = batch["masked_positions"]
+    with torch.no_grad():
+        states = theirs.states(there[batch["input_ids"]], values)
+        predicted = theirs.decoder.fc(states[-1]).squeeze(-1)[hidden]
+        output = model.module(**batch)
+    torch.testing.assert_close(output.expression[hidden], predicted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(output.loss, (predicted - batch["value_labels"][hidden]).square().mean())
+    assert output.logits is None
+
+
+def test_an_ordinary_model(write, tokens, tiny_adata: ad.AnnData, tmp_path: Path, capsys) -> None:
+    write(tokens)
+    Encoder.setup_anndata(tiny_adata, labels_key="group")
+    model = Encoder.from_scgpt(tmp_path / "scgpt", adata=tiny_adata)
+    before = model.get_latent_representation()
+    assert main(["convert-checkpoint", str(tmp_path / "scgpt"), "-o", str(tmp_path / "model")]) == 0
+    again = Encoder.load(tmp_path / "model", tiny_adata)
+    np.testing.assert_array_equal(again.get_latent_representation(), before)
+    quick = {"max_epochs": 1, "batch_size": 16, "progress_bar": False, "accelerator": "cpu"}
+    annotator = model.finetune("annotation", lora=True, **quick)
+    assert len(annotator.predict(tiny_adata)) == tiny_adata.n_obs
+    again.train(**quick)
+    assert np.abs(again.get_latent_representation() - before).max() > 1e-4
+
+
+def test_what_is_given_counts_more_than_what_lies_there(write, tokens, tmp_path: Path) -> None:
+    write(tokens)
+    folder = tmp_path / "scgpt"
+    for name in ("vocab", "args"):
+        (folder / f"{name}.json").rename(tmp_path / f"{name}.json")
+    with pytest.raises(MissingFileError, match="args='.*args.json' does not exist; give the published args.json"):
+        Encoder.from_scgpt(folder)
+    given = {"vocab": tokens, "args": tmp_path / "args.json"}
+    one = Encoder.from_scgpt(folder / "best_model.pt", **given)
+    two = Encoder.from_scgpt(folder, **given)
+    assert one.spec.to_json() == two.spec.to_json()
+    assert one.vocab == two.vocab
+
+
+def with_weight(name: str, *shape: int) -> Callable[[dict], dict]:
+    return lambda weights: weights | {name: torch.ones(shape)}
+
+
+def lacking(name: str) -> Callable[[dict], dict]:
+    return lambda weights: {key: value for key, value in weights.items() if name not in key}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_weight("bn.weight", 16), "has weights that the map of scGPT does not know: 'bn.weight'"),
+        (with_weight("transformer_encoder.layers.0.self_attn.Wqkv.bias", 48), "two weights for .*attention.qkv.bias"),
+        (lacking("decoder.fc.4.bias"), "lacks 'decoder.fc.4.bias', so that 'expression_head.decoder.bias' would be ra"),
+        (lacking("enc_norm"), "lacks 'encoder.enc_norm.weight', 'encoder.enc_norm.bias', so that"),
+        (
+            with_weight("encoder.embedding.weight", 80, 16),
+            "the vocabulary has 88 tokens of the checkpoint but its tabl",
+        ),
+        (lambda weights: {"epoch": 3, **weights}, "holds 'epoch', not tensors"),
+        (lambda weights: list(weights), "holds no weights by name"),
+    ],
+)
+def test_weights_that_do_not_fit(change, message: str, write, tokens, tmp_path: Path) -> None:
+    write(tokens, change=change)
+    with pytest.raises(ModelFileError, match=message) as caught:
+        Encoder.from_scgpt(tmp_path / "scgpt")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        with_weight("flag_encoder.weight", 2, 16),
+        with_weight("cls_decoder.out_layer.bias", 3),
+        lambda weights: {"model_state_dict": {f"module.{name}": weight for name, weight in weights.items()}},
+    ],
+)
+def test_weights_that_are_left_out_or_wrapped(change, write, tokens, tmp_path: Path) -> None:
+    theirs = write(tokens, change=change)
+    module = Encoder.from_scgpt(tmp_path / "scgpt").module
+    assert torch.equal(module.expression_head.decoder.bias, theirs.decoder.fc[4].bias)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        (
+            {"args": ARGS | {"input_emb_style": "category"}},
+            ModelFileError,
+            "args has input_emb_style='category', but sc",
+        ),
+        ({"args": {"nheads": 2}}, ModelFileError, "args lacks 'embsize', 'nlayers', 'd_hid'; give the args.json"),
+        ({"vocab": {"a": 0, "<pad>": 2}}, DataError, "vocab does not number its tokens from 0 without a gap"),
+        ({"vocab": {"a": 0, "<pad>": 1}}, DataError, "vocab lacks the special tokens '<cls>'"),
+        ({"vocab": {"a": "0"}}, DataError, "vocab gives 'a' the token '0'; give the published vocab.json"),
+        ({"vocab": "nowhere.json"}, MissingFileError, "vocab='nowhere.json' does not exist"),
+    ],
+)
+def test_arguments_that_cannot_be_used(options: dict, error: type, message: str, write, tokens, tmp_path) -> None:
+    write(tokens)
+    with pytest.raises(error, match=message) as caught:
+        Encoder.from_scgpt(tmp_path / "scgpt", **options)
+    assert isinstance(caught.value, ScforgeError)
