@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
 import stat
 
 import pytest
 
-from scforge._io import atomic_folder, atomic_path, atomic_write_bytes, atomic_write_text, sha256_of
+from scforge._io import (
+    atomic_folder,
+    atomic_path,
+    atomic_write_bytes,
+    atomic_write_text,
+    parse_json,
+    read_json,
+    sha256_of,
+)
 from scforge.errors import OptionError
 
 
@@ -140,3 +150,32 @@ def test_an_empty_folder_may_be_filled_and_a_file_may_not(tmp_path):
 def test_sha256(tmp_path):
     (tmp_path / "a").write_bytes(b"abc")
     assert sha256_of(tmp_path / "a") == hashlib.sha256(b"abc").hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2", "Expecting"),
+        ('{"a": 1, "b": 2, "a": 3}', "holds the key 'a' twice"),
+        ("[NaN]", "holds NaN, which is no finite number"),
+        ("[1, -Infinity]", "holds -Infinity"),
+        ("[1e999]", "holds 1e999"),
+        ("[" + 21 * "9" + "]", "a whole number of 21 digits"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[" + "1," * 1_000_000 + "1]", "about 1,000,001 values, where 1,000,000 are the most"),
+        (b"\xff[]", "can't decode"),
+    ],
+)
+def test_json_that_is_refused(text, message):
+    with pytest.raises(ValueError, match=message):
+        parse_json(text if isinstance(text, bytes) else text.encode())
+
+
+def test_json_that_is_read(tmp_path):
+    content = {"a": [1, -2.5, 1e-7, None, True, "ä,[{"], "b": {"c": 18446744073709551615}}
+    (tmp_path / "a.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    assert read_json(tmp_path / "a.json") == content
+    assert parse_json(b"[Infinity, 1e999]", finite=False) == [math.inf, math.inf]
+    (tmp_path / "b.json").write_text(" " * 63)
+    with pytest.raises(ValueError, match="it has 63 bytes, where 62 are the most that is read"):
+        read_json(tmp_path / "b.json", most_bytes=62)

@@ -9,13 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from scforge._io import atomic_write_text
+from scforge._io import atomic_write_text, read_json
 from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line
 
-__all__ = ["read_vocab_file", "write_vocab_file"]
+__all__ = ["MOST_BYTES", "read_vocab_file", "write_vocab_file"]
 
 _FORMAT = 1
 _CHECKSUM = "checksum"
+MOST_BYTES, _MOST_ITEMS = 2**26, 4_000_000
+"""Limits of what is read: ten times the largest vocabulary that ships."""
 
 
 def write_vocab_file(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
@@ -42,8 +44,8 @@ def read_vocab_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         raise MissingFileError(f"vocabulary file {str(path)!r} does not exist.")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = read_json(path, most_bytes=MOST_BYTES, most_items=_MOST_ITEMS)
+    except ValueError as error:
         raise ModelFileError(f"{str(path)!r} is not an scforge vocabulary file: {first_line(error)}.") from error
     if problem := _problem(content):
         raise ModelFileError(f"{str(path)!r} is not an scforge vocabulary file: {problem}.")

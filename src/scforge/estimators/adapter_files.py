@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,16 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from scforge._io import atomic_folder, sha256_of
-from scforge._version import __version__
-from scforge.errors import MissingFileError, ModelFileError, OptionError
+from scforge.errors import MissingFileError, ModelFileError, OptionError, listing
+from scforge.estimators.card_facts import CardFacts, base_of, facts_of
 from scforge.estimators.finetuning_run import set_up
+from scforge.estimators.folder_formats import ADAPTER, check_inside, read_description, sealed
 from scforge.estimators.registries import bare_registry
-from scforge.estimators.tuning import Tuning
+from scforge.estimators.shape_check import check_adapter
+from scforge.estimators.weights_reading import read_shapes, read_weights, refuse_pickle
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, is_adapter, merge_lora, merged
 from scforge.finetuning.seen import SeenCells
 
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["AdapterMethods", "load_adapter", "save_adapter"]
 
-_CONFIG, _WEIGHTS = "adapter.json", "adapter.safetensors"
-_FORMAT = 1
+_CONFIG, _WEIGHTS, _SPLIT = "adapter.json", "adapter.safetensors", "split.safetensors"
+_CONTENT = {"tuning": dict, "vocab": str, "seed": int, "n_epochs": int, "history": dict, "sha256": str}
+"""What loading reads of the description, and its type."""
 
 
 class AdapterMethods:
@@ -114,8 +115,6 @@ def save_adapter(model: Encoder, dir_path: str | os.PathLike[str], *, overwrite:
             model._seen.save(folder)
         save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
         content = {
-            "format": _FORMAT,
-            "scforge_version": __version__,
             "architecture": model.spec.architecture,
             "vocab": model.vocab.hash,
             "tuning": tuning.to_json(),
@@ -123,8 +122,10 @@ def save_adapter(model: Encoder, dir_path: str | os.PathLike[str], *, overwrite:
             "n_epochs": model.n_epochs_,
             "history": {name: frame[name].tolist() for name, frame in model.history_.items()},
             "sha256": sha256_of(folder / _WEIGHTS),
+            "base": base_of(model, Path(dir_path)),
+            "card": replace(facts_of(model), base=None).to_json(),
         }
-        (folder / _CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (folder / _CONFIG).write_text(sealed(ADAPTER, content), encoding="utf-8")
 
 
 def load_adapter(
@@ -136,27 +137,27 @@ def load_adapter(
         raise MissingFileError(
             f"dir_path={str(dir_path)!r} holds no adapter; give the folder that save_adapter() wrote."
         )
-    try:
-        content: dict[str, Any] = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        tuning = Tuning.from_json(dict(content["tuning"]), source=str(dir_path))
-        assert tuning is not None
-        n_epochs, history, vocab = content["n_epochs"], content["history"], content["vocab"]
-        seed, checksum = content["seed"], content["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelFileError(f"{str(folder / _CONFIG)!r} is not the description of an adapter: {error}.") from error
-    if content.get("format", 0) > _FORMAT:
-        raise ModelFileError(f"the adapter {str(dir_path)!r} is of a later scforge; update scforge.")
-    if sha256_of(folder / _WEIGHTS) != checksum:
+    for name in (_CONFIG, _WEIGHTS, _SPLIT):
+        check_inside(folder, name)
+    refuse_pickle(folder / _WEIGHTS)
+    content = read_description(ADAPTER, folder / _CONFIG)
+    if wrong := [name for name, kind in _CONTENT.items() if not isinstance(content.get(name), kind)]:
+        raise ModelFileError(f"{str(folder / _CONFIG)!r} lacks {listing(wrong)}; copy the adapter again.")
+    n_epochs, history, vocab, seed = (content[key] for key in ("n_epochs", "history", "vocab", "seed"))
+    shapes = read_shapes(folder / _WEIGHTS)
+    if (folder / _SPLIT).is_file():
+        read_shapes(folder / _SPLIT)
+    if sha256_of(folder / _WEIGHTS) != content["sha256"]:
         raise ModelFileError(f"{str(folder / _WEIGHTS)!r} is corrupted: its checksum is another one; copy it again.")
     encoder = merged(base.backbone)
-    if vocab != base.vocab.hash or digest_of(encoder) != tuning.base["sha256"]:
+    said = content["tuning"].get("base")
+    of_base = said.get("sha256") if isinstance(said, dict) else None
+    if vocab != base.vocab.hash or digest_of(encoder) != of_base:
         raise ModelFileError(
             f"the adapter {str(dir_path)!r} was trained on another base model (other weights or genes); load that one."
         )
-    try:
-        weights = load_file(folder / _WEIGHTS)
-    except SafetensorError as error:
-        raise ModelFileError(f"{str(folder / _WEIGHTS)!r} is not a safetensors file: {error}.") from error
+    tuning = check_adapter(base.spec, content["tuning"], shapes, n_base=len(encoder.state_dict()), source=str(dir_path))
+    weights = read_weights(folder / _WEIGHTS)
     adata = base.adata if adata is None else cls._set_up_as(adata, base._setup)
     if adata is not None and cls._setup_of(adata) is None:
         adata = set_up(
@@ -168,13 +169,10 @@ def load_adapter(
     # The same memory, but parameters of their own, which can be frozen, or put on another device.
     shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in encoder.parameters()} if share else {}
     model.module = tuning.build_module(copy.deepcopy(encoder, shared))
-    own = model.module.state_dict()
-    wanted = {name for name in own if name.startswith("head.") or is_adapter(name)}
-    if wanted != set(weights) or any(own[name].shape != value.shape for name, value in weights.items()):
-        raise ModelFileError(f"the weights in {str(dir_path)!r} do not fit their description; copy the folder again.")
     model.module.load_state_dict(weights, strict=False)
     model.module.to(torch.device(base.device)).eval()
     model.is_trained_, model.n_epochs_, model._base = True, n_epochs, base
     model._seen = SeenCells.load(folder, tuning.split.get("cells"))
     model._extend_history(history)
+    model._facts = CardFacts.from_json(content.get("card"), source=str(dir_path))
     return model

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -22,17 +21,15 @@ from scforge.data.checks import check_adata, check_obs_column
 from scforge.data.sources import open_cells
 from scforge.data.stream_remote import is_collection
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, ModelFileError, NotTrainedWarning, OptionError, first_line
-from scforge.estimators.card import described, model_card, provenance
+from scforge.errors import DataError, NotTrainedWarning, OptionError
+from scforge.estimators.card import described, provenance
 from scforge.estimators.fields import GeneField, ObsField
+from scforge.estimators.folder_methods import FolderMethods
 from scforge.estimators.mudata import MuDataModel
-from scforge.estimators.registries import bare_registry, datamodule_registry
-from scforge.estimators.saving import load_weights, read_folder, write_folder
+from scforge.estimators.registries import datamodule_registry
 from scforge.estimators.spec import ModelSpec
-from scforge.estimators.tuning import Tuning
 from scforge.finetuning.module import FineTunedModule
 from scforge.finetuning.seen import SeenCells
-from scforge.models._utils import count_parameters
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.datamodule import CellDataModule
@@ -46,7 +43,7 @@ __all__ = ["FROM_DATA", "CellModel"]
 FROM_DATA = "from_data"
 
 
-class CellModel(MuDataModel, BaseModelClass):
+class CellModel(FolderMethods, MuDataModel, BaseModelClass):
     """Base of the front classes, on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
 
     A subclass makes ``_spec``, ``_tokenizer`` and ``module`` in its constructor, which takes what :meth:`load` hands
@@ -178,119 +175,6 @@ class CellModel(MuDataModel, BaseModelClass):
         made_with = self._provenance(cells, embedding.shape[1])
         adata.obsm[key] = embedding
         adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key: made_with}
-
-    def save(self, dir_path: str | os.PathLike[str], *, overwrite: bool = False, save_anndata: bool = False) -> None:
-        """Save the model to a folder: weights (safetensors), description (JSON), vocabulary (JSON), model card.
-
-        Parameters
-        ----------
-        dir_path
-            Folder to make. It appears whole or not at all.
-        overwrite
-            Replace a folder that exists.
-        save_anndata
-            Also write the training data, as ``adata.h5ad``.
-        """
-        if save_anndata and self.adata is None:
-            raise OptionError("save_anndata=True but the model was loaded without adata.")
-        extra = (lambda folder: self.adata.write_h5ad(folder / "adata.h5ad")) if save_anndata else None
-        self._write(dir_path, overwrite=overwrite, extra=extra)
-
-    def _write(
-        self,
-        dir_path: str | os.PathLike[str],
-        *,
-        overwrite: bool = True,
-        extra: Any = None,
-        weights: dict[str, torch.Tensor] | None = None,
-    ) -> None:
-        """Write a model folder with these weights, or those of the module."""
-        content = {
-            "class": type(self).__name__,
-            **self._spec.to_json(),
-            "setup": dict(self.registry_["setup_args"]),
-            "seed": self.seed,
-            "is_trained": self.is_trained_,
-            "n_epochs": self.n_epochs_,
-            "history": {name: frame[name].tolist() for name, frame in self.history_.items()},
-        }
-        write_folder(
-            dir_path,
-            module=self.module,
-            vocab=self._spec.vocab,
-            content=content,
-            seen=self._seen,
-            card=model_card(self._spec, self.n_epochs_, count_parameters(self.module)),
-            overwrite=overwrite,
-            extra=extra,
-            weights=weights,
-        )
-
-    @classmethod
-    def load(
-        cls, dir_path: str | os.PathLike[str], adata: AnnData | None = None, *, device: str | torch.device = "cpu"
-    ) -> Self:
-        """Load a model that :meth:`save` wrote.
-
-        Parameters
-        ----------
-        dir_path
-            The folder.
-        adata
-            Data to go on with; unless it is set up already, it is set up as the training data were, without the columns
-            of obs that it lacks. None: pass the cells to :meth:`get_latent_representation`.
-        device
-            Where to put the module.
-
-        Raises
-        ------
-        MissingFileError, ModelFileError
-            If the folder, or what is in it, cannot be used.
-        GeneMismatchError
-            If `adata` has too few genes of the model.
-        """
-        config, vocab, weights = read_folder(dir_path)
-        if (made_by := config["class"]) != cls.__name__:
-            raise ModelFileError(
-                f"dir_path={str(dir_path)!r} holds a model of the class {made_by!r}; "
-                f"load it with scforge.models.{made_by}.load."
-            )
-        setup = config["setup"]
-        registry = bare_registry(cls.__name__, setup) if adata is None else None
-        if adata is not None:
-            adata = cls._set_up_as(adata, setup)
-            check_adata(adata)
-            if cls._setup_of(adata) is None:
-                present = {key: setup[key] if setup[key] in adata.obs else None for key in ("batch_key", "labels_key")}
-                own = {key: value for key, value in setup.items() if key != "modality"}
-                cls.setup_anndata(adata, **(own | present))
-        tuning = Tuning.from_json(config.get("tuning"), source=str(dir_path))
-        model = cls._of_parts(
-            config,
-            vocab,
-            adata=adata,
-            registry=registry,
-            seed=config["seed"],
-            tuning=tuning,
-        )
-        load_weights(model.module, weights, source=str(dir_path))
-        try:
-            model.to_device(device)
-        except (AssertionError, RuntimeError) as error:
-            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
-        model._seen = None if tuning is None else SeenCells.load(dir_path, tuning.split.get("cells"))
-        model.is_trained_ = config["is_trained"]
-        model._extend_history(config["history"])
-        model.n_epochs_ = config["n_epochs"]
-        return model
-
-    @classmethod
-    def _of_parts(cls, parts: Mapping[str, Any], vocab: GeneVocab, **options: Any) -> Self:
-        """Make a model of what :meth:`ModelSpec.to_json` says, with random weights."""
-        architecture = dict(parts["architecture"])
-        names = architecture.pop("name"), parts["tokenizer"], parts["objective"]
-        adata = options.pop("adata", None)
-        return cls(adata, *names, vocab=vocab, n_top_genes=0, **options, **architecture)
 
     @property
     def objective(self) -> str:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from scforge._io import atomic_folder, sha256_of
-from scforge._version import __version__
 from scforge.data.vocab import GeneVocab
+from scforge.data.vocab_files import MOST_BYTES
 from scforge.errors import MissingFileError, ModelFileError, first_line, listing
+from scforge.estimators.folder_formats import MODEL, check_inside, read_description, sealed
+from scforge.estimators.shape_check import check_fit, misfit, shapes_of
+from scforge.estimators.weights_reading import PICKLES, read_shapes, read_weights, refuse_pickle
 from scforge.finetuning.seen import SeenCells
 
 __all__ = ["load_weights", "read_folder", "write_folder"]
 
 _CONFIG, _VOCAB, _WEIGHTS, _CARD = "config.json", "vocab.json", "model.safetensors", "README.md"
-_FORMAT = 1
+_SPLIT = "split.safetensors"
 _CONTENT = {
     "class": str,
     "architecture": dict,
@@ -86,15 +88,17 @@ def write_folder(
         (folder / _CARD).write_text(card, encoding="utf-8")
         if seen is not None:
             seen.save(folder)
+        sums = {name: sha256_of(folder / name) for name in (_WEIGHTS, _VOCAB)}
+        (folder / _CONFIG).write_text(sealed(MODEL, {**content, "sha256": sums}), encoding="utf-8")
         if extra is not None:
             extra(folder)
-        sums = {name: sha256_of(folder / name) for name in (_WEIGHTS, _VOCAB)}
-        config = {"format": _FORMAT, "scforge_version": __version__, **content, "sha256": sums}
-        (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]:
-    """Read a model folder; return its description, vocabulary and weights.
+    """Read a model folder of any format; return its description, vocabulary and weights.
+
+    Nothing in it is run, and memory is taken for weights only when the file, the description and the vocabulary agree
+    on their shapes.
 
     Raises
     ------
@@ -102,42 +106,24 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
         If there is no such folder.
     ModelFileError
         If a file is missing, or its content is not what was saved.
+    OptionError
+        If an architecture, tokenizer, objective or task is not registered.
     """
     folder = Path(path)
     if not folder.is_dir():
         what = "is a file, not a model folder" if folder.is_file() else "does not exist"
         raise MissingFileError(f"dir_path={str(path)!r} {what}; give the folder that model.save() wrote.")
-    if missing := [name for name in (_CONFIG, _VOCAB, _WEIGHTS) if not (folder / name).is_file()]:
-        raise ModelFileError(f"the model folder {str(path)!r} lacks {listing(missing)}; save or copy the model again.")
-    try:
-        config = json.loads((folder / _CONFIG).read_text(encoding="utf-8"))
-        version = int(config["format"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelFileError(
-            f"{str(folder / _CONFIG)!r} is not the description of an scforge model: {error}."
-        ) from error
-    if version > _FORMAT:
-        raise ModelFileError(
-            f"the model {str(path)!r} has format {version} (scforge {config.get('scforge_version')}), "
-            f"this is scforge {__version__} with format {_FORMAT}; update scforge."
-        )
-    if wrong := [name for name, kind in _CONTENT.items() if not isinstance(config.get(name), kind)]:
-        raise ModelFileError(f"{str(folder / _CONFIG)!r} lacks {listing(wrong)}; copy the model again.")
-    nested = [f"{part}.name" for part in ("architecture", "tokenizer", "objective") if "name" not in config[part]]
-    nested += [f"setup.{key}" for key in ("layer", "gene_key", "batch_key", "labels_key") if key not in config["setup"]]
-    nested += [f"history.{name}" for name, values in config["history"].items() if not isinstance(values, list)]
-    if nested:
-        raise ModelFileError(f"{str(folder / _CONFIG)!r} lacks {listing(nested)}; copy the model again.")
-    for name in (_WEIGHTS, _VOCAB):
-        if sha256_of(folder / name) != config["sha256"].get(name):
-            raise ModelFileError(
-                f"{str(folder / name)!r} is corrupted: its checksum is not the one in {_CONFIG}; copy the model again."
-            )
-    try:
-        weights = load_file(folder / _WEIGHTS)
-    except SafetensorError as error:
-        raise ModelFileError(f"{str(folder / _WEIGHTS)!r} is not a safetensors file: {error}.") from error
-    return config, GeneVocab.from_file(folder / _VOCAB), weights
+    _check_files(folder)
+    refuse_pickle(folder / _WEIGHTS)
+    config = read_description(MODEL, folder / _CONFIG)
+    _check_content(config, folder / _CONFIG)
+    shapes = read_shapes(folder / _WEIGHTS)
+    if (folder / _SPLIT).is_file():
+        read_shapes(folder / _SPLIT)
+    vocab = _read_vocab(folder / _VOCAB, config["sha256"].get(_VOCAB))
+    check_fit(config, vocab, shapes, source=str(path))
+    _check_sum(folder / _WEIGHTS, config["sha256"].get(_WEIGHTS))
+    return config, vocab, read_weights(folder / _WEIGHTS)
 
 
 def load_weights(module: nn.Module, weights: dict[str, torch.Tensor], *, source: str) -> None:
@@ -148,19 +134,57 @@ def load_weights(module: nn.Module, weights: dict[str, torch.Tensor], *, source:
     ModelFileError
         If names or shapes differ.
     """
-    expected = module.state_dict()
-    # A module that was trained in shares had lists of one in place of numbers.
-    lists = {n for n in set(expected) & set(weights) if expected[n].ndim == 0 and weights[n].shape == (1,)}
-    weights = {n: value.reshape(()) if n in lists else value for n, value in weights.items()}
-    missing = sorted(set(expected) - set(weights))
-    surplus = sorted(set(weights) - set(expected))
-    shapes = [n for n in expected if n in weights and expected[n].shape != weights[n].shape]
-    if missing or surplus or shapes:
-        parts = [
-            f"{what} {listing(names, most=3)}" for what, names in (("missing", missing), ("unknown", surplus)) if names
-        ]
-        parts += [f"{n!r} is {tuple(weights[n].shape)} instead of {tuple(expected[n].shape)}" for n in shapes[:3]]
+    expected = shapes_of(module)
+    if problem := misfit(expected, {name: tuple(value.shape) for name, value in weights.items()}):
+        raise ModelFileError(f"the weights in {source!r} do not fit the architecture in its config: {problem}.")
+    module.load_state_dict({name: value.reshape(expected[name]) for name, value in weights.items()})
+
+
+def _check_files(folder: Path) -> None:
+    """Raise unless the files that are read are there, and in the folder."""
+    if missing := [name for name in (_CONFIG, _VOCAB, _WEIGHTS) if not (folder / name).is_file()]:
+        pickles = sorted(part.name for part in folder.iterdir() if part.suffix in PICKLES)
+        beside = f" (what is there, {listing(pickles, most=3)}, are pickles, which are never opened)" if pickles else ""
         raise ModelFileError(
-            f"the weights in {source!r} do not fit the architecture in its config: {'; '.join(parts)}."
+            f"the model folder {str(folder)!r} lacks {listing(missing)}{beside}; save or copy the model again."
         )
-    module.load_state_dict(weights)
+    for name in (_CONFIG, _VOCAB, _WEIGHTS, _SPLIT):
+        check_inside(folder, name)
+
+
+def _check_content(config: dict[str, Any], path: Path) -> None:
+    """Raise unless a description holds all that loading reads of it."""
+    wrong = [
+        name
+        for name, kind in _CONTENT.items()
+        if not isinstance(config.get(name), kind) or (kind is int and isinstance(config[name], bool))
+    ]
+    if not wrong:
+        parts = ("architecture", "tokenizer", "objective")
+        wrong += [f"{part}.name" for part in parts if not isinstance(config[part].get("name"), str)]
+        keys = ("layer", "gene_key", "batch_key", "labels_key")
+        wrong += [f"setup.{key}" for key in keys if not isinstance(config["setup"].get(key, 0), str | None)]
+        wrong += ["tuning"] if not isinstance(config.get("tuning"), dict | None) else []
+        wrong += [f"history.{name}" for name, values in config["history"].items() if not _are_figures(values)]
+    if wrong:
+        raise ModelFileError(f"{str(path)!r} lacks {listing(wrong)}; copy the model again.")
+
+
+def _are_figures(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) in (int, float) for value in values)
+
+
+def _read_vocab(path: Path, checksum: Any) -> GeneVocab:
+    if (size := path.stat().st_size) > MOST_BYTES:
+        raise ModelFileError(
+            f"{str(path)!r} has {size:,} bytes, where {MOST_BYTES:,} are the most that is read; copy the model again."
+        )
+    _check_sum(path, checksum)
+    return GeneVocab.from_file(path)
+
+
+def _check_sum(path: Path, checksum: Any) -> None:
+    if sha256_of(path) != checksum:
+        raise ModelFileError(
+            f"{str(path)!r} is corrupted: its checksum is not the one in {_CONFIG}; copy the model again."
+        )

@@ -1,0 +1,138 @@
+"""The descriptions in the folders of models and adapters: their checksum, their versions, and the way from old to new.
+
+A description is a JSON file. Its field ``format`` says which version it is of; ``checksum``, its last field, is the
+SHA-256 of all others as JSON with sorted keys, so that a file that is only laid out anew is the same. (Format 1 had
+none.) The checksum finds accidents, not forgers, who can make a new one: what is read is therefore bounded and checked
+besides.
+
+A version that this scforge does not write any more is brought up to date step by step, by one function a version, in
+memory; the folder stays as it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scforge._io import read_json
+from scforge._version import __version__
+from scforge.errors import ModelFileError, first_line
+
+__all__ = ["ADAPTER", "MODEL", "Kind", "check_inside", "read_description", "sealed"]
+
+_CHECKSUM = "checksum"
+_NUMBER = "$number"
+"""A number that JSON has no word for: ``{"$number": "nan"}``."""
+_ODD = ("nan", "inf", "-inf")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of description: what it is called, its present format, and how a file of each earlier one is read."""
+
+    name: str
+    format: int
+    upgrades: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]
+
+
+def _model_from_1(content: dict[str, Any]) -> dict[str, Any]:
+    """Format 2 adds the checksum of the description; all that it says is said as before."""
+    return {**content, "format": 2}
+
+
+def _adapter_from_1(content: dict[str, Any]) -> dict[str, Any]:
+    """Format 2 adds the checksum of the description; all that it says is said as before."""
+    return {**content, "format": 2}
+
+
+MODEL = Kind("model", 2, {1: _model_from_1})
+ADAPTER = Kind("adapter", 2, {1: _adapter_from_1})
+
+
+def sealed(kind: Kind, content: Mapping[str, Any]) -> str:
+    """Return the text of a description, with its format and its checksum."""
+    whole = {"format": kind.format, "scforge_version": __version__, **_encoded(dict(content))}
+    whole = json.loads(json.dumps(whole, allow_nan=False))  # as it will be read: keys are text
+    return json.dumps({**whole, _CHECKSUM: _digest(whole)}, indent=2, allow_nan=False) + "\n"
+
+
+def read_description(kind: Kind, path: Path) -> dict[str, Any]:
+    """Return what a description of any format says, in the present one.
+
+    Raises
+    ------
+    ModelFileError
+        If it is none, of a later format, or not what was saved.
+    """
+    wrong = f"{str(path)!r} is not the description of an scforge {kind.name}"
+    try:
+        # Format 1 wrote numbers that are none as Python does.
+        content = read_json(path, finite=False)
+    except (ValueError, OSError) as error:
+        raise ModelFileError(f"{wrong}: {first_line(error)}.") from error
+    version = content.get("format") if isinstance(content, dict) else None
+    if type(version) is not int or version < 1:
+        raise ModelFileError(f"{wrong}: it says no format.")
+    if version > kind.format:
+        raise ModelFileError(
+            f"the {kind.name} {str(path.parent)!r} has format {version} (scforge {content.get('scforge_version')}), "
+            f"this is scforge {__version__} with format {kind.format}; update scforge."
+        )
+    stored = content.pop(_CHECKSUM, None)
+    try:
+        if stored != (None if version == 1 and stored is None else _digest(content)):
+            raise ModelFileError(
+                f"{str(path)!r} is corrupted: its content does not fit the checksum in it; copy the {kind.name} again."
+            )
+        content = _decoded(content)
+    except RecursionError:
+        raise ModelFileError(f"{wrong}: it is nested too deeply.") from None
+    except ValueError as error:
+        if isinstance(error, ModelFileError):
+            raise
+        raise ModelFileError(f"{wrong}: it holds a number that is not finite.") from error
+    for step in range(version, kind.format):
+        content = kind.upgrades[step](content)
+    return content
+
+
+def check_inside(folder: Path, name: str) -> None:
+    """Raise unless a file of a folder is in it, or where the cache of the hub keeps the files of that folder.
+
+    Raises
+    ------
+    ModelFileError
+        If it is a link to somewhere else.
+    """
+    real, home = (folder / name).resolve(), folder.resolve()
+    # The cache of huggingface_hub: snapshots/REVISION/name is a link to blobs/CHECKSUM.
+    caches = [place.parent / "blobs" for place in home.parents if place.name == "snapshots"]
+    if not any(real.is_relative_to(place) for place in (home, *caches)):
+        raise ModelFileError(
+            f"{str(folder / name)!r} is a link out of its folder, to {str(real)!r}; copy the file into the folder."
+        )
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=content["format"] == 1).encode()).hexdigest()
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_NUMBER: repr(float(value))}
+    if isinstance(value, dict):
+        return {key: _encoded(part) for key, part in value.items()}
+    return [_encoded(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_NUMBER} and value[_NUMBER] in _ODD:
+            return float(value[_NUMBER])
+        return {key: _decoded(part) for key, part in value.items()}
+    return [_decoded(part) for part in value] if isinstance(value, list) else value

@@ -1,0 +1,204 @@
+"""What every front class does with folders: save, load, export."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from scforge.data.checks import check_adata
+from scforge.errors import ModelFileError, OptionError, first_line
+from scforge.estimators.card_facts import CardFacts, Origin
+from scforge.estimators.model_content import card_of, content_of
+from scforge.estimators.registries import bare_registry
+from scforge.estimators.saving import load_weights, read_folder, write_folder
+from scforge.estimators.tuning import Tuning
+from scforge.finetuning.seen import SeenCells
+
+if TYPE_CHECKING:
+    import torch
+    from anndata import AnnData
+
+    from scforge.data.vocab import GeneVocab
+
+__all__ = ["FolderMethods"]
+
+
+class FolderMethods:
+    """Methods around folders."""
+
+    _facts: CardFacts = CardFacts()
+    _origin: Origin | None = None
+
+    def save(
+        self: Any,
+        dir_path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        save_anndata: bool = False,
+        scvi_format: bool = False,
+    ) -> None:
+        """Save the model to a folder: weights (safetensors), description (JSON), vocabulary (JSON), model card.
+
+        Parameters
+        ----------
+        dir_path
+            Folder to make. It appears whole or not at all.
+        overwrite
+            Replace a folder that exists.
+        save_anndata
+            Also write the training data, as ``adata.h5ad``.
+        scvi_format
+            Also write what ``scvi.hub.HubModel`` needs: ``model.pt``, which holds the weights a second time, and
+            ``_scvi_required_metadata.json``. :meth:`load` reads neither. scvi-tools unpickles such files without a
+            check, so open only folders of people you trust with it.
+        """
+        if save_anndata and self.adata is None:
+            raise OptionError("save_anndata=True but the model was loaded without adata.")
+
+        def extra(folder: Path) -> None:
+            if save_anndata:
+                self.adata.write_h5ad(folder / "adata.h5ad")
+            if scvi_format:
+                from scforge.estimators.scvi_hub import write_scvi_files
+
+                write_scvi_files(self, folder)
+
+        self._write(dir_path, overwrite=overwrite, extra=extra)
+        self._origin = Origin.at(self, dir_path)
+
+    def _write(
+        self: Any,
+        dir_path: str | os.PathLike[str],
+        *,
+        overwrite: bool = True,
+        extra: Any = None,
+        weights: dict[str, torch.Tensor] | None = None,
+        card: str | None = None,
+    ) -> None:
+        """Write a model folder with these weights, or those of the module, and this card, or the usual one."""
+        write_folder(
+            dir_path,
+            module=self.module,
+            vocab=self._spec.vocab,
+            content=content_of(self),
+            seen=self._seen,
+            card=card_of(self) if card is None else card,
+            overwrite=overwrite,
+            extra=extra,
+            weights=weights,
+        )
+
+    @classmethod
+    def load(
+        cls, dir_path: str | os.PathLike[str], adata: AnnData | None = None, *, device: str | torch.device = "cpu"
+    ) -> Self:
+        """Load a model that :meth:`save` wrote, with this scforge or an earlier one.
+
+        Nothing in the folder is run, and no pickle in it is opened.
+
+        Parameters
+        ----------
+        dir_path
+            The folder.
+        adata
+            Data to go on with; unless it is set up already, it is set up as the training data were, without the columns
+            of obs that it lacks. None: pass the cells to :meth:`get_latent_representation`.
+        device
+            Where to put the module.
+
+        Raises
+        ------
+        MissingFileError, ModelFileError
+            If the folder, or what is in it, cannot be used.
+        GeneMismatchError
+            If `adata` has too few genes of the model.
+        """
+        config, vocab, weights = read_folder(dir_path)
+        return cls._of_folder(dir_path, config, vocab, weights, adata=adata, device=device)
+
+    @classmethod
+    def _of_folder(
+        cls: Any,
+        dir_path: str | os.PathLike[str],
+        config: Mapping[str, Any],
+        vocab: GeneVocab,
+        weights: dict[str, torch.Tensor],
+        *,
+        adata: AnnData | None,
+        device: str | torch.device,
+    ) -> Any:
+        """Make the model of what was read from a folder."""
+        if (made_by := config["class"]) != cls.__name__:
+            raise ModelFileError(
+                f"dir_path={str(dir_path)!r} holds a model of the class {made_by!r}; "
+                f"load it with scforge.models.{made_by}.load."
+            )
+        setup = config["setup"]
+        registry = bare_registry(cls.__name__, setup) if adata is None else None
+        if adata is not None:
+            adata = cls._set_up_as(adata, setup)
+            check_adata(adata)
+            if cls._setup_of(adata) is None:
+                present = {key: setup[key] if setup[key] in adata.obs else None for key in ("batch_key", "labels_key")}
+                own = {key: value for key, value in setup.items() if key != "modality"}
+                cls.setup_anndata(adata, **(own | present))
+        tuning = Tuning.from_json(config.get("tuning"), source=str(dir_path))
+        model = cls._of_parts(config, vocab, adata=adata, registry=registry, seed=config["seed"], tuning=tuning)
+        load_weights(model.module, weights, source=str(dir_path))
+        try:
+            model.to_device(device)
+        except (AssertionError, RuntimeError) as error:
+            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
+        model._seen = None if tuning is None else SeenCells.load(dir_path, tuning.split.get("cells"))
+        model.is_trained_ = config["is_trained"]
+        model._extend_history(config["history"])
+        model.n_epochs_ = config["n_epochs"]
+        model._facts = CardFacts.from_json(config.get("card"), source=str(dir_path))
+        model._origin = Origin.at(model, dir_path)
+        return model
+
+    @classmethod
+    def _of_parts(cls: Any, parts: Mapping[str, Any], vocab: GeneVocab, **options: Any) -> Any:
+        """Make a model of what :meth:`ModelSpec.to_json` says, with random weights."""
+        architecture = dict(parts["architecture"])
+        names = architecture.pop("name"), parts["tokenizer"], parts["objective"]
+        adata = options.pop("adata", None)
+        return cls(adata, *names, vocab=vocab, n_top_genes=0, **options, **architecture)
+
+    def export(
+        self: Any,
+        path: str | os.PathLike[str],
+        format: str = "onnx",
+        *,
+        max_len: int | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Write the computation of the cell embedding, for programs that have neither scforge nor, with ONNX, PyTorch.
+
+        The folder holds ``model.onnx`` (or ``model.pt2``), ``vocab.json``, and ``export.json`` with the tokenizer, the
+        inputs and the hash of the vocabulary. Any number of cells and of tokens can be given to the exported model. It
+        is compared with :meth:`get_latent_representation`'s own computation before the folder appears.
+
+        Parameters
+        ----------
+        path
+            Folder to make. It appears whole or not at all.
+        format
+            ``"onnx"``, or ``"torch"`` for :func:`torch.export.load`.
+        max_len
+            Most tokens of a cell that can be given; None takes what the model was made for.
+        overwrite
+            Replace a folder that exists.
+
+        Raises
+        ------
+        OptionError
+            If an argument cannot be used, a package is missing, or the architecture cannot be exported.
+        ModelFileError
+            If the exported model computes other embeddings, in which case nothing is written.
+        """
+        from scforge.estimators.exporting import export_model
+
+        export_model(self, path, format, max_len=max_len, overwrite=overwrite)

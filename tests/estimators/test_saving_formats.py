@@ -1,0 +1,229 @@
+"""Folders of every format since the first load and compute what they did; what does not fit says which option differs.
+
+The folders of a format were made by the scforge that wrote it, see ``tests/fixtures/make_folders.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pytest
+
+from scforge._io import parse_json
+from scforge.errors import ModelFileError, OptionError
+from scforge.estimators import Encoder
+from scforge.estimators.folder_formats import ADAPTER, MODEL, read_description, sealed
+from scforge.models import list_models
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+FOLDERS = sorted(FIXTURES.glob("format_*"))
+MODELS = ["plain", "tuned", "base"]
+
+
+def expected_of(folder: Path) -> dict:
+    return json.loads((folder / "expected.json").read_text())
+
+
+def cells_of(folder: Path) -> ad.AnnData:
+    expected = expected_of(folder)
+    adata = ad.AnnData(np.array(expected["counts"], dtype=np.float32))
+    adata.var_names = expected["genes"]
+    return adata
+
+
+def adapted(folder: Path) -> Encoder:
+    return Encoder.load_adapter(Encoder.load(folder / "base"), folder / "adapter")
+
+
+def loaded(folder: Path, name: str) -> Encoder:
+    return adapted(folder) if name == "adapter" else Encoder.load(folder / name)
+
+
+def test_there_is_a_folder_of_each_earlier_format() -> None:
+    assert [folder.name for folder in FOLDERS] == [f"format_{version}" for version in range(1, MODEL.format)]
+    assert sorted(MODEL.upgrades) == sorted(ADAPTER.upgrades) == list(range(1, MODEL.format))
+    size = sum(path.stat().st_size for path in FIXTURES.rglob("*") if path.is_file())
+    assert size < 60_000 * len(FOLDERS)
+
+
+@pytest.mark.parametrize("name", [*MODELS, "adapter"])
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_an_earlier_folder(folder: Path, name: str, tmp_path: Path) -> None:
+    """It computes what it did; saved again it is of the present format, and still does."""
+    model, expected = loaded(folder, name), expected_of(folder)
+    cells = cells_of(folder)
+    embedding = model.get_latent_representation(cells, key_added=None)
+    np.testing.assert_allclose(embedding, expected["embeddings"][name], atol=1e-5)
+    assert model.n_epochs_ == expected["n_epochs"][name]
+    assert model.history_["train_loss"]["train_loss"].tolist() == expected["train_loss"][name]
+    if name in expected["labels"]:
+        found = model.predict(cells.copy())
+        assert found["label"].tolist() == expected["labels"][name]
+        np.testing.assert_allclose(found["confidence"], expected["confidence"][name], atol=1e-5)
+    model.save(tmp_path / "again")
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["format"] == MODEL.format
+    again = Encoder.load(tmp_path / "again").get_latent_representation(cells, key_added=None)
+    np.testing.assert_array_equal(again, embedding)
+
+
+def test_an_adapter_is_saved_in_the_present_format(tmp_path: Path) -> None:
+    adapted(FOLDERS[0]).save_adapter(tmp_path / "adapter")
+    content = json.loads((tmp_path / "adapter" / "adapter.json").read_text())
+    assert content["format"] == ADAPTER.format
+    base = Encoder.load(FOLDERS[0] / "base")
+    Encoder.load_adapter(base, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+    with pytest.raises(ModelFileError, match=r"adapter\.json' is corrupted: its content does not fit the checksum"):
+        Encoder.load_adapter(base, tmp_path / "adapter")
+
+
+# ---- the description
+
+
+def test_figures_that_are_no_numbers(tmp_path: Path) -> None:
+    """Format 1 wrote them as Python does; now they are standard JSON. Keys that are numbers become text, as before."""
+    odd = {"history": {"loss": [1.5, math.nan, math.inf, -math.inf]}, "of": {10: "a", 9: ("b",)}}
+    (tmp_path / "config.json").write_text(sealed(MODEL, odd))
+    parse_json((tmp_path / "config.json").read_bytes())
+    found = read_description(MODEL, tmp_path / "config.json")
+    assert found["of"] == {"10": "a", "9": ["b"]}
+    np.testing.assert_array_equal(found["history"]["loss"], odd["history"]["loss"])
+    first = {"format": 1, "scforge_version": "0.1", "history": odd["history"]}
+    (tmp_path / "config.json").write_text(json.dumps(first))
+    np.testing.assert_array_equal(
+        read_description(MODEL, tmp_path / "config.json")["history"]["loss"], odd["history"]["loss"]
+    )
+
+
+def test_the_checksum_is_of_the_content(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(sealed(MODEL, {"seed": 1, "a": {"b": 0.1, "c": None}}))
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(dict(reversed(content.items()))))
+    assert read_description(MODEL, path)["a"] == {"b": 0.1, "c": None}
+    path.write_text(json.dumps(content | {"seed": 2}))
+    with pytest.raises(ModelFileError, match="does not fit the checksum"):
+        read_description(MODEL, path)
+
+
+def test_a_later_format(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(sealed(replace(MODEL, format=9), {}))
+    with pytest.raises(ModelFileError, match=r"the model '.*' has format 9 .* update scforge\.$"):
+        read_description(MODEL, tmp_path / "config.json")
+
+
+# ---- what does not fit
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Callable[[str], Path]:
+    """Return a function that copies a fixture to where it can be changed."""
+
+    def folder(name: str) -> Path:
+        return Path(shutil.copytree(FOLDERS[0] / name, tmp_path / name))
+
+    return folder
+
+
+def say(path: Path, part: str, **changes: object) -> None:
+    content = json.loads(path.read_text())
+    content[part] |= changes
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "differs"),
+    [
+        ("plain", {"hidden_dim": 16}, "hidden_dim=16, and the weights are of hidden_dim=8"),
+        ("plain", {"num_layers": 3}, r"num_layers=3, and the weights are of num_layers=\d"),
+        ("plain", {"latent_dim": 5}, "latent_dim=5, and the weights are of latent_dim=4"),
+        ("base", {"num_layers": 4}, "num_layers=4, and the weights are of num_layers=1"),
+        ("base", {"ffn_dim": 24}, "ffn_dim=24, and the weights are of ffn_dim=8"),
+        ("base", {"use_expression_values": False}, "use_expression_values=False, and the weights are of .*=True"),
+        ("tuned", {"hidden_dim": 16}, "hidden_dim=16, and the weights are of hidden_dim=8"),
+    ],
+)
+def test_the_option_that_differs(folder: Callable[[str], Path], name: str, change: dict, differs: str) -> None:
+    path = folder(name)
+    say(path / "config.json", "architecture", **change)
+    with pytest.raises(
+        ModelFileError, match=rf"do not fit the architecture in its config: .*; the config says {differs}"
+    ):
+        Encoder.load(path)
+
+
+def test_several_options_differ(folder: Callable[[str], Path]) -> None:
+    path = folder("base")
+    say(path / "config.json", "architecture", num_layers=2, ffn_dim=16)
+    with pytest.raises(ModelFileError, match=r"missing '.*; '.*' is \(8, 8\) instead of \(16, 8\)") as caught:
+        Encoder.load(path)
+    assert "the config says" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lora": {"r": 3}}, r"do not fit their description: '.*lora_A.* is \(2, 8\) instead of \(3, 8\)"),
+        ({"lora": {"r": 10**9}}, "the config claims r=1000000000"),
+        ({"lora": None}, "is of no adapters"),
+        ({"n_latent": 10**5}, "do not fit their description"),
+        ({"task": {"name": "annotation", "classes": 3}}, "describes no model that can be made"),
+        ({"base": []}, "was trained on another base model"),
+        ({"base": None}, "was trained on another base model"),
+    ],
+)
+def test_an_adapter_that_does_not_fit(folder: Callable[[str], Path], change: dict, message: str) -> None:
+    path = folder("adapter")
+    if isinstance(change.get("lora"), dict):
+        change = {"lora": json.loads((path / "adapter.json").read_text())["tuning"]["lora"] | change["lora"]}
+    say(path / "adapter.json", "tuning", **change)
+    with pytest.raises(ModelFileError, match=message):
+        Encoder.load_adapter(Encoder.load(FOLDERS[0] / "base"), path)
+
+
+def test_an_adapter_of_a_task_that_is_not_registered(folder: Callable[[str], Path]) -> None:
+    path = folder("adapter")
+    say(path / "adapter.json", "tuning", task={"name": "somebodys_task"})
+    with pytest.raises(OptionError, match="task='somebodys_task' is not known"):
+        Encoder.load_adapter(Encoder.load(FOLDERS[0] / "base"), path)
+
+
+def test_files_of_the_cache_of_the_hub(tmp_path: Path) -> None:
+    """There each file is a link to a place beside; another cache is no such place."""
+    blobs, snapshot = tmp_path / "cache" / "blobs", tmp_path / "cache" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    shutil.copytree(FOLDERS[0] / "plain", blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    Encoder.load(snapshot)
+    blobs.rename(tmp_path / "blobs")
+    for path in snapshot.iterdir():
+        path.unlink()
+        path.symlink_to(f"../../../blobs/{path.name}")
+    with pytest.raises(ModelFileError, match="is a link out of its folder"):
+        Encoder.load(snapshot)
+
+
+@pytest.mark.parametrize("architecture", list_models())
+def test_every_architecture_is_checked_before_it_takes_memory(
+    architecture: str, tiny_adata: ad.AnnData, tmp_path
+) -> None:
+    Encoder.setup_anndata(tiny_adata)
+    small = {"hidden_dim": 8, "num_layers": 1}
+    Encoder(tiny_adata, architecture, n_top_genes=20, **small).save(tmp_path / "model")
+    Encoder.load(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    content = read_description(MODEL, path)
+    width = next(name for name in ("encoder_dim", "hidden_dim") if name in content["architecture"])
+    content["architecture"][width] = 2**20
+    path.write_text(sealed(MODEL, content))
+    with pytest.raises(ModelFileError, match="do not fit the architecture in its config"):
+        Encoder.load(tmp_path / "model")
