@@ -45,7 +45,7 @@ def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str
         ``r`` (rank, 8), ``alpha`` (16; outputs are scaled by alpha / r), ``dropout`` (0), ``targets`` (names of linear
         layers, or of sums of gene embeddings, or ends of names; None takes the linear layers of all transformer
         layers, or both of an architecture without any), ``use_dora`` (also learn the norms of weights, Liu et al.
-        2024). Sums of gene embeddings, whose table is large, have half the rank.
+        2024). Sums of gene embeddings, whose table is large, have three eighths of the rank.
 
     Returns
     -------
@@ -110,7 +110,7 @@ def inject_lora(encoder: nn.Module, options: Mapping[str, Any]) -> None:
     from scforge.finetuning.lora_bag import LoraBag
 
     bags = [name for name in options["targets"] if _is_bag(encoder.get_submodule(name))]
-    halved = max(1, options["r"] // 2)
+    few = max(1, 3 * options["r"] // 8)
     config = LoraConfig(
         r=options["r"],
         lora_alpha=options["alpha"],
@@ -118,8 +118,8 @@ def inject_lora(encoder: nn.Module, options: Mapping[str, Any]) -> None:
         target_modules=list(options["targets"]),
         use_dora=options["use_dora"],
         bias="none",
-        rank_pattern=dict.fromkeys(bags, halved),
-        alpha_pattern=dict.fromkeys(bags, options["alpha"] * halved / options["r"]),
+        rank_pattern=dict.fromkeys(bags, few),
+        alpha_pattern=dict.fromkeys(bags, options["alpha"] * few / options["r"]),
     )
     config._register_custom_module({nn.EmbeddingBag: LoraBag})
     inject_adapter_in_model(config, encoder, adapter_name=_NAME)
