@@ -20,6 +20,7 @@ ROOMS = [
     "errors",
     "estimators",
     "eval",
+    "foreign",
     "insilico",
     "models",
     "pl",

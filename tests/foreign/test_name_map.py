@@ -1,0 +1,148 @@
+"""Name maps by themselves, and a family that somebody else registers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import anndata as ad
+import pytest
+import torch
+
+from scforge.data import GeneVocab
+from scforge.errors import MissingFileError, ModelFileError, OptionError
+from scforge.estimators import Encoder
+from scforge.foreign import (
+    AsIs,
+    FoldedRow,
+    Foreign,
+    LeftOut,
+    NameMap,
+    RowsInOrder,
+    Rule,
+    Stacked,
+    Transposed,
+    list_families,
+    read_checkpoint,
+    register_family,
+)
+from scforge.foreign.base import FAMILIES
+from scforge.foreign.reading import read_weights
+from scforge.models import TransformerEncoder
+
+
+@pytest.mark.parametrize(
+    ("transform", "shapes"),
+    [
+        (AsIs(), [(3, 4)]),
+        (Transposed(), [(3, 4)]),
+        (Stacked(3), [(2, 4)] * 3),
+        (RowsInOrder((2, 0, 1)), [(3, 4)]),
+    ],
+)
+def test_transforms_there_and_back(transform, shapes) -> None:
+    parts = [torch.randn(shape) for shape in shapes]
+    again = transform.split(transform.join(parts))
+    assert len(again) == len(parts)
+    assert all(torch.equal(one, two) for one, two in zip(again, parts, strict=True))
+
+
+def test_rows() -> None:
+    table = torch.arange(6.0).reshape(3, 2)
+    ours = RowsInOrder((2, -1, 0, 1)).join([table])
+    assert ours.tolist() == [[4, 5], [0, 0], [0, 1], [2, 3]]
+    assert torch.equal(RowsInOrder((2, -1, 0, 1)).split(ours)[0], table)
+    with pytest.raises(ModelFileError, match="the vocabulary has 2 tokens of the checkpoint but its table 3 rows"):
+        RowsInOrder((1, 0)).join([table])
+    folded = FoldedRow().join([table, torch.tensor([[10.0, 20.0], [7.0, 7.0]])])
+    assert folded.tolist() == [[10, 21], [12, 23], [14, 25]]
+    assert FoldedRow(2).split(folded)[1].tolist() == [[0, 0], [0, 0]]
+
+
+NAMES = NameMap(
+    "Tiny",
+    (Rule("layer.{i}.{p}", "layers.{i}.{p}"), Rule(("a", "b"), "ab", Stacked(2))),
+    (LeftOut("old.*", "an optimiser's"),),
+)
+
+
+def test_layers_of_two_digits_and_left_out() -> None:
+    theirs = {f"layer.{i}.bias": torch.full((1,), float(i)) for i in (0, 1, 12)}
+    theirs |= {"a": torch.zeros(1), "b": torch.ones(1), "old.step": torch.tensor(3)}
+    ours = NAMES.convert(
+        theirs, {f"layers.{i}.bias": torch.Size([1]) for i in (0, 1, 12)} | {"ab": torch.Size([2])}, where="x"
+    )
+    assert {name: weight.tolist() for name, weight in ours.items()} == {
+        "layers.0.bias": [0.0],
+        "layers.1.bias": [1.0],
+        "layers.12.bias": [12.0],
+        "ab": [0.0, 1.0],
+    }
+    assert set(NAMES.invert(ours)) == set(theirs) - {"old.step"}
+    with pytest.raises(ModelFileError, match="the weight 'head' has no name in a checkpoint of Tiny"):
+        NAMES.invert({"head": torch.ones(1)})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "message"),
+    [
+        ({"a": [1.0]}, "x lacks 'b', which goes with 'a' in a checkpoint of Tiny"),
+        ({"b": [1.0]}, "x lacks 'a', which goes with 'b' in a checkpoint of Tiny"),
+        ({}, "x lacks 'a', so that 'ab' would be random; give a checkpoint with these weights"),
+        ({"a": [1.0], "b": [1.0, 2.0]}, r"x has 'a' in the shape \(3,\), but its config and vocabulary make it \(2,\)"),
+        ({"a": [1.0], "b": [1.0], "layer.x.bias": [1.0]}, "does not know: 'layer.x.bias'"),
+    ],
+)
+def test_what_does_not_fit(theirs: dict, message: str) -> None:
+    with pytest.raises(ModelFileError, match=message):
+        NAMES.convert({n: torch.tensor(v) for n, v in theirs.items()}, {"ab": torch.Size([2])}, where="x")
+
+
+OPTIONS = {"hidden_dim": 4, "num_layers": 1, "num_heads": 2, "use_expression_values": False, "tie_head": True}
+
+
+def test_a_family_of_somebody_else(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+    vocab = GeneVocab.from_adata(tiny_adata)
+    module = TransformerEncoder(len(vocab), max_seq_len=85, pooling="mean", **OPTIONS)
+    turned = [name for name in module.state_dict() if "ffn_in.weight" in name]
+    weights = {f"net.{name}": w.T if name in turned else w for name, w in module.state_dict().items()}
+    torch.save(weights, tmp_path / "mine.bin")
+
+    @register_family("mine")
+    class Mine:
+        def recognises(self, source: Path) -> bool:
+            return source.suffix == ".bin"
+
+        def read(self, source: Path, *, pooling: str = "mean") -> Foreign:
+            rules = [Rule(f"net.{name}", name) for name in module.state_dict() if name not in turned]
+            rules += [Rule(f"net.{name}", name, Transposed()) for name in turned]
+            options = {"name": "transformer_encoder", "max_seq_len": 85, "pooling": pooling, **OPTIONS}
+            tokenizer = {"name": "rank_value", "max_len": 85, "use_medians": False}
+            objective = {"name": "masked_gene_prediction"}
+            names = NameMap("Mine", tuple(rules))
+            return Foreign("mine", None, options, tokenizer, objective, vocab, names, read_weights(source), str(source))
+
+    try:
+        assert "mine" in list_families()
+        model = Encoder.from_checkpoint(tmp_path / "mine.bin")
+        for name, weight in module.state_dict().items():
+            assert torch.equal(weight, model.module.state_dict()[name]), name
+        assert model.get_latent_representation(tiny_adata).shape == (60, 4)
+        with pytest.raises(OptionError, match="option 'poling' is not one of 'mine'; did you mean 'pooling'?"):
+            read_checkpoint(tmp_path / "mine.bin", poling="cls")
+    finally:
+        FAMILIES._entries.pop("mine")
+
+
+@pytest.mark.parametrize(
+    ("source", "family", "error", "message"),
+    [
+        ("nowhere", None, MissingFileError, "the checkpoint 'nowhere' does not exist"),
+        (".", None, OptionError, "is of no known family .known: 'geneformer', 'scfoundation', 'scgpt'"),
+        (".", "genformer", OptionError, "family='genformer' is not known; did you mean 'geneformer'?"),
+        (3, None, OptionError, "source=3 is not the path of a checkpoint"),
+    ],
+)
+def test_what_is_no_checkpoint(source, family, error, message, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=message):
+        read_checkpoint(source, family)

@@ -1,0 +1,142 @@
+"""Files of others: what they hold is read, and nothing that they bring is run."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections import OrderedDict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from scforge.errors import MissingFileError, ModelFileError
+from scforge.foreign.reading import read_dictionary, read_json, read_torch, read_weights
+
+RAN: list[str] = []
+
+
+def run_something(what: str) -> str:
+    """What a hostile file wants to run."""
+    RAN.append(what)
+    return what
+
+
+class Hostile:
+    def __reduce__(self):
+        return run_something, ("something",)
+
+
+@pytest.fixture(autouse=True)
+def nothing_ran():
+    RAN.clear()
+    yield
+    assert not RAN
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"A": 1, "B": 2.5, "C": "ENSG00000000003", "<pad>": 0},
+        {"A": np.int16(7), "B": np.float64(0.1), "C": np.float32(0.1), "D": np.int64(-3)},
+        OrderedDict(A=np.dtype(">i4").type(5)),
+    ],
+)
+def test_dictionaries(content: dict, protocol: int, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.pkl"
+    path.write_bytes(pickle.dumps(content, protocol=protocol))
+    found = read_dictionary(path)
+    assert found == content
+    assert {type(value) for value in found.values()} <= {int, float, str}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"A": Hostile()},
+        {"A": Path("x")},
+        {"A": np.arange(3)},
+        {"A": np.array([None], dtype=object)},
+        {"A": torch.ones(1)},
+        {"A": print},
+        {"A": eval},
+        {"A": np.datetime64("2020-01-01")},
+        {1: 2},
+        ["A", "B"],
+    ],
+)
+def test_pickle_files_of_anything_else(content, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.pkl"
+    path.write_bytes(pickle.dumps(content))
+    with pytest.raises(
+        ModelFileError, match=r"wants to run .*, so it is not opened|holds no dictionary|it holds value"
+    ) as error:
+        read_dictionary(path)
+    assert "\n" not in str(error.value)
+
+
+GOOD = pickle.dumps({f"gene{i}": np.float64(i) for i in range(50)})
+
+
+@pytest.mark.parametrize("place", range(0, len(GOOD), 37))
+def test_damaged_pickle_files(place: int, tmp_path: Path) -> None:
+    path = tmp_path / "tokens.pkl"
+    for content in (GOOD[:place], GOOD[:place] + bytes([GOOD[place] ^ 255]) + GOOD[place + 1 :]):
+        path.write_bytes(content)
+        try:
+            found = read_dictionary(path)
+        except ModelFileError:
+            continue
+        assert set(map(type, found.values())) <= {int, float, str}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\x80", b"[" * 100_000, b"\xff\xfe"])
+def test_no_json(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(ModelFileError, match="is no JSON file"):
+        read_json(tmp_path / "x.json")
+    with pytest.raises(MissingFileError, match="does not exist"):
+        read_json(tmp_path / "y.json")
+    (tmp_path / "z.json").write_text(json.dumps({"A": 1}))
+    assert read_dictionary(tmp_path / "z.json") == {"A": 1}
+
+
+def test_weights(tmp_path: Path) -> None:
+    weights = {"a": torch.randn(3), "b": torch.randn(2, 2)}
+    torch.save(weights, tmp_path / "new.pt")
+    torch.save(weights, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    save_file(weights, tmp_path / "w.safetensors")
+    for name in ("new.pt", "old.pt", "w.safetensors"):
+        found = read_weights(tmp_path / name)
+        assert set(found) == set(weights)
+        assert all(torch.equal(found[key], weights[key]) for key in weights)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_torch_files_that_would_run_something(new: bool, tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(1), "b": Hostile()}, tmp_path / "x.pt", _use_new_zipfile_serialization=new)
+    with pytest.raises(
+        ModelFileError, match="holds more than tensors, which could run code, so it is not opened"
+    ) as error:
+        read_weights(tmp_path / "x.pt")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"nothing", b"PK\x03\x04 half", pickle.dumps({"a": 1}, protocol=2)[:-3], b"\x80\x02}"]
+)
+def test_no_torch_files(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "x.pt").write_bytes(content)
+    with pytest.raises(ModelFileError):
+        read_weights(tmp_path / "x.pt")
+    (tmp_path / "x.safetensors").write_bytes(content)
+    with pytest.raises(ModelFileError, match="is no safetensors file"):
+        read_weights(tmp_path / "x.safetensors")
+
+
+def test_a_missing_torch_file(tmp_path: Path) -> None:
+    with pytest.raises(MissingFileError, match="the checkpoint .*x.pt' does not exist"):
+        read_torch(tmp_path / "x.pt")
