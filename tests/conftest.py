@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
 import numpy as np
@@ -90,6 +93,35 @@ def told(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]
         return shown.err.strip()
 
     return told
+
+
+@pytest.fixture(scope="session")
+def hub_server() -> Any:
+    """The module of the hub on this machine, tests/hub/hub_server.py."""
+    spec = importlib.util.spec_from_file_location("hub_server", Path(__file__).parent / "hub" / "hub_server.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["hub_server"] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def hub(hub_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A hub on this machine, and a cache of its own; who sends owns all repositories."""
+    from huggingface_hub import constants
+
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "SCFORGE_MODELS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub-cache"))
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # another protocol, for large files
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)  # it asks the real hub
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
+    with hub_server.serve() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", hub_server.WRITER)
+        yield hub
+    assert not hub.errors
 
 
 @pytest.fixture(scope="session")

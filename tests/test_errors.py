@@ -14,6 +14,7 @@ from scforge.errors import did_you_mean, listing
         ("ConfigError", ValueError),
         ("DataError", ValueError),
         ("GeneMismatchError", ValueError),
+        ("HubError", OSError),
         ("OptionError", ValueError),
         ("MissingFileError", FileNotFoundError),
         ("ModelFileError", ValueError),

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from scforge._version import __version__
 from scforge.cli_foreign import add_convert_checkpoint
+from scforge.cli_sharing import add_pull, add_push
 from scforge.cli_tasks import add_evaluate, add_finetune, add_predict
 from scforge.errors import ConfigError, OptionError, ScforgeError, ScforgeWarning
 
@@ -202,7 +203,9 @@ def _parser() -> _Parser:
 
     embed = commands.add_parser("embed", help="embed cells with a trained model; killed, it goes on where it was")
     embed.add_argument("source", metavar="STORE_OR_H5AD", help="store, h5ad, AnnData-zarr, pattern or URL")
-    embed.add_argument("-m", "--model", required=True, metavar="DIR", help="folder of a model")
+    embed.add_argument(
+        "-m", "--model", required=True, metavar="MODEL", help="its folder, org/name on the hub, or scforge://name"
+    )
     embed.add_argument("-o", "--output", required=True, metavar="FILE", help="AnnData to write: out.zarr or out.h5ad")
     embed.add_argument("--key", default="X_scforge", metavar="KEY", help="key in obsm (%(default)s)")
     embed.add_argument("--batch-size", type=int, default=256, metavar="N", help="cells at once (%(default)s)")
@@ -216,6 +219,9 @@ def _parser() -> _Parser:
     add_finetune(commands.add_parser("finetune", help="train a copy of a model for a task, e.g. annotation"))
     add_predict(commands.add_parser("predict", help="predict cells with a fine-tuned model"))
     add_evaluate(commands.add_parser("evaluate", help="score the predictions of a fine-tuned model, beside baselines"))
+
+    add_push(commands.add_parser("push", help="send a model to the hub"))
+    add_pull(commands.add_parser("pull", help="fetch a model, by its name on the hub or in the registry"))
 
     inspect = commands.add_parser("inspect", help="show what an h5ad file or a store holds, and which vocabulary fits")
     inspect.add_argument("file", metavar="FILE", help="h5ad file of any size, or a store")

@@ -114,7 +114,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 def add_finetune(command: argparse.ArgumentParser) -> None:
     """Add the flags of ``scforge finetune``."""
     command.add_argument("--config", metavar="FILE", help="YAML file with a section finetune; flags count more")
-    command.add_argument("--base-model", metavar="DIR", help="folder of the model to fine-tune")
+    command.add_argument(
+        "--base-model", metavar="MODEL", help="the model to fine-tune: folder, org/name or scforge://name"
+    )
     command.add_argument("--data", metavar="FILE", help="h5ad file, or a store")
     command.add_argument("--task", metavar="NAME", help="annotation, integration, perturbation, regression, ...")
     command.add_argument("--labels-key", metavar="COLUMN", help="column of obs with the labels")
@@ -147,7 +149,9 @@ def add_finetune(command: argparse.ArgumentParser) -> None:
 def add_predict(command: argparse.ArgumentParser) -> None:
     """Add the flags of ``scforge predict``."""
     command.add_argument("source", metavar="FILE", help="h5ad file, store, pattern or URL")
-    command.add_argument("-m", "--model", required=True, metavar="DIR", help="folder of a fine-tuned model")
+    command.add_argument(
+        "-m", "--model", required=True, metavar="MODEL", help="fine-tuned: folder, org/name or scforge://name"
+    )
     command.add_argument("-o", "--output", required=True, metavar="FILE", help="out.h5ad (the cells) or out.csv")
     command.add_argument("--threshold", type=float, metavar="SHARE", help='less certain cells become "unassigned"')
     command.add_argument(
@@ -168,7 +172,11 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
     command.add_argument("source", nargs="?", metavar="FILE", help="cells: an h5ad file, or a data set, e.g. pbmc3k")
     command.add_argument("--data", metavar="FILE", help="the same")
     command.add_argument(
-        "-m", "--model", required=True, action="append", metavar="DIR", help="folder of a model; again for another row"
+        *("-m", "--model"),
+        required=True,
+        action="append",
+        metavar="MODEL",
+        help="folder, org/name or scforge://name; again for another row",
     )
     command.add_argument("-o", "--output", metavar="PLACE", help="write the figures (out.csv) or a report (a folder)")
     command.add_argument(
@@ -196,7 +204,7 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
         "--baselines", action=argparse.BooleanOptionalAction, default=True, help="beside the model, where possible"
     )
     command.add_argument("--trained-on", metavar="FILE", help="cells of the fine-tuning, if FILE has others")
-    command.add_argument("--base-model", metavar="DIR", help="model before fine-tuning, for its frozen embedding")
+    command.add_argument("--base-model", metavar="MODEL", help="model before fine-tuning, for its frozen embedding")
     command.add_argument("--batch-size", type=int, default=256, metavar="N", help="cells at once (%(default)s)")
     command.add_argument("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if any)")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="seed of baselines (%(default)s)")

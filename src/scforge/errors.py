@@ -13,6 +13,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "GeneMismatchError",
+    "HubError",
     "MissingFileError",
     "ModelFileError",
     "NotTrainedWarning",
@@ -40,6 +41,10 @@ class DataError(ScforgeError, ValueError):
 
 class GeneMismatchError(DataError):
     """The genes of the data do not fit the vocabulary of the model."""
+
+
+class HubError(ScforgeError, OSError):
+    """A hub of models that cannot be reached, or fails."""
 
 
 class OptionError(ScforgeError, ValueError):

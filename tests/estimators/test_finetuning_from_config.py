@@ -147,7 +147,7 @@ def test_columns_of_perturbations_are_found(run: Callable[..., FinetuningResult]
             MissingFileError,
             "base_model='none' .--base-model. does not exist; ",
         ),
-        ("finetune.base_model=hub://geneformer", MissingFileError, "is the name of a model elsewhere, and none are"),
+        ("finetune.base_model=hub://geneformer", MissingFileError, "is a URL; give the folder of a model"),
         ("finetune.base_model=cells.h5ad", MissingFileError, "is a file; give the folder of a model"),
         ("finetune.base_model=.", MissingFileError, "holds no model; give the folder of one"),
         ("finetune.task=anotation", OptionError, "task='anotation' is not known; did you mean 'annotation'"),

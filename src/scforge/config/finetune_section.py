@@ -65,7 +65,7 @@ class FinetuneConfig(OpenSection):
     Parameters
     ----------
     base_model
-        Folder of the model that is fine-tuned.
+        The model that is fine-tuned: its folder, a repository of the hub (``org/name``), or ``scforge://name``.
     task
         Registered name of the task, e.g. ``"annotation"``.
     labels_key, batch_key

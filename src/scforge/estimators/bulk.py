@@ -27,9 +27,8 @@ from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, Opti
 from scforge.estimators.base import CellModel
 from scforge.estimators.bulk_files import EmbeddingFiles
 from scforge.estimators.config_data import embedded_adata
-from scforge.estimators.encoder import Encoder
 from scforge.estimators.identity import model_identity, source_identity
-from scforge.estimators.model_folder import check_model_folder
+from scforge.estimators.model_folder import load_named
 from scforge.estimators.placing import device_for, move_to
 from scforge.models.components.gene_vectors import check_filled
 from scforge.training.predict import embed
@@ -210,7 +209,7 @@ def embed_to(
 
 def _load(path: str | os.PathLike[str]) -> CellModel:
     """Load a model; say so if its folder is that of a whole training."""
-    return Encoder.load(check_model_folder(path, f"model={str(path)!r} (--model)"))
+    return load_named(path, f"model={str(path)!r} (--model)")
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from scforge._version import __version__
+from scforge.estimators.card_facts import CardFacts
 from scforge.estimators.spec import ModelSpec
 from scforge.models._utils import count_parameters
 
@@ -14,48 +17,193 @@ if TYPE_CHECKING:
 __all__ = ["described", "model_card", "provenance"]
 
 _SHOWN = 8
+_THIS = "this folder"
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_LICENCES = re.compile(
+    "afl-3.0|agpl-3.0|apache-2.0|artistic-2.0|bigscience-openrail-m|bsd|bsd-2-clause|bsd-3-clause|bsd-3-clause-clear|"
+    "bsl-1.0|c-uda|cc|cc-by-(nc-)?(2.0|2.5|3.0|4.0)|cc-by-(nc-)?(nd|sa)-[34].0|cc0-1.0|ecl-2.0|epl-[12].0|eupl-1.1|gfdl|"
+    "gpl|gpl-[23].0|isc|lgpl|lgpl-2.1|lgpl-3.0|lppl-1.3c|mit|mpl-2.0|ms-pl|ncsa|odbl|odc-by|ofl-1.1|openrail|osl-3.0|"
+    "pddl|postgresql|unlicense|wtfpl|zlib".replace(".", r"\.")
+)
+"""Identifiers that the hub knows; another licence is called ``other`` there, and named beside."""
+
+_PIPELINES = {
+    None: "feature-extraction",
+    "integration": "feature-extraction",
+    "annotation": "tabular-classification",
+    "multi_label": "tabular-classification",
+    "regression": "tabular-regression",
+}
+"""Task to what the hub calls such models; for other tasks it has no word."""
+
+_NO_LICENCE = "None is stated, so nobody but the authors may use it freely."
+
 _CARD = """---
-library_name: scforge
-tags: [single-cell, {architecture}]
----
+{front}---
 
-# {architecture}, {parameters:,} parameters
+# {title}
 
-Made with scforge {version}. Trained for {n_epochs} epochs with the objective `{objective}` on tokens of the strategy
-`{tokenizer}` over {n_genes:,} genes ({kind}, {release}).{tuned}
+{summary}
+
+## Use
 
 ```python
 import scforge
 
-model = scforge.models.Encoder.load("this folder")
+model = scforge.models.Encoder.from_pretrained("{name}")
 model.get_latent_representation(adata)  # writes adata.obsm["X_scforge"]{predict}
 ```
+{needs_base}
+## Data
 
-`adata` needs raw counts. Its genes are matched by name with those of `vocab.json`.
+{data}
+
+## Preprocessing
+
+`adata` needs raw counts; nothing else is to be done before. Genes are matched by name with the {n_genes:,} {kind} in
+`vocab.json` (release: {release}), in any order; others are left out, and too few of them are an error. Then the
+tokenizer `{tokenizer}` makes tokens of each cell.
+
+- Its options: {tokenizer_options}
+
+## Training
+
+{trained}.
+
+- Objective: {objective_options}
+- Architecture: {model_options}
+- Last epoch: {figures}
+
+## Figures
+
+{figures_table}
+
+## Limits
+
+- The embedding of cells of another species, tissue or technology than those of the training can mean little. Compare
+  with simple baselines on your own cells: `model.evaluate(adata)`.
+- It is made for research; no figure here says that it is fit for diagnosis or treatment.
+{limits}
+## Licence
+
+{licence}
+
+## Citation
+
+{citation}
 """
 
 
-def model_card(spec: ModelSpec, n_epochs: int, parameters: int) -> str:
-    """Return the text of ``README.md`` in a model folder."""
-    tuned = predict = ""
-    if spec.tuning is not None:
-        how = "" if spec.tuning.lora is None else f" with low-rank adapters (r={spec.tuning.lora['r']})"
-        before = spec.tuning.base.get("n_epochs", 0)
-        tuned = f"\nThose epochs fine-tuned it for the task `{spec.tuning.task}`{how}, after {before} of pretraining."
+def model_card(
+    spec: ModelSpec,
+    *,
+    n_epochs: int,
+    parameters: int,
+    last_figures: Mapping[str, float] | None = None,
+    facts: CardFacts | None = None,
+    name: str | None = None,
+    is_adapter: bool = False,
+) -> str:
+    """Return the text of ``README.md`` in a model folder: front matter that hubs read, and words for people.
+
+    Parameters
+    ----------
+    spec
+        What the model is made of.
+    n_epochs, parameters
+        Epochs that it was trained for, and number of its weights (of adapters and head where these are alone).
+    last_figures
+        Losses of the last epoch.
+    facts
+        What somebody has told of the model.
+    name
+        How others load it; None for "this folder".
+    is_adapter
+        Whether the folder has the adapters alone.
+    """
+    facts = CardFacts() if facts is None else facts
+    tuning, base = spec.tuning, facts.base
+    before = n_epochs if tuning is None else tuning.base.get("n_epochs", 0)
+    trained = f"{_epochs(before)} of the objective `{spec.objective}` on the architecture `{spec.architecture}`"
+    predict = needs_base = ""
+    if tuning is not None:
+        lora = "" if tuning.lora is None else f", with low-rank adapters (r={tuning.lora['r']})"
+        of = "" if base is None else f" (`{base.name}`" + (f" at `{base.revision}`)" if base.revision else ")")
+        trained += f"{of}, then {_epochs(n_epochs)} of the task `{tuning.task}`{lora}"
         predict = "\nmodel.predict(adata)"
+    if is_adapter:
+        needs_base = (
+            "\nThis repository has adapters and a head only. The model that they sit on is loaded with them"
+            + ("" if base is None else f", from `{base.name}`")
+            + "; `base=` takes another place of the same weights.\n"
+        )
+    what = "Adapters for a single-cell model" if is_adapter else "A single-cell model"
+    losses = {key: value for key, value in (last_figures or {}).items() if "loss" in key}
+    shown = _shown(losses, "{:.4g}")
     return _CARD.format(
-        tuned=tuned,
+        front=_front_matter(spec, facts, name, is_adapter=is_adapter),
+        title=_THIS.capitalize() if name is None else name.rpartition("/")[2],
+        summary=f"{what} ({spec.architecture}, {parameters:,} parameters), made with scforge {__version__}.",
+        name=_THIS if name is None else name,
         predict=predict,
-        architecture=spec.architecture,
-        parameters=parameters,
-        version=__version__,
-        n_epochs=n_epochs,
-        objective=spec.objective,
-        tokenizer=spec.tokenizer,
+        needs_base=needs_base,
+        data=", ".join(facts.data) if facts.data else "Nobody has stated what it was trained on.",
         n_genes=spec.vocab.n_genes,
         kind=spec.vocab.kind,
         release=spec.vocab.release,
+        tokenizer=spec.tokenizer,
+        tokenizer_options=_shown(spec.tokenizer_options),
+        figures=shown or "not known",
+        objective_options=_shown(spec.objective_options) or "no options",
+        model_options=_shown(spec.model_options),
+        trained=trained,
+        figures_table=facts.table or "Nobody has stated any. Figures without baselines beside them would say little.",
+        limits="" if n_epochs else "- It is not trained: its weights are random.\n",
+        licence=f"{facts.licence}." if facts.licence else _NO_LICENCE,
+        citation=facts.citation or "None is stated.",
     )
+
+
+def _epochs(n_epochs: int) -> str:
+    return f"{n_epochs} epoch{'' if n_epochs == 1 else 's'}"
+
+
+def _front_matter(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_adapter: bool) -> str:
+    from huggingface_hub import EvalResult, ModelCardData
+
+    task = None if spec.tuning is None else spec.tuning.task
+    licence: dict[str, Any] = {}
+    if facts.licence is not None:
+        known = _LICENCES.fullmatch(facts.licence.lower()) is not None
+        licence = {"license": facts.licence.lower()} if known else {"license": "other", "license_name": facts.licence}
+    data = facts.data[0] if facts.data else "not stated"
+    results = [
+        EvalResult(
+            task_type=score.benchmark or task or "embedding",
+            dataset_type=re.sub(r"[^a-z0-9/]+", "-", data.lower()).strip("-"),
+            dataset_name=data,
+            metric_type=score.metric,
+            # The hub has no place for baselines; without them the figure would stand alone.
+            metric_name=score.metric + (f" (beside {_shown(score.beside, '{:.3f}')})" if score.beside else ""),
+            metric_value=score.value,
+        )
+        for score in facts.scores
+    ]
+    on_hub = facts.base is not None and _REPO.fullmatch(facts.base.name or "") is not None
+    more: dict[str, Any] = {}
+    if on_hub and facts.base is not None:
+        more = {"base_model": facts.base.name, "base_model_relation": "adapter" if is_adapter else "finetune"}
+    found = ModelCardData(
+        library_name="scforge",
+        tags=["single-cell", "biology", spec.architecture, spec.objective, *([] if task is None else [task])],
+        pipeline_tag=_PIPELINES.get(task),
+        datasets=[one for one in facts.data if _REPO.fullmatch(one)] or None,
+        model_name=(name or spec.architecture).rpartition("/")[2] if results else None,
+        eval_results=results or None,
+        **licence,
+        **more,
+    )
+    return found.to_yaml() + "\n"
 
 
 def provenance(spec: ModelSpec, *, n_epochs: int, is_trained: bool) -> dict[str, Any]:
@@ -91,6 +239,8 @@ def described(name: str, spec: ModelSpec, module: nn.Module, *, n_epochs: int | 
     return "\n".join(lines)
 
 
-def _shown(options: dict[str, Any]) -> str:
-    short = {k: f"[{len(v)} items]" if isinstance(v, list) and len(v) > _SHOWN else repr(v) for k, v in options.items()}
-    return ", ".join(f"{name}={value}" for name, value in short.items())
+def _shown(options: Mapping[str, Any], form: str = "{!r}") -> str:
+    def short(value: Any) -> str:
+        return f"[{len(value)} items]" if isinstance(value, list) and len(value) > _SHOWN else form.format(value)
+
+    return ", ".join(f"{name}={short(value)}" for name, value in options.items())

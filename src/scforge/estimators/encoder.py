@@ -22,6 +22,7 @@ from scforge.estimators.foreign_methods import ForeignMethods
 from scforge.estimators.generation import GenerationMethods
 from scforge.estimators.interpretation import InterpretationMethods
 from scforge.estimators.reference import ReferenceMethods
+from scforge.estimators.sharing import SharingMethods
 from scforge.estimators.spec import ModelSpec, named_options
 from scforge.estimators.task_methods import TaskMethods
 from scforge.estimators.training_run import run_training
@@ -48,7 +49,9 @@ _OF_DATA_AND_PLAN = (
 """Arguments of ``train`` that are used up when batches and the plan are made."""
 
 
-class Encoder(TaskMethods, ReferenceMethods, InterpretationMethods, GenerationMethods, ForeignMethods, CellModel):
+class Encoder(
+    TaskMethods, ReferenceMethods, InterpretationMethods, GenerationMethods, SharingMethods, ForeignMethods, CellModel
+):
     """Train an architecture on single cells and embed cells with it.
 
     Parameters

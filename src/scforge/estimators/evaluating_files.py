@@ -14,7 +14,7 @@ from scforge._io import atomic_path, check_folder
 from scforge.errors import OptionError, listing
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.evaluating_subjects import evaluate_models
-from scforge.estimators.model_folder import check_model_folder
+from scforge.estimators.model_folder import is_shared_name, load_named
 from scforge.estimators.placing import device_for, move_to
 from scforge.estimators.predicting import checked_output, in_memory, load_tuned, write
 from scforge.eval.report import Report
@@ -108,8 +108,7 @@ def evaluate_to(
     folders = [model] if isinstance(model, str | os.PathLike) else list(model)
     if not folders:
         raise OptionError("model=[] names no model; name the folder of one.")
-    paths = [check_model_folder(folder, f"model={str(folder)!r} (--model)") for folder in folders]
-    models = dict(zip(_names(paths), (Encoder.load(path) for path in paths), strict=True))
+    models = dict(zip(_names(folders), (_load(folder) for folder in folders), strict=True))
     tuned = [folder for folder, one in zip(folders, models.values(), strict=True) if one.spec.tuning is not None]
     by_task = benchmarks is None and bool(tuned)
     if by_task and len(folders) > 1:
@@ -135,7 +134,7 @@ def evaluate_to(
         return _evaluate_task(folders[0], source, output, baselines=baselines, **common, **chosen)
     if (trained_on := chosen.pop("trained_on")) is not None:
         learned = _learned(trained_on)
-        models = {name: Encoder.load(path, learned) for name, path in zip(models, paths, strict=True)}
+        models = {name: _load(folder, learned) for name, folder in zip(models, folders, strict=True)}
     return _evaluate_embeddings(models, source, output, benchmarks=benchmarks, baselines=baselines, **common, **chosen)
 
 
@@ -163,7 +162,7 @@ def _evaluate_task(
         )
     base = None
     if base_model is not None:
-        base = Encoder.load(check_model_folder(base_model, f"base_model={str(base_model)!r} (--base-model)"))
+        base = load_named(base_model, f"base_model={str(base_model)!r} (--base-model)")
         move_to(base, device_for(device))
     adata = in_memory(source)
     found = tuned.evaluate(
@@ -241,13 +240,18 @@ def _cells_of(source: Folder) -> tuple[AnnData, dict[str, str | None]]:
     return adata, {}
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
-    """Return a name for each model, from its folder; ``"scforge"`` where there is one only."""
-    if len(paths) == 1:
+def _load(model: Folder, adata: AnnData | None = None) -> Encoder:
+    return load_named(model, f"model={str(model)!r} (--model)", adata)
+
+
+def _names(models: Sequence[Folder]) -> list[str]:
+    """Return a name for each model, from that of its folder or repository; ``"scforge"`` where there is one only."""
+    if len(models) == 1:
         return ["scforge"]
-    names = [path.resolve().name for path in paths]
+    places = [Path(model) if is_shared_name(model) else Path(model).resolve() for model in models]
+    names = [place.name for place in places]
     if len(set(names)) < len(names):
-        names = [f"{path.resolve().parent.name}_{path.resolve().name}" for path in paths]
+        names = [f"{place.parent.name}_{place.name}" for place in places]
     if len(set(names)) < len(names):
         raise OptionError(f"model names {listing(names)}, which are the same; give the folders other names.")
     return names

@@ -127,7 +127,8 @@ def described(config: Config) -> str:
         If the task lacks an option that neither the configuration nor the base model has.
     """
     section = finetune_section(config)
-    base, vocab, _ = read_folder(section.base_model)
+    folder = check_model_folder(section.base_model, f"finetune.base_model={section.base_model!r}")
+    base, vocab, _ = read_folder(folder)
     cls = TASKS.get(section.task)
     given = {**base["setup"], **section.user_options(), **columns_of(config)}
     for option in cls.needed_options():

@@ -25,6 +25,7 @@ from scforge.estimators.config_start import best_epoch, check_gpus, check_run, w
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.finetune_check import FOUND_IN_CELLS, columns_of, finetune_section, named_columns
 from scforge.estimators.from_config import outputs_of, train_arguments, training_arguments
+from scforge.estimators.model_folder import load_named
 from scforge.models._utils import count_parameters
 
 if TYPE_CHECKING:
@@ -121,7 +122,8 @@ def finetune_from_config(
     check_run(config, resume=resume, overwrite=overwrite, first=not rank_zero_only.rank)
     check_gpus(config)
     arguments = training_arguments(config, train_arguments(config), resume=resume, overwrite=overwrite)
-    base = Encoder.load(section.base_model)
+    place = config.place_of("finetune.base_model")
+    base = load_named(section.base_model, f"{place}finetune.base_model={section.base_model!r} (--base-model)")
     with placed(config):
         source = open_source(config.data, base.vocab, columns=named_columns(config))
         _set_up(base, source, config)

@@ -15,7 +15,7 @@ from scforge.data.sources import read_h5ad
 from scforge.errors import OptionError
 from scforge.estimators.config_data import embedded_adata
 from scforge.estimators.encoder import Encoder
-from scforge.estimators.model_folder import check_model_folder
+from scforge.estimators.model_folder import load_named
 from scforge.estimators.placing import device_for, move_to
 from scforge.finetuning.base import Task
 
@@ -103,7 +103,7 @@ def predict_to(
 def load_tuned(model: str | os.PathLike[str], device: str, adata: AnnData | None = None) -> Encoder:
     """Load a fine-tuned model, or raise :class:`~scforge.errors.OptionError` if it is none."""
     said = f"model={str(model)!r} (--model)"
-    tuned = Encoder.load(check_model_folder(model, said), adata)
+    tuned = load_named(model, said, adata)
     if tuned.spec.tuning is None:
         raise OptionError(
             f"{said} was not fine-tuned, so it predicts nothing; run scforge finetune --base-model {model} first, or "

@@ -1,0 +1,173 @@
+"""Sending the folder of a model to the hub: one commit, of our files only."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError, listing
+from scforge.hub.client import hub_api, hub_endpoint, is_offline
+from scforge.hub.hub_errors import hub_errors
+from scforge.hub.shared_files import SHARED_FILES, described_kind, kind_of_folder
+
+__all__ = ["SentModel", "send_model", "upload"]
+
+logger = logging.getLogger("scforge")
+
+_MESSAGE = "Upload with scforge"
+_MAIN = "main"
+
+
+@dataclass(frozen=True)
+class SentModel:
+    """What an upload has come to.
+
+    Attributes
+    ----------
+    url
+        Page of the repository, or of the pull request.
+    commit
+        The new commit.
+    """
+
+    url: str
+    commit: str
+
+
+def upload(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    commit_message: str | None = None,
+    create_pr: bool = False,
+) -> str:
+    """Send the folder of a model or an adapter to the hub, as one commit.
+
+    Parameters
+    ----------
+    folder
+        The folder. Files that are not of scforge, such as ``adata.h5ad``, stay here.
+    repo_id
+        Repository, ``"org/name"``; it is made if there is none. Files of scforge that it has and `folder` lacks are
+        removed from it; others stay.
+    private
+        Whether only you and your organisation see it; None leaves it to the hub's settings. It cannot change a
+        repository that exists.
+    token
+        A token that may write; None takes ``HF_TOKEN`` or that of ``hf auth login``.
+    revision
+        Branch to write to, which is made if there is none; None for the main branch.
+    commit_message
+        First line of the commit.
+    create_pr
+        Propose the files in a pull request in place of writing them.
+
+    Returns
+    -------
+    URL of the repository, or of the pull request.
+
+    Raises
+    ------
+    MissingFileError, ModelFileError
+        If `folder` is not there, or holds no model.
+    OptionError
+        If an argument cannot be used, or the token may not write.
+    HubError
+        If the hub cannot be reached, or fails.
+
+    Examples
+    --------
+    >>> upload("my_model", "org/light", private=True)  # doctest: +SKIP
+    """
+    return send_model(
+        Path(folder),
+        repo_id,
+        private=private,
+        token=token,
+        revision=revision,
+        commit_message=commit_message,
+        create_pr=create_pr,
+    ).url
+
+
+def send_model(
+    folder: Path,
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    commit_message: str | None = None,
+    create_pr: bool = False,
+) -> SentModel:
+    """Do what :func:`upload` says."""
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    names = _names_to_send(folder)
+    said = f"repo_id={repo_id!r}"
+    if not isinstance(repo_id, str) or repo_id.count("/") != 1 or "://" in repo_id:
+        raise OptionError(f"{said} is no name of a repository; give it as 'organisation/name'.")
+    if create_pr and revision not in (None, _MAIN):
+        raise OptionError(
+            f"revision={revision!r} and create_pr=True: pull requests go to the main branch; leave one of them out."
+        )
+    if is_offline():
+        raise HubError(f"{said}: nothing can be sent, because HF_HUB_OFFLINE says so; unset it.")
+    api = hub_api(token)
+    with hub_errors(said, repo_id, revision, writing=True):
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        _check_visibility(said, private, bool(api.model_info(repo_id).private))
+        if revision not in (None, _MAIN):
+            api.create_branch(repo_id, branch=str(revision), exist_ok=True)
+        there = {file.rfilename for file in api.model_info(repo_id, revision=revision).siblings or ()}
+        stale = sorted((there & set(SHARED_FILES)) - set(names))
+        added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in names]
+        removed = [CommitOperationDelete(path_in_repo=name) for name in stale]
+        try:
+            done = api.create_commit(
+                repo_id,
+                operations=[*added, *removed],
+                commit_message=commit_message or _MESSAGE,
+                revision=revision,
+                create_pr=create_pr,
+            )
+        except ValueError as error:  # what the hub says of the front matter of a card
+            if type(error) is not ValueError:
+                raise
+            text = " ".join(str(error).split()).rstrip(".")
+            raise OptionError(f"{said}: the hub does not take what was sent ({text}); mend the model card.") from error
+    if stale:
+        logger.info("Removed %s of an earlier model from %s.", listing(stale), repo_id)
+    page = f"{hub_endpoint()}/{repo_id}"
+    if create_pr and done.pr_url is not None:
+        page = str(done.pr_url)
+    elif revision not in (None, _MAIN):
+        page = f"{page}/tree/{revision}"
+    return SentModel(page, done.oid)
+
+
+def _check_visibility(said: str, private: bool | None, is_private: bool) -> None:
+    if private is not None and private != is_private:
+        there = "private" if is_private else "public"
+        raise OptionError(
+            f"{said} exists and is {there}, so private={private} cannot be kept; change it in the settings of the "
+            "repository, or leave private out."
+        )
+
+
+def _names_to_send(folder: Path) -> list[str]:
+    """Return the files of ours in a folder; say which others stay."""
+    if not folder.is_dir():
+        what = "is a file" if folder.exists() else "does not exist"
+        raise MissingFileError(f"folder={str(folder)!r} {what}; give the folder that model.save() wrote.")
+    if kind_of_folder(folder) is None:
+        raise ModelFileError(f"folder={str(folder)!r} holds no {described_kind()}; give the folder of one.")
+    there = sorted(path.name for path in folder.iterdir())
+    if kept := [name for name in there if name not in SHARED_FILES]:
+        logger.info("Not sent, because it is no part of a shared model: %s.", listing(kept))
+    return [name for name in there if name in SHARED_FILES]

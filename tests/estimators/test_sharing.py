@@ -1,0 +1,234 @@
+"""Models on a hub on this machine: what is sent is what comes back, with a card, or adapters with their model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from scforge.errors import MissingFileError, ModelFileError, NotTrainedWarning, OptionError
+from scforge.estimators import Encoder
+from scforge.estimators.model_folder import check_model_folder
+from scforge.eval.report import Report, Row
+
+# huggingface_hub sends large files with an argument that its HTTP client has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
+
+TABLE = pd.DataFrame({"accuracy": [0.9, 0.5], "n_scored": [6, 6]}, index=["scforge", "majority_class"])
+
+
+@pytest.fixture
+def annotator(model: Encoder, quick: dict) -> Encoder:
+    """The small model with adapters for the labels."""
+    return model.finetune("annotation", lora={"r": 2}, **quick)
+
+
+def front_matter(hub, repo_id: str) -> dict:
+    return yaml.safe_load(hub.files(repo_id)["README.md"].decode().split("---\n")[1])
+
+
+def embedding(model: Encoder, adata: ad.AnnData) -> np.ndarray:
+    return model.get_latent_representation(adata, key_added=None)
+
+
+def test_there_and_back(hub, model: Encoder) -> None:
+    assert model.push_to_hub("org/light") == f"{hub.url}/org/light"
+    again = Encoder.from_pretrained("org/light", model.adata)
+    np.testing.assert_array_equal(embedding(again, model.adata), embedding(model, model.adata))
+    assert repr(again) == repr(model)
+    again.push_to_hub("org/copy")
+    files = {name: hub.files("org/light")[name] for name in ("model.safetensors", "vocab.json", "config.json")}
+    assert {name: hub.files("org/copy")[name] for name in files} == files
+
+
+def test_revisions(hub, model: Encoder, quick: dict) -> None:
+    model.push_to_hub("org/light", revision="v1")
+    first = embedding(model, model.adata)
+    model.train(**quick)
+    model.push_to_hub("org/light")
+    np.testing.assert_array_equal(embedding(Encoder.from_pretrained("org/light", revision="v1"), model.adata), first)
+    assert np.abs(embedding(Encoder.from_pretrained("org/light"), model.adata) - first).max() > 0
+
+
+def test_what_was_told_is_on_the_card_and_stays_with_the_model(hub, model: Encoder, tmp_path: Path) -> None:
+    told = {"licence": "Apache-2.0", "data": ["org/cells", "others"], "citation": "Somebody 2026", "metrics": TABLE}
+    model.push_to_hub("org/light", **told)
+    card = hub.files("org/light")["README.md"].decode()
+    front = front_matter(hub, "org/light")
+    assert (front["library_name"], front["license"], front["datasets"]) == ("scforge", "apache-2.0", ["org/cells"])
+    assert {"single-cell", "gene_pooling", "joint_embedding"} <= set(front["tags"])
+    (result,) = front["model-index"][0]["results"]
+    assert result["metrics"] == [
+        {"type": "accuracy", "value": 0.9, "name": "accuracy (beside majority_class=0.500)"},
+    ]
+    for words in ('from_pretrained("org/light")', "| majority_class | 0.5 | 6 |", "Somebody 2026", "org/cells, others"):
+        assert words in card
+    assert "40 gene symbols" in card
+    again = Encoder.from_pretrained("org/light")
+    again.save(tmp_path / "saved")
+    saved = (tmp_path / "saved" / "README.md").read_text()
+    assert saved == card.replace("org/light", "this folder").replace("# light", "# This folder").replace(
+        "name: light", "name: gene_pooling"
+    )
+    again.push_to_hub("org/other", licence="my own")
+    front = front_matter(hub, "org/other")
+    assert (front["license"], front["license_name"], front["datasets"]) == ("other", "my own", ["org/cells"])
+
+
+def test_nothing_told_is_said_so(hub, model: Encoder) -> None:
+    model.push_to_hub("org/light")
+    card = hub.files("org/light")["README.md"].decode()
+    assert not {"license", "datasets", "model-index"} & set(front_matter(hub, "org/light"))
+    assert card.count("None is stated") == 2
+    assert "Nobody has stated what it was trained on." in card
+
+
+def test_figures_of_a_report(hub, model: Encoder) -> None:
+    rows = [Row("scforge", "model", {"f1": 0.9, "b": 0.1}), Row("pca", "baseline", {"f1": 0.8, "b": 0.2})]
+    model.push_to_hub("org/light", metrics=Report("Cells", rows=rows))
+    (result,) = front_matter(hub, "org/light")["model-index"][0]["results"]
+    assert result["metrics"] == [{"type": "f1", "value": 0.9, "name": "f1 (beside pca=0.800)"}]
+    assert "### Cells" in hub.files("org/light")["README.md"].decode()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metrics": TABLE[:1]}, "metrics has no baselines beside the model"),
+        ({"metrics": Report("Cells", rows=[Row("scforge", "model", {"f1": 0.9})])}, "has a model but no baseline"),
+        ({"metrics": {"f1": 1.0}}, r"no table of evaluate\(\)"),
+        ({"licence": " "}, "licence=' ' is no text"),
+        ({"data": []}, r"data=\[\] names no data"),
+        ({"adapter_only": True}, "the model has no adapters|not known where others find"),
+        ({"base": "somewhere"}, "base='somewhere' is no name that others can use"),
+    ],
+)
+def test_what_cannot_be_told(hub, model: Encoder, options: dict, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        model.push_to_hub("org/light", **options)
+    assert not hub.repos
+
+
+def test_a_failed_push_leaves_the_model_as_it_was(hub, model: Encoder, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="does not know the token"):
+        model.push_to_hub("org/light", licence="mit", token="hf_wrong")
+    model.save(tmp_path / "saved")
+    assert "license" not in (tmp_path / "saved" / "README.md").read_text()
+
+
+def test_untrained_models_warn(hub, build) -> None:
+    with pytest.warns(NotTrainedWarning, match="what is sent is random"):
+        build().push_to_hub("org/light")
+    assert "its weights are random" in hub.files("org/light")["README.md"].decode()
+
+
+def test_adapters_bring_their_model(hub, model: Encoder, annotator: Encoder, quick: dict) -> None:
+    with pytest.raises(OptionError, match="not known where others find the model"):
+        annotator.push_to_hub("org/groups", adapter_only=True)
+    model.push_to_hub("org/light")
+    annotator.push_to_hub("org/groups", adapter_only=True, metrics=annotator.evaluate())
+    names = {"adapter.json", "adapter.safetensors", "split.safetensors", "README.md", ".gitattributes"}
+    assert set(hub.files("org/groups")) == names
+    front = front_matter(hub, "org/groups")
+    assert (front["base_model"], front["base_model_relation"]) == ("org/light", "adapter")
+    model.train(**quick)
+    model.push_to_hub("org/light")  # adapters sit on the commit that they were trained on
+    again = Encoder.from_pretrained("org/groups", model.adata)
+    pd.testing.assert_frame_equal(again.predict(model.adata), annotator.predict(model.adata))
+    with pytest.raises(ModelFileError, match="was trained on another base model"):
+        Encoder.from_pretrained("org/groups", base="org/light")
+    again.push_to_hub("org/again", adapter_only=True)
+    assert json.loads(hub.files("org/again")["adapter.json"])["base"]["name"] == "org/light"
+
+
+def test_a_model_that_was_trained_on_is_not_what_was_sent(hub, model: Encoder, quick: dict) -> None:
+    model.push_to_hub("org/light")
+    model.train(**quick)
+    tuned = model.finetune("annotation", lora={"r": 2}, **quick)
+    with pytest.raises(OptionError, match="not known where others find the model"):
+        tuned.push_to_hub("org/groups", adapter_only=True)
+
+
+def test_whole_fine_tuned_models_name_their_base(hub, model: Encoder, annotator: Encoder) -> None:
+    model.push_to_hub("org/light")
+    annotator.push_to_hub("org/groups")
+    front = front_matter(hub, "org/groups")
+    assert (front["base_model"], front["base_model_relation"]) == ("org/light", "finetune")
+    assert front["pipeline_tag"] == "tabular-classification"
+    again = Encoder.from_pretrained("org/groups", model.adata)
+    pd.testing.assert_frame_equal(again.predict(model.adata), annotator.predict(model.adata))
+    assert len(again.evaluate(base=model)) > 1, "the cells that were held out are known again"
+
+
+def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotator: Encoder, tmp_path: Path) -> None:
+    annotator.save_adapter(tmp_path / "before")
+    with pytest.raises(OptionError, match="does not say which model its adapters sit on; name it with base="):
+        Encoder.from_pretrained(tmp_path / "before")
+    model.save(tmp_path / "a" / "base")
+    annotator.save_adapter(tmp_path / "a" / "adapter")
+    (tmp_path / "a").rename(tmp_path / "b")
+    again = Encoder.from_pretrained(tmp_path / "b" / "adapter", model.adata)
+    pd.testing.assert_frame_equal(again.predict(model.adata), annotator.predict(model.adata))
+    shutil.rmtree(tmp_path / "b" / "base")
+    with pytest.raises(MissingFileError, match="is a folder that is not here; name the model with base="):
+        Encoder.from_pretrained(tmp_path / "b" / "adapter")
+    for base in (model, Encoder.from_pretrained(tmp_path / "b" / "adapter", base=model)._base):
+        again = Encoder.from_pretrained(tmp_path / "before", base=base)
+        pd.testing.assert_frame_equal(again.predict(model.adata), annotator.predict(model.adata))
+
+
+def test_adapters_from_the_hub_choose_no_folder_of_this_machine(hub, model, annotator, tmp_path: Path) -> None:
+    from scforge.hub import upload
+
+    model.save(tmp_path / "base")
+    annotator.save_adapter(tmp_path / "adapter")
+    upload(tmp_path / "adapter", "org/groups")
+    with pytest.raises(ModelFileError, match="is a folder of another machine; name the model with base="):
+        Encoder.from_pretrained("org/groups")
+    assert Encoder.from_pretrained("org/groups", base=tmp_path / "base").spec.tuning is not None
+
+
+def test_a_base_has_no_use_for_a_whole_model(model: Encoder, tmp_path: Path) -> None:
+    model.save(tmp_path / "model")
+    with pytest.raises(OptionError, match="base has no use where name_or_folder="):
+        Encoder.from_pretrained(tmp_path / "model", base="org/light")
+
+
+def test_a_pickle_beside_the_weights_is_not_fetched(hub, model: Encoder) -> None:
+    model.push_to_hub("org/light")
+    hub.add_file("org/light", "pytorch_model.bin", b"\x80\x04cos\nsystem\n")
+    again = Encoder.from_pretrained("org/light")
+    np.testing.assert_array_equal(embedding(again, model.adata), embedding(model, model.adata))
+    assert not [path for path in hub.requests if path.endswith(".bin")]
+
+
+def test_damaged_weights_are_refused(hub, model: Encoder) -> None:
+    model.push_to_hub("org/light")
+    hub.add_file("org/light", "model.safetensors", hub.files("org/light")["model.safetensors"][:-4] + b"\0\0\0\1")
+    with pytest.raises(ModelFileError, match="is corrupted"):
+        Encoder.from_pretrained("org/light")
+
+
+@pytest.mark.parametrize("name", ["org/light", "hf://org/light", "scforge://light"])
+def test_commands_take_names_wherever_they_take_folders(hub, model: Encoder, name: str, tmp_path, monkeypatch) -> None:
+    model.push_to_hub("org/light")
+    entry = {"repo_id": "org/light", "revision": "main"}
+    models = {"light": {"description": "Small", "latest": "1", "versions": {"1": entry}}}
+    (tmp_path / "models.json").write_text(json.dumps({"format": 1, "models": models}))
+    monkeypatch.setenv("SCFORGE_MODELS", str(tmp_path / "models.json"))
+    folder = check_model_folder(name, f"model={name!r} (--model)")
+    np.testing.assert_array_equal(embedding(Encoder.load(folder), model.adata), embedding(model, model.adata))
+
+
+@pytest.mark.parametrize("content", [1, {"data": [1]}, {"scores": [{"no": 1}]}, {"base": "x"}, {"base": {"name": 1}}])
+def test_cards_that_cannot_be_read(content: object) -> None:
+    from scforge.estimators.card_facts import CardFacts
+
+    with pytest.raises(ModelFileError, match="copy it again"):
+        CardFacts.from_json(content, source="a folder")

@@ -1,0 +1,200 @@
+"""Names of models: folders, repositories and the registry; what is fetched, what is not, and what is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
+from scforge.hub import resolve, upload
+from scforge.hub.copying import copy_model
+from scforge.hub.finding import is_hub_name
+
+# huggingface_hub sends large files with an argument that its HTTP client has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
+
+MODEL = {
+    "config.json": b"{}",
+    "vocab.json": b"{}",
+    "model.safetensors": b"weights",
+    "README.md": b"---\ntags: []\n---\n",
+}
+PICKLE = b"\x80\x04 never to be fetched"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the files of a model; what is in them, the hub does not look at."""
+    path = tmp_path / "model"
+    path.mkdir()
+    for name, content in MODEL.items():
+        (path / name).write_bytes(content)
+    return path
+
+
+@pytest.fixture
+def repo(hub, folder: Path) -> str:
+    """A repository with that model."""
+    upload(folder, "org/light")
+    return "org/light"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_folder_is_taken_as_it_is(folder: Path) -> None:
+    assert resolve(folder) == folder
+    assert resolve(str(folder)) == folder
+
+
+def test_what_was_sent_is_fetched(hub, repo: str) -> None:
+    assert contents(resolve(repo)) == MODEL
+    hub.requests.clear()
+    assert contents(resolve(f"hf://{repo}")) == MODEL
+    assert hub.requests == ["GET /api/models/org/light"], "what is in the cache is not fetched again"
+
+
+def test_pickles_and_code_are_not_fetched(hub, repo: str, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("pytorch_model.bin", "modeling.py", "data.pkl", "sub/config.json"):
+        hub.add_file(repo, name, PICKLE)
+    with caplog.at_level(logging.INFO, "scforge"):
+        folder = resolve(repo)
+    assert contents(folder) == MODEL
+    assert not [path for path in hub.requests if "resolve" in path and not path.endswith(tuple(MODEL))]
+    assert "'pytorch_model.bin', 'modeling.py', 'data.pkl', which can run code" in caplog.text
+
+
+def test_revisions(hub, repo: str, folder: Path) -> None:
+    first = hub.repos[repo].branches["main"]
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    upload(folder, repo, revision="v2")
+    upload(folder, repo, commit_message="again")
+    for name, weights in {first: b"weights", "v2": b"other weights", "main": b"other weights"}.items():
+        assert contents(resolve(repo, revision=name))["model.safetensors"] == weights
+    assert contents(resolve(f"hf://{repo}@{first}"))["model.safetensors"] == b"weights"
+    assert resolve(repo, revision=first).name == first
+
+
+def test_offline_from_the_cache(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = resolve(repo)
+    hub.requests.clear()
+    assert resolve(repo, local_files_only=True) == fetched
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert resolve(repo) == fetched
+    assert not hub.requests
+    with pytest.raises(MissingFileError, match=r"'org/other' is not in the cache.* fetch it once"):
+        resolve("org/other")
+    with pytest.raises(MissingFileError, match=r"'org/light' at revision 'v9' is not in the cache"):
+        resolve(repo, revision="v9")
+    with pytest.raises(HubError, match="HF_HUB_OFFLINE says so; unset it"):
+        upload(fetched, repo)
+
+
+def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched = resolve(repo)
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.warns(ScforgeWarning, match=r"127\.0\.0\.1:9 does not answer .* from the cache, which may be older"):
+        assert resolve(repo) == fetched
+    with (
+        pytest.warns(ScforgeWarning, match="does not answer"),
+        pytest.raises(MissingFileError, match="is not in the cache"),
+    ):
+        resolve("org/other")
+    with pytest.raises(HubError, match=r"127\.0\.0\.1:9 does not answer .*; check the connection and HF_ENDPOINT"):
+        upload(fetched, repo)
+
+
+def test_a_part_of_a_model_in_the_cache(hub, repo: str) -> None:
+    (resolve(repo) / "vocab.json").unlink()
+    with pytest.raises(MissingFileError, match="'org/light' is not in the cache, or not all of it"):
+        resolve(repo, local_files_only=True)
+    assert contents(resolve(repo)) == MODEL
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("org/nothing", {}, MissingFileError, "there is no repository 'org/nothing' .*check the name, or pass a token"),
+        ("org/light", {"token": "hf_wrong"}, OptionError, "does not know the token .*HF_TOKEN"),
+        ("org/light", {"revision": "v9"}, MissingFileError, "has no revision 'v9'; give a branch"),
+        ("org/secret", {"token": "hf_reader"}, MissingFileError, "or it is private and the token does not open it"),
+        ("org/secret", {"token": False}, MissingFileError, "or it is private"),
+        ("org/asking", {"token": "hf_reader"}, OptionError, "granted on request only; ask for it at http.*/org/asking"),
+        (
+            "org/foreign",
+            {},
+            ModelFileError,
+            "neither a model .*config.json.* nor an adapter .*convert-checkpoint",
+        ),
+        ("hf://org", {}, OptionError, "is no name of a repository; give it as 'hf://org"),
+        ("hf://org/--bad..name", {}, OptionError, "is no name of a repository .*'organisation/name'"),
+        ("hf://org/light@v1", {"revision": "v2"}, OptionError, "revision='v2' is another one; give one of them"),
+        ("nothing", {}, MissingFileError, "name='nothing' does not exist; give the folder of a model, a repository"),
+    ],
+)
+def test_what_cannot_be_had(hub, repo: str, folder: Path, name: str, options: dict, error, message: str) -> None:
+    upload(folder, "org/secret", private=True)
+    upload(folder, "org/asking")
+    hub.repos["org/asking"].gated = True
+    upload(folder, "org/foreign")
+    hub.repos["org/foreign"].commit("main", {"config.json": b"{}", "pytorch_model.bin": PICKLE}, "foreign")
+    with pytest.raises(error, match=message) as caught:
+        resolve(name, **options)
+    assert "\n" not in str(caught.value)
+    assert "hf_" not in str(caught.value).replace("hf_reader", "")
+
+
+def test_private_repositories_open_with_the_right_token(hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    upload(folder, "org/secret", private=True)
+    monkeypatch.delenv("HF_TOKEN")
+    assert contents(resolve("org/secret", token="hf_writer")) == MODEL
+
+
+def test_a_refused_token_does_not_get_what_is_in_the_cache(hub, repo: str) -> None:
+    resolve(repo)
+    with pytest.raises(OptionError, match="does not know the token"):
+        resolve(repo, token="hf_wrong")
+
+
+@pytest.mark.parametrize("status", [500, 404])
+def test_a_hub_that_fails(hub, repo: str, status: int) -> None:
+    hub.status = status
+    with pytest.raises(HubError, match=rf"failed \({status}, the hub is ill\); try again later"):
+        resolve(repo)
+
+
+def test_a_folder_comes_before_the_hub(hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(folder, "org/light")
+    assert is_hub_name("other/light")
+    assert resolve("org/light") == Path("org/light")
+    with pytest.raises(MissingFileError, match="'org/lihgt' does not exist.*hf://org/name where a folder"):
+        resolve("org/lihgt")
+    with pytest.raises(OptionError, match="revision='v1' has no use where name='org/light' is a folder here"):
+        resolve("org/light", revision="v1")
+    assert not hub.requests
+
+
+def test_a_copy_has_files_and_no_links(hub, repo: str, tmp_path: Path) -> None:
+    copied = copy_model(resolve(repo), tmp_path / "copy")
+    assert contents(copied) == MODEL
+    assert not [path for path in copied.iterdir() if path.is_symlink()]
+    with pytest.raises(OptionError, match="exists and is not empty"):
+        copy_model(resolve(repo), copied)
+
+
+def test_names_of_the_registry_lead_to_the_hub(hub, repo: str, tmp_path: Path, monkeypatch) -> None:
+    first = hub.repos[repo].branches["main"]
+    hub.add_file(repo, "README.md", b"later")
+    entry = {"description": "Small", "latest": "1", "versions": {"1": {"repo_id": repo, "revision": first}}}
+    (tmp_path / "models.json").write_text(json.dumps({"format": 1, "models": {"light": entry}}))
+    monkeypatch.setenv("SCFORGE_MODELS", str(tmp_path / "models.json"))
+    assert contents(resolve("scforge://light@1")) == MODEL
+    assert resolve("scforge://light").name == first
+    with pytest.raises(OptionError, match="'scforge://light' has versions, so revision='v1' has no use"):
+        resolve("scforge://light", revision="v1")

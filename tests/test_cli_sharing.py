@@ -1,0 +1,111 @@
+"""``scforge push`` and ``scforge pull``, and commands on models by their names."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+
+from scforge.cli import main
+from scforge.estimators import Encoder
+
+# huggingface_hub sends large files with an argument that its HTTP client has renamed.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
+
+FILES = ["README.md", "config.json", "model.safetensors", "vocab.json"]
+
+
+@pytest.fixture
+def model(folder: Path, tiny_adata: ad.AnnData) -> Encoder:
+    """A small model, saved as ``base``."""
+    Encoder.setup_anndata(tiny_adata, labels_key="group")
+    model = Encoder(tiny_adata, n_top_genes=40, hidden_dim=8, ffn_dim=8, latent_dim=4)
+    model.train(max_epochs=1, batch_size=16, progress_bar=False, accelerator="cpu")
+    model.save("base")
+    return model
+
+
+def test_push_pull_and_embed(hub, model: Encoder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["push", "base", "org/light", "--private", "--message", "first"]) == 0
+    assert capsys.readouterr().out == f"{hub.url}/org/light\n"
+    assert hub.repos["org/light"].private
+    assert hub.files("org/light")["README.md"] == Path("base/README.md").read_bytes()
+    assert main(["pull", "org/light", "-o", "pulled"]) == 0
+    assert capsys.readouterr().out == "pulled\n"
+    assert sorted(path.name for path in Path("pulled").iterdir()) == FILES
+    assert main(["embed", "cells.h5ad", "-m", "org/light", "-o", "out.h5ad", "--quiet"]) == 0
+    expected = model.get_latent_representation(key_added=None)
+    np.testing.assert_allclose(ad.read_h5ad("out.h5ad").obsm["X_scforge"], expected, atol=1e-6)
+
+
+def test_a_new_card(hub, model: Encoder) -> None:
+    pd.DataFrame({"f1": [0.9, 0.5]}, index=["scforge", "majority"]).to_csv("scores.csv")
+    card = ["--licence", "mit", "--data", "PBMC 3k", "more", "--citation", "Us 2026", "--metrics", "scores.csv"]
+    assert main(["push", "base", "org/light", *card]) == 0
+    text = hub.files("org/light")["README.md"].decode()
+    for words in ("license: mit", "PBMC 3k, more", "Us 2026", "| majority | 0.5 |"):
+        assert words in text
+
+
+def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["push", "base", "org/light"]) == 0
+    options = ["--task", "annotation", "--labels-key", "group", "--max-epochs", "1", "--quiet", "finetune.lora={r: 2}"]
+    quick = ["training.accelerator=cpu", "training.batch_size=16"]
+    assert main(["finetune", "--base-model", "org/light", "--data", "cells.h5ad", "-o", "OUT", *options, *quick]) == 0
+    tuned = Encoder.load("OUT/final")
+    tuned.save_adapter("adapter")
+    assert main(["push", "adapter", "org/groups", "--base", "org/light"]) == 0
+    assert main(["predict", "cells.h5ad", "-m", "org/groups", "-o", "labels.csv", "--quiet"]) == 0
+    found = pd.read_csv("labels.csv", index_col=0)["label"]
+    expected = tuned.predict(ad.read_h5ad("cells.h5ad"))["label"].astype(str)
+    assert found.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("push nothing org/light", "DIR='nothing' does not exist; give the folder that model.save"),
+        ("push base org/light --base org/x", "base='org/x' (--base) has no use where DIR='base' is a whole model"),
+        ("push base org/light --metrics no.csv", "metrics='no.csv' (--metrics) does not exist"),
+        ("pull org/nothing", "there is no repository 'org/nothing'"),
+        ("pull scforge://nothing", "'scforge://nothing' is not in the registry; (known: nothing;"),
+        ("embed cells.h5ad -m org/nothing -o out.h5ad", "model='org/nothing' (--model): there is no repository"),
+        ("predict cells.h5ad -m nothing -o out.csv", "model='nothing' (--model) does not exist; give the folder"),
+        ("predict cells.h5ad -m s3://b/model -o out.csv", "model='s3://b/model' (--model) is a URL; give the folder"),
+    ],
+)
+def test_mistakes(hub, model: Encoder, told: Callable[..., str], line: str, message: str) -> None:
+    assert message in told(*line.split())
+    assert not hub.repos
+
+
+def test_a_damaged_folder_is_not_sent(hub, model: Encoder, told: Callable[..., str]) -> None:
+    Path("base/model.safetensors").write_bytes(b"\0" * 100)
+    assert "'base/model.safetensors'" in told("push", "base", "org/light")
+    assert not hub.repos
+
+
+def test_the_environment_alone_says_where_the_hub_is(hub, model: Encoder) -> None:
+    """A process of its own, as somebody starts it: address, token, cache and offline mode by their usual variables."""
+    main(["push", "base", "org/light"])
+    environment = {**os.environ, "HF_HOME": str(Path("home").resolve()), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    script = "from scforge.hub import resolve; print(resolve('org/light'))"
+    fetched = _run(script, environment)
+    assert sorted(path.name for path in Path(fetched).iterdir()) == FILES
+    assert Path(fetched).is_relative_to(Path("home").resolve())
+    hub.requests.clear()
+    assert _run(script, {**environment, "HF_HUB_OFFLINE": "1"}) == fetched
+    assert not hub.requests
+
+
+def _run(script: str, environment: dict[str, str]) -> str:
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=True)
+    return done.stdout.strip()
