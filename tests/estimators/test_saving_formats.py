@@ -5,6 +5,7 @@ The folders of a format were made by the scforge that wrote it, see ``tests/fixt
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import shutil
@@ -21,10 +22,11 @@ from scforge.errors import ModelFileError, OptionError
 from scforge.estimators import Encoder
 from scforge.estimators.folder_formats import ADAPTER, MODEL, read_description, sealed
 from scforge.models import list_models
+from scforge.models.registry import MODELS
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FOLDERS = sorted(FIXTURES.glob("format_*"))
-MODELS = ["plain", "tuned", "base"]
+NAMES = ["plain", "tuned", "base", "adapter"]
 
 
 def expected_of(folder: Path) -> dict:
@@ -53,7 +55,7 @@ def test_there_is_a_folder_of_each_earlier_format() -> None:
     assert size < 60_000 * len(FOLDERS)
 
 
-@pytest.mark.parametrize("name", [*MODELS, "adapter"])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_an_earlier_folder(folder: Path, name: str, tmp_path: Path) -> None:
     """It computes what it did; saved again it is of the present format, and still does."""
@@ -226,4 +228,28 @@ def test_every_architecture_is_checked_before_it_takes_memory(
     content["architecture"][width] = 2**20
     path.write_text(sealed(MODEL, content))
     with pytest.raises(ModelFileError, match="do not fit the architecture in its config"):
+        Encoder.load(tmp_path / "model")
+
+
+def test_an_architecture_that_computes_with_its_weights(
+    custom_architecture: str, tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be made without memory; its weights are compared once it is made."""
+    cls = MODELS.get(custom_architecture)
+    plain = cls.__init__
+
+    @functools.wraps(plain)
+    def init(self, *args, **options) -> None:
+        plain(self, *args, **options)
+        self.total = float(self.head.decoder.weight.sum())
+
+    monkeypatch.setattr(cls, "__init__", init)
+    Encoder.setup_anndata(tiny_adata)
+    Encoder(tiny_adata, custom_architecture, hidden_dim=8).save(tmp_path / "model")
+    Encoder.load(tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    content = read_description(MODEL, path)
+    content["architecture"]["hidden_dim"] = 16
+    path.write_text(sealed(MODEL, content))
+    with pytest.raises(ModelFileError, match=r"do not fit the architecture in its config: .* instead of"):
         Encoder.load(tmp_path / "model")

@@ -1,0 +1,283 @@
+"""The computation of the cell embedding alone, as an ONNX model or a program of ``torch.export``.
+
+Shapes: B cells, S tokens, G genes of the vocabulary, D dimensions of the embedding.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from scipy import sparse
+from torch import nn
+from torch.nn import functional as F
+
+from scforge._checks import check_count
+from scforge._io import atomic_folder, sha256_of
+from scforge._version import __version__
+from scforge.data.cells import CellBlock
+from scforge.errors import ModelFileError, OptionError, ScforgeWarning, first_line, listing
+from scforge.finetuning.adapters import merged
+from scforge.models.components.gene_vectors import GeneVectorBag, check_filled
+
+if TYPE_CHECKING:
+    from scforge.estimators.base import CellModel
+
+__all__ = ["export_model"]
+
+_FORMAT = 1
+_FILES = {"onnx": "model.onnx", "torch": "model.pt2"}
+_NEEDED = ("onnx", "onnxscript")
+_OPSET = 20
+_OUTPUT = "cell_embedding"
+_TOLERANCE = 1e-4
+"""Largest difference from what scforge computes, in units of the largest number of the embedding (at least 1)."""
+_TRACED, _COMPARED = (3, 24), ((1, 1), (2, 7), (5, 0))
+"""Cells and expressed genes of the batch that is traced, and of those that are compared; 0 means as many as fit."""
+
+
+class _Encode(nn.Module):
+    """``encode`` of an architecture as a ``forward`` over these inputs, in this order."""
+
+    def __init__(self, encoder: nn.Module, names: tuple[str, ...]) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.names = names
+
+    def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
+        """Return cell embeddings, shape (B, D)."""
+        return self.encoder.encode(**dict(zip(self.names, tensors, strict=True))).float()
+
+
+class _PlainBag(nn.Module):
+    """The weighted sum of embeddings in the operations that ONNX has; it takes memory of the size B x S x D."""
+
+    def __init__(self, bag: nn.EmbeddingBag | GeneVectorBag) -> None:
+        super().__init__()
+        self.bag = bag
+
+    def forward(self, input_ids: torch.Tensor, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
+        """Sum embeddings with weights, shape (B, D)."""
+        if isinstance(self.bag, GeneVectorBag):
+            embedded = F.embedding(self.bag.row[input_ids], self.bag._table())
+        else:
+            embedded = F.embedding(input_ids, self.bag.weight)
+        if per_sample_weights is None:
+            return embedded.sum(dim=1)
+        return (embedded * per_sample_weights.to(embedded.dtype).unsqueeze(-1)).sum(dim=1)
+
+
+def export_model(
+    model: CellModel, path: str | os.PathLike[str], format: str, *, max_len: int | None, overwrite: bool
+) -> None:
+    """Do what :meth:`scforge.models.Encoder.export` says."""
+    if format not in _FILES:
+        raise OptionError(f"format={format!r} is not known; choose {' or '.join(map(repr, sorted(_FILES)))}.")
+    if format == "onnx" and (missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]):
+        raise OptionError(
+            f"format='onnx' needs {listing(missing)}, which are not installed; pip install 'scforge[onnx]'."
+        )
+    check_filled(model.module)
+    longest = _longest(model, max_len)
+    encoder = merged(model.backbone)
+    batches = [_batch(model, n_cells, n_genes, longest) for n_cells, n_genes in (_TRACED, *_COMPARED)]
+    names = tuple(name for name in batches[0] if name in inspect.signature(encoder.encode).parameters)
+    program = _program(model, encoder, names, batches[0], longest)
+    with atomic_folder(path, overwrite=overwrite, argument="path") as folder:
+        file = folder / _FILES[format]
+        if format == "onnx":
+            _write_onnx(model, program, names, file)
+        else:
+            with _without_warnings():
+                torch.export.save(program, file)
+        parity = _parity(model, encoder, names, batches[1:], file)
+        model.vocab.save(folder / "vocab.json")
+        content = _description(model, names, batches[0], longest, file, parity)
+        (folder / "export.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _longest(model: CellModel, max_len: int | None) -> int:
+    """Return the most tokens that an exported model takes."""
+    spec = model.spec
+    made_for = spec.model_options.get("max_seq_len")
+    most = made_for or spec.build_objective().max_tokens(model.tokenizer)
+    if max_len is None:
+        return int(most)
+    check_count("max_len", max_len, "tokens", least=2)
+    if made_for is not None and max_len > made_for:
+        raise OptionError(f"max_len={max_len} but the model has positions for {made_for} tokens; lower it.")
+    return max_len
+
+
+def _batch(model: CellModel, n_cells: int, n_genes: int, longest: int) -> dict[str, torch.Tensor]:
+    """Return tokens of random cells with `n_genes` expressed genes (0: as many as fit), each cell a bit shorter."""
+    generator = np.random.default_rng(n_cells)
+    n_all = model.vocab.n_genes
+    counts = np.zeros((n_cells, n_all))
+    for cell in range(n_cells):
+        n_here = max(1, min(n_genes or longest, n_all) - 2 * cell)
+        genes = generator.choice(n_all, n_here, replace=False)
+        counts[cell, genes] = generator.geometric(0.3, n_here)
+    block = CellBlock.from_csr(sparse.csr_matrix(counts.astype(np.float32)))
+    tokens = model.tokenizer(block)
+    objective = model.spec.build_objective()
+    arranged = objective.arrange(tokens, model.tokenizer, np.zeros(n_cells, dtype=np.int64), epoch=0, seed=0)
+    return {name: tensor[:, :longest].contiguous() for name, tensor in cast(dict[str, torch.Tensor], arranged).items()}
+
+
+def _program(
+    model: CellModel, encoder: nn.Module, names: tuple[str, ...], batch: dict[str, torch.Tensor], longest: int
+) -> Any:
+    """Trace the computation for any number of cells and of tokens up to `longest`."""
+    plain = copy.deepcopy(encoder).cpu().float().eval().requires_grad_(False)
+    for name, part in list(plain.named_modules()):
+        if isinstance(part, nn.EmbeddingBag | GeneVectorBag):
+            parent, _, last = name.rpartition(".")
+            setattr(plain.get_submodule(parent), last, _PlainBag(part))
+    cells, tokens = torch.export.Dim("cells", min=1), torch.export.Dim("tokens", min=1, max=longest)
+    dynamic = {"tensors": tuple({0: cells, 1: tokens} for _ in names)}
+    try:
+        with _without_warnings():
+            return torch.export.export(
+                _Encode(plain, names), tuple(batch[name] for name in names), dynamic_shapes=dynamic, strict=False
+            )
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise OptionError(
+            f"architecture={model.spec.architecture!r} cannot be exported: torch.export says {first_line(error)!r}; "
+            "its encode must not depend on the numbers in the batch but through tensors."
+        ) from error
+
+
+def _write_onnx(model: CellModel, program: Any, names: tuple[str, ...], file: Path) -> None:
+    try:
+        with _without_warnings():
+            exported = torch.onnx.export(
+                program,
+                (),
+                dynamo=True,
+                input_names=list(names),
+                output_names=[_OUTPUT],
+                opset_version=_OPSET,
+                optimize=True,
+                verbose=False,
+            )
+            exported.save(str(file), external_data=False)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise OptionError(
+            f"architecture={model.spec.architecture!r} cannot be exported to ONNX: {first_line(error)}; "
+            "take format='torch'."
+        ) from error
+
+
+def _parity(
+    model: CellModel, encoder: nn.Module, names: tuple[str, ...], batches: list[dict[str, torch.Tensor]], file: Path
+) -> dict[str, Any] | None:
+    """Compare what the file computes with `encoder` on other batches than the one that was traced."""
+    computed = _runner(file, names)
+    if computed is None:
+        return None
+    worst, scale = 0.0, 1.0
+    encoder = copy.deepcopy(encoder).cpu().float().eval()
+    for batch in batches:
+        with torch.no_grad():
+            wanted = encoder.encode(**batch).numpy()
+        found = computed([batch[name] for name in names])
+        if found.shape != wanted.shape:
+            worst = float("inf")
+            break
+        worst = max(worst, float(np.abs(found - wanted).max()))
+        scale = max(scale, float(np.abs(wanted).max()))
+    if not worst <= _TOLERANCE * scale:
+        raise ModelFileError(
+            f"architecture={model.spec.architecture!r} exported to {file.name!r} computes other embeddings than "
+            f"encode, by {worst:.1g}; report it, and keep to scforge for this model."
+        )
+    return {
+        "max_abs_difference": worst,
+        "largest": scale,
+        "batches": [list(batch["input_ids"].shape) for batch in batches],
+    }
+
+
+def _runner(file: Path, names: tuple[str, ...]) -> Any:
+    """Return what runs a file on tensors in the order of `names`; None if it cannot be run here."""
+    if file.suffix == ".pt2":
+        with _without_warnings():
+            module = torch.export.load(file).module()
+        return lambda tensors: module(*tensors).detach().numpy()
+    if importlib.util.find_spec("onnxruntime") is None:
+        warnings.warn(
+            "The exported model was not compared with encode, because onnxruntime is not installed; "
+            "pip install 'scforge[onnx]'.",
+            ScforgeWarning,
+            stacklevel=5,
+        )
+        return None
+    import onnxruntime
+    from onnxruntime.capi import onnxruntime_pybind11_state as errors
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    try:
+        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    except (errors.Fail, errors.InvalidGraph, errors.NotImplemented, errors.RuntimeException) as error:
+        raise OptionError(
+            f"the model cannot be exported to ONNX: onnxruntime says {first_line(error)!r}; take format='torch'."
+        ) from error
+    return lambda tensors: session.run(None, {n: t.numpy() for n, t in zip(names, tensors, strict=True)})[0]
+
+
+def _description(
+    model: CellModel,
+    names: tuple[str, ...],
+    batch: dict[str, torch.Tensor],
+    longest: int,
+    file: Path,
+    parity: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return what a program has to know to use the file."""
+    parts = model.spec.to_json()
+    dtypes = {name: str(batch[name].dtype).removeprefix("torch.") for name in names}
+    return {
+        "format": _FORMAT,
+        "scforge_version": __version__,
+        "torch_version": str(torch.__version__),
+        "file": file.name,
+        "sha256": sha256_of(file),
+        "opset": _OPSET if file.suffix == ".onnx" else None,
+        "architecture": parts["architecture"],
+        "tokenizer": parts["tokenizer"],
+        "vocab": {"file": "vocab.json", "hash": model.vocab.hash, "tokens": len(model.vocab)},
+        "inputs": [{"name": name, "dtype": dtypes[name], "shape": ["cells", "tokens"]} for name in names],
+        "outputs": [{"name": _OUTPUT, "dtype": "float32", "shape": ["cells", "dimensions"]}],
+        "max_len": longest,
+        "parity": parity,
+    }
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Keep quiet what the exporters of torch tell those who work on them."""
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"(torch|onnx|onnxscript|onnx_ir|copyreg)(\..*)?")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -1,0 +1,188 @@
+"""Exported models compute what ``encode`` computes, on other cells and lengths than those that were traced."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pytest
+import torch
+
+from scforge.data import open_cells
+from scforge.errors import ModelFileError, OptionError, ScforgeWarning
+from scforge.estimators import Encoder, exporting
+from scforge.models.registry import MODELS
+
+TRANSFORMER = {"hidden_dim": 16, "num_layers": 2, "num_heads": 2, "ffn_dim": 32, "n_top_genes": 300}
+KINDS = {
+    "light": (None, {"n_top_genes": 300, "hidden_dim": 16, "ffn_dim": 16}),
+    "transformer": ("transformer_encoder", TRANSFORMER),
+}
+
+
+@pytest.fixture(scope="module")
+def cells(pbmc: ad.AnnData) -> ad.AnnData:
+    adata = pbmc[:300].copy()
+    Encoder.setup_anndata(adata)
+    return adata
+
+
+@pytest.fixture(scope="module")
+def models(cells: ad.AnnData) -> dict[str, Encoder]:
+    made = {name: Encoder(cells, architecture, **options) for name, (architecture, options) in KINDS.items()}
+    for model in made.values():
+        model.is_trained_ = True
+        with torch.no_grad():
+            for parameter in model.module.parameters():  # numbers of the size that training makes
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    return made
+
+
+@pytest.fixture(scope="module")
+def exported(models: dict[str, Encoder], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """Return a function that exports a model once."""
+    place = tmp_path_factory.mktemp("exported")
+
+    def exported(kind: str, format: str) -> Path:
+        folder = place / f"{kind}_{format}"
+        if not folder.exists():
+            models[kind].export(folder, format)
+        return folder
+
+    return exported
+
+
+def runner(folder: Path) -> Callable[[dict[str, torch.Tensor]], np.ndarray]:
+    """Return what computes with what was exported, as somebody without scforge does."""
+    said = json.loads((folder / "export.json").read_text())
+    names = [part["name"] for part in said["inputs"]]
+
+    def tensors(batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        assert [str(batch[part["name"]].dtype) for part in said["inputs"]] == [
+            f"torch.{part['dtype']}" for part in said["inputs"]
+        ]
+        return [batch[name] for name in names]
+
+    if said["file"].endswith(".pt2"):
+        module = torch.export.load(folder / said["file"]).module()
+        return lambda batch: module(*tensors(batch)).detach().numpy()
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(folder / said["file"], providers=["CPUExecutionProvider"])
+    assert [part.name for part in session.get_inputs()] == names
+    return lambda batch: session.run(
+        ["cell_embedding"], {name: tensor.numpy() for name, tensor in zip(names, tensors(batch), strict=True)}
+    )[0]
+
+
+@pytest.mark.parametrize("format", ["torch", "onnx"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_equal_embeddings_on_pbmc(kind: str, format: str, models, exported, cells: ad.AnnData) -> None:
+    model, folder = models[kind], exported(kind, format)
+    source, run = open_cells(cells, model.vocab), runner(folder)
+    for rows in ([7], range(3, 14), range(40, 104)):
+        batch = dict(model.tokenizer(source.block(np.array(rows))))
+        for length in (None, 9):
+            some = batch if length is None else {name: tensor[:, :length] for name, tensor in batch.items()}
+            with torch.no_grad():
+                wanted = model.module.encode(**some).numpy()
+            np.testing.assert_allclose(run(some), wanted, atol=1e-5 if format == "torch" else 1e-4)
+
+
+@pytest.mark.parametrize("format", ["torch", "onnx"])
+def test_what_is_said(format: str, models, exported) -> None:
+    folder, model = exported("light", format), models["light"]
+    said = json.loads((folder / "export.json").read_text())
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["export.json", said["file"], "vocab.json"])
+    assert said["vocab"]["hash"] == model.vocab.hash == json.loads((folder / "vocab.json").read_text())["hash"]
+    assert said["tokenizer"]["name"] == model.spec.tokenizer
+    assert said["parity"]["max_abs_difference"] < 1e-4
+    assert said["outputs"][0]["shape"] == ["cells", "dimensions"]
+
+
+def test_adapters_are_merged_and_the_head_is_left_out(models, cells: ad.AnnData, tmp_path: Path) -> None:
+    quick = {"max_epochs": 1, "batch_size": 64, "progress_bar": False, "accelerator": "cpu", "lr": 1e-2}
+    tuned = models["transformer"].finetune(
+        "annotation", cells[:100].copy(), labels_key="cell_type", lora={"r": 2}, **quick
+    )
+    tuned.export(tmp_path / "tuned", "torch")
+    batch = dict(tuned.tokenizer(open_cells(cells, tuned.vocab).block(np.arange(5))))
+    with torch.no_grad():
+        wanted, before = tuned.module.encode(**batch).numpy(), models["transformer"].module.encode(**batch).numpy()
+    found = runner(tmp_path / "tuned")(batch)
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert np.abs(found - before).max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"format": "tensorrt"}, r"format='tensorrt' is not known; choose 'onnx' or 'torch'\."),
+        ({"max_len": 1}, "max_len=1 is not at least 2"),
+        ({"max_len": 10**6}, "max_len=1000000 but the model has positions for"),
+    ],
+)
+def test_arguments_that_cannot_be(options: dict, message: str, models, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=message):
+        models["transformer"].export(tmp_path / "out", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_is_there(models, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("")
+    with pytest.raises(OptionError, match=r"path='.*' exists and is not empty; pass overwrite=True"):
+        models["light"].export(tmp_path, "torch")
+
+
+def test_an_export_that_computes_something_else(models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written of a model whose file gives other numbers, here those of other weights."""
+    whole = exporting._program
+
+    def other(model, encoder, *rest):
+        wrong = exporting.copy.deepcopy(encoder)
+        with torch.no_grad():
+            for parameter in wrong.parameters():
+                parameter.copy_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(0)))
+        return whole(model, wrong, *rest)
+
+    monkeypatch.setattr(exporting, "_program", other)
+    with pytest.raises(ModelFileError, match=r"exported to 'model\.pt2' computes other embeddings than encode, by"):
+        models["light"].export(tmp_path / "out", "torch")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_architecture_that_cannot_be_exported(
+    custom_architecture: str, pbmc: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cls = MODELS.get(custom_architecture)
+    plain = cls.encode
+
+    def encode(self, input_ids, attention_mask, values=None, **kwargs):
+        return plain(self, input_ids[:, : int(input_ids.max())], attention_mask, values)
+
+    monkeypatch.setattr(cls, "encode", encode)
+    adata = pbmc[:60].copy()
+    Encoder.setup_anndata(adata)
+    model = Encoder(adata, custom_architecture, n_top_genes=300, hidden_dim=8, num_layers=1)
+    with pytest.raises(OptionError, match=r"architecture='my_pooling' cannot be exported: torch\.export says .*\.$"):
+        model.export(tmp_path / "out", "torch")
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_the_packages(models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = exporting.importlib.util.find_spec
+    for gone in (("onnxscript",), ("onnxruntime",)):
+        monkeypatch.setattr(
+            exporting.importlib.util, "find_spec", lambda name, *rest, gone=gone: None if name in gone else found(name)
+        )
+        if "onnxscript" in gone:
+            with pytest.raises(OptionError, match=r"format='onnx' needs 'onnxscript'.*pip install 'scforge\[onnx\]'"):
+                models["light"].export(tmp_path / "out")
+        else:
+            with pytest.warns(ScforgeWarning, match=r"not compared with encode, .* pip install 'scforge\[onnx\]'"):
+                models["light"].export(tmp_path / "out")
+            assert json.loads((tmp_path / "out" / "export.json").read_text())["parity"] is None

@@ -1,0 +1,97 @@
+"""Folders saved with ``scvi_format=True`` work in scvi-tools' own hub, and stay safe to read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import anndata as ad
+import numpy as np
+import pytest
+import torch
+
+from scforge.errors import ModelFileError
+from scforge.estimators import Encoder
+from scforge.estimators.scvi_hub import HubLoader
+
+
+@pytest.fixture
+def folder(model: Encoder, tmp_path: Path) -> Path:
+    model.save(tmp_path / "model", save_anndata=True, scvi_format=True)
+    return tmp_path / "model"
+
+
+def pulled(folder: Path) -> Path:
+    """Leave what ``HubModel.pull_from_huggingface_hub`` downloads, and the card."""
+    kept = ("model.pt", "_scvi_required_metadata.json", "adata.h5ad", "README.md")
+    for path in folder.iterdir():
+        if path.name not in kept:
+            path.unlink()
+    return folder
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("with_cells", [True, False])
+def test_a_hub_model(whole: bool, with_cells: bool, model: Encoder, folder: Path, tiny_adata: ad.AnnData) -> None:
+    from scvi.hub import HubModel
+
+    wanted = model.get_latent_representation(key_added=None)
+    hub_model = HubModel(str(folder if whole else pulled(folder)))
+    hub_model.load_model(adata=tiny_adata.copy() if with_cells else None, accelerator="cpu")
+    assert isinstance(hub_model.model, Encoder)
+    np.testing.assert_allclose(hub_model.model.get_latent_representation(), wanted, atol=1e-6)
+    assert "gene_pooling" in hub_model.model_card.content
+    assert hub_model.metadata.model_cls_name == "Encoder"
+
+
+def test_a_fine_tuned_model(model: Encoder, quick: dict, tmp_path: Path) -> None:
+    tuned = model.finetune("annotation", model.adata, labels_key="group", **quick)
+    tuned.save(tmp_path / "model", scvi_format=True)
+    again = HubLoader("Encoder").load(pulled(tmp_path / "model"), model.adata.copy(), accelerator="cpu")
+    np.testing.assert_array_equal(again.predict()["confidence"], tuned.predict()["confidence"])
+    assert again._seen.digest == tuned._seen.digest
+
+
+def test_what_scvi_tools_reads(model: Encoder, folder: Path) -> None:
+    from scvi.hub import HubMetadata
+    from scvi.model.base import BaseModelClass
+
+    registry = BaseModelClass.load_registry(str(folder))
+    assert registry["model_name"] == "Encoder"
+    assert registry["setup_args"]["labels_key"] == "group"
+    metadata = HubMetadata.from_dir(str(folder), anndata_version="0.12")
+    assert metadata.scvi_version == json.loads((folder / "_scvi_required_metadata.json").read_text())["scvi_version"]
+
+
+def test_no_code_is_needed_to_read_it(folder: Path) -> None:
+    content = torch.load(folder / "model.pt", weights_only=True)
+    assert set(content) == {"model_state_dict", "var_names", "attr_dict", "scforge_files"}
+
+
+def test_our_loader_never_opens_it(model: Encoder, folder: Path) -> None:
+    (folder / "model.pt").write_bytes(b"not a model")
+    np.testing.assert_allclose(
+        Encoder.load(folder, model.adata.copy()).get_latent_representation(), model.get_latent_representation()
+    )
+
+
+class Harmful:
+    def __reduce__(self) -> tuple:
+        return Path.mkdir, (Path("executed"),)
+
+
+@pytest.mark.parametrize("content", [{"model_state_dict": Harmful()}, {"weights": 1}, [1]])
+def test_a_file_of_somebody_else(content: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    torch.save(content, "model/model.pt")
+    with pytest.raises(ModelFileError, match=r"^'model/model\.pt' is not what save\(scvi_format=True\) wrote: .*\.$"):
+        HubLoader("Encoder").load("model", accelerator="cpu")
+    assert not Path("executed").exists()
+
+
+def test_without_it_nothing_is_added(model: Encoder, tmp_path: Path) -> None:
+    model.save(tmp_path / "model")
+    assert not (tmp_path / "model" / "model.pt").exists()
+    shutil.rmtree(tmp_path / "model")
