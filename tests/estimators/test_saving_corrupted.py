@@ -216,6 +216,8 @@ CASES |= {
         None, tuning={"task": {"name": ["annotation"]}, **{k: [] for k in TUNING if k != "task"}}
     ),
     "a tokenizer of no name": said(None, tokenizer={}),
+    "a card that is a list": said(None, card=["cc0"]),
+    "a licence that is a number": said(None, card={"licence": 5}),
 }
 
 

@@ -241,7 +241,7 @@ def test_an_architecture_that_computes_with_its_weights(
     @functools.wraps(plain)
     def init(self, *args, **options) -> None:
         plain(self, *args, **options)
-        self.total = float(self.head.decoder.weight.sum())
+        self.total = float(self.head.decoder.weight.detach().sum())
 
     monkeypatch.setattr(cls, "__init__", init)
     Encoder.setup_anndata(tiny_adata)
