@@ -131,23 +131,3 @@ def test_weights_of_the_base_have_their_plain_names(encoder) -> None:
 def test_options(encoder, lora, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         lora_options(encoder, lora)
-
-
-@pytest.mark.parametrize("lora", [True, {"use_dora": True}, {"targets": ["bag"], "r": 2}])
-def test_sums_of_gene_embeddings_have_adapters(batch, lora) -> None:
-    torch.manual_seed(0)
-    pooling = GenePoolingModel(100, 16, 1, dropout=0.0, pooling="weighted_sum", latent_dim=8).eval()
-    tuned = adapted(pooling, lora).eval()
-    torch.testing.assert_close(tuned.encode(**batch), pooling.encode(**batch), atol=1e-6, rtol=1e-5)
-    shapes = {name: tuple(p.shape) for name, p in tuned.named_parameters() if "bag" in name and p.requires_grad}
-    rank = 1 if isinstance(lora, dict) and "r" in lora else 3
-    assert sorted(shapes.values()) == sorted([(rank, 100), (16, rank)])
-    disturb(tuned)
-    changed = tuned.encode(**batch)
-    assert (changed - pooling.encode(**batch)).abs().max() > 1e-3
-    torch.testing.assert_close(merged(tuned).encode(**batch), changed, atol=1e-5, rtol=1e-4)
-    assert digest_of(tuned) == digest_of(pooling)
-    with adapters_disabled(tuned):
-        torch.testing.assert_close(tuned.encode(**batch), pooling.encode(**batch), atol=1e-6, rtol=1e-5)
-    padded = {name: torch.nn.functional.pad(value, (0, 3)) for name, value in batch.items()}
-    torch.testing.assert_close(tuned.encode(**padded), changed, atol=1e-6, rtol=1e-5)

@@ -43,9 +43,8 @@ def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str
         The architecture, without adapters.
     lora
         ``r`` (rank, 8), ``alpha`` (16; outputs are scaled by alpha / r), ``dropout`` (0), ``targets`` (names of linear
-        layers, or of sums of gene embeddings, or ends of names; None takes the linear layers of all transformer
-        layers, or both of an architecture without any), ``use_dora`` (also learn the norms of weights, Liu et al.
-        2024). Sums of gene embeddings, whose table is large, have three eighths of the rank.
+        layers, or ends of names; None takes those of all transformer layers, or all linear layers of an architecture
+        without any), ``use_dora`` (also learn the norms of weights, Liu et al. 2024).
 
     Returns
     -------
@@ -54,7 +53,7 @@ def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str
     Raises
     ------
     OptionError
-        If an option cannot be used, or a target is no layer of the architecture that can have one.
+        If an option cannot be used, or a target is no linear layer of the architecture.
     """
     if lora is False or lora is None:
         return None
@@ -72,7 +71,7 @@ def lora_options(encoder: nn.Module, lora: bool | Mapping[str, Any]) -> dict[str
 
 
 def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
-    linear = [name for name, part in encoder.named_modules() if isinstance(part, nn.Linear) or _is_bag(part)]
+    linear = [name for name, part in encoder.named_modules() if isinstance(part, nn.Linear)]
     if wanted is None:
         blocks = [name for name, part in encoder.named_modules() if isinstance(part, TransformerBlock)]
         inside = [name for name in linear if any(name.startswith(f"{block}.") for block in blocks)]
@@ -95,11 +94,6 @@ def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
     return sorted(set(found), key=linear.index)
 
 
-def _is_bag(part: nn.Module) -> bool:
-    """Whether a part is a sum of gene embeddings that are learned."""
-    return isinstance(part, nn.EmbeddingBag) and part.mode == "sum"
-
-
 def inject_lora(encoder: nn.Module, options: Mapping[str, Any]) -> None:
     """Put adapters into an architecture, in place; everything else in it is frozen.
 
@@ -107,10 +101,6 @@ def inject_lora(encoder: nn.Module, options: Mapping[str, Any]) -> None:
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    from scforge.finetuning.lora_bag import LoraBag
-
-    bags = [name for name in options["targets"] if _is_bag(encoder.get_submodule(name))]
-    few = max(1, 3 * options["r"] // 8)
     config = LoraConfig(
         r=options["r"],
         lora_alpha=options["alpha"],
@@ -118,10 +108,7 @@ def inject_lora(encoder: nn.Module, options: Mapping[str, Any]) -> None:
         target_modules=list(options["targets"]),
         use_dora=options["use_dora"],
         bias="none",
-        rank_pattern=dict.fromkeys(bags, few),
-        alpha_pattern=dict.fromkeys(bags, options["alpha"] * few / options["r"]),
     )
-    config._register_custom_module({nn.EmbeddingBag: LoraBag})
     inject_adapter_in_model(config, encoder, adapter_name=_NAME)
 
 
