@@ -15,13 +15,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from scforge._io import atomic_folder, sha256_of
+from scforge.data.weights_reading import read_shapes, read_weights, refuse_pickle
 from scforge.errors import MissingFileError, ModelFileError, OptionError, listing
 from scforge.estimators.card_facts import CardFacts, base_of, facts_of
 from scforge.estimators.finetuning_run import set_up
 from scforge.estimators.folder_formats import ADAPTER, check_inside, read_description, sealed
 from scforge.estimators.registries import bare_registry
 from scforge.estimators.shape_check import check_adapter
-from scforge.estimators.weights_reading import read_shapes, read_weights, refuse_pickle
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, is_adapter, merge_lora, merged
 from scforge.finetuning.seen import SeenCells
 

@@ -14,10 +14,10 @@ from torch import nn
 from scforge._io import atomic_folder, sha256_of
 from scforge.data.vocab import GeneVocab
 from scforge.data.vocab_files import MOST_BYTES
+from scforge.data.weights_reading import PICKLES, read_shapes, read_weights, refuse_pickle
 from scforge.errors import MissingFileError, ModelFileError, first_line, listing
 from scforge.estimators.folder_formats import MODEL, check_inside, read_description, sealed
 from scforge.estimators.shape_check import check_fit, misfit, shapes_of
-from scforge.estimators.weights_reading import PICKLES, read_shapes, read_weights, refuse_pickle
 from scforge.finetuning.seen import SeenCells
 
 __all__ = ["load_weights", "read_folder", "write_folder"]

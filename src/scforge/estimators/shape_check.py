@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 from scforge.data.vocab import GeneVocab
 from scforge.errors import ModelFileError, first_line, listing
 from scforge.estimators.defaults import recipe_for
-from scforge.estimators.spec import ModelSpec
+from scforge.estimators.spec import ModelSpec, default_options
 from scforge.estimators.tuning import Tuning
 from scforge.finetuning.adapters import is_adapter
 from scforge.finetuning.base import TASKS
@@ -30,17 +30,27 @@ from scforge.models.registry import MODELS
 from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training.objectives.registry import OBJECTIVES
 
-__all__ = ["Shapes", "check_adapter", "check_fit", "described_shapes", "misfit", "shapes_of"]
+__all__ = [
+    "UNUSABLE",
+    "Shapes",
+    "TooManyError",
+    "check_adapter",
+    "check_fit",
+    "described_shapes",
+    "misfit",
+    "refuse_counts",
+    "shapes_of",
+]
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-_UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What constructors raise for options that cannot be."""
 _MOST_TRIES = 40
 _MOST_ITEMS = 2**20
 
 
-class _TooManyError(Exception):
+class TooManyError(Exception):
     """A module has far more parts than there are weights."""
 
 
@@ -70,9 +80,13 @@ def check_fit(config: Mapping[str, Any], vocab: GeneVocab, found: Shapes, *, sou
     names = {part: parts[part].pop("name") for part in parts}
     for part, registry in {"architecture": MODELS, "tokenizer": TOKENIZERS, "objective": OBJECTIVES}.items():
         registry.get(names[part])
-        _refuse_files(part, parts[part])
+    # What the constructor takes anyway is no claim of this folder.
+    usual = default_options(names["architecture"])
+    claimed = {n: value for n, value in parts["architecture"].items() if n not in usual or value != usual[n]}
+    for part, options in (parts | {"architecture": claimed}).items():
+        _refuse_files(part, options)
     tuning = _tuning_of(config.get("tuning"), source)
-    _refuse_counts({**parts["architecture"], "n_latent": tuning and tuning.n_latent}, found)
+    refuse_counts({**claimed, "n_latent": tuning and tuning.n_latent}, found)
     with _said(source, len(found)):
         spec, _ = ModelSpec.resolve(
             recipe_for(names["architecture"], parts["architecture"]),
@@ -115,7 +129,7 @@ def check_adapter(base: ModelSpec, content: Any, found: Shapes, *, n_base: int, 
     tuning = _tuning_of(content, source)
     if tuning is None or tuning.lora is None:
         raise ModelFileError(f"the description in {source!r} is of no adapters; copy the folder again.")
-    _refuse_counts({"n_latent": tuning.n_latent, **tuning.lora}, found)
+    refuse_counts({"n_latent": tuning.n_latent, **tuning.lora}, found)
     with _said(source, len(found) + n_base):
         spec = replace(base, tuning=tuning)
         spec.build_objective()
@@ -127,12 +141,12 @@ def check_adapter(base: ModelSpec, content: Any, found: Shapes, *, n_base: int, 
     return tuning
 
 
-def _refuse_counts(options: Mapping[str, Any], found: Shapes) -> None:
+def refuse_counts(options: Mapping[str, Any], found: Shapes) -> None:
     """Raise if a number is beyond all that weights could be of: constructors make lists of so many items."""
     most = max(_MOST_ITEMS, sum(math.prod(shape) for shape in found.values()))
     for name, value in options.items():
         if isinstance(value, Mapping):
-            _refuse_counts(value, found)
+            refuse_counts(value, found)
         elif isinstance(value, int) and value > most:
             raise ModelFileError(
                 f"the config claims {name}={value}, and the weights hold fewer numbers; do not trust this folder."
@@ -154,12 +168,12 @@ def _said(source: str, n_tensors: int) -> Iterator[None]:
     """Say what is wrong with a description whose parts cannot be made."""
     try:
         yield
-    except _TooManyError:
+    except TooManyError:
         raise ModelFileError(
             f"the config in {source!r} describes a model of far more parts than the {n_tensors:,} tensors that are "
             "there; copy the folder again."
         ) from None
-    except _UNUSABLE as error:
+    except UNUSABLE as error:
         raise ModelFileError(
             f"the config in {source!r} describes no model that can be made: {first_line(error)}."
         ) from error
@@ -195,7 +209,7 @@ def described_shapes(spec: ModelSpec, n_tensors: int) -> Shapes | None:
 
     Raises
     ------
-    _TooManyError
+    TooManyError
         If it has far more parts than `n_tensors`; whatever the constructors raise for options that cannot be.
     """
     try:
@@ -216,7 +230,7 @@ def _bounded(n_tensors: int) -> Iterator[None]:
     def count(what: str) -> None:
         left[what] -= 1
         if left[what] < 0:
-            raise _TooManyError
+            raise TooManyError
 
     hooks = [
         register_module_parameter_registration_hook(lambda *_: count("parameters")),
@@ -258,7 +272,7 @@ def _differing_option(spec: ModelSpec, expected: Shapes, found: Shapes) -> str:
             changed = replace(spec, model_options=spec.model_options | {option: other})
             try:
                 shapes = described_shapes(changed, len(found))
-            except (_TooManyError, *_UNUSABLE):
+            except (TooManyError, *UNUSABLE):
                 continue
             if shapes is not None and not misfit(shapes, found):
                 return f"; the config says {option}={value!r}, and the weights are of {option}={other!r}"

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, TypeGuard
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from scforge._io import parse_json
 from scforge.errors import ModelFileError, first_line
 
-__all__ = ["PICKLES", "read_shapes", "read_weights", "refuse_pickle"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PICKLES", "header_shapes", "read_shapes", "read_weights", "refuse_pickle"]
 
 PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 """Suffixes of files that torch and others write as pickles."""
@@ -59,7 +60,7 @@ def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """
     refuse_pickle(path)
     try:
-        return _shapes(path)
+        return header_shapes(path)
     except ValueError as error:
         raise ModelFileError(
             f"{str(path)!r} is corrupted, or no safetensors file: {first_line(error)}; copy the folder again."
@@ -83,7 +84,14 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         raise ModelFileError(f"{str(path)!r} is not a safetensors file: {first_line(error)}.") from error
 
 
-def _shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def header_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each tensor in a safetensors file; reads and checks the header alone.
+
+    Raises
+    ------
+    ValueError
+        Saying in a few words why the header is not sound.
+    """
     with path.open("rb") as handle:
         size = path.stat().st_size
         n_header = int.from_bytes(handle.read(_LENGTH), "little")
