@@ -229,3 +229,12 @@ def test_a_share_of_many_cells_is_scored(obs: pd.DataFrame) -> None:
     assert limited.describe(obs)["cells scored"] == f"{len(rows)} of {N}"
     with pytest.raises(OptionError, match="max_cells=90 is not at least 91"):
         Scib("label", max_cells=90)
+
+
+def test_each_embedding_is_scored_once(obs: pd.DataFrame) -> None:
+    """Coordinates before integration are looked at, and not scored like an embedding."""
+    cells = {"mine": embedding_of(obs, labels=3.0, batches=1.0)}
+    before = pd.DataFrame(embedding_of(obs, labels=1.0, batches=3.0), index=obs.index)
+    benchmarker = Scib("label", "batch", pre_integrated=before)._benchmarker(cells, obs)
+    assert benchmarker._embedding_obsm_keys == ["mine"]
+    assert list(cells) == ["mine"]

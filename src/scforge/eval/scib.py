@@ -271,7 +271,7 @@ class Scib(Benchmark):
         )
         columns["batch"] = "all" if self.batch_key is None else obs[self.batch_key].astype(str).to_numpy()
         before = next(iter(cells))  # not looked at where there is no pcr_comparison
-        adata = anndata.AnnData(obs=columns, obsm=cells)
+        adata = anndata.AnnData(obs=columns, obsm=dict(cells))  # which it would add to
         if self.pre_integrated is not None:
             before = "before integration"
             adata.obsm[before] = self.pre_integrated.loc[obs.index].to_numpy(dtype=np.float32)
