@@ -6,6 +6,7 @@ The folders of a format were made by the scforge that wrote it, see ``tests/fixt
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import math
 import shutil
@@ -20,9 +21,12 @@ import pytest
 from scforge._io import parse_json
 from scforge.errors import ModelFileError, OptionError
 from scforge.estimators import Encoder
-from scforge.estimators.folder_formats import ADAPTER, MODEL, read_description, sealed
+from scforge.estimators.folder_formats import _DEFAULTS, ADAPTER, MODEL, read_description, sealed
+from scforge.estimators.spec import _TAKEN, default_options
 from scforge.models import list_models
+from scforge.models.gene_pooling import GenePoolingModel
 from scforge.models.registry import MODELS
+from scforge.models.transformer_encoder import TransformerEncoder
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FOLDERS = sorted(FIXTURES.glob("format_*"))
@@ -120,6 +124,75 @@ def test_a_later_format(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(sealed(replace(MODEL, format=9), {}))
     with pytest.raises(ModelFileError, match=r"the model '.*' has format 9 .* update scforge\.$"):
         read_description(MODEL, tmp_path / "config.json")
+
+
+# ---- options that nobody set
+
+
+@pytest.mark.parametrize("architecture", list_models())
+def test_every_option_is_spelled_out(architecture: str, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+    Encoder.setup_anndata(tiny_adata)
+    model = Encoder(tiny_adata, architecture, n_top_genes=20, hidden_dim=8, num_layers=1)
+    model.save(tmp_path / "model")
+    said = json.loads((tmp_path / "model" / "config.json").read_text())["architecture"]
+    constructor = inspect.signature(MODELS.get(architecture)).parameters
+    assert sorted(said) == sorted(["name", *(name for name in constructor if name != "vocab_size")])
+    again = Encoder.load(tmp_path / "model")
+    assert again.spec == model.spec
+    assert list(again.spec.model_options) == list(model.spec.model_options)
+
+
+@pytest.mark.parametrize("architecture", list_models())
+def test_the_defaults_of_the_first_folders(architecture: str) -> None:
+    """They are the present ones. Who changes a default, or adds an option, leaves the table and says so here."""
+    assert _DEFAULTS[architecture] == default_options(architecture)
+
+
+@pytest.mark.parametrize("name", ["plain", "base", "adapter"])
+@pytest.mark.parametrize("version", [*range(1, MODEL.format), "present"])
+def test_a_default_that_changes(version: int | str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = FIXTURES / f"format_{1 if version == 'present' else version}"
+    expected, cells = expected_of(folder), cells_of(folder)
+    if version == "present":
+        Encoder.load(folder / "plain").save(tmp_path / "plain")
+        Encoder.load(folder / "base").save(tmp_path / "base")
+        adapted(folder).save_adapter(tmp_path / "adapter")
+        folder = tmp_path
+    for cls, changes in {TransformerEncoder: {"norm_first": False}, GenePoolingModel: {"layer_norm_eps": 0.5}}.items():
+        for option, value in changes.items():
+            monkeypatch.setitem(cls.__init__.__kwdefaults__, option, value)
+            assert inspect.signature(cls).parameters[option].default == value
+    embedding = loaded(folder, name).get_latent_representation(cells, key_added=None)
+    np.testing.assert_allclose(embedding, expected["embeddings"][name], atol=1e-5)
+
+
+def test_the_options_of_other_architectures(
+    custom_architecture: str, tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What JSON or ModelConfig may change is left out; a default that looks like a path or a claim is none."""
+    cls = MODELS.get(custom_architecture)
+    assert default_options(custom_architecture) == {"hidden_dim": 512, "dropout": 0.1}
+    more = {
+        "seed": 3,
+        "name": "mine",
+        "sizes": (1, 2),
+        "kind": float,
+        "bound": math.inf,
+        "table": "a/b.csv",
+        "n": 10**9,
+    }
+    known = inspect.signature(cls)
+    extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=value) for n, value in more.items()]
+    extra.append(inspect.Parameter("rest", inspect.Parameter.VAR_KEYWORD))
+    monkeypatch.setattr(
+        cls, "__signature__", known.replace(parameters=[*known.parameters.values(), *extra]), raising=False
+    )
+    assert default_options(custom_architecture) == {"hidden_dim": 512, "dropout": 0.1, "table": "a/b.csv", "n": 10**9}
+    Encoder.setup_anndata(tiny_adata)
+    model = Encoder(tiny_adata, custom_architecture, hidden_dim=8)
+    model.save(tmp_path / "model")
+    assert Encoder.load(tmp_path / "model").spec == model.spec
+    assert set(inspect.signature(Encoder).parameters) - {"options"} <= _TAKEN
 
 
 # ---- what does not fit

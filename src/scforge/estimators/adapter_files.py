@@ -19,7 +19,7 @@ from scforge.data.weights_reading import read_shapes, read_weights, refuse_pickl
 from scforge.errors import MissingFileError, ModelFileError, OptionError, listing
 from scforge.estimators.card_facts import CardFacts, base_of, facts_of
 from scforge.estimators.finetuning_run import set_up
-from scforge.estimators.folder_formats import ADAPTER, check_inside, read_description, sealed
+from scforge.estimators.folder_formats import ADAPTER, check_inside, lacking, read_description, sealed
 from scforge.estimators.registries import bare_registry
 from scforge.estimators.shape_check import check_adapter
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, is_adapter, merge_lora, merged
@@ -141,7 +141,7 @@ def load_adapter(
         check_inside(folder, name)
     refuse_pickle(folder / _WEIGHTS)
     content = read_description(ADAPTER, folder / _CONFIG)
-    if wrong := [name for name, kind in _CONTENT.items() if not isinstance(content.get(name), kind)]:
+    if wrong := lacking(content, _CONTENT):
         raise ModelFileError(f"{str(folder / _CONFIG)!r} lacks {listing(wrong)}; copy the adapter again.")
     n_epochs, history, vocab, seed = (content[key] for key in ("n_epochs", "history", "vocab", "seed"))
     shapes = read_shapes(folder / _WEIGHTS)

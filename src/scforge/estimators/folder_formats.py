@@ -15,7 +15,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from scforge._io import read_json
 from scforge._version import __version__
 from scforge.errors import ModelFileError, first_line
 
-__all__ = ["ADAPTER", "MODEL", "Kind", "check_inside", "read_description", "sealed"]
+__all__ = ["ADAPTER", "MODEL", "Kind", "check_inside", "lacking", "read_description", "sealed"]
 
 _CHECKSUM = "checksum"
 _NUMBER = "$number"
@@ -38,6 +38,52 @@ class Kind:
     name: str
     format: int
     upgrades: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]
+    complete: Callable[[dict[str, Any]], dict[str, Any]] = field(default=lambda content: content)
+    """What puts in what the first folders of the present format did not say."""
+
+
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "autoregressive_transformer": {
+        **{"n_bins": 51, "hidden_dim": 512, "num_layers": 12, "num_heads": 8, "ffn_dim": None, "dropout": 0.1},
+        **{"max_seq_len": 2048, "pooling": "cls", "activation": "gelu", "use_expression_values": True},
+        **{"layer_norm_eps": 1e-12, "gene_loss_weight": 1.0, "expression_loss_weight": 1.0, "cell_loss_weight": 1.0},
+        **{"gene_vectors": None, "n_conditions": 0, "position_embedding": "learned", "norm_first": True},
+        **{"gradient_checkpointing": False, "unpad": None},
+    },
+    "gene_pooling": {
+        **{"hidden_dim": 512, "num_layers": 2, "ffn_dim": None, "latent_dim": None, "dropout": 0.1},
+        **{"max_seq_len": 2048, "pooling": "mean", "use_expression_values": True, "layer_norm_eps": 1e-12},
+        **{"gene_vectors": None},
+    },
+    "masked_autoencoder": {
+        **{"encoder_dim": 512, "encoder_layers": 12, "encoder_heads": 8, "ffn_dim": None, "dropout": 0.1},
+        **{"decoder_dim": None, "decoder_layers": 4, "decoder_heads": None, "max_seq_len": 2048, "pooling": "mean"},
+        **{"activation": "gelu", "use_expression_values": True, "layer_norm_eps": 1e-12, "gene_vectors": None},
+        **{"position_embedding": "none", "norm_first": True, "gradient_checkpointing": False, "unpad": None},
+        **{"value_loss": "mse"},
+    },
+    "transformer_encoder": {
+        **{"hidden_dim": 512, "num_layers": 12, "num_heads": 8, "ffn_dim": None, "dropout": 0.1},
+        **{"max_seq_len": 2048, "pooling": "cls", "activation": "gelu", "use_expression_values": True},
+        **{"layer_norm_eps": 1e-12, "gene_vectors": None, "position_embedding": "learned", "norm_first": True},
+        **{"tie_head": False, "expression_head": None, "n_bins": None, "expression_loss_weight": 1.0},
+        **{"gradient_checkpointing": False, "unpad": None, "gene_head": True, "head_activation": "gelu"},
+        **{"value_encoder": "linear", "n_value_bins": None, "value_bins_alpha": 1.0, "embedding_norm": "sum"},
+        **{"n_special": 0, "special_value": None, "mask_value": None, "final_norm": None, "embedding_layer": 0},
+    },
+}
+"""The defaults of the time of format 1 and of the first folders of format 2, which did not write them. They stay as$
+they are when a constructor has others."""
+
+
+def _with_options(content: dict[str, Any]) -> dict[str, Any]:
+    """Spell out the options of an architecture that the first folders left to its constructor."""
+    options = content.get("architecture")
+    name = options.get("name") if isinstance(options, dict) else None
+    if not isinstance(options, dict) or not isinstance(name, str):
+        return content
+    unsaid = {option: value for option, value in _DEFAULTS.get(name, {}).items() if option not in options}
+    return {**content, "architecture": {**options, **unsaid}}
 
 
 def _model_from_1(content: dict[str, Any]) -> dict[str, Any]:
@@ -50,7 +96,7 @@ def _adapter_from_1(content: dict[str, Any]) -> dict[str, Any]:
     return {**content, "format": 2}
 
 
-MODEL = Kind("model", 2, {1: _model_from_1})
+MODEL = Kind("model", 2, {1: _model_from_1}, _with_options)
 ADAPTER = Kind("adapter", 2, {1: _adapter_from_1})
 
 
@@ -98,7 +144,20 @@ def read_description(kind: Kind, path: Path) -> dict[str, Any]:
         raise ModelFileError(f"{wrong}: it holds a number that is not finite.") from error
     for step in range(version, kind.format):
         content = kind.upgrades[step](content)
-    return content
+    return kind.complete(content)
+
+
+def lacking(content: Mapping[str, Any], kinds: Mapping[str, type]) -> list[str]:
+    """Return what a description lacks of fields of these types, and which lines of its history are no figures."""
+
+    def fits(value: Any, kind: type) -> bool:
+        return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+
+    def are_figures(values: Any) -> bool:
+        return isinstance(values, list) and all(type(value) in (int, float) for value in values)
+
+    wrong = [name for name, kind in kinds.items() if not fits(content.get(name), kind)]
+    return wrong or [f"history.{name}" for name, values in content["history"].items() if not are_figures(values)]
 
 
 def check_inside(folder: Path, name: str) -> None:
@@ -107,9 +166,12 @@ def check_inside(folder: Path, name: str) -> None:
     Raises
     ------
     ModelFileError
-        If it is a link to somewhere else.
+        If it is a link to somewhere else, or to itself.
     """
-    real, home = (folder / name).resolve(), folder.resolve()
+    try:
+        real, home = (folder / name).resolve(), folder.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError is what Python before 3.13 raises for a circle
+        raise ModelFileError(f"{str(folder / name)!r} is a link in a circle; copy the file into the folder.") from error
     # The cache of huggingface_hub: snapshots/REVISION/name is a link to blobs/CHECKSUM.
     caches = [place.parent / "blobs" for place in home.parents if place.name == "snapshots"]
     if not any(real.is_relative_to(place) for place in (home, *caches)):

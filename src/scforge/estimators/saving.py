@@ -16,7 +16,7 @@ from scforge.data.vocab import GeneVocab
 from scforge.data.vocab_files import MOST_BYTES
 from scforge.data.weights_reading import PICKLES, read_shapes, read_weights, refuse_pickle
 from scforge.errors import MissingFileError, ModelFileError, first_line, listing
-from scforge.estimators.folder_formats import MODEL, check_inside, read_description, sealed
+from scforge.estimators.folder_formats import MODEL, check_inside, lacking, read_description, sealed
 from scforge.estimators.shape_check import check_fit, misfit, shapes_of
 from scforge.finetuning.seen import SeenCells
 
@@ -154,24 +154,14 @@ def _check_files(folder: Path) -> None:
 
 def _check_content(config: dict[str, Any], path: Path) -> None:
     """Raise unless a description holds all that loading reads of it."""
-    wrong = [
-        name
-        for name, kind in _CONTENT.items()
-        if not isinstance(config.get(name), kind) or (kind is int and isinstance(config[name], bool))
-    ]
-    if not wrong:
+    if not (wrong := lacking(config, _CONTENT)):
         parts = ("architecture", "tokenizer", "objective")
         wrong += [f"{part}.name" for part in parts if not isinstance(config[part].get("name"), str)]
         keys = ("layer", "gene_key", "batch_key", "labels_key")
         wrong += [f"setup.{key}" for key in keys if not isinstance(config["setup"].get(key, 0), str | None)]
         wrong += ["tuning"] if not isinstance(config.get("tuning"), dict | None) else []
-        wrong += [f"history.{name}" for name, values in config["history"].items() if not _are_figures(values)]
     if wrong:
         raise ModelFileError(f"{str(path)!r} lacks {listing(wrong)}; copy the model again.")
-
-
-def _are_figures(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) in (int, float) for value in values)
 
 
 def _read_vocab(path: Path, checksum: Any) -> GeneVocab:

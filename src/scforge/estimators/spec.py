@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -27,9 +28,14 @@ from scforge.tokenizers.registry import TOKENIZERS, get_tokenizer
 from scforge.training.objectives.base import Objective
 from scforge.training.objectives.registry import get_objective
 
-__all__ = ["ModelSpec", "named_options"]
+__all__ = ["ModelSpec", "default_options", "named_options"]
 
 logger = logging.getLogger("scforge")
+
+_TAKEN = frozenset(
+    ("adata", "architecture", "datamodule", "n_top_genes", "name", "objective", "registry", "seed", "tokenizer")
+) | {"tuning", "vocab", "vocab_size"}
+"""What cannot be an option of an architecture, because ``Encoder`` or the description has another use for the name."""
 
 
 def named_options(argument: str, value: str | dict[str, Any] | None, default: str) -> tuple[str, dict[str, Any]]:
@@ -49,11 +55,42 @@ def named_options(argument: str, value: str | dict[str, Any] | None, default: st
     raise OptionError(f"{argument}={value!r} is neither a name nor a dict with 'name' and options.")
 
 
+def default_options(architecture: str) -> dict[str, Any]:
+    """Return the options that an architecture takes where nothing is said, as JSON gives them back.
+
+    Left out are defaults that JSON cannot hold, what ``**kwargs`` takes, and, of an architecture that is not of
+    scforge, options of all architectures whose default is another one than that of
+    :class:`~scforge.config.ModelConfig`: its ``from_config`` may go by either.
+
+    Examples
+    --------
+    >>> default_options("gene_pooling")["layer_norm_eps"]
+    1e-12
+    """
+    cls = MODELS.get(architecture)
+    of_scforge = cls.__module__.partition(".")[0] == "scforge"
+    options: dict[str, Any] = {}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        field = ModelConfig.model_fields.get(name)
+        shared = parameter.default if field is None else field.default
+        default = shared if parameter.default is parameter.empty else parameter.default
+        if name in _TAKEN or default is parameter.empty or not (of_scforge or shared is default or shared == default):
+            continue
+        try:
+            plain = json.loads(json.dumps(default, allow_nan=False))
+        except (TypeError, ValueError):
+            continue
+        if plain == default:
+            options[name] = plain
+    return options
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Names and options of architecture, tokenizer and objective, the vocabulary, and what a model was fine-tuned for.
 
-    Every option is spelled out, so a default that changes in a later version does not change a saved model.
+    Every option is spelled out, so a default that changes in a later version does not change a saved model. (What
+    :func:`default_options` leaves out is not.)
     """
 
     architecture: str
@@ -133,6 +170,7 @@ class ModelSpec:
         vectors = None if options.get("gene_vectors") is not None else made.gene_vectors()
         if vectors is not None:
             options = options | {"gene_vectors": _vectors_option(architecture, name, made, vectors)}
+        options = options | {n: value for n, value in default_options(architecture).items() if n not in options}
         spec = cls(
             architecture=architecture,
             model_options=options,
