@@ -12,6 +12,9 @@ from scforge.errors import MissingFileError, ModelFileError, OptionError
 from scforge.hub import known_models
 from scforge.hub.registry_files import find_registered
 
+A, B = "a" * 40, "b" * 40
+REPO = {"repo_id": "org/x"}
+
 
 def write(path: Path, models: object, format: object = 1) -> Path:
     path.write_text(json.dumps({"format": format, "models": models}))
@@ -19,7 +22,7 @@ def write(path: Path, models: object, format: object = 1) -> Path:
 
 
 def entry(description: str = "Small", latest: str = "2", **versions: dict) -> dict:
-    given = versions or {"1": {"repo_id": "org/light", "revision": "a"}, "2": {"repo_id": "org/light", "revision": "b"}}
+    given = versions or {"1": {"repo_id": "org/light", "revision": A}, "2": {"repo_id": "org/light", "revision": B}}
     return {"description": description, "latest": latest, "versions": given}
 
 
@@ -39,8 +42,8 @@ def test_the_shipped_registry_names_nothing_that_is_not_published(monkeypatch: p
 
 def test_versions(registry: Path) -> None:
     assert known_models() == {"light": "Small", "here": "Small"}
-    assert find_registered("scforge://light", "it").revision == "b"
-    assert find_registered("scforge://light@1", "it").revision == "a"
+    assert find_registered("scforge://light", "it").revision == B
+    assert find_registered("scforge://light@1", "it").revision == A
     assert find_registered("scforge://here", "it").folder == registry.parent / "models/a"
 
 
@@ -77,7 +80,14 @@ def test_names_that_are_not_known(registry: Path, name: str, message: str) -> No
         (json.dumps({"format": 1, "models": {"x": entry(latest="9")}}), "an entry 'x' that cannot be used"),
         (
             json.dumps({"format": 1, "models": {"x": entry(latest="1", **{"1": {"repo_id": "org/x"}})}}),
-            "each with repo_id and revision, or with folder",
+            "each with repo_id and revision .*, or with folder",
+        ),
+        *(
+            (
+                json.dumps({"format": 1, "models": {"x": entry(latest="1", **{"1": {**REPO, "revision": name}})}}),
+                r"an entry 'x' that cannot be used.*revision \(a commit, 40 digits\)",
+            )
+            for name in ("main", "v1", "abc1234")
         ),
     ],
 )
@@ -85,6 +95,14 @@ def test_files_that_are_no_registry(registry: Path, content: str, message: str) 
     registry.write_text(content)
     with pytest.raises(ModelFileError, match=message):
         known_models()
+
+
+def test_no_names_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCFORGE_MODELS", raising=False)
+    with pytest.raises(
+        OptionError, match="is not in the registry, which is empty; name a registry file in SCFORGE_MODELS"
+    ):
+        find_registered("scforge://light", "name='scforge://light'")
 
 
 def test_a_file_that_is_not_there(registry: Path) -> None:

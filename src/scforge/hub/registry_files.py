@@ -18,6 +18,7 @@ SCHEME = "scforge://"
 _FORMAT = 1
 _VARIABLE = "SCFORGE_MODELS"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_COMMIT = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class RegisteredModel:
     name, version
         The name, and its version.
     repo_id, revision
-        Repository on the hub, and what of it; None for a folder.
+        Repository on the hub, and the commit; None for a folder.
     folder
         Folder of the model; None for a repository.
     """
@@ -82,6 +83,11 @@ def find_registered(text: str, said: str) -> RegisteredModel:
     entries = _entries()
     if not _NAME.fullmatch(name) or (at and not version):
         raise OptionError(f"{said} is no name of a model; write it as scforge://name or scforge://name@version.")
+    if not entries:
+        raise OptionError(
+            f"{said} is not in the registry, which is empty; name a registry file in {_VARIABLE}, or write org/name "
+            "for a repository of the hub."
+        )
     if name not in entries:
         raise OptionError(
             f"{said} is not in the registry{did_you_mean(name, entries) or ';'} (known: {listing(entries)}; more come "
@@ -132,7 +138,7 @@ def _read(path: Path, said: str) -> dict[str, dict[str, Any]]:
         if not _NAME.fullmatch(name) or not _is_entry(entry):
             raise ModelFileError(
                 f"{said} has an entry {name!r} that cannot be used; it needs description, latest (one of versions) and "
-                "versions, each with repo_id and revision, or with folder."
+                "versions, each with repo_id and revision (a commit, 40 digits), or with folder."
             )
     return models
 
@@ -143,10 +149,13 @@ def _is_entry(entry: Any) -> bool:
     versions = entry["versions"]
     if not isinstance(entry["description"], str) or not isinstance(versions, dict) or not versions:
         return False
-    # Without a revision, what a version stands for could change.
     wanted = ({"repo_id", "revision"}, {"folder"})
     fits = all(
-        isinstance(place, dict) and set(place) in wanted and all(isinstance(one, str) and one for one in place.values())
+        isinstance(place, dict)
+        and set(place) in wanted
+        and all(isinstance(one, str) and one for one in place.values())
+        # A branch or a tag can move, and then a version would stand for something else.
+        and ("folder" in place or _COMMIT.fullmatch(place["revision"]) is not None)
         for place in versions.values()
     )
     return fits and isinstance(entry["latest"], str) and entry["latest"] in versions
