@@ -13,7 +13,7 @@ import hashlib
 import json
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -62,7 +62,13 @@ class Hub:
         self.requests: list[str] = []
         self.errors: list[str] = []
         self.status: int | None = None  # fail so
+        self.before_commit: Callable[[], object] = lambda: None
         self.url = ""
+
+    def add_repo(self, repo_id: str, files: dict[str, bytes]) -> None:
+        """Make a repository with files, without any request."""
+        self.repos[repo_id] = repo = Repo()
+        repo.commit("main", dict(files), "first")
 
     def add_file(self, repo_id: str, name: str, content: bytes, branch: str = "main") -> str:
         """Put a file into a repository, as somebody else does."""
@@ -261,6 +267,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _commit(self, repo_id: str, revision: str) -> None:
         repo = self._repo(repo_id, writing=True)
+        self.hub.before_commit()
         files = dict(repo.commits[repo.branches[revision]])
         message = ""
         for line in self.body.splitlines():
@@ -269,6 +276,8 @@ class _Handler(BaseHTTPRequestHandler):
             match entry["key"]:
                 case "header":
                     message = value["summary"]
+                    if value.get("parentCommit") not in (None, repo.branches[revision]):
+                        raise _Refused(412, "A commit has happened since. Please refresh and try again.")
                 case "file":
                     files[value["path"]] = base64.b64decode(value["content"])
                 case "lfsFile":

@@ -18,7 +18,7 @@ from scforge.hub.finding import is_hub_name
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
 
 MODEL = {
-    "config.json": b"{}",
+    "config.json": b'{"scforge_version": "1"}',
     "vocab.json": b"{}",
     "model.safetensors": b"weights",
     "README.md": b"---\ntags: []\n---\n",
@@ -100,9 +100,8 @@ def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.warns(ScforgeWarning, match=r"127\.0\.0\.1:9 does not answer .* from the cache, which may be older"):
         assert resolve(repo) == fetched
-    with (
-        pytest.warns(ScforgeWarning, match="does not answer"),
-        pytest.raises(MissingFileError, match="is not in the cache"),
+    with pytest.raises(
+        HubError, match=r"9 does not answer \(.*\), and 'org/other' is not in the cache; check the conn"
     ):
         resolve("org/other")
     with pytest.raises(HubError, match=r"127\.0\.0\.1:9 does not answer .*; check the connection and HF_ENDPOINT"):
@@ -137,7 +136,7 @@ def test_a_part_of_a_model_in_the_cache(hub, repo: str) -> None:
         ("nothing", {}, MissingFileError, "name='nothing' does not exist; give the folder of a model, a repository"),
     ],
 )
-def test_what_cannot_be_had(hub, repo: str, folder: Path, name: str, options: dict, error, message: str) -> None:
+def test_what_cannot_be_had(hub, repo: str, folder: Path, name, options: dict, error, message: str) -> None:
     upload(folder, "org/secret", private=True)
     upload(folder, "org/asking")
     hub.repos["org/asking"].gated = True
@@ -147,6 +146,32 @@ def test_what_cannot_be_had(hub, repo: str, folder: Path, name: str, options: di
         resolve(name, **options)
     assert "\n" not in str(caught.value)
     assert "hf_" not in str(caught.value).replace("hf_reader", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("https://hub.org/org/light", {}, MissingFileError, "is a URL; write org/light"),
+        ("https://hub.org/org/light/tree/v1?x=1", {}, MissingFileError, "is a URL; write hf://org/light@v1"),
+        (None, {}, OptionError, "name=None names no model"),
+        (3, {}, OptionError, "name=3 names no model"),
+        ("", {}, OptionError, "name='' names no model"),
+        ("org/light", {"revision": 1}, OptionError, "revision=1 is no text"),
+        ("org/light", {"cache_dir": 1}, OptionError, "cache_dir=1 is no folder"),
+        ("org/light", {"cache_dir": __file__}, OptionError, "is a file; give the name of a folder"),
+        (
+            "org/light",
+            {"cache_dir": "/proc/nothing"},
+            OptionError,
+            "give cache_dir, or HF_HUB_CACHE, where you may write",
+        ),
+        ("org/light", {"local_files_only": "no"}, OptionError, "local_files_only='no' is neither True nor False"),
+    ],
+)
+def test_arguments(hub, name, options: dict, error, message: str) -> None:
+    hub.add_repo("org/light", MODEL)
+    with pytest.raises(error, match=message):
+        resolve(name, **options)
 
 
 def test_private_repositories_open_with_the_right_token(hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,6 +186,67 @@ def test_a_refused_token_does_not_get_what_is_in_the_cache(hub, repo: str) -> No
         resolve(repo, token="hf_wrong")
 
 
+@pytest.mark.parametrize("token", ["hf_a b", "hf_a\nb", "hf_\u00e4", "", 3, True])
+@pytest.mark.parametrize("is_variable", [False, True])
+def test_a_malformed_token_gets_nothing_and_is_not_shown(hub, repo: str, token, is_variable: bool, monkeypatch) -> None:
+    resolve(repo)
+    monkeypatch.delenv("HF_TOKEN")
+    if is_variable:
+        if token in ("hf_a\nb", "", 3, True):
+            pytest.skip("the variable is text; huggingface_hub mends or leaves out these")
+        monkeypatch.setenv("HF_TOKEN", token)
+    hub.requests.clear()
+    with pytest.raises(OptionError, match="copy it again|not text|there is none here") as caught:
+        resolve(repo, token=None if is_variable else token)
+    assert "hf_" not in str(caught.value)
+    assert not hub.requests
+
+
+def test_space_around_a_token_is_no_part_of_it(hub, folder: Path) -> None:
+    upload(folder, "org/secret", private=True, token=" hf_writer\n")
+    assert contents(resolve("org/secret", token="hf_writer ")) == MODEL
+
+
+@pytest.mark.parametrize("address", ["foo", "http://", "http://hub:x", "ftp://hub.org"])
+def test_what_is_no_address_of_a_hub(hub, repo: str, folder: Path, address: str, monkeypatch) -> None:
+    resolve(repo)
+    monkeypatch.setenv("HF_ENDPOINT", address)
+    for ask in (lambda: resolve(repo), lambda: upload(folder, repo)):
+        with pytest.raises(OptionError, match=r"is no address of a hub; set HF_ENDPOINT to one") as caught:
+            ask()
+        assert "hf_" not in str(caught.value)
+
+
+@pytest.mark.parametrize("last", ["final", "Last", "best", "step-100", "epoch_3"])
+def test_mistyped_folders_of_a_training_are_not_looked_for_on_the_hub(hub, last: str) -> None:
+    hub.add_repo(f"ckpt/{last}", MODEL)
+    hub.requests.clear()
+    with pytest.raises(
+        MissingFileError, match=f"no folder 'ckpt/{last}' here; give .*, or hf://ckpt/{last} for a repo"
+    ):
+        resolve(f"ckpt/{last}/")
+    assert not hub.requests
+    assert contents(resolve(f"hf://ckpt/{last}")) == MODEL
+
+
+@pytest.mark.parametrize("options", [{}, {"token": "hf_wrong"}, {"revision": "v9"}, {"local_files_only": True}])
+def test_errors_of_bare_names_say_that_there_is_no_folder(hub, repo: str, options: dict, tmp_path: Path) -> None:
+    name = "org/light" if "revision" in options else "org/nothing"
+    options = {**options, "cache_dir": tmp_path / "empty"}
+    with pytest.raises((MissingFileError, OptionError), match=rf"\(and there is no folder '{name}' here\)\.$"):
+        resolve(name, **options)
+    with pytest.raises((MissingFileError, OptionError)) as caught:
+        resolve(f"hf://{name}", **options)
+    assert "no folder" not in str(caught.value)
+
+
+def test_a_bare_name_is_said_to_be_of_the_hub(hub, repo: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "scforge"):
+        assert resolve("org/light/") == resolve("hf://org/light/")
+    said = f"it is the repository org/light of the hub, at {hub.repos[repo].branches['main']}"
+    assert caplog.text.count(said) == 1
+
+
 @pytest.mark.parametrize("status", [500, 404])
 def test_a_hub_that_fails(hub, repo: str, status: int) -> None:
     hub.status = status
@@ -173,7 +259,7 @@ def test_a_folder_comes_before_the_hub(hub, folder: Path, tmp_path: Path, monkey
     shutil.copytree(folder, "org/light")
     assert is_hub_name("other/light")
     assert resolve("org/light") == Path("org/light")
-    with pytest.raises(MissingFileError, match="'org/lihgt' does not exist.*hf://org/name where a folder"):
+    with pytest.raises(MissingFileError, match="'org/lihgt' does not exist: .*, or hf://org/lihgt for a repository"):
         resolve("org/lihgt")
     with pytest.raises(OptionError, match="revision='v1' has no use where name='org/light' is a folder here"):
         resolve("org/light", revision="v1")

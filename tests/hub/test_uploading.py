@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from pathlib import Path
 
 import pytest
 
-from scforge.errors import MissingFileError, ModelFileError, OptionError
+from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError
 from scforge.hub import upload
 
 # huggingface_hub sends large files with an argument that its HTTP client has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
 
-CARD = b"---\ntags: []\n---\n"
-MODEL = {"config.json": b"{}", "vocab.json": b"{}", "model.safetensors": b"weights", "README.md": CARD}
-ADAPTER = {"adapter.json": b"{}", "adapter.safetensors": b"weights", "README.md": CARD}
+
+def card(text: bytes) -> bytes:
+    """A card as scforge writes it, with its checksum."""
+    text = b"---\ntags: []\n---\n" + text
+    return text + f"<!-- Written by scforge ({hashlib.sha256(text).hexdigest()[:16]}). -->\n".encode()
+
+
+CARD = card(b"A model.\n")
+CONFIG = b'{"scforge_version": "1"}'
+MODEL = {"config.json": CONFIG, "vocab.json": b"{}", "model.safetensors": b"weights", "README.md": CARD}
+ADAPTER = {"adapter.json": b"{}", "adapter.safetensors": b"weights", "README.md": card(b"Adapters.\n")}
 
 
 def make(path: Path, files: dict[str, bytes]) -> Path:
@@ -45,6 +54,7 @@ def test_files_of_an_earlier_model_are_removed_and_others_stay(hub, model: Path,
     upload(model, "org/light")
     hub.add_file("org/light", "notes.txt", b"of somebody")
     upload(make(tmp_path / "adapter", ADAPTER), "org/light")
+    assert hub.files("org/light")["README.md"] == ADAPTER["README.md"]
     assert set(hub.files("org/light")) == {*ADAPTER, ".gitattributes", "notes.txt"}
 
 
@@ -64,10 +74,67 @@ def test_branches_and_pull_requests(hub, model: Path) -> None:
     assert set(hub.files("org/light")) == {".gitattributes"}
 
 
+def test_a_pull_request_makes_no_repository(hub, model: Path) -> None:
+    with pytest.raises(MissingFileError, match="there is no repository 'org/nothing'"):
+        upload(model, "org/nothing", create_pr=True)
+    assert not hub.repos
+
+
+@pytest.mark.parametrize("theirs", [b"# About us\n", CARD.replace(b"A model.", b"A model of ours."), None])
+def test_cards_of_somebody_stay(hub, model: Path, theirs: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
+    upload(model, "org/light")
+    if theirs is None:
+        theirs = CARD
+        (model / "README.md").unlink()
+    else:
+        hub.add_file("org/light", "README.md", theirs)
+        (model / "README.md").write_bytes(card(b"Another model.\n"))
+    (model / "vocab.json").write_bytes(b"[]")
+    upload(model, "org/light")
+    assert hub.files("org/light")["README.md"] == theirs
+    assert hub.files("org/light")["vocab.json"] == b"[]"
+    assert ("was written or edited by somebody" in caplog.text) == (theirs != CARD)
+
+
+def test_a_card_that_the_sender_has_written_is_sent(hub, model: Path) -> None:
+    upload(model, "org/light")
+    hub.add_file("org/light", "README.md", b"# About us\n")
+    (model / "README.md").write_bytes(b"---\ntags: []\n---\n# About us, again\n")
+    upload(model, "org/light")
+    assert hub.files("org/light")["README.md"] == b"---\ntags: []\n---\n# About us, again\n"
+
+
+def test_cards_of_scforge_are_known() -> None:
+    from scforge.estimators.card import is_own_card
+
+    assert is_own_card(CARD.decode())
+
+
+def test_of_two_pushes_at_once_one_is_refused(hub, model: Path) -> None:
+    upload(model, "org/light")
+    hub.before_commit = lambda: hub.add_file("org/light", "vocab.json", b"of somebody")
+    (model / "config.json").write_bytes(CONFIG + b"\n")
+    with pytest.raises(HubError, match=r"somebody else has written to it meanwhile \(412.*push again"):
+        upload(model, "org/light")
+    assert hub.files("org/light")["config.json"] == CONFIG
+
+
+@pytest.mark.parametrize("files", [MODEL, ADAPTER])
+@pytest.mark.parametrize("theirs", [b'{"model_type": "bert"}', b"no JSON", b"[]"])
+@pytest.mark.parametrize("revision", [None, "v1"])
+def test_models_of_other_packages_are_not_written_over(hub, tmp_path, files, theirs, revision) -> None:
+    upload(make(tmp_path / "first", ADAPTER), "org/bert")
+    hub.add_file("org/bert", "config.json", theirs)
+    before = dict(hub.repos["org/bert"].branches)
+    with pytest.raises(OptionError, match=r"has a model of another package, whose config\.json would be lost"):
+        upload(make(tmp_path / "second", files), "org/bert", revision=revision)
+    assert hub.repos["org/bert"].branches == before
+
+
 def test_nothing_is_sent_where_everybody_would_see_it(hub, model: Path) -> None:
     upload(model, "org/light")
     before = hub.files("org/light")
-    (model / "config.json").write_bytes(b"secret")
+    (model / "vocab.json").write_bytes(b"secret")
     with pytest.raises(OptionError, match="exists and is public, so private=True cannot be kept"):
         upload(model, "org/light", private=True)
     assert hub.files("org/light") == before
@@ -85,9 +152,19 @@ def test_nothing_is_sent_where_everybody_would_see_it(hub, model: Path) -> None:
         ("hf://org/light", {}, "is no name of a repository"),
         ("org/light?", {}, "is no name of a repository"),
         ("org/light", {"revision": "v1", "create_pr": True}, "pull requests go to the main branch"),
+        (3, {}, "is no name of a repository"),
+        ("org/light", {"token": True}, "token=True, but there is none here; log in with hf auth login"),
+        ("org/light", {"token": "hf_\u00e4"}, r"^token has characters that no token has .*copy it again"),
+        ("org/light", {"token": 3}, "token is int, not text"),
+        ("org/light", {"revision": 1}, "revision=1 is no text"),
+        ("org/light", {"commit_message": 3}, "commit_message=3 is no text"),
+        ("org/light", {"private": "no"}, "private='no' is neither True nor False"),
+        ("org/light", {"create_pr": 1}, "create_pr=1 is neither True nor False"),
     ],
 )
-def test_what_cannot_be_sent(hub, model: Path, repo_id: str, options: dict, message: str) -> None:
+def test_what_cannot_be_sent(hub, model: Path, repo_id, options: dict, message: str, monkeypatch) -> None:
+    if options.get("token") is True:
+        monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(OptionError, match=message) as caught:
         upload(model, repo_id, **options)
     assert "\n" not in str(caught.value)
@@ -108,6 +185,8 @@ def test_a_card_that_the_hub_refuses(hub, model: Path) -> None:
     ],
 )
 def test_folders_without_a_model(hub, tmp_path: Path, files, error, message: str) -> None:
+    with pytest.raises(OptionError, match="folder=None is no path"):
+        upload(None, "org/light")
     if files is not None:
         make(tmp_path / "other", files)
     with pytest.raises(error, match=message):

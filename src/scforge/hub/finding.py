@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -11,9 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scforge.errors import MissingFileError, ModelFileError, OptionError, ScforgeWarning, first_line, listing
-from scforge.hub.client import hub_api, hub_endpoint, is_offline
-from scforge.hub.hub_errors import connection_errors, hub_errors
+from scforge._checks import check_bool
+from scforge._io import check_folder
+from scforge.errors import (
+    MissingFileError,
+    ModelFileError,
+    OptionError,
+    ScforgeError,
+    ScforgeWarning,
+    first_line,
+    listing,
+)
+from scforge.hub.client import checked_token, hub_api, hub_endpoint, is_offline
+from scforge.hub.hub_errors import hub_errors, no_answer, silence_errors
 from scforge.hub.registry_files import SCHEME, find_registered
 from scforge.hub.shared_files import SHARED_FILES, described_kind, kind_of, kind_of_folder
 
@@ -23,6 +32,10 @@ logger = logging.getLogger("scforge")
 
 _HUB = "hf://"
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_OF_TRAINING = re.compile(r".*/(final|last|best|(step|epoch)[=_-]?\d+)", re.IGNORECASE)
+"""Folders that a training writes; a name of such a form that is not here is mistyped, and not a stranger's model."""
+
+_PAGE = re.compile(r"https?://[^/]+/([\w.-]+/[\w.-]+)(?:/tree/([^/?#]+))?(?:[/?#].*)?")
 _EXECUTED = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".npy", ".py", ".so")
 """Endings of files that can run code when they are read."""
 
@@ -47,20 +60,22 @@ class FoundModel:
 def is_hub_name(name: object) -> bool:
     """Return whether a name is meant for the hub and not for a folder here.
 
-    ``org/name`` can be either: it is a folder where there is one, or where there is a folder ``org``.
+    ``org/name`` can be either: it is a folder where there is one, or where there is a folder ``org``, and where it is
+    called as a training calls its folders.
 
     Examples
     --------
-    >>> is_hub_name("hf://org/light"), is_hub_name("./org/light"), is_hub_name("light")
-    (True, False, False)
+    >>> is_hub_name("hf://org/light"), is_hub_name("./org/light"), is_hub_name("light"), is_hub_name("run/final")
+    (True, False, False, False)
     """
     if not isinstance(name, str):
         return False
     if name.startswith(_HUB):
         return True
-    if _REPO.fullmatch(name) is None or Path(name).exists():
+    plain = name.rstrip("/")
+    if _REPO.fullmatch(plain) is None or _OF_TRAINING.fullmatch(plain) or Path(name).exists():
         return False
-    return not Path(name).parent.is_dir()
+    return not Path(plain).parent.is_dir()
 
 
 def is_registry_name(name: object) -> bool:
@@ -113,9 +128,10 @@ def resolve(
     --------
     >>> resolve("org/light", revision="v1")  # doctest: +SKIP
     """
+    name = name_or_folder_or_repo_id
     found = find_model(
-        name_or_folder_or_repo_id,
-        said=f"name={os.fspath(name_or_folder_or_repo_id)!r}",
+        name,
+        said=f"name={os.fspath(name) if isinstance(name, os.PathLike) else name!r}",
         revision=revision,
         cache_dir=cache_dir,
         token=token,
@@ -134,7 +150,17 @@ def find_model(
     local_files_only: bool = False,
 ) -> FoundModel:
     """Do what :func:`resolve` says; `said` begins its messages."""
-    repo_id: str | None = os.fspath(name)
+    if not isinstance(name, str | os.PathLike) or not os.fspath(name):
+        raise OptionError(f"{said} names no model; give a folder, org/name of the hub, or scforge://name.")
+    if revision is not None and (not isinstance(revision, str) or not revision):
+        raise OptionError(f"revision={revision!r} is no text; give the name of a branch, a tag or a commit.")
+    if cache_dir is not None:
+        if not isinstance(cache_dir, str | os.PathLike):
+            raise OptionError(f"cache_dir={cache_dir!r} is no folder; give the path of one.")
+        check_folder("cache_dir", cache_dir)
+    check_bool("local_files_only", local_files_only)
+    repo_id: str | None
+    is_bare = False
     if is_registry_name(name):
         entry = find_registered(str(name), said)
         if revision is not None:
@@ -143,7 +169,8 @@ def find_model(
             return FoundModel(_checked(entry.folder, f"{said} (version {entry.version}, folder {str(entry.folder)!r})"))
         repo_id, revision = entry.repo_id, entry.revision
     elif is_hub_name(name):
-        repo_id, at, written = str(name).removeprefix(_HUB).partition("@")
+        is_bare = not str(name).startswith(_HUB)
+        repo_id, at, written = str(name).removeprefix(_HUB).rstrip("/").partition("@")
         if _REPO.fullmatch(repo_id) is None or (at and not written):
             raise OptionError(f"{said} is no name of a repository; give it as 'hf://organisation/name'.")
         if at and revision is not None:
@@ -152,16 +179,34 @@ def find_model(
     else:
         if revision is not None and Path(name).exists():
             raise OptionError(f"revision={revision!r} has no use where {said} is a folder here; leave it out.")
-        return FoundModel(_checked(Path(name), said))
+        return FoundModel(_checked(Path(name), said, os.fspath(name)))
     assert repo_id is not None
     options: dict[str, Any] = {"cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
-    return _fetch(repo_id, said, revision=revision, **options)
+    if not is_bare:
+        return _fetch(repo_id, said, revision=revision, **options)
+    try:
+        found = _fetch(repo_id, said, revision=revision, **options)
+    except ScforgeError as error:
+        raise type(error)(f"{str(error).rstrip('.')} (and there is no folder {repo_id!r} here).") from error
+    logger.info("%s is no folder here; it is the repository %s of the hub, at %s.", said, repo_id, found.commit)
+    return found
 
 
-def _checked(folder: Path, said: str) -> Path:
+def _checked(folder: Path, said: str, name: str | None = None) -> Path:
+    """Return a folder, or raise unless it is one; `name` is what the user wrote."""
     if folder.is_dir():
         return folder
+    if name is not None and (page := _PAGE.fullmatch(name)):
+        repo_id, revision = page.groups()
+        raise MissingFileError(
+            f"{said} is a URL; write {repo_id if revision is None else f'hf://{repo_id}@{revision}'}."
+        )
     what = "is a file" if folder.exists() else "does not exist"
+    if name is not None and _REPO.fullmatch(plain := name.rstrip("/")) and not folder.exists():
+        raise MissingFileError(
+            f"{said} {what}: there is no folder {plain!r} here; give the folder of a model, or hf://{plain} for a "
+            "repository of the hub."
+        )
     raise MissingFileError(
         f"{said} {what}; give the folder of a model, a repository of the hub (org/name, or hf://org/name where a "
         "folder is called org), or a name of the registry (scforge://name)."
@@ -181,26 +226,40 @@ def _fetch(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    options: dict[str, Any] = {
-        "revision": revision,
-        "cache_dir": cache_dir,
-        "token": token,
-        "allow_patterns": list(SHARED_FILES),
-        "endpoint": hub_endpoint(),
-    }
+    there = silence = folder = None
     with hub_errors(said, repo_id, revision):
-        there = None if local_files_only or is_offline() else _look(repo_id, said, revision, token)
-        folder = None
-        if there is not None:
-            with contextlib.suppress(LocalEntryNotFoundError):
-                folder = Path(snapshot_download(repo_id, local_files_only=True, **options))
-            if folder is not None and not there.is_whole(folder):
-                folder = None
-        if folder is None:
-            folder = Path(snapshot_download(repo_id, local_files_only=there is None, **options))
-    if kind_of_folder(folder) is None:
+        if not local_files_only and not is_offline():
+            token = checked_token(token)
+            try:
+                there = _look(repo_id, said, revision, token)
+            except silence_errors() as error:
+                silence = error
+        options: dict[str, Any] = {
+            "revision": revision,
+            "cache_dir": cache_dir,
+            "token": False if there is None else token,
+            "allow_patterns": list(SHARED_FILES),
+            "endpoint": hub_endpoint(),
+        }
+        try:
+            folder = Path(snapshot_download(repo_id, local_files_only=True, **options))
+        except LocalEntryNotFoundError:
+            if silence is not None:
+                raise no_answer(said, silence, f", and {repo_id!r} is not in the cache") from silence
+            if there is None:
+                raise
+        if there is not None and (folder is None or not there.is_whole(folder)):
+            folder = Path(snapshot_download(repo_id, **options))
+    if folder is None or kind_of_folder(folder) is None:
         raise MissingFileError(
             f"{said}: the cache has only a part of {repo_id!r}; fetch it once with a connection, or give cache_dir."
+        )
+    if silence is not None:
+        warnings.warn(
+            f"{hub_endpoint()} does not answer ({first_line(silence)}); {repo_id!r} is taken from the cache, which may "
+            "be older.",
+            ScforgeWarning,
+            stacklevel=4,
         )
     return FoundModel(folder, repo_id, folder.name)
 
@@ -217,25 +276,12 @@ class _OnHub:
         return folder.name == self.commit and all((folder / name).is_file() for name in self.names)
 
 
-def _look(repo_id: str, said: str, revision: str | None, token: str | bool | None) -> _OnHub | None:
-    """Look what a repository holds, before anything is fetched; return None if the hub does not answer.
+def _look(repo_id: str, said: str, revision: str | None, token: str | bool | None) -> _OnHub:
+    """Look what a repository holds, before anything is fetched.
 
     The client by itself falls back to the cache without a word, also where a token is refused.
     """
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        info = hub_api(token).model_info(repo_id, revision=revision)
-    except HfHubHTTPError:
-        raise
-    except connection_errors() as error:
-        warnings.warn(
-            f"{hub_endpoint()} does not answer ({first_line(error)}); {repo_id!r} is taken from the cache, which may "
-            "be older.",
-            ScforgeWarning,
-            stacklevel=5,
-        )
-        return None
+    info = hub_api(token).model_info(repo_id, revision=revision)
     names = [file.rfilename for file in info.siblings or ()]
     if kind_of(names) is None:
         raise ModelFileError(

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import ModuleType
 
-from scforge.errors import HubError, MissingFileError, OptionError, first_line
+from scforge.errors import HubError, MissingFileError, OptionError, ScforgeError, first_line
 from scforge.hub.client import hub_endpoint
 
-__all__ = ["connection_errors", "hub_errors"]
+__all__ = ["hub_errors", "no_answer", "silence_errors"]
 
 _TOKEN = "token= (HF_TOKEN in the environment, or hf auth login)"
 
 
-def connection_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of the HTTP client where there is no answer at all.
+_SECRET = re.compile(r"hf_\w+|Bearer [^\s'\"]+")
 
-    huggingface_hub went from httpx to httpx2; its own error is a subclass of what either raises, so look there.
-    """
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    base = [cls for cls in HfHubHTTPError.__mro__ if cls.__name__ == "HTTPError"]
-    return (*base, OfflineModeIsEnabled)
+def _http() -> ModuleType:
+    """Return the HTTP client of huggingface_hub, which went from httpx to httpx2; its errors are subclasses of it."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    (base,) = (cls for cls in HfHubHTTPError.__mro__ if cls.__name__ == "HTTPError")
+    return importlib.import_module(base.__module__.partition(".")[0])
+
+
+def silence_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of a hub that is not reached, or does not answer in time."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    http = _http()
+    return (http.TimeoutException, http.NetworkError, OfflineModeIsEnabled)
 
 
 @contextmanager
@@ -42,7 +53,7 @@ def hub_errors(said: str, repo_id: str, revision: str | None = None, *, writing:
     MissingFileError
         If there is no such repository or revision, or nothing in the cache.
     OptionError
-        If a name is malformed, or a token is refused.
+        If a name or the address of the hub is malformed, a token is refused, or the cache cannot be written.
     HubError
         If the hub cannot be reached, or fails.
     """
@@ -56,8 +67,12 @@ def hub_errors(said: str, repo_id: str, revision: str | None = None, *, writing:
     )
 
     at = "" if revision is None else f" at revision {revision!r}"
+    http = _http()
+    unsent = (http.UnsupportedProtocol, http.LocalProtocolError, http.InvalidURL)
     try:
         yield
+    except ScforgeError:
+        raise
     except HFValidationError as error:
         raise OptionError(
             f"{said} is no name of a repository ({first_line(error)}); give it as 'organisation/name'."
@@ -83,27 +98,45 @@ def hub_errors(said: str, repo_id: str, revision: str | None = None, *, writing:
         ) from error
     except HfHubHTTPError as error:
         raise _of_status(said, repo_id, error, writing=writing) from error
-    except connection_errors() as error:
-        raise _no_answer(said, error) from error
+    except unsent:
+        # Nothing of what the client says: it would show the headers, and with them the token.
+        raise OptionError(
+            f"{said}: {hub_endpoint()!r} is no address of a hub; set HF_ENDPOINT to one, e.g. "
+            "https://huggingface.co, or unset it."
+        ) from None
+    except (http.HTTPError, *silence_errors()) as error:
+        raise no_answer(said, error) from error
     except RuntimeError as error:
         # Large files are sent by threads, whose errors come back inside another one.
-        if isinstance(error.__cause__, HfHubHTTPError):
-            raise _of_status(said, repo_id, error.__cause__, writing=writing) from error
-        if isinstance(error.__cause__, connection_errors()):
-            raise _no_answer(said, error.__cause__) from error
+        cause = error.__cause__
+        if isinstance(cause, HfHubHTTPError):
+            raise _of_status(said, repo_id, cause, writing=writing) from error
+        if isinstance(cause, Exception) and isinstance(cause, (http.HTTPError, *silence_errors())):
+            raise no_answer(said, cause) from error
         raise
+    except OSError as error:
+        why = " ".join(str(part) for part in (error.strerror, error.filename and repr(error.filename)) if part)
+        fix = "give a folder that can be read" if writing else "give cache_dir, or HF_HUB_CACHE, where you may write"
+        raise OptionError(f"{said}: a file cannot be used ({why or type(error).__name__}); {fix}.") from error
 
 
-def _no_answer(said: str, error: BaseException) -> HubError:
-    why = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-    return HubError(f"{said}: {hub_endpoint()} does not answer ({why}); check the connection and HF_ENDPOINT.")
+def no_answer(said: str, error: Exception, besides: str = "") -> HubError:
+    """Return the error of a hub that does not answer; `besides` goes on behind the reason."""
+    return HubError(
+        f"{said}: {hub_endpoint()} does not answer ({_shown(first_line(error))}){besides}; check the connection and "
+        "HF_ENDPOINT."
+    )
+
+
+def _shown(text: str) -> str:
+    return _SECRET.sub("***", text)
 
 
 def _of_status(said: str, repo_id: str, error: Exception, *, writing: bool) -> HubError | OptionError:
     response = getattr(error, "response", None)
     status = None if response is None else response.status_code
     message = getattr(error, "server_message", None)
-    what = f"{status}" + (f", {message.splitlines()[0].rstrip('.')}" if message else "")
+    what = f"{status}" + (f", {_shown(message.splitlines()[0].rstrip('.'))}" if message else "")
     if status == 401:
         return OptionError(f"{said}: {hub_endpoint()} does not know the token ({what}); pass a valid one as {_TOKEN}.")
     if status == 403:
@@ -111,4 +144,6 @@ def _of_status(said: str, repo_id: str, error: Exception, *, writing: bool) -> H
         return OptionError(
             f"{said}: {hub_endpoint()} forbids it ({what}); pass a token that {needed} {repo_id!r} as {_TOKEN}."
         )
+    if writing and status in (409, 412):
+        return HubError(f"{said}: somebody else has written to it meanwhile ({what}); look what, and push again.")
     return HubError(f"{said}: {hub_endpoint()} failed ({what}); try again later.")
