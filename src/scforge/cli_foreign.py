@@ -24,7 +24,11 @@ def add_convert_checkpoint(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--ensembl-map", metavar="FILE", help="Geneformer: former Ensembl ids to current ones")
     command.add_argument("--gene-names", metavar="FILE", help="Geneformer: symbols to Ensembl ids")
-    command.add_argument("--pooling", metavar="NAME", help="Geneformer: mean (default), genes or cls")
+    command.add_argument(
+        "--pooling",
+        metavar="NAME",
+        help="Geneformer: mean (default), genes or cls; scFoundation: depths (default) or mean",
+    )
     command.add_argument(
         "--embedding-layer", type=int, metavar="N", help="Geneformer: embed from N layers below the last (0)"
     )

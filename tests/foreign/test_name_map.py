@@ -88,13 +88,44 @@ def test_layers_of_two_digits_and_left_out() -> None:
         ({"a": [1.0]}, "x lacks 'b', which goes with 'a' in a checkpoint of Tiny"),
         ({"b": [1.0]}, "x lacks 'a', which goes with 'b' in a checkpoint of Tiny"),
         ({}, "x lacks 'a', so that 'ab' would be random; give a checkpoint with these weights"),
-        ({"a": [1.0], "b": [1.0, 2.0]}, r"x has 'a' in the shape \(3,\), but its config and vocabulary make it \(2,\)"),
+        (
+            {"a": [1.0, 2.0], "b": [1.0, 2.0]},
+            r"x has 'a' in the shape \(4,\), but its config and vocabulary make it \(2,\)",
+        ),
         ({"a": [1.0], "b": [1.0], "layer.x.bias": [1.0]}, "does not know: 'layer.x.bias'"),
     ],
 )
 def test_what_does_not_fit(theirs: dict, message: str) -> None:
     with pytest.raises(ModelFileError, match=message):
         NAMES.convert({n: torch.tensor(v) for n, v in theirs.items()}, {"ab": torch.Size([2])}, where="x")
+
+
+QKV = NameMap("Tiny", (Rule(("q", "k", "v"), "qkv", Stacked(3)),))
+FOLDED = NameMap("Tiny", (Rule(("positions", "types"), "p", FoldedRow(2)),))
+ROWS = NameMap("Tiny", (Rule("table", "t", RowsInOrder((1, 0))),))
+TURNED = NameMap("Tiny", (Rule("matrix", "m", Transposed()),))
+
+
+@pytest.mark.parametrize(
+    ("names", "shapes"),
+    [
+        (QKV, {"q": (3, 4), "k": (4, 3), "v": (4, 3)}),
+        (QKV, {"q": (), "k": (4, 4), "v": (4, 4)}),
+        (QKV, {"q": (), "k": (), "v": ()}),
+        (QKV, {"q": (2, 4), "k": (6, 4), "v": (4, 4)}),  # twelve rows, too
+        *((FOLDED, {"positions": (5, 4), "types": types}) for types in [(2, 7), (), (2, 1), (2,), (0, 4), (3, 4)]),
+        (FOLDED, {"positions": (), "types": (2, 4)}),
+        *((ROWS, {"table": shape}) for shape in [(), (2,)]),
+        *((TURNED, {"matrix": shape}) for shape in [(), (2,), (2, 2, 2)]),
+    ],
+)
+def test_shapes_that_do_not_go_together(names: NameMap, shapes: dict) -> None:
+    (rule,) = names.rules
+    named = ".*".join(f"'{name}'" for name in shapes)
+    with pytest.raises(
+        ModelFileError, match=rf"x has {named} in the shapes \(.*\), which do not become '{rule.target}'"
+    ):
+        names.convert({n: torch.ones(s) for n, s in shapes.items()}, {rule.target: (12, 4)}, where="x")
 
 
 OPTIONS = {"hidden_dim": 4, "num_layers": 1, "num_heads": 2, "use_expression_values": False, "tie_head": True}

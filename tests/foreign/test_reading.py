@@ -104,6 +104,52 @@ def test_no_json(content: bytes, tmp_path: Path) -> None:
     assert read_dictionary(tmp_path / "z.json") == {"A": 1}
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"a": 1, "a": 2}', "it holds the key 'a' twice"),
+        (b'{"a": NaN}', "it holds NaN, which is no finite number"),
+        (b"[" + b"0," * 1_000_001 + b"0]", "1,000,000 are the most that is read"),
+    ],
+)
+def test_json_that_is_refused(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(ModelFileError, match=f"is no JSON file that can be used: .*{message}"):
+        read_json(tmp_path / "x.json")
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"a": torch.ones(1).expand(10**6, 10**6)}, "has 'a' without all the numbers of an ordinary tensor"),
+        ({"a": torch.eye(2).to_sparse()}, "has 'a' without all the numbers of an ordinary tensor"),
+        ({"a": torch.ones(2, device="meta")}, "has 'a' without all the numbers of an ordinary tensor"),
+        ({3: torch.ones(2)}, "has a weight named 3, which is no text"),
+        ({None: torch.ones(2)}, "has a weight named None, which is no text"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
+def test_odd_tensors(weights: dict, message: str, tmp_path: Path) -> None:
+    torch.save(weights, tmp_path / "x.bin")
+    with pytest.raises(ModelFileError, match=message):
+        read_weights(tmp_path / "x.bin")
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ('{"a": %s, "a": %s}', "it holds the key 'a' twice"),
+        ('{"a": %s, "b": %s}', "the tensor 'b' overlaps the one before it"),
+    ],
+)
+def test_headers_of_safetensors(header: str, message: str, tmp_path: Path) -> None:
+    place = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
+    text = (header % (place, place)).encode()
+    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(ModelFileError, match=f"is no safetensors file: {message}"):
+        read_weights(tmp_path / "x.safetensors")
+
+
 def test_weights(tmp_path: Path) -> None:
     weights = {"a": torch.randn(3), "b": torch.randn(2, 2)}
     torch.save(weights, tmp_path / "new.pt")

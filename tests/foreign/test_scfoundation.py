@@ -130,6 +130,15 @@ def without(name: str) -> Callable[[dict], dict]:
     return lambda model: {key: value for key, value in model.items() if key != name}
 
 
+def encoder(**options: Any) -> Callable[[dict], dict]:
+    def change(model: dict) -> dict:
+        mae = model["config"]["model_config"]["mae_autobin"]
+        mae = mae | {"encoder": mae["encoder"] | options}
+        return model | {"config": model["config"] | {"model_config": {"mae_autobin": mae}}}
+
+    return change
+
+
 def other(**config: Any) -> Callable[[dict], dict]:
     return lambda model: model | {"config": model["config"] | config}
 
@@ -144,6 +153,22 @@ def other(**config: Any) -> Callable[[dict], dict]:
         (without("config"), {}, ModelFileError, "has no model 'cell' with its config"),
         (without("state_dict"), {}, ModelFileError, "holds 'config', not tensors"),
         (other(model="performer"), {}, ModelFileError, "holds a model of the kind 'performer'"),
+        (
+            other(dataset_config={"rnaseq": {"seq_len": "x"}}),
+            {},
+            ModelFileError,
+            "has seq_len='x', which is no positive",
+        ),
+        (
+            other(dataset_config={"rnaseq": {"seq_len": 87, "bin_alpha": "x"}}),
+            {},
+            ModelFileError,
+            "has bin_alpha='x', which is no positive",
+        ),
+        (encoder(hidden_dim=2**40), {}, ModelFileError, "the config claims hidden_dim=1099511627776"),
+        (encoder(depth=10**4), {}, ModelFileError, "describes a model of far more parts than the .* weights that are"),
+        (dict, {"vocab": 3}, OptionError, "vocab=3 is neither a file nor the names of genes in order"),
+        (dict, {"vocab": [1, 2]}, OptionError, r"vocab=\[1, 2\] is neither a file nor the names of genes in order"),
         (other(model_config={}), {}, ModelFileError, "lacks 'mae_autobin'; copy the checkpoint again"),
     ],
 )

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from scforge.cli import main
-from scforge.errors import DataError, MissingFileError, ModelFileError, ScforgeError
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, ScforgeError
 from scforge.estimators import Encoder
 
 ARGS = {
@@ -285,6 +285,36 @@ def test_weights_that_are_left_out_or_wrapped(change, write, tokens, tmp_path: P
             ModelFileError,
             "args has input_emb_style='category', but sc",
         ),
+        (
+            {"args": ARGS | {"pre_norm": True}},
+            ModelFileError,
+            "args has pre_norm=True, but scforge computes False alone",
+        ),
+        (
+            {"args": ARGS | {"mask_value": "auto"}},
+            ModelFileError,
+            "mask_value='auto', .* args with mask_value=-1, as scGP",
+        ),
+        (
+            {"args": ARGS | {"pad_value": "auto"}},
+            ModelFileError,
+            "pad_value='auto', .* args with pad_value=-2, as scGPT",
+        ),
+        (
+            {"args": ARGS | {"dropout": "x"}},
+            ModelFileError,
+            "dropout='x', which is no finite number; give args with dro",
+        ),
+        ({"args": ARGS | {"max_seq_len": "x"}}, ModelFileError, "max_seq_len='x', which is no size; give a whole numb"),
+        ({"args": ARGS | {"embsize": 2**40}}, ModelFileError, "the config claims hidden_dim=1099511627776"),
+        (
+            {"args": ARGS | {"embsize": 2**20}},
+            ModelFileError,
+            r"'encoder.embedding.weight' in the shape \(89, 16\), but",
+        ),
+        *(({"cls_value": bad}, OptionError, f"cls_value={bad!r} is no finite number") for bad in ("a", np.nan, True)),
+        ({"args": 3}, OptionError, "args=3 is neither a file nor a dictionary; give the published args.json"),
+        ({"vocab": 3}, OptionError, "vocab=3 is neither a file nor a dictionary; give the published vocab.json"),
         ({"args": {"nheads": 2}}, ModelFileError, "args lacks 'embsize', 'nlayers', 'd_hid'; give the args.json"),
         ({"vocab": {"a": 0, "<pad>": 2}}, DataError, "vocab does not number its tokens from 0 without a gap"),
         ({"vocab": {"a": 0, "<pad>": 1}}, DataError, "vocab lacks the special tokens '<cls>'"),

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 
-from scforge.errors import OptionError, first_line
+from scforge.errors import ModelFileError, OptionError, ScforgeError, first_line
+from scforge.estimators.defaults import recipe_for
 from scforge.estimators.registries import bare_registry
 from scforge.estimators.saving import load_weights
+from scforge.estimators.shape_check import UNUSABLE, Shapes, TooManyError, described_shapes, refuse_counts, shapes_of
+from scforge.estimators.spec import ModelSpec
 from scforge.foreign.base import Foreign, read_checkpoint
 
 if TYPE_CHECKING:
@@ -231,11 +234,49 @@ class ForeignMethods:
         elif kind._setup_of(adata) is None:
             kind.setup_anndata(adata)
         parts = {"architecture": found.architecture, "tokenizer": found.tokenizer, "objective": found.objective}
+        # Before memory is taken for a module of the size that a config claims.
+        expected = _expected_of(found)
+        weights = None if expected is None else found.weights(expected)
         model = kind._of_parts(parts, found.vocab, adata=adata, registry=registry, seed=0)
-        load_weights(model.module, found.weights(model.module), source=found.source)
+        if weights is None:
+            weights = found.weights(shapes_of(model.module))
+        load_weights(model.module, weights, source=found.source)
         try:
             model.to_device(device)
         except (AssertionError, RuntimeError) as error:
             raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
         model.is_trained_ = True  # elsewhere
         return cast("Self", model)
+
+
+def _expected_of(found: Foreign) -> Shapes | None:
+    """Return the shapes of the weights that a checkpoint's config asks for; see :func:`described_shapes`.
+
+    Raises
+    ------
+    ModelFileError
+        If it describes no model that can be made, or one of far more parts than the checkpoint has weights.
+    """
+    architecture, tokenizer, objective = (dict(part) for part in (found.architecture, found.tokenizer, found.objective))
+    name, *others = (part.pop("name") for part in (architecture, tokenizer, objective))
+    refuse_counts({**architecture, **tokenizer}, {name: tuple(value.shape) for name, value in found.tensors.items()})
+    spec, _ = ModelSpec.resolve(
+        recipe_for(name, architecture),
+        found.vocab,
+        tokenizer=(others[0], tokenizer),
+        objective=(others[1], objective),
+        options=architecture,
+    )
+    try:
+        return described_shapes(spec, len(found.tensors))
+    except TooManyError:
+        raise ModelFileError(
+            f"the config of {found.source!r} describes a model of far more parts than the {len(found.tensors):,} "
+            "weights that are there; give the config that belongs to the checkpoint."
+        ) from None
+    except ScforgeError:
+        raise
+    except UNUSABLE as error:
+        raise ModelFileError(
+            f"the config of {found.source!r} describes no model that can be made: {first_line(error)}."
+        ) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,9 +49,8 @@ class Foreign:
     tensors: dict[str, torch.Tensor]
     source: str
 
-    def weights(self, module: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """Return the weights of a module of this architecture; see :meth:`NameMap.convert`."""
-        expected = {name: tensor.shape for name, tensor in module.state_dict().items()}
+    def weights(self, expected: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+        """Return the weights of a module whose weights have these shapes; see :meth:`NameMap.convert`."""
         return self.names.convert(self.tensors, expected, where=repr(self.source))
 
 

@@ -110,7 +110,7 @@ class Geneformer:
         _check_config(config, str(where))
         if version is None:
             version = "V2" if config["max_position_embeddings"] > MODEL_INPUT["V1"] else "V1"
-        if version not in MODEL_INPUT:
+        if not isinstance(version, str) or version not in MODEL_INPUT:
             raise OptionError(f"version={version!r} is not known; choose 'V1' or 'V2'.")
         vocab = _vocab(source, version, tokens_medians, ensembl_map, gene_names)
         if len(vocab) != config["vocab_size"]:
@@ -164,6 +164,13 @@ _SIZES = (
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("intermediate_size", "max_position_embeddings"),
 )
+_TYPES: dict[str, tuple[Any, tuple[type, ...]]] = {
+    "type_vocab_size": (2, (int,)),
+    "tie_word_embeddings": (True, (bool,)),
+    "hidden_dropout_prob": (0.1, (int, float)),
+    "layer_norm_eps": (1e-12, (int, float)),
+}
+"""Other options that are read: their values in a BERT that does not say, and their types."""
 _ONLY = {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute", "pad_token_id": 0}
 """Options of BERT of which we have this value alone."""
 
@@ -174,7 +181,13 @@ def _check_config(config: Any, where: str) -> None:
         raise ModelFileError(f"{where!r} is not the configuration of a BERT, which Geneformer is; give its folder.")
     if missing := [name for name in _SIZES if type(config.get(name)) is not int or config[name] < 1]:
         raise ModelFileError(f"{where!r} lacks {listing(missing)}; copy the checkpoint again.")
-    if config.get("hidden_act") not in ACTIVATIONS:
+    for name, (default, kinds) in _TYPES.items():
+        value = config.get(name, default)
+        if type(value) not in kinds or not 0 <= value < 2**31:
+            raise ModelFileError(
+                f"{where!r} has {name}={repr(value)[:60]}, which is of no use there; {default!r} is usual."
+            )
+    if not isinstance(config.get("hidden_act"), str) or config["hidden_act"] not in ACTIVATIONS:
         raise ModelFileError(
             f"{where!r} has hidden_act={config.get('hidden_act')!r}, which scforge does not compute (known: "
             f"{listing(ACTIVATIONS)})"
@@ -250,4 +263,11 @@ def _gene_names(names: Any, genes: set[str]) -> dict[str, str]:
         if missing := [name for name in ("symbol", "gene_id") if name not in columns]:
             raise DataError(f"gene_names lacks the column {missing[0]!r}; give symbols with their Ensembl ids.")
         names = dict(zip(names["symbol"].astype(str), names["gene_id"].astype(str), strict=True))
-    return {str(name): gene for name, gene in names.items() if gene in genes and name not in genes}
+    # Symbols without an id have None or NaN.
+    kinds = (str, float, type(None))
+    if odd := [pair for pair in names.items() if not (isinstance(pair[0], str) and isinstance(pair[1], kinds))]:
+        raise DataError(
+            f"gene_names gives {odd[0][0]!r} the id {repr(odd[0][1])[:60]}, and names and ids are text; give symbols "
+            "with their Ensembl ids."
+        )
+    return {name: gene for name, gene in names.items() if gene in genes and name not in genes}

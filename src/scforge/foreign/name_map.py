@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from scforge.errors import ModelFileError, listing
+from scforge.errors import ModelFileError, first_line, listing
 
 __all__ = ["AsIs", "FoldedRow", "LeftOut", "NameMap", "RowsInOrder", "Rule", "Stacked", "Transform", "Transposed"]
 
@@ -21,7 +21,13 @@ class Transform:
     """How weights of theirs become one of ours, and one of ours theirs again."""
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the weight that these, in the order of the rule, become."""
+        """Return the weight that these, in the order of the rule, become.
+
+        Raises
+        ------
+        ValueError
+            If they have shapes that do not fit each other.
+        """
         raise NotImplementedError
 
     def split(self, ours: torch.Tensor) -> list[torch.Tensor]:
@@ -46,6 +52,7 @@ class Transposed(AsIs):
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the transposed matrix."""
+        _check_axes(parts[0], 2)
         return parts[0].T
 
     def split(self, ours: torch.Tensor) -> list[torch.Tensor]:
@@ -61,6 +68,8 @@ class Stacked(Transform):
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the weights in one."""
+        if len({part.shape for part in parts}) > 1:
+            raise ValueError("they differ")
         return torch.cat(list(parts))
 
     def split(self, ours: torch.Tensor) -> list[torch.Tensor]:
@@ -80,6 +89,9 @@ class FoldedRow(Transform):
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the sum."""
+        _check_axes(parts[0], 2)
+        if parts[1].shape != (self.n_rows, parts[0].shape[1]):
+            raise ValueError(f"the last should be {(self.n_rows, parts[0].shape[1])}")
         return parts[0] + parts[1][:1]
 
     def split(self, ours: torch.Tensor) -> list[torch.Tensor]:
@@ -95,6 +107,7 @@ class RowsInOrder(Transform):
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the rows in our order."""
+        _check_axes(parts[0], 2)
         order = torch.tensor(self.order)
         if (n_rows := int(order.max()) + 1) != len(parts[0]):
             raise ModelFileError(
@@ -191,7 +204,7 @@ class NameMap:
     left_out: tuple[LeftOut, ...] = ()
 
     def convert(
-        self, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Size], *, where: str
+        self, tensors: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]], *, where: str
     ) -> dict[str, torch.Tensor]:
         """Return our weights, float32, made of those of a checkpoint.
 
@@ -226,7 +239,17 @@ class NameMap:
                     raise ModelFileError(
                         f"{where} has two weights for {target!r}, {names[0]!r} among them; keep one of the two namings."
                     )
-                ours[target] = rule.transform.join([_number(tensors[other], other, where) for other in names])
+                parts = [_number(tensors[other], other, where) for other in names]
+                try:
+                    ours[target] = rule.transform.join(parts)
+                except ModelFileError:
+                    raise
+                except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                    shapes = ", ".join(str(tuple(part.shape)) for part in parts)
+                    raise ModelFileError(
+                        f"{where} has {listing(names)} in the shapes {shapes}, which do not become {target!r}: "
+                        f"{first_line(error)}; copy the checkpoint again."
+                    ) from error
                 used.update(names)
         used |= self._left_out(tensors, where)
         if unknown := [name for name in tensors if name not in used]:
@@ -278,7 +301,7 @@ class NameMap:
             found = [name for name in tensors if _compiled(line.source).fullmatch(name)]
             other = None if line.same_as is None else tensors.get(line.same_as)
             for name in found:
-                if other is not None and not torch.equal(tensors[name], other):
+                if other is not None and not (tensors[name].dtype == other.dtype and torch.equal(tensors[name], other)):
                     raise ModelFileError(
                         f"{where} has {name!r} and {line.same_as!r} with different numbers, but its config says that "
                         "they are one weight; give the config that belongs to the checkpoint."
@@ -303,6 +326,11 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def _filled(pattern: str, found: Mapping[str, str]) -> str:
     return pattern.format(**found)
+
+
+def _check_axes(tensor: torch.Tensor, n_axes: int) -> None:
+    if tensor.ndim != n_axes:
+        raise ValueError(f"the first should have {n_axes} axes")
 
 
 def _number(tensor: torch.Tensor, name: str, where: str) -> torch.Tensor:

@@ -6,7 +6,6 @@ which only containers, text and numbers are unpickled.
 
 from __future__ import annotations
 
-import json
 import pickle
 import zipfile
 from collections.abc import Mapping, Sequence
@@ -18,12 +17,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
+from scforge import _io
+from scforge.data.weights_reading import header_shapes
 from scforge.errors import MissingFileError, ModelFileError, first_line, listing
 
 __all__ = ["first_file", "read_dictionary", "read_json", "read_torch", "read_weights", "state_dict_in"]
 
 _MOST_BYTES = 2**28
-"""Largest file of a configuration or dictionary; published ones have a few million bytes."""
+"""Largest pickle file of a dictionary; published ones have a few million bytes."""
 
 
 def first_file(source: Path, names: Sequence[str], what: str) -> Path:
@@ -41,20 +42,20 @@ def first_file(source: Path, names: Sequence[str], what: str) -> Path:
 
 
 def read_json(path: Path) -> Any:
-    """Return the content of a JSON file.
+    """Return the content of a JSON file, with the limits of :func:`scforge._io.read_json`.
 
     Raises
     ------
     MissingFileError
         If there is no such file.
     ModelFileError
-        If it is no JSON.
+        If it is no JSON, or larger than such a file needs to be.
     """
-    _check_size(path)
+    _check_file(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ModelFileError(f"{str(path)!r} is no JSON file: {first_line(error)}.") from error
+        return _io.read_json(path)
+    except (OSError, ValueError) as error:
+        raise ModelFileError(f"{str(path)!r} is no JSON file that can be used: {first_line(error)}.") from error
 
 
 def read_dictionary(path: Path) -> dict[str, Any]:
@@ -73,7 +74,9 @@ def read_dictionary(path: Path) -> dict[str, Any]:
     if path.suffix == ".json":
         content = read_json(path)
     else:
-        _check_size(path)
+        _check_file(path)
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise ModelFileError(f"{str(path)!r} has {size:,} bytes, far more than a dictionary needs; give another.")
         with path.open("rb") as file:
             try:
                 content = _PlainUnpickler(file).load()
@@ -101,8 +104,9 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     """
     if path.suffix == ".safetensors":
         try:
+            header_shapes(path)
             return load_file(path)
-        except SafetensorError as error:
+        except (OSError, SafetensorError, ValueError) as error:
             raise ModelFileError(f"{str(path)!r} is no safetensors file: {first_line(error)}.") from error
     return state_dict_in(read_torch(path), str(path))
 
@@ -136,7 +140,7 @@ def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
     Raises
     ------
     ModelFileError
-        If there are none.
+        If there are none, or one is no ordinary tensor with all its numbers.
     """
     for name in ("state_dict", "model_state_dict"):
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
@@ -146,16 +150,28 @@ def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:
         raise ModelFileError(f"{where!r} holds no weights by name; give the file of a state_dict.")
     if odd := [name for name, value in content.items() if not isinstance(value, torch.Tensor)]:
         raise ModelFileError(f"{where!r} holds {listing(odd, most=3)}, not tensors; give the file of a state_dict.")
+    if odd := [name for name in content if not isinstance(name, str)]:
+        raise ModelFileError(f"{where!r} has a weight named {odd[0]!r}, which is no text; give a state_dict.")
+    if odd := [name for name, value in content.items() if not _is_plain(value)]:
+        raise ModelFileError(
+            f"{where!r} has {listing(odd, most=3)} without all the numbers of an ordinary tensor (sparse, expanded or "
+            "meta); save it with tensor.to_dense().contiguous()."
+        )
     # What torch's wrapper for several devices puts before all names.
     wrapped = all(name.startswith("module.") for name in content)
     return {name.removeprefix("module.") if wrapped else name: value for name, value in content.items()}
 
 
-def _check_size(path: Path) -> None:
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has all its numbers: a file can claim a large shape over one number, or none at all."""
+    if tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return False
+    return tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.itemsize
+
+
+def _check_file(path: Path) -> None:
     if not path.is_file():
         raise MissingFileError(f"the file {str(path)!r} does not exist.")
-    if (size := path.stat().st_size) > _MOST_BYTES:
-        raise ModelFileError(f"{str(path)!r} has {size:,} bytes, far more than such a file needs; give another one.")
 
 
 class _PlainUnpickler(pickle.Unpickler):

@@ -8,7 +8,7 @@ https://doi.org/10.1038/s41592-024-02305-7
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +134,18 @@ def _config(content: Mapping[str, Any], where: str) -> dict[str, Any]:
         if (module := encoder["module_type"]) != "transformer":
             raise ModelFileError(f"{where!r} has an encoder of the kind {module!r}, but scforge has 'transformer'.")
         found = {name: encoder[name] for name in ("hidden_dim", "depth", "heads")}
-        return found | {name: options[name] for name in ("seq_len", "bin_num", "bin_alpha")}
+        found |= {name: options[name] for name in ("seq_len", "bin_num", "bin_alpha")}
     except (KeyError, TypeError) as error:
         lacks = f"lacks {first_line(error)!r}; copy the checkpoint again"
         raise ModelFileError(f"the config in {where!r} {lacks}.") from error
+    for name, value in found.items():
+        kinds = (int, float) if name == "bin_alpha" else (int,)
+        if type(value) not in kinds or not 0 < value < 2**63:
+            raise ModelFileError(
+                f"the config in {where!r} has {name}={repr(value)[:60]}, which is no positive number of its kind; copy "
+                "the checkpoint again."
+            )
+    return found
 
 
 def _panel(vocab: str | os.PathLike[str] | Sequence[str] | None, beside: Path) -> tuple[str, ...]:
@@ -145,7 +153,13 @@ def _panel(vocab: str | os.PathLike[str] | Sequence[str] | None, beside: Path) -
     import pandas as pd
 
     if vocab is not None and not isinstance(vocab, str | os.PathLike):
-        return tuple(str(gene) for gene in vocab)
+        genes = list(vocab) if isinstance(vocab, Iterable) and not isinstance(vocab, Mapping) else [None]
+        if not all(isinstance(gene, str) for gene in genes):
+            raise OptionError(
+                f"vocab={repr(vocab)[:60]} is neither a file nor the names of genes in order; give the published "
+                f"panel, {_PANEL}."
+            )
+        return tuple(str(gene) for gene in genes)
     path = beside if vocab is None else Path(vocab)
     if not path.is_file():
         raise MissingFileError(f"vocab={str(path)!r} does not exist; give the published panel of genes, {_PANEL}.")

@@ -11,15 +11,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from scforge._constants import CLS_TOKEN, MASK_TOKEN, PAD_TOKEN
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, MissingFileError, ModelFileError, listing
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing
 from scforge.foreign.base import Foreign, register_family
 from scforge.foreign.name_map import LeftOut, NameMap, RowsInOrder, Rule
 from scforge.foreign.reading import first_file, read_json, read_weights
 
 __all__ = ["ScGPT", "scgpt_names", "scgpt_vocab"]
 
+_LARGEST = 1e30  # in single precision, too
 _WEIGHTS = ("best_model.pt", "model.pt", "model.safetensors")
 _VOCAB, _ARGS = "vocab.json", "args.json"
 _LAYER, _OURS = "transformer_encoder.layers.{i}.", "encoder.layers.{i}."
@@ -111,6 +114,10 @@ class ScGPT:
         options = _args(_content("args", args, folder / _ARGS))
         genes, order = scgpt_vocab(_content("vocab", vocab, folder / _VOCAB), pad_token=options["pad_token"])
         special_value = options["pad_value"] if cls_value is None else cls_value
+        if not _is_number(special_value):
+            raise OptionError(
+                f"cls_value={_shown(cls_value)} is no finite number; leave it out for pad_value of args, or give 0."
+            )
         architecture = {
             "name": "transformer_encoder",
             "hidden_dim": options["embsize"],
@@ -146,7 +153,7 @@ class ScGPT:
         )
 
 
-_DEFAULTS = {
+_DEFAULTS: dict[str, Any] = {
     "dropout": 0.2,
     "n_bins": 51,
     "max_seq_len": 1200,
@@ -155,24 +162,59 @@ _DEFAULTS = {
     "mask_value": -1,
     "mask_ratio": 0.4,
 }
-_ONLY = {"input_emb_style": "continuous", "norm_scheme": "post", "cell_emb_style": "cls", "input_style": "binned"}
-"""Options of which we have this value alone; scGPT's own defaults."""
+_ONLY = {
+    "input_emb_style": "continuous",
+    "norm_scheme": "post",
+    "pre_norm": False,
+    "cell_emb_style": "cls",
+    "input_style": "binned",
+}
+"""Options of which we have this value alone; scGPT's own defaults. Weights of both places of norms have equal names."""
+_SIZES = ("embsize", "nlayers", "nheads", "d_hid")
 
 
 def _args(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that we need of those of a training."""
-    if missing := [name for name in ("embsize", "nlayers", "nheads", "d_hid") if type(given.get(name)) is not int]:
+    if missing := [name for name in _SIZES if type(given.get(name)) is not int]:
         raise ModelFileError(f"args lacks {listing(missing)}; give the args.json that belongs to the checkpoint.")
     for name, value in _ONLY.items():
         if given.get(name, value) != value:
             raise ModelFileError(f"args has {name}={given[name]!r}, but scforge computes {value!r} alone.")
-    return _DEFAULTS | {name: value for name, value in given.items() if value is not None}
+    options = _DEFAULTS | {name: value for name, value in given.items() if value is not None}
+    for name in (*_SIZES, "n_bins", "max_seq_len"):
+        if type(options[name]) is not int or options[name] < 1:
+            raise ModelFileError(f"args has {name}={_shown(options[name])}, which is no size; give a whole number.")
+    for name in ("dropout", "pad_value", "mask_value"):
+        if not _is_number(options[name]):
+            what = "as scGPT's scripts make of 'auto'" if options[name] == "auto" else "as scGPT has by default"
+            raise ModelFileError(
+                f"args has {name}={_shown(options[name])}, which is no finite number; give args with "
+                f"{name}={_DEFAULTS[name]}, {what}."
+            )
+    return options
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a finite number, in single precision, too."""
+    return (
+        isinstance(value, int | float | np.integer | np.floating)
+        and not isinstance(value, bool)
+        and bool(-_LARGEST < value < _LARGEST)
+    )
+
+
+def _shown(value: Any) -> str:
+    return repr(value)[:60]
 
 
 def _content(argument: str, given: Any, beside: Path) -> Mapping[str, Any]:
     """Return what was given, or what a JSON file holds."""
     if isinstance(given, Mapping):
         return given
+    if not isinstance(given, str | os.PathLike | None):
+        raise OptionError(
+            f"{argument}={_shown(given)} is neither a file nor a dictionary; give the published {beside.name}."
+        )
     path = beside if given is None else Path(given)
     if not path.is_file():
         raise MissingFileError(f"{argument}={str(path)!r} does not exist; give the published {beside.name}.")
