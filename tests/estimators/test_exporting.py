@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -138,20 +139,32 @@ def test_a_folder_that_is_there(models, tmp_path: Path) -> None:
         models["light"].export(tmp_path, "torch")
 
 
-def test_an_export_that_computes_something_else(models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written of a model whose file gives other numbers, here those of other weights."""
+@pytest.mark.parametrize("weight", [0.5, float("nan"), float("inf")])
+def test_an_export_that_computes_something_else(
+    weight: float, models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written of a model whose file gives other numbers, here those of other weights, or none."""
     whole = exporting._program
 
     def other(model, encoder, *rest):
         wrong = exporting.copy.deepcopy(encoder)
         with torch.no_grad():
             for parameter in wrong.parameters():
-                parameter.copy_(torch.rand(parameter.shape, generator=torch.Generator().manual_seed(0)))
+                parameter.copy_(weight * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(0)))
         return whole(model, wrong, *rest)
 
     monkeypatch.setattr(exporting, "_program", other)
     with pytest.raises(ModelFileError, match=r"exported to 'model\.pt2' computes other embeddings than encode, by"):
         models["light"].export(tmp_path / "out", "torch")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_that_computes_no_numbers(models, tmp_path: Path) -> None:
+    model = copy.deepcopy(models["light"])
+    with torch.no_grad():
+        next(model.module.parameters()).fill_(float("nan"))
+    with pytest.raises(ModelFileError, match=r"exported to 'model\.pt2' .* encode, by inf"):
+        model.export(tmp_path / "out", "torch")
     assert not list(tmp_path.iterdir())
 
 
