@@ -72,7 +72,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **{"n_special": 0, "special_value": None, "mask_value": None, "final_norm": None, "embedding_layer": 0},
     },
 }
-"""The defaults of the time of format 1 and of the first folders of format 2, which did not write them. They stay as$
+"""The defaults of the time of format 1 and of the first folders of format 2, which did not write them. They stay as
 they are when a constructor has others."""
 
 
