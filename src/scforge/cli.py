@@ -272,7 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         Arguments after the program's name; those of the process if None.
     """
     arguments = _parse(argv)
-    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    # Where the result is one line, for another program to read, remarks stand beside it.
+    remarks = sys.stderr if getattr(arguments, "prints_result", False) else sys.stdout
+    logging.basicConfig(format="%(message)s", stream=remarks)
     logging.getLogger("scforge").setLevel(logging.INFO)
     with warnings.catch_warnings():
         # The libraries' remarks to developers help nobody here; scforge's own are for the user.

@@ -39,7 +39,7 @@ def add_push(command: argparse.ArgumentParser) -> None:
     command.add_argument("--citation", metavar="TEXT", help="for the card: how to cite the model")
     command.add_argument("--metrics", metavar="FILE", help="for the card: out.csv of scforge evaluate, with baselines")
     command.add_argument("--base", metavar="NAME", help="of adapters: org/name of the model that they sit on")
-    command.set_defaults(run=_push)
+    command.set_defaults(run=_push, prints_result=True)
 
 
 def add_pull(command: argparse.ArgumentParser) -> None:
@@ -50,4 +50,4 @@ def add_pull(command: argparse.ArgumentParser) -> None:
     command.add_argument("--cache-dir", metavar="DIR", help="another cache than that of the hub")
     command.add_argument("--offline", dest="local_files_only", action="store_true", help="look in the cache only")
     command.add_argument("--overwrite", action="store_true", help="replace what is in --output")
-    command.set_defaults(run=_pull)
+    command.set_defaults(run=_pull, prints_result=True)

@@ -14,13 +14,21 @@ import yaml
 
 from scforge.errors import MissingFileError, ModelFileError, NotTrainedWarning, OptionError
 from scforge.estimators import Encoder
+from scforge.estimators.card import is_own_card
+from scforge.estimators.card_scores import scores_of
 from scforge.estimators.model_folder import check_model_folder
-from scforge.eval.report import Report, Row
+from scforge.eval.report import Measured, Report, Row
+from scforge.eval.statistics import Comparison
+from scforge.foreign.base import Foreign
+from scforge.foreign.name_map import NameMap, Rule
+from scforge.hub import resolve
+from scforge.hub.copying import copy_model
 
 # huggingface_hub sends large files with an argument that its HTTP client has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
 
 TABLE = pd.DataFrame({"accuracy": [0.9, 0.5], "n_scored": [6, 6]}, index=["scforge", "majority_class"])
+LONG = Report("", rows=[Row("scforge", "model", {"f1": 0.9}), Row("pca", "baseline", {"f1": 0.5})]).to_frame()
 
 
 @pytest.fixture
@@ -73,12 +81,57 @@ def test_what_was_told_is_on_the_card_and_stays_with_the_model(hub, model: Encod
     again = Encoder.from_pretrained("org/light")
     again.save(tmp_path / "saved")
     saved = (tmp_path / "saved" / "README.md").read_text()
-    assert saved == card.replace("org/light", "this folder").replace("# light", "# This folder").replace(
-        "name: light", "name: gene_pooling"
-    )
+    place = '"path/to/folder")  # the folder that this file is in'
+    expected = card.replace('"org/light")', place).replace("# light", "# gene_pooling")
+    assert saved.splitlines()[:-1] == expected.replace("name: light", "name: gene_pooling").splitlines()[:-1]
+    assert [is_own_card(text) for text in (card, saved, saved + "\n", card.replace("2026", "2027"), "")] == [
+        *(True, True, False, False, False)
+    ]
     again.push_to_hub("org/other", licence="my own")
     front = front_matter(hub, "org/other")
     assert (front["license"], front["license_name"], front["datasets"]) == ("other", "my own", ["org/cells"])
+
+
+def test_figures_are_of_the_model_as_it_is_now(hub, model: Encoder, quick: dict, tmp_path: Path) -> None:
+    model.push_to_hub("org/light", metrics=TABLE, licence="mit")
+    model.save(tmp_path / "before")
+    assert "majority_class" in (tmp_path / "before" / "README.md").read_text()
+    for again in (model, Encoder.load(tmp_path / "before", model.adata)):
+        again.train(**quick)
+        again.save(tmp_path / "after", overwrite=True)
+        text = (tmp_path / "after" / "README.md").read_text()
+        assert "majority_class" not in text
+        assert "license: mit" in text
+        assert "majority_class" not in (tmp_path / "after" / "config.json").read_text()
+
+
+def test_checkpoints_of_others_are_not_called_random(model: Encoder, quick: dict, tmp_path: Path) -> None:
+    found = read_checkpoint_of(model, tmp_path)
+    foreign = Encoder._of_foreign(found, model.adata, "cpu")
+    tuned = foreign.finetune("annotation", lora={"r": 2}, **quick)
+    tuned.save(tmp_path / "tuned")
+    foreign.save(tmp_path / "saved")
+    Encoder.load(tmp_path / "saved").save(tmp_path / "again")
+    foreign.train(**quick)
+    foreign.save(tmp_path / "trained")
+    said = "Trained elsewhere (family V1, `weights`)"
+    for name, after in (
+        *(("saved", "."), ("again", ".")),
+        *(("trained", ", then 2 epochs of the obj"), ("tuned", ", then 2 epochs of the task")),
+    ):
+        text = (tmp_path / name / "README.md").read_text()
+        assert f"{said}{after}" in text
+        assert "random" not in text
+        assert str(tmp_path) not in text
+
+
+def read_checkpoint_of(model: Encoder, folder: Path) -> Foreign:
+    """Return the weights of a model as if they were of a published checkpoint."""
+    spec = model.spec
+    tensors = {name: value.clone() for name, value in model.module.state_dict().items()}
+    parts = {name: spec.to_json()[name] for name in ("architecture", "tokenizer", "objective")}
+    names = NameMap("Family", tuple(Rule(name, name) for name in tensors))
+    return Foreign("family", "V1", **parts, vocab=spec.vocab, names=names, tensors=tensors, source=f"{folder}/weights")
 
 
 def test_nothing_told_is_said_so(hub, model: Encoder) -> None:
@@ -89,17 +142,47 @@ def test_nothing_told_is_said_so(hub, model: Encoder) -> None:
     assert "Nobody has stated what it was trained on." in card
 
 
-def test_figures_of_a_report(hub, model: Encoder) -> None:
+@pytest.mark.parametrize(("facts", "data"), [({}, "not stated"), ({"data": "PBMC 3k"}, "PBMC 3k")])
+def test_figures_of_a_report(hub, model: Encoder, facts: dict, data: str) -> None:
     rows = [Row("scforge", "model", {"f1": 0.9, "b": 0.1}), Row("pca", "baseline", {"f1": 0.8, "b": 0.2})]
-    model.push_to_hub("org/light", metrics=Report("Cells", rows=rows))
+    model.push_to_hub("org/light", data="what it learned from", metrics=Report("Cells", facts, rows=rows))
     (result,) = front_matter(hub, "org/light")["model-index"][0]["results"]
+    assert result["dataset"]["name"] == data
     assert result["metrics"] == [{"type": "f1", "value": 0.9, "name": "f1 (beside pca=0.800)"}]
     assert "### Cells" in hub.files("org/light")["README.md"].decode()
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_row_of_the_model_is_found_by_its_name(hub, model: Encoder, order: int) -> None:
+    model.push_to_hub("org/light", metrics=TABLE[::order])
+    (result,) = front_matter(hub, "org/light")["model-index"][0]["results"]
+    assert (result["metrics"][0]["value"], result["dataset"]["name"]) == (0.9, "not stated")
+
+
+def test_a_table_of_figures_is_the_report_that_it_was_made_of() -> None:
+    compared = {"mmd": Comparison("pca", -0.5, -0.7, -0.3, 0.01)}
+    rows = [
+        Row("scforge", "model", {"other": 0.2, "mmd": 0.5}, benchmark="generation", comparisons=compared),
+        Row("pca", "baseline", {"other": 0.1, "mmd": 1.0}, benchmark="generation"),
+    ]
+    about = {"generation": Measured(("other", "mmd"), "mmd", frozenset({"mmd"}))}
+    report = Report("Figures", rows=rows, measured=about)
+    assert scores_of(report.to_frame()) == scores_of(report)
+    assert scores_of(report)[1][0].metric == "mmd"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"metrics": TABLE.rename(index={"scforge": "me"})}, "metrics has 0 rows called 'scforge'"),
+        ({"metrics": TABLE.iloc[[0, 0, 1]]}, "metrics has 2 rows called 'scforge'"),
+        ({"metrics": LONG.drop(columns="kind")}, "metrics lacks the column 'kind'"),
+        ({"metrics": LONG.replace("model", "mine")}, "has a row of the kind 'mine', which is none of"),
+        ({"metrics": pd.concat([LONG.replace("scforge", name) for name in "ab"])}, "metrics has 2 models in"),
+        ({"metrics": LONG.replace("baseline", "ceiling")}, "metrics: the report has a model but no baseline"),
+        ({"metrics": LONG.replace("model", "ceiling")}, "metrics has 0 models in"),
+        ({"metrics": LONG.assign(value="high")}, "has a figure of 'scforge' in 'f1' that is no number"),
+        ({"base": "org/other"}, "base='org/other' has no use where the model was not fine-tuned"),
         ({"metrics": TABLE[:1]}, "metrics has no baselines beside the model"),
         ({"metrics": Report("Cells", rows=[Row("scforge", "model", {"f1": 0.9})])}, "has a model but no baseline"),
         ({"metrics": {"f1": 1.0}}, r"no table of evaluate\(\)"),
@@ -194,6 +277,43 @@ def test_adapters_from_the_hub_choose_no_folder_of_this_machine(hub, model, anno
     assert Encoder.from_pretrained("org/groups", base=tmp_path / "base").spec.tuning is not None
 
 
+def test_folders_here_that_are_called_like_a_repository(hub, model, annotator, tmp_path: Path, monkeypatch) -> None:
+    model.push_to_hub("org/light")
+    annotator.push_to_hub("org/groups", adapter_only=True)
+    monkeypatch.chdir(tmp_path)
+    annotator.save("org/light")  # another model
+    copy_model(resolve("hf://org/groups"), "groups")
+    for name in ("hf://org/groups", "groups"):
+        again = Encoder.from_pretrained(name, model.adata)
+        pd.testing.assert_frame_equal(again.predict(model.adata), annotator.predict(model.adata))
+
+
+def test_adapters_from_the_hub_choose_no_folder_of_a_registry(hub, model, annotator, tmp_path, monkeypatch) -> None:
+    model.save(tmp_path / "base")
+    models = {"light": {"description": "Small", "latest": "1", "versions": {"1": {"folder": "base"}}}}
+    (tmp_path / "models.json").write_text(json.dumps({"format": 1, "models": models}))
+    monkeypatch.setenv("SCFORGE_MODELS", str(tmp_path / "models.json"))
+    annotator.push_to_hub("org/groups", adapter_only=True, base="scforge://light")
+    with pytest.raises(ModelFileError, match="is a folder in the registry of this machine; name the model with base="):
+        Encoder.from_pretrained("org/groups")
+    copy_model(resolve("org/groups"), tmp_path / "groups")
+    assert Encoder.from_pretrained(tmp_path / "groups").spec.tuning is not None
+
+
+def test_a_base_that_nobody_has_checked_is_named_once(hub, model, annotator) -> None:
+    def named(**options) -> tuple[str, str | None]:
+        annotator.push_to_hub("org/groups", adapter_only=True, **options)
+        base = json.loads(hub.files("org/groups")["adapter.json"])["base"]
+        return base["name"], front_matter(hub, "org/groups")["base_model"]
+
+    assert named(base="org/guess") == ("org/guess", "org/guess")
+    with pytest.raises(OptionError, match="not known where others find the model"):
+        named()
+    model.push_to_hub("org/light")
+    assert named(base="org/guess") == ("org/guess", "org/guess")
+    assert named() == ("org/light", "org/light")
+
+
 def test_a_base_has_no_use_for_a_whole_model(model: Encoder, tmp_path: Path) -> None:
     model.save(tmp_path / "model")
     with pytest.raises(OptionError, match="base has no use where name_or_folder="):
@@ -218,7 +338,7 @@ def test_damaged_weights_are_refused(hub, model: Encoder) -> None:
 @pytest.mark.parametrize("name", ["org/light", "hf://org/light", "scforge://light"])
 def test_commands_take_names_wherever_they_take_folders(hub, model: Encoder, name: str, tmp_path, monkeypatch) -> None:
     model.push_to_hub("org/light")
-    entry = {"repo_id": "org/light", "revision": "main"}
+    entry = {"repo_id": "org/light", "revision": model._origin.revision}
     models = {"light": {"description": "Small", "latest": "1", "versions": {"1": entry}}}
     (tmp_path / "models.json").write_text(json.dumps({"format": 1, "models": models}))
     monkeypatch.setenv("SCFORGE_MODELS", str(tmp_path / "models.json"))
@@ -226,7 +346,18 @@ def test_commands_take_names_wherever_they_take_folders(hub, model: Encoder, nam
     np.testing.assert_array_equal(embedding(Encoder.load(folder), model.adata), embedding(model, model.adata))
 
 
-@pytest.mark.parametrize("content", [1, {"data": [1]}, {"scores": [{"no": 1}]}, {"base": "x"}, {"base": {"name": 1}}])
+@pytest.mark.parametrize(
+    "content",
+    [
+        1,
+        {"data": [1]},
+        {"scores": [{"no": 1}]},
+        {"n_epochs": "1"},
+        {"checkpoint": 1},
+        {"base": "x"},
+        {"base": {"name": 1}},
+    ],
+)
 def test_cards_that_cannot_be_read(content: object) -> None:
     from scforge.estimators.card_facts import CardFacts
 

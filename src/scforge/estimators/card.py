@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,12 @@ from scforge.models._utils import count_parameters
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["described", "model_card", "provenance"]
+__all__ = ["described", "is_own_card", "model_card", "provenance"]
 
 _SHOWN = 8
-_THIS = "this folder"
+_MARK = "<!-- Written by scforge ({}). -->\n"
+"""Last line of a card, with a checksum of all above it: a card that somebody has edited is not replaced."""
+_UNKNOWN = "not stated"
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _LICENCES = re.compile(
     "afl-3.0|agpl-3.0|apache-2.0|artistic-2.0|bigscience-openrail-m|bsd|bsd-2-clause|bsd-3-clause|bsd-3-clause-clear|"
@@ -50,7 +53,7 @@ _CARD = """---
 ```python
 import scforge
 
-model = scforge.models.Encoder.from_pretrained("{name}")
+model = scforge.models.Encoder.from_pretrained({place}){here}
 model.get_latent_representation(adata)  # writes adata.obsm["X_scforge"]{predict}
 ```
 {needs_base}
@@ -99,6 +102,7 @@ def model_card(
     *,
     n_epochs: int,
     parameters: int,
+    is_trained: bool = True,
     last_figures: Mapping[str, float] | None = None,
     facts: CardFacts | None = None,
     name: str | None = None,
@@ -111,13 +115,15 @@ def model_card(
     spec
         What the model is made of.
     n_epochs, parameters
-        Epochs that it was trained for, and number of its weights (of adapters and head where these are alone).
+        Epochs that it was trained for here, and number of its weights (of adapters and head where these are alone).
+    is_trained
+        Whether it is trained, here or elsewhere.
     last_figures
         Losses of the last epoch.
     facts
         What somebody has told of the model.
     name
-        How others load it; None for "this folder".
+        How others load it; None for the folder that the card is in.
     is_adapter
         Whether the folder has the adapters alone.
     """
@@ -125,6 +131,9 @@ def model_card(
     tuning, base = spec.tuning, facts.base
     before = n_epochs if tuning is None else tuning.base.get("n_epochs", 0)
     trained = f"{_epochs(before)} of the objective `{spec.objective}` on the architecture `{spec.architecture}`"
+    if facts.checkpoint is not None or (tuning is None and is_trained and not n_epochs):
+        source = "by whom is not known" if facts.checkpoint is None else facts.checkpoint
+        trained = f"Trained elsewhere ({source})" + (f", then {trained}" if before else "")
     predict = needs_base = ""
     if tuning is not None:
         lora = "" if tuning.lora is None else f", with low-rank adapters (r={tuning.lora['r']})"
@@ -140,11 +149,12 @@ def model_card(
     what = "Adapters for a single-cell model" if is_adapter else "A single-cell model"
     losses = {key: value for key, value in (last_figures or {}).items() if "loss" in key}
     shown = _shown(losses, "{:.4g}")
-    return _CARD.format(
+    text = _CARD.format(
         front=_front_matter(spec, facts, name, is_adapter=is_adapter),
-        title=_THIS.capitalize() if name is None else name.rpartition("/")[2],
+        title=spec.architecture if name is None else name.rpartition("/")[2],
         summary=f"{what} ({spec.architecture}, {parameters:,} parameters), made with scforge {__version__}.",
-        name=_THIS if name is None else name,
+        place='"path/to/folder"' if name is None else f'"{name}"',
+        here="  # the folder that this file is in" if name is None else "",
         predict=predict,
         needs_base=needs_base,
         data=", ".join(facts.data) if facts.data else "Nobody has stated what it was trained on.",
@@ -158,10 +168,21 @@ def model_card(
         model_options=_shown(spec.model_options),
         trained=trained,
         figures_table=facts.table or "Nobody has stated any. Figures without baselines beside them would say little.",
-        limits="" if n_epochs else "- It is not trained: its weights are random.\n",
+        limits="" if is_trained else "- It is not trained: its weights are random.\n",
         licence=f"{facts.licence}." if facts.licence else _NO_LICENCE,
         citation=facts.citation or "None is stated.",
     )
+    return text + _MARK.format(_digest(text))
+
+
+def is_own_card(text: str) -> bool:
+    """Return whether a card is one of :func:`model_card` that nobody has edited."""
+    *above, last = text.splitlines(keepends=True) or [""]
+    return last == _MARK.format(_digest("".join(above)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _epochs(n_epochs: int) -> str:
@@ -176,12 +197,11 @@ def _front_matter(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_ada
     if facts.licence is not None:
         known = _LICENCES.fullmatch(facts.licence.lower()) is not None
         licence = {"license": facts.licence.lower()} if known else {"license": "other", "license_name": facts.licence}
-    data = facts.data[0] if facts.data else "not stated"
     results = [
         EvalResult(
             task_type=score.benchmark or task or "embedding",
-            dataset_type=re.sub(r"[^a-z0-9/]+", "-", data.lower()).strip("-"),
-            dataset_name=data,
+            dataset_type=re.sub(r"[^a-z0-9/]+", "-", (score.data or _UNKNOWN).lower()).strip("-") or "data",
+            dataset_name=score.data or _UNKNOWN,
             metric_type=score.metric,
             # The hub has no place for baselines; without them the figure would stand alone.
             metric_name=score.metric + (f" (beside {_shown(score.beside, '{:.3f}')})" if score.beside else ""),

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scforge.errors import ModelFileError, OptionError
+from scforge.estimators.card_scores import Score, scores_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from scforge.estimators.base import CellModel
     from scforge.eval.report import Report
+    from scforge.foreign.base import Foreign
 
-__all__ = ["CardFacts", "Origin", "Score", "base_of", "facts_of", "scores_of"]
-
-_MODEL = "scforge"
-_TITLE = re.compile(r"^(#+) ", re.MULTILINE)
+__all__ = ["CardFacts", "Origin", "base_of", "facts_of"]
 
 
 @dataclass(frozen=True)
@@ -37,12 +34,15 @@ class Origin:
         Folder on this machine.
     n_epochs
         Epochs that the model had been trained for: with more of them its weights are others.
+    is_given
+        Whether somebody gave the name for one push; it counts there, and is not kept.
     """
 
     name: str | None = None
     revision: str | None = None
     folder: Path | None = None
     n_epochs: int = 0
+    is_given: bool = False
 
     @classmethod
     def of(cls, model: CellModel | None) -> Origin | None:
@@ -71,26 +71,6 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Score:
-    """A figure of the model, and those of what stands in the same table.
-
-    Attributes
-    ----------
-    benchmark, metric
-        What was measured.
-    value
-        The figure of the model.
-    beside
-        Name of a baseline to its figure.
-    """
-
-    benchmark: str
-    metric: str
-    value: float
-    beside: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class CardFacts:
     """What a card says and a model cannot know by itself.
 
@@ -106,8 +86,12 @@ class CardFacts:
         Figures beside baselines, as Markdown.
     scores
         The same for machines.
+    n_epochs
+        Epochs that the model had been trained for when the figures were given: with more of them they are not its own.
     base
         The model before fine-tuning.
+    checkpoint
+        The published checkpoint that the first weights are from.
     """
 
     licence: str | None = None
@@ -115,7 +99,15 @@ class CardFacts:
     citation: str | None = None
     table: str = ""
     scores: tuple[Score, ...] = ()
+    n_epochs: int | None = None
     base: Origin | None = None
+    checkpoint: str | None = None
+
+    @classmethod
+    def of_checkpoint(cls, found: Foreign) -> CardFacts:
+        """Return what is known of a published checkpoint: its family, and how its file or folder is called."""
+        family = " ".join(part for part in (found.family, found.version) if part)
+        return cls(checkpoint=f"{family}, `{Path(found.source).resolve().name}`")
 
     def with_given(
         self,
@@ -124,8 +116,11 @@ class CardFacts:
         data: str | Sequence[str] | None = None,
         citation: str | None = None,
         metrics: Report | pd.DataFrame | None = None,
+        n_epochs: int = 0,
     ) -> CardFacts:
         """Return the same, with what was given in the place of what was known.
+
+        `n_epochs` is how long the model that `metrics` are of has been trained.
 
         Raises
         ------
@@ -145,6 +140,7 @@ class CardFacts:
             changes["data"] = named
         if metrics is not None:
             changes["table"], changes["scores"] = scores_of(metrics)
+            changes["n_epochs"] = n_epochs
         return replace(self, **changes)
 
     def to_json(self) -> dict[str, Any]:
@@ -155,9 +151,11 @@ class CardFacts:
             "citation": self.citation,
             "table": self.table,
             "scores": [vars(score) for score in self.scores],
+            "n_epochs": self.n_epochs if self.table else None,
             "base": None if self.base is None else self.base.to_json(),
+            "checkpoint": self.checkpoint,
         }
-        return {name: value for name, value in content.items() if value}
+        return {name: value for name, value in content.items() if value not in (None, "", [])}
 
     @classmethod
     def from_json(cls, content: Any, *, source: str) -> CardFacts:
@@ -178,23 +176,33 @@ class CardFacts:
                 citation=content.get("citation"),
                 table=content.get("table", ""),
                 scores=scores,
+                n_epochs=content.get("n_epochs"),
                 base=Origin.from_json(content.get("base"), source=source),
+                checkpoint=content.get("checkpoint"),
             )
         except (AttributeError, TypeError) as error:
             raise ModelFileError(f"the card in the description of {source!r} cannot be read; copy it again.") from error
-        texts = (facts.licence or "", facts.citation or "", facts.table, *facts.data)
+        told = (facts.licence, facts.citation, facts.checkpoint, *(score.data for score in scores))
+        texts = (facts.table, *facts.data, *(one for one in told if one is not None))
         figures = [figure for score in scores for figure in (score.value, *score.beside.values())]
-        if not all(isinstance(one, str) for one in texts) or not all(isinstance(one, int | float) for one in figures):
+        fits = all(isinstance(one, str) for one in texts) and all(isinstance(one, int | float) for one in figures)
+        if not fits or not isinstance(facts.n_epochs, int | None):
             raise ModelFileError(f"the card in the description of {source!r} cannot be read; copy it again.")
         return facts
 
 
 def facts_of(model: CellModel) -> CardFacts:
-    """Return what is known of a model, with the name of the model that it was fine-tuned from."""
-    base = Origin.of(getattr(model, "_base", None))
-    if model._facts.base is not None or base is None or base.name is None:
-        return model._facts
-    return replace(model._facts, base=Origin(base.name, base.revision))
+    """Return what is known of a model as it is now, also by the model that it was fine-tuned from."""
+    facts = model._facts
+    if facts.n_epochs != model.n_epochs_:
+        facts = replace(facts, table="", scores=())
+    below = getattr(model, "_base", None)
+    if below is None:
+        return facts
+    base = Origin.of(below)
+    if base is not None and base.name is not None and not (facts.base is not None and facts.base.is_given):
+        facts = replace(facts, base=Origin(base.name, base.revision))
+    return replace(facts, checkpoint=facts.checkpoint or facts_of(below).checkpoint)
 
 
 def base_of(model: CellModel, folder: Path) -> dict[str, Any] | None:
@@ -209,73 +217,6 @@ def base_of(model: CellModel, folder: Path) -> dict[str, Any] | None:
         return None
     way = os.path.relpath(base.folder, folder.resolve())
     return Origin(f"./{Path(way).as_posix()}").to_json()
-
-
-def scores_of(metrics: Report | pd.DataFrame) -> tuple[str, tuple[Score, ...]]:
-    """Return figures as Markdown, and those of the model with those beside them.
-
-    Parameters
-    ----------
-    metrics
-        A report, or a table as :meth:`Encoder.evaluate` returns it: one row a method, the model's first.
-
-    Raises
-    ------
-    OptionError
-        If there are no baselines beside the model, or it is not clear which row is of the model.
-    """
-    import pandas as pd
-
-    from scforge.eval.report import Report
-
-    if isinstance(metrics, Report):
-        return _of_report(metrics)
-    if not isinstance(metrics, pd.DataFrame) or {"method", "metric", "value"} <= set(metrics.columns):
-        what = type(metrics).__name__
-        raise OptionError(f"metrics is a {what} that is no table of evaluate(); give what evaluate() returned.")
-    if len(metrics) < 2:
-        raise OptionError(
-            "metrics has no baselines beside the model, and figures of a model alone say little; give what "
-            "evaluate(baselines=True) returned."
-        )
-    names = [str(name) for name in metrics.index]
-    numeric = metrics.select_dtypes("floating")  # whole numbers count cells
-    lines = [f"| method | {' | '.join(map(str, metrics.columns))} |", f"|{'---|' * (metrics.shape[1] + 1)}"]
-    rows = zip(names, metrics.itertuples(index=False), strict=True)
-    lines += [f"| {name} | {' | '.join(map(_shown, row))} |" for name, row in rows]
-    scores = [
-        Score("", str(metric), values[0], _finite(dict(zip(names[1:], values[1:], strict=True))))
-        for metric in numeric
-        if math.isfinite((values := [float(value) for value in numeric[metric]])[0])
-    ]
-    return "\n".join(lines), tuple(scores)
-
-
-def _of_report(report: Report) -> tuple[str, tuple[Score, ...]]:
-    report.check()
-    scores: list[Score] = []
-    for benchmark in report.benchmarks:
-        rows = report.of(benchmark)
-        models = [row for row in rows if row.kind in ("model", "supervised")]
-        mine = [row for row in models if row.name == _MODEL] or models
-        if len(mine) != 1:
-            raise OptionError(
-                f"metrics has {len(mine)} models in {benchmark or report.title!r}; give the report of this model alone."
-            )
-        main = report.about(benchmark).main
-        value = mine[0].scores.get(main, math.nan)
-        beside = {row.name: row.scores.get(main, math.nan) for row in rows if row is not mine[0]}
-        if math.isfinite(value):
-            scores.append(Score(benchmark, main, float(value), _finite(beside)))
-    return _TITLE.sub(r"##\1 ", report.to_markdown()).strip(), tuple(scores)
-
-
-def _finite(figures: dict[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
-
-
-def _shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _is_text(value: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 
 from scforge.errors import ModelFileError, OptionError, ScforgeError, first_line
 from scforge.estimators.defaults import recipe_for
+from scforge.estimators.card_facts import CardFacts
 from scforge.estimators.registries import bare_registry
 from scforge.estimators.saving import load_weights
 from scforge.estimators.shape_check import UNUSABLE, Shapes, TooManyError, described_shapes, refuse_counts, shapes_of
@@ -246,6 +247,7 @@ class ForeignMethods:
         except (AssertionError, RuntimeError) as error:
             raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
         model.is_trained_ = True  # elsewhere
+        model._facts = CardFacts.of_checkpoint(found)
         return cast("Self", model)
 
 

@@ -37,7 +37,7 @@ def card_of(model: CellModel, *, name: str | None = None, is_adapter: bool = Fal
     model
         The model.
     name
-        How others load it; None for "this folder".
+        How others load it; None for the folder that the card is in.
     is_adapter
         Whether the folder has the adapters alone.
     """
@@ -45,6 +45,7 @@ def card_of(model: CellModel, *, name: str | None = None, is_adapter: bool = Fal
     return model_card(
         model._spec,
         n_epochs=model.n_epochs_,
+        is_trained=bool(model.is_trained_),
         parameters=count_parameters(model.module, trainable_only=is_adapter),
         last_figures=last,
         facts=facts_of(model),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from scforge.estimators.encoder import Encoder
 
-__all__ = ["check_model_folder", "is_shared_name", "load_named"]
+__all__ = ["check_holds_model", "check_model_folder", "is_shared_name", "load_named"]
 
 _EXAMPLE = "e.g. ckpt/final"
 
@@ -72,8 +72,13 @@ def _found(path: str | os.PathLike[str], said: str, *, adapters: bool = False) -
         raise MissingFileError(f"{said} {what}; give the folder of a model, {_EXAMPLE}, or hf://org/name of the hub.")
     if adapters and kind_of_folder(folder) == "adapter":
         return FoundModel(folder)
+    check_holds_model(folder, said)
+    return FoundModel(folder)
+
+
+def check_holds_model(folder: Path, said: str) -> None:
+    """Raise :class:`~scforge.errors.MissingFileError` if a folder has no model, saying which could have been meant."""
     if not (folder / "config.json").exists():
         if models := RunFolder(folder).models():
             raise MissingFileError(f"{said} is the folder of a training; did you mean {str(models[-1])!r}?")
         raise MissingFileError(f"{said} holds no model; give the folder of one, {_EXAMPLE}.")
-    return FoundModel(folder)

@@ -24,6 +24,7 @@ from scforge.estimators.card_facts import CardFacts, Origin, facts_of
 from scforge.estimators.folder_formats import ADAPTER, read_description
 from scforge.estimators.model_content import card_of
 from scforge.hub.finding import FoundModel, find_model, is_registry_name
+from scforge.hub.registry_files import find_registered
 from scforge.hub.shared_files import described_kind, kind_of_folder
 from scforge.hub.uploading import send_model
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from scforge.estimators.encoder import Encoder
     from scforge.eval.report import Report
 
-__all__ = ["SharingMethods", "load_found"]
+__all__ = ["SharingMethods", "load_found", "place_of", "push_model"]
 
 
 class SharingMethods:
@@ -89,8 +90,8 @@ class SharingMethods:
             Send the adapters and the head of a model that was fine-tuned with ``lora`` alone, and the name of the model
             that they sit on.
         base
-            That name, a repository or ``"scforge://name"``. None takes where the model before fine-tuning came from, or
-            was sent to.
+            That name, a repository or ``"scforge://name"``; it is not checked, and counts for this push. None takes
+            where the model before fine-tuning came from, or was sent to.
 
         Returns
         -------
@@ -116,39 +117,19 @@ class SharingMethods:
         >>> model.push_to_hub("org/light", licence="apache-2.0", data="PBMC 3k")  # doctest: +SKIP
         >>> annotator.push_to_hub("org/blood", metrics=annotator.evaluate(), adapter_only=True)  # doctest: +SKIP
         """
-        if not self.is_trained_:
-            warnings.warn("The model is not trained; what is sent is random.", NotTrainedWarning, stacklevel=2)
-        facts = facts_of(self).with_given(licence=licence, data=data, citation=citation, metrics=metrics)
-        if base is not None:
-            facts = replace(facts, base=_named(base, self))
-        before, self._facts = self._facts, facts
-        try:
-            with tempfile.TemporaryDirectory() as place:
-                folder = Path(place) / "model"
-                card = card_of(self, name=repo_id, is_adapter=adapter_only)
-                if check_bool("adapter_only", adapter_only):
-                    _check_base(facts.base)
-                    save_adapter(self, folder, overwrite=False)
-                    atomic_write_text(folder / "README.md", card)
-                else:
-                    self._write(folder, card=card)
-                sent = send_model(
-                    folder,
-                    repo_id,
-                    private=private,
-                    token=token,
-                    revision=revision,
-                    commit_message=commit_message,
-                    create_pr=create_pr,
-                )
-        except BaseException:
-            self._facts = before
-            raise
-        if not adapter_only and not create_pr:
-            self._origin = replace(
-                Origin.of(self) or Origin(), name=repo_id, revision=sent.commit, n_epochs=self.n_epochs_
-            )
-        return sent.url
+        told = {"licence": licence, "data": data, "citation": citation, "metrics": metrics}
+        return push_model(
+            self,
+            repo_id,
+            told=told,
+            adapter_only=adapter_only,
+            base=base,
+            private=private,
+            token=token,
+            revision=revision,
+            commit_message=commit_message,
+            create_pr=create_pr,
+        )
 
     @classmethod
     def from_pretrained(
@@ -200,6 +181,59 @@ class SharingMethods:
         said = f"name_or_folder={os.fspath(name_or_folder)!r}"
         found = find_model(name_or_folder, said=said, revision=revision, **access)
         return load_found(cls, found, said, adata, base=base, device=device, access=access)
+
+
+def push_model(
+    model: Any,
+    repo_id: str,
+    *,
+    told: dict[str, Any],
+    adapter_only: bool = False,
+    base: str | None = None,
+    card: str | None = None,
+    **options: Any,
+) -> str:
+    """Do what :meth:`SharingMethods.push_to_hub` says.
+
+    Parameters
+    ----------
+    model, repo_id
+        What to send where.
+    told
+        Licence, data, citation and metrics.
+    adapter_only, base
+        As there.
+    card
+        The card; None writes one.
+    **options
+        Options of :func:`scforge.hub.upload`.
+    """
+    if not model.is_trained_:
+        warnings.warn("The model is not trained; what is sent is random.", NotTrainedWarning, stacklevel=3)
+    before: CardFacts = model._facts
+    told_facts = before.with_given(**told, n_epochs=model.n_epochs_)
+    facts = told_facts if base is None else replace(told_facts, base=_named(base, model))
+    model._facts = facts
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            folder = Path(place) / "model"
+            text = card_of(model, name=repo_id, is_adapter=adapter_only) if card is None else card
+            if check_bool("adapter_only", adapter_only):
+                _check_base(facts_of(model).base)
+                save_adapter(model, folder, overwrite=False)
+                atomic_write_text(folder / "README.md", text)
+            else:
+                model._write(folder, card=text)
+            sent = send_model(folder, repo_id, **options)
+        # A name that nobody has checked is for this push.
+        before = told_facts
+    finally:
+        model._facts = before
+    if not adapter_only and not options.get("create_pr"):
+        model._origin = replace(
+            Origin.of(model) or Origin(), name=repo_id, revision=sent.commit, n_epochs=model.n_epochs_
+        )
+    return sent.url
 
 
 def load_found(
@@ -259,30 +293,47 @@ def _load_base(
             raise OptionError(f"{said} does not say which model its adapters sit on; name it with base=.")
         base, revision = stored.name, stored.revision
         where = f"{said} has adapters for {stored.name!r}, and this name of theirs"
-        if not _is_shared_name(base):
-            if found.repo_id is not None:
-                # What somebody else wrote does not choose files of this machine.
+        # What somebody else wrote does not choose files of this machine.
+        is_foreign = found.repo_id is not None
+        place = place_of(base)
+        if place is None:
+            if is_foreign:
                 raise ModelFileError(f"{where} is a folder of another machine; name the model with base=.")
             base = found.folder / base
             if not base.is_dir():
                 raise MissingFileError(f"{where} is a folder that is not here; name the model with base=.")
+        elif is_foreign and is_registry_name(base) and find_registered(base, where).folder is not None:
+            raise ModelFileError(f"{where} is a folder in the registry of this machine; name the model with base=.")
+        else:
+            base = place
     below = find_model(base, said=where, revision=revision, **access)
     if kind_of_folder(below.folder) != "model":
         raise ModelFileError(f"{where} is not a {described_kind().partition(' or ')[0]}; name another one.")
     return load_found(cls, below, where, device=device)
 
 
-def _is_shared_name(name: str | os.PathLike[str]) -> bool:
-    """Return whether others can use the name of a model; names of folders begin with a dot or a slash."""
+def place_of(name: str | os.PathLike[str]) -> str | None:
+    """Return where others find a model, whatever folders are here; None for a name that is none of theirs.
+
+    Examples
+    --------
+    >>> place_of("org/light"), place_of("scforge://light"), place_of("./light")
+    ('hf://org/light', 'scforge://light', None)
+    """
     text = os.fspath(name)
-    return is_registry_name(text) or (text.count("/") == 1 and not text.startswith((".", "/")))
+    if is_registry_name(text):
+        return text
+    return f"hf://{text}" if text.count("/") == 1 and not text.startswith((".", "/")) else None
 
 
 def _named(base: str, model: Any) -> Origin:
-    if not isinstance(base, str) or not _is_shared_name(base):
+    if not isinstance(base, str) or place_of(base) is None:
         raise OptionError(f"base={base!r} is no name that others can use; give 'org/name' or 'scforge://name'.")
+    if model.spec.tuning is None:
+        raise OptionError(f"base={base!r} has no use where the model was not fine-tuned; leave it out.")
     known = Origin.of(model._base)
-    return known if known is not None and known.name == base else Origin(base)
+    revision = known.revision if known is not None and known.name == base else None
+    return Origin(base, revision, is_given=True)
 
 
 def _check_base(base: Origin | None) -> None:

@@ -7,8 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scforge._io import check_folder
 from scforge.errors import DataError, MissingFileError, OptionError, first_line
+from scforge.estimators.card import is_own_card
+from scforge.estimators.card_scores import is_long, scores_of
+from scforge.estimators.model_folder import check_holds_model
 from scforge.estimators.saving import read_folder
+from scforge.estimators.sharing import place_of, push_model
 from scforge.hub.copying import copy_model
 from scforge.hub.finding import resolve
 from scforge.hub.shared_files import kind_of_folder
@@ -31,7 +36,9 @@ def push_folder(
     base: str | None = None,
     **options: Any,
 ) -> str:
-    """Send the folder of a model as it is, after a check that it loads; with a new card where one is asked for.
+    """Send the folder of a model, after a check that it loads.
+
+    The card names the repository, unless somebody has written or edited it; such a one is sent as it is.
 
     Parameters
     ----------
@@ -59,22 +66,42 @@ def push_folder(
     """
     from scforge.estimators.encoder import Encoder
 
-    path = Path(folder)
+    path, said = Path(folder), f"DIR={str(folder)!r}"
     if not path.is_dir():
         what = "is a file" if path.exists() else "does not exist"
-        raise MissingFileError(f"DIR={str(folder)!r} {what}; give the folder that model.save() wrote.")
+        raise MissingFileError(f"{said} {what}; give the folder that model.save() wrote.")
     is_adapter = kind_of_folder(path) == "adapter"
-    if base is not None and not is_adapter:
-        raise OptionError(
-            f"base={base!r} (--base) has no use where DIR={str(folder)!r} is a whole model; leave it out."
-        )
+    if not is_adapter:
+        check_holds_model(path, said)
+        if base is not None:
+            raise OptionError(f"base={base!r} (--base) has no use where {said} is a whole model; leave it out.")
     told: dict[str, Any] = {"licence": licence, "data": data, "citation": citation}
-    if not is_adapter and metrics is None and not any(told.values()):
+    told["metrics"] = None if metrics is None else _table(metrics)
+    given = [name for name, value in told.items() if value is not None]
+    card = _card_of_others(path)
+    if card is not None and given:
+        raise OptionError(
+            f"{said} has a README.md that somebody has written or edited, and {given[0]} (--{given[0]}) asks for a new "
+            "one; say it in README.md and leave the flag out, or remove the file."
+        )
+    if card is not None and not is_adapter:
         read_folder(path)
         return upload(path, repo_id, **options)
-    model = Encoder.from_pretrained(path, base=base)
-    table = None if metrics is None else _table(metrics)
-    return model.push_to_hub(repo_id, metrics=table, adapter_only=is_adapter, base=base, **told, **options)
+    # The name is for others, so it is not a folder here.
+    model = Encoder.from_pretrained(path, base=None if base is None else place_of(base) or base)
+    return push_model(model, repo_id, told=told, adapter_only=is_adapter, base=base, card=card, **options)
+
+
+def _card_of_others(folder: Path) -> str | None:
+    """Return the card in a folder, None if there is none, or scforge wrote it."""
+    path = folder / "README.md"
+    if not path.is_file():
+        return None
+    try:
+        text = path.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise DataError(f"{str(path)!r} is no text: {first_line(error)}; write it as UTF-8, or remove it.") from error
+    return None if is_own_card(text) else text
 
 
 def pull_folder(
@@ -102,6 +129,14 @@ def pull_folder(
     MissingFileError, ModelFileError, OptionError, HubError
         As :func:`scforge.hub.resolve` does.
     """
+    if output is not None:
+        check_folder("output", output)
+        place = Path(output)
+        if not overwrite and place.is_dir() and any(place.iterdir()):
+            raise OptionError(
+                f"output={str(output)!r} (--output) exists and is not empty; give another name, or replace it with "
+                "--overwrite."
+            )
     folder = resolve(name, **options)
     return folder if output is None else copy_model(folder, output, overwrite=overwrite)
 
@@ -109,9 +144,14 @@ def pull_folder(
 def _table(path: str | os.PathLike[str]) -> pd.DataFrame:
     import pandas as pd
 
+    said = f"metrics={str(path)!r} (--metrics)"
     try:
-        return pd.read_csv(path, index_col=0)
+        table = pd.read_csv(path)
     except FileNotFoundError as error:
-        raise MissingFileError(f"metrics={str(path)!r} (--metrics) does not exist; name a CSV file.") from error
+        raise MissingFileError(f"{said} does not exist; name a CSV file.") from error
     except (ValueError, OSError) as error:
-        raise DataError(f"metrics={str(path)!r} (--metrics) is no CSV table: {first_line(error)}.") from error
+        raise DataError(f"{said} is no CSV table: {first_line(error)}.") from error
+    if not is_long(table):
+        table = table.set_index(table.columns[0])
+    scores_of(table, said=said)
+    return table
