@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,9 +14,11 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
+import yaml
 
 from scforge.cli import main
 from scforge.estimators import Encoder
+from scforge.estimators.evaluating_files import evaluate_to
 
 # huggingface_hub sends large files with an argument that its HTTP client has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
@@ -36,7 +40,11 @@ def test_push_pull_and_embed(hub, model: Encoder, capsys: pytest.CaptureFixture[
     assert main(["push", "base", "org/light", "--private", "--message", "first"]) == 0
     assert capsys.readouterr().out == f"{hub.url}/org/light\n"
     assert hub.repos["org/light"].private
-    assert hub.files("org/light")["README.md"] == Path("base/README.md").read_bytes()
+    sent, saved = hub.files("org/light")["README.md"].decode(), Path("base/README.md").read_text()
+    assert 'from_pretrained("org/light")' in sent
+    assert "\n# light\n" in sent
+    assert "this file is in" in saved
+    assert len(set(sent.splitlines()) - set(saved.splitlines())) == 3, "name, title and mark"
     assert main(["pull", "org/light", "-o", "pulled"]) == 0
     assert capsys.readouterr().out == "pulled\n"
     assert sorted(path.name for path in Path("pulled").iterdir()) == FILES
@@ -52,6 +60,68 @@ def test_a_new_card(hub, model: Encoder) -> None:
     text = hub.files("org/light")["README.md"].decode()
     for words in ("license: mit", "PBMC 3k, more", "Us 2026", "| majority | 0.5 |"):
         assert words in text
+
+
+def test_a_card_that_somebody_has_written_is_kept(hub, model: Encoder, told: Callable[..., str], capsys) -> None:
+    for text in (
+        "---\ntags: [ours]\n---\n# Ours\n",
+        Path("base/README.md").read_text().replace("# Limits", "# Our limits"),
+    ):
+        Path("base/README.md").write_text(text)
+        assert main(["push", "base", "org/light"]) == 0
+        assert hub.files("org/light")["README.md"].decode() == text
+        capsys.readouterr()
+        assert "has a README.md that somebody has written or edited, and licence (--licence) asks for a new one" in (
+            told("push", "base", "org/light", "--licence", "mit")
+        )
+    tuned = model.finetune("annotation", lora={"r": 2}, max_epochs=1, batch_size=16, progress_bar=False)
+    tuned.save_adapter("adapter")
+    Path("adapter/README.md").write_text("---\ntags: [ours]\n---\n# Our groups\n")
+    assert main(["push", "adapter", "org/groups", "--base", "org/light"]) == 0
+    assert hub.files("org/groups")["README.md"] == Path("adapter/README.md").read_bytes()
+
+
+def test_tables_that_evaluate_has_written(hub, model: Encoder) -> None:
+    options = {"benchmarks": [{"cell_type_probe": {"n_folds": 2}}], "baselines": ["pca"], "seeds": 1}
+    report = evaluate_to("base", "cells.h5ad", "long.csv", labels_key="group", untrained=False, **options)
+    tuned = model.finetune("annotation", max_epochs=1, batch_size=16, progress_bar=False, accelerator="cpu")
+    tuned.save("tuned", save_anndata=True)
+    table = evaluate_to("tuned", "cells.h5ad", "wide.csv", trained_on="cells.h5ad", base_model="base")
+    for folder, name, metric, value in (
+        ("base", "long.csv", "", report.rows[0].scores[report.about(report.benchmarks[0]).main]),
+        ("tuned", "wide.csv", "accuracy", table.loc["scforge", "accuracy"]),
+    ):
+        assert main(["push", folder, f"org/{folder}", "--metrics", name]) == 0
+        text = hub.files(f"org/{folder}")["README.md"].decode()
+        found = yaml.safe_load(text.split("---\n")[1])["model-index"][0]["results"]
+        figures = [figure for result in found for figure in result["metrics"] if metric in figure["type"]]
+        assert figures[0]["value"] == pytest.approx(value)
+        assert "beside" in figures[0]["name"]
+
+
+def test_remarks_stand_beside_the_result(hub, model: Encoder, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that ``DIR=$(scforge pull ...)`` has the folder alone."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    assert main(["push", "base", "org/light"]) == 0
+    assert capsys.readouterr().out == f"{hub.url}/org/light\n"
+    hub.add_file("org/light", "pytorch_model.bin", b"\x80\x04cos\nsystem\n")
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    assert main(["pull", "org/light", "-o", "pulled"]) == 0
+    shown = capsys.readouterr()
+    assert shown.out == "pulled\n"
+    assert "'pytorch_model.bin', which can run code and is not fetched" in shown.err
+
+
+def test_a_folder_that_is_there_is_told_before_anything_is_fetched(hub, model: Encoder, told) -> None:
+    message = told("pull", "org/light", "-o", "base")
+    assert "output='base' (--output) exists and is not empty; give another name, or replace it with --overw" in message
+    assert not hub.requests
+
+
+def test_the_folder_of_a_training(hub, model: Encoder, told: Callable[..., str]) -> None:
+    model.save("checkpoints/final")
+    message = told("push", "checkpoints", "org/light")
+    assert "DIR='checkpoints' is the folder of a training; did you mean 'checkpoints/final'?" in message
 
 
 def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,16 +143,20 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
     [
         ("push nothing org/light", "DIR='nothing' does not exist; give the folder that model.save"),
         ("push base org/light --base org/x", "base='org/x' (--base) has no use where DIR='base' is a whole model"),
+        ("push base org/light --licence ''", "licence='' is no text; give some, or leave it out."),
+        ("push base org/light --citation ''", "citation='' is no text; give some, or leave it out."),
+        ("push base org/light --metrics cells.csv", "metrics='cells.csv' (--metrics) has 0 rows called 'scforge'"),
         ("push base org/light --metrics no.csv", "metrics='no.csv' (--metrics) does not exist"),
         ("pull org/nothing", "there is no repository 'org/nothing'"),
-        ("pull scforge://nothing", "'scforge://nothing' is not in the registry; (known: nothing;"),
+        ("pull scforge://nothing", "'scforge://nothing' is not in the registry"),
         ("embed cells.h5ad -m org/nothing -o out.h5ad", "model='org/nothing' (--model): there is no repository"),
         ("predict cells.h5ad -m nothing -o out.csv", "model='nothing' (--model) does not exist; give the folder"),
         ("predict cells.h5ad -m s3://b/model -o out.csv", "model='s3://b/model' (--model) is a URL; give the folder"),
     ],
 )
 def test_mistakes(hub, model: Encoder, told: Callable[..., str], line: str, message: str) -> None:
-    assert message in told(*line.split())
+    Path("cells.csv").write_text("cell,label\na,b\n")
+    assert message in told(*shlex.split(line))
     assert not hub.repos
 
 
