@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 
 from scforge.errors import ModelFileError, OptionError, ScforgeError, first_line
-from scforge.estimators.defaults import recipe_for
 from scforge.estimators.card_facts import CardFacts
+from scforge.estimators.defaults import recipe_for
 from scforge.estimators.registries import bare_registry
 from scforge.estimators.saving import load_weights
 from scforge.estimators.shape_check import UNUSABLE, Shapes, TooManyError, described_shapes, refuse_counts, shapes_of
