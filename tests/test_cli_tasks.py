@@ -104,7 +104,7 @@ def test_a_file_with_flags(folder: Path, capsys: pytest.CaptureFixture[str], mon
         ("finetune --base-model base --data no.h5ad --task annotation", "--data: the file 'no.h5ad' does not exist"),
         (
             "finetune --base-model scforge://geneformer-v2 --data cells.h5ad --task annotation",
-            "finetune.base_model='scforge://geneformer-v2' (--base-model) is the name of a model elsewhere",
+            "finetune.base_model='scforge://geneformer-v2' (--base-model) is not in the registry",
         ),
         ("finetune --base-model base --data cells.h5ad --task anotation", "--task: task='anotation' is not known; did"),
         ("finetune --base-model base --data cells.h5ad --task annotation --freeze x", "argument --freeze: invalid"),
