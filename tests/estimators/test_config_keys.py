@@ -122,7 +122,7 @@ class Built:
             def evaluate(self, **options: Any) -> None:
                 seen["evaluate"] = True
 
-        self.patch.setattr(Encoder, "load", lambda path, *args, **options: seen.update(base_model=path) or Tuned())
+        self.patch.setattr(Encoder, "load", lambda path, *args, **options: seen.update(base_model=str(path)) or Tuned())
         self.patch.setattr(finetuning_from_config, "outputs_of", lambda *args: None)
         finetuning_from_config.finetune_from_config(self.config)
         return seen
