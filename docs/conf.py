@@ -23,7 +23,7 @@ extensions = [
     "sphinx_autodoc_typehints",  # after napoleon
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build", "_static", "example_plugin", "**.ipynb_checkpoints"]
+exclude_patterns = ["_build", "_static", "example_plugin", "reports", "**.ipynb_checkpoints"]
 templates_path = ["_templates"]
 suppress_warnings = [
     # Types imported for checkers only stay as they are written.
