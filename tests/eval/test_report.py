@@ -194,6 +194,7 @@ def test_markdown_with_intervals() -> None:
         (compared(0.01, 0.1, frozenset({"f1"})), "mine is worse than PCA"),
         (compared(math.nan), "mine is above PCA in f1: 0.900 against 0.800, without a test."),
         (compared(math.nan, 0.0), "mine is not above PCA"),
+        (compared(math.nan, -0.1), "mine is not above PCA in f1: 0.700 against 0.800, without a test."),
         (compared(math.nan, -0.1, frozenset({"f1"})), "mine is below (less is better) PCA"),
     ],
 )

@@ -210,7 +210,10 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
         data = self.adata if self._data is None else self._data.cells
         n_epochs = self.n_epochs_ if self.is_trained_ else None
         cells = "without adata" if data is None else f"{len(data)} cells"
-        return described(type(self).__name__, self._spec, self.module, n_epochs=n_epochs, cells=cells)
+        origin = self._facts.checkpoint
+        return described(
+            type(self).__name__, self._spec, self.module, n_epochs=n_epochs, cells=cells, checkpoint=origin
+        )
 
     @classmethod
     def _require_setup(cls, adata: AnnData | None, registry: dict[str, Any] | None) -> None:

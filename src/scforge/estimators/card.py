@@ -240,9 +240,16 @@ def provenance(spec: ModelSpec, *, n_epochs: int, is_trained: bool) -> dict[str,
     }
 
 
-def described(name: str, spec: ModelSpec, module: nn.Module, *, n_epochs: int | None, cells: str) -> str:
-    """Return what a model of the class `name` shows of itself; `n_epochs` is None where it is not trained."""
-    trained = "not trained" if n_epochs is None else f"trained for {n_epochs} epoch{'s' if n_epochs != 1 else ''}"
+def described(
+    name: str, spec: ModelSpec, module: nn.Module, *, n_epochs: int | None, cells: str, checkpoint: str | None = None
+) -> str:
+    """Return what a model of the class `name` shows of itself; `n_epochs` is None where it is not trained.
+
+    `checkpoint` is the published one that its first weights are from.
+    """
+    trained = "not trained" if n_epochs is None else f"trained for {_epochs(n_epochs)}"
+    if checkpoint is not None:
+        trained = f"weights of {checkpoint.replace('`', '')}" + (f", {trained}" if n_epochs else "")
     n_all, n_trained = count_parameters(module, trainable_only=False), count_parameters(module)
     frozen = "" if n_all == n_trained else f", {n_trained:,} of them trained"
     lines = [

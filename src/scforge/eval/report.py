@@ -261,7 +261,8 @@ class Report:
 
     def _p_value(self, benchmark: str, compared: Comparison) -> float:
         about = self.about(benchmark)
-        if about.sign(about.main) * compared.difference >= 0:
+        # Without draws there is no p-value, and min() would make a 1 of it.
+        if math.isnan(compared.p_value) or about.sign(about.main) * compared.difference >= 0:
             return compared.p_value
         return min(1.0, compared.p_value * sum(row.kind == "baseline" for row in self.of(benchmark)))
 
