@@ -226,6 +226,52 @@ def test_command_line(bert_folder: Path, ensembl_adata: ad.AnnData, tmp_path: Pa
     assert "option 'vocab' is not one of 'geneformer'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("made_as", ["BertForSequenceClassification", "BertModel"])
+def test_a_bert_without_the_head_of_its_pretraining(
+    made_as: str, bert_folder: Path, ensembl_adata: ad.AnnData, tmp_path: Path
+) -> None:
+    import transformers
+
+    expected = Encoder.from_geneformer(bert_folder).get_latent_representation(ensembl_adata)
+    bert = getattr(transformers, made_as).from_pretrained(bert_folder)
+    for path in bert_folder.glob("*.safetensors"):
+        path.unlink()
+    bert.save_pretrained(bert_folder)
+    model = Encoder.from_geneformer(bert_folder)
+    assert not any(name.startswith("head.") for name in model.module.state_dict())
+    np.testing.assert_allclose(model.get_latent_representation(ensembl_adata), expected, atol=1e-6)
+    assert "weights of geneformer V1, bert" in repr(model)
+    model.save(tmp_path / "saved")
+    again = Encoder.load(tmp_path / "saved")
+    np.testing.assert_allclose(again.get_latent_representation(ensembl_adata), expected, atol=1e-6)
+
+
+def test_weights_in_several_files(bert_folder: Path, ensembl_adata: ad.AnnData) -> None:
+    expected = Encoder.from_geneformer(bert_folder).get_latent_representation(ensembl_adata)
+    weights = load_file(bert_folder / "model.safetensors")
+    (bert_folder / "model.safetensors").unlink()
+    files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(weights))}
+    for file in set(files.values()):
+        save_file({name: weights[name] for name, place in files.items() if place == file}, bert_folder / file)
+    index = bert_folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    np.testing.assert_array_equal(
+        Encoder.from_geneformer(bert_folder).get_latent_representation(ensembl_adata), expected
+    )
+    wrong = [
+        ({}, "has no weight_map"),
+        ({"weight_map": dict.fromkeys(files, "../model.safetensors")}, "which is no safetensors file beside it"),
+        ({"weight_map": files | {"no.weight": next(iter(files.values()))}}, "does not hold the weights that"),
+    ]
+    for content, message in wrong:
+        index.write_text(json.dumps(content))
+        with pytest.raises(ModelFileError, match=message):
+            Encoder.from_geneformer(bert_folder)
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(files, "model-00003-of-00003.safetensors")}))
+    with pytest.raises(MissingFileError, match="model-00003-of-00003"):
+        Encoder.from_geneformer(bert_folder)
+
+
 def without(name: str) -> Callable[[dict], dict]:
     return lambda weights: {key: value for key, value in weights.items() if name not in key}
 
@@ -337,5 +383,5 @@ def test_arguments_that_cannot_be_used(name, options, error, message, bert_folde
 
 def test_no_weights(bert_folder: Path) -> None:
     (bert_folder / "model.safetensors").unlink()
-    with pytest.raises(MissingFileError, match="has no weights: none of 'model.safetensors', 'pytorch_model.bin'"):
+    with pytest.raises(MissingFileError, match="has no weights: none of 'model.safetensors', .*'pytorch_model.bin'"):
         Encoder.from_geneformer(bert_folder)

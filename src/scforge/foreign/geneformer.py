@@ -20,6 +20,7 @@ from scforge.tokenizers.geneformer import MODEL_INPUT, geneformer_vocab
 
 if TYPE_CHECKING:
     import pandas as pd
+    import torch
 
     type Dictionary = pd.DataFrame | str | os.PathLike[str] | Mapping[str, Any]
 
@@ -28,14 +29,17 @@ __all__ = ["ACTIVATIONS", "Geneformer", "geneformer_names"]
 ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu"}
 """Names of activations in transformers, and ours."""
 
-_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
+_BARE = ("embeddings.", "encoder.", "pooler.")
+"""How the weights of a BERT are called that was saved without a head around it."""
+_MASKED_LM = "BertForMaskedLM"
 _FILES = {"tokens": "token_dictionary*.pkl", "medians": "gene_median_dictionary*.pkl"}
 _FOLDERS = {"V1": (".", "gene_dictionaries_30m", "geneformer/gene_dictionaries_30m"), "V2": (".", "geneformer")}
 _LAYER, _OURS = "bert.encoder.layer.{i}.", "encoder.layers.{i}."
 
 
-def geneformer_names(*, tied: bool = True, n_types: int = 2) -> NameMap:
-    """Return the name map of a ``BertForMaskedLM``.
+def geneformer_names(*, tied: bool = True, n_types: int = 2, head: bool = True) -> NameMap:
+    """Return the name map of a ``BertForMaskedLM``, or of the BERT in a model for something else.
 
     Parameters
     ----------
@@ -43,6 +47,8 @@ def geneformer_names(*, tied: bool = True, n_types: int = 2) -> NameMap:
         Whether the last layer of the head is the gene embedding.
     n_types
         Number of token types, of which cells have the first alone.
+    head
+        Whether there is the head of the masked language model.
     """
     word = "bert.embeddings.word_embeddings.weight"
     queries = tuple(f"{_LAYER}attention.self.{part}.{{p}}" for part in ("query", "key", "value"))
@@ -60,13 +66,18 @@ def geneformer_names(*, tied: bool = True, n_types: int = 2) -> NameMap:
         Rule(f"{_LAYER}intermediate.dense.{{p}}", f"{_OURS}ffn_in.{{p}}"),
         Rule(f"{_LAYER}output.dense.{{p}}", f"{_OURS}ffn_out.{{p}}"),
         Rule(f"{_LAYER}output.LayerNorm.{{p}}", f"{_OURS}norm_ffn.{{p}}"),
-        Rule("cls.predictions.transform.dense.{p}", "head.dense.{p}"),
-        Rule("cls.predictions.transform.LayerNorm.{p}", "head.layer_norm.{p}"),
     ]
     left_out = [
         LeftOut("bert.embeddings.position_ids", "the numbers 0, 1, 2, ..., which are made anew"),
-        LeftOut("bert.pooler.{p}", "unused by the masked language model"),
+        LeftOut("bert.pooler.dense.{p}", "unused by the masked language model"),
     ]
+    if not head:
+        left_out.append(
+            LeftOut("classifier.{p}", "the classifier of a task, whose classes the checkpoint does not name")
+        )
+        return NameMap("Geneformer", tuple(rules), tuple(left_out))
+    rules.append(Rule("cls.predictions.transform.dense.{p}", "head.dense.{p}"))
+    rules.append(Rule("cls.predictions.transform.LayerNorm.{p}", "head.layer_norm.{p}"))
     if tied:
         rules.append(Rule("cls.predictions.bias", "head.bias"))
         left_out.append(LeftOut("cls.predictions.decoder.weight", "the gene embedding again", same_as=word))
@@ -118,6 +129,10 @@ class Geneformer:
                 f"{str(where)!r} says vocab_size={config['vocab_size']} but tokens_medians has {len(vocab)} tokens; "
                 "give the dictionaries that belong to the checkpoint."
             )
+        tensors = _prefixed(read_weights(first_file(source, _WEIGHTS, "weights")))
+        # A masked language model without its head is a damaged file.
+        made_as = config.get("architectures") or [_MASKED_LM]
+        head = any(name.startswith("cls.") for name in tensors) or _MASKED_LM in made_as
         tied = config.get("tie_word_embeddings", True)
         longest = config["max_position_embeddings"]
         architecture = {
@@ -134,7 +149,7 @@ class Geneformer:
             "use_expression_values": False,
             "position_embedding": "learned",
             "norm_first": False,
-            "tie_head": tied,
+            **({"tie_head": tied} if head else {"gene_head": False}),
             "n_special": vocab.n_special,
             "pooling": pooling,
             "embedding_layer": embedding_layer,
@@ -152,12 +167,18 @@ class Geneformer:
             architecture=architecture,
             tokenizer=tokenizer,
             # In its pretraining hidden tokens stay in their ranks.
-            objective={"name": "masked_gene_prediction", "hide_order": False},
+            objective={"name": "masked_gene_prediction", "hide_order": False} if head else {"name": "joint_embedding"},
             vocab=vocab,
-            names=geneformer_names(tied=tied, n_types=config.get("type_vocab_size", 2)),
-            tensors=read_weights(first_file(source, _WEIGHTS, "weights")),
+            names=geneformer_names(tied=tied, n_types=config.get("type_vocab_size", 2), head=head),
+            tensors=tensors,
             source=str(source),
         )
+
+
+def _prefixed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return weights by the names that they have in a model with a head."""
+    bare = any(name.startswith(_BARE) for name in tensors)
+    return {f"bert.{name}" if bare and name.startswith(_BARE) else name: value for name, value in tensors.items()}
 
 
 _SIZES = (

@@ -23,6 +23,7 @@ from scforge.errors import MissingFileError, ModelFileError, first_line, listing
 
 __all__ = ["first_file", "read_dictionary", "read_json", "read_torch", "read_weights", "state_dict_in"]
 
+_INDEX = ".safetensors.index.json"
 _MOST_BYTES = 2**28
 """Largest pickle file of a dictionary; published ones have a few million bytes."""
 
@@ -95,13 +96,15 @@ def read_dictionary(path: Path) -> dict[str, Any]:
 
 
 def read_weights(path: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of a safetensors or torch file by name, on the CPU.
+    """Return the weights of a safetensors or torch file by name, on the CPU; of all files that an index names.
 
     Raises
     ------
     ModelFileError
-        If the file cannot be read, or would run code.
+        If a file cannot be read, or would run code, or an index and its files do not agree.
     """
+    if path.name.endswith(_INDEX):
+        return _read_parts(path)
     if path.suffix == ".safetensors":
         try:
             header_shapes(path)
@@ -109,6 +112,26 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         except (OSError, SafetensorError, ValueError) as error:
             raise ModelFileError(f"{str(path)!r} is no safetensors file: {first_line(error)}.") from error
     return state_dict_in(read_torch(path), str(path))
+
+
+def _read_parts(path: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of the files that an index names, which lie beside it."""
+    content = read_json(path)
+    places = content.get("weight_map") if isinstance(content, Mapping) else None
+    if not isinstance(places, Mapping) or not places or not all(isinstance(file, str) for file in places.values()):
+        raise ModelFileError(f"{str(path)!r} has no weight_map from weights to files; copy the checkpoint again.")
+    weights: dict[str, torch.Tensor] = {}
+    for file in dict.fromkeys(places.values()):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ModelFileError(f"{str(path)!r} names the file {file[:80]!r}, which is no safetensors file beside it.")
+        _check_file(path.parent / file)
+        part = read_weights(path.parent / file)
+        if set(part) != {name for name, place in places.items() if place == file}:
+            raise ModelFileError(
+                f"{str(path.parent / file)!r} does not hold the weights that {path.name} says; copy it all again."
+            )
+        weights |= part
+    return weights
 
 
 def read_torch(path: Path) -> Any:
