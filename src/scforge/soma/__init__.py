@@ -1,0 +1,19 @@
+"""soma: a byte-level transformer, the V1 architecture of the SOMA network, in torch and in flax.
+
+Its weight files, keys and tokens are those of the published package ``soma-models``; names stand where they stand
+there, ``scforge.soma.v1.torch.Model`` for ``soma_models.v1.torch.Model``.
+
+>>> from scforge.soma.v1.tokenizer import tokenize
+>>> tokenize(b"abc", max_seq_len=5)[0].token_ids
+[97, 98, 99, 257, 256]
+"""
+
+from __future__ import annotations
+
+from scforge._lazy import lazy_names
+
+_NAMES = {name: f"scforge.soma.{name}" for name in ("utils", "v1")}
+
+__all__ = ["utils", "v1"]
+
+__getattr__, __dir__ = lazy_names(__name__, _NAMES)

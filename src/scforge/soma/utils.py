@@ -1,0 +1,94 @@
+"""Dictionaries of weights: renaming, flattening, nesting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from scforge.errors import DataError
+
+__all__ = ["flatten_dict", "remap", "unflatten_dict"]
+
+
+def remap(d: dict[str, Any], rename_map: Mapping[str, str], keys_to_delete: Iterable[str]) -> None:
+    """Delete keys of `d`, then rename others, in place.
+
+    Parameters
+    ----------
+    d
+        What is changed.
+    rename_map
+        Old to new names, applied one after the other. Names that `d` lacks are passed over; a value that stands at the
+        new name already is replaced.
+    keys_to_delete
+        Names to remove first; those that `d` lacks are passed over.
+
+    Examples
+    --------
+    >>> weights = {"norm.gamma": 1, "step": 7}
+    >>> remap(weights, rename_map={"norm.gamma": "norm.weight"}, keys_to_delete=["step"])
+    >>> weights
+    {'norm.weight': 1}
+    """
+    for key in keys_to_delete:
+        d.pop(key, None)
+    for old, new in rename_map.items():
+        if old in d:
+            d[new] = d.pop(old)
+
+
+def flatten_dict(nested_dict: Mapping[str, Any], parent_key: str = "", sep: str = ".") -> dict[str, Any]:
+    """Return a dictionary of one level, whose keys are the paths of `nested_dict`.
+
+    Parameters
+    ----------
+    nested_dict
+        Dictionaries in dictionaries; an empty one is a value.
+    parent_key
+        Path that all keys begin with.
+    sep
+        Stands between the parts of a path.
+
+    Examples
+    --------
+    >>> flatten_dict({"a": {"b": 1, "c": {}}})
+    {'a.b': 1, 'a.c': {}}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in nested_dict.items():
+        path = f"{parent_key}{sep}{key}" if parent_key else key
+        if isinstance(value, dict) and value:
+            flat |= flatten_dict(value, path, sep)
+        else:
+            flat[path] = value
+    return flat
+
+
+def unflatten_dict(flat_dict: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
+    """Undo :func:`flatten_dict`.
+
+    Raises
+    ------
+    DataError
+        If a path is a value and leads on to others, too; a ``ValueError``.
+
+    Examples
+    --------
+    >>> unflatten_dict({"a.b": 1, "a.c": {}})
+    {'a': {'b': 1, 'c': {}}}
+    """
+    nested: dict[str, Any] = {}
+    for path, value in flat_dict.items():
+        *parents, last = path.split(sep)
+        place = nested
+        for depth, part in enumerate(parents, start=1):
+            place = place.setdefault(part, {})
+            if not isinstance(place, dict):
+                shorter = sep.join(parents[:depth])
+                raise DataError(
+                    f"flat_dict has a value at {shorter!r} and one below it at {path!r}; rename one of them."
+                )
+        if isinstance(place.get(last), dict) and not isinstance(value, dict):
+            raise DataError(f"flat_dict has a value at {path!r} and others below it; rename one of them.")
+        place[last] = value
+    return nested

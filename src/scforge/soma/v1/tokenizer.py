@@ -1,0 +1,118 @@
+"""Bytes to tokens: chunks of equal length, no vocabulary, no framework.
+
+A byte is its own token. The last chunk ends with EOS (257) if it has room, and is filled up with PAD (256).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from scforge._checks import check_count
+from scforge.errors import DataError
+from scforge.soma.v1.configs import V1_EOS_TOKEN_ID, V1_MAX_SEQ_LEN, V1_PAD_TOKEN_ID
+
+__all__ = ["TokenizedSequence", "tokenize", "tokenize_arrays"]
+
+
+class TokenizedSequence(NamedTuple):
+    """One chunk of bytes as lists of `max_seq_len` numbers.
+
+    Attributes
+    ----------
+    token_ids
+        Tokens.
+    targets
+        The next token at each place, PAD at the last.
+    pos_ids
+        Offset of each byte in all of the data; EOS and PAD stand at the offset after the last byte.
+    """
+
+    token_ids: list[int]
+    targets: list[int]
+    pos_ids: list[int]
+
+
+def tokenize(data: bytes | bytearray, max_seq_len: int = V1_MAX_SEQ_LEN) -> list[TokenizedSequence]:
+    """Return the chunks of `data`; none if it is empty.
+
+    Parameters
+    ----------
+    data
+        Any bytes.
+    max_seq_len
+        Tokens a chunk.
+
+    Raises
+    ------
+    DataError
+        If `data` is no bytes.
+    OptionError
+        If `max_seq_len` is not a positive whole number.
+
+    Examples
+    --------
+    >>> tokenize(b"abc", max_seq_len=5)
+    [TokenizedSequence(token_ids=[97, 98, 99, 257, 256], targets=[98, 99, 257, 256, 256], pos_ids=[0, 1, 2, 3, 3])]
+    """
+    columns = (array.tolist() for array in tokenize_arrays(data, max_seq_len))
+    return [TokenizedSequence(*chunk) for chunk in zip(*columns, strict=True)]
+
+
+def tokenize_arrays(
+    data: bytes | bytearray | memoryview | np.ndarray, max_seq_len: int = V1_MAX_SEQ_LEN
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return what :func:`tokenize` does as arrays, for megabytes of bytes.
+
+    Parameters
+    ----------
+    data
+        Bytes, or numbers of uint8 of shape (bytes,).
+    max_seq_len
+        Tokens a chunk.
+
+    Returns
+    -------
+    Tokens and targets, int32, and offsets, int64, each of shape (chunks, max_seq_len).
+
+    Raises
+    ------
+    DataError
+        If `data` is no bytes.
+    OptionError
+        If `max_seq_len` is not a positive whole number.
+
+    Examples
+    --------
+    >>> ids, targets, pos = tokenize_arrays(b"abcd", max_seq_len=3)
+    >>> ids
+    array([[ 97,  98,  99],
+           [100, 257, 256]], dtype=int32)
+    >>> pos
+    array([[0, 1, 2],
+           [3, 4, 4]])
+    """
+    check_count("max_seq_len", max_seq_len, "tokens a chunk")
+    given = _numbers(data)
+    n_bytes, n_chunks = len(given), -(-len(given) // max_seq_len)
+    ids = np.full(n_chunks * max_seq_len, V1_PAD_TOKEN_ID, dtype=np.int32)
+    ids[:n_bytes] = given
+    ids[n_bytes : n_bytes + 1] = V1_EOS_TOKEN_ID
+    ids = ids.reshape(n_chunks, max_seq_len)
+    targets = np.full_like(ids, V1_PAD_TOKEN_ID)
+    targets[:, :-1] = ids[:, 1:]
+    offsets = np.minimum(np.arange(ids.size, dtype=np.int64), n_bytes).reshape(ids.shape)
+    return ids, targets, offsets
+
+
+def _numbers(data: bytes | bytearray | memoryview | np.ndarray) -> np.ndarray:
+    if isinstance(data, bytes | bytearray | memoryview):
+        return np.frombuffer(data, dtype=np.uint8)
+    if isinstance(data, str):
+        raise DataError("data is text; pass its bytes, e.g. data.encode().")
+    if not isinstance(data, np.ndarray):
+        raise DataError(f"data is of type {type(data).__name__}; pass bytes.")
+    if data.dtype != np.uint8 or data.ndim != 1:
+        raise DataError(f"data has dtype {data.dtype} and shape {data.shape}; pass bytes, or uint8 of one dimension.")
+    return data

@@ -1,0 +1,72 @@
+"""The loss of a batch of chunks.
+
+Shapes: B sequences, S tokens, H width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+
+from scforge.errors import DataError
+from scforge.soma.v1.configs import V1_PAD_TOKEN_ID
+from scforge.soma.v1.torch.model import Model
+from scforge.soma.v1.torch.sigreg import SIGReg
+
+__all__ = ["compute_loss"]
+
+
+def compute_loss(
+    model: Model, sig_reg: SIGReg, token_ids: torch.Tensor, targets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the loss and the embedding of a batch.
+
+    The loss is the mean cross entropy in nats at targets that are no PAD, plus the regulariser of all states. Places
+    count from the beginning of each chunk. The embedding is the mean over tokens, then over chunks. PAD counts as any
+    token in both, unless ``model.pad_mask`` is set.
+
+    Parameters
+    ----------
+    model
+        The model.
+    sig_reg
+        The regulariser; draws its directions from torch's generator.
+    token_ids
+        Tokens, whole numbers, shape (B, S).
+    targets
+        Next tokens, whole numbers, shape (B, S). If all are PAD, the loss is not a number.
+
+    Returns
+    -------
+    A scalar, and shape (H,).
+
+    Raises
+    ------
+    DataError
+        If `token_ids` and `targets` differ in shape, or are no whole numbers.
+    """
+    if token_ids.shape != targets.shape:
+        raise DataError(
+            f"targets has shape {tuple(targets.shape)}, token_ids {tuple(token_ids.shape)}; pass one a token."
+        )
+    positions = torch.arange(token_ids.shape[-1], device=token_ids.device).expand(token_ids.shape)
+    states_bsh = model.encode(token_ids, positions)
+    logits = model.predict(states_bsh)
+    if model.pad_mask:
+        chosen_bs = token_ids != V1_PAD_TOKEN_ID
+        regulariser = sig_reg(states_bsh[chosen_bs])
+        embedding = _mean_of_tokens(states_bsh, chosen_bs)
+    else:
+        regulariser = sig_reg(states_bsh)
+        embedding = states_bsh.mean(dim=1).mean(dim=0)
+    cross_entropy = F.cross_entropy(
+        logits.flatten(0, 1).float(), targets.flatten().long(), ignore_index=V1_PAD_TOKEN_ID
+    )
+    return cross_entropy + regulariser, embedding
+
+
+def _mean_of_tokens(states_bsh: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
+    """Return the mean over the tokens of a chunk, then over chunks that have any."""
+    n_b = chosen_bs.sum(dim=1)
+    sums_bh = (states_bsh * chosen_bs.unsqueeze(-1)).sum(dim=1)
+    return (sums_bh / n_b.clamp(min=1).unsqueeze(-1)).sum(dim=0) / (n_b > 0).sum()

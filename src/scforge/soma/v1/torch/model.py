@@ -1,0 +1,111 @@
+"""The model: bytes in, logits of the next byte out.
+
+Shapes: B sequences, S tokens, H width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from scforge._checks import check_bool
+from scforge.errors import DataError
+from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, EncoderConfig, ModelConfig, check_config
+from scforge.soma.v1.torch.modules.encoder import Encoder
+from scforge.soma.v1.torch.serde import Serializable
+
+__all__ = ["Model"]
+
+
+class Model(Serializable, nn.Module):
+    """Embedding, encoder, final norm, predictor.
+
+    Parameters
+    ----------
+    config
+        Sizes.
+    gradient_checkpointing
+        Keep only what goes into a layer and compute the layer again for its gradient: less memory, a third slower.
+    pad_mask
+        Keep PAD out: no token attends to it but itself, and the loss takes tokens alone for the embedding and the
+        regulariser. Off, PAD counts as any token, as in the published model.
+
+    Raises
+    ------
+    OptionError
+        If a number of `config` cannot be used.
+
+    Examples
+    --------
+    >>> import torch
+    >>> model = Model(ModelConfig(0.0, embedding_dim=8, pwff_hidden_dim=16, num_layers=1, num_heads=2))
+    >>> tokens = torch.tensor([[97, 98, 257]])
+    >>> model(tokens, torch.arange(3)[None]).shape
+    torch.Size([1, 3, 264])
+    """
+
+    def __init__(self, config: ModelConfig, *, gradient_checkpointing: bool = False, pad_mask: bool = False) -> None:
+        super().__init__()
+        check_config(config)
+        self.config = config
+        self.pad_mask = check_bool("pad_mask", pad_mask)
+        self.embedding = nn.Embedding(config.vocab_size, config.embedding_dim)
+        encoder = EncoderConfig(
+            dropout_rate=config.dropout_rate,
+            embedding_dim=config.embedding_dim,
+            pwff_hidden_dim=config.pwff_hidden_dim,
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            max_wavelength=config.max_wavelength,
+            scale_factor=config.scale_factor,
+        )
+        self.encoder = Encoder(encoder, gradient_checkpointing=gradient_checkpointing)
+        self.final_norm = nn.LayerNorm(config.embedding_dim, eps=1e-5)
+        self.predictor = nn.Linear(config.embedding_dim, config.vocab_size)
+
+    def encode(self, input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the states after the final norm, shape (B, S, H).
+
+        Parameters
+        ----------
+        input
+            Tokens, whole numbers, shape (B, S).
+        positions
+            Their places, whole numbers, shape (B, S).
+
+        Raises
+        ------
+        DataError
+            If tokens or positions have another shape or dtype.
+        """
+        _check_tokens("input", input)
+        _check_tokens("positions", positions)
+        if positions.shape[-1] != input.shape[-1] or positions.shape[0] not in (1, len(input)):
+            raise DataError(
+                f"positions has shape {tuple(positions.shape)} and input {tuple(input.shape)}; pass one a token."
+            )
+        mask = self._mask(input) if self.pad_mask else None
+        return self.final_norm(self.encoder(self.embedding(input.long()), positions, mask=mask))
+
+    def predict(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return the logits (..., V) of states (..., H)."""
+        return self.predictor(embeddings)
+
+    def forward(self, input: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Return the logits (B, S, V) of tokens at places; both as in :meth:`encode`."""
+        return self.predict(self.encode(input, positions))
+
+    @staticmethod
+    def _mask(tokens_bs: torch.Tensor) -> torch.Tensor:
+        """Return which tokens see which, (B, 1, S, S); each sees itself, so that none sees nothing."""
+        n = tokens_bs.shape[1]
+        before = torch.ones((n, n), dtype=torch.bool, device=tokens_bs.device).tril()
+        itself = torch.eye(n, dtype=torch.bool, device=tokens_bs.device)
+        return ((before & (tokens_bs != V1_PAD_TOKEN_ID)[:, None, :]) | itself)[:, None]
+
+
+def _check_tokens(argument: str, values: torch.Tensor) -> None:
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise DataError(f"{argument} has dtype {values.dtype}; pass whole numbers, e.g. {argument}.long().")
+    if values.dim() != 2:
+        raise DataError(f"{argument} has shape {tuple(values.shape)}; pass (batch, seq).")

@@ -1,0 +1,1 @@
+"""Parts of the model: encoder, layer, attention, feed-forward block."""

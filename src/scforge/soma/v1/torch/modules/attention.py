@@ -1,0 +1,187 @@
+"""Causal attention with rotary positions.
+
+Shapes: B sequences, S tokens, H width, N heads, D = H / N.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from scforge._checks import check_count, check_positive, check_share
+from scforge.errors import DataError
+from scforge.soma.v1.configs import V1_MAX_WAVELENGTH, V1_SCALE_FACTOR, check_heads, check_scale_factor
+
+__all__ = ["MultiHeadAttention", "apply_rope", "rotation_of"]
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+
+
+def rotation_of(
+    positions: torch.Tensor,
+    head_dim: int,
+    max_wavelength: float = V1_MAX_WAVELENGTH,
+    scale_factor: float = V1_SCALE_FACTOR,
+    dtype: torch.dtype = torch.float32,
+) -> Rotation:
+    """Return cosines and sines of the angles that positions turn the pairs of a head by, each (B, S, 1, D / 2).
+
+    Pair i turns by ``position / max_wavelength^(2 i / D) / scale_factor`` (Su et al. 2021, arXiv:2104.09864). In a
+    dtype of 16 bits, positions above 256 would run into one another.
+
+    Parameters
+    ----------
+    positions
+        Whole numbers, shape (B, S), or (1, S) where all sequences stand at the same places.
+    head_dim
+        Width D.
+    max_wavelength, scale_factor
+        As in :class:`~scforge.soma.v1.configs.ModelConfig`.
+    dtype
+        float32 or float64.
+
+    Raises
+    ------
+    OptionError
+        If `scale_factor` is below 1; a ``ValueError``.
+    """
+    check_scale_factor(scale_factor)
+    if positions.dim() == 2 and positions.stride(0) == 0:
+        positions = positions[:1]  # one row that was expanded
+    pairs = torch.arange(head_dim // 2, dtype=dtype, device=positions.device)
+    timescale = max_wavelength ** (2 * pairs / head_dim)
+    angles = (positions.to(dtype).unsqueeze(-1) / timescale / scale_factor).unsqueeze(-2)
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(
+    inputs: torch.Tensor,
+    positions: torch.Tensor,
+    head_dim: int,
+    max_wavelength: float = V1_MAX_WAVELENGTH,
+    scale_factor: float = V1_SCALE_FACTOR,
+) -> torch.Tensor:
+    """Return queries or keys (B, S, N, D) turned to their positions (B, S); angles are of float32 at least.
+
+    The first half of a head is turned against the second. Parameters and errors as of :func:`rotation_of`.
+    """
+    wide = torch.promote_types(inputs.dtype, torch.float32)
+    return _Rotate.apply(inputs, *rotation_of(positions, head_dim, max_wavelength, scale_factor, wide))
+
+
+class _Rotate(torch.autograd.Function):
+    """Keeps the angles for the backward pass, not what is turned: the gradient is turned back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_bsnd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotate(x_bsnd, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotate(grad, cos, -sin), None, None
+
+
+def _rotate(x_bsnd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x_bsnd.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_bsnd.dtype)
+
+
+class MultiHeadAttention(nn.Module):
+    """Self-attention in which a token sees itself and those before it.
+
+    Parameters
+    ----------
+    num_heads
+        Heads N.
+    num_features
+        Width H, a multiple of `num_heads`.
+    dropout_rate
+        Share of attention weights that is dropped in training.
+    use_bias
+        Whether the four projections have a bias.
+    max_wavelength, scale_factor
+        As in :class:`~scforge.soma.v1.configs.ModelConfig`.
+
+    Raises
+    ------
+    OptionError
+        If the heads do not divide the width, `scale_factor` is below 1, or a number cannot be used.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_features: int,
+        *,
+        dropout_rate: float = 0.0,
+        use_bias: bool = True,
+        max_wavelength: float = V1_MAX_WAVELENGTH,
+        scale_factor: float = V1_SCALE_FACTOR,
+    ) -> None:
+        super().__init__()
+        check_count("num_heads", num_heads, "heads")
+        check_count("num_features", num_features, "dimensions")
+        check_heads(num_features, num_heads, argument="num_features")
+        check_share("dropout_rate", dropout_rate)
+        check_positive("max_wavelength", max_wavelength)
+        check_scale_factor(scale_factor)
+        self.num_heads = num_heads
+        self.num_features = num_features
+        self.head_dim = num_features // num_heads
+        self.dropout_rate = dropout_rate
+        self.max_wavelength = max_wavelength
+        self.scale_factor = scale_factor
+        self.query = nn.Linear(num_features, num_features, bias=use_bias)
+        self.key = nn.Linear(num_features, num_features, bias=use_bias)
+        self.value = nn.Linear(num_features, num_features, bias=use_bias)
+        self.output = nn.Linear(num_features, num_features, bias=use_bias)
+
+    def forward(
+        self,
+        inputs: torch.Tensor,
+        *,
+        positions: torch.Tensor | None = None,
+        rotation: Rotation | None = None,
+        mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend.
+
+        Parameters
+        ----------
+        inputs
+            Shape (B, S, H).
+        positions
+            Places of the tokens, shape (B, S); None to not turn queries and keys.
+        rotation
+            Of :func:`rotation_of`, instead of `positions`, for layers that share it.
+        mask
+            True where attention is allowed, bool, shape (B, 1, S, S); None for the causal one.
+
+        Returns
+        -------
+        Shape (B, S, H).
+        """
+        if inputs.dim() != 3 or inputs.shape[-1] != self.num_features:
+            raise DataError(f"inputs has shape {tuple(inputs.shape)}; pass (batch, seq, {self.num_features}).")
+        heads = (self.num_heads, self.head_dim)
+        query, key, value = (part(inputs).unflatten(-1, heads) for part in (self.query, self.key, self.value))
+        if rotation is None and positions is not None:
+            wide = torch.promote_types(inputs.dtype, torch.float32)
+            rotation = rotation_of(positions, self.head_dim, self.max_wavelength, self.scale_factor, wide)
+        if rotation is not None:
+            query, key = _Rotate.apply(query, *rotation), _Rotate.apply(key, *rotation)
+        dropout = self.dropout_rate if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None,
+        )
+        return self.output(mixed.transpose(1, 2).flatten(2))

@@ -1,0 +1,71 @@
+"""The stack of layers.
+
+Shapes: B sequences, S tokens, H width, N heads, D = H / N.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scforge._checks import check_bool
+from scforge.soma.v1.configs import EncoderConfig, LayerConfig, check_config
+from scforge.soma.v1.torch.modules.attention import rotation_of
+from scforge.soma.v1.torch.modules.layer import Layer
+
+__all__ = ["Encoder"]
+
+
+class Encoder(nn.Module):
+    """Layers, one after the other.
+
+    Parameters
+    ----------
+    config
+        Sizes.
+    gradient_checkpointing
+        Keep only what goes into a layer, and compute the layer again for its gradient.
+    """
+
+    def __init__(self, config: EncoderConfig, *, gradient_checkpointing: bool = False) -> None:
+        super().__init__()
+        check_config(config)
+        self.gradient_checkpointing = check_bool("gradient_checkpointing", gradient_checkpointing)
+        self.head_dim = config.embedding_dim // config.num_heads
+        self.max_wavelength = config.max_wavelength
+        self.scale_factor = config.scale_factor
+        layer = LayerConfig(
+            dropout_rate=config.dropout_rate,
+            embedding_dim=config.embedding_dim,
+            pwff_hidden_dim=config.pwff_hidden_dim,
+            num_heads=config.num_heads,
+            max_wavelength=config.max_wavelength,
+            scale_factor=config.scale_factor,
+        )
+        self.layers = nn.ModuleList(Layer(layer) for _ in range(config.num_layers))
+
+    def forward(
+        self, input: torch.Tensor, positions: torch.Tensor, *, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the states (B, S, H) after all layers.
+
+        Parameters
+        ----------
+        input
+            Shape (B, S, H).
+        positions
+            Places of the tokens, whole numbers, shape (B, S). Their sines are computed once for all layers.
+        mask
+            As in :meth:`MultiHeadAttention.forward`.
+        """
+        wide = torch.promote_types(input.dtype, torch.float32)
+        rotation = rotation_of(positions, self.head_dim, self.max_wavelength, self.scale_factor, wide)
+        again = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
+        states = input
+        for layer in self.layers:
+            if again:
+                states = checkpoint(layer, states, None, rotation=rotation, mask=mask, use_reentrant=False)
+            else:
+                states = layer(states, None, rotation=rotation, mask=mask)
+        return states
