@@ -292,6 +292,7 @@ CASES |= {
     "a header of no tensors": rewritten(lambda header, numbers: (b"[]      ", numbers)),
     "numbers that belong to no tensor": rewritten(lambda header, numbers: (header, numbers + b"more")),
     "an unknown dtype": first(dtype="F7"),
+    "weights that are whole numbers": first(dtype="I32"),
     "a dtype that is a list": first(dtype=["F32"]),
     "a negative shape": first(shape=[-1, -4]),
     "a shape of terabytes": first(shape=[2**40, 2**20]),

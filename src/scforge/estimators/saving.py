@@ -132,11 +132,17 @@ def load_weights(module: nn.Module, weights: dict[str, torch.Tensor], *, source:
     Raises
     ------
     ModelFileError
-        If names or shapes differ.
+        If names or shapes differ, or whole numbers stand where others belong.
     """
     expected = shapes_of(module)
     if problem := misfit(expected, {name: tuple(value.shape) for name, value in weights.items()}):
         raise ModelFileError(f"the weights in {source!r} do not fit the architecture in its config: {problem}.")
+    for name, value in module.state_dict().items():
+        if value.is_floating_point() != weights[name].is_floating_point():
+            raise ModelFileError(
+                f"the weights in {source!r} hold {name!r} as {weights[name].dtype}, where {value.dtype} belongs; copy "
+                "the model again."
+            )
     module.load_state_dict({name: value.reshape(expected[name]) for name, value in weights.items()})
 
 
