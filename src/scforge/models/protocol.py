@@ -32,6 +32,8 @@ class ModelOutput:
         logits of bins, shape (B, S, number of bins).
     attentions
         Attention weights of each layer, float32, each of shape (B, heads, S, S), if they were asked for.
+    losses
+        The parts of the loss by name, scalars, where an architecture has several.
     """
 
     loss: torch.Tensor | None = None
@@ -40,6 +42,7 @@ class ModelOutput:
     hidden_states: tuple[torch.Tensor, ...] | None = None
     expression: torch.Tensor | None = None
     attentions: tuple[torch.Tensor, ...] | None = None
+    losses: dict[str, torch.Tensor] | None = None
 
 
 @runtime_checkable

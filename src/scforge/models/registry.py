@@ -23,6 +23,7 @@ MODELS: Registry[Any] = Registry(
         "autoregressive_transformer": "scforge.models.autoregressive",
         "gene_pooling": "scforge.models.gene_pooling",
         "masked_autoencoder": "scforge.models.masked_autoencoder",
+        "scdiva": "scforge.models.scdiva",
         "transformer_encoder": "scforge.models.transformer_encoder",
     },
 )
@@ -50,7 +51,7 @@ def list_models() -> list[str]:
     Examples
     --------
     >>> list_models()
-    ['autoregressive_transformer', 'gene_pooling', 'masked_autoencoder', 'transformer_encoder']
+    ['autoregressive_transformer', 'gene_pooling', 'masked_autoencoder', 'scdiva', 'transformer_encoder']
     """
     return MODELS.names()
 

@@ -115,17 +115,19 @@ class SelfAttention(nn.Module):
         Width H; a multiple of `num_heads`.
     num_heads
         Number of heads N.
+    bias
+        Whether the linear layers have biases.
     """
 
-    def __init__(self, hidden_dim: int, num_heads: int) -> None:
+    def __init__(self, hidden_dim: int, num_heads: int, *, bias: bool = True) -> None:
         super().__init__()
         check_count("hidden_dim", hidden_dim, "dimensions")
         check_count("num_heads", num_heads, "heads")
         if hidden_dim % num_heads:
             raise OptionError(f"hidden_dim={hidden_dim} is not divisible by num_heads={num_heads}; change one of them.")
         self.num_heads = num_heads
-        self.qkv = nn.Linear(hidden_dim, 3 * hidden_dim)
-        self.out = nn.Linear(hidden_dim, hidden_dim)
+        self.qkv = nn.Linear(hidden_dim, 3 * hidden_dim, bias=bias)
+        self.out = nn.Linear(hidden_dim, hidden_dim, bias=bias)
 
     def forward(
         self,

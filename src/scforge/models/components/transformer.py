@@ -25,9 +25,14 @@ from scforge.models.components.packing import Packing, pack_cells
 from scforge.models.components.positions import token_positions
 from scforge.models.components.rotary import rotation_of
 
-__all__ = ["ACTIVATIONS", "StackOutput", "TransformerBlock", "TransformerStack"]
+__all__ = ["ACTIVATIONS", "GATED", "NORMS", "StackOutput", "TransformerBlock", "TransformerStack"]
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
+
+GATED = "swiglu"
+"""Activation of a feed-forward layer with a gate: ``silu(gate) * inner``, both of one projection (Shazeer 2020)."""
+
+NORMS: dict[str, type[nn.Module]] = {"layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 _CPU_NUMBERS = 2**21
 """Numbers of the widest layer that a CPU works on at a time: what it computes next is then still in its cache, and
@@ -63,11 +68,15 @@ class TransformerBlock(nn.Module):
     dropout
         Dropout on each residual branch and inside the feed-forward layer.
     activation
-        ``"gelu"``, ``"relu"`` or ``"silu"``.
+        ``"gelu"``, ``"relu"``, ``"silu"``, or ``"swiglu"``: of a layer with a gate, twice as wide inside.
     layer_norm_eps
-        Epsilon of the layer norms.
+        Epsilon of the norms.
     norm_first
         Norms at the start of each branch (pre-norm), rather than behind each sum (post-norm).
+    norm
+        ``"layer"``, or ``"rms"``, which scales by the root mean square and has no shift.
+    bias
+        Whether the linear layers have biases.
     """
 
     def __init__(
@@ -80,20 +89,25 @@ class TransformerBlock(nn.Module):
         layer_norm_eps: float = 1e-12,
         *,
         norm_first: bool = True,
+        norm: str = "layer",
+        bias: bool = True,
     ) -> None:
         super().__init__()
-        check_choice("activation", activation, sorted(ACTIVATIONS))
+        check_choice("activation", activation, sorted([*ACTIVATIONS, GATED]))
+        check_choice("norm", norm, sorted(NORMS))
+        check_bool("bias", bias)
         ffn_dim = 4 * hidden_dim if ffn_dim is None else ffn_dim
         check_count("hidden_dim", hidden_dim, "dimensions")
         check_count("ffn_dim", ffn_dim, "dimensions")
         check_positive("layer_norm_eps", layer_norm_eps)
-        self.activation = ACTIVATIONS[activation]
+        gated = activation == GATED
+        self.activation = _gate if gated else ACTIVATIONS[activation]
         self.norm_first = check_bool("norm_first", norm_first)
-        self.norm_attention = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
-        self.attention = SelfAttention(hidden_dim, num_heads)
-        self.norm_ffn = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
-        self.ffn_in = nn.Linear(hidden_dim, ffn_dim)
-        self.ffn_out = nn.Linear(ffn_dim, hidden_dim)
+        self.norm_attention = NORMS[norm](hidden_dim, eps=layer_norm_eps)
+        self.attention = SelfAttention(hidden_dim, num_heads, bias=bias)
+        self.norm_ffn = NORMS[norm](hidden_dim, eps=layer_norm_eps)
+        self.ffn_in = nn.Linear(hidden_dim, 2 * ffn_dim if gated else ffn_dim, bias=bias)
+        self.ffn_out = nn.Linear(ffn_dim, hidden_dim, bias=bias)
         self.dropout = Dropout(dropout)
         # The wider the layers, the less it costs beside their products, and the more it saves.
         self.saves_memory = hidden_dim >= _WIDE
@@ -148,6 +162,12 @@ class TransformerBlock(nn.Module):
         return self.attention.weights(states, mask, causal=causal, rotation=rotation)
 
 
+def _gate(inner: torch.Tensor) -> torch.Tensor:
+    """Return ``silu(gate) * inner`` of both in one, shape (..., 2 F), as (..., F)."""
+    gate, inner = inner.chunk(2, dim=-1)
+    return F.silu(gate) * inner
+
+
 class TransformerStack(nn.Module):
     """Transformer layers one after the other, and a final norm behind pre-norm layers.
 
@@ -159,7 +179,7 @@ class TransformerStack(nn.Module):
     ----------
     hidden_dim, num_layers, num_heads
         Width H, number of layers, and heads N of each.
-    ffn_dim, dropout, activation, layer_norm_eps, norm_first
+    ffn_dim, dropout, activation, layer_norm_eps, norm_first, norm, bias
         See :class:`TransformerBlock`.
     rotary
         Rotate queries and keys by the position of their token among the tokens of the cell.
@@ -167,6 +187,8 @@ class TransformerStack(nn.Module):
         Compute each layer again in the backward pass rather than keep what it computed: less memory, more time.
     unpad
         Whether padding is taken out. None does where it is worth its while.
+    final_norm
+        Whether a norm stands behind the last layer; None puts one behind pre-norm layers.
 
     Examples
     --------
@@ -189,17 +211,21 @@ class TransformerStack(nn.Module):
         rotary: bool = False,
         gradient_checkpointing: bool = False,
         unpad: bool | None = None,
+        norm: str = "layer",
+        bias: bool = True,
+        final_norm: bool | None = None,
     ) -> None:
         super().__init__()
         if unpad is not None:
             check_bool("unpad", unpad)
         check_count("num_layers", num_layers, "layers")
         check_count("num_heads", num_heads, "heads")
+        sizes = (hidden_dim, num_heads, ffn_dim, dropout, activation, layer_norm_eps)
         self.layers = nn.ModuleList(
-            TransformerBlock(hidden_dim, num_heads, ffn_dim, dropout, activation, layer_norm_eps, norm_first=norm_first)
-            for _ in range(num_layers)
+            TransformerBlock(*sizes, norm_first=norm_first, norm=norm, bias=bias) for _ in range(num_layers)
         )
-        self.final_norm = nn.LayerNorm(hidden_dim, eps=layer_norm_eps) if norm_first else nn.Identity()
+        ends = norm_first if final_norm is None else check_bool("final_norm", final_norm)
+        self.final_norm = NORMS[norm](hidden_dim, eps=layer_norm_eps) if ends else nn.Identity()
         self.head_dim = hidden_dim // num_heads
         if rotary and self.head_dim % 2:
             raise OptionError(
