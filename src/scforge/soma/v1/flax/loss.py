@@ -1,0 +1,42 @@
+"""What training minimises."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from scforge.soma.v1.configs import V1_PAD_TOKEN_ID
+from scforge.soma.v1.flax.model import Model
+from scforge.soma.v1.flax.sigreg import SIGReg
+
+__all__ = ["compute_loss"]
+
+
+def compute_loss(model: Model, sig_reg: SIGReg, token_ids: Array, targets: Array) -> tuple[Array, Array]:
+    """Return the cross entropy of the next bytes, padding left out, plus the regulariser; and the mean embedding.
+
+    Positions count from 0 in each sequence, whatever its offset in the data. Padding takes part in the regulariser and
+    in the mean, as in the published package. Where all targets are padding, the cross entropy is 0 (in torch: no
+    number).
+
+    Parameters
+    ----------
+    model
+        The model.
+    sig_reg
+        The regulariser, which draws its directions.
+    token_ids, targets
+        Whole numbers, shape (B, S).
+
+    Returns
+    -------
+    The loss, and the mean state of all tokens, shape (H,).
+    """
+    positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
+    states = model.encode(token_ids, positions)
+    log_probabilities = jax.nn.log_softmax(model.predict(states), axis=-1)
+    of_targets = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]
+    counts = targets != V1_PAD_TOKEN_ID
+    cross_entropy = -jnp.where(counts, of_targets, 0.0).sum() / jnp.maximum(counts.sum(), 1)
+    return cross_entropy + sig_reg(states), states.mean(axis=(0, 1))

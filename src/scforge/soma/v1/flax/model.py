@@ -1,0 +1,90 @@
+"""The byte-level transformer in flax.
+
+Shapes: B sequences, S tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from flax import nnx
+from jax import Array
+
+from scforge.soma.v1.configs import EncoderConfig, ModelConfig, check_config
+from scforge.soma.v1.flax.modules.encoder import Encoder
+from scforge.soma.v1.flax.modules.layer import layer_norm
+from scforge.soma.v1.flax.serde import Serializable
+
+__all__ = ["Model"]
+
+
+class Model(Serializable, nnx.Module):
+    """Embedding of bytes, encoder, final LayerNorm, predictor of the next byte.
+
+    As flax modules do, it starts in training mode, with dropout; ``model.eval()`` and ``model.train()`` switch.
+
+    Parameters
+    ----------
+    config
+        Its sizes.
+    rngs
+        Where initial weights (``params``) and dropout (``dropout``) come from; None takes ``nnx.Rngs(0)``, for models
+        whose weights come from a file.
+
+    Raises
+    ------
+    OptionError
+        If the heads do not divide the embedding, ``scale_factor`` is below 1, or another number cannot be used.
+
+    Examples
+    --------
+    >>> import jax.numpy as jnp
+    >>> config = ModelConfig(dropout_rate=0.0, embedding_dim=16, pwff_hidden_dim=32, num_layers=1, num_heads=2)
+    >>> model = Model(config, nnx.Rngs(0))
+    >>> again = Model.load_bytes(model.save_bytes(), config)
+    >>> ids, positions = jnp.asarray([list(b"ATG")]), jnp.arange(3)[None]
+    >>> bool((model.encode(ids, positions) == again.encode(ids, positions)).all())
+    True
+    """
+
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs | None = None) -> None:
+        check_config(config)
+        rngs = nnx.Rngs(0) if rngs is None else rngs
+        self.config = config
+        self.embedding = nnx.Embed(config.vocab_size, config.embedding_dim, rngs=rngs)
+        self.encoder = Encoder(
+            EncoderConfig(
+                dropout_rate=config.dropout_rate,
+                embedding_dim=config.embedding_dim,
+                pwff_hidden_dim=config.pwff_hidden_dim,
+                num_layers=config.num_layers,
+                num_heads=config.num_heads,
+                max_wavelength=config.max_wavelength,
+                scale_factor=config.scale_factor,
+            ),
+            rngs,
+        )
+        self.final_norm = layer_norm(config.embedding_dim, rngs)
+        self.predictor = nnx.Linear(config.embedding_dim, config.vocab_size, rngs=rngs)
+
+    def encode(self, input: Array, positions: Array) -> Array:
+        """Return the state of each token behind the final LayerNorm.
+
+        Parameters
+        ----------
+        input
+            Token ids, whole numbers, shape (B, S).
+        positions
+            Offsets of the bytes, shape (B, S).
+
+        Returns
+        -------
+        Shape (B, S, H).
+        """
+        return self.final_norm(self.encoder(self.embedding(input), positions))
+
+    def predict(self, embeddings: Array) -> Array:
+        """Return the logits of the next token, shape (B, S, V), from what :meth:`encode` returned."""
+        return self.predictor(embeddings)
+
+    def __call__(self, input: Array, positions: Array) -> Array:
+        """Return the logits of the next token, shape (B, S, V); parameters as in :meth:`encode`."""
+        return self.predict(self.encode(input, positions))

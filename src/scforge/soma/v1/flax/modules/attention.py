@@ -1,0 +1,142 @@
+"""Causal attention with rotary positions.
+
+Shapes: B sequences, S tokens, N heads, K dimensions of a head, H = N * K.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from scforge._checks import check_count
+from scforge.soma.v1.configs import V1_MAX_WAVELENGTH, V1_SCALE_FACTOR, check_heads, check_scale_factor
+
+__all__ = ["MultiHeadAttention", "apply_rope"]
+
+
+def apply_rope(
+    inputs: Array,
+    positions: Array,
+    head_dim: int,
+    max_wavelength: float = V1_MAX_WAVELENGTH,
+    scale_factor: float = V1_SCALE_FACTOR,
+) -> Array:
+    """Turn the two halves of each vector against each other by angles that grow with the position (Su et al. 2021).
+
+    Angles are computed in float32: half precision does not know the whole numbers above 256.
+
+    Parameters
+    ----------
+    inputs
+        Shape (B, S, N, K).
+    positions
+        Shape (B, S).
+    head_dim
+        K, even.
+    max_wavelength
+        Base of the frequencies: dimension i turns by ``position / max_wavelength ** (2 i / K) / scale_factor``.
+    scale_factor
+        What positions are divided by, at least 1.
+
+    Returns
+    -------
+    Shape (B, S, N, K), of the dtype of `inputs`.
+
+    Raises
+    ------
+    OptionError
+        If `scale_factor` is below 1.
+
+    Examples
+    --------
+    >>> x = jnp.ones((1, 2, 1, 2))
+    >>> apply_rope(x, jnp.asarray([[0, 1]]), head_dim=2)[0, :, 0].round(2)
+    Array([[ 1.  ,  1.  ],
+           [-0.3 ,  1.38]], dtype=float32)
+    """
+    check_scale_factor(scale_factor)
+    half = head_dim // 2
+    timescales = max_wavelength ** (2 * jnp.arange(half, dtype=jnp.float32) / head_dim)
+    angles = positions.astype(jnp.float32)[..., None, None] / timescales / scale_factor
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    left, right = inputs[..., :half].astype(jnp.float32), inputs[..., half:].astype(jnp.float32)
+    turned = jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.astype(inputs.dtype)
+
+
+class MultiHeadAttention(nnx.Module):
+    """Attention of each token to itself and to those before it.
+
+    Parameters
+    ----------
+    num_heads
+        N.
+    num_features
+        H, a multiple of twice `num_heads`.
+    dropout_rate
+        Share of attention weights that training leaves out.
+    use_bias
+        Whether the projections have biases.
+    max_wavelength, scale_factor
+        See :func:`apply_rope`.
+    rngs
+        Where initial weights and dropout come from; None takes ``nnx.Rngs(0)``.
+
+    Raises
+    ------
+    OptionError
+        If the heads do not divide the features into vectors of even size, or `scale_factor` is below 1.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_features: int,
+        *,
+        dropout_rate: float = 0.0,
+        use_bias: bool = True,
+        max_wavelength: float = V1_MAX_WAVELENGTH,
+        scale_factor: float = V1_SCALE_FACTOR,
+        rngs: nnx.Rngs | None = None,
+    ) -> None:
+        check_count("num_heads", num_heads, "heads")
+        check_count("num_features", num_features, "dimensions")
+        check_heads(num_features, num_heads, argument="num_features")
+        check_scale_factor(scale_factor)
+        rngs = nnx.Rngs(0) if rngs is None else rngs
+        self.num_heads, self.num_features = num_heads, num_features
+        self.head_dim = num_features // num_heads
+        self.dropout_rate = dropout_rate
+        self.max_wavelength, self.scale_factor = max_wavelength, scale_factor
+
+        def projection() -> Any:
+            return nnx.Linear(num_features, num_features, use_bias=use_bias, rngs=rngs)
+
+        self.query, self.key, self.value, self.output = projection(), projection(), projection(), projection()
+        self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
+
+    def __call__(self, inputs: Array, positions: Array | None = None) -> Array:
+        """Attend; without `positions` nothing tells the order but the causal mask. Shapes (B, S, H), (B, S)."""
+        shape = (*inputs.shape[:-1], self.num_heads, self.head_dim)
+        query, key, value = (part(inputs).reshape(shape) for part in (self.query, self.key, self.value))
+        if positions is not None:
+            turn = (self.head_dim, self.max_wavelength, self.scale_factor)
+            query, key = apply_rope(query, positions, *turn), apply_rope(key, positions, *turn)
+        if self.dropout_rate > 0 and not self.dropout.deterministic:
+            attended = self._with_dropout(query, key, value)
+        else:
+            attended = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        return self.output(attended.reshape(inputs.shape))
+
+    def _with_dropout(self, query: Array, key: Array, value: Array) -> Array:
+        """Attend step by step, as the fused function drops no weights."""
+        n_tokens = query.shape[1]
+        scores = jnp.einsum("bsnk,btnk->bnst", query, key).astype(jnp.float32) / math.sqrt(self.head_dim)
+        before = jnp.tril(jnp.ones((n_tokens, n_tokens), dtype=bool))
+        weights = jax.nn.softmax(jnp.where(before, scores, -jnp.inf), axis=-1).astype(value.dtype)
+        return jnp.einsum("bnst,btnk->bsnk", self.dropout(weights), value)

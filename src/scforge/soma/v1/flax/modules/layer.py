@@ -1,0 +1,58 @@
+"""A layer of the encoder."""
+
+from __future__ import annotations
+
+from flax import nnx
+from jax import Array
+
+from scforge.soma.v1.configs import LayerConfig, PositionWiseFeedForwardConfig
+from scforge.soma.v1.flax.modules.attention import MultiHeadAttention
+from scforge.soma.v1.flax.modules.pwff import PositionWiseFeedForward
+
+__all__ = ["Layer", "layer_norm"]
+
+_EPSILON = 1e-5
+
+
+def layer_norm(embedding_dim: int, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """Return the LayerNorm that all parts use; the variance is that of the differences from the mean, as in torch."""
+    return nnx.LayerNorm(embedding_dim, epsilon=_EPSILON, use_fast_variance=False, rngs=rngs)
+
+
+class Layer(nnx.Module):
+    """Attention, then feed-forward, each behind a LayerNorm and beside a residual connection (pre-norm).
+
+    Parameters
+    ----------
+    config
+        Its sizes.
+    rngs
+        Where initial weights and dropout come from; None takes ``nnx.Rngs(0)``.
+    """
+
+    def __init__(self, config: LayerConfig, rngs: nnx.Rngs | None = None) -> None:
+        rngs = nnx.Rngs(0) if rngs is None else rngs
+        self.norm_1 = layer_norm(config.embedding_dim, rngs)
+        self.attention = MultiHeadAttention(
+            config.num_heads,
+            config.embedding_dim,
+            dropout_rate=config.dropout_rate,
+            max_wavelength=config.max_wavelength,
+            scale_factor=config.scale_factor,
+            rngs=rngs,
+        )
+        self.norm_2 = layer_norm(config.embedding_dim, rngs)
+        self.pwff = PositionWiseFeedForward(
+            PositionWiseFeedForwardConfig(
+                dropout_rate=config.dropout_rate,
+                embedding_dim=config.embedding_dim,
+                pwff_hidden_dim=config.pwff_hidden_dim,
+            ),
+            rngs,
+        )
+        self.dropout = nnx.Dropout(config.dropout_rate, rngs=rngs)
+
+    def __call__(self, context: Array, positions: Array) -> Array:
+        """Transform the tokens. Shapes (B, S, H), (B, S)."""
+        context = context + self.dropout(self.attention(self.norm_1(context), positions))
+        return context + self.dropout(self.pwff(self.norm_2(context)))

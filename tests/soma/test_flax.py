@@ -1,0 +1,213 @@
+"""The flax half against the published package, and against the torch half through files."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from scforge.errors import MissingFileError, ModelFileError, OptionError
+from scforge.soma.v1.configs import ModelConfig, SIGRegConfig
+from scforge.soma.v1.torch import Model as TorchModel
+
+nnx = pytest.importorskip("flax.nnx", reason="flax comes with the extra flax")
+oracle = pytest.importorskip("soma_models.v1.flax", reason="soma-models, the reference, comes with the group test")
+published_attention = importlib.import_module("soma_models.v1.flax.modules.attention")
+jax = importlib.import_module("jax")
+jnp = jax.numpy
+half = importlib.import_module("scforge.soma.v1.flax")
+attention = importlib.import_module("scforge.soma.v1.flax.modules.attention")
+serde = importlib.import_module("scforge.soma.v1.flax.serde")
+Model, SIGReg, compute_loss = half.Model, half.SIGReg, half.compute_loss
+
+SIZES = {"embedding_dim": 32, "pwff_hidden_dim": 48, "num_layers": 2, "num_heads": 4}
+CONFIG = ModelConfig(dropout_rate=0.0, **SIZES)
+PUBLISHED = oracle.ModelConfig(dropout_rate=0.0, **SIZES)
+
+
+# Compiled once: op by op, the compiler takes longer than all the rest.
+encode = nnx.jit(lambda model, ids, positions: model.encode(ids, positions))
+logits = nnx.jit(lambda model, ids, positions: model(ids, positions))
+
+
+def noisy(model):
+    """Give all weights, biases and norms too, other values than those that they start with."""
+    rng = np.random.default_rng(0)
+    state = nnx.state(model, nnx.Param)
+    nnx.update(model, jax.tree.map(lambda x: np.asarray(x) + 0.1 * rng.standard_normal(x.shape, np.float32), state))
+    return model
+
+
+def batch(shape=(3, 11), most=5_000):
+    rng = np.random.default_rng(0)
+    return rng.integers(0, 264, shape), np.sort(rng.integers(0, most, shape), axis=1)
+
+
+@pytest.fixture(scope="module")
+def published():
+    return noisy(oracle.Model(PUBLISHED, nnx.Rngs(0)))
+
+
+@pytest.fixture(scope="module")
+def ours(published):
+    return Model.load_bytes(published.save_bytes(), CONFIG, nnx.Rngs(1))
+
+
+def test_weights_are_the_same_bytes_both_ways(ours, published, tmp_path):
+    data = published.save_bytes()
+    assert ours.save_bytes() == data
+    assert oracle.Model.load_bytes(ours.save_bytes(), PUBLISHED, nnx.Rngs(2)).save_bytes() == data
+    ours.save(tmp_path / "weights.safetensors")
+    assert (tmp_path / "weights.safetensors").read_bytes() == data
+    assert Model.load(tmp_path / "weights.safetensors", CONFIG).save_bytes() == data
+
+
+def test_forward_is_the_published_one(ours, published):
+    ids, positions = batch()
+    np.testing.assert_allclose(encode(ours, ids, positions), encode(published, ids, positions), atol=1e-5)
+    np.testing.assert_allclose(logits(ours, ids, positions), logits(published, ids, positions), atol=1e-5)
+
+
+@pytest.mark.parametrize("scale_factor", [1.0, 2.5])
+def test_rope_is_the_published_one(scale_factor):
+    rope, published_rope = attention.apply_rope, published_attention.apply_rope
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 7, 3, 8), np.float32))
+    positions = jnp.asarray(batch(shape=(2, 7))[1])
+    options = {"head_dim": 8, "max_wavelength": 500.0, "scale_factor": scale_factor}
+    np.testing.assert_allclose(rope(x, positions, **options), published_rope(x, positions, **options), atol=1e-5)
+    far = rope(x, positions + 17, **options), rope(x, positions, **options)
+    scores = [jnp.einsum("bsnk,btnk->bnst", turned, turned) for turned in far]
+    np.testing.assert_allclose(*scores, atol=5e-3)
+
+
+def test_rope_knows_positions_in_half_precision():
+    x = jnp.ones((1, 2, 1, 4), jnp.bfloat16)
+    turned = attention.apply_rope(x, jnp.asarray([[1_000, 1_001]], jnp.int32), head_dim=4)
+    assert turned.dtype == jnp.bfloat16
+    exact = attention.apply_rope(x.astype(jnp.float32), jnp.asarray([[1_000, 1_001]]), head_dim=4)
+    np.testing.assert_allclose(turned.astype(jnp.float32), exact, atol=0.01)
+
+
+def test_later_tokens_change_nothing_before_them(ours):
+    ids, positions = batch()
+    other = np.where(np.arange(11) < 6, ids, (ids + 1) % 256)
+    one, two = encode(ours, ids, positions), encode(ours, other, positions)
+    np.testing.assert_allclose(one[:, :6], two[:, :6], atol=1e-6)
+    assert float(jnp.abs(one[:, 6:] - two[:, 6:]).max()) > 0.01
+
+
+def test_attention_with_dropout_is_the_fused_one_without():
+    attend = nnx.jit(lambda module, x, positions: module(x, positions))
+    dropped = attention.MultiHeadAttention(4, 32, dropout_rate=1e-9, rngs=nnx.Rngs(0))
+    fused = attention.MultiHeadAttention(4, 32, rngs=nnx.Rngs(0))
+    x = np.random.default_rng(0).standard_normal((2, 9, 32), np.float32)
+    positions = np.tile(np.arange(9), (2, 1))
+    np.testing.assert_allclose(attend(dropped, x, positions), attend(fused, x, positions), atol=1e-6)
+    assert np.abs(attend(fused, x, None) - attend(fused, x, positions)).max() > 1e-3
+
+
+def test_dropout_is_for_training():
+    model = Model(dataclasses.replace(CONFIG, dropout_rate=0.5, num_layers=1), nnx.Rngs(0))
+    ids, positions = batch()
+    assert not np.allclose(encode(model, ids, positions), encode(model, ids, positions))
+    model.eval()
+    assert np.array_equal(encode(model, ids, positions), encode(model, ids, positions))
+    model.train()
+    assert not np.allclose(encode(model, ids, positions), encode(model, ids, positions))
+
+
+def test_sigreg_is_the_published_one():
+    config = SIGRegConfig(slices=16, points=9, t_max=2.0, coefficient=0.5)
+    ours, published = SIGReg(config, nnx.Rngs(noise=3)), oracle.SIGReg(config, nnx.Rngs(noise=3))
+    rng = np.random.default_rng(0)
+    x, noise = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in [(2, 5, 12), (12, 16)])
+    for name in ("t", "phi", "weights"):
+        np.testing.assert_allclose(getattr(ours, name), getattr(published, name), rtol=1e-6)
+    np.testing.assert_allclose(ours.compute(x, noise), published.compute(x, noise), rtol=1e-6)
+    first = float(ours(x))
+    assert first == pytest.approx(float(published(x)), rel=1e-6)
+    assert float(ours(x)) != first
+
+
+def test_loss_embedding_and_gradients_are_the_published_ones(ours, published):
+    ids, _ = batch()
+    targets = np.where(np.arange(11) < 8, np.roll(ids, -1, axis=1), 256)
+    found = []
+    for model, package in ((ours, half), (published, oracle)):
+        regulariser = package.SIGReg(SIGRegConfig(slices=32), nnx.Rngs(noise=1))
+        step = nnx.jit(nnx.value_and_grad(package.compute_loss, has_aux=True))
+        (loss, embedding), gradients = step(model, regulariser, ids, targets)
+        found.append((loss, embedding, gradients["predictor"]["kernel"][...], gradients["embedding"]["embedding"][...]))
+    for mine, theirs in zip(*found, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_padding_has_no_loss_and_directions_change(ours):
+    step = nnx.jit(lambda model, regulariser, ids, targets: compute_loss(model, regulariser, ids, targets)[0])
+    ids, _ = batch()
+    targets = np.where(np.arange(11) < 5, ids % 256, 256)
+    none = SIGReg(SIGRegConfig(slices=8, coefficient=0.0), nnx.Rngs(0))
+    alone = np.asarray(jax.nn.log_softmax(logits(ours, ids, np.tile(np.arange(11), (3, 1)))))[:, :5]
+    expected = -np.take_along_axis(alone, targets[:, :5, None], axis=2).mean()
+    assert float(step(ours, none, ids, targets)) == pytest.approx(expected, rel=1e-5)
+    assert float(step(ours, none, ids, np.full_like(ids, 256))) == 0.0
+    some = SIGReg(SIGRegConfig(slices=8), nnx.Rngs(0))
+    first, second = float(step(ours, some, ids, targets)), float(step(ours, some, ids, targets))
+    assert expected < first != second
+
+
+def test_files_go_to_torch_and_back(ours):
+    there = TorchModel.load_bytes(ours.save_bytes(), CONFIG).eval()
+    assert there.save_bytes() == ours.save_bytes()
+    ids, positions = batch(most=500)
+    with torch.no_grad():
+        found = there(torch.tensor(ids), torch.tensor(positions))
+    np.testing.assert_allclose(found.numpy(), logits(ours, ids, positions), atol=2e-5)
+
+
+def test_weights_that_do_not_fit_are_named(ours, tmp_path):
+    data = ours.save_bytes()
+    with pytest.raises(ModelFileError, match=r"encoder\.layers\.0\.pwff\.linear_inner\.bias.*\(48,\).*\(64,\)"):
+        Model.load_bytes(data, dataclasses.replace(CONFIG, pwff_hidden_dim=64))
+    with pytest.raises(ModelFileError, match=r"lack 'encoder\.layers\.2\."):
+        Model.load_bytes(data, dataclasses.replace(CONFIG, num_layers=3))
+    with pytest.raises(ModelFileError, match=r"hold 'encoder\.layers\.1\."):
+        Model.load_bytes(data, dataclasses.replace(CONFIG, num_layers=1))
+    with pytest.raises(ModelFileError, match="no safetensors file"):
+        Model.load_bytes(data[:100], CONFIG)
+    with pytest.raises(MissingFileError, match="gone"):
+        Model.load(tmp_path / "gone.safetensors", CONFIG)
+    whole = Model(CONFIG, nnx.Rngs(5))
+    before = whole.save_bytes()
+    with pytest.raises(ModelFileError):
+        serde.Serde(whole).deserialize(Model(dataclasses.replace(CONFIG, pwff_hidden_dim=64)).save_bytes())
+    assert whole.save_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_heads": 5}, "num_heads=5"),
+        ({"num_heads": 32}, "odd width 1"),
+        ({"scale_factor": 0.5}, "scale_factor=0.5"),
+        ({"num_layers": 0}, "num_layers=0"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(change, words):
+    with pytest.raises(OptionError, match=words):
+        Model(dataclasses.replace(CONFIG, **change))
+
+
+def test_without_flax_the_error_says_what_to_install():
+    code = (
+        "import importlib.util as u\nfind = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'flax' else find(name, *a)\n"
+        "try:\n    import scforge.soma.v1.flax\nexcept ImportError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'scforge[flax]'" in done.stdout
