@@ -32,6 +32,7 @@ OPTIONS: dict[str, list[dict]] = {
         {"target_depth": "t4", "append_cls": False, "append_eos": True},
         {"target_depth": "f2", "max_len": 9},
     ],
+    "entropy_ranked": [{"weighting": "inverse"}, {"weighting": "inverse", "append_cls": True, "max_len": 9}],
     "gene_embedding": [
         {"table": TABLE},
         {"table": TABLE, "missing": "drop"},
@@ -67,13 +68,14 @@ def test_contract_without_names_beside_the_genes(name, options):
     genes = [f"g{i}" for i in range(12)]
     vocab = GeneVocab(tuple(genes), special_tokens=("<pad>", "<mask>", "<cls>", "<eos>", "<batch>"))
     vocab = vocab.with_medians(np.random.default_rng(0).uniform(0.5, 20.0, len(genes)))
+    vocab = vocab.with_entropies(np.random.default_rng(1).uniform(0.3, 0.9, len(genes)))
     needed = TOKENIZERS.get(name).special_tokens(options)
     check_tokenizer(get_tokenizer(name, vocab.with_special_tokens(*needed), **options))
 
 
 @pytest.mark.parametrize("name", list_tokenizers())
 def test_contract_with_one_gene(name):
-    vocab = GeneVocab.from_genes(["g"]).with_medians(np.array([2.0]))
+    vocab = GeneVocab.from_genes(["g"]).with_medians(np.array([2.0])).with_entropies(np.array([0.4]))
     check_tokenizer(get_tokenizer(name, vocab))
 
 

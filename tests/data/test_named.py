@@ -13,7 +13,7 @@ from scipy import sparse
 from scforge.data import GeneVocab, list_vocabs, open_cells
 from scforge.data.gene_tables import gene_table, read_table
 from scforge.data.named import NAMED_VOCABS, open_vocab
-from scforge.data.vocab import strip_version
+from scforge.data.naming import strip_version
 from scforge.errors import OptionError, ScforgeWarning
 
 

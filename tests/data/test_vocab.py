@@ -10,7 +10,7 @@ import pytest
 
 from scforge.data import GeneVocab
 from scforge.data.named import NAMED_VOCABS
-from scforge.data.vocab import id_kind, strip_version
+from scforge.data.naming import id_kind, strip_version
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
 
 
@@ -82,7 +82,7 @@ def test_round_trip(vocab, tmp_path):
         ("aliases", {"x": "nothing"}),
         ("format", "1"),
         ("format", True),
-        ("format", 2),
+        ("format", 3),
         ("checksum", "0"),
         ("checksum", 3),
         ("more", 1),

@@ -16,7 +16,11 @@ from scforge.tokenizers import Masking, RankValueTokenizer, get_tokenizer, list_
 from scforge.tokenizers._binning import bin_entries
 
 N_GENES = 50
-VOCAB = GeneVocab.from_genes([f"G{i}" for i in range(N_GENES)]).with_medians(np.ones(N_GENES))
+VOCAB = (
+    GeneVocab.from_genes([f"G{i}" for i in range(N_GENES)])
+    .with_medians(np.ones(N_GENES))
+    .with_entropies(np.full(N_GENES, 0.5))
+)
 COUNTS = np.random.default_rng(0).poisson(0.5, (6, N_GENES)).astype(np.float32)
 every_tokenizer = pytest.mark.parametrize("name", ["binned_expression", "continuous_projection", "rank_value"])
 

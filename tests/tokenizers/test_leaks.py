@@ -25,6 +25,7 @@ from scforge.training import MaskedGenePrediction
 
 N_GENES, N_STEPS, BATCH, N_TEST = 60, 140, 32, 512
 LEVELS = np.random.default_rng(9).permutation(np.repeat([1.0, 10.0], N_GENES // 2))
+ENTROPIES = np.random.default_rng(7).uniform(0.2, 1.0, N_GENES)
 MEDIANS = np.exp(np.random.default_rng(8).uniform(-1, 3, N_GENES))
 
 BINS = {"n_bins": 3, "side": "one"}  # the bins are then the two counts
@@ -57,7 +58,7 @@ def visible_genes(ids: torch.Tensor, n_special: int, vocab_size: int) -> torch.T
 
 def excess(name, options, *, key="values", leak=None, **objective_options) -> float:
     """Train on random cells; return the loss on fresh ones less the loss that can be had honestly."""
-    vocab = GeneVocab.from_genes([f"g{i}" for i in range(N_GENES)]).with_medians(MEDIANS)
+    vocab = GeneVocab.from_genes([f"g{i}" for i in range(N_GENES)]).with_medians(MEDIANS).with_entropies(ENTROPIES)
     vocab = vocab.with_special_tokens(*TOKENIZERS.get(name).special_tokens(options))
     tokenizer = get_tokenizer(name, vocab, **options)
     everything_masked = {"mask_ratio": 0.3, "mask_token_prob": 1.0, "random_token_prob": 0.0}
@@ -126,6 +127,7 @@ def test_random_data_stay_at_chance_with_replaced_tokens():
     ("name", "options"),
     [
         ("rank_value", {}),
+        ("entropy_ranked", {}),
         ("continuous_projection", {"order": "expression"}),
         ("binned_expression", BINS),
     ],

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 
 from scforge.data.gene_tables import ANNOTATION, gene_table
-from scforge.data.vocab import plain_name
+from scforge.data.naming import plain_name
 from scforge.errors import OptionError, ScforgeWarning, listing
 
 __all__ = ["ConvertedGenes", "convert_gene_ids"]

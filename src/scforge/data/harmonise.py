@@ -11,7 +11,8 @@ import numpy as np
 
 from scforge.data.id_kinds import recognise_ids
 from scforge.data.mapping import MIN_OVERLAP, GeneMap, map_names, names_of
-from scforge.data.vocab import GeneVocab, strip_version
+from scforge.data.naming import strip_version
+from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, GeneMismatchError, ScforgeWarning, listing
 
 if TYPE_CHECKING:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any
 
 import numba
 import numpy as np
@@ -25,13 +25,16 @@ from scforge.errors import DataError, OptionError
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["StreamingMedians", "measure_medians"]
+__all__ = ["StreamingMedians", "cells_in_memory", "measure_medians", "visit_blocks"]
 
 _RATIO = 1.02
 """Ratio of the edges of a bin; a value differs from the middle of its bin by less than 1 %."""
 
 _LOWEST = 1e-5
 """Smallest value: one count of a cell with a thousand million of them."""
+
+_IN_MEMORY = 4096
+"""Cells of a block of an AnnData."""
 
 _N_BINS = int(np.ceil(np.log(TARGET_SUM / _LOWEST) / np.log(_RATIO))) + 1
 
@@ -183,29 +186,57 @@ def measure_medians(
     [9.6, 10.3]
     """
     vocab = open_vocab(vocab)
+    if isinstance(source, str | os.PathLike | Sequence):
+        streamed = StreamingMedians(vocab.n_genes)
+        visit_blocks(streamed.update, source, vocab, layer=layer, gene_key=gene_key, min_overlap=min_overlap)
+        return vocab.with_medians(streamed.medians())
+    cells = cells_in_memory(source, vocab, layer=layer, gene_key=gene_key, min_overlap=min_overlap)
+    return vocab.with_medians(gene_medians(cells.counts, cells.totals))
+
+
+def cells_in_memory(source: AnnData, vocab: GeneVocab, **options: Any) -> CellSource:
+    """Return the cells of an AnnData over the genes of a vocabulary; options are those of `open_cells`."""
+    check_adata(source, argument="source")
+    cells = open_cells(source, vocab, **options)
+    assert isinstance(cells, CellSource)
+    return cells
+
+
+def visit_blocks(
+    visit: Callable[[CellBlock], None],
+    source: AnnData | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    vocab: GeneVocab,
+    *,
+    layer: str | None,
+    gene_key: str | None,
+    min_overlap: float,
+) -> None:
+    """Call `visit` with all cells of an AnnData or of h5ad files, block by block, over the genes of a vocabulary."""
     if not isinstance(source, str | os.PathLike | Sequence):
-        check_adata(source, argument="source")
-        # The cells of an AnnData are in memory.
-        cells = cast(CellSource, open_cells(source, vocab, layer=layer, gene_key=gene_key, min_overlap=min_overlap))
-        assert isinstance(cells, CellSource)
-        return vocab.with_medians(gene_medians(cells.counts, cells.totals))
+        cells = cells_in_memory(source, vocab, layer=layer, gene_key=gene_key, min_overlap=min_overlap)
+        for start in range(0, len(cells), _IN_MEMORY):
+            visit(cells.block(np.arange(start, min(start + _IN_MEMORY, len(cells)))))
+        return
     paths = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not paths:
         raise OptionError("source=[] names no file; name at least one h5ad file.")
-    streamed = StreamingMedians(vocab.n_genes)
     for path in paths:
-        _stream(Path(path), vocab, streamed, layer, gene_key, min_overlap)
-    return vocab.with_medians(streamed.medians())
+        _visit_file(visit, Path(path), vocab, layer, gene_key, min_overlap)
 
 
-def _stream(
-    path: Path, vocab: GeneVocab, streamed: StreamingMedians, layer: str | None, gene_key: str | None, least: float
+def _visit_file(
+    visit: Callable[[CellBlock], None],
+    path: Path,
+    vocab: GeneVocab,
+    layer: str | None,
+    gene_key: str | None,
+    least: float,
 ) -> None:
     with open_h5ad(path) as opened:
         var, matrix = opened.var, opened.matrix(layer)
         names = names_of(var, gene_key)
         gene_map = map_names(
-            names, vocab, min_overlap=least, whole=not vocab.chosen_from_data, var=var, gene_key=gene_key, stacklevel=3
+            names, vocab, min_overlap=least, whole=not vocab.chosen_from_data, var=var, gene_key=gene_key, stacklevel=4
         )
         for start, chunk in matrix.row_chunks():
             where = f"{str(path)!r}, {'X' if layer is None else f'layers[{layer!r}]'}"
@@ -217,4 +248,4 @@ def _stream(
                     f"{where} has cells without any count (first: row {start + int((totals == 0).argmax())}); "
                     "remove them with sc.pp.filter_cells(adata, min_counts=1)."
                 )
-            streamed.update(CellBlock.from_csr(gene_map.apply(chunk), totals))
+            visit(CellBlock.from_csr(gene_map.apply(chunk), totals))

@@ -15,7 +15,8 @@ from scforge.data.checks import check_obs_column, counts_of
 from scforge.data.compressed import row_sums
 from scforge.data.duplicates import sum_columns, warn_summed
 from scforge.data.mapping import gene_names, names_place
-from scforge.data.vocab import FROM_DATA, GeneVocab, strip_version
+from scforge.data.naming import strip_version
+from scforge.data.vocab import FROM_DATA, GeneVocab
 from scforge.errors import DataError
 
 if TYPE_CHECKING:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,35 +16,17 @@ import numpy as np
 
 from scforge._constants import CLS_TOKEN, EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, SPECIAL_TOKENS, UNK_TOKEN
 from scforge.data.arguments import chosen_indices, listed_names, n_missing
+from scforge.data.naming import id_kind, plain_name, strip_version
 from scforge.data.vocab_files import read_vocab_file, write_vocab_file
 from scforge.errors import DataError, ModelFileError, OptionError
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["FROM_DATA", "GeneVocab", "id_kind"]
-
-_ENSEMBL = re.compile(r"^(ENS[A-Z]*G\d{11})(\.\d+)?(_PAR_Y)?$", re.IGNORECASE)
+__all__ = ["FROM_DATA", "GeneVocab"]
 
 FROM_DATA = "from_data"
 """Release of a vocabulary whose genes were chosen from data; behind another release, of a choice among its genes."""
-
-
-def id_kind(names: Iterable[str]) -> str:
-    """Return ``"Ensembl ids"`` or ``"gene symbols"``, whichever most of the first thousand names look like."""
-    sample = [str(name) for name, _ in zip(names, range(1000), strict=False)]
-    n_ensembl = sum(bool(_ENSEMBL.match(name)) for name in sample)
-    return "Ensembl ids" if n_ensembl > len(sample) / 2 else "gene symbols"
-
-
-def strip_version(name: str) -> str:
-    """Return an Ensembl id without its version (``ENSG00000141510.18`` gives ``ENSG00000141510``)."""
-    return _ENSEMBL.sub(r"\1\3", name)
-
-
-def plain_name(name: str) -> str:
-    """Return an Ensembl id in capitals and without its version; any other name as it is."""
-    return strip_version(name).upper() if _ENSEMBL.match(name) else name
 
 
 @dataclass(frozen=True)
@@ -64,6 +45,9 @@ class GeneVocab:
         :func:`scforge.data.convert_gene_ids` calls it ambiguous and converts nothing.
     medians
         Median of the nonzero CP10K values of each gene, float64, shape (G,). Used by the rank tokenizer.
+    entropies
+        How evenly each gene is spread over cells, from 0 (one cell has all of it) to 1, float64, shape (G,); see
+        :func:`scforge.data.measure_entropies`. Used by the tokenizer ``"entropy_ranked"``.
     release
         Where the genes come from, e.g. ``"from_data"`` or ``"CELLxGENE schema 7.1.2"``.
     special_tokens
@@ -90,6 +74,7 @@ class GeneVocab:
     release: str = FROM_DATA
     special_tokens: tuple[str, ...] = SPECIAL_TOKENS
     aliases: Mapping[str, str] | None = field(default=None, compare=False, repr=False)
+    entropies: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not self.genes:
@@ -104,7 +89,7 @@ class GeneVocab:
             )
         if special := set(self.genes) & {*SPECIAL_TOKENS, *tokens}:
             raise DataError(f"genes holds {special.pop()!r}, which is the name of a special token; rename that gene.")
-        for name in ("symbols", "medians"):
+        for name in ("symbols", "medians", "entropies"):
             column = getattr(self, name)
             if column is not None and len(column) != len(self.genes):
                 raise DataError(f"{name} has {len(column)} entries but there are {len(self.genes)} genes.")
@@ -114,6 +99,12 @@ class GeneVocab:
                 raise DataError("medians holds a value that is not a positive number; leave genes without one out.")
             medians.setflags(write=False)
             object.__setattr__(self, "medians", medians)
+        if self.entropies is not None:
+            entropies = np.array(self.entropies, dtype=np.float64)
+            if not ((entropies >= 0) & (entropies <= 1)).all():
+                raise DataError("entropies holds a value that is not from 0 to 1; measure them with measure_entropies.")
+            entropies.setflags(write=False)
+            object.__setattr__(self, "entropies", entropies)
         if self.aliases is not None:
             if unknown := set(self.aliases.values()).difference(self.genes):
                 raise DataError(f"aliases names {unknown.pop()!r}, which is not among the genes; leave it out.")
@@ -122,7 +113,8 @@ class GeneVocab:
     def __reduce__(self) -> tuple[Any, ...]:
         # Worker processes get a vocabulary too, and a read-only mapping cannot be pickled.
         aliases = None if self.aliases is None else dict(self.aliases)
-        return GeneVocab, (self.genes, self.symbols, self.medians, self.release, self.special_tokens, aliases)
+        known = (self.genes, self.symbols, self.medians, self.release, self.special_tokens, aliases, self.entropies)
+        return GeneVocab, known
 
     @classmethod
     def from_genes(cls, genes: Sequence[str], *, release: str = FROM_DATA) -> GeneVocab:
@@ -199,6 +191,7 @@ class GeneVocab:
                 release=content["release"],
                 special_tokens=tuple(content["special_tokens"]),
                 aliases=content["aliases"],
+                entropies=None if content["entropies"] is None else np.array(content["entropies"]),
             )
         except (DataError, OverflowError) as error:
             reason = str(error).rstrip(".")
@@ -217,12 +210,17 @@ class GeneVocab:
             "symbols": None if self.symbols is None else list(self.symbols),
             "medians": None if self.medians is None else self.medians.tolist(),
             "aliases": None if self.aliases is None else dict(self.aliases),
+            "entropies": None if self.entropies is None else self.entropies.tolist(),
         }
         write_vocab_file(path, content)
 
     def with_medians(self, medians: np.ndarray) -> GeneVocab:
         """Return the same vocabulary with these medians."""
         return replace(self, medians=medians)
+
+    def with_entropies(self, entropies: np.ndarray) -> GeneVocab:
+        """Return the same vocabulary with these entropies."""
+        return replace(self, entropies=entropies)
 
     def with_special_tokens(self, *tokens: str) -> GeneVocab:
         """Return the vocabulary with further special tokens behind the ones that it has; genes move to higher ids.
@@ -255,6 +253,7 @@ class GeneVocab:
             genes=genes,
             symbols=None if self.symbols is None else tuple(self.symbols[index] for index in chosen),
             medians=None if self.medians is None else self.medians[chosen],
+            entropies=None if self.entropies is None else self.entropies[chosen],
             aliases=None if self.aliases is None else {k: v for k, v in self.aliases.items() if v in left},
         )
 
@@ -318,13 +317,15 @@ class GeneVocab:
 
     @cached_property
     def hash(self) -> str:
-        """SHA-256 over the tokens in order, their other names and their medians."""
+        """SHA-256 over the tokens in order, their other names, their medians and their entropies."""
         names: list[Any] = [self.tokens, self.symbols]
         if self.aliases is not None:
             names.append(sorted(self.aliases.items()))
         digest = hashlib.sha256(json.dumps(names).encode())
         if self.medians is not None:
             digest.update(self.medians.astype("<f8").tobytes())
+        if self.entropies is not None:
+            digest.update(b"entropies" + self.entropies.astype("<f8").tobytes())
         return digest.hexdigest()
 
     @property

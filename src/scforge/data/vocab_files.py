@@ -14,20 +14,26 @@ from scforge.errors import MissingFileError, ModelFileError, OptionError, first_
 
 __all__ = ["MOST_BYTES", "read_vocab_file", "write_vocab_file"]
 
-_FORMAT = 1
+_FORMAT = 2
+"""Version of the files. Files without entropies are of version 1, so that earlier releases read them."""
+
 _CHECKSUM = "checksum"
+_OPTIONAL = ("aliases", "entropies", _CHECKSUM)
 MOST_BYTES, _MOST_ITEMS = 2**26, 4_000_000
 """Limits of what is read: ten times the largest vocabulary that ships."""
 
 
 def write_vocab_file(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
     """Write the fields of a vocabulary, atomically, with the format and a checksum."""
-    content = {"format": _FORMAT, **content}
+    if content["entropies"] is None:
+        content = {"format": 1, **{name: value for name, value in content.items() if name != "entropies"}}
+    else:
+        content = {"format": _FORMAT, **content}
     atomic_write_text(path, json.dumps({**content, _CHECKSUM: _checksum(content)}))
 
 
 def read_vocab_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the fields of a vocabulary, each of the type that it must have; aliases may be None where there are none.
+    """Return the fields of a vocabulary, each of the type that it must have; those that a file may lack are None then.
 
     Raises
     ------
@@ -55,7 +61,7 @@ def read_vocab_file(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ModelFileError(
             f"{str(path)!r} is corrupted: its content does not fit the checksum in it; write it again with save."
         )
-    return {"aliases": None, **content}
+    return {"aliases": None, "entropies": None, **content}
 
 
 def _checksum(content: dict[str, Any]) -> str:
@@ -71,7 +77,7 @@ def _problem(content: object) -> str | None:
     if type(version) is int and version > _FORMAT:
         return f"its format {version} is of a later scforge; update scforge"
     for name, (fits, what) in _FIELDS.items():
-        if name not in content and name not in ("aliases", _CHECKSUM):
+        if name not in content and name not in _OPTIONAL:
             return f"it has no {name!r}"
         if name in content and not fits(content[name]):
             return f"its {name!r} is not {what}"
@@ -106,6 +112,7 @@ _FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "genes": (_is_texts, "a list of texts"),
     "symbols": (_or_none(_is_texts), "a list of texts or null"),
     "medians": (_or_none(_is_numbers), "a list of numbers or null"),
+    "entropies": (_or_none(_is_numbers), "a list of numbers or null"),
     "aliases": (_or_none(_is_names), "names of genes or null"),
     _CHECKSUM: (_or_none(_is_text), "a text"),
 }

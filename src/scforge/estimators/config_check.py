@@ -263,6 +263,8 @@ def model_of(config: Config) -> tuple[ModelSpec, bool]:
     vocab, known = _genes(config.data, default.n_top_genes, tokenizer[1])
     if TOKENIZERS.get(tokenizer[0]).needs_medians and vocab.medians is None:
         vocab = vocab.with_medians(np.ones(vocab.n_genes))
+    if TOKENIZERS.get(tokenizer[0]).needs_entropies and vocab.entropies is None:
+        vocab = vocab.with_entropies(np.ones(vocab.n_genes))
     with placed(config):
         # Options that are found in the cells, e.g. classes, are of no matter here.
         found = get_objective(objective, **options).options_from(lambda key: pd.Series(["a", "b"], dtype="category"))

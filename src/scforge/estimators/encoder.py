@@ -27,7 +27,7 @@ from scforge.estimators.spec import ModelSpec, named_options
 from scforge.estimators.task_methods import TaskMethods
 from scforge.estimators.training_run import run_training
 from scforge.estimators.tuning import Tuning
-from scforge.estimators.vocabulary import vocab_of_adata, vocab_of_cells
+from scforge.estimators.vocabulary import needed_statistics, vocab_of_adata, vocab_of_cells
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.registry import TOKENIZERS
@@ -101,7 +101,7 @@ class Encoder(
     Notes
     -----
     The data are read by gene name each time, so that new data may have other genes in another order. What the model
-    was built with (vocabulary, tokenizer, highly variable genes, medians) is never computed again.
+    was built with (vocabulary, tokenizer, highly variable genes, medians, entropies) is never computed again.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Encoder(
         names = named_options("tokenizer", tokenizer, recipe.tokenizer)
         self._spec, vectors = ModelSpec.resolve(
             recipe,
-            self._choose_vocab(vocab, n_top_genes or None, needs_medians=_needs_medians(*names)),
+            self._choose_vocab(vocab, n_top_genes or None, needed=needed_statistics(*names)),
             tokenizer=names,
             objective=self._with_found_options(*named_options("objective", objective, recipe.objective)),
             options=options,
@@ -297,11 +297,11 @@ class Encoder(
         run_training(self, data, plan, **of_run, **trainer_options)
         self._calibrate(data)
 
-    def _choose_vocab(self, vocab: str | GeneVocab, n_top_genes: int | None, *, needs_medians: bool) -> GeneVocab:
+    def _choose_vocab(self, vocab: str | GeneVocab, n_top_genes: int | None, *, needed: frozenset[str]) -> GeneVocab:
         if self._data is not None:
-            return vocab_of_cells(self._data, vocab, n_top_genes, needs_medians=needs_medians)
+            return vocab_of_cells(self._data, vocab, n_top_genes, needed=needed)
         if self.adata is not None:
-            return vocab_of_adata(self.adata, self._setup, vocab, n_top_genes, needs_medians=needs_medians)
+            return vocab_of_adata(self.adata, self._setup, vocab, n_top_genes, needed=needed)
         if not isinstance(vocab, GeneVocab):
             raise OptionError(f"vocab={vocab!r} needs adata; pass a GeneVocab.")
         return vocab
@@ -349,7 +349,3 @@ def _parts_of(tokenizer: Tokenizer) -> str:
         f"tokenizer is a {type(tokenizer).__name__}, but a model makes its own from a name and options; call "
         f'Encoder(adata, vocab=tokenizer.vocab, tokenizer={{"name": "{name}", **tokenizer.config()}}).'
     )
-
-
-def _needs_medians(name: str, options: dict[str, Any]) -> bool:
-    return TOKENIZERS.get(name).needs_medians and options.get("use_medians", True)

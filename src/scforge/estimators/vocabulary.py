@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from scforge.data.cells import CellSource
+from scforge.data.entropies import gene_entropies
 from scforge.data.mapping import gene_names, map_names
 from scforge.data.named import open_vocab
 from scforge.data.selection import gene_medians, select_genes, variable_genes
 from scforge.data.vocab import FROM_DATA, GeneVocab
 from scforge.errors import OptionError
+from scforge.tokenizers.registry import TOKENIZERS
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -17,16 +19,28 @@ if TYPE_CHECKING:
     from scforge.data.cells import Cells
     from scforge.training.datamodule import CellDataModule
 
-__all__ = ["SAMPLED_CELLS", "vocab_of_adata", "vocab_of_cells"]
+__all__ = ["SAMPLED_CELLS", "needed_statistics", "vocab_of_adata", "vocab_of_cells"]
 
 SAMPLED_CELLS = 100_000
 """Training cells, drawn at random, that choices are made from where there are more: they fit into memory."""
 
 
+def needed_statistics(tokenizer: str, options: dict[str, Any]) -> frozenset[str]:
+    """Return what a tokenizer with these options has to know of each gene: names of fields of a vocabulary."""
+    cls = TOKENIZERS.get(tokenizer)
+    medians = cls.needs_medians and options.get("use_medians", True)
+    return frozenset(name for name, needed in (("medians", medians), ("entropies", cls.needs_entropies)) if needed)
+
+
 def vocab_of_adata(
-    adata: AnnData, setup: dict[str, Any], vocab: str | GeneVocab, n_top_genes: int | None, *, needs_medians: bool
+    adata: AnnData,
+    setup: dict[str, Any],
+    vocab: str | GeneVocab,
+    n_top_genes: int | None,
+    *,
+    needed: frozenset[str],
 ) -> GeneVocab:
-    """Choose the genes of a model of an AnnData, with their medians if the tokenizer needs them."""
+    """Choose the genes of a model of an AnnData, with what the tokenizer needs to know of each."""
     from scforge.data.sources import open_cells
 
     key, layer = setup["gene_key"], setup["layer"]
@@ -38,15 +52,15 @@ def vocab_of_adata(
         made = select_genes(
             adata, layer=layer, gene_key=key, n_top_genes=n_top_genes, batch_key=setup["batch_key"], within=within
         )
-    if needs_medians and made.medians is None:
+    if missing := _missing(made, needed):
         cells = open_cells(adata, made, layer=layer, gene_key=key)
         assert isinstance(cells, CellSource)
-        made = made.with_medians(gene_medians(cells.counts, cells.totals))
+        made = _with_statistics(made, cells, missing)
     return made
 
 
 def vocab_of_cells(
-    data: CellDataModule, vocab: str | GeneVocab, n_top_genes: int | None, *, needs_medians: bool
+    data: CellDataModule, vocab: str | GeneVocab, n_top_genes: int | None, *, needed: frozenset[str]
 ) -> GeneVocab:
     """Choose the genes of a model of the cells of a data module: of all, or of a sample of the training cells."""
     cells: Cells = data.cells
@@ -58,7 +72,20 @@ def vocab_of_cells(
     if n_top_genes is not None and n_top_genes < made.n_genes:
         some = cells.sample(SAMPLED_CELLS, rows=data.train_rows, seed=data.seed)
         made = variable_genes(some, n_top_genes, batch_key=data.batch_key)
-    if needs_medians and made.medians is None:
+    if missing := _missing(made, needed):
         some = cells.with_vocab(made).sample(SAMPLED_CELLS, rows=data.train_rows, seed=data.seed)
-        made = made.with_medians(gene_medians(some.counts, some.totals))
+        made = _with_statistics(made, some, missing)
     return made
+
+
+def _missing(vocab: GeneVocab, needed: frozenset[str]) -> list[str]:
+    return [name for name in sorted(needed) if getattr(vocab, name) is None]
+
+
+def _with_statistics(vocab: GeneVocab, cells: CellSource, missing: list[str]) -> GeneVocab:
+    """Return the vocabulary with statistics of its genes, measured on cells."""
+    if "medians" in missing:
+        vocab = vocab.with_medians(gene_medians(cells.counts, cells.totals))
+    if "entropies" in missing:
+        vocab = vocab.with_entropies(gene_entropies(cells))
+    return vocab

@@ -54,7 +54,7 @@ def check_tokenizer(tokenizer: str | type[Tokenizer] | Tokenizer, **options: Any
     ----------
     tokenizer
         Registered name, class or instance. A name or a class is tried with a small vocabulary that has symbols,
-        medians and the special tokens that it asks for.
+        medians, entropies and the special tokens that it asks for.
     **options
         Options to make it with, where `tokenizer` is a name or a class.
 
@@ -89,6 +89,7 @@ def _make(tokenizer: str | type[Tokenizer] | Tokenizer, options: dict[str, Any])
         genes=tuple(f"ENSG{i:011d}" for i in range(N_GENES)),
         symbols=tuple(f"SYMBOL{i}" for i in range(N_GENES)),
         medians=np.random.default_rng(1).uniform(0.5, 20.0, N_GENES),
+        entropies=np.random.default_rng(2).uniform(0.3, 0.9, N_GENES),
     )
     return cls(vocab.with_special_tokens(*cls.special_tokens(options)), **options)
 
@@ -201,8 +202,9 @@ def _rule_truncation(tokenizer: Tokenizer, cells: CellSource) -> None:
         return
     whole = tokens_of(tokenizer, cells)
     n_around = int(whole["attention_mask"][2].sum()) - len(genes_of(tokenizer, whole, 2))
-    # With equal medians the order of a strategy that divides by them is that of the counts.
+    # Where all genes weigh the same, the order of a strategy that weighs them is that of the counts.
     flat = vocab if vocab.medians is None else vocab.with_medians(np.ones(vocab.n_genes))
+    flat = flat if vocab.entropies is None else flat.with_entropies(np.full(vocab.n_genes, 0.5))
     short = type(tokenizer)(flat, **{**config, "max_len": most + n_around})
     batch, dense = tokens_of(short, cells), cells.counts.toarray() * taken(tokenizer, cells)
     n_tokens = int(batch["attention_mask"].sum(dim=1).max())

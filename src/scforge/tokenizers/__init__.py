@@ -7,6 +7,7 @@ from scforge._lazy import lazy_names
 _NAMES = {
     "BinnedExpressionTokenizer": "scforge.tokenizers.binned_expression",
     "ContinuousProjectionTokenizer": "scforge.tokenizers.continuous_projection",
+    "EntropyRankedTokenizer": "scforge.tokenizers.entropy_ranked",
     "GeneEmbeddingTokenizer": "scforge.tokenizers.gene_embedding",
     "Masking": "scforge.tokenizers.masking",
     "RaggedTokens": "scforge.tokenizers.batch",
@@ -17,6 +18,7 @@ _NAMES = {
     "list_tokenizers": "scforge.tokenizers.registry",
     "quantile_bins": "scforge.tokenizers._binning",
     "register_tokenizer": "scforge.tokenizers.registry",
+    "serialisation_weights": "scforge.tokenizers.entropy_ranked",
 }
 
 __all__ = [  # noqa: RUF022 -- in the order in which one meets them
@@ -24,6 +26,8 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "TokenBatch",
     "RaggedTokens",
     "RankValueTokenizer",
+    "EntropyRankedTokenizer",
+    "serialisation_weights",
     "BinnedExpressionTokenizer",
     "ContinuousProjectionTokenizer",
     "GeneEmbeddingTokenizer",

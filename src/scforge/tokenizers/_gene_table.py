@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from scforge.data.vocab import GeneVocab, id_kind
+from scforge.data.naming import id_kind
+from scforge.data.vocab import GeneVocab
 from scforge.errors import (
     DataError,
     GeneMismatchError,

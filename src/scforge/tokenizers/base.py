@@ -62,6 +62,8 @@ class Tokenizer(ABC):
     """Whether the values of genes are their counts, whole numbers."""
     needs_medians: bool = False
     """Whether the strategy uses the medians of the vocabulary."""
+    needs_entropies: bool = False
+    """Whether the strategy uses the entropies of the vocabulary."""
 
     def __init__(
         self, vocab: GeneVocab, *, max_len: int | None = None, append_cls: bool = True, append_eos: bool = False

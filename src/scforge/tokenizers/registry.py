@@ -19,6 +19,7 @@ TOKENIZERS: Registry[type[Tokenizer]] = Registry(
     builtin={
         "binned_expression": "scforge.tokenizers.binned_expression",
         "continuous_projection": "scforge.tokenizers.continuous_projection",
+        "entropy_ranked": "scforge.tokenizers.entropy_ranked",
         "gene_embedding": "scforge.tokenizers.gene_embedding",
         "rank_value": "scforge.tokenizers.rank_value",
     },
@@ -36,7 +37,7 @@ def list_tokenizers() -> list[str]:
     Examples
     --------
     >>> list_tokenizers()
-    ['binned_expression', 'continuous_projection', 'gene_embedding', 'rank_value']
+    ['binned_expression', 'continuous_projection', 'entropy_ranked', 'gene_embedding', 'rank_value']
     """
     return TOKENIZERS.names()
 

@@ -1,0 +1,150 @@
+"""Genes in the order of their expression times how well they tell cells apart, as ScDiVa presents a cell.
+
+Shapes: B cells, Z entries of all cells together, G genes of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from scforge._constants import TARGET_SUM
+from scforge.data.cells import CellBlock
+from scforge.data.vocab import GeneVocab
+from scforge.errors import OptionError
+from scforge.tokenizers._expression import MEMO, kept_indptr, log1p_in_place
+from scforge.tokenizers._sorting import make_scratch, sort_descending
+from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.batch import RaggedTokens
+from scforge.tokenizers.registry import register_tokenizer
+
+__all__ = ["EntropyRankedTokenizer", "serialisation_weights"]
+
+_WEIGHTINGS = ("complement", "inverse")
+
+_LEAST_ENTROPY = 0.01
+"""Entropies below it count as this one where they are divided by: a gene of a single cell has none."""
+
+
+def serialisation_weights(vocab: GeneVocab, weighting: str = "complement") -> np.ndarray:
+    """Return what the log1p CP10K values of each gene are multiplied by to rank the genes of a cell.
+
+    Parameters
+    ----------
+    vocab
+        The genes, with their entropies e from 0 to 1.
+    weighting
+        ``"complement"``: 1 - e. ``"inverse"``: 1 / max(e, 0.01).
+
+    Returns
+    -------
+    Float32, shape (G,), at least 0.
+
+    Raises
+    ------
+    OptionError
+        If the vocabulary has no entropies, or `weighting` is unknown.
+
+    Examples
+    --------
+    >>> vocab = GeneVocab.from_genes(["MALAT1", "PPBP"]).with_entropies(np.array([1.0, 0.5]))
+    >>> serialisation_weights(vocab).tolist(), serialisation_weights(vocab, "inverse").tolist()
+    ([0.0, 0.5], [1.0, 2.0])
+    """
+    if weighting not in _WEIGHTINGS:
+        raise OptionError(f"weighting={weighting!r} is not known; choose 'complement' or 'inverse'.")
+    if vocab.entropies is None:
+        raise OptionError(
+            "the vocabulary has no entropies of its genes; add them with scforge.data.measure_entropies(adata, vocab), "
+            "or choose tokenizer='rank_value'."
+        )
+    if weighting == "complement":
+        return (1.0 - vocab.entropies).astype(np.float32)
+    return (1.0 / np.maximum(vocab.entropies, _LEAST_ENTROPY)).astype(np.float32)
+
+
+@register_tokenizer("entropy_ranked")
+class EntropyRankedTokenizer(Tokenizer):
+    """Rank the expressed genes of a cell by log1p CP10K times a weight, which is low for housekeeping genes.
+
+    The weight is made of the normalised Shannon entropy of the gene over cells (see
+    :func:`scforge.data.measure_entropies`), so that genes that tell cells apart come first, as in ScDiVa
+    (arXiv:2602.03477); the formula is ours. ``values`` are log1p CP10K. Value, weight and their product are float32,
+    and equal products stand in the order of the vocabulary, so that a model that is given a dense cell finds the same
+    order.
+
+    Where two genes stand tells something of their weights, so masking puts hidden tokens behind the others (see
+    :class:`~scforge.tokenizers.Masking`).
+
+    Parameters
+    ----------
+    vocab
+        The genes, with their `entropies`.
+    max_len
+        Most tokens of a cell, special tokens included; the top of the ranking is kept. None keeps all expressed genes.
+    append_cls, append_eos
+        Put a CLS token before the genes, an EOS token behind them.
+    weighting
+        See :func:`~scforge.tokenizers.serialisation_weights`.
+
+    Examples
+    --------
+    >>> from scipy.sparse import csr_matrix
+    >>> vocab = GeneVocab.from_genes(["MALAT1", "CD3D", "PPBP"]).with_entropies(np.array([0.99, 0.8, 0.5]))
+    >>> batch = EntropyRankedTokenizer(vocab)(csr_matrix([[90, 5, 5]]))
+    >>> vocab.decode(batch["input_ids"][0]), batch["values"].round(decimals=1).tolist()
+    (['PPBP', 'CD3D', 'MALAT1'], [[6.199999809265137, 6.199999809265137, 9.100000381469727]])
+    """
+
+    default_max_len = None
+    needs_entropies = True
+    ordered_by_gene = True
+    ranks = True
+
+    def __init__(
+        self,
+        vocab: GeneVocab,
+        *,
+        max_len: int | None = None,
+        append_cls: bool = False,
+        append_eos: bool = False,
+        weighting: str = "complement",
+    ) -> None:
+        super().__init__(vocab, max_len=max_len, append_cls=append_cls, append_eos=append_eos)
+        self._weights = serialisation_weights(vocab, weighting)
+        self.weighting = weighting
+
+    @classmethod
+    def special_tokens(cls, options: dict[str, object]) -> tuple[str, ...]:
+        """Return the special tokens that a tokenizer with these options needs in its vocabulary."""
+        return super().special_tokens({"append_cls": False} | options)
+
+    def _tokenize(self, block: CellBlock) -> RaggedTokens:
+        indptr, longest = kept_indptr(block.indptr, self.most_genes)
+        ids, values = np.empty(indptr[-1], dtype=np.int32), np.empty(indptr[-1], dtype=np.float32)
+        _rank(
+            block.indptr, block.genes, block.counts, block.totals, self._weights, self.vocab.n_special, longest, indptr,
+            ids, values,
+        )  # fmt: skip
+        return RaggedTokens(indptr, ids, values)
+
+
+@numba.njit(cache=True, nogil=True)
+def _rank(indptr, genes, counts, totals, weights, n_special, longest, out_indptr, ids, values):
+    scratch = make_scratch(longest)
+    keys, order = scratch[0], scratch[3]
+    of_cell = np.empty(longest, dtype=np.float32)
+    memo = np.empty(MEMO, dtype=np.float32)
+    for cell in range(len(indptr) - 1):
+        start, size = indptr[cell], indptr[cell + 1] - indptr[cell]
+        of_cell[:size] = counts[start : start + size]
+        log1p_in_place(of_cell, np.uint64(0), np.uint64(size), TARGET_SUM / max(totals[cell], 1.0), memo)
+        for i in range(size):
+            # Rounded to float32 as a module rounds it.
+            keys[i] = np.float32(of_cell[i] * weights[genes[start + i]])
+        sort_descending(scratch, size)
+        out = out_indptr[cell]
+        for p in range(out_indptr[cell + 1] - out):
+            i = np.int64(order[p] & np.uint64(0xFFFFFFFF))
+            ids[out + p] = genes[start + i] + n_special
+            values[out + p] = of_cell[i]
