@@ -14,6 +14,8 @@ from torch.nn import functional as F
 from scforge._checks import check_count, check_positive, check_share
 from scforge.errors import DataError
 from scforge.soma.v1.configs import V1_MAX_WAVELENGTH, V1_SCALE_FACTOR, check_heads, check_scale_factor
+from scforge.soma.v1.torch.modules.dropout import draws_bits
+from scforge.soma.v1.torch.modules.dropped_attention import dropped_attention
 
 __all__ = ["MultiHeadAttention", "apply_rope", "rotation_of"]
 
@@ -175,13 +177,16 @@ class MultiHeadAttention(nn.Module):
             rotation = rotation_of(positions, self.head_dim, self.max_wavelength, self.scale_factor, wide)
         if rotation is not None:
             query, key = _Rotate.apply(query, *rotation), _Rotate.apply(key, *rotation)
-        dropout = self.dropout_rate if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            dropout_p=dropout,
-            is_causal=mask is None,
-        )
+        mixed = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
         return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the values (B, N, S, D) that queries see, all of this shape."""
+        dropout = self.dropout_rate if self.training else 0.0
+        if draws_bits(query, dropout):
+            return dropped_attention(query, key, value, mask, dropout)
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+        )

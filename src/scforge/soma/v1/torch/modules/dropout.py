@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Dropout", "keep_mask", "keep_scale"]
+__all__ = ["Dropout", "draws_bits", "keep_mask", "keep_scale"]
 
 _STEPS = 2**16
 """Probabilities are multiples of one part in so many."""
 
 
-def keep_mask(shape: torch.Size | tuple[int, ...], p: float) -> torch.Tensor:
+def keep_mask(shape: torch.Size | tuple[int, ...], p: float, generator: torch.Generator | None = None) -> torch.Tensor:
     """Return which numbers stay, bool, drawn on the CPU: four of them from 64 random bits."""
     n = torch.Size(shape).numel()
-    bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None)
+    bits = torch.empty((n + 3) // 4, dtype=torch.int64).random_(-(2**63), None, generator=generator)
     return (bits.view(torch.int16)[:n] >= round(p * _STEPS) - _STEPS // 2).view(shape)
 
 
