@@ -13,8 +13,8 @@ from scforge._constants import PAD_ID
 from scforge.models._utils import build_from_config
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
-from scforge.models.scdiva_body import ScDiVaBody, States
 from scforge.models.scdiva_config import ScDiVaConfig
+from scforge.models.scdiva_denoiser import ScDiVaDenoiser
 from scforge.models.scdiva_parts import (
     classification_loss,
     kl_divergence,
@@ -34,7 +34,7 @@ _OWN_BETA = 1e-3
 
 
 @register_model("scdiva")
-class ScDiVaModel(ScDiVaBody):
+class ScDiVaModel(ScDiVaDenoiser):
     """Variational transformer of cells, in two modes.
 
     ``mode="vector"``: a linear layer with a norm brings a profile of all genes to one vector, which passes through the
@@ -192,7 +192,7 @@ class ScDiVaModel(ScDiVaBody):
             return self._forward_dense(input_ids, labels, target, beta, batch)
         seen = self._seen(input_ids, attention_mask, values, masked_positions, masked_values)
         wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
-        states = self._states(seen, table=labels is not None or return_logits or self.denoising, **wanted)
+        states = self.states(seen, table=labels is not None or return_logits or self.denoising, **wanted)
         latent, mu, logvar = found = self.variational_layer(states.readout)
         losses: dict[str, torch.Tensor] = {}
         genes_bs = seen.ids.masked_fill(~seen.has_gene, PAD_ID)
@@ -207,7 +207,7 @@ class ScDiVaModel(ScDiVaBody):
             losses["identity"] = mean_over_cells(of_genes, cells, loss_weights)
         if self.denoising and value_labels is not None:
             chosen_bs = seen.hidden_value & states.attended & (genes_bs >= self.n_special)
-            error = self._values(states, genes_bs, chosen_bs) - value_labels[chosen_bs].float()
+            error = self.values_of(states, genes_bs, chosen_bs) - value_labels[chosen_bs].float()
             losses["value"] = mean_over_cells(error.square(), chosen_bs.nonzero()[:, 0], loss_weights)
         if target is not None:
             losses["reconstruction"] = reconstruction_loss(self.decode(latent, batch), target)
@@ -274,23 +274,6 @@ class ScDiVaModel(ScDiVaBody):
         if self.variational:
             losses["kl"] = kl_divergence(found[1], found[2]) * (n_chosen > 0)
         return losses
-
-    def _values(self, states: States, genes_bs: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
-        """Return the predicted values of the chosen tokens, given their genes, (M,)."""
-        assert states.table is not None
-        assert self.value_head is not None
-        vectors_mh = states.table[genes_bs[chosen_bs]]
-        return self.value_head(states.tokens[chosen_bs] + vectors_mh).float()
-
-    def _expected_values(self, states: States, seen: Seen, logits_bsv: torch.Tensor) -> torch.Tensor | None:
-        """Return the predicted value of every token; of a hidden gene that of the mean vector of what it may be."""
-        if self.value_head is None or states.table is None:
-            return None
-        table = states.table
-        mean_bsh = logits_bsv.softmax(dim=-1) @ table.to(logits_bsv.dtype)
-        own_bsh = table[seen.ids.masked_fill(~seen.has_gene, PAD_ID)].to(mean_bsh.dtype)
-        vectors_bsh = torch.where(seen.has_gene.unsqueeze(-1), own_bsh, mean_bsh)
-        return self.value_head(states.tokens + vectors_bsh).float()
 
     @classmethod
     def from_config(cls, config: ModelConfig | ScDiVaConfig) -> ScDiVaModel:

@@ -129,7 +129,8 @@ class ScDiVaBody(nn.Module):
         self.batch_integration_head = BatchIntegrationHead(latent_dim, hidden_dim, self.num_genes, n_batches)
         self.value_head = ExpressionPredictionHead(hidden_dim) if denoising else None
         self.apply(init_scdiva)
-        self.hidden_value = nn.Parameter(nn.init.normal_(torch.empty(hidden_dim), std=0.02)) if denoising else None
+        both = tokens and denoising
+        self.hidden_value = nn.Parameter(nn.init.normal_(torch.empty(hidden_dim), std=0.02)) if both else None
         self.register_buffer("gene_weights", torch.ones(self.num_genes) if tokens else None)
         self.register_buffer("token_prior", torch.zeros(vocab_size) if tokens else None)
         self.register_buffer("length_quantiles", torch.zeros(101) if denoising else None)
@@ -178,7 +179,7 @@ class ScDiVaBody(nn.Module):
             readout = self._dense_states(input_ids)
         else:
             seen = self._seen(input_ids, attention_mask, values, masked_positions, masked_values)
-            readout = self._states(seen).readout
+            readout = self.states(seen).readout
         return dict(zip(("latent", "mu", "logvar"), self.variational_layer(readout), strict=True))
 
     def decode(self, latent: torch.Tensor, batch: torch.Tensor | int | None = None) -> torch.Tensor:
@@ -271,10 +272,16 @@ class ScDiVaBody(nn.Module):
             vectors = vectors + seen.hidden_value.unsqueeze(-1) * self.hidden_value
         return self.dropout(vectors)
 
-    def _states(
+    def states(
         self, seen: Seen, *, table: bool = False, output_hidden_states: bool = False, output_attentions: bool = False
     ) -> States:
-        """Run the transformer on tokens; `table`: also return the vectors of all tokens."""
+        """Run the transformer on tokens; `table`: also return the vectors of all tokens.
+
+        Raises
+        ------
+        OptionError
+            If attention weights are asked for in mode ``"vector"``.
+        """
         # (An exported graph has to do for batches of all sizes.)
         many = torch.compiler.is_compiling() or seen.ids.numel() > self.vocab_size
         table_vh = self.token_table() if table or (many and self.mode == "tokens") else None

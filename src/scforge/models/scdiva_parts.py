@@ -146,13 +146,17 @@ class VariationalLayer(nn.Module):
 
         Without a variance the log-variance is its lower bound, -15.
         """
-        mu_bl = self.mu_projection(hidden_bh).float()
+        mu_bl = _wide(self.mu_projection(hidden_bh))
         if self.logvar_projection is None:
             return mu_bl, mu_bl, torch.full_like(mu_bl, _LOG_VARIANCES[0])
-        logvar_bl = self.logvar_projection(hidden_bh).float().clamp(*_LOG_VARIANCES)
+        logvar_bl = _wide(self.logvar_projection(hidden_bh)).clamp(*_LOG_VARIANCES)
         if not self.training:
             return mu_bl, mu_bl, logvar_bl
         return mu_bl + torch.randn_like(mu_bl) * (0.5 * logvar_bl).exp(), mu_bl, logvar_bl
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class AnnotationHead(nn.Module):

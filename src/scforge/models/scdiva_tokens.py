@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from scforge._constants import PAD_ID
 from scforge.models.components.embeddings import check_shapes
 
-__all__ = ["NEVER", "Attended", "Seen", "gene_logits", "gene_losses", "what_is_seen"]
+__all__ = ["NEVER", "Attended", "Seen", "gene_logits", "gene_losses", "scores_of", "what_is_seen"]
 
 NEVER = -100.0
 """Logit of genes that cannot be: special tokens, and genes that stand elsewhere in the cell."""
@@ -56,7 +56,7 @@ class Seen:
 
     def blocked(self, vocab_size: int, n_special: int) -> torch.Tensor:
         """Return which tokens no hidden one can be: special ones, and genes that are seen; bool, (B, V)."""
-        blocked = torch.zeros((len(self.ids), vocab_size), dtype=torch.bool, device=self.ids.device)
+        blocked = torch.zeros((self.ids.shape[0], vocab_size), dtype=torch.bool, device=self.ids.device)
         blocked = blocked.scatter(1, self.ids.masked_fill(~self.has_gene, PAD_ID), True)
         return blocked | (torch.arange(vocab_size, device=self.ids.device) < n_special)
 
@@ -82,7 +82,7 @@ class Attended:
 
     def put_back(self, states_bkh: torch.Tensor) -> torch.Tensor:
         """From (B, K, H) to (B, S, H), zeros at the rest."""
-        states = states_bkh.new_zeros((len(states_bkh), self.width, states_bkh.shape[2]))
+        states = states_bkh.new_zeros((states_bkh.shape[0], self.width, states_bkh.shape[2]))
         return states.scatter(1, self.places.unsqueeze(-1).expand_as(states_bkh), states_bkh)
 
     def put_back_weights(self, weights_bnkk: torch.Tensor) -> torch.Tensor:
@@ -98,7 +98,7 @@ class Attended:
 
     def has(self) -> torch.Tensor:
         """Return which places are attended to, bool, (B, S)."""
-        nowhere = torch.zeros((len(self.places), self.width), dtype=torch.bool, device=self.places.device)
+        nowhere = torch.zeros((self.places.shape[0], self.width), dtype=torch.bool, device=self.places.device)
         return nowhere.scatter(1, self.places, True)
 
 
@@ -156,7 +156,7 @@ def gene_logits(
     Products are divided by the square root of H. Special tokens, and genes that are seen at another token of the cell,
     have the logit ``NEVER``.
     """
-    logits = _scores(states_bsh, table_vh, prior_v)
+    logits = scores_of(states_bsh, table_vh, prior_v)
     blocked = seen.blocked(len(table_vh), n_special).unsqueeze(1)
     own = seen.ids.masked_fill(~seen.has_gene, PAD_ID).unsqueeze(-1)
     of_own = torch.where(seen.has_gene.unsqueeze(-1), logits.gather(2, own), NEVER)
@@ -184,7 +184,7 @@ def gene_losses(
 
     def losses_of(states: torch.Tensor, labels: torch.Tensor, own: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
         blocked = blocked_bv[cells].scatter(1, own.unsqueeze(1), False).scatter(1, labels.unsqueeze(1), False)
-        logits = _scores(states, table_vh, prior_v).float().masked_fill(blocked, float("-inf"))
+        logits = scores_of(states, table_vh, prior_v).float().masked_fill(blocked, float("-inf"))
         return F.cross_entropy(logits, labels, reduction="none")
 
     states_mh = states_bsh[chosen_bs]
@@ -200,6 +200,7 @@ def gene_losses(
     return (torch.cat(parts) if parts else states_mh.new_zeros(0, dtype=torch.float32)), cells_m
 
 
-def _scores(states: torch.Tensor, table_vh: torch.Tensor, prior_v: torch.Tensor | None) -> torch.Tensor:
+def scores_of(states: torch.Tensor, table_vh: torch.Tensor, prior_v: torch.Tensor | None) -> torch.Tensor:
+    """Return states (..., H) times vectors of genes, over the square root of H, plus the prior, shape (..., V)."""
     scores = F.linear(states / math.sqrt(states.shape[-1]), table_vh.to(states.dtype))
     return scores if prior_v is None else scores + prior_v.to(scores.dtype)
