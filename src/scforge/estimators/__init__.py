@@ -7,6 +7,7 @@ from scforge._lazy import lazy_names
 _NAMES = {
     "EmbeddingInfo": "scforge.estimators.bulk",
     "Encoder": "scforge.estimators.encoder",
+    "ScDiVa": "scforge.estimators.scdiva",
     "check_config": "scforge.estimators.config_check",
     "embed_to": "scforge.estimators.bulk",
     "evaluate_embeddings": "scforge.estimators.evaluating",
@@ -21,6 +22,7 @@ _NAMES = {
 __all__ = [
     "EmbeddingInfo",
     "Encoder",
+    "ScDiVa",
     "check_config",
     "embed_to",
     "evaluate_embeddings",

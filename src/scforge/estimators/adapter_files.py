@@ -132,6 +132,7 @@ def load_adapter(
     cls: Any, base: Encoder, dir_path: str | os.PathLike[str], adata: AnnData | None, *, share: bool
 ) -> Encoder:
     """Do what :meth:`scforge.models.Encoder.load_adapter` says."""
+    cls = type(base) if issubclass(type(base), cls) else cls
     folder = Path(dir_path)
     if not (folder / _CONFIG).is_file() or not (folder / _WEIGHTS).is_file():
         raise MissingFileError(

@@ -72,6 +72,14 @@ _AUTOREGRESSIVE = Recipe(
     tokenizer_options={"side": "one", "append_eos": True},
 )
 
+_SCDIVA = Recipe(
+    architecture="scdiva",
+    tokenizer="entropy_ranked",
+    objective="variational",
+    n_top_genes=2_000,
+    options={"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "latent_dim": 32, "max_tokens": 128},
+)
+
 
 def recipe_for(architecture: str | None, options: dict[str, Any]) -> Recipe:
     """Return the recipe for an architecture; the light encoder if none is named.
@@ -85,7 +93,7 @@ def recipe_for(architecture: str | None, options: dict[str, Any]) -> Recipe:
     """
     if architecture in (None, _LIGHT.architecture) and options.get("pooling", "weighted_sum") == "weighted_sum":
         return _LIGHT
-    for recipe in (_TRANSFORMER, _AUTOREGRESSIVE, _MASKED_AUTOENCODER):
+    for recipe in (_TRANSFORMER, _AUTOREGRESSIVE, _MASKED_AUTOENCODER, _SCDIVA):
         if architecture == recipe.architecture:
             return recipe
     return Recipe(architecture=architecture or _LIGHT.architecture)

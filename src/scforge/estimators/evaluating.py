@@ -270,15 +270,21 @@ def _baselines(batch_key: str | None) -> list[int | str]:
 
 
 def knows_labels(model: Encoder) -> bool:
-    """Return whether a model learned from labels of cells in a fine-tuning."""
-    return model._learned is not None
+    """Return whether a model learned from labels of cells, in a fine-tuning or beside its pretraining."""
+    return model._learned is not None or _pretraining_labels(model) is not None
+
+
+def _pretraining_labels(model: Encoder) -> str | None:
+    """Return the column of obs whose labels a model learned in its pretraining; None for none."""
+    key: str | None = getattr(model.spec.build_pretraining(), "labels_key", None)
+    return key
 
 
 def _unseen(models: Mapping[str, Encoder], adata: AnnData) -> np.ndarray | None:
     """Return the rows of cells whose labels no model learned from; None for all."""
     kept = np.ones(adata.n_obs, dtype=bool)
     for name, model in models.items():
-        if not knows_labels(model):
+        if model._learned is None:
             continue
         kept &= ~model.learned_labels_of(model.cells(adata))
         if not kept.any():
@@ -313,17 +319,22 @@ def _facts(
 def _explanations(models: Mapping[str, Encoder], adata: AnnData, obsm_keys: Sequence[str]) -> list[str]:
     """Return what a reader has to know of what each row has seen."""
     said = ["All baselines have seen the expression of all cells, and no label."]
-    supervised = [name for name, model in models.items() if knows_labels(model)]
+    supervised = [name for name, model in models.items() if model._learned is not None]
     if supervised:
         said.append(
             f"{listing(supervised)} learned from labels of other cells, which baselines did not: no fair contest, and "
             "no test."
         )
     for name, model in models.items():
+        if (labels_key := _pretraining_labels(model)) is not None:
+            said.append(
+                f"{name!r} learned from obs[{labels_key!r}] in its pretraining, maybe of these cells: no fair contest, "
+                "and no test."
+            )
         condition = getattr(model.spec.build_pretraining(), "condition_key", None)
         if condition is not None:
             said.append(f"{name!r} was trained with obs[{condition!r}] as a condition.")
-    own = [name for name, model in models.items() if model.adata is adata and name not in supervised]
+    own = [name for name, model in models.items() if model.adata is adata and not knows_labels(model)]
     if own:
         said.append(f"{listing(own)} has seen the expression of these cells in its training, without labels.")
     unknown = [name for name, model in models.items() if model.adata is None]

@@ -193,7 +193,7 @@ def _set_up(base: Encoder, source: AnnData | Cells, config: Config) -> None:
     """Tell the model where counts and names of genes are, if it is not where they were for the base model."""
     data, setup = config.data, base.registry_["setup_args"]
     if isinstance(source, AnnData) and (data.layer is not None or data.gene_key is not None):
-        Encoder.setup_anndata(
+        type(base).setup_anndata(
             source,
             layer=setup.get("layer") if data.layer is None else data.layer,
             gene_key=setup.get("gene_key") if data.gene_key is None else data.gene_key,

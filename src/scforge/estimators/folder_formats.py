@@ -62,6 +62,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **{"position_embedding": "none", "norm_first": True, "gradient_checkpointing": False, "unpad": None},
         **{"value_loss": "mse"},
     },
+    "scdiva": {
+        **{"hidden_dim": 1024, "num_layers": 24, "num_heads": 16, "ffn_dim": None, "dropout": 0.1, "max_tokens": 1200},
+        **{"mode": "tokens", "norm_style": "post", "norm": "layer", "activation": "gelu", "bias": True},
+        **{"final_norm": None, "latent_dim": 128, "num_cell_types": 0, "n_batches": 0, "variational": True},
+        **{"denoising": False, "layer_norm_eps": 1e-12, "position_embedding": "none", "n_special": 4},
+        **{"gradient_checkpointing": False, "unpad": None},
+    },
     "transformer_encoder": {
         **{"hidden_dim": 512, "num_layers": 12, "num_heads": 8, "ffn_dim": None, "dropout": 0.1},
         **{"max_seq_len": 2048, "pooling": "cls", "activation": "gelu", "use_expression_values": True},

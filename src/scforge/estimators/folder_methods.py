@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from scforge.data.checks import check_adata
 from scforge.errors import ModelFileError, OptionError, first_line
 from scforge.estimators.card_facts import CardFacts, Origin
+from scforge.estimators.front_classes import class_in_place_of
 from scforge.estimators.model_content import card_of, content_of
 from scforge.estimators.registries import bare_registry
 from scforge.estimators.saving import load_weights, read_folder, write_folder
@@ -130,11 +131,14 @@ class FolderMethods:
         device: str | torch.device,
     ) -> Any:
         """Make the model of what was read from a folder."""
-        if (made_by := config["class"]) != cls.__name__:
+        made_by = config["class"]
+        found = class_in_place_of(cls, made_by, config["architecture"]["name"])
+        if found is None:
             raise ModelFileError(
                 f"dir_path={str(dir_path)!r} holds a model of the class {made_by!r}; "
                 f"load it with scforge.models.{made_by}.load."
             )
+        cls = found
         setup = config["setup"]
         registry = bare_registry(cls.__name__, setup) if adata is None else None
         if adata is not None:

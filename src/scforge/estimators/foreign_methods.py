@@ -11,6 +11,7 @@ import torch
 from scforge.errors import ModelFileError, OptionError, ScforgeError, first_line
 from scforge.estimators.card_facts import CardFacts
 from scforge.estimators.defaults import recipe_for
+from scforge.estimators.front_classes import class_of_architecture
 from scforge.estimators.registries import bare_registry
 from scforge.estimators.saving import load_weights
 from scforge.estimators.shape_check import UNUSABLE, Shapes, TooManyError, described_shapes, refuse_counts, shapes_of
@@ -226,12 +227,13 @@ class ForeignMethods:
 
     @classmethod
     def _of_foreign(cls, found: Foreign, adata: AnnData | None, device: str | torch.device) -> Self:
-        """Make a model of a checkpoint that was read."""
-        kind = cast("type[CellModel]", cls)
+        """Make a model of a checkpoint that was read, of the front class that goes with its architecture."""
+        special = class_of_architecture(found.architecture["name"])
+        kind = cast("type[CellModel]", special if issubclass(special, cls) else cls)
         setup = {"layer": None, "gene_key": None, "batch_key": None, "labels_key": None}
         registry = None
         if adata is None:
-            registry = bare_registry(cls.__name__, setup)
+            registry = bare_registry(kind.__name__, setup)
         elif kind._setup_of(adata) is None:
             kind.setup_anndata(adata)
         parts = {"architecture": found.architecture, "tokenizer": found.tokenizer, "objective": found.objective}

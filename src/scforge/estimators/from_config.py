@@ -18,6 +18,7 @@ from scforge.estimators.config_data import embedded_adata, make_datamodule, open
 from scforge.estimators.config_parts import objective_of, placed, tokenizer_of
 from scforge.estimators.config_start import KeepConfig, check_gpus, check_run
 from scforge.estimators.encoder import Encoder
+from scforge.estimators.front_classes import class_of_architecture
 from scforge.training.run_folder import FINAL
 
 if TYPE_CHECKING:
@@ -157,6 +158,7 @@ def train_arguments(config: Config) -> dict[str, Any]:
 def _model(source: AnnData | Cells, config: Config) -> tuple[Encoder, CellDataModule]:
     data = config.data
     parts = (config.model.architecture, tokenizer_of(config), objective_of(config))
+    front = class_of_architecture(config.model.architecture)
     options = {
         "vocab": data.gene_vocab,
         "n_top_genes": data.preprocessing.hvg_selection,
@@ -165,13 +167,13 @@ def _model(source: AnnData | Cells, config: Config) -> tuple[Encoder, CellDataMo
     }
     with placed(config):
         if isinstance(source, AnnData):
-            Encoder.setup_anndata(
+            front.setup_anndata(
                 source, layer=data.layer, gene_key=data.gene_key, batch_key=data.batch_key, labels_key=data.labels_key
             )
-            model = Encoder(source, *parts, **options)
+            model = front(source, *parts, **options)
             return model, make_datamodule(model.cells(), config)
         module = make_datamodule(source, config)
-        return Encoder(None, *parts, datamodule=module, **options), module
+        return front(None, *parts, datamodule=module, **options), module
 
 
 def _loggers(output: OutputConfig) -> Any:

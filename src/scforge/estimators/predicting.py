@@ -71,7 +71,7 @@ def predict_to(
     """
     path = checked_output(output, [_TABLE, _CELLS], overwrite=overwrite, inputs=[source])
     tuned = load_tuned(model, device)
-    task = tuned.spec.build_objective()
+    task = tuned._own_task() or tuned.spec.build_objective()
     assert isinstance(task, Task)
     adata = in_memory(source)
     if adata is None and path.suffix == _CELLS and not task.makes_cells:
@@ -101,10 +101,10 @@ def predict_to(
 
 
 def load_tuned(model: str | os.PathLike[str], device: str, adata: AnnData | None = None) -> Encoder:
-    """Load a fine-tuned model, or raise :class:`~scforge.errors.OptionError` if it is none."""
+    """Load a model that predicts, most often a fine-tuned one, or raise :class:`~scforge.errors.OptionError`."""
     said = f"model={str(model)!r} (--model)"
     tuned = load_named(model, said, adata)
-    if tuned.spec.tuning is None:
+    if tuned.spec.tuning is None and tuned._own_task() is None:
         raise OptionError(
             f"{said} was not fine-tuned, so it predicts nothing; run scforge finetune --base-model {model} first, or "
             "scforge embed for its embedding."

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from scforge.estimators.base import CellModel
 
-__all__ = ["Encoder", "HubLoader", "write_scvi_files"]
+__all__ = ["Encoder", "HubLoader", "ScDiVa", "write_scvi_files"]
 
 _MODEL, _METADATA, _ADATA = "model.pt", "_scvi_required_metadata.json", "adata.h5ad"
 _VERSIONS = {"scvi_version": "scvi-tools", "anndata_version": "anndata"}
@@ -117,6 +117,9 @@ class HubLoader:
 
 Encoder = HubLoader("Encoder")
 """What the metadata name; the front class itself is :class:`scforge.models.Encoder`."""
+
+ScDiVa = HubLoader("ScDiVa")
+"""As `Encoder`, of :class:`scforge.models.ScDiVa`."""
 
 
 def _unpack(file: Path, folder: Path) -> None:

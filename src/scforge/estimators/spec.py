@@ -24,6 +24,7 @@ from scforge.models.components.count_losses import COUNT_LOSSES, is_truncated
 from scforge.models.components.gene_vectors import fill_gene_vectors
 from scforge.models.registry import MODELS, check_model_options, get_model, option_names, own_names
 from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.entropy_ranked import serialisation_weights
 from scforge.tokenizers.registry import TOKENIZERS, get_tokenizer
 from scforge.training.objectives.base import Objective
 from scforge.training.objectives.registry import get_objective
@@ -166,6 +167,13 @@ class ModelSpec:
                     f"{name!r} and the objective {objective[0]!r} make of a cell; raise it, or lower the "
                     "tokenizer's max_len (data.max_genes in YAML)."
                 )
+        # An architecture that tells them apart unless told otherwise has to know how many there are.
+        counts_special = "n_special" in parameters and parameters["n_special"].default
+        if counts_special and options.setdefault("n_special", vocab.n_special) != vocab.n_special:
+            raise OptionError(
+                f"n_special={options['n_special']!r} but the vocabulary has {vocab.n_special} special tokens; leave it "
+                "out."
+            )
         # A saved model says how its gene vectors are shaped, and has them in its weights.
         vectors = None if options.get("gene_vectors") is not None else made.gene_vectors()
         if vectors is not None:
@@ -191,6 +199,9 @@ class ModelSpec:
         module = get_model(self.architecture, config)
         if gene_vectors is not None:
             fill_gene_vectors(module, torch.from_numpy(gene_vectors))
+        if self.vocab.entropies is not None and hasattr(module, "init_gene_weights"):
+            weighting = self.tokenizer_options.get("weighting", "complement")
+            module.init_gene_weights(torch.from_numpy(serialisation_weights(self.vocab, weighting)))
         return module if self.tuning is None else self.tuning.build_module(module)
 
     def build_tokenizer(self) -> Tokenizer:

@@ -281,6 +281,10 @@ class TaskMethods(HeldOutMethods, AdapterMethods):
             source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key_added: evaluated.metrics, **tables}
         return evaluated.metrics
 
+    def _own_task(self) -> Task | None:
+        """Return the task that the model predicts without fine-tuning, by heads of its architecture; None for none."""
+        return None
+
     def _task(self: Any, method: str) -> Task:
         """Return the task, or raise if there is none."""
         if self.spec.tuning is None:

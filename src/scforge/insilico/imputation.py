@@ -31,12 +31,17 @@ _Batch = dict[str, torch.Tensor]
 
 def check_predicts(objective: Objective) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless a model trained so predicts the expression of hidden genes."""
-    if not objective.predicts_values:
+    if not (objective.predicts_values or _denoises(objective)):
         raise OptionError(
             f"a model trained for {type(objective).__name__} predicts no expression of hidden genes; make one with "
             "objective='masked_value_prediction' and architecture='masked_autoencoder', or 'transformer_encoder' with "
-            "expression_head='value' or 'bin'."
+            "expression_head='value' or 'bin', or with objective='masked_diffusion' and architecture='scdiva'."
         )
+
+
+def _denoises(objective: Objective) -> bool:
+    """Return whether values are hidden by ``masked_values``, beside identities that are hidden by themselves."""
+    return bool(getattr(objective, "denoises_values", False))
 
 
 def knows_zeros(objective: Objective, tokenizer: Tokenizer) -> bool:
@@ -98,7 +103,7 @@ def predict_uncounted(
             asked[:, part] = True
             # What has counts and is no token (there was no room for it) is as hidden as what has none.
             asked &= ~(counted & (known > 0))
-            values = torch.where(asked, _predict(module, tokens, asked, tokenizer), values)
+            values = torch.where(asked, _predict(module, tokens, asked, tokenizer, objective), values)
         result[rows] = values[:, genes].numpy()
     return result
 
@@ -143,7 +148,7 @@ def predict_counted(
         for fold in range(n_folds):
             hidden = counted & (fold_of == fold)
             shown = _tokens(_without(block, fold_of.numpy() == fold), tokenizer, objective) if relative else tokens
-            values = torch.where(hidden, _predict(module, shown, hidden, tokenizer), values)
+            values = torch.where(hidden, _predict(module, shown, hidden, tokenizer, objective), values)
         cell = np.repeat(np.arange(len(block)), np.diff(block.indptr))
         entries = (values.numpy()[cell, block.genes], block.genes, block.indptr)
         parts.append(sparse.csr_matrix(entries, shape=(len(block), n_genes)))
@@ -196,12 +201,16 @@ def hide_genes(tokens: _Batch, hidden: torch.Tensor, tokenizer: Tokenizer) -> tu
     return batch, torch.where(kind == 1, batch["input_ids"] - n_special, -1)
 
 
-def _predict(module: nn.Module, tokens: _Batch, hidden: torch.Tensor, tokenizer: Tokenizer) -> torch.Tensor:
+def _predict(
+    module: nn.Module, tokens: _Batch, hidden: torch.Tensor, tokenizer: Tokenizer, objective: Objective
+) -> torch.Tensor:
     """Return the predicted values of hidden genes, float32, shape (B, G), 0 elsewhere."""
     values = torch.zeros(hidden.shape, dtype=torch.float32)
     if not hidden.any():
         return values
     batch, genes = hide_genes(tokens, hidden, tokenizer)
+    if _denoises(objective):
+        batch["masked_values"] = batch.pop("masked_positions")  # which gene it is stays known
     device = next(module.parameters()).device
     on_device = {name: tensor.to(device) for name, tensor in batch.items()}
     with evaluating(module), torch.inference_mode():
@@ -214,7 +223,9 @@ def _predict(module: nn.Module, tokens: _Batch, hidden: torch.Tensor, tokenizer:
 def _values_of_tokens(module: nn.Module, batch: _Batch) -> torch.Tensor:
     """Return the value that the module predicts of each token, (B, W); of bins the expected one."""
     head = getattr(module, "expression_head", None)
-    if head is not None:
+    if "masked_values" in batch:
+        raw = module(**batch, return_logits=False).expression
+    elif head is not None:
         # Its forward would compute the logits of all genes beside them.
         raw = head(module(**batch, return_logits=False, output_hidden_states=True).hidden_states[-1])
     else:
@@ -272,6 +283,8 @@ def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objec
     if not tokenizer.lists_all_genes:  # hidden genes are added to those of the cell, of which none is hidden
         for_each *= (1 + getattr(objective, "zero_targets", 0.0)) / (1 - share)
     size = max(_LEAST_HIDDEN, int(for_each * lengths.mean()))
+    if _denoises(objective) and (most := getattr(module, "max_tokens", 0)):
+        size = min(size, max(1, most // 2))  # the others are visible
     embedding = getattr(module, "embedding", None)
     if getattr(module, "expression_head", None) is None or embedding is None:
         return size

@@ -12,6 +12,9 @@ _NAMES = {
     "GenePoolingModel": "scforge.models.gene_pooling",
     "MaskedAutoencoder": "scforge.models.masked_autoencoder",
     "ModelOutput": "scforge.models.protocol",
+    "ScDiVaConfig": "scforge.models.scdiva_config",
+    "ScDiVaModel": "scforge.models.scdiva",
+    "ScDiVa": "scforge.estimators.scdiva",
     "TransformerEncoder": "scforge.models.transformer_encoder",
     "components": "scforge.models.components",
     "count_parameters": "scforge.models._utils",
@@ -23,10 +26,13 @@ _NAMES = {
 
 __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "Encoder",
+    "ScDiVa",
     "TransformerEncoder",
     "AutoregressiveTransformer",
     "MaskedAutoencoder",
     "GenePoolingModel",
+    "ScDiVaModel",
+    "ScDiVaConfig",
     "ModelOutput",
     "GeneratedCells",
     "CellModule",

@@ -1,0 +1,354 @@
+"""The front class of the variational transformer ScDiVa."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import numpy as np
+import pandas as pd
+from anndata import AnnData
+
+from scforge._checks import check_bool, check_count
+from scforge._constants import OBSM_KEY
+from scforge._registry import check_options
+from scforge.errors import OptionError
+from scforge.estimators.base import FROM_DATA
+from scforge.estimators.choices import column_genes, gene_numbers, ready
+from scforge.estimators.encoder import Encoder
+from scforge.estimators.scdiva_outputs import (
+    batch_numbers,
+    check_decodes,
+    check_variational,
+    decoded,
+    labels_task,
+    posterior,
+    prediction_options,
+    predictor_of_labels,
+)
+from scforge.training.objectives.registry import get_objective
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from scforge.data.vocab import GeneVocab
+    from scforge.estimators.choices import Source
+    from scforge.estimators.tuning import Tuning
+    from scforge.finetuning.base import Task
+    from scforge.training.datamodule import CellDataModule
+
+__all__ = ["ScDiVa"]
+
+_ARCHITECTURE = "scdiva"
+_EXPRESSION = "scforge_normalized"
+_UNCERTAINTY = "scforge_uncertainty"
+_TASKS = ("annotation", "batch_integration")
+
+
+class ScDiVa(Encoder):
+    """Embed cells as distributions, name their types and take batches out of their expression, with one transformer.
+
+    A :class:`~scforge.models.ScDiVaModel` behind AnnData: all that :class:`~scforge.models.Encoder` does, and what only
+    a variational model can. The embedding of a cell is the mean of its posterior.
+
+    Parameters
+    ----------
+    adata
+        AnnData that :meth:`setup_anndata` was called on. Its ``batch_key`` is told to the decoder, so that expression
+        can be predicted as if all cells were of one batch.
+    architecture
+        ``"scdiva"``.
+    tokenizer
+        As for :class:`~scforge.models.Encoder`; None orders genes by value and entropy (``"entropy_ranked"``).
+    objective
+        ``"variational"`` (None): reconstruction, and classification if `supervised`. ``"masked_diffusion"``: hidden
+        genes and values are predicted, so that the model can :meth:`generate` and :meth:`impute`. Or a dict with
+        ``name`` and options, e.g. ``beta``.
+    supervised
+        Learn the labels of ``labels_key`` beside the reconstruction, for ``predict(task="annotation")`` without
+        fine-tuning. The embedding then knows the labels.
+    vocab, n_top_genes, seed, registry, datamodule, tuning
+        As for :class:`~scforge.models.Encoder`.
+    **options
+        Options of the architecture, e.g. ``mode="vector"``, ``latent_dim`` or ``max_tokens``.
+
+    Raises
+    ------
+    OptionError
+        If `supervised` has no labels to learn from, or an option cannot be used.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:300].copy()
+    >>> scforge.models.ScDiVa.setup_anndata(adata, labels_key="cell_type")
+    >>> small = {"n_top_genes": 50, "hidden_dim": 16, "num_layers": 1, "num_heads": 2, "latent_dim": 4}
+    >>> model = scforge.models.ScDiVa(adata, supervised=True, **small)
+    >>> model.train(max_epochs=1, progress_bar=False)
+    >>> mean, variance = model.get_latent_representation(return_dist=True)
+    >>> mean.shape, variance.shape
+    ((300, 4), (300, 4))
+    >>> list(model.predict(adata))
+    ['label', 'confidence', 'entropy']
+    >>> model.get_normalized_expression(gene_list=["LYZ", "CD74"]).shape
+    (300, 2)
+
+    Notes
+    -----
+    The confidence of labels that come without fine-tuning is not calibrated; ``finetune("annotation")`` calibrates it.
+    """
+
+    def __init__(
+        self,
+        adata: AnnData | None = None,
+        architecture: str | None = _ARCHITECTURE,
+        tokenizer: str | dict[str, Any] | None = None,
+        objective: str | dict[str, Any] | None = None,
+        *,
+        supervised: bool = False,
+        vocab: str | GeneVocab = FROM_DATA,
+        n_top_genes: int | None = None,
+        seed: int = 0,
+        registry: dict[str, Any] | None = None,
+        datamodule: CellDataModule | None = None,
+        tuning: Tuning | None = None,
+        **options: Any,
+    ) -> None:
+        if architecture not in (None, _ARCHITECTURE):
+            raise OptionError(
+                f"architecture={architecture!r} is none of ScDiVa; leave it out, or call Encoder(adata, "
+                f"{architecture!r})."
+            )
+        self._supervised = check_bool("supervised", supervised)
+        super().__init__(
+            adata,
+            _ARCHITECTURE,
+            tokenizer,
+            objective,
+            vocab=vocab,
+            n_top_genes=n_top_genes,
+            seed=seed,
+            registry=registry,
+            datamodule=datamodule,
+            tuning=tuning,
+            **options,
+        )
+
+    @overload
+    def get_latent_representation(
+        self,
+        adata: Source | None = ...,
+        *,
+        key_added: str | None = ...,
+        batch_size: int = ...,
+        return_dist: Literal[False] = ...,
+        uncertainty_key: str | None = ...,
+    ) -> np.ndarray: ...
+
+    @overload
+    def get_latent_representation(
+        self,
+        adata: Source | None = ...,
+        *,
+        key_added: str | None = ...,
+        batch_size: int = ...,
+        return_dist: Literal[True],
+        uncertainty_key: str | None = ...,
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+    def get_latent_representation(
+        self,
+        adata: Source | None = None,
+        *,
+        key_added: str | None = OBSM_KEY,
+        batch_size: int = 256,
+        return_dist: bool = False,
+        uncertainty_key: str | None = _UNCERTAINTY,
+    ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
+        """Embed cells by the means of their posteriors, and write them into ``adata.obsm``.
+
+        Parameters
+        ----------
+        adata, key_added, batch_size
+            As for :meth:`Encoder.get_latent_representation`.
+        return_dist
+            Return the variances, too, and write `uncertainty_key`.
+        uncertainty_key
+            With `return_dist`, the column of obs for the mean of the variances of a cell (float32): near 1, the
+            variance of the prior, the cell told the model nothing. Compare cells of one model with it, not models. None
+            writes nothing.
+
+        Returns
+        -------
+        Means in the order of ``adata.obs_names``, float32, shape (n_obs, latent_dim); with `return_dist` means and
+        variances.
+
+        Raises
+        ------
+        OptionError
+            If variances are asked of a model that has none.
+        GeneMismatchError
+            If `adata` has too few genes of the model.
+        """
+        if not check_bool("return_dist", return_dist):
+            return super().get_latent_representation(adata, key_added=key_added, batch_size=batch_size)
+        check_variational(self)
+        check_count("batch_size", batch_size, "cells")
+        _check_keys(key_added=key_added, uncertainty_key=uncertainty_key)
+        source = ready(self, adata, "its embedding is")
+        cells = self._open(source)
+        mean, variance = posterior(self, cells, batch_size)
+        if isinstance(source, AnnData):
+            if key_added is not None:
+                self._keep(source, key_added, mean, cells)
+            if uncertainty_key is not None:
+                source.obs[uncertainty_key] = variance.mean(axis=1)
+        return mean, variance
+
+    def predict(
+        self,
+        adata: Source | None = None,
+        *,
+        task: str | None = None,
+        key_added: str | None = None,
+        batch_size: int = 256,
+        **options: Any,
+    ) -> Any:
+        """Predict with the heads of the model, or of a fine-tuned one with that of its task.
+
+        Parameters
+        ----------
+        adata
+            Cells, as for :meth:`get_latent_representation`.
+        task
+            ``"annotation"``: the labels that the model learned from (`supervised`), written as the task annotation
+            writes them. ``"batch_integration"``: expression without the effect of batches, as
+            :meth:`get_normalized_expression` gives it. None takes annotation, or what the model was fine-tuned for.
+        key_added, batch_size
+            As for :meth:`Encoder.predict`.
+        **options
+            Of annotation e.g. ``threshold`` and ``majority_voting``; of batch_integration ``transform_batch``,
+            ``gene_list`` and ``library_size``.
+
+        Returns
+        -------
+        A data frame with one row a cell.
+
+        Raises
+        ------
+        OptionError
+            If the model learned no labels and was not fine-tuned, or an argument cannot be used.
+        """
+        tuning = self.spec.tuning
+        if task == "batch_integration":
+            known = ["transform_batch", "gene_list", "library_size"]
+            check_options("option of predict", task, options, known)
+            key = _EXPRESSION if key_added is None else key_added
+            return self.get_normalized_expression(adata, key_added=key, batch_size=batch_size, **options)
+        if tuning is not None:
+            if task not in (None, tuning.task):
+                raise OptionError(f"task={task!r} but the model was fine-tuned for {tuning.task!r}; leave task out.")
+            return super().predict(adata, key_added=key_added, batch_size=batch_size, **options)
+        if task not in (None, *_TASKS):
+            raise OptionError(f"task={task!r} is not known; choose 'annotation' or 'batch_integration'.")
+        aim = self._own_task()
+        if aim is None:
+            raise OptionError(
+                "the model learned no labels, so it cannot predict them; make it with ScDiVa(adata, supervised=True), "
+                'or call model.finetune("annotation") first.'
+            )
+        check_options("option of predict", "annotation", options, prediction_options(aim))
+        check_count("batch_size", batch_size, "cells")
+        source = ready(self, adata, "its predictions are")
+        predictor = predictor_of_labels(self, self._open(source), batch_size)
+        return aim.predict(predictor, source if isinstance(source, AnnData) else None, key_added=key_added, **options)
+
+    def get_normalized_expression(
+        self,
+        adata: Source | None = None,
+        *,
+        transform_batch: str | Sequence[str] | None = None,
+        gene_list: Sequence[str] | None = None,
+        library_size: float | str = "log1p",
+        key_added: str | None = _EXPRESSION,
+        batch_size: int = 256,
+    ) -> pd.DataFrame:
+        """Return the expression that the decoder makes of the embedding of each cell.
+
+        Noise of counting is gone, and so is the batch, if the model was made with a ``batch_key``.
+
+        Parameters
+        ----------
+        adata
+            Cells, as for :meth:`get_latent_representation`.
+        transform_batch
+            The batch that all cells are taken to be of, or several to average over. None averages over all batches that
+            the model knows.
+        gene_list
+            Genes to return; None for all that the model knows.
+        library_size
+            ``"log1p"``: log1p of counts per 10,000. A number: counts per so many (not logarithmic).
+        key_added
+            Key in ``adata.layers``: the same over ``adata.var_names``, dense, NaN for genes that were not asked for or
+            that the model does not know. None writes nothing.
+        batch_size
+            Cells a batch.
+
+        Returns
+        -------
+        Float32, at least 0, shape (N, number of genes); four bytes a number.
+
+        Raises
+        ------
+        OptionError
+            If the decoder was not trained, a batch is not known, or an argument cannot be used.
+        GeneMismatchError
+            If the model does not know a gene.
+        """
+        check_decodes(self)
+        check_count("batch_size", batch_size, "cells")
+        _check_keys(key_added=key_added)
+        numbers = gene_numbers(self.vocab, self.vocab.genes if gene_list is None else gene_list)
+        batches = batch_numbers(self.spec.build_pretraining(), transform_batch)
+        source = ready(self, adata, "the expression that it decodes is")
+        cells = self._open(source)
+        values = decoded(self, cells, numbers, batches, library_size=library_size, batch_size=batch_size)
+        index = pd.RangeIndex(len(values))
+        if isinstance(source, AnnData):
+            index = source.obs_names
+            if key_added is not None:
+                place = np.full(self.vocab.n_genes + 1, -1)  # the last one: columns without a gene
+                place[numbers] = np.arange(len(numbers))
+                columns = place[column_genes(self, source)]
+                source.layers[key_added] = np.where(columns >= 0, values[:, columns], np.float32(np.nan))
+        return pd.DataFrame(values, index=index, columns=self.vocab.decode(numbers + self.vocab.n_special))
+
+    def _own_task(self) -> Task | None:
+        """Return annotation, if the model learned labels."""
+        return None if self.spec.tuning is not None else labels_task(self.spec.build_pretraining())
+
+    def _with_found_options(self, objective: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Add the columns of the set-up that the objective learns from, then what is found in the cells."""
+        return super()._with_found_options(objective, {**self._columns_for(objective, options), **options})
+
+    def _columns_for(self, objective: str, options: dict[str, Any]) -> dict[str, Any]:
+        known = get_objective(objective, **options).option_names()
+        batch_key = self._setup.get("batch_key")
+        added = {"batch_key": batch_key} if batch_key is not None and "batch_key" in known else {}
+        if not self._supervised:
+            return added
+        if "labels_key" not in known:
+            raise OptionError(
+                f"supervised=True but the objective {objective!r} learns no labels; leave one of them out."
+            )
+        labels_key = options.get("labels_key") or self._setup.get("labels_key")
+        if labels_key is None:
+            raise OptionError(
+                'supervised=True but there are no labels; call setup_anndata(adata, labels_key="...") first.'
+            )
+        return {**added, "labels_key": labels_key}
+
+
+def _check_keys(**keys: str | None) -> None:
+    for argument, key in keys.items():
+        if key is not None and not (isinstance(key, str) and key):
+            raise OptionError(f"{argument}={key!r} is not a name; give text, or None to write nothing.")
