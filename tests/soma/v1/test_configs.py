@@ -1,0 +1,64 @@
+"""Constants and configurations, beside the published package."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from scforge.errors import OptionError
+from scforge.soma import v1
+from scforge.soma.v1 import configs
+
+published = pytest.importorskip("soma_models.v1.configs", reason="the published package is not installed")
+CLASSES = ["ModelConfig", "EncoderConfig", "LayerConfig", "PositionWiseFeedForwardConfig", "SIGRegConfig"]
+
+
+def test_constants():
+    from soma_models.v1 import ARCHITECTURE_VERSION
+
+    names = [name for name in vars(published) if name.startswith("V1_")]
+    assert len(names) == 15
+    assert {name: getattr(configs, name) for name in names} == {name: getattr(published, name) for name in names}
+    assert v1.ARCHITECTURE_VERSION == ARCHITECTURE_VERSION
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_fields_and_defaults(name):
+    ours, theirs = (
+        [(field.name, field.default) for field in dataclasses.fields(getattr(module, name))]
+        for module in (configs, published)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_defaults_can_be_used(name):
+    cls = getattr(configs, name)
+    configs.check_config(cls() if name == "SIGRegConfig" else cls(dropout_rate=0.1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 7}, "embedding_dim=2048 is not divisible by num_heads=7"),
+        ({"embedding_dim": 6, "num_heads": 2}, "odd width 3"),
+        ({"scale_factor": 0.5}, "scale_factor=0.5 is below 1"),
+        ({"max_wavelength": 0}, "max_wavelength=0"),
+        ({"dropout_rate": 1.5}, "dropout_rate=1.5"),
+        ({"num_layers": 0}, "num_layers=0"),
+        ({"vocab_size": 2.5}, "vocab_size=2.5"),
+        ({"pwff_hidden_dim": -1}, "pwff_hidden_dim=-1"),
+    ],
+)
+def test_numbers_that_cannot_be_used(change, message):
+    config = configs.ModelConfig(**{"dropout_rate": 0.0} | change)
+    with pytest.raises(OptionError, match=message):
+        configs.check_config(config)
+
+
+@pytest.mark.parametrize("change", [{"points": 1}, {"slices": 0}, {"t_max": -1.0}, {"coefficient": -0.1}])
+def test_numbers_of_the_regulariser_that_cannot_be_used(change):
+    (name,) = change
+    with pytest.raises(OptionError, match=name):
+        configs.check_config(configs.SIGRegConfig(**change))
