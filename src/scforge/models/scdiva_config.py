@@ -35,7 +35,7 @@ class ScDiVaConfig:
         Dropout on embeddings and residual branches.
     layer_norm_eps
         Epsilon of the norms.
-    mode, norm_style, max_tokens, norm, activation, bias, variational, denoising, position_embedding
+    mode, norm_style, max_tokens, norm, activation, bias, final_norm, variational, denoising, position_embedding
         See :class:`scforge.models.ScDiVaModel`.
 
     Examples
@@ -62,6 +62,7 @@ class ScDiVaConfig:
     norm: str = "layer"
     activation: str = "gelu"
     bias: bool = True
+    final_norm: bool | None = None
     variational: bool = True
     denoising: bool = False
     position_embedding: str = "none"

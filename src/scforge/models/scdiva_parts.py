@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from scforge._checks import check_count
+from scforge._checks import check_count, check_positive
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
+from scforge.models._utils import check_choice
 from scforge.models.components.dropout import Dropout
 from scforge.models.components.transformer import NORMS
 
@@ -66,6 +67,9 @@ class GeneEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         check_count("num_genes", num_genes, "genes")
+        check_count("hidden_dim", hidden_dim, "dimensions")
+        check_positive("layer_norm_eps", layer_norm_eps)
+        check_choice("norm", norm, sorted(NORMS))
         self.weight = nn.Parameter(torch.empty(num_genes, hidden_dim))
         self.bias = nn.Parameter(torch.empty(hidden_dim))
         self.norm = NORMS[norm](hidden_dim, eps=layer_norm_eps)
