@@ -83,7 +83,7 @@ class SIGReg(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
             directions = noise.to(wide) / noise.to(wide).norm(dim=0)
-            projections_mk = x.to(wide).flatten(0, -2) @ directions
+            projections_mk = x.to(wide).reshape(-1, x.shape[-1]) @ directions
             t, phi, weights = (buffer.to(wide) for buffer in (self.t, self.phi, self.weights))
             return _Statistic.apply(projections_mk, t, phi, weights) * self.config.coefficient
 

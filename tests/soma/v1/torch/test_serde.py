@@ -1,0 +1,120 @@
+"""Weight files: the same bytes as the published package's, both ways, and what is no such file."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from scforge.errors import MissingFileError, ModelFileError
+from scforge.soma.v1.torch import Model, SIGReg, SIGRegConfig
+from scforge.soma.v1.torch.serde import Serde, load_safetensor_into
+
+
+def test_same_bytes_both_ways(pair, published, tiny):
+    ours, theirs = pair()
+    data = theirs.save_bytes()
+    assert ours.save_bytes() == data == Serde(ours).serialize()
+    torch.manual_seed(9)
+    back = published.Model.load_bytes(Model(tiny).save_bytes(), published.ModelConfig(**dataclasses.asdict(tiny)))
+    torch.manual_seed(9)
+    assert back.save_bytes() == Model(tiny).save_bytes()
+
+
+def test_same_files_both_ways(pair, published, tiny, tmp_path):
+    ours, theirs = pair()
+    ours.save(tmp_path / "ours.safetensors")
+    theirs.save(tmp_path / "theirs.safetensors")
+    assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
+    config = published.ModelConfig(**dataclasses.asdict(tiny))
+    assert published.Model.load(tmp_path / "ours.safetensors", config).save_bytes() == ours.save_bytes()
+    again = Model.load(str(tmp_path / "theirs.safetensors"), tiny, gradient_checkpointing=True)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), ours.parameters(), strict=True))
+    assert again.encoder.gradient_checkpointing
+    assert {path.name for path in tmp_path.iterdir()} == {"ours.safetensors", "theirs.safetensors"}
+
+
+def test_keys_and_shapes(tiny):
+    tensors = load(Model(dataclasses.replace(tiny, num_layers=1)).save_bytes())
+    layer = "encoder.layers.0"
+    square = {f"{layer}.attention.{name}.weight": (16, 16) for name in ("query", "key", "value", "output")}
+    rows = {f"{layer}.attention.{name}.bias": (16,) for name in ("query", "key", "value", "output")}
+    norms = {
+        f"{name}.{part}": (16,)
+        for name in (f"{layer}.norm_1", f"{layer}.norm_2", "final_norm")
+        for part in ("gamma", "beta")
+    }
+    others = {
+        "embedding.weight": (264, 16),
+        "predictor.weight": (16, 264),
+        "predictor.bias": (264,),
+        f"{layer}.pwff.linear_inner.weight": (16, 32),
+        f"{layer}.pwff.linear_inner.bias": (32,),
+        f"{layer}.pwff.linear_outer.weight": (32, 16),
+        f"{layer}.pwff.linear_outer.bias": (16,),
+    }
+    assert {name: tuple(value.shape) for name, value in tensors.items()} == square | rows | norms | others
+
+
+def test_linear_weights_stand_the_other_way_round(tiny):
+    model = Model(tiny)
+    assert torch.equal(load(model.save_bytes())["predictor.weight"], model.predictor.weight.t())
+
+
+@pytest.mark.parametrize("part", [torch.nn.Linear(3, 5), torch.nn.LayerNorm(4), SIGReg(SIGRegConfig())])
+def test_any_module(part, published):
+    data = Serde(part).serialize()
+    assert data == published.Serde(part).serialize()
+    before = {name: value.clone() for name, value in part.state_dict().items()}
+    for value in part.state_dict().values():
+        value.zero_()
+    assert Serde(part).deserialize(data) is part
+    assert all(torch.equal(value, before[name]) for name, value in part.state_dict().items())
+
+
+def test_weights_of_another_dtype(pair, tiny):
+    ours, _ = pair()
+    half = Model.load_bytes(ours.save_bytes(), tiny).bfloat16()
+    again = Model.load_bytes(half.save_bytes(), tiny)
+    assert again.predictor.weight.dtype == torch.float32
+    torch.testing.assert_close(again.predictor.weight, ours.predictor.weight, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"embedding_dim": 32}, r"'embedding.weight' of shape \(264, 16\), the model of \(264, 32\)"),
+        ({"pwff_hidden_dim": 64}, r"linear_inner.bias' of shape \(32,\), the model of \(64,\)"),
+        ({"num_layers": 3}, "lacks 'encoder.layers.2"),
+        ({"num_layers": 1}, "holds 'encoder.layers.1"),
+    ],
+)
+def test_a_file_of_other_sizes(tiny, change, message, tmp_path):
+    Model(tiny).save(tmp_path / "weights.safetensors")
+    with pytest.raises(ModelFileError, match=message) as caught:
+        Model.load(tmp_path / "weights.safetensors", dataclasses.replace(tiny, **change))
+    assert "weights.safetensors" in str(caught.value)
+
+
+def test_a_refused_file_changes_no_weight(tiny):
+    model = Model(tiny)
+    before = model.save_bytes()
+    tensors = load(Model(tiny).save_bytes())
+    tensors["predictor.bias"] = torch.zeros(3)
+    with pytest.raises(ModelFileError, match="'predictor.bias'"):
+        load_safetensor_into(model, save(tensors))
+    assert model.save_bytes() == before
+
+
+def test_what_is_no_file_of_weights(tiny, tmp_path):
+    with pytest.raises(MissingFileError, match="nowhere"):
+        Model.load(tmp_path / "nowhere.safetensors", tiny)
+    (tmp_path / "text.safetensors").write_text("these are no weights")
+    with pytest.raises(ModelFileError, match=r"text\.safetensors"):
+        Model.load(tmp_path / "text.safetensors", tiny)
+    with pytest.raises(ModelFileError, match="data cannot be read"):
+        Model.load_bytes(b"", tiny)
+    with pytest.raises(ModelFileError, match="data cannot be read"):
+        Model.load_bytes(Model(tiny).save_bytes()[:-10], tiny)

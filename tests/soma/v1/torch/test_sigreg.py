@@ -1,0 +1,116 @@
+"""soma's regulariser, beside the published one, and what it does not see."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from scforge.errors import DataError, OptionError
+from scforge.models.components import SIGReg as OverSamples
+from scforge.soma.v1.torch import SIGReg, SIGRegConfig
+from scforge.soma.v1.torch import sigreg as module
+
+
+@pytest.fixture
+def regularisers(published):
+    def make(**options):
+        return SIGReg(SIGRegConfig(**options)), published.SIGReg(published.SIGRegConfig(**options))
+
+    return make
+
+
+CONFIGS = [{}, {"t_max": 5.0, "points": 9, "slices": 31, "coefficient": 0.5}, {"points": 2, "slices": 1}]
+
+
+@pytest.mark.parametrize("options", CONFIGS)
+@pytest.mark.parametrize("shape", [(12,), (5, 12), (3, 4, 12)])
+def test_equals_the_published(regularisers, options, shape):
+    ours, theirs = regularisers(**options)
+    noise = torch.randn(12, ours.config.slices)
+    x, y = (torch.randn(shape, generator=torch.Generator().manual_seed(1)).requires_grad_() for _ in range(2))
+    one, other = ours.compute(x, noise), theirs.compute(y, noise)
+    torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    one.backward()
+    other.backward()
+    torch.testing.assert_close(x.grad, y.grad, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("options", CONFIGS)
+def test_buffers_equal_the_published(regularisers, options):
+    ours, theirs = (regulariser.state_dict() for regulariser in regularisers(**options))
+    assert ours.keys() == theirs.keys() == {"t", "phi", "weights"}
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_same_directions_of_the_same_seed(regularisers, dtype):
+    ours, theirs = regularisers()
+    x = torch.randn(7, 12).to(dtype)
+    torch.manual_seed(4)
+    one, after = ours(x), torch.rand(1)
+    torch.manual_seed(4)
+    noise = torch.randn(12, 256, dtype=dtype)
+    assert torch.equal(torch.rand(1), after)
+    torch.testing.assert_close(one, ours.compute(x, noise))
+    if dtype == torch.float32:
+        torch.manual_seed(4)
+        torch.testing.assert_close(one, theirs(x), atol=1e-6, rtol=1e-5)
+    assert one.dtype == torch.promote_types(dtype, torch.float32)
+
+
+def test_gradient(monkeypatch):
+    monkeypatch.setitem(module._NUMBERS, "cpu", 30)  # three rows at a time
+    regulariser = SIGReg(SIGRegConfig(slices=10, points=5, t_max=4.0)).double()
+    x = (2 * torch.randn(7, 4, dtype=torch.float64)).requires_grad_()
+    noise = torch.randn(4, 10, dtype=torch.float64)
+    assert torch.autograd.gradcheck(lambda x: regulariser.compute(x, noise), (x,))
+
+
+def test_rows_at_a_time_change_no_number(monkeypatch):
+    regulariser, x, noise = SIGReg(SIGRegConfig()), torch.randn(50, 8), torch.randn(8, 256)
+    expected = regulariser.compute(x, noise)
+    monkeypatch.setitem(module._NUMBERS, "cpu", 1)
+    torch.testing.assert_close(regulariser.compute(x, noise), expected)
+
+
+def test_keeps_one_number_a_projection():
+    regulariser, x, sizes = SIGReg(SIGRegConfig()), torch.randn(50, 8, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        regulariser(x)
+    assert sum(sizes) < 2 * 50 * 256
+
+
+def test_autocast_changes_no_number():
+    regulariser, x, noise = SIGReg(SIGRegConfig()), torch.randn(20, 8), torch.randn(8, 256)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(regulariser.compute(x, noise), regulariser.compute(x.clone(), noise))
+        under = regulariser.compute(x, noise)
+    torch.testing.assert_close(under, regulariser.compute(x, noise))
+
+
+def test_sees_norms_and_no_collapse():
+    torch.manual_seed(0)
+    states = torch.randn(64, 32)
+    per_token, over_samples = SIGReg(SIGRegConfig(coefficient=1.0)), OverSamples(256)
+    collapsed = states[:1].expand(64, -1) * (32**0.5 / states[0].norm())
+    assert per_token(collapsed) < per_token(states)
+    assert over_samples(collapsed) > 20 * over_samples(states)
+    assert per_token(2 * states) > 10 * per_token(states)
+
+
+@pytest.mark.parametrize(
+    ("x", "noise", "message"),
+    [
+        (torch.zeros(3, 4, dtype=torch.int64), torch.randn(4, 5), "torch.int64"),
+        (torch.zeros(3, 4), torch.randn(5, 4), r"noise has shape \(5, 4\)"),
+        (torch.tensor(1.0), torch.randn(1, 4), r"shape \(\)"),
+    ],
+)
+def test_what_is_no_states(x, noise, message):
+    with pytest.raises(DataError, match=message):
+        SIGReg(SIGRegConfig(slices=4)).compute(x, noise)
+
+
+def test_numbers_that_cannot_be_used():
+    with pytest.raises(OptionError, match="points=1"):
+        SIGReg(SIGRegConfig(points=1))
