@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from scforge._version import __version__
 from scforge.cli_foreign import add_convert_checkpoint
 from scforge.cli_sharing import add_pull, add_push
+from scforge.cli_soma import add_soma
 from scforge.cli_tasks import add_evaluate, add_finetune, add_predict
 from scforge.errors import ConfigError, OptionError, ScforgeError, ScforgeWarning
 
@@ -222,6 +223,8 @@ def _parser() -> _Parser:
 
     add_push(commands.add_parser("push", help="send a model to the hub"))
     add_pull(commands.add_parser("pull", help="fetch a model, by its name on the hub or in the registry"))
+
+    add_soma(commands.add_parser("soma", help="models of bytes: of sequences, descriptions, any file"))
 
     inspect = commands.add_parser("inspect", help="show what an h5ad file or a store holds, and which vocabulary fits")
     inspect.add_argument("file", metavar="FILE", help="h5ad file of any size, or a store")

@@ -12,8 +12,15 @@ from __future__ import annotations
 
 from scforge._lazy import lazy_names
 
-_NAMES = {name: f"scforge.soma.{name}" for name in ("utils", "v1")}
+_NAMES = {name: f"scforge.soma.{name}" for name in ("utils", "v1")} | {
+    "TrainedModel": "scforge.soma.training",
+    "embed": "scforge.soma.embedding",
+    "gene_table": "scforge.soma.embedding",
+    "read_documents": "scforge.soma.documents",
+    "read_fasta": "scforge.soma.fasta",
+    "train": "scforge.soma.training",
+}
 
-__all__ = ["utils", "v1"]
+__all__ = ["TrainedModel", "embed", "gene_table", "read_documents", "read_fasta", "train", "utils", "v1"]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

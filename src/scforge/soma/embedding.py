@@ -1,0 +1,200 @@
+"""Vectors of documents by a model of bytes, and tables of genes that the tokenizer ``gene_embedding`` reads.
+
+Shapes: N documents, B chunks, S tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from tqdm.auto import tqdm
+
+from scforge._checks import check_count
+from scforge._io import atomic_path, check_folder
+from scforge.errors import DataError, OptionError, listing
+from scforge.soma.byte_data import Chunks
+from scforge.soma.documents import Document, Files, check_names, read_documents
+from scforge.soma.model_folder import read_model
+from scforge.soma.placing import device_of
+from scforge.soma.v1.torch import Model
+
+__all__ = ["embed", "gene_table", "write_table"]
+
+type ModelOrFolder = str | os.PathLike[str]
+
+_SUFFIXES = (".parquet", ".npz", ".csv")
+_DUPLICATES = ("error", "mean")
+
+
+def embed(
+    files: Files,
+    model: ModelOrFolder,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    duplicates: str = "error",
+    batch_size: int = 32,
+    device: str = "auto",
+    overwrite: bool = False,
+    progress_bar: bool = True,
+    **reading: Any,
+) -> pd.DataFrame:
+    """Embed files: one vector for each record of a FASTA file, each row of a table, or each other file.
+
+    The vector of a document is the mean of the model's states over all its bytes; long ones are read in sequences of
+    the length of the training.
+
+    Parameters
+    ----------
+    files
+        What to embed, see :func:`read_documents`.
+    model
+        Folder of the model, or of its training.
+    output
+        Where to write the table: ``.parquet`` or ``.npz``, which the tokenizer ``gene_embedding`` reads, or ``.csv``.
+    duplicates
+        ``"error"`` if a name stands more than once, or ``"mean"`` of the vectors, e.g. of the isoforms of a gene.
+    batch_size
+        Sequences at once.
+    device
+        ``"auto"`` (a GPU if there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+    overwrite
+        Replace `output`.
+    progress_bar
+        Show a bar.
+    **reading
+        Options of :func:`read_documents`: ``kind``, ``field``, ``gene_column``, ``text_column``.
+
+    Returns
+    -------
+    One row a name, in the order of the files, float32; the index is called ``gene``.
+
+    Raises
+    ------
+    OptionError
+        If an option cannot be used.
+    MissingFileError
+        If a file or the model does not exist.
+    ModelFileError
+        If the model is damaged.
+    DataError
+        If a file is empty or cannot be read, or a name stands more than once.
+    """
+    return _embed(
+        read_documents(files, **reading), model, output, duplicates, batch_size, device, overwrite, progress_bar
+    )
+
+
+def gene_table(
+    genes: Mapping[str, str | bytes],
+    model: ModelOrFolder,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    batch_size: int = 32,
+    device: str = "auto",
+    overwrite: bool = False,
+    progress_bar: bool = True,
+) -> pd.DataFrame:
+    """Embed the description or the sequence of each gene, for the tokenizer ``gene_embedding``.
+
+    Parameters
+    ----------
+    genes
+        Gene name to text or bytes.
+    model, output, batch_size, device, overwrite, progress_bar
+        As in :func:`embed`, with its errors.
+
+    Returns
+    -------
+    One row a gene, float32, as the tokenizer's option `table` takes it; so it does the file `output`.
+
+    Raises
+    ------
+    DataError
+        If there are no genes, or one has no text.
+    """
+    if not isinstance(genes, Mapping) or not genes:
+        raise DataError("genes is empty or no dict; give at least one gene name with its text or sequence.")
+    documents = []
+    for name, text in genes.items():
+        if not isinstance(text, str | bytes) or not text:
+            raise DataError(f"genes has {text!r} for {name!r}; give text or bytes, or leave the gene out.")
+        documents.append(Document(str(name), text.encode() if isinstance(text, str) else text))
+    return _embed(documents, model, output, "error", batch_size, device, overwrite, progress_bar)
+
+
+def write_table(table: pd.DataFrame, output: str | os.PathLike[str]) -> None:
+    """Write a table of vectors, whole or not at all; the suffix says how, see :func:`embed`."""
+    with atomic_path(output) as temporary:
+        if temporary.suffix == ".parquet":
+            table.to_parquet(temporary)
+        elif temporary.suffix == ".npz":
+            np.savez(temporary, genes=table.index.to_numpy(dtype=str), vectors=table.to_numpy())
+        else:
+            table.to_csv(temporary)
+
+
+def _embed(
+    documents: Sequence[Document],
+    model: ModelOrFolder,
+    output: str | os.PathLike[str] | None,
+    duplicates: str,
+    batch_size: int,
+    device: str,
+    overwrite: bool,
+    progress_bar: bool,
+) -> pd.DataFrame:
+    check_count("batch_size", batch_size, "sequences")
+    if duplicates not in _DUPLICATES:
+        raise OptionError(f"duplicates={duplicates!r} is not known (known: {listing(_DUPLICATES)})")
+    if output is not None:
+        _check_output(Path(output), overwrite)
+    if duplicates == "error":
+        check_names(documents)
+    module, seq_len = read_model(model)
+    vectors = _vectors(
+        module.to(device_of(device)), Chunks(documents, seq_len), len(documents), batch_size, progress_bar
+    )
+    columns = [f"soma_{place}" for place in range(vectors.shape[1])]
+    table = pd.DataFrame(vectors, index=pd.Index([one.name for one in documents], name="gene"), columns=columns)
+    if duplicates == "mean" and len(Counter(table.index)) < len(table):
+        table = table.groupby(level=0, sort=False).mean()
+    if output is not None:
+        write_table(table, output)
+    return table
+
+
+def _check_output(output: Path, overwrite: bool) -> None:
+    if output.suffix not in _SUFFIXES:
+        raise OptionError(f"output={str(output)!r} is of no known format; name it {' or '.join(_SUFFIXES)}.")
+    check_folder("output", output.parent)
+    if output.exists() and not overwrite:
+        raise OptionError(f"output={str(output)!r} exists; pass overwrite=True (--overwrite) or choose another name.")
+
+
+@torch.inference_mode()
+def _vectors(module: Model, chunks: Chunks, n_documents: int, batch_size: int, progress_bar: bool) -> np.ndarray:
+    """Return the mean state over the bytes of each document, float32, shape (N, H)."""
+    device = next(module.parameters()).device
+    sums = torch.zeros((n_documents, module.config.embedding_dim), dtype=torch.float64)
+    order = np.argsort(-chunks.sizes, kind="stable")  # chunks of like length share a batch
+    with tqdm(total=len(chunks), desc="Embedding", unit="sequence", disable=not progress_bar) as bar:
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            ids, _ = chunks.tokens(chosen, shorten=True)
+            # Positions count from 0 in each sequence, as in training.
+            states_bsh = module.encode(
+                torch.from_numpy(ids).to(device), torch.arange(ids.shape[1], device=device)[None]
+            )
+            is_byte_bs = torch.from_numpy(np.arange(ids.shape[1]) < chunks.sizes[chosen][:, None])
+            sums_bh = (states_bsh * is_byte_bs.to(device)[..., None]).sum(dim=1)
+            sums.index_add_(0, torch.from_numpy(chunks.documents[chosen]), sums_bh.cpu().double())
+            bar.update(len(chosen))
+    n_bytes = np.bincount(chunks.documents, weights=chunks.sizes, minlength=n_documents)
+    return (sums.numpy() / n_bytes[:, None]).astype(np.float32)

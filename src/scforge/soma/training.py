@@ -1,0 +1,322 @@
+"""Training of a model of bytes, on Lightning, as all trainings of scforge run."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+
+from scforge._checks import check_bool, check_count, check_positive, check_seed
+from scforge._io import atomic_folder
+from scforge.errors import DataError, OptionError, TrainingError, first_line
+from scforge.soma.byte_data import ByteData, hold_out
+from scforge.soma.documents import Document, Files, read_documents
+from scforge.soma.model_folder import FINAL, WEIGHTS, read_model, write_model
+from scforge.soma.objective import ByteProgress, NextByte
+from scforge.soma.placing import device_of
+from scforge.soma.v1.configs import ModelConfig, SIGRegConfig
+from scforge.soma.v1.torch import Model
+from scforge.training.devices import out_of_memory
+from scforge.training.fitting import FitResult, default_max_epochs, fit
+from scforge.training.plan import NotFiniteError, TrainingPlan
+from scforge.training.resuming import Saving, SavingError, check_settings
+from scforge.training.run_folder import RunFolder, check_state, read_state, write_state
+
+__all__ = ["TrainedModel", "train"]
+
+logger = logging.getLogger("scforge")
+
+_AUTO = "auto"
+_KEPT = 2
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """What :func:`train` made.
+
+    Attributes
+    ----------
+    model
+        The model, of its best epoch, on the CPU.
+    path
+        Its folder.
+    bits_per_byte
+        Of the held-out bytes; of those trained on if none were held out.
+    history
+        Name of a figure to one value an epoch.
+    """
+
+    model: Model
+    path: Path
+    bits_per_byte: float
+    history: dict[str, list[float]]
+
+
+def train(
+    files: Files,
+    checkpoint_dir: str | os.PathLike[str],
+    *,
+    validation: Files | None = None,
+    validation_size: float = 0.1,
+    embedding_dim: int = 192,
+    pwff_hidden_dim: int | None = None,
+    num_layers: int = 4,
+    num_heads: int = 4,
+    dropout_rate: float = 0.0,
+    seq_len: int = 256,
+    sig_reg: float = 0.0,
+    max_epochs: int | None = None,
+    max_steps: int = -1,
+    batch_size: int | None = None,
+    optimizer: str = "adamw",
+    lr: float | None = None,
+    gradient_checkpointing: bool = False,
+    device: str = "auto",
+    precision: str | None = None,
+    checkpoint_every_n_steps: int | None = None,
+    resume: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+    seed: int = 0,
+    progress_bar: bool = True,
+    **reading: Any,
+) -> TrainedModel:
+    r"""Train a model of bytes on files of any kind.
+
+    The folder gets a state at the end of each epoch (``step=NNNNNNNN``), from which a training goes on to the last bit,
+    and the model of the best epoch as ``final``. Documents are told apart, see :func:`read_documents`: a FASTA file has
+    one in each record, a table one in each row, any other file is one.
+
+    Parameters
+    ----------
+    files
+        What to learn from.
+    checkpoint_dir
+        Folder of the training.
+    validation
+        Files to hold out; None holds out a share of the documents.
+    validation_size
+        That share, of the bytes; 0 holds out nothing.
+    embedding_dim, num_layers, num_heads, dropout_rate
+        Sizes, see :class:`scforge.soma.v1.configs.ModelConfig`; small ones, for a laptop.
+    pwff_hidden_dim
+        None for four times `embedding_dim`.
+    seq_len
+        Bytes that a prediction looks back on.
+    sig_reg
+        Weight of the regulariser; 0.02 as published. It draws the norm of each state to a constant, which the last
+        norm does already, and takes most of the time of a small model.
+    max_epochs, max_steps
+        When to stop; of None and -1, by the number of bytes. Ten epochs without improvement end it as well.
+    batch_size
+        Sequences a step; None for 16.
+    optimizer
+        ``"adamw"``, or ``"muon"`` for the matrices of the layers.
+    lr
+        Peak learning rate; None for 0.002 (``"muon"``: 0.01).
+    gradient_checkpointing
+        Compute layers again for their gradients: less memory, slower.
+    device
+        ``"auto"`` (a GPU if there is one), ``"cpu"``, ``"cuda"`` or ``"cuda:1"``.
+    precision
+        Of Lightning, e.g. ``"bf16-mixed"``; None for float32.
+    checkpoint_every_n_steps
+        Save a state so often as well.
+    resume
+        ``"auto"`` goes on with the latest state in the folder, if any; or the folder of a state.
+    overwrite
+        Replace the training in the folder.
+    seed
+        Of weights, order and split.
+    progress_bar
+        Show a bar, or a line an epoch in a log file.
+    **reading
+        Options of :func:`read_documents`: ``kind``, ``field``, ``gene_column``, ``text_column``.
+
+    Returns
+    -------
+    The model, where it is, and its figures.
+
+    Raises
+    ------
+    OptionError
+        If an option cannot be used, or the folder holds another training.
+    MissingFileError
+        If a file does not exist.
+    DataError
+        If a file is empty or cannot be read, or held-out bytes are among those to learn from.
+    TrainingError
+        If the loss is no number, memory runs out, or a state cannot be saved.
+
+    Examples
+    --------
+    >>> _ = Path("dna.fasta").write_text(">a\nACGTACGT\n>b\nTTGACGTT\n")
+    >>> trained = train(
+    ...     "dna.fasta", "run", embedding_dim=8, num_layers=1, num_heads=1, seq_len=8, max_epochs=1, progress_bar=False
+    ... )
+    >>> sorted(part.name for part in trained.path.iterdir())
+    ['README.md', 'config.json', 'weights.safetensors']
+    """
+    if resume is not None and overwrite:
+        raise OptionError(f"resume={str(resume)!r} and overwrite=True contradict each other; keep one of the two.")
+    for name, value in (("checkpoint_every_n_steps", checkpoint_every_n_steps), ("batch_size", batch_size)):
+        if value is not None:
+            check_count(name, value, "steps" if "steps" in name else "sequences")
+    check_bool("overwrite", overwrite)
+    check_positive("sig_reg", sig_reg, or_zero=True)
+    hidden = 4 * embedding_dim if pwff_hidden_dim is None else pwff_hidden_dim
+    config = ModelConfig(dropout_rate, embedding_dim, hidden, num_layers, num_heads)
+    place_of_work = device_of(device)
+    training, held_out = _documents(files, validation, validation_size, seed, reading)
+    size = NextByte.defaults.batch_size if batch_size is None else batch_size
+    data: Any = ByteData(training, held_out, seq_len=seq_len, batch_size=size, seed=seed)
+    if max_epochs is None:
+        max_epochs = default_max_epochs(NextByte.defaults, len(data.train_rows)) if max_steps < 0 else -1
+    objective: Any = NextByte(SIGRegConfig(coefficient=sig_reg), seq_len=seq_len)
+    data.objective, data.tokenizer = objective, None
+    peak = lr if lr is not None else {"muon": 1e-2}.get(optimizer, NextByte.defaults.lr)
+    settings = {
+        **asdict(config),
+        **{"seq_len": seq_len, "sig_reg": sig_reg, "batch_size": size, "optimizer": optimizer, "lr": peak},
+        **{"max_epochs": max_epochs, "max_steps": max_steps, "precision": precision or "32-true", "seed": seed},
+        **{"bytes_trained_on": _sum(training), "bytes_held_out": _sum(held_out)},
+    }
+    folder = RunFolder(checkpoint_dir)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(folder.locked())
+        stack.enter_context(torch.random.fork_rng())
+        torch.manual_seed(check_seed(seed))
+        found = _found(folder, resume)
+        if found is None:
+            if not overwrite:
+                folder.check_free(goes_on=resume == _AUTO)
+            model, state, begin = Model(config, gradient_checkpointing=gradient_checkpointing), None, folder.clear
+        else:
+            path, state = found
+            check_settings(state["settings"], settings, where=str(path))
+            model = Model.load(path / WEIGHTS, config, gradient_checkpointing=gradient_checkpointing)
+            logger.info("Going on with %s: epoch %d, step %d.", path, state["epoch"] + 1, state["step"])
+            begin = _after(folder, path, state)
+        facts = {"bytes": data.train_chunks.n_bytes, "held_out_bytes": data.held_out_chunks.n_bytes, **settings}
+        plan = TrainingPlan(model, objective, optimizer=optimizer, lr=peak)
+        result = _fit(
+            plan,
+            data,
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            progress_bar=False,
+            callbacks=[ByteProgress()] if progress_bar else [],
+            saving=Saving(
+                write=_writer(model, folder, seq_len, facts),
+                every_n_steps=checkpoint_every_n_steps,
+                settings=settings,
+                resume=state,
+                begin=begin,
+            ),
+            precision=precision,
+            gradient_clip_val=1.0,
+            accelerator=place_of_work.type,
+            devices=1 if place_of_work.index is None else [place_of_work.index],
+        )
+        model.to("cpu", torch.float32).eval()
+        if result.interrupted:
+            raise KeyboardInterrupt
+        if result.signal is not None:
+            logger.warning("Training was stopped, and its state saved; go on with resume='auto' (--resume auto).")
+            signal.raise_signal(result.signal)
+        bits = _bits(result)
+        facts |= {"bits_per_byte": bits, "epochs": result.n_epochs, "best_epoch": result.best_epoch + 1}
+        with atomic_folder(folder.path / FINAL, overwrite=True) as place:
+            write_model(place, model, seq_len=seq_len, facts=facts)
+    return TrainedModel(model, folder.path / FINAL, bits, result.history)
+
+
+def _documents(
+    files: Files, validation: Files | None, share: float, seed: int, reading: dict[str, Any]
+) -> tuple[list[Document], list[Document]]:
+    documents = read_documents(files, **reading)
+    if validation is None:
+        return hold_out(documents, share, seed=seed)
+    held_out = read_documents(validation, **reading)
+    if known := {one.data for one in documents} & {one.data for one in held_out}:
+        name = next(one.name for one in held_out if one.data in known)
+        raise DataError(
+            f"validation has {len(known)} documents that are learnt from as well, e.g. {name!r}; leave them out of one."
+        )
+    return documents, held_out
+
+
+def _sum(documents: Sequence[Document]) -> str:
+    """Return a checksum of bytes and of where documents end."""
+    total = hashlib.sha256()
+    for one in documents:
+        total.update(len(one.data).to_bytes(8, "big"))
+        total.update(one.data)
+    return total.hexdigest()[:16]
+
+
+def _found(folder: RunFolder, resume: str | os.PathLike[str] | None) -> tuple[Path, dict[str, Any]] | None:
+    if resume is None:
+        return None
+    if resume != _AUTO:
+        path = Path(resume)
+        check_state(path, folder)
+        return path, read_state(path)
+    latest = folder.latest(read_model)
+    return None if latest is None else latest[:2]
+
+
+def _after(folder: RunFolder, path: Path, state: dict[str, Any]) -> Callable[[], None]:
+    """Return what makes room right before the first step of a training that goes on."""
+    if folder.holds(path):
+        return lambda: folder.go_back_to(state["step"], state["epoch"])
+    folder.check_free()
+    return lambda: None
+
+
+def _writer(
+    model: Model, folder: RunFolder, seq_len: int, facts: dict[str, Any]
+) -> Callable[[str, dict[str, Any], dict[str, torch.Tensor]], None]:
+    def write(name: str, state: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+        try:
+            with atomic_folder(folder.path / name, overwrite=True) as place:
+                write_model(place, model, seq_len=seq_len, facts={**facts, "epochs": state["epoch"]})
+                write_state(place, state)
+            folder.keep_last(_KEPT)
+        except (OSError, SafetensorError) as error:
+            raise SavingError(
+                f"checkpoint_dir={str(folder.path)!r}: {name} cannot be written ({first_line(error)}); make room and "
+                "go on with resume='auto' (--resume auto)."
+            ) from error
+
+    return write
+
+
+def _fit(plan: TrainingPlan, data: Any, **options: Any) -> FitResult:
+    """Train; errors speak of bytes, not of cells."""
+    data.tokenizer = data  # what the hint about memory asks for; it is told below
+    try:
+        return fit(plan, data, **options)
+    except NotFiniteError as error:
+        raise TrainingError(f"{first_line(error).split(';')[0]}; lower the learning rate (lr).") from error
+    except TrainingError as error:
+        if error.__cause__ is None or not out_of_memory(error.__cause__):
+            raise
+        raise TrainingError(
+            f"memory ran out with batches of {data.batch_size} sequences of {data.train_chunks.seq_len} tokens; lower "
+            "batch_size or seq_len, or pass gradient_checkpointing=True (--gradient-checkpointing)."
+        ) from error
+
+
+def _bits(result: FitResult) -> float:
+    held_out = "validation_bits_per_byte" in result.history
+    values = result.history["validation_bits_per_byte" if held_out else "train_bits_per_byte"]
+    return values[result.best_epoch]
