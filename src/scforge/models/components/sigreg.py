@@ -6,6 +6,7 @@ Shapes: N cells, D dimensions, K directions, T points, G groups of cells.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,10 @@ class SIGReg(nn.Module):
     by the trapezoidal rule on [-t_max, t_max] (symmetric, so points on [0, t_max] are enough). The mean over
     directions is returned. Its expectation for Gaussian cells does not depend on N.
 
+    Where several processes train together, each with cells of its own, the means are over the cells of all of them,
+    along the same directions: gradients that are averaged over processes, as DDP does, are those of one process with
+    all cells.
+
     Parameters
     ----------
     slices
@@ -32,11 +37,14 @@ class SIGReg(nn.Module):
         Number of points T.
     t_max
         Largest t.
+    sync
+        Take the cells of all processes for the sample, when a gradient is wanted. All processes have to take part then.
     """
 
-    def __init__(self, slices: int = 256, points: int = 17, t_max: float = 3.0) -> None:
+    def __init__(self, slices: int = 256, points: int = 17, t_max: float = 3.0, *, sync: bool = True) -> None:
         super().__init__()
         self.slices = slices
+        self.sync = sync
         t = torch.linspace(0.0, t_max, points)
         phi = torch.exp(-(t**2) / 2)
         step = t_max / (points - 1)
@@ -49,16 +57,28 @@ class SIGReg(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the statistic of embeddings of shape (..., N, D), averaged over the leading dimensions."""
         noise = torch.randn(x.shape[-1], self.slices, device=x.device, dtype=torch.float32)
-        return self.compute(x, noise)
+        several = self.sync and torch.is_grad_enabled() and _n_processes() > 1
+        if several:
+            torch.distributed.broadcast(noise, src=0)
+        return self._statistic(x, noise, several=several)
 
     def compute(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """Return the statistic along the directions of `noise`, shape (D, K)."""
+        """Return the statistic along the directions of `noise`, shape (D, K), of the cells of this process alone."""
+        return self._statistic(x, noise, several=False)
+
+    def _statistic(self, x: torch.Tensor, noise: torch.Tensor, *, several: bool) -> torch.Tensor:
         x = x.float()
         directions = noise / noise.norm(dim=0, keepdim=True)
         angles_nk = (x @ directions) * self.t[1]
         real_kt, imaginary_kt = _means_of_multiples(angles_nk, len(self.t))
+        n_cells: int | torch.Tensor = x.shape[-2]
+        if several:
+            n_own = n_cells
+            n_cells = torch.tensor(float(n_own), device=x.device)
+            torch.distributed.all_reduce(n_cells)
+            real_kt, imaginary_kt = _SumOverProcesses.apply(torch.stack([real_kt, imaginary_kt]) * (n_own / n_cells))
         error_kt = (real_kt - self.phi).square() + imaginary_kt.square()
-        return (error_kt @ self.weights).mean() * x.shape[-2]
+        return (error_kt @ self.weights).mean() * n_cells
 
     def of_groups(self, x: torch.Tensor, noise: torch.Tensor, shares_gn: torch.Tensor) -> torch.Tensor:
         """Return the statistic of each group of cells, taken over its cells alone.
@@ -82,6 +102,27 @@ class SIGReg(nn.Module):
         real_gkt, imaginary_gkt = _means_of_multiples(angles_nk, len(self.t), lambda values: shares_gn @ values)
         error_gkt = (real_gkt - self.phi).square() + imaginary_gkt.square()
         return (error_gkt @ self.weights).mean(dim=-1) * (shares_gn > 0).sum(dim=1)
+
+
+def _n_processes() -> int:
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if there else 1
+
+
+class _SumOverProcesses(torch.autograd.Function):
+    """A sum whose gradient is that of the sum of the losses of all processes."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
+        total = values.clone()
+        torch.distributed.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        torch.distributed.all_reduce(total)
+        return total
 
 
 def _over_cells(values_nk: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,8 @@ class JointEmbedding(Objective):
 
         loss = (1 - weight) * mean((z - mean of the cell's views)^2) + weight * SIGReg(z)
 
-    where SIGReg is taken over the cells of the batch for each view, and averaged over the views.
+    where SIGReg is taken over the cells of the batch for each view, those of all processes in training, and averaged
+    over the views.
 
     Parameters
     ----------
