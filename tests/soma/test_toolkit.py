@@ -1,0 +1,287 @@
+"""Models of bytes in use: reading files, training, going on, embedding."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from scforge.cli import main
+from scforge.data import GeneVocab
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
+from scforge.soma import embed, gene_table, read_documents, read_fasta, train
+from scforge.soma.byte_data import Chunks, hold_out
+from scforge.soma.documents import Document
+from scforge.soma.model_folder import read_model
+from scforge.soma.v1.tokenizer import tokenize, tokenize_arrays
+from scforge.soma.v1.torch import Model
+from scforge.tokenizers import GeneEmbeddingTokenizer
+
+TINY = {"embedding_dim": 16, "num_layers": 1, "num_heads": 2, "seq_len": 16, "device": "cpu", "progress_bar": False}
+WORDS = ["the gene", "guards", "binds dna", "in the nucleus", "of t cells", "a kinase"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, content: str | bytes) -> str:
+    Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return name
+
+
+@pytest.fixture
+def texts() -> list[str]:
+    rng = np.random.default_rng(0)
+    return [write(f"{i}.txt", " ".join(rng.choice(WORDS, 40))) for i in range(8)]
+
+
+def test_fasta_is_read():
+    write("a.fa", "\n>ENSP1 gene:ENSG1.2 gene_symbol:TP53\r\nMEEP\r\nQS\r\n\r\n>ENSP2 gene:ENSG2\nMA\n")
+    assert read_fasta("a.fa") == [("ENSP1", b"MEEPQS"), ("ENSP2", b"MA")]
+    assert [record.name for record in read_fasta("a.fa", field="gene")] == ["ENSG1.2", "ENSG2"]
+    with pytest.raises(DataError, match=r"record 2.*no field 'gene_symbol'"):
+        read_fasta("a.fa", field="gene_symbol")
+    Path("b.fa.gz").write_bytes(gzip.compress(b">x\nACGT"))
+    assert read_documents("b.fa.gz") == [("x", b"ACGT")]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "no FASTA records"),
+        ("ACGT\n", "no FASTA records"),
+        ("ACGT\n>a\nAC\n", "text before"),
+        (">\nAC\n", "record 1 has no name"),
+        (">a\n>b\nAC\n", "no sequence for the record 'a'"),
+    ],
+)
+def test_fasta_that_is_none_is_refused(content, words):
+    with pytest.raises(DataError, match=words):
+        read_fasta(write("a.fasta", content))
+
+
+def test_tables_are_read():
+    write("a.csv", '\ufeffid,gene,text\n1,TP53,"guards, the genome"\n\n2,NA,unknown\n')
+    assert read_documents("a.csv") == [("TP53", b"guards, the genome"), ("NA", b"unknown")]
+    assert read_documents("a.csv", kind="bytes") == [("a", Path("a.csv").read_bytes())]
+    assert read_documents("a.csv", gene_column="id")[0].name == "1"
+    with pytest.raises(DataError, match=r"text_column='txt' is not; did you mean 'text'\? in 'a.csv'"):
+        read_documents("a.csv", text_column="txt")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("gene\ttext\n", "no rows"),
+        ("gene\ttext\nA\tb\tc\n", "3 cells in row 2"),
+        ("gene\ttext\nA\t\n", "no text in row 2"),
+        ("gene\tgene\nA\tb\n", "'gene' is twice"),
+        (b"gene\ttext\nA\t\xff\n", "UTF-8"),
+    ],
+)
+def test_tables_that_are_none_are_refused(content, words):
+    with pytest.raises(DataError, match=words):
+        read_documents(write("a.tsv", content))
+
+
+def test_files_that_cannot_be_are_refused():
+    with pytest.raises(DataError, match="'a.bin' is empty"):
+        read_documents(write("a.bin", b""))
+    with pytest.raises(MissingFileError, match=r"gone.txt.*does not exist"):
+        read_documents("gone.txt")
+    with pytest.raises(MissingFileError, match="is a folder"):
+        read_documents(".")
+    with pytest.raises(DataError, match="unpacked"):
+        read_documents(write("a.gz", b"no gzip"))
+    with pytest.raises(OptionError, match="kind='fast'.*did you mean 'fasta'"):
+        read_documents("x", kind="fast")
+
+
+def test_chunks_are_those_of_the_tokenizer():
+    rng = np.random.default_rng(0)
+    documents = [Document(f"{n}", rng.bytes(n)) for n in (1, 4, 5, 8, 11, 16)]
+    chunks = Chunks(documents, seq_len=4)
+    expected = [one for document in documents for one in tokenize(document.data, 4)]
+    ids, targets = chunks.tokens(np.arange(len(chunks)))
+    assert ids.tolist() == [one.token_ids for one in expected]
+    assert targets.tolist() == [one.targets for one in expected]
+    long = Chunks([Document("a", b"ab"), Document("b", b"abc")], seq_len=100)
+    short, next_ = long.tokens(np.array([0, 1]), shorten=True)
+    assert short.tolist() == [[97, 98, 257, 256], [97, 98, 99, 257]]
+    assert next_.tolist() == [[98, 257, 256, 256], [98, 99, 257, 256]]
+
+
+def test_what_is_held_out_is_not_learnt():
+    documents = [Document(f"{i}", f"text {i % 7}".encode()) for i in range(20)]
+    learnt, held_out = hold_out(documents, 0.3, seed=1)
+    assert not {one.data for one in learnt} & {one.data for one in held_out}
+    assert 3 <= len(held_out) <= 9
+    assert len(learnt) + len(held_out) == 20
+    one = hold_out([Document("a", bytes(range(100)))], 0.2, seed=0)
+    assert one == ([("a", bytes(range(80)))], [("a", bytes(range(80, 100)))])
+    with pytest.raises(OptionError, match="no byte to learn from"):
+        hold_out([Document("a", b"x")], 0.5, seed=0)
+
+
+def test_training_learns_and_writes_what_the_published_package_reads(texts):
+    trained = train(texts, "run", max_epochs=3, batch_size=4, lr=0.02, **TINY)
+    assert trained.history["train_bits_per_byte"][0] > 3
+    assert trained.bits_per_byte == min(trained.history["validation_bits_per_byte"]) < 2.6
+    config = json.loads(Path("run/final/config.json").read_text())
+    assert config["training"]["bits_per_byte"] == trained.bits_per_byte
+    assert f"{trained.bits_per_byte:.4g}" in Path("run/final/README.md").read_text()
+    published = pytest.importorskip("soma_models.v1.torch", reason="soma-models comes with the group test")
+    theirs = published.Model.load("run/final/weights.safetensors", published.ModelConfig(**config["model"])).eval()
+    # Bits per byte by hand, with their tokenizer and their model.
+    from soma_models.v1.tokenizer import tokenize as published_tokenize
+
+    _, held_out = hold_out(read_documents(texts), 0.1, seed=0)
+    bits = n_bytes = 0.0
+    for one in held_out:
+        n_bytes += len(one.data)
+        for chunk in published_tokenize(one.data, 16):
+            ids, targets = torch.tensor([chunk.token_ids]), torch.tensor(chunk.targets)
+            with torch.no_grad():
+                logits = theirs(ids, torch.arange(16)[None])[0]
+            nats = torch.nn.functional.cross_entropy(logits, targets, ignore_index=256, reduction="sum")
+            bits += 8 + float(nats) / np.log(2)
+    assert bits / n_bytes == pytest.approx(trained.bits_per_byte, rel=1e-4)
+
+
+def test_a_training_that_goes_on_is_the_same(texts):
+    options = {"max_steps": 12, "batch_size": 4, "dropout_rate": 0.1, "sig_reg": 0.02, "checkpoint_every_n_steps": 5}
+    whole = train(texts, "whole", **options, **TINY)
+    states = sorted(path.name for path in Path("whole").glob("step=*"))
+    assert states[-1] == "step=00000012"
+    assert len(states) == 2
+    # From the middle of an epoch, in another folder.
+    middle = Path("whole") / states[0]
+    assert json.loads((middle / "training" / "state.json").read_text())["state"]
+    again = train(texts, "again", resume=middle, **options, **TINY)
+    assert again.model.save_bytes() == whole.model.save_bytes()
+    assert again.history["validation_bits_per_byte"] == whole.history["validation_bits_per_byte"]
+    done = train(texts, "whole", resume="auto", **options, **TINY)
+    assert done.model.save_bytes() == whole.model.save_bytes()
+    with pytest.raises(OptionError, match=r"lr=0.002 there, 0.1 here"):
+        train(texts, "whole", resume="auto", lr=0.1, **options, **TINY)
+    with pytest.raises(OptionError, match="holds a training already"):
+        train(texts, "whole", **options, **TINY)
+    assert train(texts, "whole", overwrite=True, max_steps=1, **TINY).history
+
+
+def test_options_of_training_that_cannot_be_are_refused(texts):
+    for options, words in [
+        ({"num_heads": 3}, "num_heads=3"),
+        ({"seq_len": 1}, "seq_len=1"),
+        ({"device": "cuda:99"}, "cuda:99"),
+        ({"device": "tpu"}, "tpu"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"validation_size": 2}, "validation_size=2"),
+        ({"resume": "auto", "overwrite": True}, "contradict"),
+        ({"optimizer": "sgd"}, "optimizer='sgd'"),
+        ({"sig_reg": -1}, "sig_reg=-1"),
+    ]:
+        with pytest.raises(OptionError, match=words):
+            train(texts, "run", **{**TINY, "max_steps": 1, **options})
+    with pytest.raises(DataError, match=r"1 documents that are learnt from as well, e.g. '3'"):
+        train(texts, "run", validation=texts[3], max_steps=1, **TINY)
+
+
+@pytest.fixture
+def model(texts) -> Path:
+    return train(texts, "run", max_steps=2, **TINY).path
+
+
+def test_vectors_are_means_of_states(model):
+    data = {"A": b"guards the genome", "B": "x" * 40, "C": "kin\u00e4se"}
+    table = gene_table(data, model, batch_size=2, device="cpu", progress_bar=False)
+    assert table.index.tolist() == ["A", "B", "C"]
+    module, seq_len = read_model(model)
+    for name, text in data.items():
+        content = text if isinstance(text, bytes) else text.encode()
+        ids, _, _ = tokenize_arrays(content, seq_len)
+        with torch.no_grad():
+            states = module.encode(torch.tensor(ids), torch.arange(seq_len)[None])
+        expected = states[torch.tensor(ids) < 256].mean(dim=0)
+        np.testing.assert_allclose(table.loc[name], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "npz", "csv"])
+def test_tables_of_genes_are_read_by_the_tokenizer(model, suffix):
+    write("genes.csv", "gene,text\nENSG2,binds dna\nENSG1,a kinase\n")
+    table = embed("genes.csv", model.parent, f"table.{suffix}", device="cpu", progress_bar=False)
+    given = pd.read_csv("table.csv", index_col=0) if suffix == "csv" else f"table.{suffix}"
+    tokenizer = GeneEmbeddingTokenizer(GeneVocab.from_genes(["ENSG1", "ENSG2"]), table=given)
+    np.testing.assert_allclose(tokenizer.gene_vectors()[-2:], table.loc[["ENSG1", "ENSG2"]], rtol=1e-6)
+    with pytest.raises(OptionError, match="exists; pass overwrite"):
+        embed("genes.csv", model, f"table.{suffix}", progress_bar=False)
+
+
+def test_names_that_stand_twice(model):
+    write("iso.fa", ">P1 GN=A\nMKV\n>P2 GN=B\nMA\n>P3 GN=A\nMKL\n")
+    options = {"device": "cpu", "progress_bar": False}
+    with pytest.raises(DataError, match="'A'"):
+        embed("iso.fa", model, field="GN", **options)
+    apart = embed("iso.fa", model, **options)
+    means = embed("iso.fa", model, field="GN", duplicates="mean", **options)
+    assert means.index.tolist() == ["A", "B"]
+    np.testing.assert_allclose(means.loc["A"], apart.loc[["P1", "P3"]].mean(), rtol=1e-5)
+    with pytest.raises(OptionError, match="duplicates='first'"):
+        embed("iso.fa", model, duplicates="first", **options)
+
+
+def test_embedding_what_cannot_be_is_refused(model):
+    with pytest.raises(DataError, match="genes is empty"):
+        gene_table({}, model)
+    with pytest.raises(DataError, match="'' for 'A'"):
+        gene_table({"A": ""}, model)
+    with pytest.raises(DataError, match="3 for 'A'"):
+        gene_table({"A": 3}, model)
+    with pytest.raises(MissingFileError, match="no model of bytes"):
+        gene_table({"A": "x"}, ".")
+    with pytest.raises(OptionError, match=r"table.txt.*no known format"):
+        gene_table({"A": "x"}, model, "table.txt")
+
+
+def test_damaged_models_are_refused(model):
+    config = json.loads((model / "config.json").read_text())
+    for change, words in [
+        ({"embedding_dim": 32}, r"embedding\.weight|encoder"),
+        ({"num_heads": 3}, "num_heads=3"),
+        ({"depth": 3}, "depth"),
+    ]:
+        (model / "config.json").write_text(json.dumps({**config, "model": {**config["model"], **change}}))
+        with pytest.raises(ModelFileError, match=words):
+            read_model(model)
+    (model / "config.json").write_text(json.dumps({**config, "format": 9}))
+    with pytest.raises(ModelFileError, match="later version"):
+        read_model(model)
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "weights.safetensors").unlink()
+    with pytest.raises(MissingFileError, match="weights"):
+        read_model(model)
+
+
+def test_the_commands(texts, capsys):
+    sizes = ["--embedding-dim=16", "--num-layers=1", "--num-heads=2", "--seq-len=16", "--device=cpu"]
+    assert main(["soma", "train", *texts, "-o", "run", "--epochs", "2", "--batch-size", "4", *sizes]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"Wrote run/final: \d\.\d{3} bits per byte on held-out bytes", out)
+    assert main(["soma", "embed", *texts, "-m", "run", "-o", "t.parquet", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out == "Wrote t.parquet: 8 vectors of 16 numbers\n"
+    assert pd.read_parquet("t.parquet").index.tolist() == [str(i) for i in range(8)]
+    assert main(["soma", "embed", *texts, "-m", "run", "-o", "t.parquet"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("scforge: error: output='t.parquet' exists")
+    assert error.count("\n") == 1
+    assert main(["soma", "train", "gone.txt", "-o", "run", "--resume", "auto"]) == 2
+    assert "gone.txt" in capsys.readouterr().err
+    assert isinstance(read_model("run")[0], Model)
