@@ -83,6 +83,7 @@ FAMILIES: Registry[type[Family]] = Registry(
     group="scforge.checkpoints",
     builtin={
         "geneformer": "scforge.foreign.geneformer",
+        "scdiva": "scforge.foreign.scdiva",
         "scfoundation": "scforge.foreign.scfoundation",
         "scgpt": "scforge.foreign.scgpt",
     },
@@ -111,7 +112,7 @@ def list_families() -> list[str]:
     Examples
     --------
     >>> list_families()
-    ['geneformer', 'scfoundation', 'scgpt']
+    ['geneformer', 'scdiva', 'scfoundation', 'scgpt']
     """
     return FAMILIES.names()
 

@@ -1,0 +1,283 @@
+"""ScDiVa: its released layout, written here, with random weights; ours computes the same, and nothing is random."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import anndata as ad
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from scforge.errors import MissingFileError, ModelFileError, OptionError
+from scforge.estimators import Encoder
+from scforge.foreign import list_families, read_checkpoint
+from scforge.models import ScDiVaModel
+
+WIDTH, DEPTH, HEADS, INNER, LATENT, TYPES = 16, 2, 2, 24, 5, 3
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + 1e-5) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            setattr(self, name, nn.Linear(WIDTH, WIDTH, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        # Rotary positions turn queries and keys by the angle 0 at position 0.
+        share = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(dim=-1)
+        return self.o_proj((share @ v).transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, INNER, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.ffn, self.norm1, self.norm2 = Attention(), SwiGLU(), RMSNorm(WIDTH), RMSNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.norm1(x))
+        return x + self.ffn(self.norm2(x))
+
+
+class Released(nn.Module):
+    def __init__(self, n_genes: int) -> None:
+        super().__init__()
+        self.gene_embedding = nn.Module()
+        self.gene_embedding.gene_projection = nn.Linear(n_genes, WIDTH)
+        self.gene_embedding.norm = RMSNorm(WIDTH)
+        self.encoder = nn.Module()
+        self.encoder.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
+        self.mu_projection, self.logvar_projection = nn.Linear(WIDTH, LATENT), nn.Linear(WIDTH, LATENT)
+        self.annotation_head = nn.Module()
+        self.annotation_head.dense = nn.Linear(LATENT, WIDTH)
+        self.annotation_head.classifier = nn.Linear(WIDTH, TYPES)
+        self.batch_integration_head = nn.Module()
+        self.batch_integration_head.dense = nn.Linear(LATENT, WIDTH)
+        self.batch_integration_head.decoder = nn.Linear(WIDTH, n_genes)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        state = self.gene_embedding.norm(self.gene_embedding.gene_projection(x))[:, None]
+        for layer in self.encoder.layers:
+            state = layer(state)
+        mu, logvar = self.mu_projection(state[:, 0]), self.logvar_projection(state[:, 0])
+        types, genes = self.annotation_head, self.batch_integration_head
+        gelu = nn.functional.gelu
+        return {
+            "mu": mu,
+            "logvar": logvar,
+            "types": types.classifier(gelu(types.dense(mu))),
+            "x": genes.decoder(gelu(genes.dense(mu))),
+        }
+
+
+CONFIG: dict[str, Any] = {
+    "model_type": "scdiva",
+    "hidden_size": WIDTH,
+    "num_hidden_layers": DEPTH,
+    "num_attention_heads": HEADS,
+    "intermediate_size": INNER,
+    "latent_dim": LATENT,
+    "num_cell_types": TYPES,
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path, shake) -> Callable[..., Released]:
+    """Return a function that writes a folder with random weights, and returns the model."""
+
+    def write(n_genes: int, *, change: Callable[[dict], Any] = dict, config: dict | None = None, pt=False) -> Released:
+        theirs = shake(Released(n_genes))
+        weights = change(dict(theirs.state_dict()))
+        if pt:
+            torch.save(weights, tmp_path / "pytorch_model.bin")
+        else:
+            save_file(weights, tmp_path / "model.safetensors")
+        settings = {**CONFIG, "num_genes": n_genes, **(config or {})}
+        (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+        return theirs
+
+    return write
+
+
+@pytest.fixture
+def genes() -> list[str]:
+    return [f"gene{i}" for i in np.random.default_rng(0).permutation(85)]
+
+
+def module_of(folder: Path, genes: Any, **options: Any) -> ScDiVaModel:
+    return Encoder.from_checkpoint(folder, vocab=genes, **options).module.eval()
+
+
+@pytest.mark.parametrize("pt", [False, True])
+def test_the_released_forward(write, pbmc: ad.AnnData, tmp_path: Path, pt: bool) -> None:
+    genes = pbmc.var_names[np.random.default_rng(0).permutation(pbmc.n_vars)[:2000]].tolist()
+    theirs = write(len(genes), pt=pt)
+    model = Encoder.from_checkpoint(tmp_path, vocab=genes)
+    cells = pbmc[:12, genes].copy()
+    counts = cells.X.toarray()
+    x = torch.from_numpy(np.log1p(counts / counts.sum(axis=1, keepdims=True) * 1e4).astype(np.float32))
+    with torch.no_grad():
+        expected, found = theirs(x), model.module.eval().encode(x)
+        others = {"types": model.module.predict(x), "x": model.module.predict(x, "batch_integration")}
+    for name, tensor in {"mu": found["mu"], "logvar": found["logvar"], **others}.items():
+        difference = float((tensor - expected[name]).abs().max())
+        assert difference < 1e-5 * (1 + float(expected[name].abs().max())), name
+    embedding = model.get_latent_representation(cells)
+    np.testing.assert_allclose(embedding, expected["mu"].numpy(), atol=1e-5)
+
+
+def test_the_published_size(write, genes, tmp_path: Path) -> None:
+    write(len(genes))
+    found = read_checkpoint(tmp_path, vocab=genes)
+    options = {name: option for name, option in found.architecture.items() if name != "name"}
+    sizes = {"hidden_dim": 512, "num_layers": 12, "num_heads": 8, "ffn_dim": 2048, "latent_dim": 128}
+    with torch.device("meta"):
+        model = ScDiVaModel(41_818 + 4, **{**options, **sizes, "num_cell_types": 100})
+    assert model.num_parameters() == 93_523_134
+
+
+def renamed(*pairs: tuple[str, str]) -> Callable[[dict], dict]:
+    def change(weights: dict) -> dict:
+        for old, new in pairs:
+            weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
+        return weights
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        renamed((".attn.", ".self_attn."), (".norm1.", ".input_layernorm."), (".norm2.", ".post_attention_layernorm.")),
+        renamed((".ffn.gate_proj", ".mlp.w1"), (".ffn.up_proj", ".mlp.w3"), (".ffn.down_proj", ".mlp.w2")),
+        renamed(("mu_projection", "variational.mu_projection"), ("logvar_proj", "variational.logvar_proj")),
+        renamed(("annotation_head.dense", "annotation_head.0"), ("annotation_head.classifier", "annotation_head.2")),
+        renamed(("gene_embedding.norm", "gene_embedding.layer_norm"), ("batch_integration_head", "batch_head")),
+        lambda weights: {f"model.{name}": tensor for name, tensor in weights.items()},
+        lambda weights: {**weights, "encoder.layers.0.attn.rotary.inv_freq": torch.ones(4)},
+    ],
+)
+def test_other_spellings(write, genes, tmp_path: Path, change) -> None:
+    theirs = write(len(genes), change=change)
+    x = torch.rand(3, len(genes))
+    with torch.no_grad():
+        expected = theirs(x)
+        torch.testing.assert_close(module_of(tmp_path, genes).predict(x, "batch_integration"), expected["x"])
+
+
+def test_a_final_norm_and_no_annotation_head(write, genes, tmp_path: Path) -> None:
+    def change(weights: dict) -> dict:
+        kept = {name: tensor for name, tensor in weights.items() if not name.startswith("annotation_head")}
+        return {**kept, "encoder.norm.weight": torch.full((WIDTH,), 2.0)}
+
+    theirs = write(len(genes), change=change)
+    model, x = module_of(tmp_path, genes), torch.rand(3, len(genes))
+    with torch.no_grad():
+        state = theirs.gene_embedding.norm(theirs.gene_embedding.gene_projection(x))[:, None]
+        for layer in theirs.encoder.layers:
+            state = layer(state)
+        expected = theirs.mu_projection(2.0 * RMSNorm(WIDTH)(state[:, 0]))
+        torch.testing.assert_close(model.encode(x)["mu"], expected)
+    assert model.annotation_head is None
+
+
+def test_the_genes_may_come_in_several_ways(write, genes, tmp_path: Path) -> None:
+    write(len(genes))
+    (tmp_path / "genes.txt").write_text("\n".join(genes) + "\n")
+    (tmp_path / "genes.json").write_text(json.dumps(genes))
+    (tmp_path / "columns.json").write_text(json.dumps({gene: i for i, gene in reversed(list(enumerate(genes)))}))
+    for vocab in (tuple(genes), tmp_path / "genes.txt", str(tmp_path / "genes.json"), tmp_path / "columns.json"):
+        assert list(read_checkpoint(tmp_path, vocab=vocab).vocab.genes) == genes
+    assert "scdiva" in list_families()
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "model_type": "bert"}))
+    assert read_checkpoint(tmp_path / "model.safetensors", "scdiva", vocab=genes).family == "scdiva"
+
+
+def test_an_ordinary_model(write, genes, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+    write(len(genes))
+    Encoder.setup_anndata(tiny_adata, labels_key="group")
+    model = Encoder.from_checkpoint(tmp_path, vocab=genes, adata=tiny_adata)
+    before = model.get_latent_representation()
+    assert before.shape == (60, LATENT)
+    model.save(tmp_path / "saved")
+    again = Encoder.load(tmp_path / "saved", tiny_adata)
+    np.testing.assert_array_equal(again.get_latent_representation(), before)
+
+
+def without(name: str) -> Callable[[dict], dict]:
+    return lambda weights: {key: tensor for key, tensor in weights.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        (without("mu_projection.bias"), {}, "lacks 'mu_projection.bias'.*would be random"),
+        (without("encoder.layers.1.attn.k_proj.weight"), {}, "lacks 'encoder.layers.1.attn.k_proj.weight'"),
+        (without("gene_embedding.norm.weight"), {}, "would be random"),
+        (lambda weights: {**weights, "extra.weight": torch.ones(2)}, {}, "does not know: 'extra.weight'"),
+        (dict, {"num_hidden_layers": 3}, "would be random"),
+        (dict, {"num_hidden_layers": 1}, "which a model of its config does not have"),
+        (dict, {"hidden_size": 8}, "in the shape"),
+        (dict, {"num_attention_heads": None}, "lacks 'num_attention_heads'"),
+        (dict, {"num_cell_types": None}, "lacks 'num_cell_types'"),
+        (dict, {"latent_dim": "5"}, "latent_dim='5', which is no number"),
+        (dict, {"num_genes": 84}, "says 84 genes but vocab has 85"),
+        (renamed((".gate_proj", ".linear")), {}, "feed-forward layers without a gate"),
+        (lambda weights: {**weights, "encoder.layers.0.norm1.bias": torch.ones(WIDTH)}, {}, "a norm with a shift"),
+        (
+            lambda weights: {**weights, "encoder.layers.0.input_layernorm.weight": torch.ones(WIDTH)},
+            {},
+            "two weights for 'encoder.layers.0.norm_attention.weight'",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(write, genes, tmp_path: Path, change, config, message) -> None:
+    write(len(genes), change=change, config=config)
+    with pytest.raises(ModelFileError, match=message):
+        Encoder.from_checkpoint(tmp_path, "scdiva", vocab=genes)
+
+
+def test_missing_files_and_genes(write, genes, tmp_path: Path) -> None:
+    write(len(genes))
+    for vocab, message in ((None, "vocab=None but no file"), (5, "holds no names"), ({"A": 1}, "from 0 without a gap")):
+        with pytest.raises(OptionError, match=message):
+            read_checkpoint(tmp_path, "scdiva", vocab=vocab)
+    with pytest.raises(MissingFileError, match=r"genes.txt' does not exist"):
+        read_checkpoint(tmp_path, "scdiva", vocab=tmp_path / "genes.txt")
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ModelFileError, match="is no safetensors file"):
+        read_checkpoint(tmp_path, "scdiva", vocab=genes)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(MissingFileError, match="has no weights"):
+        read_checkpoint(tmp_path, "scdiva", vocab=genes)
+    write(len(genes))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(MissingFileError, match=r"config.json' does not exist"):
+        read_checkpoint(tmp_path, "scdiva", vocab=genes)
