@@ -90,11 +90,12 @@ def test_autocast_changes_no_number():
 
 def test_sees_norms_and_no_collapse():
     torch.manual_seed(0)
-    states = torch.randn(64, 32)
     per_token, over_samples = SIGReg(SIGRegConfig(coefficient=1.0)), OverSamples(256)
-    collapsed = states[:1].expand(64, -1) * (32**0.5 / states[0].norm())
-    assert per_token(collapsed) < per_token(states)
-    assert over_samples(collapsed) > 20 * over_samples(states)
+    states = torch.nn.functional.layer_norm(torch.randn(300, 32), (32,))
+    # States that are all equal score as one of them does, and that on average as states that differ.
+    collapsed = torch.stack([per_token(state.expand(4, -1)) for state in states]).mean()
+    assert float(collapsed / per_token(states)) == pytest.approx(1, abs=0.25)
+    assert over_samples(states[:1].expand(300, -1)) > 100 * over_samples(states)
     assert per_token(2 * states) > 10 * per_token(states)
 
 
