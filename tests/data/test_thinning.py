@@ -127,3 +127,14 @@ def test_rates_are_drawn_for_each_cell():
     block = CellBlock.from_csr(sparse.csr_matrix(np.full((2000, 1), 50_000.0)))
     view = thin(block, **PLAIN | {"keep": (0.3, 1.0)})
     assert stats.kstest((view.counts / 50_000 - 0.3) / 0.7, "uniform").pvalue > 1e-3
+
+
+def test_shares_whose_logarithm_is_drawn_evenly(source):
+    options = PLAIN | {"keep": (0.1, 1.0), "log_uniform": True}
+    blocks = [thin(source.block(np.arange(200)), **options | {"view": view}) for view in range(4)]
+    shares = np.log10(np.concatenate([block.totals / source.totals for block in blocks])) + 1
+    assert stats.kstest(shares, "uniform").pvalue > 1e-3
+    even = thin(source.block(np.arange(200)), **options | {"log_uniform": False})
+    assert np.mean(even.totals / source.totals) > 0.5  # against 0.39
+    fixed = thin(source.block(np.arange(20)), **PLAIN | {"log_uniform": True})
+    assert cell(fixed, 3) == cell(thin(source.block(np.arange(20)), **PLAIN), 3)

@@ -36,7 +36,7 @@ def _binomial(n, p, key, position):
 
 
 @numba.njit(cache=True)
-def _thin(indptr, genes, counts, totals, keys, keep_low, keep_high, drop_low, drop_high):
+def _thin(indptr, genes, counts, totals, keys, keep_low, keep_high, drop_low, drop_high, log_uniform):
     n_cells = len(indptr) - 1
     out_indptr = np.zeros(n_cells + 1, dtype=np.int64)
     out_genes = np.empty(len(genes), dtype=np.int32)
@@ -45,7 +45,8 @@ def _thin(indptr, genes, counts, totals, keys, keep_low, keep_high, drop_low, dr
     size = 0
     for cell in range(n_cells):
         key = keys[cell]
-        keep = keep_low + (keep_high - keep_low) * uniform(key, np.uint64(0))
+        draw = uniform(key, np.uint64(0))
+        keep = keep_low * (keep_high / keep_low) ** draw if log_uniform else keep_low + (keep_high - keep_low) * draw
         drop = drop_low + (drop_high - drop_low) * uniform(key, np.uint64(1))
         position = np.uint64(2)
         before, after = 0.0, 0.0
@@ -75,6 +76,7 @@ def thin(
     seed: int,
     epoch: int,
     view: int,
+    log_uniform: bool = False,
 ) -> CellBlock:
     """Return one random view of each cell.
 
@@ -83,12 +85,15 @@ def thin(
     block
         Cells with whole-numbered counts.
     keep
-        Range from which the share of counts to keep is drawn, one for each cell.
+        Range from which the share of counts to keep is drawn, one for each cell; above zero if `log_uniform`.
     gene_dropout
         Range from which the rate of hidden genes is drawn, one for each cell. A hidden gene is not in the view, but
         its counts stay in the library size.
     seed, epoch, view
         What the random numbers depend on, besides the cell.
+    log_uniform
+        Draw the logarithm of the share evenly, rather than the share: as many cells are seen at a tenth to a third of
+        their depth as at a third to all of it.
 
     Returns
     -------
@@ -96,7 +101,8 @@ def thin(
     """
     keys = cell_keys(block.rows, seed=seed, epoch=epoch, stream=view + 1)
     indptr, genes, counts, totals = _thin(
-        block.indptr, block.genes, block.counts, block.totals, keys, *map(float, keep), *map(float, gene_dropout)
-    )
+        block.indptr, block.genes, block.counts, block.totals, keys, *map(float, keep), *map(float, gene_dropout),
+        log_uniform,
+    )  # fmt: skip
     # Each view is a draw of its own for a tokenizer that samples.
     return replace(block, indptr=indptr, genes=genes, counts=counts, totals=totals, draw=(block.draw << 16) + view)

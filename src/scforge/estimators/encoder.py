@@ -313,7 +313,10 @@ class Encoder(
             if self._data is not None:
                 return self._data.cells.column(key)
             if self.adata is None:
-                raise OptionError(f"condition_key={key!r} needs adata, or conditions=[...] with its classes.")
+                raise OptionError(
+                    f"the objective learns from the column {key!r} of obs, so it needs adata; pass it, or name the "
+                    "classes among the options of the objective."
+                )
             return column_of(self.adata.obs, key)
 
         return objective, options | get_objective(objective, **options).options_from(column)

@@ -377,6 +377,11 @@ class ScDiVaBody(nn.Module):
             smoothed = token_counts.double() + 1.0
             self.token_prior.copy_((smoothed / smoothed.sum()).log())
 
+    @torch.no_grad()
+    def init_expression_prior(self, mean: torch.Tensor) -> None:
+        """Start the expression that the latent is decoded to at the mean of each gene, (G,)."""
+        self.batch_integration_head.decoder.bias.copy_(mean)
+
     def init_value_prior(self, mean: float) -> None:
         """Start the prediction of hidden values from the mean of those to predict."""
         if self.value_head is not None:

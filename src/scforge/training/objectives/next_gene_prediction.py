@@ -22,6 +22,7 @@ from scforge.data.random import cell_keys, uniform
 from scforge.errors import DataError, OptionError, TrainingError, listing
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import TokenBatch
+from scforge.training.objectives._classes import check_classes, check_key, classes_found, classes_of, numbers_of
 from scforge.training.objectives.base import Objective, TrainingDefaults
 from scforge.training.objectives.masked_gene_prediction import token_counts
 from scforge.training.objectives.registry import register_objective
@@ -83,13 +84,9 @@ class NextGenePrediction(Objective):
     ) -> None:
         if order not in ("rank", "random"):
             raise OptionError(f"order={order!r} is not known; choose 'rank' or 'random'.")
-        if condition_key is not None and not (isinstance(condition_key, str) and condition_key):
-            raise OptionError(f"condition_key={condition_key!r} is not the name of a column of obs.")
-        if conditions is not None:
-            conditions = _checked_conditions(conditions, condition_key)
         self.order = order
-        self.condition_key = condition_key
-        self.conditions = conditions
+        self.condition_key = check_key("condition_key", condition_key)
+        self.conditions = check_classes("conditions", conditions, "condition_key", condition_key)
         self.condition_dropout = check_share("condition_dropout", condition_dropout)
         self.token_prior = check_bool("token_prior", token_prior)
         self._codes: np.ndarray | None = None
@@ -120,13 +117,7 @@ class NextGenePrediction(Objective):
         """Return the classes of the cells that a model is made with, unless they are known already."""
         if self.condition_key is None or self.conditions is not None:
             return {}
-        classes = self._classes(column).dropna()
-        if classes.dtype.kind == "f":
-            raise OptionError(f"condition_key={self.condition_key!r} holds numbers, not classes; make them categories.")
-        classes = classes.astype(str).unique()
-        if not len(classes):
-            raise OptionError(f"condition_key={self.condition_key!r} has no value for any cell; choose another column.")
-        return {"conditions": sorted(map(str, classes))}
+        return {"conditions": classes_found("condition_key", self.condition_key, column)}
 
     def model_options(self) -> dict[str, Any]:
         """Return the number of classes, as an option of the architecture."""
@@ -136,7 +127,7 @@ class NextGenePrediction(Objective):
         """Look up the class of each cell."""
         self._codes = None
         if self.condition_key is not None:
-            self._codes = self.codes_of(self._classes(cells.column))
+            self._codes = self.codes_of(classes_of("condition_key", self.condition_key, cells.column))
             if not self._codes.any():
                 raise DataError(
                     f"condition_key={self.condition_key!r}: no cell has one of the classes that the model knows "
@@ -145,23 +136,11 @@ class NextGenePrediction(Objective):
             if unknown := int((self._codes == 0).sum()):
                 logger.info("%d of %d cells have no class in %r.", unknown, len(self._codes), self.condition_key)
 
-    def _classes(self, column: Callable[[str], pd.Series]) -> pd.Series:
-        """Return the column `condition_key`, or raise an error that says whose name is wrong."""
-        key = cast(str, self.condition_key)
-        try:
-            return column(key)
-        except DataError as error:
-            raise DataError(f"condition_key={key!r}: {error}") from error
-
     def codes_of(self, classes: pd.Series) -> np.ndarray:
         """Return the number of each class, 0 where it is missing or unknown, int64, shape (N,)."""
         if self.conditions is None:
             raise TrainingError("conditions are not known yet; give conditions=[...], or make the model with cells.")
-        number = {name: i + 1 for i, name in enumerate(self.conditions)}
-        categories = classes.astype("category").cat
-        # The code of a missing value is -1, which finds the 0 at the end.
-        lookup = np.array([*(number.get(str(name), 0) for name in categories.categories), 0], dtype=np.int64)
-        return lookup[np.asarray(categories.codes)]
+        return numbers_of(classes, self.conditions) + 1
 
     def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Start the gene head at the token frequencies, and tell the module what the bins stand for."""
@@ -249,17 +228,6 @@ def bin_means(cells: CellSource, tokenizer: Tokenizer, n_bins: int | None = None
     counts[0], sums[0] = 1, 0
     seen = np.flatnonzero(counts)
     return np.interp(np.arange(n_bins), seen, sums[seen] / counts[seen]).astype(np.float32)
-
-
-def _checked_conditions(conditions: Any, condition_key: str | None) -> list[str]:
-    listed = isinstance(conditions, Sequence) and not isinstance(conditions, str)
-    if not listed or not conditions or not all(isinstance(name, str) for name in conditions):
-        raise OptionError(f"conditions={conditions!r} is not a list of the names of classes.")
-    if len(set(conditions)) < len(conditions):
-        raise OptionError(f"conditions={list(conditions)!r} names a class twice; name each once.")
-    if condition_key is None:
-        raise OptionError(f"conditions={list(conditions)!r} needs condition_key, the column of obs with the classes.")
-    return list(conditions)
 
 
 @numba.njit(cache=True, nogil=True)

@@ -20,6 +20,7 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
         "masked_gene_prediction": "scforge.training.objectives.masked_gene_prediction",
         "masked_value_prediction": "scforge.training.objectives.masked_value_prediction",
         "next_gene_prediction": "scforge.training.objectives.next_gene_prediction",
+        "variational": "scforge.training.objectives.variational",
     },
 )
 
@@ -35,7 +36,7 @@ def list_objectives() -> list[str]:
     Examples
     --------
     >>> list_objectives()
-    ['joint_embedding', 'masked_gene_prediction', 'masked_value_prediction', 'next_gene_prediction']
+    ['joint_embedding', 'masked_gene_prediction', 'masked_value_prediction', 'next_gene_prediction', 'variational']
     """
     return OBJECTIVES.names()
 

@@ -1,0 +1,304 @@
+"""Variational: expression from a latent distribution, and the class of the cell, as ScDiVa is trained.
+
+Shapes: B cells, S tokens, G genes of the vocabulary, L latent dimensions, T classes, E expressed genes of a cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+
+from scforge._checks import check_count, check_positive
+from scforge.data.cells import CellBlock, Cells, CellSource
+from scforge.data.thinning import thin
+from scforge.errors import DataError, OptionError, TrainingError, listing
+from scforge.models.scdiva_parts import classification_loss, kl_divergence, reconstruction_loss
+from scforge.tokenizers._expression import log1p_cp10k
+from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.batch import RaggedTokens, pad
+from scforge.training.objectives._classes import check_classes, check_key, classes_found, classes_of, numbers_of
+from scforge.training.objectives.base import Objective, TrainingDefaults, name_of
+from scforge.training.objectives.registry import register_objective
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Variational", "check_thinning", "dense_profiles", "start_at_means", "whole_profiles"]
+
+_ACTIVE = 0.01
+"""Least variance over cells of the mean of a latent dimension that is in use (Burda et al. 2016)."""
+
+
+@register_objective("variational")
+class Variational(Objective):
+    """Mean squared error of the expression of all genes, cross entropy of the class, and divergence of the latent.
+
+    For architectures with a latent distribution, such as ``scdiva``. With x the log1p CP10K values of all genes of the
+    vocabulary, mu and v the mean and the variance of the latent of L dimensions, and z a draw of it::
+
+        reconstruction = mean over cells and genes of (decode(z) - x)^2
+        classification = mean over cells with a class of the cross entropy of classify(z)
+        kl = mean over cells of -1/2 sum over dimensions of (1 + log v - mu^2 - v)
+        loss = reconstruction_weight * reconstruction + classification_weight * classification + beta * kl
+
+    The reconstruction is a mean over genes and the divergence a sum over dimensions, so `beta` is small: for G genes
+    whose values vary by s^2 around the prediction, the bound on the likelihood has ``beta = 2 s^2 / G``. A larger one
+    makes latent dimensions collapse, that is, tell nothing of the cell; ``active_units`` in the history counts those
+    that did not (of which the variance of mu over cells is above 0.01).
+
+    Parameters
+    ----------
+    beta
+        Weight of the divergence.
+    free_bits
+        Nats that each dimension may diverge for nothing, so that it need not collapse.
+    kl_warmup
+        Epochs over which `beta` rises to its value; 0 for none. Validation has the whole of it in every epoch.
+    reconstruction_weight, classification_weight
+        Weights of the two tasks.
+    labels_key
+        Column of obs with the class of each cell, e.g. its type; None for no classification. Cells without one count
+        for the reconstruction alone.
+    labels
+        The classes, in the order of their numbers; None takes those of the cells that the model is made with. Cells of
+        others count as cells without a class.
+    batch_key
+        Column of obs with the batch of each cell, which the decoder is told, so that the latent need not hold it.
+    batches
+        The batches, in the order of their numbers; None takes those of the cells that the model is made with.
+    thinning
+        Range of the share of counts that the model sees of each cell, drawn anew in each epoch, its logarithm evenly;
+        what it is to predict is the whole cell. None shows all counts.
+    """
+
+    defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=30)
+
+    def __init__(
+        self,
+        *,
+        beta: float = 1e-3,
+        free_bits: float = 0.0,
+        kl_warmup: int = 5,
+        reconstruction_weight: float = 1.0,
+        classification_weight: float = 1.0,
+        labels_key: str | None = None,
+        labels: Sequence[str] | None = None,
+        batch_key: str | None = None,
+        batches: Sequence[str] | None = None,
+        thinning: Sequence[float] | None = None,
+    ) -> None:
+        weights = {
+            "beta": beta,
+            "free_bits": free_bits,
+            "reconstruction_weight": reconstruction_weight,
+            "classification_weight": classification_weight,
+        }
+        for name, value in weights.items():
+            check_positive(name, value, or_zero=True)
+        self.beta = float(beta)
+        self.free_bits = float(free_bits)
+        check_count("kl_warmup", kl_warmup, "epochs", least=0)
+        self.kl_warmup = int(kl_warmup)
+        self.reconstruction_weight = float(reconstruction_weight)
+        self.classification_weight = float(classification_weight)
+        self.labels_key = check_key("labels_key", labels_key)
+        self.labels = check_classes("labels", labels, "labels_key", labels_key)
+        self.batch_key = check_key("batch_key", batch_key)
+        self.batches = check_classes("batches", batches, "batch_key", batch_key)
+        self.thinning = check_thinning(thinning)
+        if not self.reconstruction_weight and (self.labels_key is None or not self.classification_weight):
+            raise OptionError(
+                "reconstruction_weight=0 leaves nothing to learn without labels; give labels_key and a "
+                "classification_weight, or a reconstruction_weight."
+            )
+        self._labels: np.ndarray | None = None
+        self._batches: np.ndarray | None = None
+
+    def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
+        """Raise unless the architecture has a latent distribution and heads behind it."""
+        check_latent("variational", architecture)
+
+    def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
+        """Return the classes and batches of the cells that a model is made with, unless they are known already."""
+        found = {}
+        if self.labels_key is not None and self.labels is None:
+            found["labels"] = classes_found("labels_key", self.labels_key, column)
+        if self.batch_key is not None and self.batches is None:
+            found["batches"] = classes_found("batch_key", self.batch_key, column)
+        return found
+
+    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+        """Start the decoder at the mean expression of each gene."""
+        start_at_means(module, cells)
+
+    def model_options(self) -> dict[str, Any]:
+        """Return the numbers of classes and batches, as options of the architecture."""
+        options = {"num_cell_types": self.labels, "n_batches": self.batches}
+        return {name: len(classes) for name, classes in options.items() if classes is not None}
+
+    def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
+        """Look up the class and the batch of each cell."""
+        self._labels = self._batches = None
+        if self.labels_key is not None:
+            self._labels = self._numbers("labels", cells)
+            if (self._labels[train_rows] < 0).all():
+                raise DataError(
+                    f"labels_key={self.labels_key!r}: no training cell has one of the classes that the model knows "
+                    f"({listing(self.labels or [])}); rename the classes of the data."
+                )
+        if self.batch_key is not None:
+            self._batches = self._numbers("batches", cells)
+            if n_unknown := int((self._batches < 0).sum()):
+                raise DataError(
+                    f"batch_key={self.batch_key!r}: {n_unknown} of {len(self._batches)} cells are of none of the "
+                    f"batches that the model knows ({listing(self.batches or [])}); rename the batches of the data, or "
+                    "make a new model."
+                )
+
+    def _numbers(self, name: str, cells: Cells) -> np.ndarray:
+        """Return the number of the class or batch of each cell, int64, shape (N,)."""
+        argument = {"labels": "labels_key", "batches": "batch_key"}[name]
+        classes = getattr(self, name)
+        if classes is None:
+            raise TrainingError(f"{name} are not known yet; give {name}=[...], or make the model with cells.")
+        return numbers_of(classes_of(argument, getattr(self, argument), cells.column), classes)
+
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+        """Tokenise what is seen of each cell, and add the profile of the whole."""
+        seen = block
+        if self.thinning is not None:
+            seen = thin(
+                block,
+                keep=(self.thinning[0], self.thinning[1]),
+                gene_dropout=(0.0, 0.0),
+                seed=seed,
+                epoch=epoch,
+                view=0,
+                log_uniform=True,
+            )
+        batch = {**cast(dict[str, torch.Tensor], tokenizer(seen)), **whole_profiles(block)}
+        warmed_up = min(1.0, (epoch + 1) / self.kl_warmup) if self.kl_warmup else 1.0
+        batch["kl_share"] = torch.full((len(block),), warmed_up)
+        for name, numbers, key in (("cell_type", self._labels, "labels_key"), ("batch", self._batches, "batch_key")):
+            if getattr(self, key) is None:
+                continue
+            if numbers is None:
+                raise TrainingError(f"{key}: the classes of the cells are not known; call bind of the objective first.")
+            batch[name] = torch.from_numpy(numbers[block.rows])
+        return batch
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss; log its parts, and what active units are counted from."""
+        self.check_architecture(module)
+        of_cells: Any = module
+        tokens = {name: tensor for name, tensor in batch.items() if name not in _OF_THE_OBJECTIVE}
+        found = of_cells.infer(**tokens)
+        latent, mu = found["latent"], found["mu"]
+        total = latent.new_zeros(())
+        figures: dict[str, torch.Tensor] = {}
+        if self.reconstruction_weight:
+            predicted = of_cells.decode(latent, batch.get("batch"))
+            figures["reconstruction"] = reconstruction_loss(predicted, dense_profiles(batch, predicted.shape[1]))
+            total = total + self.reconstruction_weight * figures["reconstruction"]
+        if "cell_type" in batch:
+            labels = batch["cell_type"]
+            logits = of_cells.classify(latent)
+            figures["classification"] = classification_loss(logits, torch.where(labels < 0, -100, labels))
+            total = total + self.classification_weight * figures["classification"]
+            figures["labelled"] = (labels >= 0).float().mean()
+            figures["accuracy"] = (logits.argmax(dim=1) == labels).float().mean()
+        if getattr(module, "variational", True):
+            beta = self.beta * batch["kl_share"].mean() if module.training else self.beta
+            figures["kl"] = kl_divergence(mu, found["logvar"])
+            free = kl_divergence(mu, found["logvar"], self.free_bits) if self.free_bits else figures["kl"]
+            total = total + beta * free
+        figures = {name: figure.detach() for name, figure in figures.items()}
+        return total, figures | mean_moments(mu)
+
+    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return the means, the accuracy over cells with a class, and the number of active units."""
+        means = dict(means)
+        units = active_units(means)
+        if "accuracy" in means:
+            labelled, right = means.pop("labelled"), means.pop("accuracy")
+            if labelled > 0:
+                means["accuracy"] = right / labelled
+        return {**super().summarise(means), **units}
+
+
+_OF_THE_OBJECTIVE = {"profile_genes", "profile_values", "kl_share", "cell_type", "batch"}
+"""Keys of a batch that are no arguments of `infer`."""
+
+
+def check_latent(objective: str, architecture: type[nn.Module] | nn.Module) -> None:
+    """Raise :class:`~scforge.errors.OptionError` unless an architecture has a latent distribution with heads."""
+    if not all(hasattr(architecture, name) for name in ("infer", "decode", "classify")):
+        raise OptionError(
+            f"{objective!r} needs an architecture with a latent distribution, which {name_of(architecture)} has not; "
+            "choose the architecture 'scdiva', or another objective."
+        )
+
+
+def check_thinning(thinning: Any) -> list[float] | None:
+    """Return the range of the share of counts to keep as a list, or None.
+
+    Raises
+    ------
+    OptionError
+        If it is no such range.
+    """
+    if thinning is None:
+        return None
+    numbers = isinstance(thinning, Sequence) and all(
+        isinstance(n, int | float) and not isinstance(n, bool) for n in thinning
+    )
+    if not numbers or len(thinning) != 2 or not 0 < thinning[0] <= thinning[1] <= 1:
+        raise OptionError(
+            f"thinning={thinning!r} is not a range of shares of counts; give (low, high) with 0 < low <= high <= 1, "
+            "e.g. (0.1, 1), or None."
+        )
+    return [float(thinning[0]), float(thinning[1])]
+
+
+def whole_profiles(block: CellBlock) -> dict[str, torch.Tensor]:
+    """Return the log1p CP10K values of all expressed genes of each cell, and which genes they are.
+
+    ``profile_genes``: 1 + index among the genes of the vocabulary, 0 behind the last, int64, shape (B, E);
+    ``profile_values``: float32, shape (B, E). A loader hands on far less than the dense profiles.
+    """
+    padded = pad(RaggedTokens(block.indptr, block.genes + 1, log1p_cp10k(block)))
+    return {"profile_genes": padded["input_ids"], "profile_values": padded["values"]}
+
+
+def dense_profiles(batch: dict[str, torch.Tensor], n_genes: int) -> torch.Tensor:
+    """Return the profiles of :func:`whole_profiles`, float32, shape (B, G)."""
+    genes, values = batch["profile_genes"], batch["profile_values"]
+    # Padding goes into a column of its own.
+    return values.new_zeros((len(genes), n_genes + 1)).scatter(1, genes, values)[:, 1:]
+
+
+def start_at_means(module: nn.Module, cells: CellSource) -> None:
+    """Start the decoder at the mean expression of each gene, where an architecture has ``init_expression_prior``."""
+    if not hasattr(module, "init_expression_prior"):
+        return
+    sums = np.zeros(cells.counts.shape[1])
+    for start in range(0, len(cells), 4096):
+        block = cells.block(np.arange(start, min(start + 4096, len(cells))))
+        sums += np.bincount(block.genes, weights=log1p_cp10k(block), minlength=len(sums))
+    cast(Any, module).init_expression_prior(torch.from_numpy(sums / len(cells)).float())
+
+
+def mean_moments(mu: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the means over cells of the latent and of its square, each of shape (L,)."""
+    mu = mu.detach().float()
+    return {"latent_mean": mu.mean(dim=0), "latent_square": mu.square().mean(dim=0)}
+
+
+def active_units(means: dict[str, np.ndarray]) -> dict[str, float]:
+    """Take the moments of :func:`mean_moments` out of the means of an epoch; return the number of active units."""
+    mean, square = means.pop("latent_mean"), means.pop("latent_square")
+    return {"active_units": float((square - mean**2 > _ACTIVE).sum())}
