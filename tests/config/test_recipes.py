@@ -22,6 +22,7 @@ def test_names() -> None:
         "masked_autoencoder",
         "masked_gene",
         "perturbation",
+        "scdiva",
     ]
     assert [name.removesuffix("_cluster") for name in CLUSTER] == [
         "annotation",

@@ -21,6 +21,7 @@ from scforge.tokenizers import serialisation_weights
 from scforge.training import CellDataModule
 
 SMALL = {"n_top_genes": 40, "hidden_dim": 16, "num_layers": 1, "num_heads": 2, "latent_dim": 4, "max_tokens": 16}
+FAST = {"batch_size": 20, "lr": 1e-2, "validation_size": 0.0}
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_posteriors_that_are_none(trained, make) -> None:
 
 
 def test_labels_without_fine_tuning(trained, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
-    model = trained(supervised=True, train={"max_epochs": 30, "batch_size": 20, "lr": 3e-3})
+    model = trained(supervised=True, train={"max_epochs": 30, **FAST})
     assert model.spec.model_options["num_cell_types"] == 2
     found = model.predict(tiny_adata)
     assert list(found) == ["label", "confidence", "entropy"]
@@ -196,7 +197,7 @@ def test_the_decoder_knows_the_batch(trained, tiny_adata: ad.AnnData, quick: dic
     model = trained(
         objective={"name": "variational", "beta": 0.0},
         n_top_genes=0,
-        train={"max_epochs": 60, "batch_size": 20, "lr": 5e-3},
+        train={"max_epochs": 60, **FAST},
     )
     assert model.spec.objective_options["batches"] == ["one", "two"]
     assert model.spec.model_options["n_batches"] == 2
@@ -228,9 +229,11 @@ def test_expression_that_cannot_be(trained, make) -> None:
             model.get_normalized_expression(**options)
     with pytest.raises(GeneMismatchError, match="genes names 'nothing'"):
         model.get_normalized_expression(gene_list=["nothing"])
-    for objective in ("masked_gene_prediction", {"name": "variational", "reconstruction_weight": 0.0}):
-        with pytest.raises(OptionError, match="the decoder of the model was not trained by the objective"):
-            make(setup={}, objective=objective).get_normalized_expression()
+    with pytest.raises(OptionError, match="decoder of the model was not trained by the objective 'masked_gene_pred"):
+        make(setup={}, objective="masked_gene_prediction").get_normalized_expression()
+    labels = {"name": "variational", "reconstruction_weight": 0.0}
+    with pytest.raises(OptionError, match="the decoder of the model was not trained by the objective 'variational'"):
+        make(supervised=True, objective={**labels, "labels_key": "group"}).get_normalized_expression()
 
 
 # ---- the class

@@ -44,6 +44,9 @@ __all__ = [
 
 Prompt = dict[str, torch.Tensor]
 
+_LEARNS = {"scdiva": "masked_diffusion"}
+"""What an architecture learns to generate cells by, where it is not the next gene."""
+
 
 class GenerationMethods:
     """What a front class adds to :class:`~scforge.estimators.base.CellModel` for making new cells."""
@@ -58,9 +61,10 @@ class GenerationMethods:
         seed: int = 0,
         condition: str | Sequence[str | None] | None = None,
         max_len: int | None = None,
+        n_steps: int | None = None,
         batch_size: int = 256,
     ) -> AnnData:
-        """Draw new cells, with an architecture that generates them (``"autoregressive_transformer"``).
+        """Draw new cells: gene by gene (``"autoregressive_transformer"``), or by unmasking (``"scdiva"``).
 
         Parameters
         ----------
@@ -68,7 +72,7 @@ class GenerationMethods:
             Number of cells; None for those of an AnnData as `prompt`.
         prompt
             What the cells begin with: a list of genes, a mapping of genes to values (log1p CP10K; the nearest bin is
-            taken), or cells to go on with. None for nothing.
+            taken where there are bins), or cells to go on with. None for nothing.
         temperature
             Below 1 the likely becomes likelier.
         top_k
@@ -79,13 +83,16 @@ class GenerationMethods:
         condition
             Class of all cells, or of each, of an objective with ``condition_key``; None for any.
         max_len
-            Most tokens of a cell, CLS and EOS included; None for as many as the model allows.
+            Most tokens of a cell, CLS and EOS included; None for as many as the model allows. By unmasking, as many as
+            each cell gets; None draws numbers as they are in the training cells.
+        n_steps
+            By unmasking, the steps in which all genes of a cell are drawn; None for 16.
         batch_size
             Cells at a time.
 
         Returns
         -------
-        The cells over the genes of the model: ``X`` with the mean log1p CP10K of the bin of each gene (CSR, float32),
+        The cells over the genes of the model: ``X`` with log1p CP10K, of bins their mean (CSR, float32), then also
         ``layers["bins"]``, ``obs["n_genes"]``, the classes in ``obs`` if there is a `condition`, and what they were
         made with in ``uns["scforge"]["generated"]``.
 
@@ -110,6 +117,7 @@ class GenerationMethods:
             top_k=top_k,
             seed=seed,
             max_len=max_len,
+            n_steps=n_steps,
         )
 
 
@@ -125,7 +133,8 @@ def generate_with(
     module, tokenizer, spec = model.backbone, model.tokenizer, model.spec
     if not hasattr(module, "generate"):
         raise OptionError(
-            f"the architecture {spec.architecture!r} generates no cells; choose 'autoregressive_transformer'."
+            f"the architecture {spec.architecture!r} generates no cells; choose 'autoregressive_transformer', or "
+            "'scdiva' with objective='masked_diffusion'."
         )
     check_filled(module)
     check_seed(options["seed"])
@@ -143,14 +152,17 @@ def generate_with(
     if not objective.generates:
         raise OptionError(
             f"the model was made for the objective {spec.objective!r}, which does not learn to generate cells; "
-            "make one for 'next_gene_prediction'."
+            f"make one for {_LEARNS.get(spec.architecture, 'next_gene_prediction')!r}."
         )
-    if not tokenizer.append_eos and options.get("max_len") is None:
+    unmasks = _unmasks(objective)
+    if options["n_steps"] is not None and not unmasks:
+        raise OptionError(f"n_steps={options['n_steps']!r} is for models of 'masked_diffusion'; leave it out.")
+    if not unmasks and not tokenizer.append_eos and options.get("max_len") is None:
         raise OptionError(
             "max_len=None but cells of this model have no end (append_eos=False of the tokenizer); say how many tokens "
             "to generate."
         )
-    if prompt is None and not tokenizer.append_cls:
+    if not unmasks and prompt is None and not tokenizer.append_cls:
         raise OptionError(
             "prompt=None but the cells of the model have no CLS token to begin with (append_cls=False of the "
             f"tokenizer); name a first gene with its value, such as prompt={{{tokenizer.vocab.genes[0]!r}: 1.0}}."
@@ -159,13 +171,14 @@ def generate_with(
     n = len(cells) if cells is not None else int(n_cells or 0)
     if cells is not None:
         tokens = prompt_of_cells(cells, tokenizer, objective, options["seed"])
-        if not bool(tokens["attention_mask"].any(dim=1).all()):
+        if not unmasks and not bool(tokens["attention_mask"].any(dim=1).all()):
             row = int(tokens["attention_mask"].any(dim=1).logical_not().nonzero()[0])
             raise DataError(f"prompt has no counts in cell {row}, and the model no CLS token to begin with; remove it.")
     elif prompt is not None:
-        tokens = prompt_of_genes(prompt, n, tokenizer, objective, module.bin_values.cpu().numpy(), options["seed"])
+        bin_values = None if unmasks else module.bin_values.cpu().numpy()
+        tokens = prompt_of_genes(prompt, n, tokenizer, objective, bin_values, options["seed"])
     classes = class_numbers(condition, getattr(objective, "conditions", None), n)
-    adata = generate_adata(module, tokenizer, n, prompt=tokens, condition=classes, **options)
+    adata = generate_adata(module, tokenizer, n, prompt=tokens, condition=classes, unmasks=unmasks, **options)
     if isinstance(prompt, AnnData):
         adata.obs_names = prompt.obs_names
     if classes is not None:
@@ -185,9 +198,11 @@ def generate_adata(
     prompt: Prompt | None,
     condition: np.ndarray | None,
     batch_size: int,
+    unmasks: bool = False,
+    n_steps: int | None = None,
     **options: Any,
 ) -> AnnData:
-    """Generate cells, some at a time, and return them as AnnData: ``X`` with values, ``layers["bins"]``.
+    """Generate cells, some at a time, and return them as AnnData: ``X`` with values, and ``layers["bins"]`` of bins.
 
     Parameters
     ----------
@@ -204,21 +219,27 @@ def generate_adata(
         Number of the class of each cell, int64, shape (B,).
     batch_size
         Cells at a time.
+    unmasks
+        Whether the architecture unmasks cells, in `n_steps` steps; else it makes them token by token.
     **options
         ``temperature``, ``top_k``, ``max_len`` and ``seed`` of ``generate``.
     """
     check_count("batch_size", batch_size, "cells")
     vocab, parts = tokenizer.vocab, []
+    if unmasks:
+        options |= {"n_tokens": options.pop("max_len"), "mask_id": vocab.mask_id}
+        options |= {} if n_steps is None else {"n_steps": n_steps}
+    else:
+        options |= {"eos_id": vocab.eos_id if tokenizer.append_eos else None, "n_special": vocab.n_special}
     for start in range(0, n_cells, batch_size):
         some = slice(start, min(start + batch_size, n_cells))
+        classes = {} if condition is None else {"condition": torch.from_numpy(condition[some])}
         cells = module.generate(
             some.stop - some.start,
             None if prompt is None else {name: tensor[some] for name, tensor in prompt.items()},
-            condition=None if condition is None else torch.from_numpy(condition[some]),
-            eos_id=vocab.eos_id if tokenizer.append_eos else None,
             first_id=vocab.cls_id if tokenizer.append_cls else None,
-            n_special=vocab.n_special,
             first_cell=start,
+            **classes,
             **options,
         )
         parts.append(_matrices(cells, vocab))
@@ -227,7 +248,7 @@ def generate_adata(
     if vocab.symbols is not None:
         var["symbol"] = list(vocab.symbols)
     obs = pd.DataFrame({"n_genes": np.diff(values.indptr)}, index=[f"generated_{i}" for i in range(n_cells)])
-    return AnnData(X=values, obs=obs, var=var, layers={"bins": bins})
+    return AnnData(X=values, obs=obs, var=var, layers=None if unmasks else {"bins": bins})
 
 
 def _matrices(cells: GeneratedCells, vocab: GeneVocab) -> tuple[sparse.csr_matrix, sparse.csr_matrix]:
@@ -247,13 +268,13 @@ def prompt_of_genes(
     n_cells: int,
     tokenizer: Tokenizer,
     objective: Objective,
-    bin_values: np.ndarray,
+    bin_values: np.ndarray | None,
     seed: int,
 ) -> Prompt:
     """Return a prompt of named genes for each of `n_cells` cells.
 
-    A list keeps its order, and its bins are drawn. A mapping gives values, each of which becomes the bin that stands
-    for the nearest, and its genes come in the order of the objective.
+    A list keeps its order, and its values are drawn. A mapping gives values, each of which becomes the bin that stands
+    for the nearest (without `bin_values` it stays), and its genes come in the order of the objective.
     """
     # A set has no order that stays, and of a Series either names or values could be meant.
     listed = isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) and not isinstance(genes, (str, bytes))
@@ -263,7 +284,7 @@ def prompt_of_genes(
         raise OptionError(
             f"prompt={_shown(genes)} is neither a list of genes, nor a mapping of genes to values, nor AnnData{hint}."
         )
-    if not isinstance(genes, Mapping) and not tokenizer.append_cls:
+    if bin_values is not None and not isinstance(genes, Mapping) and not tokenizer.append_cls:
         raise OptionError(
             f"prompt={_shown(genes)} gives no values, but the model has no CLS token (append_cls=False of the "
             f"tokenizer) to draw the first from; give them, such as prompt={{{names[0]!r}: 1.0}}."
@@ -289,8 +310,9 @@ def prompt_of_genes(
         for name, value in genes.items():
             check_positive(f"prompt[{name!r}]", value)
         wanted = np.array([float(value) for value in genes.values()])
-        bins = 1 + np.abs(bin_values[None, 1:] - wanted[:, None]).argmin(axis=1)
-        batch["values"] = torch.from_numpy(bins.astype(np.float32)).expand(n_cells, -1)
+        if bin_values is not None:
+            wanted = 1 + np.abs(bin_values[None, 1:] - wanted[:, None]).argmin(axis=1)
+        batch["values"] = torch.from_numpy(wanted.astype(np.float32)).expand(n_cells, -1)
         rows = np.arange(n_cells)
         batch = dict(objective.arrange(batch, tokenizer, rows, epoch=0, seed=seed))  # type: ignore[arg-type]
     return batch
@@ -342,6 +364,10 @@ def class_numbers(
                 f"(known: {listing(conditions)})"
             )
     return np.array([number[name] for name in names], dtype=np.int64)
+
+
+def _unmasks(objective: Objective) -> bool:
+    return bool(getattr(objective, "denoises_values", False))
 
 
 def _is_missing(name: Any) -> bool:

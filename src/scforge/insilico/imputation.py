@@ -224,7 +224,7 @@ def _values_of_tokens(module: nn.Module, batch: _Batch) -> torch.Tensor:
     """Return the value that the module predicts of each token, (B, W); of bins the expected one."""
     head = getattr(module, "expression_head", None)
     if "masked_values" in batch:
-        raw = module(**batch, return_logits=False).expression
+        raw = cast(Any, module).predict_values(**batch)
     elif head is not None:
         # Its forward would compute the logits of all genes beside them.
         raw = head(module(**batch, return_logits=False, output_hidden_states=True).hidden_states[-1])
