@@ -1,4 +1,4 @@
-"""ScDiVa: sizes, the mode vector against a reference of its own, tokens, losses, what is hidden."""
+"""ScDiVa: sizes, options, and the mode vector against a reference of its own."""
 
 from __future__ import annotations
 
@@ -11,45 +11,12 @@ from torch.nn import functional as F
 
 from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
-from scforge.models import ModelOutput, ScDiVaConfig, ScDiVaModel, get_model
-from scforge.models.scdiva_parts import (
-    classification_loss,
-    kl_divergence,
-    mean_over_cells,
-    reconstruction_loss,
-    total_loss,
-)
-from scforge.testing import check_model
+from scforge.models import ScDiVaConfig, ScDiVaModel, get_model
 
 SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4, "latent_dim": 6}
 GATED = {"norm": "rms", "activation": "swiglu", "bias": False}
 VOCAB, GENES = 60, 56
 MASK = 2
-
-
-def made(**options) -> ScDiVaModel:
-    torch.manual_seed(0)
-    model = ScDiVaModel(VOCAB, **{**SIZES, "dropout": 0.0, **options})
-    with torch.no_grad():  # some weights start at zero
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    return model.eval()
-
-
-@pytest.fixture
-def profiles() -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1)
-    x = torch.rand(5, GENES, generator=generator) * 5
-    return x * (torch.rand(5, GENES, generator=generator) < 0.4)
-
-
-def tokens_of(x: torch.Tensor) -> dict[str, torch.Tensor]:
-    """All expressed genes from high to low, ties by gene."""
-    order = x.sort(dim=1, descending=True, stable=True).indices
-    values = x.gather(1, order)
-    width = int((x > 0).sum(dim=1).max())
-    mask = (values > 0)[:, :width]
-    return {"input_ids": (order + 4)[:, :width] * mask, "attention_mask": mask, "values": values[:, :width] * mask}
 
 
 # Sizes
@@ -178,8 +145,8 @@ class Reference(nn.Module):
             ours.load_state_dict(theirs.state_dict())
 
 
-def test_the_mode_vector_is_the_reference(profiles):
-    model = made(mode="vector", num_cell_types=3)
+def test_the_mode_vector_is_the_reference(tokens_of, made, profiles):
+    model = made(0.2, mode="vector", num_cell_types=3)
     reference = Reference(GENES, 16, 2, 4, 6, 3)
     reference.copy_from(model)
     with torch.no_grad():
@@ -199,7 +166,7 @@ def test_the_mode_vector_is_the_reference(profiles):
     torch.testing.assert_close(model.encode(**batch), expected["mu"], atol=1e-6, rtol=1e-5)
 
 
-def test_no_tokens_are_the_mode_vector(profiles):
+def test_no_tokens_are_the_mode_vector(made, profiles):
     one, two = made(mode="vector"), made(max_tokens=0)
     assert one.state_dict().keys() == two.state_dict().keys()
     assert torch.equal(one.encode(profiles)["mu"], two.encode(profiles)["mu"])
@@ -212,7 +179,7 @@ def largest_gradients(model: ScDiVaModel, x: torch.Tensor) -> list[float]:
     return [max(float(layer[part].abs().max()) for layer in weights) for part in range(3)]
 
 
-def test_queries_learn_in_the_mode_tokens_alone(profiles):
+def test_queries_learn_in_the_mode_tokens_alone(made, profiles):
     query, key, value = largest_gradients(made(), profiles)
     assert query > 1e-3 * value
     assert key > 1e-3 * value
@@ -220,335 +187,6 @@ def test_queries_learn_in_the_mode_tokens_alone(profiles):
     assert value > 0
     assert query < 1e-5 * value
     assert key < 1e-5 * value
-
-
-# Tokens
-
-
-CASES = [
-    {},
-    {"mode": "vector"},
-    {"denoising": True, "norm_style": "pre", "unpad": True, "n_batches": 3},
-    {"denoising": True, "position_embedding": "rotary", "max_tokens": 5},
-    {"denoising": True, "mode": "vector", "norm_style": "pre", "final_norm": False, **GATED},
-    {"variational": False, "gradient_checkpointing": True},
-]
-
-
-@pytest.mark.parametrize("options", CASES, ids=str)
-def test_keeps_the_rules(options):
-    check_model("scdiva", **SIZES, **options)
-
-
-@pytest.mark.parametrize("options", [{}, {"position_embedding": "rotary"}, {"max_tokens": 7}], ids=str)
-def test_profiles_and_tokens_are_the_same_cells(profiles, options):
-    model = made(**options)
-    expected = model.encode(profiles)["mu"]
-    torch.testing.assert_close(model.encode(**tokens_of(profiles)), expected, atol=1e-6, rtol=1e-5)
-    # Tokens beyond the last one count in LAT alone.
-    if "max_tokens" in options:
-        assert not torch.allclose(made().encode(profiles)["mu"], expected, atol=1e-4)
-        fewer = {name: tensor[:, :7] for name, tensor in tokens_of(profiles).items()}
-        assert not torch.allclose(model.encode(**fewer), expected, atol=1e-4)
-
-
-def test_weights_of_genes_put_profiles_in_order(profiles):
-    model = made(max_tokens=3)
-    weights = torch.zeros(GENES)
-    weights[10:20] = 1.0
-    plain = model.serialise(profiles).ids
-    model.init_gene_weights(weights)
-    ids = model.serialise(profiles).ids
-    n_known = (profiles[:, 10:20] > 0).sum(dim=1).clamp(max=3)
-    assert [int(((row >= 14) & (row < 24)).sum()) for row in ids] == n_known.tolist()
-    assert not torch.equal(plain, ids)
-    ties = model.serialise(torch.ones(1, GENES)).ids
-    assert ties.tolist() == [[14, 15, 16]]
-    with pytest.raises(OptionError, match="weights has the shape"):
-        model.init_gene_weights(weights[1:])
-
-
-def test_the_first_token_is_the_vector_of_the_profile(profiles):
-    model = made()
-    batch = tokens_of(profiles)
-    seen = model._seen(batch["input_ids"], batch["attention_mask"], batch["values"])
-    torch.testing.assert_close(model._readout(seen), model.gene_embedding(profiles), atol=1e-6, rtol=1e-5)
-    # A token is its gene after the norm, and its value.
-    vectors = model._embed(seen, None)
-    torch.testing.assert_close(vectors, model._embed(seen, model.token_table()))
-    gene = model.gene_embedding.weight[int(batch["input_ids"][1, 2]) - 4] + model.gene_embedding.bias
-    expected = model.gene_embedding.norm(gene) + model.value_encoder(batch["values"][1:2, 2:3])[0, 0]
-    torch.testing.assert_close(vectors[1, 2], expected)
-
-
-def test_empty_profiles_are_embedded_as_cells_without_tokens(profiles):
-    model = made()
-    empty = profiles.clone()
-    empty[2] = 0.0
-    batch = tokens_of(empty)
-    assert not batch["attention_mask"][2].any()
-    torch.testing.assert_close(model.encode(empty)["mu"], model.encode(**batch), atol=1e-6, rtol=1e-5)
-
-
-def test_states_and_attention_weights_of_tokens(profiles):
-    for options in ({}, {"max_tokens": 5}):
-        model = made(**options)
-        batch = tokens_of(profiles)
-        n_cells, width = batch["input_ids"].shape
-        output = model(**batch, output_hidden_states=True, output_attentions=True)
-        assert [tuple(state.shape) for state in output.hidden_states] == [(n_cells, width, 16)] * 2
-        assert [tuple(part.shape) for part in output.attentions] == [(n_cells, 4, width, width)] * 2
-        share = output.attentions[0].sum(dim=-1)[:, :, 0]
-        assert bool(((share > 0.1) & (share < 1)).all())
-        if options:
-            assert not output.attentions[0][..., 5:].any()
-            assert not output.hidden_states[1][:, 5:].any()
-    with pytest.raises(OptionError, match="needs mode='tokens'"):
-        made(mode="vector")(**batch, output_attentions=True)
-
-
-def test_half_precision_is_about_the_same(profiles):
-    model = made(denoising=True, num_cell_types=2)
-    batch, hidden = hide(tokens_of(profiles))
-    with torch.autocast("cpu", torch.bfloat16):
-        low, dense = model(**hidden), model(profiles, target=profiles)
-    high = model(**hidden)
-    assert low.embeddings.dtype == torch.float32
-    torch.testing.assert_close(low.loss, high.loss, atol=0.05, rtol=0.05)
-    torch.testing.assert_close(dense.loss, model(profiles, target=profiles).loss, atol=0.05, rtol=0.05)
-
-
-# What is hidden
-
-
-def hide(batch: dict[str, torch.Tensor], seed: int = 0) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Hide identities and values, each of half of the tokens; return the batch as it was, and as a model gets it."""
-    generator = torch.Generator().manual_seed(seed)
-    mask, ids, values = (batch[name] for name in ("attention_mask", "input_ids", "values"))
-    no_gene, no_value = (mask & (torch.rand(mask.shape, generator=generator) < 0.5) for _ in range(2))
-    hidden = {
-        "input_ids": ids.masked_fill(no_gene, MASK),
-        "attention_mask": mask,
-        "values": values.masked_fill(no_value, 0.0),
-        "labels": ids.masked_fill(~no_gene, -100),
-        "value_labels": values,
-        "masked_positions": no_gene,
-        "masked_values": no_value,
-        "loss_weights": 1.0 + torch.arange(len(ids)),
-    }
-    return batch, hidden
-
-
-@pytest.mark.parametrize("options", [{}, {"position_embedding": "rotary"}, {"mode": "vector"}], ids=str)
-def test_hidden_things_are_not_seen(profiles, options):
-    model = made(denoising=True, **options)
-    _, hidden = hide(tokens_of(profiles))
-    no_value = hidden["masked_values"]
-    other = hidden | {
-        "values": hidden["values"].masked_fill(no_value, 7.0),
-        "labels": hidden["labels"].where(hidden["labels"] == -100, 59),
-        "value_labels": hidden["value_labels"] + 1.0,
-    }
-    with torch.no_grad():
-        one, two = model(**hidden), model(**other)
-    for part in ("embeddings", "logits", "expression"):
-        assert torch.equal(getattr(one, part), getattr(two, part)), part
-    # What is not hidden is seen.
-    shown = hidden | {"values": hidden["values"].masked_fill(~no_value & hidden["attention_mask"], 3.0)}
-    assert not torch.allclose(model(**shown).embeddings, one.embeddings, atol=1e-4)
-
-
-def test_only_genes_that_are_seen_whole_count_in_the_readout(profiles):
-    model = made(denoising=True)
-    _, hidden = hide(tokens_of(profiles))
-    whole = hidden["attention_mask"] & ~hidden["masked_positions"] & ~hidden["masked_values"]
-    names = ("input_ids", "attention_mask", "values", "masked_positions", "masked_values")
-    seen = model._seen(*(hidden[name] for name in names))
-    x = torch.zeros(5, GENES).scatter_add(1, (hidden["input_ids"] - 4).clamp(min=0), hidden["values"] * whole)
-    torch.testing.assert_close(model._readout(seen), model.gene_embedding(x), atol=1e-6, rtol=1e-5)
-
-
-def test_the_loss_is_what_is_documented(profiles):
-    model = made(denoising=True)
-    _, hidden = hide(tokens_of(profiles))
-    with torch.no_grad():
-        output, without = model(**hidden), model(**hidden, return_logits=False)
-    no_gene, no_value, weights = (hidden[name] for name in ("masked_positions", "masked_values", "loss_weights"))
-    log_p = output.logits.log_softmax(dim=-1)
-    n_cells = len(weights)
-    identity = sum(
-        weights[cell] * -log_p[cell][no_gene[cell]].gather(1, hidden["labels"][cell][no_gene[cell]][:, None]).mean()
-        for cell in range(n_cells)
-    )
-    assert set(output.losses) == {"identity", "value"}
-    torch.testing.assert_close(output.losses["identity"], identity / n_cells)
-    # Where the gene is seen the value that is returned is the one that is learned.
-    known = no_value & ~no_gene
-    only = hidden | {"masked_values": known, "loss_weights": weights}
-    with torch.no_grad():
-        known_output = model(**only)
-    error = (known_output.expression - hidden["value_labels"]).square()
-    value = sum(weights[cell] * error[cell][known[cell]].mean() for cell in range(n_cells)) / n_cells
-    torch.testing.assert_close(known_output.losses["value"], value)
-    torch.testing.assert_close(output.loss, output.losses["identity"] + output.losses["value"])
-    torch.testing.assert_close(without.loss, output.loss)
-    for part in output.losses:
-        torch.testing.assert_close(without.losses[part], output.losses[part])
-
-
-def test_the_value_of_a_hidden_gene_is_learned_of_that_gene(profiles):
-    model = made(denoising=True)
-    _, hidden = hide(tokens_of(profiles))
-    other = hidden | {"labels": hidden["labels"].where(hidden["labels"] == -100, 59)}
-    with torch.no_grad():
-        assert not torch.allclose(model(**hidden).losses["value"], model(**other).losses["value"])
-
-
-def test_logits_leave_out_what_cannot_be(profiles):
-    model = made()
-    batch, hidden = hide(tokens_of(profiles))
-    with torch.no_grad():
-        logits = model(**hidden).logits
-    for cell in range(len(logits)):
-        seen = hidden["input_ids"][cell][hidden["attention_mask"][cell] & ~hidden["masked_positions"][cell]]
-        for place in hidden["masked_positions"][cell].nonzero()[:, 0].tolist():
-            never = logits[cell, place] == -100.0
-            assert set(never.nonzero()[:, 0].tolist()) == {0, 1, 2, 3, *seen.tolist()}
-    own = logits.gather(2, hidden["input_ids"].unsqueeze(-1)).squeeze(-1)
-    shown = hidden["attention_mask"] & ~hidden["masked_positions"]
-    assert bool((own[shown] > -50).all())
-
-
-def test_losses_in_parts_are_the_same(profiles, monkeypatch):
-    model = made()
-    _, hidden = hide(tokens_of(profiles))
-
-    def gradients() -> list[torch.Tensor]:
-        model.zero_grad()
-        model(**hidden, return_logits=False).loss.backward()
-        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-    expected = gradients()
-    monkeypatch.setattr("scforge.models.scdiva_tokens._NUMBERS", {"cpu": 3 * VOCAB})
-    for one, two in zip(gradients(), expected, strict=True):
-        torch.testing.assert_close(one, two)
-
-
-def test_hidden_tokens_go_before_others(profiles):
-    batch = tokens_of(profiles)
-    hidden = torch.zeros_like(batch["attention_mask"])
-    hidden[:, -3:] = batch["attention_mask"][:, -3:]
-    ids = batch["input_ids"].masked_fill(hidden, MASK)
-    model = made(max_tokens=6)
-    seen = model._seen(ids, batch["attention_mask"], batch["values"], hidden)
-    states = model.states(seen)
-    assert bool(states.attended[hidden].all())
-    n_tokens = batch["attention_mask"].sum(dim=1).clamp(max=6)
-    assert torch.equal(states.attended.sum(dim=1), n_tokens)
-
-
-def test_hidden_values_are_predicted_by_name(profiles):
-    model = made(denoising=True)
-    batch = tokens_of(profiles)
-    hidden = torch.zeros_like(batch["attention_mask"])
-    hidden[:, 1] = True
-    with torch.no_grad():
-        values = model.predict_values(**batch, masked_values=hidden)
-        expected = model(**batch, masked_values=hidden, masked_positions=torch.zeros_like(hidden)).expression
-    torch.testing.assert_close(values[:, 1], expected[:, 1])
-    assert not values[:, [0, *range(2, values.shape[1])]].any()
-    with pytest.raises(OptionError, match="more than max_tokens=2"):
-        made(denoising=True, max_tokens=2).predict_values(**batch, masked_values=batch["attention_mask"])
-    with pytest.raises(OptionError, match="denoising=False"):
-        made().predict_values(**batch, masked_values=hidden)
-
-
-# Losses and heads
-
-
-def test_losses_by_hand():
-    one, two = torch.tensor([[1.0, 2.0]]), torch.tensor([[0.0, 4.0]])
-    assert float(reconstruction_loss(one, two)) == 2.5
-    logits, labels = torch.tensor([[0.0, 0.0], [9.0, 0.0]]), torch.tensor([1, -100])
-    torch.testing.assert_close(classification_loss(logits, labels), torch.tensor(math.log(2)))
-    assert float(classification_loss(logits, torch.tensor([-100, -100]))) == 0.0
-    mu, logvar = torch.randn(7, 4), torch.randn(7, 4)
-    normal = torch.distributions.Normal
-    exact = torch.distributions.kl_divergence(normal(mu, (0.5 * logvar).exp()), normal(0.0, 1.0))
-    torch.testing.assert_close(kl_divergence(mu, logvar), exact.sum(dim=1).mean())
-    torch.testing.assert_close(kl_divergence(mu, logvar, free_bits=0.7), exact.mean(dim=0).clamp(min=0.7).sum())
-    assert float(total_loss(torch.tensor(1.0), torch.tensor(3.0), 0.5)) == 2.5
-    losses, cells = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([0, 0, 2])
-    assert float(mean_over_cells(losses, cells, None)) == 3.0
-    assert float(mean_over_cells(losses, cells, torch.tensor([1.0, 9.0, 2.0]))) == (2.0 + 0.0 + 10.0) / 3
-
-
-def test_the_latent_is_drawn_in_training_alone(profiles):
-    model = made(num_cell_types=2)
-    found = model.encode(profiles)
-    assert torch.equal(found["latent"], found["mu"])
-    model.train()
-    readout = torch.randn(3, 1, 16).expand(3, 5000, 16)
-    drawn, mu, logvar = model.variational_layer(readout)
-    torch.testing.assert_close(drawn.mean(dim=1), mu[:, 0], atol=0.1, rtol=0)
-    torch.testing.assert_close(drawn.var(dim=1), logvar[:, 0].exp(), atol=0, rtol=0.1)
-    assert model.training
-    assert torch.equal(model.predict(profiles), model.predict(profiles))
-    assert model.training
-
-
-def test_profiles_have_the_losses_of_their_tasks(profiles):
-    model = made(num_cell_types=3, mode="vector")
-    labels = torch.tensor([0, 2, 1, -100, 1])
-    output = model(profiles, labels=labels, target=profiles, beta=0.5)
-    assert isinstance(output, ModelOutput)
-    found = model.infer(profiles)
-    expected = classification_loss(model.classify(found["mu"]), labels)
-    expected = expected + reconstruction_loss(model.decode(found["mu"]), profiles)
-    expected = expected + 0.5 * kl_divergence(found["mu"], found["logvar"])
-    torch.testing.assert_close(output.loss, expected)
-    assert set(output.losses) == {"classification", "reconstruction", "kl"}
-    assert model(profiles).loss is None
-    assert made()(profiles).logits is None
-
-
-def test_a_target_is_reconstructed_from_tokens(profiles):
-    model = made(denoising=True)
-    _, hidden = hide(tokens_of(profiles))
-    output = model(**hidden, target=profiles, beta=0.25)
-    names = ("input_ids", "attention_mask", "values", "masked_positions", "masked_values")
-    found = model.infer(**{name: hidden[name] for name in names})
-    torch.testing.assert_close(
-        output.losses["reconstruction"], reconstruction_loss(model.decode(found["mu"]), profiles)
-    )
-    torch.testing.assert_close(output.losses["kl"], kl_divergence(found["mu"], found["logvar"]))
-    parts = output.losses
-    torch.testing.assert_close(
-        output.loss, parts["identity"] + parts["value"] + parts["reconstruction"] + 0.25 * parts["kl"]
-    )
-
-
-def test_batches_change_the_expression(profiles):
-    model = made(n_batches=3)
-    latent = model.infer(profiles)["mu"]
-    parts = [model.decode(latent, batch) for batch in range(3)]
-    assert not torch.allclose(parts[0], parts[1], atol=1e-4)
-    each = model.decode(latent, torch.tensor([0, 1, 2, 0, 1]))
-    torch.testing.assert_close(each[1], parts[1][1])
-    fresh = ScDiVaModel(VOCAB, **SIZES, n_batches=3).eval()
-    torch.testing.assert_close(fresh.decode(latent, 2), fresh.decode(latent))
-    for batch, message in ((3, "not between 0 and 2"), (0.5, "whole numbers"), (torch.zeros(2).long(), "2 numbers")):
-        with pytest.raises(OptionError, match=message):
-            model.decode(latent, batch)
-    with pytest.raises(OptionError, match="n_batches=0"):
-        made().decode(latent, 0)
-
-
-def test_without_variance_there_is_no_noise(profiles):
-    model = made(variational=False).train()
-    found = model.infer(profiles)
-    assert torch.equal(found["latent"], found["mu"])
-    assert "kl" not in model(profiles, target=profiles).losses
 
 
 # Configurations
@@ -581,12 +219,12 @@ def test_configurations(profiles):
         ({"num_heads": 3}, "num_heads=3"),
     ],
 )
-def test_bad_options_are_refused(options, message):
+def test_bad_options_are_refused(made, options, message):
     with pytest.raises(OptionError, match=message):
         made(**options)
 
 
-def test_bad_input_is_refused(profiles):
+def test_bad_input_is_refused(tokens_of, made, profiles):
     model = made()
     with pytest.raises(OptionError, match=r"shape \(5, 55\) was given; give floats \(B, 56\)"):
         model.encode(profiles[:, 1:])

@@ -157,6 +157,10 @@ class SelfAttention(nn.Module):
         -------
         Shape (B, S, H).
         """
+        alone = hidden_bsh.shape[1] == 1 and mask is None and cache is None
+        if alone and not torch.compiler.is_compiling():
+            # The softmax over one key is 1. (An exported graph has to do for cells of all lengths.)
+            return self.out(self.qkv(hidden_bsh).chunk(3, dim=-1)[2])
         q_bnsd, k_bntd, v_bntd = self._project(hidden_bsh, rotation, cache)
         if mask is not None and mask.dtype != torch.bool:
             mask = mask.to(q_bnsd.dtype)  # of lower precision under autocast

@@ -1,0 +1,267 @@
+"""ScDiVa: what becomes a token, what LAT sees, and what is hidden."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scipy.sparse import csr_matrix
+
+from scforge.data import GeneVocab
+from scforge.errors import OptionError
+from scforge.testing import check_model
+from scforge.tokenizers import get_tokenizer
+from scforge.tokenizers.entropy_ranked import serialisation_weights
+
+SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4, "latent_dim": 6}
+GATED = {"norm": "rms", "activation": "swiglu", "bias": False}
+VOCAB, GENES = 60, 56
+MASK = 2
+
+
+# Tokens
+
+
+CASES = [
+    {},
+    {"mode": "vector"},
+    {"denoising": True, "norm_style": "pre", "unpad": True, "n_batches": 3},
+    {"denoising": True, "position_embedding": "rotary", "max_tokens": 5},
+    {"denoising": True, "mode": "vector", "norm_style": "pre", "final_norm": False, **GATED},
+    {"variational": False, "gradient_checkpointing": True},
+]
+
+
+@pytest.mark.parametrize("options", CASES, ids=str)
+def test_keeps_the_rules(options):
+    check_model("scdiva", **SIZES, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"position_embedding": "rotary"}, {"max_tokens": 7}], ids=str)
+def test_profiles_and_tokens_are_the_same_cells(tokens_of, made, profiles, options):
+    model = made(**options)
+    expected = model.encode(profiles)["mu"]
+    torch.testing.assert_close(model.encode(**tokens_of(profiles)), expected, atol=1e-6, rtol=1e-5)
+    # Tokens beyond the last one count in LAT alone.
+    if "max_tokens" in options:
+        assert not torch.allclose(made().encode(profiles)["mu"], expected, atol=1e-4)
+        fewer = {name: tensor[:, :7] for name, tensor in tokens_of(profiles).items()}
+        assert not torch.allclose(model.encode(**fewer), expected, atol=1e-4)
+
+
+def test_weights_of_genes_put_profiles_in_order(made, profiles):
+    model = made(max_tokens=3)
+    weights = torch.zeros(GENES)
+    weights[10:20] = 1.0
+    plain = model.serialise(profiles).ids
+    model.init_gene_weights(weights)
+    ids = model.serialise(profiles).ids
+    n_known = (profiles[:, 10:20] > 0).sum(dim=1).clamp(max=3)
+    assert [int(((row >= 14) & (row < 24)).sum()) for row in ids] == n_known.tolist()
+    assert not torch.equal(plain, ids)
+    ties = model.serialise(torch.ones(1, GENES)).ids
+    assert ties.tolist() == [[14, 15, 16]]
+    with pytest.raises(OptionError, match="weights has the shape"):
+        model.init_gene_weights(weights[1:])
+
+
+def test_the_first_token_is_the_vector_of_the_profile(tokens_of, made, profiles):
+    model = made()
+    batch = tokens_of(profiles)
+    seen = model._seen(batch["input_ids"], batch["attention_mask"], batch["values"])
+    torch.testing.assert_close(model._readout(seen), model.gene_embedding(profiles), atol=1e-6, rtol=1e-5)
+    # A token is its gene after the norm, and its value.
+    vectors = model._embed(seen, None)
+    torch.testing.assert_close(vectors, model._embed(seen, model.token_table()))
+    gene = model.gene_embedding.weight[int(batch["input_ids"][1, 2]) - 4] + model.gene_embedding.bias
+    expected = model.gene_embedding.norm(gene) + model.value_encoder(batch["values"][1:2, 2:3])[0, 0]
+    torch.testing.assert_close(vectors[1, 2], expected)
+
+
+def test_empty_profiles_are_embedded_as_cells_without_tokens(tokens_of, made, profiles):
+    model = made()
+    empty = profiles.clone()
+    empty[2] = 0.0
+    batch = tokens_of(empty)
+    assert not batch["attention_mask"][2].any()
+    torch.testing.assert_close(model.encode(empty)["mu"], model.encode(**batch), atol=1e-6, rtol=1e-5)
+
+
+def test_states_and_attention_weights_of_tokens(tokens_of, made, profiles):
+    for options in ({}, {"max_tokens": 5}):
+        model = made(**options)
+        batch = tokens_of(profiles)
+        n_cells, width = batch["input_ids"].shape
+        output = model(**batch, output_hidden_states=True, output_attentions=True)
+        assert [tuple(state.shape) for state in output.hidden_states] == [(n_cells, width, 16)] * 2
+        assert [tuple(part.shape) for part in output.attentions] == [(n_cells, 4, width, width)] * 2
+        share = output.attentions[0].sum(dim=-1)[:, :, 0]
+        assert bool(((share > 0.1) & (share < 1)).all())
+        if options:
+            assert not output.attentions[0][..., 5:].any()
+            assert not output.hidden_states[1][:, 5:].any()
+    with pytest.raises(OptionError, match="needs mode='tokens'"):
+        made(mode="vector")(**batch, output_attentions=True)
+
+
+def test_half_precision_is_about_the_same(hide, tokens_of, made, profiles):
+    model = made(denoising=True, num_cell_types=2)
+    batch, hidden = hide(tokens_of(profiles))
+    with torch.autocast("cpu", torch.bfloat16):
+        low, dense = model(**hidden), model(profiles, target=profiles)
+    high = model(**hidden)
+    assert low.embeddings.dtype == torch.float32
+    torch.testing.assert_close(low.loss, high.loss, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(dense.loss, model(profiles, target=profiles).loss, atol=0.05, rtol=0.05)
+
+
+# What is hidden
+
+
+@pytest.mark.parametrize("options", [{}, {"position_embedding": "rotary"}, {"mode": "vector"}], ids=str)
+def test_hidden_things_are_not_seen(hide, tokens_of, made, profiles, options):
+    model = made(denoising=True, **options)
+    _, hidden = hide(tokens_of(profiles))
+    no_value = hidden["masked_values"]
+    other = hidden | {
+        "values": hidden["values"].masked_fill(no_value, 7.0),
+        "labels": hidden["labels"].where(hidden["labels"] == -100, 59),
+        "value_labels": hidden["value_labels"] + 1.0,
+    }
+    with torch.no_grad():
+        one, two = model(**hidden), model(**other)
+    for part in ("embeddings", "logits", "expression"):
+        assert torch.equal(getattr(one, part), getattr(two, part)), part
+    # What is not hidden is seen.
+    shown = hidden | {"values": hidden["values"].masked_fill(~no_value & hidden["attention_mask"], 3.0)}
+    assert not torch.allclose(model(**shown).embeddings, one.embeddings, atol=1e-4)
+
+
+def test_only_genes_that_are_seen_whole_count_in_the_readout(hide, tokens_of, made, profiles):
+    model = made(denoising=True)
+    _, hidden = hide(tokens_of(profiles))
+    whole = hidden["attention_mask"] & ~hidden["masked_positions"] & ~hidden["masked_values"]
+    names = ("input_ids", "attention_mask", "values", "masked_positions", "masked_values")
+    seen = model._seen(*(hidden[name] for name in names))
+    x = torch.zeros(5, GENES).scatter_add(1, (hidden["input_ids"] - 4).clamp(min=0), hidden["values"] * whole)
+    torch.testing.assert_close(model._readout(seen), model.gene_embedding(x), atol=1e-6, rtol=1e-5)
+
+
+def test_the_loss_is_what_is_documented(hide, tokens_of, made, profiles):
+    model = made(denoising=True)
+    _, hidden = hide(tokens_of(profiles))
+    with torch.no_grad():
+        output, without = model(**hidden), model(**hidden, return_logits=False)
+    no_gene, no_value, weights = (hidden[name] for name in ("masked_positions", "masked_values", "loss_weights"))
+    log_p = output.logits.log_softmax(dim=-1)
+    n_cells = len(weights)
+    identity = sum(
+        weights[cell] * -log_p[cell][no_gene[cell]].gather(1, hidden["labels"][cell][no_gene[cell]][:, None]).mean()
+        for cell in range(n_cells)
+    )
+    assert set(output.losses) == {"identity", "value"}
+    torch.testing.assert_close(output.losses["identity"], identity / n_cells)
+    # Where the gene is seen the value that is returned is the one that is learned.
+    known = no_value & ~no_gene
+    only = hidden | {"masked_values": known, "loss_weights": weights}
+    with torch.no_grad():
+        known_output = model(**only)
+    error = (known_output.expression - hidden["value_labels"]).square()
+    value = sum(weights[cell] * error[cell][known[cell]].mean() for cell in range(n_cells)) / n_cells
+    torch.testing.assert_close(known_output.losses["value"], value)
+    torch.testing.assert_close(output.loss, output.losses["identity"] + output.losses["value"])
+    torch.testing.assert_close(without.loss, output.loss)
+    for part in output.losses:
+        torch.testing.assert_close(without.losses[part], output.losses[part])
+
+
+def test_the_value_of_a_hidden_gene_is_learned_of_that_gene(hide, tokens_of, made, profiles):
+    model = made(denoising=True)
+    _, hidden = hide(tokens_of(profiles))
+    other = hidden | {"labels": hidden["labels"].where(hidden["labels"] == -100, 59)}
+    with torch.no_grad():
+        assert not torch.allclose(model(**hidden).losses["value"], model(**other).losses["value"])
+
+
+def test_logits_leave_out_what_cannot_be(hide, tokens_of, made, profiles):
+    model = made()
+    batch, hidden = hide(tokens_of(profiles))
+    with torch.no_grad():
+        logits = model(**hidden).logits
+    for cell in range(len(logits)):
+        seen = hidden["input_ids"][cell][hidden["attention_mask"][cell] & ~hidden["masked_positions"][cell]]
+        for place in hidden["masked_positions"][cell].nonzero()[:, 0].tolist():
+            never = logits[cell, place] == -100.0
+            assert set(never.nonzero()[:, 0].tolist()) == {0, 1, 2, 3, *seen.tolist()}
+    own = logits.gather(2, hidden["input_ids"].unsqueeze(-1)).squeeze(-1)
+    shown = hidden["attention_mask"] & ~hidden["masked_positions"]
+    assert bool((own[shown] > -50).all())
+
+
+def test_losses_in_parts_are_the_same(hide, tokens_of, made, profiles, monkeypatch):
+    model = made()
+    _, hidden = hide(tokens_of(profiles))
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(**hidden, return_logits=False).loss.backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = gradients()
+    monkeypatch.setattr("scforge.models.scdiva_tokens._NUMBERS", {"cpu": 3 * VOCAB})
+    for one, two in zip(gradients(), expected, strict=True):
+        torch.testing.assert_close(one, two)
+
+
+def test_hidden_tokens_go_before_others(tokens_of, made, profiles):
+    batch = tokens_of(profiles)
+    hidden = torch.zeros_like(batch["attention_mask"])
+    hidden[:, -3:] = batch["attention_mask"][:, -3:]
+    ids = batch["input_ids"].masked_fill(hidden, MASK)
+    model = made(max_tokens=6)
+    seen = model._seen(ids, batch["attention_mask"], batch["values"], hidden)
+    states = model.states(seen)
+    assert bool(states.attended[hidden].all())
+    n_tokens = batch["attention_mask"].sum(dim=1).clamp(max=6)
+    assert torch.equal(states.attended.sum(dim=1), n_tokens)
+
+
+def test_hidden_values_are_predicted_by_name(tokens_of, made, profiles):
+    model = made(denoising=True)
+    batch = tokens_of(profiles)
+    hidden = torch.zeros_like(batch["attention_mask"])
+    hidden[:, 1] = True
+    with torch.no_grad():
+        values = model.predict_values(**batch, masked_values=hidden)
+        expected = model(**batch, masked_values=hidden, masked_positions=torch.zeros_like(hidden)).expression
+    torch.testing.assert_close(values[:, 1], expected[:, 1])
+    assert not values[:, [0, *range(2, values.shape[1])]].any()
+    with pytest.raises(OptionError, match="more than max_tokens=2"):
+        made(denoising=True, max_tokens=2).predict_values(**batch, masked_values=batch["attention_mask"])
+    with pytest.raises(OptionError, match="denoising=False"):
+        made().predict_values(**batch, masked_values=hidden)
+
+
+@pytest.mark.parametrize("weighting", ["complement", "inverse"])
+def test_profiles_become_the_tokens_of_the_tokenizer(made, weighting):
+    rng = np.random.default_rng(0)
+    # Few counts make ties, and a gene that all cells share has no weight.
+    counts = rng.poisson(rng.gamma(0.3, 3.0, GENES), (40, GENES)).astype(np.float32)
+    counts[:, 7] = counts.sum(axis=1)
+    entropies = rng.uniform(0.2, 1.0, GENES)
+    entropies[[7, 9]] = 1.0
+    vocab = GeneVocab.from_genes([f"gene{i}" for i in range(GENES)]).with_entropies(entropies)
+    batch = get_tokenizer("entropy_ranked", vocab, weighting=weighting)(csr_matrix(counts))
+    x = torch.zeros(40, GENES)
+    for row in range(40):
+        genes = batch["input_ids"][row][batch["attention_mask"][row]] - 4
+        x[row, genes] = batch["values"][row][batch["attention_mask"][row]]
+    torch.testing.assert_close(x, torch.from_numpy(np.log1p(counts / counts.sum(axis=1, keepdims=True) * 1e4)))
+    model = made(max_tokens=15)
+    model.init_gene_weights(torch.from_numpy(serialisation_weights(vocab, weighting)))
+    part = model.serialise(x)
+    width = part.ids.shape[1]
+    assert torch.equal(part.ids, batch["input_ids"][:, :width])
+    assert torch.equal(part.values, batch["values"][:, :width])
+    expected = model.encode(**{name: batch[name] for name in ("input_ids", "attention_mask", "values")})
+    torch.testing.assert_close(model.encode(x)["mu"], expected, atol=1e-6, rtol=1e-5)
