@@ -96,10 +96,10 @@ def tokenize_arrays(
     check_count("max_seq_len", max_seq_len, "tokens a chunk")
     given = _numbers(data)
     n_bytes, n_chunks = len(given), -(-len(given) // max_seq_len)
-    ids = np.full(n_chunks * max_seq_len, V1_PAD_TOKEN_ID, dtype=np.int32)
-    ids[:n_bytes] = given
-    ids[n_bytes : n_bytes + 1] = V1_EOS_TOKEN_ID
-    ids = ids.reshape(n_chunks, max_seq_len)
+    ids = np.full((n_chunks, max_seq_len), V1_PAD_TOKEN_ID, dtype=np.int32)
+    in_a_row = ids.reshape(-1)
+    in_a_row[:n_bytes] = given
+    in_a_row[n_bytes : n_bytes + 1] = V1_EOS_TOKEN_ID
     targets = np.full_like(ids, V1_PAD_TOKEN_ID)
     targets[:, :-1] = ids[:, 1:]
     offsets = np.minimum(np.arange(ids.size, dtype=np.int64), n_bytes).reshape(ids.shape)
