@@ -341,6 +341,7 @@ class Encoder(
             self._data = data
         if is_other:
             self._learn_from_others(data)
+        objective.learn_from(self.module)
         data.bind(self._tokenizer, objective, first_epoch=self.n_epochs_, cells=self._open(data.cells))
         return data
 

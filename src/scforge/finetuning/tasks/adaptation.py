@@ -64,6 +64,11 @@ class Adaptation(Task):
         """Make a head that passes embeddings on."""
         return Unchanged()
 
+    def learn_from(self, module: nn.Module) -> None:
+        """Look up what the objective needs to know of the encoder."""
+        encoder: Any = module.encoder
+        self.aim.learn_from(encoder)
+
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up what the objective needs to know of cells."""
         self.aim.bind(cells, train_rows)

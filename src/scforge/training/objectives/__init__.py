@@ -6,6 +6,7 @@ from scforge._lazy import lazy_names
 
 _NAMES = {
     "JointEmbedding": "scforge.training.objectives.joint_embedding",
+    "MaskedDiffusion": "scforge.training.objectives.masked_diffusion",
     "MaskedGenePrediction": "scforge.training.objectives.masked_gene_prediction",
     "MaskedValuePrediction": "scforge.training.objectives.masked_value_prediction",
     "NextGenePrediction": "scforge.training.objectives.next_gene_prediction",
@@ -23,6 +24,7 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "NextGenePrediction",
     "JointEmbedding",
     "Variational",
+    "MaskedDiffusion",
     "register_objective",
     "get_objective",
     "list_objectives",

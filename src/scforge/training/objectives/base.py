@@ -70,6 +70,9 @@ class Objective(ABC):
     predicts_values: ClassVar[bool] = False
     """Whether the loss is of expression alone, so that an architecture with an optional head for it needs that head."""
 
+    denoises_values: ClassVar[bool] = False
+    """Whether values are hidden by ``masked_values``, apart from the genes that ``masked_positions`` hides."""
+
     @classmethod
     def option_names(cls) -> list[str]:
         """Names of the options of the constructor."""
@@ -88,6 +91,9 @@ class Objective(ABC):
 
     def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:  # noqa: B027 -- optional
         """Adapt an untrained module to the training cells, before the first step."""
+
+    def learn_from(self, module: nn.Module) -> None:  # noqa: B027 -- optional
+        """Look up what batches need to know of the module that they are for, before any are made."""
 
     def check(self, tokenizer: Tokenizer) -> None:  # noqa: B027 -- optional
         """Raise :class:`~scforge.errors.OptionError` if the objective makes no sense with a tokenizer."""

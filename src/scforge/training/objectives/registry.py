@@ -17,6 +17,7 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
     group="scforge.objectives",
     builtin={
         "joint_embedding": "scforge.training.objectives.joint_embedding",
+        "masked_diffusion": "scforge.training.objectives.masked_diffusion",
         "masked_gene_prediction": "scforge.training.objectives.masked_gene_prediction",
         "masked_value_prediction": "scforge.training.objectives.masked_value_prediction",
         "next_gene_prediction": "scforge.training.objectives.next_gene_prediction",
@@ -35,8 +36,8 @@ def list_objectives() -> list[str]:
 
     Examples
     --------
-    >>> list_objectives()
-    ['joint_embedding', 'masked_gene_prediction', 'masked_value_prediction', 'next_gene_prediction', 'variational']
+    >>> list_objectives()  # doctest: +ELLIPSIS
+    ['joint_embedding', 'masked_diffusion', ..., 'next_gene_prediction', 'variational']
     """
     return OBJECTIVES.names()
 

@@ -1,0 +1,318 @@
+"""Masked diffusion: hide genes and values of a cell, anything from none to all of them, and predict both.
+
+Shapes: B cells, S tokens, G genes of the vocabulary, E expressed genes of a cell.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import numba
+import numpy as np
+import torch
+from torch import nn
+
+from scforge._checks import check_bool, check_count, check_positive
+from scforge._constants import IGNORE_LABEL
+from scforge.data.cells import CellBlock, CellSource, choose_rows
+from scforge.data.random import cell_keys, uniform
+from scforge.data.thinning import thin
+from scforge.errors import OptionError, TrainingError
+from scforge.tokenizers._expression import log1p_cp10k
+from scforge.tokenizers.base import Tokenizer
+from scforge.training.objectives.base import Objective, TrainingDefaults, name_of
+from scforge.training.objectives.registry import register_objective
+from scforge.training.objectives.variational import (
+    active_units,
+    check_thinning,
+    dense_profiles,
+    mean_moments,
+    start_at_means,
+    whole_profiles,
+)
+
+__all__ = ["MaskedDiffusion", "diffusion_times"]
+
+_STREAM = 0x64696666  # "diff": its random numbers are others than those of masks and views
+_LEAST_TIME = 1e-3
+_SAMPLED_CELLS = 10_000
+_MOST_GENES = 1200
+"""Genes of a cell where nobody says how many an architecture attends to."""
+
+
+@register_objective("masked_diffusion")
+class MaskedDiffusion(Objective):
+    """Cross entropy of hidden genes and squared error of hidden values, at all shares of what is hidden.
+
+    The absorbing-state diffusion of discrete tokens (Austin et al. 2021; Sahoo et al. 2024) over the genes of a cell
+    and their values, as ScDiVa has it (arXiv:2602.03477); the formulas are ours. Each cell has a time t in (0, 1], of
+    its S tokens n are hidden, where n is t S rounded up or down at random, so that each token is hidden with
+    probability t::
+
+        loss = mean over cells of n / (t S) * (mean cross entropy of hidden genes
+                                               + value_weight * mean squared error of hidden values)
+               + reconstruction_weight * reconstruction + beta * kl
+
+    ``n / (t S)`` times a mean over n tokens is the weight 1 / t of the bound on the likelihood of a cell, for each of
+    its tokens. Times are stratified: t_i = (u + i / B) mod 1 over the B cells of a batch, so that all shares are seen
+    in each. The last two terms are those of :class:`~scforge.training.Variational`, of the latent that is made of what
+    is seen of a cell and decoded to the whole cell; they train the embedding.
+
+    For architectures that take ``loss_weights``, such as ``scdiva``. They can generate cells and impute genes.
+
+    Parameters
+    ----------
+    corrupt
+        ``"separate"``: whether the value of a token is hidden does not depend on whether its gene is, so that the model
+        also learns values of known genes; ``"both"``: a token is hidden as a whole.
+    thinning
+        Range of the share of counts that is left in what is seen of a cell, drawn anew in each epoch, its logarithm
+        evenly; what is predicted is of the whole cell. None thins nothing.
+    max_genes
+        Most genes of a cell, the first in the order of the tokenizer. None takes as many as the architecture attends
+        to.
+    value_weight
+        Weight of the values.
+    reconstruction_weight
+        Weight of the reconstruction; 0 leaves the latent untrained.
+    beta
+        Weight of the divergence of the latent.
+    token_prior
+        Start the prediction of genes at the token frequencies of the training cells.
+    """
+
+    generates = True
+    denoises_values: ClassVar[bool] = True
+    defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=30)
+
+    def __init__(
+        self,
+        *,
+        corrupt: str = "separate",
+        thinning: Sequence[float] | None = (0.1, 1.0),
+        max_genes: int | None = None,
+        value_weight: float = 1.0,
+        reconstruction_weight: float = 1.0,
+        beta: float = 1e-4,
+        token_prior: bool = True,
+    ) -> None:
+        if corrupt not in ("separate", "both"):
+            raise OptionError(f"corrupt={corrupt!r} is not known; choose 'separate' or 'both'.")
+        if max_genes is not None:
+            check_count("max_genes", max_genes, "genes")
+        weights = {"value_weight": value_weight, "reconstruction_weight": reconstruction_weight, "beta": beta}
+        for name, value in weights.items():
+            check_positive(name, value, or_zero=True)
+        self.corrupt = corrupt
+        self.thinning = check_thinning(thinning)
+        self.max_genes = None if max_genes is None else int(max_genes)
+        self.value_weight = float(value_weight)
+        self.reconstruction_weight = float(reconstruction_weight)
+        self.beta = float(beta)
+        self.token_prior = check_bool("token_prior", token_prior)
+        self._attended: int | None = None
+
+    @property
+    def most_genes(self) -> int:
+        """Most genes of a cell in the batches."""
+        return (self._attended or _MOST_GENES) if self.max_genes is None else self.max_genes
+
+    def check(self, tokenizer: Tokenizer) -> None:
+        """Raise if genes without counts are tokens, or values are no log1p CP10K."""
+        if tokenizer.lists_all_genes:
+            raise OptionError(
+                "include_zero_genes=True presents every measured gene, but 'masked_diffusion' learns which genes a "
+                "cell expresses; set include_zero_genes=False."
+            )
+        if tokenizer.append_cls or tokenizer.append_eos:
+            raise OptionError(
+                "'masked_diffusion' takes genes alone; pass append_cls=False and append_eos=False to the tokenizer."
+            )
+        if tokenizer.gives_counts or getattr(tokenizer, "n_bins", None) is not None:
+            raise OptionError(
+                f"'masked_diffusion' predicts log1p CP10K values, which {type(tokenizer).__name__} with these options "
+                "does not give; choose tokenizer='entropy_ranked'."
+            )
+
+    def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
+        """Raise unless the architecture predicts hidden genes and hidden values of cells with weights."""
+        named = set(inspect.signature(architecture.forward).parameters)
+        if not {"loss_weights", "masked_values", "target"} <= named:
+            raise OptionError(
+                f"'masked_diffusion' needs an architecture whose forward takes loss_weights, masked_values and target, "
+                f"which {name_of(architecture)} does not; choose the architecture 'scdiva', or another objective."
+            )
+
+    def model_options(self) -> dict[str, Any]:
+        """Ask for a head of values."""
+        return {"denoising": True}
+
+    def learn_from(self, module: nn.Module) -> None:
+        """Take over how many tokens the architecture attends to."""
+        attends = getattr(module, "mode", None) != "vector"
+        found = getattr(module, "max_tokens", None) if attends else None
+        self._attended = found if isinstance(found, int) else None
+
+    def max_tokens(self, tokenizer: Tokenizer) -> int:
+        """Return the most tokens of a cell."""
+        return min(tokenizer.max_tokens(), self.most_genes)
+
+    def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
+        """Tell the module how many tokens cells have, how frequent each gene is, and the mean value."""
+        counts, lengths, mean = np.zeros(len(tokenizer.vocab)), [], []
+        rows = choose_rows(len(cells), _SAMPLED_CELLS)
+        for start in range(0, len(rows), 1024):
+            tokens = tokenizer(cells.block(rows[start : start + 1024]))
+            there = tokens["attention_mask"][:, : self.most_genes]
+            lengths.append(there.sum(dim=1).numpy())
+            counts += np.bincount(tokens["input_ids"][:, : self.most_genes][there], minlength=len(counts))
+            mean.append(tokens["values"][:, : self.most_genes][there].numpy())
+        of_module = cast(Any, module)
+        if hasattr(module, "init_lengths"):
+            quantiles = np.quantile(np.concatenate(lengths), np.linspace(0, 1, 101))
+            of_module.init_lengths(torch.from_numpy(quantiles).float())
+        if self.token_prior and hasattr(module, "init_token_prior"):
+            of_module.init_token_prior(torch.from_numpy(counts))
+        values = np.concatenate(mean)
+        if hasattr(module, "init_value_prior") and len(values):
+            of_module.init_value_prior(float(values.mean()))
+        if self.reconstruction_weight:
+            start_at_means(module, cells)
+
+    def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
+        """Tokenise, choose a time for each cell, and hide genes and values."""
+        n_special, mask_id = tokenizer.vocab.n_special, tokenizer.vocab.mask_id
+        tokens = tokenizer(block)
+        ids = tokens["input_ids"][:, : self.most_genes].numpy()
+        values = tokens["values"][:, : self.most_genes].numpy()
+        seen = self._seen_values(block, tokenizer, epoch=epoch, seed=seed)
+        keys = cell_keys(block.rows, seed=seed, epoch=epoch, stream=_STREAM)
+        times = diffusion_times(keys)
+        lengths = (ids >= n_special).sum(axis=1)
+        n_hidden = np.empty(len(ids), dtype=np.int64)
+        order = np.zeros(ids.shape, dtype=np.int64)
+        states = np.zeros(ids.shape, dtype=np.int8)
+        sizes = np.empty(len(ids), dtype=np.int64)
+        _hide(ids, lengths, seen, keys, times, self.corrupt == "both", n_special, order, states, sizes, n_hidden)
+        width = max(1, int(sizes.max(initial=0)))
+        order, states = order[:, :width], states[:, :width]
+        there = np.arange(width) < sizes[:, None]
+        genes = np.where(there, np.take_along_axis(ids, order, axis=1), 0)
+        rows = np.arange(len(ids))[:, None]
+        shown = np.where(there, seen[rows, np.maximum(genes - n_special, 0)], 0).astype(np.float32)
+        no_gene, no_value = there & (states & 1 > 0), there & (states & 2 > 0)
+        arrays = {
+            "input_ids": np.where(no_gene, mask_id, genes),
+            "attention_mask": there,
+            "values": np.where(no_value, np.float32(0), shown),
+            "labels": np.where(no_gene, genes, IGNORE_LABEL),
+            "value_labels": np.where(no_value, np.take_along_axis(values, order, axis=1), np.float32(0)),
+            "masked_positions": no_gene,
+            "masked_values": no_value,
+            "loss_weights": (n_hidden / np.maximum(times * lengths, 1e-9)).astype(np.float32),
+        }
+        batch = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+        return {**batch, **whole_profiles(block)} if self.reconstruction_weight else batch
+
+    def _seen_values(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> np.ndarray:
+        """Return the log1p CP10K values of what is seen of each cell, float32, shape (B, G); 0 for what was lost."""
+        if self.thinning is not None:
+            low, high = self.thinning
+            keep, nothing = (low, high), (0.0, 0.0)
+            block = thin(block, keep=keep, gene_dropout=nothing, seed=seed, epoch=epoch, view=0, log_uniform=True)
+        seen = np.zeros((len(block), tokenizer.vocab.n_genes), dtype=np.float32)
+        seen[np.repeat(np.arange(len(block)), np.diff(block.indptr)), block.genes] = log1p_cp10k(block)
+        return seen
+
+    def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Return the loss; log its parts, and what active units are counted from."""
+        self.check_architecture(module)
+        tokens = {name: tensor for name, tensor in batch.items() if not name.startswith("profile_")}
+        if self.reconstruction_weight:
+            n_genes = cast(int, module.num_genes)
+            tokens["target"] = dense_profiles(batch, n_genes)
+        output = module(**tokens, return_logits=False)
+        parts = output.losses
+        if not parts or not {"identity", "value"} <= set(parts):
+            raise TrainingError(
+                f"{type(module).__name__} returned no losses of hidden genes and values; make it with denoising=True."
+            )
+        weights = {
+            "identity": 1.0,
+            "value": self.value_weight,
+            "reconstruction": self.reconstruction_weight,
+            "kl": self.beta,
+        }
+        loss = torch.stack([weights[name] * part for name, part in parts.items()]).sum()
+        figures = {name: part.detach() for name, part in parts.items()}
+        return loss, figures | (mean_moments(output.embeddings) if self.reconstruction_weight else {})
+
+    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return the means, and the number of active units."""
+        means = dict(means)
+        units = active_units(means) if "latent_mean" in means else {}
+        return {**super().summarise(means), **units}
+
+
+def diffusion_times(keys: np.ndarray) -> np.ndarray:
+    """Return the time of each cell of a batch, float64 in [0.001, 1], shape (B,).
+
+    They are spread evenly over the batch: ``(u + i / B) mod 1``, where i is the place of the cell among the others by
+    its random key, and u is drawn for the batch. So they depend on the cells of a batch, not on their order.
+
+    Parameters
+    ----------
+    keys
+        Random keys of the cells, uint64, shape (B,).
+    """
+    places = np.empty(len(keys), dtype=np.int64)
+    places[np.argsort(keys, kind="stable")] = np.arange(len(keys))
+    of_batch = np.bitwise_xor.reduce(keys) if len(keys) else np.uint64(0)
+    times = (uniform(np.uint64(of_batch), np.uint64(0)) + places / max(1, len(keys))) % 1.0
+    return np.clip(times, _LEAST_TIME, 1.0)
+
+
+@numba.njit(cache=True, nogil=True)
+def _hide(ids, lengths, seen, keys, times, both, n_special, order, states, sizes, n_hidden):
+    """Choose what is hidden of each token (1 its gene, 2 its value, 3 both), and the order of the tokens.
+
+    First come tokens of which all is seen, in their order, then those of which something is hidden, in random order,
+    so that their place tells nothing. Genes that thinning lost, and of which nothing is hidden, are left out.
+    """
+    drawn = np.empty(ids.shape[1], dtype=np.int64)
+    hidden = np.empty(ids.shape[1], dtype=np.int8)
+    for cell in range(len(ids)):
+        key, length = keys[cell], lengths[cell]
+        # Rounded at random, so that each token is hidden with the probability t.
+        number = min(int(times[cell] * length + uniform(key, np.uint64(0))), length)
+        n_hidden[cell] = number
+        hidden[:length] = 0
+        position = np.uint64(1)
+        for kind in range(1 if both else 2):
+            for i in range(length):
+                drawn[i] = i
+            for step in range(number):
+                # The first steps of a Fisher-Yates shuffle: each set of tokens is equally likely.
+                other = step + int(uniform(key, position) * (length - step))
+                drawn[step], drawn[other] = drawn[other], drawn[step]
+                position += np.uint64(1)
+                hidden[drawn[step]] |= 3 if both else 1 + kind
+        size = 0
+        for i in range(length):
+            if hidden[i] == 0 and seen[cell, ids[cell, i] - n_special] > 0:
+                order[cell, size] = i
+                size += 1
+        first = size
+        for i in range(length):
+            if hidden[i] > 0:
+                # An insertion at a random place makes all orders equally likely.
+                other = first + int(uniform(key, position) * (size - first + 1))
+                position += np.uint64(1)
+                order[cell, size] = order[cell, other]
+                order[cell, other] = i
+                size += 1
+        for p in range(size):
+            states[cell, p] = hidden[order[cell, p]]
+        sizes[cell] = size

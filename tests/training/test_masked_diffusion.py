@@ -1,0 +1,301 @@
+"""Masked diffusion: what is hidden and how often, the weights, the loss, that nothing leaks, and that it learns."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from scipy import sparse
+
+from scforge.data import CellSource, GeneVocab, open_cells
+from scforge.data.random import cell_keys
+from scforge.errors import OptionError
+from scforge.models import Encoder, ScDiVaModel, TransformerEncoder
+from scforge.tokenizers import get_tokenizer
+from scforge.training import MaskedDiffusion, get_objective
+from scforge.training.objectives.masked_diffusion import diffusion_times
+
+SMALL = {"num_layers": 1, "num_heads": 2, "latent_dim": 4, "norm_style": "pre", "dropout": 0.0}
+
+
+@pytest.fixture
+def cells(tiny_adata, tiny_vocab):
+    return open_cells(tiny_adata, tiny_vocab)
+
+
+@pytest.fixture
+def tokenizer(tiny_vocab):
+    return get_tokenizer("entropy_ranked", tiny_vocab)
+
+
+def prepared(cells, tokenizer, rows=None, *, epoch=0, seed=0, **options):
+    rows = np.arange(len(cells)) if rows is None else rows
+    return MaskedDiffusion(**options).prepare(cells.block(rows), tokenizer, epoch=epoch, seed=seed)
+
+
+def test_times_are_stratified():
+    for n_cells in (1, 5, 64):
+        keys = cell_keys(np.arange(n_cells), seed=1, epoch=2)
+        times = np.sort(diffusion_times(keys))
+        assert times.min() >= 1e-3
+        assert times.max() <= 1
+        np.testing.assert_allclose(np.diff(times), 1 / n_cells, atol=1.1e-3)  # but for the clipped one
+        order = np.random.default_rng(0).permutation(n_cells)
+        np.testing.assert_array_equal(diffusion_times(keys[order]), diffusion_times(keys)[order])
+    draws = np.array([diffusion_times(cell_keys(np.arange(4), seed=0, epoch=epoch))[0] for epoch in range(400)])
+    assert abs(draws.mean() - 0.5) < 0.06
+    assert abs(draws.std() - 12**-0.5) < 0.03
+
+
+def test_nothing_hidden_is_left_in_the_batch(cells, tokenizer):
+    batch = prepared(cells, tokenizer)
+    gene, value, there = batch["masked_positions"], batch["masked_values"], batch["attention_mask"]
+    assert (batch["input_ids"][gene] == tokenizer.vocab.mask_id).all()
+    assert not batch["values"][value].any()
+    assert torch.equal(batch["labels"] >= tokenizer.vocab.n_special, gene)
+    assert torch.equal(batch["value_labels"] > 0, value)
+    assert not (gene | value)[~there].any()
+    assert (batch["input_ids"][there] > 0).all()
+    assert not batch["input_ids"][~there].any()
+    assert {name: tensor.dtype for name, tensor in batch.items()} == {
+        **dict.fromkeys(("input_ids", "labels", "profile_genes"), torch.int64),
+        **dict.fromkeys(("values", "value_labels", "loss_weights", "profile_values"), torch.float32),
+        **dict.fromkeys(("attention_mask", "masked_positions", "masked_values"), torch.bool),
+    }
+
+
+def test_without_thinning_the_tokens_are_those_of_the_cell(cells, tokenizer):
+    whole = tokenizer(cells.block(np.arange(60)))
+    batch = prepared(cells, tokenizer, thinning=None)
+    for row in range(60):
+        there = batch["attention_mask"][row]
+        genes = torch.where(batch["masked_positions"], batch["labels"], batch["input_ids"])[row][there]
+        values = torch.where(batch["masked_values"], batch["value_labels"], batch["values"])[row][there]
+        seen = whole["attention_mask"][row]
+        expected = dict(zip(whole["input_ids"][row][seen].tolist(), whole["values"][row][seen].tolist(), strict=True))
+        assert dict(zip(genes.tolist(), values.tolist(), strict=True)) == expected
+        clear = ~(batch["masked_positions"] | batch["masked_values"])[row][there]
+        order = [gene for gene in whole["input_ids"][row].tolist() if gene in genes[clear].tolist()]
+        assert genes[clear].tolist() == order  # what is seen keeps its order
+        assert clear.tolist() == sorted(clear.tolist(), reverse=True)  # and stands first
+
+
+@pytest.mark.parametrize("corrupt", ["separate", "both"])
+def test_each_token_is_hidden_with_the_probability_of_its_time(cells, tokenizer, corrupt):
+    lengths = tokenizer(cells.block(np.arange(60)))["attention_mask"].sum(dim=1).numpy()
+    hidden, times, together = [], [], []
+    for epoch in range(40):
+        batch = prepared(cells, tokenizer, epoch=epoch, corrupt=corrupt, thinning=None)
+        times.append(diffusion_times(cell_keys(np.arange(60), seed=0, epoch=epoch, stream=0x64696666)))
+        gene, value = batch["masked_positions"], batch["masked_values"]
+        assert torch.equal(gene.sum(dim=1), value.sum(dim=1))
+        hidden.append((gene.sum(dim=1) / torch.from_numpy(lengths)).numpy())
+        together.append(float((gene & value).sum() / gene.sum()))
+        # The weight makes a mean over hidden tokens 1 / t times the sum over them, a token of the cell.
+        expected = gene.sum(dim=1).numpy() / (times[-1] * lengths)
+        np.testing.assert_allclose(batch["loss_weights"], expected, rtol=1e-5)
+    hidden, times = np.array(hidden), np.array(times)
+    assert np.abs(hidden - times).max() < 1 / lengths.min()
+    assert abs((hidden - times).mean()) < 0.002
+    assert np.mean(together) == pytest.approx(1.0 if corrupt == "both" else 2 / 3, abs=0.02)  # E[t^2] / E[t]
+
+
+def test_each_place_is_hidden_as_often(cells, tokenizer):
+    """Which tokens are hidden must not depend on their rank, nor the rank on where a hidden one stands."""
+    ranks, places = [], []
+    whole = tokenizer(cells.block(np.arange(60)))
+    rank_of = [{gene: i for i, gene in enumerate(row[row > 0].tolist())} for row in whole["input_ids"]]
+    for epoch in range(30):
+        batch = prepared(cells, tokenizer, epoch=epoch, thinning=None)
+        for row in range(60):
+            genes = batch["labels"][row][batch["masked_positions"][row]].tolist()
+            found = [rank_of[row][gene] / len(rank_of[row]) for gene in genes]
+            ranks += found
+            places += np.linspace(0, 1, len(found)).tolist()
+    assert abs(np.mean(ranks) - 0.5) < 0.02
+    assert abs(np.corrcoef(ranks, places)[0, 1]) < 0.02
+
+
+def test_thinning_changes_what_is_seen_and_not_what_is_asked(cells, tokenizer):
+    plain = prepared(cells, tokenizer, thinning=None)
+    thinned = prepared(cells, tokenizer, thinning=(0.2, 0.4))
+    for row in range(60):
+        asked = [
+            (
+                sorted(batch["labels"][row][batch["masked_positions"][row]].tolist()),
+                sorted(batch["value_labels"][row][batch["masked_values"][row]].tolist()),
+            )
+            for batch in (plain, thinned)
+        ]
+        assert asked[0] == asked[1]
+    clear = [b["attention_mask"] & ~b["masked_positions"] & ~b["masked_values"] for b in (plain, thinned)]
+    assert clear[1].sum() < 0.8 * clear[0].sum()  # genes that were lost are not there
+    assert (thinned["values"][clear[1]] > 0).all()
+    assert torch.equal(plain["loss_weights"], thinned["loss_weights"])
+    lost = thinned["masked_positions"] & ~thinned["masked_values"] & (thinned["values"] == 0)
+    assert lost.any()  # a hidden gene, of which only its value in the shallow cell is seen
+    for name in ("profile_genes", "profile_values"):
+        assert torch.equal(plain[name], thinned[name])
+
+
+def test_repeats_itself_and_changes_with_epoch_and_seed(cells, tokenizer):
+    first = prepared(cells, tokenizer)
+    assert all(torch.equal(first[name], again) for name, again in prepared(cells, tokenizer).items())
+    for change in ({"epoch": 1}, {"seed": 1}):
+        assert not torch.equal(first["loss_weights"], prepared(cells, tokenizer, **change)["loss_weights"])
+    order = np.random.default_rng(0).permutation(60)
+    moved = prepared(cells, tokenizer, order)
+    assert all(torch.equal(first[name][order], tensor) for name, tensor in moved.items())
+
+
+def test_the_first_genes_in_the_order_of_the_tokenizer(cells, tokenizer):
+    batch = prepared(cells, tokenizer, max_genes=7, thinning=None)
+    assert batch["attention_mask"].sum(dim=1).tolist() == [7] * 60
+    genes = torch.where(batch["masked_positions"], batch["labels"], batch["input_ids"])
+    expected = tokenizer(cells.block(np.arange(60)))["input_ids"][:, :7]
+    assert torch.equal(genes.sort(dim=1).values, expected.sort(dim=1).values)
+    objective = MaskedDiffusion()
+    objective.learn_from(ScDiVaModel(84, 8, 1, 1, latent_dim=2, max_tokens=9, denoising=True))
+    assert objective.most_genes == objective.max_tokens(tokenizer) == 9
+    objective.learn_from(ScDiVaModel(84, 8, 1, 1, latent_dim=2, max_tokens=9, mode="vector", denoising=True))
+    assert objective.most_genes == 1200
+
+
+def test_loss_is_the_sum_of_its_parts(cells, tokenizer):
+    torch.manual_seed(0)
+    module = ScDiVaModel(84, 8, **SMALL, max_tokens=80, denoising=True).eval()
+    objective = MaskedDiffusion(value_weight=0.3, reconstruction_weight=0.5, beta=0.2)
+    batch = objective.prepare(cells.block(np.arange(60)), tokenizer, epoch=0, seed=0)
+    loss, parts = objective.loss(module, batch)
+    expected = parts["identity"] + 0.3 * parts["value"] + 0.5 * parts["reconstruction"] + 0.2 * parts["kl"]
+    torch.testing.assert_close(loss.detach(), expected)
+    loss.backward()
+    assert module.variational_layer.mu_projection.weight.grad.abs().max() > 0
+    # The identity loss, computed again from the logits.
+    with torch.no_grad():
+        names = ("input_ids", "attention_mask", "values", "masked_positions", "masked_values")
+        logits = module(**{name: batch[name] for name in names}).logits
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none")
+    hidden = batch["masked_positions"]
+    of_cells = (losses * hidden).sum(dim=1) / hidden.sum(dim=1).clamp(min=1)
+    torch.testing.assert_close(parts["identity"], (batch["loss_weights"] * of_cells).mean(), rtol=1e-4, atol=1e-4)
+    summary = objective.summarise({name: part.numpy() for name, part in parts.items()})
+    assert set(summary) == {"identity", "value", "reconstruction", "kl", "active_units"}
+    plain = MaskedDiffusion(reconstruction_weight=0.0)
+    batch = plain.prepare(cells.block(np.arange(60)), tokenizer, epoch=0, seed=0)
+    assert "profile_genes" not in batch
+    assert set(plain.loss(module, batch)[1]) == {"identity", "value"}
+
+
+def test_a_model_starts_at_what_is_known_of_the_cells(cells, tokenizer):
+    module = ScDiVaModel(84, 8, **SMALL, max_tokens=20, denoising=True)
+    objective = MaskedDiffusion()
+    objective.learn_from(module)
+    objective.initialise(module, cells, tokenizer)
+    tokens = tokenizer(cells.block(np.arange(60)))
+    lengths = tokens["attention_mask"].sum(dim=1).clamp(max=20).float()
+    assert module.length_quantiles[[0, 50, 100]].tolist() == lengths.quantile(torch.tensor([0, 0.5, 1])).tolist()
+    assert module.token_prior.exp()[:4].max() < 0.001
+    top = torch.bincount(tokens["input_ids"][:, :20].flatten(), minlength=84)[4:].argmax()
+    assert module.token_prior[4:].argmax() == top
+    assert module.value_head.decoder.bias.item() == pytest.approx(float(tokens["values"][:, :20].mean()), rel=1e-4)
+
+
+def random_cells(n_cells, n_genes, seed):
+    """Cells in which no gene tells of another, all with one library size."""
+    expressed = np.random.default_rng(seed).random((n_cells, n_genes)) < 0.3
+    counts = np.where(expressed, np.random.default_rng(seed + 100).choice([1.0, 10.0], expressed.shape), 0)
+    return CellSource(sparse.csr_matrix(counts.astype(np.float32)), np.full(n_cells, 1000.0))
+
+
+@pytest.mark.parametrize("position_embedding", ["none", "rotary"])
+def test_random_data_stay_at_chance(position_embedding):
+    n_genes, n_batch = 40, 64
+    entropies = np.random.default_rng(0).uniform(0.2, 1.0, n_genes)
+    vocab = GeneVocab.from_genes([f"g{i}" for i in range(n_genes)]).with_entropies(entropies)
+    tokenizer = get_tokenizer("entropy_ranked", vocab)
+    objective = MaskedDiffusion(thinning=None)
+    torch.manual_seed(0)
+    module = ScDiVaModel(44, 32, **SMALL, max_tokens=40, denoising=True, position_embedding=position_embedding)
+    cells = random_cells(120 * n_batch, n_genes, seed=1)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3, weight_decay=0.01)
+    for step in range(120):
+        rows = np.arange(step * n_batch, (step + 1) * n_batch)
+        loss, _ = objective.loss(module, objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    fresh = objective.prepare(random_cells(2048, n_genes, 2).block(np.arange(2048)), tokenizer, epoch=0, seed=0)
+    with torch.no_grad():
+        parts = objective.loss(module.eval(), fresh)[1]
+    # Who knows nothing but which genes are visible; and the variance of the two values there are.
+    visible = ((fresh["input_ids"] >= 4) & ~fresh["masked_positions"]).sum(dim=1)
+    n_hidden = fresh["masked_positions"].sum(dim=1)
+    chance = (fresh["loss_weights"] * (n_genes - visible).log() * (n_hidden > 0)).mean()
+    assert -0.03 < float(parts["identity"] - chance) < 0.15
+    spread = fresh["value_labels"][fresh["masked_values"]].var()
+    weight = (fresh["loss_weights"] * (n_hidden > 0)).mean()
+    assert float(parts["value"] / (weight * spread)) > 0.93
+
+
+def test_what_depends_on_each_other_is_learned(tiny_adata):
+    Encoder.setup_anndata(tiny_adata)
+    model = Encoder(
+        tiny_adata,
+        "scdiva",
+        objective={"name": "masked_diffusion", "beta": 1e-3},
+        vocab=GeneVocab.from_adata(tiny_adata),
+        hidden_dim=32,
+        max_tokens=40,
+        **SMALL,
+    )
+    assert model.spec.model_options["denoising"] is True
+    model.train(max_epochs=20, batch_size=20, lr=1e-2, progress_bar=False)
+    history = {name: table.iloc[:, 0].to_numpy() for name, table in model.history.items()}
+    for part in ("identity", "value", "reconstruction"):
+        assert np.mean(history[f"train_{part}"][-3:]) < 0.97 * history[f"train_{part}"][0]
+    assert history["train_active_units"][-1] >= 1
+    assert model.module.length_quantiles[-1] > 0
+    groups = tiny_adata.obs["group"].to_numpy()
+    embedding = model.get_latent_representation()
+    apart = embedding[groups == "a"].mean(axis=0) - embedding[groups == "b"].mean(axis=0)
+    assert np.linalg.norm(apart) > 3 * embedding[groups == "a"].std()
+
+
+def test_options_are_json_and_come_back():
+    objective = MaskedDiffusion(thinning=(0.5, 1), max_genes=20, corrupt="both")
+    assert (
+        get_objective("masked_diffusion", **json.loads(json.dumps(objective.config()))).config() == objective.config()
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"corrupt": "all"}, "corrupt='all' is not known; choose 'separate' or 'both'"),
+        ({"thinning": (0, 1)}, "0 < low <= high <= 1"),
+        ({"max_genes": 0}, "max_genes=0"),
+        ({"value_weight": -1}, "value_weight=-1"),
+        ({"token_prior": "yes"}, "token_prior='yes'"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(OptionError, match=message):
+        MaskedDiffusion(**options)
+
+
+def test_what_does_not_fit(tiny_vocab):
+    for name, options, message in (
+        ("continuous_projection", {"include_zero_genes": True, "append_cls": False}, "include_zero_genes=True"),
+        ("rank_value", {}, "append_cls=False"),
+        ("continuous_projection", {"transform": "counts", "append_cls": False}, "predicts log1p CP10K values"),
+        ("binned_expression", {"append_cls": False}, "predicts log1p CP10K values"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            MaskedDiffusion().check(get_tokenizer(name, tiny_vocab, **options))
+    MaskedDiffusion().check(get_tokenizer("rank_value", tiny_vocab, append_cls=False))
+    with pytest.raises(OptionError, match="needs an architecture whose forward takes loss_weights"):
+        MaskedDiffusion().check_architecture(TransformerEncoder)
+    MaskedDiffusion().check_architecture(ScDiVaModel)
