@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import math
+import time
 from typing import Any, ClassVar
 
 import lightning
@@ -20,6 +21,9 @@ from scforge.training.progress import EpochProgress
 __all__ = ["ByteProgress", "NextByte"]
 
 logger = logging.getLogger("scforge")
+
+_SECONDS = 60.0
+"""Between two lines of the log."""
 
 _BITS_OF_FIRST = 8.0
 """What the first byte of a chunk costs, which nothing predicts."""
@@ -86,7 +90,20 @@ class NextByte:
 
 
 class ByteProgress(EpochProgress):
-    """The bar, with bits per byte behind it; a line of the log each epoch where nobody looks at it."""
+    """The bar, with bits per byte behind it; where nobody looks at it, a line of the log each epoch and each minute."""
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Open the bar."""
+        super().on_train_start(trainer, pl_module)
+        self._told = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Move the bar."""
+        super().on_train_batch_end(trainer, *args, **kwargs)
+        if self._lines and time.perf_counter() - self._told > _SECONDS:
+            self._told = time.perf_counter()
+            total = trainer.lightning_module.total_steps
+            logger.info("Step %d/%d%s.", trainer.global_step, total, self._left(trainer.global_step, total))
 
     def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Show the bits per byte."""
@@ -99,6 +116,9 @@ class ByteProgress(EpochProgress):
             self._bar.set_description(epoch)
             self._bar.set_postfix_str(f"bits per byte: {told}")
         elif self._lines:
-            left = self._clock.seconds_left(trainer.global_step, pl_module.total_steps)
-            tail = "" if left is None else f", about {datetime.timedelta(seconds=round(left))} left"
-            logger.info("%s: bits per byte %s%s.", epoch, told, tail)
+            self._told = time.perf_counter()
+            logger.info("%s: bits per byte %s%s.", epoch, told, self._left(trainer.global_step, pl_module.total_steps))
+
+    def _left(self, step: int, total: int) -> str:
+        left = self._clock.seconds_left(step, total)
+        return f", about {datetime.timedelta(seconds=round(left))} left" if left else ""

@@ -205,6 +205,9 @@ def train(
             model = Model.load(path / WEIGHTS, config, gradient_checkpointing=gradient_checkpointing)
             logger.info("Going on with %s: epoch %d, step %d.", path, state["epoch"] + 1, state["step"])
             begin = _after(folder, path, state)
+        parts = ((training, data.train_chunks), (held_out, data.held_out_chunks))
+        told = [f"{chunks.n_bytes:,} bytes of {len(documents):,} documents" for documents, chunks in parts]
+        logger.info("Learning from %s; %s are held out.", *told)
         facts = {"bytes": data.train_chunks.n_bytes, "held_out_bytes": data.held_out_chunks.n_bytes, **settings}
         plan = TrainingPlan(model, objective, optimizer=optimizer, lr=peak)
         result = _fit(
