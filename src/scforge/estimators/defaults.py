@@ -77,7 +77,7 @@ _SCDIVA = Recipe(
     tokenizer="entropy_ranked",
     objective="variational",
     n_top_genes=2_000,
-    options={"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "latent_dim": 32, "max_tokens": 128},
+    options={"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "latent_dim": 32, "max_tokens": 64},
 )
 
 
