@@ -24,6 +24,7 @@ ROOMS = [
     "insilico",
     "models",
     "pl",
+    "soma",
     "testing",
     "tokenizers",
     "training",

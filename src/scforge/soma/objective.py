@@ -79,7 +79,7 @@ class NextByte:
         """Return the loss of a batch; beside it its bits and bytes, each a sequence."""
         assert isinstance(module, Model)
         targets = batch["targets"]
-        loss, _ = compute_loss(module, self.sig_reg.to(targets.device), batch["input_ids"], targets)  # type: ignore[arg-type]
+        loss, _ = compute_loss(module, self.sig_reg.to(targets.device), batch["input_ids"], targets)
         cross_entropy = (loss.detach() - self.sig_reg.value).float()
         bits = cross_entropy / math.log(2) * (targets != V1_PAD_TOKEN_ID).sum() + _BITS_OF_FIRST * len(targets)
         return loss, {"bits": bits / len(targets), "bytes": batch["n_bytes"] / len(targets)}

@@ -195,6 +195,7 @@ def train(
         stack.enter_context(torch.random.fork_rng())
         torch.manual_seed(check_seed(seed))
         found = _found(folder, resume)
+        begin: Callable[[], None]
         if found is None:
             if not overwrite:
                 folder.check_free(goes_on=resume == _AUTO)
