@@ -140,6 +140,27 @@ def test_checkpointing_keeps_less(tiny, batch):
     assert kept(Model(tiny, gradient_checkpointing=True)) < kept(Model(tiny)) / 2
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_keeps_less_than_the_published(pair, dropout):
+    def kept(model: torch.nn.Module) -> int:
+        # By storage, since views share one.
+        own = {value.untyped_storage().data_ptr() for value in model.parameters()}
+        sizes, alive = {}, []
+
+        def pack(x: torch.Tensor) -> torch.Tensor:
+            alive.append(x)
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            model(tokens, torch.arange(256).expand(2, -1))
+        return sum(size for place, size in sizes.items() if place not in own)
+
+    tokens = torch.randint(0, 256, (2, 256))
+    ours, theirs = pair(dropout_rate=dropout)
+    assert kept(ours) < kept(theirs) / (3 if dropout == 0 else 5)
+
+
 def test_feed_forward_blocks_keep_one_copy_of_their_hidden_units(tiny):
     block, sizes = PositionWiseFeedForward(PositionWiseFeedForwardConfig(0.1, 16, 32)), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(tuple(x.shape)) or x, lambda x: x):
