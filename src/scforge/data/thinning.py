@@ -101,8 +101,8 @@ def thin(
     """
     keys = cell_keys(block.rows, seed=seed, epoch=epoch, stream=view + 1)
     indptr, genes, counts, totals = _thin(
-        block.indptr, block.genes, block.counts, block.totals, keys, *map(float, keep), *map(float, gene_dropout),
-        log_uniform,
+        block.indptr, block.genes, block.counts, block.totals, keys, float(keep[0]), float(keep[1]),
+        float(gene_dropout[0]), float(gene_dropout[1]), log_uniform,
     )  # fmt: skip
     # Each view is a draw of its own for a tokenizer that samples.
     return replace(block, indptr=indptr, genes=genes, counts=counts, totals=totals, draw=(block.draw << 16) + view)

@@ -145,6 +145,6 @@ def _rank(indptr, genes, counts, totals, weights, n_special, longest, out_indptr
         sort_descending(scratch, size)
         out = out_indptr[cell]
         for p in range(out_indptr[cell + 1] - out):
-            i = np.int64(order[p] & np.uint64(0xFFFFFFFF))
-            ids[out + p] = genes[start + i] + n_special
-            values[out + p] = of_cell[i]
+            at = np.int64(order[p] & np.uint64(0xFFFFFFFF))
+            ids[out + p] = genes[start + at] + n_special
+            values[out + p] = of_cell[at]
