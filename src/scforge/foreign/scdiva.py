@@ -79,8 +79,8 @@ def scdiva_names() -> NameMap:
     for which in ("mu", "logvar"):
         target = f"variational_layer.{which}_projection.{{p}}"
         rules += [Rule(f"{before}{which}_projection.{{p}}", target) for before in _LATENT]
-    for head, names in _HEADS.items():
-        for name in names:
+    for head, spellings in _HEADS.items():
+        for name in spellings:
             rules += [Rule(f"{name}.{part}.{{p}}", f"{head}.dense.{{p}}") for part in _DENSE]
             rules += [Rule(f"{name}.{part}.{{p}}", f"{head}.{_LAST_OURS[head]}.{{p}}") for part in _LAST[head]]
     turned = "a table of rotary positions, which turn nothing at position 0"

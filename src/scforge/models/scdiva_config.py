@@ -40,6 +40,7 @@ class ScDiVaConfig:
 
     Examples
     --------
+    >>> import torch
     >>> with torch.device("meta"):
     ...     model = ScDiVaConfig.base(num_cell_types=100, mode="vector").build()
     >>> model.num_parameters()

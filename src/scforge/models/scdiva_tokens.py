@@ -189,14 +189,12 @@ def gene_losses(
 
     states_mh = states_bsh[chosen_bs]
     step = max(1, _NUMBERS.get(states_mh.device.type, _NUMBERS_ELSEWHERE) // len(table_vh))
+    again = len(states_mh) > step and torch.is_grad_enabled()
     parts = []
     for start in range(0, len(states_mh), step):
-        part = (states_mh[start : start + step], labels_m[start : start + step])
-        part += (own_m[start : start + step], cells_m[start : start + step])
-        if len(states_mh) > step and torch.is_grad_enabled():
-            parts.append(checkpoint(losses_of, *part, use_reentrant=False))
-        else:
-            parts.append(losses_of(*part))
+        part = slice(start, start + step)
+        given = (states_mh[part], labels_m[part], own_m[part], cells_m[part])
+        parts.append(checkpoint(losses_of, *given, use_reentrant=False) if again else losses_of(*given))
     return (torch.cat(parts) if parts else states_mh.new_zeros(0, dtype=torch.float32)), cells_m
 
 
