@@ -39,6 +39,10 @@ OPTIONS: dict[str, list[dict]] = {
         {**ENCODER, "value_loss": "negative_binomial", "norm_first": False, "pooling": "cls"},
         {**ENCODER, "pooling": "last"},
     ],
+    "scdiva": [
+        {**HEADS, "latent_dim": 6, "denoising": True},
+        {**HEADS, "latent_dim": 6, "mode": "vector", "norm_style": "pre"},
+    ],
     "transformer_encoder": [
         {**HEADS, "pooling": "cls"},
         {**HEADS, "pooling": "mean", "activation": "silu", "ffn_dim": 24, "unpad": True},
