@@ -9,7 +9,7 @@ from scipy import sparse
 
 from scforge.data import CellBlock, GeneVocab, measure_entropies, open_cells
 from scforge.errors import OptionError
-from scforge.models import Encoder
+from scforge.models import Encoder, ScDiVaModel
 from scforge.tokenizers import get_tokenizer, serialisation_weights
 from scforge.training import CellDataModule
 
@@ -116,3 +116,17 @@ def test_a_model_of_a_data_module_measures_training_cells(tiny_adata):
     expected = measure_entropies(tiny_adata[:40].copy(), model.vocab)
     np.testing.assert_allclose(model.vocab.entropies, expected.entropies, rtol=1e-12)
     assert not np.allclose(model.vocab.entropies, measure_entropies(tiny_adata, model.vocab).entropies)
+
+
+@pytest.mark.parametrize("weighting", ["complement", "inverse"])
+def test_a_model_puts_dense_profiles_into_the_same_order(tiny_adata, vocab, weighting):
+    torch.manual_seed(0)
+    module = ScDiVaModel(len(vocab), 8, 1, 2, latent_dim=3, max_tokens=11, position_embedding="rotary").eval()
+    module.init_gene_weights(torch.from_numpy(serialisation_weights(vocab, weighting)))
+    block = open_cells(tiny_adata, vocab).block(np.arange(60))
+    batch = get_tokenizer("entropy_ranked", vocab, weighting=weighting)(block)
+    dense = torch.zeros(60, len(vocab)).scatter(1, batch["input_ids"], batch["values"])[:, vocab.n_special :]
+    seen = module.serialise(dense)
+    assert torch.equal(seen.ids, batch["input_ids"][:, :11])
+    with torch.no_grad():
+        torch.testing.assert_close(module.encode(dense)["mu"], module.encode(**batch), rtol=1e-4, atol=1e-6)
