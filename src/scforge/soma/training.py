@@ -119,7 +119,7 @@ def train(
     batch_size
         Sequences a step; None for 16.
     optimizer
-        ``"adamw"``, or ``"muon"`` for the matrices of the layers.
+        ``"adamw"``, or ``"muon"`` for the weights of all linear layers.
     lr
         Peak learning rate; None for 0.002 (``"muon"``: 0.01).
     gradient_checkpointing
