@@ -68,8 +68,10 @@ def shard(module: nn.Module, mesh: Any) -> None:
         if isinstance(part, TransformerBlock):
             fully_shard(part, mesh=mesh)
     fully_shard(module, mesh=mesh)
-    # Some objectives ask for embeddings alone.
-    register_fsdp_forward_method(module, "encode")
+    # Some objectives ask for embeddings alone, or for a latent and what is behind it.
+    for name in ("encode", "infer", "decode", "classify"):
+        if hasattr(module, name):
+            register_fsdp_forward_method(module, name)
 
 
 def is_sharded(module: nn.Module) -> bool:
