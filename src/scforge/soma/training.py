@@ -113,7 +113,7 @@ def train(
         Bytes that a prediction looks back on.
     sig_reg
         Weight of the regulariser; 0.02 as published. It draws the norm of each state to a constant, which the last
-        norm does already, and takes most of the time of a small model.
+        norm does already, and takes a third of the time of a small model.
     max_epochs, max_steps
         When to stop; of None and -1, by the number of bytes. Ten epochs without improvement end it as well.
     batch_size
