@@ -79,18 +79,18 @@ class ScDiVa(Encoder):
     Examples
     --------
     >>> import scforge
-    >>> adata = scforge.datasets.pbmc3k()[:300].copy()
+    >>> adata = scforge.datasets.pbmc3k()
     >>> scforge.models.ScDiVa.setup_anndata(adata, labels_key="cell_type")
-    >>> small = {"n_top_genes": 50, "hidden_dim": 16, "num_layers": 1, "num_heads": 2, "latent_dim": 4}
+    >>> small = {"n_top_genes": 500, "hidden_dim": 16, "num_layers": 1, "num_heads": 2, "latent_dim": 4}
     >>> model = scforge.models.ScDiVa(adata, supervised=True, **small)
     >>> model.train(max_epochs=1, progress_bar=False)
     >>> mean, variance = model.get_latent_representation(return_dist=True)
     >>> mean.shape, variance.shape
-    ((300, 4), (300, 4))
+    ((2700, 4), (2700, 4))
     >>> list(model.predict(adata))
     ['label', 'confidence', 'entropy']
     >>> model.get_normalized_expression(gene_list=["LYZ", "CD74"]).shape
-    (300, 2)
+    (2700, 2)
 
     Notes
     -----
