@@ -11,6 +11,8 @@ the first ``--top`` of them. Figures are L-Dist, BLEU and Spearman (:class:`scfo
     The genes of the cell are known, their order is not.
 ``denoised, genes given``
     Each value from the other genes of the cell, in folds (``model.denoise``).
+``weights alone, genes given``
+    All values alike: many genes of a cell have one count, and their order is that of their weights.
 
 Baselines of the report (mean orders, chance) need no model either::
 
@@ -83,12 +85,13 @@ def report_on(train: AnnData, test: AnnData, mode: str, seed: int, args: argpars
         "decoded, genes given": (decoded, in_order),
         "mean profile, genes given": (mean, in_order),
         "denoised, genes given": (denoised, in_order),
+        "weights alone, genes given": (np.ones_like(true), in_order),
     }
     report = evaluate_reconstruction(
         {name: orders(values * weights, allowed, args.top, sizes) for name, (values, allowed) in made.items()},
         true_orders,
         orders(known * weights, known > 0, args.top),
-        kinds={name: "baseline" for name in made if name.startswith("mean")},
+        kinds={name: "baseline" for name in made if name.startswith(("mean", "weights"))},
         seed=seed,
         title=f"Orders of genes, mode {mode}, seed {seed}, {model.n_epochs_} epochs, {spent:.0f} s",
     )
