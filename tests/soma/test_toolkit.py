@@ -17,7 +17,7 @@ from scforge.data import GeneVocab
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
 from scforge.soma import embed, gene_table, read_documents, read_fasta, train
 from scforge.soma.byte_data import Chunks, hold_out
-from scforge.soma.documents import Document
+from scforge.soma.documents import Document, read_groups
 from scforge.soma.model_folder import read_model
 from scforge.soma.v1.tokenizer import tokenize, tokenize_arrays
 from scforge.soma.v1.torch import Model
@@ -49,8 +49,17 @@ def test_fasta_is_read():
     assert [record.name for record in read_fasta("a.fa", field="gene")] == ["ENSG1.2", "ENSG2"]
     with pytest.raises(DataError, match=r"record 2.*no field 'gene_symbol'"):
         read_fasta("a.fa", field="gene_symbol")
-    Path("b.fa.gz").write_bytes(gzip.compress(b">x\nACGT"))
-    assert read_documents("b.fa.gz") == [("x", b"ACGT")]
+    for name, kind in (("b.fa.gz", "auto"), ("C.FA.GZ", "auto"), ("d.gz", "fasta")):
+        assert read_documents(write(name, gzip.compress(b">x\nACGT")), kind=kind) == [("x", b"ACGT")]
+    assert read_documents(write("E.TXT.GZ", gzip.compress(b"words"))) == [("E", b"words")]
+    assert read_fasta(write("f.fa", b"\xef\xbb\xbf>a\rAC\rGT\r>b\rGG\r")) == [("a", b"ACGT"), ("b", b"GG")]
+
+
+def test_a_field_of_uniprot_has_several_words():
+    write("a.fa", ">sp|P1 Cellular tumor antigen OS=Homo sapiens OX=9606 GN=TP53 PE=1 SV=4\nMEEP\n>sp|P2 OS=Mus\nMA\n")
+    assert [record.name for record in read_fasta("a.fa", field="OS")] == ["Homo sapiens", "Mus"]
+    write("b.fa", ">P1 GN=TP53 PE=1\nMEEP\n>P2 PE=1 GN=H2-K1\nMA\n")
+    assert [record.name for record in read_fasta("b.fa", field="GN")] == ["TP53", "H2-K1"]
 
 
 @pytest.mark.parametrize(
@@ -73,6 +82,11 @@ def test_tables_are_read():
     assert read_documents("a.csv") == [("TP53", b"guards, the genome"), ("NA", b"unknown")]
     assert read_documents("a.csv", kind="bytes") == [("a", Path("a.csv").read_bytes())]
     assert read_documents("a.csv", gene_column="id")[0].name == "1"
+    write("b.tsv", 'gene\ttext\nA\t"open\nB\t5" long\nC\tclosed"\n')
+    assert read_documents("b.tsv") == [("A", b'"open'), ("B", b'5" long'), ("C", b'closed"')]
+    long = "ACGT" * 50_000
+    for name, between in (("c.csv", ","), ("c.tsv", "\t")):
+        assert read_documents(write(name, f"gene{between}text\nA{between}{long}\n")) == [("A", long.encode())]
     with pytest.raises(DataError, match=r"text_column='txt' is not; did you mean 'text'\? in 'a.csv'"):
         read_documents("a.csv", text_column="txt")
 
@@ -81,6 +95,7 @@ def test_tables_are_read():
     ("content", "words"),
     [
         ("gene\ttext\n", "no rows"),
+        ("gene\ttext\n\n\n", "no rows"),
         ("gene\ttext\nA\tb\tc\n", "3 cells in row 2"),
         ("gene\ttext\nA\t\n", "no text in row 2"),
         ("gene\tgene\nA\tb\n", "'gene' is twice"),
@@ -103,6 +118,29 @@ def test_files_that_cannot_be_are_refused():
         read_documents(write("a.gz", b"no gzip"))
     with pytest.raises(OptionError, match="kind='fast'.*did you mean 'fasta'"):
         read_documents("x", kind="fast")
+    for files in (None, 3, b"a.txt"):
+        with pytest.raises(OptionError, match="neither the name of a file nor a list"):
+            read_documents(files)
+    with pytest.raises(OptionError, match="files holds 3"):
+        read_documents([3])
+
+
+def test_options_without_use_are_refused():
+    write("a.txt", "words")
+    write("a.fa", ">x GN=A\nACGT\n")
+    write("b.fa", ">x GN=A\nTTTT\n")
+    for option in ("field", "gene_column", "text_column"):
+        with pytest.raises(OptionError, match=f"{option}='gene' has no use"):
+            read_documents("a.txt", **{option: "gene"})
+    with pytest.raises(OptionError, match="text_column='text' has no use"):
+        read_documents("a.fa", text_column="text")
+    with pytest.raises(OptionError, match="field='GN' has no use"):
+        read_documents("a.fa", kind="bytes", field="GN")
+    assert [one.name for one in read_documents(["a.txt", "a.fa"], field="GN")] == ["a", "A"]
+    groups = read_groups(["a.txt", "b.fa"], field="GN")
+    assert [[one.name for one in group] for group in groups] == [["a"], ["A"]]
+    with pytest.raises(OptionError, match=r"validation_size=0\.5 has no use beside validation"):
+        train("a.fa", "run", validation="b.fa", validation_size=0.5, max_steps=1, **TINY)
 
 
 def test_chunks_are_those_of_the_tokenizer():
@@ -129,6 +167,34 @@ def test_what_is_held_out_is_not_learnt():
     assert one == ([("a", bytes(range(80)))], [("a", bytes(range(80, 100)))])
     with pytest.raises(OptionError, match="no byte to learn from"):
         hold_out([Document("a", b"x")], 0.5, seed=0)
+    with pytest.raises(OptionError, match=r"validation_size=1\.0 leaves nothing"):
+        hold_out(documents, 1.0, seed=0)
+    assert hold_out(documents, 0, seed=0) == (documents, [])
+
+
+@pytest.mark.parametrize("sizes", [[9_000, 100, 100, 100], [1_000, 1], [50, 50], [3, 4], [5_000, *range(1, 60)]])
+@pytest.mark.parametrize("share", [0.1, 0.3])
+def test_the_share_is_kept_with_documents_of_unequal_sizes(sizes, share):
+    rng = np.random.default_rng(0)
+    documents = [Document(f"{number}", rng.bytes(size)) for number, size in enumerate(sizes)]
+    for seed in range(10):
+        learnt, held_out = hold_out(documents, share, seed=seed)
+        n_bytes = sum(len(one.data) for one in held_out)
+        assert share / 2 <= (n_bytes + 0.5) / sum(sizes)
+        assert (n_bytes - 0.5) / sum(sizes) <= share * 2
+        # Nothing is lost, and what is cut is cut once.
+        assert n_bytes + sum(len(one.data) for one in learnt) == sum(sizes)
+        together = {one.name: one.data for one in learnt}
+        for one in held_out:
+            together[one.name] = together.get(one.name, b"") + one.data
+        assert together == {one.name: one.data for one in documents}
+
+
+def test_equal_documents_are_cut_alike():
+    twice = [Document("a", b"0123456789"), Document("b", b"0123456789"), Document("c", b"x")]
+    learnt, held_out = hold_out(twice, 0.2, seed=0)
+    assert {one for one in learnt if one.name != "c"} == {("a", b"01234567"), ("b", b"01234567")}
+    assert {one for one in held_out if one.name != "c"} == {("a", b"89"), ("b", b"89")}
 
 
 def test_training_learns_and_writes_what_the_published_package_reads(texts):
@@ -184,7 +250,12 @@ def test_options_of_training_that_cannot_be_are_refused(texts):
         ({"device": "cuda:99"}, "cuda:99"),
         ({"device": "tpu"}, "tpu"),
         ({"batch_size": 0}, "batch_size=0"),
+        ({"device": "meta"}, "device='meta'"),
         ({"validation_size": 2}, "validation_size=2"),
+        ({"validation_size": 1.0}, "validation_size=1.0"),
+        ({"embedding_dim": None}, "embedding_dim=None"),
+        ({"progress_bar": "no"}, "progress_bar='no'"),
+        ({"gradient_checkpointing": "no"}, "gradient_checkpointing='no'"),
         ({"resume": "auto", "overwrite": True}, "contradict"),
         ({"optimizer": "sgd"}, "optimizer='sgd'"),
         ({"sig_reg": -1}, "sig_reg=-1"),
@@ -198,6 +269,12 @@ def test_options_of_training_that_cannot_be_are_refused(texts):
 @pytest.fixture
 def model(texts) -> Path:
     return train(texts, "run", max_steps=2, **TINY).path
+
+
+def test_what_a_training_returns_stands_for_its_folder(texts):
+    trained = train(texts, "run", max_steps=2, **TINY)
+    options = {"device": "cpu", "progress_bar": False}
+    pd.testing.assert_frame_equal(embed(texts, trained, **options), embed(texts, trained.path, **options))
 
 
 def test_vectors_are_means_of_states(model):
@@ -247,6 +324,12 @@ def test_embedding_what_cannot_be_is_refused(model):
         gene_table({"A": 3}, model)
     with pytest.raises(MissingFileError, match="no model of bytes"):
         gene_table({"A": "x"}, ".")
+    with pytest.raises(OptionError, match="model is of type Model; give the name of the folder"):
+        gene_table({"A": "x"}, read_model(model)[0])
+    with pytest.raises(OptionError, match="progress_bar='no'"):
+        gene_table({"A": "x"}, model, progress_bar="no")
+    with pytest.raises(OptionError, match="device='meta'"):
+        gene_table({"A": "x"}, model, device="meta")
     with pytest.raises(OptionError, match=r"table.txt.*no known format"):
         gene_table({"A": "x"}, model, "table.txt")
 

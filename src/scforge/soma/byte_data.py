@@ -84,13 +84,14 @@ class Chunks:
 def hold_out(documents: Sequence[Document], share: float, *, seed: int) -> tuple[list[Document], list[Document]]:
     """Split documents into those to learn from and those held out, which have about `share` of the bytes.
 
-    Whole documents are held out, in a random order; of a single one the end is. Equal documents stay together, so that
-    nothing held out is learnt by heart.
+    Whole documents are held out, in a random order, without those that would lead further beyond the share than they
+    bring it nearer. Where they make less than half of the share, the end of the largest other one is held out too.
+    Equal documents stay together, so that nothing held out is learnt by heart.
 
     Raises
     ------
     OptionError
-        If nothing is left to learn from.
+        If `share` is not a number from 0 to below 1, or nothing is left to learn from.
 
     Examples
     --------
@@ -98,26 +99,33 @@ def hold_out(documents: Sequence[Document], share: float, *, seed: int) -> tuple
     >>> len(train), len(held_out)
     (8, 2)
     """
-    if check_share("validation_size", share) == 0:
+    if check_share("validation_size", share) == 1:
+        raise OptionError(f"validation_size={share!r} leaves nothing to learn from; give a number below 1.")
+    if share == 0:
         return list(documents), []
     sizes: Counter[bytes] = Counter()
     for one in documents:
         sizes[one.data] += len(one.data)
-    contents, total = list(sizes), sizes.total()
-    if len(contents) == 1:
-        name, data = documents[0]
-        cut = len(data) - max(1, round(share * len(data)))
-        if cut < 1:
-            raise OptionError(f"validation_size={share!r} leaves no byte to learn from; give more bytes, or 0.")
-        return [Document(name, data[:cut])], [Document(name, data[cut:])]
+    contents, target = list(sizes), share * sizes.total()
     chosen: set[bytes] = set()
     n_bytes = 0
     for number in np.random.default_rng(check_seed(seed)).permutation(len(contents)):
-        if n_bytes >= share * total or len(chosen) == len(contents) - 1:
+        if n_bytes >= target or len(chosen) == len(contents) - 1:
             break
-        chosen.add(contents[number])
-        n_bytes += sizes[contents[number]]
-    return [one for one in documents if one.data not in chosen], [one for one in documents if one.data in chosen]
+        after = n_bytes + sizes[contents[number]]
+        if after - target < target - n_bytes:
+            chosen.add(contents[number])
+            n_bytes = after
+    held_out = [one for one in documents if one.data in chosen]
+    left = [one for one in documents if one.data not in chosen]
+    if n_bytes >= target / 2:
+        return left, held_out
+    longest = max((one.data for one in left), key=lambda data: (sizes[data], data))
+    cut = len(longest) - max(1, round(len(longest) * (target - n_bytes) / sizes[longest]))
+    if cut < 1:
+        raise OptionError(f"validation_size={share!r} leaves no byte to learn from; give more bytes, or 0.")
+    ends = [Document(one.name, longest[cut:]) for one in left if one.data == longest]
+    return [Document(one.name, longest[:cut]) if one.data == longest else one for one in left], held_out + ends
 
 
 class ByteBatches:

@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from scforge._checks import check_count
+from scforge._checks import check_bool, check_count
 from scforge._io import atomic_path, check_folder
 from scforge.errors import DataError, OptionError, listing
 from scforge.soma.byte_data import Chunks
@@ -55,7 +55,7 @@ def embed(
     files
         What to embed, see :func:`read_documents`.
     model
-        Folder of the model, or of its training.
+        Folder of the model, or of its training; or what :func:`scforge.soma.train` returned.
     output
         Where to write the table: ``.parquet`` or ``.npz``, which the tokenizer ``gene_embedding`` reads, or ``.csv``.
     duplicates
@@ -151,6 +151,8 @@ def _embed(
     progress_bar: bool,
 ) -> pd.DataFrame:
     check_count("batch_size", batch_size, "sequences")
+    for name, value in (("overwrite", overwrite), ("progress_bar", progress_bar)):
+        check_bool(name, value)
     if duplicates not in _DUPLICATES:
         raise OptionError(f"duplicates={duplicates!r} is not known (known: {listing(_DUPLICATES)})")
     if output is not None:

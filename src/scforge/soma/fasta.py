@@ -11,7 +11,9 @@ from typing import NamedTuple
 
 from scforge.errors import DataError, MissingFileError, first_line
 
-__all__ = ["FastaRecord", "read_fasta", "read_whole"]
+__all__ = ["FastaRecord", "is_packed", "read_fasta", "read_whole"]
+
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 class FastaRecord(NamedTuple):
@@ -29,6 +31,17 @@ class FastaRecord(NamedTuple):
     sequence: bytes
 
 
+def is_packed(path: str | os.PathLike[str]) -> bool:
+    """Return whether the name of a file says that gzip packed it.
+
+    Examples
+    --------
+    >>> is_packed("proteins.fa.gz"), is_packed("PROTEINS.FA.GZ"), is_packed("proteins.fa")
+    (True, True, False)
+    """
+    return Path(path).suffix.lower() == ".gz"
+
+
 def read_whole(path: str | os.PathLike[str]) -> bytes:
     """Return the bytes of a file, those of a ``.gz`` file unpacked.
 
@@ -43,7 +56,7 @@ def read_whole(path: str | os.PathLike[str]) -> bytes:
     if not path.is_file():
         what = "is a folder; name the files in it" if path.is_dir() else "does not exist; check its name"
         raise MissingFileError(f"files: {str(path)!r} {what}.")
-    if path.suffix != ".gz":
+    if not is_packed(path):
         return path.read_bytes()
     try:
         with gzip.open(path) as handle:
@@ -61,7 +74,8 @@ def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> lis
         The file.
     field
         Name records by a field of their header, e.g. ``"gene_symbol"`` for ``gene_symbol:TP53`` (Ensembl) or ``"GN"``
-        for ``GN=TP53`` (UniProt); None takes the first word of the header.
+        for ``GN=TP53`` (UniProt); None takes the first word of the header. The value is a word; that of a UniProt
+        field, which has a name of two capitals, goes on until the next such field.
 
     Raises
     ------
@@ -80,7 +94,10 @@ def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> lis
     ['TP53', 'EGFR']
     """
     where = f"files: {str(path)!r}"
-    before, *parts = re.split(rb"^>", read_whole(path), flags=re.MULTILINE)
+    data = read_whole(path).removeprefix(_BYTE_ORDER_MARK)
+    if b"\r" in data:
+        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    before, *parts = re.split(rb"^>", data, flags=re.MULTILINE)
     if not parts:
         raise DataError(f"{where} has no FASTA records; each begins with a line such as '>name'.")
     if before.strip():
@@ -102,6 +119,8 @@ def _name(header: str, field: str | None, where: str) -> str:
     if field is None:
         return header.split()[0]
     found = re.search(rf"(?:^|\s){re.escape(field)}[=:](\S+)", header)
+    if found is not None and re.fullmatch("[A-Z]{2}", field):
+        found = re.search(rf"(?:^|\s){field}=(\S.*?)(?=\s+[A-Z]{{2}}=|$)", header) or found
     if found is None:
         raise DataError(f"{where} ({header[:60]!r}) has no field {field!r}; name one that all headers have.")
     return found[1]

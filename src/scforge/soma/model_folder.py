@@ -46,18 +46,20 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
 
     Raises
     ------
+    OptionError
+        If `folder` is no name of a folder.
     MissingFileError
         If there is none.
     ModelFileError
         If a file is damaged, or weights and configuration do not fit.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise OptionError(f"{argument} is of type {type(folder).__name__}; give the name of the folder of a training.")
     path = Path(folder)
     if not (path / CONFIG).is_file() and (path / FINAL / CONFIG).is_file():
         path /= FINAL
     if not (path / CONFIG).is_file():
-        raise MissingFileError(
-            f"{argument}={str(folder)!r} holds no model of bytes; train one with scforge soma train."
-        )
+        raise MissingFileError(f"{argument}={str(path)!r} holds no model of bytes; train one with scforge soma train.")
     where = str(path / CONFIG)
     try:
         content = read_json(path / CONFIG)

@@ -19,11 +19,11 @@ from scforge._checks import check_bool, check_count, check_positive, check_seed
 from scforge._io import atomic_folder
 from scforge.errors import DataError, OptionError, TrainingError, first_line
 from scforge.soma.byte_data import ByteData, hold_out
-from scforge.soma.documents import Document, Files, read_documents
+from scforge.soma.documents import Document, Files, read_documents, read_groups
 from scforge.soma.model_folder import FINAL, WEIGHTS, read_model, write_model
 from scforge.soma.objective import ByteProgress, NextByte
 from scforge.soma.placing import device_of
-from scforge.soma.v1.configs import ModelConfig, SIGRegConfig
+from scforge.soma.v1.configs import ModelConfig, SIGRegConfig, check_config
 from scforge.soma.v1.torch import Model
 from scforge.training.devices import out_of_memory
 from scforge.training.fitting import FitResult, default_max_epochs, fit
@@ -37,6 +37,7 @@ logger = logging.getLogger("scforge")
 
 _AUTO = "auto"
 _KEPT = 2
+_HELD_OUT = 0.1
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,17 @@ class TrainedModel:
     bits_per_byte: float
     history: dict[str, list[float]]
 
+    def __fspath__(self) -> str:
+        """Return the name of its folder, so that it stands where a folder does."""
+        return str(self.path)
+
 
 def train(
     files: Files,
     checkpoint_dir: str | os.PathLike[str],
     *,
     validation: Files | None = None,
-    validation_size: float = 0.1,
+    validation_size: float | None = None,
     embedding_dim: int = 192,
     pwff_hidden_dim: int | None = None,
     num_layers: int = 4,
@@ -104,7 +109,7 @@ def train(
     validation
         Files to hold out; None holds out a share of the documents.
     validation_size
-        That share, of the bytes; 0 holds out nothing.
+        That share, of the bytes; None for 0.1, 0 holds out nothing.
     embedding_dim, num_layers, num_heads, dropout_rate
         Sizes, see :class:`scforge.soma.v1.configs.ModelConfig`; small ones, for a laptop.
     pwff_hidden_dim
@@ -170,10 +175,14 @@ def train(
     for name, value in (("checkpoint_every_n_steps", checkpoint_every_n_steps), ("batch_size", batch_size)):
         if value is not None:
             check_count(name, value, "steps" if "steps" in name else "sequences")
-    check_bool("overwrite", overwrite)
+    switches = {"overwrite": overwrite, "progress_bar": progress_bar, "gradient_checkpointing": gradient_checkpointing}
+    for name, value in switches.items():
+        check_bool(name, value)
     check_positive("sig_reg", sig_reg, or_zero=True)
+    check_count("embedding_dim", embedding_dim, "dimensions")
     hidden = 4 * embedding_dim if pwff_hidden_dim is None else pwff_hidden_dim
     config = ModelConfig(dropout_rate, embedding_dim, hidden, num_layers, num_heads)
+    check_config(config)
     place_of_work = device_of(device)
     training, held_out = _documents(files, validation, validation_size, seed, reading)
     size = NextByte.defaults.batch_size if batch_size is None else batch_size
@@ -244,12 +253,13 @@ def train(
 
 
 def _documents(
-    files: Files, validation: Files | None, share: float, seed: int, reading: dict[str, Any]
+    files: Files, validation: Files | None, share: float | None, seed: int, reading: dict[str, Any]
 ) -> tuple[list[Document], list[Document]]:
-    documents = read_documents(files, **reading)
     if validation is None:
-        return hold_out(documents, share, seed=seed)
-    held_out = read_documents(validation, **reading)
+        return hold_out(read_documents(files, **reading), _HELD_OUT if share is None else share, seed=seed)
+    if share is not None:
+        raise OptionError(f"validation_size={share!r} has no use beside validation; keep one of the two.")
+    documents, held_out = read_groups([files, validation], **reading)
     if known := {one.data for one in documents} & {one.data for one in held_out}:
         name = next(one.name for one in held_out if one.data in known)
         raise DataError(
