@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from scforge.errors import OptionError
 from scforge.models.components import SIGReg
 
 
@@ -86,3 +87,41 @@ def test_new_directions_each_call_and_no_state():
     one = sigreg(x)
     torch.manual_seed(1)
     assert sigreg(x) == one
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_no_number(dtype):
+    sigreg, noise = SIGReg(64), torch.randn(8, 64)
+    x = torch.randn(200, 8).to(dtype)
+    shares = torch.zeros(2, 200)
+    shares[0, :50], shares[1, 50:] = 1 / 50, 1 / 150
+    wide = x.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        alone, groups = sigreg.compute(x, noise), sigreg.of_groups(x, noise, shares)
+        torch.manual_seed(3)
+        drawn = sigreg(x)
+    assert alone.dtype == groups.dtype == drawn.dtype == torch.float32
+    torch.testing.assert_close(alone, sigreg.compute(wide, noise))
+    torch.testing.assert_close(groups, sigreg.of_groups(wide, noise, shares))
+    torch.manual_seed(3)
+    torch.testing.assert_close(drawn, sigreg(wide))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_module_of_another_dtype_computes_the_same(dtype):
+    x, noise, shares = torch.randn(30, 5), torch.randn(5, 16), torch.full((1, 30), 1 / 30)
+    plain, other = SIGReg(16, 9, 3.7), SIGReg(16, 9, 3.7).to(dtype)
+    torch.testing.assert_close(other.compute(x, noise), plain.compute(x, noise))
+    torch.testing.assert_close(
+        other.of_groups(x.double(), noise.double(), shares.double()), plain.of_groups(x, noise, shares)
+    )
+    assert other(x.to(dtype)).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"points": 1}, "points=1"), ({"slices": 0}, "slices=0"), ({"t_max": -1.0}, "t_max"), ({"sync": "no"}, "sync")],
+)
+def test_numbers_that_cannot_be_used(options, words):
+    with pytest.raises(OptionError, match=words):
+        SIGReg(**options)

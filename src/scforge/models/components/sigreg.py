@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from scforge._checks import check_bool, check_count, check_positive
+
 __all__ = ["SIGReg"]
 
 
@@ -39,20 +41,27 @@ class SIGReg(nn.Module):
         Largest t.
     sync
         Take the cells of all processes for the sample, when a gradient is wanted. All processes have to take part then.
+
+    All is computed in float32, under autocast and in a module of another dtype too: the recurrence and the small
+    differences of means lose a fifth of the value in 16 bits.
+
+    Raises
+    ------
+    OptionError
+        If `slices` or `points` (at least 2) is no such number, or `t_max` is not positive.
     """
 
     def __init__(self, slices: int = 256, points: int = 17, t_max: float = 3.0, *, sync: bool = True) -> None:
         super().__init__()
-        self.slices = slices
-        self.sync = sync
-        t = torch.linspace(0.0, t_max, points)
-        phi = torch.exp(-(t**2) / 2)
-        step = t_max / (points - 1)
-        trapezoid = torch.full((points,), 2.0 * step)
-        trapezoid[[0, -1]] = step
+        check_count("slices", slices, "directions")
+        check_count("points", points, "points", least=2)
+        check_positive("t_max", t_max)
+        self.slices, self.points, self.t_max = slices, points, t_max
+        self.sync = check_bool("sync", sync)
+        t, phi, weights = _quadrature(points, t_max)
         self.register_buffer("t", t, persistent=False)
         self.register_buffer("phi", phi, persistent=False)
-        self.register_buffer("weights", trapezoid * phi, persistent=False)
+        self.register_buffer("weights", weights, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the statistic of embeddings of shape (..., N, D), averaged over the leading dimensions."""
@@ -67,21 +76,25 @@ class SIGReg(nn.Module):
         return self._statistic(x, noise, several=False)
 
     def _statistic(self, x: torch.Tensor, noise: torch.Tensor, *, several: bool) -> torch.Tensor:
-        x = x.float()
-        directions = noise / noise.norm(dim=0, keepdim=True)
-        angles_nk = (x @ directions) * self.t[1]
-        real_kt, imaginary_kt = _means_of_multiples(angles_nk, len(self.t))
+        with torch.autocast(x.device.type, enabled=False):
+            return self._in_float32(x.float(), noise.float(), several=several)
+
+    def _in_float32(self, x: torch.Tensor, noise: torch.Tensor, *, several: bool) -> torch.Tensor:
+        t, phi, weights = self._quadrature()
+        real_kt, imaginary_kt = _means_of_multiples(_angles(x, noise, t), self.points)
         n_cells: int | torch.Tensor = x.shape[-2]
         if several:
             n_own = n_cells
             n_cells = torch.tensor(float(n_own), device=x.device)
             torch.distributed.all_reduce(n_cells)
             real_kt, imaginary_kt = _SumOverProcesses.apply(torch.stack([real_kt, imaginary_kt]) * (n_own / n_cells))
-        error_kt = (real_kt - self.phi).square() + imaginary_kt.square()
-        return (error_kt @ self.weights).mean() * n_cells
+        error_kt = (real_kt - phi).square() + imaginary_kt.square()
+        return (error_kt @ weights).mean() * n_cells
 
     def of_groups(self, x: torch.Tensor, noise: torch.Tensor, shares_gn: torch.Tensor) -> torch.Tensor:
-        """Return the statistic of each group of cells, taken over its cells alone.
+        """Return the statistic of each group of cells of this process, taken over its cells alone.
+
+        Nothing is summed over processes, whatever `sync` is: each looks at its own cells.
 
         Parameters
         ----------
@@ -96,12 +109,33 @@ class SIGReg(nn.Module):
         -------
         Shape (..., G); a number without meaning for a group without cells.
         """
-        x = x.float()
-        directions = noise / noise.norm(dim=0, keepdim=True)
-        angles_nk = (x @ directions) * self.t[1]
-        real_gkt, imaginary_gkt = _means_of_multiples(angles_nk, len(self.t), lambda values: shares_gn @ values)
-        error_gkt = (real_gkt - self.phi).square() + imaginary_gkt.square()
-        return (error_gkt @ self.weights).mean(dim=-1) * (shares_gn > 0).sum(dim=1)
+        with torch.autocast(x.device.type, enabled=False):
+            t, phi, weights = self._quadrature()
+            shares = shares_gn.float()
+            angles_nk = _angles(x.float(), noise.float(), t)
+            real_gkt, imaginary_gkt = _means_of_multiples(angles_nk, self.points, lambda values: shares @ values)
+            error_gkt = (real_gkt - phi).square() + imaginary_gkt.square()
+            return (error_gkt @ weights).mean(dim=-1) * (shares > 0).sum(dim=1)
+
+    def _quadrature(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return points, characteristic function of the normal and weights in float32, shape (T,)."""
+        if self.t.dtype == torch.float32:
+            return self.t, self.phi, self.weights
+        t, phi, weights = (values.to(self.t.device) for values in _quadrature(self.points, self.t_max))
+        return t, phi, weights
+
+
+def _quadrature(points: int, t_max: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    t = torch.linspace(0.0, t_max, points, dtype=torch.float32)
+    phi = torch.exp(-(t**2) / 2)
+    step = t_max / (points - 1)
+    trapezoid = torch.full((points,), 2.0 * step, dtype=torch.float32)
+    trapezoid[[0, -1]] = step
+    return t, phi, trapezoid * phi
+
+
+def _angles(x: torch.Tensor, noise: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    return (x @ (noise / noise.norm(dim=0, keepdim=True))) * t[1]
 
 
 def _n_processes() -> int:
