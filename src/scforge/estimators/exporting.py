@@ -14,6 +14,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,6 +31,7 @@ from scforge.data.cells import CellBlock
 from scforge.errors import ModelFileError, OptionError, ScforgeWarning, first_line, listing
 from scforge.finetuning.adapters import merged
 from scforge.models.components.gene_vectors import GeneVectorBag, check_filled
+from scforge.models.scdiva_parts import GeneEmbedding
 
 if TYPE_CHECKING:
     from scforge.estimators.base import CellModel
@@ -50,14 +52,18 @@ _TRACED, _COMPARED = (3, 24), ((1, 1), (2, 7), (5, 0))
 class _Encode(nn.Module):
     """``encode`` of an architecture as a ``forward`` over these inputs, in this order."""
 
-    def __init__(self, encoder: nn.Module, names: tuple[str, ...]) -> None:
+    def __init__(self, encoder: nn.Module, names: tuple[str, ...], longest: int) -> None:
         super().__init__()
         self.encoder = encoder
         self.names = names
+        # Where some tokens may find no room, there are always such ones, so that all cells are one computation.
+        room = getattr(encoder, "max_tokens", None) if getattr(encoder, "mode", None) == "tokens" else None
+        self.padding = room if isinstance(room, int) and longest > room else 0
 
     def forward(self, *tensors: torch.Tensor) -> torch.Tensor:
         """Return cell embeddings, shape (B, D)."""
-        return self.encoder.encode(**dict(zip(self.names, tensors, strict=True))).float()
+        padded = [F.pad(tensor, (0, self.padding)) for tensor in tensors] if self.padding else tensors
+        return self.encoder.encode(**dict(zip(self.names, padded, strict=True))).float()
 
 
 class _PlainBag(nn.Module):
@@ -76,6 +82,22 @@ class _PlainBag(nn.Module):
         if per_sample_weights is None:
             return embedded.sum(dim=1)
         return (embedded * per_sample_weights.to(embedded.dtype).unsqueeze(-1)).sum(dim=1)
+
+
+def _plain_bag(part: GeneEmbedding, genes_bs: torch.Tensor, values_bs: torch.Tensor) -> torch.Tensor:
+    """Do what ``bag`` does in the operations that ONNX has."""
+    embedded = F.embedding(genes_bs, part.weight)
+    return (embedded * values_bs.to(embedded.dtype).unsqueeze(-1)).sum(dim=1) + part.bias
+
+
+def _sorted_by_topk(values: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """Sort in ONNX: of equal numbers TopK takes the first one first, as ``stable=True`` says."""
+    from onnxscript import INT64
+    from onnxscript import opset20 as op
+
+    size = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
+    as_int64 = op.Cast(values, to=INT64.dtype)
+    return op.TopK(as_int64, size, axis=dim, largest=int(descending), sorted=1)
 
 
 def export_model(
@@ -145,12 +167,17 @@ def _program(
         if isinstance(part, nn.EmbeddingBag | GeneVectorBag):
             parent, _, last = name.rpartition(".")
             setattr(plain.get_submodule(parent), last, _PlainBag(part))
+        elif isinstance(part, GeneEmbedding):
+            part.bag = partial(_plain_bag, part)  # type: ignore[method-assign]
     cells, tokens = torch.export.Dim("cells", min=1), torch.export.Dim("tokens", min=1, max=longest)
     dynamic = {"tensors": tuple({0: cells, 1: tokens} for _ in names)}
     try:
         with _without_warnings():
             return torch.export.export(
-                _Encode(plain, names), tuple(batch[name] for name in names), dynamic_shapes=dynamic, strict=False
+                _Encode(plain, names, longest),
+                tuple(batch[name] for name in names),
+                dynamic_shapes=dynamic,
+                strict=False,
             )
     except (RuntimeError, TypeError, ValueError) as error:
         raise OptionError(
@@ -171,6 +198,7 @@ def _write_onnx(model: CellModel, program: Any, names: tuple[str, ...], file: Pa
                 opset_version=_OPSET,
                 optimize=True,
                 verbose=False,
+                custom_translation_table={torch.ops.aten.sort.stable: _sorted_by_topk},
             )
             exported.save(str(file), external_data=False)
     except (RuntimeError, TypeError, ValueError) as error:

@@ -182,9 +182,9 @@ class InterpretationMethods(PerturbationMethods):
     ) -> pd.DataFrame:
         """Predict the expression of genes where a cell has no counts of them, measured or not.
 
-        For models of ``masked_value_prediction``. All counted genes of a cell are seen. Values are in the unit of those
-        of the tokenizer: log1p CP10K for ``continuous_projection`` and ``rank_value``, counts with
-        ``transform="counts"``, numbers of bins for ``binned_expression``.
+        For models of ``masked_value_prediction`` and ``masked_diffusion``. All counted genes of a cell are seen. Values
+        are in the unit of those of the tokenizer: log1p CP10K for ``continuous_projection`` and ``rank_value``, counts
+        with ``transform="counts"``, numbers of bins for ``binned_expression``.
 
         Parameters
         ----------
@@ -214,10 +214,15 @@ class InterpretationMethods(PerturbationMethods):
         model = cast("CellModel", self)
         source, objective = _predicting(model, adata, batch_size, seed)
         if not knows_zeros(objective, model.tokenizer):
+            has_option = "zero_targets" in objective.option_names()
+            advice = (
+                "train with objective={'name': 'masked_value_prediction', 'zero_targets': 1.0} to tell both apart."
+                if has_option
+                else "get_normalized_expression, whose decoder learned from the zeros, too, tells both apart."
+            )
             warnings.warn(
-                "the model never saw a gene that is off among those it predicted (zero_targets=0), so it predicts the "
-                "value that a gene has where it is expressed; train with objective={'name': 'masked_value_prediction', "
-                "'zero_targets': 1.0} to have it tell both apart.",
+                f"the model never saw a gene that is off among those it predicted{' (zero_targets=0)' * has_option}, "
+                f"so it predicts the value that a gene has where it is expressed; {advice}",
                 ScforgeWarning,
                 stacklevel=2,
             )
@@ -253,9 +258,9 @@ class InterpretationMethods(PerturbationMethods):
     ) -> sparse.csr_matrix:
         """Predict the expression of counted genes from the other genes of the cell.
 
-        For models of ``masked_value_prediction``. The genes are dealt into folds; those of each are hidden in turn and
-        predicted from the rest, so that no value is predicted from itself. Units are those of :meth:`impute`; bins that
-        are quantiles of a cell are those of its visible genes.
+        For models of ``masked_value_prediction`` and ``masked_diffusion``. The genes are dealt into folds; those of
+        each are hidden in turn and predicted from the rest, so that no value is predicted from itself. Units are those
+        of :meth:`impute`; bins that are quantiles of a cell are those of its visible genes.
 
         Parameters
         ----------

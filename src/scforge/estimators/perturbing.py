@@ -60,10 +60,11 @@ class PerturbationMethods:
 
         The idea is that of Geneformer (Theodoris et al. 2023). Counts are changed before they become tokens, so it
         works with every tokenizer and architecture. ``"delete"`` sets a gene to 0 in the cells that express it.
-        ``"overexpress"`` makes it the highest gene of every cell (the first, where a tokenizer ranks). ``"activate"``
-        gives it, in cells without it, as many counts as is usual where it is expressed. The library size of a cell
-        changes by as many counts, as if they had been changed in the data; so a deletion gives the embedding of the
-        same AnnData with that count set to 0.
+        ``"overexpress"`` makes it the highest gene of every cell (the first, where a tokenizer ranks; with
+        ``"entropy_ranked"`` as far as no more counts than the rest of the cell has make it so). ``"activate"`` gives
+        it, in cells without it, as many counts as is usual where it is expressed. The library size of a cell changes by
+        as many counts, as if they had been changed in the data; so a deletion gives the embedding of the same AnnData
+        with that count set to 0.
 
         **What the p-values say.** Cells are no replicates here: one gene moves all cells alike, and every perturbation
         moves them somewhat. So the null is that a gene does no more than other genes of like expression. For each gene,

@@ -40,8 +40,9 @@ def attention_between_genes(
 ) -> sparse.csr_matrix:
     """Return how much the token of each gene (row) looks at that of each other gene (column), a mean over cells.
 
-    The mean is over the cells in which both genes are tokens. Attention of a gene to itself, and to special tokens, is
-    left out; what is left is not scaled to sum to 1.
+    The mean is over the cells in which both genes are tokens that the layer attends over (an architecture may have room
+    for the first ones only). Attention of a gene to itself, and to special tokens, is left out; what is left is not
+    scaled to sum to 1.
 
     Parameters
     ----------
@@ -103,6 +104,7 @@ def attention_between_genes(
         one = _over_heads(weights[layer], heads).float().cpu().numpy()
         at = place[batch["input_ids"].cpu().numpy()]
         at[~batch["attention_mask"].cpu().numpy()] = -1
+        at[~one.any(axis=2)] = -1  # a token that had no room
         _add(one, at, sums, numbers)
 
     batch_size = max(1, min(batch_size, _NUMBERS // (_n_heads(module) * longest**2)))

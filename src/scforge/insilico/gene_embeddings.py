@@ -41,6 +41,8 @@ def input_gene_embeddings(module: nn.Module, tokenizer: Tokenizer) -> np.ndarray
         If the module has no embedding of the tokens.
     """
     vocab = tokenizer.vocab
+    if callable(table := getattr(module, "token_table", None)):
+        return table()[vocab.n_special :].float().cpu().numpy()
     ids = torch.arange(vocab.n_special, len(vocab), device=next(module.parameters()).device)
     embedding = _token_embedding(module, len(vocab))
     if embedding is None:
@@ -63,7 +65,7 @@ def contextual_gene_embeddings(
     batch_size: int = 256,
     layer: int = -1,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean state of the token of each gene over the cells in which it is one.
+    """Return the mean state of the token of each gene over the cells in which it is one (and has room).
 
     Parameters
     ----------
@@ -109,6 +111,7 @@ def contextual_gene_embeddings(
                 "contextual=False, or an architecture with a state for each token, such as 'transformer_encoder'."
             )
         chosen = batch["attention_mask"] & (batch["input_ids"] >= n_special)
+        chosen &= states[layer].any(dim=2)  # tokens that had no room have zeros
         ids, of_tokens = batch["input_ids"][chosen].cpu(), states[layer][chosen].double().cpu()
         if sums is None:
             sums = torch.zeros(n_tokens, of_tokens.shape[1], dtype=torch.float64)

@@ -13,15 +13,20 @@ from typing import ClassVar, Self
 import numpy as np
 import pandas as pd
 
+from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock, CellSource
 from scforge.data.vocab import GeneVocab
 from scforge.data.windows import Window
 from scforge.errors import OptionError, listing
 from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.entropy_ranked import EntropyRankedTokenizer, serialisation_weights
 
 __all__ = ["MODES", "Perturbation", "PerturbedCells", "with_counts"]
 
 MODES = ("delete", "overexpress", "activate")
+
+_ROUNDING = 1e-6
+"""Share by which a product must be higher to be so in float32, too."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +34,11 @@ class Perturbation:
     """What happens to the counts of perturbed genes.
 
     ``"delete"`` sets them to 0. ``"overexpress"`` raises them above those of all other genes of the cell; where a
-    tokenizer ranks by count over median, above the highest of these, so that the gene ranks first. ``"activate"`` gives
-    a gene without counts as many as is usual where it is expressed: the median share of the counts of a cell times the
-    counts of this cell, rounded, at least 1.
+    tokenizer ranks by count over median, above the highest of these, so that the gene ranks first; where it ranks by
+    log1p CP10K times weight (``"entropy_ranked"``), until the gene ranks first, but not above as many counts as the
+    rest of the cell has: a gene of a weight near 0 would need any number. ``"activate"`` gives a gene without counts
+    as many as is usual where it is expressed: the median share of the counts of a cell times the counts of this cell,
+    rounded, at least 1.
 
     The library size of a cell changes by as many counts, as it would if the counts had been changed in the data. So the
     CP10K values of its other genes move a little as well.
@@ -42,6 +49,8 @@ class Perturbation:
         One of the three.
     scales
         What counts are divided by before they are compared, float64, shape (G,); for ``"overexpress"``.
+    weights
+        What log1p CP10K is multiplied by to rank genes, float32, shape (G,); for ``"overexpress"``.
     shares
         Median share of the counts of a cell that expresses a gene, float64, shape (G,), NaN where none does; for
         ``"activate"``.
@@ -58,6 +67,7 @@ class Perturbation:
     mode: str
     scales: np.ndarray | None = None
     shares: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -69,7 +79,10 @@ class Perturbation:
         if mode == "overexpress":
             ranks_by_median = tokenizer.needs_medians and getattr(tokenizer, "use_medians", True)
             medians = tokenizer.vocab.medians if ranks_by_median else None
-            return cls(mode, scales=np.ones(tokenizer.vocab.n_genes) if medians is None else medians)
+            scales, weights = np.ones(tokenizer.vocab.n_genes) if medians is None else medians, None
+            if isinstance(tokenizer, EntropyRankedTokenizer):
+                weights = serialisation_weights(tokenizer.vocab, tokenizer.weighting)
+            return cls(mode, scales=scales, weights=weights)
         return cls(mode, shares=usual_shares(cells) if mode == "activate" else None)
 
     def applies(self, expressed_nk: np.ndarray) -> np.ndarray:
@@ -110,11 +123,43 @@ class Perturbation:
             ratios = block.counts / self.scales[block.genes]
             ratios[place_bk[found_bk]] = 0.0  # to be above the others, not above itself
             highest_b1 = _row_max(ratios, block.indptr)[:, None]
-            return np.maximum(before_bk, np.floor(highest_b1 * self.scales[genes_bk]) + 1)
+            raised_bk = np.maximum(before_bk, np.floor(highest_b1 * self.scales[genes_bk]) + 1)
+            return raised_bk if self.weights is None else self._first(block, genes_bk, before_bk, raised_bk, ratios)
         if self.shares is not None:
             usual_bk = np.maximum(1.0, np.rint(self.shares[genes_bk] * block.totals[:, None]))
             return np.where(before_bk > 0, before_bk, usual_bk)
         return np.zeros_like(before_bk)
+
+    def _first(
+        self,
+        block: CellBlock,
+        genes_bk: np.ndarray,
+        before_bk: np.ndarray,
+        least_bk: np.ndarray,
+        others_z: np.ndarray,
+    ) -> np.ndarray:
+        """Return the least counts, at least `least_bk`, by which each gene has the highest product of value and weight.
+
+        `others_z` are the counts of the other genes, 0 for perturbed ones. More counts raise the value of a gene and
+        lower those of the others, so the least number is found by halving. (Several genes together lower the others
+        still more, by a larger share than their own, since their counts are the highest.)
+        """
+        assert self.weights is not None
+        of_others_z, after_bk = self.weights[block.genes].astype(np.float64), np.empty_like(least_bk)
+        rest_b = block.totals - before_bk.sum(axis=1)
+        sizes = np.diff(block.indptr)
+        for k in range(genes_bk.shape[1]):
+            weight_b = self.weights[genes_bk[:, k]].astype(np.float64)
+            low_b = least_bk[:, k] - 1
+            high_b = most_b = np.maximum(least_bk[:, k], rest_b)
+            while (high_b - low_b > 1).any():
+                middle_b = np.floor((low_b + high_b) / 2)
+                scale_b = TARGET_SUM / np.maximum(rest_b + middle_b, 1.0)
+                highest_b = _row_max(np.log1p(others_z * np.repeat(scale_b, sizes)) * of_others_z, block.indptr)
+                first_b = np.log1p(middle_b * scale_b) * weight_b > highest_b * (1 + _ROUNDING)
+                low_b, high_b = np.where(first_b, low_b, middle_b), np.where(first_b, middle_b, high_b)
+            after_bk[:, k] = np.minimum(high_b, most_b)
+        return after_bk
 
 
 @dataclass(frozen=True)
