@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from scforge.errors import MissingFileError, ModelFileError, OptionError
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
 from scforge.soma.v1.configs import ModelConfig, SIGRegConfig
 from scforge.soma.v1.torch import Model as TorchModel
 
@@ -30,9 +30,24 @@ CONFIG = ModelConfig(dropout_rate=0.0, **SIZES)
 PUBLISHED = oracle.ModelConfig(dropout_rate=0.0, **SIZES)
 
 
-# Compiled once: op by op, the compiler takes longer than all the rest.
-encode = nnx.jit(lambda model, ids, positions: model.encode(ids, positions))
-logits = nnx.jit(lambda model, ids, positions: model(ids, positions))
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiler():
+    """Leave out what the compiler does for speed: here it takes longer than all the rest."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+# Compiled once, not op by op, and for one shape.
+both = nnx.jit(lambda model, ids, positions: (states := model.encode(ids, positions), model.predict(states)))
+
+
+def encode(model, ids, positions):
+    return both(model, ids, positions)[0]
+
+
+def logits(model, ids, positions):
+    return both(model, ids, positions)[1]
 
 
 def noisy(model):
@@ -69,8 +84,9 @@ def test_weights_are_the_same_bytes_both_ways(ours, published, tmp_path):
 
 def test_forward_is_the_published_one(ours, published):
     ids, positions = batch()
-    np.testing.assert_allclose(encode(ours, ids, positions), encode(published, ids, positions), atol=1e-5)
-    np.testing.assert_allclose(logits(ours, ids, positions), logits(published, ids, positions), atol=1e-5)
+    for mine, theirs in zip(both(ours, ids, positions), both(published, ids, positions), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    assert np.array_equal(nnx.jit(lambda model: model(ids, positions))(ours), logits(ours, ids, positions))
 
 
 @pytest.mark.parametrize("scale_factor", [1.0, 2.5])
@@ -134,7 +150,10 @@ def test_sigreg_is_the_published_one():
     assert float(ours(x)) != first
 
 
-def test_loss_embedding_and_gradients_are_the_published_ones(ours, published):
+def test_loss_embedding_and_gradients_are_the_published_ones():
+    sizes = {**SIZES, "num_layers": 1, "dropout_rate": 0.0}
+    published = noisy(oracle.Model(oracle.ModelConfig(**sizes), nnx.Rngs(0)))
+    ours = Model.load_bytes(published.save_bytes(), ModelConfig(**sizes))
     ids, _ = batch()
     targets = np.where(np.arange(11) < 8, np.roll(ids, -1, axis=1), 256)
     found = []
@@ -211,3 +230,65 @@ def test_without_flax_the_error_says_what_to_install():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install 'scforge[flax]'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("ids", "positions", "words"),
+    [
+        (np.zeros((1, 3)), np.arange(3)[None], "input has dtype float64"),
+        ([[97, 98, 99]], np.arange(3)[None], "input is of type list"),
+        (np.array([[97, 98, 264]]), np.arange(3)[None], "input holds 264"),
+        (np.array([[97, 98, -1]]), np.arange(3)[None], "input holds -1"),
+        (np.array([97, 98, 99]), np.arange(3)[None], r"input has shape \(3,\)"),
+        (np.array([[97, 98, 99]]), np.arange(4)[None], r"positions has shape \(1, 4\)"),
+        (np.array([[97, 98, 99]]), np.zeros((2, 3), dtype=int), r"positions has shape \(2, 3\)"),
+    ],
+)
+def test_what_is_no_tokens(ours, ids, positions, words):
+    with pytest.raises(DataError, match=words):
+        ours.encode(ids, positions)
+
+
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (np.zeros((3, 1), dtype=int), r"targets has shape \(3, 1\), token_ids \(3, 11\)"),
+        (np.zeros((3, 11)), "targets has dtype float64"),
+        (np.full((3, 11), 300), "targets holds 300"),
+    ],
+)
+def test_what_is_no_targets(ours, targets, words):
+    with pytest.raises(DataError, match=words):
+        compute_loss(ours, SIGReg(SIGRegConfig(slices=4)), batch()[0], targets)
+
+
+def test_shapes_are_looked_at_under_jit(ours):
+    with pytest.raises(DataError, match=r"positions has shape \(1, 4\)"):
+        encode(ours, np.array([[97, 98, 99]]), np.arange(4)[None])
+
+
+def test_parts_refuse_numbers_that_cannot_be_used():
+    pwff = importlib.import_module("scforge.soma.v1.flax.modules.pwff")
+    with pytest.raises(OptionError, match="dropout_rate=1.5"):
+        attention.MultiHeadAttention(2, 8, dropout_rate=1.5)
+    with pytest.raises(OptionError, match="max_wavelength=-1"):
+        attention.MultiHeadAttention(2, 8, max_wavelength=-1)
+    with pytest.raises(OptionError, match="dropout_rate=1.5"):
+        pwff.PositionWiseFeedForward(pwff.PositionWiseFeedForwardConfig(1.5, 8, 8))
+    with pytest.raises(OptionError, match="pass an instance of ModelConfig"):
+        Model({"dropout_rate": 0.0})
+
+
+def test_weights_that_are_no_finite_numbers(ours, tmp_path):
+    from safetensors.numpy import load, save
+
+    data = ours.save_bytes()
+    for values, words in ((np.zeros(264, np.int32), "int32"), (np.full(264, np.nan, np.float32), "not finite")):
+        with pytest.raises(ModelFileError, match=f"'predictor.bias'.*{words}"):
+            Model.load_bytes(save(load(data) | {"predictor.bias": values}), CONFIG)
+    with pytest.raises(ModelFileError, match="NoneType"):
+        Model.load_bytes(None, CONFIG)
+    assert Model.load_bytes(bytearray(data), CONFIG).save_bytes() == data
+    serde.Serde(ours).serialize_to_file(tmp_path / "weights.safetensors")
+    again = serde.Serde(Model(CONFIG, nnx.Rngs(5))).deserialize_from_file(tmp_path / "weights.safetensors")
+    assert again.save_bytes() == (tmp_path / "weights.safetensors").read_bytes() == data
