@@ -84,6 +84,7 @@ def test_megabytes_take_less_time():
     [
         ("text", "encode"),
         ([97, 98], "type list"),
+        (memoryview(np.zeros(2)), r"format 'd' .*data\.cast"),
         (np.arange(3), "int64"),
         (np.zeros((2, 2), dtype=np.uint8), r"\(2, 2\)"),
     ],
@@ -97,3 +98,8 @@ def test_no_bytes(data, message):
 def test_no_length(length):
     with pytest.raises(OptionError, match="max_seq_len"):
         tokenize(b"abc", length)
+
+
+def test_a_view_with_steps():
+    for one, other in zip(tokenize_arrays(memoryview(b"a-b-c")[::2], 4), tokenize_arrays(b"abc", 4), strict=True):
+        np.testing.assert_array_equal(one, other)

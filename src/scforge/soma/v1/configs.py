@@ -5,7 +5,7 @@ They hold numbers only, equal to the published ones; modules check them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Final
 
 from scforge._checks import check_count, check_positive, check_share
@@ -155,8 +155,8 @@ _COUNTS = {
 }
 
 
-def check_config(config: Any) -> None:
-    """Raise unless the numbers of one of the configurations can be used.
+def check_config(config: Any, wanted: type | None = None) -> None:
+    """Raise unless the numbers of one of the configurations can be used, and it has the fields of `wanted`, if given.
 
     Examples
     --------
@@ -165,6 +165,11 @@ def check_config(config: Any) -> None:
         ...
     scforge.errors.OptionError: embedding_dim=2048 is not divisible by num_heads=7; change one of them.
     """
+    named = [field.name for field in fields(wanted)] if wanted else []
+    if not is_dataclass(config) or isinstance(config, type) or not all(hasattr(config, name) for name in named):
+        kind = wanted.__name__ if wanted else "one of the configurations"
+        given = config.__name__ if isinstance(config, type) else type(config).__name__
+        raise OptionError(f"config={given} cannot be used; pass an instance of {kind}.")
     for name, value in vars(config).items():
         if name in _COUNTS:
             check_count(name, value, _COUNTS[name])

@@ -107,6 +107,13 @@ def tokenize_arrays(
 
 
 def _numbers(data: bytes | bytearray | memoryview | np.ndarray) -> np.ndarray:
+    if isinstance(data, memoryview):
+        if data.itemsize != 1 or data.ndim != 1:
+            raise DataError(
+                f"data has numbers of format {data.format!r} and shape {data.shape}; pass a view of bytes, e.g."
+                " data.cast('B')."
+            )
+        data = data if data.c_contiguous else data.tobytes()
     if isinstance(data, bytes | bytearray | memoryview):
         return np.frombuffer(data, dtype=np.uint8)
     if isinstance(data, str):

@@ -146,3 +146,29 @@ def test_numbers_that_cannot_be_used(arguments, options, message):
 def test_states_of_another_width():
     with pytest.raises(DataError, match=r"inputs has shape \(1, 3, 8\)"):
         MultiHeadAttention(2, 16)(torch.randn(1, 3, 8))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 1e-4])
+@pytest.mark.parametrize("shape", [(2, 1, 70, 70), (1, 1, 70, 70), (70, 70), (2, 2, 70, 70), (2, 1, 1, 70)])
+def test_masks_allow_nothing_beyond_the_causal_one(dropout, shape, monkeypatch):
+    monkeypatch.setattr(blocks, "keep_mask", lambda shape, *_: torch.ones(shape, dtype=torch.bool))
+    attention = MultiHeadAttention(2, 8, dropout_rate=dropout)
+    x, mask = torch.randn(2, 70, 8), torch.rand(shape) < 0.5
+    mask[..., 0] = True  # the first token is seen by all
+    before = torch.ones(70, 70, dtype=torch.bool).tril()
+    found = attention(x, mask=mask)
+    heads = [
+        part(x).unflatten(-1, (2, 4)).transpose(1, 2) for part in (attention.query, attention.key, attention.value)
+    ]
+    allowed = (mask & before).expand(2, 2, 70, 70)
+    expected = F.scaled_dot_product_attention(*heads, attn_mask=allowed).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(found, attention.output(expected), atol=1e-3 if dropout else 1e-6, rtol=0)
+    everything = torch.ones(shape, dtype=torch.bool)
+    torch.testing.assert_close(attention(x, mask=everything), attention(x), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(5, 5), torch.ones(3, 1, 5, 5, dtype=torch.bool), torch.ones(4) > 0])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_what_is_no_mask(mask, dropout):
+    with pytest.raises(DataError, match=r"mask has dtype .* broadcasts to \(2, 2, 5, 5\)"):
+        MultiHeadAttention(2, 8, dropout_rate=dropout)(torch.randn(2, 5, 8), mask=mask)

@@ -84,3 +84,16 @@ def test_it_learns(tiny):
 def test_targets_of_another_shape(tiny, batch):
     with pytest.raises(DataError, match=r"targets has shape \(3, 69\), token_ids \(3, 70\)"):
         compute_loss(Model(tiny), SIGReg(SIGRegConfig()), batch.tokens, batch.targets[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        (torch.zeros(3, 70), "targets has dtype torch.float32"),
+        (torch.full((3, 70), 264), "targets holds 264"),
+        ([[1, 2]], "targets is of type list"),
+    ],
+)
+def test_what_is_no_targets(tiny, batch, targets, message):
+    with pytest.raises(DataError, match=message):
+        compute_loss(Model(tiny), SIGReg(SIGRegConfig()), batch.tokens, targets)

@@ -234,6 +234,9 @@ def test_pads_are_hidden_if_asked_for(tiny):
     ("tokens", "places", "message"),
     [
         (torch.rand(1, 4), torch.arange(4)[None], "input has dtype torch.float32"),
+        ([[97, 98]], torch.arange(2)[None], "input is of type list"),
+        (torch.tensor([[97, 264]]), torch.arange(2)[None], "input holds 264; pass tokens from 0 to 263"),
+        (torch.tensor([[-1, 97]]), torch.arange(2)[None], "input holds -1"),
         (torch.zeros(4, dtype=torch.int64), torch.arange(4)[None], r"input has shape \(4,\)"),
         (torch.zeros(1, 4, dtype=torch.int64), torch.arange(4.0)[None], "positions has dtype"),
         (torch.zeros(1, 4, dtype=torch.int64), torch.arange(5)[None], r"positions has shape \(1, 5\)"),
@@ -260,3 +263,9 @@ def test_state_is_weights_alone(tiny, published):
         k: v.shape for k, v in theirs.state_dict().items()
     }
     assert Serde(Model(tiny)).serialize()
+
+
+@pytest.mark.parametrize("config", [{"dropout_rate": 0.0}, ModelConfig, None, SIGRegConfig()])
+def test_what_is_no_configuration(config):
+    with pytest.raises(OptionError, match=r"config=.* cannot be used; pass an instance of ModelConfig"):
+        Model(config)

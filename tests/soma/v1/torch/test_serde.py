@@ -118,3 +118,26 @@ def test_what_is_no_file_of_weights(tiny, tmp_path):
         Model.load_bytes(b"", tiny)
     with pytest.raises(ModelFileError, match="data cannot be read"):
         Model.load_bytes(Model(tiny).save_bytes()[:-10], tiny)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (torch.zeros(264, dtype=torch.int64), "'predictor.bias' as torch.int64"),
+        (torch.full((264,), float("nan")), "'predictor.bias' that are not finite"),
+    ],
+)
+def test_tensors_that_are_no_weights(tiny, values, message):
+    model = Model(tiny)
+    before = model.save_bytes()
+    with pytest.raises(ModelFileError, match=message):
+        load_safetensor_into(model, save(load(before) | {"predictor.bias": values}))
+    assert model.save_bytes() == before
+
+
+def test_kinds_of_bytes(tiny):
+    data = Model(tiny).save_bytes()
+    for given in (bytearray(data), memoryview(data)):
+        assert Model.load_bytes(given, tiny).save_bytes() == data
+    with pytest.raises(ModelFileError, match="of type NoneType"):
+        Model.load_bytes(None, tiny)

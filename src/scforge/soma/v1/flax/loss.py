@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from scforge.errors import DataError
 from scforge.soma.v1.configs import V1_PAD_TOKEN_ID
-from scforge.soma.v1.flax.model import Model
+from scforge.soma.v1.flax.model import Model, check_tokens, check_whole
 from scforge.soma.v1.flax.sigreg import SIGReg
 
 __all__ = ["compute_loss"]
@@ -32,7 +33,18 @@ def compute_loss(model: Model, sig_reg: SIGReg, token_ids: Array, targets: Array
     Returns
     -------
     The loss, and the mean state of all tokens, shape (H,).
+
+    Raises
+    ------
+    DataError
+        If `token_ids` and `targets` differ in shape, are no arrays of whole numbers, or, unless traced, hold tokens
+        outside the vocabulary.
     """
+    check_whole("token_ids", token_ids)
+    check_whole("targets", targets)
+    if token_ids.shape != targets.shape:
+        raise DataError(f"targets has shape {targets.shape}, token_ids {token_ids.shape}; pass one a token.")
+    check_tokens("targets", targets, model.config.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(token_ids.shape[1]), token_ids.shape)
     states = model.encode(token_ids, positions)
     log_probabilities = jax.nn.log_softmax(model.predict(states), axis=-1)

@@ -42,14 +42,21 @@ class Serde[M: nnx.Module]:
         """Return the weights as a safetensors file."""
         return save({key: variable[...] for key, (_, variable) in sorted(self._variables().items())})
 
+    def serialize_to_file(self, filename: str | os.PathLike[str]) -> None:
+        """Write the weights to a file, which is there as a whole or not at all."""
+        atomic_write_bytes(filename, self.serialize())
+
     def deserialize(self, data: bytes) -> M:
         """Put the weights of a file into the module, in the dtype of the module, and return it.
 
         Raises
         ------
         ModelFileError
-            If the bytes are no safetensors file, or hold other keys or shapes than the module; nothing is changed then.
+            If the bytes are no safetensors file, hold other keys or shapes than the module, or
+            numbers that are not real and finite; nothing is changed then.
         """
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise ModelFileError(f"the weights are no safetensors file: data is of type {type(data).__name__}.")
         try:
             found: dict[str, Array] = load(bytes(data))
         except SafetensorError as error:
@@ -59,6 +66,21 @@ class Serde[M: nnx.Module]:
         new = {path: variable.replace(found[key].astype(variable.dtype)) for key, (path, variable) in variables.items()}
         nnx.update(self.module, nnx.from_flat_state(new))
         return self.module
+
+    def deserialize_from_file(self, filename: str | os.PathLike[str]) -> M:
+        """Put the weights of a file into the module, and return it.
+
+        Raises
+        ------
+        MissingFileError
+            If there is no such file.
+        ModelFileError
+            As :meth:`deserialize`.
+        """
+        path = Path(filename)
+        if not path.is_file():
+            raise MissingFileError(f"filename={str(filename)!r} does not exist; give a file of weights.")
+        return self.deserialize(path.read_bytes())
 
     def _variables(self) -> dict[str, tuple[_Path, Any]]:
         """Return key in the file to path and variable; states of random generators are no weights."""
@@ -91,6 +113,8 @@ def _check(found: dict[str, Array], wanted: dict[str, tuple[int, ...]]) -> None:
             )
         if not jnp.issubdtype(found[key].dtype, jnp.floating):
             raise ModelFileError(f"the weights hold {key!r} as {found[key].dtype}; real numbers are needed.")
+        if not jnp.isfinite(found[key]).all():
+            raise ModelFileError(f"the weights hold numbers in {key!r} that are not finite; train or copy them again.")
 
 
 class Serializable:
@@ -98,7 +122,7 @@ class Serializable:
 
     def save(self, filename: str | os.PathLike[str]) -> None:
         """Write the weights to a safetensors file."""
-        atomic_write_bytes(filename, self.save_bytes())
+        Serde(self).serialize_to_file(filename)
 
     def save_bytes(self) -> bytes:
         """Return the weights as the bytes of a safetensors file."""
@@ -115,10 +139,7 @@ class Serializable:
         ModelFileError
             If it holds other keys or shapes than the module.
         """
-        path = Path(filename)
-        if not path.is_file():
-            raise MissingFileError(f"filename={str(filename)!r} does not exist; give a file of weights.")
-        return cls.load_bytes(path.read_bytes(), *args, **kwargs)
+        return Serde(cls(*args, **kwargs)).deserialize_from_file(filename)
 
     @classmethod
     def load_bytes(cls, data: bytes, *args: Any, **kwargs: Any) -> Self:

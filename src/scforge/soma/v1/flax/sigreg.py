@@ -41,7 +41,7 @@ class SIGReg(nnx.Module):
     """
 
     def __init__(self, config: SIGRegConfig, rngs: nnx.Rngs | None = None) -> None:
-        check_config(config)
+        check_config(config, SIGRegConfig)
         self.config = config
         self.rngs = nnx.Rngs(0) if rngs is None else rngs
         step = config.t_max / (config.points - 1)

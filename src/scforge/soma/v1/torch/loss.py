@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from scforge.errors import DataError
 from scforge.soma.v1.configs import V1_PAD_TOKEN_ID
-from scforge.soma.v1.torch.model import Model
+from scforge.soma.v1.torch.model import Model, check_tokens, check_whole
 from scforge.soma.v1.torch.sigreg import SIGReg
 
 __all__ = ["compute_loss"]
@@ -43,8 +43,12 @@ def compute_loss(
     Raises
     ------
     DataError
-        If `token_ids` and `targets` differ in shape, or are no whole numbers.
+        If `token_ids` and `targets` differ in shape, are no tensors of whole numbers, or hold tokens outside the
+        vocabulary (looked at on a CPU only).
     """
+    check_whole("token_ids", token_ids)
+    check_whole("targets", targets)
+    check_tokens("targets", targets, model.config.vocab_size)
     if token_ids.shape != targets.shape:
         raise DataError(
             f"targets has shape {tuple(targets.shape)}, token_ids {tuple(token_ids.shape)}; pass one a token."

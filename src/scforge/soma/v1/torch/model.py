@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from scforge._checks import check_bool
 from scforge.errors import DataError
@@ -14,7 +15,7 @@ from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, EncoderConfig, ModelConfig,
 from scforge.soma.v1.torch.modules.encoder import Encoder
 from scforge.soma.v1.torch.serde import Serializable
 
-__all__ = ["Model"]
+__all__ = ["Model", "check_tokens", "check_whole"]
 
 
 class Model(Serializable, nn.Module):
@@ -46,7 +47,7 @@ class Model(Serializable, nn.Module):
 
     def __init__(self, config: ModelConfig, *, gradient_checkpointing: bool = False, pad_mask: bool = False) -> None:
         super().__init__()
-        check_config(config)
+        check_config(config, ModelConfig)
         self.config = config
         self.pad_mask = check_bool("pad_mask", pad_mask)
         self.embedding = nn.Embedding(config.vocab_size, config.embedding_dim)
@@ -76,10 +77,12 @@ class Model(Serializable, nn.Module):
         Raises
         ------
         DataError
-            If tokens or positions have another shape or dtype.
+            If tokens or positions are no tensors, have another shape or dtype, or tokens on a CPU are outside the
+            vocabulary. Elsewhere looking at tokens would wait for the device, and they raise an error of torch.
         """
-        _check_tokens("input", input)
-        _check_tokens("positions", positions)
+        check_whole("input", input)
+        check_whole("positions", positions)
+        check_tokens("input", input, self.config.vocab_size)
         if positions.shape[-1] != input.shape[-1] or positions.shape[0] not in (1, len(input)):
             raise DataError(
                 f"positions has shape {tuple(positions.shape)} and input {tuple(input.shape)}; pass one a token."
@@ -104,8 +107,27 @@ class Model(Serializable, nn.Module):
         return ((before & (tokens_bs != V1_PAD_TOKEN_ID)[:, None, :]) | itself)[:, None]
 
 
-def _check_tokens(argument: str, values: torch.Tensor) -> None:
+def check_whole(argument: str, values: torch.Tensor) -> None:
+    """Raise unless `values` is a tensor of whole numbers, shape (B, S)."""
+    if not isinstance(values, torch.Tensor):
+        raise DataError(f"{argument} is of type {type(values).__name__}; pass a tensor, e.g. torch.tensor({argument}).")
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise DataError(f"{argument} has dtype {values.dtype}; pass whole numbers, e.g. {argument}.long().")
     if values.dim() != 2:
         raise DataError(f"{argument} has shape {tuple(values.shape)}; pass (batch, seq).")
+
+
+def check_tokens(argument: str, values: torch.Tensor, vocab_size: int) -> None:
+    """Raise if a token on a CPU is outside the vocabulary; what torch.func traces cannot be looked at."""
+    if (
+        values.device.type != "cpu"
+        or not values.numel()
+        or torch.compiler.is_compiling()
+        or is_functorch_wrapped_tensor(values)
+    ):
+        return
+    least, most = (int(value) for value in values.aminmax())
+    if least < 0 or most >= vocab_size:
+        raise DataError(
+            f"{argument} holds {least if least < 0 else most}; pass tokens from 0 to {vocab_size - 1}, the vocabulary."
+        )

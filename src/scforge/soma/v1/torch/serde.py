@@ -68,11 +68,14 @@ class Serde[M: nn.Module]:
         Raises
         ------
         ModelFileError
-            If `data` is no safetensors, or a tensor is missing, unknown or of another shape.
+            If `data` is no safetensors, or a tensor is missing, unknown, of another shape, or not of finite real
+            numbers; nothing is changed then.
         """
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise ModelFileError(f"data cannot be read as safetensors: it is of type {type(data).__name__}, not bytes.")
         try:
-            tensors = load(data)
-        except (SafetensorError, TypeError) as error:
+            tensors = load(bytes(data))
+        except SafetensorError as error:
             raise ModelFileError(f"data cannot be read as safetensors: {first_line(error)}.") from error
         return self._from_file(tensors, "data")
 
@@ -120,6 +123,10 @@ class Serde[M: nn.Module]:
                     f"{where} has {key!r} of shape {tuple(values.shape)}, the model of {tuple(wanted)}; make the model"
                     " with the sizes of the file."
                 )
+            if not values.is_floating_point():
+                raise ModelFileError(f"{where} has {key!r} as {values.dtype}; real numbers are needed.")
+            if not values.float().isfinite().all():
+                raise ModelFileError(f"{where} has numbers in {key!r} that are not finite; train or copy it again.")
             state[name] = values.t() if name in self._transposed else values
         self.module.load_state_dict(state)
         return self.module

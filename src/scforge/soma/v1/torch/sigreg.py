@@ -46,7 +46,7 @@ class SIGReg(nn.Module):
 
     def __init__(self, config: SIGRegConfig) -> None:
         super().__init__()
-        check_config(config)
+        check_config(config, SIGRegConfig)
         self.config = config
         t = torch.linspace(0, config.t_max, config.points)
         step = config.t_max / (config.points - 1)
@@ -85,7 +85,8 @@ class SIGReg(nn.Module):
             directions = noise.to(wide) / noise.to(wide).norm(dim=0)
             projections_mk = x.to(wide).reshape(-1, x.shape[-1]) @ directions
             t, phi, weights = (buffer.to(wide) for buffer in (self.t, self.phi, self.weights))
-            return _Statistic.apply(projections_mk, t, phi, weights) * self.config.coefficient
+            with_slope = torch.is_grad_enabled() and projections_mk.requires_grad
+            return _Statistic.apply(projections_mk, t, phi, weights, with_slope)[0] * self.config.coefficient
 
 
 def _check_states(x: torch.Tensor) -> None:
@@ -100,29 +101,38 @@ class _Statistic(torch.autograd.Function):
     the points. Cosines and sines of multiples come from their recurrence, and are computed once.
     """
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any, projections_mk: torch.Tensor, t: torch.Tensor, phi: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+        projections_mk: torch.Tensor, t: torch.Tensor, phi: torch.Tensor, weights: torch.Tensor, with_slope: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         n_rows, n_slices = projections_mk.shape
-        grad_mk = torch.empty_like(projections_mk) if ctx.needs_input_grad[0] else None
+        grad_mk = torch.empty_like(projections_mk) if with_slope else projections_mk.new_empty(0)
         total = projections_mk.new_zeros(())
         rows = max(1, _NUMBERS.get(projections_mk.device.type, _NUMBERS_ELSEWHERE) // max(1, n_slices))
         for start in range(0, n_rows, rows):
             part = projections_mk[start : start + rows]
-            value, slope = _statistic(part, t, phi, weights, with_slope=grad_mk is not None)
+            value, slope = _statistic(part, t, phi, weights, with_slope=with_slope)
             total += value
-            if grad_mk is not None:
+            if slope is not None:
                 grad_mk[start : start + rows] = slope
-        ctx.n_rows = n_rows
-        ctx.save_for_backward(grad_mk)
-        return total / n_rows
+        return total / n_rows, grad_mk
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+        ctx.n_rows = len(inputs[0])
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(output[1])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, None, None
         (grad_mk,) = ctx.saved_tensors
-        return grad_mk * (grad / ctx.n_rows), None, None, None
+        return grad_mk * (grad / ctx.n_rows), None, None, None, None
 
 
 def _statistic(
@@ -142,7 +152,7 @@ def _statistic(
     factors = 2 * weights * t
     of_cos_jm = (sine_mt * factors).t().unsqueeze(-1)
     of_sin_jm = (error_mt * -factors).t().unsqueeze(-1)
-    both = torch.zeros((4, *p_mk.shape), dtype=p_mk.dtype, device=p_mk.device)
+    both = p_mk.new_zeros((4, *p_mk.shape))
     cos_1, cos_2, sin_1, sin_2 = both
     for j in range(len(t) - 1, 0, -1):
         cos_1, cos_2 = cos_2.neg_().addcmul_(double_mk, cos_1).add_(of_cos_jm[j]), cos_1

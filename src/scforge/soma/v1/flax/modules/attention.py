@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from scforge._checks import check_count
+from scforge._checks import check_count, check_positive, check_share
 from scforge.soma.v1.configs import V1_MAX_WAVELENGTH, V1_SCALE_FACTOR, check_heads, check_scale_factor
 
 __all__ = ["MultiHeadAttention", "apply_rope"]
@@ -90,7 +90,8 @@ class MultiHeadAttention(nnx.Module):
     Raises
     ------
     OptionError
-        If the heads do not divide the features into vectors of even size, or `scale_factor` is below 1.
+        If the heads do not divide the features into vectors of even size, `scale_factor` is below 1, or another number
+        cannot be used.
     """
 
     def __init__(
@@ -107,6 +108,8 @@ class MultiHeadAttention(nnx.Module):
         check_count("num_heads", num_heads, "heads")
         check_count("num_features", num_features, "dimensions")
         check_heads(num_features, num_heads, argument="num_features")
+        check_share("dropout_rate", dropout_rate)
+        check_positive("max_wavelength", max_wavelength)
         check_scale_factor(scale_factor)
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.num_heads, self.num_features = num_heads, num_features

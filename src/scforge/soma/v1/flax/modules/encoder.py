@@ -23,7 +23,7 @@ class Encoder(nnx.Module):
     """
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs | None = None) -> None:
-        check_config(config)
+        check_config(config, EncoderConfig)
         rngs = nnx.Rngs(0) if rngs is None else rngs
         layer = LayerConfig(
             dropout_rate=config.dropout_rate,

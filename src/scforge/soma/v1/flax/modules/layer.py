@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax import nnx
 from jax import Array
 
-from scforge.soma.v1.configs import LayerConfig, PositionWiseFeedForwardConfig
+from scforge.soma.v1.configs import LayerConfig, PositionWiseFeedForwardConfig, check_config
 from scforge.soma.v1.flax.modules.attention import MultiHeadAttention
 from scforge.soma.v1.flax.modules.pwff import PositionWiseFeedForward
 
@@ -31,6 +31,7 @@ class Layer(nnx.Module):
     """
 
     def __init__(self, config: LayerConfig, rngs: nnx.Rngs | None = None) -> None:
+        check_config(config, LayerConfig)
         rngs = nnx.Rngs(0) if rngs is None else rngs
         self.norm_1 = layer_norm(config.embedding_dim, rngs)
         self.attention = MultiHeadAttention(

@@ -77,10 +77,16 @@ def apply_rope(
 class _Rotate(torch.autograd.Function):
     """Keeps the angles for the backward pass, not what is turned: the gradient is turned back."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, x_bsnd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(cos, sin)
+    def forward(x_bsnd: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return _rotate(x_bsnd, cos, sin)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        _, cos, sin = inputs
+        ctx.save_for_backward(cos, sin)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -162,14 +168,23 @@ class MultiHeadAttention(nn.Module):
         rotation
             Of :func:`rotation_of`, instead of `positions`, for layers that share it.
         mask
-            True where attention is allowed, bool, shape (B, 1, S, S); None for the causal one.
+            False where attention is forbidden on top of the causal mask, bool, of a shape that broadcasts to
+            (B, N, S, S), e.g. (B, 1, S, S); it allows no token to see later ones. What comes out at a token that may
+            see nothing, not even itself, has no meaning. None for the causal mask alone.
 
         Returns
         -------
         Shape (B, S, H).
+
+        Raises
+        ------
+        DataError
+            If `inputs` has another shape, or `mask` another shape or dtype.
         """
         if inputs.dim() != 3 or inputs.shape[-1] != self.num_features:
             raise DataError(f"inputs has shape {tuple(inputs.shape)}; pass (batch, seq, {self.num_features}).")
+        if mask is not None:
+            mask = self._with_causal(mask, inputs)
         heads = (self.num_heads, self.head_dim)
         query, key, value = (part(inputs).unflatten(-1, heads) for part in (self.query, self.key, self.value))
         if rotation is None and positions is not None:
@@ -179,6 +194,20 @@ class MultiHeadAttention(nn.Module):
             query, key = _Rotate.apply(query, *rotation), _Rotate.apply(key, *rotation)
         mixed = self._attend(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
         return self.output(mixed.transpose(1, 2).flatten(2))
+
+    def _with_causal(self, mask: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """Return what is allowed by `mask` and by the causal mask, (B, 1 or N, S, S)."""
+        n_sequences, n_tokens, _ = inputs.shape
+        wanted = (n_sequences, self.num_heads, n_tokens, n_tokens)
+        shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
+        fits = len(shape) == 4 and all(n in (1, m) for n, m in zip(shape, wanted, strict=True))
+        if mask.dtype != torch.bool or not fits:
+            raise DataError(
+                f"mask has dtype {mask.dtype} and shape {tuple(mask.shape)}; pass bool of a shape that broadcasts to"
+                f" {wanted}."
+            )
+        before = torch.ones((n_tokens, n_tokens), dtype=torch.bool, device=mask.device).tril()
+        return (mask.view(shape) & before).expand(n_sequences, -1, -1, -1)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None

@@ -27,16 +27,18 @@ def keep_scale(p: float) -> float:
 
 class _CpuDropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, p: float) -> torch.Tensor:
-        keep = keep_mask(x.shape, p)
-        ctx.save_for_backward(keep)
-        ctx.scale = keep_scale(p)
-        return (x * keep).mul_(ctx.scale)
+    def forward(x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
+        return (x * keep).mul_(scale)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        _, keep, ctx.scale = inputs
+        ctx.save_for_backward(keep)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (keep,) = ctx.saved_tensors
-        return (grad * keep).mul_(ctx.scale), None
+        return (grad * keep).mul_(ctx.scale), None, None
 
 
 class Dropout(nn.Dropout):
@@ -48,7 +50,7 @@ class Dropout(nn.Dropout):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return `x`, in training with a share `p` of its numbers set to zero and the others scaled up."""
         if self.training and draws_bits(x, self.p):
-            return _CpuDropout.apply(x, self.p)
+            return _CpuDropout.apply(x, keep_mask(x.shape, self.p), keep_scale(self.p))
         return super().forward(x)
 
 

@@ -36,7 +36,8 @@ def dropped_attention(
     query_bnsd, key_bnsd, value_bnsd
         Shape (B, N, S, D), of one dtype.
     mask
-        True where attention is allowed, bool, (B, 1, S, S), none of it above the diagonal; None for all that is causal.
+        True where attention is allowed, bool, (B, 1 or N, S, S), none of it above the diagonal, as
+        :class:`~scforge.soma.v1.torch.modules.attention.MultiHeadAttention` makes it; None for all that is causal.
     p
         Share, a multiple of 2^-16 after rounding, below 1.
     """
@@ -47,7 +48,6 @@ def dropped_attention(
 class _DroppedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -60,9 +60,12 @@ class _DroppedAttention(torch.autograd.Function):
             for b, rows, weights, keep in _blocks(query, key, mask, p, seed):
                 of_values = value[b, :, : rows.stop].to(weights.dtype)
                 out[b, :, rows] = torch.bmm(weights.mul_(keep), of_values).mul_(keep_scale(p))
-        ctx.save_for_backward(query, key, value, mask, out)
-        ctx.p, ctx.seed = p, seed
         return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        query, key, value, mask, ctx.p, ctx.seed = inputs
+        ctx.save_for_backward(query, key, value, mask, output)
 
     @staticmethod
     @once_differentiable

@@ -30,7 +30,7 @@ class Encoder(nn.Module):
 
     def __init__(self, config: EncoderConfig, *, gradient_checkpointing: bool = False) -> None:
         super().__init__()
-        check_config(config)
+        check_config(config, EncoderConfig)
         self.gradient_checkpointing = check_bool("gradient_checkpointing", gradient_checkpointing)
         self.head_dim = config.embedding_dim // config.num_heads
         self.max_wavelength = config.max_wavelength

@@ -27,7 +27,7 @@ class Layer(nn.Module):
 
     def __init__(self, config: LayerConfig) -> None:
         super().__init__()
-        check_config(config)
+        check_config(config, LayerConfig)
         self.norm_1 = nn.LayerNorm(config.embedding_dim, eps=1e-5)
         self.attention = MultiHeadAttention(
             config.num_heads,

@@ -29,7 +29,7 @@ class PositionWiseFeedForward(nn.Module):
 
     def __init__(self, config: PositionWiseFeedForwardConfig) -> None:
         super().__init__()
-        check_config(config)
+        check_config(config, PositionWiseFeedForwardConfig)
         self.linear_inner = nn.Linear(config.embedding_dim, config.pwff_hidden_dim)
         self.linear_outer = nn.Linear(config.pwff_hidden_dim, config.embedding_dim)
         self.dropout = Dropout(config.dropout_rate)
@@ -55,13 +55,18 @@ class PositionWiseFeedForward(nn.Module):
 class _Outer(torch.autograd.Function):
     """GELU, dropout and linear, of which only the input is kept: GELU costs a hundredth of the products around it."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any, inner: torch.Tensor, weight_hf: torch.Tensor, bias_h: torch.Tensor, p: float, seed: int
+        inner: torch.Tensor, weight_hf: torch.Tensor, bias_h: torch.Tensor, p: float, seed: int
     ) -> torch.Tensor:
-        ctx.save_for_backward(inner, weight_hf)
-        ctx.p, ctx.seed = p, seed
         return F.linear(_activated(inner, p, seed)[0], weight_hf, bias_h)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        inner, weight_hf, _, ctx.p, ctx.seed = inputs
+        ctx.save_for_backward(inner, weight_hf)
 
     @staticmethod
     @once_differentiable
@@ -70,15 +75,20 @@ class _Outer(torch.autograd.Function):
         of_inner = of_weight = None
         activated, keep = _activated(inner, ctx.p, ctx.seed)
         if ctx.needs_input_grad[1]:
-            of_weight = grad.flatten(0, -2).t() @ activated.flatten(0, -2)
+            of_weight = _rows(grad).t() @ _rows(activated)
         del activated
         if ctx.needs_input_grad[0]:
             of_inner = grad @ weight_hf
             if keep is not None:
                 of_inner.mul_(keep).mul_(keep_scale(ctx.p))
             of_inner = torch.ops.aten.gelu_backward(of_inner, inner)
-        of_bias = grad.flatten(0, -2).sum(dim=0) if ctx.needs_input_grad[2] else None
+        of_bias = _rows(grad).sum(dim=0) if ctx.needs_input_grad[2] else None
         return of_inner, of_weight, of_bias, None, None
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Return tokens (..., H) as rows; one token, too, is a row."""
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 def _activated(inner: torch.Tensor, p: float, seed: int) -> tuple[torch.Tensor, torch.Tensor | None]:
