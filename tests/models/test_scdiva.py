@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scforge.config.schema import ModelConfig
-from scforge.errors import OptionError
+from scforge.errors import DataError, OptionError
 from scforge.models import ScDiVaConfig, ScDiVaModel, get_model
 
 SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4, "latent_dim": 6}
@@ -189,6 +189,35 @@ def test_queries_learn_in_the_mode_tokens_alone(made, profiles):
     assert key < 1e-5 * value
 
 
+@pytest.mark.parametrize("norm_style", ["post", "pre"])
+@pytest.mark.parametrize("kind", ["profile", "tokens"])
+def test_a_cell_of_which_nothing_is_seen_has_no_unbounded_gradients(tokens_of, profiles, norm_style, kind):
+    """Weights as they start: the bias is zero, and the norm of it nothing but its epsilon."""
+    torch.manual_seed(0)
+    model = ScDiVaModel(60, 16, 4, 2, latent_dim=3, dropout=0.0, mode="vector", norm_style=norm_style).train()
+    profiles[2] = 0.0
+
+    def gradients(x):
+        model.zero_grad()
+        tokens = {name: torch.nn.functional.pad(tensor, (0, 1)) for name, tensor in tokens_of(x).items()}
+        found = model.infer(x) if kind == "profile" else model.infer(**tokens)
+        model.decode(found["mu"]).square().sum().backward()
+        return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+    with_it = gradients(profiles)
+    without = gradients(profiles[[0, 1, 3, 4]])
+    for name in ("gene_embedding.weight", "gene_embedding.bias"):
+        torch.testing.assert_close(with_it[name], without[name])
+    largest = max(float(gradient.abs().max()) for gradient in without.values())
+    assert max(float(gradient.abs().max()) for gradient in with_it.values()) < 2 * largest
+    # A bias that is somewhere is a vector like others, and what is behind it learns.
+    with torch.no_grad():
+        model.gene_embedding.bias.normal_()
+    only = gradients(torch.zeros(1, 56))
+    assert float(only["gene_embedding.bias"].abs().max()) == 0.0
+    assert float(only["encoder.layers.0.attention.qkv.weight"].abs().max()) > 0.0
+
+
 # Configurations
 
 
@@ -217,6 +246,7 @@ def test_configurations(profiles):
         ({"n_special": 60}, "leaves no gene"),
         ({"variational": "yes"}, "variational='yes'"),
         ({"num_heads": 3}, "num_heads=3"),
+        ({"dropout": 2}, "dropout=2 is not a number from 0 to 1"),
     ],
 )
 def test_bad_options_are_refused(made, options, message):
@@ -230,6 +260,12 @@ def test_bad_input_is_refused(tokens_of, made, profiles):
         model.encode(profiles[:, 1:])
     with pytest.raises(OptionError, match="int64"):
         model.encode(profiles.long())
+    for wrong in (float("nan"), float("inf")):
+        bad = profiles.clone()
+        bad[3, 7] = wrong
+        for model_of_mode in (model, made(mode="vector")):
+            with pytest.raises(DataError, match="the profile of cell 3 holds NaN or infinity"):
+                model_of_mode.encode(bad)
     with pytest.raises(OptionError, match="task='both'"):
         model.predict(profiles, "both")
     with pytest.raises(OptionError, match="no annotation head"):

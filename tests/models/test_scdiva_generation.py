@@ -94,6 +94,18 @@ def test_a_first_token_is_put_in_front():
     assert torch.equal(again.input_ids, cells.input_ids)
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_no_cell_has_more_tokens_than_there_are_genes(options):
+    model = made(**{**options, "max_tokens": 80})
+    with pytest.raises(OptionError, match="the 60 that the model takes"):
+        model.generate(1, n_tokens=61)
+    assert_cells(model.generate(1, n_tokens=60, n_steps=2), [60])
+    first = model.generate(1, n_tokens=61, n_steps=2, first_id=3).input_ids[0]
+    assert sorted(first.tolist()) == list(range(3, 64))
+    with pytest.raises(OptionError, match="the 61 that the model takes"):
+        model.generate(1, n_tokens=62, first_id=3)
+
+
 def test_likely_genes_are_drawn():
     model = made()
     counts = torch.zeros(VOCAB)
@@ -145,6 +157,8 @@ def test_lengths_are_drawn_from_those_of_training():
         ({"prompt": {"input_ids": torch.tensor([5]), "values": torch.ones(2)}}, "values of shape"),
         ({"prompt": {"input_ids": torch.tensor([5]), "values": torch.tensor([-1.0])}}, "the value -1.0"),
         ({"prompt": {"input_ids": torch.arange(5, 15)}, "n_tokens": 9}, "the 10 tokens of prompt"),
+        ({"prompt": {"input_ids": torch.arange(5, 46)}, "n_tokens": None}, "41 tokens, but the model takes 40"),
+        ({"prompt": {"input_ids": torch.arange(5, 45)}, "first_id": 3, "n_tokens": None}, "41 tokens, but the model"),
     ],
 )
 def test_bad_arguments_are_refused(options, message):

@@ -264,6 +264,29 @@ def test_what_depends_on_each_other_is_learned(tiny_adata):
     assert np.linalg.norm(apart) > 3 * embedding[groups == "a"].std()
 
 
+@pytest.mark.parametrize("mode", ["vector", "tokens"])
+def test_cells_of_which_nothing_is_seen_can_be_trained_on(cells, tokenizer, mode):
+    torch.manual_seed(0)
+    options = {"latent_dim": 4, "mode": mode, "denoising": True, "dropout": 0.0}
+    module = ScDiVaModel(84, 8, 6, 2, **options, max_tokens=80).train()
+    objective = MaskedDiffusion()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    for epoch in range(8):
+        batch = objective.prepare(cells.block(np.arange(60)), tokenizer, epoch=epoch, seed=0)
+        # All of the first cell is hidden, whatever its time.
+        there = batch["attention_mask"][0]
+        batch["masked_values"][0] = there
+        batch["values"][0] = 0.0
+        loss, _ = objective.loss(module, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
+        assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+        assert max(float(gradient.abs().max()) for gradient in gradients) < 1e3
+        optimizer.step()
+    assert all(bool(weight.isfinite().all()) for weight in module.parameters())
+
+
 def test_options_are_json_and_come_back():
     objective = MaskedDiffusion(thinning=(0.5, 1), max_genes=20, corrupt="both")
     assert (

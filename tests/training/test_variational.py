@@ -181,6 +181,26 @@ def test_classes_and_batches(tiny_adata, tiny_vocab, tokenizer):
     assert "accuracy" not in objective.summarise({name: figure.numpy() for name, figure in figures.items()})
 
 
+@pytest.mark.parametrize("mode", ["vector", "tokens"])
+def test_cells_of_which_nothing_is_seen_can_be_trained_on(cells, tokenizer, mode):
+    torch.manual_seed(0)
+    options = {"latent_dim": 4, "mode": mode, "denoising": False, "dropout": 0.0}
+    module = ScDiVaModel(84, 8, 6, 2, **options, max_tokens=80).train()
+    objective = Variational(thinning=(1e-6, 1e-6))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    for epoch in range(8):
+        batch = objective.prepare(cells.block(np.arange(60)), tokenizer, epoch=epoch, seed=0)
+        assert not batch["attention_mask"].any()
+        loss, _ = objective.loss(module, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        gradients = [weight.grad for weight in module.parameters() if weight.grad is not None]
+        assert all(bool(gradient.isfinite().all()) for gradient in gradients)
+        assert max(float(gradient.abs().max()) for gradient in gradients) < 1e3
+        optimizer.step()
+    assert all(bool(weight.isfinite().all()) for weight in module.parameters())
+
+
 def test_options_are_json_and_come_back():
     objective = Variational(thinning=(0.1, 1), labels_key="a", labels=("x", "y"), free_bits=0.1, kl_warmup=3)
     assert get_objective("variational", **json.loads(json.dumps(objective.config()))).config() == objective.config()

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from scforge._checks import check_bool, check_count
+from scforge._checks import check_bool, check_count, check_share
 from scforge._constants import N_SPECIAL, PAD_ID
-from scforge.errors import OptionError
+from scforge.errors import DataError, OptionError
 from scforge.models._utils import check_choice, count_parameters, evaluating
 from scforge.models.components.dropout import Dropout
 from scforge.models.components.heads import ExpressionPredictionHead
@@ -31,6 +31,9 @@ from scforge.models.scdiva_tokens import Seen, what_is_seen
 __all__ = ["ScDiVaBody", "States"]
 
 _TASKS = ["annotation", "batch_integration"]
+
+_NEARLY_ZERO = 1e-2
+"""Mean square of a vector after its norm, which is 1 unless what came in was about as small as the epsilon."""
 
 
 class States(NamedTuple):
@@ -87,6 +90,7 @@ class ScDiVaBody(nn.Module):
         check_choice("mode", mode, ["tokens", "vector"])
         check_choice("norm_style", norm_style, ["post", "pre"])
         check_choice("position_embedding", position_embedding, ["none", "rotary"])
+        check_share("dropout", dropout)
         check_count("n_special", n_special, "special tokens")
         for argument, count, what in (
             ("max_tokens", max_tokens, "tokens"),
@@ -245,16 +249,34 @@ class ScDiVaBody(nn.Module):
     ) -> Seen:
         return what_is_seen(input_ids, attention_mask, values, masked_positions, masked_values, self.n_special)
 
+    def _summed(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weighted sum of all genes of which identity and value are seen, (B, H), and where it has none."""
+        values_bs = seen.values.masked_fill(~(seen.has_gene & seen.has_value), 0.0)
+        summed_bh = self.gene_embedding.bag((seen.ids - self.n_special).clamp(min=0), values_bs)
+        return summed_bh, ~(values_bs != 0).any(dim=1, keepdim=True)
+
     def _readout(self, seen: Seen) -> torch.Tensor:
-        """Return LAT, the weighted sum of all genes of which identity and value are seen, (B, H)."""
-        counts_bs = seen.has_gene & seen.has_value
-        genes_bs = (seen.ids - self.n_special).clamp(min=0)
-        raw_bh = self.gene_embedding.bag(genes_bs, seen.values.masked_fill(~counts_bs, 0.0))
-        if self.special_embedding is not None:
-            # A norm of (nearly) zero would have gradients without bounds; the vector of padding is of no other use.
-            nothing_b1 = ~counts_bs.any(dim=1, keepdim=True)
-            raw_bh = raw_bh + nothing_b1 * self.special_embedding.weight[PAD_ID]
-        return self.gene_embedding.dropout(self.gene_embedding.norm(raw_bh))
+        """Return LAT, the sum after the norm, (B, H)."""
+        assert self.special_embedding is not None
+        summed_bh, nothing_b1 = self._summed(seen)
+        # A norm of (nearly) zero would have gradients without bounds; the vector of padding is of no other use.
+        summed_bh = summed_bh + nothing_b1 * self.special_embedding.weight[PAD_ID]
+        return self.gene_embedding.dropout(self.gene_embedding.norm(summed_bh))
+
+    def _alone(
+        self, summed_bh: torch.Tensor, nothing_b1: torch.Tensor, *, output_hidden_states: bool = False
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        """Run the transformer on one vector a cell; return its state, (B, H), and if asked for those of the layers.
+
+        Without a gene the vector is the bias, which starts at zero, where each norm has a gradient without bounds. So
+        such a cell passes none to the bias, and while the norm leaves (nearly) zero none to the transformer either.
+        """
+        vector_bh = self.gene_embedding.norm(torch.where(nothing_b1, summed_bh.detach(), summed_bh))
+        zero_b1 = nothing_b1 & (vector_bh.square().mean(dim=1, keepdim=True) < _NEARLY_ZERO)
+        vector_b1h = self.gene_embedding.dropout(vector_bh).unsqueeze(1)
+        out = self.encoder(vector_b1h, output_hidden_states=output_hidden_states)
+        state_bh = out.hidden[:, 0]
+        return torch.where(zero_b1, state_bh.detach(), state_bh), out.hidden_states
 
     def _embed(self, seen: Seen, table_vh: torch.Tensor | None) -> torch.Tensor:
         """Return the vectors of tokens, (B, K, H)."""
@@ -285,14 +307,14 @@ class ScDiVaBody(nn.Module):
         # (An exported graph has to do for batches of all sizes.)
         many = torch.compiler.is_compiling() or seen.ids.numel() > self.vocab_size
         table_vh = self.token_table() if table or (many and self.mode == "tokens") else None
-        readout_bh = self._readout(seen)
         if self.mode == "vector":
             if output_attentions:
                 raise OptionError("output_attentions=True needs mode='tokens'; one vector attends to nothing else.")
-            out = self.encoder(readout_bh.unsqueeze(1), output_hidden_states=output_hidden_states)
+            state_bh, layers = self._alone(*self._summed(seen), output_hidden_states=output_hidden_states)
             shape = (-1, seen.ids.shape[1], -1)
-            further = None if out.hidden_states is None else tuple(s.expand(shape) for s in out.hidden_states)
-            return States(out.hidden[:, 0], out.hidden.expand(shape), seen.tokens, table_vh, further)
+            further = None if layers is None else tuple(layer.expand(shape) for layer in layers)
+            return States(state_bh, state_bh.unsqueeze(1).expand(shape), seen.tokens, table_vh, further)
+        readout_bh = self._readout(seen)
         kept = seen.first(self.max_tokens)
         part = seen if kept is None else kept.of(seen)
         states_bkh = torch.cat([readout_bh.unsqueeze(1), self._embed(part, table_vh)], dim=1)
@@ -318,14 +340,17 @@ class ScDiVaBody(nn.Module):
                 f"a profile of {x_bg.dtype} and shape {tuple(x_bg.shape)} was given; give floats (B, {self.num_genes}) "
                 "for the genes of the model, or tokens with their attention_mask."
             )
-        readout_bh = self.gene_embedding(x_bg)
+        # (On other devices the check would wait for them.)
+        if x_bg.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(x_bg.isfinite().all()):
+            cell = int((~x_bg.isfinite().all(dim=1)).nonzero()[0, 0])
+            raise DataError(f"the profile of cell {cell} holds NaN or infinity; give log1p of counts per 10,000.")
+        nothing_b1 = ~(x_bg != 0).any(dim=1, keepdim=True)
         if self.mode == "vector":
-            return self.encoder(readout_bh.unsqueeze(1)).hidden[:, 0]
+            return self._alone(self.gene_embedding.project(x_bg), nothing_b1)[0]
+        readout_bh = self.gene_embedding(x_bg)
         part = self.serialise(x_bg)
-        if not torch.compiler.is_compiling():
-            nothing_b1 = ~(x_bg != 0).any(dim=1, keepdim=True)
-            if bool(nothing_b1.any()):
-                readout_bh = torch.where(nothing_b1, self._readout(part), readout_bh)
+        if not torch.compiler.is_compiling() and bool(nothing_b1.any()):
+            readout_bh = torch.where(nothing_b1, self._readout(part), readout_bh)
         table_vh = self.token_table() if part.ids.numel() > self.vocab_size else None
         states_bkh = torch.cat([readout_bh.unsqueeze(1), self._embed(part, table_vh)], dim=1)
         return self.encoder(states_bkh, F.pad(part.tokens, (1, 0), value=True)).hidden[:, 0]
@@ -363,29 +388,9 @@ class ScDiVaBody(nn.Module):
             self.gene_weights.copy_(weights)
 
     @torch.no_grad()
-    def init_lengths(self, quantiles: torch.Tensor) -> None:
-        """Set the 101 percentiles of the number of tokens of a cell, from which ``generate`` draws lengths."""
-        quantiles = torch.as_tensor(quantiles)
-        if self.length_quantiles is None or tuple(quantiles.shape) != (101,):
-            raise OptionError(f"quantiles has the shape {tuple(quantiles.shape)}; give 101 to a denoising model.")
-        self.length_quantiles.copy_(quantiles)
-
-    @torch.no_grad()
-    def init_token_prior(self, token_counts: torch.Tensor) -> None:
-        """Start the prediction of genes at the token frequencies, of counts (V,); unused in mode ``"vector"``."""
-        if self.token_prior is not None:
-            smoothed = token_counts.double() + 1.0
-            self.token_prior.copy_((smoothed / smoothed.sum()).log())
-
-    @torch.no_grad()
     def init_expression_prior(self, mean: torch.Tensor) -> None:
         """Start the expression that the latent is decoded to at the mean of each gene, (G,)."""
         self.batch_integration_head.decoder.bias.copy_(mean)
-
-    def init_value_prior(self, mean: float) -> None:
-        """Start the prediction of hidden values from the mean of those to predict."""
-        if self.value_head is not None:
-            nn.init.constant_(self.value_head.decoder.bias, mean)
 
     def num_parameters(self, *, trainable_only: bool = True) -> int:
         """Return the number of parameters."""

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from scforge._constants import MASK_ID, PAD_ID
 from scforge.errors import OptionError
@@ -75,6 +76,26 @@ class ScDiVaDenoiser(ScDiVaBody):
         predicted_bs = torch.zeros_like(seen.values)
         predicted_bs[chosen_bs] = self.values_of(states, seen.ids, chosen_bs).to(predicted_bs.dtype)
         return predicted_bs
+
+    @torch.no_grad()
+    def init_lengths(self, quantiles: torch.Tensor) -> None:
+        """Set the 101 percentiles of the number of tokens of a cell, from which ``generate`` draws lengths."""
+        quantiles = torch.as_tensor(quantiles)
+        if self.length_quantiles is None or tuple(quantiles.shape) != (101,):
+            raise OptionError(f"quantiles has the shape {tuple(quantiles.shape)}; give 101 to a denoising model.")
+        self.length_quantiles.copy_(quantiles)
+
+    @torch.no_grad()
+    def init_token_prior(self, token_counts: torch.Tensor) -> None:
+        """Start the prediction of genes at the token frequencies, of counts (V,); unused in mode ``"vector"``."""
+        if self.token_prior is not None:
+            smoothed = token_counts.double() + 1.0
+            self.token_prior.copy_((smoothed / smoothed.sum()).log())
+
+    def init_value_prior(self, mean: float) -> None:
+        """Start the prediction of hidden values from the mean of those to predict."""
+        if self.value_head is not None:
+            nn.init.constant_(self.value_head.decoder.bias, mean)
 
     def generate(
         self,

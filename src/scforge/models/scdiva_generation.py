@@ -54,7 +54,7 @@ def unmask_cells(
         raise OptionError("denoising=False leaves nothing to generate cells with; train with 'masked_diffusion'.")
     draws = [_generator(seed, first_cell + cell) for cell in range(n_cells)]
     ids_bp, values_bp, mask_bp = _checked_prompt(model, n_cells, prompt, first_id, mask_id)
-    lengths_b = _lengths(model, n_tokens, mask_bp.sum(dim=1), draws)
+    lengths_b = _lengths(model, n_tokens, mask_bp.sum(dim=1), draws, first_id)
     device = model.gene_embedding.weight.device
     cells = _Cells(model, ids_bp, values_bp, mask_bp, lengths_b.to(device), mask_id)
     step = 0
@@ -181,12 +181,18 @@ def _random_numbers(draws: list[torch.Generator], hidden_bs: torch.Tensor, lengt
 
 
 def _lengths(
-    model: ScDiVaDenoiser, n_tokens: int | torch.Tensor | None, given_b: torch.Tensor, draws: list[torch.Generator]
+    model: ScDiVaDenoiser,
+    n_tokens: int | torch.Tensor | None,
+    given_b: torch.Tensor,
+    draws: list[torch.Generator],
+    first_id: int | None,
 ) -> torch.Tensor:
     """Return the number of tokens of each cell, int64, (B,)."""
-    most = model.num_genes + model.n_special
+    most = model.num_genes + (first_id is not None)
     if model.mode == "tokens":
         most = min(most, model.max_tokens)
+    if int(given_b.max()) > most:
+        raise OptionError(f"prompt has {int(given_b.max())} tokens, but the model takes {most} of a cell; give fewer.")
     if n_tokens is None:
         quantiles = model.length_quantiles
         if quantiles is None or not bool(quantiles.any()):
