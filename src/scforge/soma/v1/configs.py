@@ -166,7 +166,8 @@ def check_config(config: Any, wanted: type | None = None) -> None:
     scforge.errors.OptionError: embedding_dim=2048 is not divisible by num_heads=7; change one of them.
     """
     named = [field.name for field in fields(wanted)] if wanted else []
-    if not is_dataclass(config) or isinstance(config, type) or not all(hasattr(config, name) for name in named):
+    usable: bool = is_dataclass(config) and not isinstance(config, type)
+    if not usable or not all(hasattr(config, name) for name in named):
         kind = wanted.__name__ if wanted else "one of the configurations"
         given = config.__name__ if isinstance(config, type) else type(config).__name__
         raise OptionError(f"config={given} cannot be used; pass an instance of {kind}.")
