@@ -1,9 +1,9 @@
 """How fast does ScDiVa embed cells, how near is that to what the machine can multiply, and what memory does it take?
 
 Cells come as expression over all genes. The ceiling is a large matrix product of the same type, measured in turn with
-the model. Arithmetic of a cell in mode "vector": ``2 G H + 24 L H^2`` for G genes, width H and L layers, as the
-publication computes it, keys and queries included; "of it done" leaves out those, which one token alone does not need
-if the module leaves them out. Memory is the peak of a process of its own::
+the model. Arithmetic of a cell in mode "vector" is what is done: ``2 G H + 20 L H^2`` for G genes, width H, L layers.
+The publication computes ``24 L H^2``, keys and queries included, which one token alone does not need and the module
+leaves out. Memory is the peak of a process of its own::
 
     python benchmarks/scdiva_speed.py --sizes laptop released base --threads 1
     python benchmarks/scdiva_speed.py --device cuda --dtype bfloat16 --batch 4096
@@ -87,7 +87,8 @@ def measured(size: str, args: argparse.Namespace) -> dict[str, float]:
                 best[name] = min(best[name], time.perf_counter() - start)
     hidden, layers, genes = config.hidden_size, config.num_hidden_layers, config.num_genes
     tokens = 1 if args.mode == "vector" else 1 + min(args.max_tokens, int(expressed.sum(dim=1).float().mean()))
-    per_cell = 2 * genes * hidden + tokens * layers * (24 * hidden**2 + (tokens > 1) * 4 * tokens * hidden)
+    of_layer = 20 * hidden**2 if args.mode == "vector" else 24 * hidden**2 + 4 * tokens * hidden
+    per_cell = 2 * genes * hidden + tokens * layers * of_layer
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # kilobytes on Linux
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated()

@@ -123,7 +123,7 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
         plain.generate(3)
     with pytest.raises(OptionError, match=r"predicts no expression of hidden genes; .* objective='masked_diffusion'"):
         plain.denoise()
-    with pytest.raises(OptionError, match="condition='a' but the model knows no classes"):
+    with pytest.raises(OptionError, match="condition='a' but 'masked_diffusion' learns no classes"):
         model.generate(3, condition="a")
     with pytest.raises(OptionError, match="n_steps=0"):
         model.generate(3, n_steps=0)

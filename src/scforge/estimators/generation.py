@@ -84,7 +84,8 @@ class GenerationMethods:
             Class of all cells, or of each, of an objective with ``condition_key``; None for any.
         max_len
             Most tokens of a cell, CLS and EOS included; None for as many as the model allows. By unmasking, as many as
-            each cell gets; None draws numbers as they are in the training cells.
+            each cell gets; None draws numbers as they are in the training cells, of which the model learned the first
+            genes only that it has room for (``max_tokens``).
         n_steps
             By unmasking, the steps in which all genes of a cell are drawn; None for 16.
         batch_size
@@ -154,7 +155,19 @@ def generate_with(
             f"the model was made for the objective {spec.objective!r}, which does not learn to generate cells; "
             f"make one for {_LEARNS.get(spec.architecture, 'next_gene_prediction')!r}."
         )
+    if spec.tuning is not None and spec.tuning.task != "adaptation":
+        raise OptionError(
+            f"the model was fine-tuned for {spec.tuning.task!r}, which what generates cells has not followed; call the "
+            "model that it was made of."
+        )
     unmasks = _unmasks(objective)
+    if unmasks and options["max_len"] is not None:
+        check_count("max_len", options["max_len"], "tokens")
+        most = tokenizer.vocab.n_genes + tokenizer.append_cls
+        if module.mode == "tokens":
+            most = min(most, module.max_tokens)
+        if options["max_len"] > most:
+            raise OptionError(f"max_len={options['max_len']} but the model has room for {most} tokens; lower it.")
     if options["n_steps"] is not None and not unmasks:
         raise OptionError(f"n_steps={options['n_steps']!r} is for models of 'masked_diffusion'; leave it out.")
     if not unmasks and not tokenizer.append_eos and options.get("max_len") is None:
@@ -177,6 +190,8 @@ def generate_with(
     elif prompt is not None:
         bin_values = None if unmasks else module.bin_values.cpu().numpy()
         tokens = prompt_of_genes(prompt, n, tokenizer, objective, bin_values, options["seed"])
+    if unmasks and not _is_missing(condition):
+        raise OptionError(f"condition={_shown(condition)} but {spec.objective!r} learns no classes; leave it out.")
     classes = class_numbers(condition, getattr(objective, "conditions", None), n)
     adata = generate_adata(module, tokenizer, n, prompt=tokens, condition=classes, unmasks=unmasks, **options)
     if isinstance(prompt, AnnData):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -11,7 +12,7 @@ from anndata import AnnData
 from scforge._checks import check_bool, check_count
 from scforge._constants import OBSM_KEY
 from scforge._registry import check_options
-from scforge.errors import OptionError
+from scforge.errors import NotTrainedWarning, OptionError
 from scforge.estimators.base import FROM_DATA
 from scforge.estimators.choices import column_genes, gene_numbers, ready
 from scforge.estimators.encoder import Encoder
@@ -24,6 +25,7 @@ from scforge.estimators.scdiva_outputs import (
     posterior,
     prediction_options,
     predictor_of_labels,
+    trains_latent,
 )
 from scforge.training.objectives.registry import get_objective
 
@@ -190,6 +192,13 @@ class ScDiVa(Encoder):
             If `adata` has too few genes of the model.
         """
         if not check_bool("return_dist", return_dist):
+            if self.spec.tuning is None and not trains_latent(self):
+                warnings.warn(
+                    f"The latent of a model of {self.spec.objective!r} with reconstruction_weight=0 is not trained; "
+                    "its embedding is random.",
+                    NotTrainedWarning,
+                    stacklevel=2,
+                )
             return super().get_latent_representation(adata, key_added=key_added, batch_size=batch_size)
         check_variational(self)
         check_count("batch_size", batch_size, "cells")

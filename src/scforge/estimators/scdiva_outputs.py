@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import nn
 
@@ -36,6 +37,7 @@ __all__ = [
     "posterior",
     "prediction_options",
     "predictor_of_labels",
+    "trains_latent",
 ]
 
 _LEFT_OUT = ("self", "predictor", "adata", "key_added")
@@ -53,7 +55,18 @@ def check_variational(model: Encoder) -> None:
             f"return_dist=True but the objective {model.spec.objective!r} trains no variances; make the model for "
             "'variational'."
         )
+    if not trains_latent(model):
+        raise OptionError(
+            f"return_dist=True but {model.spec.objective!r} with reconstruction_weight=0 trains no latent; make the "
+            "model with a higher one."
+        )
     _check_follows(model, "return_dist=True")
+
+
+def trains_latent(model: Encoder) -> bool:
+    """Return whether what the model was made for trains its latent: masked diffusion only as it reconstructs."""
+    aim = model.spec.build_pretraining()
+    return bool(getattr(aim, "reconstruction_weight", 1.0)) or not getattr(aim, "denoises_values", False)
 
 
 def check_decodes(model: Encoder) -> None:
@@ -140,12 +153,17 @@ def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | N
     if transform_batch is None:
         return None
     known = getattr(objective, "batches", None)
+    if "batches" not in objective.option_names():
+        raise OptionError(
+            f"transform_batch={transform_batch!r} but {type(objective).__name__} learns no batches; make the model for "
+            "'variational'."
+        )
     if not known:
         raise OptionError(
             f"transform_batch={transform_batch!r} but the model knows no batches; call setup_anndata(adata, "
             'batch_key="...") before it is made.'
         )
-    names = [transform_batch] if isinstance(transform_batch, str) else list(transform_batch)
+    names = [transform_batch] if pd.api.types.is_scalar(transform_batch) else list(transform_batch)
     place = {name: number for number, name in enumerate(known)}
     if not names:
         raise OptionError(f"transform_batch={transform_batch!r} names no batch; name one, or None for all.")

@@ -121,8 +121,9 @@ def predict_counted(
     """Predict the expression of counted genes, each from the others.
 
     The genes are dealt into folds. Those of one fold are hidden and predicted from those of the others, so that no
-    value is predicted from itself. (Its counts stay in the library size that the other values are scaled by. Bins that
-    are quantiles of a cell are those of the visible genes.)
+    value is predicted from itself. Where a model has room for few tokens, those of a fold are hidden some at a time.
+    (Its counts stay in the library size that the other values are scaled by. Bins that are quantiles of a cell are
+    those of the visible genes.)
 
     Parameters
     ----------
@@ -139,6 +140,7 @@ def predict_counted(
     """
     rng, n_genes = np.random.default_rng(seed), tokenizer.vocab.n_genes
     fold_of = torch.from_numpy(rng.permutation(n_genes) % n_folds)
+    most = _room_for_hidden(module, objective)
     # Quantiles over all genes of the cell would tell of the counts of those that are hidden.
     relative = isinstance(tokenizer, BinnedExpressionTokenizer) and tokenizer.edges is None
     parts = []
@@ -146,9 +148,10 @@ def predict_counted(
         counted = _counted(block, tokenizer)
         values = torch.zeros(counted.shape, dtype=torch.float32)
         for fold in range(n_folds):
-            hidden = counted & (fold_of == fold)
+            of_fold = counted & (fold_of == fold)
             shown = _tokens(_without(block, fold_of.numpy() == fold), tokenizer, objective) if relative else tokens
-            values = torch.where(hidden, _predict(module, shown, hidden, tokenizer, objective), values)
+            for hidden in _some_at_a_time(of_fold, most):
+                values = torch.where(hidden, _predict(module, shown, hidden, tokenizer, objective), values)
         cell = np.repeat(np.arange(len(block)), np.diff(block.indptr))
         entries = (values.numpy()[cell, block.genes], block.genes, block.indptr)
         parts.append(sparse.csr_matrix(entries, shape=(len(block), n_genes)))
@@ -274,6 +277,23 @@ def _counted(block: CellBlock, tokenizer: Tokenizer) -> torch.Tensor:
     return counted
 
 
+def _room_for_hidden(module: nn.Module, objective: Objective) -> int | None:
+    """Return how many genes of a cell can be hidden at a time, None for any number."""
+    if not _denoises(objective) or getattr(module, "mode", None) != "tokens":
+        return None
+    return max(1, int(cast(Any, module).max_tokens) // 2)  # the others are visible
+
+
+def _some_at_a_time(hidden: torch.Tensor, most: int | None) -> Iterator[torch.Tensor]:
+    """Part the genes to hide of each cell, bool (B, G), such that no part has more than `most` of a cell."""
+    if most is None:
+        yield hidden
+        return
+    part = (hidden.cumsum(dim=1) - 1) // most
+    for number in range(-(-int(hidden.sum(dim=1).max()) // most)):
+        yield hidden & (part == number)
+
+
 def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objective: Objective) -> int:
     """Return how many genes are asked about at a time: for a cell of mean length as many as in training."""
     ratio: Any = getattr(objective, "mask_ratio", 0.5)
@@ -283,8 +303,8 @@ def _hidden_at_once(module: nn.Module, cells: Cells, tokenizer: Tokenizer, objec
     if not tokenizer.lists_all_genes:  # hidden genes are added to those of the cell, of which none is hidden
         for_each *= (1 + getattr(objective, "zero_targets", 0.0)) / (1 - share)
     size = max(_LEAST_HIDDEN, int(for_each * lengths.mean()))
-    if _denoises(objective) and (most := getattr(module, "max_tokens", 0)):
-        size = min(size, max(1, most // 2))  # the others are visible
+    if (most := _room_for_hidden(module, objective)) is not None:
+        size = min(size, most)
     embedding = getattr(module, "embedding", None)
     if getattr(module, "expression_head", None) is None or embedding is None:
         return size
