@@ -11,7 +11,7 @@ from scipy import sparse
 
 from scforge.data import CellSource, GeneVocab, open_cells
 from scforge.data.random import cell_keys
-from scforge.errors import OptionError
+from scforge.errors import DataError, OptionError, ScforgeWarning, TrainingError
 from scforge.models import Encoder, ScDiVaModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
 from scforge.training import MaskedDiffusion, get_objective
@@ -85,18 +85,27 @@ def test_without_thinning_the_tokens_are_those_of_the_cell(cells, tokenizer):
 @pytest.mark.parametrize("corrupt", ["separate", "both"])
 def test_each_token_is_hidden_with_the_probability_of_its_time(cells, tokenizer, corrupt):
     lengths = tokenizer(cells.block(np.arange(60)))["attention_mask"].sum(dim=1).numpy()
-    hidden, times, together = [], [], []
+    hidden, times, together, alone = [], [], [], []
     for epoch in range(40):
         batch = prepared(cells, tokenizer, epoch=epoch, corrupt=corrupt, thinning=None)
         times.append(diffusion_times(cell_keys(np.arange(60), seed=0, epoch=epoch, stream=0x64696666)))
         gene, value = batch["masked_positions"], batch["masked_values"]
-        assert torch.equal(gene.sum(dim=1), value.sum(dim=1))
-        hidden.append((gene.sum(dim=1) / torch.from_numpy(lengths)).numpy())
+        whole = torch.ones(60, dtype=torch.bool)
+        if corrupt == "both":
+            # Half of the cells, others in each epoch, have their genes: values are learned given them.
+            whole = gene.any(dim=1) | ~value.any(dim=1)
+            alone.append(whole.numpy())
+        assert torch.equal(gene.sum(dim=1)[whole], value.sum(dim=1)[whole])
+        hidden.append((value.sum(dim=1) / torch.from_numpy(lengths)).numpy())
         together.append(float((gene & value).sum() / gene.sum()))
         # The weight makes a mean over hidden tokens 1 / t times the sum over them, a token of the cell.
-        expected = gene.sum(dim=1).numpy() / (times[-1] * lengths)
+        expected = value.sum(dim=1).numpy() / (times[-1] * lengths)
         np.testing.assert_allclose(batch["loss_weights"], expected, rtol=1e-5)
     hidden, times = np.array(hidden), np.array(times)
+    if corrupt == "both":
+        assert np.abs(np.mean(alone) - 0.5) < 0.05
+        assert np.mean(alone, axis=0).min() > 0.1
+        assert np.mean(alone, axis=0).max() < 0.9
     assert np.abs(hidden - times).max() < 1 / lengths.min()
     assert abs((hidden - times).mean()) < 0.002
     assert np.mean(together) == pytest.approx(1.0 if corrupt == "both" else 2 / 3, abs=0.02)  # E[t^2] / E[t]
@@ -193,7 +202,8 @@ def test_a_model_starts_at_what_is_known_of_the_cells(cells, tokenizer):
     module = ScDiVaModel(84, 8, **SMALL, max_tokens=20, denoising=True)
     objective = MaskedDiffusion()
     objective.learn_from(module)
-    objective.initialise(module, cells, tokenizer)
+    with pytest.warns(ScforgeWarning, match=r"max_tokens=20 cuts \d+% of the cells .* learns the first 20 "):
+        objective.initialise(module, cells, tokenizer)
     tokens = tokenizer(cells.block(np.arange(60)))
     lengths = tokens["attention_mask"].sum(dim=1).clamp(max=20).float()
     assert module.length_quantiles[[0, 50, 100]].tolist() == lengths.quantile(torch.tensor([0, 0.5, 1])).tolist()
@@ -201,6 +211,37 @@ def test_a_model_starts_at_what_is_known_of_the_cells(cells, tokenizer):
     top = torch.bincount(tokens["input_ids"][:, :20].flatten(), minlength=84)[4:].argmax()
     assert module.token_prior[4:].argmax() == top
     assert module.value_head.decoder.bias.item() == pytest.approx(float(tokens["values"][:, :20].mean()), rel=1e-4)
+
+
+def test_whoever_cuts_cells_is_told(cells, tokenizer):
+    longest = int(tokenizer(cells.block(np.arange(60)))["attention_mask"].sum(dim=1).max())
+    module = ScDiVaModel(84, 8, **SMALL, max_tokens=80, denoising=True)
+    MaskedDiffusion().initialise(module, cells, tokenizer)  # nothing is cut, and nothing is said
+    MaskedDiffusion(max_genes=longest).initialise(module, cells, tokenizer)
+    with pytest.warns(ScforgeWarning, match=f"max_genes={longest - 1} cuts .* raise max_genes for whole cells"):
+        MaskedDiffusion(max_genes=longest - 1).initialise(module, cells, tokenizer)
+
+
+def test_the_decoder_is_told_the_batch(tiny_adata, cells, tokenizer):
+    options = {"batch_key": "batch", **MaskedDiffusion(batch_key="batch").options_from(cells.column)}
+    objective = MaskedDiffusion(**options)
+    assert objective.model_options() == {"denoising": True, "n_batches": 2}
+    assert MaskedDiffusion().model_options() == {"denoising": True}
+    with pytest.raises(TrainingError, match="batch_key: the classes of the cells are not known"):
+        objective.prepare(cells.block(np.arange(60)), tokenizer, epoch=0, seed=0)
+    objective.bind(cells, np.arange(60))
+    batch = objective.prepare(cells.block(np.array([3, 40])), tokenizer, epoch=0, seed=0)
+    expected = [objective.batches.index(tiny_adata.obs["batch"].iloc[row]) for row in (3, 40)]
+    assert batch["batch"].tolist() == expected
+    torch.manual_seed(0)
+    module = ScDiVaModel(84, 8, **SMALL, max_tokens=80, denoising=True, n_batches=2).eval()
+    with torch.no_grad():
+        module.batch_integration_head.batch_embedding.weight.normal_(std=100.0)
+    one = objective.loss(module, batch)[1]["reconstruction"]
+    other = objective.loss(module, {**batch, "batch": 1 - batch["batch"]})[1]["reconstruction"]
+    assert not torch.isclose(one, other)
+    with pytest.raises(DataError, match="30 of 60 cells are of none of the batches"):
+        MaskedDiffusion(batch_key="batch", batches=["x"]).bind(cells, np.arange(60))
 
 
 def random_cells(n_cells, n_genes, seed):
@@ -248,7 +289,7 @@ def test_what_depends_on_each_other_is_learned(tiny_adata):
         objective={"name": "masked_diffusion", "beta": 1e-3},
         vocab=GeneVocab.from_adata(tiny_adata),
         hidden_dim=32,
-        max_tokens=40,
+        max_tokens=80,
         **SMALL,
     )
     assert model.spec.model_options["denoising"] is True

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from scforge.data import GeneVocab, open_cells
-from scforge.errors import DataError, OptionError
+from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.models import Encoder, ScDiVaModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
 from scforge.training import Variational, get_objective
@@ -240,6 +240,61 @@ def test_data_that_do_not_fit(tiny_adata, tiny_vocab):
         bound(cells, batch_key="batch", batches=["x"])
     with pytest.raises(DataError, match="no training cell has one of the classes"):
         bound(cells, labels_key="group", labels=["t"])
+
+
+def test_queries_without_classes_and_of_other_batches(tiny_adata, tiny_vocab, tokenizer):
+    del tiny_adata.obs["group"]
+    tiny_adata.obs["batch"] = np.where(np.arange(60) < 20, "x", "new")
+    cells, rows = open_cells(tiny_adata, tiny_vocab), np.arange(60)
+    objective = Variational(labels_key="group", labels=["a", "b"], batch_key="batch", batches=["x", "y"])
+    with (
+        pytest.warns(ScforgeWarning, match="batch_key='batch': 40 of 60 cells .* decoded in the mean of all"),
+        pytest.warns(ScforgeWarning, match="labels_key='group': no training cell .* train the reconstruction alone"),
+    ):
+        objective.bind_query(cells, rows)
+    batch = objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0)
+    assert batch["cell_type"].tolist() == [-1] * 60
+    assert batch["batch"].tolist() == [0] * 20 + [-1] * 40
+    torch.manual_seed(0)
+    module = ScDiVaModel(84, 8, 1, 1, latent_dim=2, num_cell_types=2, n_batches=2, dropout=0.0).eval()
+    with torch.no_grad():
+        module.batch_integration_head.batch_embedding.weight.normal_()
+    loss, figures = objective.loss(module, batch)
+    assert loss.isfinite()
+    assert figures["classification"] == 0
+    latent = torch.randn(2, 2)
+    told = module.decode(latent, torch.tensor([1, -1]))
+    assert torch.equal(told[0], module.decode(latent, 1)[0])
+    assert torch.equal(told[1], module.decode(latent)[1])
+    only = {"labels_key": "group", "labels": ["a"], "reconstruction_weight": 0.0}
+    with pytest.raises(DataError, match="reconstruction_weight=0 learns nothing else; label some cells"):
+        Variational(**only).bind_query(cells, rows)
+
+
+def test_a_supervised_model_adapts_to_an_unlabelled_query(tiny_adata):
+    Encoder.setup_anndata(tiny_adata)
+    model = Encoder(
+        tiny_adata,
+        "scdiva",
+        objective={"name": "variational", "labels_key": "group", "batch_key": "batch"},
+        vocab=GeneVocab.from_adata(tiny_adata),
+        mode="vector",
+        hidden_dim=16,
+        num_layers=1,
+        num_heads=2,
+        latent_dim=4,
+    )
+    model.train(max_epochs=1, progress_bar=False)
+    query = tiny_adata.copy()
+    del query.obs["group"]
+    query.obs["batch"] = "new"
+    adapted = Encoder.load_query_data(query, model)
+    with pytest.warns(ScforgeWarning) as warned:
+        adapted.train(max_epochs=1, progress_bar=False)
+    texts = [str(warning.message) for warning in warned]
+    assert any("decoded in the mean of all" in text for text in texts)
+    assert any("train the reconstruction alone" in text for text in texts)
+    assert np.isfinite(adapted.get_latent_representation(query)).all()
 
 
 def test_architectures_without_a_latent_are_refused(tiny_adata):

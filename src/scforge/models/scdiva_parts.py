@@ -207,7 +207,7 @@ class BatchIntegrationHead(nn.Module):
         latent_bl
             Latents, shape (B, L).
         batch
-            Batch of each cell, int64, shape (B,), or one for all; None for the mean of all batches.
+            Batch of each cell, int64, shape (B,), or one for all; -1, or None for all, for the mean of all batches.
 
         Raises
         ------
@@ -218,10 +218,13 @@ class BatchIntegrationHead(nn.Module):
         if self.batch_embedding is None:
             if batch is not None:
                 raise OptionError("batch is given but the model has n_batches=0; leave it out, or train with batches.")
-        elif batch is None:
-            dense_bh = dense_bh + self.batch_embedding.weight.mean(dim=0)
         else:
-            dense_bh = dense_bh + self.batch_embedding(self._checked(batch, latent_bl))
+            mean_h = self.batch_embedding.weight.mean(dim=0)
+            if batch is None:
+                return self.decoder(F.gelu(dense_bh + mean_h))
+            batch_b = self._checked(batch, latent_bl)
+            of_batch_bh = self.batch_embedding(batch_b.clamp(min=0))
+            dense_bh = dense_bh + torch.where((batch_b < 0).unsqueeze(1), mean_h, of_batch_bh)
         return self.decoder(F.gelu(dense_bh))
 
     def _checked(self, batch: torch.Tensor | int, latent_bl: torch.Tensor) -> torch.Tensor:
@@ -232,8 +235,11 @@ class BatchIntegrationHead(nn.Module):
             raise OptionError(f"batch is of {batch.dtype} and shape {tuple(batch.shape)}; give whole numbers (B,).")
         if batch.ndim == 1 and len(batch) != len(latent_bl):
             raise OptionError(f"batch has {len(batch)} numbers for {len(latent_bl)} cells; give one for each.")
-        if batch.device.type == "cpu" and bool(((batch < 0) | (batch >= n_batches)).any()):
-            raise OptionError(f"batch has a number that is not between 0 and {n_batches - 1}; give one of its batches.")
+        if batch.device.type == "cpu" and bool(((batch < -1) | (batch >= n_batches)).any()):
+            raise OptionError(
+                f"batch has a number that is not between 0 and {n_batches - 1}; give one of its batches, or -1 for the "
+                "mean of all."
+            )
         return batch.long().expand(len(latent_bl))
 
 

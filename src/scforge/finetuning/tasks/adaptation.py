@@ -70,8 +70,9 @@ class Adaptation(Task):
         self.aim.learn_from(encoder)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Look up what the objective needs to know of cells."""
-        self.aim.bind(cells, train_rows)
+        """Look up what the objective needs to know of cells, which may lack classes and batches of the pretraining."""
+        aim: Any = self.aim
+        getattr(aim, "bind_query", aim.bind)(cells, train_rows)
 
     def max_tokens(self, tokenizer: Tokenizer) -> int:
         """Return the most tokens of a cell."""

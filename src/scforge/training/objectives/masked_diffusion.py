@@ -6,6 +6,7 @@ Shapes: B cells, S tokens, G genes of the vocabulary, E expressed genes of a cel
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -19,10 +20,12 @@ from scforge._constants import IGNORE_LABEL
 from scforge.data.cells import CellBlock, CellSource, choose_rows
 from scforge.data.random import cell_keys, uniform
 from scforge.data.thinning import thin
-from scforge.errors import OptionError, TrainingError
+from scforge.errors import OptionError, ScforgeWarning, TrainingError
 from scforge.tokenizers._expression import log1p_cp10k
 from scforge.tokenizers.base import Tokenizer
-from scforge.training.objectives.base import Objective, TrainingDefaults, name_of
+from scforge.training.objectives._batches import TellsBatches
+from scforge.training.objectives._classes import check_classes, check_key
+from scforge.training.objectives.base import TrainingDefaults, name_of
 from scforge.training.objectives.registry import register_objective
 from scforge.training.objectives.variational import (
     active_units,
@@ -43,7 +46,7 @@ _MOST_GENES = 1200
 
 
 @register_objective("masked_diffusion")
-class MaskedDiffusion(Objective):
+class MaskedDiffusion(TellsBatches):
     """Cross entropy of hidden genes and squared error of hidden values, at all shares of what is hidden.
 
     The absorbing-state diffusion of discrete tokens (Austin et al. 2021; Sahoo et al. 2024) over the genes of a cell
@@ -66,7 +69,9 @@ class MaskedDiffusion(Objective):
     ----------
     corrupt
         ``"separate"``: whether the value of a token is hidden does not depend on whether its gene is, so that the model
-        also learns values of known genes; ``"both"``: a token is hidden as a whole.
+        also learns values of known genes; ``"both"``: a token is hidden as a whole, but in half of the cells, drawn
+        anew in each epoch, the values alone are, as generation and imputation ask for values of known genes. (So each
+        step has half the number of hidden genes.)
     thinning
         Range of the share of counts that is left in what is seen of a cell, drawn anew in each epoch, its logarithm
         evenly; what is predicted is of the whole cell. None thins nothing.
@@ -81,6 +86,9 @@ class MaskedDiffusion(Objective):
         Weight of the divergence of the latent.
     token_prior
         Start the prediction of genes at the token frequencies of the training cells.
+    batch_key, batches
+        Column of obs with the batch of each cell, which the decoder of the latent is told, and the batches in the order
+        of their numbers; see :class:`~scforge.training.Variational`. Of no use with ``reconstruction_weight=0``.
     """
 
     generates = True
@@ -97,6 +105,8 @@ class MaskedDiffusion(Objective):
         reconstruction_weight: float = 1.0,
         beta: float = 1e-4,
         token_prior: bool = True,
+        batch_key: str | None = None,
+        batches: Sequence[str] | None = None,
     ) -> None:
         if corrupt not in ("separate", "both"):
             raise OptionError(f"corrupt={corrupt!r} is not known; choose 'separate' or 'both'.")
@@ -112,6 +122,8 @@ class MaskedDiffusion(Objective):
         self.reconstruction_weight = float(reconstruction_weight)
         self.beta = float(beta)
         self.token_prior = check_bool("token_prior", token_prior)
+        self.batch_key = check_key("batch_key", batch_key)
+        self.batches = check_classes("batches", batches, "batch_key", batch_key)
         self._attended: int | None = None
 
     @property
@@ -146,8 +158,8 @@ class MaskedDiffusion(Objective):
             )
 
     def model_options(self) -> dict[str, Any]:
-        """Ask for a head of values."""
-        return {"denoising": True}
+        """Ask for a head of values, and return the number of batches."""
+        return {"denoising": True, **super().model_options()}
 
     def learn_from(self, module: nn.Module) -> None:
         """Take over how many tokens the architecture attends to."""
@@ -161,14 +173,16 @@ class MaskedDiffusion(Objective):
 
     def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
         """Tell the module how many tokens cells have, how frequent each gene is, and the mean value."""
-        counts, lengths, mean = np.zeros(len(tokenizer.vocab)), [], []
+        counts, lengths, whole, mean = np.zeros(len(tokenizer.vocab)), [], [], []
         rows = choose_rows(len(cells), _SAMPLED_CELLS)
         for start in range(0, len(rows), 1024):
             tokens = tokenizer(cells.block(rows[start : start + 1024]))
+            whole.append(tokens["attention_mask"].sum(dim=1).numpy())
             there = tokens["attention_mask"][:, : self.most_genes]
             lengths.append(there.sum(dim=1).numpy())
             counts += np.bincount(tokens["input_ids"][:, : self.most_genes][there], minlength=len(counts))
             mean.append(tokens["values"][:, : self.most_genes][there].numpy())
+        self._warn_of_cut_cells(np.concatenate(whole) if whole else np.zeros(0))
         of_module = cast(Any, module)
         if hasattr(module, "init_lengths"):
             quantiles = np.quantile(np.concatenate(lengths), np.linspace(0, 1, 101))
@@ -180,6 +194,19 @@ class MaskedDiffusion(Objective):
             of_module.init_value_prior(float(values.mean()))
         if self.reconstruction_weight:
             start_at_means(module, cells)
+
+    def _warn_of_cut_cells(self, lengths: np.ndarray) -> None:
+        cut = lengths > self.most_genes
+        if not cut.any():
+            return
+        limit = "max_genes" if self.max_genes is not None or self._attended is None else "max_tokens"
+        warnings.warn(
+            f"{limit}={self.most_genes} cuts {cut.mean():.0%} of the cells (they have {np.median(lengths):.0f} genes, "
+            f"the median): 'masked_diffusion' learns the first {self.most_genes} in the order of the tokenizer, and "
+            f"cells that it generates have no more; raise {limit} for whole cells.",
+            ScforgeWarning,
+            stacklevel=3,
+        )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenise, choose a time for each cell, and hide genes and values."""
@@ -214,7 +241,11 @@ class MaskedDiffusion(Objective):
             "loss_weights": (n_hidden / np.maximum(times * lengths, 1e-9)).astype(np.float32),
         }
         batch = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
-        return {**batch, **whole_profiles(block)} if self.reconstruction_weight else batch
+        if not self.reconstruction_weight:
+            return batch
+        if (of_cells := self.of_block("batch", self._batches, block)) is not None:
+            batch["batch"] = of_cells
+        return {**batch, **whole_profiles(block)}
 
     def _seen_values(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> np.ndarray:
         """Return the log1p CP10K values of what is seen of each cell, float32, shape (B, G); 0 for what was lost."""
@@ -290,6 +321,10 @@ def _hide(ids, lengths, seen, keys, times, both, n_special, order, states, sizes
         n_hidden[cell] = number
         hidden[:length] = 0
         position = np.uint64(1)
+        whole = 3
+        if both:
+            whole = 3 if uniform(key, position) < 0.5 else 2
+            position += np.uint64(1)
         for kind in range(1 if both else 2):
             for i in range(length):
                 drawn[i] = i
@@ -298,7 +333,7 @@ def _hide(ids, lengths, seen, keys, times, both, n_special, order, states, sizes
                 other = step + int(uniform(key, position) * (length - step))
                 drawn[step], drawn[other] = drawn[other], drawn[step]
                 position += np.uint64(1)
-                hidden[drawn[step]] |= 3 if both else 1 + kind
+                hidden[drawn[step]] |= whole if both else 1 + kind
         size = 0
         for i in range(length):
             if hidden[i] == 0 and seen[cell, ids[cell, i] - n_special] > 0:

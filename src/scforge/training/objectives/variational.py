@@ -5,6 +5,7 @@ Shapes: B cells, S tokens, G genes of the vocabulary, L latent dimensions, T cla
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,13 +16,14 @@ from torch import nn
 from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.data.thinning import thin
-from scforge.errors import DataError, OptionError, TrainingError, listing
+from scforge.errors import DataError, OptionError, ScforgeWarning, listing
 from scforge.models.scdiva_parts import classification_loss, kl_divergence, reconstruction_loss
 from scforge.tokenizers._expression import log1p_cp10k
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import RaggedTokens, pad
-from scforge.training.objectives._classes import check_classes, check_key, classes_found, classes_of, numbers_of
-from scforge.training.objectives.base import Objective, TrainingDefaults, name_of
+from scforge.training.objectives._batches import TellsBatches
+from scforge.training.objectives._classes import check_classes, check_key, classes_found
+from scforge.training.objectives.base import TrainingDefaults, name_of
 from scforge.training.objectives.registry import register_objective
 
 if TYPE_CHECKING:
@@ -34,7 +36,7 @@ _ACTIVE = 0.01
 
 
 @register_objective("variational")
-class Variational(Objective):
+class Variational(TellsBatches):
     """Mean squared error of the expression of all genes, cross entropy of the class, and divergence of the latent.
 
     For architectures with a latent distribution, such as ``scdiva``. With x the log1p CP10K values of all genes of the
@@ -117,7 +119,6 @@ class Variational(Objective):
                 "classification_weight, or a reconstruction_weight."
             )
         self._labels: np.ndarray | None = None
-        self._batches: np.ndarray | None = None
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
         """Raise unless the architecture has a latent distribution and heads behind it."""
@@ -125,11 +126,9 @@ class Variational(Objective):
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
         """Return the classes and batches of the cells that a model is made with, unless they are known already."""
-        found = {}
+        found = super().options_from(column)
         if self.labels_key is not None and self.labels is None:
             found["labels"] = classes_found("labels_key", self.labels_key, column)
-        if self.batch_key is not None and self.batches is None:
-            found["batches"] = classes_found("batch_key", self.batch_key, column)
         return found
 
     def initialise(self, module: nn.Module, cells: CellSource, tokenizer: Tokenizer) -> None:
@@ -138,35 +137,48 @@ class Variational(Objective):
 
     def model_options(self) -> dict[str, Any]:
         """Return the numbers of classes and batches, as options of the architecture."""
-        options = {"num_cell_types": self.labels, "n_batches": self.batches}
-        return {name: len(classes) for name, classes in options.items() if classes is not None}
+        classes = {} if self.labels is None else {"num_cell_types": len(self.labels)}
+        return {**classes, **super().model_options()}
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Look up the class and the batch of each cell."""
-        self._labels = self._batches = None
-        if self.labels_key is not None:
-            self._labels = self._numbers("labels", cells)
-            if (self._labels[train_rows] < 0).all():
-                raise DataError(
-                    f"labels_key={self.labels_key!r}: no training cell has one of the classes that the model knows "
-                    f"({listing(self.labels or [])}); rename the classes of the data."
-                )
-        if self.batch_key is not None:
-            self._batches = self._numbers("batches", cells)
-            if n_unknown := int((self._batches < 0).sum()):
-                raise DataError(
-                    f"batch_key={self.batch_key!r}: {n_unknown} of {len(self._batches)} cells are of none of the "
-                    f"batches that the model knows ({listing(self.batches or [])}); rename the batches of the data, or "
-                    "make a new model."
-                )
+        """Look up the class and the batch of each cell.
 
-    def _numbers(self, name: str, cells: Cells) -> np.ndarray:
-        """Return the number of the class or batch of each cell, int64, shape (N,)."""
-        argument = {"labels": "labels_key", "batches": "batch_key"}[name]
-        classes = getattr(self, name)
-        if classes is None:
-            raise TrainingError(f"{name} are not known yet; give {name}=[...], or make the model with cells.")
-        return numbers_of(classes_of(argument, getattr(self, argument), cells.column), classes)
+        Raises
+        ------
+        DataError
+            If there is no such column, no training cell has a known class, or a batch is unknown.
+        """
+        super().bind(cells, train_rows)
+        self._labels = self.numbers("labels", self.labels, cells)
+        if self._labels is not None and (self._labels[train_rows] < 0).all():
+            raise DataError(
+                f"labels_key={self.labels_key!r}: no training cell has one of the classes that the model knows "
+                f"({listing(self.labels or [])}); rename the classes of the data."
+            )
+
+    def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
+        """Look up the class and the batch of each cell of a query, which need not have any that the model knows.
+
+        Raises
+        ------
+        DataError
+            If no cell has a known class, and the model learns nothing else.
+        """
+        super().bind_query(cells, train_rows)
+        self._labels = self.numbers("labels", self.labels, cells, needed=False)
+        if self._labels is None or not (self._labels[train_rows] < 0).all():
+            return
+        if not self.reconstruction_weight:
+            raise DataError(
+                f"labels_key={self.labels_key!r}: no training cell has one of the classes that the model knows "
+                f"({listing(self.labels or [])}), and reconstruction_weight=0 learns nothing else; label some cells."
+            )
+        warnings.warn(
+            f"labels_key={self.labels_key!r}: no training cell has one of the classes that the model knows "
+            f"({listing(self.labels or [])}); the cells train the reconstruction alone.",
+            ScforgeWarning,
+            stacklevel=3,
+        )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenise what is seen of each cell, and add the profile of the whole."""
@@ -184,12 +196,11 @@ class Variational(Objective):
         batch = {**cast(dict[str, torch.Tensor], tokenizer(seen)), **whole_profiles(block)}
         warmed_up = min(1.0, (epoch + 1) / self.kl_warmup) if self.kl_warmup else 1.0
         batch["kl_share"] = torch.full((len(block),), warmed_up)
-        for name, numbers, key in (("cell_type", self._labels, "labels_key"), ("batch", self._batches, "batch_key")):
-            if getattr(self, key) is None:
-                continue
-            if numbers is None:
-                raise TrainingError(f"{key}: the classes of the cells are not known; call bind of the objective first.")
-            batch[name] = torch.from_numpy(numbers[block.rows])
+        numbers = {
+            "cell_type": self.of_block("labels", self._labels, block),
+            "batch": self.of_block("batch", self._batches, block),
+        }
+        batch |= {name: tensor for name, tensor in numbers.items() if tensor is not None}
         return batch
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
