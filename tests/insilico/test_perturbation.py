@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import anndata as ad
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,3 +95,37 @@ def test_activation_gives_usual_counts(tiny_vocab: GeneVocab):
 def test_bad_mode():
     with pytest.raises(OptionError, match="mode='knockout' is not known"):
         Perturbation("knockout")
+
+
+@pytest.mark.parametrize("weighting", ["complement", "inverse"])
+def test_overexpressed_genes_are_first_by_value_times_weight(weighting: str):
+    """If that takes no more counts than the rest of the cell has; and no fewer counts do."""
+    generator = np.random.default_rng(0)
+    dense = generator.poisson(3.0, (6, 20)).astype(np.float32)
+    var = pd.DataFrame(index=[f"gene{i}" for i in range(20)])
+    entropies = np.append(np.linspace(0.1, 0.9, 19), 1.0)
+    vocab = GeneVocab.from_genes([f"gene{i}" for i in range(20)]).with_entropies(entropies)
+    tokenizer = get_tokenizer("entropy_ranked", vocab, weighting=weighting)
+    block = CellBlock.from_csr(sparse.csr_matrix(dense))
+    perturbation = Perturbation.of("overexpress", open_cells(ad.AnnData(dense, var=var)), tokenizer)
+
+    def first(cells: CellBlock) -> np.ndarray:
+        return tokenizer(cells)["input_ids"][:, 0].numpy() - vocab.n_special
+
+    most = dense.sum(axis=1)
+    for gene in (0, 7, 12, 19):
+        genes = np.full((6, 1), gene)
+        changed = perturbation.apply(block, genes)
+        counts = changed.counts[changed.genes == gene]
+        rest = most - dense[:, gene]
+        assert (counts > np.delete(dense, gene, axis=1).max(axis=1)).all()
+        was_first = first(changed) == gene
+        assert (was_first | (counts == rest)).all()
+        if gene == 0:
+            assert was_first.all()
+            least = np.delete(dense, gene, axis=1).max(axis=1) + 1
+            fewer = first(with_counts(block, genes, counts[:, None] - 1.0)) == gene
+            assert (~fewer | (counts <= least) | (counts == dense[:, gene])).all()
+    two = perturbation.apply(block, np.tile([0, 1], (6, 1)))
+    leading = tokenizer(two)["input_ids"][:, :2].numpy() - vocab.n_special
+    assert (np.sort(leading, axis=1) == [0, 1]).all()

@@ -95,7 +95,8 @@ def _sorted_by_topk(values: Any, stable: bool | None = None, dim: int = -1, desc
     from onnxscript import INT64
     from onnxscript import opset20 as op
 
-    size = op.Gather(op.Shape(values), op.Constant(value_ints=[dim]))
+    axis: Any = op.Constant(value_ints=[dim])
+    size = op.Gather(op.Shape(values), axis)
     as_int64 = op.Cast(values, to=INT64.dtype)
     return op.TopK(as_int64, size, axis=dim, largest=int(descending), sorted=1)
 
