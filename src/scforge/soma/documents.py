@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.soma.fasta import is_packed, read_fasta, read_whole
@@ -98,7 +98,7 @@ def read_groups(
             raise OptionError(f"{option}={value!r} is no text; give a name.")
         if value is not None and needed not in there:
             raise OptionError(f"{option}={value!r} has no use, as none of files is a {words}; leave it out.")
-    names = {option: name if columns[option] is None else columns[option] for option, name in _COLUMNS.items()}
+    names = _COLUMNS | {option: column for option, column in columns.items() if column is not None}
     return [[one for path, this in group for one in _read(path, this, field, names)] for group in kinds]
 
 
@@ -148,7 +148,7 @@ def _suffix(path: Path) -> str:
 
 def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]:
     where = f"files: {str(path)!r}"
-    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     try:
         lines = io.StringIO(read_whole(path).decode("utf-8-sig"), newline="")
         with _cells_of_any_length():
