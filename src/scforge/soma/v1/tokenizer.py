@@ -19,8 +19,8 @@ __all__ = ["TokenizedSequence", "tokenize", "tokenize_arrays"]
 class TokenizedSequence(NamedTuple):
     """One chunk of bytes as lists of `max_seq_len` numbers.
 
-    ``token_ids``: tokens. ``targets``: the next token at each place, PAD at the last. ``pos_ids``: offset of each byte in
-    all of the data; EOS and PAD stand at the offset after the last byte.
+    ``token_ids``: tokens. ``targets``: the next token at each place, PAD at the last. ``pos_ids``: offset of each byte
+    in all of the data; EOS and PAD stand at the offset after the last byte.
     """
 
     token_ids: list[int]
