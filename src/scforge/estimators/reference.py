@@ -115,7 +115,7 @@ class ReferenceMethods:
         if tuning is None or tuning.task == "adaptation":
             if batch_key is not None:
                 raise OptionError(
-                    f"batch_key={batch_key!r} has no use for a reference that knows no batches; leave it out, or "
+                    f"batch_key={batch_key!r} has no use for a reference that was not integrated; leave it out, or "
                     'integrate the reference first: reference.finetune("integration", batch_key=...).'
                 )
             task: dict[str, Any] = {"name": "adaptation"}
