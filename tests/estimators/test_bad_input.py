@@ -180,7 +180,7 @@ OPTIONS = [
     ((None, "rank_vale"), {}, OptionError, "tokenizer='rank_vale' is not known; did you mean 'rank_value'?"),
     ((None, {"name": "rank_value", "maxlen": 3}), {}, OptionError, "'maxlen' is not one of 'rank_value'; did you mean"),
     ((None, 3), {}, OptionError, "tokenizer=3 is neither a name nor a dict"),
-    ((None, None, "joint"), {}, OptionError, "objective='joint' is not known; (known: 'joint_embedding', 'masked_gene"),
+    ((None, None, "joint"), {}, OptionError, "objective='joint' is not known; (known: 'joint_embedding', 'masked_diff"),
     (
         (None, None, {"view": 3}),
         {},

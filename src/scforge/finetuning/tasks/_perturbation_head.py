@@ -106,13 +106,15 @@ class PerturbationHead(nn.Module):
 
 
 def gene_table(module: nn.Module) -> nn.Module:
-    """Return the embedding of genes of an architecture.
+    """Return the embedding of genes of an architecture; the architecture itself where it has a ``token_table``.
 
     Raises
     ------
     OptionError
         If it has none.
     """
+    if callable(getattr(module, "token_table", None)):
+        return module
     parts = list(module.modules())
     # A GeneVectorEmbedding has a plain one inside, for tokens without a vector.
     for part in parts:
@@ -129,6 +131,9 @@ def gene_table(module: nn.Module) -> nn.Module:
 
 def table_shape(table: nn.Module) -> tuple[int, int]:
     """Return the number of tokens V and the width H of an embedding of genes."""
+    if callable(made := getattr(table, "token_table", None)):
+        n_tokens, width = made().shape
+        return n_tokens, width
     if isinstance(table, GeneVectorEmbedding):
         return table.vocab_size, table.learned.embedding_dim
     return table.num_embeddings, table.embedding_dim
@@ -147,6 +152,8 @@ def gene_features(table: nn.Module, n_special: int, n_features: int) -> torch.Te
     if isinstance(table, GeneVectorEmbedding):
         # (A bag of one token is the embedding of that token.)
         vectors = GeneVectorEmbedding.forward(table, torch.arange(n_tokens, device=weight.device))
+    elif callable(made := getattr(table, "token_table", None)):
+        vectors = made()
     else:
         vectors = weight
     genes = vectors[n_special:].float()
