@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from scforge.cli import main
 from scforge.errors import MissingFileError, ModelFileError, OptionError
 from scforge.estimators import Encoder
 from scforge.foreign import list_families, read_checkpoint
@@ -229,6 +230,19 @@ def test_an_ordinary_model(write, genes, tiny_adata: ad.AnnData, tmp_path: Path)
     model.save(tmp_path / "saved")
     again = Encoder.load(tmp_path / "saved", tiny_adata)
     np.testing.assert_array_equal(again.get_latent_representation(), before)
+
+
+def test_command_line(write, genes, tmp_path: Path, capsys) -> None:
+    write(len(genes))
+    (tmp_path / "genes.txt").write_text("\n".join(genes))
+    argv = ["convert-checkpoint", str(tmp_path), "--family", "scdiva", "-o", str(tmp_path / "model")]
+    assert main([*argv, "--vocab", str(tmp_path / "genes.txt")]) == 0
+    assert "scdiva" in capsys.readouterr().out
+    assert Encoder.load(tmp_path / "model").vocab.genes == tuple(genes)
+    assert main([*argv[:-1], str(tmp_path / "other")]) == 2
+    said = capsys.readouterr().err
+    assert "vocab" in said
+    assert len(said.splitlines()) == 1
 
 
 def without(name: str) -> Callable[[dict], dict]:
