@@ -52,7 +52,8 @@ class CellModule(Protocol):
     Some attributes are read where an architecture has them: ``uses_order`` (false if the order of the tokens does not
     matter), ``config_names`` (what the constructor calls fields of ``ModelConfig``, e.g. ``{"hidden_dim":
     "encoder_dim"}``), ``labels_name_genes`` (labels tell the model which gene is hidden, rather than what to predict),
-    ``init_token_prior`` (starts the head at token frequencies), ``generate`` (makes new cells).
+    ``init_token_prior`` (starts the head at token frequencies), ``generate`` (makes new cells), ``token_table`` (gives
+    the vectors of all tokens, (V, H), where no embedding of the module holds them).
     :func:`scforge.testing.check_model` checks an architecture against all of this.
     """
 
