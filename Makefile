@@ -46,13 +46,20 @@ lint: ## Check style, imports between rooms, and types
 	$(VENV)/bin/lint-imports --no-logo
 	$(VENV)/bin/mypy
 
-docs: ## Build the documentation into docs/_build/html
+docs: ## Build the documentation into docs/_build/html and check its links; run make notebooks before to show outputs
 	@$(INSTALL) docs
 	$(VENV)/bin/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	$(VENV)/bin/python tools/check_links.py docs/_build/html README.md CONTRIBUTING.md CHANGELOG.md notebooks/*.ipynb
 
-notebooks: ## Run every notebook from top to bottom
+# Copies are run, so that those in notebooks/ stay without outputs. They find tests/ where the originals do, and figures
+# are kept whatever the shell says of matplotlib.
+notebooks: ## Run every notebook from top to bottom; what they print goes to build/notebooks
 	@$(INSTALL) test
-	$(ONE_THREAD) $(VENV)/bin/pytest $(PARALLEL) --nbmake notebooks
+	rm -rf build/notebooks
+	mkdir -p build/notebooks
+	cp notebooks/*.ipynb build/notebooks
+	ln -sfn ../tests build/tests
+	env -u MPLBACKEND $(ONE_THREAD) $(VENV)/bin/pytest $(PARALLEL) --nbmake --nbmake-timeout=900 --overwrite build/notebooks/*.ipynb
 
 PINS := uv pip compile -q --universal --python-version 3.12 --no-header --no-annotate --no-emit-index-url
 constraints: ## Renew constraints.txt and those of the extras census and cz; needs uv
@@ -67,6 +74,6 @@ constraints: ## Renew constraints.txt and those of the extras census and cz; nee
 	mv constraints-cz.txt.new constraints-cz.txt
 
 clean: ## Remove what the jobs made, except the environment
-	rm -rf quickstart docs/_build docs/generated docs/notebooks lightning_logs
+	rm -rf quickstart build docs/_build docs/generated docs/notebooks lightning_logs
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis .coverage
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

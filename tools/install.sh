@@ -20,8 +20,9 @@ fail() {
 }
 
 # The stamp is written last, so that an interrupted installation is taken up again. It holds one line a group, and
-# the checkout's path, because an editable installation points there. Group dev contains the others.
-state=$({ pwd; cat pyproject.toml "$constraints" src/scforge/_version.py; } | cksum)
+# the checkout's path, because an editable installation points there, and the newest tag, which names the version.
+# Group dev contains the others.
+state=$({ pwd; cat pyproject.toml "$constraints"; git describe --tags --abbrev=0 2>/dev/null || true; } | cksum)
 if [ -x "$venv/bin/python" ] && "$venv/bin/python" -S -c '' 2>/dev/null; then
     if grep -qsxF "$state $what" "$stamp"; then
         exit 0

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 from scforge._lazy import lazy_names
-from scforge._version import __version__
 
 _NAMES = {
     name: f"scforge.{name}"
@@ -51,4 +50,4 @@ __all__ = [
     "training",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _NAMES)
+__getattr__, __dir__ = lazy_names(__name__, {**_NAMES, "__version__": "scforge._version"})

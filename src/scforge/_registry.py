@@ -23,12 +23,26 @@ class Registry[T]:
     builtin
         Name to module path of the entries that ship with scforge. The module is imported when the entry is first
         asked for, and registers itself.
+    base
+        Public path of the class that entries derive from, e.g. ``"torch.nn.Module"``; None for any object.
+    methods
+        What entries have to define, besides the abstract methods of `base`.
     """
 
-    def __init__(self, kind: str, *, group: str, builtin: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        kind: str,
+        *,
+        group: str,
+        builtin: dict[str, str] | None = None,
+        base: str | None = None,
+        methods: Sequence[str] = (),
+    ) -> None:
         self.kind = kind
         self.group = group
         self._builtin = dict(builtin or {})
+        self._base = base
+        self._methods = tuple(methods)
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
@@ -60,7 +74,7 @@ class Registry[T]:
         Raises
         ------
         OptionError
-            If `name` is unknown; the message lists the known names.
+            If `name` is unknown (the message lists the known names), or its class lacks what it has to define.
         ScforgeError
             If a plugin offers `name` but cannot be imported; the cause is attached.
         """
@@ -74,6 +88,8 @@ class Registry[T]:
                     f"{self.kind}={name!r} is not known{did_you_mean(name, known) or ';'} (known: {listing(known)})"
                 )
             self._load(name, offered)
+        if name not in self._builtin:
+            self._check(name, self._entries[name])
         return self._entries[name]
 
     def names(self) -> list[str]:
@@ -89,6 +105,20 @@ class Registry[T]:
     def name_of(self, obj: T) -> str | None:
         """Return the name under which `obj` is registered, or None."""
         return next((name for name, entry in self._entries.items() if entry is obj), None)
+
+    def _check(self, name: str, entry: T) -> None:
+        """Raise unless a class of a user is what the rest of scforge relies on; of other callables nothing is known."""
+        if self._base is None or (callable(entry) and not isinstance(entry, type)):
+            return
+        what = f"{self.kind}={name!r} is {getattr(entry, '__qualname__', entry)!s}"
+        if not _derives(entry, self._base):
+            raise OptionError(f"{what}, which is no subclass of {self._base}; derive it from that.")
+        abstract: frozenset[str] = getattr(entry, "__abstractmethods__", frozenset())
+        lacking = sorted({*abstract, *(method for method in self._methods if not _defines(entry, method))})
+        if lacking:
+            raise OptionError(
+                f"{what}, which does not define {listing(lacking)}; add {'it' if len(lacking) == 1 else 'them'}."
+            )
 
     def _plugins(self) -> dict[str, list[EntryPoint]]:
         """Return who offers each name, most often one."""
@@ -144,6 +174,19 @@ def check_options(kind: str, owner: str, options: Iterable[str], known: Sequence
 def _package_of(point: EntryPoint) -> str:
     """Return the name of the package that an entry point is of; that of its module where it has been made by hand."""
     return point.module if point.dist is None else point.dist.name
+
+
+def _derives(entry: object, base: str) -> bool:
+    """Return whether an object is a class below `base`, which is not imported for that."""
+    package, _, last = base.rpartition(".")
+    bases = entry.__mro__ if isinstance(entry, type) else ()
+    return any(cls.__qualname__ == last and f"{cls.__module__}.".startswith(f"{package}.") for cls in bases)
+
+
+def _defines(entry: object, method: str) -> bool:
+    found = getattr(entry, method, None)
+    # torch gives every module a forward of this name, which raises.
+    return callable(found) and getattr(found, "__name__", "") != "_forward_unimplemented"
 
 
 def _identity(obj: object) -> tuple[str | None, str | None]:

@@ -1,3 +1,23 @@
-"""The version, in one place: hatchling reads it from here."""
+"""The version: what was installed says it, and that was told by the tag of the commit (CONTRIBUTING.md, Release).
 
-__version__ = "0.1.0.dev0"
+It is looked up when someone asks, because reading the metadata of packages takes longer than importing scforge.
+"""
+
+from __future__ import annotations
+
+__all__ = ["__version__"]
+
+__version__: str
+
+
+def __getattr__(name: str) -> str:
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        found = version("scforge")
+    except PackageNotFoundError:  # a source tree on the path that nobody installed
+        found = "0+unknown"
+    globals()[name] = found
+    return found

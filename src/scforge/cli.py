@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from scforge._version import __version__
 from scforge.cli_foreign import add_convert_checkpoint
 from scforge.cli_sharing import add_pull, add_push
 from scforge.cli_soma import add_soma
@@ -28,6 +27,16 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+class _Version(argparse.Action):
+    """Looks the version up when it is asked for, not at every start."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from scforge._version import __version__
+
+        print(f"scforge {__version__}")
+        parser.exit()
 
 
 def _quickstart(arguments: argparse.Namespace) -> None:
@@ -163,7 +172,7 @@ def _add_config(config: argparse.ArgumentParser) -> None:
 
 def _parser() -> _Parser:
     parser = _Parser(prog="scforge", description="Train single-cell foundation models on AnnData.")
-    parser.add_argument("--version", action="version", version=f"scforge {__version__}")
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
     quickstart = commands.add_parser("quickstart", help="train on embedded real data; leave a picture and a report")

@@ -46,6 +46,8 @@ _FLAGS = {
 def _layers(text: str) -> bool | int:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of layers; give one, or nothing for the head alone")
     return int(text)
 
 
@@ -123,8 +125,8 @@ def add_finetune(command: argparse.ArgumentParser) -> None:
     command.add_argument("--batch-key", metavar="COLUMN", help="column of obs with the batches")
     command.add_argument("--perturbation-key", metavar="COLUMN", help="column of obs with the perturbations")
     command.add_argument("--control", metavar="LABEL", help="how cells without perturbation are called there")
-    command.add_argument("--validation-size", type=float, metavar="SHARE", help="of the cells (0.1)")
-    command.add_argument("--test-size", type=float, metavar="SHARE", help="of the cells, for --eval (0.1)")
+    command.add_argument("--validation-size", type=float, metavar="SHARE", help="share of the cells (0.1)")
+    command.add_argument("--test-size", type=float, metavar="SHARE", help="share of the cells, for --eval (0.1)")
     command.add_argument("--split-by", metavar="COLUMN", help="hold out whole groups, e.g. donors")
     command.add_argument("--split-key", metavar="COLUMN", help="column of obs that says train, validation or test")
     command.add_argument(

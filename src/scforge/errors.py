@@ -28,51 +28,283 @@ __all__ = [
 
 
 class ScforgeError(Exception):
-    """Base of every error that scforge raises for a mistake the user can mend."""
+    """Base of every error that scforge raises for a mistake the user can mend.
+
+    Cause
+    -----
+    A derived class says which. The base itself is raised where a plugin, or an optional package, cannot be imported.
+
+    Fix
+    ---
+    Read the sentence: it names the argument, its value and what to do. Catch this class to catch all of them. Another
+    exception out of scforge is a bug, and worth a report.
+
+    Examples
+    --------
+    >>> from scforge.data import open_cells
+    >>> try:
+    ...     open_cells("cells.h5ad")
+    ... except ScforgeError as error:
+    ...     print(f"{type(error).__name__}: {error}")
+    MissingFileError: the file 'cells.h5ad' does not exist.
+    """
 
 
 class ConfigError(ScforgeError, ValueError):
-    """A configuration file or override that cannot be used."""
+    """A configuration file or override that cannot be used.
+
+    Cause
+    -----
+    The file is not there, or is no YAML; a key is unknown; a value has the wrong type or lies out of its range; two
+    options contradict each other; or one that is needed is missing.
+
+    Fix
+    ---
+    Go to the line, or the override, that the message names. ``scforge config check FILE`` finds such mistakes before
+    any cell is read, and ``scforge config show FILE`` prints all options with their defaults.
+
+    Examples
+    --------
+    >>> from scforge.config import load_config, recipe_path
+    >>> try:
+    ...     load_config(recipe_path("light"), ["training.max_epohcs=3"])
+    ... except ConfigError as error:
+    ...     print(str(error).partition(" (")[0])
+    override 'training.max_epohcs=3': training.max_epohcs=3 is not a known option; did you mean 'training.max_epochs'?
+    """
 
 
 class DataError(ScforgeError, ValueError):
-    """Cells, counts, genes or columns that cannot be used."""
+    """Cells, counts, genes or columns that cannot be used.
+
+    Cause
+    -----
+    Counts are negative, not finite or already normalised; a column or a layer is missing; names stand twice; there are
+    too few cells, or labels, for what is asked; or a file of cells, or a store, is damaged.
+
+    Fix
+    ---
+    Mend the data as the message says. ``scforge inspect FILE`` shows what a file holds. Raw counts often stand in a
+    layer, or in ``adata.raw``: name the layer with ``layer=``, or take ``adata.raw.to_adata()``.
+
+    Examples
+    --------
+    >>> import anndata as ad
+    >>> import numpy as np
+    >>> from scforge.data import open_cells
+    >>> try:
+    ...     open_cells(ad.AnnData(np.array([[0.0, 1.5], [2.0, 0.5]])))
+    ... except DataError as error:
+    ...     print(str(error).partition(", ")[0])
+    adata.X holds values that are not whole numbers (first: 1.5)
+    """
 
 
 class GeneMismatchError(DataError):
-    """The genes of the data do not fit the vocabulary of the model."""
+    """The genes of the data do not fit the vocabulary of the model.
+
+    Cause
+    -----
+    The vocabulary knows too few genes of the data: they are named in another way (symbols, Ensembl ids, numbers), are
+    of another species, or are a small panel.
+
+    Fix
+    ---
+    Name the column of ``var`` with fitting names (``gene_key=``), or translate them with
+    :func:`scforge.data.convert_gene_ids`. ``scforge inspect FILE --vocab VOCABULARY`` shows how many genes match and
+    which are missing.
+
+    Examples
+    --------
+    >>> import anndata as ad
+    >>> import numpy as np
+    >>> from scforge.data import GeneVocab, open_cells
+    >>> try:
+    ...     open_cells(ad.AnnData(np.ones((3, 2))), vocab=GeneVocab.from_genes(["CD3D", "NKG7"]))
+    ... except GeneMismatchError as error:
+    ...     print(str(error).partition(": ")[0])
+    adata.var_names has only 0 of the 2 genes of the vocabulary
+    """
 
 
 class HubError(ScforgeError, OSError):
-    """A hub of models that cannot be reached, or fails."""
+    """A hub of models that cannot be reached, or fails.
+
+    Cause
+    -----
+    There is no connection, the hub is down, or somebody else wrote to the repository at the same time.
+
+    Fix
+    ---
+    Check the connection and ``HF_ENDPOINT``, and try again. What was fetched before is in the cache: ``scforge pull
+    --offline``, or ``HF_HUB_OFFLINE=1``, looks there only.
+
+    Examples
+    --------
+    >>> issubclass(HubError, OSError)  # what waits and tries again after a failed connection catches it, too
+    True
+    """
 
 
 class OptionError(ScforgeError, ValueError):
-    """An unknown name or an unusable value of an argument."""
+    """An unknown name or an unusable value of an argument.
+
+    Cause
+    -----
+    A name is misspelt, a value is of another type or out of range, or arguments do not go together.
+
+    Fix
+    ---
+    Take one of the names, or a value in the range, that the message gives.
+
+    Examples
+    --------
+    >>> from scforge.config import ModelConfig
+    >>> from scforge.models import get_model
+    >>> try:
+    ...     get_model("mpl", ModelConfig(vocab_size=10))
+    ... except OptionError as error:
+    ...     print(str(error).partition(" (")[0])
+    architecture='mpl' is not known; did you mean 'mlp'?
+    """
 
 
 class MissingFileError(ScforgeError, FileNotFoundError):
-    """A file or folder that is not there."""
+    """A file or folder that is not there.
+
+    Cause
+    -----
+    A path is misspelt, or is relative to another working directory; a pattern fits no file; or the hub has no such
+    repository, or it is private.
+
+    Fix
+    ---
+    Check the path. Relative ones start at the working directory, also in a configuration file. For a private
+    repository pass a token, ``HF_TOKEN``.
+
+    Examples
+    --------
+    >>> from scforge.data import open_cells
+    >>> try:
+    ...     open_cells("cells.h5ad")
+    ... except MissingFileError as error:
+    ...     print(error)
+    the file 'cells.h5ad' does not exist.
+    """
 
 
 class ModelFileError(ScforgeError, ValueError):
-    """A model folder with a missing, foreign or corrupted file."""
+    """A model folder with a missing, foreign or corrupted file.
+
+    Cause
+    -----
+    A copy or a download is not complete; the folder is of another program, or of a later version; weights do not fit
+    their description; or a file is a pickle, which is never opened.
+
+    Fix
+    ---
+    Copy, pull or save the model again. Checkpoints of other packages become a model with
+    ``scforge convert-checkpoint``.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from scforge.data import GeneVocab
+    >>> _ = Path("vocab.json").write_text("{}")
+    >>> try:
+    ...     GeneVocab.from_file("vocab.json")
+    ... except ModelFileError as error:
+    ...     print(error)
+    'vocab.json' is not an scforge vocabulary file: it has no 'format'.
+    """
 
 
 class TrainingError(ScforgeError, RuntimeError):
-    """A training run that cannot go on, e.g. because the loss is not a number."""
+    """A training run that cannot go on, e.g. because the loss is not a number.
+
+    Cause
+    -----
+    The loss or the weights are no longer finite; memory is too small; or a state cannot be written, or belongs to
+    another run.
+
+    Fix
+    ---
+    Do as the message says: lower the learning rate, clip gradients or take another precision; lower ``batch_size``, or
+    let ``batch_size="auto"`` find one; free the disk. ``scforge train --resume auto`` goes on from the latest state.
+
+    Examples
+    --------
+    >>> issubclass(TrainingError, RuntimeError)
+    True
+    """
 
 
 class ScforgeWarning(UserWarning):
-    """Something worth knowing that does not stop the work."""
+    """Something worth knowing that does not stop the work.
+
+    Cause
+    -----
+    Cells, genes or labels are left out; a baseline or a comparison is missing; or a figure means less than it seems.
+
+    Fix
+    ---
+    Decide whether the sentence concerns you. On the command line it stands on stderr, once. In Python it can be
+    silenced, or made an error, as any warning.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("error", ScforgeWarning)
+    ...     try:
+    ...         warnings.warn("3 of 100 cells express no gene of the vocabulary.", ScforgeWarning)
+    ...     except ScforgeWarning as warning:
+    ...         print(warning)
+    3 of 100 cells express no gene of the vocabulary.
+    """
 
 
 class NotTrainedWarning(ScforgeWarning):
-    """A result of a model that was never trained."""
+    """A result of a model that was never trained.
+
+    Cause
+    -----
+    An embedding, a prediction or generated cells were asked for before ``train``, or the loaded model was saved before
+    it.
+
+    Fix
+    ---
+    Call ``train`` first, or load a trained model. A model of random weights is a fair control: silence the warning
+    where one is meant.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore", NotTrainedWarning)
+    ...     warnings.warn("The model is not trained; its embedding is random.", NotTrainedWarning)
+    """
 
 
 def listing(names: Iterable[object], *, most: int = 12) -> str:
-    """Return names as ``'a', 'b', 'c', ...``, cut after `most`."""
+    """Return names as ``'a', 'b', 'c', ...``, for a message.
+
+    Parameters
+    ----------
+    names
+        What to list.
+    most
+        How many are shown before the rest is counted.
+
+    Returns
+    -------
+    The text; ``"nothing"`` for no names.
+
+    Examples
+    --------
+    >>> listing(["a", "b", "c"], most=2)
+    "'a', 'b', ... (1 more)"
+    """
     shown = [repr(str(name)) for name in names]
     if not shown:
         return "nothing"
@@ -81,7 +313,24 @@ def listing(names: Iterable[object], *, most: int = 12) -> str:
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """Return ``"; did you mean 'x'?"`` for the known name nearest to `name`, or an empty string."""
+    """Return ``"; did you mean 'x'?"`` for the known name nearest to `name`, or an empty string.
+
+    Parameters
+    ----------
+    name
+        What was written.
+    known
+        What may be written.
+
+    Returns
+    -------
+    A piece of a sentence.
+
+    Examples
+    --------
+    >>> did_you_mean("celltype", ["cell_type", "donor"]), did_you_mean("x", ["cell_type"])
+    ("; did you mean 'cell_type'?", '')
+    """
     candidates = {str(k).lower(): str(k) for k in known}
     near = difflib.get_close_matches(str(name).lower(), list(candidates), n=1, cutoff=0.6)
     return f"; did you mean {candidates[near[0]]!r}?" if near else ""
@@ -89,6 +338,15 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
 
 def first_line(error: Exception) -> str:
     """Return what an error of another library says, for a sentence around it: one line without its full stop.
+
+    Parameters
+    ----------
+    error
+        The exception.
+
+    Returns
+    -------
+    Its first line; the name of its class if it says nothing.
 
     Examples
     --------

@@ -145,8 +145,10 @@ def unknown_option(name: str, value: object, schema: type[BaseModel], siblings: 
     """
     section, _, key = name.rpartition(".")
     near = _nearest(key, siblings)
-    known = [option for option in known_names(schema) if option.rpartition(".")[2] == key]
+    # A name that the schema knows, as an alias, may still be none of this architecture.
+    known = [option for option in known_names(schema) if option.rpartition(".")[2] == key and option != name]
     meant = SYNONYMS.get(key.lower())
+    meant = None if meant == name else meant
     if meant is not None and meant.split(".")[0] == section.split(".")[0]:
         known = []
     # The same name elsewhere, what other tools call it, and only then what is spelled alike.

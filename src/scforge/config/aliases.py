@@ -39,6 +39,7 @@ ALIASES = {
     "model.pretraining_task": "objective.name",
     "tokenizer.gene_vocab": "data.gene_vocab",
     "tokenizer.max_genes": "data.max_genes",
+    "tokenizer.max_len": "data.max_genes",
     "training.lr": "training.optimizer.lr",
     "training.max_tokens_per_batch": "data.max_tokens_per_batch",
     "training.num_gpus": "training.devices",

@@ -62,6 +62,11 @@ class PreprocessingConfig(Section):
         ``"library_size"``, which is what tokenizers do; nothing else is supported.
     log1p
         True; each tokenizer takes the logarithm where its method does.
+
+    Examples
+    --------
+    >>> PreprocessingConfig(hvg_selection=2000)
+    PreprocessingConfig(hvg_selection=2000, normalize='library_size', log1p=True)
     """
 
     hvg_selection: Annotated[Int, Field(ge=0)] | None = None
@@ -82,6 +87,12 @@ class SamplingConfig(Section):
         Epochs over which the strength goes from `start` to `end`.
     start, end
         Strength: 0 draws classes as often as they are, 1 equally often.
+
+    Examples
+    --------
+    >>> config = SamplingConfig(balance_key="cell_type", warmup_epochs=5)
+    >>> config.balance_key, config.end is None
+    ('cell_type', True)
     """
 
     balance_key: Text | None = None
@@ -104,6 +115,11 @@ class SplitConfig(Section):
     ----------
     by
         ``"cell"``, or a column of ``obs`` with groups, e.g. donors, that are held out as a whole.
+
+    Examples
+    --------
+    >>> SplitConfig(by="donor").by, SplitConfig().by
+    ('donor', 'cell')
     """
 
     by: Text = "cell"
@@ -161,6 +177,14 @@ class DataConfig(Section):
         Threads that tokenise ahead; 0 does all in the training thread. Also accepted as ``data.num_workers``.
     pin_memory
         Put batches into memory that a CUDA device copies from. None does so if there is one.
+
+    Examples
+    --------
+    >>> config = DataConfig(paths="cells.h5ad", batch_key="donor", preprocessing={"hvg_selection": 2000})
+    >>> config.paths, config.preprocessing.hvg_selection, config.gene_vocab
+    (['cells.h5ad'], 2000, 'from_data')
+    >>> DataConfig(source="cellxgene_census", filters={"tissue": "lung"}).paths is None
+    True
     """
 
     source: Literal["local", "cellxgene_census"] = "local"

@@ -66,6 +66,10 @@ def config_schema(output: str | os.PathLike[str] | None = None) -> dict[str, Any
     output
         File to write it to, too.
 
+    Returns
+    -------
+    The schema, whose ``properties`` are the sections.
+
     Examples
     --------
     >>> config_schema()["properties"]["seed"]["type"]

@@ -79,6 +79,15 @@ def dump_config(config: Config) -> str:
 
     Only what the user set is written, so that defaults may improve with the package.
 
+    Parameters
+    ----------
+    config
+        The configuration.
+
+    Returns
+    -------
+    The text; empty sections and defaults are left out.
+
     Examples
     --------
     >>> from scforge.config import Config

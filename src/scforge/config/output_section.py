@@ -65,6 +65,12 @@ class OutputConfig(Section):
         States to keep that a run can be resumed from, the latest ones.
     embedding
         h5ad file to write with the data and ``obsm["X_scforge"]``.
+
+    Examples
+    --------
+    >>> config = OutputConfig(log_dir="logs", loggers="tensorboard", checkpoint_dir="checkpoints")
+    >>> config.loggers, config.save_top_k
+    (['tensorboard'], 1)
     """
 
     log_dir: Path | None = None
@@ -118,6 +124,12 @@ class EvalConfig(Section):
         Epochs from one evaluation to the next; the last epoch is always evaluated.
     datasets
         Name of a data set to its h5ad file.
+
+    Examples
+    --------
+    >>> config = EvalConfig(benchmarks={"cell_type_annotation": {"labels_key": "cell_type"}}, every_n_epochs=5)
+    >>> config.benchmarks
+    [{'cell_type_annotation': {'labels_key': 'cell_type'}}]
     """
 
     benchmarks: Benchmarks = None

@@ -60,6 +60,13 @@ class MaskingConfig(Section):
         schedule ``{start: 0.15, end: 0.5, epochs: 10, shape: linear}`` (or ``cosine``).
     mask_token_prob, random_token_prob
         Probability that a chosen token is replaced by MASK, or by a random gene. The rest stays as it is.
+
+    Examples
+    --------
+    >>> MaskingConfig(mask_ratio=0.3).mask_token_prob
+    0.8
+    >>> MaskingConfig(mask_ratio={"start": 0.15, "end": 0.5, "epochs": 10}).mask_ratio["end"]
+    0.5
     """
 
     mask_ratio: Annotated[Any, BeforeValidator(_mask_ratio)] = 0.15
@@ -87,6 +94,12 @@ class TokenizerConfig(OpenSection):
         Masking, for the objectives that mask.
     **options
         Options of the strategy, checked by its constructor.
+
+    Examples
+    --------
+    >>> config = TokenizerConfig(strategy="rank_value", masking={"mask_ratio": 0.3}, append_eos=True)
+    >>> config.masking.mask_ratio, config.user_options()
+    (0.3, {'append_eos': True})
     """
 
     _not_options: ClassVar[frozenset[str]] = frozenset({"strategy", "masking"})
@@ -104,6 +117,12 @@ class ObjectiveConfig(OpenSection):
         Registered name of the objective. None takes the default of the architecture.
     **options
         Options of the objective, checked by its constructor.
+
+    Examples
+    --------
+    >>> config = ObjectiveConfig(name="joint_embedding", views=8)
+    >>> config.name, config.user_options()
+    ('joint_embedding', {'views': 8})
     """
 
     _not_options: ClassVar[frozenset[str]] = frozenset({"name"})
@@ -174,6 +193,19 @@ class Config(Section):
         Which trained model is fine-tuned; None trains a new one.
     seed
         Seed of everything random.
+
+    Raises
+    ------
+    pydantic.ValidationError
+        If a key is unknown or a value cannot be used. (:func:`load_config` makes it a ``ConfigError`` with the line.)
+
+    Examples
+    --------
+    >>> config = Config(data={"paths": "cells.h5ad"}, model={"hidden_dim": 64}, training={"max_epochs": 5, "lr": 1e-3})
+    >>> config.training.max_epochs, config.training.optimizer.lr, config.model.num_layers
+    (5, 0.001, 12)
+    >>> config.user_set()["model"]  # what was said, without defaults
+    {'hidden_dim': 64}
     """
 
     data: DataConfig
@@ -195,6 +227,10 @@ class Config(Section):
         ----------
         dotted
             Name of the option, e.g. ``"training.optimizer.lr"``.
+
+        Returns
+        -------
+        Text, ``""`` if the option was not set in a file.
         """
         return self._places.of(dotted.split("."))
 
@@ -205,6 +241,10 @@ class Config(Section):
         ----------
         dotted
             Name of the option, e.g. ``"training.devices"``.
+
+        Returns
+        -------
+        The name, with dots.
         """
         return self._places.name_of(dotted.split("."))
 

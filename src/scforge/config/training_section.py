@@ -54,6 +54,11 @@ class OptimizerConfig(Section):
         Highest learning rate. Also accepted as ``training.lr``.
     weight_decay
         Weight decay.
+
+    Examples
+    --------
+    >>> OptimizerConfig(name="muon", lr=1e-3).lr
+    0.001
     """
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -70,6 +75,11 @@ class SchedulerConfig(Section):
         Name of the schedule.
     warmup_steps
         Optimizer steps until the highest learning rate.
+
+    Examples
+    --------
+    >>> SchedulerConfig(name="cosine_warmup", warmup_steps=500).warmup_steps
+    500
     """
 
     name: Literal["cosine_warmup", "linear_warmup", "one_cycle", "constant"] | None = None
@@ -121,6 +131,12 @@ class TrainingConfig(Section):
         Steps between two states that a run can be resumed from, besides the one at the end of an epoch.
     optimizer, scheduler
         Optimizer and course of the learning rate.
+
+    Examples
+    --------
+    >>> config = TrainingConfig(max_epochs=20, batch_size="auto", optimizer={"lr": 1e-4})
+    >>> config.max_epochs, config.optimizer.lr, config.gradient_clip_val
+    (20, 0.0001, 1.0)
     """
 
     batch_size: BatchSize = None

@@ -71,7 +71,22 @@ class AnnbatchSampler(Sampler):
         return isinstance(self._windows, CellOrder) and self._windows.shuffle
 
     def n_batches(self, n_obs: int) -> int:
-        """Return the number of batches of a whole pass, whatever the number of cells of the loader."""
+        """Return the number of batches of a whole pass, whatever the number of cells of the loader.
+
+        Parameters
+        ----------
+        n_obs
+            Number of cells of the loader, which does not matter.
+
+        Returns
+        -------
+        Batches of this rank, or windows with `whole_windows`.
+
+        Raises
+        ------
+        OptionError
+            If the windows are an iterator, which does not know its length.
+        """
         if isinstance(self._windows, CellOrder):
             order = self._windows
             return order.layout.n_windows if self._whole_windows else len(order)
@@ -80,7 +95,18 @@ class AnnbatchSampler(Sampler):
         return sum(1 if self._whole_windows else len(window.ends) for window in self._windows)
 
     def validate(self, n_obs: int) -> None:
-        """Check that this pass would yield each batch once."""
+        """Check that this pass would yield each batch once.
+
+        Parameters
+        ----------
+        n_obs
+            Number of cells of the loader.
+
+        Raises
+        ------
+        OptionError
+            If it would not, see the class.
+        """
         if self.mask != slice(0, None):
             raise OptionError(f"mask={self.mask} is not for this sampler; give rank and world_size to CellOrder.")
         # Whoever has not imported torch is in no worker of its DataLoader.
@@ -117,11 +143,33 @@ class AnnbatchSampler(Sampler):
         return self._windows
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the order whose batches come next."""
+        """Choose the epoch of the order whose batches come next.
+
+        Parameters
+        ----------
+        epoch
+            Number of the epoch, from 0.
+
+        Raises
+        ------
+        OptionError
+            If there is no :class:`~scforge.data.CellOrder`, but windows.
+        """
         self._order().set_epoch(epoch)
 
     def advance(self, n_batches: int = 1) -> None:
-        """Count batches of the order as handed out."""
+        """Count batches of the order as handed out.
+
+        Parameters
+        ----------
+        n_batches
+            How many.
+
+        Raises
+        ------
+        OptionError
+            If there is no :class:`~scforge.data.CellOrder`, but windows.
+        """
         self._order().advance(n_batches)
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,5 +177,16 @@ class AnnbatchSampler(Sampler):
         return self._order().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the order that `state` is of was."""
+        """Go on where the order that `state` is of was.
+
+        Parameters
+        ----------
+        state
+            Of :meth:`state_dict`.
+
+        Raises
+        ------
+        OptionError
+            If there is no :class:`~scforge.data.CellOrder`, but windows.
+        """
         self._order().load_state_dict(state)

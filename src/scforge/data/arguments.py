@@ -1,14 +1,20 @@
-"""Lists that a user hands in: names of genes, and which genes to take."""
+"""What a user hands in by name: lists of genes, and which genes to take; columns of obs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scforge.errors import OptionError
+from scforge.errors import DataError, OptionError
 
-__all__ = ["chosen_indices", "listed_names", "n_missing"]
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from scforge.data.cells import Cells
+
+__all__ = ["chosen_indices", "listed_names", "n_missing", "named_column"]
 
 
 def listed_names(argument: str, names: Iterable[str]) -> list[str]:
@@ -38,3 +44,13 @@ def n_missing(names: Iterable[object]) -> int:
     import pandas as pd
 
     return sum(name is None or name is pd.NA or name != name for name in names)
+
+
+def named_column(cells: Cells, key: str, *, argument: str | None) -> pd.Series:
+    """Return a column of obs of cells; where there is none, the message names the argument that asked for it."""
+    try:
+        return cells.column(key)
+    except DataError as error:
+        if argument is None or not str(error).startswith(repr(key)):
+            raise
+        raise DataError(f"{argument}={error}") from error

@@ -73,7 +73,19 @@ class CellWeights:
         return len(self._weights)
 
     def weights(self, cells: np.ndarray | slice, *, epoch: int) -> np.ndarray:
-        """Return the weight of each of `cells`, float64; it is the same in each epoch."""
+        """Return the weight of each of `cells`, float64; it is the same in each epoch.
+
+        Parameters
+        ----------
+        cells
+            Positions in the order, integers, or a slice.
+        epoch
+            Number of the epoch.
+
+        Returns
+        -------
+        Weights; only their ratios matter.
+        """
         return self._weights[cells].astype(np.float64)
 
     def fingerprint(self) -> str:
@@ -149,12 +161,34 @@ class ClassBalance:
         return len(self._codes)
 
     def strength(self, epoch: int) -> float:
-        """Return the strength in an epoch."""
+        """Return the strength in an epoch.
+
+        Parameters
+        ----------
+        epoch
+            Number of the epoch, from 0.
+
+        Returns
+        -------
+        From 0 to 1.
+        """
         share = min(1.0, epoch / self.warmup_epochs) if self.warmup_epochs else 1.0
         return self.start + (self.end - self.start) * share
 
     def weights(self, cells: np.ndarray | slice, *, epoch: int) -> np.ndarray:
-        """Return the weight of each of `cells` in an epoch, float64."""
+        """Return the weight of each of `cells` in an epoch, float64.
+
+        Parameters
+        ----------
+        cells
+            Positions in the order, integers, or a slice.
+        epoch
+            Number of the epoch, which the strength depends on.
+
+        Returns
+        -------
+        Weights; only their ratios matter.
+        """
         table = np.where(self._sizes > 0, np.maximum(self._sizes, 1.0) ** -self.strength(epoch), 0.0)
         return table[self._codes[cells].astype(np.int64) + 1]
 

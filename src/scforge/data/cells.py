@@ -47,6 +47,14 @@ class CellBlock:
         Number of the draw, e.g. the epoch. Randomness is keyed by it, too.
     measured
         True for the vocabulary genes that the data have, bool, shape (G,); None where that is not known.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from scipy.sparse import csr_matrix
+    >>> block = CellBlock.from_csr(csr_matrix([[1, 0, 3], [0, 2, 0]]))
+    >>> len(block), block.indptr.tolist(), block.genes.tolist(), block.counts.tolist(), block.totals.tolist()
+    (2, [0, 2, 3], [0, 2, 1], [1.0, 3.0, 2.0], [4.0, 2.0])
     """
 
     indptr: np.ndarray
@@ -65,6 +73,19 @@ class CellBlock:
         cls, matrix: sparse.csr_matrix, totals: np.ndarray | None = None, *, measured: np.ndarray | None = None
     ) -> CellBlock:
         """Make a block of a CSR matrix of counts of shape (B, G); `totals` are its row sums if not given.
+
+        Parameters
+        ----------
+        matrix
+            Counts, shape (B, G).
+        totals
+            Counts of each cell over all genes of the data, shape (B,); None takes the row sums.
+        measured
+            True for the vocabulary genes that the data have, bool, shape (G,).
+
+        Returns
+        -------
+        The block, whose cells are numbered from 0.
 
         Raises
         ------
@@ -105,6 +126,16 @@ class Cells(Protocol):
         True for the vocabulary genes that the data have, bool, shape (G,); None where that is not known.
     chunk_size
         Cells that stand together and are best read together; 1 in memory.
+
+    Examples
+    --------
+    >>> import numpy as np, scforge
+    >>> vocab = scforge.data.GeneVocab.from_genes(["B2M", "MALAT1", "TMSB4X"])
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k(), vocab)
+    >>> len(cells), cells.measured.tolist(), cells.chunk_size
+    (2700, [True, True, True], 1)
+    >>> cells.column("cell_type").iloc[:2].tolist(), cells.block(np.array([0, 1])).counts.tolist()
+    (['Memory CD4 T', 'B'], [76.0, 49.0, 47.0, 75.0, 142.0, 62.0])
     """
 
     @property
@@ -132,23 +163,59 @@ class Cells(Protocol):
         ...
 
     def column(self, key: str) -> pd.Series:
-        """Return a column of obs, length N."""
+        """Return a column of obs, length N.
+
+        Parameters
+        ----------
+        key
+            Name of the column.
+        """
         ...
 
     def block(self, rows: np.ndarray, *, draw: int = 0) -> CellBlock:
-        """Return the cells at `rows`, in that order; a row may come several times."""
+        """Return the cells at `rows`, in that order; a row may come several times.
+
+        Parameters
+        ----------
+        rows
+            Positions of the cells, integers, shape (B,).
+        draw
+            Number of the draw, e.g. the epoch, that random choices are keyed by.
+        """
         ...
 
     def stream(self, windows: Iterable[Window]) -> Iterator[CellBlock]:
-        """Yield the cells of each batch of each window, in order."""
+        """Yield the cells of each batch of each window, in order.
+
+        Parameters
+        ----------
+        windows
+            What to read, e.g. of :meth:`scforge.data.CellOrder.windows`.
+        """
         ...
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-        """Return at most `n` random cells (of those at `rows`) in memory, in the order of the source."""
+        """Return at most `n` random cells (of those at `rows`) in memory, in the order of the source.
+
+        Parameters
+        ----------
+        n
+            Most cells.
+        rows
+            Positions of the cells to draw from; None draws from all.
+        seed
+            Seed of the draw.
+        """
         ...
 
     def with_vocab(self, vocab: GeneVocab) -> Cells:
-        """Return the same cells over the genes of another vocabulary, mapped by name."""
+        """Return the same cells over the genes of another vocabulary, mapped by name.
+
+        Parameters
+        ----------
+        vocab
+            The other vocabulary.
+        """
         ...
 
 
@@ -172,6 +239,17 @@ class CellSource:
         The vocabulary; None where the cells were made from bare counts.
     obs
         What is known of each cell, N rows; None if nothing is.
+
+    Examples
+    --------
+    >>> import numpy as np, pandas as pd
+    >>> from scipy.sparse import csr_matrix
+    >>> obs = pd.DataFrame({"cell_type": ["T", "B"]})
+    >>> cells = CellSource(csr_matrix([[1, 0, 3], [0, 2, 0]]), totals=np.array([4.0, 2.0]), obs=obs)
+    >>> len(cells), cells.n_expressed.tolist(), cells.column("cell_type").tolist()
+    (2, [2, 1], ['T', 'B'])
+    >>> cells.take(np.array([1])).block(np.array([0])).genes.tolist()
+    [1]
     """
 
     counts: sparse.csr_matrix
@@ -197,7 +275,7 @@ class CellSource:
         return replace(self, counts=self.counts[rows], totals=self.totals[rows], obs=obs)
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-        """Return at most `n` random cells (of those at `rows`), in the order of the source."""
+        """Return at most `n` cells (of those at `rows`), drawn by `seed`, in the order of the source."""
         return self.take(choose_rows(len(self), n, rows=rows, seed=seed))
 
     def with_vocab(self, vocab: GeneVocab, *, min_overlap: float = MIN_OVERLAP) -> CellSource:
@@ -208,7 +286,7 @@ class CellSource:
         OptionError
             If the cells do not know their own vocabulary.
         GeneMismatchError
-            If too few genes of `vocab` are among those of the cells.
+            If less than `min_overlap` of the genes of `vocab` are among those of the cells.
         """
         if self.vocab is None:
             raise OptionError("the cells have no vocabulary; open them with scforge.data.open_cells(source, vocab).")
@@ -228,7 +306,7 @@ class CellSource:
         )
 
     def column(self, key: str) -> pd.Series:
-        """Return a column of obs.
+        """Return the column `key` of obs.
 
         Raises
         ------
@@ -238,7 +316,7 @@ class CellSource:
         return column_of(self.obs, key)
 
     def stream(self, windows: Iterable[Window]) -> Iterator[CellBlock]:
-        """Yield the cells of each batch of each window, in order."""
+        """Yield the cells of each batch of each of `windows`, in order."""
         for window in windows:
             for rows in window.batches():
                 yield self.block(rows, draw=window.draw)

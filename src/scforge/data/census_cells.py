@@ -54,6 +54,16 @@ class SomaCells:
         ``soma_joinid`` of each cell, ascending, int64, shape (N,).
     place
         What was opened, for messages.
+
+    Examples
+    --------
+    >>> from scforge.data import CensusQuery
+    >>> query = CensusQuery(filters={"tissue": "lung", "is_primary_data": True}, obs=["cell_type"])
+    >>> query.value_filter
+    "(tissue == 'lung') and (is_primary_data == True)"
+    >>> cells = query.open("human_protein_coding")  # doctest: +SKIP
+    >>> cells.sample(1000, seed=0).counts.shape  # doctest: +SKIP
+    (1000, 20120)
     """
 
     def __init__(
@@ -92,6 +102,17 @@ class SomaCells:
 
     def with_vocab(self, vocab: GeneVocab, *, min_overlap: float = MIN_OVERLAP) -> SomaCells:
         """Return the same cells over the genes of another vocabulary.
+
+        Parameters
+        ----------
+        vocab
+            The other vocabulary.
+        min_overlap
+            Smallest share of its genes to accept.
+
+        Returns
+        -------
+        The cells of the same query.
 
         Raises
         ------
@@ -133,7 +154,7 @@ class SomaCells:
         return lengths
 
     def column(self, key: str) -> pd.Series:
-        """Return a column of obs, length N.
+        """Return the column `key` of obs, length N.
 
         Raises
         ------
@@ -143,7 +164,7 @@ class SomaCells:
         return column_of(self.obs, key)
 
     def block(self, rows: np.ndarray, *, draw: int = 0) -> CellBlock:
-        """Return the cells at `rows`, in that order; a row may come several times."""
+        """Return the cells at `rows`, in that order; a row may come several times. `draw` keys random choices."""
         rows = np.asarray(rows, dtype=np.int64)
         if not len(rows):
             empty = sparse.csr_matrix((0, self.vocab.n_genes), dtype=np.float32)
@@ -151,7 +172,7 @@ class SomaCells:
         return next(self._batches(Window(rows, np.array([len(rows)]), draw), *self._read(rows)))
 
     def stream(self, windows: Iterable[Window]) -> Iterator[CellBlock]:
-        """Yield the cells of each batch of each window, in order; the next window is read meanwhile."""
+        """Yield the cells of each batch of each of `windows`, in order; the next window is read meanwhile."""
         waiting: tuple[Window, Future] | None = None
         with ThreadPoolExecutor(1, thread_name_prefix="scforge-soma") as pool:
             for window in windows:
@@ -163,7 +184,7 @@ class SomaCells:
                 yield from self._batches(waiting[0], *waiting[1].result())
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-        """Return at most `n` random cells (of those at `rows`) in memory, in the order of the query.
+        """Return at most `n` cells (of those at `rows`), drawn by `seed`, in memory, in the order of the query.
 
         Of more cells whole chunks are drawn, because they are read in one go.
         """

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check_adata", "check_is_adata", "check_obs_column", "counts_of", "value_problem"]
 
+_FEW_VALUES = 50
+"""Different numbers, fractions among them, that may well be batches: time points, doses."""
+
 
 def check_is_adata(adata: Any, *, argument: str = "adata") -> None:
     """Raise unless `adata` is an AnnData, which may be empty or backed."""
@@ -36,13 +39,27 @@ def check_adata(adata: Any, *, argument: str = "adata") -> None:
 
 
 def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
-    """Raise unless `key` is None or a column of ``adata.obs``."""
-    if key is not None and key not in adata.obs:
+    """Raise unless `key` is None or a column of ``adata.obs``; one of batches holds no measurement."""
+    if key is None:
+        return
+    if not isinstance(key, str | int):
+        raise OptionError(f"{argument}={key!r} is of type {type(key).__name__!r}; give the name of one column of obs.")
+    if key in adata.obs and adata.obs[key].ndim > 1:
+        raise DataError(f"{argument}={key!r} names several columns of adata.obs; rename all of them but one.")
+    if key not in adata.obs:
         columns = [column for column in adata.obs.columns if not str(column).startswith("_scvi_")]
         raise DataError(
             f"{argument}={key!r} is not a column of adata.obs{did_you_mean(key, columns) or ';'} "
             f"(adata.obs has: {listing(columns)})"
         )
+    if argument == "batch_key" and adata.obs[key].dtype.kind == "f":
+        values = adata.obs[key].dropna()
+        fractional = values[values % 1 != 0]
+        if len(fractional) and values.nunique() > max(_FEW_VALUES, len(values) // 2):
+            raise DataError(
+                f"batch_key={key!r} holds {values.nunique():,} different numbers (first: {fractional.iloc[0]:g}), "
+                "which are no batches; choose another column, or make categories of them, e.g. with pandas.cut."
+            )
 
 
 def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:

@@ -11,9 +11,18 @@ from typing import Any
 import numpy as np
 from scipy import sparse
 
+from scforge._constants import TARGET_SUM
 from scforge.errors import DataError
 
-__all__ = ["REPAIR", "boundary_problem", "compressed_problem", "index_problem", "row_sums", "sound_csr"]
+__all__ = [
+    "REPAIR",
+    "boundary_problem",
+    "compressed_problem",
+    "index_problem",
+    "log1p_cp10k_rows",
+    "row_sums",
+    "sound_csr",
+]
 
 REPAIR = "write the file again, or build the matrix anew"
 """What to do about a damaged matrix."""
@@ -72,3 +81,19 @@ def index_problem(indices: np.ndarray, n_minor: int) -> str | None:
 def row_sums(matrix: sparse.csr_matrix) -> np.ndarray:
     """Return the sum of each row, float64 whatever the dtype of the matrix, shape (number of rows,)."""
     return np.asarray(matrix.sum(axis=1, dtype=np.float64)).ravel()
+
+
+def log1p_cp10k_rows(counts: sparse.csr_matrix, totals: np.ndarray) -> sparse.csr_matrix:
+    """Return log1p of counts per 10,000 of each cell, a new float32 matrix of the same shape.
+
+    Parameters
+    ----------
+    counts
+        Counts, shape (N, G).
+    totals
+        Total counts of each cell, shape (N,).
+    """
+    values = counts.astype(np.float32, copy=True)
+    values.data *= np.repeat((TARGET_SUM / totals).astype(np.float32), np.diff(values.indptr))
+    np.log1p(values.data, out=values.data)
+    return values

@@ -86,7 +86,8 @@ class Conversion:
             "bucket_size": self.layout.bucket_size,
             "n_buckets": self.layout.n_buckets,
             "numpy": np.__version__,  # whose generators may give other numbers in another release
-            "scforge": __version__,
+            # Commits between releases write the same.
+            "scforge": __version__.partition(".dev")[0],
         }
 
     def run(self) -> StoreInfo:

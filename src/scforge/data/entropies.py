@@ -54,6 +54,11 @@ class StreamingEntropies:
     def update(self, block: CellBlock) -> None:
         """Add the cells of a block.
 
+        Parameters
+        ----------
+        block
+            The cells; every cell once.
+
         Raises
         ------
         DataError

@@ -28,6 +28,14 @@ class ConvertedGenes:
         Names that the annotation does not have, in the order given, each once.
     ambiguous
         Symbols that several genes bear, each with their ids.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> with warnings.catch_warnings(action="ignore"):  # that one name could not be converted
+    ...     found = convert_gene_ids(["CD3D", "no gene"], to="ensembl")
+    >>> found.n_converted, found.unknown
+    (1, ('no gene',))
     """
 
     names: np.ndarray

@@ -50,6 +50,15 @@ class Inspection:
         Whether the vocabulary was looked for among the shipped ones.
     mismatch
         Why the data cannot be used with the vocabulary that was named, one sentence; None if they can.
+
+    Examples
+    --------
+    >>> import tempfile, scforge
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     scforge.datasets.pbmc3k()[:100].write_h5ad(f"{folder}/cells.h5ad")
+    ...     found = scforge.data.inspect_h5ad(f"{folder}/cells.h5ad", "human_protein_coding")
+    >>> found.stored, found.overlap.n_matched, found.n_empty, found.mismatch is None
+    ('csr', 12380, 0, True)
     """
 
     path: str
@@ -108,6 +117,10 @@ def inspect_h5ad(
         Column of ``var`` with the gene names; None reads ``var_names``.
     n_top
         Number of missing genes to name.
+
+    Returns
+    -------
+    What was found; ``print`` shows it.
 
     Raises
     ------

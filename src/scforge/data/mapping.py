@@ -81,6 +81,16 @@ class GeneMap:
         (n_vars,).
     n_genes
         Number of genes of the vocabulary.
+
+    Examples
+    --------
+    >>> from scipy.sparse import csr_matrix
+    >>> from scforge.data import GeneVocab
+    >>> gene_map = GeneMap.of(["LYZ", "no gene", "CD3D", "LYZ"], GeneVocab.from_genes(["CD3D", "LYZ", "MS4A1"]))
+    >>> gene_map.columns.tolist(), gene_map.n_matched, gene_map.n_summed
+    ([1, -1, 0, 1], 2, 1)
+    >>> gene_map.apply(csr_matrix([[1, 7, 2, 3]])).toarray().tolist()
+    [[2, 4, 0]]
     """
 
     columns: np.ndarray
@@ -88,7 +98,19 @@ class GeneMap:
 
     @classmethod
     def of(cls, names: Iterable[str], vocab: GeneVocab) -> GeneMap:
-        """Look up the name of each column."""
+        """Look up the name of each column.
+
+        Parameters
+        ----------
+        names
+            Name of each column, shape (n_vars,).
+        vocab
+            The vocabulary.
+
+        Returns
+        -------
+        The map.
+        """
         return cls(vocab.gene_indices(names), vocab.n_genes)
 
     @property

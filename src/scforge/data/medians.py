@@ -67,6 +67,11 @@ class StreamingMedians:
     def update(self, block: CellBlock) -> None:
         """Add the cells of a block.
 
+        Parameters
+        ----------
+        block
+            The cells; every cell once.
+
         Raises
         ------
         DataError

@@ -29,6 +29,10 @@ _SUMMED = "human_mouse_sum"
 def list_vocabs() -> list[str]:
     """Return the names of the vocabularies that ship with the package.
 
+    Returns
+    -------
+    Names for :meth:`scforge.data.GeneVocab.named`, sorted.
+
     Examples
     --------
     >>> list_vocabs()

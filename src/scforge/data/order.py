@@ -195,7 +195,13 @@ class CellOrder:
         return fit if self.batch_size is None else min(fit, self.batch_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next; the position is kept if it is the epoch that was loaded."""
+        """Choose the epoch whose order comes next; the position is kept if it is the epoch that was loaded.
+
+        Parameters
+        ----------
+        epoch
+            Number of the epoch, from 0.
+        """
         check_count("epoch", epoch, "epochs", least=0)
         self.epoch = 0 if self.first_epoch is None else self.first_epoch + int(epoch)
         self.position = self._loaded[1] if self._loaded is not None and self._loaded[0] == self.epoch else 0
@@ -215,7 +221,13 @@ class CellOrder:
         return self._plan().windows(start)
 
     def advance(self, n_batches: int = 1) -> None:
-        """Count batches as handed out: whoever iterates calls this after each batch."""
+        """Count batches as handed out: whoever iterates calls this after each batch.
+
+        Parameters
+        ----------
+        n_batches
+            How many.
+        """
         self.position += n_batches
 
     def state_dict(self) -> dict[str, Any]:
@@ -224,6 +236,11 @@ class CellOrder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the order that `state` is of was.
+
+        Parameters
+        ----------
+        state
+            Of :meth:`state_dict`.
 
         Raises
         ------

@@ -48,6 +48,16 @@ class OverlapReport:
         Names outside of the vocabulary with the most counts, each with its share of all counts.
     gene_map
         Which column is which gene.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> vocab = scforge.data.GeneVocab.from_genes(["CD3D", "LYZ", "NO_SUCH_GENE"])
+    >>> report = scforge.data.map_genes(scforge.datasets.pbmc3k(), vocab)
+    >>> report.n_matched, round(report.overlap, 2), report.id_kind
+    (2, 0.67, 'human gene symbols')
+    >>> report.to_frame()["gene"][:2].tolist()
+    ['MALAT1', 'TMSB4X']
     """
 
     where: str

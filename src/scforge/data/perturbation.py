@@ -41,6 +41,13 @@ class PerturbationKeys:
     ------
     OptionError
         If `separator` is empty or blank.
+
+    Examples
+    --------
+    >>> PerturbationKeys("gene", control="ctrl")
+    PerturbationKeys(perturbation='gene', control='ctrl', dose=None, separator='+')
+    >>> PerturbationKeys("drug", control="DMSO", dose="dose_um", separator=None).dose
+    'dose_um'
     """
 
     perturbation: str
@@ -67,6 +74,14 @@ class ParsedPerturbations:
         True for cells without perturbation, bool, shape (N,).
     dose
         Dose of each entry of `matrix`, in the unit of obs, float64, shape (Z,); None without a column of doses.
+
+    Examples
+    --------
+    >>> import pandas as pd
+    >>> obs = pd.DataFrame({"drug": ["DMSO", "A+B", "A"], "dose": ["", "1+10", "5"]})
+    >>> parsed = parse_perturbations(obs, PerturbationKeys("drug", control="DMSO", dose="dose"))
+    >>> parsed.names, parsed.matrix.toarray().tolist(), parsed.dose.tolist(), parsed.n_targets.tolist()
+    (('A', 'B'), [[0.0, 0.0], [1.0, 1.0], [1.0, 0.0]], [1.0, 10.0, 5.0], [0, 2, 1])
     """
 
     names: tuple[str, ...]

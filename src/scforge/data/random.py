@@ -15,7 +15,7 @@ import numpy as np
 if TYPE_CHECKING:
     from scforge.data.cells import CellBlock
 
-__all__ = ["cell_keys", "content_keys", "uniform"]
+__all__ = ["cell_keys", "content_keys", "uniform", "word"]
 
 
 def cell_keys(rows: np.ndarray, *, seed: int, epoch: int, stream: int = 0) -> np.ndarray:
@@ -64,7 +64,12 @@ def _mix_keys(rows, seed, epoch, stream):
 
 
 @numba.njit(cache=True)
+def word(key, position):
+    """Return the 64 random bits at `position` of the random sequence of `key`."""
+    return _hash(key + (position + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+
+
+@numba.njit(cache=True)
 def uniform(key, position):
     """Return the number at `position` of the random sequence of `key`, in [0, 1)."""
-    bits = _hash(key + (position + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-    return np.float64(bits >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+    return np.float64(word(key, position) >> np.uint64(11)) * (1.0 / 9007199254740992.0)

@@ -12,7 +12,7 @@ from scipy import sparse
 from scforge._checks import check_count
 from scforge._constants import TARGET_SUM
 from scforge.data.checks import check_obs_column, counts_of
-from scforge.data.compressed import row_sums
+from scforge.data.compressed import log1p_cp10k_rows, row_sums
 from scforge.data.duplicates import sum_columns, warn_summed
 from scforge.data.mapping import gene_names, names_place
 from scforge.data.naming import strip_version
@@ -157,9 +157,7 @@ def _highly_variable(
     obs = pd.DataFrame(index=[str(i) for i in range(counts.shape[0])])
     if batches is not None:
         obs["batch"] = pd.Categorical(batches)
-    values = counts.astype(np.float32, copy=True)
-    values.data *= np.repeat((TARGET_SUM / totals).astype(np.float32), np.diff(values.indptr))
-    np.log1p(values.data, out=values.data)
+    values = log1p_cp10k_rows(counts, totals)
     work = anndata.AnnData(values[:, chosen], obs=obs, uns={"log1p": {"base": None}})
     sc.pp.highly_variable_genes(work, n_top_genes=n_top_genes, batch_key=None if batches is None else "batch")
     return np.asarray(work.var["highly_variable"], dtype=bool)

@@ -16,6 +16,7 @@ from scforge.data.cells import Cells, CellSource
 from scforge.data.checks import check_adata
 from scforge.data.compressed import REPAIR, compressed_problem, row_sums
 from scforge.data.duplicates import join_columns
+from scforge.data.h5ad import similar_file
 from scforge.data.harmonise import check_shared, map_streams
 from scforge.data.mapping import MIN_OVERLAP, GeneMap, warn_counts_outside
 from scforge.data.named import open_vocab
@@ -240,6 +241,10 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     paths
         One file or several.
 
+    Returns
+    -------
+    Annotated data in memory.
+
     Raises
     ------
     MissingFileError
@@ -253,6 +258,17 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
     -----
     ScforgeWarning
         If columns of one of several files are summed.
+
+    Examples
+    --------
+    >>> import tempfile, scforge
+    >>> adata = scforge.datasets.pbmc3k()[:100, :50]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     adata[:60].write_h5ad(f"{folder}/a.h5ad")
+    ...     adata[60:, :40].write_h5ad(f"{folder}/b.h5ad")
+    ...     both = read_h5ad([f"{folder}/a.h5ad", f"{folder}/b.h5ad"])
+    >>> both.shape, both.obs["source_file"].nunique()
+    ((100, 50), 2)
     """
     import anndata
     import pandas as pd
@@ -284,7 +300,7 @@ def _read_one(path: Path) -> AnnData:
     from anndata._io.specs.registry import IORegistryError  # a way of storing that this anndata does not know
 
     if not path.exists():
-        raise MissingFileError(f"the file {str(path)!r} does not exist; check data.paths.")
+        raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(path)}")
     if not path.is_file():
         raise DataError(f"{str(path)!r} is not a file; data.paths takes h5ad files.")
     try:

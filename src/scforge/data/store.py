@@ -58,6 +58,17 @@ class StoreCells:
         Path or URL.
     shuffled
         Whether the cells stand in random order.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, scforge
+    >>> adata = scforge.datasets.pbmc3k()[:200]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     info = scforge.data.convert(adata, f"{folder}/store.zarr")
+    ...     cells = StoreCells.open(f"{folder}/store.zarr", obs=["cell_type"])
+    ...     block = cells.block(np.arange(10))
+    >>> len(cells), cells.vocab.n_genes, len(block), list(cells.obs)
+    (200, 16634, 10, ['cell_type'])
     """
 
     vocab: GeneVocab
@@ -133,6 +144,17 @@ class StoreCells:
     def with_vocab(self, vocab: GeneVocab, *, min_overlap: float = MIN_OVERLAP) -> StoreCells:
         """Return the same cells over the genes of another vocabulary, mapped by name.
 
+        Parameters
+        ----------
+        vocab
+            The other vocabulary.
+        min_overlap
+            Smallest share of its genes to accept.
+
+        Returns
+        -------
+        The cells, on the same store.
+
         Raises
         ------
         GeneMismatchError
@@ -169,7 +191,7 @@ class StoreCells:
         return self._lengths
 
     def column(self, key: str) -> pd.Series:
-        """Return a column of obs, length N.
+        """Return the column `key` of obs, length N.
 
         Raises
         ------
@@ -183,7 +205,7 @@ class StoreCells:
         return read_names(self._opened)
 
     def block(self, rows: np.ndarray, *, draw: int = 0) -> CellBlock:
-        """Return the cells at `rows`, in that order; a row may come several times."""
+        """Return the cells at `rows`, in that order; a row may come several times. `draw` keys random choices."""
         rows = np.asarray(rows, dtype=np.int64)
         if not len(rows):
             empty = sparse.csr_matrix((0, self.vocab.n_genes), dtype=np.uint16)
@@ -192,7 +214,7 @@ class StoreCells:
         return block
 
     def stream(self, windows: Iterable[Window]) -> Iterator[CellBlock]:
-        """Yield the cells of each batch of each window, in order, read window by window.
+        """Yield the cells of each batch of each of `windows`, in order, read window by window.
 
         Raises
         ------
@@ -207,7 +229,7 @@ class StoreCells:
             yield CellBlock(indptr, genes, values, sums, rows, draw=draw, measured=self.measured)
 
     def sample(self, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
-        """Return at most `n` random cells (of those at `rows`) in memory, in the order of the store.
+        """Return at most `n` cells (of those at `rows`), drawn by `seed`, in memory, in the order of the store.
 
         Of more cells whole chunks are drawn, because they are read in one go.
         """

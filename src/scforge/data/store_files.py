@@ -108,6 +108,15 @@ class StoreInfo:
         Arguments of the conversion.
     created, scforge_version
         When (UTC) and by which scforge the store was written.
+
+    Examples
+    --------
+    >>> import tempfile, scforge
+    >>> adata = scforge.datasets.pbmc3k()[:100]
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     info = scforge.data.convert(adata, f"{folder}/store.zarr")
+    >>> info.n_cells, info.n_genes, info.counts_dtype, info.obs_columns
+    (100, 16634, 'uint16', ['cell_type'])
     """
 
     n_cells: int

@@ -52,6 +52,15 @@ class CellStream(Protocol):
         Path or URL as given, or ``"adata"``; for messages and to say where a cell comes from.
     n_cells
         Number of cells.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> (stream,) = scforge.data.open_streams(scforge.datasets.pbmc3k())
+    >>> [(start, counts.shape) for start, counts in stream.chunks(start=2000)]
+    [(2000, (700, 16634))]
+    >>> stream.obs(["cell_type"]).shape
+    (2700, 1)
     """
 
     name: str
@@ -68,6 +77,15 @@ class CellStream(Protocol):
     def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
         """Return the table of cells (index: their names), or some columns of it.
 
+        Parameters
+        ----------
+        columns
+            Names of columns; None takes all.
+
+        Returns
+        -------
+        One row a cell.
+
         Raises
         ------
         DataError
@@ -78,6 +96,15 @@ class CellStream(Protocol):
         """Yield ``(first row, CSR matrix over all genes)`` from row `start` on.
 
         A piece has at most 4,194,304 entries (unless one cell has more) and 65,536 cells, all of which have counts.
+
+        Parameters
+        ----------
+        start
+            Row to begin with.
+
+        Yields
+        ------
+        The number of the first row of a piece, and its counts.
 
         Raises
         ------
@@ -112,6 +139,10 @@ def open_streams(
     storage_options
         Options of the remote file system, e.g. credentials, see :mod:`fsspec`.
 
+    Returns
+    -------
+    One stream a source; of a pattern one a file.
+
     Raises
     ------
     MissingFileError
@@ -120,6 +151,13 @@ def open_streams(
         If a file is named twice, a modality is missing, or `source` is nothing of these.
     DataError
         If a file cannot be read.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> (stream,) = open_streams(scforge.datasets.pbmc3k())
+    >>> stream.name, stream.n_cells, len(stream.var)
+    ('adata', 2700, 16634)
     """
     places = list(source) if isinstance(source, list | tuple) else [source]
     if not places:

@@ -120,6 +120,13 @@ class GeneVocab:
     def from_genes(cls, genes: Sequence[str], *, release: str = FROM_DATA) -> GeneVocab:
         """Make a vocabulary of `genes` in the given order.
 
+        Parameters
+        ----------
+        genes
+            Gene names, each once.
+        release
+            Where they come from.
+
         Raises
         ------
         OptionError
@@ -201,7 +208,13 @@ class GeneVocab:
         return vocab
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the vocabulary to a JSON file, atomically."""
+        """Write the vocabulary to a JSON file, atomically.
+
+        Parameters
+        ----------
+        path
+            File to write, with a hash of its content, which :meth:`from_file` checks.
+        """
         content = {
             "release": self.release,
             "hash": self.hash,
@@ -215,11 +228,11 @@ class GeneVocab:
         write_vocab_file(path, content)
 
     def with_medians(self, medians: np.ndarray) -> GeneVocab:
-        """Return the same vocabulary with these medians."""
+        """Return the same vocabulary with these `medians` of its genes, positive, shape (G,)."""
         return replace(self, medians=medians)
 
     def with_entropies(self, entropies: np.ndarray) -> GeneVocab:
-        """Return the same vocabulary with these entropies."""
+        """Return the same vocabulary with these `entropies` of its genes, from 0 to 1, shape (G,)."""
         return replace(self, entropies=entropies)
 
     def with_special_tokens(self, *tokens: str) -> GeneVocab:
@@ -258,17 +271,17 @@ class GeneVocab:
         )
 
     def encode(self, names: Iterable[str]) -> np.ndarray:
-        """Return the token id of each name, int32; the id of UNK, or -1 without UNK, where a name is unknown."""
+        """Return the token id of each of `names`, int32; the id of UNK, or -1 without UNK, for unknown ones."""
         unknown = -1 if self.unk_id is None else self.unk_id
         return np.array([self._find(str(name), unknown) for name in listed_names("names", names)], dtype=np.int32)
 
     def gene_indices(self, names: Iterable[str]) -> np.ndarray:
-        """Return the index among the genes of each name, int32; -1 where a name is unknown."""
+        """Return the index among the genes of each of `names`, int32; -1 where a name is unknown."""
         found = (self._find(str(name), -1) for name in listed_names("names", names))
         return np.array([max(index - self.n_special, -1) for index in found], dtype=np.int32)
 
     def decode(self, ids: Iterable[int]) -> list[str]:
-        """Return the name behind each token id.
+        """Return the name behind each of the token `ids`.
 
         Raises
         ------
@@ -282,7 +295,7 @@ class GeneVocab:
         return [tokens[i] for i in found]
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a special token, or None if the vocabulary lacks it."""
+        """Return the id of the special token `token`, e.g. ``"<cls>"``, or None if the vocabulary lacks it."""
         return self.special_tokens.index(token) if token in self.special_tokens else None
 
     @property

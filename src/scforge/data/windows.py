@@ -26,6 +26,13 @@ class Window:
         Where each batch ends in `rows`, ascending, the last is W, int64, shape (b,).
     draw
         Number of the draw, i.e. the epoch. Randomness of cells is keyed by it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> window = Window(rows=np.array([7, 2, 5]), ends=np.array([2, 3]), draw=0)
+    >>> [batch.tolist() for batch in window.batches()], window.after(1).rows.tolist()
+    ([[7, 2], [5]], [5])
     """
 
     rows: np.ndarray
@@ -40,7 +47,17 @@ class Window:
             start = end
 
     def after(self, n_batches: int) -> Window:
-        """Return this window without its first `n_batches` batches."""
+        """Return this window without its first `n_batches` batches.
+
+        Parameters
+        ----------
+        n_batches
+            Number of batches to leave out, fewer than there are.
+
+        Returns
+        -------
+        The rest.
+        """
         if n_batches == 0:
             return self
         start = int(self.ends[n_batches - 1])

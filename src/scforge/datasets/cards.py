@@ -44,6 +44,18 @@ class SplitRule:
         Share of the control cells that goes to each held-out part, in every context where something is held out for it.
     separator
         Text between the names of a combined perturbation; if given, only combinations are held out.
+
+    Raises
+    ------
+    OptionError
+        If there is no such `kind`, or an amount cannot be used with it.
+
+    Examples
+    --------
+    >>> SplitRule("groups", column="donor", validation=1, test=["donor_3"]).test
+    ('donor_3',)
+    >>> get_card("pbmc3k").split.kind
+    'stratified'
     """
 
     kind: str
@@ -100,6 +112,20 @@ class DatasetCard:
         Names of data sets that hold some of the same cells: one must not be trained on to be tested on the other.
     note
         What else a user should know.
+
+    Examples
+    --------
+    >>> card = DatasetCard(
+    ...     "my_cells",
+    ...     title="Cells of my study",
+    ...     organism="Homo sapiens",
+    ...     source="my laboratory",
+    ...     how_to_get="ask me for it",
+    ...     labels_key="cell_type",
+    ...     split=SplitRule("stratified", "cell_type", 0.1, 0.2),
+    ... )
+    >>> card.columns, card.to_dict()["split"]["test"]
+    ({'labels_key': 'cell_type'}, 0.2)
     """
 
     name: str
@@ -155,6 +181,10 @@ class DatasetCard:
 def list_cards() -> list[str]:
     """Return the names of the data sets that have a card.
 
+    Returns
+    -------
+    Names, sorted.
+
     Examples
     --------
     >>> "pbmc3k" in list_cards()
@@ -172,6 +202,10 @@ def get_card(name: str) -> DatasetCard:
     ----------
     name
         One of :func:`list_cards`.
+
+    Returns
+    -------
+    The card.
 
     Raises
     ------

@@ -51,6 +51,14 @@ class Split:
     ------
     DataError
         If a part is empty, or a cell is in two parts.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> names = np.array([f"cell{i}" for i in range(5)])
+    >>> split = Split("my_cells", 1, train=names[:3], validation=names[3:4], test=names[4:])
+    >>> len(split), split.test.tolist()
+    (5, ['cell4'])
     """
 
     name: str
@@ -142,7 +150,18 @@ class Split:
         return rows
 
     def check_covers(self, adata: AnnData) -> None:
-        """Raise :class:`~scforge.errors.DataError` unless the cells of `adata` are those of the split, all of them."""
+        """Raise :class:`~scforge.errors.DataError` unless the cells of `adata` are those of the split, all of them.
+
+        Parameters
+        ----------
+        adata
+            The data set.
+
+        Raises
+        ------
+        DataError
+            If cells of the split are missing, unknown, or there twice.
+        """
         missing = len(self) - len(self.labels(adata))
         if missing or not adata.obs_names.is_unique:
             raise DataError(
@@ -163,6 +182,10 @@ def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Spli
         it.
     version
         A split never changes; another way to split is another version.
+
+    Returns
+    -------
+    The split.
 
     Raises
     ------
@@ -212,6 +235,16 @@ def write_split(split: Split, path: str | os.PathLike[str]) -> None:
         The split.
     path
         File to write.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> split = get_split("pbmc3k")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_split(split, f"{folder}/mine.csv.gz")
+    ...     again = read_split(f"{folder}/mine.csv.gz")
+    >>> again.name, bool((again.test == split.test).all())
+    ('mine', True)
     """
     rows = sorted((cell, part) for part in (*PARTS, LEFT_OUT) for cell in getattr(split, part))
     text = io.StringIO()
@@ -234,12 +267,25 @@ def read_split(path: str | os.PathLike[str], *, name: str | None = None, version
     version
         Its version.
 
+    Returns
+    -------
+    The split.
+
     Raises
     ------
     MissingFileError
         If there is no such file.
     DataError
         If it is no split, a part is empty, or a cell is in two parts.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> split = Split("my_cells", 1, train=["a", "b"], validation=["c"], test=["d"])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_split(split, f"{folder}/mine.csv.gz")
+    ...     read_split(f"{folder}/mine.csv.gz", name="my_cells").train.tolist()
+    ['a', 'b']
     """
     path = Path(path)
     if not path.is_file():

@@ -47,6 +47,14 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
         If the card has no rule.
     DataError
         If a column is missing, names of cells are not unique, or there is too little to hold out.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> card, adata = scforge.datasets.get_card("pbmc3k"), scforge.datasets.pbmc3k()
+    >>> split = make_split(card, adata, version=2)
+    >>> len(split.train), len(split.validation), len(split.test)
+    (1892, 269, 539)
     """
     rule = card.split
     if rule is None:

@@ -54,6 +54,19 @@ class AdapterMethods:
         ------
         OptionError
             If the model has no adapters.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> annotator.save_adapter("blood_adapter", overwrite=True)
+        >>> again = scforge.models.Encoder.load_adapter(model, "blood_adapter", adata)
+        >>> again.predict()["label"].equals(annotator.predict()["label"])
+        True
         """
         self._task("save_adapter")
         save_adapter(self, dir_path, overwrite=overwrite)
@@ -75,15 +88,46 @@ class AdapterMethods:
         share
             Use the weights of `base` in place of a copy, so that many adapters on one base take no more memory.
 
+        Returns
+        -------
+        The fine-tuned model.
+
         Raises
         ------
         MissingFileError, ModelFileError
             If the folder cannot be used, or was made with another base.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> annotator.save_adapter("blood_adapter", overwrite=True)
+        >>> again = scforge.models.Encoder.load_adapter(model, "blood_adapter", adata)
+        >>> again.spec.tuning.task
+        'annotation'
         """
         return load_adapter(cls, base, dir_path, adata, share=share)
 
     def merge_adapter(self: Any) -> None:
-        """Add the adapters to the weights: the same predictions, at the cost of a model without adapters."""
+        """Add the adapters to the weights: the same predictions, at the cost of a model without adapters.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> before = annotator.predict()["label"]
+        >>> annotator.merge_adapter()
+        >>> annotator.predict()["label"].equals(before)
+        True
+        """
         self._task("merge_adapter")
         if not has_lora(self.backbone):
             raise OptionError("the model has no adapters to merge; fine-tune with lora=True.")
@@ -93,7 +137,30 @@ class AdapterMethods:
 
     @contextmanager
     def adapter_disabled(self: Any) -> Iterator[None]:
-        """Compute as before fine-tuning, without the adapters, e.g. ``with annotator.adapter_disabled(): ...``."""
+        """Compute as before fine-tuning, without the adapters, e.g. ``with annotator.adapter_disabled(): ...``.
+
+        Yields
+        ------
+        Nothing; the adapters are back when the block ends.
+
+        Raises
+        ------
+        OptionError
+            If the model has no adapters.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> with annotator.adapter_disabled():
+        ...     before = annotator.get_latent_representation()
+        >>> bool((before == model.get_latent_representation()).all())
+        True
+        """
         if not has_lora(self.backbone):
             raise OptionError("the model has no adapters to disable; fine-tune with lora=True.")
         with adapters_disabled(self.backbone):

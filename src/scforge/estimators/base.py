@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from anndata import AnnData
 from scvi import REGISTRY_KEYS
 from scvi.data import AnnDataManager
+from scvi.data._constants import _MANAGER_UUID_KEY, _SCVI_UUID_KEY
 from scvi.model.base import BaseModelClass
 
 from scforge._checks import check_count
@@ -107,6 +109,16 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
         ------
         DataError
             If counts, gene names or columns cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="celltype")
+        Traceback (most recent call last):
+        ...
+        scforge.errors.DataError: labels_key='celltype' ...
         """
         setup_method_args = cls._get_setup_method_args(**locals())
         check_adata(adata)
@@ -119,6 +131,12 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
             fields.append(ObsField(REGISTRY_KEYS.BATCH_KEY, batch_key, allow_missing=False))
         if labels_key is not None:
             fields.append(ObsField(REGISTRY_KEYS.LABELS_KEY, labels_key, allow_missing=True))
+        managers = (one._setup_adata_manager_store.get(adata.uns.get(_SCVI_UUID_KEY)) for one in _family(CellModel))
+        known = [manager.adata for manager in managers if manager is not None]
+        if known and all(one is not adata for one in known):
+            # A copy, or read from a file of it: under the same id it would take the place of the other.
+            for key in (_SCVI_UUID_KEY, _MANAGER_UUID_KEY):
+                adata.uns.pop(key, None)
         manager = AnnDataManager(fields=fields, setup_method_args=setup_method_args)
         manager.register_fields(adata, **kwargs)
         cls.register_manager(manager)
@@ -155,6 +173,20 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
             If `adata` has too few genes of the model.
         OptionError
             If the model waits for gene vectors that it was never given.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> model.get_latent_representation().shape
+        (60, 32)
+        >>> adata.obsm["X_scforge"].shape
+        (60, 32)
+        >>> adata.uns["scforge"]["X_scforge"]["architecture"]
+        'gene_pooling'
         """
         source = self._source(adata)
         check_filled(self.module)
@@ -243,7 +275,27 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
         return self.registry_["setup_args"]
 
     def cells(self, adata: AnnData | Cells | str | os.PathLike[str] | None = None) -> Cells:
-        """Return cells (those of the training if None) over the genes of the model."""
+        """Return cells (those of the training if None) over the genes of the model.
+
+        Parameters
+        ----------
+        adata
+            Annotated data with raw counts, cells, or the path of a store.
+
+        Returns
+        -------
+        The cells, of which counts are read as they are needed.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> cells = model.cells()
+        >>> len(cells), cells.vocab is model.vocab
+        (60, True)
+        """
         return self._open(self._source(adata))
 
     def _open(self, source: AnnData | Cells | str | os.PathLike[str]) -> Cells:
@@ -273,7 +325,22 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
         return {**self.made_with(), "n_latent": n_latent, "gene_overlap": cells.overlap, "counts_kept": kept}
 
     def made_with(self) -> dict[str, Any]:
-        """Return what describes the model beside what it made, as scalars that h5ad can hold."""
+        """Return what describes the model beside what it made, as scalars that h5ad can hold.
+
+        Returns
+        -------
+        Name of a fact to its value.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> facts = model.made_with()
+        >>> facts["architecture"], facts["n_epochs"]
+        ('gene_pooling', 0)
+        """
         return provenance(self._spec, n_epochs=self.n_epochs_, is_trained=bool(self.is_trained_))
 
     def _extend_history(self, figures: dict[str, list[float]]) -> None:
@@ -282,3 +349,10 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
             before = self.history_[name][name].tolist() if name in self.history_ else []
             index = pd.RangeIndex(len(before) + len(values), name="epoch")
             self.history_[name] = pd.DataFrame({name: [*before, *values]}, index=index)
+
+
+def _family(cls: type[CellModel]) -> Iterator[type[CellModel]]:
+    """Return a front class and all that are made from it; each keeps a record of its own of what was set up."""
+    yield cls
+    for other in cls.__subclasses__():
+        yield from _family(other)

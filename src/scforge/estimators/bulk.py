@@ -60,6 +60,13 @@ class EmbeddingInfo:
         How long that took.
     complete
         Whether the output is there; if not, other processes are still at work.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> info = EmbeddingInfo(Path("out.zarr"), "X_scforge", 2700, 32, 2700, seconds=1.5, complete=True)
+    >>> info.n_cells, info.complete
+    (2700, True)
     """
 
     output: Path

@@ -53,6 +53,11 @@ def check_config(config: Config) -> str:
     Names, options and sizes of architecture, tokenizer and objective, and whether they fit, or the base model and the
     task; files, their columns, and folders; benchmarks and loggers.
 
+    Parameters
+    ----------
+    config
+        See :func:`scforge.config.load_config`.
+
     Returns
     -------
     What would be trained, in a few words.
@@ -68,7 +73,7 @@ def check_config(config: Config) -> str:
     >>> from scforge.config import load_config, recipe_path
     >>> scforge.datasets.pbmc3k().write_h5ad("cells.h5ad")
     >>> check_config(load_config(recipe_path("light"), ["data.paths=cells.h5ad"]))
-    'gene_pooling on tokens of continuous_projection, trained by joint_embedding, about 0.7 million parameters'
+    'gene_pooling on tokens of continuous_projection, trained by neighbor_denoising, about 1.0 million parameters'
     """
     check_settings(config)
     benchmark_callbacks(config)

@@ -29,11 +29,6 @@ def tokenizer_of(config: Config) -> dict[str, Any]:
     """Return name and options of the tokenizer, as far as the user set them."""
     options = config.tokenizer.user_options()
     if config.data.max_genes is not None:
-        if options.get("max_len", config.data.max_genes) != config.data.max_genes:
-            raise ConfigError(
-                f"{config.place_of('tokenizer.max_len')}tokenizer.max_len={options['max_len']} and "
-                f"data.max_genes={config.data.max_genes} mean the same; keep one of them."
-            )
         options["max_len"] = config.data.max_genes
     return options if config.tokenizer.strategy is None else {"name": config.tokenizer.strategy, **options}
 
@@ -103,11 +98,13 @@ def check_names(config: Config) -> None:
 
 _SAID = {
     "architecture": "model.architecture",
+    "balance_by": "data.sampling.balance_key",
     "dropped": "tokenizer.dropped",
     "max_len": "data.max_genes",
     "n_top_genes": "data.preprocessing.hvg_selection",
     "objective": "objective.name",
     "schedule": "training.scheduler.name",
+    "split_by": "data.split.by",
     "tokenizer": "tokenizer.strategy",
     "vocab": "data.gene_vocab",
 }

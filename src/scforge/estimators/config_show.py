@@ -24,6 +24,8 @@ __all__ = ["show_config"]
 _BALANCE = {"warmup_epochs": "balance_epochs", "start": "balance_start", "end": "balance_end"}
 _OF_THE_DATA = ("max_seq_len", "gene_vectors")
 """Options of an architecture that follow from the vocabulary where the user does not set them."""
+_NO_CHOICE = ("normalize", "log1p")
+"""Options of preprocessing that have one value only, and do nothing."""
 
 
 def show_config(config: Config) -> str:
@@ -31,6 +33,15 @@ def show_config(config: Config) -> str:
 
     What the user set is marked. What depends on the data stands there as a comment, so the text can be read again, and
     means the same.
+
+    Parameters
+    ----------
+    config
+        See :func:`scforge.config.load_config`.
+
+    Returns
+    -------
+    The YAML text.
 
     Raises
     ------
@@ -86,8 +97,9 @@ def _fill(content: dict[str, Any], config: Config, written: dict[str, Any]) -> N
     content["tokenizer"] = {"strategy": spec.tokenizer, **options}
     data = content["data"]
     data["max_genes"] = made["max_len"] or TOKENIZERS.get(spec.tokenizer).default_max_len
-    if "max_len" in written.get("tokenizer", {}):
-        written.setdefault("data", {})["max_genes"] = written["tokenizer"].pop("max_len")
+    for name in _NO_CHOICE:  # beside tokenizers that take raw counts they look like steps
+        if name not in written["data"].get("preprocessing", {}):
+            del data["preprocessing"][name]
     if data["preprocessing"]["hvg_selection"] is None:
         n_default = chosen(config).n_top_genes if config.data.gene_vocab == FROM_DATA else 0
         data["preprocessing"]["hvg_selection"] = n_default or 0

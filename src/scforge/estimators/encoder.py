@@ -33,7 +33,7 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training.datamodule import CellDataModule
 from scforge.training.objectives.base import Objective
-from scforge.training.objectives.registry import get_objective
+from scforge.training.objectives.registry import OBJECTIVES, get_objective
 from scforge.training.plan import TrainingPlan
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ class Encoder(
         AnnData that :meth:`setup_anndata` was called on.
     architecture
         Name of a registered architecture (``scforge.models.list_models()``). None takes the light encoder:
-        ``gene_pooling`` over 2,000 highly variable genes with the ``joint_embedding`` objective, which on data of a
-        laptop's size is better and much faster than a transformer trained from scratch.
+        ``gene_pooling`` over 2,000 highly variable genes with the ``neighbor_denoising`` objective, which on data of a
+        laptop's size is better and much faster than a transformer trained from scratch, and integrates the batches of
+        ``setup_anndata(batch_key=...)``.
     tokenizer
         Name of a registered tokenizer, or a dict with ``name`` and its options. None takes what suits the
         architecture (``rank_value`` for a transformer). Special tokens that it needs are added to the vocabulary; gene
@@ -266,6 +267,16 @@ class Encoder(
         TrainingError
             If the loss is not a number, or a state cannot be saved (the model has the best weights so far then), or
             memory runs out.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, batch_size=16, progress_bar=False)
+        >>> model.n_epochs_, len(model.history_["validation_loss"])
+        (1, 1)
         """
         given = {name: value for name, value in locals().items() if name not in ("self", "trainer_options")}
         unknown = set(trainer_options) - set(inspect.signature(lightning.Trainer).parameters)
@@ -319,7 +330,13 @@ class Encoder(
                 )
             return column_of(self.adata.obs, key)
 
+        options = self._batches_of_setup(objective) | options
         return objective, options | get_objective(objective, **options).options_from(column)
+
+    def _batches_of_setup(self, objective: str) -> dict[str, Any]:
+        """Return the option `batch_key` of an objective that takes that of the set-up, or of the data module."""
+        key = self._setup.get("batch_key") if self._data is None else self._data.batch_key
+        return {} if key is None or not OBJECTIVES.get(objective).takes_batch_key else {"batch_key": key}
 
     def _training_data(self, given: CellDataModule | None, objective: Objective, **options: Any) -> CellDataModule:
         """Return the data module to train on, with batches for this model."""

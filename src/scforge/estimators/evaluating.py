@@ -91,12 +91,29 @@ def evaluate_embeddings(
     key_added
         Key in ``adata.uns["scforge"]`` for the figures; None writes nothing, no embedding either.
 
+    Returns
+    -------
+    The report, a row for each model, embedding and baseline.
+
     Raises
     ------
     OptionError
         If there is nothing to score against, or no baseline.
     DataError
         If a model learned from all cells, or a column is missing.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:200].copy()
+    >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+    >>> model = scforge.models.Encoder(adata, n_top_genes=200)
+    >>> model.train(max_epochs=1, progress_bar=False)
+    >>> probe = scforge.eval.LabelPrediction("cell_type", n_folds=3)
+    >>> options = {"benchmarks": probe, "baselines": [10], "seeds": (0,), "intervals": False}
+    >>> report = scforge.estimators.evaluate_embeddings({"light": model}, adata, **options)
+    >>> sorted({row.kind for row in report.rows})
+    ['baseline', 'model', 'untrained']
     """
     check_bool("untrained", untrained)
     if baselines is False or (isinstance(baselines, Sequence) and not len(baselines)):

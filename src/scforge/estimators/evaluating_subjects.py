@@ -77,10 +77,26 @@ def evaluate_models(
     **options
         Of :func:`evaluate_embeddings`.
 
+    Returns
+    -------
+    The report, with each benchmark's own baselines.
+
     Raises
     ------
     OptionError
         If a benchmark needs what is not given.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:100].copy()
+    >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+    >>> model = scforge.models.Encoder(adata, n_top_genes=200)
+    >>> model.train(max_epochs=1, progress_bar=False)
+    >>> options = {"benchmarks": "geometry", "baselines": [10], "seeds": (0,), "untrained": False}
+    >>> report = scforge.estimators.evaluate_models({"light": model}, adata, **options)
+    >>> report.benchmarks
+    ['geometry']
     """
     evaluations = [] if benchmarks is None else [to_evaluation(entry) for entry in entries_of(benchmarks)]
     others = [one for one in evaluations if one.subject != "embedding"]

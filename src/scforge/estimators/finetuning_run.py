@@ -14,8 +14,9 @@ from anndata import AnnData
 
 from scforge._checks import check_seed
 from scforge._registry import check_options
+from scforge.data.arguments import named_column
 from scforge.data.cells import Cells
-from scforge.errors import OptionError
+from scforge.errors import DataError, OptionError
 from scforge.estimators.spec import named_options
 from scforge.estimators.tuning import Tuning, check_freeze
 from scforge.finetuning.adapters import base_state, digest_of, load_base, lora_options, merged
@@ -155,12 +156,20 @@ def make_split(
 ) -> Split:
     """Split cells, over the genes of the model, as the task wants it."""
     task.vocab = cells.vocab
-    usable = task.usable(cells.column)
+    names = {value: name for name in task.keys if isinstance(value := getattr(task, name, None), str)}
+
+    def column(key: str) -> pd.Series:
+        return named_column(cells, key, argument=names.get(key))
+
+    usable = task.usable(column)
+    if usable is not None and not np.any(usable):
+        said = " and ".join(f"{name}={value!r}" for value, name in names.items())
+        raise DataError(f"{said or 'the task'} leaves no cell to train on; choose another column or other cells.")
     if split_key is not None:
         if split_by is not None:
             raise OptionError(f"split_by={split_by!r} has no use beside split_key={split_key!r}; give one of them.")
-        return split_from(cells.column(split_key), usable, key=split_key)
-    own = task.split(cells.column, validation_size=validation_size, test_size=test_size, split_by=split_by, seed=seed)
+        return split_from(named_column(cells, split_key, argument="split_key"), usable, key=split_key)
+    own = task.split(column, validation_size=validation_size, test_size=test_size, split_by=split_by, seed=seed)
     if own is not None:
         return own
     return split_for(
@@ -169,8 +178,8 @@ def make_split(
         test_size=test_size,
         seed=seed,
         usable=usable,
-        strata=task.strata(cells.column),
-        groups=None if split_by is None else cells.column(split_by),
+        strata=task.strata(column),
+        groups=None if split_by is None else named_column(cells, split_by, argument="split_by"),
     )
 
 

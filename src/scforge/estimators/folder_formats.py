@@ -53,7 +53,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "gene_pooling": {
         **{"hidden_dim": 512, "num_layers": 2, "ffn_dim": None, "latent_dim": None, "dropout": 0.1},
         **{"max_seq_len": 2048, "pooling": "mean", "use_expression_values": True, "layer_norm_eps": 1e-12},
-        **{"gene_vectors": None},
+        **{"gene_vectors": None, "n_batches": None, "decoder_dim": 128, "n_special": 4, "projector_dim": None},
     },
     "masked_autoencoder": {
         **{"encoder_dim": 512, "encoder_layers": 12, "encoder_heads": 8, "ffn_dim": None, "dropout": 0.1},
@@ -61,6 +61,11 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         **{"activation": "gelu", "use_expression_values": True, "layer_norm_eps": 1e-12, "gene_vectors": None},
         **{"position_embedding": "none", "norm_first": True, "gradient_checkpointing": False, "unpad": None},
         **{"value_loss": "mse"},
+    },
+    "mlp": {
+        **{"hidden_dim": 512, "num_layers": 1, "latent_dim": 32, "ffn_dim": None, "dropout": 0.0},
+        **{"layer_norm_eps": 1e-12, "gene_vectors": None, "n_batches": None, "decoder_dim": 128, "n_special": 4},
+        **{"projector_dim": None},
     },
     "scdiva": {
         **{"hidden_dim": 1024, "num_layers": 24, "num_heads": 16, "ffn_dim": None, "dropout": 0.1, "max_tokens": 1200},

@@ -54,6 +54,17 @@ class FolderMethods:
             Also write what ``scvi.hub.HubModel`` needs: ``model.pt``, which holds the weights a second time, and
             ``_scvi_required_metadata.json``. :meth:`load` reads neither. scvi-tools unpickles such files without a
             check, so open only folders of people you trust with it.
+
+        Examples
+        --------
+        >>> import os, scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> model.save("light", overwrite=True)
+        >>> sorted(os.listdir("light"))
+        ['README.md', 'config.json', 'model.safetensors', 'vocab.json']
         """
         if save_anndata and self.adata is None:
             raise OptionError("save_anndata=True but the model was loaded without adata.")
@@ -109,12 +120,28 @@ class FolderMethods:
         device
             Where to put the module.
 
+        Returns
+        -------
+        The model.
+
         Raises
         ------
         MissingFileError, ModelFileError
             If the folder, or what is in it, cannot be used.
         GeneMismatchError
             If `adata` has too few genes of the model.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> model.save("light", overwrite=True)
+        >>> again = scforge.models.Encoder.load("light", adata)
+        >>> bool((again.get_latent_representation() == model.get_latent_representation()).all())
+        True
         """
         config, vocab, weights = read_folder(dir_path)
         return cls._of_folder(dir_path, config, vocab, weights, adata=adata, device=device)
@@ -202,6 +229,17 @@ class FolderMethods:
             If an argument cannot be used, a package is missing, or the architecture cannot be exported.
         ModelFileError
             If the exported model computes other embeddings, in which case nothing is written.
+
+        Examples
+        --------
+        >>> import os, scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> model.export("exported", "torch", overwrite=True)
+        >>> sorted(os.listdir("exported"))
+        ['export.json', 'model.pt2', 'vocab.json']
         """
         from scforge.estimators.exporting import export_model
 

@@ -61,6 +61,10 @@ class ForeignMethods:
         **options
             What the family needs besides; see :meth:`from_geneformer`, :meth:`from_scgpt`, :meth:`from_scfoundation`.
 
+        Returns
+        -------
+        The model, with the weights of the checkpoint.
+
         Raises
         ------
         MissingFileError, ModelFileError
@@ -69,6 +73,13 @@ class ForeignMethods:
             If no family recognises it, or an option cannot be used.
         GeneMismatchError
             If `adata` has too few genes of the model.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()
+        >>> model = scforge.models.Encoder.from_checkpoint("Geneformer-V2-104M", adata=adata)  # doctest: +SKIP
+        >>> model.get_latent_representation()  # doctest: +SKIP
         """
         return cls._of_foreign(read_checkpoint(path, family, **options), adata, device)
 
@@ -110,10 +121,20 @@ class ForeignMethods:
         adata, device
             See :meth:`from_checkpoint`.
 
+        Returns
+        -------
+        The model, with the weights of the checkpoint.
+
         Raises
         ------
         MissingFileError, ModelFileError, DataError, OptionError, GeneMismatchError
             See :meth:`from_checkpoint`.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> options = {"pooling": "genes", "embedding_layer": 1}  # as Geneformer's own code does
+        >>> model = scforge.models.Encoder.from_geneformer("Geneformer-V2-104M", **options)  # doctest: +SKIP
         """
         options = {
             "tokens_medians": tokens_medians,
@@ -153,10 +174,20 @@ class ForeignMethods:
         adata, device
             See :meth:`from_checkpoint`.
 
+        Returns
+        -------
+        The model, with the weights of the checkpoint.
+
         Raises
         ------
         MissingFileError, ModelFileError, DataError, OptionError, GeneMismatchError
             See :meth:`from_checkpoint`.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> model = scforge.models.Encoder.from_scgpt("scGPT_human", adata=adata)  # doctest: +SKIP
+        >>> model.get_latent_representation()  # doctest: +SKIP
 
         Notes
         -----
@@ -196,10 +227,20 @@ class ForeignMethods:
         adata, device
             See :meth:`from_checkpoint`.
 
+        Returns
+        -------
+        The model, with the weights of the checkpoint.
+
         Raises
         ------
         MissingFileError, ModelFileError, DataError, OptionError, GeneMismatchError
             See :meth:`from_checkpoint`.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> model = scforge.models.Encoder.from_scfoundation("models.ckpt", adata=adata)  # doctest: +SKIP
+        >>> model.get_latent_representation()  # doctest: +SKIP
         """
         options = {"vocab": vocab, "part": part, "pooling": pooling}
         return cls.from_checkpoint(path, "scfoundation", adata=adata, device=device, **options)
@@ -220,6 +261,18 @@ class ForeignMethods:
         ------
         OptionError
             If the model has something that BERT has not, or `path` exists.
+
+        Examples
+        --------
+        >>> import os, scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> options = {"position_embedding": "learned", "norm_first": False, "use_expression_values": False}
+        >>> sizes = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2}
+        >>> model = scforge.models.Encoder(adata, "transformer_encoder", **options, **sizes)
+        >>> model.export_to_transformers("as_geneformer", overwrite=True)
+        >>> sorted(os.listdir("as_geneformer"))
+        ['config.json', 'gene_median_dictionary.pkl', 'model.safetensors', 'token_dictionary.pkl']
         """
         from scforge.foreign.geneformer_export import to_geneformer
 

@@ -104,9 +104,13 @@ class GenerationMethods:
 
         Examples
         --------
-        >>> model = Encoder(adata, "autoregressive_transformer")  # doctest: +SKIP
-        >>> model.train()  # doctest: +SKIP
-        >>> model.generate(100, prompt=["CD3D"])  # doctest: +SKIP
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, "autoregressive_transformer", hidden_dim=8, num_layers=1)
+        >>> model.train(1, progress_bar=False)
+        >>> model.generate(5).n_obs
+        5
         """
         return generate_with(
             cast("CellModel", self),

@@ -41,6 +41,18 @@ class HeldOutMethods:
         -----
         ScforgeWarning
             If genes and names are missing, so that cells of a fine-tuning may not be known again.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> learned = annotator.learned_labels_of(annotator.cells())
+        >>> learned.shape, bool(learned.all())
+        ((800,), False)
         """
         learned = self._learned
         if learned is None:

@@ -72,6 +72,19 @@ class InterpretationMethods(PerturbationMethods):
         ------
         OptionError
             If the architecture has no states of tokens, or an argument cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> vectors = model.get_gene_embeddings()
+        >>> vectors.shape == (model.vocab.n_genes, 8)
+        True
+        >>> adata.varm["X_scforge_genes"].shape
+        (300, 8)
         """
         model = cast("CellModel", self)
         check_count("max_cells", max_cells, "cells")
@@ -146,6 +159,20 @@ class InterpretationMethods(PerturbationMethods):
         ------
         OptionError
             If the architecture has no attention, or an argument cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> sizes = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2}
+        >>> model = scforge.models.Encoder(adata, "transformer_encoder", **sizes)
+        >>> model.train(1, progress_bar=False)
+        >>> graph = model.get_attention(top_k=3)
+        >>> graph.shape == (model.vocab.n_genes, model.vocab.n_genes)
+        True
+        >>> adata.varp["scforge_attention"].shape
+        (300, 300)
         """
         model = cast("CellModel", self)
         counts = {"max_cells": max_cells, "batch_size": batch_size, "min_cells": min_cells}
@@ -210,6 +237,18 @@ class InterpretationMethods(PerturbationMethods):
             If the model predicts no expression.
         GeneMismatchError
             If the model does not know a gene.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> sizes = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2, "expression_head": "value"}
+        >>> objective = {"name": "masked_value_prediction", "zero_targets": 1.0}
+        >>> model = scforge.models.Encoder(adata, "transformer_encoder", objective=objective, **sizes)
+        >>> model.train(1, progress_bar=False)
+        >>> model.impute(genes=["ISG15", "TNFRSF4"]).shape
+        (60, 2)
         """
         model = cast("CellModel", self)
         source, objective = _predicting(model, adata, batch_size, seed)
@@ -283,6 +322,18 @@ class InterpretationMethods(PerturbationMethods):
         ------
         OptionError
             If the model predicts no expression, or an argument cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> sizes = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2, "expression_head": "value"}
+        >>> model = scforge.models.Encoder(adata, "transformer_encoder", objective="masked_value_prediction", **sizes)
+        >>> model.train(1, progress_bar=False)
+        >>> denoised = model.denoise()
+        >>> denoised.shape == (60, model.vocab.n_genes)
+        True
         """
         model = cast("CellModel", self)
         check_count("n_folds", n_folds, "folds", least=2)

@@ -127,7 +127,14 @@ class PerturbationMethods:
 
         Examples
         --------
-        >>> model.perturb_in_silico(genes=["CD3D", "CD79A"], goal={"cell_type": "B"})  # doctest: +SKIP
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> table = model.perturb_in_silico(genes=["ISG15"], n_permutations=10)
+        >>> len(table)
+        1
         """
         model = cast("CellModel", self)
         for name, value in {"max_cells": max_cells, "batch_size": batch_size}.items():

@@ -53,9 +53,9 @@ class ReferenceMethods:
 
         ``train()`` then learns the adapters from the query alone, by what the reference model was trained for, its
         pretraining or the integration of batches. Of an integrated reference the query's new batches get parameters of
-        their own in the decoder, as in scArches [1]_; a batch of the query that is called as one of the reference is
-        taken for that one, which is logged. Before that call the model embeds the query as the reference does, which
-        often is enough.
+        their own in the decoder, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130); a batch of
+        the query that is called as one of the reference is taken for that one, which is logged. Before that call the
+        model embeds the query as the reference does, which often is enough.
 
         Parameters
         ----------
@@ -87,16 +87,18 @@ class ReferenceMethods:
         OptionError
             If the reference was fine-tuned for a task that needs labels, or an argument cannot be used.
 
-        References
-        ----------
-        .. [1] Lotfollahi et al. (2022), Nature Biotechnology 40, 121-130.
-
         Examples
         --------
-        >>> query_model = Encoder.load_query_data(query, reference)  # doctest: +SKIP
-        >>> query_model.train()  # doctest: +SKIP
-        >>> query_model.get_latent_representation()  # doctest: +SKIP
-        >>> query_model.transfer_labels()  # doctest: +SKIP
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:200, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> query = scforge.datasets.pbmc3k()[200:260, :300].copy()
+        >>> query_model = scforge.models.Encoder.load_query_data(query, model)
+        >>> query_model.train(1, progress_bar=False)
+        >>> query_model.get_latent_representation().shape
+        (60, 32)
         """
         reference = cls.load(reference_model) if isinstance(reference_model, str | os.PathLike) else reference_model
         if not isinstance(reference, cls):
@@ -171,10 +173,10 @@ class ReferenceMethods:
 
         Each of the `n_neighbors` nearest reference cells votes with the weight ``exp(-d^2 / (2 s^2))``, with d its
         distance and s the mean distance of the neighbours. The uncertainty is one minus the share of the winning label,
-        as in scArches [1]_. Its kernel is another one: ``exp(-d (std / 2)^2)``, with the standard deviation of the
-        distances, hardly tells neighbours apart where an embedding has small numbers; the one here does not depend on
-        their unit. Writes ``obs["scforge_<labels_key>"]`` (categories) and ``obs["scforge_<labels_key>_uncertainty"]``
-        (float32).
+        as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130). Its kernel is another one:
+        ``exp(-d (std / 2)^2)``, with the standard deviation of the distances, hardly tells neighbours apart where an
+        embedding has small numbers; the one here does not depend on their unit. Writes ``obs["scforge_<labels_key>"]``
+        (categories) and ``obs["scforge_<labels_key>_uncertainty"]`` (float32).
 
         Parameters
         ----------
@@ -209,9 +211,18 @@ class ReferenceMethods:
         OptionError
             If reference or query are not at hand, or an argument cannot be used.
 
-        References
-        ----------
-        .. [1] Lotfollahi et al. (2022), Nature Biotechnology 40, 121-130.
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:200, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> query = scforge.datasets.pbmc3k()[200:260, :300].copy()
+        >>> list(model.transfer_labels(query))
+        ['label', 'uncertainty']
+        >>> "scforge_cell_type_uncertainty" in query.obs
+        True
         """
         check_count("n_neighbors", n_neighbors, "cells")
         check_count("batch_size", batch_size, "cells")

@@ -190,6 +190,18 @@ class ScDiVa(Encoder):
             If variances are asked of a model that has none.
         GeneMismatchError
             If `adata` has too few genes of the model.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.ScDiVa.setup_anndata(adata)
+        >>> sizes = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2, "latent_dim": 4}
+        >>> model = scforge.models.ScDiVa(adata, **sizes)
+        >>> model.train(1, progress_bar=False)
+        >>> mean, variance = model.get_latent_representation(return_dist=True)
+        >>> mean.shape, variance.shape, "scforge_uncertainty" in adata.obs
+        ((60, 4), (60, 4), True)
         """
         if not check_bool("return_dist", return_dist):
             if self.spec.tuning is None and not trains_latent(self):
@@ -246,6 +258,17 @@ class ScDiVa(Encoder):
         ------
         OptionError
             If the model learned no labels and was not fine-tuned, or an argument cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.ScDiVa.setup_anndata(adata, labels_key="cell_type")
+        >>> sizes = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2, "latent_dim": 4}
+        >>> model = scforge.models.ScDiVa(adata, supervised=True, **sizes)
+        >>> model.train(1, progress_bar=False)
+        >>> model.predict()["label"].nunique() >= 1, "scforge_cell_type" in adata.obs
+        (True, True)
         """
         tuning = self.spec.tuning
         if task == "batch_integration":
@@ -312,6 +335,17 @@ class ScDiVa(Encoder):
             If the decoder was not trained, a batch is not known, or an argument cannot be used.
         GeneMismatchError
             If the model does not know a gene.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.ScDiVa.setup_anndata(adata)
+        >>> sizes = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2, "latent_dim": 4}
+        >>> model = scforge.models.ScDiVa(adata, **sizes)
+        >>> model.train(1, progress_bar=False)
+        >>> model.get_normalized_expression(gene_list=["ISG15", "TNFRSF4"]).shape
+        (60, 2)
         """
         check_decodes(self)
         check_count("batch_size", batch_size, "cells")
@@ -336,16 +370,13 @@ class ScDiVa(Encoder):
         return None if self.spec.tuning is not None else labels_task(self.spec.build_pretraining())
 
     def _with_found_options(self, objective: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Add the columns of the set-up that the objective learns from, then what is found in the cells."""
+        """Add the labels of the set-up that the objective learns from, then what is found in the cells."""
         return super()._with_found_options(objective, {**self._columns_for(objective, options), **options})
 
     def _columns_for(self, objective: str, options: dict[str, Any]) -> dict[str, Any]:
-        known = get_objective(objective, **options).option_names()
-        batch_key = self._setup.get("batch_key")
-        added = {"batch_key": batch_key} if batch_key is not None and "batch_key" in known else {}
         if not self._supervised:
-            return added
-        if "labels_key" not in known:
+            return {}
+        if "labels_key" not in get_objective(objective, **options).option_names():
             raise OptionError(
                 f"supervised=True but the objective {objective!r} learns no labels; leave one of them out."
             )
@@ -354,7 +385,7 @@ class ScDiVa(Encoder):
             raise OptionError(
                 'supervised=True but there are no labels; call setup_anndata(adata, labels_key="...") first.'
             )
-        return {**added, "labels_key": labels_key}
+        return {"labels_key": labels_key}
 
 
 def _check_keys(**keys: str | None) -> None:

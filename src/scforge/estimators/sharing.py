@@ -161,6 +161,10 @@ class SharingMethods:
         device
             Where to put the module.
 
+        Returns
+        -------
+        The model.
+
         Raises
         ------
         MissingFileError

@@ -197,6 +197,11 @@ class ModelSpec:
         except ValidationError as error:
             raise config_error(error, ModelConfig) from None
         module = get_model(self.architecture, config)
+        if lacking := [name for name in ("encode", "forward") if not _has(module, name)]:
+            raise OptionError(
+                f"architecture={self.architecture!r} is {type(module).__qualname__}, which does not define "
+                f"{listing(lacking)}; add {'it' if len(lacking) == 1 else 'them'}."
+            )
         if gene_vectors is not None:
             fill_gene_vectors(module, torch.from_numpy(gene_vectors))
         if self.vocab.entropies is not None and hasattr(module, "init_gene_weights"):
@@ -299,3 +304,9 @@ def _vectors_option(architecture: str, name: str, tokenizer: Tokenizer, vectors:
         )
     without = int(np.isnan(vectors).any(axis=1).sum())
     return {"dim": vectors.shape[1], "learned": without, "frozen": bool(getattr(tokenizer, "freeze", True))}
+
+
+def _has(module: nn.Module, method: str) -> bool:
+    found = getattr(module, method, None)
+    # torch gives every module a forward of this name, which raises.
+    return callable(found) and getattr(found, "__name__", "") != "_forward_unimplemented"

@@ -107,9 +107,14 @@ class TaskMethods(HeldOutMethods, AdapterMethods):
 
         Examples
         --------
-        >>> annotator = model.finetune("annotation", lora=True)  # doctest: +SKIP
-        >>> annotator.predict(adata)  # doctest: +SKIP
-        >>> annotator.evaluate()  # doctest: +SKIP
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> annotator.spec.tuning.task, model.spec.tuning is None
+        ('annotation', True)
         """
         if not self.is_trained_:
             warnings.warn("The model is not trained; fine-tuning begins with random weights.", NotTrainedWarning, 2)
@@ -161,6 +166,19 @@ class TaskMethods(HeldOutMethods, AdapterMethods):
         ------
         OptionError
             If the model was not fine-tuned, or an argument cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> list(annotator.predict(threshold=0.2))
+        ['label', 'confidence', 'entropy']
+        >>> bool(adata.obs["scforge_cell_type"].notna().all())
+        True
         """
         task = self._task("predict")
         check_options("option of predict", self.spec.tuning.task, options, _options_of(task.predict))
@@ -221,6 +239,18 @@ class TaskMethods(HeldOutMethods, AdapterMethods):
         ------
         OptionError
             If there are no held-out cells, or an option is unknown.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> table = annotator.evaluate()
+        >>> table.index[0], "accuracy" in table
+        ('scforge', True)
         """
         if benchmarks is not None or self.spec.tuning is None:
             check_options("option of evaluate", "the embedding", options, OPTIONS)

@@ -63,6 +63,16 @@ class Benchmark(ABC):
         Draws of :meth:`resampled` that are worth their time.
     ranks
         Whether a better figure is a better method. Without, methods are not compared: the figures warn of something.
+
+    Examples
+    --------
+    >>> class Spread(Benchmark):
+    ...     metrics = ("total_variance",)
+    ...
+    ...     def run(self, made, reference):
+    ...         return {"total_variance": float(np.var(made, axis=0).sum())}
+    >>> Spread().run(np.array([[0.0, 0.0], [2.0, 0.0]]), pd.DataFrame(index=range(2)))
+    {'total_variance': 1.0}
     """
 
     subject: ClassVar[str] = "embedding"
@@ -266,6 +276,7 @@ def check_column(argument: str, key: str, obs: pd.DataFrame) -> None:
 BENCHMARKS: Registry[type[Benchmark]] = Registry(
     "benchmark",
     group="scforge.benchmarks",
+    base="scforge.eval.Benchmark",
     builtin={
         "batch_integration": "scforge.eval.batch_integration",
         "cell_type_annotation": "scforge.eval.cell_type_annotation",
@@ -282,12 +293,42 @@ BENCHMARKS: Registry[type[Benchmark]] = Registry(
 
 
 def register_benchmark(name: str) -> Callable[[Any], Any]:
-    """Register a :class:`Benchmark` class as `name` (class decorator)."""
+    """Register a :class:`Benchmark` class as `name` (class decorator).
+
+    Parameters
+    ----------
+    name
+        Registry key, e.g. ``"my_benchmark"``.
+
+    Returns
+    -------
+    The decorator.
+
+    Raises
+    ------
+    OptionError
+        If `name` belongs to another class.
+
+    Examples
+    --------
+    >>> @register_benchmark("spread")
+    ... class Spread(Benchmark):
+    ...     metrics = ("total_variance",)
+    ...
+    ...     def run(self, made, reference):
+    ...         return {"total_variance": float(np.var(made, axis=0).sum())}
+    >>> get_benchmark("spread").run(np.array([[0.0], [2.0]]), None)
+    {'total_variance': 1.0}
+    """
     return BENCHMARKS.register(name)
 
 
 def list_benchmarks() -> list[str]:
     """Return the names of all benchmarks.
+
+    Returns
+    -------
+    Names that :func:`get_benchmark` takes, sorted.
 
     Examples
     --------
@@ -307,10 +348,19 @@ def get_benchmark(name: str, **options: Any) -> Benchmark:
     **options
         Options of its constructor.
 
+    Returns
+    -------
+    The benchmark.
+
     Raises
     ------
     OptionError
         If the name, or an option, is unknown, or an option is missing.
+
+    Examples
+    --------
+    >>> get_benchmark("label_prediction", labels_key="cell_type").metrics
+    ('knn_macro_f1', 'logreg_macro_f1')
     """
     known = options_of(name)
     check_options("benchmark option", name, options, list(known))

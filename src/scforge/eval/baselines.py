@@ -64,6 +64,13 @@ def pca_embedding(
         If there are no raw counts, or `batch_key` is no column.
     OptionError
         If there cannot be so many components, e.g. because so few genes are in three cells.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:200].copy()
+    >>> scforge.eval.pca_embedding(adata, n_comps=10).shape
+    (200, 10)
     """
     import scanpy as sc
 

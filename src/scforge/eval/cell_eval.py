@@ -76,6 +76,22 @@ def cell_eval_scores(
     --------
     PerturbationPrediction : ours: ``pearson_delta``, ``mse`` (cell-eval's ``mse_delta``), ``mae`` (``mae_delta``) and
         ``discrimination_*`` are the same figures, unless controls are of several contexts.
+
+    Examples
+    --------
+    >>> import anndata, numpy as np
+    >>> def experiment(seed, genes):
+    ...     names = np.repeat(["control", *(f"gene{gene}" for gene in genes)], 30)
+    ...     counts = np.random.default_rng(seed).poisson(5.0, size=(len(names), 20)).astype("float32")
+    ...     for number, gene in enumerate(genes, start=1):
+    ...         counts[30 * number : 30 * (number + 1), gene] *= 3
+    ...     obs = pd.DataFrame({"target": names}, index=[f"{seed}-{i}" for i in range(len(names))])
+    ...     return anndata.AnnData(counts, obs, pd.DataFrame(index=[f"gene{i}" for i in range(20)]))
+    >>> keys = {"perturbation_key": "target", "control": "control"}
+    >>> predicted, real = experiment(0, [3, 4]), experiment(1, [3, 4])
+    >>> table, summary = cell_eval_scores(predicted, real, **keys, profile="minimal")
+    >>> bool(summary.set_index("statistic").loc["mean", "pearson_delta"] > 0.5)
+    True
     """
     if profile not in _PROFILES:
         raise OptionError(f"profile={profile!r} is none of {listing(_PROFILES)}.")

@@ -39,10 +39,19 @@ _TOP_GENES, _COMPONENTS = 3_000, 50
 def cz_tasks() -> dict[str, tuple[str, ...]]:
     """Return the tasks of cz-benchmarks, and of each what :func:`run_cz_task` has to be told.
 
+    Returns
+    -------
+    Name of a task to arguments of :func:`run_cz_task`.
+
     Raises
     ------
     OptionError
         If cz-benchmarks is not installed.
+
+    Examples
+    --------
+    >>> cz_tasks()["batch_integration"]  # doctest: +SKIP
+    ('labels_key', 'batch_key')
     """
     return {name: KEYS.get(name, ()) for name in _registry().list_tasks()}
 
@@ -119,6 +128,11 @@ def run_cz_task(
         If a column is missing or incomplete, or there are no raw counts.
     OptionError
         If cz-benchmarks is not installed, or the task or an option is unknown or cannot be used.
+
+    Examples
+    --------
+    >>> table = run_cz_task("clustering", adata, "X_scforge", labels_key="cell_type")  # doctest: +SKIP
+    >>> table.pivot_table(index="method", columns="metric", values="value")  # doctest: +SKIP
     """
     registry = _registry()
     check_bool("baseline", baseline)
@@ -185,10 +199,20 @@ def evaluate_cz(
     **options
         Options of :func:`run_cz_task` for all tasks, e.g. ``labels_key``.
 
+    Returns
+    -------
+    The report, with a benchmark for each task.
+
     Raises
     ------
     DataError, OptionError
         As :func:`run_cz_task`.
+
+    Examples
+    --------
+    >>> tasks = ["clustering", "embedding"]
+    >>> report = evaluate_cz(adata, tasks, "X_scforge", labels_key="cell_type")  # doctest: +SKIP
+    >>> report.to_table("clustering")  # doctest: +SKIP
     """
     asked = dict(tasks) if isinstance(tasks, Mapping) else {name: {} for name in tasks}
     if not asked:

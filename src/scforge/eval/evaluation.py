@@ -52,6 +52,14 @@ class Evaluation:
         module if left out.
     max_cells
         Score at most so many cells, drawn once; None scores all.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> probe = Evaluation("cell_type_annotation", "annotation", options={"labels_key": "cell_type"}, max_cells=2000)
+    >>> callback = scforge.eval.BenchmarkCallback([probe], every_n_epochs=5)
+    >>> probe.name, probe.dataset
+    ('annotation', 'held_out')
     """
 
     benchmark: Benchmark | str

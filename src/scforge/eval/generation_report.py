@@ -85,6 +85,18 @@ def generation_baselines(
         If there are no raw counts, or a label has no training cell.
     OptionError
         If neither `n_cells` nor `labels` with `labels_key` are given.
+
+    Examples
+    --------
+    >>> import anndata, numpy as np
+    >>> def cells(seed):
+    ...     counts = np.random.default_rng(seed).poisson(np.arange(1, 31), size=(80, 30)).astype("float32")
+    ...     adata = anndata.AnnData(counts)
+    ...     adata.obs_names = [f"{seed}-{i}" for i in range(80)]
+    ...     return adata
+    >>> made = generation_baselines(cells(0), n_cells=20)
+    >>> {name: part.shape for name, part in made.items()}
+    {'training cells': (20, 30), 'independent genes': (20, 30), 'mean and Poisson': (20, 30)}
     """
     import anndata
 
@@ -168,6 +180,10 @@ def evaluate_generation(
     title
         Heading of the report.
 
+    Returns
+    -------
+    The report: figures of :class:`Generation` of each method and baseline.
+
     Raises
     ------
     DataError
@@ -175,6 +191,18 @@ def evaluate_generation(
         are over part of the genes; or data are on another scale.
     OptionError
         If an option makes no sense, or a kind names no method.
+
+    Examples
+    --------
+    >>> import anndata, numpy as np
+    >>> def cells(seed):
+    ...     counts = np.random.default_rng(seed).poisson(np.arange(1, 31), size=(80, 30)).astype("float32")
+    ...     adata = anndata.AnnData(counts)
+    ...     adata.obs_names = [f"{seed}-{i}" for i in range(80)]
+    ...     return adata
+    >>> report = evaluate_generation({"mine": cells(0)}, cells(1), cells(2), n_comps=5, intervals=False)
+    >>> [row.name for row in report.rows]
+    ['mine', 'training cells', 'independent genes', 'mean and Poisson']
     """
     from scforge.eval.harness import compare
 

@@ -103,6 +103,17 @@ def is_collapsed(scores: Mapping[str, float]) -> bool:
     ----------
     scores
         What :meth:`Geometry.run` returned.
+
+    Returns
+    -------
+    Whether it has.
+
+    Examples
+    --------
+    >>> is_collapsed({"effective_rank": 24.0, "mean_cosine": 0.1, "constant_dims": 0.0})
+    False
+    >>> is_collapsed({"effective_rank": 1.2, "mean_cosine": 0.999, "constant_dims": 0.0})
+    True
     """
     return (
         scores["effective_rank"] < _FEWEST_RANKS

@@ -102,6 +102,16 @@ def evaluate(
         If an embedding is not there, or a benchmark cannot score these cells.
     OptionError
         If an option, or a combination of them, makes no sense.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:200].copy()
+    >>> adata.obsm["X_mine"] = scforge.eval.pca_embedding(adata, n_comps=5)
+    >>> probe = scforge.eval.LabelPrediction("cell_type", n_folds=3)
+    >>> report = scforge.eval.evaluate(adata, probe, "X_mine", baselines=[5], intervals=False)
+    >>> [row.name for row in report.rows]
+    ['X_mine', 'PCA, 5 components', 'PCA of scaled genes, 5 components']
     """
     check_seeds(seeds)
     baselines = [baselines] if isinstance(baselines, int | str) else list(baselines)
@@ -199,12 +209,27 @@ def compare(
     name
         What the benchmark is called in it; None takes its registered name.
 
+    Returns
+    -------
+    The report, a row for each method.
+
     Raises
     ------
     DataError
         If the benchmark cannot score this.
     OptionError
         If a method has no kind, or there is a model but no baseline.
+
+    Examples
+    --------
+    >>> import pandas as pd, scforge
+    >>> truth = pd.DataFrame({"source": ["A", "B"], "target": ["x", "y"]})
+    >>> edges = pd.DataFrame({"source": ["A", "A", "B"], "target": ["x", "y", "x"], "weight": [3.0, 1.0, 2.0]})
+    >>> made = {"mine": edges, "same weight": edges.assign(weight=1.0)}
+    >>> kinds = {"mine": "model", "same weight": "baseline"}
+    >>> report = scforge.eval.compare(scforge.eval.GeneNetwork(), made, truth, kinds=kinds, intervals=False)
+    >>> report.to_table()["auroc"].round(2).to_dict()
+    {'mine': 0.5, 'same weight': 0.25}
     """
     _check_kinds(kinds)
     unknown = [method for method in made if method not in kinds]

@@ -139,9 +139,10 @@ class LabelPrediction(Benchmark):
         labelled, labels = labels_of(obs, self.labels_key)
         names, sizes = np.unique(labels, return_counts=True)
         if (sizes < self.n_folds).any():
+            rarest = f"label {str(names[sizes.argmin()])!r} has {sizes.min()} cells"
             raise DataError(
-                f"label {str(names[sizes.argmin()])!r} has {sizes.min()} cells, fewer than n_folds={self.n_folds}; "
-                "leave it out, lower n_folds, or take cell_type_annotation, which passes over rare types."
+                f"labels_key={self.labels_key!r}: {rarest}, fewer than n_folds={self.n_folds}; leave it out, lower "
+                "n_folds, or take cell_type_annotation, which passes over rare types."
             )
         check_neighbors(self.n_neighbors, self.n_folds, len(labels))
         return np.flatnonzero(labelled), labels
@@ -208,8 +209,8 @@ def labels_of(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> t
                 "one of them, or make all of them text."
             )
     if n_labels < 2:
-        what = argument.removesuffix("_key").replace("batch", "batches")
-        raise DataError(f"obs[{key!r}] has {n_labels} different {what}; at least 2 are needed.")
+        found = f"one value only ({str(labels[0])!r})" if n_labels else "no value in any cell"
+        raise DataError(f"{argument}={key!r} has {found}; choose a column with two or more.")
     return labelled, labels
 
 

@@ -111,6 +111,16 @@ def check_no_copies(
     ------
     DataError
         If more than 1 % of the rows of `made` are rows of `real`; rows with fewer than 10 genes are not looked at.
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> real, other = (sparse.csr_matrix(rng.poisson(3.0, size=(20, 40)).astype("float32")) for _ in range(2))
+    >>> check_no_copies(other, real)
+    >>> check_no_copies(real, real)
+    Traceback (most recent call last):
+        ...
+    scforge.errors.DataError: ...
     """
     found, looked_at = row_hashes(made, decimals=_DECIMALS)
     known, telling = row_hashes(real, decimals=_DECIMALS)
@@ -154,6 +164,19 @@ def check_features(
         log1p CP10K) or of an entry of ``obsm`` over the cells of that perturbation, up to a factor; or, for at least
         five perturbations, if a column is any column of such means up to a factor and an offset. Columns of fewer than
         five values, e.g. indicators, are too easily met by chance to be told.
+
+    Examples
+    --------
+    >>> import anndata
+    >>> rng, names = np.random.default_rng(0), np.repeat(["control", "A", "B"], 10)
+    >>> obs = pd.DataFrame({"target": names}, index=[f"cell{i}" for i in range(30)])
+    >>> real = anndata.AnnData(rng.normal(size=(30, 12)), obs)
+    >>> keys = {"perturbation_key": "target", "control": "control"}
+    >>> check_features(pd.DataFrame(rng.normal(size=(2, 12)), index=["A", "B"]), real, **keys)
+    >>> check_features(real.to_df().groupby(names).mean(), real, **keys)
+    Traceback (most recent call last):
+        ...
+    scforge.errors.DataError: gene_features has for 'A' the mean of X over the held-out cells under 'A' themselves...
     """
     keys = PerturbationKeys(perturbation_key, control=control, separator=separator)
     parsed = parse_perturbations(real.obs, keys)

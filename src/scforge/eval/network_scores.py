@@ -206,6 +206,14 @@ def edges_from_attention(
     ------
     DataError
         If there is no such graph.
+
+    Examples
+    --------
+    >>> import anndata
+    >>> adata = anndata.AnnData(np.ones((2, 3), dtype="float32"), var=pd.DataFrame(index=["TF", "A", "B"]))
+    >>> adata.varp["scforge_attention"] = sparse.csr_matrix([[0, 0, 0], [0.5, 0, 0], [0.25, 0, 0]])
+    >>> edges_from_attention(adata, tfs=["TF"]).values.tolist()
+    [['TF', 'A', 0.5], ['TF', 'B', 0.25]]
     """
     if key not in adata.varp:
         known = list(adata.varp)

@@ -56,6 +56,10 @@ def energy_distance(
         Leave the distance of each cell to itself out: 0 on average for two samples of the same distribution, however
         few cells there are, and NaN for a group of one cell.
 
+    Returns
+    -------
+    The distance, in the unit of the coordinates.
+
     Raises
     ------
     DataError
@@ -123,6 +127,21 @@ def distances(
         If pertpy does not know the metric.
     DataError
         If coordinates are missing, or an effect is not predicted.
+
+    Examples
+    --------
+    >>> import anndata
+    >>> def experiment(seed, genes):
+    ...     names = np.repeat(["control", *(f"gene{gene}" for gene in genes)], 30)
+    ...     counts = np.random.default_rng(seed).poisson(5.0, size=(len(names), 20)).astype("float32")
+    ...     for number, gene in enumerate(genes, start=1):
+    ...         counts[30 * number : 30 * (number + 1), gene] *= 3
+    ...     obs = pd.DataFrame({"target": names}, index=[f"{seed}-{i}" for i in range(len(names))])
+    ...     return anndata.AnnData(counts, obs, pd.DataFrame(index=[f"gene{i}" for i in range(20)]))
+    >>> keys = {"perturbation_key": "target", "control": "control"}
+    >>> table = distances(experiment(0, [3]), experiment(1, [3]), **keys)
+    >>> table.sort_values("distance")["method"].tolist()
+    ['prediction', 'control']
     """
     from pertpy.tools import Distance
 

@@ -35,6 +35,13 @@ class KnownEffects:
     controls
         Mean log1p CP10K of the controls of each context, also of contexts without effects, shape (G,) each. In those
         without effects, which may come from other data, NaN for genes that were not measured.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> known = KnownEffects((("A",),), ("T cell",), np.array([[0.5, -1.0]]), {"T cell": np.array([1.0, 2.0])})
+    >>> known.deltas.shape, known.controls["T cell"].shape
+    ((1, 2), (2,))
     """
 
     targets: tuple[tuple[str, ...], ...]
@@ -81,6 +88,12 @@ class WantedEffects:
         Vector of a target that a model has, shape (D,) each.
     context_features
         Vector of a context that a model has, shape (D,) each.
+
+    Examples
+    --------
+    >>> wanted = WantedEffects(targets=(("A", "B"),), contexts=("T cell",), genes={"A": 0, "B": 1})
+    >>> wanted.targets[0]
+    ('A', 'B')
     """
 
     targets: tuple[tuple[str, ...], ...]
@@ -123,6 +136,15 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np
     ``nearest``
         The effect of the training perturbation with the most similar genes in :func:`gene_scores` (cosine); for a
         perturbation that was seen in other contexts, its effect in the context with the nearest controls.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> deltas = np.array([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
+    >>> known = KnownEffects((("A",), ("B",)), ("all", "all"), deltas, {"all": np.ones(3)})
+    >>> made = baseline_effects(known, WantedEffects((("A", "B"),), ("all",)))
+    >>> made["train_mean"].tolist(), made["additive"].tolist()
+    ([[0.5, 1.0, 0.0]], [[1.0, 2.0, 0.0]])
     """
     scores = gene_scores(known)
     of_genes = {name: scores[gene] for name, gene in wanted.genes.items()}

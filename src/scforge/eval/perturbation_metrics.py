@@ -241,6 +241,14 @@ def technical_duplicate(
     Returns
     -------
     As :func:`score_deltas`; NaN where a perturbation, or its controls, has fewer than two cells.
+
+    Examples
+    --------
+    >>> cells = np.random.default_rng(0).normal(1.0, 0.3, size=(80, 20))
+    >>> cells[:40, 0] += 2.0
+    >>> table = technical_duplicate(sparse.csr_matrix(cells), np.repeat([0, 1], 40), controls=np.array([1]))
+    >>> (table["pearson_delta"] > 0.9).tolist()
+    [True]
     """
     check_count("n_splits", n_splits, "splits")
     n_groups = int(max(groups.max(), controls.max())) + 1

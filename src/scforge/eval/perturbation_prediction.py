@@ -40,6 +40,11 @@ class TechnicalDuplicate:
     ----------
     n_splits
         Splits into halves, of which the mean is taken.
+
+    Examples
+    --------
+    >>> TechnicalDuplicate(n_splits=3)
+    TechnicalDuplicate(n_splits=3)
     """
 
     n_splits: int = 5
@@ -90,6 +95,18 @@ class PerturbationPrediction(Benchmark):
     References
     ----------
     Ahlmann-Eltze et al. (Nat Methods 2025), Mejia et al. (arXiv:2506.22641), Wu et al. (arXiv:2408.10609).
+
+    Examples
+    --------
+    >>> import anndata, numpy as np, pandas as pd
+    >>> names = np.repeat(["control", "A", "B"], 30)
+    >>> counts = np.random.default_rng(0).poisson(5.0, size=(90, 20)).astype("float32")
+    >>> counts[30:60, 0] *= 3
+    >>> counts[60:, 1] *= 3
+    >>> cells = anndata.AnnData(counts, pd.DataFrame({"target": names}, index=[f"cell{i}" for i in range(90)]))
+    >>> scores = PerturbationPrediction("target", "control").run(cells, cells)
+    >>> round(scores["pearson_delta"], 2), scores["rank"]
+    (1.0, 0.0)
     """
 
     subject: ClassVar[str] = "perturbation"

@@ -55,9 +55,8 @@ def evaluate_perturbations(
 ) -> Report:
     """Score predicted effects beside every baseline on the same held-out cells, and beside a second experiment.
 
-    Baselines (:func:`baseline_effects`) see `train` alone. Before anything is scored, leaks are looked for: cells and
-    effects that are in the training, too, predictions that are copies of the held-out cells, and features that were
-    made from them.
+    Baselines (:func:`baseline_effects`) see `train` alone. Leaks are looked for first: cells and effects that are in
+    the training, too, predictions that are copies of held-out cells, and features that were made from them.
 
     Parameters
     ----------
@@ -95,6 +94,17 @@ def evaluate_perturbations(
     -----
     ScforgeWarning
         If single test cells look like training cells.
+
+    Examples
+    --------
+    >>> genes, names = list("ABCDEFGHIJ"), np.repeat(["control", "A", "B", "C", "D"], 30)
+    >>> counts = np.random.default_rng(0).poisson(5 + 10 * (names[:, None] == genes), (2, 150, 10)).astype("float32")
+    >>> obs = pd.DataFrame({"target": names}, index=[f"cell{i}" for i in range(150)])
+    >>> one, other = (anndata.AnnData(made, obs, pd.DataFrame(index=genes)) for made in counts)
+    >>> test, keys = np.r_[:15, 90:150], {"perturbation_key": "target", "control": "control"}
+    >>> report = evaluate_perturbations(one[test], other[test], train=one[15:90], **keys, intervals=False)
+    >>> report.to_table()["pearson_delta"].loc[["prediction", "train_mean"]].idxmax()
+    'prediction'
     """
     keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
     named = (

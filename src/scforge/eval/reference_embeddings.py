@@ -21,6 +21,7 @@ import numpy as np
 import pandas as pd
 
 from scforge._checks import check_count, check_seed
+from scforge.data.neighbors import harmonised
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.eval.base import check_column
 from scforge.eval.baselines import check_n_comps, pca_embedding, variable_genes
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["BASELINES", "check_baselines", "embedding_baselines", "harmony_embedding", "scvi_embedding"]
 
 BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi", "random")
-_PACKAGES = {"harmony": ("harmonypy", "scforge[eval]"), "scvi": ("scvi", "scvi-tools")}
+_PACKAGES = {"harmony": ("harmonypy", "harmonypy"), "scvi": ("scvi", "scvi-tools")}
 _SHARE, _BATCH_SIZE, _MOST_EPOCHS = 0.9, 128, 400
 """Training cells of scVI, cells a step, and epochs: its defaults."""
 _PATIENCE = 15
@@ -191,14 +192,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
 
 def harmony_embedding(components: np.ndarray, obs: pd.DataFrame, batch_key: str, *, seed: int = 0) -> np.ndarray:
     """Return principal components after Harmony with its defaults, float32, shape (N, D)."""
-    import harmonypy
-
-    batches = pd.DataFrame({batch_key: obs[batch_key].astype(str).to_numpy()})
-    with _quiet("harmonypy"):
-        result = harmonypy.run_harmony(components.astype(np.float64), batches, [batch_key], random_state=seed)
-    corrected = np.asarray(result.Z_corr)
-    # The orientation has changed between releases of harmonypy.
-    return np.asarray(corrected if corrected.shape == components.shape else corrected.T, dtype=np.float32)
+    return harmonised(components, obs[batch_key].astype(str).to_numpy(), seed=seed)
 
 
 def scvi_embedding(

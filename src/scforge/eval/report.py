@@ -114,6 +114,15 @@ class Report:
         The scores.
     measured
         Benchmark to what its figures are. For one that is not here, more is better and the first figure counts most.
+
+    Examples
+    --------
+    >>> from scforge.eval.report import Report, Row
+    >>> report = Report("Embeddings compared")
+    >>> report.add(Row("PCA", "baseline", {"macro_f1": 0.8}, n_dims=50))
+    >>> report.add(Row("scforge", "model", {"macro_f1": 0.9}, n_dims=32))
+    >>> report.to_frame()[["method", "metric", "value"]].values.tolist()
+    [['PCA', 'macro_f1', 0.8], ['scforge', 'macro_f1', 0.9]]
     """
 
     title: str

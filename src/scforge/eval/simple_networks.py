@@ -92,6 +92,16 @@ def network_baselines(
         If a name is unknown.
     DataError
         If there are no raw counts, or no true edge is between measured genes.
+
+    Examples
+    --------
+    >>> import anndata, numpy as np, pandas as pd
+    >>> counts = np.random.default_rng(0).poisson(3.0, size=(50, 6)).astype("float32")
+    >>> adata = anndata.AnnData(counts, var=pd.DataFrame(index=list("ABCDEF")))
+    >>> truth = pd.DataFrame({"source": ["A", "A", "B"], "target": ["C", "D", "E"]})
+    >>> made = network_baselines(adata, truth, ["pearson", "degree"])
+    >>> list(made), list(made["degree"])
+    (['co-expression (pearson)', 'degree'], ['source', 'target', 'weight'])
     """
     for name in names:
         if name not in NETWORK_BASELINES:

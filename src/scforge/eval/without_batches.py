@@ -52,6 +52,10 @@ def integration_scores(
     labels_key, batch_key
         Its columns with cell types and batches.
 
+    Returns
+    -------
+    Name of a figure to the figure, in [0, 1], higher is better.
+
     Raises
     ------
     DataError
@@ -60,6 +64,15 @@ def integration_scores(
     References
     ----------
     .. [1] Luecken et al. (2022), Nature Methods 19, 41-50.
+
+    Examples
+    --------
+    >>> import numpy as np, pandas as pd
+    >>> obs = pd.DataFrame({"label": np.repeat(["a", "b"], 50), "batch": np.tile(["x", "y"], 50)})
+    >>> embedding = np.random.default_rng(0).normal(size=(100, 2)) + (obs["label"] == "a").to_numpy()[:, None] * 10
+    >>> scores = integration_scores(embedding, obs, labels_key="label", batch_key="batch")
+    >>> list(scores)[:3], scores["total"] > 0.7
+    (['bio', 'batch', 'total'], True)
     """
     figures = BatchIntegration(labels_key, batch_key).run(embedding, obs)
     bio = float(np.mean([figures[name] for name in BIO]))
@@ -99,12 +112,21 @@ def integration_baselines(
     -----
     ScforgeWarning
         If a package is not installed.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:100].copy()
+    >>> adata.obs["batch"] = np.repeat(["x", "y"], 50)
+    >>> made = integration_baselines(adata, "batch", max_epochs=1)
+    >>> sorted(made), made["pca"].shape
+    (['harmony', 'pca', 'scvi'], (100, 50))
     """
     n_comps = min(_N_COMPS, min(variable_genes(adata, batch_key=batch_key).shape) - 1)
     if n_comps < 2:
         raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; pass baselines=False.")
     found = {"pca": pca_embedding(adata, n_comps=n_comps, batch_key=batch_key, seed=seed)}
-    if _installed("harmonypy", "Harmony", "pip install 'scforge[eval]'"):
+    if _installed("harmonypy", "Harmony", "pip install harmonypy"):
         found["harmony"] = harmony_embedding(found["pca"], adata.obs, batch_key, seed=seed)
     if _installed("scvi", "scVI", "pip install scvi-tools"):
         found["scvi"] = scvi_embedding(adata, batch_key, max_epochs=max_epochs, seed=seed)

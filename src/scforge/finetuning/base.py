@@ -51,10 +51,6 @@ class Task(Objective):
     ----------
     keys
         Options that name a column of obs. ``"labels_key"`` and ``"batch_key"`` are filled in from ``setup_anndata``.
-    monitor
-        Figure of the validation cells that chooses the best epoch and stops early, e.g. ``"macro_f1"``.
-    monitor_mode
-        ``"min"`` or ``"max"``.
     makes_cells
         Whether :meth:`predict` returns an AnnData of its own in place of a table with a row a cell.
     learns_labels
@@ -64,6 +60,29 @@ class Task(Objective):
         The objective that the base model was trained with, which may order the tokens of a cell.
     vocab
         Genes of the model, set before cells are split.
+
+    Examples
+    --------
+    >>> class Depth(Task):
+    ...     defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.0, schedule="cosine", max_epochs=5)
+    ...     keys = ("depth_key",)
+    ...
+    ...     def __init__(self, *, depth_key):
+    ...         self.depth_key = depth_key
+    ...
+    ...     def make_head(self, n_latent, module):
+    ...         return PredictionHead(n_latent, 1)
+    ...
+    ...     def loss_of(self, outputs, batch):
+    ...         return (outputs[:, 0] - batch["depth"]).square().mean(), {}
+    ...
+    ...     def predict(self, predictor, adata, *, key_added=None):
+    ...         return predictor.outputs()
+    ...
+    ...     def evaluate(self, context):
+    ...         return Evaluated(...)
+    >>> Depth(depth_key="n_counts")
+    Depth(depth_key='n_counts')
     """
 
     keys: ClassVar[tuple[str, ...]] = ("labels_key",)
@@ -166,6 +185,7 @@ class Task(Objective):
 TASKS: Registry[type[Task]] = Registry(
     "task",
     group="scforge.tasks",
+    base="scforge.finetuning.Task",
     builtin={
         "adaptation": "scforge.finetuning.tasks.adaptation",
         "annotation": "scforge.finetuning.tasks.annotation",
@@ -178,12 +198,41 @@ TASKS: Registry[type[Task]] = Registry(
 
 
 def register_task(name: str) -> Callable[[Any], Any]:
-    """Register a :class:`Task` class as `name` (class decorator)."""
+    """Register a :class:`Task` class as `name` (class decorator).
+
+    Parameters
+    ----------
+    name
+        Registry key, e.g. ``"my_task"``.
+
+    Returns
+    -------
+    The decorator.
+
+    Raises
+    ------
+    OptionError
+        If `name` belongs to another class.
+
+    Examples
+    --------
+    >>> from scforge.finetuning.tasks.regression import Regression
+    >>> @register_task("depth")
+    ... class Depth(Regression):
+    ...     def __init__(self, *, labels_key="n_counts"):
+    ...         super().__init__(labels_key=labels_key, loss_function="mse")
+    >>> get_task("depth").labels_key
+    'n_counts'
+    """
     return TASKS.register(name)
 
 
 def list_tasks() -> list[str]:
     """Return the names of all tasks.
+
+    Returns
+    -------
+    Names that :func:`get_task` and ``Encoder.finetune`` take, sorted.
 
     Examples
     --------
@@ -203,14 +252,23 @@ def get_task(name: str, **options: Any) -> Task:
     **options
         Options of its constructor.
 
+    Returns
+    -------
+    The task, as ``Encoder.finetune`` takes it.
+
     Raises
     ------
     OptionError
         If the name, or an option, is unknown, or one is missing.
+
+    Examples
+    --------
+    >>> get_task("annotation", labels_key="cell_type").labels_key
+    'cell_type'
     """
     cls = TASKS.get(name)
     check_options("task option", name, options, cls.option_names())
     for option in cls.needed_options():
         if options.get(option) is None:
-            raise OptionError(f"the task {name!r} needs {option}; pass {option}=... to finetune.")
+            raise OptionError(f"the task {name!r} needs {option}; pass {option}=..., in a file finetune.{option}.")
     return cls(**options)

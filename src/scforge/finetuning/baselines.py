@@ -42,7 +42,7 @@ def baseline_inputs(context: EvaluationContext, rows: np.ndarray) -> BaselineInp
     if context.base is None or context.base_train is None:
         warnings.warn(
             "the model before fine-tuning is not at hand, so that the baseline of its frozen embedding is missing; "
-            "pass base=, the model or its folder.",
+            "pass base= (--base-model), the model or its folder.",
             ScforgeWarning,
             stacklevel=4,
         )

@@ -39,6 +39,16 @@ class Predictor:
         The cells, over the genes of the model.
     batch_size
         Cells a batch.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:60, :300].copy())
+    >>> tokenizer = scforge.tokenizers.get_tokenizer("continuous_projection", cells.vocab)
+    >>> sizes = {"hidden_dim": 8, "pooling": "weighted_sum", "latent_dim": 4}
+    >>> module = scforge.models.GenePoolingModel(len(cells.vocab), **sizes)
+    >>> Predictor(module, tokenizer, scforge.training.JointEmbedding(), cells).embedding().shape
+    (60, 4)
     """
 
     module: nn.Module
@@ -90,6 +100,19 @@ class EvaluationContext:
         Whether to compute baselines.
     seed
         Of what is random in them.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:60, :300].copy())
+    >>> tokenizer = scforge.tokenizers.get_tokenizer("continuous_projection", cells.vocab)
+    >>> sizes = {"hidden_dim": 8, "pooling": "weighted_sum", "latent_dim": 4}
+    >>> module = scforge.models.GenePoolingModel(len(cells.vocab), **sizes)
+    >>> predictor = Predictor(module, tokenizer, scforge.training.JointEmbedding(), cells)
+    >>> rest = {"train": None, "train_rows": None, "base": None, "base_train": None, "train_cells": None}
+    >>> context = EvaluationContext(predictor, rows=np.arange(10), cells=cells, **rest)
+    >>> context.predictor.embedding(context.rows).shape
+    (10, 4)
     """
 
     predictor: Predictor
@@ -114,6 +137,13 @@ class Evaluated:
         One row a method, ``"scforge"`` first; one column a figure.
     tables
         Further tables by name, e.g. ``"per_class"``.
+
+    Examples
+    --------
+    >>> import pandas as pd
+    >>> from scforge.finetuning import Evaluated
+    >>> Evaluated(pd.DataFrame({"macro_f1": [0.9, 0.8]}, index=["scforge", "pca"])).metrics["macro_f1"].idxmax()
+    'scforge'
     """
 
     metrics: pd.DataFrame

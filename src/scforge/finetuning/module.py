@@ -29,6 +29,18 @@ class FineTunedModule(nn.Module):
     ----------
     frozen
         Whether the whole encoder stays as it is; it does not drop anything out then.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> class Head(nn.Linear):
+    ...     def forward(self, embeddings, batch):
+    ...         return super().forward(embeddings)
+    >>> encoder = scforge.models.GenePoolingModel(50, hidden_dim=8)
+    >>> module = FineTunedModule(encoder, Head(8, 3))
+    >>> ids, mask = torch.tensor([[5, 9]]), torch.ones(1, 2)
+    >>> module(ids, mask, values=torch.ones(1, 2)).logits.shape
+    torch.Size([1, 3])
     """
 
     def __init__(self, encoder: nn.Module, head: nn.Module) -> None:

@@ -34,6 +34,12 @@ class Split:
         chooses its best epoch by these, and is calibrated on them,
     test
         and is scored on these, which it never saw.
+
+    Examples
+    --------
+    >>> split = Split(train=np.array([0, 2, 4]), validation=np.array([1]), test=np.array([3]))
+    >>> len(split.train), split.test.tolist()
+    (3, [3])
     """
 
     train: np.ndarray
@@ -87,12 +93,24 @@ def split_for(
     groups
         Group of each cell, length N; whole groups are held out then, and classes do not matter.
 
+    Returns
+    -------
+    Rows of the three parts.
+
     Raises
     ------
     OptionError
         If no cell is left to train on.
     DataError
         If no cell is usable, or there are too few groups.
+
+    Examples
+    --------
+    >>> import pandas as pd
+    >>> donors = pd.Series(["A", "B", "C", "D"] * 5)
+    >>> split = split_for(20, validation_size=0.25, test_size=0.25, seed=0, groups=donors)
+    >>> donors[split.train].nunique(), donors[split.test].nunique(), len(split.test)
+    (2, 1, 5)
     """
     check_shares(validation_size, test_size)
     rows = np.arange(n_cells) if usable is None else np.flatnonzero(usable)

@@ -37,6 +37,23 @@ class Foreign:
         The weights of the checkpoint by their names.
     source
         Where they were read from.
+
+    Examples
+    --------
+    >>> from scforge.foreign import Rule
+    >>> checkpoint = Foreign(
+    ...     family="mine",
+    ...     version=None,
+    ...     architecture={"name": "transformer_encoder", "hidden_dim": 8},
+    ...     tokenizer={"name": "rank_value"},
+    ...     objective={"name": "masked_gene_prediction"},
+    ...     vocab=GeneVocab.from_genes(["CD3D", "LYZ"]),
+    ...     names=NameMap("Mine", (Rule("norm.gamma", "norm.weight"),)),
+    ...     tensors={"norm.gamma": torch.ones(8)},
+    ...     source="mine.pt",
+    ... )
+    >>> checkpoint.weights({"norm.weight": torch.Size([8])})["norm.weight"].shape
+    torch.Size([8])
     """
 
     family: str
@@ -61,6 +78,17 @@ class Family(Protocol):
     ``Encoder.from_checkpoint`` and ``scforge convert-checkpoint`` know it. What `read` needs besides the checkpoint are
     keyword-only arguments, which both pass on. Packages register theirs through the entry-point group
     ``scforge.checkpoints``.
+
+    Examples
+    --------
+    >>> class Mine:
+    ...     def recognises(self, source):
+    ...         return (source / "mine.json").exists()
+    ...
+    ...     def read(self, source, *, medians=None):
+    ...         raise NotImplementedError("return a Foreign: names, sizes and weights")
+    >>> Mine().recognises(Path("no such folder"))
+    False
     """
 
     def recognises(self, source: Path) -> bool:
@@ -98,16 +126,36 @@ def register_family(name: str) -> Callable[[Any], Any]:
     name
         Registry key, e.g. ``"geneformer"``.
 
+    Returns
+    -------
+    The decorator.
+
     Raises
     ------
     OptionError
         If `name` belongs to another class.
+
+    Examples
+    --------
+    >>> @register_family("mine")
+    ... class Mine:
+    ...     def recognises(self, source):
+    ...         return (source / "mine.json").exists()
+    ...
+    ...     def read(self, source, *, medians=None):
+    ...         raise NotImplementedError("return a Foreign: names, sizes and weights")
+    >>> "mine" in list_families()
+    True
     """
     return FAMILIES.register(name)
 
 
 def list_families() -> list[str]:
     """Return the names of all families of checkpoints, sorted.
+
+    Returns
+    -------
+    Names that :func:`read_checkpoint` takes as `family`.
 
     Examples
     --------
@@ -129,6 +177,10 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     **options
         What the family needs besides, e.g. ``tokens_medians`` for Geneformer.
 
+    Returns
+    -------
+    What the checkpoint holds; ``Encoder.from_checkpoint`` makes a model of it.
+
     Raises
     ------
     MissingFileError
@@ -137,6 +189,16 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
         If no family recognises it, or several do, or an option is not one of the family.
     ModelFileError
         If it cannot be used.
+
+    Examples
+    --------
+    >>> checkpoint = read_checkpoint("Geneformer-V2-104M")  # doctest: +SKIP
+    >>> checkpoint.family, checkpoint.vocab.n_genes  # doctest: +SKIP
+    >>> _ = Path("empty.bin").write_bytes(b"")
+    >>> read_checkpoint("empty.bin")
+    Traceback (most recent call last):
+        ...
+    scforge.errors.OptionError: the checkpoint 'empty.bin' is of no known family ...
     """
     if not isinstance(source, str | os.PathLike):
         raise OptionError(f"source={source!r} is not the path of a checkpoint; name a file or folder.")

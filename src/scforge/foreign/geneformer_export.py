@@ -70,6 +70,18 @@ def to_geneformer(model: _Model, folder: str | os.PathLike[str], *, overwrite: b
     ------
     OptionError
         If the model has something that BERT has not, or `folder` exists.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:60, :200].copy()
+    >>> scforge.models.Encoder.setup_anndata(adata)
+    >>> options = {"position_embedding": "learned", "norm_first": False, "use_expression_values": False}
+    >>> sizes = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2}
+    >>> model = scforge.models.Encoder(adata, "transformer_encoder", **options, **sizes)
+    >>> to_geneformer(model, "as_geneformer")
+    >>> sorted(os.listdir("as_geneformer"))
+    ['config.json', 'gene_median_dictionary.pkl', 'model.safetensors', 'token_dictionary.pkl']
     """
     from safetensors.torch import save_file
 

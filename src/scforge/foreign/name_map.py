@@ -18,7 +18,16 @@ __all__ = ["AsIs", "FoldedRow", "LeftOut", "NameMap", "RowsInOrder", "Rule", "St
 
 
 class Transform:
-    """How weights of theirs become one of ours, and one of ours theirs again."""
+    """How weights of theirs become one of ours, and one of ours theirs again.
+
+    Examples
+    --------
+    >>> class Negated(Transform):
+    ...     def join(self, parts):
+    ...         return -parts[0]
+    >>> Negated().join([torch.tensor([1.0, -2.0])])
+    tensor([-1.,  2.])
+    """
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the weight that these, in the order of the rule, become.
@@ -48,7 +57,13 @@ class AsIs(Transform):
 
 
 class Transposed(AsIs):
-    """The same matrix with rows for columns."""
+    """The same matrix with rows for columns.
+
+    Examples
+    --------
+    >>> Transposed().join([torch.zeros(3, 2)]).shape
+    torch.Size([2, 3])
+    """
 
     def join(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the transposed matrix."""
@@ -62,7 +77,18 @@ class Transposed(AsIs):
 
 @dataclass(frozen=True)
 class Stacked(Transform):
-    """Several weights on top of each other, such as those of queries, keys and values."""
+    """Several weights on top of each other, such as those of queries, keys and values.
+
+    Parameters
+    ----------
+    n
+        Number of the weights.
+
+    Examples
+    --------
+    >>> Stacked().join([torch.zeros(2, 4), torch.ones(2, 4), torch.ones(2, 4)]).shape
+    torch.Size([6, 4])
+    """
 
     n: int = 3
 
@@ -83,6 +109,17 @@ class FoldedRow(Transform):
 
     All tokens of a cell have the token type 0 of BERT, so that its vector is part of every position. On the way back it
     is zero.
+
+    Parameters
+    ----------
+    n_rows
+        Rows of the other table.
+
+    Examples
+    --------
+    >>> positions, token_types = torch.tensor([[1.0], [2.0]]), torch.tensor([[10.0], [20.0]])
+    >>> FoldedRow().join([positions, token_types]).tolist()
+    [[11.0], [12.0]]
     """
 
     n_rows: int = 2
@@ -101,7 +138,14 @@ class FoldedRow(Transform):
 
 @dataclass(frozen=True)
 class RowsInOrder(Transform):
-    """The rows of a table in another order: row i of ours is row ``order[i]`` of theirs, or zeros where it is -1."""
+    """The rows of a table in another order: row i of ours is row ``order[i]`` of theirs, or zeros where it is -1.
+
+    Examples
+    --------
+    >>> theirs = torch.tensor([[1.0], [2.0]])
+    >>> RowsInOrder((1, -1, 0)).join([theirs]).tolist()
+    [[2.0], [0.0], [1.0]]
+    """
 
     order: tuple[int, ...]
 
@@ -136,6 +180,11 @@ class Rule:
         Pattern of our weight.
     transform
         How they become one.
+
+    Examples
+    --------
+    >>> Rule("layer.{i}.bias", "layers.{i}.bias").found_in(["layer.0.bias", "embeddings"])
+    [{'i': '0'}]
     """
 
     source: str | tuple[str, ...]
@@ -171,6 +220,11 @@ class LeftOut:
         The reason, in words.
     same_as
         Another weight of the checkpoint that it must be equal to, for weights that are stored twice.
+
+    Examples
+    --------
+    >>> LeftOut("cls.predictions.decoder.bias", "the same as the bias", same_as="cls.predictions.bias").why
+    'the same as the bias'
     """
 
     source: str

@@ -49,6 +49,10 @@ def known_models() -> dict[str, str]:
     variable ``SCFORGE_MODELS`` names (several with the separator of ``PATH``). Of a name in several files the first
     counts, those of ``SCFORGE_MODELS`` before the shipped one.
 
+    Returns
+    -------
+    Name to description, e.g. for ``resolve("scforge://name")``.
+
     Raises
     ------
     MissingFileError, ModelFileError

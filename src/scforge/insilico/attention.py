@@ -76,6 +76,16 @@ def attention_between_genes(
     ------
     OptionError
         If the architecture has no attention, or no such layer or head.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:40, :200].copy())
+    >>> tokenizer = scforge.tokenizers.get_tokenizer("rank_value", cells.vocab, use_medians=False)
+    >>> module = scforge.models.TransformerEncoder(len(cells.vocab), hidden_dim=8, num_layers=1, num_heads=2)
+    >>> graph = attention_between_genes(module, cells, tokenizer, top_k=5)
+    >>> graph.shape[0] == cells.vocab.n_genes, bool(np.diff(graph.indptr).max() <= 5)
+    (True, True)
     """
     if not offers(type(module), "output_attentions"):
         raise OptionError(

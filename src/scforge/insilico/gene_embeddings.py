@@ -6,6 +6,7 @@ Shapes: B cells, S tokens, H hidden, G genes of the vocabulary, V tokens of the 
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 from scforge.data.cells import Cells
-from scforge.errors import OptionError, listing
+from scforge.errors import OptionError, ScforgeError, listing
 from scforge.models.components.embeddings import GeneExpressionEmbedding
 from scforge.models.components.gene_vectors import GeneVectorBag
 from scforge.models.registry import MODELS
@@ -35,10 +36,23 @@ def input_gene_embeddings(module: nn.Module, tokenizer: Tokenizer) -> np.ndarray
     tokenizer
         Its tokenizer.
 
+    Returns
+    -------
+    Vectors of the genes in the order of the vocabulary.
+
     Raises
     ------
     OptionError
         If the module has no embedding of the tokens.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:40, :200].copy())
+    >>> tokenizer = scforge.tokenizers.get_tokenizer("rank_value", cells.vocab, use_medians=False)
+    >>> module = scforge.models.TransformerEncoder(len(cells.vocab), hidden_dim=8, num_layers=1, num_heads=2)
+    >>> input_gene_embeddings(module, tokenizer).shape == (cells.vocab.n_genes, 8)
+    True
     """
     vocab = tokenizer.vocab
     if callable(table := getattr(module, "token_table", None)):
@@ -90,6 +104,16 @@ def contextual_gene_embeddings(
     ------
     OptionError
         If the architecture has no states of tokens, or no such layer.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:40, :200].copy())
+    >>> tokenizer = scforge.tokenizers.get_tokenizer("rank_value", cells.vocab, use_medians=False)
+    >>> module = scforge.models.TransformerEncoder(len(cells.vocab), hidden_dim=8, num_layers=1, num_heads=2)
+    >>> means, n_cells = contextual_gene_embeddings(module, cells, tokenizer)
+    >>> means.shape == (cells.vocab.n_genes, 8), bool(np.isnan(means[n_cells == 0]).all())
+    (True, True)
     """
     if not offers(type(module), "output_hidden_states"):
         raise OptionError(
@@ -141,7 +165,11 @@ def offers(architecture: type[nn.Module], option: str) -> bool:
 
 def that_offer(option: str) -> str:
     """Return the names of the architectures whose ``forward`` has an option."""
-    return listing(name for name in MODELS.names() if offers(MODELS.get(name), option))
+    found = []
+    for name in MODELS.names():
+        with suppress(ScforgeError):  # of a part that cannot be used, which is another matter
+            found += [name] if offers(MODELS.get(name), option) else []
+    return listing(found)
 
 
 def _token_embedding(module: nn.Module, n_tokens: int) -> nn.Module | None:

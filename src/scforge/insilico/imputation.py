@@ -88,6 +88,17 @@ def predict_uncounted(
     ------
     OptionError
         If a cell leaves no room for hidden tokens.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:40, :200].copy())
+    >>> tokenizer = scforge.tokenizers.get_tokenizer("continuous_projection", cells.vocab)
+    >>> sizes = {"encoder_dim": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_heads": 2}
+    >>> module = scforge.models.MaskedAutoencoder(len(cells.vocab), **sizes)
+    >>> objective = scforge.training.MaskedValuePrediction()
+    >>> predict_uncounted(module, cells, tokenizer, objective, np.array([0, 7])).shape
+    (40, 2)
     """
     size = _hidden_at_once(module, cells, tokenizer, objective)
     parts = np.array_split(np.random.default_rng(seed).permutation(genes), max(1, -(-len(genes) // size)))
@@ -137,6 +148,18 @@ def predict_counted(
     Returns
     -------
     Float32, shape (number of cells, G), in the unit of the tokenizer's values, with an entry where there is a count.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:40, :200].copy())
+    >>> tokenizer = scforge.tokenizers.get_tokenizer("continuous_projection", cells.vocab)
+    >>> sizes = {"encoder_dim": 8, "encoder_layers": 1, "decoder_layers": 1, "encoder_heads": 2}
+    >>> module = scforge.models.MaskedAutoencoder(len(cells.vocab), **sizes)
+    >>> objective = scforge.training.MaskedValuePrediction()
+    >>> values = predict_counted(module, cells, tokenizer, objective, n_folds=2)
+    >>> values.shape == (40, cells.vocab.n_genes)
+    True
     """
     rng, n_genes = np.random.default_rng(seed), tokenizer.vocab.n_genes
     fold_of = torch.from_numpy(rng.permutation(n_genes) % n_folds)

@@ -176,6 +176,15 @@ class PerturbedCells:
         Which cell each copy is of, int64, shape (N,).
     genes
         Which genes are perturbed in it, int32, shape (N, K).
+
+    Examples
+    --------
+    >>> import numpy as np, scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:60, :300].copy())
+    >>> delete = scforge.insilico.Perturbation("delete")
+    >>> copies = scforge.insilico.PerturbedCells(cells, delete, rows=np.array([0, 0]), genes=np.array([[3], [4]]))
+    >>> len(copies)
+    2
     """
 
     source: CellSource

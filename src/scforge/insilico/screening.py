@@ -85,6 +85,19 @@ def screen(
     ------
     DataError
         If there are no cells.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:60, :300].copy())
+    >>> tokenizer = scforge.tokenizers.get_tokenizer("continuous_projection", cells.vocab)
+    >>> sizes = {"hidden_dim": 8, "pooling": "weighted_sum", "latent_dim": 4}
+    >>> module = scforge.models.GenePoolingModel(len(cells.vocab), **sizes)
+    >>> embed = lambda part: scforge.training.embed(module, part, tokenizer)
+    >>> delete, genes = scforge.insilico.Perturbation("delete"), np.array([[0], [1], [2]])
+    >>> table = screen(cells, embed, delete, genes, n_controls=5)
+    >>> table.columns.tolist()
+    ['n_cells', 'shift', 'shift_sd', 'shift_z', 'p_value']
     """
     if not len(cells):
         raise DataError("there are no cells to perturb; choose others.")
@@ -143,6 +156,18 @@ def mean_moves(
     Returns
     -------
     Mean over cells of the embedding after less that before, both of length 1; NaN where nothing was perturbed.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:60, :300].copy())
+    >>> tokenizer = scforge.tokenizers.get_tokenizer("continuous_projection", cells.vocab)
+    >>> sizes = {"hidden_dim": 8, "pooling": "weighted_sum", "latent_dim": 4}
+    >>> module = scforge.models.GenePoolingModel(len(cells.vocab), **sizes)
+    >>> embed = lambda part: scforge.training.embed(module, part, tokenizer)
+    >>> delete, genes = scforge.insilico.Perturbation("delete"), np.array([[0], [1], [2]])
+    >>> mean_moves(cells, embed, delete, genes).shape
+    (3, 4)
     """
     combinations = np.asarray(combinations, dtype=np.int32).reshape(len(combinations), -1)
     before = units(embed_cells(cells))

@@ -33,6 +33,13 @@ def init_weights(module: nn.Module) -> None:
     ----------
     module
         A single module.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> model = nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)).apply(init_weights)
+    >>> model[0].bias.tolist(), model[1].weight.tolist()
+    ([0.0, 0.0, 0.0], [1.0, 1.0, 1.0])
     """
     if getattr(module, "initialises_itself", False):
         module.reset_parameters()
@@ -52,7 +59,27 @@ def init_weights(module: nn.Module) -> None:
 
 
 def count_parameters(model: nn.Module, *, trainable_only: bool = True) -> int:
-    """Return the number of parameters of `model`, those without gradient left out if `trainable_only`."""
+    """Return the number of parameters of `model`, those without gradient left out if `trainable_only`.
+
+    Parameters
+    ----------
+    model
+        Any module.
+    trainable_only
+        Count only parameters that need a gradient.
+
+    Returns
+    -------
+    Number of numbers in the parameters; buffers do not count.
+
+    Examples
+    --------
+    >>> from torch import nn
+    >>> layer = nn.Linear(4, 3)
+    >>> _ = layer.bias.requires_grad_(False)
+    >>> count_parameters(layer), count_parameters(layer, trainable_only=False)
+    (12, 15)
+    """
     return sum(p.numel() for p in model.parameters() if p.requires_grad or not trainable_only)
 
 

@@ -310,8 +310,8 @@ class AutoregressiveTransformer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits of the next gene (B, V) and of its bin (B, n_bins) behind the last of further tokens.
 
-        The tokens, shape (B, s), follow on those in `cache`, and are added to it. `condition` is as in :meth:`forward`.
-        What comes behind a cell without further tokens means nothing.
+        `input_ids`, `attention_mask` and `values`, shape (B, s), follow on those in `cache`, and are added to it;
+        `condition` is as in :meth:`forward`. What comes behind a cell without further tokens means nothing.
         """
         tokens_bs = attention_mask != 0
         before_b = 0 if cache.tokens is None else cache.tokens.sum(dim=1, keepdim=True)
@@ -320,12 +320,12 @@ class AutoregressiveTransformer(nn.Module):
         return self.head(last_bh), self.bin_head(last_bh)
 
     def init_token_prior(self, token_counts: torch.Tensor) -> None:
-        """Start the gene head at the token frequencies, see :meth:`MaskedGenePredictionHead.init_bias`."""
+        """Start the gene head at the frequencies of `token_counts`, see :meth:`MaskedGenePredictionHead.init_bias`."""
         self.head.init_bias(token_counts)
 
     @torch.no_grad()
     def init_bin_values(self, bin_values: torch.Tensor) -> None:
-        """Say what the bins stand for, e.g. their mean log1p CP10K; shape (n_bins,)."""
+        """Say by `bin_values` what the bins stand for, e.g. their mean log1p CP10K; shape (n_bins,)."""
         if bin_values.shape != self.bin_values.shape:
             raise OptionError(f"bin_values has the shape {tuple(bin_values.shape)} but there are {self.n_bins} bins.")
         self.bin_values.copy_(bin_values)
@@ -336,7 +336,7 @@ class AutoregressiveTransformer(nn.Module):
         return build_from_config(cls, config)
 
     def num_parameters(self, *, trainable_only: bool = True) -> int:
-        """Return the number of parameters."""
+        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
         return count_parameters(self, trainable_only=trainable_only)
 
     def _states(

@@ -5,13 +5,13 @@ Shapes: B cells, S tokens, H hidden, L latent, V vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from scforge._checks import check_count
-from scforge._constants import IGNORE_LABEL
+from scforge._constants import IGNORE_LABEL, N_SPECIAL
 from scforge.errors import OptionError
 from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
 from scforge.models.components.cross_entropy import token_loss
@@ -22,6 +22,7 @@ from scforge.models.components.pooling import mean_pool
 from scforge.models.components.positions import token_positions
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
+from scforge.models.scdiva_parts import LOG_VARIANCES, BatchIntegrationHead
 
 if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
@@ -101,11 +102,32 @@ class _WeightedSum(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, tokens_bs: torch.Tensor, values: torch.Tensor | None
     ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        dtype = self.mlp[0].weight.dtype
-        weights = (torch.ones_like(input_ids) if values is None else values).to(dtype) * tokens_bs
-        latent_bl = self.mlp(self.bag(input_ids, per_sample_weights=weights))
+        latent_bl = self.mlp[-1](self.hidden(input_ids, tokens_bs, values))
         # The cell is all that this form knows at every position.
         return [latent_bl.unsqueeze(1).expand(-1, input_ids.shape[1], -1)], latent_bl
+
+    def hidden(self, input_ids: torch.Tensor, tokens_bs: torch.Tensor, values: torch.Tensor | None) -> torch.Tensor:
+        """Return the last hidden state, shape (B, ffn_dim), of which the latent is a linear function."""
+        dtype = self.mlp[0].weight.dtype
+        weights = (torch.ones_like(input_ids) if values is None else values).to(dtype) * tokens_bs
+        return self.mlp[:-1](self.bag(input_ids, per_sample_weights=weights))
+
+
+class _Decoder(nn.Module):
+    """The variance of the latent, and the expression of genes that a latent stands for."""
+
+    def __init__(self, ffn_dim: int, latent_dim: int, decoder_dim: int, num_genes: int, n_batches: int) -> None:
+        super().__init__()
+        self.logvar = nn.Linear(ffn_dim, latent_dim)
+        self.expression = BatchIntegrationHead(latent_dim, decoder_dim, num_genes, n_batches)
+
+
+class _Projector(nn.Sequential):
+    """A perceptron behind the embedding, for objectives that are not to shape the embedding itself."""
+
+    def __init__(self, latent_dim: int, width: int, layer_norm_eps: float) -> None:
+        norm = nn.LayerNorm(width, eps=layer_norm_eps)
+        super().__init__(nn.Linear(latent_dim, width), norm, nn.GELU(), nn.Linear(width, width))
 
 
 @register_model("gene_pooling")
@@ -144,6 +166,15 @@ class GenePoolingModel(nn.Module):
     gene_vectors
         Embed genes by pretrained vectors: the arguments ``dim``, ``learned`` and ``frozen`` of
         :class:`scforge.models.components.GeneVectorEmbedding`. ``Encoder`` sets it for tokenizers with gene vectors.
+    n_batches
+        Give ``"weighted_sum"`` a variance of the latent and a decoder of expression that is told one of so many
+        batches, 0 for none to tell; None leaves variance and decoder out. Objectives that decode set it.
+    decoder_dim
+        Width of the decoder.
+    n_special
+        Tokens of the vocabulary that are no genes, which are not decoded.
+    projector_dim
+        Width of a perceptron behind the embedding (:meth:`project`); None for none. Objectives set it.
 
     Examples
     --------
@@ -167,6 +198,10 @@ class GenePoolingModel(nn.Module):
         use_expression_values: bool = True,
         layer_norm_eps: float = 1e-12,
         gene_vectors: dict[str, Any] | None = None,
+        n_batches: int | None = None,
+        decoder_dim: int = 128,
+        n_special: int = N_SPECIAL,
+        projector_dim: int | None = None,
     ) -> None:
         super().__init__()
         check_choice("pooling", pooling, ["mean", "weighted_sum"])
@@ -201,6 +236,23 @@ class GenePoolingModel(nn.Module):
                 vocab_size, hidden_dim, num_layers, ffn_dim, self.latent_dim, dropout, layer_norm_eps, gene_vectors
             )
         self.head = MaskedGenePredictionHead(self.latent_dim, vocab_size, layer_norm_eps).apply(init_weights)
+        self.decoder = None
+        if n_batches is not None:
+            check_count("n_batches", n_batches, "batches", least=0)
+            check_count("decoder_dim", decoder_dim, "dimensions")
+            check_count("n_special", n_special, "special tokens")
+            if pooling == "mean":
+                raise OptionError(
+                    f"pooling='mean' has no decoder of expression, which n_batches={n_batches} and objectives that "
+                    "decode ask for; choose pooling='weighted_sum', or another objective."
+                )
+            if vocab_size <= n_special:
+                raise OptionError(f"vocab_size={vocab_size} leaves no gene beside n_special={n_special}; raise it.")
+            self.decoder = _Decoder(ffn_dim, self.latent_dim, decoder_dim, vocab_size - n_special, n_batches)
+        self.projector = None
+        if projector_dim is not None:
+            check_count("projector_dim", projector_dim, "dimensions")
+            self.projector = _Projector(self.latent_dim, projector_dim, layer_norm_eps)
 
     def forward(
         self,
@@ -213,7 +265,7 @@ class GenePoolingModel(nn.Module):
         output_hidden_states: bool = False,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Predict the genes of a batch; arguments and result as for ``TransformerEncoder.forward``.
+        """Predict the genes of a batch; arguments and result as for :meth:`scforge.models.TransformerEncoder.forward`.
 
         The fast form knows the cell alone, so it has one hidden state, the same at all positions.
         """
@@ -238,11 +290,77 @@ class GenePoolingModel(nn.Module):
         values: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return cell embeddings, shape (B, L)."""
+        """Return cell embeddings, shape (B, L). The arguments are those of :meth:`forward`."""
         return self._run(input_ids, attention_mask != 0, values)[1]
 
+    def infer(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        values: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, torch.Tensor]:
+        """Return ``latent`` (a draw in training, else the mean), ``mu`` (the embedding) and ``logvar``, each (B, L).
+
+        The arguments are those of :meth:`forward`.
+
+        Raises
+        ------
+        OptionError
+            If the model was made without `n_batches`, so without a variance and a decoder.
+        """
+        tokens_bs = attention_mask != 0
+        check_shapes(input_ids, attention_mask=tokens_bs, values=values)
+        decoder, body = self._decoder(), cast(_WeightedSum, self.body)
+        hidden = body.hidden(input_ids, tokens_bs, None if values is None else values.masked_fill(~tokens_bs, 0))
+        mu, logvar = body.mlp[-1](hidden).float(), decoder.logvar(hidden).float().clamp(*LOG_VARIANCES)
+        latent = mu + torch.randn_like(mu) * (0.5 * logvar).exp() if self.training else mu
+        return {"latent": latent, "mu": mu, "logvar": logvar}
+
+    def decode(self, latent: torch.Tensor, batch: torch.Tensor | int | None = None) -> torch.Tensor:
+        """Return the log1p CP10K values of the genes that latents (B, L) stand for, shape (B, G).
+
+        Parameters
+        ----------
+        latent
+            Latents, shape (B, L).
+        batch
+            Batch of each cell, int64, shape (B,), or one for all; -1, or None for all, for the mean of all batches.
+
+        Raises
+        ------
+        OptionError
+            If there is no decoder, or a batch is none of its.
+        """
+        return self._decoder().expression(latent, batch)
+
+    def _decoder(self) -> _Decoder:
+        if self.decoder is None:
+            raise OptionError(
+                "the model has no decoder of expression; make it with n_batches=0 (or the number of batches), as the "
+                "objective 'neighbor_denoising' does."
+            )
+        return self.decoder
+
+    @torch.no_grad()
+    def init_expression_prior(self, mean: torch.Tensor) -> None:
+        """Start the decoder at the mean of each gene, (G,)."""
+        self._decoder().expression.decoder.bias.copy_(mean)
+
+    def project(self, embeddings: torch.Tensor) -> torch.Tensor:
+        """Return what a perceptron behind the embedding makes of embeddings (B, L), shape (B, projector_dim).
+
+        Raises
+        ------
+        OptionError
+            If the model was made without `projector_dim`.
+        """
+        if self.projector is None:
+            raise OptionError("the model has no projector; make it with projector_dim, e.g. 128.")
+        return self.projector(embeddings)
+
     def init_token_prior(self, token_counts: torch.Tensor) -> None:
-        """Start the prediction head at the token frequencies, see :meth:`MaskedGenePredictionHead.init_bias`."""
+        """Start the head at the frequencies of `token_counts`, (V,), see :meth:`MaskedGenePredictionHead.init_bias`."""
         self.head.init_bias(token_counts)
 
     @classmethod
@@ -251,5 +369,5 @@ class GenePoolingModel(nn.Module):
         return build_from_config(cls, config)
 
     def num_parameters(self, *, trainable_only: bool = True) -> int:
-        """Return the number of parameters."""
+        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
         return count_parameters(self, trainable_only=trainable_only)

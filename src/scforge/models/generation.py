@@ -33,8 +33,25 @@ _LARGEST = 1.0 - 1e-12
 class GeneratedCells(NamedTuple):
     """Tokens of generated cells, padded to the longest, shape (B, S).
 
-    ``input_ids``: int64, 0 at padding. ``values``: what the bins stand for, float32. ``bin_ids``: int64; values and
-    bins are 0 at special tokens and padding. ``attention_mask``: True for tokens, bool.
+    Parameters
+    ----------
+    input_ids
+        Token ids, int64, 0 (PAD) at padding.
+    values
+        What the bins stand for, float32, 0 at special tokens and padding.
+    bin_ids
+        Expression bins, int64, 0 at special tokens and padding.
+    attention_mask
+        True for tokens, bool.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scforge.models import AutoregressiveTransformer
+    >>> model = AutoregressiveTransformer(vocab_size=24, hidden_dim=8, num_layers=1, num_heads=2, n_bins=5)
+    >>> cells = model.generate(3, max_len=6, seed=0)
+    >>> cells.input_ids.shape, cells.input_ids[:, 0].tolist()
+    (torch.Size([3, 6]), [3, 3, 3])
     """
 
     input_ids: torch.Tensor

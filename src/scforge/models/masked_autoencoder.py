@@ -395,5 +395,5 @@ class MaskedAutoencoder(nn.Module):
         return build_from_config(cls, config, renamed=cls.config_names)
 
     def num_parameters(self, *, trainable_only: bool = True) -> int:
-        """Return the number of parameters."""
+        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
         return count_parameters(self, trainable_only=trainable_only)

@@ -34,6 +34,15 @@ class ModelOutput:
         Attention weights of each layer, float32, each of shape (B, heads, S, S), if they were asked for.
     losses
         The parts of the loss by name, scalars, where an architecture has several.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scforge.models import TransformerEncoder
+    >>> model = TransformerEncoder(vocab_size=50, hidden_dim=8, num_layers=2, num_heads=2)
+    >>> output = model(torch.randint(4, 50, (3, 5)), torch.ones(3, 5), output_hidden_states=True)
+    >>> output.embeddings.shape, len(output.hidden_states), output.loss is None
+    (torch.Size([3, 8]), 2, True)
     """
 
     loss: torch.Tensor | None = None
@@ -55,6 +64,25 @@ class CellModule(Protocol):
     ``init_token_prior`` (starts the head at token frequencies), ``generate`` (makes new cells), ``token_table`` (gives
     the vectors of all tokens, (V, H), where no embedding of the module holds them).
     :func:`scforge.testing.check_model` checks an architecture against all of this.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scforge.models import ModelOutput
+    >>> class MeanValue(torch.nn.Module):
+    ...     def forward(self, input_ids, attention_mask, values=None, labels=None, **kwargs):
+    ...         return ModelOutput(embeddings=self.encode(input_ids, attention_mask, values))
+    ...
+    ...     def encode(self, input_ids, attention_mask, values=None, **kwargs):
+    ...         return (values * attention_mask).sum(dim=1, keepdim=True) / attention_mask.sum(dim=1, keepdim=True)
+    ...
+    ...     @classmethod
+    ...     def from_config(cls, config):
+    ...         return cls()
+    >>> isinstance(MeanValue(), CellModule)
+    True
+    >>> MeanValue().encode(torch.tensor([[4, 5, 0]]), torch.tensor([[1, 1, 0]]), torch.tensor([[1.0, 2.0, 0.0]]))
+    tensor([[1.5000]])
     """
 
     def forward(
@@ -65,7 +93,25 @@ class CellModule(Protocol):
         labels: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> ModelOutput:
-        """Return loss (with `labels`), logits and embeddings."""
+        """Return loss (with `labels`), logits and embeddings.
+
+        Parameters
+        ----------
+        input_ids
+            Token ids, int64, shape (B, S).
+        attention_mask
+            Nonzero for tokens, shape (B, S).
+        values
+            Expression value of each token, float32, shape (B, S).
+        labels
+            Token ids to predict, int64, shape (B, S); -100 where there is nothing to predict.
+        **kwargs
+            Other keys of a batch; those that the architecture does not use are ignored.
+
+        Returns
+        -------
+        A :class:`ModelOutput`, whose ``loss`` is None without labels.
+        """
         ...
 
     def encode(
@@ -75,10 +121,30 @@ class CellModule(Protocol):
         values: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return cell embeddings, shape (B, H)."""
+        """Return cell embeddings, shape (B, H).
+
+        Parameters
+        ----------
+        input_ids, attention_mask, values, **kwargs
+            As of :meth:`forward`.
+
+        Returns
+        -------
+        Float, shape (B, H).
+        """
         ...
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> Any:
-        """Make the module that `config` describes."""
+        """Make the module that `config` describes.
+
+        Parameters
+        ----------
+        config
+            The section ``model`` of a configuration, with ``vocab_size`` set.
+
+        Returns
+        -------
+        The module.
+        """
         ...

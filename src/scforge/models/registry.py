@@ -19,10 +19,14 @@ __all__ = ["MODELS", "check_model_options", "get_model", "list_models", "option_
 MODELS: Registry[Any] = Registry(
     "architecture",
     group="scforge.models",
+    base="torch.nn.Module",
+    # What a made module has to have, a front class asks of the module: it may be set in the constructor.
+    methods=("from_config",),
     builtin={
         "autoregressive_transformer": "scforge.models.autoregressive",
         "gene_pooling": "scforge.models.gene_pooling",
         "masked_autoencoder": "scforge.models.masked_autoencoder",
+        "mlp": "scforge.models.mlp",
         "scdiva": "scforge.models.scdiva",
         "transformer_encoder": "scforge.models.transformer_encoder",
     },
@@ -37,10 +41,25 @@ def register_model(name: str) -> Callable[[Any], Any]:
     name
         Registry key, e.g. ``"transformer_encoder"``.
 
+    Returns
+    -------
+    A decorator that registers a class and hands it back.
+
     Raises
     ------
     OptionError
         If `name` belongs to another class. (It is a ``ValueError``.)
+
+    Examples
+    --------
+    >>> from scforge.models import TransformerEncoder
+    >>> @register_model("rotary_encoder")
+    ... class RotaryEncoder(TransformerEncoder):
+    ...     def __init__(self, vocab_size, hidden_dim=8, num_layers=1, num_heads=2):
+    ...         super().__init__(vocab_size, hidden_dim, num_layers, num_heads, position_embedding="rotary")
+    >>> from scforge.config import ModelConfig
+    >>> get_model("rotary_encoder", ModelConfig(vocab_size=50, num_layers=2)).uses_order
+    True
     """
     return MODELS.register(name)
 
@@ -48,10 +67,14 @@ def register_model(name: str) -> Callable[[Any], Any]:
 def list_models() -> list[str]:
     """Return the names of all architectures, sorted.
 
+    Returns
+    -------
+    Names of built-in architectures, of registered ones, and of those that installed packages offer as entry points.
+
     Examples
     --------
     >>> list_models()
-    ['autoregressive_transformer', 'gene_pooling', 'masked_autoencoder', 'scdiva', 'transformer_encoder']
+    ['autoregressive_transformer', 'gene_pooling', 'masked_autoencoder', 'mlp', 'scdiva', 'transformer_encoder']
     """
     return MODELS.names()
 
@@ -59,12 +82,32 @@ def list_models() -> list[str]:
 def get_model(name: str, config: ModelConfig) -> nn.Module:
     """Make the architecture registered as `name` from a configuration with ``vocab_size`` set.
 
+    Parameters
+    ----------
+    name
+        One of :func:`list_models`.
+    config
+        The section ``model`` of a configuration. What it sets is passed on; for the rest the defaults of the
+        constructor hold.
+
+    Returns
+    -------
+    The module, with new weights.
+
     Raises
     ------
     OptionError
         If `name` is unknown. (It is a ``ValueError``.)
     ValueError
         If ``config.vocab_size`` is None.
+
+    Examples
+    --------
+    >>> from scforge.config import ModelConfig
+    >>> config = ModelConfig(vocab_size=50, hidden_dim=8, num_layers=1, pooling="weighted_sum")
+    >>> model = get_model("gene_pooling", config)
+    >>> type(model).__name__, model.num_parameters()
+    ('GenePoolingModel', 1570)
     """
     return MODELS.get(name).from_config(config)
 

@@ -393,5 +393,5 @@ class ScDiVaBody(nn.Module):
         self.batch_integration_head.decoder.bias.copy_(mean)
 
     def num_parameters(self, *, trainable_only: bool = True) -> int:
-        """Return the number of parameters."""
+        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
         return count_parameters(self, trainable_only=trainable_only)

@@ -70,7 +70,13 @@ class ScDiVaConfig:
 
     @classmethod
     def base(cls, **changes: Any) -> ScDiVaConfig:
-        """Return the base size, nominally 350 million parameters; `changes` go over it."""
+        """Return the base size, nominally 350 million parameters; `changes` go over it.
+
+        Parameters
+        ----------
+        **changes
+            Fields of the class with other values.
+        """
         return cls(**changes)
 
     @classmethod
@@ -78,6 +84,16 @@ class ScDiVaConfig:
         """Return the large size, nominally 1.5 billion parameters (1.74 with feed-forward layers four times as wide).
 
         `intermediate_size` of three times `hidden_size` makes it 1.47 billion.
+
+        Parameters
+        ----------
+        **changes
+            Fields of the class with other values.
+
+        Examples
+        --------
+        >>> ScDiVaConfig.large(num_cell_types=10).num_hidden_layers
+        32
         """
         sizes = {"num_genes": 30_000, "hidden_size": 2048, "num_hidden_layers": 32, "num_attention_heads": 32}
         return cls(**{**sizes, "latent_dim": 256, **changes})

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _STD = 0.02
-_LOG_VARIANCES = (-15.0, 15.0)
+LOG_VARIANCES = (-15.0, 15.0)
 
 
 class GeneEmbedding(nn.Module):
@@ -152,8 +152,8 @@ class VariationalLayer(nn.Module):
         """
         mu_bl = _wide(self.mu_projection(hidden_bh))
         if self.logvar_projection is None:
-            return mu_bl, mu_bl, torch.full_like(mu_bl, _LOG_VARIANCES[0])
-        logvar_bl = _wide(self.logvar_projection(hidden_bh)).clamp(*_LOG_VARIANCES)
+            return mu_bl, mu_bl, torch.full_like(mu_bl, LOG_VARIANCES[0])
+        logvar_bl = _wide(self.logvar_projection(hidden_bh)).clamp(*LOG_VARIANCES)
         if not self.training:
             return mu_bl, mu_bl, logvar_bl
         return mu_bl + torch.randn_like(mu_bl) * (0.5 * logvar_bl).exp(), mu_bl, logvar_bl

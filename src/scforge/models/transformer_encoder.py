@@ -367,7 +367,7 @@ class TransformerEncoder(nn.Module):
         return POOLINGS[self.pooling](hidden_bsh, attention_mask)
 
     def init_token_prior(self, token_counts: torch.Tensor) -> None:
-        """Start the prediction head at the token frequencies, see :meth:`MaskedGenePredictionHead.init_bias`."""
+        """Start the head at the frequencies of `token_counts`, (V,), see :meth:`MaskedGenePredictionHead.init_bias`."""
         if self.head is not None:
             self.head.init_bias(token_counts)
 
@@ -382,5 +382,5 @@ class TransformerEncoder(nn.Module):
         return build_from_config(cls, config)
 
     def num_parameters(self, *, trainable_only: bool = True) -> int:
-        """Return the number of parameters."""
+        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
         return count_parameters(self, trainable_only=trainable_only)

@@ -41,6 +41,15 @@ def training_curves(
     Returns
     -------
     The axes.
+
+    Examples
+    --------
+    >>> import pandas as pd, scforge
+    >>> losses = {"train_loss": [3.0, 2.0, 1.5], "validation_loss": [3.2, 2.4, 2.1]}
+    >>> history = {name: pd.DataFrame({name: values}) for name, values in losses.items()}  # as model.history
+    >>> ax = scforge.pl.training_curves(history, reference=2.9, reference_label="token frequencies")
+    >>> [line.get_label() for line in ax.lines]
+    ['train', 'validation', 'token frequencies']
     """
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
@@ -58,7 +67,7 @@ def training_curves(
             ax.plot(values.index + 1, values, label=label, color=colour, marker="o" if len(values) == 1 else None)
     if reference is not None:
         ax.axhline(reference, color="grey", linestyle="--", linewidth=1, label=reference_label)
-    ax.set(xlabel="epoch", ylabel=metric, title=title)
+    ax.set(xlabel="epoch", ylabel=metric.replace("_", " "), title=title)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if n_epochs == 1:
         ax.set_xlim(0.5, 1.5)

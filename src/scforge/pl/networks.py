@@ -56,6 +56,15 @@ def precision_recall(
     ------
     DataError
         If a column is not there, or a value is not between 0 and 1.
+
+    Examples
+    --------
+    >>> import pandas as pd, scforge
+    >>> truth = pd.DataFrame({"source": ["A", "B"], "target": ["x", "y"]})
+    >>> edges = pd.DataFrame({"source": ["A"], "target": ["x"], "weight": [1.0]})
+    >>> ax = scforge.pl.precision_recall(scforge.eval.network_curves({"mine": edges}, truth))
+    >>> ax.get_xlabel(), ax.get_ylabel()
+    ('recall', 'precision')
     """
     check_columns("curves", curves, ("method", "recall", "precision"))
     values = curves[["recall", "precision"]].to_numpy(dtype=float)
@@ -140,6 +149,16 @@ def attention_heatmap(
     ------
     DataError
         If the key or a gene is not there, or there is no attention among the genes.
+
+    Examples
+    --------
+    >>> import anndata, numpy as np, scforge
+    >>> adata = anndata.AnnData(np.ones((2, 3), dtype="float32"))
+    >>> adata.var_names = ["CD3D", "CD3E", "LYZ"]
+    >>> adata.varp["scforge_attention"] = np.array([[0, 0.4, 0.1], [0.3, 0, 0.1], [0.1, 0.2, 0]])
+    >>> ax = scforge.pl.attention_heatmap(adata)
+    >>> sorted(label.get_text() for label in ax.get_yticklabels())
+    ['CD3D', 'CD3E', 'LYZ']
     """
     if key not in adata.varp:
         known = list(adata.varp)

@@ -59,6 +59,15 @@ def perturbation_scatter(
     ------
     DataError
         If a column is not there, or fewer than two genes have both effects.
+
+    Examples
+    --------
+    >>> import pandas as pd, scforge
+    >>> effects = {"predicted": [0.1, -0.8, 0.3], "measured": [0.0, -1.1, 0.5]}
+    >>> effects = pd.DataFrame(effects, index=["ACTB", "MYC", "CDKN1A"])
+    >>> ax = scforge.pl.perturbation_scatter(effects, n_labels=1, title="MYC knock-down")
+    >>> [text.get_text() for text in ax.texts]
+    ['MYC']
     """
     check_columns("effects", effects, (predicted, measured))
     check_count("n_labels", n_labels, "genes", least=0)
@@ -142,6 +151,14 @@ def perturbation_ranks(
     ------
     DataError
         If a column is not there.
+
+    Examples
+    --------
+    >>> import pandas as pd, scforge
+    >>> table = {"method": ["scforge"] * 3 + ["train_mean"] * 3, "rank": [0.0, 0.1, 0.2, 0.5, 0.5, 0.4]}
+    >>> ax = scforge.pl.perturbation_ranks(pd.DataFrame(table))
+    >>> [label.get_text() for label in ax.get_yticklabels()]
+    ['train_mean', 'scforge']
     """
     check_columns("table", table, ("method", metric))
     means = (

@@ -53,6 +53,14 @@ def confusion_matrix(
     ------
     DataError
         If a column or the table is not there, or no cell has both classes.
+
+    Examples
+    --------
+    >>> import pandas as pd, scforge
+    >>> cells = pd.DataFrame({"label": ["B", "B", "NK", "T"], "scforge_label": ["B", "NK", "NK", "T"]})
+    >>> ax = scforge.pl.confusion_matrix(cells, "label")
+    >>> [tick.get_text().split()[0] for tick in ax.get_yticklabels()]
+    ['B', 'NK', 'T']
     """
     counts, left_out = _counts(data, truth, predicted, table)
     n_rows, n_columns = counts.shape
@@ -156,6 +164,15 @@ def calibration(
     ------
     DataError
         If a column is not there, no cell has all three, or a confidence is not between 0 and 1.
+
+    Examples
+    --------
+    >>> import pandas as pd, scforge
+    >>> cells = pd.DataFrame({"label": list("ABABABAB"), "scforge_label": list("ABABABBA")})
+    >>> cells["scforge_confidence"] = 0.75
+    >>> ax = scforge.pl.calibration(cells, "label", n_bins=10)
+    >>> ax.get_title()
+    'calibration error 0.000, 8 cells'
     """
     columns = _columns(data, truth, f"scforge_{truth}" if predicted is None else predicted, confidence)
     columns.columns = ["truth", "predicted", "confidence"]

@@ -58,6 +58,15 @@ def metrics(
         If the table lacks a column or has no rows.
     OptionError
         If a metric or benchmark is not in the table, or must be chosen.
+
+    Examples
+    --------
+    >>> import pandas as pd, scforge
+    >>> table = pd.DataFrame({"method": ["PCA", "scforge"], "metric": "knn_macro_f1", "value": [0.81, 0.86]})
+    >>> table["kind"] = ["baseline", "model"]
+    >>> axes = scforge.pl.metrics(table)
+    >>> len(axes)
+    1
     """
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
@@ -184,6 +193,14 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
         If the table lacks a column or has no rows.
     OptionError
         If the benchmark is not in the table, or must be chosen.
+
+    Examples
+    --------
+    >>> import pandas as pd, scforge
+    >>> scores = {"clisi": [0.99, 0.97], "ilisi": [0.20, 0.45], "total": [0.55, 0.61]}
+    >>> ax = scforge.pl.scib_table(pd.DataFrame(scores, index=["PCA", "scforge"]))
+    >>> [label.get_text() for label in ax.get_yticklabels()]
+    ['scforge', 'PCA']
     """
     import matplotlib as mpl
     from matplotlib.patches import Rectangle

@@ -44,6 +44,13 @@ def embeddings(
     Returns
     -------
     The axes.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:100].copy()
+    >>> adata.obsm["X_pca"] = scforge.eval.pca_embedding(adata, n_comps=10)
+    >>> axes = scforge.pl.embeddings(adata, "X_pca", color="cell_type")  # doctest: +SKIP
     """
     import matplotlib.pyplot as plt
     import scanpy as sc

@@ -59,6 +59,10 @@ def read_documents(
     gene_column, text_column
         Columns of tables with the names and the texts; None for ``"gene"`` and ``"text"``.
 
+    Returns
+    -------
+    Name and bytes of each document.
+
     Raises
     ------
     OptionError

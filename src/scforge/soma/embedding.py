@@ -45,7 +45,7 @@ def embed(
     progress_bar: bool = True,
     **reading: Any,
 ) -> pd.DataFrame:
-    """Embed files: one vector for each record of a FASTA file, each row of a table, or each other file.
+    r"""Embed files: one vector for each record of a FASTA file, each row of a table, or each other file.
 
     The vector of a document is the mean of the model's states over all its bytes; long ones are read in sequences of
     the length of the training.
@@ -85,6 +85,17 @@ def embed(
         If the model is damaged.
     DataError
         If a file is empty or cannot be read, or a name stands more than once.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from scforge import soma
+    >>> _ = Path("dna.fasta").write_text(">a\nACGTACGT\n>b\nTTGACGTT\n")
+    >>> sizes = {"embedding_dim": 8, "num_layers": 1, "num_heads": 1, "seq_len": 8}
+    >>> trained = soma.train("dna.fasta", "run", **sizes, max_epochs=1, progress_bar=False)
+    >>> vectors = soma.embed("dna.fasta", trained, "vectors.csv", progress_bar=False)
+    >>> vectors.shape, vectors.index.tolist()
+    ((2, 8), ['a', 'b'])
     """
     return _embed(
         read_documents(files, **reading), model, output, duplicates, batch_size, device, overwrite, progress_bar
@@ -101,7 +112,7 @@ def gene_table(
     overwrite: bool = False,
     progress_bar: bool = True,
 ) -> pd.DataFrame:
-    """Embed the description or the sequence of each gene, for the tokenizer ``gene_embedding``.
+    r"""Embed the description or the sequence of each gene, for the tokenizer ``gene_embedding``.
 
     Parameters
     ----------
@@ -118,6 +129,17 @@ def gene_table(
     ------
     DataError
         If there are no genes, or one has no text.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from scforge import soma
+    >>> _ = Path("dna.fasta").write_text(">a\nACGTACGT\n>b\nTTGACGTT\n")
+    >>> sizes = {"embedding_dim": 8, "num_layers": 1, "num_heads": 1, "seq_len": 8}
+    >>> trained = soma.train("dna.fasta", "genes", **sizes, max_epochs=1, progress_bar=False)
+    >>> genes = {"TP53": "guards the genome", "LYZ": "lyses bacterial walls"}
+    >>> soma.gene_table(genes, trained, progress_bar=False).shape
+    (2, 8)
     """
     if not isinstance(genes, Mapping) or not genes:
         raise DataError("genes is empty or no dict; give at least one gene name with its text or sequence.")

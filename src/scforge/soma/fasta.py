@@ -77,6 +77,10 @@ def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> lis
         for ``GN=TP53`` (UniProt); None takes the first word of the header. The value is a word; that of a UniProt
         field, which has a name of two capitals, goes on until the next such field.
 
+    Returns
+    -------
+    Name and sequence of each record, in the order of the file.
+
     Raises
     ------
     MissingFileError

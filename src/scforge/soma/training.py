@@ -42,7 +42,7 @@ _HELD_OUT = 0.1
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """What :func:`train` made.
+    r"""What :func:`train` made.
 
     Attributes
     ----------
@@ -54,6 +54,16 @@ class TrainedModel:
         Of the held-out bytes; of those trained on if none were held out.
     history
         Name of a figure to one value an epoch.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from scforge import soma
+    >>> _ = Path("dna.fasta").write_text(">a\nACGTACGT\n>b\nTTGACGTT\n")
+    >>> sizes = {"embedding_dim": 8, "num_layers": 1, "num_heads": 1, "seq_len": 8}
+    >>> trained = soma.train("dna.fasta", "trained", **sizes, max_epochs=1, progress_bar=False)
+    >>> trained.path.name, trained.bits_per_byte > 0
+    ('final', True)
     """
 
     model: Model

@@ -49,6 +49,10 @@ def flatten_dict(nested_dict: Mapping[str, Any], parent_key: str = "", sep: str 
     sep
         Stands between the parts of a path.
 
+    Returns
+    -------
+    Path to value.
+
     Examples
     --------
     >>> flatten_dict({"a": {"b": 1, "c": {}}})
@@ -66,6 +70,17 @@ def flatten_dict(nested_dict: Mapping[str, Any], parent_key: str = "", sep: str 
 
 def unflatten_dict(flat_dict: Mapping[str, Any], sep: str = ".") -> dict[str, Any]:
     """Undo :func:`flatten_dict`.
+
+    Parameters
+    ----------
+    flat_dict
+        Path to value.
+    sep
+        Stands between the parts of a path.
+
+    Returns
+    -------
+    Dictionaries in dictionaries.
 
     Raises
     ------

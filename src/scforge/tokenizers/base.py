@@ -46,6 +46,25 @@ class Tokenizer(ABC):
         Put a CLS token before the genes of each cell.
     append_eos
         Put an EOS token behind them.
+
+    Raises
+    ------
+    OptionError
+        If an option cannot be used, or needs a special token that the vocabulary lacks.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from scforge.data import GeneVocab
+    >>> from scforge.tokenizers import RaggedTokens
+    >>> class ExpressedGenes(Tokenizer):
+    ...     def _tokenize(self, block):
+    ...         indptr, kept = self.truncate(block)
+    ...         return RaggedTokens(indptr, self.vocab.n_special + block.genes[kept], block.counts[kept])
+    >>> tokenizer = ExpressedGenes(GeneVocab.from_genes(["A", "B", "C"]), max_len=3)
+    >>> batch = tokenizer(np.array([[5, 0, 2], [1, 7, 3]]))
+    >>> batch["input_ids"].tolist(), batch["values"].tolist()
+    ([[3, 4, 6], [3, 5, 6]], [[0.0, 5.0, 2.0], [0.0, 7.0, 3.0]])
     """
 
     default_max_len: int | None = 2048
@@ -88,7 +107,17 @@ class Tokenizer(ABC):
 
     @classmethod
     def special_tokens(cls, options: dict[str, Any]) -> tuple[str, ...]:
-        """Return the special tokens that a tokenizer with these options needs in its vocabulary."""
+        """Return the special tokens that a tokenizer with these options needs in its vocabulary.
+
+        Parameters
+        ----------
+        options
+            Options of the constructor; for others the defaults hold.
+
+        Returns
+        -------
+        Names of the tokens, e.g. ``("<cls>",)``.
+        """
         defaults = {"append_cls": True} | options
         return tuple(token for option, token in _TOKEN_OF.items() if defaults.get(option))
 
@@ -101,6 +130,11 @@ class Tokenizer(ABC):
 
     def truncate(self, block: CellBlock) -> tuple[np.ndarray, np.ndarray | slice]:
         """Choose the entries of each cell that fit into `max_len`: those with the highest counts.
+
+        Parameters
+        ----------
+        block
+            The cells.
 
         Returns
         -------
@@ -142,11 +176,31 @@ class Tokenizer(ABC):
         return None
 
     def ragged(self, block: CellBlock) -> RaggedTokens:
-        """Tokenise a block without padding, special tokens included."""
-        return frame(self._tokenize(block), *self._frame)
+        """Tokenise a block without padding, special tokens included.
+
+        Parameters
+        ----------
+        block
+            The cells.
+
+        Returns
+        -------
+        The tokens of all cells, one after the other.
+        """
+        return frame(self._tokens(block), *self._frame)
 
     def lengths(self, n_expressed: np.ndarray) -> np.ndarray:
-        """Return the number of tokens of cells with `n_expressed` expressed genes."""
+        """Return the number of tokens of cells with `n_expressed` expressed genes.
+
+        Parameters
+        ----------
+        n_expressed
+            Number of expressed vocabulary genes of each cell, any integers, shape (B,).
+
+        Returns
+        -------
+        Special tokens included, shape (B,).
+        """
         most = min(self.most_genes, np.iinfo(n_expressed.dtype).max)
         return np.minimum(n_expressed, most) + self._n_around
 
@@ -217,10 +271,20 @@ class Tokenizer(ABC):
 
     def _batch(self, block: CellBlock) -> TokenBatch:
         """Tokenise a block and pad it; a strategy may do both at once."""
-        return pad(self._tokenize(block), *self._frame)
+        return pad(self._tokens(block), *self._frame)
 
     def _tokenize_mapped(self, counts: sparse.csr_matrix, gene_map: GeneMap, totals: np.ndarray) -> RaggedTokens:
-        return self._tokenize(CellBlock.from_csr(gene_map.apply(counts), totals, measured=gene_map.measured))
+        return self._tokens(CellBlock.from_csr(gene_map.apply(counts), totals, measured=gene_map.measured))
+
+    def _tokens(self, block: CellBlock) -> RaggedTokens:
+        """Return what the strategy makes of a block, after a look at its kind."""
+        tokens = self._tokenize(block)
+        if not isinstance(tokens, RaggedTokens):
+            raise OptionError(
+                f"{type(self).__name__}._tokenize returned {type(tokens).__name__}; return "
+                "scforge.tokenizers.RaggedTokens(indptr, ids, values)."
+            )
+        return tokens
 
     @property
     def _frame(self) -> tuple[int, int]:

@@ -40,6 +40,18 @@ class TokenBatch(TypedDict):
         Values that masking hid, float32, shape (B, S); 0 elsewhere. Made by masking alone.
     ``masked_positions``
         True where a token was chosen for prediction, bool, shape (B, S). Made by masking alone.
+
+    Examples
+    --------
+    >>> import numpy as np, torch
+    >>> from scforge.data import GeneVocab
+    >>> from scforge.tokenizers import get_tokenizer
+    >>> tokenizer = get_tokenizer("binned_expression", GeneVocab.from_genes(["A", "B", "C"]), n_bins=3, side="one")
+    >>> batch = tokenizer(np.array([[1, 0, 3], [0, 2, 0]]))
+    >>> sorted(batch), batch["attention_mask"].tolist()
+    (['attention_mask', 'bin_ids', 'input_ids', 'values'], [[True, True, True], [True, True, False]])
+    >>> ids = torch.tensor([[3, 4, 6]])
+    >>> by_hand = TokenBatch(input_ids=ids, attention_mask=ids != 0, values=torch.tensor([[0.0, 1.5, 2.5]]))
     """
 
     input_ids: torch.Tensor
@@ -56,8 +68,24 @@ class TokenBatch(TypedDict):
 class RaggedTokens(NamedTuple):
     """Tokens of several cells one after the other, without padding.
 
-    ``indptr``: int64, shape (B + 1,); ``ids``: int32, shape (Z,); ``values``: float32, shape (Z,); ``extras``: what
-    else a strategy tells of its tokens (``bin_ids``, ``attention_bias``), arrays of shape (Z,).
+    Parameters
+    ----------
+    indptr
+        Where each cell begins and the last one ends, int64, shape (B + 1,).
+    ids
+        Token ids, int32, shape (Z,).
+    values
+        Expression values, float32, shape (Z,).
+    extras
+        What else a strategy tells of its tokens (``bin_ids``, ``attention_bias``), arrays of shape (Z,).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> indptr, ids = np.array([0, 2, 3]), np.array([4, 6, 5], dtype=np.int32)
+    >>> tokens = RaggedTokens(indptr, ids, np.array([1.0, 3.0, 2.0], dtype=np.float32))
+    >>> [cell.tolist() for cell in np.split(tokens.ids, tokens.indptr[1:-1])]
+    [[4, 6], [5]]
     """
 
     indptr: np.ndarray

@@ -57,6 +57,11 @@ class BinnedExpressionTokenizer(Tokenizer):
     seed
         Seed of what is drawn. What happens to a cell depends on the seed, the epoch and the cell alone.
 
+    Raises
+    ------
+    OptionError
+        If an option cannot be used.
+
     Examples
     --------
     >>> import numpy as np

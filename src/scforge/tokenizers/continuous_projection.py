@@ -68,6 +68,11 @@ class ContinuousProjectionTokenizer(Tokenizer):
     seed
         Seed of what is drawn.
 
+    Raises
+    ------
+    OptionError
+        If an option cannot be used.
+
     Examples
     --------
     >>> import numpy as np
@@ -132,6 +137,17 @@ class ContinuousProjectionTokenizer(Tokenizer):
         The vocabulary is its panel of genes; log1p CP10K of the counts in the panel; the expressed genes for its
         encoder (all genes of the panel, with `include_zero_genes`, for its decoder), then the tokens T and S. The
         tokens of the depths are added to `vocab`.
+
+        Parameters
+        ----------
+        vocab
+            The panel.
+        target_depth, include_zero_genes, seed
+            As of the class.
+
+        Returns
+        -------
+        The tokenizer; its ``vocab`` has the further tokens.
         """
         return cls(
             vocab.with_special_tokens(*DEPTH_TOKENS),
@@ -147,7 +163,17 @@ class ContinuousProjectionTokenizer(Tokenizer):
     def transcriptformer(
         cls, vocab: GeneVocab, *, max_len: int = 2048, order: str = "random", seed: int = 0, **options: Any
     ) -> Self:
-        """Present cells as TranscriptFormer (Pearce et al. 2025) does: counts clipped at 30, also as attention bias."""
+        """Present cells as TranscriptFormer (Pearce et al. 2025) does: counts clipped at 30, also as attention bias.
+
+        Parameters
+        ----------
+        vocab, max_len, order, seed, **options
+            As of the class.
+
+        Returns
+        -------
+        The tokenizer.
+        """
         return cls(
             vocab,
             max_len=max_len,

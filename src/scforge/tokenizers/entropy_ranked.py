@@ -87,6 +87,11 @@ class EntropyRankedTokenizer(Tokenizer):
     weighting
         See :func:`~scforge.tokenizers.serialisation_weights`.
 
+    Raises
+    ------
+    OptionError
+        If the vocabulary has no entropies, or an option cannot be used.
+
     Examples
     --------
     >>> from scipy.sparse import csr_matrix

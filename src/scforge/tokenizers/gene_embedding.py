@@ -119,7 +119,17 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
         table: GeneTable | None = None,
         **options: Any,
     ) -> Self:
-        """Present cells as TranscriptFormer does, see the base class; genes without a vector in `table` are dropped."""
+        """Present cells as TranscriptFormer does, see the base class; genes without a vector in `table` are dropped.
+
+        Parameters
+        ----------
+        vocab, max_len, order, seed, table, **options
+            As of the class.
+
+        Returns
+        -------
+        The tokenizer.
+        """
         missing = "learned" if table is None else "drop"
         return super().transcriptformer(
             vocab, max_len=max_len, order=order, seed=seed, table=table, missing=missing, **options

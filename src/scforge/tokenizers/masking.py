@@ -50,6 +50,24 @@ class Masking:
         Probabilities of the two replacements; together at most 1.
     seed
         Seed of the choice.
+
+    Raises
+    ------
+    OptionError
+        If a share or the seed cannot be used, or the two probabilities sum to more than 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from scforge.data import GeneVocab
+    >>> from scforge.tokenizers import get_tokenizer
+    >>> vocab = GeneVocab.from_genes([f"G{i}" for i in range(20)])
+    >>> batch = get_tokenizer("continuous_projection", vocab)(np.ones((2, 20)))
+    >>> masked = Masking(vocab, mask_ratio=0.25)(batch, np.array([0, 1]), epoch=0)
+    >>> masked["masked_positions"].sum(dim=1).tolist(), bool((masked["values"][masked["masked_positions"]] == 0).all())
+    ([5, 5], True)
+    >>> vocab.decode(masked["labels"][0][masked["masked_positions"][0]])
+    ['G0', 'G2', 'G7', 'G14', 'G15']
     """
 
     def __init__(
@@ -89,6 +107,11 @@ class Masking:
         hidden_last
             Put the chosen tokens behind the others, in random order. Needed where the order of the tokens tells
             something of which genes they are: a gene hidden between two others could be read off its neighbours.
+
+        Returns
+        -------
+        The batch with ``labels`` and ``masked_positions``, and with ``value_labels`` and ``bin_labels`` where it has
+        values and bins.
         """
         tokens = batch["input_ids"].numpy()
         ids, labels = np.empty_like(tokens), np.empty_like(tokens)
@@ -123,7 +146,19 @@ class Masking:
         return cast(TokenBatch, {**tensors, "attention_mask": batch["attention_mask"]})
 
     def ratios(self, rows: np.ndarray, *, epoch: int) -> np.ndarray:
-        """Return the share of tokens to choose of each cell, float64, shape (B,)."""
+        """Return the share of tokens to choose of each cell, float64, shape (B,).
+
+        Parameters
+        ----------
+        rows
+            Identity of each cell, shape (B,).
+        epoch
+            The epoch, on which lists and schedules of shares depend.
+
+        Returns
+        -------
+        Shares between 0 and 1.
+        """
         if isinstance(self.mask_ratio, Mapping):
             plan = self.mask_ratio
             done = min(epoch / plan["epochs"], 1.0)

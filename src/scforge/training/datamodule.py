@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from scforge._checks import check_bool, check_count, check_seed
+from scforge.data.arguments import named_column
 from scforge.data.balance import Balance, CellWeights, ClassBalance
 from scforge.data.cells import CellBlock, Cells
 from scforge.data.order import CellOrder
@@ -122,7 +123,7 @@ class CellDataModule(lightning.LightningDataModule):
         if (train_rows is None) != (validation_rows is None):
             raise OptionError("train_rows and validation_rows come together; give both, or neither.")
         if train_rows is None or validation_rows is None:
-            groups = None if split_by is None else cells.column(split_by)
+            groups = None if split_by is None else named_column(cells, split_by, argument="split_by")
             try:
                 train_rows, validation_rows = split_cells(len(cells), validation_size, self.seed, groups=groups)
             except DataError as error:
@@ -152,17 +153,20 @@ class CellDataModule(lightning.LightningDataModule):
         self.num_threads = num_threads
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else check_bool("pin_memory", pin_memory)
         self.window_cells = window_cells
-        for key in (batch_key, labels_key):
+        for name, key in {"batch_key": batch_key, "labels_key": labels_key}.items():
             if key is not None:
-                cells.column(key)
+                named_column(cells, key, argument=name)
         self.batch_key, self.labels_key = batch_key, labels_key
         self._balance: Balance | None = None
         if weight_by is not None:
             if balance_by is not None:
                 raise OptionError(f"weight_by={weight_by!r} and balance_by={balance_by!r} both weigh cells; give one.")
-            self._balance = CellWeights(cells.column(weight_by).iloc[self.train_rows].to_numpy(dtype=np.float64))
+            self._balance = CellWeights(
+                named_column(cells, weight_by, argument="weight_by").iloc[self.train_rows].to_numpy(dtype=np.float64)
+            )
         if balance_by is not None:
-            classes = cells.column(balance_by).iloc[self.train_rows].astype("category").cat.codes
+            column = named_column(cells, balance_by, argument="balance_by")
+            classes = column.iloc[self.train_rows].astype("category").cat.codes
             self._balance = ClassBalance(
                 np.asarray(classes), warmup_epochs=balance_epochs, start=balance_start, end=balance_end
             )

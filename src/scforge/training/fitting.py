@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from scforge._checks import check_count
-from scforge.errors import OptionError, TrainingError
+from scforge.errors import OptionError, ScforgeWarning, TrainingError
 from scforge.training.callbacks import StopAfterWarmup
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import ensure_devices, n_processes, out_of_memory
@@ -44,6 +44,7 @@ logger = logging.getLogger("scforge")
 _SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 _REFERENCE_CELLS = 2_500
 _FEWEST_EPOCHS = 3
+_FEW_CELLS = 50
 _MOST_TIMES = 10
 
 
@@ -69,6 +70,14 @@ class FitResult:
         The weights, on the first process, where the module is left in parts (FSDP); else None.
     signal
         Number of a signal that asks the process to end, now that the state is saved; None if there is none.
+
+    Examples
+    --------
+    >>> history = {"train_loss": [2.0, 1.0], "validation_loss": [2.1, 1.4]}
+    >>> device = torch.device("cpu")
+    >>> result = FitResult(history, best_epoch=1, stopped=False, interrupted=False, n_epochs=2, device=device)
+    >>> result.history["validation_loss"][result.best_epoch]
+    1.4
     """
 
     history: dict[str, list[float]]
@@ -91,7 +100,8 @@ def default_max_epochs(defaults: TrainingDefaults, n_cells: int) -> int:
     [400, 42, 4, 3]
     """
     epochs = math.ceil(defaults.max_epochs * _REFERENCE_CELLS / n_cells)
-    return max(_FEWEST_EPOCHS, min(epochs, _MOST_TIMES * defaults.max_epochs))
+    most = _MOST_TIMES * defaults.max_epochs if defaults.most_epochs is None else defaults.most_epochs
+    return max(_FEWEST_EPOCHS, min(epochs, most))
 
 
 @contextlib.contextmanager
@@ -179,6 +189,20 @@ def fit(
     TrainingError
         If a loss is not a number, or a state cannot be saved; the module has the weights of the best epoch then, if
         there is one, and the error a ``result``. Or if memory runs out; the module is as it was before then.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:60, :300].copy())
+    >>> tokenizer = scforge.tokenizers.get_tokenizer("continuous_projection", cells.vocab)
+    >>> sizes = {"hidden_dim": 8, "pooling": "weighted_sum", "latent_dim": 4}
+    >>> module = scforge.models.GenePoolingModel(len(cells.vocab), **sizes)
+    >>> objective = scforge.training.JointEmbedding()
+    >>> data = scforge.training.CellDataModule(cells, tokenizer, objective, batch_size=20)
+    >>> plan = scforge.training.TrainingPlan(module, objective)
+    >>> result = fit(plan, data, max_epochs=2, progress_bar=False, accelerator="cpu", logger=False)
+    >>> result.n_epochs, len(result.history["validation_loss"])
+    (2, 2)
     """
     if max_epochs is not None and not (max_epochs == -1 and max_steps > 0):
         check_count("max_epochs", max_epochs, "epochs")
@@ -186,6 +210,9 @@ def fit(
         check_count("max_steps", max_steps, "steps")
     check_count("early_stopping_patience", early_stopping_patience, "epochs")
     check_count("log_every_n_steps", log_every_n_steps, "steps")
+    if (n_train := len(data.train_rows)) < _FEW_CELLS:
+        few = f"The model learns from {n_train} cells, fewer than {_FEW_CELLS}: too few to know others by; give more."
+        warnings.warn(few, ScforgeWarning, stacklevel=2)
     if max_epochs is None:
         max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if max_steps < 0 else -1
     has_validation = len(data.validation_rows) > 0 and trainer_options.get("limit_val_batches") != 0

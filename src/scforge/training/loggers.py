@@ -32,6 +32,15 @@ class TableLogger(Logger):
     ----------
     folder
         Where to write; it is made.
+
+    Examples
+    --------
+    >>> logger = TableLogger("logs")
+    >>> logger.log_metrics({"train_loss": 2.5}, step=0)
+    >>> logger.save()
+    >>> print((Path("logs") / "metrics.csv").read_text().strip())
+    step,train_loss
+    0,2.5
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -134,10 +143,19 @@ def make_loggers(
     wandb_mode
         ``"online"``, ``"offline"`` (to send later with ``wandb sync``) or ``"disabled"``; None leaves it to wandb.
 
+    Returns
+    -------
+    Loggers for :func:`fit` and ``Encoder.train``, in the order of `names`.
+
     Raises
     ------
     OptionError
         If a name is not known, or a package is missing.
+
+    Examples
+    --------
+    >>> [type(logger).__name__ for logger in make_loggers(["csv"], "logs")]
+    ['TableLogger']
     """
     loggers: list[Logger] = []
     for name in names:

@@ -64,6 +64,14 @@ class TrainingPlan(lightning.LightningModule):
     -----
     Leaves ``train_loss`` and ``validation_loss`` of each epoch (means over cells) in the trainer's callback metrics,
     beside them what the objective logs, as ``train_<name>`` and ``validation_<name>``.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> module = scforge.models.GenePoolingModel(50, hidden_dim=8, pooling="weighted_sum", latent_dim=4)
+    >>> plan = TrainingPlan(module, scforge.training.JointEmbedding(), lr=1e-3)
+    >>> plan.module is module
+    True
     """
 
     def __init__(

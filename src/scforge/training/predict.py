@@ -14,7 +14,7 @@ from torch import nn
 
 from scforge.data.cells import CellBlock, Cells
 from scforge.data.order import CellOrder
-from scforge.errors import OptionError
+from scforge.errors import OptionError, TrainingError
 from scforge.models._utils import evaluating
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.loading import BatchLoader
@@ -52,10 +52,24 @@ def embed(
     rows
         Only these rows of `cells`, in this order; all if None.
 
+    Returns
+    -------
+    The embeddings.
+
     Raises
     ------
     OptionError
         If `rows` names no cell.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:60, :300].copy())
+    >>> tokenizer = scforge.tokenizers.get_tokenizer("continuous_projection", cells.vocab)
+    >>> sizes = {"hidden_dim": 8, "pooling": "weighted_sum", "latent_dim": 4}
+    >>> module = scforge.models.GenePoolingModel(len(cells.vocab), **sizes)
+    >>> embed(module, cells, tokenizer).shape
+    (60, 4)
     """
     return run_over(
         module,
@@ -109,6 +123,16 @@ def run_over(
         for batch in BatchLoader(cells, order, prepare):
             at = np.searchsorted(wanted, batch.pop("rows").numpy())
             computed = compute({name: tensor.to(device) for name, tensor in batch.items()})
+            if not isinstance(computed, torch.Tensor):
+                raise TrainingError(
+                    f"{type(module).__name__} gives a {type(computed).__name__} for {len(at)} cells; encode has to "
+                    "return a tensor with one vector a cell, shape (B, H)."
+                )
+            if computed.ndim != 2 or len(computed) != len(at):
+                raise TrainingError(
+                    f"{type(module).__name__} gives an embedding of shape {tuple(computed.shape)} for {len(at)} cells; "
+                    "encode has to return one vector a cell, shape (B, H)."
+                )
             if result is None:
                 result = np.empty((len(wanted), computed.shape[1]), dtype=np.float32)
             result[at] = computed.float().cpu().numpy()

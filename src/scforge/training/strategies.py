@@ -69,7 +69,7 @@ def shard(module: nn.Module, mesh: Any) -> None:
             fully_shard(part, mesh=mesh)
     fully_shard(module, mesh=mesh)
     # Some objectives ask for embeddings alone, or for a latent and what is behind it.
-    for name in ("encode", "infer", "decode", "classify"):
+    for name in ("encode", "infer", "decode", "classify", "project"):
         if hasattr(module, name):
             register_fsdp_forward_method(module, name)
 

@@ -48,10 +48,25 @@ def find_batch_size(
     most
         Largest number of cells to try.
 
+    Returns
+    -------
+    Number of cells, a power of two, at most `most`.
+
     Raises
     ------
     TrainingError
         If a batch of one cell does not fit.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:60, :300].copy())
+    >>> tokenizer = scforge.tokenizers.get_tokenizer("continuous_projection", cells.vocab)
+    >>> sizes = {"hidden_dim": 8, "pooling": "weighted_sum", "latent_dim": 4}
+    >>> module = scforge.models.GenePoolingModel(len(cells.vocab), **sizes)
+    >>> data = scforge.training.CellDataModule(cells, tokenizer, scforge.training.JointEmbedding())
+    >>> find_batch_size(module, data, torch.device("cpu"), most=4)
+    4
     """
     check_share("share", share)
     limit = max(1, min(most, len(data.train_rows) // _FEWEST_STEPS))

@@ -14,6 +14,10 @@ _FOLDER = Path(__file__).parent
 def list_recipes() -> list[str]:
     """Return the names of the recipes.
 
+    Returns
+    -------
+    Names, sorted; :func:`recipe_path` finds the files.
+
     Examples
     --------
     >>> [name for name in list_recipes() if "auto" in name]
@@ -25,10 +29,25 @@ def list_recipes() -> list[str]:
 def recipe_path(name: str) -> Path:
     """Return the file of a recipe.
 
+    Parameters
+    ----------
+    name
+        One of :func:`list_recipes`.
+
+    Returns
+    -------
+    The YAML file inside the package.
+
     Raises
     ------
     ConfigError
         If there is no recipe of that name.
+
+    Examples
+    --------
+    >>> from scforge.config import load_config
+    >>> recipe_path("light").name, load_config(recipe_path("light")).data.paths
+    ('light.yaml', ['data.h5ad'])
     """
     known = list_recipes()
     if name not in known:

@@ -126,8 +126,11 @@ class Regression(Task):
 
         kinds = values.cat.categories if isinstance(values.dtype, pd.CategoricalDtype) else values
         if pd.api.types.is_bool_dtype(kinds) or not pd.api.types.is_numeric_dtype(kinds):
+            first = next(iter(values.dropna()), None)
+            truth = pd.api.types.is_bool_dtype(kinds) or isinstance(first, bool | np.bool_)
+            what = "truth values" if truth else "text" if isinstance(first, str) else "objects"
             raise DataError(
-                f"labels_key={self.labels_key!r} holds {kinds.dtype} values, not numbers; convert them with "
+                f"labels_key={self.labels_key!r} holds {what} (first: {first!r}), not numbers; convert them with "
                 "pandas.to_numeric, or fine-tune the task 'annotation' if they are classes."
             )
         found = np.asarray(values.astype("Float64").to_numpy(dtype=np.float64, na_value=np.nan))

@@ -19,6 +19,17 @@ __all__ = ["KeyValueCache", "SelfAttention", "attention_mask_of", "generate_caus
 def generate_causal_mask(seq_len: int, device: torch.device | None = None) -> torch.Tensor:
     """Return a float mask of shape (seq_len, seq_len): 0 up to the diagonal, ``-inf`` above it.
 
+    Parameters
+    ----------
+    seq_len
+        Number of tokens S.
+    device
+        Where the mask is made; None takes the default device.
+
+    Returns
+    -------
+    Float32, shape (S, S), to be added to attention scores; rows are queries.
+
     Examples
     --------
     >>> generate_causal_mask(3)
@@ -69,6 +80,17 @@ class KeyValueCache:
 
     Memory doubles whenever it is full, so that a token costs the same however many there are. It is written in place,
     so it cannot be differentiated through: generate under ``torch.no_grad()``.
+
+    Examples
+    --------
+    >>> import torch
+    >>> attention, cache = SelfAttention(hidden_dim=8, num_heads=2), KeyValueCache()
+    >>> with torch.no_grad():
+    ...     for _ in range(3):  # one token after the other
+    ...         tokens = cache.add_tokens(torch.ones(4, 1, dtype=torch.bool))
+    ...         states = attention(torch.randn(4, 1, 8), cache=(cache, 0))
+    >>> cache.length, states.shape
+    (3, torch.Size([4, 1, 8]))
     """
 
     def __init__(self) -> None:
@@ -81,12 +103,34 @@ class KeyValueCache:
         return 0 if self.tokens is None else self.tokens.shape[1]
 
     def add_tokens(self, tokens_bs: torch.Tensor) -> torch.Tensor:
-        """Note which of the next positions are tokens, bool (B, S); return it for all positions so far, (B, T)."""
+        """Note which of the next positions are tokens, and return it for all positions so far.
+
+        Parameters
+        ----------
+        tokens_bs
+            True for tokens, bool, shape (B, S).
+
+        Returns
+        -------
+        Bool, shape (B, T).
+        """
         self.tokens = tokens_bs if self.tokens is None else torch.cat([self.tokens, tokens_bs], dim=1)
         return self.tokens
 
     def extend(self, layer: int, key_bnsd: torch.Tensor, value_bnsd: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values of the next positions of a layer; return all of its, (B, N, T, D)."""
+        """Add keys and values of the next positions of a layer, and return all of its.
+
+        Parameters
+        ----------
+        layer
+            Number of the layer, from 0; layers are met in this order.
+        key_bnsd, value_bnsd
+            Keys and values of the next positions, shape (B, N, S, D). Call :meth:`add_tokens` before.
+
+        Returns
+        -------
+        Keys and values, each of shape (B, N, T, D).
+        """
         assert self.tokens is not None
         start, stop = self.tokens.shape[1] - key_bnsd.shape[2], self.tokens.shape[1]
         if layer == len(self._layers):
@@ -117,6 +161,21 @@ class SelfAttention(nn.Module):
         Number of heads N.
     bias
         Whether the linear layers have biases.
+
+    Raises
+    ------
+    OptionError
+        If `hidden_dim` is no multiple of `num_heads`, or one of them no number above zero.
+
+    Examples
+    --------
+    >>> import torch
+    >>> attention = SelfAttention(hidden_dim=8, num_heads=2)
+    >>> states = torch.randn(3, 5, 8)
+    >>> attention(states).shape, attention.weights(states).shape
+    (torch.Size([3, 5, 8]), torch.Size([3, 2, 5, 5]))
+    >>> attention.weights(states, causal=True)[0, 0, 0].tolist()  # the first token sees itself alone
+    [1.0, 0.0, 0.0, 0.0, 0.0]
     """
 
     def __init__(self, hidden_dim: int, num_heads: int, *, bias: bool = True) -> None:
@@ -170,9 +229,22 @@ class SelfAttention(nn.Module):
     def packed(
         self, hidden_ph: torch.Tensor, ends: torch.Tensor, longest: int, *, causal: bool, rotation: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend within cells that stand one after the other, shape (P, H); on CUDA, in half precision.
+        """Attend within cells that stand one after the other; on CUDA, in half precision.
 
-        Cell i stands at ``ends[i]`` to ``ends[i + 1]``, int32, shape (B + 1,); `longest` is the most tokens of one.
+        Parameters
+        ----------
+        hidden_ph
+            States, shape (P, H).
+        ends
+            Cell i stands at ``ends[i]`` to ``ends[i + 1]``, int32, shape (B + 1,).
+        longest
+            Most tokens of a cell.
+        causal, rotation
+            As of :meth:`forward`.
+
+        Returns
+        -------
+        Shape (P, H).
         """
         from torch.nn.attention.varlen import varlen_attn
 
@@ -191,7 +263,17 @@ class SelfAttention(nn.Module):
         causal: bool = False,
         rotation: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return how much each token (rows) looks at each (columns), float32, shape (B, N, S, S)."""
+        """Return how much each token (rows) looks at each (columns), float32, shape (B, N, S, S).
+
+        Parameters
+        ----------
+        hidden_bsh, mask, causal, rotation
+            As of :meth:`forward`.
+
+        Returns
+        -------
+        Rows sum to 1; those of a query that may look at nothing are zeros.
+        """
         q_bnsd, k_bnsd, _ = self._project(hidden_bsh, rotation, None)
         scores = (q_bnsd @ k_bnsd.transpose(-1, -2)).float() / q_bnsd.shape[-1] ** 0.5
         if causal:

@@ -34,6 +34,22 @@ class Dropout(nn.Dropout):
     """``nn.Dropout``, several times faster on a CPU.
 
     There the probability is rounded to a multiple of 2^-16.
+
+    Parameters
+    ----------
+    p
+        Probability that a number is set to zero; the others are divided by ``1 - p``.
+    inplace
+        Overwrite the input; then it is ``nn.Dropout`` itself.
+
+    Examples
+    --------
+    >>> import torch
+    >>> dropout = Dropout(0.5)
+    >>> sorted(set(dropout(torch.ones(1000)).tolist()))
+    [0.0, 2.0]
+    >>> dropout.eval()(torch.ones(3)).tolist()
+    [1.0, 1.0, 1.0]
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

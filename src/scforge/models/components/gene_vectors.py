@@ -159,7 +159,10 @@ class GeneVectorEmbedding(nn.Module):
 class GeneVectorBag(GeneVectorEmbedding):
     """Weighted sums of the embeddings of :class:`GeneVectorEmbedding`, called like :class:`torch.nn.EmbeddingBag`.
 
-    The parameters are those of :class:`GeneVectorEmbedding`.
+    Parameters
+    ----------
+    vocab_size, hidden_dim, dim, learned, frozen
+        As of :class:`GeneVectorEmbedding`.
 
     Examples
     --------
@@ -235,6 +238,19 @@ def fill_gene_vectors(module: nn.Module, vectors: torch.Tensor) -> None:
     ------
     OptionError
         If the model has no such embedding, or the vectors do not fit.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scforge.models import TransformerEncoder
+    >>> model = TransformerEncoder(
+    ...     vocab_size=6, hidden_dim=8, num_layers=1, num_heads=2, gene_vectors={"dim": 3, "learned": 4}
+    ... )
+    >>> vectors = torch.full((6, 3), torch.nan)  # four special tokens, then two genes with a vector
+    >>> vectors[4:] = torch.tensor([[1.0, 0.0, 2.0], [3.0, 5.0, 0.0]])
+    >>> fill_gene_vectors(model, vectors)
+    >>> model.embedding.gene_embedding.vectors.weight.norm(dim=1)
+    tensor([1., 1.])
     """
     parts = _parts(module)
     if not parts:

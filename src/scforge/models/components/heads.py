@@ -36,6 +36,11 @@ class MaskedGenePredictionHead(nn.Module):
     activation
         ``"gelu"``, ``"relu"`` or ``"silu"``.
 
+    Raises
+    ------
+    OptionError
+        If `activation` is not known.
+
     Examples
     --------
     >>> head = MaskedGenePredictionHead(hidden_dim=8, vocab_size=50)
@@ -102,6 +107,11 @@ class MaskedGenePredictionHead(nn.Module):
 
         Training then begins at about the entropy of the token frequencies instead of ``log V``, and every step goes
         into what depends on the cell.
+
+        Parameters
+        ----------
+        token_counts
+            How often each token occurs, shape (V,).
         """
         smoothed = token_counts.double() + 1.0
         bias = self.bias if self.decoder is None else self.decoder.bias
@@ -135,7 +145,7 @@ class BinPredictionHead(nn.Module):
         self.decoder = nn.Linear(hidden_dim, n_bins)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return logits of shape (..., n_bins) for hidden states of shape (..., H)."""
+        """Return logits of shape (..., n_bins) for `hidden_states` of shape (..., H)."""
         return self.decoder(self.layer_norm(F.gelu(self.dense(hidden_states))))
 
 
@@ -160,7 +170,7 @@ class ExpressionPredictionHead(nn.Module):
         self.decoder = nn.Linear(hidden_dim, 1)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return numbers of shape (...) for hidden states of shape (..., H)."""
+        """Return numbers of shape (...) for `hidden_states` of shape (..., H)."""
         return self.decoder(F.gelu(self.dense(hidden_states))).squeeze(-1)
 
 
@@ -184,6 +194,6 @@ class DeepExpressionHead(ExpressionPredictionHead):
         self.middle = nn.Linear(hidden_dim, hidden_dim)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return numbers of shape (...) for hidden states of shape (..., H)."""
+        """Return numbers of shape (...) for `hidden_states` of shape (..., H)."""
         states = F.leaky_relu(self.middle(F.leaky_relu(self.dense(hidden_states))))
         return self.decoder(states).squeeze(-1)

@@ -19,6 +19,17 @@ def cls_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = 
         Shape (B, S, H).
     attention_mask
         Shape (B, S), nonzero for tokens; None takes every position as a token.
+
+    Returns
+    -------
+    Shape (B, H).
+
+    Examples
+    --------
+    >>> import torch
+    >>> states = torch.arange(6.0).reshape(1, 3, 2)
+    >>> cls_pool(states, torch.tensor([[1, 1, 0]]))
+    tensor([[0., 1.]])
     """
     if attention_mask is None:
         return hidden_states[:, 0]
@@ -41,6 +52,17 @@ def mean_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None =
         Shape (B, S, H).
     attention_mask
         Shape (B, S), nonzero for tokens; None takes every position as a token.
+
+    Returns
+    -------
+    Shape (B, H); zeros for a cell without tokens.
+
+    Examples
+    --------
+    >>> import torch
+    >>> states = torch.arange(6.0).reshape(1, 3, 2)
+    >>> mean_pool(states, torch.tensor([[1, 1, 0]])), mean_pool(states)
+    (tensor([[1., 2.]]), tensor([[2., 3.]]))
     """
     if attention_mask is None:
         return hidden_states.mean(dim=1)
@@ -57,6 +79,17 @@ def last_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None =
         Shape (B, S, H).
     attention_mask
         Shape (B, S), nonzero for tokens; None takes every position as a token.
+
+    Returns
+    -------
+    Shape (B, H).
+
+    Examples
+    --------
+    >>> import torch
+    >>> states = torch.arange(6.0).reshape(1, 3, 2)
+    >>> last_pool(states, torch.tensor([[1, 1, 0]]))
+    tensor([[2., 3.]])
     """
     if attention_mask is None:
         return hidden_states[:, -1]
@@ -79,6 +112,18 @@ def depth_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor, genes:
         Shape (B, S), nonzero for tokens.
     genes
         True for those of them that are genes, bool, shape (B, S).
+
+    Returns
+    -------
+    Shape (B, 4 H): last token, the one before it, largest of the genes, mean of the genes.
+
+    Examples
+    --------
+    >>> import torch
+    >>> states = torch.arange(8.0).reshape(1, 4, 2)
+    >>> mask, genes = torch.ones(1, 4), torch.tensor([[True, True, False, False]])
+    >>> depth_pool(states, mask, genes).tolist()
+    [[6.0, 7.0, 4.0, 5.0, 2.0, 3.0, 1.0, 2.0]]
     """
     tokens_bs = attention_mask != 0
     places = torch.arange(tokens_bs.shape[1], device=tokens_bs.device)

@@ -49,6 +49,15 @@ class SIGReg(nn.Module):
     ------
     OptionError
         If `slices` or `points` (at least 2) is no such number, or `t_max` is not positive.
+
+    Examples
+    --------
+    >>> import torch
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> cells = torch.randn(500, 16, generator=generator)
+    >>> sigreg = SIGReg()
+    >>> bool(sigreg(cells) < 2), bool(sigreg(torch.zeros(500, 16)) > 100)  # Gaussian, and collapsed
+    (True, True)
     """
 
     def __init__(self, slices: int = 256, points: int = 17, t_max: float = 3.0, *, sync: bool = True) -> None:
@@ -64,7 +73,17 @@ class SIGReg(nn.Module):
         self.register_buffer("weights", weights, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the statistic of embeddings of shape (..., N, D), averaged over the leading dimensions."""
+        """Return the statistic of embeddings of shape (..., N, D), averaged over the leading dimensions.
+
+        Parameters
+        ----------
+        x
+            Embeddings, shape (..., N, D).
+
+        Returns
+        -------
+        Scalar, float32.
+        """
         noise = torch.randn(x.shape[-1], self.slices, device=x.device, dtype=torch.float32)
         several = self.sync and torch.is_grad_enabled() and _n_processes() > 1
         if several:
@@ -72,7 +91,19 @@ class SIGReg(nn.Module):
         return self._statistic(x, noise, several=several)
 
     def compute(self, x: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
-        """Return the statistic along the directions of `noise`, shape (D, K), of the cells of this process alone."""
+        """Return the statistic along the directions of `noise`, shape (D, K), of the cells of this process alone.
+
+        Parameters
+        ----------
+        x
+            Embeddings, shape (..., N, D).
+        noise
+            Directions of any length, shape (D, K).
+
+        Returns
+        -------
+        Scalar, float32.
+        """
         return self._statistic(x, noise, several=False)
 
     def _statistic(self, x: torch.Tensor, noise: torch.Tensor, *, several: bool) -> torch.Tensor:

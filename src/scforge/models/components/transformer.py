@@ -77,6 +77,13 @@ class TransformerBlock(nn.Module):
         ``"layer"``, or ``"rms"``, which scales by the root mean square and has no shift.
     bias
         Whether the linear layers have biases.
+
+    Examples
+    --------
+    >>> import torch
+    >>> block = TransformerBlock(hidden_dim=8, num_heads=2, activation="swiglu", norm="rms", bias=False)
+    >>> block(torch.randn(3, 5, 8)).shape
+    torch.Size([3, 5, 8])
     """
 
     def __init__(
@@ -124,8 +131,8 @@ class TransformerBlock(nn.Module):
     ) -> torch.Tensor:
         """Return the states of the next layer, shape (B, S, H).
 
-        The arguments are those of :meth:`SelfAttention.forward`; with `cells`, the `ends` and `longest` of
-        :meth:`SelfAttention.packed`, the states are packed, (P, H).
+        `hidden_bsh`, `mask`, `causal`, `rotation` and `cache` are those of :meth:`SelfAttention.forward`; with `cells`,
+        the `ends` and `longest` of :meth:`SelfAttention.packed`, the states are packed, (P, H).
         """
 
         def attend(states: torch.Tensor) -> torch.Tensor:
@@ -157,7 +164,10 @@ class TransformerBlock(nn.Module):
         causal: bool = False,
         rotation: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the attention weights for states that would go in, float32, shape (B, N, S, S)."""
+        """Return the attention weights for states that would go in, float32, shape (B, N, S, S).
+
+        `hidden_bsh`, `mask`, `causal` and `rotation` are those of :meth:`forward`.
+        """
         states = self.norm_attention(hidden_bsh) if self.norm_first else hidden_bsh
         return self.attention.weights(states, mask, causal=causal, rotation=rotation)
 

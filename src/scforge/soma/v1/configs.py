@@ -77,6 +77,12 @@ class ModelConfig:
         Longest wave of the rotary positions.
     scale_factor
         Positions are divided by it; at least 1.
+
+    Examples
+    --------
+    >>> config = ModelConfig(0.0, embedding_dim=192, pwff_hidden_dim=768, num_layers=4, num_heads=4)
+    >>> config.embedding_dim, config.vocab_size
+    (192, 264)
     """
 
     dropout_rate: float
@@ -91,7 +97,28 @@ class ModelConfig:
 
 @dataclass
 class EncoderConfig:
-    """A stack of layers; fields as in :class:`ModelConfig`."""
+    """A stack of layers; fields as in :class:`ModelConfig`.
+
+    Parameters
+    ----------
+    dropout_rate
+        Share that is dropped in training.
+    embedding_dim
+        Width of a token.
+    pwff_hidden_dim
+        Hidden units of a feed-forward block.
+    num_layers
+        Number of layers.
+    num_heads
+        Heads of attention.
+    max_wavelength, scale_factor
+        Of the rotary positions.
+
+    Examples
+    --------
+    >>> EncoderConfig(dropout_rate=0.1, embedding_dim=8, num_layers=2).pwff_hidden_dim
+    8192
+    """
 
     dropout_rate: float
     embedding_dim: int = V1_EMBEDDING_DIM
@@ -104,7 +131,26 @@ class EncoderConfig:
 
 @dataclass
 class LayerConfig:
-    """One layer; fields as in :class:`ModelConfig`."""
+    """One layer; fields as in :class:`ModelConfig`.
+
+    Parameters
+    ----------
+    dropout_rate
+        Share that is dropped in training.
+    embedding_dim
+        Width of a token.
+    pwff_hidden_dim
+        Hidden units of a feed-forward block.
+    num_heads
+        Heads of attention.
+    max_wavelength, scale_factor
+        Of the rotary positions.
+
+    Examples
+    --------
+    >>> LayerConfig(dropout_rate=0.1, embedding_dim=8).pwff_hidden_dim
+    8192
+    """
 
     dropout_rate: float
     embedding_dim: int = V1_EMBEDDING_DIM
@@ -116,7 +162,22 @@ class LayerConfig:
 
 @dataclass
 class PositionWiseFeedForwardConfig:
-    """A feed-forward block; fields as in :class:`ModelConfig`."""
+    """A feed-forward block; fields as in :class:`ModelConfig`.
+
+    Parameters
+    ----------
+    dropout_rate
+        Share that is dropped in training.
+    embedding_dim
+        Width of a token.
+    pwff_hidden_dim
+        Hidden units of a feed-forward block.
+
+    Examples
+    --------
+    >>> PositionWiseFeedForwardConfig(dropout_rate=0.1, embedding_dim=8).pwff_hidden_dim
+    8192
+    """
 
     dropout_rate: float
     embedding_dim: int = V1_EMBEDDING_DIM
@@ -137,6 +198,11 @@ class SIGRegConfig:
         Number of random directions.
     coefficient
         Weight in the loss.
+
+    Examples
+    --------
+    >>> SIGRegConfig(slices=64)
+    SIGRegConfig(t_max=3.0, points=17, slices=64, coefficient=0.02)
     """
 
     t_max: float = V1_SIG_REG_T_MAX

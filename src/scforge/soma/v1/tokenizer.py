@@ -21,6 +21,17 @@ class TokenizedSequence(NamedTuple):
 
     ``token_ids``: tokens. ``targets``: the next token at each place, PAD at the last. ``pos_ids``: offset of each byte
     in all of the data; EOS and PAD stand at the offset after the last byte.
+
+    Parameters
+    ----------
+    token_ids, targets, pos_ids
+        Whole numbers, `max_seq_len` of each.
+
+    Examples
+    --------
+    >>> chunk = tokenize(b"ACGT", max_seq_len=4)[0]
+    >>> chunk.token_ids, chunk.targets
+    ([65, 67, 71, 84], [67, 71, 84, 256])
     """
 
     token_ids: list[int]
@@ -37,6 +48,10 @@ def tokenize(data: bytes | bytearray, max_seq_len: int = V1_MAX_SEQ_LEN) -> list
         Any bytes.
     max_seq_len
         Tokens a chunk.
+
+    Returns
+    -------
+    One :class:`TokenizedSequence` for each `max_seq_len` bytes; EOS follows the last byte where its chunk has room.
 
     Raises
     ------

@@ -29,6 +29,7 @@ class TellsBatches(Objective):
     batch_key: str | None
     batches: list[str] | None
     _batches: np.ndarray | None = None
+    takes_batch_key = True
 
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
         """Return the batches of the cells that a model is made with, unless they are known already."""
@@ -61,6 +62,10 @@ class TellsBatches(Objective):
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up the batch of each cell of a query; those of unknown ones are decoded in the mean of all batches."""
         self._batches = self.numbers("batch", self.batches, cells, needed=False)
+        self.warn_of_unknown_batches()
+
+    def warn_of_unknown_batches(self) -> None:
+        """Warn if cells are of none of the batches that the decoder can be told."""
         if self._batches is None:
             return
         if n_unknown := int((self._batches < 0).sum()):
@@ -68,7 +73,7 @@ class TellsBatches(Objective):
                 f"batch_key={self.batch_key!r}: {n_unknown} of {len(self._batches)} cells are of none of the batches "
                 f"that the model knows ({listing(self.batches or [])}); they are decoded in the mean of all.",
                 ScforgeWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def numbers(self, what: str, names: list[str] | None, cells: Cells, *, needed: bool = True) -> np.ndarray | None:
@@ -97,6 +102,17 @@ class TellsBatches(Objective):
                 raise
             return np.full(len(cells), -1, dtype=np.int64)
         return numbers_of(classes, names)
+
+    def own_batches(self, cells: Cells) -> np.ndarray:
+        """Return a number for each batch that cells have, known to the model or not, int64, shape (N,); -1 without.
+
+        Raises
+        ------
+        DataError
+            If there is no such column.
+        """
+        assert self.batch_key is not None
+        return np.asarray(cells.column(self.batch_key).astype("category").cat.codes, dtype=np.int64)
 
     def of_block(self, what: str, numbers: np.ndarray | None, block: CellBlock) -> torch.Tensor | None:
         """Return the numbers of the cells of a batch, int64, shape (B,); None without such a key."""

@@ -35,7 +35,15 @@ class TrainingDefaults:
     schedule
         Name of the learning-rate schedule.
     max_epochs
-        Epochs for a data set of a few thousand cells.
+        Epochs on 2,500 cells; other numbers of cells take about as many steps.
+    most_epochs
+        Most epochs, however few the cells; None for ten times `max_epochs`.
+
+    Examples
+    --------
+    >>> from scforge.training import MaskedGenePrediction
+    >>> MaskedGenePrediction.defaults.lr == TrainingDefaults(64, 1e-3, 0.01, "cosine", 20).lr
+    True
     """
 
     batch_size: int
@@ -43,6 +51,7 @@ class TrainingDefaults:
     weight_decay: float
     schedule: str
     max_epochs: int
+    most_epochs: int | None = None
 
 
 class Objective(ABC):
@@ -50,6 +59,23 @@ class Objective(ABC):
 
     :meth:`prepare` runs where batches are made (a loader, maybe in a worker process), :meth:`loss` on the device.
     All options are keyword-only arguments of the constructor, kept under their own names.
+
+    Examples
+    --------
+    >>> class MeanValue(Objective):
+    ...     defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.0, schedule="cosine", max_epochs=5)
+    ...
+    ...     def __init__(self, *, weight=1.0):
+    ...         self.weight = weight
+    ...
+    ...     def prepare(self, block, tokenizer, *, epoch, seed):
+    ...         return dict(tokenizer(block))
+    ...
+    ...     def loss(self, module, batch):
+    ...         wanted = batch["values"].mean(1, keepdim=True)
+    ...         return self.weight * (module.encode(**batch) - wanted).square().mean(), {}
+    >>> MeanValue(weight=2.0)
+    MeanValue(weight=2.0)
     """
 
     defaults: ClassVar[TrainingDefaults]
@@ -72,6 +98,9 @@ class Objective(ABC):
 
     denoises_values: ClassVar[bool] = False
     """Whether values are hidden by ``masked_values``, apart from the genes that ``masked_positions`` hides."""
+
+    takes_batch_key: ClassVar[bool] = False
+    """Whether a front class gives it the batches of its set-up as `batch_key`, where the user says nothing."""
 
     @classmethod
     def option_names(cls) -> list[str]:

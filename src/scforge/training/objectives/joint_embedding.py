@@ -1,28 +1,41 @@
 """Joint embedding: views of one cell share an embedding, and all cells together fill the space.
 
-Shapes: B cells, K views, D dimensions.
+Shapes: B cells, K views, D dimensions, E batches of cells.
 """
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 import torch
 from torch import nn
 
-from scforge._checks import check_count, check_share
-from scforge.data.cells import CellBlock
-from scforge.data.thinning import thin
-from scforge.errors import OptionError
+from scforge._checks import check_bool, check_count, check_share
+from scforge.data.cells import CellBlock, Cells
+from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
-from scforge.tokenizers.batch import concatenate, pad
-from scforge.training.objectives.base import Objective, TrainingDefaults
+from scforge.training.objectives._batches import TellsBatches
+from scforge.training.objectives._classes import check_classes, check_key
+from scforge.training.objectives._collapse import CollapseWatch, geometry_moments
+from scforge.training.objectives._views import SeesViews
+from scforge.training.objectives.base import TrainingDefaults, name_of
 from scforge.training.objectives.registry import register_objective
 
 __all__ = ["JointEmbedding"]
 
+_FEWEST_CELLS = 2
+"""Cells of a batch in a step under which they are no sample of it."""
+
+_SHARES = "batch_shares"
+"""Key of a batch of tensors that is no argument of `encode`."""
+
 
 @register_objective("joint_embedding")
-class JointEmbedding(Objective):
+class JointEmbedding(TellsBatches, SeesViews):
     """Agreement of the views of a cell plus SIGReg over cells (after LeJEPA, arXiv:2511.08544).
 
     Each cell is seen several times: its counts thinned to a random depth and some genes hidden. With z the embedding
@@ -30,8 +43,12 @@ class JointEmbedding(Objective):
 
         loss = (1 - weight) * mean((z - mean of the cell's views)^2) + weight * SIGReg(z)
 
-    where SIGReg is taken over the cells of the batch for each view, those of all processes in training, and averaged
-    over the views.
+    where SIGReg is taken over the cells of a step for each view, those of all processes in training, and averaged
+    over the views. With `per_batch` it is taken over the cells of each batch (donor, protocol) apart, and averaged with
+    the batch's share of the cells as weight: each batch is pulled to the same Gaussian, so that batches mix.
+
+    ``effective_rank`` and ``mean_cosine`` in the history tell how many dimensions the embedding uses, and whether its
+    cells lie in one direction; a warning says so if it has collapsed.
 
     Parameters
     ----------
@@ -45,11 +62,36 @@ class JointEmbedding(Objective):
         Weight of SIGReg, in (0, 1).
     slices
         Random directions of SIGReg.
+    per_batch
+        Take SIGReg over the cells of each batch apart. Batches of which a step has less than 2 cells do not count in
+        it. Where several processes train together, each then looks at its own cells.
+    batch_key
+        Column of obs with the batch of each cell, for `per_batch`. The architecture is not told it.
+    batches
+        The batches; None takes those of the cells that the model is made with.
+    projector
+        Width of a perceptron behind the embedding, of whose output both terms are taken; the embedding then need not
+        fill its space evenly. For architectures that have one (``gene_pooling``, ``mlp``). None takes both of the
+        embedding.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+    >>> scforge.models.Encoder.setup_anndata(adata)
+    >>> objective = {"name": "joint_embedding", "views": 2}
+    >>> sizes = dict(hidden_dim=8, latent_dim=4)
+    >>> model = scforge.models.Encoder(adata, "gene_pooling", objective=objective, **sizes)
+    >>> model.train(max_epochs=1, progress_bar=False)
+    >>> "validation_loss" in model.history
+    True
     """
 
     defaults = TrainingDefaults(batch_size=256, lr=2e-3, weight_decay=0.01, schedule="one_cycle", max_epochs=40)
     # SIGReg takes a batch for a sample of all cells.
     random_batches = True
+    # Only with `per_batch`, for which one has to ask.
+    takes_batch_key = False
 
     def __init__(
         self,
@@ -60,62 +102,117 @@ class JointEmbedding(Objective):
         gene_dropout: float = 0.4,
         weight: float = 0.05,
         slices: int = 256,
+        per_batch: bool = False,
+        batch_key: str | None = None,
+        batches: Sequence[str] | None = None,
+        projector: int | None = None,
     ) -> None:
         check_count("views", views, "views of a cell", least=2)
-        for name, value in {"keep_min": keep_min, "keep_max": keep_max, "gene_dropout": gene_dropout}.items():
-            check_share(name, value)
+        self._set_views(keep_min, keep_max, gene_dropout)
         check_share("weight", weight)
-        if not 0 < keep_min <= keep_max <= 1:
-            raise OptionError(
-                f"keep_min={keep_min} and keep_max={keep_max} must satisfy 0 < keep_min <= keep_max <= 1."
-            )
-        if not 0 <= gene_dropout < 1:
-            raise OptionError(f"gene_dropout={gene_dropout} is not in [0, 1).")
         if not 0 < weight < 1:
             raise OptionError(f"weight={weight} is not between 0 and 1.")
         check_count("slices", slices, "directions")
+        self.per_batch = check_bool("per_batch", per_batch)
+        self.batch_key = check_key("batch_key", batch_key)
+        self.batches = check_classes("batches", batches, "batch_key", batch_key)
+        if self.per_batch and self.batch_key is None:
+            raise OptionError("per_batch=True needs batch_key, the column of obs with the batch of each cell; name it.")
+        if self.batch_key is not None and not self.per_batch:
+            raise OptionError(f"batch_key={batch_key!r} is of use with per_batch=True alone; set it, or leave it out.")
+        if projector is not None:
+            check_count("projector", projector, "dimensions")
+        self.projector = None if projector is None else int(projector)
         self.views = int(views)
-        self.keep_min = float(keep_min)
-        self.keep_max = float(keep_max)
-        self.gene_dropout = float(gene_dropout)
         self.weight = float(weight)
         self.slices = int(slices)
         self._sigreg = SIGReg(self.slices)
+        self._collapse = CollapseWatch()
+
+    def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
+        """Raise :class:`~scforge.errors.OptionError` if there is to be a projector, which the architecture lacks."""
+        if self.projector is not None and not hasattr(architecture, "project"):
+            raise OptionError(
+                f"projector={self.projector} needs an architecture with a projector, which {name_of(architecture)} has "
+                "not; choose the architecture 'gene_pooling' or 'mlp', or leave projector out."
+            )
+
+    def model_options(self) -> dict[str, Any]:
+        """Return the width of the projector, as an option of the architecture, which is told no batches."""
+        return {} if self.projector is None else {"projector_dim": self.projector}
+
+    def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
+        """Tell the batches of a query apart, which need not be any that the model knows.
+
+        Cells without a batch, all of them where there is no such column, are taken together for one.
+        """
+        if self.batch_key is None:
+            return
+        try:
+            self._batches = self.own_batches(cells)
+        except DataError as error:
+            warnings.warn(
+                f"batch_key={self.batch_key!r}: {str(error).rstrip('.')}; all cells are taken for one batch.",
+                ScforgeWarning,
+                stacklevel=3,
+            )
+            self._batches = np.zeros(len(cells), dtype=np.int64)
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
-        """Tokenise all views of all cells, view after view: tensors of shape (K * B, S)."""
-        parts = [
-            tokenizer.ragged(
-                thin(
-                    block,
-                    keep=(self.keep_min, self.keep_max),
-                    gene_dropout=(0.0, self.gene_dropout),
-                    seed=seed,
-                    epoch=epoch,
-                    view=view,
-                )
-            )
-            for view in range(self.views)
-        ]
-        return dict(pad(concatenate(parts)))
+        """Tokenise all views of all cells, view after view: tensors of shape (K * B, S).
+
+        With `per_batch`, ``batch_shares`` has a row for each batch that counts in this step: one over the number of
+        its cells for these, 0 for others, float32, shape (E, B).
+        """
+        batch: dict[str, torch.Tensor] = dict(self._views([block] * self.views, tokenizer, epoch=epoch, seed=seed))
+        codes = self.of_block("batch", self._batches, block)
+        return batch if codes is None else {**batch, _SHARES: _shares(codes)}
 
     def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
         """Return the number of cells, each of which stands there once a view."""
         return batch["input_ids"].shape[0] // self.views
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Return the loss; log its two parts and the spread of the embedding."""
-        z_kbd = module.encode(**batch).float().unflatten(0, (self.views, -1))
-        agreement = (z_kbd - z_kbd.mean(dim=0)).square().mean()
-        sigreg = self._statistic(z_kbd, fresh=module.training)
+        """Return the loss; log its two parts, and the spread and the geometry of the embedding."""
+        self.check_architecture(module)
+        of_cells: Any = module
+        tokens = {name: tensor for name, tensor in batch.items() if name != _SHARES}
+        z = of_cells.encode(**tokens)
+        z_kbd = z.float().unflatten(0, (self.views, -1))
+        # Both terms are of what stands behind the projector, if there is one.
+        p_kbd = z_kbd if self.projector is None else of_cells.project(z).float().unflatten(0, (self.views, -1))
+        agreement = (p_kbd - p_kbd.mean(dim=0)).square().mean()
+        sigreg = self._statistic(p_kbd, batch.get(_SHARES), fresh=module.training)
         loss = (1 - self.weight) * agreement + self.weight * sigreg
-        spread = z_kbd.detach().std(dim=1, correction=0).mean()
-        return loss, {"agreement": agreement.detach(), "sigreg": sigreg.detach(), "spread": spread}
+        z_kbd = z_kbd.detach()
+        spread = z_kbd.std(dim=1, correction=0).mean()
+        figures = {"agreement": agreement.detach(), "sigreg": sigreg.detach(), "spread": spread}
+        # What views of a cell disagree in is no use of a dimension.
+        return loss, figures | geometry_moments(z_kbd.mean(dim=0))
 
-    def _statistic(self, z_kbd: torch.Tensor, *, fresh: bool) -> torch.Tensor:
+    def summarise(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+        """Return the means and the geometry of the embedding; warn, once, if it has collapsed."""
+        means = dict(means)
+        found = self._collapse.figures(means)
+        return {**super().summarise(means), **found}
+
+    def _statistic(self, z_kbd: torch.Tensor, shares_eb: torch.Tensor | None, *, fresh: bool) -> torch.Tensor:
         """Return SIGReg, along fresh directions in training and always the same ones in validation."""
         sigreg = self._sigreg.to(z_kbd.device)
-        if fresh:
+        if fresh and shares_eb is None:
             return sigreg(z_kbd)
-        generator = torch.Generator().manual_seed(0)
-        return sigreg.compute(z_kbd, torch.randn(z_kbd.shape[-1], self.slices, generator=generator).to(z_kbd.device))
+        generator = None if fresh else torch.Generator().manual_seed(0)
+        device = z_kbd.device if fresh else None
+        noise = torch.randn(z_kbd.shape[-1], self.slices, generator=generator, device=device).to(z_kbd.device)
+        if shares_eb is None:
+            return sigreg.compute(z_kbd, noise)
+        cells_e = (shares_eb > 0).sum(dim=1)
+        statistic_ke = sigreg.of_groups(z_kbd, noise, shares_eb)
+        return ((statistic_ke * cells_e).sum(dim=1) / cells_e.sum().clamp(min=1)).mean()
+
+
+def _shares(codes: torch.Tensor) -> torch.Tensor:
+    """Return for each batch with enough cells what each cell counts of it, float32, shape (E, B)."""
+    names, sizes = codes.unique(return_counts=True)
+    enough = sizes >= _FEWEST_CELLS
+    return (names[enough].unsqueeze(1) == codes).float() / sizes[enough].unsqueeze(1)

@@ -89,6 +89,18 @@ class MaskedDiffusion(TellsBatches):
     batch_key, batches
         Column of obs with the batch of each cell, which the decoder of the latent is told, and the batches in the order
         of their numbers; see :class:`~scforge.training.Variational`. Of no use with ``reconstruction_weight=0``.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+    >>> scforge.models.Encoder.setup_anndata(adata)
+    >>> objective = {"name": "masked_diffusion", "max_genes": 50}
+    >>> sizes = dict(hidden_dim=8, num_layers=1, num_heads=2, latent_dim=4)
+    >>> model = scforge.models.Encoder(adata, "scdiva", objective=objective, **sizes)
+    >>> model.train(max_epochs=1, progress_bar=False)
+    >>> "validation_loss" in model.history
+    True
     """
 
     generates = True

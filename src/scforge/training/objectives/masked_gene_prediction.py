@@ -39,6 +39,18 @@ class MaskedGenePrediction(Objective):
     token_prior
         Start the prediction head at the token frequencies of the training cells, so that the loss begins at about
         their entropy. For architectures that offer ``init_token_prior``.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+    >>> scforge.models.Encoder.setup_anndata(adata)
+    >>> objective = {"name": "masked_gene_prediction", "mask_ratio": 0.3}
+    >>> sizes = dict(hidden_dim=8, num_layers=1, num_heads=2)
+    >>> model = scforge.models.Encoder(adata, "transformer_encoder", objective=objective, **sizes)
+    >>> model.train(max_epochs=1, progress_bar=False)
+    >>> "validation_loss" in model.history
+    True
     """
 
     defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=10)

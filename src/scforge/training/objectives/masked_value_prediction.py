@@ -50,6 +50,18 @@ class MaskedValuePrediction(Objective):
     zero_targets
         Genes without counts that are added as hidden tokens of value 0 for each hidden gene, drawn from the measured
         genes of the vocabulary. Without them a model never sees that a gene is off. Not for truncated losses.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+    >>> scforge.models.Encoder.setup_anndata(adata)
+    >>> objective = {"name": "masked_value_prediction", "mask_ratio": 0.5}
+    >>> sizes = dict(hidden_dim=8, num_layers=1, num_heads=2)
+    >>> model = scforge.models.Encoder(adata, "masked_autoencoder", objective=objective, **sizes)
+    >>> model.train(max_epochs=1, progress_bar=False)
+    >>> "validation_loss" in model.history
+    True
     """
 
     predicts_values = True

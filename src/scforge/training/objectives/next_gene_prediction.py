@@ -65,6 +65,18 @@ class NextGenePrediction(Objective):
     token_prior
         Start the gene head at the token frequencies of the training cells. For architectures that offer
         ``init_token_prior``.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+    >>> scforge.models.Encoder.setup_anndata(adata)
+    >>> objective = {"name": "next_gene_prediction", "order": "rank"}
+    >>> sizes = dict(hidden_dim=8, num_layers=1, num_heads=2)
+    >>> model = scforge.models.Encoder(adata, "autoregressive_transformer", objective=objective, **sizes)
+    >>> model.train(max_epochs=1, progress_bar=False)
+    >>> "validation_loss" in model.history
+    True
     """
 
     generates = True

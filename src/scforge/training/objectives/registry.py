@@ -20,19 +20,50 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
         "masked_diffusion": "scforge.training.objectives.masked_diffusion",
         "masked_gene_prediction": "scforge.training.objectives.masked_gene_prediction",
         "masked_value_prediction": "scforge.training.objectives.masked_value_prediction",
+        "neighbor_denoising": "scforge.training.objectives.neighbor_denoising",
         "next_gene_prediction": "scforge.training.objectives.next_gene_prediction",
         "variational": "scforge.training.objectives.variational",
     },
+    base="scforge.training.Objective",
 )
 
 
 def register_objective(name: str) -> Callable[[Any], Any]:
-    """Register an :class:`~scforge.training.Objective` class as `name` (class decorator)."""
+    """Register an :class:`~scforge.training.Objective` class as `name` (class decorator).
+
+    Parameters
+    ----------
+    name
+        Registry key, e.g. ``"my_objective"``.
+
+    Returns
+    -------
+    The decorator.
+
+    Raises
+    ------
+    OptionError
+        If `name` belongs to another class.
+
+    Examples
+    --------
+    >>> from scforge.training import MaskedGenePrediction
+    >>> @register_objective("half_masked")
+    ... class HalfMasked(MaskedGenePrediction):
+    ...     def __init__(self, *, mask_ratio=0.5):
+    ...         super().__init__(mask_ratio=mask_ratio)
+    >>> get_objective("half_masked").mask_ratio
+    0.5
+    """
     return OBJECTIVES.register(name)
 
 
 def list_objectives() -> list[str]:
     """Return the names of all objectives.
+
+    Returns
+    -------
+    Names that :func:`get_objective` and ``Encoder(objective=...)`` take, sorted.
 
     Examples
     --------
@@ -52,10 +83,19 @@ def get_objective(name: str, **options: Any) -> Objective:
     **options
         Options of its constructor.
 
+    Returns
+    -------
+    The objective.
+
     Raises
     ------
     OptionError
         If the name, or an option, is unknown.
+
+    Examples
+    --------
+    >>> get_objective("masked_gene_prediction", mask_ratio=0.3).mask_ratio
+    0.3
     """
     cls = OBJECTIVES.get(name)
     check_options("objective option", name, options, cls.option_names())

@@ -76,6 +76,18 @@ class Variational(TellsBatches):
     thinning
         Range of the share of counts that the model sees of each cell, drawn anew in each epoch, its logarithm evenly;
         what it is to predict is the whole cell. None shows all counts.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+    >>> scforge.models.Encoder.setup_anndata(adata)
+    >>> objective = {"name": "variational", "beta": 1e-3}
+    >>> sizes = dict(hidden_dim=8, num_layers=1, num_heads=2, latent_dim=4)
+    >>> model = scforge.models.Encoder(adata, "scdiva", objective=objective, **sizes)
+    >>> model.train(max_epochs=1, progress_bar=False)
+    >>> "validation_loss" in model.history
+    True
     """
 
     defaults = TrainingDefaults(batch_size=64, lr=1e-3, weight_decay=0.01, schedule="cosine_warmup", max_epochs=30)

@@ -45,6 +45,16 @@ def compute_loss(
     DataError
         If `token_ids` and `targets` differ in shape, are no tensors of whole numbers, or hold tokens outside the
         vocabulary (looked at on a CPU only).
+
+    Examples
+    --------
+    >>> from scforge.soma.v1.configs import ModelConfig, SIGRegConfig
+    >>> from scforge.soma.v1.torch import Model, SIGReg
+    >>> model = Model(ModelConfig(0.0, embedding_dim=8, pwff_hidden_dim=16, num_layers=1, num_heads=2))
+    >>> tokens = torch.tensor([[65, 67, 71, 257]])
+    >>> loss, embedding = compute_loss(model, SIGReg(SIGRegConfig()), tokens, tokens.roll(-1, 1))
+    >>> loss.shape, embedding.shape
+    (torch.Size([]), torch.Size([8]))
     """
     check_whole("token_ids", token_ids)
     check_whole("targets", targets)

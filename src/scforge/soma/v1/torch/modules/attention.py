@@ -119,6 +119,12 @@ class MultiHeadAttention(nn.Module):
     ------
     OptionError
         If the heads do not divide the width, `scale_factor` is below 1, or a number cannot be used.
+
+    Examples
+    --------
+    >>> attention = MultiHeadAttention(num_heads=2, num_features=8)
+    >>> attention(torch.zeros(1, 3, 8), positions=torch.arange(3)[None]).shape
+    torch.Size([1, 3, 8])
     """
 
     def __init__(

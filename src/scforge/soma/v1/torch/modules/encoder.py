@@ -26,6 +26,13 @@ class Encoder(nn.Module):
         Sizes.
     gradient_checkpointing
         Keep only what goes into a layer, and compute the layer again for its gradient.
+
+    Examples
+    --------
+    >>> from scforge.soma.v1.configs import EncoderConfig
+    >>> encoder = Encoder(EncoderConfig(0.0, embedding_dim=8, pwff_hidden_dim=16, num_layers=2, num_heads=2))
+    >>> encoder(torch.zeros(1, 3, 8), torch.arange(3)[None]).shape
+    torch.Size([1, 3, 8])
     """
 
     def __init__(self, config: EncoderConfig, *, gradient_checkpointing: bool = False) -> None:

@@ -23,6 +23,13 @@ class Layer(nn.Module):
     ----------
     config
         Sizes.
+
+    Examples
+    --------
+    >>> from scforge.soma.v1.configs import LayerConfig
+    >>> layer = Layer(LayerConfig(0.0, embedding_dim=8, pwff_hidden_dim=16, num_heads=2))
+    >>> layer(torch.zeros(1, 3, 8), torch.arange(3)[None]).shape
+    torch.Size([1, 3, 8])
     """
 
     def __init__(self, config: LayerConfig) -> None:

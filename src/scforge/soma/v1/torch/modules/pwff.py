@@ -25,6 +25,12 @@ class PositionWiseFeedForward(nn.Module):
     ----------
     config
         Sizes.
+
+    Examples
+    --------
+    >>> from scforge.soma.v1.configs import PositionWiseFeedForwardConfig
+    >>> PositionWiseFeedForward(PositionWiseFeedForwardConfig(0.0, 8, 16))(torch.zeros(1, 3, 8)).shape
+    torch.Size([1, 3, 8])
     """
 
     def __init__(self, config: PositionWiseFeedForwardConfig) -> None:
