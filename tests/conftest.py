@@ -34,6 +34,11 @@ settings.load_profile("quick")
 torch.set_num_threads(1)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let tests train on a few cells; those of the warning ask for it."""
+    config.addinivalue_line("filterwarnings", "ignore:The model learns from .* cells, fewer than")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def hears_ctrl_c() -> Iterator[None]:
     """Listen to Ctrl-C, which a shell that starts the tests in the background turns off, here and in what it starts."""

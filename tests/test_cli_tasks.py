@@ -107,7 +107,10 @@ def test_a_file_with_flags(folder: Path, capsys: pytest.CaptureFixture[str], mon
             "finetune.base_model='scforge://geneformer-v2' (--base-model) is not in the registry",
         ),
         ("finetune --base-model base --data cells.h5ad --task anotation", "--task: task='anotation' is not known; did"),
-        ("finetune --base-model base --data cells.h5ad --task annotation --freeze x", "argument --freeze: invalid"),
+        (
+            "finetune --base-model base --data cells.h5ad --task annotation --freeze x",
+            "--freeze: 'x' is no number of layers; give one",
+        ),
         ("finetune --base-model base --data cells.h5ad --task annotation", "the task 'annotation' needs labels_key"),
         ("finetune --base-model base --data cells.h5ad --task annotation --labels-key grup", "did you mean 'group'?"),
         ("finetune --base-model base --data cells.h5ad --task annotation --frob group", "unrecognized argument"),

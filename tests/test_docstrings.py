@@ -6,11 +6,13 @@ import importlib
 import inspect
 import pkgutil
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
 import scforge
+from scforge._registry import Registry
 
 API = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
 ROOMS = [
@@ -20,7 +22,9 @@ ROOMS = [
     "errors",
     "estimators",
     "eval",
+    "finetuning",
     "foreign",
+    "hub",
     "insilico",
     "models",
     "pl",
@@ -31,14 +35,61 @@ ROOMS = [
 ]
 NAMES = [info.name for info in pkgutil.walk_packages(scforge.__path__, "scforge.")]
 MODULES = sorted(name for name in NAMES if "__main__" not in name)
+LISTED = re.findall(r"^   ([a-z]\w*\.[\w.]+)$", API, flags=re.MULTILINE)
+# An example would only repeat the line above it.
+WITHOUT_EXAMPLE = {"foreign.AsIs"}
 PUBLIC = [(room, name) for room in ROOMS for name in importlib.import_module(f"scforge.{room}").__all__]
 
 
+REGISTRIES = [
+    ("scforge.eval.base", "BENCHMARKS"),
+    ("scforge.finetuning.base", "TASKS"),
+    ("scforge.foreign.base", "FAMILIES"),
+    ("scforge.models.registry", "MODELS"),
+    ("scforge.tokenizers.registry", "TOKENIZERS"),
+    ("scforge.training.objectives.registry", "OBJECTIVES"),
+]
+
+
+@pytest.fixture
+def registries():
+    """Take what examples register out again; built-in entries stay, since their modules register themselves once."""
+    found = [getattr(importlib.import_module(module), name) for module, name in REGISTRIES]
+    before = [set(registry._entries) for registry in found]
+    yield found
+    for registry, names in zip(found, before, strict=True):
+        for name in set(registry._entries) - names - set(registry._builtin):
+            del registry._entries[name]
+
+
+def listed(path):
+    """Return what docs/api.md lists as `path`, e.g. "models.Encoder"; modules on the way are imported."""
+    value = scforge
+    for i, part in enumerate(path.split("."), start=1):
+        name = ".".join(["scforge", *path.split(".")[:i]])
+        value = importlib.import_module(name) if name in NAMES and not hasattr(value, part) else getattr(value, part)
+    return value
+
+
+def test_every_registry_is_restored(registries):
+    found = {
+        id(value)
+        for name in MODULES
+        for value in vars(importlib.import_module(name)).values()
+        if isinstance(value, Registry)
+    }
+    assert found == {id(registry) for registry in registries}
+
+
+@pytest.mark.usefixtures("registries")
 @pytest.mark.parametrize("name", ["scforge", *MODULES])
 def test_examples_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "Agg")
     module = importlib.import_module(name)
     result = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS)
+    if "matplotlib.pyplot" in sys.modules:
+        sys.modules["matplotlib.pyplot"].close("all")  # drawings of examples; many open ones are a warning
     assert result.failed == 0, f"{result.failed} of {result.attempted} examples in {name} failed"
 
 
@@ -52,6 +103,62 @@ def test_public_names_are_documented(room, name):
         parameters = [p for p in inspect.signature(value).parameters if p not in {"args", "kwargs"}]
         missing = [p for p in parameters if p not in value.__doc__]
         assert not missing, f"the docstring of scforge.{room}.{name} says nothing of {missing}"
+
+
+@pytest.mark.parametrize("path", LISTED)
+def test_listed_names_have_an_example(path):
+    value = listed(path)
+    if path not in WITHOUT_EXAMPLE and (inspect.isclass(value) or inspect.isfunction(value)):
+        assert ">>>" in (value.__doc__ or ""), f"the docstring of scforge.{path} has no example"
+
+
+@pytest.mark.parametrize("path", LISTED)
+def test_listed_functions_name_parameters_and_returns(path):
+    value = listed(path)
+    if not inspect.isfunction(value):
+        return
+    documented, signature = inspect.getdoc(value) or "", inspect.signature(value)
+    if signature.parameters:
+        assert "Parameters\n----------\n" in documented, f"the docstring of scforge.{path} has no section Parameters"
+        # Several stand in one line: "lr, weight_decay"; those of ** with the stars.
+        missing = [
+            p for p in signature.parameters if not re.search(rf"^(\**\w+, )*\**{p}(, |$)", documented, re.MULTILINE)
+        ]
+        assert not missing, f"the docstring of scforge.{path} does not say what {missing} are"
+    if signature.return_annotation not in (None, "None"):
+        found = re.search(r"^(Returns|Yields)\n-+$", documented, flags=re.MULTILINE)
+        assert found, f"the docstring of scforge.{path} has no section Returns"
+
+
+FRONT_CLASSES = [scforge.models.Encoder, scforge.models.ScDiVa]
+METHODS = {
+    f"{owner.__name__}.{name}": getattr(owner, name)
+    for cls in FRONT_CLASSES
+    for owner in cls.__mro__
+    if owner.__module__.startswith("scforge.")
+    for name, value in vars(owner).items()
+    if not name.startswith("_") and (inspect.isfunction(value) or isinstance(value, classmethod | staticmethod))
+}
+"""Public methods of the front classes, those that scvi-tools brings left out."""
+
+
+@pytest.mark.parametrize("path", METHODS)
+def test_methods_of_front_classes_are_documented(path):
+    documented, signature = inspect.getdoc(METHODS[path]) or "", inspect.signature(METHODS[path])
+    assert ">>>" in documented, f"the docstring of {path} has no example"
+    missing = [
+        p
+        for p in signature.parameters
+        if p != "self" and not re.search(rf"^(\**\w+, )*\**{p}(, |$)", documented, re.MULTILINE)
+    ]
+    assert not missing, f"the docstring of {path} does not say what {missing} are"
+    if signature.return_annotation not in (None, "None"):
+        found = re.search(r"^(Returns|Yields)\n-+$", documented, flags=re.MULTILINE)
+        assert found, f"the docstring of {path} has no section Returns"
+
+
+def test_methods_of_front_classes_are_found():
+    assert {"CellModel.setup_anndata", "Encoder.train", "FolderMethods.load", "ScDiVa.predict"} <= set(METHODS)
 
 
 @pytest.mark.parametrize(("room", "name"), PUBLIC)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from importlib.metadata import EntryPoint
@@ -127,6 +128,39 @@ def test_plugin_that_registers_itself(registry, plugin):
     plugin("theirs", Theirs)
     registry.register("theirs")(Theirs)
     assert registry.get("theirs") is Theirs
+
+
+class Part:
+    """What parts of the registry below derive from."""
+
+    def run(self):
+        """Do it."""
+
+
+Part.__module__ = "package.parts"
+
+
+@pytest.fixture
+def strict() -> Registry:
+    return Registry("part", group="scforge.test_parts", base="package.Part", methods=("run", "make"))
+
+
+def test_a_class_of_another_family_is_told(strict):
+    for number, entry in enumerate((type("Part", (), {}), object(), "text")):
+        strict.register(f"other{number}")(entry)
+        with pytest.raises(OptionError, match=f"part='other{number}' is .*, which is no subclass of package.Part; der"):
+            strict.get(f"other{number}")
+
+
+def test_a_method_that_is_missing_is_told(strict):
+    strict.register("bare")(type("Bare", (Part,), {}))
+    with pytest.raises(OptionError, match="part='bare' is Bare, which does not define 'make'; add it."):
+        strict.get("bare")
+    # Nothing is known of what another callable makes.
+    partial = strict.register("partial")(functools.partial(Part))
+    assert strict.get("partial") is partial
+    whole = strict.register("whole")(type("Whole", (Part,), {"make": lambda self: None}))
+    assert strict.get("whole") is whole
 
 
 def test_broken_plugin(registry, plugin):

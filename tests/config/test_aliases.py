@@ -27,6 +27,7 @@ def nested(dotted: str, value: object) -> dict[str, Any]:
         ("model.pretraining_task", "x", {"model": {}, "objective": {"name": "x"}}),
         ("tokenizer.gene_vocab", "v.json", {"tokenizer": {}, "data": {"gene_vocab": "v.json"}}),
         ("tokenizer.max_genes", 7, {"tokenizer": {}, "data": {"max_genes": 7}}),
+        ("tokenizer.max_len", 7, {"tokenizer": {}, "data": {"max_genes": 7}}),
         ("training.lr", 1e-4, {"training": {"optimizer": {"lr": 1e-4}}}),
         ("finetune.data", "a.h5ad", {"finetune": {}, "data": {"paths": "a.h5ad"}}),
         ("finetune.data", {"obs": ["a"]}, {"finetune": {}, "data": {"obs_columns": ["a"]}}),

@@ -86,7 +86,7 @@ def test_recipes_that_fine_tune() -> None:
 
 def test_light() -> None:
     config = load_config(recipe_path("light"))
-    assert (config.tokenizer.strategy, config.objective.name) == ("continuous_projection", "joint_embedding")
+    assert (config.tokenizer.strategy, config.objective.name) == ("continuous_projection", "neighbor_denoising")
     assert config.model.architecture == "gene_pooling"
     assert config.model.user_options() == {
         "hidden_dim": 256,
@@ -95,7 +95,7 @@ def test_light() -> None:
         "latent_dim": 32,
     }
     assert config.data.preprocessing.hvg_selection == 2000
-    assert (config.training.batch_size, config.training.max_epochs) == (256, 40)
+    assert (config.training.batch_size, config.training.max_epochs) == (256, 60)
     assert (config.training.optimizer.lr, config.training.scheduler.name) == (2e-3, "one_cycle")
 
 

@@ -39,6 +39,7 @@ OPTIONS: dict[str, list[dict]] = {
         {**ENCODER, "value_loss": "negative_binomial", "norm_first": False, "pooling": "cls"},
         {**ENCODER, "pooling": "last"},
     ],
+    "mlp": [{**SMALL, "latent_dim": 6}],
     "scdiva": [
         {**HEADS, "latent_dim": 6, "denoising": True},
         {**HEADS, "latent_dim": 6, "mode": "vector", "norm_style": "pre"},
@@ -58,7 +59,7 @@ OPTIONS: dict[str, list[dict]] = {
     ],
 }
 # Other objectives have other losses, and heads that shape no embedding.
-MASKED_GENE = {"gene_pooling", "transformer_encoder"}
+MASKED_GENE = {"gene_pooling", "mlp", "transformer_encoder"}
 NEXT_GENE = {"autoregressive_transformer"}
 VALUE = {"masked_autoencoder"}
 TOKENS = ("input_ids", "attention_mask", "values", "bin_ids")

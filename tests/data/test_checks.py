@@ -172,4 +172,19 @@ def test_check_obs_column(tiny_adata):
     check_obs_column(tiny_adata, "group", argument="labels_key")
     with pytest.raises(DataError, match="labels_key='groop' is not a column of adata.obs; did you mean 'group'"):
         check_obs_column(tiny_adata, "groop", argument="labels_key")
+    with pytest.raises(OptionError, match="labels_key=.'group'. is of type 'list'; give the name of one column"):
+        check_obs_column(tiny_adata, ["group"], argument="labels_key")
+    tiny_adata.obs["depth"], tiny_adata.obs["lane"] = 0.5, [1.0, np.nan] * (tiny_adata.n_obs // 2)
+    for argument, key in (("labels_key", "depth"), ("batch_key", "lane"), ("batch_key", "batch")):
+        check_obs_column(tiny_adata, key, argument=argument)
+    tiny_adata.obs["day"] = np.arange(tiny_adata.n_obs) % 3 + 0.5
+    check_obs_column(tiny_adata, "day", argument="batch_key")  # time points may well be batches
+    many = ad.AnnData(np.ones((120, 2)))
+    many.obs["depth"] = np.linspace(0.25, 1, 120)
+    with pytest.raises(DataError, match="batch_key='depth' holds 120 different numbers .first: 0.25., which are no"):
+        check_obs_column(many, "depth", argument="batch_key")
+    twice = tiny_adata.copy()
+    twice.obs = twice.obs[["group", "batch", "batch"]]
+    with pytest.raises(DataError, match="batch_key='batch' names several columns of adata.obs; rename all of them but"):
+        check_obs_column(twice, "batch", argument="batch_key")
     assert issubclass(DataError, ScforgeError)

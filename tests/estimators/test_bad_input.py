@@ -19,7 +19,7 @@ from scforge.errors import (
     ScforgeError,
     ScforgeWarning,
 )
-from scforge.estimators import Encoder
+from scforge.estimators import Encoder, ScDiVa
 from scforge.tokenizers import get_tokenizer
 
 
@@ -145,6 +145,23 @@ def test_not_set_up(tiny_adata: ad.AnnData) -> None:
         fails(lambda o=other: Encoder(o), OptionError, hint)
 
 
+def test_a_copy_that_is_set_up_leaves_the_other_as_it_was(tiny_adata: ad.AnnData, tmp_path) -> None:
+    Encoder.setup_anndata(tiny_adata)
+    tiny_adata.write_h5ad(tmp_path / "cells.h5ad")
+    for other in (tiny_adata.copy(), ad.read_h5ad(tmp_path / "cells.h5ad")):
+        Encoder.setup_anndata(other)
+        assert Encoder(other).adata is other
+        assert Encoder(tiny_adata).adata is tiny_adata
+
+
+def test_a_copy_that_another_class_sets_up_leaves_the_first_as_it_was(tiny_adata: ad.AnnData) -> None:
+    Encoder.setup_anndata(tiny_adata)
+    ScDiVa.setup_anndata(tiny_adata.copy())
+    ScDiVa.setup_anndata(tiny_adata)
+    assert Encoder(tiny_adata).adata is tiny_adata
+    assert ScDiVa(tiny_adata).adata is tiny_adata
+
+
 def test_a_view(tiny_adata: ad.AnnData) -> None:
     fails(lambda: Encoder.setup_anndata(tiny_adata[:10]), DataError, "adata is a view", "adata = adata.copy()")
 
@@ -231,6 +248,10 @@ OPTIONS = [
 
 @pytest.mark.parametrize(("parts", "options", "error", "message"), OPTIONS, ids=[o[-1][:40] for o in OPTIONS])
 def test_options_of_the_model(build, parts, options, error, message) -> None:
+    if len(parts) > 2 and parts[0] is None and isinstance(parts[2], dict):
+        parts = (*parts[:2], {"name": "joint_embedding", **parts[2]})
+    if "objective" in options and isinstance(options["objective"], dict):
+        options = {**options, "objective": {"name": "joint_embedding", **options["objective"]}}
     fails(lambda: build(*parts, **options), error, message)
 
 

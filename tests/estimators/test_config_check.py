@@ -75,7 +75,11 @@ def test_what_is_fine(load: Callable[..., Config]) -> None:
             ConfigError,
             "objective.mask_rate=0.1 is not an option of 'masked_gene_prediction'; ",
         ),
-        ("tokenizer.max_len=9", ConfigError, "tokenizer.max_len=9 and data.max_genes=50 mean the same; keep one"),
+        (
+            "tokenizer.max_len=many",
+            ConfigError,
+            "override 'tokenizer.max_len=many': data.max_genes='many' is not an integer",
+        ),
         ("objective={name: joint_embedding, views: 0}", OptionError, "views=0 is not "),
         ("tokenizer.append_cls=3", OptionError, "append_cls=3 is neither True nor False"),
         ("model.num_heads=3", OptionError, "hidden_dim=8 is not divisible by num_heads=3"),
@@ -122,6 +126,17 @@ def test_mistakes(load: Callable[..., Config], override: str, error: type[Scforg
         check_config(load(override))
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_no_option_is_suggested_for_itself(load: Callable[..., Config]) -> None:
+    with pytest.raises(
+        ConfigError, match=r"model\.num_heads=2 is not an option of 'gene_pooling'(?!.*'model\.num_heads')"
+    ):
+        check_config(load("model.architecture=gene_pooling"))
+    with pytest.raises(
+        ConfigError, match=r"model\.max_seq_len=9 is not an option of 'scdiva'(?!.*'model\.max_seq_len')"
+    ):
+        check_config(load("model.architecture=scdiva", "model.max_seq_len=9"))
 
 
 @pytest.mark.parametrize(
@@ -257,10 +272,16 @@ def test_show_of_classes_that_call_options_by_another_name(load: Callable[..., C
 def test_show_of_other_places(load: Callable[..., Config]) -> None:
     overrides = [
         "tokenizer.max_len=40",
-        "data.max_genes=",
         "objective.mask_ratio=0.3",
         "data.sampling.balance_key=group",
     ]
     lines = show_config(load(*overrides)).splitlines()
     for line in ("  max_genes: 40  # set", "    mask_ratio: 0.3  # set", "    start: 0.0", "    end: 1.0"):
         assert line in lines
+
+
+def test_show_leaves_out_what_is_no_choice(load: Callable[..., Config]) -> None:
+    assert not [line for line in show_config(load()).splitlines() if "normalize" in line or "log1p" in line]
+    lines = show_config(load("data.preprocessing.log1p=true")).splitlines()
+    assert "    log1p: true  # set" in lines
+    assert not [line for line in lines if "normalize" in line]

@@ -211,7 +211,7 @@ MISTAKES = [
     ("data.batch_key=doner", "did you mean 'donor'?"),
     ("data.layer=counts", "layer='counts' was chosen when the store"),
     ("data.modality=rna", "modality='rna' was chosen when the store"),
-    ("data.max_tokens_per_batch=100", "JointEmbedding needs random ones"),
+    ("data.max_tokens_per_batch=100", "NeighborDenoising needs random ones"),
     ("data.max_tokens_per_batch=0", "max_tokens_per_batch"),
     ("data.num_threads=-1", "num_threads"),
     ("data.pin_memory=perhaps", "pin_memory"),

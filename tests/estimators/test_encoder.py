@@ -11,9 +11,10 @@ from lightning.pytorch.callbacks import Callback
 from scipy import sparse
 
 from scforge.data import GeneVocab
-from scforge.errors import NotTrainedWarning
+from scforge.errors import NotTrainedWarning, OptionError
 from scforge.estimators import Encoder
 from scforge.models import list_models
+from scforge.models.registry import MODELS
 from scforge.tokenizers import ContinuousProjectionTokenizer, list_tokenizers, register_tokenizer
 from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training.objectives import list_objectives
@@ -54,7 +55,7 @@ def test_the_loop_of_the_readme(model: Encoder, tiny_adata: ad.AnnData, tmp_path
     np.testing.assert_array_equal(again.obsm["X_scforge"], embedding)
     provenance = again.uns["scforge"]["X_scforge"]
     assert provenance["architecture"] == "gene_pooling"
-    assert provenance["objective"] == "joint_embedding"
+    assert provenance["objective"] == "neighbor_denoising"
     assert provenance["vocab_hash"] == model.vocab.hash
     assert bool(provenance["is_trained"]) is True
     assert int(provenance["n_epochs"]) == 2
@@ -82,7 +83,8 @@ def test_it_learns(build, quick, tiny_adata: ad.AnnData) -> None:
     model = build()
     model.train(**(quick | {"max_epochs": 60, "validation_size": 0.0}))
     loss = model.history["train_loss"]["train_loss"]
-    assert loss.iloc[-1] < 0.7 * loss.iloc[0]
+    # Half the logarithm of the error, the most of which is noise of counting.
+    assert loss.iloc[-1] < loss.iloc[0] - 0.1
     embedding, group = model.get_latent_representation(), tiny_adata.obs["group"]
     knn = KNeighborsClassifier(5).fit(embedding[:40], group[:40])
     assert knn.score(embedding[40:], group[40:]) > 0.9
@@ -297,6 +299,28 @@ def test_a_custom_architecture(custom_architecture: str, trained, tiny_adata: ad
     model.save(tmp_path / "model")
     again = Encoder.load(tmp_path / "model", tiny_adata)
     np.testing.assert_allclose(again.get_latent_representation(), embedding, atol=1e-6)
+
+
+def test_an_architecture_without_encode_is_told_and_one_that_sets_it_later_is_not(tiny_adata, monkeypatch) -> None:
+    class Bare(torch.nn.Module):
+        def __init__(self, vocab_size: int, hidden_dim: int = 8) -> None:
+            super().__init__()
+            self.embedding = torch.nn.Embedding(vocab_size, hidden_dim)
+
+        @classmethod
+        def from_config(cls, config):
+            return cls(config.vocab_size)
+
+    class Set(Bare):
+        def __init__(self, vocab_size: int, hidden_dim: int = 8) -> None:
+            super().__init__(vocab_size, hidden_dim)
+            self.encode = self.forward = lambda input_ids, attention_mask, **kwargs: self.embedding(input_ids).mean(1)
+
+    monkeypatch.setattr(MODELS, "_entries", MODELS._entries | {"bare": Bare, "set": Set})
+    Encoder.setup_anndata(tiny_adata)
+    with pytest.raises(OptionError, match="architecture='bare' is .*Bare, which does not define 'encode', 'forward'"):
+        Encoder(tiny_adata, "bare", n_top_genes=0)
+    assert isinstance(Encoder(tiny_adata, "set", n_top_genes=0).module, Set)
 
 
 def test_a_custom_tokenizer(trained, tiny_adata: ad.AnnData, tmp_path) -> None:

@@ -257,8 +257,14 @@ def test_cells_without_label_take_no_part(tune: Callable[..., Encoder], cells: a
     split = model._known_split()
     assert min(map(np.min, (split.train, split.validation, split.test))) >= 60
     assert len(model.predict(adata)) == 200
-    with pytest.raises(DataError):
+    with pytest.raises(DataError, match="labels_key='grop' is not a column .*did you mean 'group'"):
         tune(adata=cells.copy(), labels_key="grop")
+    for argument in ("split_by", "split_key"):
+        with pytest.raises(DataError, match=f"{argument}='grop' is not a column .*did you mean 'group'"):
+            tune(adata=cells.copy(), **{argument: "grop"})
+    adata.obs["none"] = np.nan
+    with pytest.raises(DataError, match="labels_key='none' leaves no cell to train on; choose another"):
+        tune(adata=adata, labels_key="none")
 
 
 def test_a_store(tune: Callable[..., Encoder], store: Path) -> None:

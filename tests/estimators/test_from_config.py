@@ -97,7 +97,14 @@ def test_the_same_file_gives_the_same_weights(run) -> None:
 
 
 def test_keys_of_the_parts(run) -> None:
-    model = run(SMALL, "tokenizer.append_cls=true", "objective.views=2", "objective.weight=0.1", "model.latent_dim=6")
+    model = run(
+        SMALL,
+        "tokenizer.append_cls=true",
+        "objective.name=joint_embedding",
+        "objective.views=2",
+        "objective.weight=0.1",
+        "model.latent_dim=6",
+    )
     assert model.tokenizer.append_cls is True
     assert (model._spec.objective_options["views"], model._spec.objective_options["weight"]) == (2, 0.1)
     assert model.get_latent_representation(key_added=None).shape == (60, 6)

@@ -44,7 +44,7 @@ def simulate(n_genes: int) -> ad.AnnData:
 @pytest.fixture(scope="module")
 def planted_model(planted: ad.AnnData) -> Encoder:
     Encoder.setup_anndata(planted)
-    model = Encoder(planted, n_top_genes=0, hidden_dim=16, ffn_dim=16, latent_dim=4)
+    model = Encoder(planted, objective="joint_embedding", n_top_genes=0, hidden_dim=16, ffn_dim=16, latent_dim=4)
     model.train(max_epochs=8, batch_size=32, lr=3e-3, progress_bar=False, accelerator="cpu")
     return model
 

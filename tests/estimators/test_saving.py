@@ -44,7 +44,7 @@ def test_a_folder_of_four_plain_files(folder: Path) -> None:
     assert not [path for path in folder.parent.iterdir() if path != folder], "no temporary folder is left"
     card = (folder / "README.md").read_text()
     assert "gene_pooling" in card
-    assert "joint_embedding" in card
+    assert "neighbor_denoising" in card
     assert len(json.loads((folder / "vocab.json").read_text())["genes"]) == 40
 
 

@@ -70,7 +70,7 @@ def test_what_was_told_is_on_the_card_and_stays_with_the_model(hub, model: Encod
     card = hub.files("org/light")["README.md"].decode()
     front = front_matter(hub, "org/light")
     assert (front["library_name"], front["license"], front["datasets"]) == ("scforge", "apache-2.0", ["org/cells"])
-    assert {"single-cell", "gene_pooling", "joint_embedding"} <= set(front["tags"])
+    assert {"single-cell", "gene_pooling", "neighbor_denoising"} <= set(front["tags"])
     (result,) = front["model-index"][0]["results"]
     assert result["metrics"] == [
         {"type": "accuracy", "value": 0.9, "name": "accuracy (beside majority_class=0.500)"},

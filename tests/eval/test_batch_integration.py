@@ -81,7 +81,7 @@ def test_bad_input() -> None:
     with pytest.raises(DataError, match="batch_key='bach' is not a column of obs; did you mean 'batch'"):
         BatchIntegration("label", "bach").check(obs_of())
     benchmark = BatchIntegration("label", "batch")
-    with pytest.raises(DataError, match=r"obs\['batch'\] has 1 different batches; at least 2"):
+    with pytest.raises(DataError, match=r"batch_key='batch' has one value only \('x'\)"):
         benchmark.check(obs_of(batches=np.full(100, "x")))
     with pytest.raises(DataError, match="needs at least 16 cells .* but there are 8 of 2 and 2"):
         benchmark.check(obs_of().iloc[46:54])

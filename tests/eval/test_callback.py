@@ -267,6 +267,6 @@ def test_bad_input_is_told_before_training(tiny_adata: ad.AnnData) -> None:
     told(DataError, "n_neighbors=15 is more than the .* lower it", ["cell_type_annotation"], validation_size=0.3)
     told(
         DataError,
-        "cannot score the held-out cells: label .* fewer than n_folds",
+        "cannot score the held-out cells: labels_key='group': label .* fewer than n_folds",
         [{"label_prediction": {"n_folds": 20}}],
     )

@@ -67,10 +67,12 @@ def test_mistakes(cells) -> None:
         LabelPrediction("label", n_folds=1)
     with pytest.raises(DataError, match=r"labels_key='labels' is not a column of obs; did you mean 'label'\?"):
         LabelPrediction("labels").run(embedding, obs)
-    with pytest.raises(DataError, match="1 different labels; at least 2"):
+    with pytest.raises(DataError, match="labels_key='label' has one value only .'a'.; choose"):
         LabelPrediction("label").run(embedding, obs.assign(label="a"))
+    with pytest.raises(DataError, match="labels_key='label' has no value in any cell; choose a column with two"):
+        LabelPrediction("label").run(embedding, obs.assign(label=None))
     few = obs.assign(label=["rare"] * 3 + ["a"] * 117)
-    with pytest.raises(DataError, match="label 'rare' has 3 cells, fewer than n_folds=5; leave it out"):
+    with pytest.raises(DataError, match="labels_key='label': label 'rare' has 3 cells, fewer than n_folds=5; leave"):
         LabelPrediction("label").run(embedding, few)
     embedding[5, 0] = np.nan
     with pytest.raises(DataError, match="values that are not numbers"):

@@ -8,7 +8,7 @@ from scipy import sparse
 
 from scforge.data import GeneVocab, open_cells
 from scforge.errors import DataError, OptionError
-from scforge.tokenizers import get_tokenizer
+from scforge.tokenizers import Tokenizer, get_tokenizer
 
 
 def log1p_cp10k(count: float, total: float) -> float:
@@ -96,6 +96,17 @@ def test_geneformer_order_by_hand():
     vocab = GeneVocab(("a", "b", "c"), medians=np.array([8.0, 0.5, 3.0]))
     batch = get_tokenizer("rank_value", vocab, append_cls=False)(sparse.csr_matrix(np.array([[4, 1, 3]])))
     assert batch["input_ids"].tolist() == [[5, 6, 4]]
+
+
+def test_a_strategy_that_returns_no_tokens_is_told(tiny_adata, tiny_vocab):
+    class Ids(Tokenizer):
+        def _tokenize(self, block):
+            return block.genes
+
+    tokenizer, cells = Ids(tiny_vocab), open_cells(tiny_adata, tiny_vocab)
+    for tokenize in (tokenizer, tokenizer.ragged):
+        with pytest.raises(OptionError, match="Ids._tokenize returned ndarray; return scforge.tokenizers.RaggedTokens"):
+            tokenize(cells.block(np.arange(3)))
 
 
 def test_errors(tiny_vocab):

@@ -157,12 +157,20 @@ def one_process(adata: ad.AnnData, kind: type[CellDataModule], *, batch_size: in
     return model
 
 
+def determined(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Leave out the bias of keys: its gradient is rounding alone, of which Adam makes whole steps."""
+    if not name.endswith("qkv.bias"):
+        return value
+    queries, _, values = value.chunk(3)
+    return torch.cat([queries, values])
+
+
 def test_ddp_computes_what_gradient_accumulation_does(trained, many_adata):
     model = one_process(many_adata, BothRanks, batch_size=BATCH, accumulate_grad_batches=2)
     first, second = weights(trained, "ddp0"), weights(trained, "ddp1")
     for name, value in model.module.state_dict().items():
         assert torch.equal(first[name], second[name]), "the processes have the same weights, to the bit"
-        torch.testing.assert_close(first[name], value, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(determined(name, first[name]), determined(name, value), rtol=1e-5, atol=1e-5)
     losses = told(trained, 0)["ddp"]["train_loss"]
     np.testing.assert_allclose(losses, model.history_["train_loss"]["train_loss"], rtol=1e-5)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from scforge.errors import OptionError, TrainingError
+from scforge.errors import OptionError, ScforgeWarning, TrainingError
 from scforge.training.callbacks import SaveBest
 from scforge.training.fitting import default_max_epochs
 
@@ -97,6 +97,13 @@ def test_without_validation_the_training_loss_decides(setup):
     result = setup.fit(data=setup.data(n_validation=0), max_epochs=3)
     assert "validation_loss" not in result.history
     assert result.best_epoch == int(np.argmin(result.history["train_loss"]))
+
+
+def test_few_cells_are_told(setup, recwarn):
+    setup.fit(max_epochs=1)  # 50 training cells
+    assert not [one for one in recwarn if issubclass(one.category, ScforgeWarning)]
+    with pytest.warns(ScforgeWarning, match="The model learns from 3 cells, fewer than 50: too few to know others by"):
+        setup.fit(data=setup.data(n_validation=57), max_epochs=1)
 
 
 def test_early_stopping(setup):

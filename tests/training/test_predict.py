@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from scforge.data import CellSource, StoreCells, open_cells
-from scforge.errors import DataError, OptionError
+from scforge.errors import DataError, OptionError, TrainingError
 from scforge.models import AutoregressiveTransformer, GenePoolingModel
 from scforge.tokenizers import get_tokenizer
 from scforge.training import NextGenePrediction, embed
@@ -92,6 +92,14 @@ def test_cells_without_genes_are_embedded(setup):
 def test_no_rows(setup):
     with pytest.raises(OptionError, match="rows names no cell to embed"):
         embed(setup.module, setup.cells, setup.tokenizer, rows=[])
+
+
+def test_an_embedding_of_tokens_is_told(setup, monkeypatch):
+    monkeypatch.setattr(setup.module, "encode", lambda input_ids, **batch: input_ids.unsqueeze(-1).float())
+    with pytest.raises(
+        TrainingError, match=r"GenePoolingModel gives an embedding of shape \(60, \d+, 1\) for 60 cells"
+    ):
+        embed(setup.module, setup.cells, setup.tokenizer)
 
 
 @pytest.mark.parametrize("tokenizer", ["rank_value", "continuous_projection"])

@@ -50,7 +50,7 @@ def base() -> Encoder:
     """A small light encoder of the planted cells; nothing in its training knows of batches."""
     adata = planted()
     Encoder.setup_anndata(adata, batch_key="batch", labels_key="kind")
-    model = Encoder(adata, n_top_genes=60, hidden_dim=32, ffn_dim=32, latent_dim=4)
+    model = Encoder(adata, objective="joint_embedding", n_top_genes=60, hidden_dim=32, ffn_dim=32, latent_dim=4)
     model.train(max_epochs=25, batch_size=60, **QUIET)
     return model
 

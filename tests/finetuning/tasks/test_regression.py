@@ -129,7 +129,7 @@ def test_numbers_of_all_kinds(cells200, values):
     ("values", "message"),
     [
         (["old", "young"] * 100, "not numbers; .*'annotation'"),
-        ([True, False] * 100, "holds bool values, not numbers"),
+        ([True, False] * 100, "holds truth values .first: True., not numbers"),
         (pd.Categorical(["1", "2"] * 100), "not numbers"),
         ([1.0, np.inf] * 100, "infinite values"),
         ([3.0] * 200, r"one value only \(3\)"),

@@ -1,0 +1,134 @@
+"""Mutual nearest neighbours within and across batches."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy import sparse
+
+from scforge.data import CellSource
+from scforge.data.neighbors import harmonised, mutual_neighbors, principal_components
+from scforge.errors import DataError
+
+PER_GROUP = 30
+
+
+def two_batches(*, missing: bool = False):
+    """Three groups in two batches that lie apart; one group only in the first batch if `missing`."""
+    generator = np.random.default_rng(0)
+    places = [(batch, group) for batch in range(2) for group in range(3) if not (missing and (batch, group) == (1, 2))]
+    batches, groups = np.repeat(np.array(places), PER_GROUP, axis=0).T
+    coordinates = generator.normal(0, 0.3, (len(groups), 6))
+    coordinates[np.arange(len(groups)), groups] += 8.0
+    coordinates[:, 3] += 3.0 * batches
+    return coordinates, batches, groups
+
+
+def test_neighbours_across_batches_are_of_the_same_group():
+    coordinates, batches, groups = two_batches()
+    rows, columns = mutual_neighbors(coordinates, batches, within=0).nonzero()
+    assert len(rows) > 100
+    assert (batches[rows] != batches[columns]).all()
+    assert (groups[rows] == groups[columns]).all()
+
+
+def test_cells_of_a_group_that_the_other_batch_lacks_have_no_neighbours_there():
+    coordinates, batches, groups = two_batches(missing=True)
+    found = mutual_neighbors(coordinates, batches, within=0)
+    has = np.diff(found.indptr) > 0
+    assert has[groups != 2].mean() > 0.2
+    assert not has[groups == 2].any()
+
+
+def test_harmony_brings_batches_together_and_leaves_groups_apart():
+    coordinates, batches, groups = two_batches()
+    found = harmonised(coordinates, batches)
+    assert found.dtype == np.float32
+
+    def gap(values, of, a, b):
+        return np.linalg.norm(values[of == a].mean(axis=0) - values[of == b].mean(axis=0))
+
+    assert gap(found, batches, 0, 1) < gap(coordinates, batches, 0, 1) / 3
+    assert gap(found, groups, 0, 1) > gap(coordinates, groups, 0, 1) / 2
+    np.testing.assert_array_equal(found, harmonised(coordinates, batches))
+    np.testing.assert_array_equal(found, harmonised(coordinates, np.where(batches, "b", "a")))
+
+
+@pytest.mark.parametrize("n_cells", [2, 3, 14, 16, 70])
+def test_harmony_of_few_cells(n_cells):
+    coordinates = np.random.default_rng(0).normal(size=(n_cells, 5))
+    found = harmonised(coordinates, np.arange(n_cells) % 2)
+    assert found.shape == (n_cells, 5)
+    assert np.isfinite(found).all()
+
+
+def test_there_is_nothing_to_correct_in_one_batch():
+    coordinates = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
+    np.testing.assert_array_equal(harmonised(coordinates, np.zeros(20)), coordinates)
+
+
+def test_neighbours_are_each_other_s_and_not_the_cell_itself():
+    coordinates, batches, _ = two_batches()
+    found = mutual_neighbors(coordinates, batches)
+    assert (found != found.T).nnz == 0
+    assert found.diagonal().sum() == 0
+    assert found.dtype == bool
+
+
+def test_mutual_neighbours_by_hand():
+    generator = np.random.default_rng(1)
+    coordinates, batches = generator.normal(size=(60, 4)), np.repeat([0, 1], 30)
+    found = mutual_neighbors(coordinates, batches, across=2, within=0).toarray()
+    unit = coordinates / np.linalg.norm(coordinates, axis=1, keepdims=True)
+    distances = ((unit[:30, None] - unit[None, 30:]) ** 2).sum(axis=2)
+    there = np.argsort(np.argsort(distances, axis=1), axis=1) < 2
+    back = np.argsort(np.argsort(distances, axis=0), axis=0) < 2
+    np.testing.assert_array_equal(found[:30, 30:], there & back)
+    assert not found[:30, :30].any()
+
+
+def test_neighbours_in_the_own_batch_stay_there():
+    coordinates, batches, groups = two_batches()
+    rows, columns = mutual_neighbors(coordinates, batches, across=0, within=3).nonzero()
+    assert (batches[rows] == batches[columns]).all()
+    assert (groups[rows] == groups[columns]).all()
+
+
+def test_neighbours_are_a_tenth_of_a_batch_at_most():
+    coordinates, batches, _ = two_batches()
+    found = mutual_neighbors(coordinates, batches, across=1_000, within=0)
+    assert np.diff(found.indptr).max() <= 3 * PER_GROUP // 10
+
+
+def test_of_many_batches_each_is_compared_with_ten_others():
+    generator = np.random.default_rng(0)
+    batches = np.repeat(np.arange(16), 10)
+    found = mutual_neighbors(generator.normal(size=(160, 3)), batches, across=1, within=0)
+    rows, columns = found.nonzero()
+    partners = [len(set(batches[columns[batches[rows] == batch]])) for batch in range(16)]
+    assert max(partners) <= 10
+    assert min(partners) >= 5
+    again = mutual_neighbors(np.random.default_rng(0).normal(size=(160, 3)), batches, across=1, within=0)
+    assert (found != again).nnz == 0
+
+
+@pytest.mark.parametrize("batches", [np.zeros(8, dtype=int), np.arange(8)])
+def test_single_cells_and_single_batches_have_what_neighbours_there_are(batches):
+    found = mutual_neighbors(np.random.default_rng(0).normal(size=(8, 3)), batches)
+    assert found.shape == (8, 8)
+    assert found.diagonal().sum() == 0
+
+
+def test_principal_components_are_those_of_log_normalised_values():
+    counts = np.random.default_rng(0).poisson(2.0, (40, 12)).astype(np.float32)
+    totals = counts.sum(axis=1).astype(float) + 5
+    found = principal_components(CellSource(sparse.csr_matrix(counts), totals), n_comps=3)
+    values = np.log1p(counts / totals[:, None] * 1e4)
+    values -= values.mean(axis=0)
+    u, s, _ = np.linalg.svd(values, full_matrices=False)
+    np.testing.assert_allclose(np.abs(found), np.abs(u[:, :3] * s[:3]), rtol=1e-3, atol=1e-3)
+
+
+def test_one_gene_has_no_components():
+    with pytest.raises(DataError, match="40 cells of 1 genes have no neighbours"):
+        principal_components(CellSource(sparse.csr_matrix(np.ones((40, 1), dtype=np.float32)), np.ones(40)))

@@ -1,0 +1,171 @@
+"""The generated references say something of everything there is."""
+
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+from scforge_docs import cli, config, docstrings, errors, messages, options
+
+DOCS = Path(__file__).parents[2] / "docs"
+REGISTERED = [(part.kind, name) for part in options.PARTS for name, _ in options.registered(part.registry)]
+
+
+@cache
+def page(module):
+    return module.render()
+
+
+def tables(text):
+    """Yield the cells of each row of each table."""
+    for line in text.splitlines():
+        if line.startswith("| ") and not line.startswith("| ---"):
+            yield [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+@pytest.mark.parametrize("module", [cli, config], ids=["cli", "config"])
+def test_every_cell_has_text(module):
+    rows = list(tables(page(module)))
+    assert len(rows) > 100
+    assert all(all(row) for row in rows)
+
+
+def test_every_command_and_option_occurs():
+    parsers = list(cli.commands())
+    names = {parser.prog for parser, _ in parsers}
+    assert {"scforge", "scforge train", "scforge config check", "scforge soma embed"} <= names
+    text = page(cli)
+    for parser, _ in parsers:
+        start = text.index(f"# `{parser.prog}`\n")
+        after = text.find("\n## ", start + 1), text.find("\n### ", start + 1), text.find("\n#### ", start + 1)
+        chapter = text[start : min(place for place in (*after, len(text)) if place > 0)]
+        for action in parser._actions:
+            for name in action.option_strings:
+                assert re.search(rf"`{re.escape(name)}[ `]", chapter), f"{parser.prog} {name}"
+
+
+def test_defaults_are_told_once():
+    assert "| `--seeds N` | `3` | seeds of folds |" in page(cli)
+    assert "| `--lr RATE` | 0.002; muon: 0.01 | peak learning rate |" in page(cli)
+    assert "%(default)s" not in page(cli)
+
+
+def test_a_command_without_help_is_found(monkeypatch):
+    real = cli.cli._parser
+
+    def bare():
+        parser = real()
+        parser.add_argument("--new")
+        return parser
+
+    monkeypatch.setattr(cli.cli, "_parser", bare)
+    assert cli.missing() == ["scforge --new"]
+    with pytest.raises(ValueError, match="has no help for: scforge --new"):
+        cli.render()
+
+
+@pytest.mark.parametrize("dotted", config.keys())
+def test_every_key_of_a_file_occurs(dotted):
+    path, _, key = dotted.rpartition(".")
+    text = page(config)
+    chapter = text[text.index(f"\n### `{path}`\n") if path else 0 :]
+    chapter = chapter[: chapter.index("\n### ", 1)]
+    assert f"| `{key}` |" in chapter
+
+
+def test_limits_are_written_as_numbers_are():
+    assert "| `seed` | whole number ≥ 0, < 2^32 |" in page(config)
+    assert not re.search(r"\de\+\d", page(config))
+
+
+def test_every_other_name_of_a_key_occurs():
+    assert all(f"| `{alias}` | `{name}` |" in page(config) for alias, name in config.ALIASES.items())
+
+
+@pytest.mark.parametrize(("kind", "name"), REGISTERED)
+def test_everything_registered_occurs(kind, name):
+    assert f"### `{name}` ({kind})\n" in page(config)
+
+
+@pytest.mark.parametrize("part", options.PARTS, ids=lambda part: part.kind)
+def test_every_option_of_a_constructor_is_described(part):
+    for _, cls in options.registered(part.registry):
+        assert all(all(row) for row in options.option_rows(cls, part))
+
+
+def test_an_option_without_words_is_found():
+    class Bare:
+        """Says nothing of its option."""
+
+        def __init__(self, n_bins: int = 3):
+            self.n_bins = n_bins
+
+    with pytest.raises(ValueError, match="the docstring of Bare says nothing of 'n_bins'"):
+        list(options.option_rows(Bare, options.PARTS[0]))
+
+
+def test_no_reference_stops_at_a_reference():
+    assert not re.findall(r"\| (?:As for|See) \{class\}", page(config))
+
+
+@pytest.mark.parametrize("cls", errors.family(), ids=lambda cls: cls.__name__)
+def test_each_error_has_its_parts(cls):
+    for part in errors.PARTS:
+        assert docstrings.section(cls.__dict__["__doc__"], part), f"{cls.__name__} lacks {part}"
+    chapter = page(errors).split(f"## `{cls.__name__}`\n")[1].split("\n## ")[0]
+    assert "**Cause.** " in chapter
+    assert "**Fix.** " in chapter
+    assert ">>> " in chapter
+    builtin = next(base.__name__ for base in cls.__mro__ if base.__module__ == "builtins")
+    assert f"the builtin `{builtin}`" in chapter
+
+
+def test_messages_are_those_of_the_code():
+    listed = errors.listed()
+    assert len(listed) > 1000
+    known = {(message.error, message.module, message.text) for message in listed}
+    told = "{kind} {name} is already registered; choose another name."
+    assert ("OptionError", "_registry", told) in known
+    # Of a derived class, of a warning, of a check of a file, of a text that is made before.
+    assert any(error == "TrainingError" and module == "training.plan" for error, module, _ in known)
+    assert any(error == "NotTrainedWarning" for error, _, _ in known)
+    assert any(text.startswith("{option}={value} has no use without") for _, _, text in known)
+    assert not any("did_you_mean" in text for _, _, text in known)
+
+
+def test_every_error_is_raised_somewhere():
+    assert {cls.__name__ for cls in errors.family()} == {message.error for message in errors.listed()}
+
+
+def test_classes_of_the_family_elsewhere_are_known():
+    public = {cls.__name__: cls.__name__ for cls in errors.family()}
+    found = messages.relatives(public)
+    assert found["NotFiniteError"] == "TrainingError"
+    assert found["AliasError"] == "ConfigError"
+
+
+def test_empty_cells_are_refused():
+    with pytest.raises(ValueError, match="a cell is empty"):
+        docstrings.table(("option", "says"), [("a", "")])
+
+
+def test_inline_markup_becomes_markdown():
+    text = ":class:`~scforge.models.Encoder` of ``a|b``, *n* [1]_, see `x`"
+    expected = "{class}`~scforge.models.Encoder` of `a|b`, \\*n\\*, see `x`"
+    assert docstrings.inline(text) == expected
+    assert docstrings.cell("`a|b`") == "`a\\|b`"
+
+
+@pytest.mark.parametrize("name", ["cli", "config_reference", "errors"])
+def test_pages_include_what_is_generated(name):
+    assert f"```{{include}} generated/{name}.inc\n" in (DOCS / f"{name}.md").read_text()
+
+
+def test_papers_stand_once_and_in_a_list():
+    text = (DOCS / "references.bib").read_text()
+    keys = re.findall(r"^@\w+\{(\w+),", text, re.MULTILINE)
+    assert len(keys) == len(set(keys)) > 40
+    lists = set(re.findall(r'keywords % "(\w+)"', (DOCS / "references.md").read_text()))
+    named = re.findall(r"keywords = \{(\w+)\}", text)
+    assert len(named) == len(keys)
+    assert set(named) == lists

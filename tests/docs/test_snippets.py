@@ -1,0 +1,165 @@
+"""The code of the pages that a newcomer copies from runs as it is printed, in order, on a few cells."""
+
+import importlib
+import inspect
+import re
+import shlex
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import scforge
+from scforge.cli import main
+from scforge.eval.base import BENCHMARKS
+from scforge.finetuning.base import TASKS
+from scforge.models.registry import MODELS
+from scforge.tokenizers.registry import TOKENIZERS
+from scforge.training.objectives.registry import OBJECTIVES
+
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = (
+    "extending_tokenizer",
+    # Its report draws halves of the cells again and again.
+    pytest.param("extending_model", marks=pytest.mark.slow),
+    "extending_objective",
+    "extending_task",
+    "extending_benchmark",
+    "faq",
+    "migration",
+    "user_guide",
+)
+N_CELLS, N_GENES = 240, 2_500
+
+_FENCE = re.compile(r"^```(?P<language>python|yaml|toml|bash)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+_NOT_RUN = re.compile(r"^% not run: \S.*\n\Z", re.MULTILINE)
+_NAME = re.compile(r"# ([\w.]+\.(?:py|yaml|toml))\n")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block of code of a page."""
+
+    language: str
+    text: str
+    place: str
+    runs: bool
+
+    @property
+    def file(self):
+        """The name of the file that the block is, by its first line; None where it is none."""
+        named = _NAME.match(self.text)
+        return named and named[1]
+
+
+def blocks(page):
+    """Return the blocks of a page, in order; ``% not run: why`` above one says that it is compiled only."""
+    text = (DOCS / f"{page}.md").read_text()
+    return [
+        Block(
+            found["language"],
+            found["text"],
+            f"{page}.md, line {text.count(chr(10), 0, found.start()) + 2}",
+            _NOT_RUN.search(text[: found.start()]) is None,
+        )
+        for found in _FENCE.finditer(text)
+    ]
+
+
+@pytest.fixture(scope="module")
+def few_cells():
+    """Labelled cells and highly expressed genes of PBMC 3k."""
+    adata = scforge.datasets.pbmc3k()
+    cells = np.flatnonzero(adata.obs["cell_type"].notna())
+    cells = np.sort(np.random.default_rng(0).choice(cells, N_CELLS, replace=False))
+    sizes = adata.obs["cell_type"].iloc[cells].value_counts()
+    cells = cells[adata.obs["cell_type"].iloc[cells].isin(sizes.index[sizes >= 5])]  # benchmarks have five folds
+    genes = np.argsort(-np.asarray(adata.X.sum(axis=0)).ravel(), kind="stable")[:N_GENES]
+    return adata[cells, np.sort(genes)].copy()
+
+
+@pytest.fixture
+def scratch(tmp_path, monkeypatch, few_cells):
+    """An empty working directory, with the few cells for PBMC 3k; what pages register and import is forgotten."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(scforge.datasets, "pbmc3k", few_cells.copy)
+    before = set(sys.modules)
+    yield tmp_path
+    for registry in (BENCHMARKS, MODELS, OBJECTIVES, TASKS, TOKENIZERS):
+        for name, entry in list(registry._entries.items()):
+            if entry.__module__ not in before and not entry.__module__.startswith("scforge."):
+                del registry._entries[name]
+    for name in set(sys.modules) - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def run_file(name):
+    """Import a file that a page shows; of a file of tests, run the tests."""
+    module = importlib.import_module(Path(name).stem)
+    for label, test in inspect.getmembers(module, inspect.isfunction):
+        if label.startswith("test_"):
+            test()
+
+
+def run_shell(text):
+    """Run the lines that call scforge in this process, which knows what a page has registered."""
+    for line in text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        if words[:1] == ["scforge"]:
+            assert main(words[1:]) == 0, line
+        else:
+            assert not words or words[0] in ("pip", "python"), line
+
+
+@pytest.mark.filterwarnings("ignore::scforge.errors.ScforgeWarning")
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_runs(page, scratch):
+    names = {"__name__": "__main__"}
+    for block in blocks(page):
+        if block.language == "python":
+            code = compile(block.text, block.place, "exec")
+        if not block.runs:
+            continue
+        if block.file is not None:
+            Path(block.file).write_text(block.text)
+        if block.language == "toml":
+            for group in tomllib.loads(block.text)["project"]["entry-points"].values():
+                for point in group.values():
+                    module, _, attribute = point.partition(":")
+                    assert hasattr(importlib.import_module(module), attribute), block.place
+        elif block.language == "bash":
+            run_shell(block.text)
+        elif block.language == "python" and block.file is not None:
+            run_file(block.file)
+        elif block.language == "python":
+            exec(code, names)
+
+
+def test_blocks_of_a_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "DOCS", tmp_path)
+    (tmp_path / "page.md").write_text(
+        "# Page\n\n```python\n# one.py\na = 1\n```\n\n% not run: needs a network\n```bash\nscforge pull a/b\n```\n\n"
+        "```text\nnot code\n```\n\n% not run: this is not above it\n\nWords.\n\n```yaml\nb: 1\n```\n"
+    )
+    first, second, third = blocks("page")
+    assert (first.language, first.text, first.place, first.runs) == (
+        "python",
+        "# one.py\na = 1\n",
+        "page.md, line 4",
+        True,
+    )
+    assert (first.file, second.file) == ("one.py", None)
+    assert (second.language, second.runs) == ("bash", False)
+    assert (third.text, third.runs) == ("b: 1\n", True)
+
+
+def test_every_page_is_covered():
+    pages = [page if isinstance(page, str) else page.values[0] for page in PAGES]
+    assert {path.stem for path in DOCS.glob("extending_*.md")} <= set(pages)
+    for page in pages:
+        assert any(block.language == "python" for block in blocks(page)), page

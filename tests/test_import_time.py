@@ -1,0 +1,34 @@
+"""The command line answers at once: what is imported is counted, because seconds depend on the machine."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"anndata", "jax", "lightning", "matplotlib", "numba", "pandas", "pydantic", "scanpy", "scipy", "scvi", "torch"}
+
+
+def imported(*arguments: str) -> set[str]:
+    """Return the top-level packages that a new process of Python imports."""
+    command = [sys.executable, "-X", "importtime", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    names = [line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")]
+    return {name.split(".")[0] for name in names}
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["train", "--help"], ["evaluate", "--help"]])
+def test_help_and_version_need_no_heavy_package(arguments):
+    loaded = imported("-m", "scforge", *arguments)
+    assert "scforge" in loaded
+    assert not loaded & HEAVY
+
+
+def test_the_version_is_looked_up_when_asked_for():
+    assert "email" not in imported("-c", "import scforge") | imported("-m", "scforge", "--help")
+    assert "email" in imported("-c", "import scforge; scforge.__version__")  # the metadata of packages are mails
+
+
+def test_import_loads_a_handful_of_modules():
+    code = "import sys; before = set(sys.modules); import scforge; print(len(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 50

@@ -1,0 +1,221 @@
+"""SIGReg of each batch of cells, the projector, and a warning of collapse."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from scforge.data import open_cells
+from scforge.errors import DataError, OptionError, ScforgeWarning, TrainingError
+from scforge.models import GenePoolingModel, TransformerEncoder
+from scforge.tokenizers import get_tokenizer
+from scforge.training import CellDataModule, JointEmbedding, TrainingPlan, fit
+
+VIEWS, SLICES, LATENT = 2, 32, 4
+SMALL = {"views": VIEWS, "slices": SLICES}
+PER_BATCH = {**SMALL, "per_batch": True, "batch_key": "protocol"}
+
+
+@pytest.fixture
+def adata(tiny_adata):
+    """60 cells: two batches of a good size, and one of a single cell."""
+    tiny_adata.obs["protocol"] = ["x"] * 20 + ["y"] * 39 + ["alone"]
+    return tiny_adata
+
+
+@pytest.fixture
+def cells(adata, tiny_vocab):
+    return open_cells(adata, tiny_vocab)
+
+
+@pytest.fixture
+def tokenizer(tiny_vocab):
+    return get_tokenizer("continuous_projection", tiny_vocab, append_cls=False)
+
+
+def module_of(vocab, **options):
+    torch.manual_seed(0)
+    return GenePoolingModel(
+        len(vocab), 16, 1, dropout=0.0, pooling="weighted_sum", ffn_dim=32, latent_dim=LATENT, **options
+    )
+
+
+def bound(cells, **options):
+    objective = JointEmbedding(**options)
+    objective = JointEmbedding(**{**options, **objective.options_from(cells.column)})
+    objective.bind(cells, np.arange(len(cells)))
+    return objective
+
+
+def views_of(objective, cells, tokenizer, rows):
+    return objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0)
+
+
+def test_batches_are_found_and_the_architecture_is_not_told_them(cells):
+    objective = bound(cells, **PER_BATCH)
+    assert objective.batches == ["alone", "x", "y"]
+    assert objective.model_options() == {}
+    again = JointEmbedding(**json.loads(json.dumps(objective.config())))
+    assert repr(again) == repr(objective)
+    assert JointEmbedding(**SMALL, projector=8).model_options() == {"projector_dim": 8}
+
+
+def test_sigreg_is_that_of_each_batch_weighted_by_its_cells(cells, tokenizer, tiny_vocab):
+    objective, module = bound(cells, **PER_BATCH), module_of(tiny_vocab).eval()
+    rows = np.array([0, 40, 59, 1, 2, 41, 42, 43])  # three of x, four of y, and the one alone
+    batch = views_of(objective, cells, tokenizer, rows)
+    with torch.no_grad():
+        loss, figures = objective.loss(module, batch)
+        z_kbd = module.encode(**{k: v for k, v in batch.items() if k != "batch_shares"}).unflatten(0, (VIEWS, -1))
+        noise = torch.randn(LATENT, SLICES, generator=torch.Generator().manual_seed(0))
+        x, y = (objective._sigreg.compute(z_kbd[:, members], noise) for members in ([0, 3, 4], [1, 5, 6, 7]))
+    torch.testing.assert_close(figures["sigreg"], (3 * x + 4 * y) / 7)
+    torch.testing.assert_close(loss, 0.95 * figures["agreement"] + 0.05 * figures["sigreg"])
+
+
+def test_one_batch_is_all_cells(cells, tokenizer, tiny_vocab):
+    apart, together = bound(cells, **PER_BATCH), bound(cells, **SMALL)
+    module = module_of(tiny_vocab)
+    losses = []
+    for objective in (apart, together):
+        torch.manual_seed(3)
+        loss, _ = objective.loss(module, views_of(objective, cells, tokenizer, np.arange(20)))
+        losses.append(loss)
+    torch.testing.assert_close(*losses)
+
+
+def test_a_step_without_two_cells_of_a_batch_has_agreement_alone(cells, tokenizer, tiny_vocab):
+    objective, module = bound(cells, **PER_BATCH), module_of(tiny_vocab)
+    loss, figures = objective.loss(module, views_of(objective, cells, tokenizer, np.array([0, 30, 59])))
+    loss.backward()
+    assert figures["sigreg"] == 0
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in module.parameters())
+
+
+def test_batches_are_pulled_together(adata, tiny_vocab, tokenizer):
+    """Batches that differ by a tenfold expression of some genes end nearer to each other than without."""
+    adata = adata[:59].copy()
+    shifted = np.flatnonzero(adata.obs["protocol"] == "y")
+    counts = adata.X.toarray() if hasattr(adata.X, "toarray") else np.array(adata.X)
+    counts[np.ix_(shifted, np.arange(0, counts.shape[1], 4))] += 20
+    adata.X = counts
+    cells = open_cells(adata, tiny_vocab)
+    gaps = []
+    for options in (SMALL, PER_BATCH):
+        objective, module = bound(cells, weight=0.5, **options), module_of(tiny_vocab)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        for epoch in range(60):
+            batch = objective.prepare(cells.block(np.arange(59)), tokenizer, epoch=epoch, seed=0)
+            optimizer.zero_grad()
+            objective.loss(module, batch)[0].backward()
+            optimizer.step()
+        with torch.no_grad():
+            z = module.eval().encode(**tokenizer(cells.block(np.arange(59))))
+        gaps.append(float((z[:20].mean(dim=0) - z[20:].mean(dim=0)).norm()))
+    assert gaps[1] < 0.5 * gaps[0]
+
+
+def test_training_refuses_unknown_batches(cells):
+    with pytest.raises(DataError, match="batch_key='protocol': 40 of 60 cells are of none"):
+        bound(cells, **PER_BATCH, batches=["x"])
+    with pytest.raises(TrainingError, match="batches are not known yet"):
+        JointEmbedding(**PER_BATCH).bind(cells, np.arange(60))
+    with pytest.raises(DataError, match="batch_key='protocl'"):
+        bound(cells, **{**PER_BATCH, "batch_key": "protocl"})
+
+
+def test_batches_of_a_query_need_not_be_known(cells, tokenizer):
+    objective = JointEmbedding(**PER_BATCH, batches=["another"])
+    objective.bind_query(cells, np.arange(60))
+    batch = views_of(objective, cells, tokenizer, np.arange(60))
+    assert (batch["batch_shares"] > 0).sum(dim=1).tolist() == [20, 39]
+    torch.testing.assert_close(batch["batch_shares"].sum(dim=1), torch.ones(2))
+    objective = JointEmbedding(**{**PER_BATCH, "batch_key": "donor"}, batches=["another"])
+    with pytest.warns(ScforgeWarning, match="batch_key='donor': .*all cells are taken for one batch"):
+        objective.bind_query(cells, np.arange(60))
+    assert views_of(objective, cells, tokenizer, np.arange(60))["batch_shares"].shape == (1, 60)
+
+
+def test_the_projector_takes_the_loss_and_the_embedding_is_its_input(cells, tokenizer, tiny_vocab):
+    objective = bound(cells, **SMALL, projector=8)
+    module = module_of(tiny_vocab, **objective.model_options())
+    objective.check_architecture(module)
+    batch = views_of(objective, cells, tokenizer, np.arange(12))
+    loss, figures = objective.loss(module.eval(), batch)
+    with torch.no_grad():
+        z = module.encode(**batch)
+        p_kbd = module.project(z).unflatten(0, (VIEWS, -1))
+        noise = torch.randn(8, SLICES, generator=torch.Generator().manual_seed(0))
+    assert (z.shape[1], p_kbd.shape[2]) == (LATENT, 8)
+    torch.testing.assert_close(figures["agreement"], (p_kbd - p_kbd.mean(dim=0)).square().mean())
+    torch.testing.assert_close(figures["sigreg"], objective._sigreg.compute(p_kbd, noise))
+    assert figures["geometry_direction"].shape == (LATENT,)
+    loss.backward()
+    head = {name for name, _ in module.named_parameters() if name.startswith("head.")}
+    assert {name for name, p in module.named_parameters() if p.grad is None} <= head
+    before = [p.detach().clone() for p in module.projector.parameters()]
+    train(objective, module, cells, tokenizer, max_epochs=1)
+    assert not any(torch.equal(a, b) for a, b in zip(before, module.projector.parameters(), strict=True))
+
+
+def test_architectures_without_a_projector(tiny_vocab):
+    objective = JointEmbedding(projector=8)
+    for architecture in (TransformerEncoder, TransformerEncoder(len(tiny_vocab), 8, 1, 2, max_seq_len=8)):
+        with pytest.raises(OptionError, match="projector=8 .*TransformerEncoder has not; choose .* 'gene_pooling'"):
+            objective.check_architecture(architecture)
+        JointEmbedding().check_architecture(architecture)
+    objective.check_architecture(GenePoolingModel)
+
+
+def train(objective, module, cells, tokenizer, **options):
+    rows = np.arange(len(cells))
+    data = CellDataModule(
+        cells, tokenizer, objective, train_rows=rows[10:], validation_rows=rows[:10], batch_size=25, seed=0
+    )
+    plan = TrainingPlan(module, objective, lr=options.pop("lr", 1e-2))
+    return fit(plan, data, early_stopping=False, progress_bar=False, accelerator="cpu", **options)
+
+
+def test_the_history_has_the_geometry(cells, tokenizer, tiny_vocab):
+    history = train(bound(cells, **PER_BATCH), module_of(tiny_vocab), cells, tokenizer, max_epochs=2).history
+    for stage in ("train", "validation"):
+        assert len(history[f"{stage}_effective_rank"]) == 2
+        assert all(1 <= rank <= LATENT for rank in history[f"{stage}_effective_rank"])
+        assert all(0 <= cosine < 1 for cosine in history[f"{stage}_mean_cosine"])
+    assert not any("geometry" in name for name in history)
+
+
+class Dead(GenePoolingModel):
+    """All cells are one point."""
+
+    def encode(self, *args, **kwargs):
+        return 1 + 1e-4 * super().encode(*args, **kwargs)
+
+
+def test_collapse_is_named_once_a_training(cells, tokenizer, tiny_vocab):
+    def dead():
+        return Dead(len(tiny_vocab), 16, 1, pooling="weighted_sum", latent_dim=LATENT)
+
+    for _ in range(2):
+        with pytest.warns(ScforgeWarning, match=f"collapsed.* of {LATENT} dimensions.*larger weight") as told:
+            train(JointEmbedding(**SMALL), dead(), cells, tokenizer, max_epochs=3, lr=1e-6)
+        assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"per_batch": True}, "per_batch=True needs batch_key"),
+        ({"per_batch": 1, "batch_key": "batch"}, "per_batch=1"),
+        ({"batch_key": "batch"}, "batch_key='batch' is of use with per_batch=True alone"),
+        ({"batches": ["x"]}, r"batches=\['x'\] needs batch_key"),
+        ({"per_batch": True, "batch_key": 3}, "batch_key=3 is not the name"),
+        ({"projector": 0}, "projector=0 is not a positive number of dimensions"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(OptionError, match=message):
+        JointEmbedding(**options)

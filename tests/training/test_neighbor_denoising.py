@@ -1,0 +1,261 @@
+"""The objective of the light encoder: expression from views of cells and of their neighbours."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from anndata import AnnData
+from scipy import sparse
+
+from scforge.data import GeneVocab, open_cells
+from scforge.data.neighbors import harmonised, mutual_neighbors, principal_components
+from scforge.errors import OptionError, ScforgeWarning
+from scforge.models import Encoder, GenePoolingModel, TransformerEncoder
+from scforge.tokenizers import get_tokenizer
+from scforge.training import NeighborDenoising, get_objective
+
+GENES, PER_GROUP = 40, 60
+
+
+def two_batches(*, missing: bool = False, seed: int = 0) -> AnnData:
+    """Cells of three groups in two batches, of which the second has eight other genes raised."""
+    generator = np.random.default_rng(seed)
+    parts, obs = [], []
+    for batch in range(2):
+        for group in range(3):
+            if missing and (batch, group) == (1, 2):
+                continue
+            rates = np.ones(GENES)
+            rates[group * 8 : group * 8 + 8] *= 6
+            rates[32:] *= 12 if batch else 1
+            parts.append(generator.poisson(rates, (PER_GROUP, GENES)))
+            obs += [(f"b{batch}", f"t{group}")] * PER_GROUP
+    counts = sparse.csr_matrix(np.concatenate(parts).astype(np.float32))
+    frame = pd.DataFrame(obs, columns=["batch", "type"], index=[f"c{i}" for i in range(len(obs))])
+    return AnnData(counts, obs=frame, var=pd.DataFrame(index=[f"g{i}" for i in range(GENES)]))
+
+
+def bound(adata: AnnData, **options) -> tuple:
+    vocab = GeneVocab.from_genes(list(adata.var_names))
+    cells = open_cells(adata, vocab)
+    objective = NeighborDenoising(**options)
+    objective.bind(cells, np.arange(0, len(cells), 2))
+    return objective, cells, get_tokenizer("continuous_projection", vocab, append_cls=False)
+
+
+def module_for(objective: NeighborDenoising) -> GenePoolingModel:
+    torch.manual_seed(0)
+    size = {"pooling": "weighted_sum", "ffn_dim": 16, "latent_dim": 4, "decoder_dim": 8}
+    return GenePoolingModel(GENES + 4, 8, 1, dropout=0.0, **size, **objective.model_options())
+
+
+KNOWN = {"batch_key": "batch", "batches": ["b0", "b1"]}
+
+
+def test_loss_by_hand():
+    objective, cells, tokenizer = bound(two_batches(), translation=0.3, agreement=3.0, beta=0.7, **KNOWN)
+    module = module_for(objective).train()
+    with torch.no_grad():  # next to no variance, so that draws of the latent are its mean
+        module.decoder.logvar.weight.zero_()
+        module.decoder.logvar.bias.fill_(-15.0)
+    batch = objective.prepare(cells.block(np.arange(20)), tokenizer, epoch=0, seed=0)
+    loss, figures = objective.loss(module, batch)
+
+    tokens = {name: batch[name] for name in ("input_ids", "attention_mask", "values")}
+    mu = module.encode(**tokens)
+    decoded = [module.decode(part, batch["batch"]) for part in (mu[:20], mu[20:])]
+    expected = cells.counts[:20].toarray() / cells.totals[:20, None] * 1e4
+    errors = [((part - torch.from_numpy(np.log1p(expected)).float()) ** 2).mean(dim=1) for part in decoded]
+    has = batch["has_neighbor"]
+    logvar = module.infer(**tokens)["logvar"]
+    kl = (-0.5 * (1 + logvar - mu**2 - logvar.exp())).sum(dim=1)[:20].mean()
+    distance = (((mu[:20] - mu[20:]) ** 2).mean(dim=1) * has).sum() / has.sum()
+    translated = 0.5 * torch.log((errors[1] * has).sum() / has.sum())
+    assert 3.0 * distance > 0.02
+    by_hand = 0.5 * torch.log(errors[0].mean()) + 0.3 * translated + 3.0 * distance + 0.7 * kl / GENES
+    torch.testing.assert_close(loss, by_hand, rtol=1e-3, atol=1e-3)
+    # In validation neighbours do not count.
+    held_out, found = objective.loss(module.eval(), batch)
+    torch.testing.assert_close(held_out, 0.5 * torch.log(errors[0].mean()) + 0.7 * kl / GENES, rtol=1e-4, atol=1e-4)
+    assert "has_neighbor" not in found
+    # Every other cell is a training cell, and may have neighbours; others have none.
+    assert not has[1::2].any()
+    assert has[::2].mean() > 0.5
+    torch.testing.assert_close(figures["has_neighbor"], has.mean())
+
+
+def test_neighbours_in_a_batch_are_training_cells_near_the_cell():
+    adata = two_batches()
+    objective, cells, tokenizer = bound(adata, across=10, within=0, keep_min=1.0, gene_dropout=0.0, **KNOWN)
+    rows = np.arange(0, 20, 2)
+    batch = objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0)
+    dense = torch.zeros(2 * len(rows), GENES + 4).scatter_add(1, batch["input_ids"], batch["values"])[:, 4:]
+    whole = np.log1p(adata.X.toarray() / adata.X.sum(axis=1) * 1e4)
+    np.testing.assert_allclose(dense[: len(rows)], whole[rows], atol=1e-4)
+    same = []
+    for i in np.flatnonzero(batch["has_neighbor"].numpy()):
+        (found,) = np.flatnonzero(np.abs(whole - dense[len(rows) + i].numpy()).max(axis=1) < 1e-4)
+        assert found % 2 == 0
+        assert adata.obs["batch"].iloc[found] == "b1"
+        same.append(adata.obs["type"].iloc[found] == "t0")
+    assert len(same) > 3
+    assert np.mean(same) > 0.7
+
+
+def test_choice_of_neighbours_depends_on_epoch_seed_and_cell_alone():
+    objective, cells, tokenizer = bound(two_batches(), **KNOWN)
+
+    def neighbours(rows, epoch, seed=0):
+        batch = objective.prepare(cells.block(np.asarray(rows)), tokenizer, epoch=epoch, seed=seed)
+        dense = torch.zeros(2 * len(rows), GENES + 4).scatter_add(1, batch["input_ids"], batch["values"])
+        return dense[len(rows) :]
+
+    both = neighbours([0, 8], 3)
+    torch.testing.assert_close(both[1], neighbours([8], 3)[0])
+    assert not torch.equal(both, neighbours([0, 8], 4))
+    assert not torch.equal(both, neighbours([0, 8], 3, seed=1))
+
+
+@pytest.mark.parametrize("options", [{"translation": 0, "agreement": 0}, {"across": 0, "within": 0}])
+def test_without_neighbours_there_is_one_view_a_cell(options):
+    objective, cells, tokenizer = bound(two_batches(), **options)
+    batch = objective.prepare(cells.block(np.arange(6)), tokenizer, epoch=0, seed=0)
+    assert len(batch["input_ids"]) == objective.n_cells(batch) == 6
+    loss, figures = objective.loss(module_for(objective), batch)
+    assert torch.isfinite(loss)
+    assert "distance" not in figures
+
+
+def test_cells_without_neighbours_are_computed_alike_and_count_nothing(monkeypatch):
+    objective, cells, tokenizer = bound(two_batches(), **KNOWN)
+    module = module_for(objective).train()
+    decoded = []
+    decode = module.decode
+    monkeypatch.setattr(module, "decode", lambda latent, batch: decoded.append(len(latent)) or decode(latent, batch))
+    for rows in (np.arange(0, 20, 2), np.arange(1, 21, 2)):  # training cells; held-out ones
+        batch = objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0)
+        loss, figures = objective.loss(module, batch)
+        loss.backward()
+    # Another process may have neighbours in this step; where weights are sharded, all have to decode as often.
+    assert decoded == [10] * 4
+    assert torch.isfinite(loss)
+    assert all(figures[name] == 0 for name in ("has_neighbor", "distance", "translated_error"))
+
+
+def test_neighbours_are_looked_for_in_the_space_that_is_asked_for():
+    adata = two_batches()
+    found = {}
+    for space in ("harmony", "components"):
+        objective, _, _ = bound(adata, across=10, within=0, space=space, **KNOWN)
+        found[space] = objective._pool
+    pool = found["components"]
+    components, batches = principal_components(pool.cells), objective._batches[pool.rows]
+    by_hand = {"components": components, "harmony": harmonised(components, batches)}
+    for space, coordinates in by_hand.items():
+        assert (mutual_neighbors(coordinates, batches, across=10, within=0) != found[space].pairs).nnz == 0
+    assert (found["components"].pairs != found["harmony"].pairs).nnz > 0
+
+
+def test_neighbours_are_looked_for_among_max_cells():
+    objective, cells, tokenizer = bound(two_batches(), max_cells=50, **KNOWN)
+    batch = objective.prepare(cells.block(np.arange(len(cells))), tokenizer, epoch=0, seed=0)
+    assert 0 < batch["has_neighbor"].sum() <= 50
+
+
+def trained(adata: AnnData, **objective) -> Encoder:
+    Encoder.setup_anndata(adata, batch_key="batch")
+    model = Encoder(adata, objective={"name": "neighbor_denoising", **objective}, n_top_genes=0, hidden_dim=32, seed=0)
+    model.train(30, batch_size=60, progress_bar=False, accelerator="cpu")
+    return model
+
+
+def mixing(embedding: np.ndarray, adata: AnnData) -> tuple[float, float]:
+    """Return the share of the 10 nearest cells of the same type that are of the other batch, and that of the type."""
+    types, batches = adata.obs["type"].to_numpy(), adata.obs["batch"].to_numpy()
+    distances = ((embedding[:, None] - embedding[None]) ** 2).sum(axis=2) + 1e9 * np.eye(len(embedding))
+    nearest = np.argsort(distances, axis=1)[:, :10]
+    same = types[nearest] == types[:, None]
+    other = batches[nearest] != batches[:, None]
+    return float((same & other).sum() / same.sum()), float(same.mean())
+
+
+def test_batches_are_mixed_and_types_are_not():
+    adata = two_batches(missing=True)
+    shared = (adata.obs["type"] != "t2").to_numpy()
+    without = trained(adata, translation=0, agreement=0, batch_key=None).get_latent_representation()[shared]
+    together = trained(adata).get_latent_representation()
+    apart, _ = mixing(without, adata[shared])
+    mixed, _ = mixing(together[shared], adata[shared])
+    _, pure = mixing(together, adata)
+    assert apart < 0.1
+    assert mixed > 0.25
+    assert pure > 0.97
+
+
+def test_the_default_encoder_takes_the_batches_of_the_setup():
+    adata = two_batches()
+    Encoder.setup_anndata(adata, batch_key="batch")
+    spec = Encoder(adata, n_top_genes=0).spec
+    assert spec.objective == "neighbor_denoising"
+    assert (spec.objective_options["batch_key"], spec.objective_options["batches"]) == ("batch", ["b0", "b1"])
+    assert spec.model_options["n_batches"] == 2
+    untold = Encoder(adata, objective={"name": "neighbor_denoising", "batch_key": None}, n_top_genes=0).spec
+    assert (untold.objective_options["batch_key"], untold.model_options["n_batches"]) == (None, 0)
+    others = Encoder(adata, objective="joint_embedding", n_top_genes=0).spec
+    assert others.model_options["n_batches"] is None
+
+
+def test_cells_of_unknown_batches_are_trained_on():
+    adata = two_batches()
+    objective, _, _ = bound(adata, **KNOWN)
+    adata.obs["batch"] = adata.obs["batch"].replace("b1", "b7")
+    cells = open_cells(adata, GeneVocab.from_genes(list(adata.var_names)))
+    with pytest.warns(ScforgeWarning, match="180 of 360 cells are of none of the batches that the model knows"):
+        objective.bind(cells, np.arange(len(cells)))
+    objective.bind_query(cells, np.arange(len(cells)))  # no warning: new batches are what a query is for
+    tokenizer = get_tokenizer("continuous_projection", cells.vocab, append_cls=False)
+    batch = objective.prepare(cells.block(np.arange(len(cells))), tokenizer, epoch=0, seed=0)
+    assert sorted(set(batch["batch"].tolist())) == [-1, 0]
+    loss, _ = objective.loss(module_for(objective), batch)
+    assert torch.isfinite(loss)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"across": -1}, "across=-1 is not"),
+        ({"translation": -0.5}, "translation=-0.5"),
+        ({"space": "scvi"}, "space='scvi' is not known"),
+        ({"keep_min": 0.9, "keep_max": 0.5}, "keep_min=0.9 and keep_max=0.5 must satisfy"),
+        ({"gene_dropout": 1.0}, r"gene_dropout=1.0 is not in \[0, 1\)"),
+        ({"max_cells": 1}, "max_cells=1 is not"),
+        ({"acros": 3}, "did you mean 'across'"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(OptionError, match=message):
+        get_objective("neighbor_denoising", **options)
+
+
+def test_architectures_without_a_decoder_are_refused():
+    with pytest.raises(OptionError, match="which TransformerEncoder has not; choose 'gene_pooling', 'mlp' or 'scdiva'"):
+        NeighborDenoising().check_architecture(TransformerEncoder)
+
+
+def test_a_model_without_a_decoder_says_so():
+    model = GenePoolingModel(20, 8, pooling="weighted_sum")
+    with pytest.raises(OptionError, match="the model has no decoder of expression; make it with n_batches=0"):
+        model.decode(torch.zeros(2, 8))
+    with pytest.raises(OptionError, match="pooling='mean' has no decoder of expression, which n_batches=0"):
+        GenePoolingModel(20, 8, n_batches=0)
+
+
+def test_scdiva_learns_from_neighbours_too():
+    adata = two_batches()
+    Encoder.setup_anndata(adata, batch_key="batch")
+    size = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "latent_dim": 4, "mode": "vector"}
+    model = Encoder(adata, "scdiva", objective="neighbor_denoising", n_top_genes=0, **size)
+    model.train(2, progress_bar=False, accelerator="cpu")
+    assert model.get_latent_representation().shape == (360, 4)
