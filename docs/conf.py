@@ -1,12 +1,12 @@
 """Sphinx configuration; `make docs` builds."""
 
 import os
-import shutil
+import sys
 from pathlib import Path
 
 import scforge
 
-HERE = Path(__file__).parent
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
 
 project = "scforge"
 author = "scforge developers"
@@ -20,10 +20,12 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
+    "sphinxcontrib.bibtex",
     "sphinx_autodoc_typehints",  # after napoleon
     "sphinx_copybutton",
+    "scforge_docs",  # in _ext: references and notebooks
 ]
-exclude_patterns = ["_build", "_static", "example_plugin", "reports", "**.ipynb_checkpoints"]
+exclude_patterns = ["_build", "_ext", "_static", "example_plugin", "reports", "**.ipynb_checkpoints"]
 templates_path = ["_templates"]
 suppress_warnings = [
     # Types imported for checkers only stay as they are written.
@@ -48,34 +50,34 @@ if os.environ.get("SCFORGE_DOCS_ONLINE"):
 
 autodoc_member_order = "bysource"
 autosummary_generate = True
+toc_object_entries_show_parents = "hide"  # methods without the name of their class, beside a page
 napoleon_google_docstring = False
 napoleon_numpy_docstring = True
+napoleon_custom_sections = ["Cause", "Fix"]  # of errors
 napoleon_use_rtype = True  # typehints adds return types where it is on
 typehints_defaults = "braces"
 always_use_bars_union = True
 
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
-# Notebooks are run by the tests and shown as they were saved.
+bibtex_bibfiles = ["references.bib"]
+bibtex_reference_style = "author_year"
+# Notebooks are run by `make notebooks`; their outputs are taken from there, if it was run.
 nb_execution_mode = "off"
 
 html_theme = "sphinx_book_theme"
 html_title = "scforge"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+html_favicon = "_static/favicon.svg"
 html_theme_options = {
+    "logo": {
+        "image_light": "_static/logo.svg",
+        "image_dark": "_static/logo_dark.svg",
+        "text": "scforge",
+        "alt_text": "scforge",
+    },
     "path_to_docs": "docs",
     "repository_url": "https://github.com/scforge/scforge",
     "use_repository_button": True,
 }
-
-
-def copy_notebooks(app):
-    """Bring notebooks/ into the source folder, because Sphinx reads nothing outside it."""
-    target = HERE / "notebooks"
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir()
-    for notebook in sorted((HERE.parent / "notebooks").glob("*.ipynb")):
-        shutil.copy2(notebook, target)
-
-
-def setup(app):
-    app.connect("builder-inited", copy_notebooks, priority=0)
