@@ -5,6 +5,7 @@ Shapes: N cells, D dimensions, P pairs.
 
 from __future__ import annotations
 
+import inspect
 import logging
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,8 @@ _SHARE = 0.1
 """Largest share of a batch that may be neighbours of a cell."""
 _CELLS_OF_CLUSTER, _FEWEST_CLUSTERS, _MOST_CLUSTERS = 30, 2, 100
 """Harmony's own choice of the number of its clusters, save that it has none for fewer than 15 cells."""
+_FEWEST_CELLS = 10
+"""Cells from which on they are corrected; harmonypy 2.1 may never return from two of them."""
 
 
 def principal_components(cells: CellSource, n_comps: int = 50) -> np.ndarray:
@@ -52,7 +55,8 @@ def harmonised(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -
     coordinates
         Principal components of cells, shape (N, D).
     batches
-        Batch of each cell, shape (N,). With one batch there is nothing to correct, and the coordinates come back.
+        Batch of each cell, shape (N,). With one batch there is nothing to correct, and the coordinates come back; so
+        do those of fewer than ten cells.
     seed
         Seed of the first clusters.
 
@@ -70,10 +74,15 @@ def harmonised(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -
     """
     import harmonypy
     import pandas as pd
+    import torch
 
-    if len(np.unique(batches)) < 2:
+    if len(np.unique(batches)) < 2 or len(coordinates) < _FEWEST_CELLS:
         return np.asarray(coordinates, dtype=np.float32)
     n_clusters = max(_FEWEST_CLUSTERS, min(round(len(coordinates) / _CELLS_OF_CLUSTER), _MOST_CLUSTERS))
+    # Its threads are as many as those of everything else; releases before 2 have one.
+    options = {}
+    if "ncores" in inspect.signature(harmonypy.run_harmony).parameters:
+        options["ncores"] = torch.get_num_threads()
     # Its logger tells of each iteration.
     log = logging.getLogger("harmonypy")
     level, state = log.level, np.random.get_state()
@@ -86,6 +95,7 @@ def harmonised(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -
             nclust=n_clusters,
             random_state=seed,
             verbose=False,
+            **options,
         )
     finally:
         log.setLevel(level)
