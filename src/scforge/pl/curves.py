@@ -71,5 +71,6 @@ def training_curves(
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if n_epochs == 1:
         ax.set_xlim(0.5, 1.5)
-    ax.legend(frameon=False)
+    # What lies beneath it is covered, so that a line does not cross the words.
+    ax.legend(fontsize="small", framealpha=0.85, edgecolor="none")
     return ax

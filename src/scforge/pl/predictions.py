@@ -201,7 +201,7 @@ def calibration(
     ax.set(xlabel=f"confidence{note}", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02), aspect="equal")
     ax.set_title(f"calibration error {error:.3f}, {len(known):,} cells", fontsize="medium")
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, loc="upper left", fontsize="small")
+    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
     return ax
 
 
