@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Callback
 from scipy import sparse
 
 from scforge.data import GeneVocab
-from scforge.errors import NotTrainedWarning, OptionError
+from scforge.errors import NotTrainedWarning, OptionError, TrainingError
 from scforge.estimators import Encoder
 from scforge.models import list_models
 from scforge.models.registry import MODELS
@@ -321,6 +321,61 @@ def test_an_architecture_without_encode_is_told_and_one_that_sets_it_later_is_no
     with pytest.raises(OptionError, match="architecture='bare' is .*Bare, which does not define 'encode', 'forward'"):
         Encoder(tiny_adata, "bare", n_top_genes=0)
     assert isinstance(Encoder(tiny_adata, "set", n_top_genes=0).module, Set)
+
+
+class Means(torch.nn.Module):
+    """What the architectures below have in common."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(vocab_size, 8)
+
+    @classmethod
+    def from_config(cls, config):
+        return cls(config.vocab_size)
+
+    def encode(self, input_ids, attention_mask, values=None, **kwargs):
+        return self.embedding(input_ids).mean(1)
+
+    def forward(self, input_ids, attention_mask, values=None, labels=None, **kwargs):
+        return self.encode(input_ids, attention_mask).sum(), None
+
+
+class NoKwargs(Means):
+    def encode(self, input_ids, attention_mask, values=None):
+        return self.embedding(input_ids).mean(1)
+
+
+class OneProfile(Means):
+    def forward(self, profile, **kwargs):
+        return profile
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        (
+            NoKwargs,
+            r"encode of NoKwargs takes no \*\*kwargs; write it as encode\(self, input_ids, attention_mask, values=",
+        ),
+        (OneProfile, "forward of OneProfile needs 'profile', which it may not be given; write it as forward"),
+    ],
+)
+def test_methods_that_cannot_be_called_are_told_before_training(tiny_adata, monkeypatch, architecture, message) -> None:
+    monkeypatch.setattr(MODELS, "_entries", MODELS._entries | {"own": architecture})
+    Encoder.setup_anndata(tiny_adata)
+    with pytest.raises(OptionError, match=message):
+        Encoder(tiny_adata, "own", n_top_genes=0)
+
+
+def test_a_forward_that_returns_a_tuple_is_told(tiny_adata, monkeypatch) -> None:
+    monkeypatch.setattr(MODELS, "_entries", MODELS._entries | {"own": Means})
+    Encoder.setup_anndata(tiny_adata)
+    model = Encoder(tiny_adata, "own", tokenizer="rank_value", objective="masked_gene_prediction", n_top_genes=0)
+    with pytest.raises(
+        TrainingError, match=r"Means.forward returned a tuple; let it return scforge.models.ModelOutput"
+    ):
+        model.train(1, progress_bar=False)
 
 
 def test_a_custom_tokenizer(trained, tiny_adata: ad.AnnData, tmp_path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,8 @@ _TAKEN = frozenset(
     ("adata", "architecture", "datamodule", "n_top_genes", "name", "objective", "registry", "seed", "tokenizer")
 ) | {"tuning", "vocab", "vocab_size"}
 """What cannot be an option of an architecture, because ``Encoder`` or the description has another use for the name."""
+_TOLD = ("input_ids", "attention_mask", "values")
+"""What the methods of an architecture are given by name, among other things."""
 
 
 def named_options(argument: str, value: str | dict[str, Any] | None, default: str) -> tuple[str, dict[str, Any]]:
@@ -202,6 +205,12 @@ class ModelSpec:
                 f"architecture={self.architecture!r} is {type(module).__qualname__}, which does not define "
                 f"{listing(lacking)}; add {'it' if len(lacking) == 1 else 'them'}."
             )
+        for name, told in {"encode": _TOLD, "forward": (*_TOLD, "labels")}.items():
+            if what := _refused(getattr(module, name), told):
+                raise OptionError(
+                    f"architecture={self.architecture!r}: {name} of {type(module).__qualname__} {what}; write it as "
+                    f"{name}(self, {', '.join(told[:2])}, {', '.join(f'{one}=None' for one in told[2:])}, **kwargs)."
+                )
         if gene_vectors is not None:
             fill_gene_vectors(module, torch.from_numpy(gene_vectors))
         if self.vocab.entropies is not None and hasattr(module, "init_gene_weights"):
@@ -310,3 +319,19 @@ def _has(module: nn.Module, method: str) -> bool:
     found = getattr(module, method, None)
     # torch gives every module a forward of this name, which raises.
     return callable(found) and getattr(found, "__name__", "") != "_forward_unimplemented"
+
+
+def _refused(method: Callable[..., Any], told: Sequence[str]) -> str:
+    """Say what of its arguments a method of a module would not take; empty if it takes all."""
+    parameters = inspect.signature(method).parameters
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return "takes no **kwargs"
+    needed = [
+        name
+        for name, one in parameters.items()
+        if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+    ]
+    more = [
+        name for name in needed if name not in told[:3] or parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY
+    ]
+    return f"needs {listing(more)}, which it may not be given" if more else ""

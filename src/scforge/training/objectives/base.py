@@ -6,20 +6,22 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
 from torch import nn
 
 from scforge.data.cells import CellBlock, Cells, CellSource
+from scforge.errors import TrainingError
+from scforge.models.protocol import ModelOutput
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import TokenBatch
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Objective", "TrainingDefaults", "name_of"]
+__all__ = ["Objective", "TrainingDefaults", "name_of", "output_of"]
 
 
 @dataclass(frozen=True)
@@ -183,3 +185,20 @@ class Objective(ABC):
 def name_of(architecture: type[nn.Module] | nn.Module) -> str:
     """Return the name of the class of an architecture."""
     return architecture.__name__ if isinstance(architecture, type) else type(architecture).__name__
+
+
+def output_of(module: nn.Module, batch: dict[str, torch.Tensor]) -> ModelOutput:
+    """Return what an architecture's forward makes of a batch, without logits.
+
+    Raises
+    ------
+    TrainingError
+        If that is no :class:`~scforge.models.ModelOutput`.
+    """
+    output = module(**batch, return_logits=False)
+    if not hasattr(output, "loss"):
+        raise TrainingError(
+            f"{type(module).__qualname__}.forward returned a {type(output).__qualname__}; let it return "
+            "scforge.models.ModelOutput(loss=..., embeddings=...)."
+        )
+    return cast(ModelOutput, output)

@@ -25,7 +25,7 @@ from scforge.tokenizers._expression import log1p_cp10k
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._batches import TellsBatches
 from scforge.training.objectives._classes import check_classes, check_key
-from scforge.training.objectives.base import TrainingDefaults, name_of
+from scforge.training.objectives.base import TrainingDefaults, name_of, output_of
 from scforge.training.objectives.registry import register_objective
 from scforge.training.objectives.variational import (
     active_units,
@@ -276,7 +276,7 @@ class MaskedDiffusion(TellsBatches):
         if self.reconstruction_weight:
             n_genes = cast(int, module.num_genes)
             tokens["target"] = dense_profiles(batch, n_genes)
-        output = module(**tokens, return_logits=False)
+        output = output_of(module, tokens)
         parts = output.losses
         if not parts or not {"identity", "value"} <= set(parts):
             raise TrainingError(

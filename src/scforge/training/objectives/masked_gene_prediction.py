@@ -14,7 +14,7 @@ from scforge.data.cells import CellBlock, CellSource
 from scforge.errors import OptionError, TrainingError
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.masking import Masking
-from scforge.training.objectives.base import Objective, TrainingDefaults, name_of
+from scforge.training.objectives.base import Objective, TrainingDefaults, name_of, output_of
 from scforge.training.objectives.registry import register_objective
 
 __all__ = ["MaskedGenePrediction", "token_counts", "token_entropy"]
@@ -108,7 +108,7 @@ class MaskedGenePrediction(Objective):
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the module's own loss at labelled positions."""
-        output = module(**batch, return_logits=False)
+        output = output_of(module, batch)
         if output.loss is None:
             raise TrainingError(f"{type(module).__name__}.forward returned no loss although labels were given.")
         return output.loss, {}

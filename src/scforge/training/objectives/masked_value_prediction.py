@@ -24,7 +24,7 @@ from scforge.models.components.count_losses import COUNT_LOSSES, check_count_tar
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import TokenBatch
 from scforge.tokenizers.masking import Masking
-from scforge.training.objectives.base import Objective, TrainingDefaults, name_of
+from scforge.training.objectives.base import Objective, TrainingDefaults, name_of, output_of
 from scforge.training.objectives.registry import register_objective
 
 __all__ = ["MaskedValuePrediction"]
@@ -134,7 +134,7 @@ class MaskedValuePrediction(Objective):
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the module's own loss at hidden values."""
-        output = module(**batch, return_logits=False)
+        output = output_of(module, batch)
         if output.loss is None:
             bins = "'bin'" if "bin_labels" in batch else "'value'"
             raise TrainingError(
