@@ -139,6 +139,69 @@ def test_batches_of_a_query_need_not_be_known(cells, tokenizer):
     assert views_of(objective, cells, tokenizer, np.arange(60))["batch_shares"].shape == (1, 60)
 
 
+CLUSTERS = {**SMALL, "clusters": 2}
+
+
+def test_clusters_are_the_groups_and_held_out_cells_have_one(cells, tiny_adata):
+    objective = JointEmbedding(**CLUSTERS)
+    objective.bind(cells, np.arange(40))
+    group = tiny_adata.obs["group"].cat.codes.to_numpy()
+    assert set(objective._clusters) == {0, 1}
+    assert len({*zip(objective._clusters, group, strict=True)}) == 2
+    few = JointEmbedding(**CLUSTERS, max_cells=30)
+    few.bind(cells, np.arange(60))
+    assert (few._clusters >= 0).sum() == 30
+
+
+@pytest.mark.parametrize("options", [CLUSTERS, {**PER_BATCH, "clusters": 2}])
+def test_sigreg_is_of_what_cells_differ_by_from_the_mean_of_their_cluster(cells, tokenizer, tiny_vocab, options):
+    objective, module = bound(cells, **options), module_of(tiny_vocab).eval()
+    objective._clusters = np.full(60, -1)
+    objective._clusters[[0, 40, 1, 41, 42]] = 0
+    objective._clusters[[2, 43, 44]] = 1
+    rows = np.array([0, 40, 59, 1, 2, 41, 42, 43, 44, 3])  # 59 and 3 are in no cluster
+    batch = views_of(objective, cells, tokenizer, rows)
+    with torch.no_grad():
+        _, figures = objective.loss(module, batch)
+        tokens = {k: v for k, v in batch.items() if not k.endswith("_shares")}
+        z_kbd = module.encode(**tokens).unflatten(0, (VIEWS, -1))
+    noise = torch.randn(LATENT, SLICES, generator=torch.Generator().manual_seed(0))
+    rest = torch.empty_like(z_kbd)
+    for members in ([0, 1, 3, 5, 6], [4, 7, 8]):
+        n = len(members)
+        rest[:, members] = (z_kbd[:, members] - z_kbd[:, members].mean(1, keepdim=True)) * (n / (n - 1)) ** 0.5
+    samples = [[0, 3, 4], [1, 5, 6, 7, 8]] if "batch_key" in options else [[0, 1, 3, 4, 5, 6, 7, 8]]
+    expected = sum(len(of) * objective._sigreg.compute(rest[:, of], noise) for of in samples) / 8
+    torch.testing.assert_close(figures["sigreg"], expected)
+
+
+def test_cells_alone_in_their_cluster_have_agreement_alone(cells, tokenizer, tiny_vocab):
+    objective, module = bound(cells, **CLUSTERS), module_of(tiny_vocab)
+    objective._clusters = np.arange(60)
+    loss, figures = objective.loss(module, views_of(objective, cells, tokenizer, np.arange(8)))
+    loss.backward()
+    assert figures["sigreg"] == 0
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in module.parameters())
+
+
+def test_clusters_of_a_query(cells, tokenizer):
+    objective = JointEmbedding(**PER_BATCH, clusters=3, batches=["another"])
+    objective.bind_query(cells, np.arange(60))
+    assert set(objective._clusters) == {0, 1, 2}
+    assert views_of(objective, cells, tokenizer, np.arange(60))["cluster_shares"].shape == (3, 60)
+
+
+@pytest.mark.parametrize("clusters", [1, 2.5, "many"])
+def test_numbers_of_clusters_that_cannot_be(clusters):
+    with pytest.raises(OptionError, match=f"clusters={clusters!r}"):
+        JointEmbedding(clusters=clusters)
+
+
+def test_more_clusters_than_cells(cells):
+    with pytest.raises(DataError, match="clusters=61 are more than the 60 cells to find them in"):
+        bound(cells, **SMALL, clusters=61)
+
+
 def test_the_projector_takes_the_loss_and_the_embedding_is_its_input(cells, tokenizer, tiny_vocab):
     objective = bound(cells, **SMALL, projector=8)
     module = module_of(tiny_vocab, **objective.model_options())
