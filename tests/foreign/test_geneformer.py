@@ -153,6 +153,8 @@ def test_a_model_trained_here_loads_there(tiny_adata: ad.AnnData, tmp_path: Path
     with pytest.raises(OptionError, match="exists and is not empty"):
         model.export_to_transformers(tmp_path / "bert")
     model.export_to_transformers(tmp_path / "bert", overwrite=True)
+    with pytest.raises(DataError, match="scforge's own: .* is loaded from the folder of model.save"):
+        Encoder.from_checkpoint(tmp_path / "bert", "geneformer")
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,7 @@ def test_a_family_of_somebody_else(tiny_adata: ad.AnnData, tmp_path: Path) -> No
         (".", None, OptionError, "is of no known family .known: 'geneformer', 'scdiva', 'scfoundation', 'scgpt'"),
         (".", "genformer", OptionError, "family='genformer' is not known; did you mean 'geneformer'?"),
         (3, None, OptionError, "source=3 is not the path of a checkpoint"),
+        (".", ["cells"], OptionError, "family is a list; name one of 'geneformer', .*, and pass cells as adata="),
     ],
 )
 def test_what_is_no_checkpoint(source, family, error, message, tmp_path: Path, monkeypatch) -> None:

@@ -202,6 +202,10 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
     """
     if not isinstance(source, str | os.PathLike):
         raise OptionError(f"source={source!r} is not the path of a checkpoint; name a file or folder.")
+    if family is not None and not isinstance(family, str):
+        raise OptionError(
+            f"family is a {type(family).__name__}; name one of {listing(FAMILIES.names())}, and pass cells as adata=..."
+        )
     path = Path(source)
     if not path.exists():
         raise MissingFileError(f"the checkpoint {str(source)!r} does not exist; give its folder or file.")

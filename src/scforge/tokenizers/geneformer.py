@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import sparse
 
+from scforge._constants import SPECIAL_TOKENS
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, MissingFileError, OptionError, first_line, listing
 
@@ -57,9 +58,15 @@ def geneformer_vocab(
     if [tokens[name] for name in names] != list(range(len(names))):
         raise DataError("tokens_medians does not number its tokens from 0 without a gap; pass a published dictionary.")
     if tuple(names[: len(special)]) != special or any(name.startswith("<") for name in names[len(special) :]):
+        own = tuple(names[: len(SPECIAL_TOKENS)]) == SPECIAL_TOKENS
         raise DataError(
             f"tokens_medians starts with {listing(names[:4])}, but Geneformer {version} has the special tokens "
-            f"{listing(special)}; pass the dictionaries of version {version}, or the version that fits them."
+            f"{listing(special)}; "
+            + (
+                "these are scforge's own: what export_to_transformers wrote is loaded from the folder of model.save."
+                if own
+                else f"pass the dictionaries of version {version}, or the version that fits them."
+            )
         )
     genes = tuple(names[len(special) :])
     if without := [gene for gene in genes if gene not in medians]:
