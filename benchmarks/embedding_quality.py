@@ -66,7 +66,6 @@ METHODS = {
     "joint embedding per batch, 20 clusters": Method(
         {"objective": {"name": "joint_embedding", "per_batch": True, "batch_key": BATCH, "clusters": 20}}
     ),
-    "joint embedding, 20 clusters": Method({"objective": {"name": "joint_embedding", "clusters": 20}}),
     "no neighbours": Method({"objective": {"name": "neighbor_denoising", "agreement": 0.0, "translation": 0.0}}),
     "neighbours in components": Method({"objective": {"name": "neighbor_denoising", "space": "components"}}),
     "agreement .03": Method({"objective": {"name": "neighbor_denoising", "agreement": 0.03}}),

@@ -323,15 +323,19 @@ def _has(module: nn.Module, method: str) -> bool:
 
 def _refused(method: Callable[..., Any], told: Sequence[str]) -> str:
     """Say what of its arguments a method of a module would not take; empty if it takes all."""
-    parameters = inspect.signature(method).parameters
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    try:
+        parameters = inspect.signature(method).parameters
+    except (TypeError, ValueError):  # of a callable that tells nothing of itself
+        return ""
+    kinds = {one.kind for one in parameters.values()}
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
         return "takes no **kwargs"
-    needed = [
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    lacking = [
         name
         for name, one in parameters.items()
-        if one.default is one.empty and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+        if one.default is one.empty
+        and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
+        and (name not in told or one.kind not in named)
     ]
-    more = [
-        name for name in needed if name not in told[:3] or parameters[name].kind is inspect.Parameter.POSITIONAL_ONLY
-    ]
-    return f"needs {listing(more)}, which it may not be given" if more else ""
+    return f"needs {listing(lacking)}, which it may not be given" if lacking else ""

@@ -139,67 +139,89 @@ def test_batches_of_a_query_need_not_be_known(cells, tokenizer):
     assert views_of(objective, cells, tokenizer, np.arange(60))["batch_shares"].shape == (1, 60)
 
 
-CLUSTERS = {**SMALL, "clusters": 2}
+CLUSTERS = {**PER_BATCH, "clusters": 2}
 
 
-def test_clusters_are_the_groups_and_held_out_cells_have_one(cells, tiny_adata):
-    objective = JointEmbedding(**CLUSTERS)
-    objective.bind(cells, np.arange(40))
-    group = tiny_adata.obs["group"].cat.codes.to_numpy()
-    assert set(objective._clusters) == {0, 1}
-    assert len({*zip(objective._clusters, group, strict=True)}) == 2
-    few = JointEmbedding(**CLUSTERS, max_cells=30)
-    few.bind(cells, np.arange(60))
-    assert (few._clusters >= 0).sum() == 30
+@pytest.fixture
+def uneven(adata, tiny_vocab):
+    """The cells of batches x and y; x has 4 of group a and 16 of b, y as many of the one as of the other."""
+    group = adata.obs["group"].cat.codes.to_numpy()
+    in_x = np.concatenate([np.flatnonzero(group == 0)[:4], np.flatnonzero(group == 1)[:16]])
+    adata.obs["protocol"] = np.where(np.isin(np.arange(60), in_x), "x", "y")
+    rest = [np.flatnonzero((adata.obs["protocol"] == "y") & (group == one))[:14] for one in (0, 1)]
+    adata = adata[np.sort(np.concatenate([in_x, *rest]))].copy()
+    return adata, open_cells(adata, tiny_vocab)
 
 
-@pytest.mark.parametrize("options", [CLUSTERS, {**PER_BATCH, "clusters": 2}])
-def test_sigreg_is_of_what_cells_differ_by_from_the_mean_of_their_cluster(cells, tokenizer, tiny_vocab, options):
-    objective, module = bound(cells, **options), module_of(tiny_vocab).eval()
-    objective._clusters = np.full(60, -1)
-    objective._clusters[[0, 40, 1, 41, 42]] = 0
-    objective._clusters[[2, 43, 44]] = 1
-    rows = np.array([0, 40, 59, 1, 2, 41, 42, 43, 44, 3])  # 59 and 3 are in no cluster
-    batch = views_of(objective, cells, tokenizer, rows)
+def test_weights_even_out_the_shares_of_clusters(uneven, tokenizer, monkeypatch):
+    adata, cells = uneven
+    # So few cells of such batches are more than Harmony can do.
+    monkeypatch.setattr(
+        "scforge.training.objectives.joint_embedding.harmonised", lambda components, batches: components
+    )
+    objective = bound(cells, **CLUSTERS)
+    in_x, in_a = np.array(adata.obs["protocol"] == "x"), np.array(adata.obs["group"] == "a")
+    # On average .35 of a batch are of group a, and .65 of group b.
+    for batch, group, weight in ((in_x, in_a, 1.75), (in_x, ~in_a, 0.8125), (~in_x, in_a, 0.7), (~in_x, ~in_a, 1.3)):
+        np.testing.assert_allclose(objective._weights[batch & group], weight, rtol=1e-6)
+    shares = views_of(objective, cells, tokenizer, np.arange(len(cells)))["batch_shares"]
+    torch.testing.assert_close(shares.sum(dim=1), torch.ones(2))
+    torch.testing.assert_close(shares[:, in_a].sum(dim=1), torch.tensor([0.35, 0.35]))
+
+
+def test_sigreg_of_weights_is_that_of_repeated_cells(cells, tokenizer, tiny_vocab):
+    objective, module = bound(cells, **CLUSTERS), module_of(tiny_vocab).eval()
+    objective._weights = np.ones(60, dtype=np.float32)
+    objective._weights[[0, 40]] = 2.0
     with torch.no_grad():
+        batch = views_of(objective, cells, tokenizer, np.array([0, 1, 40, 41, 42]))
         _, figures = objective.loss(module, batch)
-        tokens = {k: v for k, v in batch.items() if not k.endswith("_shares")}
-        z_kbd = module.encode(**tokens).unflatten(0, (VIEWS, -1))
-    noise = torch.randn(LATENT, SLICES, generator=torch.Generator().manual_seed(0))
-    rest = torch.empty_like(z_kbd)
-    for members in ([0, 1, 3, 5, 6], [4, 7, 8]):
-        n = len(members)
-        rest[:, members] = (z_kbd[:, members] - z_kbd[:, members].mean(1, keepdim=True)) * (n / (n - 1)) ** 0.5
-    samples = [[0, 3, 4], [1, 5, 6, 7, 8]] if "batch_key" in options else [[0, 1, 3, 4, 5, 6, 7, 8]]
-    expected = sum(len(of) * objective._sigreg.compute(rest[:, of], noise) for of in samples) / 8
-    torch.testing.assert_close(figures["sigreg"], expected)
+        z_kbd = module.encode(**{k: v for k, v in batch.items() if k != "batch_shares"}).unflatten(0, (VIEWS, -1))
+        noise = torch.randn(LATENT, SLICES, generator=torch.Generator().manual_seed(0))
+        # The statistic is a number of cells times an error; that of the weights counts each cell once.
+        x, y = (objective._sigreg.compute(z_kbd[:, of], noise) / len(of) for of in ([0, 0, 1], [2, 2, 3, 4]))
+    torch.testing.assert_close(figures["sigreg"], (2 * 2 * x + 3 * 3 * y) / 5)
 
 
-def test_cells_alone_in_their_cluster_have_agreement_alone(cells, tokenizer, tiny_vocab):
-    objective, module = bound(cells, **CLUSTERS), module_of(tiny_vocab)
-    objective._clusters = np.arange(60)
-    loss, figures = objective.loss(module, views_of(objective, cells, tokenizer, np.arange(8)))
-    loss.backward()
-    assert figures["sigreg"] == 0
-    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in module.parameters())
+def test_cells_that_were_not_drawn_weigh_one_and_rare_ones_ten_at_most(uneven, adata, tiny_vocab, monkeypatch):
+    monkeypatch.setattr(
+        "scforge.training.objectives.joint_embedding.harmonised", lambda components, batches: components
+    )
+    _, cells = uneven
+    assert (bound(cells, **CLUSTERS, max_cells=30)._weights == 1).sum() == 18
+    adata.obs["protocol"] = np.where(adata.obs["group"] == "a", "x", "y")
+    adata.obs.loc[adata.obs_names[1], "protocol"] = "x"  # the one cell of group b there
+    rare = bound(open_cells(adata, tiny_vocab), **CLUSTERS)
+    assert rare._weights[1] == 10
 
 
 def test_clusters_of_a_query(cells, tokenizer):
     objective = JointEmbedding(**PER_BATCH, clusters=3, batches=["another"])
     objective.bind_query(cells, np.arange(60))
-    assert set(objective._clusters) == {0, 1, 2}
-    assert views_of(objective, cells, tokenizer, np.arange(60))["cluster_shares"].shape == (3, 60)
+    assert len(np.unique(objective._weights)) > 1
+    objective.bind_query(cells, np.array([0, 1]))  # two clusters in place of three
+    assert objective._weights is not None
+    objective.bind_query(cells, np.array([0]))
+    assert objective._weights is None
 
 
-@pytest.mark.parametrize("clusters", [1, 2.5, "many"])
-def test_numbers_of_clusters_that_cannot_be(clusters):
-    with pytest.raises(OptionError, match=f"clusters={clusters!r}"):
-        JointEmbedding(clusters=clusters)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({**PER_BATCH, "clusters": 1}, "clusters=1"),
+        ({**PER_BATCH, "clusters": 2.5}, "clusters=2.5"),
+        ({**PER_BATCH, "clusters": "many"}, "clusters='many'"),
+        ({"clusters": 4}, "clusters=4 is of use with per_batch=True alone"),
+    ],
+)
+def test_clusters_that_cannot_be(options, message):
+    with pytest.raises(OptionError, match=message):
+        JointEmbedding(**options)
 
 
 def test_more_clusters_than_cells(cells):
     with pytest.raises(DataError, match="clusters=61 are more than the 60 cells to find them in"):
-        bound(cells, **SMALL, clusters=61)
+        bound(cells, **PER_BATCH, clusters=61)
 
 
 def test_the_projector_takes_the_loss_and_the_embedding_is_its_input(cells, tokenizer, tiny_vocab):

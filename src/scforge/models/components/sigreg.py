@@ -134,7 +134,7 @@ class SIGReg(nn.Module):
         noise
             Directions, shape (D, K).
         shares_gn
-            One over the number of cells of a group for these, and 0 for other cells, shape (G, N).
+            What a cell counts of a group, e.g. one over the number of its cells, and 0 for other cells, shape (G, N).
 
         Returns
         -------

@@ -1,6 +1,6 @@
 """Joint embedding: views of one cell share an embedding, and all cells together fill the space.
 
-Shapes: N cells of a source, B cells of a step, K views, D dimensions, E batches of cells, C clusters.
+Shapes: N cells of a source, B cells of a step, K views, D dimensions, E batches of cells.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ from scforge.training.objectives.registry import register_objective
 __all__ = ["JointEmbedding"]
 
 _FEWEST_CELLS = 2
-"""Cells of a batch or a cluster in a step under which they are no sample of it."""
+"""Cells of a batch in a step under which they are no sample of it."""
 
-_SHARES, _CLUSTERS = "batch_shares", "cluster_shares"
-"""Keys of a batch of tensors that are no arguments of `encode`."""
+_SHARES = "batch_shares"
+"""Key of a batch of tensors that is no argument of `encode`."""
+
+_LARGEST_WEIGHT = 10.0
+"""Of a cell beside the mean of its batch; rarer ones would be all that is seen of it."""
 
 
 @register_objective("joint_embedding")
@@ -47,10 +50,10 @@ class JointEmbedding(TellsBatches, SeesViews):
     where SIGReg is taken over the cells of a step for each view, those of all processes in training, and averaged
     over the views. With `per_batch` it is taken over the cells of each batch (donor, protocol) apart, and averaged with
     the batch's share of the cells as weight: each batch is pulled to the same Gaussian, so that batches mix. That
-    pushes cells of one type onto another where batches differ in the types that they have. With `clusters` SIGReg is
-    conditional: it is taken of what a cell differs by from the mean of its cluster, over the cells of the step in all
-    batches, so that the clusters may lie anywhere, and each batch may have its own share of each. Clusters are found
-    once, before training, by k-means on principal components, which Harmony has corrected with `per_batch`.
+    pushes cells of one type onto another where batches differ in the types that they have. With `clusters` it is
+    conditional on these: cells weigh as if each batch had as many of each cluster as all batches have on average.
+    Clusters are found once, before training, by k-means on principal components that Harmony has corrected. What a
+    batch lacks altogether no weight makes up for.
 
     ``effective_rank`` and ``mean_cosine`` in the history tell how many dimensions the embedding uses, and whether its
     cells lie in one direction; a warning says so if it has collapsed.
@@ -69,12 +72,11 @@ class JointEmbedding(TellsBatches, SeesViews):
         Random directions of SIGReg.
     per_batch
         Take SIGReg over the cells of each batch apart. Batches of which a step has less than 2 cells do not count in
-        it. Where several processes train together, each then looks at its own cells; so it does with `clusters`.
+        it. Where several processes train together, each then looks at its own cells.
     clusters
-        Clusters that SIGReg is conditional on, at least 2; None for none. Cells alone in their cluster in a step do not
-        count in it.
+        Clusters whose shares are evened out between batches, for `per_batch`, at least 2; None for none.
     max_cells
-        Cells among which clusters are found, drawn once; others do not count in SIGReg where there are clusters.
+        Training cells among which clusters are found, drawn once, and held-out cells that get one; others weigh 1.
     batch_key
         Column of obs with the batch of each cell, for `per_batch`. The architecture is not told it.
     batches
@@ -134,6 +136,8 @@ class JointEmbedding(TellsBatches, SeesViews):
             raise OptionError(f"batch_key={batch_key!r} is of use with per_batch=True alone; set it, or leave it out.")
         if clusters is not None:
             check_count("clusters", clusters, "clusters", least=2)
+            if not self.per_batch:
+                raise OptionError(f"clusters={clusters} is of use with per_batch=True alone; set it, or leave it out.")
         self.clusters = None if clusters is None else int(clusters)
         check_count("max_cells", max_cells, "cells", least=2)
         self.max_cells = int(max_cells)
@@ -144,7 +148,7 @@ class JointEmbedding(TellsBatches, SeesViews):
         self.weight = float(weight)
         self.slices = int(slices)
         self._sigreg = SIGReg(self.slices)
-        self._clusters: np.ndarray | None = None
+        self._weights: np.ndarray | None = None
         self._collapse = CollapseWatch()
 
     def check_architecture(self, architecture: type[nn.Module] | nn.Module) -> None:
@@ -160,12 +164,12 @@ class JointEmbedding(TellsBatches, SeesViews):
         return {} if self.projector is None else {"projector_dim": self.projector}
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Look up the batch of each cell, and find clusters."""
+        """Look up the batch of each cell, and what cells weigh."""
         super().bind(cells, train_rows)
-        self._find_clusters(cells, train_rows)
+        self._weigh(cells, train_rows, most=self.clusters)
 
     def bind_query(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Tell the batches of a query apart, which need not be any that the model knows, and find clusters.
+        """Tell the batches of a query apart, which need not be any that the model knows, and what cells weigh.
 
         Cells without a batch, all of them where there is no such column, are taken together for one.
         """
@@ -179,43 +183,48 @@ class JointEmbedding(TellsBatches, SeesViews):
                     stacklevel=3,
                 )
                 self._batches = np.zeros(len(cells), dtype=np.int64)
-        self._find_clusters(cells, train_rows)
+        # A query may be small.
+        self._weigh(cells, train_rows, most=None if self.clusters is None else min(self.clusters, len(train_rows)))
 
-    def _find_clusters(self, cells: Cells, train_rows: np.ndarray) -> None:
-        """Give each cell the number of its cluster, -1 without; the centres are those of training cells."""
-        self._clusters = None
-        if self.clusters is None:
+    def _weigh(self, cells: Cells, train_rows: np.ndarray, *, most: int | None) -> None:
+        """Find at most so many clusters, and give cells weights that even out their shares in the batches.
+
+        The centres are those of training cells.
+        """
+        self._weights = None
+        if most is None or most < 2:
             return
         from sklearn.cluster import KMeans
 
-        rows = choose_chunks(len(cells), self.max_cells, cells.chunk_size)
-        components = principal_components(cells.sample(len(rows), rows=rows))
-        if self._batches is not None:
-            components = harmonised(components, self._batches[rows])
-        learned = np.isin(rows, train_rows)
-        if learned.sum() < self.clusters:
-            raise DataError(f"clusters={self.clusters} are more than the {learned.sum()} cells to find them in.")
-        centres = KMeans(self.clusters, n_init=4, random_state=0).fit(components[learned])
-        self._clusters = np.full(len(cells), -1, dtype=np.int64)
-        self._clusters[rows] = centres.predict(components)
+        assert self._batches is not None
+        learned = choose_chunks(len(cells), self.max_cells, cells.chunk_size, rows=np.sort(train_rows))
+        if len(learned) < most:
+            raise DataError(f"clusters={most} are more than the {len(learned)} cells to find them in.")
+        others = np.setdiff1d(np.arange(len(cells), dtype=np.int64), train_rows)
+        others = choose_chunks(len(cells), self.max_cells, cells.chunk_size, rows=others)
+        rows = np.sort(np.concatenate([learned, others]))
+        components = harmonised(principal_components(cells.sample(len(rows), rows=rows)), self._batches[rows])
+        clusters = KMeans(most, n_init=4, random_state=0).fit(components[np.isin(rows, learned)]).predict(components)
+        names, batches = np.unique(self._batches[rows], return_inverse=True)
+        shares_ec = np.zeros((len(names), most))
+        np.add.at(shares_ec, (batches, clusters), 1.0)
+        shares_ec /= shares_ec.sum(axis=1, keepdims=True)
+        weights = (shares_ec.mean(axis=0) / shares_ec.clip(1e-9))[batches, clusters]
+        self._weights = np.ones(len(cells), dtype=np.float32)
+        self._weights[rows] = np.minimum(weights, _LARGEST_WEIGHT)
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
         """Tokenise all views of all cells, view after view: tensors of shape (K * B, S).
 
-        With `per_batch`, ``batch_shares`` has a row for each batch that counts in this step: one over the number of
-        its cells for these, 0 for others, float32, shape (E, B). With `clusters`, ``cluster_shares`` has the same of
-        clusters, shape (C, B), and only cells of these count in their batch, which without `per_batch` is one.
+        With `per_batch`, ``batch_shares`` has a row for each batch that counts in this step: what each of its cells
+        counts, which without `clusters` is one over their number, and 0 for others, float32, shape (E, B).
         """
         batch: dict[str, torch.Tensor] = dict(self._views([block] * self.views, tokenizer, epoch=epoch, seed=seed))
-        counts = torch.ones(len(block), dtype=torch.bool)
-        if self._clusters is not None:
-            clusters = torch.from_numpy(self._clusters[block.rows])
-            batch[_CLUSTERS] = _shares(clusters, clusters >= 0)
-            counts = batch[_CLUSTERS].sum(dim=0) > 0
         codes = self.of_block("batch", self._batches, block)
-        if codes is None and self._clusters is not None:
-            codes = torch.zeros(len(block), dtype=torch.int64)
-        return batch if codes is None else {**batch, _SHARES: _shares(codes, counts)}
+        if codes is None:
+            return batch
+        weights = np.ones(len(block), np.float32) if self._weights is None else self._weights[block.rows]
+        return {**batch, _SHARES: _shares(codes, torch.from_numpy(weights))}
 
     def n_cells(self, batch: dict[str, torch.Tensor]) -> int:
         """Return the number of cells, each of which stands there once a view."""
@@ -225,14 +234,13 @@ class JointEmbedding(TellsBatches, SeesViews):
         """Return the loss; log its two parts, and the spread and the geometry of the embedding."""
         self.check_architecture(module)
         of_cells: Any = module
-        tokens = {name: tensor for name, tensor in batch.items() if name not in (_SHARES, _CLUSTERS)}
+        tokens = {name: tensor for name, tensor in batch.items() if name != _SHARES}
         z = of_cells.encode(**tokens)
         z_kbd = z.float().unflatten(0, (self.views, -1))
         # Both terms are of what stands behind the projector, if there is one.
         p_kbd = z_kbd if self.projector is None else of_cells.project(z).float().unflatten(0, (self.views, -1))
         agreement = (p_kbd - p_kbd.mean(dim=0)).square().mean()
-        sample_kbd = _within(p_kbd, batch[_CLUSTERS]) if _CLUSTERS in batch else p_kbd
-        sigreg = self._statistic(sample_kbd, batch.get(_SHARES), fresh=module.training)
+        sigreg = self._statistic(p_kbd, batch.get(_SHARES), fresh=module.training)
         loss = (1 - self.weight) * agreement + self.weight * sigreg
         z_kbd = z_kbd.detach()
         spread = z_kbd.std(dim=1, correction=0).mean()
@@ -261,19 +269,8 @@ class JointEmbedding(TellsBatches, SeesViews):
         return ((statistic_ke * cells_e).sum(dim=1) / cells_e.sum().clamp(min=1)).mean()
 
 
-def _shares(codes: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return for each group with enough cells that count what each cell counts of it, float32, shape (groups, B)."""
-    names, sizes = codes[counts].unique(return_counts=True)
-    enough = sizes >= _FEWEST_CELLS
-    return ((names[enough].unsqueeze(1) == codes) & counts).float() / sizes[enough].unsqueeze(1)
-
-
-def _within(z_kbd: torch.Tensor, clusters_cb: torch.Tensor) -> torch.Tensor:
-    """Return what cells differ by from the mean of their cluster in each view, shape (K, B, D).
-
-    That of n cells from their own mean is too small by sqrt((n - 1) / n), which is made up for.
-    """
-    members_cb = (clusters_cb > 0).to(z_kbd.dtype)
-    mean_kbd = torch.einsum("cb,kcd->kbd", members_cb, torch.einsum("cb,kbd->kcd", clusters_cb, z_kbd))
-    size_b = (members_cb * members_cb.sum(dim=1, keepdim=True)).sum(dim=0).clamp(min=_FEWEST_CELLS)
-    return (z_kbd - mean_kbd) * (size_b / (size_b - 1)).sqrt().unsqueeze(1)
+def _shares(codes: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return for each batch with enough cells what each cell counts of it, float32, shape (E, B)."""
+    names, sizes = codes.unique(return_counts=True)
+    counts_eb = (names[sizes >= _FEWEST_CELLS].unsqueeze(1) == codes) * weights
+    return counts_eb / counts_eb.sum(dim=1, keepdim=True)
