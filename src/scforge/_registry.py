@@ -8,7 +8,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from scforge.errors import OptionError, ScforgeError, did_you_mean, listing
 
-__all__ = ["Registry", "check_options"]
+__all__ = ["Registry", "check_defines", "check_options"]
 
 
 class Registry[T]:
@@ -113,12 +113,7 @@ class Registry[T]:
         what = f"{self.kind}={name!r} is {getattr(entry, '__qualname__', entry)!s}"
         if not _derives(entry, self._base):
             raise OptionError(f"{what}, which is no subclass of {self._base}; derive it from that.")
-        abstract: frozenset[str] = getattr(entry, "__abstractmethods__", frozenset())
-        lacking = sorted({*abstract, *(method for method in self._methods if not _defines(entry, method))})
-        if lacking:
-            raise OptionError(
-                f"{what}, which does not define {listing(lacking)}; add {'it' if len(lacking) == 1 else 'them'}."
-            )
+        check_defines(what, entry, self._methods)
 
     def _plugins(self) -> dict[str, list[EntryPoint]]:
         """Return who offers each name, most often one."""
@@ -181,6 +176,16 @@ def _derives(entry: object, base: str) -> bool:
     package, _, last = base.rpartition(".")
     bases = entry.__mro__ if isinstance(entry, type) else ()
     return any(cls.__qualname__ == last and f"{cls.__module__}.".startswith(f"{package}.") for cls in bases)
+
+
+def check_defines(what: str, found: object, methods: Sequence[str]) -> None:
+    """Raise unless a class or an object has these methods, and leaves none abstract; `what` begins the message."""
+    abstract: frozenset[str] = getattr(found, "__abstractmethods__", frozenset())
+    lacking = sorted({*abstract, *(method for method in methods if not _defines(found, method))})
+    if lacking:
+        raise OptionError(
+            f"{what}, which does not define {listing(lacking)}; add {'it' if len(lacking) == 1 else 'them'}."
+        )
 
 
 def _defines(entry: object, method: str) -> bool:

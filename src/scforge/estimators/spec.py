@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from scforge._checks import check_count
+from scforge._registry import check_defines
 from scforge.config._messages import config_error
 from scforge.config.schema import ModelConfig
 from scforge.data.vocab import GeneVocab
@@ -200,11 +201,9 @@ class ModelSpec:
         except ValidationError as error:
             raise config_error(error, ModelConfig) from None
         module = get_model(self.architecture, config)
-        if lacking := [name for name in ("encode", "forward") if not _has(module, name)]:
-            raise OptionError(
-                f"architecture={self.architecture!r} is {type(module).__qualname__}, which does not define "
-                f"{listing(lacking)}; add {'it' if len(lacking) == 1 else 'them'}."
-            )
+        check_defines(
+            f"architecture={self.architecture!r} is {type(module).__qualname__}", module, ("encode", "forward")
+        )
         for name, told in {"encode": _TOLD, "forward": (*_TOLD, "labels")}.items():
             if what := _refused(getattr(module, name), told):
                 raise OptionError(
@@ -313,12 +312,6 @@ def _vectors_option(architecture: str, name: str, tokenizer: Tokenizer, vectors:
         )
     without = int(np.isnan(vectors).any(axis=1).sum())
     return {"dim": vectors.shape[1], "learned": without, "frozen": bool(getattr(tokenizer, "freeze", True))}
-
-
-def _has(module: nn.Module, method: str) -> bool:
-    found = getattr(module, method, None)
-    # torch gives every module a forward of this name, which raises.
-    return callable(found) and getattr(found, "__name__", "") != "_forward_unimplemented"
 
 
 def _refused(method: Callable[..., Any], told: Sequence[str]) -> str:

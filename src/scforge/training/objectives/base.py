@@ -21,7 +21,7 @@ from scforge.tokenizers.batch import TokenBatch
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Objective", "TrainingDefaults", "name_of", "output_of"]
+__all__ = ["Objective", "TrainingDefaults", "loss_of", "name_of", "output_of"]
 
 
 @dataclass(frozen=True)
@@ -202,3 +202,17 @@ def output_of(module: nn.Module, batch: dict[str, torch.Tensor]) -> ModelOutput:
             "scforge.models.ModelOutput(loss=..., embeddings=...)."
         )
     return cast(ModelOutput, output)
+
+
+def loss_of(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Return the module's own loss for the labels of a batch, a scalar.
+
+    Raises
+    ------
+    TrainingError
+        If it returns none.
+    """
+    loss = output_of(module, batch).loss
+    if loss is None:
+        raise TrainingError(f"{type(module).__name__}.forward returned no loss although labels were given.")
+    return loss

@@ -11,10 +11,10 @@ from torch import nn
 
 from scforge._checks import check_bool
 from scforge.data.cells import CellBlock, CellSource
-from scforge.errors import OptionError, TrainingError
+from scforge.errors import OptionError
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.masking import Masking
-from scforge.training.objectives.base import Objective, TrainingDefaults, name_of, output_of
+from scforge.training.objectives.base import Objective, TrainingDefaults, loss_of, name_of
 from scforge.training.objectives.registry import register_objective
 
 __all__ = ["MaskedGenePrediction", "token_counts", "token_entropy"]
@@ -108,10 +108,7 @@ class MaskedGenePrediction(Objective):
 
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the module's own loss at labelled positions."""
-        output = output_of(module, batch)
-        if output.loss is None:
-            raise TrainingError(f"{type(module).__name__}.forward returned no loss although labels were given.")
-        return output.loss, {}
+        return loss_of(module, batch), {}
 
 
 def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:

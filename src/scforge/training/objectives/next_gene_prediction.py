@@ -23,7 +23,7 @@ from scforge.errors import DataError, OptionError, TrainingError, listing
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import TokenBatch
 from scforge.training.objectives._classes import check_classes, check_key, classes_found, classes_of, numbers_of
-from scforge.training.objectives.base import Objective, TrainingDefaults, output_of
+from scforge.training.objectives.base import Objective, TrainingDefaults, loss_of
 from scforge.training.objectives.masked_gene_prediction import token_counts
 from scforge.training.objectives.registry import register_objective
 
@@ -202,10 +202,7 @@ class NextGenePrediction(Objective):
         if module.training and "condition" in batch and self.condition_dropout > 0:
             told = torch.rand(batch["condition"].shape, device=batch["condition"].device) >= self.condition_dropout
             batch = {**batch, "condition": batch["condition"] * told}
-        output = output_of(module, batch)
-        if output.loss is None:
-            raise TrainingError(f"{type(module).__name__}.forward returned no loss although labels were given.")
-        return output.loss, {}
+        return loss_of(module, batch), {}
 
 
 def bin_means(cells: CellSource, tokenizer: Tokenizer, n_bins: int | None = None) -> np.ndarray:
