@@ -15,6 +15,8 @@ from scforge.datasets import get_card, load
 from scforge.eval import CellTypeProbe, Scib
 
 DATASETS = ("sc_mixology", "kang_ctrl_8donor", "pbmc3k", "kang_ifnb")
+UNSEEN = ("paul15_mouse", "merfish_mouse_brain")
+"""Data sets on which nothing about the defaults was chosen."""
 SCENARIOS = ("whole", "shift")
 BATCH_KEYS = {"kang_ifnb": "condition"}
 """Batches of data sets whose cards name none."""

@@ -91,7 +91,7 @@ def _train(model: Encoder, key: str, **options: Any) -> float:
 
 
 def _token_entropy(model: Encoder) -> float:
-    from scforge.training.objectives.masked_gene_prediction import token_counts, token_entropy
+    from scforge.training import token_counts, token_entropy
 
     return token_entropy(token_counts(model.cells(), model.tokenizer))
 

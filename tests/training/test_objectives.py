@@ -23,8 +23,9 @@ from scforge.training import (
     fit,
     get_objective,
     list_objectives,
+    token_counts,
+    token_entropy,
 )
-from scforge.training.objectives.masked_gene_prediction import token_counts, token_entropy
 from scforge.training.objectives.registry import OBJECTIVES
 
 G, EXPRESSED, TRAIN, HELD_OUT = 60, 20, 400, 150
@@ -136,12 +137,6 @@ def test_loss_starts_at_the_token_entropy(masked_setup):
     bias = setup.module.head.decoder.bias.clone()
     off.initialise(setup.module, setup.cells, setup.tokenizer)
     assert torch.equal(setup.module.head.decoder.bias, bias)
-
-
-def test_token_counts(masked_setup):
-    counts = token_counts(masked_setup.cells, masked_setup.tokenizer)
-    assert not counts[:4].any()
-    np.testing.assert_array_equal(counts[4:], np.asarray((masked_setup.cells.counts > 0).sum(axis=0)).ravel())
 
 
 def test_joint_embedding_separates_groups_and_does_not_collapse(setup, tiny_adata):

@@ -26,6 +26,8 @@ _NAMES = {
     "list_objectives": "scforge.training.objectives.registry",
     "make_loggers": "scforge.training.loggers",
     "register_objective": "scforge.training.objectives.registry",
+    "token_counts": "scforge.training.objectives.token_frequencies",
+    "token_entropy": "scforge.training.objectives.token_frequencies",
 }
 
 __all__ = [  # noqa: RUF022 -- in the order in which one meets them
@@ -50,6 +52,8 @@ __all__ = [  # noqa: RUF022 -- in the order in which one meets them
     "register_objective",
     "get_objective",
     "list_objectives",
+    "token_counts",
+    "token_entropy",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _NAMES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -16,11 +15,9 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.masking import Masking
 from scforge.training.objectives.base import Objective, TrainingDefaults, loss_of, name_of
 from scforge.training.objectives.registry import register_objective
+from scforge.training.objectives.token_frequencies import token_counts
 
-__all__ = ["MaskedGenePrediction", "token_counts", "token_entropy"]
-
-_PRIOR_CELLS = 10_000
-"""Cells that the token frequencies are counted on."""
+__all__ = ["MaskedGenePrediction"]
 
 
 @register_objective("masked_gene_prediction")
@@ -109,28 +106,3 @@ class MaskedGenePrediction(Objective):
     def loss(self, module: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the module's own loss at labelled positions."""
         return loss_of(module, batch), {}
-
-
-def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
-    """Count how often each gene is a token, over at most 10,000 cells; int64, shape (V,), zero for special tokens."""
-    rows = np.arange(len(cells))
-    if len(rows) > _PRIOR_CELLS:
-        rows = np.sort(np.random.default_rng(0).choice(rows, _PRIOR_CELLS, replace=False))
-    counts = np.zeros(len(tokenizer.vocab), dtype=np.int64)
-    for start in range(0, len(rows), 1024):
-        tokens = tokenizer.ragged(cells.block(rows[start : start + 1024]))
-        counts += np.bincount(tokens.ids, minlength=len(counts))
-    counts[: tokenizer.vocab.n_special] = 0
-    return counts
-
-
-def token_entropy(counts: np.ndarray) -> float:
-    """Return the entropy of token frequencies in nats: the loss of a model that knows nothing of the cell.
-
-    Examples
-    --------
-    >>> round(token_entropy(np.array([0, 0, 2, 2])), 4)
-    0.6931
-    """
-    share = counts[counts > 0] / counts.sum()
-    return float(-(share * np.log(share)).sum())

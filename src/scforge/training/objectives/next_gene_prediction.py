@@ -24,8 +24,8 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import TokenBatch
 from scforge.training.objectives._classes import check_classes, check_key, classes_found, classes_of, numbers_of
 from scforge.training.objectives.base import Objective, TrainingDefaults, loss_of
-from scforge.training.objectives.masked_gene_prediction import token_counts
 from scforge.training.objectives.registry import register_objective
+from scforge.training.objectives.token_frequencies import token_counts
 
 if TYPE_CHECKING:
     import pandas as pd

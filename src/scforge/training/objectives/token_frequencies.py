@@ -1,0 +1,82 @@
+"""How often genes are tokens, and what a model would lose that knows nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from scforge.data.cells import CellSource
+from scforge.errors import OptionError
+from scforge.tokenizers.base import Tokenizer
+
+__all__ = ["token_counts", "token_entropy"]
+
+_MOST_CELLS = 10_000
+"""Cells that are counted at the most, drawn once."""
+
+
+def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
+    """Count how often each gene is a token, over at most 10,000 cells.
+
+    Parameters
+    ----------
+    cells
+        The cells, as :meth:`scforge.models.Encoder.cells` gives them; of more than 10,000 as many are drawn.
+    tokenizer
+        Makes the tokens.
+
+    Returns
+    -------
+    int64, shape (V,), V tokens of the vocabulary; zero for special tokens.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+    >>> scforge.models.Encoder.setup_anndata(adata)
+    >>> model = scforge.models.Encoder(adata, "transformer_encoder", hidden_dim=8, num_layers=1, num_heads=2)
+    >>> counts = scforge.training.token_counts(model.cells(), model.tokenizer)
+    >>> len(counts) == len(model.tokenizer.vocab)
+    True
+    """
+    rows = np.arange(len(cells))
+    if len(rows) > _MOST_CELLS:
+        rows = np.sort(np.random.default_rng(0).choice(rows, _MOST_CELLS, replace=False))
+    counts = np.zeros(len(tokenizer.vocab), dtype=np.int64)
+    for start in range(0, len(rows), 1024):
+        tokens = tokenizer.ragged(cells.block(rows[start : start + 1024]))
+        counts += np.bincount(tokens.ids, minlength=len(counts))
+    counts[: tokenizer.vocab.n_special] = 0
+    return counts
+
+
+def token_entropy(counts: np.ndarray) -> float:
+    """Return the entropy of token frequencies: the loss of a model that knows how frequent genes are, and no more.
+
+    With shares p of the tokens it is -sum(p log p).
+
+    Parameters
+    ----------
+    counts
+        How often each token occurs, shape (V,), e.g. of :func:`token_counts`.
+
+    Returns
+    -------
+    The entropy in nats, as losses are.
+
+    Raises
+    ------
+    OptionError
+        If no token was counted.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import scforge
+    >>> round(scforge.training.token_entropy(np.array([0, 0, 2, 2])), 4)
+    0.6931
+    """
+    counts = np.asarray(counts)
+    if not counts.sum() > 0:
+        raise OptionError("counts has no token above zero; pass how often each token occurs, as of token_counts.")
+    share = counts[counts > 0] / counts.sum()
+    return float(-(share * np.log(share)).sum())
