@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 from anndata import AnnData
+from scipy.sparse import csr_matrix
 
 from scforge.datasets import get_card, load
 from scforge.eval import CellTypeProbe, Scib
@@ -17,9 +18,11 @@ from scforge.eval import CellTypeProbe, Scib
 DATASETS = ("sc_mixology", "kang_ctrl_8donor", "pbmc3k", "kang_ifnb")
 UNSEEN = ("paul15_mouse", "merfish_mouse_brain")
 """Data sets on which nothing about the defaults was chosen."""
-SCENARIOS = ("whole", "shift")
+SCENARIOS = ("whole", "shift", "donors")
 BATCH_KEYS = {"kang_ifnb": "condition"}
 """Batches of data sets whose cards name none."""
+DONOR_SHARES = (0.5, 0.25, 0.17, 0.08)
+"""Cells of the made donors of the scenario ``donors``, about."""
 FEWEST = 20
 """Cells that a batch has to keep, or no label is taken from it."""
 NEIGHBORS, FOLDS, RAREST = 15, 5, 3
@@ -75,7 +78,7 @@ class Data:
 
 
 def open_data(name: str, folder: str | None, scenario: str, n_scored: int) -> Data | None:
-    """Read a data set and draw the cells that are scored; None if the scenario needs batches that are not there."""
+    """Read a data set and draw the cells that are scored; None if the scenario is not for data with or without batches."""
     card, adata = get_card(name), load(name, folder)
     labels_key, batch_key = card.labels_key, card.batch_key
     assert labels_key is not None
@@ -84,9 +87,13 @@ def open_data(name: str, folder: str | None, scenario: str, n_scored: int) -> Da
         batch_key = BATCH_KEYS[name]
         notes.append(f"The card of {name} names no batches; those here are obs[{batch_key!r}], so that what is mixed")
         notes[-1] += " away is partly a response of the cells."
+    if (scenario == "shift" and batch_key is None) or (scenario == "donors" and batch_key is not None):
+        return None
+    if scenario == "donors":
+        batch_key = "donor"
+        adata, note = _with_donors(adata, labels_key)
+        notes.append(note)
     if scenario == "shift":
-        if batch_key is None:
-            return None
         kept, note = _shifted(adata.obs, labels_key, batch_key)
         adata = adata[kept].copy()
         notes.append(note)
@@ -100,6 +107,29 @@ def open_data(name: str, folder: str | None, scenario: str, n_scored: int) -> Da
         0, f"{adata.n_obs:,} cells are fitted, {len(scored):,} of {len(rows):,} with a label scored{n_batches}."
     )
     return Data(name, scenario, card.title, adata, labels_key, batch_key, scored, tuple(notes))
+
+
+def _with_donors(adata: AnnData, labels_key: str) -> tuple[AnnData, str]:
+    """Deal the cells of each label to donors that lose counts, each of other genes; return them, and what was done.
+
+    Shares of a label among donors are Dirichlet with 3 times `DONOR_SHARES`. Of the counts of a gene each donor keeps
+    a share of its own, half times a log-normal factor with a standard deviation of 0.5 (binomial thinning).
+    """
+    generator = np.random.default_rng(0)
+    donors = np.array([f"donor {i}" for i in range(len(DONOR_SHARES))])
+    of_labels, labels = pd.factorize(adata.obs[labels_key], use_na_sentinel=False)
+    shares = generator.dirichlet(3 * np.array(DONOR_SHARES), len(labels))
+    of_cells = (shares.cumsum(axis=1)[of_labels] < generator.random((adata.n_obs, 1))).sum(axis=1)
+    of_cells = np.minimum(of_cells, len(donors) - 1)
+    kept = np.minimum(1.0, 0.5 * np.exp(generator.normal(0, 0.5, (len(donors), adata.n_vars))))
+    counts = csr_matrix(adata.X, copy=True)
+    of_counts = np.repeat(of_cells, np.diff(counts.indptr))
+    counts.data = generator.binomial(counts.data.astype(np.int64), kept[of_counts, counts.indices]).astype(np.float32)
+    counts.eliminate_zeros()
+    made = AnnData(counts, obs=adata.obs.assign(donor=pd.Categorical(donors[of_cells])), var=adata.var)
+    made = made[counts.getnnz(axis=1) > 0].copy()
+    sizes = ", ".join(f"{(made.obs['donor'] == donor).sum():,}" for donor in donors)
+    return made, f"The donors are made ({sizes} cells): each has other shares of the labels, and half of the counts."
 
 
 def _shifted(obs: pd.DataFrame, labels_key: str, batch_key: str) -> tuple[np.ndarray, str]:

@@ -2,8 +2,9 @@
 
 Every method is fitted on all cells of a data set without labels, and scored on the same cells, drawn once. Rows of
 trained methods are means and standard deviations over seeds. ``--scenario shift`` takes the commonest label from half
-of the batches and does all again. What each column is stands in ``docs/embeddings.md``. With ``--cache`` embeddings and
-their figures are kept, so that an interrupted run goes on, and scVI is trained once per data set::
+of the batches and does all again; ``--scenario donors`` deals the cells of a data set without batches to made donors.
+What each column is stands in ``docs/embeddings.md``. With ``--cache`` embeddings and their figures are kept, so that an
+interrupted run goes on, and scVI is trained once per data set::
 
     python benchmarks/embedding_quality.py --data FOLDER --cache CACHE --scenario whole --scenario shift --threads 1
     python benchmarks/embedding_quality.py --datasets sc_mixology --methods default --seeds 2 --baselines pca harmony
@@ -110,7 +111,8 @@ def main() -> None:
         for name in args.datasets:
             data = open_data(name, args.data, scenario, args.cells)
             if data is None:
-                say(f"{name} has no batches, so there is no scenario {scenario!r} of it")
+                why = "has batches of its own" if scenario == "donors" else "has no batches"
+                say(f"{name} {why}, so there is no scenario {scenario!r} of it")
             else:
                 report_on(data, args)
 
@@ -308,7 +310,7 @@ def scores(embedding: np.ndarray, data: Data, scorer: Scorer, args: argparse.Nam
 def print_table(data: Data, tables: dict[str, pd.DataFrame], dims: dict[str, int], notes: list[str]) -> None:
     """Print the means and standard deviations of all methods, without columns that have no figure."""
     columns = [name for name in FIGURES if any(table[name].notna().any() for table in tables.values())]
-    what = "composition shift" if data.scenario == "shift" else "whole"
+    what = {"whole": "whole", "shift": "composition shift", "donors": "made donors"}[data.scenario]
     print(f"\n### {data.title} (`{data.name}`, {what})\n")
     print(f"| method | D | seeds | {' | '.join(FIGURES[name] for name in columns)} |")
     print(f"|---|---:|---:|{'---:|' * len(columns)}")

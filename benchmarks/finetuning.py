@@ -128,12 +128,14 @@ def scanvi_row(adata: anndata.AnnData, labels: str, groups: str | None, seed: in
     """Train scVI and, from it, scANVI with the labels of all cells but the test cells; return its figures on these."""
     import scvi
 
-    from scforge.eval.reference_embeddings import variable_genes
+    from scforge.eval.baselines import variable_genes
 
     start, cpu = time.perf_counter(), time.process_time()
     scvi.settings.seed = seed
     work = variable_genes(adata, n_top_genes=2_000, batch_key=groups)
     work.X = work.layers.pop("counts")
+    if groups is not None:
+        work.obs[groups] = adata.obs[groups].to_numpy()
     tested = np.asarray(adata.obs["part"] == "test")
     known = np.asarray(adata.obs["part"].isin(["train", "validation"]))
     truth = adata.obs[labels].astype(str).to_numpy()
