@@ -78,7 +78,7 @@ class Data:
 
 
 def open_data(name: str, folder: str | None, scenario: str, n_scored: int) -> Data | None:
-    """Read a data set and draw the cells that are scored; None if the scenario is not for data with or without batches."""
+    """Read a data set and draw the cells that are scored; None where the scenario needs batches, or has its own."""
     card, adata = get_card(name), load(name, folder)
     labels_key, batch_key = card.labels_key, card.batch_key
     assert labels_key is not None

@@ -47,7 +47,7 @@ def test_push_pull_and_embed(hub, model: Encoder, capsys: pytest.CaptureFixture[
     assert len(set(sent.splitlines()) - set(saved.splitlines())) == 3, "name, title and mark"
     assert main(["pull", "org/light", "-o", "pulled"]) == 0
     assert capsys.readouterr().out == "pulled\n"
-    assert sorted(path.name for path in Path("pulled").iterdir()) == FILES
+    assert sorted(path.name for path in Path("pulled").iterdir()) == sorted([*FILES, "origin.json"])
     assert main(["embed", "cells.h5ad", "-m", "org/light", "-o", "out.h5ad", "--quiet"]) == 0
     expected = model.get_latent_representation(key_added=None)
     np.testing.assert_allclose(ad.read_h5ad("out.h5ad").obsm["X_scforge"], expected, atol=1e-6)
@@ -110,6 +110,17 @@ def test_remarks_stand_beside_the_result(hub, model: Encoder, capsys, monkeypatc
     shown = capsys.readouterr()
     assert shown.out == "pulled\n"
     assert "'pytorch_model.bin', which can run code and is not fetched" in shown.err
+
+
+def test_what_stays_here_is_told(hub, model: Encoder, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("base/adata.h5ad").touch()
+    Path("base/notes").mkdir()
+    for card in (Path("base/README.md").read_text(), "---\ntags: [ours]\n---\n# Ours\n"):
+        Path("base/README.md").write_text(card)
+        monkeypatch.setattr(logging.getLogger(), "handlers", [])
+        assert main(["push", "base", "org/light"]) == 0
+        told = capsys.readouterr().err
+        assert told.count("Not sent, because it is no part of a shared model: 'adata.h5ad', 'notes'.") == 1
 
 
 def test_a_folder_that_is_there_is_told_before_anything_is_fetched(hub, model: Encoder, told) -> None:

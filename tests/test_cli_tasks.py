@@ -97,6 +97,35 @@ def test_a_file_with_flags(folder: Path, capsys: pytest.CaptureFixture[str], mon
 
 
 @pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--eval training.lr=1e-4 training.batch_size=8", (False, True, 8)),
+        ("--freeze training.lr=1e-4 --eval training.batch_size=8", (True, True, 8)),
+        ("training.batch_size=8 --freeze 2 training.lr=1e-4 --eval annotation", (2, "annotation", 8)),
+        ("training.batch_size=8 --eval annotation --freeze=training.lr=1e-4", (True, "annotation", 8)),
+    ],
+)
+def test_overrides_behind_a_flag_that_needs_no_value(folder: Path, monkeypatch, flags: str, expected: tuple) -> None:
+    seen = []
+    monkeypatch.setattr(
+        "scforge.estimators.finetuning_from_config.finetune_from_config", lambda config, **options: seen.append(config)
+    )
+    monkeypatch.setattr("scforge.estimators.finetuning_from_config.finetuning_report", lambda *args: [])
+    line = "finetune --base-model base --data cells.h5ad --task annotation --labels-key group"
+    assert run(f"{line} {flags}") == 0
+    section, training = seen[0].finetune, seen[0].training
+    assert (section.freeze, section.evaluate, training.batch_size) == expected
+    assert training.optimizer.lr == 1e-4
+
+
+def test_options_behind_a_vote(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = {}
+    monkeypatch.setattr("scforge.estimators.predicting.predict_to", lambda *args, **options: seen.update(options))
+    assert run("predict cells.h5ad -m base -o out.csv --majority-voting min_share=0.5 soft=true") == 0
+    assert (seen["majority_voting"], seen["min_share"], seen["soft"]) == (True, 0.5, True)
+
+
+@pytest.mark.parametrize(
     ("line", "part"),
     [
         ("finetune", "scforge finetune lacks --base-model and --data and --task; give that, or --config FILE."),

@@ -43,7 +43,27 @@ _FLAGS = {
 """Flags of ``scforge finetune`` to options of a YAML file."""
 
 
-def _layers(text: str) -> bool | int:
+class _MayStandAlone(argparse.Action):
+    """A flag with or without a value: KEY=VALUE behind it is no value of it, but an override as elsewhere."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, nargs="?", const=True)
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        if _is_override(values):
+            namespace.overrides = [*namespace.overrides, values]
+            values = self.const
+        setattr(namespace, self.dest, values)
+
+
+def _is_override(value: Any) -> bool:
+    key, equals, _ = str(value).partition("=")
+    return bool(equals) and all(name.isidentifier() for name in key.split("."))
+
+
+def _layers(text: str) -> bool | int | str:
+    if _is_override(text):
+        return text
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     if not text.isdigit():
@@ -113,6 +133,11 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     print(found.to_markdown())
 
 
+def _add_overrides(command: argparse.ArgumentParser, words: str) -> None:
+    # Extended, not set: flags add to them, too.
+    command.add_argument("overrides", nargs="*", action="extend", default=[], metavar="KEY=VALUE", help=words)
+
+
 def add_finetune(command: argparse.ArgumentParser) -> None:
     """Add the flags of ``scforge finetune``."""
     command.add_argument("--config", metavar="FILE", help="YAML file with a section finetune; flags count more")
@@ -130,13 +155,13 @@ def add_finetune(command: argparse.ArgumentParser) -> None:
     command.add_argument("--split-by", metavar="COLUMN", help="hold out whole groups, e.g. donors")
     command.add_argument("--split-key", metavar="COLUMN", help="column of obs that says train, validation or test")
     command.add_argument(
-        "--freeze", nargs="?", const=True, type=_layers, metavar="N", help="train the head alone, or leave N layers"
+        "--freeze", action=_MayStandAlone, type=_layers, metavar="N", help="train the head alone, or leave N layers"
     )
     command.add_argument("--lora", action="store_true", default=None, help="train low-rank adapters, not the weights")
     command.add_argument("--max-epochs", type=int, metavar="N", help="most epochs (default: by task and cells)")
     command.add_argument("--seed", type=int, metavar="N", help="seed of split, head and order (0)")
     command.add_argument(
-        "--eval", nargs="?", const=True, metavar="NAME", help="score the cells of --test-size, beside baselines"
+        "--eval", action=_MayStandAlone, metavar="NAME", help="score the cells of --test-size, beside baselines"
     )
     command.add_argument("-o", "--output", metavar="DIR", help="folder of the training (default: DATA_TASK)")
     command.add_argument(
@@ -144,7 +169,7 @@ def add_finetune(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--overwrite", action="store_true", help="replace the training in --output")
     command.add_argument("--quiet", action="store_true", help="no progress bar")
-    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. training.lr=1e-4 finetune.lora.r=16")
+    _add_overrides(command, "e.g. training.lr=1e-4 finetune.lora.r=16")
     command.set_defaults(run=_finetune)
 
 
@@ -157,7 +182,7 @@ def add_predict(command: argparse.ArgumentParser) -> None:
     command.add_argument("-o", "--output", required=True, metavar="FILE", help="out.h5ad (the cells) or out.csv")
     command.add_argument("--threshold", type=float, metavar="SHARE", help='less certain cells become "unassigned"')
     command.add_argument(
-        "--majority-voting", nargs="?", const=True, metavar="COLUMN", help="also a vote in each cluster (of COLUMN)"
+        "--majority-voting", action=_MayStandAlone, metavar="COLUMN", help="also a vote in each cluster (of COLUMN)"
     )
     command.add_argument("--soft", action="store_true", help="probabilities of all classes")
     command.add_argument("--key-added", metavar="NAME", help="column of obs to write")
@@ -165,7 +190,7 @@ def add_predict(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if any)")
     command.add_argument("--overwrite", action="store_true", help="replace the output")
     command.add_argument("--quiet", action="store_true", help="no summary at the end")
-    command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="further options of the task's predict")
+    _add_overrides(command, "further options of the task's predict")
     command.set_defaults(run=_predict)
 
 

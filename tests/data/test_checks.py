@@ -61,6 +61,16 @@ def test_normalised_data_without_counts_anywhere(tiny_adata):
         counts_of(tiny_adata)
 
 
+def test_missing_values_of_an_outer_join_are_no_normalisation(tiny_adata):
+    tiny_adata.X = tiny_adata.X.toarray()
+    joined = ad.concat([tiny_adata[:, :50], tiny_adata[:, 30:]], join="outer", fill_value=np.nan, index_unique="-")
+    with pytest.raises(DataError, match=r"missing or infinite values, .*anndata\.concat\(\.\.\., join='inner'\)"):
+        counts_of(joined)
+    joined.layers["counts"] = np.ones(joined.shape)
+    with pytest.raises(DataError, match="layer='counts' holds counts"):
+        counts_of(joined)
+
+
 def test_missing_layer_suggests(tiny_adata):
     tiny_adata.layers["counts"] = tiny_adata.X.copy()
     with pytest.raises(DataError, match="layer='count' is not in adata.layers; did you mean 'counts'"):
@@ -151,6 +161,25 @@ def test_formats_and_dtypes_mean_the_same(tiny_adata, tiny_vocab, convert):
     np.testing.assert_array_equal(block.counts, reference.counts)
 
 
+@pytest.mark.parametrize("block", [np.asarray, sparse.csr_matrix, sparse.csr_array], ids=["dense", "matrix", "array"])
+def test_dask_arrays_of_any_blocks_are_computed(tiny_adata, tiny_vocab, block):
+    dask = pytest.importorskip("dask.array")
+    expected = open_cells(tiny_adata, tiny_vocab)
+    tiny_adata.X = dask.from_array(tiny_adata.X.toarray(), chunks=(25, -1)).map_blocks(block)
+    found = open_cells(tiny_adata, tiny_vocab)
+    assert (found.counts != expected.counts).nnz == 0
+    np.testing.assert_array_equal(found.totals, expected.totals)
+
+
+def test_read_lazily(tiny_adata, tmp_path):
+    pytest.importorskip("xarray")
+    tiny_adata.write_zarr(tmp_path / "a.zarr")
+    lazy = ad.experimental.read_lazy(tmp_path / "a.zarr")
+    with pytest.raises(DataError, match=r"adata was read lazily .*to_memory"):
+        check_adata(lazy)
+    check_adata(lazy.to_memory())
+
+
 def test_a_view_is_accepted_and_nothing_is_changed(tiny_adata, tiny_vocab):
     before = tiny_adata.X.copy()
     view = tiny_adata[5:25]
@@ -188,3 +217,11 @@ def test_check_obs_column(tiny_adata):
     with pytest.raises(DataError, match="batch_key='batch' names several columns of adata.obs; rename all of them but"):
         check_obs_column(twice, "batch", argument="batch_key")
     assert issubclass(DataError, ScforgeError)
+
+
+def test_barcodes_are_no_batches(tiny_adata):
+    tiny_adata.obs["barcode"] = list(tiny_adata.obs_names)
+    with pytest.raises(DataError, match="batch_key='barcode' has another value for each of the 60 cells"):
+        check_obs_column(tiny_adata, "barcode", argument="batch_key")
+    check_obs_column(tiny_adata, "barcode", argument="labels_key")
+    check_obs_column(tiny_adata[:50], "barcode", argument="batch_key")

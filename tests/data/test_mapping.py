@@ -81,6 +81,12 @@ def test_mismatch_without_a_fitting_column(tiny_adata):
         open_cells(tiny_adata, GeneVocab.from_genes(["x", "y"]))
 
 
+def test_a_panel_of_other_genes_has_nothing_to_map():
+    genes = GeneVocab.named("human_protein_coding").symbols
+    with pytest.raises(GeneMismatchError, match="the names are of one kind, so the genes differ"):
+        map_names(np.array(genes[:300]), GeneVocab.from_genes(list(dict.fromkeys(genes[290:1000]))))
+
+
 def test_no_match_at_all_is_an_error_whatever_the_threshold(tiny_adata):
     with pytest.raises(GeneMismatchError):
         open_cells(tiny_adata, GeneVocab.from_genes(["x"]), min_overlap=0.0)

@@ -1,40 +1,21 @@
-"""Cells of a store are those that were converted; damage is told, never read."""
+"""Cells of a store are those that were converted."""
 
 from __future__ import annotations
 
-import json
-import shutil
 import threading
-import warnings
 from pathlib import Path
 
-import annbatch
 import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
-import zarr
 from scipy import sparse
 
-from scforge.data import CellBlock, CellOrder, CellSource, GeneVocab, StoreCells, Window, convert, open_cells
+from scforge.data import CellBlock, CellOrder, GeneVocab, StoreCells, Window, convert, open_cells
 from scforge.data.convert_plan import Layout
-from scforge.data.store_files import partial_path
-from scforge.errors import DataError, GeneMismatchError, MissingFileError, ScforgeWarning
+from scforge.errors import DataError, GeneMismatchError, ScforgeWarning
 
 ALL = [f"gene{i}" for i in range(80)]
-
-
-def twin(cells: StoreCells, adata: ad.AnnData, vocab: GeneVocab | None = None) -> CellSource:
-    """The same cells in memory, in the order of the store."""
-    return open_cells(adata[cells.names()].copy(), vocab or cells.vocab)
-
-
-def assert_same(one: CellBlock, two: CellBlock) -> None:
-    assert len(one) == len(two)
-    for name in ("indptr", "genes", "counts", "totals", "measured"):
-        here, there = getattr(one, name), getattr(two, name)
-        np.testing.assert_array_equal(here, there, err_msg=name)
-        assert here.dtype == there.dtype, name
 
 
 @pytest.fixture(scope="module")
@@ -49,18 +30,12 @@ def ordered(many_adata: ad.AnnData, tmp_path_factory) -> Path:
     return folder / "s.zarr"
 
 
-@pytest.fixture
-def damaged(store: Path, tmp_path: Path) -> Path:
-    """A copy of the store, to be damaged."""
-    return Path(shutil.copytree(store, tmp_path / "copy.zarr"))
-
-
 @pytest.mark.parametrize(
     "rows",
     [[5, 699, 0, 0, 234, 232, 233, 466, 467, 5], range(700), range(699, -1, -1), [466], [7] * 40],
     ids=["any", "all", "back", "one", "again"],
 )
-def test_a_block_is_that_of_the_cells_in_memory(store, many_adata, rows):
+def test_a_block_is_that_of_the_cells_in_memory(store, many_adata, rows, twin, assert_same):
     cells = StoreCells.open(store)
     rows = np.array(rows)
     block = cells.block(rows, draw=3)
@@ -132,7 +107,7 @@ VOCABS = {
 
 
 @pytest.mark.parametrize("genes", VOCABS.values(), ids=VOCABS)
-def test_another_vocabulary(store, many_adata, genes):
+def test_another_vocabulary(store, many_adata, genes, twin, assert_same):
     vocab = GeneVocab.from_genes(genes)
     cells = open_cells(store, vocab)
     memory = twin(cells, many_adata, vocab)
@@ -152,7 +127,7 @@ def test_genes_that_only_one_source_lacks_are_measured(ordered):
     assert cells.overlap == pytest.approx(10 / 11)
 
 
-def test_other_special_tokens_change_no_gene(store):
+def test_other_special_tokens_change_no_gene(store, assert_same):
     plain = StoreCells.open(store)
     vocab = plain.vocab.with_special_tokens("[MORE]")
     cells = plain.with_vocab(vocab)
@@ -177,7 +152,7 @@ def test_counts_outside_of_an_annotation_are_told(store):
         open_cells(store, vocab)
 
 
-def test_cells_without_genes_are_told(many_adata, tmp_path):
+def test_cells_without_genes_are_told(many_adata, tmp_path, twin, assert_same):
     adata = many_adata[:50].copy()
     counts = adata.X.toarray()
     counts[7, 10:] = 0
@@ -193,7 +168,7 @@ def test_cells_without_genes_are_told(many_adata, tmp_path):
     assert (np.diff(cells.block(np.arange(50)).indptr) == 0).sum() == 1
 
 
-def test_a_sample(store, many_adata):
+def test_a_sample(store, many_adata, twin, assert_same):
     cells = StoreCells.open(store)
     memory = twin(cells, many_adata)
     some = cells.sample(300, seed=1)
@@ -212,7 +187,7 @@ def test_a_sample(store, many_adata):
     assert_same(whole.block(np.arange(350)), memory.block(rows))
 
 
-def test_wide_counts(many_adata, tmp_path):
+def test_wide_counts(many_adata, tmp_path, twin, assert_same):
     adata = many_adata[:300].copy()
     adata.X.data[1234] = 100_000
     assert convert(adata, tmp_path / "s.zarr", progress=False).counts_dtype == "uint32"
@@ -227,7 +202,7 @@ def windows(seed: int) -> list[Window]:
     return list(order.windows())
 
 
-def test_two_threads_read_one_store_at_once(store, many_adata):
+def test_two_threads_read_one_store_at_once(store, many_adata, twin, assert_same):
     cells = StoreCells.open(store)
     memory = twin(cells, many_adata)
     found: dict[int, list[CellBlock]] = {}
@@ -250,7 +225,7 @@ def test_two_threads_read_one_store_at_once(store, many_adata):
             assert_same(block, memory.block(rows))
 
 
-def test_streams_that_take_turns(store, many_adata):
+def test_streams_that_take_turns(store, many_adata, twin, assert_same):
     cells = StoreCells.open(store)
     memory = twin(cells, many_adata)
     for one, two in zip(cells.stream(windows(0)), cells.stream(windows(1)), strict=True):
@@ -277,279 +252,3 @@ def test_an_error_of_the_windows_is_not_taken_for_damage(store):
 
     with pytest.raises(ValueError, match="^no more windows$"):
         list(StoreCells.open(store).stream(failing()))
-
-
-# What else can be opened.
-
-
-def write_foreign(path: Path, adatas: list[ad.AnnData], *, collection: bool = True) -> None:
-    group = zarr.open_group(path, mode="w", zarr_format=3)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Consolidated metadata")
-        for number, adata in enumerate(adatas):
-            annbatch.write_sharded(group, adata, n_obs_per_chunk=16, key=f"dataset_{number}")
-        if collection:
-            group.attrs.update({"encoding-type": "annbatch-preshuffled", "encoding-version": "0.1.0"})
-            zarr.consolidate_metadata(group.store)
-
-
-def test_a_collection_of_annbatch(many_adata, tmp_path):
-    parts = [many_adata[:300].copy(), many_adata[300:].copy()]
-    parts[1].obs["donor"] = parts[1].obs["donor"].cat.rename_categories(lambda name: name.upper())
-    for part in parts:
-        part.X = part.X.astype(np.int32)
-    write_foreign(tmp_path / "s.zarr", parts)
-    cells = open_cells(tmp_path / "s.zarr")
-    memory = open_cells(many_adata)
-    rows = np.random.default_rng(0).integers(700, size=500)
-    assert cells.vocab.genes == tuple(ALL)
-    assert cells.names().tolist() == many_adata.obs_names.tolist()
-    assert_same(cells.block(rows), memory.block(rows))
-    assert cells.column("donor").tolist() == [*parts[0].obs["donor"], *parts[1].obs["donor"]]
-    vocab = GeneVocab.from_genes(ALL[60:20:-1])
-    cells, memory = open_cells(tmp_path / "s.zarr", vocab), open_cells(many_adata, vocab)
-    assert_same(cells.block(rows), memory.block(rows))
-    assert cells.counts_kept == pytest.approx(memory.counts_kept)
-
-
-def test_a_collection_that_annbatch_shuffled(many_adata, tmp_path):
-    many_adata[:400].write_h5ad(tmp_path / "a.h5ad")
-    many_adata[400:].write_h5ad(tmp_path / "b.h5ad")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        annbatch.DatasetCollection(tmp_path / "s.zarr").add_adatas([tmp_path / "a.h5ad", tmp_path / "b.h5ad"])
-    cells = open_cells(tmp_path / "s.zarr")
-    assert sorted(cells.names()) == sorted(many_adata.obs_names)
-    assert_same(cells.block(np.arange(700)), twin(cells, many_adata).block(np.arange(700)))
-
-
-def test_stored_zeros_unsorted_rows_and_repeated_genes(tmp_path):
-    counts = sparse.csr_matrix(
-        (np.array([5, 0, 2, 200, 100, 1], dtype=np.uint8), np.array([3, 0, 1, 2, 2, 0]), [0, 3, 6]), shape=(2, 4)
-    )
-    adata = ad.AnnData(counts, obs=pd.DataFrame(index=["x", "y"]), var=pd.DataFrame(index=["a", "b", "c", "a2"]))
-    write_foreign(tmp_path / "s.zarr", [adata])
-    block = open_cells(tmp_path / "s.zarr").block(np.array([0, 1]))
-    assert block.indptr.tolist() == [0, 2, 4]
-    assert block.genes.tolist() == [1, 3, 0, 2]
-    assert block.counts.tolist() == [2, 5, 1, 300]
-    assert block.totals.tolist() == [7, 301]
-
-
-def test_a_collection_with_columns_of_one_gene(many_adata, tmp_path):
-    adata = many_adata[:40].copy()
-    adata.var_names = ["gene0", *ALL[:79]]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Variable names are not unique")
-        write_foreign(tmp_path / "s.zarr", [adata])
-    with pytest.warns(ScforgeWarning, match="summed"):
-        cells = open_cells(tmp_path / "s.zarr")
-    block = cells.block(np.arange(40))
-    dense = sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=(40, 79)).toarray()
-    counts = adata.X.toarray()
-    np.testing.assert_array_equal(dense[:, 0], counts[:, 0] + counts[:, 1])
-    np.testing.assert_array_equal(dense[:, 1:], counts[:, 2:])
-
-
-@pytest.mark.parametrize(("value", "match"), [(0.5, "not whole numbers"), (-1, "negative"), (np.nan, "missing or inf")])
-def test_a_collection_without_counts(many_adata, tmp_path, value, match):
-    adata = many_adata[:40].copy()
-    adata.X.data[123] = value
-    write_foreign(tmp_path / "s.zarr", [many_adata[40:80].copy(), adata])
-    cells = open_cells(tmp_path / "s.zarr")
-    cells.block(np.arange(40))
-    with pytest.raises(
-        DataError, match=rf"X of dataset_1 of .*s\.zarr' holds .*{match}.*raw counts are needed"
-    ) as told:
-        cells.block(np.arange(40, 80))
-    assert "\n" not in str(told.value)
-
-
-def test_collections_that_cannot_be_used(many_adata, tmp_path):
-    small = many_adata[:40].copy()
-    write_foreign(tmp_path / "genes.zarr", [small, small[:, ::-1].copy()])
-    with pytest.raises(DataError, match="dataset_1 of .* has other genes, or in another order, than dataset_0"):
-        open_cells(tmp_path / "genes.zarr")
-    dense = small.copy()
-    dense.X = dense.X.toarray()
-    write_foreign(tmp_path / "dense.zarr", [dense])
-    with pytest.raises(DataError, match="X of dataset_0 of .* is array, not csr_matrix"):
-        open_cells(tmp_path / "dense.zarr")
-    write_foreign(tmp_path / "none.zarr", [])
-    with pytest.raises(DataError, match="has no dataset"):
-        open_cells(tmp_path / "none.zarr")
-
-
-def test_a_collection_with_a_missing_file(many_adata, tmp_path):
-    write_foreign(tmp_path / "s.zarr", [many_adata[:40].copy(), many_adata[40:80].copy()])
-    shutil.rmtree(tmp_path / "s.zarr" / "dataset_1" / "X" / "data" / "c")
-    cells = open_cells(tmp_path / "s.zarr")
-    with pytest.raises(DataError, match="dataset_1 of .* is damaged at cell 0: it has no counts"):
-        cells.block(np.arange(80))
-
-
-# Damage.
-
-
-def read_all(path: Path) -> tuple:
-    cells = StoreCells.open(path)
-    block = cells.block(np.arange(len(cells)))
-    obs = tuple(tuple(cells.column(key)) for key in cells.obs)
-    parts = (block.indptr, block.genes, block.counts, block.totals, block.measured, cells.names())
-    return (*(part.tobytes() for part in parts), obs, cells.vocab.hash)
-
-
-# pandas 3 has text that may be missing, which is stored as values and a mask.
-NAMES = "obs/_index/values/c/0" if pd.__version__ >= "3" else "obs/_index/c/0"
-PARTS = {
-    "X/data/c/0": r"dataset_1 of .*, cells 0 to 232, cannot be read",
-    "X/indices/c/0": r"dataset_1 of .*, cells 0 to 232, cannot be read",
-    "X/indptr/c/0": "dataset_1 of .* (cannot be read|is damaged)",
-    "obs/scforge_total/c/0": "dataset_1/obs/scforge_total of .* (cannot be read|is damaged)",
-    "obs/scforge_check/c/0": "dataset_1/obs/scforge_check of .* (cannot be read|is damaged)",
-    "obs/donor/codes/c/0": "dataset_1/obs/donor of .* (cannot be read|is damaged)",
-    "obs/depth/c/0": "dataset_1/obs/depth of .* (cannot be read|is damaged)",
-    NAMES: "dataset_1/obs/_index of .* (cannot be read|is damaged)",
-}
-
-
-def damage(file: Path, how: str) -> None:
-    content = bytearray(file.read_bytes())
-    if how == "missing":
-        file.unlink()
-    elif how == "cut":
-        file.write_bytes(content[: len(content) // 2])
-    else:
-        content[len(content) // 2] ^= 0x10
-        file.write_bytes(content)
-
-
-@pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
-@pytest.mark.parametrize(("part", "match"), PARTS.items(), ids=PARTS)
-def test_damage_is_told(damaged, part, match, how):
-    damage(damaged / "dataset_1" / part, how)
-    if how == "missing" and part in ("X/data/c/0", "X/indices/c/0"):
-        match = "dataset_1 of .* is damaged at cell 0: its counts are not those that were written"
-    with pytest.raises(DataError, match=match) as told:
-        read_all(damaged)
-    assert "copy.zarr" in str(told.value)
-    assert "\n" not in str(told.value)
-
-
-@pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
-@pytest.mark.parametrize("part", ["scforge/vocab/c/0", "scforge/measured/c/0/0", "zarr.json"])
-def test_damage_beside_the_cells_is_told(damaged, part, how):
-    damage(damaged / part, how)
-    with pytest.raises(DataError, match=r"copy\.zarr") as told:
-        read_all(damaged)
-    assert "\n" not in str(told.value)
-
-
-def test_only_who_reads_damaged_cells_is_told(damaged, store):
-    damage(damaged / "dataset_1" / "X/data/c/0", "flipped")
-    cells, whole = StoreCells.open(damaged), StoreCells.open(store)
-    rows = np.r_[0:233, 466:700]
-    assert_same(cells.block(rows), whole.block(rows))
-    order = CellOrder(np.arange(700), 50, chunk_size=1, shuffle=False, window_cells=50)
-    stream = cells.stream(order.windows())
-    for number in range(4):
-        assert_same(next(stream), whole.block(np.arange(50 * number, 50 * number + 50)))
-    number = 4
-    with pytest.raises(DataError, match=r"dataset_1 of .*(cells? \d+)"):  # noqa: PT012 -- whoever is not damaged is read
-        for block in stream:
-            assert_same(block, whole.block(np.arange(50 * number, 50 * number + 50)))
-            number += 1
-    assert number < 10  # the flipped byte is in the middle of dataset_1, which has the cells 233 to 465
-
-
-def test_flips_anywhere_are_told_or_do_not_matter(damaged, store):
-    """Of the files that are read, and of the metadata: the same cells, or an error that says so."""
-    expected = read_all(store)
-    generator = np.random.default_rng(0)
-    files = ["zarr.json"] * 30
-    files += [f"dataset_{generator.integers(3)}/{part}" for part in generator.permutation([*PARTS] * 2)]
-    told = 0
-    for name in files:
-        content = (store / name).read_bytes()
-        changed = bytearray(content)
-        changed[generator.integers(len(content))] ^= 1 << generator.integers(8)
-        (damaged / name).write_bytes(changed)
-        try:
-            assert read_all(damaged) == expected
-        except (DataError, MissingFileError):
-            told += 1
-        (damaged / name).write_bytes(content)
-    assert told > len(files) / 2
-
-
-def change(path: Path, edit) -> None:
-    """Change the metadata of a store."""
-    file = path / "zarr.json"
-    content = json.loads(file.read_text())
-    edit(content["attributes"]["scforge"], content["consolidated_metadata"]["metadata"])
-    file.write_text(json.dumps(content))
-
-
-def _without(name: str):
-    def edit(info, metadata) -> None:
-        for key in [key for key in metadata if key == name or key.startswith(f"{name}/")]:
-            del metadata[key]
-
-    return edit
-
-
-def _set(*keys, value):
-    def edit(info, metadata) -> None:
-        *first, last = keys
-        place = metadata if keys[0] in metadata else info
-        for key in first:
-            place = place[key]
-        place[last] = value
-
-    return edit
-
-
-EDITS = {
-    "no dataset": (_without("dataset_1"), "dataset_1 is missing"),
-    "no last dataset": (_without("dataset_2"), "dataset_2 is missing"),
-    "not listed": (lambda info, _: info["datasets"].pop(), "its description lacks dataset_2"),
-    "fewer cells": (_set("datasets", 1, "n_cells", value=200), "dataset_1 of .* it has 233 cells x 80 genes, not 200"),
-    "fewer genes": (_set("n_genes", value=79), "dataset_0 of .* it has 233 cells x 80 genes"),
-    "shape": (
-        _set("dataset_1/X", "attributes", "shape", value=[233, 81]), "dataset_1 of .* it has 233 cells x 81 genes"
-    ),
-    "entries": (_set("dataset_1/X/data", "shape", value=[9]), "dataset_1 of .*boundaries"),
-    "type": (_set("dataset_1/X/data", "data_type", value="uint8"), "dataset_1 of .* (cannot be read|is damaged)"),
-    "vocabulary": (_set("vocab_hash", value="0"), "its vocabulary is another one"),
-    "overlap": (lambda info, _: info["sources"][0].update(overlap=0.5), "the genes of its sources"),
-    "check numbers": (lambda info, _: info["datasets"][2]["columns"].update(donor=1), "dataset_2/obs/donor of .*"),
-    "format": (_set("format", value=99), "of a later scforge"),
-    "description": (lambda info, _: info.pop("chunk_size"), "lacks 'chunk_size'"),
-}  # fmt: skip
-
-
-@pytest.mark.filterwarnings("ignore:Adding dataset with dtype")
-@pytest.mark.parametrize(("edit", "match"), EDITS.values(), ids=EDITS)
-def test_changed_metadata_are_told(damaged, edit, match):
-    change(damaged, edit)
-    with pytest.raises(DataError, match=match) as told:
-        read_all(damaged)
-    assert "copy.zarr" in str(told.value)
-
-
-def test_a_dataset_whose_files_are_gone(damaged):
-    shutil.rmtree(damaged / "dataset_1")
-    with pytest.raises(DataError, match="dataset_1"):
-        read_all(damaged)
-
-
-@pytest.mark.parametrize("opener", [StoreCells.open, open_cells])
-def test_what_is_no_store(opener, tmp_path, many_adata):
-    with pytest.raises(MissingFileError, match=r"no\.zarr"):
-        opener(tmp_path / "no.zarr")
-    partial_path(tmp_path / "s.zarr").mkdir()
-    with pytest.raises(DataError, match=r"s\.zarr' is incomplete: run the same scforge convert again to continue"):
-        opener(tmp_path / "s.zarr")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match="folder' is a folder without"):
-        opener(tmp_path / "folder")

@@ -150,8 +150,8 @@ def test_empty_cells_are_refused():
 
 
 def test_inline_markup_becomes_markdown():
-    text = ":class:`~scforge.models.Encoder` of ``a|b``, *n* [1]_, see `x`"
-    expected = "{class}`~scforge.models.Encoder` of `a|b`, \\*n\\*, see `x`"
+    text = ":class:`~scforge.models.Encoder` of ``a|b``, *n* [1]_, see `x` of --eval"
+    expected = "{class}`~scforge.models.Encoder` of `a|b`, \\*n\\*, see `x` of `--eval`"
     assert docstrings.inline(text) == expected
     assert docstrings.cell("`a|b`") == "`a\\|b`"
 

@@ -84,3 +84,21 @@ def test_set_up_twice_counts_the_last(trained, tiny_adata: ad.AnnData) -> None:
     Encoder.setup_anndata(tiny_adata, labels_key="group")
     model = trained(setup={"labels_key": "batch"})
     assert model.registry_["setup_args"]["labels_key"] == "batch"
+
+
+@pytest.mark.parametrize(
+    ("argument", "told"),
+    [
+        ("layer", "layer='counts', where the training data have them, is not in adata.layers of these cells; "),
+        ("gene_key", "gene_key='ensembl', where .* is not in adata.var of these cells; did you mean 'ensembl_id'"),
+    ],
+)
+def test_new_cells_with_counts_or_names_elsewhere(trained, tiny_adata: ad.AnnData, argument: str, told: str) -> None:
+    new = tiny_adata.copy()
+    new.var = new.var.rename(columns={"ensembl": "ensembl_id"})
+    tiny_adata.layers["counts"] = tiny_adata.X.copy()
+    model = trained(setup={argument: {"layer": "counts", "gene_key": "ensembl"}[argument]})
+    with pytest.raises(DataError, match=told + r".*call Encoder.setup_anndata\(adata, ...\) on them"):
+        model.get_latent_representation(new)
+    Encoder.setup_anndata(new, gene_key="ensembl_id" if argument == "gene_key" else None)
+    np.testing.assert_array_equal(model.get_latent_representation(new), model.get_latent_representation())

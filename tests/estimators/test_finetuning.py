@@ -18,7 +18,16 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from scforge.errors import DataError, MissingFileError, ModelFileError, NotTrainedWarning, OptionError, ScforgeWarning
+from scforge import models
+from scforge.errors import (
+    DataError,
+    MissingFileError,
+    ModelFileError,
+    NotTrainedWarning,
+    OptionError,
+    ScforgeWarning,
+    TrainingError,
+)
 from scforge.estimators import Encoder
 from scforge.models._utils import count_parameters
 from scforge.training import CellDataModule
@@ -307,6 +316,7 @@ def test_a_modality(many_adata: ad.AnnData) -> None:
         ({"layer_lr_decay": 2.0}, "layer_lr_decay=2.0"),
         ({"head": {"width": 3}}, "option of head 'width'"),
         ({"datamodule": 3}, "datamodule is of no use to finetune"),
+        ({"freeze": True, "optimizer": "muon"}, "optimizer='muon' is for the matrices of hidden layers, .* all frozen"),
     ],
 )
 def test_mistakes(tune: Callable[..., Encoder], options: dict, message: str) -> None:
@@ -371,6 +381,49 @@ def test_adapters_leave_their_base_alone(base: Encoder, tune: Callable[..., Enco
     assert all(parameter.requires_grad for parameter in adapted.backbone.parameters())
     assert all(torch.equal(value, before[name]) for name, value in base.module.state_dict().items())
     assert [parameter.requires_grad for parameter in base.module.parameters()] == trained
+
+
+def test_adapters_need_no_second_base(base: Encoder, adapted: Encoder, tmp_path: Path, monkeypatch) -> None:
+    """The architecture is made without memory, for its shapes, and never with random weights."""
+    adapted.save_adapter(tmp_path / "adapter")
+    made = []
+
+    def get_model(*args: Any) -> torch.nn.Module:
+        module = models.get_model(*args)
+        made.append(next(module.parameters()).device.type)
+        return module
+
+    monkeypatch.setattr("scforge.estimators.spec.get_model", get_model)
+    again = {share: Encoder.load_adapter(base, tmp_path / "adapter", share=share) for share in (True, False)}
+    assert made == ["meta", "meta"]
+    memory = {parameter.data_ptr() for parameter in base.module.parameters()}
+    shared = [{p.data_ptr() for p in model.backbone.parameters()} >= memory for model in again.values()]
+    assert shared == [True, False]
+    assert again[True].spec == adapted.spec
+
+
+def test_a_training_that_fails_leaves_calibrated_confidence(annotator: Encoder, tmp_path: Path) -> None:
+    annotator.save(tmp_path / "model")
+    model = Encoder.load(tmp_path / "model", annotator.adata)
+    before = model.history_["validation_loss"].shape[0]
+    with pytest.raises(TrainingError, match="lower the learning rate"):
+        model.train(**QUICK | {"max_epochs": 9}, lr=1e-2, callbacks=[SpoilWeights(epoch=before + 2)])
+    assert model.n_epochs_ > before
+    found = model.module.head.temperature.clone()
+    model._calibrate(model._training_data(None, model.spec.build_objective()))
+    assert found.item() == model.module.head.temperature.item() != 1.0
+
+
+class SpoilWeights(Callback):
+    """Makes the loss infinite from an epoch on."""
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == self.epoch:
+            with torch.no_grad():
+                next(pl_module.module.head.parameters()).fill_(torch.nan)
 
 
 SCRIPT = """

@@ -116,6 +116,8 @@ def test_what_cannot_be_set_up(mdata, tiny_adata):
         Encoder(mdata)
     with pytest.raises(OptionError, match="mdata is of type 'AnnData'; call setup_anndata"):
         Encoder.setup_mudata(tiny_adata)
+    with pytest.raises(OptionError, match="adata is of type 'MuData'; call setup_mudata"):
+        Encoder.setup_anndata(mdata)
     with pytest.raises(DataError, match="mdata is a view"):
         Encoder.setup_mudata(mdata[:20])
     Encoder.setup_mudata(mdata)

@@ -17,11 +17,12 @@ from scforge.estimators import Encoder
 from scforge.estimators.card import is_own_card
 from scforge.estimators.card_scores import scores_of
 from scforge.estimators.model_folder import check_model_folder
+from scforge.estimators.sharing_files import pull_folder
 from scforge.eval.report import Measured, Report, Row
 from scforge.eval.statistics import Comparison
 from scforge.foreign.base import Foreign
 from scforge.foreign.name_map import NameMap, Rule
-from scforge.hub import resolve
+from scforge.hub import resolve, upload
 from scforge.hub.copying import copy_model
 
 # huggingface_hub sends large files with an argument that its HTTP client has renamed.
@@ -267,14 +268,38 @@ def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotat
 
 
 def test_adapters_from_the_hub_choose_no_folder_of_this_machine(hub, model, annotator, tmp_path: Path) -> None:
-    from scforge.hub import upload
-
     model.save(tmp_path / "base")
     annotator.save_adapter(tmp_path / "adapter")
     upload(tmp_path / "adapter", "org/groups")
     with pytest.raises(ModelFileError, match="is a folder of another machine; name the model with base="):
         Encoder.from_pretrained("org/groups")
     assert Encoder.from_pretrained("org/groups", base=tmp_path / "base").spec.tuning is not None
+
+
+def test_a_copy_knows_where_it_was_fetched(hub, model, annotator, quick: dict, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    model.save("base")
+    annotator.save_adapter("adapter")
+    upload("adapter", "org/groups")
+    assert pull_folder("org/groups", "groups") == Path("groups")
+    with pytest.raises(ModelFileError, match="is a folder of another machine; name the model with base="):
+        Encoder.from_pretrained("groups")
+
+    model.push_to_hub("org/light")
+    pull_folder("org/light", "light")
+    for load in (Encoder.load, Encoder.from_pretrained):
+        tuned = load("light", model.adata).finetune("annotation", lora={"r": 2}, **quick)
+        tuned.push_to_hub("org/again", adapter_only=True)
+        named = json.loads(hub.files("org/again")["adapter.json"])["base"]
+        assert named == {"name": "org/light", "revision": hub.repos["org/light"].branches["main"]}
+    shutil.copytree("light", "other")
+    Path("light/origin.json").write_text("[]")
+    with pytest.raises(ModelFileError, match="origin.json' does not say where the folder was fetched; pull it again"):
+        Encoder.load("light")
+    model.train(**quick)
+    model.save("later")
+    shutil.copytree("later", "other", dirs_exist_ok=True)
+    assert Encoder.load("other")._origin.name is None, "it is another model now"
 
 
 def test_folders_here_that_are_called_like_a_repository(hub, model, annotator, tmp_path: Path, monkeypatch) -> None:

@@ -13,6 +13,7 @@ _ROLE = re.compile(r":(?:py:)?(class|func|meth|mod|attr|data|exc|ref|doc):`([^`]
 _FOOTNOTE = re.compile(r" ?\[\d+\]_")
 _MATH = re.compile(r":math:`([^`]+)`")
 _CODE = re.compile(r"(``[^`]+``|\{[a-z]+\}`[^`]+`|\$[^$]+\$|`[^`]+`)")
+_FLAG = re.compile(r"(?<![\w`-])(--[a-z][\w-]*)")
 
 
 def _sections(doc: str | None) -> dict[str, list[str]]:
@@ -78,7 +79,8 @@ def inline(text: str) -> str:
         if part.startswith("``"):
             parts[number] = code(part[2:-2])
         elif number % 2 == 0:
-            parts[number] = re.sub(r"([*_<\[\]])", r"\\\1", part)
+            # A flag stays as it is typed: outside of code two dashes would become one long dash.
+            parts[number] = _FLAG.sub(r"`\1`", re.sub(r"([*_<\[\]])", r"\\\1", part))
     return "".join(parts)
 
 

@@ -18,6 +18,12 @@ __all__ = ["check_adata", "check_is_adata", "check_obs_column", "counts_of", "va
 _FEW_VALUES = 50
 """Different numbers, fractions among them, that may well be batches: time points, doses."""
 
+_NORMALISED = "pass the layer that holds them, or undo the normalisation"
+"""What to do about values that are no counts, where no layer is known that holds them."""
+
+_UNMEASURED = "leave out genes that only some cells have measured, e.g. with anndata.concat(..., join='inner')"
+"""What to do about missing values: most often the outer join of data sets with other genes."""
+
 
 def check_is_adata(adata: Any, *, argument: str = "adata") -> None:
     """Raise unless `adata` is an AnnData, which may be empty or backed."""
@@ -26,16 +32,22 @@ def check_is_adata(adata: Any, *, argument: str = "adata") -> None:
     if not isinstance(adata, anndata.AnnData):
         kind = type(adata).__name__
         hint = "read it with anndata.read_h5ad first" if isinstance(adata, str) else "pass an anndata.AnnData"
+        if kind == "MuData":
+            hint = "call setup_mudata, or pass one of its modalities, mdata.mod[...]"
         raise OptionError(f"{argument} is of type {kind!r}; {hint}.")
 
 
 def check_adata(adata: Any, *, argument: str = "adata") -> None:
     """Raise unless `adata` is an AnnData in memory with cells and genes."""
+    import pandas as pd
+
     check_is_adata(adata, argument=argument)
     if adata.n_obs == 0 or adata.n_vars == 0:
         raise DataError(f"{argument} is empty ({adata.n_obs} cells x {adata.n_vars} genes); it needs cells and genes.")
     if adata.isbacked:
         raise DataError(f"{argument} is backed by {str(adata.filename)!r}; load it with {argument}.to_memory() first.")
+    if not isinstance(adata.obs, pd.DataFrame):
+        raise DataError(f"{argument} was read lazily and is not in memory; load it with {argument}.to_memory() first.")
 
 
 def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
@@ -60,6 +72,11 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
                 f"batch_key={key!r} holds {values.nunique():,} different numbers (first: {fractional.iloc[0]:g}), "
                 "which are no batches; choose another column, or make categories of them, e.g. with pandas.cut."
             )
+    if argument == "batch_key" and adata.n_obs > _FEW_VALUES and adata.obs[key].is_unique:
+        raise DataError(
+            f"batch_key={key!r} has another value for each of the {adata.n_obs:,} cells (first: "
+            f"{str(adata.obs[key].iloc[0])!r}), which are no batches; choose another column, or leave it out."
+        )
 
 
 def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
@@ -88,7 +105,8 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
         raise DataError(f"{where} has the dtype {matrix.dtype}, but raw counts are needed; convert it first.")
     counts = _as_csr(matrix, where)
     if problem := value_problem(counts.data):
-        raise DataError(f"{where} {problem}, but raw counts are needed; {_where_counts_are(adata, layer)}.")
+        way_out = _UNMEASURED if np.isnan(counts.data).any() else _NORMALISED
+        raise DataError(f"{where} {problem}, but raw counts are needed; {_where_counts_are(adata, layer, way_out)}.")
     empty = np.flatnonzero(np.asarray(counts.sum(axis=1)).ravel() == 0)
     if len(empty):
         some = listing(adata.obs_names[empty[:3]])
@@ -118,6 +136,8 @@ def _is_numeric(matrix: Any) -> bool:
 
 
 def _as_csr(matrix: Any, where: str) -> sparse.csr_matrix:
+    if hasattr(matrix, "compute"):  # a dask array; SciPy takes one of sparse blocks for something else
+        matrix = matrix.compute()
     if getattr(matrix, "dtype", None) == np.float16:  # scipy has no sparse matrices of it
         matrix = matrix.astype(np.float32)
     matrix = sound_csr(matrix, where)
@@ -139,7 +159,7 @@ def value_problem(data: np.ndarray) -> str | None:
     return None
 
 
-def _where_counts_are(adata: AnnData, layer: str | None) -> str:
+def _where_counts_are(adata: AnnData, layer: str | None, way_out: str = _NORMALISED) -> str:
     others: list[str | None] = [key for key in adata.layers if key is not None and key != layer]
     if layer is not None and adata.X is not None:
         others.append(None)
@@ -149,7 +169,7 @@ def _where_counts_are(adata: AnnData, layer: str | None) -> str:
             return f"layer={key!r} holds counts ({'adata.X' if key is None else 'adata.layers'}), pass that"
     if adata.raw is not None and _holds_counts(adata.raw.X):
         return "adata.raw holds counts, pass adata.raw.to_adata()"
-    return "pass the layer that holds them, or undo the normalisation"
+    return way_out
 
 
 def _holds_counts(matrix: Any) -> bool:

@@ -233,10 +233,11 @@ def load_adapter(
         )
     registry = bare_registry(cls.__name__, dict(base._setup)) if adata is None else None
     parts = replace(base.spec, tuning=None).to_json()
-    model: Encoder = cls._of_parts(parts, base.vocab, adata=adata, registry=registry, seed=seed, tuning=tuning)
     # The same memory, but parameters of their own, which can be frozen, or put on another device.
     shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in encoder.parameters()} if share else {}
-    model.module = tuning.build_module(copy.deepcopy(encoder, shared))
+    on_base = replace(tuning, backbone=copy.deepcopy(encoder, shared))
+    model: Encoder = cls._of_parts(parts, base.vocab, adata=adata, registry=registry, seed=seed, tuning=on_base)
+    model._spec = replace(model._spec, tuning=tuning)  # another module of this description is a new one
     model.module.load_state_dict(weights, strict=False)
     model.module.to(torch.device(base.device)).eval()
     model.is_trained_, model.n_epochs_, model._base = True, n_epochs, base

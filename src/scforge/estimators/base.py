@@ -25,7 +25,7 @@ from scforge.data.stream_remote import is_collection
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError
 from scforge.estimators.card import described, provenance
-from scforge.estimators.fields import GeneField, ObsField
+from scforge.estimators.fields import GeneField, ObsField, check_places
 from scforge.estimators.folder_methods import FolderMethods
 from scforge.estimators.mudata import MuDataModel
 from scforge.estimators.registries import datamodule_registry
@@ -307,7 +307,10 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
         if not isinstance(source, AnnData) and hasattr(source, "with_vocab"):
             return source.with_vocab(vocab)
         check_adata(source)
-        setup = self._setup_of(source) or self._setup
+        own = self._setup_of(source)
+        setup = own or self._setup
+        if not own:
+            check_places(source, setup, type(self).__name__)
         return open_cells(source, vocab, layer=setup["layer"], gene_key=setup["gene_key"])
 
     @classmethod

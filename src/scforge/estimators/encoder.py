@@ -34,7 +34,8 @@ from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training.datamodule import CellDataModule
 from scforge.training.objectives.base import Objective
 from scforge.training.objectives.registry import OBJECTIVES, get_objective
-from scforge.training.plan import TrainingPlan
+from scforge.training.plan import NotFiniteError, TrainingPlan
+from scforge.training.resuming import SavingError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -305,7 +306,11 @@ class Encoder(
             layer_lr_decay=layer_lr_decay,
         )
         of_run = {name: value for name, value in given.items() if name not in _OF_DATA_AND_PLAN}
-        run_training(self, data, plan, **of_run, **trainer_options)
+        try:
+            run_training(self, data, plan, **of_run, **trainer_options)
+        except (NotFiniteError, SavingError):
+            self._calibrate(data)  # for the best weights so far, which the model is left with
+            raise
         self._calibrate(data)
 
     def _choose_vocab(self, vocab: str | GeneVocab, n_top_genes: int | None, *, needed: frozenset[str]) -> GeneVocab:

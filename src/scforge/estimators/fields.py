@@ -11,9 +11,9 @@ from scvi.data.fields import CategoricalObsField, LayerField
 
 from scforge.data.checks import counts_of
 from scforge.data.mapping import gene_names
-from scforge.errors import DataError
+from scforge.errors import DataError, did_you_mean, listing
 
-__all__ = ["GeneField", "ObsField"]
+__all__ = ["GeneField", "ObsField", "check_places"]
 
 
 class GeneField(LayerField):
@@ -91,3 +91,30 @@ class ObsField(CategoricalObsField):
             self.CATEGORICAL_MAPPING_KEY: np.array(mapping, dtype=object),
             self.ORIGINAL_ATTR_KEY: self._original_attr_key,
         }
+
+
+def check_places(adata: AnnData, setup: dict[str, Any], front: str) -> None:
+    """Raise unless an AnnData without a set-up of its own has counts and gene names where the training data had them.
+
+    Parameters
+    ----------
+    adata
+        The cells.
+    setup
+        Arguments of the set-up of the training data.
+    front
+        Name of the front class, for the message.
+
+    Raises
+    ------
+    DataError
+        If it lacks the layer, or the column of var.
+    """
+    for argument, table, where in (("layer", adata.layers, "adata.layers"), ("gene_key", adata.var, "adata.var")):
+        key, known = setup[argument], [name for name in table if name is not None]
+        if key is not None and key not in known:
+            raise DataError(
+                f"{argument}={key!r}, where the training data have them, is not in {where} of these cells"
+                f"{did_you_mean(key, known) or ';'} (there is: {listing(known)}); call {front}.setup_anndata(adata, "
+                "...) on them to say where their counts and gene names are."
+            )

@@ -77,6 +77,7 @@ def finetune(
     seen = SeenCells(split, CellMarks.of(cells), model._learned or CellMarks.none())
     column = _of_rows(cells, split.train)
     task_options |= get_task(name, **task_options).options_from(column)
+    get_task(name, **task_options).check_split(cells.column, split)
     encoder = merged(model.backbone)
     n_latent = embed(
         model.module, cells, model.tokenizer, objective=model.spec.build_objective(), rows=split.train[:1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -16,6 +17,7 @@ from scforge.estimators.registries import bare_registry
 from scforge.estimators.saving import load_weights, read_folder, write_folder
 from scforge.estimators.tuning import Tuning
 from scforge.finetuning.seen import SeenCells
+from scforge.hub.copying import origin_of
 
 if TYPE_CHECKING:
     import torch
@@ -187,7 +189,8 @@ class FolderMethods:
         model._extend_history(config["history"])
         model.n_epochs_ = config["n_epochs"]
         model._facts = CardFacts.from_json(config.get("card"), source=str(dir_path))
-        model._origin = Origin.at(model, dir_path)
+        name, revision = origin_of(Path(dir_path))
+        model._origin = replace(Origin.at(model, dir_path), name=name, revision=revision)
         return model
 
     @classmethod

@@ -15,9 +15,9 @@ from scforge.estimators.model_folder import check_holds_model
 from scforge.estimators.saving import read_folder
 from scforge.estimators.sharing import place_of, push_model
 from scforge.hub.copying import copy_model
-from scforge.hub.finding import resolve
+from scforge.hub.finding import find_model
 from scforge.hub.shared_files import kind_of_folder
-from scforge.hub.uploading import upload
+from scforge.hub.uploading import tell_left_behind, upload
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,6 +87,7 @@ def push_folder(
     if card is not None and not is_adapter:
         read_folder(path)
         return upload(path, repo_id, **options)
+    tell_left_behind(path)  # what is sent is written anew, elsewhere
     # The name is for others, so it is not a folder here.
     model = Encoder.from_pretrained(path, base=None if base is None else place_of(base) or base)
     return push_model(model, repo_id, told=told, adapter_only=is_adapter, base=base, card=card, **options)
@@ -114,7 +115,7 @@ def pull_folder(
     name
         As for :func:`scforge.hub.resolve`.
     output
-        Folder to make.
+        Folder to make. It remembers the repository and the commit that it comes from, in ``origin.json``.
     overwrite
         Replace a folder that exists.
     **options
@@ -137,8 +138,10 @@ def pull_folder(
                 f"output={str(output)!r} (--output) exists and is not empty; give another name, or replace it with "
                 "--overwrite."
             )
-    folder = resolve(name, **options)
-    return folder if output is None else copy_model(folder, output, overwrite=overwrite)
+    found = find_model(name, said=f"name={name!r}", **options)
+    if output is None:
+        return found.folder
+    return copy_model(found.folder, output, overwrite=overwrite, origin=(found.repo_id, found.commit))
 
 
 def _table(path: str | os.PathLike[str]) -> pd.DataFrame:

@@ -195,7 +195,9 @@ class ModelSpec:
         return spec, vectors
 
     def build_module(self, gene_vectors: np.ndarray | None = None) -> nn.Module:
-        """Make the module, with random weights and these gene vectors."""
+        """Make the module, with random weights and these gene vectors, or on the architecture of the fine-tuning."""
+        if self.tuning is not None and self.tuning.backbone is not None:
+            return self.tuning.build_module(self.tuning.backbone)
         try:
             config = ModelConfig(architecture=self.architecture, vocab_size=len(self.vocab), **self.model_options)
         except ValidationError as error:

@@ -37,6 +37,8 @@ class Tuning:
         How cells were split, and of which cells: see :func:`scforge.estimators.finetuning_run.finetune`.
     base
         What the base model was: its checksum, its epochs.
+    backbone
+        Architecture with weights to put the head on, in place of a new one; not saved.
     """
 
     task: str
@@ -46,6 +48,7 @@ class Tuning:
     freeze: bool | int = False
     split: dict[str, Any] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
+    backbone: nn.Module | None = field(default=None, repr=False, compare=False)
 
     def build_task(self, pretraining: Objective) -> Task:
         """Make the task, on a base model that was trained with the objective `pretraining`."""

@@ -109,6 +109,9 @@ class Task(Objective):
         """Split cells in a way of the task's own; None leaves it to :func:`scforge.finetuning.split_for`."""
         return None
 
+    def check_split(self, column: Column, split: Split) -> None:
+        """Tell what training cells lack of what held-out cells have; `column` returns that of all cells."""
+
     @abstractmethod
     def make_head(self, n_latent: int, module: nn.Module) -> nn.Module:
         """Make the head: ``forward(embeddings, batch)`` takes (B, D) and returns (B, K).

@@ -6,18 +6,20 @@ Shapes: N cells.
 from __future__ import annotations
 
 import numbers
+import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from scforge.data.splits import split_cells
-from scforge.errors import DataError, OptionError, listing
+from scforge.errors import DataError, OptionError, ScforgeWarning, listing
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Split", "check_shares", "split_for", "split_from"]
+__all__ = ["Split", "check_shares", "split_for", "split_from", "warn_of_unlearned", "with_each_in_training"]
 
 PARTS = ("train", "validation", "test")
 
@@ -141,6 +143,49 @@ def _held_out(n: int, test_size: float, validation_size: float) -> tuple[int, in
     n_validation = 0 if not validation_size else max(1, round(n * validation_size))
     n_test = min(n_test, n - 1)
     return n_test, min(n_validation, n - 1 - n_test)
+
+
+def with_each_in_training(split: Split, has: np.ndarray) -> Split:
+    """Return a split in which training has a cell of each label: where there is none, one that was held out.
+
+    Parameters
+    ----------
+    split
+        Rows of the three parts.
+    has
+        Which cells have which label, bool, shape (N, C).
+    """
+    parts = {part: getattr(split, part) for part in PARTS}
+    for of_label in has.T:
+        if of_label[parts["train"]].any():
+            continue
+        for part in ("validation", "test"):  # a label that nothing is scored on is the greater loss
+            if len(rows := parts[part][of_label[parts[part]]]):
+                parts["train"] = np.union1d(parts["train"], rows[:1])
+                parts[part] = np.setdiff1d(parts[part], rows[:1])
+                break
+    return Split(**parts)
+
+
+def warn_of_unlearned(said: str, names: Sequence[str], n_cells: int) -> None:
+    """Tell which labels held-out cells have, and no training cell.
+
+    Parameters
+    ----------
+    said
+        The argument and its value.
+    names
+        The labels; none if there is nothing to tell.
+    n_cells
+        How many held-out cells have one of them.
+    """
+    if names:
+        warnings.warn(
+            f"{said}: no training cell has {listing(names)}, which {n_cells} held-out cells have, so that "
+            "the model cannot predict that; choose another split, or label more cells.",
+            ScforgeWarning,
+            stacklevel=5,
+        )
 
 
 def split_from(column: pd.Series, usable: np.ndarray | None, *, key: str) -> Split:

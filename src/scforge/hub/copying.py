@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
 
-from scforge._io import atomic_folder
-from scforge.errors import MissingFileError
-from scforge.hub.shared_files import SHARED_FILES
+from scforge._io import atomic_folder, read_json, sha256_of
+from scforge.errors import MissingFileError, ModelFileError
+from scforge.hub.shared_files import SHARED_FILES, description_of
 
-__all__ = ["copy_model"]
+__all__ = ["copy_model", "origin_of"]
+
+_ORIGIN = "origin.json"
+
+type Origin = tuple[str | None, str | None]
+"""Repository and commit, None for what was on no hub."""
 
 
-def copy_model(folder: str | os.PathLike[str], output: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+def copy_model(
+    folder: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    origin: Origin = (None, None),
+) -> Path:
     """Copy the shared files of a model or an adapter; links of the cache become files.
 
     Parameters
@@ -24,6 +36,8 @@ def copy_model(folder: str | os.PathLike[str], output: str | os.PathLike[str], *
         Folder to make. It appears whole or not at all.
     overwrite
         Replace a folder that exists.
+    origin
+        Where the model is from, for :func:`origin_of`.
 
     Raises
     ------
@@ -36,4 +50,29 @@ def copy_model(folder: str | os.PathLike[str], output: str | os.PathLike[str], *
     with atomic_folder(output, overwrite=overwrite) as place:
         for name in names:
             shutil.copyfile(Path(folder) / name, place / name)
+        description = description_of(place)
+        if None not in origin and description is not None:
+            content = {"repo_id": origin[0], "commit": origin[1], "sha256": sha256_of(description)}
+            (place / _ORIGIN).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return Path(output)
+
+
+def origin_of(folder: Path) -> Origin:
+    """Return where a folder was copied from; of one that holds another model by now, nothing.
+
+    Raises
+    ------
+    ModelFileError
+        If the file that says so cannot be read.
+    """
+    path, description = folder / _ORIGIN, description_of(folder)
+    if description is None or not path.is_file():
+        return None, None
+    try:
+        content = read_json(path)
+        repo_id, commit, digest = (str(content[name]) for name in ("repo_id", "commit", "sha256"))
+    except (ValueError, LookupError, TypeError) as error:
+        raise ModelFileError(
+            f"{str(path)!r} does not say where the folder was fetched; pull it again, or remove that file."
+        ) from error
+    return (repo_id, commit) if digest == sha256_of(description) else (None, None)

@@ -22,6 +22,7 @@ from scforge.errors import (
     listing,
 )
 from scforge.hub.client import checked_token, hub_api, hub_endpoint, is_offline
+from scforge.hub.copying import origin_of
 from scforge.hub.hub_errors import hub_errors, no_answer, silence_errors
 from scforge.hub.registry_files import SCHEME, find_registered
 from scforge.hub.shared_files import SHARED_FILES, described_kind, kind_of, kind_of_folder
@@ -49,7 +50,7 @@ class FoundModel:
     folder
         Where the files are.
     repo_id, commit
-        Repository and commit on the hub; None for a folder that the user named.
+        Repository and commit on the hub; None for a folder of this machine that is no copy of one.
     """
 
     folder: Path
@@ -179,7 +180,8 @@ def find_model(
     else:
         if revision is not None and Path(name).exists():
             raise OptionError(f"revision={revision!r} has no use where {said} is a folder here; leave it out.")
-        return FoundModel(_checked(Path(name), said, os.fspath(name)))
+        folder = _checked(Path(name), said, os.fspath(name))
+        return FoundModel(folder, *origin_of(folder))
     assert repo_id is not None
     options: dict[str, Any] = {"cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
     if not is_bare:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from scforge.errors import listing
 
-__all__ = ["SHARED_FILES", "described_kind", "kind_of", "kind_of_folder"]
+__all__ = ["SHARED_FILES", "described_kind", "description_of", "kind_of", "kind_of_folder"]
 
 Kind = Literal["model", "adapter"]
 
@@ -38,6 +38,12 @@ def kind_of(names: Iterable[str]) -> Kind | None:
 def kind_of_folder(folder: Path) -> Kind | None:
     """Return what a folder holds, or None."""
     return kind_of(path.name for path in folder.iterdir() if path.is_file())
+
+
+def description_of(folder: Path) -> Path | None:
+    """Return the file that describes the model or the adapter in a folder, with checksums of the others, or None."""
+    kind = kind_of_folder(folder)
+    return None if kind is None else folder / _NEEDED[kind][0]
 
 
 def described_kind() -> str:

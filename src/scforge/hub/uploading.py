@@ -20,7 +20,7 @@ from scforge.hub.shared_files import SHARED_FILES, described_kind, kind_of_folde
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, ModelInfo
 
-__all__ = ["SentModel", "send_model", "upload"]
+__all__ = ["SentModel", "send_model", "tell_left_behind", "upload"]
 
 logger = logging.getLogger("scforge")
 
@@ -237,7 +237,11 @@ def _names_to_send(folder: Path) -> list[str]:
         raise MissingFileError(f"folder={str(folder)!r} {what}; give the folder that model.save() wrote.")
     if kind_of_folder(folder) is None:
         raise ModelFileError(f"folder={str(folder)!r} holds no {described_kind()}; give the folder of one.")
-    there = sorted(path.name for path in folder.iterdir())
-    if kept := [name for name in there if name not in SHARED_FILES]:
+    tell_left_behind(folder)
+    return sorted(path.name for path in folder.iterdir() if path.name in SHARED_FILES)
+
+
+def tell_left_behind(folder: Path) -> None:
+    """Say what of a folder is not sent."""
+    if kept := sorted(path.name for path in folder.iterdir() if path.name not in SHARED_FILES):
         logger.info("Not sent, because it is no part of a shared model: %s.", listing(kept))
-    return [name for name in there if name in SHARED_FILES]

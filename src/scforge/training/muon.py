@@ -37,15 +37,21 @@ class MuonWithAdamW(torch.optim.Optimizer):
     Raises
     ------
     OptionError
-        If this torch has no Muon, or there is no matrix for it.
+        If this torch has no Muon, or there is no matrix for it, or none that is not frozen.
     """
 
     def __init__(self, module: nn.Module, *, lr: float, weight_decay: float, fused: bool) -> None:
         if not hasattr(torch.optim, "Muon"):
             raise OptionError("optimizer='muon' needs torch 2.9 or later; update torch, or choose 'adamw'.")
-        hidden = _hidden_matrices(module)
-        if not hidden:
+        matrices = _hidden_matrices(module)
+        if not matrices:
             raise OptionError(f"optimizer='muon': {type(module).__name__} has no hidden matrices; choose 'adamw'.")
+        hidden = [matrix for matrix in matrices if matrix.requires_grad]
+        if not hidden:
+            raise OptionError(
+                "optimizer='muon' is for the matrices of hidden layers, which are all frozen; choose 'adamw', or "
+                "freeze fewer layers (freeze=False)."
+            )
         ids = {id(parameter) for parameter in hidden}
         rest = [
             {**group, "params": [p for p in group["params"] if id(p) not in ids]}
@@ -102,6 +108,6 @@ def _hidden_matrices(module: nn.Module) -> list[nn.Parameter]:
     found: dict[int, nn.Parameter] = {}
     for layer in layers or [module]:
         for part in layer.modules():
-            if isinstance(part, nn.Linear) and part.weight.requires_grad:
+            if isinstance(part, nn.Linear):
                 found[id(part.weight)] = part.weight
     return list(found.values())

@@ -10,7 +10,7 @@ import torch
 from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
 
 from scforge.errors import DataError, OptionError, ScforgeWarning
-from scforge.finetuning import get_task
+from scforge.finetuning import Split, get_task
 
 TRAIN, HELD_OUT = np.arange(0, 150), np.arange(150, 200)
 
@@ -279,6 +279,15 @@ def test_odd_labels_are_told_and_kept(cells200, odd, message):
     with pytest.warns(ScforgeWarning, match=message):
         found = get_task("annotation", labels_key="label").options_from(lambda key: cells200.obs[key])
     assert found == {"classes": sorted(["a", "b", odd])}
+
+
+def test_classes_that_are_not_learned_are_told(cells200):
+    cells200.obs["label"] = ["new" if i >= 190 else "a" if i % 2 else "b" for i in range(200)]
+    task = get_task("annotation", labels_key="label")
+    split = Split(train=np.arange(150), validation=np.arange(150, 170), test=np.arange(170, 200))
+    with pytest.warns(ScforgeWarning, match="labels_key='label': no training cell has 'new', which 10 held-out cells"):
+        task.check_split(lambda key: cells200.obs[key], split)
+    task.check_split(lambda key: cells200.obs[key], Split(np.arange(195), np.arange(195, 200), np.arange(0)))
 
 
 def test_given_classes_keep_their_order(cells200, tuned):

@@ -9,7 +9,7 @@ import torch
 from sklearn.metrics import f1_score
 
 from scforge.errors import DataError, OptionError, ScforgeWarning
-from scforge.finetuning import get_task
+from scforge.finetuning import Split, get_task, split_for
 
 TRAIN, HELD_OUT = np.arange(0, 150), np.arange(150, 200)
 
@@ -106,6 +106,46 @@ def test_evaluation(sets, tuned, context):
     assert metrics.loc["frozen_embedding", "auroc"] == pytest.approx(metrics.loc["scforge", "auroc"], abs=0.01)
     with pytest.warns(ScforgeWarning, match="frozen embedding is missing"):
         predictor.task.evaluate(context(predictor, base_train=None))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["columns", "text"])
+def test_a_rare_label_is_in_training(sets, options):
+    """Only where training would have no cell of it, the split is another one."""
+    how = {"validation_size": 0.3, "test_size": 0.3, "split_by": None}
+    lost = 0
+    for seed in range(20):
+        has = np.isin(np.arange(200), np.random.default_rng(seed).choice(200, 2, replace=False))
+        sets.obs["r"] = has
+        sets.obs["sets"] = np.where(has, "p;r", np.where(np.arange(200) % 3, "p", "q"))
+        sets.obs["p"], sets.obs["q"] = (sets.obs["sets"].str.contains(name) for name in "pq")
+        task = get_task("multi_label", **options)
+        split = task.split(lambda key: sets.obs[key], seed=seed, **how)
+        plain = split_for(200, validation_size=0.3, test_size=0.3, seed=seed)
+        np.testing.assert_array_equal(np.sort(np.concatenate([split.train, split.validation, split.test])), range(200))
+        assert has[split.train].any()
+        if has[plain.train].any():
+            np.testing.assert_array_equal(split.train, plain.train)
+        else:
+            lost += 1
+            assert has[split.validation].any() or has[split.test].any()
+    assert lost
+    assert task.split(lambda key: sets.obs[key], seed=0, **how | {"split_by": "donor"}) is None
+
+
+def test_labels_that_are_not_learned_are_told(sets):
+    sets.obs["sets"] = [f"{text};new" if i >= 190 else text for i, text in enumerate(sets.obs["sets"])]
+    task = get_task("multi_label", labels_key="sets")
+    split = Split(train=np.arange(150), validation=np.arange(150, 170), test=np.arange(170, 200))
+    with pytest.warns(
+        ScforgeWarning, match="labels_key='sets': no training cell has 'new', which 10 held-out cells have"
+    ):
+        task.check_split(lambda key: sets.obs[key], split)
+    task.check_split(lambda key: sets.obs[key], Split(np.arange(195), np.arange(195, 200), np.arange(0)))
+    with pytest.warns(
+        ScforgeWarning, match="classes leaves out 'new', 'r' of labels_key='sets', which 48 of the 200 tr"
+    ):
+        found = get_task("multi_label", labels_key="sets", classes=["q", "p"]).options_from(lambda key: sets.obs[key])
+    assert found == {}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from scforge.errors import ScforgeWarning
 from scforge.models import Encoder
 
 QUICK = {"max_epochs": 2, "progress_bar": False, "accelerator": "cpu"}
@@ -48,7 +49,8 @@ def test_a_class_of_held_out_donors_alone(base, cells200):
     cells200.obs["type"] = np.where(cells200.obs["donor"] == "d0", "new", np.asarray(cells200.obs["group"], dtype=str))
     part = cells200.obs["donor"].astype(str).map({"d0": "test", "d1": "test", "d2": "validation"}).fillna("train")
     cells200.obs["part"] = part
-    tuned = base.finetune("annotation", labels_key="type", split_key="part", **QUICK)
+    with pytest.warns(ScforgeWarning, match="labels_key='type': no training cell has 'new', which 31 held-out cells"):
+        tuned = base.finetune("annotation", labels_key="type", split_key="part", **QUICK)
     metrics = tuned.evaluate()
     n_new, n_test = (cells200.obs["type"] == "new").sum(), (part == "test").sum()
     assert (metrics["n_unknown_label"] == n_new).all()

@@ -22,6 +22,7 @@ from scforge.finetuning.heads import check_head
 from scforge.finetuning.labels import UNLABELLED, check_classes, check_key, codes_of, text_labels
 from scforge.finetuning.metrics import confusion_figures
 from scforge.finetuning.probing import fit_logistic, probe
+from scforge.finetuning.splits import Split, warn_of_unlearned
 from scforge.finetuning.tasks._annotation_scores import evaluate_classes
 from scforge.finetuning.tasks._annotation_writing import predict_classes
 from scforge.training.objectives.base import TrainingDefaults
@@ -134,6 +135,14 @@ class Annotation(Task):
                 f"(not in both: {listing(differing)}); name all of these, or leave classes out."
             )
         return {}
+
+    def check_split(self, column: Callable[[str], pd.Series], split: Split) -> None:
+        """Tell which classes only held-out cells have."""
+        labels = text_labels(column(self.labels_key), key=self.labels_key)
+        held_out = labels[np.concatenate([split.validation, split.test])]
+        lacking = np.setdiff1d(held_out.dropna(), labels[split.train].dropna())
+        names, n_cells = [str(name) for name in lacking], int(held_out.isin(lacking).sum())
+        warn_of_unlearned(f"labels_key={self.labels_key!r}", names, n_cells)
 
     def _warn_of(self, sizes: pd.Series) -> None:
         single = [str(name) for name, size in sizes.items() if size == 1]

@@ -5,6 +5,7 @@ Shapes: B cells of a batch, N cells, C labels.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from scipy.special import expit
 from torch import nn
 
 from scforge._checks import check_bool, check_positive, check_share
-from scforge.errors import DataError, OptionError, TrainingError, listing
+from scforge.errors import DataError, OptionError, ScforgeWarning, TrainingError, listing
 from scforge.eval.prediction_baselines import multi_label_baselines
 from scforge.finetuning.base import Task, register_task
 from scforge.finetuning.baselines import baseline_inputs
@@ -25,6 +26,7 @@ from scforge.finetuning.label_sets import LabelSets
 from scforge.finetuning.labels import check_classes
 from scforge.finetuning.metrics import mean_of_known, multi_label_figures
 from scforge.finetuning.probing import fit_separate_logistic, probe
+from scforge.finetuning.splits import Split, split_for, warn_of_unlearned, with_each_in_training
 from scforge.finetuning.writing import write_probabilities
 from scforge.training.objectives.base import TrainingDefaults
 
@@ -105,6 +107,35 @@ class MultiLabel(Task):
         """Return which cells have values."""
         return self._sets.known(column)
 
+    def split(
+        self,
+        column: Callable[[str], pd.Series],
+        *,
+        validation_size: float,
+        test_size: float,
+        split_by: str | None,
+        seed: int,
+    ) -> Split | None:
+        """Split cells at random, but so that training has a cell with each label, and one without."""
+        if split_by is not None:
+            return None
+        targets, known, _ = self._sets.targets(column, self._labels(column))
+        shares = {"validation_size": validation_size, "test_size": test_size}
+        split = split_for(len(known), **shares, seed=seed, usable=known)
+        return with_each_in_training(split, np.concatenate([targets, ~targets], axis=1))
+
+    def check_split(self, column: Callable[[str], pd.Series], split: Split) -> None:
+        """Tell which labels only held-out cells have."""
+        names = self._sets.names(column)
+        targets, _, _ = self._sets.targets(column, names)
+        held_out = targets[np.concatenate([split.validation, split.test])]
+        lacking = held_out.any(axis=0) & ~targets[split.train].any(axis=0)
+        n_cells = int(held_out[:, lacking].any(axis=1).sum())
+        warn_of_unlearned(self._sets.argument, [names[i] for i in np.flatnonzero(lacking)], n_cells)
+
+    def _labels(self, column: Callable[[str], pd.Series]) -> list[str]:
+        return self._sets.names(column) if self.classes is None else self.classes
+
     def options_from(self, column: Callable[[str], pd.Series]) -> dict[str, Any]:
         """Return the labels of the training cells, unless they are known already.
 
@@ -112,9 +143,14 @@ class MultiLabel(Task):
         ------
         DataError
             If a label is one of all training cells, or of none.
+
+        Warns
+        -----
+        ScforgeWarning
+            If `classes` leaves out labels of training cells.
         """
-        classes = self._sets.names(column) if self.classes is None else self.classes
-        targets, known, _ = self._sets.targets(column, classes)
+        classes = self._labels(column)
+        targets, known, unknown = self._sets.targets(column, classes)
         same = [name for name, has in zip(classes, targets[known].T, strict=True) if has.all() or not has.any()]
         if not classes:
             raise DataError(f"{self._sets.argument} has no label for any training cell; choose another column.")
@@ -122,6 +158,14 @@ class MultiLabel(Task):
             raise DataError(
                 f"{self._sets.argument} has {listing(same)} for all training cells or for none, so that there is "
                 "nothing to learn; leave these labels out."
+            )
+        if unknown.any():
+            warnings.warn(
+                f"classes leaves out {listing(sorted({*self._sets.names(column)} - {*classes}))} of "
+                f"{self._sets.argument}, which {int(unknown.sum())} of the {len(unknown)} training cells have, so that "
+                "the model does not learn that; name all labels, or leave classes out.",
+                ScforgeWarning,
+                stacklevel=4,
             )
         return {"classes": classes} if self.classes is None else {}
 

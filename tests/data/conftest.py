@@ -1,0 +1,35 @@
+"""What several test files of stores share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anndata as ad
+import numpy as np
+import pytest
+
+from scforge.data import CellBlock, CellSource, GeneVocab, StoreCells, open_cells
+
+
+@pytest.fixture
+def twin() -> Callable[..., CellSource]:
+    """Return a function that gives the same cells in memory, in the order of the store."""
+
+    def twin(cells: StoreCells, adata: ad.AnnData, vocab: GeneVocab | None = None) -> CellSource:
+        return open_cells(adata[cells.names()].copy(), vocab or cells.vocab)
+
+    return twin
+
+
+@pytest.fixture
+def assert_same() -> Callable[[CellBlock, CellBlock], None]:
+    """Return a function that compares two blocks of cells."""
+
+    def assert_same(one: CellBlock, two: CellBlock) -> None:
+        assert len(one) == len(two)
+        for name in ("indptr", "genes", "counts", "totals", "measured"):
+            here, there = getattr(one, name), getattr(two, name)
+            np.testing.assert_array_equal(here, there, err_msg=name)
+            assert here.dtype == there.dtype, name
+
+    return assert_same

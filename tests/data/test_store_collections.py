@@ -1,0 +1,139 @@
+"""What else than a store of scforge can be opened as one: collections of annbatch."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from pathlib import Path
+
+import annbatch
+import anndata as ad
+import numpy as np
+import pandas as pd
+import pytest
+import zarr
+from scipy import sparse
+
+from scforge.data import GeneVocab, StoreCells, open_cells
+from scforge.data.store_files import partial_path
+from scforge.errors import DataError, MissingFileError, ScforgeWarning
+
+ALL = [f"gene{i}" for i in range(80)]
+
+
+def write_foreign(path: Path, adatas: list[ad.AnnData], *, collection: bool = True) -> None:
+    group = zarr.open_group(path, mode="w", zarr_format=3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Consolidated metadata")
+        for number, adata in enumerate(adatas):
+            annbatch.write_sharded(group, adata, n_obs_per_chunk=16, key=f"dataset_{number}")
+        if collection:
+            group.attrs.update({"encoding-type": "annbatch-preshuffled", "encoding-version": "0.1.0"})
+            zarr.consolidate_metadata(group.store)
+
+
+def test_a_collection_of_annbatch(many_adata, tmp_path, assert_same):
+    parts = [many_adata[:300].copy(), many_adata[300:].copy()]
+    parts[1].obs["donor"] = parts[1].obs["donor"].cat.rename_categories(lambda name: name.upper())
+    for part in parts:
+        part.X = part.X.astype(np.int32)
+    write_foreign(tmp_path / "s.zarr", parts)
+    cells = open_cells(tmp_path / "s.zarr")
+    memory = open_cells(many_adata)
+    rows = np.random.default_rng(0).integers(700, size=500)
+    assert cells.vocab.genes == tuple(ALL)
+    assert cells.names().tolist() == many_adata.obs_names.tolist()
+    assert_same(cells.block(rows), memory.block(rows))
+    assert cells.column("donor").tolist() == [*parts[0].obs["donor"], *parts[1].obs["donor"]]
+    vocab = GeneVocab.from_genes(ALL[60:20:-1])
+    cells, memory = open_cells(tmp_path / "s.zarr", vocab), open_cells(many_adata, vocab)
+    assert_same(cells.block(rows), memory.block(rows))
+    assert cells.counts_kept == pytest.approx(memory.counts_kept)
+
+
+def test_a_collection_that_annbatch_shuffled(many_adata, tmp_path, twin, assert_same):
+    many_adata[:400].write_h5ad(tmp_path / "a.h5ad")
+    many_adata[400:].write_h5ad(tmp_path / "b.h5ad")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        annbatch.DatasetCollection(tmp_path / "s.zarr").add_adatas([tmp_path / "a.h5ad", tmp_path / "b.h5ad"])
+    cells = open_cells(tmp_path / "s.zarr")
+    assert sorted(cells.names()) == sorted(many_adata.obs_names)
+    assert_same(cells.block(np.arange(700)), twin(cells, many_adata).block(np.arange(700)))
+
+
+def test_stored_zeros_unsorted_rows_and_repeated_genes(tmp_path):
+    counts = sparse.csr_matrix(
+        (np.array([5, 0, 2, 200, 100, 1], dtype=np.uint8), np.array([3, 0, 1, 2, 2, 0]), [0, 3, 6]), shape=(2, 4)
+    )
+    adata = ad.AnnData(counts, obs=pd.DataFrame(index=["x", "y"]), var=pd.DataFrame(index=["a", "b", "c", "a2"]))
+    write_foreign(tmp_path / "s.zarr", [adata])
+    block = open_cells(tmp_path / "s.zarr").block(np.array([0, 1]))
+    assert block.indptr.tolist() == [0, 2, 4]
+    assert block.genes.tolist() == [1, 3, 0, 2]
+    assert block.counts.tolist() == [2, 5, 1, 300]
+    assert block.totals.tolist() == [7, 301]
+
+
+def test_a_collection_with_columns_of_one_gene(many_adata, tmp_path):
+    adata = many_adata[:40].copy()
+    adata.var_names = ["gene0", *ALL[:79]]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Variable names are not unique")
+        write_foreign(tmp_path / "s.zarr", [adata])
+    with pytest.warns(ScforgeWarning, match="summed"):
+        cells = open_cells(tmp_path / "s.zarr")
+    block = cells.block(np.arange(40))
+    dense = sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=(40, 79)).toarray()
+    counts = adata.X.toarray()
+    np.testing.assert_array_equal(dense[:, 0], counts[:, 0] + counts[:, 1])
+    np.testing.assert_array_equal(dense[:, 1:], counts[:, 2:])
+
+
+@pytest.mark.parametrize(("value", "match"), [(0.5, "not whole numbers"), (-1, "negative"), (np.nan, "missing or inf")])
+def test_a_collection_without_counts(many_adata, tmp_path, value, match):
+    adata = many_adata[:40].copy()
+    adata.X.data[123] = value
+    write_foreign(tmp_path / "s.zarr", [many_adata[40:80].copy(), adata])
+    cells = open_cells(tmp_path / "s.zarr")
+    cells.block(np.arange(40))
+    with pytest.raises(
+        DataError, match=rf"X of dataset_1 of .*s\.zarr' holds .*{match}.*raw counts are needed"
+    ) as told:
+        cells.block(np.arange(40, 80))
+    assert "\n" not in str(told.value)
+
+
+def test_collections_that_cannot_be_used(many_adata, tmp_path):
+    small = many_adata[:40].copy()
+    write_foreign(tmp_path / "genes.zarr", [small, small[:, ::-1].copy()])
+    with pytest.raises(DataError, match="dataset_1 of .* has other genes, or in another order, than dataset_0"):
+        open_cells(tmp_path / "genes.zarr")
+    dense = small.copy()
+    dense.X = dense.X.toarray()
+    write_foreign(tmp_path / "dense.zarr", [dense])
+    with pytest.raises(DataError, match="X of dataset_0 of .* is array, not csr_matrix"):
+        open_cells(tmp_path / "dense.zarr")
+    write_foreign(tmp_path / "none.zarr", [])
+    with pytest.raises(DataError, match="has no dataset"):
+        open_cells(tmp_path / "none.zarr")
+
+
+def test_a_collection_with_a_missing_file(many_adata, tmp_path):
+    write_foreign(tmp_path / "s.zarr", [many_adata[:40].copy(), many_adata[40:80].copy()])
+    shutil.rmtree(tmp_path / "s.zarr" / "dataset_1" / "X" / "data" / "c")
+    cells = open_cells(tmp_path / "s.zarr")
+    with pytest.raises(DataError, match="dataset_1 of .* is damaged at cell 0: it has no counts"):
+        cells.block(np.arange(80))
+
+
+@pytest.mark.parametrize("opener", [StoreCells.open, open_cells])
+def test_what_is_no_store(opener, tmp_path, many_adata):
+    with pytest.raises(MissingFileError, match=r"no\.zarr"):
+        opener(tmp_path / "no.zarr")
+    partial_path(tmp_path / "s.zarr").mkdir()
+    with pytest.raises(DataError, match=r"s\.zarr' is incomplete: run the same scforge convert again to continue"):
+        opener(tmp_path / "s.zarr")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DataError, match="folder' is a folder without"):
+        opener(tmp_path / "folder")

@@ -1,0 +1,172 @@
+"""Damage of a store is told, never read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from scforge.data import CellOrder, StoreCells
+from scforge.errors import DataError, MissingFileError
+
+
+@pytest.fixture
+def damaged(store: Path, tmp_path: Path) -> Path:
+    """A copy of the store, to be damaged."""
+    return Path(shutil.copytree(store, tmp_path / "copy.zarr"))
+
+
+def read_all(path: Path) -> tuple:
+    cells = StoreCells.open(path)
+    block = cells.block(np.arange(len(cells)))
+    obs = tuple(tuple(cells.column(key)) for key in cells.obs)
+    parts = (block.indptr, block.genes, block.counts, block.totals, block.measured, cells.names())
+    return (*(part.tobytes() for part in parts), obs, cells.vocab.hash)
+
+
+# pandas 3 has text that may be missing, which is stored as values and a mask.
+NAMES = "obs/_index/values/c/0" if pd.__version__ >= "3" else "obs/_index/c/0"
+PARTS = {
+    "X/data/c/0": r"dataset_1 of .*, cells 0 to 232, cannot be read",
+    "X/indices/c/0": r"dataset_1 of .*, cells 0 to 232, cannot be read",
+    "X/indptr/c/0": "dataset_1 of .* (cannot be read|is damaged)",
+    "obs/scforge_total/c/0": "dataset_1/obs/scforge_total of .* (cannot be read|is damaged)",
+    "obs/scforge_check/c/0": "dataset_1/obs/scforge_check of .* (cannot be read|is damaged)",
+    "obs/donor/codes/c/0": "dataset_1/obs/donor of .* (cannot be read|is damaged)",
+    "obs/depth/c/0": "dataset_1/obs/depth of .* (cannot be read|is damaged)",
+    NAMES: "dataset_1/obs/_index of .* (cannot be read|is damaged)",
+}
+
+
+def damage(file: Path, how: str) -> None:
+    content = bytearray(file.read_bytes())
+    if how == "missing":
+        file.unlink()
+    elif how == "cut":
+        file.write_bytes(content[: len(content) // 2])
+    else:
+        content[len(content) // 2] ^= 0x10
+        file.write_bytes(content)
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
+@pytest.mark.parametrize(("part", "match"), PARTS.items(), ids=PARTS)
+def test_damage_is_told(damaged, part, match, how):
+    damage(damaged / "dataset_1" / part, how)
+    if how == "missing" and part in ("X/data/c/0", "X/indices/c/0"):
+        match = "dataset_1 of .* is damaged at cell 0: its counts are not those that were written"
+    with pytest.raises(DataError, match=match) as told:
+        read_all(damaged)
+    assert "copy.zarr" in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
+@pytest.mark.parametrize("part", ["scforge/vocab/c/0", "scforge/measured/c/0/0", "zarr.json"])
+def test_damage_beside_the_cells_is_told(damaged, part, how):
+    damage(damaged / part, how)
+    with pytest.raises(DataError, match=r"copy\.zarr") as told:
+        read_all(damaged)
+    assert "\n" not in str(told.value)
+
+
+def test_only_who_reads_damaged_cells_is_told(damaged, store, assert_same):
+    damage(damaged / "dataset_1" / "X/data/c/0", "flipped")
+    cells, whole = StoreCells.open(damaged), StoreCells.open(store)
+    rows = np.r_[0:233, 466:700]
+    assert_same(cells.block(rows), whole.block(rows))
+    order = CellOrder(np.arange(700), 50, chunk_size=1, shuffle=False, window_cells=50)
+    stream = cells.stream(order.windows())
+    for number in range(4):
+        assert_same(next(stream), whole.block(np.arange(50 * number, 50 * number + 50)))
+    number = 4
+    with pytest.raises(DataError, match=r"dataset_1 of .*(cells? \d+)"):  # noqa: PT012 -- whoever is not damaged is read
+        for block in stream:
+            assert_same(block, whole.block(np.arange(50 * number, 50 * number + 50)))
+            number += 1
+    assert number < 10  # the flipped byte is in the middle of dataset_1, which has the cells 233 to 465
+
+
+def test_flips_anywhere_are_told_or_do_not_matter(damaged, store):
+    """Of the files that are read, and of the metadata: the same cells, or an error that says so."""
+    expected = read_all(store)
+    generator = np.random.default_rng(0)
+    files = ["zarr.json"] * 30
+    files += [f"dataset_{generator.integers(3)}/{part}" for part in generator.permutation([*PARTS] * 2)]
+    told = 0
+    for name in files:
+        content = (store / name).read_bytes()
+        changed = bytearray(content)
+        changed[generator.integers(len(content))] ^= 1 << generator.integers(8)
+        (damaged / name).write_bytes(changed)
+        try:
+            assert read_all(damaged) == expected
+        except (DataError, MissingFileError):
+            told += 1
+        (damaged / name).write_bytes(content)
+    assert told > len(files) / 2
+
+
+def change(path: Path, edit) -> None:
+    """Change the metadata of a store."""
+    file = path / "zarr.json"
+    content = json.loads(file.read_text())
+    edit(content["attributes"]["scforge"], content["consolidated_metadata"]["metadata"])
+    file.write_text(json.dumps(content))
+
+
+def _without(name: str):
+    def edit(info, metadata) -> None:
+        for key in [key for key in metadata if key == name or key.startswith(f"{name}/")]:
+            del metadata[key]
+
+    return edit
+
+
+def _set(*keys, value):
+    def edit(info, metadata) -> None:
+        *first, last = keys
+        place = metadata if keys[0] in metadata else info
+        for key in first:
+            place = place[key]
+        place[last] = value
+
+    return edit
+
+
+EDITS = {
+    "no dataset": (_without("dataset_1"), "dataset_1 is missing"),
+    "no last dataset": (_without("dataset_2"), "dataset_2 is missing"),
+    "not listed": (lambda info, _: info["datasets"].pop(), "its description lacks dataset_2"),
+    "fewer cells": (_set("datasets", 1, "n_cells", value=200), "dataset_1 of .* it has 233 cells x 80 genes, not 200"),
+    "fewer genes": (_set("n_genes", value=79), "dataset_0 of .* it has 233 cells x 80 genes"),
+    "shape": (
+        _set("dataset_1/X", "attributes", "shape", value=[233, 81]), "dataset_1 of .* it has 233 cells x 81 genes"
+    ),
+    "entries": (_set("dataset_1/X/data", "shape", value=[9]), "dataset_1 of .*boundaries"),
+    "type": (_set("dataset_1/X/data", "data_type", value="uint8"), "dataset_1 of .* (cannot be read|is damaged)"),
+    "vocabulary": (_set("vocab_hash", value="0"), "its vocabulary is another one"),
+    "overlap": (lambda info, _: info["sources"][0].update(overlap=0.5), "the genes of its sources"),
+    "check numbers": (lambda info, _: info["datasets"][2]["columns"].update(donor=1), "dataset_2/obs/donor of .*"),
+    "format": (_set("format", value=99), "of a later scforge"),
+    "description": (lambda info, _: info.pop("chunk_size"), "lacks 'chunk_size'"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Adding dataset with dtype")
+@pytest.mark.parametrize(("edit", "match"), EDITS.values(), ids=EDITS)
+def test_changed_metadata_are_told(damaged, edit, match):
+    change(damaged, edit)
+    with pytest.raises(DataError, match=match) as told:
+        read_all(damaged)
+    assert "copy.zarr" in str(told.value)
+
+
+def test_a_dataset_whose_files_are_gone(damaged):
+    shutil.rmtree(damaged / "dataset_1")
+    with pytest.raises(DataError, match="dataset_1"):
+        read_all(damaged)
