@@ -259,6 +259,20 @@ def test_a_split_of_ones_own(tune: Callable[..., Encoder], cells: ad.AnnData) ->
         tune(split_by="donor", split_key="kind")
 
 
+def test_a_batch_for_each_cell_is_left_out(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+    """The base model has batches; of new cells each may be of another, which is no mistake of theirs."""
+    Encoder.setup_anndata(tiny_adata, batch_key="batch")
+    model = Encoder(tiny_adata, hidden_dim=8, latent_dim=4)
+    model.train(**QUICK)
+    model.save(tmp_path / "model")
+    new = tiny_adata.copy()
+    new.uns.clear()
+    new.obs["batch"] = [f"donor {i}" for i in range(new.n_obs)]
+    loaded = Encoder.load(tmp_path / "model", new.copy())
+    assert loaded.get_latent_representation(key_added=None).shape == (new.n_obs, 4)
+    assert model.finetune("annotation", new.copy(), labels_key="group", **QUICK).spec.tuning is not None
+
+
 def test_cells_without_label_take_no_part(tune: Callable[..., Encoder], cells: ad.AnnData) -> None:
     adata = cells.copy()
     adata.obs["group"] = adata.obs["group"].where(np.arange(200) >= 60)

@@ -293,9 +293,12 @@ def test_a_copy_knows_where_it_was_fetched(hub, model, annotator, quick: dict, t
         named = json.loads(hub.files("org/again")["adapter.json"])["base"]
         assert named == {"name": "org/light", "revision": hub.repos["org/light"].branches["main"]}
     shutil.copytree("light", "other")
-    Path("light/origin.json").write_text("[]")
-    with pytest.raises(ModelFileError, match="origin.json' does not say where the folder was fetched; pull it again"):
-        Encoder.load("light")
+    for odd in ("[]", '{"repo_id": null, "commit": null, "sha256": ""}'):
+        Path("light/origin.json").write_text(odd)
+        with pytest.raises(
+            ModelFileError, match="origin.json' does not say where the folder was fetched; pull it agai"
+        ):
+            Encoder.load("light")
     model.train(**quick)
     model.save("later")
     shutil.copytree("later", "other", dirs_exist_ok=True)

@@ -8,7 +8,7 @@ import pytest
 
 from scforge.errors import DataError, OptionError
 from scforge.finetuning import Split, split_for
-from scforge.finetuning.splits import check_shares, split_from
+from scforge.finetuning.splits import check_shares, split_from, with_each_in_training
 
 
 def parts(split: Split) -> tuple[np.ndarray, ...]:
@@ -91,3 +91,23 @@ def test_what_is_no_split() -> None:
         Split(np.array([], dtype=int), np.array([1]), np.array([2]))
     with pytest.raises(DataError, match="none has a target"):
         split_for(5, validation_size=0.1, test_size=0.1, seed=0, usable=np.zeros(5, dtype=bool))
+
+
+def test_each_label_is_in_training() -> None:
+    split = Split(train=np.arange(6), validation=np.arange(6, 8), test=np.arange(8, 10))
+    has = np.zeros((10, 3), dtype=bool)
+    has[[2, 9], 0] = True  # learned already
+    has[[7, 8], 1] = True  # of held-out cells only
+    has[:9, 2] = True  # of all cells but one, so that it is the lack of it that training has none of
+    found = with_each_in_training(split, np.concatenate([has, ~has], axis=1))
+    check(found, np.arange(10))
+    np.testing.assert_array_equal(found.train, [0, 1, 2, 3, 4, 5, 7, 9])
+    np.testing.assert_array_equal(found.validation, [6])
+    np.testing.assert_array_equal(found.test, [8])
+
+
+def test_rare_labels_leave_a_cell_to_each_part() -> None:
+    split = Split(train=np.arange(6), validation=np.arange(6, 8), test=np.arange(8, 10))
+    found = with_each_in_training(split, np.eye(10, dtype=bool))
+    check(found, np.arange(10))
+    assert [len(part) for part in parts(found)] == [8, 1, 1]

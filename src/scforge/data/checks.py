@@ -11,9 +11,10 @@ from scforge.data.compressed import compressed_problem, sound_csr
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 
 if TYPE_CHECKING:
+    import pandas as pd
     from anndata import AnnData
 
-__all__ = ["check_adata", "check_is_adata", "check_obs_column", "counts_of", "value_problem"]
+__all__ = ["check_adata", "check_is_adata", "check_obs_column", "counts_of", "names_each_cell", "value_problem"]
 
 _FEW_VALUES = 50
 """Different numbers, fractions among them, that may well be batches: time points, doses."""
@@ -72,11 +73,16 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
                 f"batch_key={key!r} holds {values.nunique():,} different numbers (first: {fractional.iloc[0]:g}), "
                 "which are no batches; choose another column, or make categories of them, e.g. with pandas.cut."
             )
-    if argument == "batch_key" and adata.n_obs > _FEW_VALUES and adata.obs[key].is_unique:
+    if argument == "batch_key" and names_each_cell(adata.obs[key]):
         raise DataError(
             f"batch_key={key!r} has another value for each of the {adata.n_obs:,} cells (first: "
             f"{str(adata.obs[key].iloc[0])!r}), which are no batches; choose another column, or leave it out."
         )
+
+
+def names_each_cell(column: pd.Series) -> bool:
+    """Return whether a column of obs has another value for each of many cells, as barcodes are."""
+    return len(column) > _FEW_VALUES and column.is_unique
 
 
 def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:

@@ -14,7 +14,7 @@ from scipy import sparse
 from scforge._checks import check_share
 from scforge.data.duplicates import n_summed, sum_columns, warn_summed
 from scforge.data.gene_tables import SPECIES
-from scforge.data.id_kinds import OTHER_NAMES, recognise_ids
+from scforge.data.id_kinds import recognise_ids
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, GeneMismatchError, ScforgeWarning, did_you_mean, listing
 
@@ -270,7 +270,7 @@ def _way_out(kind: str, expected: str) -> str:
         )
     if conversion := how_to_convert(kind, expected):
         return f"{conversion} and name the new column with gene_key"
-    if kind == expected and kind != OTHER_NAMES:
+    if kind == expected and species in SPECIES:
         return "the names are of one kind, so the genes differ: take data that measure these, or a model of other genes"
     return "map the gene ids of the data to those of the vocabulary first"
 

@@ -208,7 +208,7 @@ def facts_of(model: CellModel) -> CardFacts:
 def base_of(model: CellModel, folder: Path) -> dict[str, Any] | None:
     """Return where the model before fine-tuning is to be had, for adapters in `folder`; None if it is nowhere.
 
-    A folder is named by the way there, so that both can be moved together.
+    A folder is named by the way there, so that both can be moved together, if the model has no name on a hub.
     """
     named, base = facts_of(model).base, Origin.of(getattr(model, "_base", None))
     if named is not None:

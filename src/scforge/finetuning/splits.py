@@ -148,6 +148,8 @@ def _held_out(n: int, test_size: float, validation_size: float) -> tuple[int, in
 def with_each_in_training(split: Split, has: np.ndarray) -> Split:
     """Return a split in which training has a cell of each label: where there is none, one that was held out.
 
+    Validation and test keep one cell at least, so that of very many rare labels some may stay without.
+
     Parameters
     ----------
     split
@@ -160,7 +162,7 @@ def with_each_in_training(split: Split, has: np.ndarray) -> Split:
         if of_label[parts["train"]].any():
             continue
         for part in ("validation", "test"):  # a label that nothing is scored on is the greater loss
-            if len(rows := parts[part][of_label[parts[part]]]):
+            if len(rows := parts[part][of_label[parts[part]]]) and len(parts[part]) > 1:
                 parts["train"] = np.union1d(parts["train"], rows[:1])
                 parts[part] = np.setdiff1d(parts[part], rows[:1])
                 break

@@ -9,11 +9,9 @@ from pathlib import Path
 
 from scforge._io import atomic_folder, read_json, sha256_of
 from scforge.errors import MissingFileError, ModelFileError
-from scforge.hub.shared_files import SHARED_FILES, description_of
+from scforge.hub.shared_files import ORIGIN_FILE, SHARED_FILES, description_of
 
 __all__ = ["copy_model", "origin_of"]
-
-_ORIGIN = "origin.json"
 
 type Origin = tuple[str | None, str | None]
 """Repository and commit, None for what was on no hub."""
@@ -53,7 +51,7 @@ def copy_model(
         description = description_of(place)
         if None not in origin and description is not None:
             content = {"repo_id": origin[0], "commit": origin[1], "sha256": sha256_of(description)}
-            (place / _ORIGIN).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            (place / ORIGIN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return Path(output)
 
 
@@ -65,12 +63,14 @@ def origin_of(folder: Path) -> Origin:
     ModelFileError
         If the file that says so cannot be read.
     """
-    path, description = folder / _ORIGIN, description_of(folder)
+    path, description = folder / ORIGIN_FILE, description_of(folder)
     if description is None or not path.is_file():
         return None, None
     try:
         content = read_json(path)
-        repo_id, commit, digest = (str(content[name]) for name in ("repo_id", "commit", "sha256"))
+        repo_id, commit, digest = (content[name] for name in ("repo_id", "commit", "sha256"))
+        if not all(isinstance(value, str) for value in (repo_id, commit, digest)):
+            raise TypeError("a repository, a commit and a checksum are texts")
     except (ValueError, LookupError, TypeError) as error:
         raise ModelFileError(
             f"{str(path)!r} does not say where the folder was fetched; pull it again, or remove that file."

@@ -8,7 +8,7 @@ from typing import Literal
 
 from scforge.errors import listing
 
-__all__ = ["SHARED_FILES", "described_kind", "description_of", "kind_of", "kind_of_folder"]
+__all__ = ["ORIGIN_FILE", "SHARED_FILES", "described_kind", "description_of", "kind_of", "kind_of_folder"]
 
 Kind = Literal["model", "adapter"]
 
@@ -19,6 +19,8 @@ _NEEDED: dict[Kind, tuple[str, ...]] = {
 _BESIDE = ("README.md", "split.safetensors")
 SHARED_FILES = (*_NEEDED["model"], *_NEEDED["adapter"], *_BESIDE)
 """All files that are ever sent or fetched; ``split.safetensors`` says which cells a fine-tuned model has seen."""
+ORIGIN_FILE = "origin.json"
+"""What a folder on this machine was copied from; never sent."""
 
 
 def kind_of(names: Iterable[str]) -> Kind | None:

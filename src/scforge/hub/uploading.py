@@ -15,7 +15,7 @@ from scforge._io import parse_json
 from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError, listing
 from scforge.hub.client import checked_token, hub_api, hub_endpoint, is_offline, read_remote
 from scforge.hub.hub_errors import hub_errors
-from scforge.hub.shared_files import SHARED_FILES, described_kind, kind_of_folder
+from scforge.hub.shared_files import ORIGIN_FILE, SHARED_FILES, described_kind, kind_of_folder
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, ModelInfo
@@ -242,6 +242,6 @@ def _names_to_send(folder: Path) -> list[str]:
 
 
 def tell_left_behind(folder: Path) -> None:
-    """Say what of a folder is not sent."""
-    if kept := sorted(path.name for path in folder.iterdir() if path.name not in SHARED_FILES):
+    """Say what of a folder is not sent, save for what only tells where the folder comes from."""
+    if kept := sorted(path.name for path in folder.iterdir() if path.name not in {*SHARED_FILES, ORIGIN_FILE}):
         logger.info("Not sent, because it is no part of a shared model: %s.", listing(kept))

@@ -141,6 +141,8 @@ def test_labels_that_are_not_learned_are_told(sets):
     ):
         task.check_split(lambda key: sets.obs[key], split)
     task.check_split(lambda key: sets.obs[key], Split(np.arange(195), np.arange(195, 200), np.arange(0)))
+    # What classes leaves out is told when it is left out.
+    get_task("multi_label", labels_key="sets", classes=["q", "p"]).check_split(lambda key: sets.obs[key], split)
     with pytest.warns(
         ScforgeWarning, match="classes leaves out 'new', 'r' of labels_key='sets', which 48 of the 200 tr"
     ):

@@ -139,10 +139,10 @@ class Annotation(Task):
     def check_split(self, column: Callable[[str], pd.Series], split: Split) -> None:
         """Tell which classes only held-out cells have."""
         labels = text_labels(column(self.labels_key), key=self.labels_key)
-        held_out = labels[np.concatenate([split.validation, split.test])]
-        lacking = np.setdiff1d(held_out.dropna(), labels[split.train].dropna())
-        names, n_cells = [str(name) for name in lacking], int(held_out.isin(lacking).sum())
-        warn_of_unlearned(f"labels_key={self.labels_key!r}", names, n_cells)
+        held_out = labels.codes[np.concatenate([split.validation, split.test])]
+        lacking = np.setdiff1d(held_out[held_out >= 0], labels.codes[split.train])
+        n_cells = int(np.isin(held_out, lacking).sum())
+        warn_of_unlearned(f"labels_key={self.labels_key!r}", list(labels.categories[lacking]), n_cells)
 
     def _warn_of(self, sizes: pd.Series) -> None:
         single = [str(name) for name, size in sizes.items() if size == 1]

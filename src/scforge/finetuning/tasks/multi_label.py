@@ -126,7 +126,7 @@ class MultiLabel(Task):
 
     def check_split(self, column: Callable[[str], pd.Series], split: Split) -> None:
         """Tell which labels only held-out cells have."""
-        names = self._sets.names(column)
+        names = self._labels(column)
         targets, _, _ = self._sets.targets(column, names)
         held_out = targets[np.concatenate([split.validation, split.test])]
         lacking = held_out.any(axis=0) & ~targets[split.train].any(axis=0)
