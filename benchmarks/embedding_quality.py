@@ -36,6 +36,7 @@ import pandas as pd
 import torch
 from _embedding_quality_data import DATASETS, FIGURES, SCENARIOS, SCORING, UNSEEN, Data, Scorer, open_data
 from anndata import AnnData
+from finetuning import BASES
 from scipy.sparse import csr_matrix
 
 from scforge._io import atomic_path, atomic_write_text
@@ -58,16 +59,6 @@ class Method:
     trained: bool = True
 
 
-SMALL_TRANSFORMER: dict[str, Any] = {
-    "architecture": "transformer_encoder",
-    "tokenizer": {"name": "rank_value", "max_len": 256},
-    "n_top_genes": 2_000,
-    "hidden_dim": 64,
-    "num_layers": 2,
-    "num_heads": 4,
-}
-"""As Geneformer learns, but small: with all genes and 2,048 tokens it takes days of a CPU."""
-
 METHODS = {
     "default": Method(),
     "joint embedding": Method({"objective": {"name": "joint_embedding"}}),
@@ -84,7 +75,8 @@ METHODS = {
     "mlp": Method({"architecture": "mlp"}),
     "16 dimensions": Method({"latent_dim": 16}),
     "64 dimensions": Method({"latent_dim": 64}),
-    "masked genes": Method(SMALL_TRANSFORMER),
+    # As Geneformer learns, but small: with all genes and 2,048 tokens it takes days of a CPU.
+    "masked genes": Method(BASES["transformer"]),
     "masked values": Method({"architecture": "masked_autoencoder"}),
     "scdiva vector": Method({"mode": "vector"}, front=ScDiVa),
     "scdiva tokens": Method(front=ScDiVa),
