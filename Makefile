@@ -26,7 +26,8 @@ test-slow: ## Run what test leaves out: tests that take minutes, and properties 
 	$(VENV)/bin/pytest -m hypothesis --hypothesis-profile thorough $(ARGS)
 
 # What meets the tables of pandas, whose version 2 the clients of the Census need.
-WITH_PANDAS := census census_filters checks convert h5ad perturbation selection sources splits store streams
+WITH_PANDAS := census census_filters checks convert h5ad perturbation selection sources splits store \
+	store_collections store_damage streams
 # tiledbsoma has no wheels for Python 3.14 yet.
 test-census: VENV := .venv-census
 test-census: ## Run the tests of the Census, and of what else meets pandas 2, in an environment of their own
