@@ -7,7 +7,7 @@ import pytest
 from scipy import sparse
 
 from scforge.data import CellSource
-from scforge.data.neighbors import harmonised, mutual_neighbors, principal_components
+from scforge.data.neighbors import harmonised, mutual_neighbors, neighbor_weights, principal_components
 from scforge.errors import DataError
 
 PER_GROUP = 30
@@ -123,6 +123,35 @@ def test_single_cells_and_single_batches_have_what_neighbours_there_are(batches)
     found = mutual_neighbors(np.random.default_rng(0).normal(size=(8, 3)), batches)
     assert found.shape == (8, 8)
     assert found.diagonal().sum() == 0
+
+
+@pytest.mark.parametrize("at_once", [7, 100_000])
+def test_weights_of_neighbours_by_hand(monkeypatch, at_once):
+    monkeypatch.setattr("scforge.data.neighbors._PAIRS_AT_ONCE", at_once)
+    coordinates, batches, _ = two_batches()
+    coordinates *= np.random.default_rng(1).uniform(0.5, 2, (len(coordinates), 1))  # lengths do not count
+    pairs = mutual_neighbors(coordinates, batches)
+    found = sparse.csr_matrix((neighbor_weights(coordinates, pairs, temperature=0.2), pairs.indices, pairs.indptr))
+    unit = coordinates / np.linalg.norm(coordinates, axis=1, keepdims=True)
+    expected = np.where(pairs.toarray(), np.exp(unit @ unit.T / 0.2), 0)
+    expected /= np.maximum(expected.max(axis=1, keepdims=True), 1e-12)
+    np.testing.assert_allclose(found.toarray(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1e-10, 1e6, None])
+def test_weights_at_the_ends_of_the_temperature(temperature):
+    coordinates, batches, _ = two_batches()
+    pairs = mutual_neighbors(coordinates, batches)
+    weights = neighbor_weights(coordinates, pairs, temperature=temperature)
+    assert weights.shape == (pairs.nnz,)
+    has = np.diff(pairs.indptr) > 0
+    sums = np.add.reduceat(weights, pairs.indptr[:-1][has])
+    expected = np.diff(pairs.indptr)[has] if temperature != 1e-10 else 1
+    np.testing.assert_allclose(sums, expected, rtol=0.05)
+
+
+def test_no_neighbours_have_no_weights():
+    assert neighbor_weights(np.zeros((4, 2)), sparse.csr_matrix((4, 4), dtype=bool), temperature=0.1).shape == (0,)
 
 
 def test_principal_components_are_those_of_log_normalised_values():

@@ -158,6 +158,29 @@ def test_neighbours_are_looked_for_in_the_space_that_is_asked_for():
     assert (found["components"].pairs != found["harmony"].pairs).nnz > 0
 
 
+@pytest.mark.parametrize("temperature", [0.05, None])
+def test_neighbours_are_drawn_as_often_as_they_weigh(temperature):
+    objective, cells, _ = bound(two_batches(), across=10, temperature=temperature, **KNOWN)
+    pool = objective._pool
+    components = harmonised(principal_components(pool.cells), objective._batches[pool.rows])
+    unit = components / np.linalg.norm(components, axis=1, keepdims=True)
+    place = int(np.argmax(np.diff(pool.pairs.indptr)))
+    row = cells.block(pool.rows[[place]])
+    drawn = np.zeros(len(pool.rows))
+    whole = {tuple(pool.cells.block(np.array([i])).counts): i for i in range(len(pool.rows))}
+    n_epochs = 2_000
+    for epoch in range(n_epochs):
+        found, has = pool.neighbors(row, epoch=epoch, seed=0)
+        assert has.all()
+        drawn[whole[tuple(found.counts)]] += 1
+    theirs = pool.pairs[place].indices
+    weights = np.ones(len(theirs)) if temperature is None else np.exp(unit[theirs] @ unit[place] / temperature)
+    expected = np.zeros(len(drawn))
+    expected[theirs] = weights / weights.sum()
+    assert np.ptp(expected[theirs]) > 0.05 or temperature is None
+    np.testing.assert_allclose(drawn / n_epochs, expected, atol=0.04)
+
+
 def test_neighbours_are_looked_for_among_max_cells():
     objective, cells, tokenizer = bound(two_batches(), max_cells=50, **KNOWN)
     batch = objective.prepare(cells.block(np.arange(len(cells))), tokenizer, epoch=0, seed=0)
@@ -228,6 +251,8 @@ def test_cells_of_unknown_batches_are_trained_on():
         ({"across": -1}, "across=-1 is not"),
         ({"translation": -0.5}, "translation=-0.5"),
         ({"space": "scvi"}, "space='scvi' is not known"),
+        ({"temperature": 0}, "temperature=0 is not"),
+        ({"temperature": "hot"}, "temperature='hot' is not"),
         ({"keep_min": 0.9, "keep_max": 0.5}, "keep_min=0.9 and keep_max=0.5 must satisfy"),
         ({"gene_dropout": 1.0}, r"gene_dropout=1.0 is not in \[0, 1\)"),
         ({"max_cells": 1}, "max_cells=1 is not"),

@@ -18,7 +18,7 @@ from scforge.errors import DataError
 if TYPE_CHECKING:
     from scforge.data.cells import CellSource
 
-__all__ = ["harmonised", "mutual_neighbors", "principal_components"]
+__all__ = ["harmonised", "mutual_neighbors", "neighbor_weights", "principal_components"]
 
 _MOST_BATCHES = 10
 """Batches up to which all pairs of them are compared; their number grows with the square."""
@@ -28,6 +28,7 @@ _CELLS_OF_CLUSTER, _FEWEST_CLUSTERS, _MOST_CLUSTERS = 30, 2, 100
 """Harmony's own choice of the number of its clusters, save that it has none for fewer than 15 cells."""
 _FEWEST_CELLS = 10
 """Cells from which on they are corrected; harmonypy 2.1 may never return from two of them."""
+_PAIRS_AT_ONCE = 100_000
 
 
 def principal_components(cells: CellSource, n_comps: int = 50) -> np.ndarray:
@@ -143,8 +144,7 @@ def mutual_neighbors(
     >>> bool((types[rows] == types[columns]).all())
     True
     """
-    lengths = np.linalg.norm(coordinates, axis=1, keepdims=True)
-    directions = np.asarray(coordinates / np.maximum(lengths, 1e-12), dtype=np.float32)
+    directions = _directions(coordinates)
     names = np.unique(batches)
     members = {name: np.flatnonzero(batches == name) for name in names}
     pairs = [np.zeros((0, 2), dtype=np.int64)]
@@ -158,6 +158,51 @@ def mutual_neighbors(
     found = (found + found.T).astype(bool).tocsr()
     found.sort_indices()
     return found
+
+
+def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, temperature: float | None) -> np.ndarray:
+    """Return how much each neighbour of a cell weighs: exp(cosine / temperature), and 1 for the nearest.
+
+    Mutual neighbours in small batches of many types are often of another type, and lie farther off than those of the
+    same; where the batches of a cell differ in how near their neighbours are, the nearer weigh more, too.
+
+    Parameters
+    ----------
+    coordinates
+        Coordinates of cells, shape (N, D); the cosine is that of their directions.
+    pairs
+        Neighbours of each cell, shape (N, N), as of :func:`mutual_neighbors`.
+    temperature
+        The smaller, the less the farther neighbours weigh; None gives all the same weight.
+
+    Returns
+    -------
+    A weight in [0, 1] for each stored entry of `pairs`, in its order, float64, shape (P,).
+
+    Examples
+    --------
+    >>> coordinates = np.array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+    >>> pairs = sparse.csr_matrix(np.array([[0, 1, 1], [1, 0, 0], [1, 0, 0]], dtype=bool))
+    >>> neighbor_weights(coordinates, pairs, temperature=0.5).round(3)
+    array([1.   , 0.135, 1.   , 1.   ])
+    """
+    if temperature is None or not pairs.nnz:
+        return np.ones(pairs.nnz)
+    directions = _directions(coordinates)
+    rows, columns = np.repeat(np.arange(len(coordinates)), np.diff(pairs.indptr)), pairs.indices
+    cosines = np.empty(pairs.nnz)
+    for start in range(0, pairs.nnz, _PAIRS_AT_ONCE):
+        part = slice(start, start + _PAIRS_AT_ONCE)
+        cosines[part] = (directions[rows[part]] * directions[columns[part]]).sum(axis=1)
+    nearest = np.full(len(coordinates), -np.inf)
+    np.maximum.at(nearest, rows, cosines)
+    return np.exp((cosines - nearest[rows]) / temperature)
+
+
+def _directions(coordinates: np.ndarray) -> np.ndarray:
+    """Return coordinates of length 1, float32; those of a cell in the middle stay 0."""
+    lengths = np.linalg.norm(coordinates, axis=1, keepdims=True)
+    return np.asarray(coordinates / np.maximum(lengths, 1e-12), dtype=np.float32)
 
 
 def _compared(names: np.ndarray, seed: int) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from torch import nn
 
 from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_chunks
-from scforge.data.neighbors import harmonised, mutual_neighbors, principal_components
+from scforge.data.neighbors import harmonised, mutual_neighbors, neighbor_weights, principal_components
 from scforge.data.random import cell_keys
 from scforge.errors import DataError, OptionError
 from scforge.models._utils import check_choice
@@ -47,9 +47,10 @@ class NeighborDenoising(TellsBatches, SeesViews):
     What integrates batches here is translation: the latent of a neighbour in another batch has to give the expression
     of the cell, with the batch of the cell told to the decoder. So what differs between batches is left to the decoder,
     while what both cells share stays in the latent. Cells of a type that another batch lacks have no mutual
-    neighbours there and are not moved to others. With x the log1p CP10K values of all genes of a cell i of batch b, z_i
-    a draw of the latent of a view of it (counts thinned, genes hidden), mu its mean, and j one of its mutual neighbours
-    (:func:`~scforge.data.neighbors.mutual_neighbors`), drawn anew in each epoch::
+    neighbours there and are not moved to others, and of the neighbours of a cell the nearer are drawn more often
+    (:func:`~scforge.data.neighbors.neighbor_weights`). With x the log1p CP10K values of all genes of a cell i of batch
+    b, z_i a draw of the latent of a view of it (counts thinned, genes hidden), mu its mean, and j one of its mutual
+    neighbours (:func:`~scforge.data.neighbors.mutual_neighbors`), drawn anew in each epoch::
 
         reconstruction = 1/2 log mean (decode(z_i, b) - x)^2       over cells and genes
         translated     = 1/2 log mean (decode(z_j, b) - x)^2       over genes and cells with a neighbour
@@ -73,6 +74,9 @@ class NeighborDenoising(TellsBatches, SeesViews):
         Where neighbours are looked for: in 50 principal components corrected by Harmony (``"harmony"``,
         :func:`~scforge.data.neighbors.harmonised`), or in these as they are (``"components"``). Without batches both
         are the same.
+    temperature
+        Neighbours of a cell are drawn with probabilities proportional to exp(cosine / temperature), of the cosine in
+        `space`: the smaller, the more often the nearest. None draws all alike.
     translation, agreement
         Weights; with both at 0, neighbours are not looked for. An agreement above 0 pulls the latents of neighbours
         together: cells then take a smaller room in which what is left of batches weighs more.
@@ -114,6 +118,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         across: int = 30,
         within: int = 5,
         space: str = "harmony",
+        temperature: float | None = 0.1,
         translation: float = 1.0,
         agreement: float = 0.0,
         beta: float = 0.3,
@@ -130,6 +135,9 @@ class NeighborDenoising(TellsBatches, SeesViews):
             check_positive(name, value, or_zero=True)
         check_choice("space", space, _SPACES)
         self.space = str(space)
+        if temperature is not None:
+            check_positive("temperature", temperature)
+        self.temperature = None if temperature is None else float(temperature)
         self._set_views(keep_min, keep_max, gene_dropout)
         check_count("max_cells", max_cells, "cells", least=2)
         self.across, self.within = int(across), int(within)
@@ -167,8 +175,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         self._pool = None
         if (self.translation or self.agreement) and (self.across or self.within) and len(train_rows) > 2:
             rows = choose_chunks(len(cells), self.max_cells, cells.chunk_size, rows=np.sort(train_rows))
-            correct = self.space == "harmony"
-            self._pool = _Pool(cells, rows, self._batches_of_pool(cells), self.across, self.within, correct=correct)
+            self._pool = _Pool(cells, rows, self._batches_of_pool(cells), self)
 
     def _batches_of_pool(self, cells: Cells) -> np.ndarray | None:
         """Return a number for each batch of the cells, those that the model does not know among them."""
@@ -260,22 +267,21 @@ class _Pool:
         Those of the pool, ascending.
     batches
         Batch of each of all cells; None for one.
-    across, within
-        Numbers of neighbours.
-    correct
-        Whether they are looked for in what Harmony makes of principal components.
+    options
+        What says how many neighbours are looked for, where, and how they are drawn.
     """
 
-    def __init__(
-        self, cells: Cells, rows: np.ndarray, batches: np.ndarray | None, across: int, within: int, *, correct: bool
-    ) -> None:
+    def __init__(self, cells: Cells, rows: np.ndarray, batches: np.ndarray | None, options: NeighborDenoising) -> None:
         self.rows = rows
         self.cells = cells.sample(len(rows), rows=rows)
         of_pool = np.zeros(len(rows), dtype=np.int64) if batches is None else batches[rows]
-        components = principal_components(self.cells)
-        if correct:
-            components = harmonised(components, of_pool)
-        self.pairs: sparse.csr_matrix = mutual_neighbors(components, of_pool, across=across, within=within)
+        found = principal_components(self.cells)
+        if options.space == "harmony":
+            found = harmonised(found, of_pool)
+        self.pairs: sparse.csr_matrix = mutual_neighbors(found, of_pool, across=options.across, within=options.within)
+        weights = neighbor_weights(found, self.pairs, temperature=options.temperature)
+        self.reached = np.concatenate([[0.0], np.cumsum(weights)])
+        """Sum of the weights of all pairs before each, and of all, shape (P + 1,)."""
 
     def neighbors(self, block: CellBlock, *, epoch: int, seed: int) -> tuple[CellBlock, np.ndarray]:
         """Return a neighbour of each cell (any cell where there is none) and whether there is one, float32 (B,)."""
@@ -285,5 +291,7 @@ class _Pool:
         # 64 bits are rounded to 53, so the largest would become 1.
         share = np.minimum(cell_keys(block.rows, seed=seed, epoch=epoch, stream=_STREAM) / 2.0**64, 1 - 1e-9)
         chosen = np.zeros(len(block), dtype=np.int64)
-        chosen[has] = self.pairs.indices[(starts + (share * (stops - starts)).astype(np.int64))[has]]
+        below, above = self.reached[starts], self.reached[stops]
+        drawn = np.searchsorted(self.reached, below + share * (above - below), side="right") - 1
+        chosen[has] = self.pairs.indices[np.clip(drawn, starts, stops - 1)[has]]
         return self.cells.block(chosen, draw=block.draw), has.astype(np.float32)
