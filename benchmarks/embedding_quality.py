@@ -70,6 +70,7 @@ METHODS = {
     ),
     "no neighbours": Method({"objective": {"name": "neighbor_denoising", "agreement": 0.0, "translation": 0.0}}),
     "neighbours in components": Method({"objective": {"name": "neighbor_denoising", "space": "components"}}),
+    "neighbours drawn alike": Method({"objective": {"name": "neighbor_denoising", "temperature": None}}),
     "agreement .03": Method({"objective": {"name": "neighbor_denoising", "agreement": 0.03}}),
     "beta 1": Method({"objective": {"name": "neighbor_denoising", "beta": 1.0}}),
     "mlp": Method({"architecture": "mlp"}),
