@@ -69,7 +69,10 @@ METHODS = {
         {"objective": {"name": "joint_embedding", "per_batch": True, "batch_key": BATCH, "clusters": 20}}
     ),
     "no neighbours": Method({"objective": {"name": "neighbor_denoising", "agreement": 0.0, "translation": 0.0}}),
-    "neighbours in components": Method({"objective": {"name": "neighbor_denoising", "space": "components"}}),
+    # Beside "neighbours drawn alike": in components those of other batches lie far off, and would rarely be drawn.
+    "neighbours in components": Method(
+        {"objective": {"name": "neighbor_denoising", "space": "components", "temperature": None}}
+    ),
     "neighbours drawn alike": Method({"objective": {"name": "neighbor_denoising", "temperature": None}}),
     "agreement .03": Method({"objective": {"name": "neighbor_denoising", "agreement": 0.03}}),
     "beta 1": Method({"objective": {"name": "neighbor_denoising", "beta": 1.0}}),

@@ -181,6 +181,23 @@ def test_neighbours_are_drawn_as_often_as_they_weigh(temperature):
     np.testing.assert_allclose(drawn / n_epochs, expected, atol=0.04)
 
 
+@pytest.mark.parametrize("key", [0, 2**64 - 1])
+@pytest.mark.parametrize("told", [KNOWN, {}])
+def test_the_first_and_the_last_draw_are_neighbours_of_the_cell(monkeypatch, key, told):
+    objective, cells, _ = bound(two_batches(), temperature=0.01, **told)
+    pool = objective._pool
+    monkeypatch.setattr(
+        "scforge.training.objectives.neighbor_denoising.cell_keys",
+        lambda rows, **_: np.full(len(rows), key, dtype=np.uint64),
+    )
+    found, has = pool.neighbors(cells.block(pool.rows), epoch=0, seed=0)
+    which = {tuple(pool.cells.block(np.array([i])).counts): i for i in range(len(pool.rows))}
+    assert has.mean() > 0.9
+    for place in np.flatnonzero(has):
+        drawn = which[tuple(found.counts[found.indptr[place] : found.indptr[place + 1]])]
+        assert drawn in pool.pairs[place].indices
+
+
 def test_neighbours_are_looked_for_among_max_cells():
     objective, cells, tokenizer = bound(two_batches(), max_cells=50, **KNOWN)
     batch = objective.prepare(cells.block(np.arange(len(cells))), tokenizer, epoch=0, seed=0)

@@ -29,6 +29,7 @@ _CELLS_OF_CLUSTER, _FEWEST_CLUSTERS, _MOST_CLUSTERS = 30, 2, 100
 _FEWEST_CELLS = 10
 """Cells from which on they are corrected; harmonypy 2.1 may never return from two of them."""
 _PAIRS_AT_ONCE = 100_000
+"""Pairs of which cosines are computed at once, to bound the memory."""
 
 
 def principal_components(cells: CellSource, n_comps: int = 50) -> np.ndarray:
@@ -164,7 +165,7 @@ def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, tempe
     """Return how much each neighbour of a cell weighs: exp(cosine / temperature), and 1 for the nearest.
 
     Mutual neighbours in small batches of many types are often of another type, and lie farther off than those of the
-    same; where the batches of a cell differ in how near their neighbours are, the nearer weigh more, too.
+    same. Neighbours of all batches are weighed together: those in a batch that lies farther off weigh less.
 
     Parameters
     ----------
@@ -173,7 +174,7 @@ def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, tempe
     pairs
         Neighbours of each cell, shape (N, N), as of :func:`mutual_neighbors`.
     temperature
-        The smaller, the less the farther neighbours weigh; None gives all the same weight.
+        Smaller values favour the nearest neighbours; None gives all the same weight.
 
     Returns
     -------
@@ -200,7 +201,7 @@ def neighbor_weights(coordinates: np.ndarray, pairs: sparse.csr_matrix, *, tempe
 
 
 def _directions(coordinates: np.ndarray) -> np.ndarray:
-    """Return coordinates of length 1, float32; those of a cell in the middle stay 0."""
+    """Return coordinates of length 1, float32; a zero vector stays zero."""
     lengths = np.linalg.norm(coordinates, axis=1, keepdims=True)
     return np.asarray(coordinates / np.maximum(lengths, 1e-12), dtype=np.float32)
 

@@ -76,7 +76,8 @@ class NeighborDenoising(TellsBatches, SeesViews):
         are the same.
     temperature
         Neighbours of a cell are drawn with probabilities proportional to exp(cosine / temperature), of the cosine in
-        `space`: the smaller, the more often the nearest. None draws all alike.
+        `space`; smaller values favour the nearest. Those in other batches are farther where batches still differ, so
+        they are drawn less often; with ``space="components"`` much less. None draws all with the same probability.
     translation, agreement
         Weights; with both at 0, neighbours are not looked for. An agreement above 0 pulls the latents of neighbours
         together: cells then take a smaller room in which what is left of batches weighs more.
@@ -268,7 +269,7 @@ class _Pool:
     batches
         Batch of each of all cells; None for one.
     options
-        What says how many neighbours are looked for, where, and how they are drawn.
+        The objective whose `across`, `within`, `space` and `temperature` hold.
     """
 
     def __init__(self, cells: Cells, rows: np.ndarray, batches: np.ndarray | None, options: NeighborDenoising) -> None:
@@ -280,8 +281,8 @@ class _Pool:
             found = harmonised(found, of_pool)
         self.pairs: sparse.csr_matrix = mutual_neighbors(found, of_pool, across=options.across, within=options.within)
         weights = neighbor_weights(found, self.pairs, temperature=options.temperature)
-        self.reached = np.concatenate([[0.0], np.cumsum(weights)])
-        """Sum of the weights of all pairs before each, and of all, shape (P + 1,)."""
+        self.cumulative = np.concatenate([[0.0], np.cumsum(weights)])
+        """Cumulative weights of the pairs, from 0 on, float64, shape (P + 1,)."""
 
     def neighbors(self, block: CellBlock, *, epoch: int, seed: int) -> tuple[CellBlock, np.ndarray]:
         """Return a neighbour of each cell (any cell where there is none) and whether there is one, float32 (B,)."""
@@ -291,7 +292,7 @@ class _Pool:
         # 64 bits are rounded to 53, so the largest would become 1.
         share = np.minimum(cell_keys(block.rows, seed=seed, epoch=epoch, stream=_STREAM) / 2.0**64, 1 - 1e-9)
         chosen = np.zeros(len(block), dtype=np.int64)
-        below, above = self.reached[starts], self.reached[stops]
-        drawn = np.searchsorted(self.reached, below + share * (above - below), side="right") - 1
+        below, above = self.cumulative[starts], self.cumulative[stops]
+        drawn = np.searchsorted(self.cumulative, below + share * (above - below), side="right") - 1
         chosen[has] = self.pairs.indices[np.clip(drawn, starts, stops - 1)[has]]
         return self.cells.block(chosen, draw=block.draw), has.astype(np.float32)
