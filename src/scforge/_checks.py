@@ -31,11 +31,13 @@ def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> None
     raise OptionError(f"{argument}={value!r} is not {limit} of {what}.")
 
 
-def check_positive(argument: str, value: Any, *, or_zero: bool = False) -> None:
-    """Raise unless `value` is a finite number above zero, or zero where that is allowed."""
+def check_positive(argument: str, value: Any, *, or_zero: bool = False, hint: str = "") -> None:
+    """Raise unless `value` is a finite number above zero, or zero where that is allowed; `hint` says what else is."""
     number = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
     if not number or value < 0 or (value == 0 and not or_zero):
-        raise OptionError(f"{argument}={value!r} is not {'zero or ' if or_zero else ''}a positive number.")
+        raise OptionError(
+            f"{argument}={value!r} is not {'zero or ' if or_zero else ''}a positive number{hint and f'; {hint}'}."
+        )
 
 
 def check_mask_ratio(value: Any) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import anndata as ad
 import numpy as np
+import pandas as pd
 import pytest
 from scipy import sparse
 
 from scforge.data import GeneVocab, open_cells
-from scforge.data.checks import check_adata, check_obs_column, counts_of
+from scforge.data.checks import check_adata, check_obs_column, counts_of, inherited_batch_key, warn_if_transposed
 from scforge.errors import DataError, OptionError, ScforgeError, ScforgeWarning
 
 
@@ -225,3 +228,33 @@ def test_barcodes_are_no_batches(tiny_adata):
         check_obs_column(tiny_adata, "barcode", argument="batch_key")
     check_obs_column(tiny_adata, "barcode", argument="labels_key")
     check_obs_column(tiny_adata[:50], "barcode", argument="batch_key")
+
+
+@pytest.mark.parametrize(
+    "barcode", ["AAACCTGAGCTTATCG-1", "donor1_AAACCTGAGCTTATCG", "AAACCTGAGCTT.1", "run:ACGTACGTACGT"]
+)
+def test_cells_in_the_place_of_genes_are_told(barcode):
+    adata = ad.AnnData(np.ones((3, 4), dtype=np.float32))
+    adata.obs_names = ["CD3E", "GNLY", "ENSG00000105374"]
+    adata.var_names = [f"{'ACGT'[i]}{barcode}" if barcode[0] in "ACGT" else f"{i}{barcode}" for i in range(4)]
+    with pytest.warns(ScforgeWarning, match=r"genes that are named as cells .*; .* pass adata\.T"):
+        warn_if_transposed(adata)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_transposed(adata.T)
+        warn_if_transposed(adata[:, :0])
+
+
+def test_barcodes_that_are_measured_are_no_mistake():
+    adata = ad.AnnData(np.ones((2, 2), dtype=np.float32))
+    adata.obs_names, adata.var_names = ["ACGTACGTACGT-1", "TTGTACGTACGT-1"], ["GGGTACGTACGT", "CCGTACGTACGT"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_transposed(adata)
+
+
+def test_the_batch_column_of_other_data():
+    obs = pd.DataFrame({"donor": ["a", "b"] * 30, "barcode": [f"cell {i}" for i in range(60)]})
+    assert inherited_batch_key(obs, "donor") == "donor"
+    for lacking in (None, "batch", "barcode"):
+        assert inherited_batch_key(obs, lacking) is None

@@ -428,6 +428,23 @@ def test_a_training_that_fails_leaves_calibrated_confidence(annotator: Encoder, 
     assert found.item() == model.module.head.temperature.item() != 1.0
 
 
+def test_a_calibration_that_fails_hides_no_failure_of_training(annotator: Encoder, tmp_path, monkeypatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    annotator.save(tmp_path / "model")
+    model = Encoder.load(tmp_path / "model", annotator.adata)
+    monkeypatch.setattr("scforge.finetuning.tasks.annotation.Annotation.calibrate", fail)
+    last = model.history_["validation_loss"].shape[0]
+    with (
+        pytest.warns(ScforgeWarning, match="could not be calibrated: no memory"),
+        pytest.raises(TrainingError, match="lower the learning rate"),
+    ):
+        model.train(**QUICK | {"max_epochs": 9}, lr=1e-2, callbacks=[SpoilWeights(epoch=last + 1)])
+    with pytest.raises(RuntimeError, match="no memory"):
+        model.train(**QUICK)
+
+
 class SpoilWeights(Callback):
     """Makes the loss infinite from an epoch on."""
 

@@ -12,7 +12,7 @@ import pytest
 from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
 from scforge.hub import resolve, upload
 from scforge.hub.copying import copy_model
-from scforge.hub.finding import is_hub_name
+from scforge.hub.finding import find_model, is_hub_name
 
 # huggingface_hub sends large files with an argument that its HTTP client has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")
@@ -284,3 +284,13 @@ def test_names_of_the_registry_lead_to_the_hub(hub, repo: str, tmp_path: Path, m
     assert resolve("scforge://light").name == first
     with pytest.raises(OptionError, match="'scforge://light' has versions, so revision='v1' has no use"):
         resolve("scforge://light", revision="v1")
+
+
+def test_a_folder_of_the_registry_knows_where_it_is_from(hub, repo: str, tmp_path: Path, monkeypatch) -> None:
+    found = find_model(repo, said=repo)
+    copy_model(found.folder, tmp_path / "copy", origin=(found.repo_id, found.commit))
+    entry = {"description": "Small", "latest": "1", "versions": {"1": {"folder": str(tmp_path / "copy")}}}
+    (tmp_path / "models.json").write_text(json.dumps({"format": 1, "models": {"light": entry}}))
+    monkeypatch.setenv("SCFORGE_MODELS", str(tmp_path / "models.json"))
+    again = find_model("scforge://light", said="model")
+    assert (again.repo_id, again.commit) == (repo, found.commit)

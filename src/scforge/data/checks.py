@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy import sparse
 
 from scforge.data.compressed import compressed_problem, sound_csr
-from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.errors import DataError, OptionError, ScforgeWarning, did_you_mean, listing
 
 if TYPE_CHECKING:
     import pandas as pd
     from anndata import AnnData
 
-__all__ = ["check_adata", "check_is_adata", "check_obs_column", "counts_of", "names_each_cell", "value_problem"]
+__all__ = [
+    "check_adata",
+    "check_is_adata",
+    "check_obs_column",
+    "counts_of",
+    "inherited_batch_key",
+    "names_each_cell",
+    "value_problem",
+    "warn_if_transposed",
+]
 
 _FEW_VALUES = 50
 """Different numbers, fractions among them, that may well be batches: time points, doses."""
+
+_BARCODE = re.compile(r"(?:.*[_:#])?[ACGT]{10,}(?:[-_.].*)?")
+"""Names that sequencing gives to cells, with what is put before or behind them where data sets are joined."""
 
 _NORMALISED = "pass the layer that holds them, or undo the normalisation"
 """What to do about values that are no counts, where no layer is known that holds them."""
@@ -83,6 +97,27 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
 def names_each_cell(column: pd.Series) -> bool:
     """Return whether a column of obs has another value for each of many cells, as barcodes are."""
     return len(column) > _FEW_VALUES and column.is_unique
+
+
+def inherited_batch_key(obs: pd.DataFrame, key: str | None) -> str | None:
+    """Return the `batch_key` of other data; None where these cells lack it, or it has another value for each."""
+    return None if key is None or key not in obs or names_each_cell(obs[key]) else key
+
+
+def warn_if_transposed(adata: AnnData) -> None:
+    """Warn where the genes have names of cells and the cells have not, as in matrices with a row for each gene."""
+    if _share_of_barcodes(adata.var_names) > 0.5 > _share_of_barcodes(adata.obs_names):
+        warnings.warn(
+            f"adata has genes that are named as cells (first: {str(adata.var_names[0])!r}); if cells and genes are "
+            "swapped, pass adata.T.",
+            ScforgeWarning,
+            stacklevel=3,
+        )
+
+
+def _share_of_barcodes(names: pd.Index) -> float:
+    first = names[:100]
+    return sum(_BARCODE.fullmatch(str(name)) is not None for name in first) / max(len(first), 1)
 
 
 def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:

@@ -19,7 +19,7 @@ from scvi.model.base import BaseModelClass
 from scforge._checks import check_count
 from scforge._constants import OBSM_KEY, UNS_KEY
 from scforge.data.cells import Cells
-from scforge.data.checks import check_adata, check_obs_column
+from scforge.data.checks import check_adata, check_obs_column, warn_if_transposed
 from scforge.data.sources import open_cells
 from scforge.data.stream_remote import is_collection
 from scforge.data.vocab import GeneVocab
@@ -126,6 +126,7 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
             raise DataError("adata is a view of another AnnData; copy it first with adata = adata.copy().")
         check_obs_column(adata, batch_key, argument="batch_key")
         check_obs_column(adata, labels_key, argument="labels_key")
+        warn_if_transposed(adata)
         fields: list[Any] = [GeneField(REGISTRY_KEYS.X_KEY, layer, gene_key)]
         if batch_key is not None:
             fields.append(ObsField(REGISTRY_KEYS.BATCH_KEY, batch_key, allow_missing=False))

@@ -309,7 +309,7 @@ class Encoder(
         try:
             run_training(self, data, plan, **of_run, **trainer_options)
         except (NotFiniteError, SavingError):
-            self._calibrate(data)  # for the best weights so far, which the model is left with
+            self._calibrate(data, after_failure=True)  # for the best weights so far, which the model is left with
             raise
         self._calibrate(data)
 

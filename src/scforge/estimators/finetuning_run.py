@@ -16,7 +16,7 @@ from scforge._checks import check_seed
 from scforge._registry import check_options
 from scforge.data.arguments import named_column
 from scforge.data.cells import Cells
-from scforge.data.checks import names_each_cell
+from scforge.data.checks import inherited_batch_key
 from scforge.errors import DataError, OptionError
 from scforge.estimators.spec import named_options
 from scforge.estimators.tuning import Tuning, check_freeze
@@ -201,14 +201,12 @@ def set_up(
         "layer": setup.get("layer"),
         "gene_key": setup.get("gene_key"),
         "labels_key": labels_key or setup.get("labels_key"),
-        "batch_key": batch_key or setup.get("batch_key"),
+        "batch_key": batch_key or inherited_batch_key(adata.obs, setup.get("batch_key")),
     }
     for key in ("labels_key", "batch_key"):
         if wanted[key] is not None and wanted[key] not in adata.obs:
             wanted[key] = None  # of the data that the base model was trained on
     batch = wanted["batch_key"]
-    if batch is not None and batch_key is None and names_each_cell(adata.obs[batch]):
-        wanted["batch_key"] = None  # the column of the base model, with one cell of each batch
     if batch is not None and adata.obs[batch].isna().any():
         wanted["batch_key"] = None  # cells without batch may take no part in a task, but cannot be registered
     if there is None or any(there.get(key) != value for key, value in wanted.items()):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from scforge.data.checks import check_adata, names_each_cell
+from scforge.data.checks import check_adata, inherited_batch_key
 from scforge.errors import ModelFileError, OptionError, first_line
 from scforge.estimators.card_facts import CardFacts, Origin
 from scforge.estimators.front_classes import class_in_place_of
@@ -174,9 +174,11 @@ class FolderMethods:
             adata = cls._set_up_as(adata, setup)
             check_adata(adata)
             if cls._setup_of(adata) is None:
-                present = {key: setup[key] if setup[key] in adata.obs else None for key in ("batch_key", "labels_key")}
-                if present["batch_key"] is not None and names_each_cell(adata.obs[present["batch_key"]]):
-                    present["batch_key"] = None  # one cell of each batch: there is nothing to integrate
+                labels = setup["labels_key"]
+                present = {
+                    "batch_key": inherited_batch_key(adata.obs, setup["batch_key"]),
+                    "labels_key": labels if labels in adata.obs else None,
+                }
                 own = {key: value for key, value in setup.items() if key != "modality"}
                 cls.setup_anndata(adata, **(own | present))
         tuning = Tuning.from_json(config.get("tuning"), source=str(dir_path))

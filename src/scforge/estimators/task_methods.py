@@ -18,7 +18,7 @@ from scforge._registry import check_options
 from scforge.data.cells import Cells
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
-from scforge.errors import NotTrainedWarning, OptionError, ScforgeWarning
+from scforge.errors import NotTrainedWarning, OptionError, ScforgeWarning, first_line
 from scforge.estimators.adapter_files import AdapterMethods
 from scforge.estimators.evaluating_subjects import OPTIONS, evaluate_models
 from scforge.estimators.finetuning_run import finetune
@@ -337,8 +337,8 @@ class TaskMethods(HeldOutMethods, AdapterMethods):
         where = {"layer": setup["layer"], "gene_key": setup["gene_key"]}
         return open_cells(source, vocab, min_overlap=0.0, **where) if vocab is not None else open_cells(source, **where)
 
-    def _calibrate(self: Any, data: CellDataModule) -> None:
-        """Let the task adapt its head to validation cells."""
+    def _calibrate(self: Any, data: CellDataModule, *, after_failure: bool = False) -> None:
+        """Let the task adapt its head to validation cells; after a failure, what fails here is no more than told."""
         if self.spec.tuning is None or not len(data.validation_rows) or not self.is_trained_:
             return
         if is_sharded(self.module):  # the first process alone has the whole model
@@ -346,8 +346,14 @@ class TaskMethods(HeldOutMethods, AdapterMethods):
         task = self.spec.build_objective()
         task.bind(data.bound, data.train_rows)
         predictor = Predictor(self.module, self.tokenizer, task, data.bound)
-        with torch.random.fork_rng(devices=[]):
-            task.calibrate(predictor, data.validation_rows)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                task.calibrate(predictor, data.validation_rows)
+        except Exception as error:
+            if not after_failure:
+                raise
+            said = f"the confidence of the model could not be calibrated: {first_line(error)}"
+            warnings.warn(said, ScforgeWarning, stacklevel=3)
 
 
 def _options_of(method: Any) -> list[str]:

@@ -167,7 +167,8 @@ def find_model(
         if revision is not None:
             raise OptionError(f"{said} has versions, so revision={revision!r} has no use; write it behind an @.")
         if entry.folder is not None:
-            return FoundModel(_checked(entry.folder, f"{said} (version {entry.version}, folder {str(entry.folder)!r})"))
+            folder = _checked(entry.folder, f"{said} (version {entry.version}, folder {str(entry.folder)!r})")
+            return FoundModel(folder, *origin_of(folder))
         repo_id, revision = entry.repo_id, entry.revision
     elif is_hub_name(name):
         is_bare = not str(name).startswith(_HUB)

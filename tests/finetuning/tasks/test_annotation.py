@@ -261,6 +261,7 @@ def test_cells_without_label_do_not_count(cells200, tuned, step):
         ([np.nan] * 200, "has no label among the training cells"),
         (np.linspace(0, 1, 200), r"not whole \(first: 0.00502513\).*'regression'"),
         ([np.inf, 1.0] * 100, "not whole"),
+        ([f"AAAC{i}" for i in range(200)], "has another value for each of the 200 training cells .first: 'AAAC0'"),
     ],
 )
 def test_columns_that_are_no_classes(cells200, values, message):
@@ -270,7 +271,7 @@ def test_columns_that_are_no_classes(cells200, values, message):
 
 
 @pytest.mark.parametrize(
-    ("odd", "message"), [("rare", "'rare' have one training cell each"), ("nan", "the label 'nan'")]
+    ("odd", "message"), [("rare", "no more than one training cell has the label 'rare'"), ("nan", "the label 'nan'")]
 )
 def test_odd_labels_are_told_and_kept(cells200, odd, message):
     labels = np.array(["a", "b"] * 100, dtype=object)

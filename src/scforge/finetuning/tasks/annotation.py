@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from scforge._checks import check_bool, check_positive, check_share
+from scforge.data.checks import names_each_cell
 from scforge.errors import DataError, OptionError, ScforgeWarning, TrainingError, listing
 from scforge.finetuning.base import Task, register_task
 from scforge.finetuning.calibration import CalibratedHead, fit_temperature
@@ -112,7 +113,8 @@ class Annotation(Task):
         Raises
         ------
         DataError
-            If there is one label only, there are numbers that are not whole, or `classes` are not those of the cells.
+            If there is one label only or one for each cell, there are numbers that are not whole, or `classes` are not
+            those of the cells.
 
         Warns
         -----
@@ -125,6 +127,11 @@ class Annotation(Task):
             raise DataError(
                 f"labels_key={self.labels_key!r} has {_one_label(labels)} among the training cells; annotation needs "
                 "cells of two classes or more."
+            )
+        if names_each_cell(labelled := column(self.labels_key).dropna()):
+            raise DataError(
+                f"labels_key={self.labels_key!r} has another value for each of the {len(labelled):,} training cells "
+                f"(first: {str(labelled.iloc[0])!r}), which are no classes; choose another column."
             )
         self._warn_of(sizes)
         if self.classes is None:
@@ -148,8 +155,8 @@ class Annotation(Task):
         single = [str(name) for name, size in sizes.items() if size == 1]
         if single:
             warnings.warn(
-                f"labels_key={self.labels_key!r}: {listing(single)} have one training cell each, so that nothing tells "
-                "how well they are found; label more cells, or leave them without label.",
+                f"labels_key={self.labels_key!r}: no more than one training cell has the label {listing(single)}, so "
+                "that nothing tells how well it is found; label more cells, or leave these without label.",
                 ScforgeWarning,
                 stacklevel=3,
             )

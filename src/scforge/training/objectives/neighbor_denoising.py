@@ -137,7 +137,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
         check_choice("space", space, _SPACES)
         self.space = str(space)
         if temperature is not None:
-            check_positive("temperature", temperature)
+            check_positive("temperature", temperature, hint="None draws all neighbours alike")
         self.temperature = None if temperature is None else float(temperature)
         self._set_views(keep_min, keep_max, gene_dropout)
         check_count("max_cells", max_cells, "cells", least=2)
