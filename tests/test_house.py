@@ -95,12 +95,6 @@ def test_types_are_shipped():
     assert files("scforge").joinpath("py.typed").is_file()
 
 
-def test_files_are_short():
-    lengths = {path: len(path.read_text().splitlines()) for path in ROOT.joinpath("src").rglob("*.py")}
-    long = {str(path.relative_to(ROOT)): length for path, length in lengths.items() if length > 400}
-    assert not long
-
-
 # Written in pieces, so that this file does not match itself.
 MACHINE_PATH = r"(?<![\w.:/~>}-])/(?:home|root|Users|work)" + r"/[\w.]+"
 REGISTRY_HOST = r"\b(?:py" + r"pi\.org|pythonhosted\.org|extra-index-" + r"url|find-" + r"links)\b"

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from scforge_docs.notebooks import cleaned, copy_notebooks, with_outputs
+
+pytest.importorskip("sphinx", reason="the documentation is built by the group docs")
+from scforge_docs.notebooks import cleaned, copy_notebooks, with_outputs  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 
