@@ -226,6 +226,25 @@ def test_every_python_version_is_tested():
     assert {systems[system.split("-")[0]] for system in tested} == named
 
 
+def test_read_the_docs_runs_the_notebooks_before_it_builds():
+    config = ROOT / ".readthedocs.yaml"
+    if not config.is_file():
+        pytest.skip("not a checkout")
+    commands = yaml.safe_load(config.read_text())["build"]["jobs"]["build"]["html"]
+    assert [("make notebooks" in line, "sphinx" in line) for line in commands] == [(True, False), (False, True)]
+
+
+def test_workflows_pin_what_they_download():
+    workflows = list((ROOT / ".github" / "workflows").glob("*.yaml"))
+    if not workflows:
+        pytest.skip("not a checkout")
+    text = "".join(path.read_text() for path in workflows)
+    used = re.findall(r"uses: (\S+)", text)
+    assert used
+    assert not [action for action in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action)]
+    assert not re.findall(r"uvx (?!\w+@)\S+", text)
+
+
 def test_changelog_has_a_place_for_this_version():
     headings = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     version = Version(scforge.__version__)
