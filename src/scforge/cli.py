@@ -228,7 +228,8 @@ def _parser() -> _Parser:
 
     add_finetune(commands.add_parser("finetune", help="train a copy of a model for a task, e.g. annotation"))
     add_predict(commands.add_parser("predict", help="predict cells with a fine-tuned model"))
-    add_evaluate(commands.add_parser("evaluate", help="score the predictions of a fine-tuned model, beside baselines"))
+    help_of_evaluate = "score a model's embedding, or the predictions of a fine-tuned one, with baselines"
+    add_evaluate(commands.add_parser("evaluate", help=help_of_evaluate))
 
     add_push(commands.add_parser("push", help="send a model to the hub"))
     add_pull(commands.add_parser("pull", help="fetch a model, by its name on the hub or in the registry"))

@@ -28,9 +28,9 @@ __all__ = ["evaluate_integration"]
 def evaluate_integration(task: Integration, context: EvaluationContext) -> Evaluated:
     """Score how batches mix and cell types stay apart, beside PCA, Harmony, scVI and the embedding before fine-tuning.
 
-    All methods are scored on the same cells. PCA, Harmony and scVI cannot embed cells that they have not seen, so they
-    are fitted on the training cells and the scored ones together, which is in their favour. Without labels, figures of
-    biology are missing.
+    All methods are scored on the same cells. PCA, Harmony and scVI are fitted on the training cells and the scored ones
+    together, which favors them: PCA and scVI could embed new cells, and Symphony does so for Harmony, but that is not
+    done here. Without labels, scores of biology are missing.
 
     Figures: ``bio``, ``batch``, ``total`` and what they are means of, see
     :func:`scforge.eval.without_batches.integration_scores`.
