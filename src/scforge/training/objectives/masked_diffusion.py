@@ -60,8 +60,8 @@ class MaskedDiffusion(TellsBatches):
     hidden independently with probability t, and their sum has the weight 1 / t. So all states with n hidden tokens
     together have the weight 1 / n, the integral of (S over n) t^(n - 1) (1 - t)^(S - n), and 1 / n times a sum over n
     tokens is their mean. Times are stratified: t_i = (u + i / B) mod 1 over the B cells of a batch, so that all shares
-    are seen in each. The last two terms are those of :class:`~scforge.training.Variational`, of the latent that is made of what
-    is seen of a cell and decoded to the whole cell; they train the embedding.
+    are seen in each. The last two terms are those of :class:`~scforge.training.Variational`, of the latent that is made
+    of what is seen of a cell and decoded to the whole cell; they train the embedding.
 
     For architectures that take ``loss_weights``, such as ``scdiva``. They can generate cells and impute genes.
 
