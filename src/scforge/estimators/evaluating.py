@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from scforge._checks import check_bool
 from scforge.errors import DataError, OptionError, ScforgeWarning, listing

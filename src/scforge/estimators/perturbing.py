@@ -75,9 +75,9 @@ class PerturbationMethods:
         **What the p-values say.** Cells are no replicates here: one gene moves all cells alike, and every perturbation
         moves them somewhat. So the null is that a gene does no more than other genes of like expression. For each gene,
         `n_permutations` other genes of like mean expression are perturbed in the same way, each in up to 100 of the
-        cells that it applies to (a deletion: that express it). ``p_value`` is the share of them that shift the cells at least as far, ``goal_p_value`` that of
-        those that move them as far to one side, doubled; the gene itself counts as one, so none is below
-        ``1 / (n_permutations + 1)``. Where fewer genes are left than are tested (``genes=None``), these are compared
+        cells that it applies to (a deletion: that express it). ``p_value`` is the share of them that shift the cells at
+        least as far, ``goal_p_value`` that of those that move them as far to one side, doubled; the gene itself counts
+        as one, so none is below ``1 / (n_permutations + 1)``. Where fewer genes are left than are tested (``genes=None``), these are compared
         with each other: then p-values are ranks, no false discovery rate can be small, and ``shift_z`` is what to sort
         by. The highest genes of all have no others like them, so that theirs means less. Tokenizers that draw
         (``side="both"``, truncation by a sample) add their noise to all shifts.
@@ -85,7 +85,7 @@ class PerturbationMethods:
         **What they do not say.** Like mean expression is not a like dose: a gene that few cells express highly loses
         more counts where it is deleted than one that all cells express weakly, and has a small p-value in a model with
         random weights as well. ``shift_z_untrained`` is the z-score of the gene in such a model, with the same controls
-        in the same cells; only what stands above it was learned. And a gene that stands out alone cannot have an
+        and cells; only what stands above it was learned. And a gene that stands out alone cannot have an
         ``fdr`` below the number of tests divided by ``n_permutations + 1`` (with a goal twice that); the table says how
         low it can be in ``attrs["lowest_fdr"]``, and a warning where that is above 0.1.
 
@@ -127,8 +127,8 @@ class PerturbationMethods:
         One row a gene (or pair: ``gene``, ``gene_2``) and group, by falling shift (with a goal, by falling goal
         shift). ``n_cells``: cells it was perturbed in. ``shift``, ``shift_sd``: mean and standard deviation over these
         of 1 - the cosine between the embedding before and after; NaN without cells. ``shift_z``: the shift in standard
-        deviations of the compared genes, NaN in fewer than 3 cells. ``shift_z_untrained``: as above. ``p_value``, ``fdr``: as above, and by Benjamini
-        and Hochberg over all rows.
+        deviations of the compared genes, NaN in fewer than 3 cells. ``shift_z_untrained``: as above. ``p_value``,
+        ``fdr``: as above, and by Benjamini and Hochberg over all rows.
         With a goal ``goal_shift`` (change of the cosine to the goal; above 0 is closer), ``goal_shift_sd``,
         ``goal_z``, ``goal_z_untrained``, ``goal_p_value`` and ``goal_fdr``.
 
@@ -235,8 +235,8 @@ def _lowest_fdr(results: pd.DataFrame, n_controls: int) -> float:
     n_tests, sides = int(p_values.notna().sum()), 2 if "goal_p_value" in results else 1
     lowest = min(1.0, sides * n_tests / (n_controls + 1))
     warnings.warn(
-        "Genes are compared with genes of like mean expression, not of a like dose, so markers stand out in a model with "
-        "random weights as well; compare z-scores with those of untrained=True.",
+        "Genes are compared with genes of like mean expression, not of a like dose, so markers stand out in a model "
+        "with random weights as well; compare z-scores with those of untrained=True.",
         ScforgeWarning,
         stacklevel=3,
     )
