@@ -8,7 +8,7 @@ __all__ = ["add_convert_checkpoint"]
 
 _OPTIONS = (
     *("version", "tokens_medians", "ensembl_map", "gene_names", "pooling", "embedding_layer"),
-    *("vocab", "args", "cls_value", "part"),
+    *("vocab", "args", "cls_value", "normalize", "part"),
 )
 """Flags that are options of a family, under their names in Python."""
 
@@ -27,14 +27,17 @@ def add_convert_checkpoint(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--pooling",
         metavar="NAME",
-        help="Geneformer: mean (default), genes or cls; scFoundation: depths (default) or mean",
+        help="Geneformer: genes (default of V1), cls (of V2) or mean; scFoundation: depths (default) or mean",
     )
     command.add_argument(
-        "--embedding-layer", type=int, metavar="N", help="Geneformer: embed from N layers below the last (0)"
+        "--embedding-layer", type=int, metavar="N", help="Geneformer: embed from N layers below the last (1)"
     )
     command.add_argument("--vocab", metavar="FILE", help="scGPT: its vocab.json; scFoundation: its panel of genes")
     command.add_argument("--args", metavar="FILE", help="scGPT: its args.json")
     command.add_argument("--cls-value", type=float, metavar="VALUE", help="scGPT: value of CLS (default: pad_value)")
+    command.add_argument(
+        "--normalize", action="store_true", default=None, help="scGPT: embeddings of length 1, as its embed_data"
+    )
     command.add_argument("--part", metavar="NAME", help="scFoundation: cell, gene or rde")
     command.add_argument("--overwrite", action="store_true", help="replace the output")
     command.set_defaults(run=_convert_checkpoint)

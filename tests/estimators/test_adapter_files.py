@@ -156,6 +156,7 @@ CASES |= {
     "a split that is a list": said("tuning", split=[]),
     "other cells": said("tuning", split={"cells": "0" * 64}),
     "cells that are a list": said("tuning", split={"cells": [1]}),
+    "weights that are NaN": rewritten(lambda header, numbers: (header, b"\xff" * len(numbers))),
     "a header nested too deeply": rewritten(lambda header, numbers: (b'{"a":' * 200_000, numbers)),
     "a header of no tensors": rewritten(lambda header, numbers: (b"[]      ", numbers)),
     "numbers that belong to no tensor": rewritten(lambda header, numbers: (header, numbers + b"more")),

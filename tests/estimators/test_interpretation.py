@@ -14,6 +14,8 @@ from scipy import sparse
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
 
+pytestmark = pytest.mark.filterwarnings("ignore:Genes are compared with", "ignore:With .* tests and n_permutations")
+
 RANK = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 16, "vocab": "from_data"}
 AUTOENCODER = {"encoder_dim": 16, "encoder_layers": 1, "encoder_heads": 2, "decoder_layers": 1}
 ZEROS = {"name": "masked_value_prediction", "mask_ratio": 0.3, "zero_targets": 0.5}
@@ -74,6 +76,37 @@ def test_markers_move_cells_most(planted_model: Encoder, planted: ad.AnnData, tm
     assert read["goal"] == "{'kind': 'b'}"
     assert read["vocab_hash"] == planted_model.vocab.hash
     pd.testing.assert_frame_equal(read["results"].reset_index(drop=True), written["results"], check_dtype=False)
+
+
+def test_the_same_genes_in_an_untrained_model(planted_model: Encoder, planted: ad.AnnData):
+    asked = {"genes": ["gene0", "gene8", "gene30"], "goal": {"kind": "b"}, "n_permutations": 30, "key_added": None}
+    results = planted_model.perturb_in_silico(**asked)
+    assert results.columns.tolist() == [
+        *("gene", "n_cells", "shift", "shift_sd", "shift_z", "shift_z_untrained", "p_value", "fdr"),
+        *("goal_shift", "goal_shift_sd", "goal_z", "goal_z_untrained", "goal_p_value", "goal_fdr"),
+    ]
+    without = planted_model.perturb_in_silico(**asked, untrained=False)
+    pd.testing.assert_frame_equal(without, results.drop(columns=["shift_z_untrained", "goal_z_untrained"]))
+    random = Encoder(planted, objective="joint_embedding", n_top_genes=0, hidden_dim=16, ffn_dim=16, latent_dim=4)
+    random.module.load_state_dict(planted_model.spec.build_untrained(0)[0].state_dict())
+    with pytest.warns(NotTrainedWarning):
+        expected = random.perturb_in_silico(**asked, untrained=False).set_index("gene").loc[results["gene"]]
+    for name in ("shift_z", "goal_z"):
+        np.testing.assert_allclose(results[f"{name}_untrained"], expected[name], rtol=1e-4)
+        assert np.abs(results[f"{name}_untrained"] - results[name]).max() > 0.1
+
+
+def test_what_p_values_cannot_say_is_said(planted_model: Encoder, planted: ad.AnnData):
+    genes = [f"gene{i}" for i in range(12)]
+    with pytest.warns(ScforgeWarning, match="genes of like mean expression, not of a like dose"):
+        few = planted_model.perturb_in_silico(genes=genes[:3], n_permutations=30, key_added=None)
+    assert few.attrs["lowest_fdr"] == pytest.approx(3 / 31)
+    low = "With 12 tests and n_permutations=30 the fdr of a gene that stands out alone is at least 0.39; .* to 120"
+    with pytest.warns(ScforgeWarning, match=low):
+        results = planted_model.perturb_in_silico(genes=genes, n_permutations=30)
+    assert results.attrs["lowest_fdr"] == planted.uns["scforge"]["in_silico"]["lowest_fdr"] == pytest.approx(12 / 31)
+    with pytest.warns(ScforgeWarning, match="With 3 tests .* at least 0.19"):
+        planted_model.perturb_in_silico(genes=genes[:3], goal={"kind": "b"}, n_permutations=30, key_added=None)
 
 
 def test_groups_and_batches(planted_model: Encoder):

@@ -284,6 +284,7 @@ def length(number: int) -> Spoil:
 
 
 CASES |= {
+    "weights that are NaN": rewritten(lambda header, numbers: (header, b"\xff" * len(numbers))),
     "a header longer than the file": length(10**6),
     "a header longer than all memory": length(2**63 + 5),
     "a header of nothing": length(0),

@@ -32,8 +32,11 @@ def batch_of(model: Encoder, adata: ad.AnnData, n_cells: int) -> dict[str, torch
     return batch
 
 
-def compare(bert: Any, model: Encoder, batch: dict[str, torch.Tensor]) -> float:
-    """Compare states, logits and embeddings; return the largest difference."""
+def compare(bert: Any, model: Encoder, batch: dict[str, torch.Tensor], version: str | None = None) -> float:
+    """Compare states, logits and embeddings; return the largest difference.
+
+    Geneformer's ``EmbExtractor`` takes the layer below the last: in V1 the mean over tokens, in V2 the state of CLS.
+    """
     mask = batch["attention_mask"]
     with torch.no_grad():
         theirs = bert(batch["input_ids"], attention_mask=mask.long(), output_hidden_states=True)
@@ -46,10 +49,11 @@ def compare(bert: Any, model: Encoder, batch: dict[str, torch.Tensor]) -> float:
         torch.testing.assert_close(one[mask], two[mask], **TOLERANCE)
         largest = max(largest, float((one[mask] - two[mask]).abs().max()))
     weights = mask[:, :, None].float()
-    mean = (theirs.hidden_states[-1] * weights).sum(dim=1) / weights.sum(dim=1)
-    torch.testing.assert_close(encoded, mean, **TOLERANCE)
-    torch.testing.assert_close(ours.embeddings, mean, **TOLERANCE)
-    return max(largest, float((encoded - mean).abs().max()))
+    states = theirs.hidden_states[-1 if version is None else -2]
+    expected = states[:, 0] if version == "V2" else (states * weights).sum(dim=1) / weights.sum(dim=1)
+    torch.testing.assert_close(encoded, expected, **TOLERANCE)
+    torch.testing.assert_close(ours.embeddings, expected, **TOLERANCE)
+    return max(largest, float((encoded - expected).abs().max()))
 
 
 @pytest.mark.real_data
@@ -62,11 +66,10 @@ def test_real_cells_with_the_published_dictionaries(version: str, published, wri
     cells = pbmc[:2].copy()
     batch = batch_of(model, cells, 2)
     assert (batch["input_ids"][0, 0] == 2) == (version == "V2")
-    assert compare(bert, model, batch) < 1e-5
+    assert compare(bert, model, batch, version) < 1e-5
     with torch.no_grad():
-        states = bert.bert(batch["input_ids"], attention_mask=batch["attention_mask"].long()).last_hidden_state
-    mean = [state[mask].mean(dim=0) for state, mask in zip(states, batch["attention_mask"], strict=True)]
-    np.testing.assert_allclose(model.get_latent_representation(cells), torch.stack(mean).numpy(), atol=1e-5)
+        embedded = model.module.encode(**batch)
+    np.testing.assert_allclose(model.get_latent_representation(cells), embedded.numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize("file", ["safetensors", "bin"])
@@ -82,16 +85,16 @@ def test_generated_dictionaries(version, options, file, write_bert, dictionaries
     known = dictionaries(version)
     bert = write_bert(known, vocab_size=len(known[0]), file=file, **options)
     model = Encoder.from_geneformer(tmp_path / "bert", version=version)
-    assert compare(bert, model, batch_of(model, ensembl_adata, 20)) < 1e-5
+    assert compare(bert, model, batch_of(model, ensembl_adata, 20), version) < 1e-5
     assert model.is_trained_
     assert model.vocab.medians.tolist() == list(known[1].values())
 
 
-def test_embeddings_as_geneformer_publishes_them(write_bert, dictionaries, ensembl_adata, tmp_path) -> None:
-    """From the layer below the last, over genes without CLS and EOS."""
+def test_other_embeddings(write_bert, dictionaries, ensembl_adata, tmp_path) -> None:
+    """As Geneformer's ``emb_mode="cell"`` with V2: over genes without CLS and EOS; and from the last layer."""
     known = dictionaries("V2")
     bert = write_bert(known, vocab_size=len(known[0]))
-    model = Encoder.from_geneformer(tmp_path / "bert", version="V2", pooling="genes", embedding_layer=1)
+    model = Encoder.from_geneformer(tmp_path / "bert", version="V2", pooling="genes")
     batch = batch_of(model, ensembl_adata, 20)
     genes = batch["attention_mask"] & (batch["input_ids"] > 3)
     assert ((~genes & batch["attention_mask"]).sum(dim=1) == 2).all()
@@ -101,6 +104,23 @@ def test_embeddings_as_geneformer_publishes_them(write_bert, dictionaries, ensem
         ).hidden_states[-2]
     mean = torch.stack([state[gene].mean(dim=0) for state, gene in zip(states, genes, strict=True)])
     np.testing.assert_allclose(model.get_latent_representation(ensembl_adata)[:20], mean.numpy(), atol=1e-5)
+    last = Encoder.from_geneformer(tmp_path / "bert", version="V2", pooling="mean", embedding_layer=0)
+    assert compare(bert, last, batch) < 1e-5
+
+
+def test_version_by_positions_and_tokens(write_bert, dictionaries, ensembl_adata, tmp_path) -> None:
+    v1, v2 = (dictionaries(version) for version in ("V1", "V2"))
+    more = {f"ENSG9{i:010d}": number for i, number in enumerate(range(len(v2[0]), 20_275))}
+    medians = v2[1] | dict.fromkeys(more, 1.0)
+    for known, options, version in (
+        (v1, {}, "V1"),
+        (v2, {"max_position_embeddings": 4096}, "V2"),
+        ((v2[0] | more, medians), {}, "V2"),  # as a copy with fewer positions
+    ):
+        write_bert(known, vocab_size=len(known[0]), num_hidden_layers=1, **options)
+        model = Encoder.from_geneformer(tmp_path / "bert")
+        found = model.spec.model_options["pooling"], model.spec.model_options["embedding_layer"]
+        assert found == ("cls" if version == "V2" else "genes", 0)  # of one layer
 
 
 @pytest.mark.parametrize("tied", [True, False])

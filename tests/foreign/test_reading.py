@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
@@ -159,6 +160,38 @@ def test_weights(tmp_path: Path) -> None:
         found = read_weights(tmp_path / name)
         assert set(found) == set(weights)
         assert all(torch.equal(found[key], weights[key]) for key in weights)
+
+
+@pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
+@pytest.mark.parametrize("packed", ["data/0", "data.pkl"])
+def test_torch_files_with_compressed_records(packed: str, method: int, tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(100)}, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as old, zipfile.ZipFile(tmp_path / "y.pt", "w") as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name), method if name.endswith(packed) else zipfile.ZIP_STORED)
+    with pytest.raises(ModelFileError, match=f"y.pt' has compressed records .'x/{packed}'.*save what torch.load"):
+        read_weights(tmp_path / "y.pt")
+
+
+def test_damaged_torch_files(tmp_path: Path) -> None:
+    weights = {"a": torch.randn(100), "b": torch.randn(20, 20)}
+    torch.save(weights, tmp_path / "x.pt")
+    data = (tmp_path / "x.pt").read_bytes()
+    numbers = data.find(weights["b"].numpy().tobytes())
+    (tmp_path / "x.pt").write_bytes(data[: numbers + 70] + bytes([data[numbers + 70] ^ 1]) + data[numbers + 71 :])
+    with pytest.raises(ModelFileError, match="is damaged: the checksum of its record 'x/data/1' is not that of its"):
+        read_weights(tmp_path / "x.pt")
+    for place in range(0, len(data), 97):
+        (tmp_path / "x.pt").write_bytes(data[:place] + bytes([data[place] ^ 64]) + data[place + 1 :])
+        try:
+            found = read_weights(tmp_path / "x.pt")
+        except ModelFileError:
+            continue  # what is between records and not read may be anything
+        assert all(torch.equal(found[name], weights[name]) for name in weights)
+    for n_bytes in (len(data) - 1, len(data) // 2, 10):
+        (tmp_path / "x.pt").write_bytes(data[:n_bytes])
+        with pytest.raises(ModelFileError, match="is damaged: it ends before the list of its records; copy it again"):
+            read_weights(tmp_path / "x.pt")
 
 
 @pytest.mark.parametrize("new", [True, False])

@@ -186,6 +186,19 @@ def test_real_cells_with_the_published_vocabulary(write, pbmc: ad.AnnData, tmp_p
     assert compare(theirs, model, tokens, batch) < 1e-5
 
 
+def test_embeddings_of_length_one(write, tokens, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+    write(tokens)
+    plain = Encoder.from_scgpt(tmp_path / "scgpt").get_latent_representation(tiny_adata)
+    model = Encoder.from_scgpt(tmp_path / "scgpt", normalize=True)
+    expected = plain / np.linalg.norm(plain, axis=1, keepdims=True)  # as embed_data does
+    np.testing.assert_allclose(model.get_latent_representation(tiny_adata), expected, atol=1e-6)
+    model.save(tmp_path / "saved")
+    again = Encoder.load(tmp_path / "saved").get_latent_representation(tiny_adata)
+    np.testing.assert_allclose(again, expected, atol=1e-6)
+    with pytest.raises(OptionError, match="normalize='yes'"):
+        Encoder.from_scgpt(tmp_path / "scgpt", normalize="yes")
+
+
 def test_hidden_values_are_those_of_scgpt(write, tokens, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
     theirs = write(tokens)
     model = Encoder.from_scgpt(tmp_path / "scgpt", cls_value=0.0)

@@ -334,8 +334,21 @@ def test_embedding_what_cannot_be_is_refused(model):
         gene_table({"A": "x"}, model, "table.txt")
 
 
+@pytest.mark.parametrize("name", ["config.json", "weights.safetensors"])
+def test_a_flipped_bit_is_refused(model, name):
+    data = (model / name).read_bytes()
+    for place in range(0, len(data), len(data) // 20):
+        (model / name).write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(ModelFileError, match="corrupted|no configuration|later version"):
+            read_model(model)
+    (model / name).write_bytes(data)
+    read_model(model)
+
+
 def test_damaged_models_are_refused(model):
     config = json.loads((model / "config.json").read_text())
+    read_model(model)
+    del config["sha256"]  # no accident
     for change, words in [
         ({"embedding_dim": 32}, r"embedding\.weight|encoder"),
         ({"num_heads": 3}, "num_heads=3"),

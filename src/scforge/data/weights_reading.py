@@ -7,6 +7,7 @@ of each tensor) and the numbers. All of the header is checked before anything is
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -15,8 +16,9 @@ from scforge.errors import ModelFileError, first_line
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
-__all__ = ["PICKLES", "header_shapes", "read_shapes", "read_weights", "refuse_pickle"]
+__all__ = ["PICKLES", "header_shapes", "read_shapes", "read_weights", "refuse_not_finite", "refuse_pickle"]
 
 PICKLES = (".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth")
 """Suffixes of files that torch and others write as pickles."""
@@ -82,6 +84,21 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     except (SafetensorError, OSError) as error:
         raise ModelFileError(f"{str(path)!r} is not a safetensors file: {first_line(error)}.") from error
+
+
+def refuse_not_finite(weights: Mapping[str, torch.Tensor], module: nn.Module, *, source: str) -> None:
+    """Raise if a parameter of a module is to get numbers that are NaN or infinite; buffers may hold such.
+
+    Raises
+    ------
+    ModelFileError
+        Naming the first of them.
+    """
+    for name, _ in module.named_parameters():
+        if name in weights and not weights[name].isfinite().all():
+            raise ModelFileError(
+                f"the weights in {source!r} hold {name!r} with NaN or infinite values; train or copy the model again."
+            )
 
 
 def header_shapes(path: Path) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from scforge._io import atomic_folder, sha256_of
-from scforge.data.weights_reading import read_shapes, read_weights, refuse_pickle
+from scforge.data.weights_reading import read_shapes, read_weights, refuse_not_finite, refuse_pickle
 from scforge.errors import MissingFileError, ModelFileError, OptionError, listing
 from scforge.estimators.card_facts import CardFacts, base_of, facts_of
 from scforge.estimators.finetuning_run import set_up
@@ -238,6 +238,7 @@ def load_adapter(
     on_base = replace(tuning, backbone=copy.deepcopy(encoder, shared))
     model: Encoder = cls._of_parts(parts, base.vocab, adata=adata, registry=registry, seed=seed, tuning=on_base)
     model._spec = replace(model._spec, tuning=tuning)  # another module of this description is a new one
+    refuse_not_finite(weights, model.module, source=str(dir_path))
     model.module.load_state_dict(weights, strict=False)
     model.module.to(torch.device(base.device)).eval()
     model.is_trained_, model.n_epochs_, model._base = True, n_epochs, base

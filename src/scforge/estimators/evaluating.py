@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from scforge._checks import check_bool
 from scforge.errors import DataError, OptionError, ScforgeWarning, listing
@@ -248,14 +246,7 @@ def untrained_module(model: Encoder, *, seed: int = 0) -> tuple[nn.Module, Token
     OptionError
         If the model started from gene vectors that are not at hand any more.
     """
-    spec = replace(model.spec, tuning=None)
-    tokenizer = spec.build_tokenizer()
-    vectors = tokenizer.gene_vectors()
-    if vectors is None and spec.model_options.get("gene_vectors") is not None:
-        raise OptionError("the model started from gene vectors, which a saved model has in its trained form only.")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        module = spec.build_module(vectors).eval()
+    module, tokenizer = model.spec.build_untrained(seed)
     return module.to(next(model.module.parameters()).device), tokenizer
 
 

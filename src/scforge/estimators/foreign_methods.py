@@ -92,8 +92,8 @@ class ForeignMethods:
         version: str | None = None,
         ensembl_map: Dictionary | None = None,
         gene_names: Dictionary | None = None,
-        pooling: str = "mean",
-        embedding_layer: int = 0,
+        pooling: str | None = None,
+        embedding_layer: int | None = None,
         adata: AnnData | None = None,
         device: str | torch.device = "cpu",
     ) -> Self:
@@ -108,16 +108,19 @@ class ForeignMethods:
             unpickled; or two files or dictionaries, gene to token and gene to median, as a tuple; or a table as
             :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer` takes it. None looks for them in `path`.
         version
-            ``"V1"`` (2,048 genes) or ``"V2"`` (4,096 tokens with CLS and EOS); None goes by the number of positions.
+            ``"V1"`` (2,048 genes) or ``"V2"`` (4,096 tokens with CLS and EOS); None goes by the number of positions and
+            tokens.
         ensembl_map
             Former Ensembl ids to current ones: a dictionary, its file, or a table with ``ensembl_id`` and ``gene_id``.
         gene_names
             Symbols to Ensembl ids, so that cells may have symbols: a dictionary, its file, or a table with ``symbol``
             and ``gene_id``.
         pooling
-            ``"mean"`` over all tokens; ``"genes"``, without CLS and EOS, as Geneformer's own code does; ``"cls"`` (V2).
+            ``"genes"``: the mean over genes, as Geneformer's own code embeds cells with V1; ``"cls"``, as it does with
+            V2; ``"mean"``: over all tokens, CLS and EOS included. None goes by the version.
         embedding_layer
-            Take the embedding from so many layers below the last; Geneformer's own code takes 1 unless told otherwise.
+            Take the embedding from so many layers below the last; None takes 1, as Geneformer's own code. Pass 0 for
+            fine-tuning, so that the last layer has a use.
         adata, device
             See :meth:`from_checkpoint`.
 
@@ -133,8 +136,8 @@ class ForeignMethods:
         Examples
         --------
         >>> import scforge
-        >>> options = {"pooling": "genes", "embedding_layer": 1}  # as Geneformer's own code does
-        >>> model = scforge.models.Encoder.from_geneformer("Geneformer-V2-104M", **options)  # doctest: +SKIP
+        >>> model = scforge.models.Encoder.from_geneformer("Geneformer-V2-104M")  # doctest: +SKIP
+        >>> model.get_latent_representation(adata)  # doctest: +SKIP
         """
         options = {
             "tokens_medians": tokens_medians,
@@ -154,6 +157,7 @@ class ForeignMethods:
         vocab: str | os.PathLike[str] | Mapping[str, int] | None = None,
         args: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         cls_value: float | None = None,
+        normalize: bool = False,
         adata: AnnData | None = None,
         device: str | torch.device = "cpu",
     ) -> Self:
@@ -171,6 +175,8 @@ class ForeignMethods:
         cls_value
             Value of the CLS token. None takes ``pad_value`` of `args`, as scGPT does in its pretraining and to embed
             cells; 0 is what its fine-tuning scripts take.
+        normalize
+            Divide each embedding by its length, as scGPT's ``embed_data`` does. Cosines are the same either way.
         adata, device
             See :meth:`from_checkpoint`.
 
@@ -191,9 +197,9 @@ class ForeignMethods:
 
         Notes
         -----
-        The embedding is the state of CLS. scGPT's own function divides it by its length afterwards.
+        The embedding is the state of CLS.
         """
-        options = {"vocab": vocab, "args": args, "cls_value": cls_value}
+        options = {"vocab": vocab, "args": args, "cls_value": cls_value, "normalize": normalize}
         return cls.from_checkpoint(path, "scgpt", adata=adata, device=device, **options)
 
     @classmethod

@@ -14,7 +14,7 @@ from torch import nn
 from scforge._io import atomic_folder, sha256_of
 from scforge.data.vocab import GeneVocab
 from scforge.data.vocab_files import MOST_BYTES
-from scforge.data.weights_reading import PICKLES, read_shapes, read_weights, refuse_pickle
+from scforge.data.weights_reading import PICKLES, read_shapes, read_weights, refuse_not_finite, refuse_pickle
 from scforge.errors import MissingFileError, ModelFileError, first_line, listing
 from scforge.estimators.folder_formats import MODEL, check_inside, lacking, read_description, sealed
 from scforge.estimators.shape_check import check_fit, misfit, shapes_of
@@ -132,7 +132,7 @@ def load_weights(module: nn.Module, weights: dict[str, torch.Tensor], *, source:
     Raises
     ------
     ModelFileError
-        If names or shapes differ, or whole numbers stand where others belong.
+        If names or shapes differ, whole numbers stand where others belong, or a weight is NaN or infinite.
     """
     expected = shapes_of(module)
     if problem := misfit(expected, {name: tuple(value.shape) for name, value in weights.items()}):
@@ -143,6 +143,7 @@ def load_weights(module: nn.Module, weights: dict[str, torch.Tensor], *, source:
                 f"the weights in {source!r} hold {name!r} as {weights[name].dtype}, where {value.dtype} belongs; copy "
                 "the model again."
             )
+    refuse_not_finite(weights, module, source=source)
     module.load_state_dict({name: value.reshape(expected[name]) for name, value in weights.items()})
 
 

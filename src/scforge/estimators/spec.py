@@ -6,7 +6,7 @@ import inspect
 import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -218,6 +218,23 @@ class ModelSpec:
             weighting = self.tokenizer_options.get("weighting", "complement")
             module.init_gene_weights(torch.from_numpy(serialisation_weights(self.vocab, weighting)))
         return module if self.tuning is None else self.tuning.build_module(module)
+
+    def build_untrained(self, seed: int) -> tuple[nn.Module, Tokenizer]:
+        """Make the module of the pretraining with random weights of a seed, and the tokenizer.
+
+        Raises
+        ------
+        OptionError
+            If it starts from gene vectors that are not at hand any more.
+        """
+        spec = replace(self, tuning=None)
+        tokenizer = spec.build_tokenizer()
+        vectors = tokenizer.gene_vectors()
+        if vectors is None and spec.model_options.get("gene_vectors") is not None:
+            raise OptionError("the model started from gene vectors, which a saved model has in its trained form only.")
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return spec.build_module(vectors).eval(), tokenizer
 
     def build_tokenizer(self) -> Tokenizer:
         """Make the tokenizer."""

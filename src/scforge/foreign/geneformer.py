@@ -33,6 +33,10 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.
 _BARE = ("embeddings.", "encoder.", "pooler.")
 """How the weights of a BERT are called that was saved without a head around it."""
 _MASKED_LM = "BertForMaskedLM"
+_TOKENS_V2 = 20_275
+"""Size of the published vocabulary of V2."""
+_POOLING = {"V1": "genes", "V2": "cls"}
+"""How Geneformer's ``EmbExtractor`` embeds cells, from the layer below the last."""
 _FILES = {"tokens": "token_dictionary*.pkl", "medians": "gene_median_dictionary*.pkl"}
 _FOLDERS = {"V1": (".", "gene_dictionaries_30m", "geneformer/gene_dictionaries_30m"), "V2": (".", "geneformer")}
 _LAYER, _OURS = "bert.encoder.layer.{i}.", "encoder.layers.{i}."
@@ -108,8 +112,8 @@ class Geneformer:
         version: str | None = None,
         ensembl_map: Dictionary | None = None,
         gene_names: Dictionary | None = None,
-        pooling: str = "mean",
-        embedding_layer: int = 0,
+        pooling: str | None = None,
+        embedding_layer: int | None = None,
     ) -> Foreign:
         """Read a folder; see :meth:`scforge.models.Encoder.from_geneformer` for the arguments."""
         if not source.is_dir():
@@ -120,7 +124,8 @@ class Geneformer:
         config = read_json(where)
         _check_config(config, str(where))
         if version is None:
-            version = "V2" if config["max_position_embeddings"] > MODEL_INPUT["V1"] else "V1"
+            is_v2 = config["max_position_embeddings"] > MODEL_INPUT["V1"] or config["vocab_size"] == _TOKENS_V2
+            version = "V2" if is_v2 else "V1"
         if not isinstance(version, str) or version not in MODEL_INPUT:
             raise OptionError(f"version={version!r} is not known; choose 'V1' or 'V2'.")
         vocab = _vocab(source, version, tokens_medians, ensembl_map, gene_names)
@@ -151,8 +156,8 @@ class Geneformer:
             "norm_first": False,
             **({"tie_head": tied} if head else {"gene_head": False}),
             "n_special": vocab.n_special,
-            "pooling": pooling,
-            "embedding_layer": embedding_layer,
+            "pooling": _POOLING[version] if pooling is None else pooling,
+            "embedding_layer": min(1, config["num_hidden_layers"] - 1) if embedding_layer is None else embedding_layer,
         }
         with_ends = version == "V2"
         tokenizer = {

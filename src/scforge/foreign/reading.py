@@ -147,14 +147,45 @@ def read_torch(path: Path) -> Any:
     if not path.is_file():
         raise MissingFileError(f"the checkpoint {str(path)!r} does not exist.")
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        with path.open("rb") as file:
+            is_archive = file.read(4) == b"PK\x03\x04"
+        if is_archive:
+            _check_records(path)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
     except pickle.UnpicklingError as error:
         raise ModelFileError(
             f"{str(path)!r} holds more than tensors, which could run code, so it is not opened; save the state_dict of "
             "the model alone, where you trust the file, or get the safetensors file."
         ) from error
-    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except ModelFileError:
+        raise
+    except (RuntimeError, ValueError, EOFError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
         raise ModelFileError(f"{str(path)!r} is no torch file of weights: {first_line(error)}.") from error
+
+
+def _check_records(path: Path) -> None:
+    """Raise unless all records of a torch file are as torch writes them: stored, and with the checksum they have.
+
+    torch maps the records into memory as they lie there: it neither unpacks nor checks them.
+    """
+    if not zipfile.is_zipfile(path):
+        raise ModelFileError(f"{str(path)!r} is damaged: it ends before the list of its records; copy it again.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            packed = [one.filename for one in archive.infolist() if one.compress_type != zipfile.ZIP_STORED]
+            damaged = None if packed else archive.testzip()
+    except (zipfile.BadZipFile, EOFError, NotImplementedError, OSError, RuntimeError, ValueError) as error:
+        raise ModelFileError(f"{str(path)!r} is damaged: {first_line(error)}; copy it again.") from error
+    if packed:
+        raise ModelFileError(
+            f"{str(path)!r} has compressed records ({listing(packed, most=3)}), which torch never writes; get the "
+            "original file, or save what torch.load(path, weights_only=True) returns again with torch.save."
+        )
+    if damaged is not None:
+        raise ModelFileError(
+            f"{str(path)!r} is damaged: the checksum of its record {damaged[:80]!r} is not that of its content; copy "
+            "it again, or save it with its checksums (torch.serialization.set_crc32_options)."
+        )
 
 
 def state_dict_in(content: Any, where: str) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from scforge._checks import check_bool
 from scforge._constants import CLS_TOKEN, MASK_TOKEN, PAD_TOKEN
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing
@@ -107,6 +108,7 @@ class ScGPT:
         vocab: str | os.PathLike[str] | Mapping[str, int] | None = None,
         args: str | os.PathLike[str] | Mapping[str, Any] | None = None,
         cls_value: float | None = None,
+        normalize: bool = False,
     ) -> Foreign:
         """Read a checkpoint; see :meth:`scforge.models.Encoder.from_scgpt` for the arguments."""
         folder = source if source.is_dir() else source.parent
@@ -138,6 +140,7 @@ class ScGPT:
             "n_special": genes.n_special,
             "special_value": float(special_value),
             "mask_value": float(options["mask_value"]),
+            "normalize_embedding": check_bool("normalize", normalize),
         }
         tokenizer = {"name": "binned_expression", "n_bins": options["n_bins"], "max_len": options["max_seq_len"]}
         return Foreign(

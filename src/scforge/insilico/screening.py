@@ -53,9 +53,10 @@ def screen(
 
     A gene is the unit of the comparison: it is perturbed in many cells, but these move alike, and every perturbation
     moves them somewhat. So the question is whether they move further than with other genes, and the p-value is the
-    share of control genes (of like mean expression, perturbed in the same way in up to 100 of the same cells) that do
-    at least as much. Cells are no replicates of it. Where fewer genes are left than are tested, the tested ones serve
-    as controls of each other as well.
+    share of control genes (of like mean expression, perturbed in the same way, each in up to 100 of the cells that the
+    perturbation applies to) that do at least as much. A like mean is not a like dose: see how far the gene stands out
+    in a model with random weights as well. Cells are no replicates of it. Where fewer genes are left than are tested,
+    the tested ones serve as controls of each other as well.
 
     Parameters
     ----------

@@ -97,6 +97,8 @@ class TransformerEncoder(nn.Module):
         Whether a norm stands behind the last layer; None puts one behind pre-norm layers.
     embedding_layer
         From how many layers below the last the embedding is pooled (Geneformer publishes embeddings of 1).
+    normalize_embedding
+        Whether the embedding is divided by its length (scGPT publishes embeddings of length 1).
 
     Examples
     --------
@@ -141,6 +143,7 @@ class TransformerEncoder(nn.Module):
         mask_value: float | None = None,
         final_norm: bool | None = None,
         embedding_layer: int = 0,
+        normalize_embedding: bool = False,
     ) -> None:
         super().__init__()
         check_choice("pooling", pooling, sorted([*POOLINGS, "depths", "genes"]))
@@ -175,6 +178,7 @@ class TransformerEncoder(nn.Module):
         self.special_value = special_value
         self.mask_value = mask_value
         self.embedding_layer = embedding_layer
+        self.normalize_embedding = check_bool("normalize_embedding", normalize_embedding)
         self.tie_head = tie_head
         self.expression_loss_weight = expression_loss_weight
         self.uses_order = position_embedding != "none" or pooling in ("last", "depths")
@@ -359,12 +363,14 @@ class TransformerEncoder(nn.Module):
         hidden_bsh = out.hidden
         if self.embedding_layer and out.hidden_states is not None:
             hidden_bsh = out.hidden_states[-1 - self.embedding_layer]
-        if self.pooling in ("depths", "genes"):
-            genes_bs = (attention_mask != 0) & (input_ids >= self.n_special)
-            if self.pooling == "depths":
-                return depth_pool(hidden_bsh, attention_mask, genes_bs)
-            return POOLINGS["mean"](hidden_bsh, genes_bs)
-        return POOLINGS[self.pooling](hidden_bsh, attention_mask)
+        genes_bs = (attention_mask != 0) & (input_ids >= self.n_special)
+        if self.pooling == "depths":
+            pooled_bh = depth_pool(hidden_bsh, attention_mask, genes_bs)
+        elif self.pooling == "genes":
+            pooled_bh = POOLINGS["mean"](hidden_bsh, genes_bs)
+        else:
+            pooled_bh = POOLINGS[self.pooling](hidden_bsh, attention_mask)
+        return nn.functional.normalize(pooled_bh, dim=-1) if self.normalize_embedding else pooled_bh
 
     def init_token_prior(self, token_counts: torch.Tensor) -> None:
         """Start the head at the frequencies of `token_counts`, (V,), see :meth:`MaskedGenePredictionHead.init_bias`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scforge._checks import check_count
-from scforge._io import read_json
+from scforge._io import read_json, sha256_of
 from scforge._version import __version__
 from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line
 from scforge.soma.v1 import ARCHITECTURE_VERSION
@@ -37,6 +38,7 @@ def write_model(folder: Path, model: Model, *, seq_len: int, facts: Mapping[str,
         "seq_len": seq_len,
         "training": dict(facts),
     }
+    content["sha256"] = {WEIGHTS: sha256_of(folder / WEIGHTS), CONFIG: _sum(content)}
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     (folder / README).write_text(_card(model, seq_len, facts), encoding="utf-8")
 
@@ -65,6 +67,7 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
         content = read_json(path / CONFIG)
         if content["format"] != _FORMAT or content["architecture_version"] != ARCHITECTURE_VERSION:
             raise ModelFileError(f"{where!r} is of a later version; load it with scforge {content['scforge_version']}.")
+        _check_sums(path, content.pop("sha256", None), content)
         config, seq_len = ModelConfig(**content["model"]), content["seq_len"]
         check_count("seq_len", seq_len, "tokens", least=2)
     except (ValueError, KeyError, TypeError) as error:
@@ -75,6 +78,21 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
         return Model.load(path / WEIGHTS, config).eval(), seq_len
     except OptionError as error:
         raise ModelFileError(f"{where!r} describes no model that can be made: {first_line(error)}.") from error
+
+
+def _sum(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _check_sums(folder: Path, sums: Mapping[str, str] | None, content: Mapping[str, Any]) -> None:
+    """Raise if a file is not what was written; the first folders had no checksums."""
+    if sums is None or not (folder / WEIGHTS).is_file():
+        return
+    for name, found in ((CONFIG, _sum(content)), (WEIGHTS, sha256_of(folder / WEIGHTS))):
+        if sums[name] != found:
+            raise ModelFileError(
+                f"{str(folder / name)!r} is corrupted: its checksum is not the one in {CONFIG}; copy the folder again."
+            )
 
 
 def _card(model: Model, seq_len: int, facts: Mapping[str, Any]) -> str:

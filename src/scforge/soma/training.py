@@ -293,6 +293,7 @@ def _found(folder: RunFolder, resume: str | os.PathLike[str] | None) -> tuple[Pa
     if resume != _AUTO:
         path = Path(resume)
         check_state(path, folder)
+        read_model(path)  # raises if it is damaged
         return path, read_state(path)
     latest = folder.latest(read_model)
     return None if latest is None else latest[:2]

@@ -39,7 +39,6 @@ from scforge.training.objectives.variational import (
 __all__ = ["MaskedDiffusion", "diffusion_times"]
 
 _STREAM = 0x64696666  # "diff": its random numbers are others than those of masks and views
-_LEAST_TIME = 1e-3
 _SAMPLED_CELLS = 10_000
 _MOST_GENES = 1200
 """Genes of a cell where nobody says how many an architecture attends to."""
@@ -50,18 +49,19 @@ class MaskedDiffusion(TellsBatches):
     """Cross entropy of hidden genes and squared error of hidden values, at all shares of what is hidden.
 
     The absorbing-state diffusion of discrete tokens (Austin et al. 2021; Sahoo et al. 2024) over the genes of a cell
-    and their values, as ScDiVa has it (arXiv:2602.03477); the formulas are ours. Each cell has a time t in (0, 1], of
-    its S tokens n are hidden, where n is t S rounded up or down at random, so that each token is hidden with
-    probability t::
+    and their values, as ScDiVa has it (arXiv:2602.03477); the formulas are ours. Each cell has a time t in [0, 1); of
+    its S tokens n = floor(t S) + 1 are hidden, so that each n from 1 to S is equally likely::
 
-        loss = mean over cells of n / (t S) * (mean cross entropy of hidden genes
-                                               + value_weight * mean squared error of hidden values)
+        loss = mean over cells of (mean cross entropy of hidden genes
+                                   + value_weight * mean squared error of hidden values)
                + reconstruction_weight * reconstruction + beta * kl
 
-    ``n / (t S)`` times a mean over n tokens is the weight 1 / t of the bound on the likelihood of a cell, for each of
-    its tokens. Times are stratified: t_i = (u + i / B) mod 1 over the B cells of a batch, so that all shares are seen
-    in each. The last two terms are those of :class:`~scforge.training.Variational`, of the latent that is made of what
-    is seen of a cell and decoded to the whole cell; they train the embedding.
+    The mean cross entropy is the bound on the likelihood of a cell, for each of its tokens. In the bound, tokens are
+    hidden independently with probability t, and their sum has the weight 1 / t. So all states with n hidden tokens
+    together have the weight 1 / n, the integral of (S over n) t^(n - 1) (1 - t)^(S - n), and 1 / n times a sum over n
+    tokens is their mean. Times are stratified: t_i = (u + i / B) mod 1 over the B cells of a batch, so that all shares
+    are seen in each. The last two terms are those of :class:`~scforge.training.Variational`, of the latent that is made
+    of what is seen of a cell and decoded to the whole cell; they train the embedding.
 
     For architectures that take ``loss_weights``, such as ``scdiva``. They can generate cells and impute genes.
 
@@ -70,8 +70,8 @@ class MaskedDiffusion(TellsBatches):
     corrupt
         ``"separate"``: whether the value of a token is hidden does not depend on whether its gene is, so that the model
         also learns values of known genes; ``"both"``: a token is hidden as a whole, but in half of the cells, drawn
-        anew in each epoch, the values alone are, as generation and imputation ask for values of known genes. (So each
-        step has half the number of hidden genes.)
+        anew in each epoch, the values alone are, as generation and imputation ask for values of known genes. (So genes
+        have half their weight.)
     thinning
         Range of the share of counts that is left in what is seen of a cell, drawn anew in each epoch, its logarithm
         evenly; what is predicted is of the whole cell. None thins nothing.
@@ -230,11 +230,11 @@ class MaskedDiffusion(TellsBatches):
         keys = cell_keys(block.rows, seed=seed, epoch=epoch, stream=_STREAM)
         times = diffusion_times(keys)
         lengths = (ids >= n_special).sum(axis=1)
-        n_hidden = np.empty(len(ids), dtype=np.int64)
+        n_hidden = np.minimum((times * lengths).astype(np.int64) + 1, lengths)
         order = np.zeros(ids.shape, dtype=np.int64)
         states = np.zeros(ids.shape, dtype=np.int8)
         sizes = np.empty(len(ids), dtype=np.int64)
-        _hide(ids, lengths, seen, keys, times, self.corrupt == "both", n_special, order, states, sizes, n_hidden)
+        _hide(ids, lengths, seen, keys, n_hidden, self.corrupt == "both", n_special, order, states, sizes)
         width = max(1, int(sizes.max(initial=0)))
         order, states = order[:, :width], states[:, :width]
         there = np.arange(width) < sizes[:, None]
@@ -250,7 +250,7 @@ class MaskedDiffusion(TellsBatches):
             "value_labels": np.where(no_value, np.take_along_axis(values, order, axis=1), np.float32(0)),
             "masked_positions": no_gene,
             "masked_values": no_value,
-            "loss_weights": (n_hidden / np.maximum(times * lengths, 1e-9)).astype(np.float32),
+            "loss_weights": np.ones(len(ids), dtype=np.float32),
         }
         batch = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
         if not self.reconstruction_weight:
@@ -300,7 +300,7 @@ class MaskedDiffusion(TellsBatches):
 
 
 def diffusion_times(keys: np.ndarray) -> np.ndarray:
-    """Return the time of each cell of a batch, float64 in [0.001, 1], shape (B,).
+    """Return the time of each cell of a batch, float64 in [0, 1), shape (B,).
 
     They are spread evenly over the batch: ``(u + i / B) mod 1``, where i is the place of the cell among the others by
     its random key, and u is drawn for the batch. So they depend on the cells of a batch, not on their order.
@@ -313,12 +313,11 @@ def diffusion_times(keys: np.ndarray) -> np.ndarray:
     places = np.empty(len(keys), dtype=np.int64)
     places[np.argsort(keys, kind="stable")] = np.arange(len(keys))
     of_batch = np.bitwise_xor.reduce(keys) if len(keys) else np.uint64(0)
-    times = (uniform(np.uint64(of_batch), np.uint64(0)) + places / max(1, len(keys))) % 1.0
-    return np.clip(times, _LEAST_TIME, 1.0)
+    return (uniform(np.uint64(of_batch), np.uint64(0)) + places / max(1, len(keys))) % 1.0
 
 
 @numba.njit(cache=True, nogil=True)
-def _hide(ids, lengths, seen, keys, times, both, n_special, order, states, sizes, n_hidden):
+def _hide(ids, lengths, seen, keys, n_hidden, both, n_special, order, states, sizes):
     """Choose what is hidden of each token (1 its gene, 2 its value, 3 both), and the order of the tokens.
 
     First come tokens of which all is seen, in their order, then those of which something is hidden, in random order,
@@ -327,10 +326,7 @@ def _hide(ids, lengths, seen, keys, times, both, n_special, order, states, sizes
     drawn = np.empty(ids.shape[1], dtype=np.int64)
     hidden = np.empty(ids.shape[1], dtype=np.int8)
     for cell in range(len(ids)):
-        key, length = keys[cell], lengths[cell]
-        # Rounded at random, so that each token is hidden with the probability t.
-        number = min(int(times[cell] * length + uniform(key, np.uint64(0))), length)
-        n_hidden[cell] = number
+        key, length, number = keys[cell], lengths[cell], n_hidden[cell]
         hidden[:length] = 0
         position = np.uint64(1)
         whole = 3
