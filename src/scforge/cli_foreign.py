@@ -36,7 +36,7 @@ def add_convert_checkpoint(command: argparse.ArgumentParser) -> None:
     command.add_argument("--args", metavar="FILE", help="scGPT: its args.json")
     command.add_argument("--cls-value", type=float, metavar="VALUE", help="scGPT: value of CLS (default: pad_value)")
     command.add_argument("--part", metavar="NAME", help="scFoundation: cell, gene or rde")
-    command.add_argument("--overwrite", action="store_true", help="replace the output")
+    command.add_argument("--overwrite", action="store_true", help="replace the model in --output; other files stay")
     command.set_defaults(run=_convert_checkpoint)
 
 
