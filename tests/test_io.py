@@ -7,6 +7,9 @@ import json
 import math
 import os
 import stat
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,11 +18,14 @@ from scforge._io import (
     atomic_path,
     atomic_write_bytes,
     atomic_write_text,
+    check_inside,
+    check_writable,
     parse_json,
     read_json,
+    read_settled,
     sha256_of,
 )
-from scforge.errors import OptionError
+from scforge.errors import ModelFileError, OptionError
 
 
 def listing(folder):
@@ -72,13 +78,14 @@ def test_permissions_are_those_of_any_new_file(tmp_path):
     before = os.umask(0o027)
     try:
         atomic_write_text(tmp_path / "a.txt", "")
-        with atomic_folder(tmp_path / "folder"):
-            pass
+        with atomic_folder(tmp_path / "folder") as temporary:
+            (temporary / "weights").touch(0o600)  # as safetensors does
         assert os.umask(0o027) == 0o027
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a.txt").stat().st_mode) == 0o640
     assert stat.S_IMODE((tmp_path / "folder").stat().st_mode) == 0o750
+    assert stat.S_IMODE((tmp_path / "folder" / "weights").stat().st_mode) == 0o640
 
 
 def test_folder(tmp_path):
@@ -106,35 +113,182 @@ def test_an_error_leaves_the_old_folder(tmp_path):
     assert listing(tmp_path) == ["model"]
 
 
-def test_a_folder_that_cannot_be_moved_in_leaves_the_old_one(tmp_path, monkeypatch):
+OLD = {"config.json": '{"scforge_version": "1"}', "model.safetensors": "old", "split.safetensors": "old"}
+NEW = {"config.json": '{"scforge_version": "2"}', "model.safetensors": "new", "vocab.json": "new"}
+MINE = {"thesis.txt": "mine", "sub/data.csv": "mine", "training/notes.txt": "mine"}
+
+
+def fill(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+
+
+def content(folder):
+    """Return all files of a folder but those that are being written, or were when a process was killed."""
+    names = [path.relative_to(folder) for path in folder.rglob("*") if path.is_file()]
+    return {str(name): (folder / name).read_text() for name in names if not name.parts[0].startswith(".saving")}
+
+
+def test_overwrite_replaces_the_model_and_nothing_else(tmp_path):
     path = tmp_path / "model"
-    path.mkdir()
-    (path / "weights").write_text("old")
-    rename = type(path).rename
-
-    def fail(self, target):
-        if target == path and self.name.startswith(".model.") and not self.name.endswith(".old"):
-            raise OSError("no")
-        return rename(self, target)
-
-    monkeypatch.setattr(type(path), "rename", fail)
-    with pytest.raises(OSError, match="no"), atomic_folder(path, overwrite=True) as temporary:
-        (temporary / "weights").write_text("new")
-    assert (path / "weights").read_text() == "old"
-    assert listing(tmp_path) == ["model"]
-
-
-def test_overwrite_takes_the_whole_place(tmp_path):
-    path = tmp_path / "model"
-    path.mkdir()
-    (path / "stale").write_text("old")
+    fill(path, OLD | MINE)
     with pytest.raises(OptionError, match="not empty; pass overwrite=True"), atomic_folder(path):
         pass
-    assert listing(path) == ["stale"]
     with atomic_folder(path, overwrite=True) as temporary:
-        (temporary / "weights").write_text("new")
-    assert listing(path) == ["weights"]
+        fill(temporary, NEW)
+    assert content(path) == NEW | MINE
     assert listing(tmp_path) == ["model"]
+
+
+def test_overwrite_leaves_files_of_others_that_have_our_names(tmp_path):
+    path = tmp_path / "project"
+    for mine in ({"README.md": "mine"}, {"config.json": '{"name": "mine"}'}, {"model.safetensors/a": "mine"}):
+        fill(path, mine)
+        with (
+            pytest.raises(OptionError, match=r"holds '.*', not of a model that scforge wrote; choose another name"),
+            atomic_folder(path, overwrite=True) as temporary,
+        ):
+            fill(temporary, NEW | {"README.md": "new"})
+        assert content(path).items() >= mine.items()
+        assert listing(path) == sorted(name.split("/")[0] for name in content(path))
+
+
+def test_a_link_stays_a_link_and_the_working_directory_stays(tmp_path, monkeypatch):
+    fill(tmp_path / "scratch", OLD | MINE)
+    (tmp_path / "results").symlink_to("scratch")
+    with atomic_folder(tmp_path / "results", overwrite=True) as temporary:
+        fill(temporary, NEW)
+    assert (tmp_path / "results").is_symlink()
+    assert content(tmp_path / "scratch") == NEW | MINE
+    monkeypatch.chdir(tmp_path / "results")
+    with atomic_folder(".", overwrite=True) as temporary:
+        fill(temporary, OLD)
+    assert content(Path()) == OLD | MINE
+    assert listing(tmp_path) == ["results", "scratch"]
+
+
+KILLED = """
+import json, os, shutil, sys
+from pathlib import Path
+from scforge import _io
+folder, steps, files = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
+def counted(function):
+    def call(*args, **kwargs):
+        global steps
+        steps -= 1
+        if steps < 0:
+            os._exit(9)
+        return function(*args, **kwargs)
+    return call
+for owner, name in ((Path, "replace"), (Path, "rename"), (Path, "unlink"), (shutil, "rmtree"), (_io, "_to_disk")):
+    setattr(owner, name, counted(getattr(owner, name)))
+with _io.atomic_folder(folder, overwrite=True) as place:
+    for name, text in files.items():
+        (place / name).write_text(text)
+"""
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_process_that_is_killed_leaves_the_old_or_the_new(tmp_path, there):
+    found = []
+    for steps in range(40):
+        path = tmp_path / str(steps) / "model"
+        fill(path if there else path.parent, (OLD | MINE) if there else {})
+        path.parent.mkdir(exist_ok=True)
+        command = [sys.executable, "-c", KILLED, str(path), str(steps), json.dumps(NEW)]
+        code = subprocess.run(command, check=False).returncode
+        found.append(read_settled(path, lambda path=path: content(path)))
+        with atomic_folder(path, overwrite=True) as temporary:
+            fill(temporary, OLD)
+        assert content(path) == (OLD | MINE if there else OLD)
+        assert listing(path.parent) == ["model"]
+        if code == 0:
+            break
+        assert code == 9
+    old, new = (OLD | MINE, NEW | MINE) if there else ({}, NEW)
+    kinds = ["old" if files == old else "new" if files == new else "half" for files in found]
+    assert kinds == sorted(kinds, reverse=True)
+    assert set(kinds) == {"old", "new"}
+    assert len(kinds) > 10
+
+
+def test_reading_while_others_save(tmp_path):
+    """Two writers and a reader: what is read is always of one save."""
+    path = tmp_path / "model"
+    fill(path, OLD)
+    script = (
+        "import sys\nfrom scforge import _io\n"
+        "for i in range(60):\n"
+        "    with _io.atomic_folder(sys.argv[1], overwrite=True) as place:\n"
+        "        for name in ('config.json', 'model.safetensors', 'vocab.json'):\n"
+        '            (place / name).write_text(\'{"scforge_version": "%s %d"}\' % (sys.argv[2], i))\n'
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", script, str(path), name]) for name in "ab"]
+    seen = set()
+    while any(writer.poll() is None for writer in writers):
+        texts = read_settled(path, lambda: [(path / name).read_text() for name in ("config.json", "model.safetensors")])
+        seen.add(tuple(texts))
+    assert [writer.returncode for writer in writers] == [0, 0]
+    assert all(one == two for one, two in seen - {(OLD["config.json"], "old")})
+    assert listing(path) == ["config.json", "model.safetensors", "vocab.json"]
+
+
+def test_a_save_that_was_cut_off_leads_nowhere_else(tmp_path):
+    """A folder of somebody else cannot have files of this machine moved or removed when it is loaded."""
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "key").write_text("mine")
+    names = ["../secret", str(tmp_path / "secret"), "..", "", ".", 3, "config.json"]
+    fill(tmp_path / "model", OLD)
+    fill(tmp_path / "model", {".saved/.stale.json": json.dumps(names), ".saved/vocab.json": "new"})
+    read_settled(tmp_path / "model", lambda: None)
+    assert listing(tmp_path / "model") == ["model.safetensors", "split.safetensors", "vocab.json"]
+    (tmp_path / "model" / ".saved").symlink_to(tmp_path / "home")
+    read_settled(tmp_path / "model", lambda: None)
+    assert listing(tmp_path / "home") == ["key"]
+    assert (tmp_path / "secret").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+def test_pipes_are_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ValueError, match="it is not a regular file"):
+        read_json(tmp_path / "config.json")
+    with pytest.raises(ModelFileError, match=r"config\.json' is not a regular file"):
+        check_inside(tmp_path, "config.json")
+
+
+def test_a_place_that_cannot_be_written_is_named_as_the_user_named_it(tmp_path):
+    for path in ("/proc/nothing/out.h5ad", "/proc/out.h5ad"):
+        with pytest.raises(OptionError, match=rf"^output='{path}' cannot be written \(.*\); choose another place\.$"):
+            check_writable("output", path)
+        with pytest.raises(OSError, match=rf"\] [^/]*: '{path.removesuffix('/out.h5ad')}") as caught, atomic_path(path):
+            pass
+        assert "/." not in str(caught.value)
+    check_writable("output", tmp_path / "a" / "b" / "out.h5ad")
+    assert listing(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk of Linux")
+def test_cells_on_a_full_disk(tmp_path):
+    """HDF5 would crash the process."""
+    script = (
+        "import resource, signal, sys\nimport anndata, numpy as np\nfrom scforge._io import atomic_path, write_h5ad\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "adata = anndata.AnnData(np.ones((300, 40)))\nadata.raw = adata.copy()\n"
+        "for most in [0, 90, 3000, 9000, 50_000, 100_000]:\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))\n"
+        "    try:\n"
+        "        with atomic_path(sys.argv[1]) as temporary:\n"
+        "            write_h5ad(temporary, adata)\n"
+        "    except OSError as error:\n"
+        "        print(error)\n"
+    )
+    path = tmp_path / "cells.h5ad"
+    done = subprocess.run([sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"[Errno 27] File too large: '{path}'"] * 6
+    assert listing(tmp_path) == []
 
 
 def test_an_empty_folder_may_be_filled_and_a_file_may_not(tmp_path):

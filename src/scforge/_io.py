@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import math
 import os
+import secrets
 import shutil
+import stat
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from scforge.errors import OptionError
+from scforge.errors import ModelFileError, OptionError, first_line, listing
+
+if TYPE_CHECKING:
+    import h5py
+    from anndata import AnnData
 
 __all__ = [
     "atomic_folder",
@@ -22,10 +29,16 @@ __all__ = [
     "atomic_write_bytes",
     "atomic_write_text",
     "check_folder",
+    "check_inside",
+    "check_writable",
+    "new_h5",
     "parse_json",
     "read_json",
+    "read_settled",
     "remove_folder",
     "sha256_of",
+    "swap_in",
+    "write_h5ad",
 ]
 
 
@@ -36,6 +49,48 @@ def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
             raise OptionError(f"{argument}={str(path)!r}: {str(place)!r} is a file; give the name of a folder.")
 
 
+def check_writable(argument: str, path: str | os.PathLike[str]) -> None:
+    """Raise unless something can be written at `path`; finds out before anything is computed for it."""
+    place = Path(path).resolve()
+    while not place.is_dir():
+        place = place.parent
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise OptionError(
+            f"{argument}={str(path)!r} cannot be written ({error.strerror}); choose another place."
+        ) from error
+
+
+def check_inside(folder: Path, name: str) -> None:
+    """Raise unless a file that is there is regular and in `folder`, or where the hub's cache keeps those of `folder`.
+
+    Raises
+    ------
+    ModelFileError
+        If it is a link to somewhere else, or to itself, or is no file that can be read to its end (a pipe, a device).
+    """
+    path = folder / name
+    try:
+        real, home = path.resolve(), folder.resolve()
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if not path.is_symlink():
+            return
+        mode = stat.S_IFREG
+    except (OSError, RuntimeError) as error:  # RuntimeError is what Python before 3.13 raises for a circle
+        raise ModelFileError(f"{str(path)!r} is a link in a circle; copy the file into the folder.") from error
+    # The cache of huggingface_hub: snapshots/REVISION/name is a link to blobs/CHECKSUM.
+    caches = [place.parent / "blobs" for place in home.parents if place.name == "snapshots"]
+    if not any(real.is_relative_to(place) for place in (home, *caches)):
+        raise ModelFileError(
+            f"{str(path)!r} is a link out of its folder, to {str(real)!r}; copy the file into the folder."
+        )
+    if not stat.S_ISREG(mode):
+        raise ModelFileError(f"{str(path)!r} is not a regular file; copy the model again.")
+
+
 @contextlib.contextmanager
 def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it takes the place of `path`, on an error it is removed.
@@ -43,19 +98,15 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     The temporary name keeps the suffix of `path`, because several writers choose their format by it.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        # mkstemp files are private (0600); a result has the permissions of any other new file.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with _named(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary, mode = _new_file(path.parent, path.stem, path.suffix)
+        try:
+            yield temporary
+            temporary.chmod(mode)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def atomic_write_bytes(path: str | os.PathLike[str], data: bytes) -> None:
@@ -69,49 +120,295 @@ def atomic_write_text(path: str | os.PathLike[str], text: str) -> None:
     atomic_write_bytes(path, text.encode())
 
 
+class _KeepsError(io.FileIO):
+    """A file that keeps the first error of writing for later, and writes nothing from then on; it reads as zeros."""
+
+    error: OSError | None = None
+
+    def write(self, data: Any, /) -> int:
+        rest = memoryview(data).cast("B")
+        n_bytes = len(rest)
+        try:
+            while rest and self.error is None:
+                rest = rest[super().write(rest) :]
+        except OSError as error:
+            self.error = error
+        return n_bytes
+
+    def readinto(self, buffer: Any, /) -> int:
+        view = memoryview(buffer).cast("B")
+        n_bytes = super().readinto(view)
+        view[n_bytes:] = bytes(len(view) - n_bytes)  # what was not written; HDF5 follows pointers in it
+        return len(view)
+
+
+@contextlib.contextmanager
+def new_h5(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
+    """Yield a new HDF5 file; that the disk is full is an OSError.
+
+    HDF5 cannot close a file that it cannot write, and crashes the process when that ends. So it never hears of errors.
+    """
+    import h5py
+
+    with _KeepsError(path, "w+") as raw:
+        try:
+            with h5py.File(raw, "w") as file:
+                yield file
+        finally:
+            if raw.error is not None:
+                raise raw.error
+
+
+def write_h5ad(path: str | os.PathLike[str], adata: AnnData) -> None:
+    """Write cells as ``adata.write_h5ad`` does; that the disk is full is an OSError, see :func:`new_h5`."""
+    from anndata.io import write_elem
+
+    adata.strings_to_categoricals()
+    if adata.raw is not None:
+        adata.strings_to_categoricals(adata.raw.var)
+    with new_h5(path) as file:
+        write_elem(file, "/", adata)
+
+
+_NEW, _SAVED, _STALE = ".saving", ".saved", ".stale.json"
+"""In a folder: what is being written; what is whole and being put in place; and which files it makes needless."""
+
+_DESCRIPTIONS = ("config.json", "adapter.json", "export.json")
+_OWN = {
+    *_DESCRIPTIONS,
+    *("README.md", "vocab.json", "model.safetensors", "adapter.safetensors", "split.safetensors", "origin.json"),
+    *("weights.safetensors", "model.onnx", "model.pt2", "_scvi_required_metadata.json", "training"),
+    *("token_dictionary.pkl", "gene_median_dictionary.pkl"),
+}
+"""What scforge writes into folders of models, save for what a description lists."""
+
+
 @contextlib.contextmanager
 def atomic_folder(
     path: str | os.PathLike[str], *, overwrite: bool = False, argument: str = "dir_path"
 ) -> Iterator[Path]:
-    """Yield an empty temporary folder beside `path`; on success it becomes `path`, on an error it is removed.
+    """Yield an empty temporary folder; on success what is in it is the content of `path`, on an error it is removed.
 
-    What was written is on the disk before it gets its name, so that a machine that loses power leaves it whole, too.
-    `argument` is what the caller calls `path`.
+    A new folder appears whole. In one that is there, which may be the working directory or what a link leads to, the
+    files of the model in it are replaced, and all others stay. A process that is killed leaves the old model or the new
+    one: whoever reads or writes the folder next puts in place what was whole (see :func:`read_settled`). What was
+    written is on the disk before it gets its name, so that a machine that loses power leaves it whole, too. Of several
+    writers one waits for the other.
+
+    Parameters
+    ----------
+    path
+        The folder.
+    overwrite
+        Whether it may hold something.
+    argument
+        What the caller calls `path`.
 
     Raises
     ------
     OptionError
-        If `path` exists and `overwrite` is false, or is a file.
+        If `path` is a file, or holds something and `overwrite` is false, or if a file that scforge did not write has
+        the name of a new one.
     """
-    path = Path(path)
+    given, path = path, Path(path).resolve()
     check_folder(argument, path)
-    if path.exists() and any(path.iterdir()) and not overwrite:
-        raise OptionError(
-            f"{argument}={str(path)!r} exists and is not empty; pass overwrite=True or choose another name."
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
-    old = temporary.with_name(temporary.name + ".old")
-    try:
-        yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)
-        for part in [*temporary.rglob("*"), temporary]:
-            _to_disk(part)
-        if path.exists():
-            path.rename(old)
+    done = False
+    while not done:
+        there = path.is_dir()
+        if there and not overwrite and any(not part.name.startswith(_NEW) for part in path.iterdir()):
+            raise OptionError(
+                f"{argument}={str(given)!r} exists and is not empty; pass overwrite=True or choose another name."
+            )
+        apart = path.with_name(f".{path.name}{_NEW}")
+        new = path / _NEW if there else apart
+        with _named(given):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(new):
+                if path.is_dir() != there:
+                    continue  # another process has made it meanwhile
+                if there and apart.with_name(f"{apart.name}.lock").exists():
+                    with contextlib.suppress(OSError), _alone(apart, blocking=False):
+                        shutil.rmtree(apart, ignore_errors=True)
+                shutil.rmtree(new, ignore_errors=True)  # of a process that was killed
+                new.mkdir()
+                try:
+                    yield new
+                    probe, mode = _new_file(new)
+                    probe.unlink()
+                    for part in [*new.rglob("*"), new]:
+                        if part.is_file():
+                            part.chmod(mode)  # safetensors writes files that nobody else can read
+                        _to_disk(part)
+                    if there:
+                        _put_in_place(path, f"{argument}={str(given)!r}")
+                    else:
+                        new.rename(path)
+                    _to_disk(path.parent)
+                finally:
+                    shutil.rmtree(new, ignore_errors=True)
+        done = True
+
+
+def read_settled[T](folder: str | os.PathLike[str], read: Callable[[], T]) -> T:
+    """Return what `read` makes of several files of a folder, all of one and the same save.
+
+    What a process that was killed has left is put in place first, and reading is repeated where somebody saved
+    meanwhile.
+
+    Raises
+    ------
+    ModelFileError
+        If that cannot be done.
+    """
+    folder = Path(folder)
+    for _ in range(_TRIES):
+        _settle(folder)
+        before = _seen(folder)
         try:
-            temporary.rename(path)
-        except OSError:
-            if old.exists():
-                old.rename(path)
+            found = read()
+        except (OSError, ValueError):
+            if _seen(folder) == before:
+                raise
+        else:
+            if _seen(folder) == before:
+                return found
+    raise ModelFileError(f"{str(folder)!r} changed each time while it was read; load it when nobody saves to it.")
+
+
+_TRIES = 50
+
+
+def _settle(folder: Path) -> None:
+    """Finish the save of a process that was killed while it put its files in place."""
+    saved = folder / _SAVED
+    if not saved.is_dir():
+        return
+    try:
+        with _alone(folder / _NEW):
+            _move_in(folder)
+    except (OSError, ValueError) as error:
+        if saved.is_dir():
+            raise ModelFileError(
+                f"{str(folder)!r} holds a save that was cut off at its end ({first_line(error)}); load it once where "
+                "you may write to it."
+            ) from error
+
+
+def _put_in_place(path: Path, said: str) -> None:
+    """Make what is in the folder for new files the content of `path`."""
+    _move_in(path)
+    new = {part.name: part.is_dir() for part in (path / _NEW).iterdir()}
+    there = {part.name: part.is_dir() for part in path.iterdir()}
+    described = _described(path)
+    others = [name for name in new if name in there and (described is None or there[name] != new[name])]
+    if others:
+        raise OptionError(
+            f"{said} holds {listing(sorted(others))}, not of a model that scforge wrote; choose another name."
+        )
+    stale = set()
+    if described is not None:
+        sums = described.get("sha256")
+        stale = (_OWN | set(sums if isinstance(sums, dict) else ())) & there.keys() - new.keys()
+        stale |= {"model.pt"} & there.keys() - new.keys() if "_scvi_required_metadata.json" in stale else set()
+    (path / _NEW / _STALE).write_text(json.dumps(sorted(stale)), encoding="utf-8")
+    _to_disk(path / _NEW / _STALE)
+    _to_disk(path / _NEW)
+    (path / _NEW).rename(path / _SAVED)  # from here on the new model is the one that counts
+    _to_disk(path)
+    _move_in(path)
+
+
+def _move_in(path: Path) -> None:
+    """Move what was saved to where it belongs; goes on where another process was killed."""
+    saved = path / _SAVED
+    if not saved.is_dir() or saved.is_symlink():
+        return
+    if (saved / _STALE).exists():
+        stale = read_json(saved / _STALE)
+        for name in stale if isinstance(stale, list) else []:
+            if isinstance(name, str) and Path(name).name == name != "..":
+                _remove(path / name)
+    for part in saved.iterdir():
+        if part.name != _STALE:
+            if part.is_dir():
+                _remove(path / part.name)
+            part.replace(path / part.name)
+    _to_disk(path)
+    shutil.rmtree(saved)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file, a link, or the folder of the state of a training."""
+    if not path.is_dir() or path.is_symlink():
+        path.unlink(missing_ok=True)
+    elif {part.name for part in path.iterdir()} <= {"state.json", "state.safetensors"}:
+        shutil.rmtree(path)
+
+
+def _described(path: Path) -> dict[str, Any] | None:
+    """Return a description that scforge wrote into a folder, None if there is none."""
+    for name in _DESCRIPTIONS:
+        try:
+            found = read_json(path / name, finite=False)
+        except (OSError, ValueError):
+            continue
+        if isinstance(found, dict) and "scforge_version" in found:
+            return found
+    return None
+
+
+def _seen(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Return what tells the files of one save from those of another."""
+    found = {}
+    for name in (*_OWN, "adata.h5ad", _SAVED):
+        with contextlib.suppress(OSError):
+            one = (folder / name).lstat()
+            found[name] = (one.st_ino, one.st_mtime_ns, one.st_size)
+    return found
+
+
+@contextlib.contextmanager
+def _alone(new: Path, *, blocking: bool = True) -> Iterator[None]:
+    """Keep other processes away from a folder that is being written."""
+    from filelock import FileLock
+
+    lock = new.with_name(f"{new.name}.lock")
+    with FileLock(lock, blocking=blocking):
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _named(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Name what the user gave in errors of writing, and not a hidden file beside it."""
+    try:
+        yield
+    except OSError as error:
+        hidden = (_NEW, f".{Path(path).stem}.")
+        if error.errno is not None and (error.filename is None or any(one in str(error.filename) for one in hidden)):
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        raise
+    except Exception as error:
+        from safetensors import SafetensorError
+
+        if not isinstance(error, SafetensorError):
             raise
-        _to_disk(path.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if path.exists():
-            shutil.rmtree(old, ignore_errors=True)
+        # What the system said stands in its text only.
+        raise OSError(f"{os.fspath(path)!r} cannot be written: {first_line(error)}.") from error
+
+
+def _new_file(folder: Path, stem: str = "", suffix: str = "") -> tuple[Path, int]:
+    """Make an empty hidden file with the permissions that new files get in a folder; return it and them."""
+    while True:
+        path = folder / f".{stem}.{secrets.token_hex(4)}{suffix}"
+        with contextlib.suppress(FileExistsError):
+            handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+            try:
+                return path, stat.S_IMODE(os.fstat(handle).st_mode)
+            finally:
+                os.close(handle)
 
 
 def _to_disk(path: Path) -> None:
@@ -124,10 +421,37 @@ def _to_disk(path: Path) -> None:
         os.close(handle)
 
 
+def swap_in(new: Path, path: Path) -> None:
+    """Give `new` the place of `path`; a folder that was there gets the name `new`. One step, where the system can."""
+    if not path.is_dir() or not _exchange(new, path):
+        gone = new.with_name(f"{new.name}.gone")
+        if path.is_dir():
+            path.rename(gone)
+        try:
+            new.replace(path)
+        except OSError:
+            if gone.exists():
+                gone.rename(path)
+            raise
+        if gone.exists():
+            gone.rename(new)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders; return whether the system can, as Linux does on most local file systems."""
+    import ctypes
+
+    if os.name != "posix" or not hasattr(libc := ctypes.CDLL(None), "renameat2"):
+        return False
+    here, exchange = -100, 2
+    return libc.renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+
+
 def remove_folder(path: str | os.PathLike[str]) -> None:
     """Remove a folder with all that is in it; first out of sight, so that nobody finds half of it."""
     path = Path(path)
     hidden = path.with_name(f".{path.name}.removed")
+    shutil.rmtree(hidden, ignore_errors=True)  # of a process that was killed
     path.rename(hidden)
     shutil.rmtree(hidden)
 
@@ -181,6 +505,8 @@ def read_json(
     OSError
         If the file cannot be read.
     """
+    if not stat.S_ISREG(Path(path).stat().st_mode):
+        raise ValueError("it is not a regular file")  # a pipe would be waited for
     with Path(path).open("rb") as handle:
         size = os.fstat(handle.fileno()).st_size
         if size > most_bytes:

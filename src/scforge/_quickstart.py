@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scforge._io import atomic_path, check_folder
+from scforge._io import atomic_path, check_folder, write_h5ad
 from scforge.errors import NotTrainedWarning
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def run(output: str | os.PathLike[str] = "quickstart") -> Report:
     transformer.save(folder / "transformer", overwrite=True)
     report.write(folder)
     with atomic_path(folder / "pbmc3k_scforge.h5ad") as temporary:
-        adata.write_h5ad(temporary)
+        write_h5ad(temporary, adata)
     print(report.to_markdown())
     print(f"Done in {time.perf_counter() - start:.0f} s. Look at {folder / 'umap.png'} and {folder / 'report.md'}.")
     return report

@@ -39,7 +39,7 @@ def add_convert_checkpoint(command: argparse.ArgumentParser) -> None:
         "--normalize", action="store_true", default=None, help="scGPT: embeddings of length 1, as its embed_data"
     )
     command.add_argument("--part", metavar="NAME", help="scFoundation: cell, gene or rde")
-    command.add_argument("--overwrite", action="store_true", help="replace the output")
+    command.add_argument("--overwrite", action="store_true", help="replace the model in --output; other files stay")
     command.set_defaults(run=_convert_checkpoint)
 
 

@@ -49,5 +49,5 @@ def add_pull(command: argparse.ArgumentParser) -> None:
     command.add_argument("--revision", metavar="NAME", help="branch, tag or commit (default: the main branch)")
     command.add_argument("--cache-dir", metavar="DIR", help="another cache than that of the hub")
     command.add_argument("--offline", dest="local_files_only", action="store_true", help="look in the cache only")
-    command.add_argument("--overwrite", action="store_true", help="replace what is in --output")
+    command.add_argument("--overwrite", action="store_true", help="replace the model in --output; other files stay")
     command.set_defaults(run=_pull, prints_result=True)

@@ -110,10 +110,75 @@ def test_without_adata(folder: Path, quick) -> None:
         model.save(folder.parent / "other", save_anndata=True)
 
 
-def test_save_anndata(model: Encoder, tmp_path: Path) -> None:
-    model.save(tmp_path / "model", save_anndata=True)
-    again = Encoder.load(tmp_path / "model", ad.read_h5ad(tmp_path / "model" / "adata.h5ad"))
+def test_save_anndata(model: Encoder, tmp_path: Path, quick) -> None:
+    folder = tmp_path / "model"
+    model.save(folder, save_anndata=True)
+    again = Encoder.load(folder)
     np.testing.assert_allclose(again.get_latent_representation(), model.get_latent_representation(), atol=1e-6)
+    assert again.adata.obs["group"].equals(model.adata.obs["group"])
+    again.train(**quick)
+    assert Encoder.load(folder, adata=False).adata is None
+    other = model.adata[:20].copy()
+    assert Encoder.load(folder, other).adata is other
+    data = bytearray((folder / "adata.h5ad").read_bytes())
+    data[-100] ^= 1
+    (folder / "adata.h5ad").write_bytes(data)
+    with pytest.raises(ModelFileError, match=r"adata\.h5ad' is corrupted: its checksum"):
+        Encoder.load(folder)
+    (folder / "adata.h5ad").unlink()
+    with pytest.raises(ModelFileError, match=r"adata\.h5ad' is missing; copy the model again, or pass adata=False"):
+        Encoder.load(folder)
+    Encoder.load(folder, adata=False)
+    model.save(folder, overwrite=True, save_anndata=True)
+    model.save(folder, overwrite=True)
+    assert sorted(path.name for path in folder.iterdir()) == FILES, "its own cells are no longer part of the model"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_files_have_the_permissions_of_any_new_file(model: Encoder, tmp_path: Path, quick) -> None:
+    before = os.umask(0o027)
+    try:
+        model.save(tmp_path / "model", save_anndata=True, scvi_format=True)
+        model.train(**quick, checkpoint_dir=tmp_path / "ckpt", checkpoint_every_n_steps=2)
+        tuned = model.finetune("annotation", lora={"r": 2}, **quick, checkpoint_dir=tmp_path / "tuned")
+        tuned.save_adapter(tmp_path / "adapter")
+    finally:
+        os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
+    assert len(files) > 20
+    assert {f"{path.stat().st_mode & 0o777:o}" for path in files} == {"640"}
+    assert {f"{path.stat().st_mode & 0o777:o}" for path in tmp_path.rglob("*") if path.is_dir()} == {"750"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+@pytest.mark.parametrize("name", ["config.json", "vocab.json", "model.safetensors", "split.safetensors", "adata.h5ad"])
+def test_pipes_are_not_waited_for(model: Encoder, tmp_path: Path, quick, name: str) -> None:
+    model.finetune("annotation", **quick).save(tmp_path / "model", save_anndata=True)
+    (tmp_path / "model" / name).unlink()
+    os.mkfifo(tmp_path / "model" / name)
+    with pytest.raises(ModelFileError, match=rf"{name}' is not a regular file|lacks '{name}'"):
+        Encoder.load(tmp_path / "model")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="limits of POSIX")
+def test_a_full_disk(model: Encoder, tmp_path: Path, quick) -> None:
+    import resource
+
+    tuned = model.finetune("annotation", lora={"r": 2}, **quick)
+    for save in (model.save, tuned.save, tuned.save_adapter):
+        save(tmp_path / "model", overwrite=True)
+        before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for most in (0, 300):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+            try:
+                with pytest.raises(
+                    OSError, match=r"File too large.*'.*/model'|'.*/model' cannot be written: .*too large"
+                ):
+                    save(tmp_path / "model", overwrite=True)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
 
 
 def test_columns_that_new_data_lack_are_left_out(trained, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
@@ -131,9 +196,33 @@ def test_an_existing_folder(model: Encoder, folder: Path) -> None:
     with pytest.raises(OptionError, match=r"dir_path='.*model' exists and is not empty; pass overwrite=True or choose"):
         model.save(folder)
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    (folder / "old").write_text("")
+    (folder / "thesis.txt").write_text("mine")
+    (folder / "adata.h5ad").write_text("mine")
+    (folder / "sub").mkdir()
+    (folder / "sub" / "config.json").write_text("mine")
     model.save(folder, overwrite=True)
-    assert sorted(path.name for path in folder.iterdir()) == FILES
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "adata.h5ad", "sub", "thesis.txt"])
+    assert {path.read_text() for path in folder.rglob("*") if path.is_file() and path.name not in before} == {"mine"}
+    assert Encoder.load(folder).adata is None
+
+
+def test_an_existing_folder_without_a_model(model: Encoder, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("mine")
+    model.save(".", overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*FILES, "notes.txt"])
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "README.md").write_text("mine")
+    with pytest.raises(
+        OptionError, match=r"dir_path='project' holds 'README.md', not of a model that scforge wrote; ch"
+    ):
+        model.save("project", overwrite=True)
+    assert [path.read_text() for path in Path("project").iterdir()] == ["mine"]
+    Path("link").symlink_to("new")
+    Path("new").mkdir()
+    model.save("link")
+    assert Path("link").is_symlink()
+    assert sorted(path.name for path in Path("new").iterdir()) == FILES
 
 
 def test_a_file_is_in_the_way(model: Encoder, tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ class Hub:
         self.requests: list[str] = []
         self.errors: list[str] = []
         self.status: int | None = None  # fail so
+        self.answer: bytes | None = None  # say so, whatever repository is asked for
         self.before_commit: Callable[[], object] = lambda: None
         self.url = ""
 
@@ -223,6 +224,9 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"url": f"{self.hub.url}/{repo_id}"})
 
     def _info(self, repo_id: str, revision: str) -> None:
+        if self.hub.answer is not None:
+            self._send(self.hub.answer)
+            return
         name, files = self._commit_of(repo_id, revision)
         repo = self.hub.repos[repo_id]
         siblings = [{"rfilename": file} for file in files]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
+import traceback
 from pathlib import Path
 
 import pytest
 
-from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
+from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError, ScforgeError, ScforgeWarning
 from scforge.hub import resolve, upload
 from scforge.hub.copying import copy_model
 from scforge.hub.finding import find_model, is_hub_name
@@ -247,10 +249,45 @@ def test_a_bare_name_is_said_to_be_of_the_hub(hub, repo: str, caplog: pytest.Log
     assert caplog.text.count(said) == 1
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [b"<html>", b"", b"null", b"[1]", b"[" * 100_000, b"\xff", b"{}"]
+    + [
+        json.dumps({"id": "org/light", "siblings": [], **part}).encode()
+        for part in (
+            {"sha": None},
+            {"sha": 5},
+            {"sha": "../../etc"},
+            {"sha": "/etc"},
+            {"sha": "a/b"},
+            {"sha": "a" * 40, "siblings": 3},
+            {"sha": "a" * 40, "siblings": [{}]},
+        )
+    ],
+)
+def test_a_hub_that_answers_nonsense(hub, repo: str, folder: Path, answer: bytes) -> None:
+    hub.answer = answer
+    for call in (lambda: resolve("hf://org/light"), lambda: upload(folder, "org/light")):
+        with pytest.raises(HubError, match="answers what no hub answers|names no commit of") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", [None, 500, 404, 401, 403, "silent", "no scheme"])
+def test_a_password_in_the_address_is_not_shown(hub, repo: str, monkeypatch, status) -> None:
+    address = {"silent": "http://us:hunter2@127.0.0.1:9", "no scheme": "us:hunter2@hub"}
+    monkeypatch.setenv("HF_ENDPOINT", address.get(status, hub.url.replace("//", "//us:hunter2@")))
+    hub.status = status if isinstance(status, int) else None
+    with pytest.raises(ScforgeError) as caught:
+        resolve("org/light" if status else "org/nothing")
+    assert "hunter2" not in "".join(traceback.format_exception(caught.value))
+
+
 @pytest.mark.parametrize("status", [500, 404])
 def test_a_hub_that_fails(hub, repo: str, status: int) -> None:
+    fix = "try again later" if status == 500 else "check HF_ENDPOINT"
     hub.status = status
-    with pytest.raises(HubError, match=rf"failed \({status}, the hub is ill\); try again later"):
+    with pytest.raises(HubError, match=rf"failed \({status}, the hub is ill\); {fix}"):
         resolve(repo)
 
 
@@ -294,3 +331,22 @@ def test_a_folder_of_the_registry_knows_where_it_is_from(hub, repo: str, tmp_pat
     monkeypatch.setenv("SCFORGE_MODELS", str(tmp_path / "models.json"))
     again = find_model("scforge://light", said="model")
     assert (again.repo_id, again.commit) == (repo, found.commit)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="links of POSIX")
+@pytest.mark.parametrize("name", ["README.md", "adapter.json", "split.safetensors", "config.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+def test_only_files_of_a_folder_are_sent_or_copied(hub, folder: Path, tmp_path: Path, name: str, kind: str) -> None:
+    (tmp_path / "secret").write_text("secret")
+    (folder / name).unlink(missing_ok=True)
+    make = {
+        "link": lambda path: path.symlink_to("../secret"),
+        "pipe": os.mkfifo,
+        "folder": Path.mkdir,
+    }
+    make[kind](folder / name)
+    for call in (lambda: upload(folder, "org/light"), lambda: copy_model(folder, tmp_path / "copy")):
+        with pytest.raises(ModelFileError, match=rf"{name}' is (a link out of its folder|not a regular file)|holds no"):
+            call()
+    assert not hub.repos
+    assert not (tmp_path / "copy").exists()

@@ -173,7 +173,7 @@ def test_what_cannot_be_sent(hub, model: Path, repo_id, options: dict, message: 
 
 def test_a_card_that_the_hub_refuses(hub, model: Path) -> None:
     (model / "README.md").write_bytes(b"---\nlicense: bad\n---\n")
-    with pytest.raises(OptionError, match='not take what was sent .*"license" is bad.*mend the model card'):
+    with pytest.raises(OptionError, match='not take what was sent .*"license" is bad.*correct the model card'):
         upload(model, "org/light")
 
 

@@ -143,6 +143,10 @@ def convert(
             raise
 
 
+_FILES = {".h5ad", ".h5", ".h5mu", ".hdf5", ".loom", ".csv", ".tsv", ".txt", ".json", ".yaml", ".parquet", ".zip"}
+"""Endings that no folder has."""
+
+
 def _check_target(path: str | os.PathLike[str]) -> Path:
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise OptionError(f"path={path!r} is not the path of a folder; name one such as 'store.zarr'.")
@@ -152,6 +156,10 @@ def _check_target(path: str | os.PathLike[str]) -> Path:
     if not target.name:
         raise OptionError(f"path={os.fspath(path)!r} is the root of the disk; name a folder such as 'store.zarr'.")
     check_folder("path", target)
+    if target.suffix in _FILES and not target.is_dir():
+        raise OptionError(
+            f"path={os.fspath(path)!r} is named like a file, and a store is a folder; name one such as 'store.zarr'."
+        )
     for folder in target.parents:
         if any((folder / name).exists() for name in ("zarr.json", ".zgroup")):
             raise OptionError(

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from scforge._io import swap_in
 from scforge._version import __version__
 from scforge.data.convert_errors import check_space
 from scforge.data.convert_genes import map_sources, warn_outside
@@ -270,18 +271,21 @@ class Conversion:
         )
         write_root(self.staging.store, info, vocab, np.stack([genes.measured for genes in self.genes]))
         warn_outside(self.genes, journal, vocab, [stream.name for stream in self.streams])
-        old = self.target.with_name(f".{self.target.name}.old")
+        new = self.staging.store
         if self.target.exists():
             if not self.overwrite:
                 raise OptionError(f"path={str(self.target)!r} exists now; pass overwrite=True (--overwrite).")
             if not may_be_replaced(self.target):
                 raise OptionError(f"path={str(self.target)!r} exists now and is no store; move it away.")
-            shutil.rmtree(old, ignore_errors=True)
-            self.target.rename(old)
-        self.staging.store.rename(self.target)
+            # Out of the folder of the conversion, which would take what was replaced for its own.
+            new = self.target.with_name(f".{self.target.name}.old")
+            shutil.rmtree(new, ignore_errors=True)
+            self.staging.store.rename(new)
+        swap_in(new, self.target)
         journal.finished = True
         self.staging.save(journal)
-        shutil.rmtree(old, ignore_errors=True)
+        if new != self.staging.store:
+            shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(self.staging.folder)
         return info
 

@@ -14,12 +14,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from scforge._io import atomic_folder, sha256_of
+from scforge._io import atomic_folder, check_inside, read_settled, sha256_of
 from scforge.data.weights_reading import read_shapes, read_weights, refuse_not_finite, refuse_pickle
 from scforge.errors import MissingFileError, ModelFileError, OptionError, listing
 from scforge.estimators.card_facts import CardFacts, base_of, facts_of
 from scforge.estimators.finetuning_run import set_up
-from scforge.estimators.folder_formats import ADAPTER, check_inside, lacking, read_description, sealed
+from scforge.estimators.folder_formats import ADAPTER, lacking, read_description, sealed
 from scforge.estimators.registries import bare_registry
 from scforge.estimators.shape_check import check_adapter
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, is_adapter, merge_lora, merged
@@ -48,7 +48,7 @@ class AdapterMethods:
         dir_path
             Folder to make. It appears whole or not at all.
         overwrite
-            Replace a folder that exists.
+            Replace the model in a folder that exists; files that are not of scforge stay.
 
         Raises
         ------
@@ -110,7 +110,7 @@ class AdapterMethods:
         >>> again.spec.tuning.task
         'annotation'
         """
-        return load_adapter(cls, base, dir_path, adata, share=share)
+        return read_settled(dir_path, lambda: load_adapter(cls, base, dir_path, adata, share=share))
 
     def merge_adapter(self: Any) -> None:
         """Add the adapters to the weights: the same predictions, at the cost of a model without adapters.

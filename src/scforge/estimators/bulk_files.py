@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 from filelock import FileLock, Timeout
 
-from scforge._io import atomic_write_text, check_folder
+from scforge._io import atomic_write_text, check_folder, check_writable, new_h5, swap_in
 from scforge.errors import DataError, OptionError, first_line
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class EmbeddingFiles:
         self._array: Any = None
         self._noted: set[int] = set()
         self.mark()
+        check_writable("output", output)
 
     def mark(self) -> str | None:
         """Return the hash of the plan of what is at the output; None if nothing is, or an empty folder.
@@ -146,15 +147,7 @@ class EmbeddingFiles:
                 return damaged
             made = self._result if self.output.suffix == ".zarr" else self._write_h5ad(plan)
             self._check_taken(plan)
-            old = self.folder / "old"
-            if self.output.exists():
-                self.output.rename(old)
-            try:
-                made.rename(self.output)
-            except OSError:
-                if old.exists():
-                    old.rename(self.output)
-                raise
+            swap_in(made, self.output)
             shutil.rmtree(self.folder, ignore_errors=True)
         return []
 
@@ -269,7 +262,7 @@ class EmbeddingFiles:
         path = self.folder / "result.h5ad"
         group = zarr.open_group(self._result, mode="r")
         size = self._array.chunks[0]
-        with h5py.File(path, "w") as file:
+        with new_h5(path) as file:
             write_elem(file, "/", AnnData(obs=read_elem(group["obs"]), uns=read_elem(group["uns"])))
             written = file["obsm"].create_dataset(plan["key"], shape=self._array.shape, dtype=np.float32)
             written.attrs.update(_ENCODING)

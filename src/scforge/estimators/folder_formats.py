@@ -23,7 +23,7 @@ from scforge._io import read_json
 from scforge._version import __version__
 from scforge.errors import ModelFileError, first_line
 
-__all__ = ["ADAPTER", "MODEL", "Kind", "check_inside", "lacking", "read_description", "sealed"]
+__all__ = ["ADAPTER", "MODEL", "Kind", "lacking", "read_description", "sealed"]
 
 _CHECKSUM = "checksum"
 _NUMBER = "$number"
@@ -170,26 +170,6 @@ def lacking(content: Mapping[str, Any], kinds: Mapping[str, type]) -> list[str]:
 
     wrong = [name for name, kind in kinds.items() if not fits(content.get(name), kind)]
     return wrong or [f"history.{name}" for name, values in content["history"].items() if not are_figures(values)]
-
-
-def check_inside(folder: Path, name: str) -> None:
-    """Raise unless a file of a folder is in it, or where the cache of the hub keeps the files of that folder.
-
-    Raises
-    ------
-    ModelFileError
-        If it is a link to somewhere else, or to itself.
-    """
-    try:
-        real, home = (folder / name).resolve(), folder.resolve()
-    except (OSError, RuntimeError) as error:  # RuntimeError is what Python before 3.13 raises for a circle
-        raise ModelFileError(f"{str(folder / name)!r} is a link in a circle; copy the file into the folder.") from error
-    # The cache of huggingface_hub: snapshots/REVISION/name is a link to blobs/CHECKSUM.
-    caches = [place.parent / "blobs" for place in home.parents if place.name == "snapshots"]
-    if not any(real.is_relative_to(place) for place in (home, *caches)):
-        raise ModelFileError(
-            f"{str(folder / name)!r} is a link out of its folder, to {str(real)!r}; copy the file into the folder."
-        )
 
 
 def _digest(content: Mapping[str, Any]) -> str:

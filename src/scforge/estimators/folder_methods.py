@@ -6,15 +6,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from scforge._io import read_settled
 from scforge.data.checks import check_adata, inherited_batch_key
 from scforge.errors import ModelFileError, OptionError, first_line
 from scforge.estimators.card_facts import CardFacts, Origin
 from scforge.estimators.front_classes import class_in_place_of
 from scforge.estimators.model_content import card_of, content_of
 from scforge.estimators.registries import bare_registry
-from scforge.estimators.saving import load_weights, read_folder, write_folder
+from scforge.estimators.saving import load_weights, read_adata, read_folder, write_folder
 from scforge.estimators.tuning import Tuning
 from scforge.finetuning.seen import SeenCells
 from scforge.hub.copying import origin_of
@@ -49,9 +50,9 @@ class FolderMethods:
         dir_path
             Folder to make. It appears whole or not at all.
         overwrite
-            Replace a folder that exists.
+            Replace the model in a folder that exists; files that are not of scforge stay.
         save_anndata
-            Also write the training data, as ``adata.h5ad``.
+            Also write the training data, as ``adata.h5ad``, which :meth:`load` reads again.
         scvi_format
             Also write what ``scvi.hub.HubModel`` needs: ``model.pt``, which holds the weights a second time, and
             ``_scvi_required_metadata.json``. :meth:`load` reads neither. scvi-tools unpickles such files without a
@@ -72,14 +73,12 @@ class FolderMethods:
             raise OptionError("save_anndata=True but the model was loaded without adata.")
 
         def extra(folder: Path) -> None:
-            if save_anndata:
-                self.adata.write_h5ad(folder / "adata.h5ad")
             if scvi_format:
                 from scforge.estimators.scvi_hub import write_scvi_files
 
                 write_scvi_files(self, folder)
 
-        self._write(dir_path, overwrite=overwrite, extra=extra)
+        self._write(dir_path, overwrite=overwrite, adata=self.adata if save_anndata else None, extra=extra)
         self._origin = Origin.at(self, dir_path)
 
     def _write(
@@ -87,6 +86,7 @@ class FolderMethods:
         dir_path: str | os.PathLike[str],
         *,
         overwrite: bool = True,
+        adata: AnnData | None = None,
         extra: Any = None,
         weights: dict[str, torch.Tensor] | None = None,
         card: str | None = None,
@@ -100,13 +100,18 @@ class FolderMethods:
             seen=self._seen,
             card=card_of(self) if card is None else card,
             overwrite=overwrite,
+            adata=adata,
             extra=extra,
             weights=weights,
         )
 
     @classmethod
     def load(
-        cls, dir_path: str | os.PathLike[str], adata: AnnData | None = None, *, device: str | torch.device = "cpu"
+        cls,
+        dir_path: str | os.PathLike[str],
+        adata: AnnData | Literal[False] | None = None,
+        *,
+        device: str | torch.device = "cpu",
     ) -> Self:
         """Load a model that :meth:`save` wrote, with this scforge or an earlier one.
 
@@ -118,7 +123,8 @@ class FolderMethods:
             The folder.
         adata
             Data to go on with; unless it is set up already, it is set up as the training data were, without the columns
-            of obs that it lacks. None: pass the cells to :meth:`get_latent_representation`.
+            of obs that it lacks. None takes the training data, if they were saved with the model; False takes none:
+            pass the cells to :meth:`get_latent_representation`.
         device
             Where to put the module.
 
@@ -145,8 +151,13 @@ class FolderMethods:
         >>> bool((again.get_latent_representation() == model.get_latent_representation()).all())
         True
         """
-        config, vocab, weights = read_folder(dir_path)
-        return cls._of_folder(dir_path, config, vocab, weights, adata=adata, device=device)
+
+        def read() -> Self:
+            config, vocab, weights = read_folder(dir_path)
+            cells = read_adata(dir_path, config) if adata is None else adata or None
+            return cls._of_folder(dir_path, config, vocab, weights, adata=cells, device=device)
+
+        return read_settled(dir_path, read)
 
     @classmethod
     def _of_folder(
@@ -228,7 +239,7 @@ class FolderMethods:
         max_len
             Most tokens of a cell that can be given; None takes what the model was made for.
         overwrite
-            Replace a folder that exists.
+            Replace the model in a folder that exists; files that are not of scforge stay.
 
         Raises
         ------

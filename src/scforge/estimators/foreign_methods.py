@@ -261,7 +261,7 @@ class ForeignMethods:
         path
             Folder to make.
         overwrite
-            Replace a folder that exists.
+            Replace the model in a folder that exists; files that are not of scforge stay.
 
         Raises
         ------

@@ -10,7 +10,7 @@ from anndata import AnnData
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from scforge._constants import OBSM_KEY
-from scforge._io import atomic_path
+from scforge._io import atomic_path, write_h5ad
 from scforge.config.schema import Config, OutputConfig
 from scforge.errors import ConfigError
 from scforge.estimators.config_check import benchmark_callbacks, check_settings
@@ -192,4 +192,4 @@ def _loggers(output: OutputConfig) -> Any:
 
 def _write(adata: Any, path: str) -> None:
     with atomic_path(path) as temporary:
-        adata.write_h5ad(temporary)
+        write_h5ad(temporary, adata)

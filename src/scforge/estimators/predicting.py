@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from anndata import AnnData
 
-from scforge._io import atomic_path
+from scforge._io import atomic_path, check_writable, write_h5ad
 from scforge.data.sources import read_h5ad
 from scforge.errors import OptionError
 from scforge.estimators.config_data import embedded_adata
@@ -128,6 +128,7 @@ def checked_output(output: Any, endings: list[str], *, overwrite: bool, inputs: 
         raise OptionError(f"output={str(output)!r} are the cells themselves; give another name.")
     if path.is_dir() or (path.exists() and not overwrite):
         raise OptionError(f"output={str(output)!r} exists; give another name, or replace it with --overwrite.")
+    check_writable("output", path)
     return path
 
 
@@ -135,6 +136,6 @@ def write(path: Path, content: AnnData | pd.DataFrame) -> None:
     """Write cells or a table, whole or not at all."""
     with atomic_path(path) as temporary:
         if isinstance(content, AnnData):
-            content.write_h5ad(temporary)
+            write_h5ad(temporary, content)
         else:
             content.to_csv(temporary)

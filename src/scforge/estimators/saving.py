@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from scforge._io import atomic_folder, sha256_of
+from scforge._io import atomic_folder, check_inside, read_settled, sha256_of, write_h5ad
+from scforge.data.sources import read_h5ad
 from scforge.data.vocab import GeneVocab
 from scforge.data.vocab_files import MOST_BYTES
 from scforge.data.weights_reading import PICKLES, read_shapes, read_weights, refuse_not_finite, refuse_pickle
-from scforge.errors import MissingFileError, ModelFileError, first_line, listing
-from scforge.estimators.folder_formats import MODEL, check_inside, lacking, read_description, sealed
+from scforge.errors import MissingFileError, ModelFileError, listing
+from scforge.estimators.folder_formats import MODEL, lacking, read_description, sealed
 from scforge.estimators.shape_check import check_fit, misfit, shapes_of
 from scforge.finetuning.seen import SeenCells
 
-__all__ = ["load_weights", "read_folder", "write_folder"]
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+__all__ = ["load_weights", "read_adata", "read_folder", "write_folder"]
 
 _CONFIG, _VOCAB, _WEIGHTS, _CARD = "config.json", "vocab.json", "model.safetensors", "README.md"
-_SPLIT = "split.safetensors"
+_SPLIT, ADATA = "split.safetensors", "adata.h5ad"
 _CONTENT = {
     "class": str,
     "architecture": dict,
@@ -48,6 +52,7 @@ def write_folder(
     card: str,
     overwrite: bool,
     seen: SeenCells | None = None,
+    adata: AnnData | None = None,
     extra: Any = None,
     weights: dict[str, torch.Tensor] | None = None,
 ) -> None:
@@ -64,9 +69,11 @@ def write_folder(
     card
         Text of the model card.
     overwrite
-        Replace a folder that exists.
+        Replace the model in a folder that exists.
     seen
         The cells of a fine-tuning.
+    adata
+        Training data to write, too.
     extra
         Called with the folder before it is put in place, to write further files.
     weights
@@ -80,15 +87,14 @@ def write_folder(
     with atomic_folder(path, overwrite=overwrite) as folder:
         source = module.state_dict() if weights is None else weights
         tensors = {name: value.detach().cpu().contiguous() for name, value in source.items()}
-        try:
-            save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
-        except SafetensorError as error:  # what the system said stands in its text only
-            raise OSError(f"{str(folder / _WEIGHTS)!r} cannot be written: {first_line(error)}.") from error
+        save_file(tensors, folder / _WEIGHTS, metadata={"format": "pt"})
         vocab.save(folder / _VOCAB)
         (folder / _CARD).write_text(card, encoding="utf-8")
         if seen is not None:
             seen.save(folder)
-        sums = {name: sha256_of(folder / name) for name in (_WEIGHTS, _VOCAB)}
+        if adata is not None:
+            write_h5ad(folder / ADATA, adata)
+        sums = {name: sha256_of(folder / name) for name in (_WEIGHTS, _VOCAB, *([] if adata is None else [ADATA]))}
         (folder / _CONFIG).write_text(sealed(MODEL, {**content, "sha256": sums}), encoding="utf-8")
         if extra is not None:
             extra(folder)
@@ -109,7 +115,29 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
     OptionError
         If an architecture, tokenizer, objective or task is not registered.
     """
-    folder = Path(path)
+    return read_settled(path, lambda: _read(Path(path)))
+
+
+def read_adata(path: str | os.PathLike[str], config: Mapping[str, Any]) -> AnnData | None:
+    """Read the training data that were saved with a model; None if none were.
+
+    Raises
+    ------
+    ModelFileError
+        If they are not what was saved.
+    """
+    file = Path(path) / ADATA
+    if ADATA not in config["sha256"]:
+        return None
+    check_inside(file.parent, ADATA)
+    if not file.exists():
+        raise ModelFileError(f"{str(file)!r} is missing; copy the model again, or pass adata=False.")
+    _check_sum(file, config["sha256"][ADATA])
+    return read_h5ad([str(file)])
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]:
+    path = folder
     if not folder.is_dir():
         what = "is a file, not a model folder" if folder.is_file() else "does not exist"
         raise MissingFileError(f"dir_path={str(path)!r} {what}; give the folder that model.save() wrote.")

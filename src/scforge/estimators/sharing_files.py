@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scforge._io import check_folder
+from scforge._io import check_folder, check_writable
 from scforge.errors import DataError, MissingFileError, OptionError, first_line
 from scforge.estimators.card import is_own_card
 from scforge.estimators.card_scores import is_long, scores_of
@@ -16,7 +16,7 @@ from scforge.estimators.saving import read_folder
 from scforge.estimators.sharing import place_of, push_model
 from scforge.hub.copying import copy_model
 from scforge.hub.finding import find_model
-from scforge.hub.shared_files import kind_of_folder
+from scforge.hub.shared_files import check_shared, kind_of_folder
 from scforge.hub.uploading import tell_left_behind, upload
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def push_folder(
         check_holds_model(path, said)
         if base is not None:
             raise OptionError(f"base={base!r} (--base) has no use where {said} is a whole model; leave it out.")
+    check_shared(path)
     told: dict[str, Any] = {"licence": licence, "data": data, "citation": citation}
     told["metrics"] = None if metrics is None else _table(metrics)
     given = [name for name, value in told.items() if value is not None]
@@ -117,7 +118,7 @@ def pull_folder(
     output
         Folder to make. It remembers the repository and the commit that it comes from, in ``origin.json``.
     overwrite
-        Replace a folder that exists.
+        Replace the model in a folder that exists; files that are not of scforge stay.
     **options
         Further options of :func:`scforge.hub.resolve`.
 
@@ -132,6 +133,7 @@ def pull_folder(
     """
     if output is not None:
         check_folder("output", output)
+        check_writable("output", output)
         place = Path(output)
         if not overwrite and place.is_dir() and any(place.iterdir()):
             raise OptionError(

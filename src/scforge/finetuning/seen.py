@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from scforge._io import check_inside
 from scforge.errors import ModelFileError
 from scforge.finetuning.marks import CellMarks, fingerprints
 from scforge.finetuning.splits import PARTS, Split
@@ -116,6 +117,7 @@ class SeenCells:
         path = Path(folder) / _FILE
         if digest is None:
             return None
+        check_inside(path.parent, _FILE)
         try:
             with safe_open(path, "numpy") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from scforge._io import atomic_folder
+from scforge._version import __version__
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.foreign.geneformer import geneformer_names
@@ -64,7 +65,7 @@ def to_geneformer(model: _Model, folder: str | os.PathLike[str], *, overwrite: b
     folder
         Folder to make.
     overwrite
-        Replace a folder that exists.
+        Replace the model in a folder that exists; files that are not of scforge stay.
 
     Raises
     ------
@@ -132,6 +133,7 @@ def _config(model: _Model, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of the BERT."""
     width = options["hidden_dim"]
     return {
+        "scforge_version": __version__,  # this folder may be written again
         "architectures": ["BertForMaskedLM"],
         "model_type": "bert",
         "vocab_size": len(model.vocab),

@@ -7,9 +7,9 @@ import os
 import shutil
 from pathlib import Path
 
-from scforge._io import atomic_folder, read_json, sha256_of
+from scforge._io import atomic_folder, read_json, read_settled, sha256_of
 from scforge.errors import MissingFileError, ModelFileError
-from scforge.hub.shared_files import ORIGIN_FILE, SHARED_FILES, description_of
+from scforge.hub.shared_files import ORIGIN_FILE, SHARED_FILES, check_shared, description_of
 
 __all__ = ["copy_model", "origin_of"]
 
@@ -33,7 +33,7 @@ def copy_model(
     output
         Folder to make. It appears whole or not at all.
     overwrite
-        Replace a folder that exists.
+        Replace the model in a folder that exists; files that are not of scforge stay.
     origin
         Where the model is from, for :func:`origin_of`.
 
@@ -42,12 +42,19 @@ def copy_model(
     OptionError
         If `output` exists.
     """
-    names = [name for name in SHARED_FILES if (Path(folder) / name).is_file()]
-    if not names:
-        raise MissingFileError(f"folder={str(folder)!r} holds no file of a model; give the folder of one.")
-    with atomic_folder(output, overwrite=overwrite) as place:
-        for name in names:
-            shutil.copyfile(Path(folder) / name, place / name)
+    source = Path(folder)
+    with atomic_folder(output, overwrite=overwrite, argument="output") as place:
+
+        def copy() -> None:
+            check_shared(source)
+            for name in SHARED_FILES:
+                (place / name).unlink(missing_ok=True)
+                if (source / name).exists():
+                    shutil.copyfile(source / name, place / name)
+
+        read_settled(source, copy)
+        if not any(place.iterdir()):
+            raise MissingFileError(f"folder={str(folder)!r} holds no file of a model; give the folder of one.")
         description = description_of(place)
         if None not in origin and description is not None:
             content = {"repo_id": origin[0], "commit": origin[1], "sha256": sha256_of(description)}

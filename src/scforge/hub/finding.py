@@ -21,9 +21,9 @@ from scforge.errors import (
     first_line,
     listing,
 )
-from scforge.hub.client import checked_token, hub_api, hub_endpoint, is_offline
+from scforge.hub.client import checked_token, hub_api, hub_endpoint, is_offline, shown, shown_endpoint
 from scforge.hub.copying import origin_of
-from scforge.hub.hub_errors import hub_errors, no_answer, silence_errors
+from scforge.hub.hub_errors import answered, hub_errors, info_of, no_answer, silence_errors
 from scforge.hub.registry_files import SCHEME, find_registered
 from scforge.hub.shared_files import SHARED_FILES, described_kind, kind_of, kind_of_folder
 
@@ -252,15 +252,15 @@ def _fetch(
             if there is None:
                 raise
         if there is not None and (folder is None or not there.is_whole(folder)):
-            folder = Path(snapshot_download(repo_id, **options))
+            folder = Path(answered(said, lambda: snapshot_download(repo_id, **options)))
     if folder is None or kind_of_folder(folder) is None:
         raise MissingFileError(
             f"{said}: the cache has only a part of {repo_id!r}; fetch it once with a connection, or give cache_dir."
         )
     if silence is not None:
         warnings.warn(
-            f"{hub_endpoint()} does not answer ({first_line(silence)}); {repo_id!r} is taken from the cache, which may "
-            "be older.",
+            f"{shown_endpoint()} does not answer ({shown(first_line(silence))}); {repo_id!r} is taken from the cache, "
+            "which may be older.",
             ScforgeWarning,
             stacklevel=4,
         )
@@ -284,7 +284,7 @@ def _look(repo_id: str, said: str, revision: str | None, token: str | bool | Non
 
     The client by itself falls back to the cache without a word, also where a token is refused.
     """
-    info = hub_api(token).model_info(repo_id, revision=revision)
+    info = info_of(hub_api(token), said, repo_id, revision)
     names = [file.rfilename for file in info.siblings or ()]
     if kind_of(names) is None:
         raise ModelFileError(

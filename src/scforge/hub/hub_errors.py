@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from scforge.errors import HubError, MissingFileError, OptionError, ScforgeError, first_line
-from scforge.hub.client import hub_endpoint
+from scforge.hub.client import hub_endpoint, shown, shown_endpoint
 
-__all__ = ["hub_errors", "no_answer", "silence_errors"]
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi, ModelInfo
 
+__all__ = ["answered", "hub_errors", "info_of", "no_answer", "silence_errors"]
+
+_COMMIT = re.compile("[0-9a-f]{40}")
 _TOKEN = "token= (HF_TOKEN in the environment, or hf auth login)"
-
-
-_SECRET = re.compile(r"hf_\w+|Bearer [^\s'\"]+")
 
 
 def _http() -> ModuleType:
@@ -37,6 +39,40 @@ def silence_errors() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def hub_errors(said: str, repo_id: str, revision: str | None = None, *, writing: bool = False) -> Iterator[None]:
+    """Do what :func:`_said` says, without the errors of the client where those show a password."""
+    try:
+        with _said(said, repo_id, revision, writing=writing):
+            yield
+    except ScforgeError as error:
+        if shown_endpoint() == hub_endpoint():
+            raise
+        raise error from None
+
+
+def answered[T](said: str, ask: Callable[[], T]) -> T:
+    """Return what the hub answers, or raise :class:`~scforge.errors.HubError` if it makes no sense to its client."""
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return ask()
+    except (ScforgeError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError):
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise HubError(
+            f"{said}: {shown_endpoint()} answers what no hub answers ({shown(first_line(error))}); check HF_ENDPOINT."
+        ) from error
+
+
+def info_of(api: HfApi, said: str, repo_id: str, revision: str | None = None) -> ModelInfo:
+    """Return what the hub says of a repository, which has a commit."""
+    info = answered(said, lambda: api.model_info(repo_id, revision=revision))
+    if not isinstance(info.sha, str) or not _COMMIT.fullmatch(info.sha):
+        raise HubError(f"{said}: {shown_endpoint()} names no commit of {repo_id!r}; check HF_ENDPOINT.")
+    return info
+
+
+@contextmanager
+def _said(said: str, repo_id: str, revision: str | None = None, *, writing: bool = False) -> Iterator[None]:
     """Turn errors of huggingface_hub into one sentence.
 
     Parameters
@@ -79,8 +115,8 @@ def hub_errors(said: str, repo_id: str, revision: str | None = None, *, writing:
         ) from error
     except GatedRepoError as error:
         raise OptionError(
-            f"{said}: access to {repo_id!r} is granted on request only; ask for it at {hub_endpoint()}/{repo_id}, and "
-            f"pass the token of that account as {_TOKEN}."
+            f"{said}: access to {repo_id!r} is granted on request only; ask for it at {shown_endpoint()}/{repo_id}, "
+            f"and pass the token of that account as {_TOKEN}."
         ) from error
     except RevisionNotFoundError as error:
         raise MissingFileError(
@@ -88,8 +124,8 @@ def hub_errors(said: str, repo_id: str, revision: str | None = None, *, writing:
         ) from error
     except RepositoryNotFoundError as error:
         raise MissingFileError(
-            f"{said}: there is no repository {repo_id!r} at {hub_endpoint()}, or it is private and the token does not "
-            f"open it; check the name, or pass a token as {_TOKEN}."
+            f"{said}: there is no repository {repo_id!r} at {shown_endpoint()}, or it is private and the token does "
+            f"not open it; check the name, or pass a token as {_TOKEN}."
         ) from error
     except LocalEntryNotFoundError as error:
         raise MissingFileError(
@@ -101,7 +137,7 @@ def hub_errors(said: str, repo_id: str, revision: str | None = None, *, writing:
     except unsent:
         # Nothing of what the client says: it would show the headers, and with them the token.
         raise OptionError(
-            f"{said}: {hub_endpoint()!r} is no address of a hub; set HF_ENDPOINT to one, e.g. "
+            f"{said}: {shown_endpoint()!r} is no address of a hub; set HF_ENDPOINT to one, e.g. "
             "https://huggingface.co, or unset it."
         ) from None
     except (http.HTTPError, *silence_errors()) as error:
@@ -123,27 +159,27 @@ def hub_errors(said: str, repo_id: str, revision: str | None = None, *, writing:
 def no_answer(said: str, error: Exception, besides: str = "") -> HubError:
     """Return the error of a hub that does not answer; `besides` goes on behind the reason."""
     return HubError(
-        f"{said}: {hub_endpoint()} does not answer ({_shown(first_line(error))}){besides}; check the connection and "
+        f"{said}: {shown_endpoint()} does not answer ({shown(first_line(error))}){besides}; check the connection and "
         "HF_ENDPOINT."
     )
-
-
-def _shown(text: str) -> str:
-    return _SECRET.sub("***", text)
 
 
 def _of_status(said: str, repo_id: str, error: Exception, *, writing: bool) -> HubError | OptionError:
     response = getattr(error, "response", None)
     status = None if response is None else response.status_code
     message = getattr(error, "server_message", None)
-    what = f"{status}" + (f", {_shown(message.splitlines()[0].rstrip('.'))}" if message else "")
+    what = f"{status}" + (f", {shown(message.splitlines()[0].rstrip('.'))}" if message else "")
     if status == 401:
-        return OptionError(f"{said}: {hub_endpoint()} does not know the token ({what}); pass a valid one as {_TOKEN}.")
+        return OptionError(
+            f"{said}: {shown_endpoint()} does not know the token ({what}), or asks for one; pass a valid one as "
+            f"{_TOKEN}."
+        )
     if status == 403:
         needed = "may write to" if writing else "may read"
         return OptionError(
-            f"{said}: {hub_endpoint()} forbids it ({what}); pass a token that {needed} {repo_id!r} as {_TOKEN}."
+            f"{said}: {shown_endpoint()} forbids it ({what}); pass a token that {needed} {repo_id!r} as {_TOKEN}."
         )
     if writing and status in (409, 412):
         return HubError(f"{said}: somebody else has written to it meanwhile ({what}); look what, and push again.")
-    return HubError(f"{said}: {hub_endpoint()} failed ({what}); try again later.")
+    fix = "try again later" if status is None or status >= 500 or status in (408, 429) else "check HF_ENDPOINT"
+    return HubError(f"{said}: {shown_endpoint()} failed ({what}); {fix}.")

@@ -6,9 +6,18 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
+from scforge._io import check_inside
 from scforge.errors import listing
 
-__all__ = ["ORIGIN_FILE", "SHARED_FILES", "described_kind", "description_of", "kind_of", "kind_of_folder"]
+__all__ = [
+    "ORIGIN_FILE",
+    "SHARED_FILES",
+    "check_shared",
+    "described_kind",
+    "description_of",
+    "kind_of",
+    "kind_of_folder",
+]
 
 Kind = Literal["model", "adapter"]
 
@@ -40,6 +49,12 @@ def kind_of(names: Iterable[str]) -> Kind | None:
 def kind_of_folder(folder: Path) -> Kind | None:
     """Return what a folder holds, or None."""
     return kind_of(path.name for path in folder.iterdir() if path.is_file())
+
+
+def check_shared(folder: Path) -> None:
+    """Raise :class:`~scforge.errors.ModelFileError` if a file to share is a link out of its folder, or a pipe."""
+    for name in SHARED_FILES:
+        check_inside(folder, name)
 
 
 def description_of(folder: Path) -> Path | None:

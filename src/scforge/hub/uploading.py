@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from scforge._checks import check_bool
 from scforge._io import parse_json
 from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError, listing
-from scforge.hub.client import checked_token, hub_api, hub_endpoint, is_offline, read_remote
-from scforge.hub.hub_errors import hub_errors
-from scforge.hub.shared_files import ORIGIN_FILE, SHARED_FILES, described_kind, kind_of_folder
+from scforge.hub.client import checked_token, hub_api, is_offline, read_remote, shown, shown_endpoint
+from scforge.hub.hub_errors import answered, hub_errors, info_of
+from scforge.hub.shared_files import ORIGIN_FILE, SHARED_FILES, check_shared, described_kind, kind_of_folder
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi, ModelInfo
+    from huggingface_hub import CommitInfo, HfApi, ModelInfo
 
 __all__ = ["SentModel", "send_model", "tell_left_behind", "upload"]
 
@@ -140,8 +140,8 @@ def send_model(
     with hub_errors(said, repo_id, revision, writing=True):
         api = hub_api(checked_token(token))
         if not create_pr:
-            api.create_repo(repo_id, private=private, exist_ok=True)
-        info = api.model_info(repo_id)
+            answered(said, lambda: api.create_repo(repo_id, private=private, exist_ok=True))
+        info = info_of(api, said, repo_id)
         _check_visibility(said, private, bool(info.private))
         if revision not in (None, _MAIN):
             info = _branch(api, said, repo_id, str(revision), info)
@@ -155,25 +155,31 @@ def send_model(
             logger.warning("The %s of %s was written or edited by somebody, and stays as it is.", _CARD, repo_id)
         added = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=folder / name) for name in names]
         removed = [CommitOperationDelete(path_in_repo=name) for name in stale]
-        try:
-            done = api.create_commit(
-                repo_id,
-                operations=[*added, *removed],
-                commit_message=commit_message or _MESSAGE,
-                revision=revision,
-                create_pr=create_pr,
-                parent_commit=info.sha,  # what was looked at; another push in between is refused
-            )
-        except ValueError as error:  # what the hub says of the front matter of a card
-            if type(error) is not ValueError:
-                raise
-            text = " ".join(str(error).split()).rstrip(".")
-            raise OptionError(f"{said}: the hub does not take what was sent ({text}); mend the model card.") from error
+
+        def commit() -> CommitInfo:
+            try:
+                return api.create_commit(
+                    repo_id,
+                    operations=[*added, *removed],
+                    commit_message=commit_message or _MESSAGE,
+                    revision=revision,
+                    create_pr=create_pr,
+                    parent_commit=info.sha,  # what was looked at; another push in between is refused
+                )
+            except ValueError as error:  # what the hub says of the front matter of a card
+                if type(error) is not ValueError:
+                    raise
+                text = " ".join(str(error).split()).rstrip(".")
+                raise OptionError(
+                    f"{said}: the hub does not take what was sent ({text}); correct the model card."
+                ) from error
+
+        done = answered(said, commit)
     if stale:
         logger.info("Removed %s of an earlier model from %s.", listing(stale), repo_id)
-    page = f"{hub_endpoint()}/{repo_id}"
+    page = f"{shown_endpoint()}/{repo_id}"
     if create_pr and done.pr_url is not None:
-        page = str(done.pr_url)
+        page = shown(str(done.pr_url))
     elif revision not in (None, _MAIN):
         page = f"{page}/tree/{revision}"
     return SentModel(page, done.oid)
@@ -188,11 +194,11 @@ def _branch(api: HfApi, said: str, repo_id: str, branch: str, main: ModelInfo) -
     from huggingface_hub.errors import RevisionNotFoundError
 
     try:
-        info = api.model_info(repo_id, revision=branch)
+        info = info_of(api, said, repo_id, branch)
     except RevisionNotFoundError:
         _check_ours(api, said, repo_id, main)
         api.create_branch(repo_id, branch=branch, exist_ok=True)
-        return api.model_info(repo_id, revision=branch)
+        return info_of(api, said, repo_id, branch)
     _check_ours(api, said, repo_id, info)
     return info
 
@@ -237,6 +243,7 @@ def _names_to_send(folder: Path) -> list[str]:
         raise MissingFileError(f"folder={str(folder)!r} {what}; give the folder that model.save() wrote.")
     if kind_of_folder(folder) is None:
         raise ModelFileError(f"folder={str(folder)!r} holds no {described_kind()}; give the folder of one.")
+    check_shared(folder)
     tell_left_behind(folder)
     return sorted(path.name for path in folder.iterdir() if path.name in SHARED_FILES)
 

@@ -246,9 +246,7 @@ class RunFolder:
         """Remove what processes that were killed have left half done."""
         for pattern in (".step=*", ".epoch=*", f".{FINAL}.*"):
             for part in self.path.glob(pattern):
-                # A folder that was set aside while another took its name is whole, and the other may be missing.
-                name = part.name[1:].split(".")[0]
-                if part.name.endswith(".old") and not (self.path / name).exists():
-                    part.rename(self.path / name)
-                else:
+                if part.is_dir():
                     shutil.rmtree(part, ignore_errors=True)
+                else:
+                    part.unlink(missing_ok=True)
