@@ -27,4 +27,8 @@ TARGET_SUM: Final = 10_000.0
 """Counts a cell is scaled to before log1p (CP10K)."""
 
 OBSM_KEY: Final = "X_scforge"
+QUERY_KEY: Final = "X_scforge_query"
+"""Key of the embedding of a query model whose training has moved it away from that of its reference."""
+AUTO_KEY: Final = "auto"
+"""Leaves the choice between the two to the model."""
 UNS_KEY: Final = "scforge"

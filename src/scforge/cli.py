@@ -217,7 +217,7 @@ def _parser() -> _Parser:
         "-m", "--model", required=True, metavar="MODEL", help="its folder, org/name on the hub, or scforge://name"
     )
     embed.add_argument("-o", "--output", required=True, metavar="FILE", help="AnnData to write: out.zarr or out.h5ad")
-    embed.add_argument("--key", default="X_scforge", metavar="KEY", help="key in obsm (%(default)s)")
+    embed.add_argument("--key", default="auto", metavar="KEY", help="key in obsm (X_scforge)")
     embed.add_argument("--batch-size", type=int, default=256, metavar="N", help="cells at once (%(default)s)")
     embed.add_argument("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if any)")
     embed.add_argument("--rank", type=int, metavar="N", help="which of several processes this is, from 0")

@@ -7,6 +7,7 @@ import pytest
 from scipy import sparse
 
 from scforge.data import CellBlock, CellSource, open_cells
+from scforge.data.cells import choose_chunks
 from scforge.errors import DataError
 
 
@@ -53,3 +54,9 @@ def test_from_csr_puts_a_matrix_in_order():
 def test_from_csr_with_totals_of_other_cells():
     with pytest.raises(DataError, match=r"totals has the shape \(3,\) but there are 2 cells"):
         CellBlock.from_csr(sparse.csr_matrix(np.eye(2)), np.ones(3))
+
+
+def test_of_more_chunks_than_are_needed_random_rows_are_left_out():
+    chosen = [choose_chunks(100, 15, 10, seed=seed) for seed in range(20)]
+    assert all(len(set(rows // 10)) == 2 and len(set(rows)) == 15 and (np.diff(rows) > 0).all() for rows in chosen)
+    assert len({rows[-1] % 10 for rows in chosen}) > 1

@@ -107,7 +107,8 @@ def test_what_is_made_of_a_model(cells: ad.AnnData, tmp_path: Path, mode: str) -
     assert (tmp_path / "model" / "model.pt").exists()
     quick = {"progress_bar": False, "accelerator": "cpu"}
     query = ScDiVa.load_query_data(cells, model)
-    query.train(1, **quick)
+    with pytest.warns(ScforgeWarning, match="embed the reference again"):
+        query.train(1, **quick)
     assert query.get_latent_representation(return_dist=True, key_added=None)[1].shape == (60, 4)
     assert query.get_normalized_expression(key_added=None).shape == (60, 40)
     tuned = model.finetune("annotation", lora=True, max_epochs=1, **quick)

@@ -199,9 +199,14 @@ def test_the_first_and_the_last_draw_are_neighbours_of_the_cell(monkeypatch, key
 
 
 def test_neighbours_are_looked_for_among_max_cells():
-    objective, cells, tokenizer = bound(two_batches(), max_cells=50, **KNOWN)
+    with pytest.warns(
+        ScforgeWarning, match=r"max_cells=50: .* among 50 of .* \(\d+%\); .*, so batches mix less; raise it"
+    ):
+        objective, cells, tokenizer = bound(two_batches(), max_cells=50, **KNOWN)
     batch = objective.prepare(cells.block(np.arange(len(cells))), tokenizer, epoch=0, seed=0)
     assert 0 < batch["has_neighbor"].sum() <= 50
+    with pytest.warns(ScforgeWarning, match="so cell types come out less compact"):
+        bound(two_batches(), max_cells=50)
 
 
 def trained(adata: AnnData, **objective) -> Encoder:

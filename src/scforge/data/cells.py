@@ -360,7 +360,7 @@ def choose_chunks(
     order = np.random.default_rng(seed).permutation(len(chunks))
     sizes = np.array([len(part) for part in parts])[order]
     enough = np.sort(order[: int(np.searchsorted(np.cumsum(sizes), n)) + 1])
-    return np.concatenate([parts[chunk] for chunk in enough])[:n]
+    return choose_rows(n_cells, n, rows=np.concatenate([parts[chunk] for chunk in enough]), seed=seed)
 
 
 def sample_chunks(

@@ -17,7 +17,7 @@ from scvi.data._constants import _MANAGER_UUID_KEY, _SCVI_UUID_KEY
 from scvi.model.base import BaseModelClass
 
 from scforge._checks import check_count
-from scforge._constants import OBSM_KEY, UNS_KEY
+from scforge._constants import AUTO_KEY, OBSM_KEY, QUERY_KEY, UNS_KEY
 from scforge.data.cells import Cells
 from scforge.data.checks import check_adata, check_obs_column, warn_if_transposed
 from scforge.data.sources import open_cells
@@ -146,7 +146,7 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
         self,
         adata: AnnData | Cells | str | os.PathLike[str] | None = None,
         *,
-        key_added: str | None = OBSM_KEY,
+        key_added: str | None = AUTO_KEY,
         batch_size: int = 256,
     ) -> np.ndarray:
         """Embed cells, and write the embedding into ``adata.obsm``.
@@ -159,8 +159,9 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
             Genes are matched by name. Cells from :func:`scforge.data.open_cells`, or a path or URL that it takes, are
             read as they are needed, and nothing is written.
         key_added
-            Key in ``adata.obsm``, and in ``adata.uns["scforge"]`` for what the embedding was made with. None writes
-            nothing.
+            Key in ``adata.obsm``, and in ``adata.uns["scforge"]`` for what the embedding was made with. ``"auto"`` is
+            ``"X_scforge"``, or ``"X_scforge_query"`` of a query model (:meth:`Encoder.load_query_data`) whose training
+            changed its encoder. None writes nothing.
         batch_size
             Cells a batch.
 
@@ -205,9 +206,17 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
 
     def _keep(self, adata: AnnData, key: str, embedding: np.ndarray, cells: Cells) -> None:
         """Write an embedding of cells, and what it was made with, into their AnnData."""
+        key = self._obsm_key if key == AUTO_KEY else key
         made_with = self._provenance(cells, embedding.shape[1])
         adata.obsm[key] = embedding
         adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), key: made_with}
+
+    @property
+    def _obsm_key(self) -> str:
+        """Key of the embedding in obsm: one of its own where a query model has left the space of its reference."""
+        tuning = self._spec.tuning
+        adapted = tuning is not None and tuning.base.get("reference") and tuning.freeze is not True
+        return QUERY_KEY if adapted and self.n_epochs_ else OBSM_KEY
 
     @property
     def objective(self) -> str:

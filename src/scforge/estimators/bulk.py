@@ -18,7 +18,7 @@ import torch
 from anndata import AnnData
 
 from scforge._checks import check_bool, check_count
-from scforge._constants import OBSM_KEY, UNS_KEY
+from scforge._constants import AUTO_KEY, UNS_KEY
 from scforge.data.cells import Cells
 from scforge.data.remote import is_url
 from scforge.data.sources import open_cells
@@ -93,7 +93,7 @@ def embed_to(
     source: AnnData | Cells | CensusQuery | str | os.PathLike[str] | list[str],
     output: str | os.PathLike[str],
     *,
-    key: str = OBSM_KEY,
+    key: str = AUTO_KEY,
     batch_size: int = 256,
     block_size: int = _BLOCK,
     rank: int | None = None,
@@ -122,7 +122,7 @@ def embed_to(
         ``obsm[key]``, and in ``uns["scforge"][key]`` what it was made with. Several processes need to see the same
         folder.
     key
-        Key in ``obsm``.
+        Key in ``obsm``; ``"auto"`` as for :meth:`Encoder.get_latent_representation`.
     batch_size
         Cells that go through the model at once.
     block_size
@@ -179,6 +179,7 @@ def embed_to(
     if not isinstance(model, CellModel):
         model = _load(model)
     check_filled(model.module)
+    key = model._obsm_key if key == AUTO_KEY else key
     if not model.is_trained_:
         warnings.warn("The model is not trained; its embedding is random.", NotTrainedWarning, stacklevel=2)
     try:

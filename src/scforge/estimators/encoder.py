@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,11 @@ import lightning
 import torch
 
 from scforge._checks import check_seed
+from scforge._constants import QUERY_KEY
 from scforge._registry import check_options
 from scforge.data.cells import column_of
 from scforge.data.vocab import GeneVocab
-from scforge.errors import OptionError
+from scforge.errors import OptionError, ScforgeWarning
 from scforge.estimators.base import FROM_DATA, CellModel
 from scforge.estimators.defaults import recipe_for
 from scforge.estimators.foreign_methods import ForeignMethods
@@ -312,6 +314,14 @@ class Encoder(
             self._calibrate(data, after_failure=True)  # for the best weights so far, which the model is left with
             raise
         self._calibrate(data)
+        if self._obsm_key == QUERY_KEY:
+            warnings.warn(
+                f"The encoder was trained on the query, so its embedding (obsm[{QUERY_KEY!r}]) is not comparable with "
+                "the one that the reference model wrote; embed the reference again with this model: "
+                "query_model.get_latent_representation(reference).",
+                ScforgeWarning,
+                stacklevel=2,
+            )
 
     def _choose_vocab(self, vocab: str | GeneVocab, n_top_genes: int | None, *, needed: frozenset[str]) -> GeneVocab:
         if self._data is not None:

@@ -5,7 +5,6 @@ Shapes: N query cells, M reference cells, K neighbours, C classes.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Mapping
@@ -14,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+import torch
 from anndata import AnnData
 
 from scforge._checks import check_count, check_share
 from scforge.data.cells import Cells
 from scforge.errors import DataError, OptionError, listing
 from scforge.estimators.finetuning_run import finetune
-from scforge.finetuning.adapters import adapters_disabled, has_lora
+from scforge.finetuning.adapters import merged
 from scforge.finetuning.labels import check_key, text_labels
+from scforge.models.scdiva_parts import batch_vectors
 
 if TYPE_CHECKING:
     from scforge.estimators.encoder import Encoder
@@ -49,13 +50,19 @@ class ReferenceMethods:
         validation_size: float = 0.1,
         seed: int | None = None,
     ) -> Encoder:
-        """Return a model of query cells that has the weights of a reference model, frozen, and adapters to train.
+        """Return a model of query cells that has the weights of a reference model and embeds them as it does.
 
-        ``train()`` then learns the adapters from the query alone, by what the reference model was trained for, its
-        pretraining or the integration of batches. Of an integrated reference the query's new batches get parameters of
-        their own in the decoder, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130); a batch of
-        the query that is called as one of the reference is taken for that one, which is logged. Before that call the
-        model embeds the query as the reference does, which often is enough.
+        No training is needed. With a reference of ``neighbor_denoising``, the default, ``train()`` leaves the encoder
+        as it is, so the embedding stays comparable with the one that the reference model wrote. It learns nothing but
+        vectors of the query's new batches in the decoder, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology
+        40, 121-130).
+
+        Other objectives, and references that were fine-tuned for ``"integration"``, have to adapt the encoder:
+        ``train()`` fits adapters to the query, and the embedding leaves the space of the reference. It is then written
+        to ``obsm["X_scforge_query"]``, a warning says so, and the reference has to be embedded again by the query
+        model.
+
+        A batch of the query that is called as one of the reference is taken for that one, which is logged.
 
         Parameters
         ----------
@@ -65,10 +72,10 @@ class ReferenceMethods:
         reference_model
             A trained model, or one that was fine-tuned for ``"integration"``, or its folder. It is never changed.
         batch_key
-            Column of obs with the batches of the query; None for that of the reference. Only for an integrated
-            reference.
+            Column of obs with the batches of the query; None for that of its set-up, or else of the reference. For
+            references whose decoder is told batches.
         lora
-            Options of the adapters, see :meth:`finetune`.
+            Options of the adapters, see :meth:`finetune`; of no use where the encoder stays as it is.
         validation_size
             Share of the query that chooses the best epoch.
         seed
@@ -96,7 +103,6 @@ class ReferenceMethods:
         >>> model.train(1, progress_bar=False)
         >>> query = scforge.datasets.pbmc3k()[200:260, :300].copy()
         >>> query_model = scforge.models.Encoder.load_query_data(query, model)
-        >>> query_model.train(1, progress_bar=False)
         >>> query_model.get_latent_representation().shape
         (60, 32)
         """
@@ -105,31 +111,44 @@ class ReferenceMethods:
             raise OptionError(
                 f"reference_model is of type {type(reference_model).__name__!r}; pass an {cls.__name__} or its folder."
             )
-        if lora is False or lora is None:
-            raise OptionError(
-                f"lora={lora!r} leaves nothing to train on the query; leave it out, or call the reference."
-            )
         if not reference.is_trained_:
             raise OptionError("reference_model is not trained; train it, or load one that is.")
         tuning = reference.spec.tuning
-        source = reference._source(query)
-        cells = reference._open(source)
-        if tuning is None or tuning.task == "adaptation":
-            if batch_key is not None:
-                raise OptionError(
-                    f"batch_key={batch_key!r} has no use for a reference that was not integrated; leave it out, or "
-                    'integrate the reference first: reference.finetune("integration", batch_key=...).'
-                )
-            task: dict[str, Any] = {"name": "adaptation"}
-        elif tuning.task == "integration":
-            task = {"name": "integration", **_extended(tuning.task_options, cells, batch_key)}
-        else:
+        if tuning is not None and tuning.task not in ("adaptation", "integration"):
             raise OptionError(
                 f"reference_model was fine-tuned for {tuning.task!r}, which needs labels to train; call its predict "
                 "with the query, or pass the model before that fine-tuning."
             )
+        integrated = tuning is not None and tuning.task == "integration"
+        aim: Any = reference.spec.build_pretraining()
+        stays = aim.maps_queries and not integrated
+        if isinstance(lora, Mapping) if stays else not lora:
+            why = f"{reference.spec.objective!r} leaves the encoder as it is" if stays else "nothing is left to train"
+            raise OptionError(f"lora={lora!r} is of no use, as {why}; leave it out.")
+        known = tuning.task_options if integrated else aim.config() if stays else {}
+        if batch_key is not None and not known.get("batches"):
+            raise OptionError(
+                f"batch_key={batch_key!r} is of no use for a reference whose decoder is told no batches; leave it out, "
+                "or integrate the reference first: setup_anndata(batch_key=...) before it is made, or "
+                'reference.finetune("integration", batch_key=...).'
+            )
+        source = reference._source(query)
+        cells = reference._open(source)
+        found: dict[str, Any] = {}
+        if known.get("batches"):
+            setup = reference._setup_of(source) if isinstance(source, AnnData) else None
+            key = batch_key or (setup or {}).get("batch_key") or known["batch_key"]
+            # Cells can be mapped without a batch; they are decoded in the mean of all.
+            if batch_key is not None or integrated or (cells.obs is not None and key in cells.obs):
+                found = _with_batches_of(cells, key, known["batches"])
+        base, task = reference, {"name": "adaptation"}
+        if integrated:
+            task = {"name": "integration", **known, **found, "n_reference": len(known["batches"])}
+        elif stays:
+            base = _with_room(reference, found) if found else reference
+            task["n_reference"] = len(known["batches"] or [])
         model: Encoder = finetune(
-            reference,
+            base,
             task,
             source,
             labels_key=None,
@@ -138,19 +157,19 @@ class ReferenceMethods:
             test_size=0.0,
             split_by=None,
             split_key=None,
-            freeze=False,
-            lora=lora,
+            freeze=stays,
+            lora=False if stays else lora,
             head=None,
             seed=seed,
             options={},
         )
-        if task["name"] == "integration":
+        if integrated:
             head: Any = model.module.head
-            head.take_over(reference.module.head, tuning.task_options["batches"])
+            head.take_over(reference.module.head, known["batches"])
         made = model.spec.tuning
         assert made is not None
         model._spec = replace(model.spec, tuning=replace(made, base={**made.base, "reference": True}))
-        model.is_trained_ = True
+        model.is_trained_, model._base = True, reference
         logger.info(
             "The query has %.1f %% of the genes of the reference model, and %.1f %% of its counts lie in them.",
             100 * cells.overlap,
@@ -175,8 +194,9 @@ class ReferenceMethods:
         distance and s the mean distance of the neighbours. The uncertainty is one minus the share of the winning label,
         as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130). Its kernel is another one:
         ``exp(-d (std / 2)^2)``, with the standard deviation of the distances, hardly tells neighbours apart where an
-        embedding has small numbers; the one here does not depend on their unit. Writes ``obs["scforge_<labels_key>"]``
-        (categories) and ``obs["scforge_<labels_key>_uncertainty"]`` (float32).
+        embedding has small numbers; the one here does not depend on their unit. This model embeds both, reference and
+        query, so that distances are within one space. Writes ``obs["scforge_<labels_key>_transferred"]`` (categories)
+        and ``obs["scforge_<labels_key>_transferred_uncertainty"]`` (float32), apart from what :meth:`predict` writes.
 
         Parameters
         ----------
@@ -189,14 +209,14 @@ class ReferenceMethods:
         n_neighbors
             Reference cells that vote; fewer where there are fewer.
         key_added
-            Name of the column, in place of ``"scforge_<labels_key>"``; the other is called
+            Name of the column, in place of ``"scforge_<labels_key>_transferred"``; the other is called
             ``"<key_added>_uncertainty"``.
         threshold
             Cells of higher uncertainty are called ``"unassigned"``. Cells of a class that the reference does not have
             are more uncertain only where they lie between its classes.
         reference
-            The labelled cells, embedded as the reference model does it, or a model that has them. None: those that this
-            model was trained on, or of a query model those of its reference.
+            The labelled cells, or a model that has them. None: those that this model was trained on, or of a query
+            model those of its reference.
         batch_size
             Cells a batch.
 
@@ -221,7 +241,7 @@ class ReferenceMethods:
         >>> query = scforge.datasets.pbmc3k()[200:260, :300].copy()
         >>> list(model.transfer_labels(query))
         ['label', 'uncertainty']
-        >>> "scforge_cell_type_uncertainty" in query.obs
+        >>> "scforge_cell_type_transferred_uncertainty" in query.obs
         True
         """
         check_count("n_neighbors", n_neighbors, "cells")
@@ -234,11 +254,13 @@ class ReferenceMethods:
         if query is None and not is_query:
             raise OptionError("query=None, but the model was not made by load_query_data; pass the cells to label.")
         source = self._source(query)
-        model, whole = self._reference_of(reference, is_query)
-        labels_key = labels_key or model._setup.get("labels_key")
+        owner = reference if isinstance(reference, type(self)) else self._base if is_query else self
+        labels_key = labels_key or (owner or self)._setup.get("labels_key")
         if labels_key is None:
             raise OptionError("labels_key=None, but the reference was set up without labels; name a column of its obs.")
-        reference_cells = model._open(model._source(whole))
+        given = owner is not reference and reference is not None
+        opener = self if owner is reference else owner or self
+        reference_cells = opener._open(opener._source(reference) if given else _own_cells(owner))
         labels = text_labels(reference_cells.column(labels_key), key=labels_key)
         rows = np.flatnonzero(labels.codes >= 0)
         if len(np.unique(labels.codes[rows])) < 2:
@@ -246,10 +268,7 @@ class ReferenceMethods:
                 f"labels_key={labels_key!r} has fewer than two labels among the reference cells, so there is nothing "
                 "to tell apart; choose another column."
             )
-        # The adapters of a query model are for the query: without them it is the reference model.
-        own = model is self and is_query and has_lora(self.backbone)
-        with adapters_disabled(self.backbone) if own else contextlib.nullcontext():
-            landmarks = model._predictor(reference_cells, batch_size).embedding(rows)
+        landmarks = self._predictor(reference_cells, batch_size).embedding(rows)
         cells = self._open(source)
         embedding = self._predictor(cells, batch_size).embedding()
         votes = weighted_vote(landmarks, np.asarray(labels.codes)[rows], embedding, len(labels.categories), n_neighbors)
@@ -267,45 +286,54 @@ class ReferenceMethods:
             {"label": pd.Categorical(found, categories=categories), "uncertainty": uncertainty}, index=index
         )
         if adata is not None:
-            key = f"scforge_{labels_key}" if key_added is None else key_added
+            key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
             adata.obs[key] = table["label"]
             adata.obs[f"{key}_uncertainty"] = table["uncertainty"]
         return table
 
-    def _reference_of(self: Any, given: Any, is_query: bool) -> tuple[Encoder, Any]:
-        """Return the model that embeds the reference cells, and these; None for those of that model."""
-        if isinstance(given, type(self)):
-            model, cells = given, None
-        elif given is not None:
-            model, cells = (self._base if is_query and self._base is not None else self), given
-            if is_query and self._base is None and not has_lora(self.backbone):
-                raise OptionError("the adapters of the model were merged; pass reference=, the reference model itself.")
-        else:
-            model, cells = (self._base if is_query else self), None
-        if model is None:
-            raise OptionError(
-                "the reference is not at hand, because the query model was loaded; pass reference=, its labelled cells "
-                "or the reference model."
-            )
-        if cells is None and model.adata is None and model._data is None:
-            raise OptionError("the reference model was loaded without its cells; pass them as reference=.")
-        return model, cells
+
+def _own_cells(owner: Encoder | None) -> Any:
+    """Return the cells of the reference model."""
+    if owner is None:
+        raise OptionError(
+            "the reference is not at hand, because the query model was loaded; pass reference=, its labelled cells or "
+            "the reference model."
+        )
+    if owner.adata is None and owner._data is None:
+        raise OptionError("the reference model was loaded without its cells; pass them as reference=.")
+    return owner._source(None)
 
 
-def _extended(options: Mapping[str, Any], cells: Cells, batch_key: str | None) -> dict[str, Any]:
-    """Return options of the integration of a reference, with the batches of the query."""
-    key = options["batch_key"] if batch_key is None else check_key("batch_key", batch_key)
-    known = list(options["batches"])
-    batches = text_labels(cells.column(key), key=key, argument="batch_key")
-    new = [str(name) for name in batches.categories if name not in known]
-    if shared := [str(name) for name in batches.categories if name in known]:
+def _with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
+    """Return the options of a decoder that knows the batches of a query, too."""
+    batches = text_labels(cells.column(check_key("batch_key", key)), key=key, argument="batch_key").categories
+    if shared := [str(name) for name in batches if name in known]:
         logger.info(
             "Batches of the query in obs[%r] that the reference knows, and that are taken for its own: %s. Rename "
             "those that are others.",
             key,
             listing(shared),
         )
-    return {**options, "batch_key": key, "batches": [*known, *new], "n_reference": len(known)}
+    return {"batch_key": key, "batches": [*known, *(str(name) for name in batches if name not in known)]}
+
+
+def _with_room(reference: Encoder, found: dict[str, Any]) -> Encoder:
+    """Return a copy of a model whose decoder knows further batches, which begin at the mean of its own."""
+    spec, own = reference.spec, merged(reference.backbone)
+    sizes = {**spec.model_options, "n_batches": len(found["batches"])}
+    objective = {**spec.objective_options, **found}
+    parts = replace(spec, tuning=None, model_options=sizes, objective_options=objective).to_json()
+    model: Encoder = type(reference)._of_parts(
+        parts, reference.vocab, seed=reference.seed, registry=reference.registry_
+    )
+    vectors = batch_vectors(own)
+    assert vectors is not None
+    name = next(name for name, parameter in own.named_parameters() if parameter is vectors)
+    new = vectors.detach().mean(dim=0).expand(len(found["batches"]) - len(vectors), -1)
+    model.module.load_state_dict({**own.state_dict(), name: torch.cat([vectors.detach(), new])})
+    model.module.to(reference.device)
+    model.is_trained_, model.n_epochs_, model._seen = True, reference.n_epochs_, reference._seen
+    return model
 
 
 def weighted_vote(

@@ -10,7 +10,7 @@ import pandas as pd
 from anndata import AnnData
 
 from scforge._checks import check_bool, check_count
-from scforge._constants import OBSM_KEY
+from scforge._constants import AUTO_KEY
 from scforge._registry import check_options
 from scforge.errors import NotTrainedWarning, OptionError
 from scforge.estimators.base import FROM_DATA
@@ -161,7 +161,7 @@ class ScDiVa(Encoder):
         self,
         adata: Source | None = None,
         *,
-        key_added: str | None = OBSM_KEY,
+        key_added: str | None = AUTO_KEY,
         batch_size: int = 256,
         return_dist: bool = False,
         uncertainty_key: str | None = _UNCERTAINTY,

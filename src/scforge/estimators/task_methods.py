@@ -13,7 +13,7 @@ import torch
 from anndata import AnnData
 
 from scforge._checks import check_bool, check_count, check_seed
-from scforge._constants import UNS_KEY
+from scforge._constants import QUERY_KEY, UNS_KEY
 from scforge._registry import check_options
 from scforge.data.cells import Cells
 from scforge.data.sources import open_cells
@@ -181,6 +181,8 @@ class TaskMethods(HeldOutMethods, AdapterMethods):
         True
         """
         task = self._task("predict")
+        if key_added is None and self._obsm_key == QUERY_KEY:
+            key_added = QUERY_KEY
         check_options("option of predict", self.spec.tuning.task, options, _options_of(task.predict))
         source = self._source(adata)
         predictor = self._predictor(self._open(source), batch_size)

@@ -61,13 +61,13 @@ class Tuning:
     def build_module(self, encoder: nn.Module) -> FineTunedModule:
         """Put a head on an architecture, and adapters into it, and freeze what is frozen."""
         task = get_task(self.task, **self.task_options)
-        head = task.make_head(self.n_latent, encoder)
-        if self.lora is not None:
-            inject_lora(encoder, self.lora)
-        elif self.freeze is True:
+        if self.freeze is True:
             encoder.requires_grad_(False)
         elif self.freeze:
             freeze_layers(encoder, self.freeze)
+        head = task.make_head(self.n_latent, encoder)
+        if self.lora is not None:
+            inject_lora(encoder, self.lora)
         module = FineTunedModule(encoder, head)
         module.frozen = self.freeze is True
         return module

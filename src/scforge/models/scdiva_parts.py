@@ -22,6 +22,7 @@ __all__ = [
     "GeneEmbedding",
     "ValueEncoder",
     "VariationalLayer",
+    "batch_vectors",
     "classification_loss",
     "init_scdiva",
     "kl_divergence",
@@ -241,6 +242,12 @@ class BatchIntegrationHead(nn.Module):
                 "mean of all."
             )
         return batch.long().expand(len(latent_bl))
+
+
+def batch_vectors(module: nn.Module) -> nn.Parameter | None:
+    """Return the vectors of the batches that the decoder of an architecture is told, (E, H); None for none."""
+    heads = [part for part in module.modules() if isinstance(part, BatchIntegrationHead)]
+    return heads[0].batch_embedding.weight if heads and heads[0].batch_embedding is not None else None
 
 
 def reconstruction_loss(predicted: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -134,7 +134,7 @@ def calibration(
     data: AnnData | pd.DataFrame,
     truth: str,
     predicted: str | None = None,
-    confidence: str = "scforge_confidence",
+    confidence: str | None = None,
     *,
     n_bins: int = 15,
     ax: Axes | None = None,
@@ -150,7 +150,9 @@ def calibration(
         Annotated data, or a table with a row a cell.
     truth, predicted, confidence
         Columns of obs with the true class, the predicted one (``scforge_<truth>`` if None), and the probability of
-        that. Cells that lack one of them, and cells that were left unassigned, are not drawn, which is said.
+        that (if None ``scforge_confidence``, or of another `predicted` ``<predicted>_confidence``, as
+        ``annotator.predict`` writes them). Cells that lack one of them, and cells that were left unassigned, are not
+        drawn, which is said.
     n_bins
         Bins of equal width.
     ax
@@ -174,7 +176,11 @@ def calibration(
     >>> ax.get_title()
     'calibration error 0.000, 8 cells'
     """
-    columns = _columns(data, truth, f"scforge_{truth}" if predicted is None else predicted, confidence)
+    usual = f"scforge_{truth}"
+    predicted = usual if predicted is None else predicted
+    if confidence is None:
+        confidence = "scforge_confidence" if predicted == usual else f"{predicted}_confidence"
+    columns = _columns(data, truth, predicted, confidence)
     columns.columns = ["truth", "predicted", "confidence"]
     known = columns.dropna()
     known = known[known["predicted"].astype(str) != _UNASSIGNED]

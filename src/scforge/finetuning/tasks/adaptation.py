@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from scforge._checks import check_count
 from scforge._constants import OBSM_KEY
 from scforge.data.cells import CellBlock, Cells
 from scforge.errors import OptionError, TrainingError
-from scforge.finetuning.base import Task, register_task
+from scforge.finetuning.base import Task, register_task, with_adapters
 from scforge.finetuning.labels import check_key
 from scforge.finetuning.tasks._integration_head import Unchanged
+from scforge.models.scdiva_parts import batch_vectors
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults
 
@@ -31,10 +33,21 @@ class Adaptation(Task):
 
     With adapters (``lora=True``) the weights of the base model stay as they are. This is how
     :meth:`scforge.models.Encoder.load_query_data` adapts a reference model to a query.
+
+    Parameters
+    ----------
+    n_reference
+        Train nothing but the vectors of the batches behind so many first ones, which a decoder of expression is told;
+        None trains all. See :meth:`scforge.models.Encoder.load_query_data`, which sets it.
     """
 
     keys = ()
     learns_labels = False
+
+    def __init__(self, *, n_reference: int | None = None) -> None:
+        if n_reference is not None:
+            check_count("n_reference", n_reference, "batches", least=0)
+        self.n_reference = n_reference
 
     @property
     def aim(self) -> Objective:
@@ -45,8 +58,8 @@ class Adaptation(Task):
 
     @property
     def defaults(self) -> TrainingDefaults:  # type: ignore[override]
-        """Those of the pretraining."""
-        return self.aim.defaults
+        """Those of the pretraining; vectors of batches learn as fast as adapters."""
+        return self.aim.defaults if self.n_reference is None else with_adapters(self.aim.defaults)
 
     def for_adapters(self) -> None:
         """Leave the learning rate of the pretraining, which goes on."""
@@ -61,18 +74,33 @@ class Adaptation(Task):
         self.aim.check(tokenizer)
 
     def make_head(self, n_latent: int, module: nn.Module) -> Unchanged:
-        """Make a head that passes embeddings on."""
+        """Make a head that passes embeddings on; let the decoder of the module learn new batches, if these are all."""
+        vectors = None if self.n_reference is None else batch_vectors(module)
+        if vectors is not None and len(vectors) > self.n_reference:
+            new = (torch.arange(len(vectors)) >= self.n_reference).unsqueeze(1)
+            vectors.requires_grad_(True)
+            # Embeddings have no weight decay, so a vector without gradient stays as it is.
+            vectors.register_hook(lambda gradient: gradient * new.to(gradient))
         return Unchanged()
 
     def learn_from(self, module: nn.Module) -> None:
         """Look up what the objective needs to know of the encoder."""
         encoder: Any = module.encoder
+        if self.n_reference is not None and not any(p.requires_grad for p in encoder.parameters()):
+            why = "the decoder of the reference is told no batches; leave train out"
+            if self.n_reference:
+                why = "the query has no new ones; leave train out, or name them: load_query_data(..., batch_key=...)"
+            raise OptionError(
+                "the query model has nothing to train: it embeds cells as the reference does and learns batches alone, "
+                f"but {why}."
+            )
         self.aim.learn_from(encoder)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up what the objective needs to know of cells, which may lack classes and batches of the pretraining."""
         aim: Any = self.aim
-        getattr(aim, "bind_query", aim.bind)(cells, train_rows)
+        # Neighbours teach an encoder, which here may stay as it is.
+        getattr(aim, "bind_query", aim.bind)(cells, train_rows if self.n_reference is None else train_rows[:0])
 
     def max_tokens(self, tokenizer: Tokenizer) -> int:
         """Return the most tokens of a cell."""

@@ -104,6 +104,9 @@ class Objective(ABC):
     takes_batch_key: ClassVar[bool] = False
     """Whether a front class gives it the batches of its set-up as `batch_key`, where the user says nothing."""
 
+    maps_queries: ClassVar[bool] = False
+    """Whether a trained encoder embeds cells of new batches as it is, so that of these only the decoder learns."""
+
     @classmethod
     def option_names(cls) -> list[str]:
         """Names of the options of the constructor."""

@@ -6,6 +6,7 @@ Shapes: N cells of a source, B cells of a batch, G genes of the vocabulary, L la
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_chunks
 from scforge.data.neighbors import harmonised, mutual_neighbors, neighbor_weights, principal_components
 from scforge.data.random import cell_keys
-from scforge.errors import DataError, OptionError
+from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.models._utils import check_choice
 from scforge.models.scdiva_parts import kl_divergence
 from scforge.tokenizers.base import Tokenizer
@@ -88,7 +89,8 @@ class NeighborDenoising(TellsBatches, SeesViews):
     gene_dropout
         Largest rate of hidden genes; the rate is drawn between 0 and this for each view.
     max_cells
-        Training cells among which neighbours are looked for, drawn once; others train without.
+        Training cells among which neighbours are looked for, drawn once; others train without, which a warning says.
+        With a pool of 9 % of the cells of eight donors scIB's batch correction was .543 in place of .620.
 
     Examples
     --------
@@ -110,6 +112,9 @@ class NeighborDenoising(TellsBatches, SeesViews):
     )
     # A cell comes with a neighbour, of whatever length.
     random_batches = True
+    # Trained on a query alone, the encoder moves it away: of sc_mixology's celseq2 1 % of the neighbours are then cells
+    # of the reference, before 54 %.
+    maps_queries = True
 
     def __init__(
         self,
@@ -176,7 +181,17 @@ class NeighborDenoising(TellsBatches, SeesViews):
         self._pool = None
         if (self.translation or self.agreement) and (self.across or self.within) and len(train_rows) > 2:
             rows = choose_chunks(len(cells), self.max_cells, cells.chunk_size, rows=np.sort(train_rows))
-            self._pool = _Pool(cells, rows, self._batches_of_pool(cells), self)
+            batches = self._batches_of_pool(cells)
+            if (share := len(rows) / len(train_rows)) < 1:
+                cost = "cell types come out less compact" if batches is None else "batches mix less"
+                warnings.warn(
+                    f"max_cells={self.max_cells}: neighbours are looked for among {len(rows):,} of {len(train_rows):,} "
+                    f"training cells ({share:.0%}); the others learn without, so {cost}; raise it if memory allows: "
+                    f"objective={{'name': 'neighbor_denoising', 'max_cells': {len(train_rows)}}}.",
+                    ScforgeWarning,
+                    stacklevel=2,
+                )
+            self._pool = _Pool(cells, rows, batches, self)
 
     def _batches_of_pool(self, cells: Cells) -> np.ndarray | None:
         """Return a number for each batch of the cells, those that the model does not know among them."""
