@@ -141,7 +141,7 @@ class ReferenceMethods:
             # Cells can be mapped without a batch; they are decoded in the mean of all.
             if batch_key is not None or integrated or (cells.obs is not None and key in cells.obs):
                 found = _with_batches_of(cells, key, known["batches"])
-        base, task = reference, {"name": "adaptation"}
+        base, task = reference, dict[str, Any](name="adaptation")
         if integrated:
             task = {"name": "integration", **known, **found, "n_reference": len(known["batches"])}
         elif stays:

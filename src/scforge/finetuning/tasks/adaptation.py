@@ -75,9 +75,9 @@ class Adaptation(Task):
 
     def make_head(self, n_latent: int, module: nn.Module) -> Unchanged:
         """Make a head that passes embeddings on; let the decoder of the module learn new batches, if these are all."""
-        vectors = None if self.n_reference is None else batch_vectors(module)
-        if vectors is not None and len(vectors) > self.n_reference:
-            new = (torch.arange(len(vectors)) >= self.n_reference).unsqueeze(1)
+        n, vectors = self.n_reference, batch_vectors(module)
+        if n is not None and vectors is not None and len(vectors) > n:
+            new = (torch.arange(len(vectors)) >= n).unsqueeze(1)
             vectors.requires_grad_(True)
             # Embeddings have no weight decay, so a vector without gradient stays as it is.
             vectors.register_hook(lambda gradient: gradient * new.to(gradient))
@@ -99,7 +99,7 @@ class Adaptation(Task):
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:
         """Look up what the objective needs to know of cells, which may lack classes and batches of the pretraining."""
         aim: Any = self.aim
-        # Neighbours teach an encoder, which here may stay as it is.
+        # Neighbors teach an encoder, which here may stay as it is.
         getattr(aim, "bind_query", aim.bind)(cells, train_rows if self.n_reference is None else train_rows[:0])
 
     def max_tokens(self, tokenizer: Tokenizer) -> int:

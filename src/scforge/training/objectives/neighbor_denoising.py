@@ -89,7 +89,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
     gene_dropout
         Largest rate of hidden genes; the rate is drawn between 0 and this for each view.
     max_cells
-        Training cells among which neighbours are looked for, drawn once; others train without, which a warning says.
+        Training cells among which neighbors are looked for, drawn once; others train without, which a warning says.
         With a pool of 9 % of the cells of eight donors scIB's batch correction was .543 in place of .620.
 
     Examples
@@ -112,7 +112,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
     )
     # A cell comes with a neighbour, of whatever length.
     random_batches = True
-    # Trained on a query alone, the encoder moves it away: of sc_mixology's celseq2 1 % of the neighbours are then cells
+    # Trained on a query alone, the encoder moves it away: of sc_mixology's celseq2 1 % of the neighbors are then cells
     # of the reference, before 54 %.
     maps_queries = True
 
@@ -185,7 +185,7 @@ class NeighborDenoising(TellsBatches, SeesViews):
             if (share := len(rows) / len(train_rows)) < 1:
                 cost = "cell types come out less compact" if batches is None else "batches mix less"
                 warnings.warn(
-                    f"max_cells={self.max_cells}: neighbours are looked for among {len(rows):,} of {len(train_rows):,} "
+                    f"max_cells={self.max_cells}: neighbors are looked for among {len(rows):,} of {len(train_rows):,} "
                     f"training cells ({share:.0%}); the others learn without, so {cost}; raise it if memory allows: "
                     f"objective={{'name': 'neighbor_denoising', 'max_cells': {len(train_rows)}}}.",
                     ScforgeWarning,
