@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from scforge.cli_foreign import add_convert_checkpoint
 from scforge.cli_sharing import add_pull, add_push
 from scforge.cli_soma import add_soma
-from scforge.cli_tasks import add_evaluate, add_finetune, add_predict
+from scforge.cli_tasks import INTERRUPTED, add_evaluate, add_finetune, add_predict
 from scforge.errors import ConfigError, OptionError, ScforgeError, ScforgeWarning
 
 __all__ = ["main"]
@@ -45,7 +45,7 @@ def _quickstart(arguments: argparse.Namespace) -> None:
     run(arguments.output)
 
 
-def _train(arguments: argparse.Namespace) -> None:
+def _train(arguments: argparse.Namespace) -> int:
     from scforge.config import load_config
 
     config = load_config(arguments.config, arguments.overrides)
@@ -62,6 +62,7 @@ def _train(arguments: argparse.Namespace) -> None:
     model = train_from_config(config, progress_bar=not arguments.quiet, **options)
     if speaks:
         print("\n".join(training_report(model, config)))
+    return INTERRUPTED if model._stopped else 0
 
 
 def _config_init(arguments: argparse.Namespace) -> None:
@@ -211,12 +212,14 @@ def _parser() -> _Parser:
         commands.add_parser("convert-checkpoint", help="make a model of a checkpoint that another package published")
     )
 
-    embed = commands.add_parser("embed", help="embed cells with a trained model; killed, it goes on where it was")
+    embed = commands.add_parser("embed", help="embed cells with a trained model; killed, it continues where it was")
     embed.add_argument("source", metavar="STORE_OR_H5AD", help="store, h5ad, AnnData-zarr, pattern or URL")
     embed.add_argument(
         "-m", "--model", required=True, metavar="MODEL", help="its folder, org/name on the hub, or scforge://name"
     )
-    embed.add_argument("-o", "--output", required=True, metavar="FILE", help="AnnData to write: out.zarr or out.h5ad")
+    embed.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="out.zarr or out.h5ad: obs and the embedding, no genes"
+    )
     embed.add_argument("--key", default="auto", metavar="KEY", help="key in obsm (X_scforge)")
     embed.add_argument("--batch-size", type=int, default=256, metavar="N", help="cells at once (%(default)s)")
     embed.add_argument("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if any)")
@@ -277,7 +280,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 0, or 2 after a mistake of the user, told in one line on stderr.
+    """Run a command; return 0, 2 after a mistake of the user, which one line on stderr names, or 130 after Ctrl-C.
 
     Parameters
     ----------
@@ -295,14 +298,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", category=ScforgeWarning)
         warnings.showwarning = _ShowOnce()
         try:
-            arguments.run(arguments)
+            code = arguments.run(arguments) or 0
         except (ScforgeError, OSError) as error:
             print(f"scforge: error: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print("scforge: interrupted", file=sys.stderr)
-            return 130
-    return 0
+            return INTERRUPTED
+    return code
 
 
 if __name__ == "__main__":

@@ -44,8 +44,10 @@ def add_convert_checkpoint(command: argparse.ArgumentParser) -> None:
 
 
 def _convert_checkpoint(arguments: argparse.Namespace) -> None:
+    from scforge._io import check_writable
     from scforge.estimators import Encoder
 
+    check_writable("output", arguments.output)
     given = {name: getattr(arguments, name) for name in _OPTIONS}
     options = {name: value for name, value in given.items() if value is not None}
     model = Encoder.from_checkpoint(arguments.source, arguments.family, **options)

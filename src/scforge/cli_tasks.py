@@ -7,7 +7,7 @@ from typing import Any
 
 from scforge.errors import OptionError
 
-__all__ = ["add_evaluate", "add_finetune", "add_predict"]
+__all__ = ["INTERRUPTED", "add_evaluate", "add_finetune", "add_predict"]
 
 _OF_TASKS = ("trained_on", "base_model")
 _OF_EMBEDDINGS = (
@@ -71,7 +71,11 @@ def _layers(text: str) -> bool | int | str:
     return int(text)
 
 
-def _finetune(arguments: argparse.Namespace) -> None:
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, also where a training then kept what it had, so that a script does not continue."""
+
+
+def _finetune(arguments: argparse.Namespace) -> int:
     from scforge.estimators.config_start import first_process_speaks
     from scforge.estimators.finetuning_from_config import finetune_from_config, finetuning_config, finetuning_report
 
@@ -81,6 +85,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
     result = finetune_from_config(config, progress_bar=not arguments.quiet, **options)
     if speaks:
         print("\n".join(finetuning_report(result, config)))
+    return INTERRUPTED if result.model._stopped else 0
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, tuple[str, Any]]:

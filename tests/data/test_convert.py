@@ -322,6 +322,38 @@ def test_a_target_in_a_zarr_folder(tiny_adata, tmp_path, metadata):
     assert [path.name for path in (tmp_path / "s.zarr").iterdir()] == [metadata]
 
 
+def test_a_target_that_is_named_like_a_file(tiny_adata, tmp_path):
+    with pytest.raises(
+        OptionError, match=r"out\.h5ad' is named like a file, and a store is a folder; name one such as"
+    ):
+        convert(tiny_adata, tmp_path / "out.h5ad", progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_is_replaced_in_one_step(tiny_adata, tmp_path, monkeypatch):
+    """Wherever a conversion breaks off, there is a store under its name."""
+    from scforge import _io
+
+    path = tmp_path / "s.zarr"
+    convert(tiny_adata, path, progress=False)
+    there = []
+
+    def exchange(one, other):
+        there.append(StoreInfo.read(other).n_cells)
+        done = whole(one, other)
+        there.append(StoreInfo.read(other).n_cells)
+        return done
+
+    whole = _io._exchange
+    monkeypatch.setattr(_io, "_exchange", exchange)
+    convert(tiny_adata[:30].copy(), path, overwrite=True, progress=False)
+    monkeypatch.setattr(_io, "_exchange", lambda one, other: False)
+    convert(tiny_adata[:20].copy(), path, overwrite=True, progress=False)
+    assert there[0] == 60
+    assert StoreInfo.read(path).n_cells == 20
+    assert [part.name for part in tmp_path.iterdir()] == ["s.zarr"]
+
+
 def test_a_target_without_a_name(tiny_adata, tmp_path, monkeypatch):
     with pytest.raises(OptionError, match="path='/' is the root of the disk"):
         convert(tiny_adata, "/")

@@ -367,7 +367,9 @@ def test_command(model, store, expected, tmp_path, monkeypatch, capsys):
     assert main([*command, "--device", "cpu"]) == 0
     shown = capsys.readouterr()
     assert "700 of 700 cells embedded here" in shown.out
-    assert "obsm['X_new'] of out.h5ad is complete: 700 cells x 4 dimensions" in shown.out
+    assert (
+        "obsm['X_new'] of out.h5ad is complete: 700 cells x 4 dimensions, with obs and without the genes" in shown.out
+    )
     with h5py.File("out.h5ad") as file:
         np.testing.assert_allclose(file["obsm/X_new"][:], expected, atol=1e-6)
     assert main([*command, "--quiet"]) == 0

@@ -76,6 +76,8 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
         self._data = datamodule
         self.n_epochs_ = 0
         self._trained_in: set[str] = set()
+        self._stopped = False
+        """Whether Ctrl-C ended the last training."""
         self.history_: dict[str, pd.DataFrame] = {}
 
     @classmethod

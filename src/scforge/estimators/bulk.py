@@ -84,7 +84,7 @@ class EmbeddingInfo:
         shape = f"{self.n_cells:,} cells x {self.n_latent:,} dimensions"
         where = f"obsm[{self.key!r}] of {self.output}"
         if self.complete:
-            return f"{done}; {where} is complete: {shape}."
+            return f"{done}; {where} is complete: {shape}, with obs and without the genes and counts of the source."
         return f"{done}; {where} ({shape}) appears when the other processes are done."
 
 
@@ -119,8 +119,9 @@ def embed_to(
         reads into its memory.
     output
         ``.zarr`` or ``.h5ad``: an AnnData with ``obs`` as in the source, the embedding (float32, shape (N, D)) in
-        ``obsm[key]``, and in ``uns["scforge"][key]`` what it was made with. Several processes need to see the same
-        folder.
+        ``obsm[key]``, and in ``uns["scforge"][key]`` what it was made with. It has no genes, as the source may be far
+        larger than memory; to plot a gene, copy ``obsm[key]`` into the cells of the source, whose order is the same.
+        Several processes need to see the same folder.
     key
         Key in ``obsm``; ``"auto"`` as for :meth:`Encoder.get_latent_representation`.
     batch_size

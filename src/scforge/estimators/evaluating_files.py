@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 from anndata import AnnData
 
-from scforge._io import atomic_path, check_folder
+from scforge._io import atomic_path, check_folder, check_writable
 from scforge.errors import OptionError, listing
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.evaluating_subjects import evaluate_models
@@ -264,5 +264,6 @@ def _check_output(path: Path, source: Folder, *, overwrite: bool) -> None:
     if path.suffix and not path.is_dir():
         raise OptionError(f"output={str(path)!r} ends in neither .csv nor nothing; name a table or a folder.")
     check_folder("output", path)
+    check_writable("output", path)
     if (path / "report.json").exists() and not overwrite:
         raise OptionError(f"output={str(path)!r} holds a report; give another name, or replace it with --overwrite.")

@@ -154,7 +154,7 @@ class FolderMethods:
 
         def read() -> Self:
             config, vocab, weights = read_folder(dir_path)
-            cells = read_adata(dir_path, config) if adata is None else adata or None
+            cells = read_adata(dir_path, config) if adata is None else None if adata is False else adata
             return cls._of_folder(dir_path, config, vocab, weights, adata=cells, device=device)
 
         return read_settled(dir_path, read)

@@ -52,7 +52,7 @@ def load_named(path: str | os.PathLike[str], said: str, adata: AnnData | None = 
     from scforge.estimators.encoder import Encoder
     from scforge.estimators.sharing import load_found
 
-    return load_found(Encoder, _found(path, said, adapters=True), said, adata)
+    return load_found(Encoder, _found(path, said, adapters=True), said, False if adata is None else adata)
 
 
 def _found(path: str | os.PathLike[str], said: str, *, adapters: bool = False) -> FoundModel:

@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from scforge._checks import check_bool
 from scforge._io import atomic_write_text
@@ -244,7 +244,7 @@ def load_found(
     cls: Any,
     found: FoundModel,
     said: str,
-    adata: AnnData | None = None,
+    adata: AnnData | Literal[False] | None = None,
     *,
     base: Encoder | str | os.PathLike[str] | None = None,
     device: str | torch.device = "cpu",
@@ -275,7 +275,7 @@ def load_found(
         return model
     if base is None or isinstance(base, str | os.PathLike):
         base = _load_base(cls, found, said, base, device, access or {})
-    return cls.load_adapter(base, found.folder, adata)
+    return cls.load_adapter(base, found.folder, None if adata is False else adata)
 
 
 def _load_base(
@@ -313,7 +313,7 @@ def _load_base(
     below = find_model(base, said=where, revision=revision, **access)
     if kind_of_folder(below.folder) != "model":
         raise ModelFileError(f"{where} is not a {described_kind().partition(' or ')[0]}; name another one.")
-    return load_found(cls, below, where, device=device)
+    return load_found(cls, below, where, False, device=device)
 
 
 def place_of(name: str | os.PathLike[str]) -> str | None:

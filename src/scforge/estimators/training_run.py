@@ -191,6 +191,7 @@ def _take_over(model: Encoder, result: FitResult) -> None:
         model.module = model.spec.build_module().eval()
         model.module.load_state_dict(result.weights)
     model.module.to(result.device, torch.float32)  # "bf16-true" and the like leave it in half precision
+    model._stopped = result.stopped
     model._extend_history(result.history)
     model.n_epochs_ += result.n_epochs
     model.is_trained_ = model.is_trained_ or result.n_epochs > 0

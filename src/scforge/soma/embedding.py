@@ -17,7 +17,7 @@ import torch
 from tqdm.auto import tqdm
 
 from scforge._checks import check_bool, check_count
-from scforge._io import atomic_path, check_folder
+from scforge._io import atomic_path, check_folder, check_writable
 from scforge.errors import DataError, OptionError, listing
 from scforge.soma.byte_data import Chunks
 from scforge.soma.documents import Document, Files, check_names, read_documents
@@ -200,6 +200,7 @@ def _check_output(output: Path, overwrite: bool) -> None:
     check_folder("output", output.parent)
     if output.exists() and not overwrite:
         raise OptionError(f"output={str(output)!r} exists; pass overwrite=True (--overwrite) or choose another name.")
+    check_writable("output", output)
 
 
 @torch.inference_mode()
