@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("sphinx", reason="the documentation is built by the group docs")
-from scforge_docs.notebooks import cleaned, copy_notebooks, with_outputs  # noqa: E402
+from scforge_docs.notebooks import cleaned, copy_notebooks, with_outputs
 
 ROOT = Path(__file__).parents[2]
 

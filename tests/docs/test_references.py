@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("sphinx", reason="the documentation is built by the group docs")
-from scforge_docs import cli, config, docstrings, errors, messages, options  # noqa: E402
+from scforge_docs import cli, config, docstrings, errors, messages, options
 
 DOCS = Path(__file__).parents[2] / "docs"
 REGISTERED = [(part.kind, name) for part in options.PARTS for name, _ in options.registered(part.registry)]
