@@ -64,7 +64,9 @@ def test_from_a_base_model_to_labels_and_figures(folder: Path, capsys: pytest.Ca
     assert run("predict cells.h5ad -m OUT/final -o out.h5ad --quiet --majority-voting donor") == 0
     assert {"scforge_group", "scforge_confidence", "scforge_group_voted"} <= set(ad.read_h5ad("out.h5ad").obs)
     assert run("evaluate cells.h5ad -m OUT/final --no-baselines -o figures.csv") == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("scforge ")
+    *_, row, place = capsys.readouterr().out.splitlines()
+    assert row.startswith("scforge ")
+    assert place == "Written: figures.csv"
     assert list(pd.read_csv("figures.csv", index_col=0).index) == ["scforge"]
 
 

@@ -32,3 +32,19 @@ def test_import_loads_a_handful_of_modules():
     code = "import sys; before = set(sys.modules); import scforge; print(len(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 50
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("embed nope.h5ad -m model -o out.zarr", "the file 'nope.h5ad' does not exist"),
+        ("embed pbmc3k.zarr -m model -o out.csv", "output='out.csv' (-o) does not end in one of '.zarr', '.h5ad'"),
+        ("predict nope.h5ad -m model -o out.csv", "the file 'nope.h5ad' does not exist"),
+        ("evaluate nope.h5ad -m model", "the file 'nope.h5ad' does not exist"),
+    ],
+)
+def test_a_wrong_path_is_said_before_heavy_imports(command, message):
+    code = "import sys; from scforge.cli import main; print(main(sys.argv[1:]), *{'torch', 'scvi'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2"]
+    assert message in done.stderr

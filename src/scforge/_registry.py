@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoint, entry_points
 
 from scforge.errors import OptionError, ScforgeError, did_you_mean, listing
@@ -139,7 +139,9 @@ class Registry[T]:
         self._entries.setdefault(name, loaded)
 
 
-def check_options(kind: str, owner: str, options: Iterable[str], known: Sequence[str]) -> None:
+def check_options(
+    kind: str, owner: str, options: Iterable[str], known: Sequence[str], hints: Mapping[str, str] | None = None
+) -> None:
     """Raise unless all `options` are `known` ones of `owner`.
 
     Parameters
@@ -152,6 +154,8 @@ def check_options(kind: str, owner: str, options: Iterable[str], known: Sequence
         Names to check.
     known
         Names that there are.
+    hints
+        Name of an option that users of other packages try, and what to do instead.
 
     Raises
     ------
@@ -160,10 +164,10 @@ def check_options(kind: str, owner: str, options: Iterable[str], known: Sequence
     """
     for option in options:
         if option not in known:
-            raise OptionError(
-                f"{kind} {option!r} is not one of {owner!r}{did_you_mean(option, known) or ';'} "
-                f"(known: {listing(known, most=20)})"
-            )
+            wrong = f"{kind} {option!r} is not one of {owner!r}"
+            if hints and option in hints:
+                raise OptionError(f"{wrong}; {hints[option]}.")
+            raise OptionError(f"{wrong}{did_you_mean(option, known)} (known: {listing(known, most=20)})")
 
 
 def _package_of(point: EntryPoint) -> str:

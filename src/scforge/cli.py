@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from scforge.cli_foreign import add_convert_checkpoint
 from scforge.cli_sharing import add_pull, add_push
 from scforge.cli_soma import add_soma
-from scforge.cli_tasks import INTERRUPTED, add_evaluate, add_finetune, add_predict
+from scforge.cli_tasks import INTERRUPTED, add_evaluate, add_finetune, add_predict, check_places
 from scforge.errors import ConfigError, OptionError, ScforgeError, ScforgeWarning
 
 __all__ = ["main"]
@@ -125,6 +125,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 
 def _embed(arguments: argparse.Namespace) -> None:
+    check_places(arguments.source, arguments.output, [".zarr", ".h5ad"])
     from scforge.estimators import embed_to
 
     names = ("key", "batch_size", "rank", "world_size", "device", "overwrite")

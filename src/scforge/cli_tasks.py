@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from scforge.errors import OptionError
+from scforge.errors import MissingFileError, OptionError, listing
 
-__all__ = ["INTERRUPTED", "add_evaluate", "add_finetune", "add_predict"]
+__all__ = ["INTERRUPTED", "add_evaluate", "add_finetune", "add_predict", "check_places"]
 
 _OF_TASKS = ("trained_on", "base_model")
 _OF_EMBEDDINGS = (
@@ -41,6 +43,19 @@ _FLAGS = {
     "--output": "output.checkpoint_dir",
 }
 """Flags of ``scforge finetune`` to options of a YAML file."""
+
+
+def check_places(source: str, output: str | None, endings: Sequence[str]) -> None:
+    """Raise for a file that is not there, or an output of another kind, before seconds are spent on imports."""
+    path = Path(source)
+    is_name = "://" in source or any(sign in source for sign in "*?[")
+    if path.suffix == ".h5ad" and not is_name and not path.exists():
+        from scforge.data.h5ad import similar_file
+
+        raise MissingFileError(f"the file {source!r} does not exist{similar_file(path)}")
+    if output is not None and Path(output).suffix not in endings:
+        kinds = listing(ending for ending in endings if ending)
+        raise OptionError(f"output={output!r} (-o) does not end in one of {kinds}; give such a name.")
 
 
 class _MayStandAlone(argparse.Action):
@@ -95,6 +110,7 @@ def _given(arguments: argparse.Namespace) -> dict[str, tuple[str, Any]]:
 
 
 def _predict(arguments: argparse.Namespace) -> None:
+    check_places(arguments.source, arguments.output, [".csv", ".h5ad"])
     from scforge.estimators.predicting import predict_to
 
     options = {name: getattr(arguments, name) for name in ("threshold", "majority_voting", "soft", "key_added")}
@@ -120,9 +136,6 @@ def _options(overrides: list[str], given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from scforge.estimators.evaluating_files import evaluate_to
-    from scforge.eval.report import Report
-
     if (arguments.source is None) == (arguments.data is None):
         raise OptionError("name the cells once: as FILE, or with --data FILE.")
     names = (*("benchmarks", "batch_size", "device", "seed", "overwrite"), *_OF_TASKS, *_OF_EMBEDDINGS)
@@ -131,11 +144,15 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     if against and not arguments.baselines:
         raise OptionError("--against names baselines and --no-baselines asks for none; give one of them.")
     source = arguments.data if arguments.source is None else arguments.source
-    found = evaluate_to(arguments.model, source, arguments.output, baselines=against or arguments.baselines, **options)
-    if not isinstance(found, Report):
-        print(found.round(4).to_string())
-        return
-    print(found.to_markdown())
+    check_places(source, None, [])
+    from scforge.estimators.evaluating_files import evaluate_to
+    from scforge.eval.report import Report
+
+    options |= {"baselines": against or arguments.baselines, "progress_bar": not arguments.quiet}
+    found = evaluate_to(arguments.model, source, arguments.output, **options)
+    print(found if isinstance(found, Report) else found.round(4).to_string())
+    if arguments.output is not None:
+        print(f"Written: {arguments.output}")
 
 
 def _add_overrides(command: argparse.ArgumentParser, words: str) -> None:
@@ -218,7 +235,12 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
         help="score the embedding by these (default: a fine-tuned model by its task, others by cell_type_probe, scib "
         "and geometry)",
     )
-    command.add_argument("--against", nargs="+", metavar="NAME", help="baselines of embeddings, e.g. pca harmony scvi")
+    command.add_argument(
+        "--against",
+        nargs="+",
+        metavar="NAME",
+        help="baselines of embeddings, e.g. pca harmony (default: all; scvi takes minutes)",
+    )
     command.add_argument("--obsm-keys", nargs="+", default=(), metavar="KEY", help="embeddings in FILE, each a row")
     command.add_argument("--labels-key", metavar="COLUMN", help="column of obs with the cell types")
     command.add_argument("--batch-key", metavar="COLUMN", help="column of obs with the batches")
@@ -241,4 +263,5 @@ def add_evaluate(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if any)")
     command.add_argument("--seed", type=int, default=0, metavar="N", help="seed of baselines (%(default)s)")
     command.add_argument("--overwrite", action="store_true", help="replace the output")
+    command.add_argument("--quiet", action="store_true", help="no lines on how far it is")
     command.set_defaults(run=_evaluate)

@@ -7,7 +7,9 @@ on stderr and exits with code 2; from Python it is an exception that also is the
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
 
 __all__ = [
     "ConfigError",
@@ -24,7 +26,10 @@ __all__ = [
     "did_you_mean",
     "first_line",
     "listing",
+    "warn",
 ]
+
+_PACKAGE = str(Path(__file__).parent)
 
 
 class ScforgeError(Exception):
@@ -334,6 +339,27 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
     candidates = {str(k).lower(): str(k) for k in known}
     near = difflib.get_close_matches(str(name).lower(), list(candidates), n=1, cutoff=0.6)
     return f"; did you mean {candidates[near[0]]!r}?" if near else ""
+
+
+def warn(message: str, category: type[Warning] | None = None) -> None:
+    """Warn of what a user did, with the line of the user's code that led to it.
+
+    Parameters
+    ----------
+    message
+        One sentence.
+    category
+        :class:`ScforgeWarning` if None.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warn("The model is not trained.", NotTrainedWarning)
+    >>> str(caught[0].message)
+    'The model is not trained.'
+    """
+    warnings.warn(message, category or ScforgeWarning, skip_file_prefixes=(_PACKAGE,))
 
 
 def first_line(error: Exception) -> str:

@@ -41,6 +41,21 @@ def changed(adata: ad.AnnData, **parts: object) -> ad.AnnData:
     return adata
 
 
+SETUP = [
+    ("label_key", "is not one of 'setup_anndata'; did you mean 'labels_key'? (known: 'layer', 'gene_key', "),
+    ("batchkey", "did you mean 'batch_key'?"),
+    ("categorical_covariate_keys", "'setup_anndata'; scforge has no covariates, use batch_key."),
+    ("continuous_covariate_keys", "'setup_anndata'; scforge has no covariates, use batch_key."),
+    ("size_factor_key", "'setup_anndata'; the size of a cell is the sum of its counts, leave it out."),
+]
+
+
+@pytest.mark.parametrize("front", [Encoder, ScDiVa])
+@pytest.mark.parametrize(("name", "part"), SETUP, ids=[name for name, _ in SETUP])
+def test_arguments_of_a_set_up(tiny_adata: ad.AnnData, front, name: str, part: str) -> None:
+    fails(lambda: front.setup_anndata(tiny_adata, **{name: "group"}), OptionError, f"argument {name!r}", part)
+
+
 COUNTS = [
     ("negative", lambda x: -x, "holds negative values (smallest: -"),
     ("missing", lambda x: x + np.where(np.arange(80) == 3, np.nan, 0), "holds 60 missing or infinite values"),
@@ -318,7 +333,15 @@ TRAINING = [
     ({"accelerator": "gpuu"}, "an option of training cannot be used: You selected an invalid accelerator name"),
     ({"precision": "bf17"}, "an option of training cannot be used: Precision 'bf17' is invalid"),
     ({"epochs": 3}, "training option 'epochs' is not one of 'train'; did you mean 'max_epochs'?"),
-    ({"logger": False, "enable_checkpointing": True}, "an option of training cannot be used: "),
+    ({"enable_checkpointing": True}, "'enable_checkpointing' is not one of 'train'; pass checkpoint_dir=FOLDER"),
+    ({"plan_kwargs": {}}, "'plan_kwargs' is not one of 'train'; pass its options, e.g. lr=1e-3, to train itself."),
+    ({"learning_rate": 1e-3}, "'learning_rate' is not one of 'train'; did you mean 'lr'?"),
+    ({"use_gpu": True}, "'use_gpu' is not one of 'train'; pass accelerator='gpu' or accelerator='cpu'."),
+    ({"seed": 1}, "'seed' is not one of 'train'; it is that of the model, Encoder(adata, seed=...)."),
+    ({"shuffle": True}, "'shuffle' is not one of 'train'; cells come in a new order in each epoch"),
+    ({"datasplitter_kwargs": {}}, "'datasplitter_kwargs' is not one of 'train'; pass validation_size"),
+    ({"gradient_clip_val": -1}, "gradient_clip_val=-1 is not zero or a positive number; 0 does not clip."),
+    ({"early_stopping": "validation_loss"}, "early_stopping='validation_loss' is neither True nor False."),
 ]
 
 

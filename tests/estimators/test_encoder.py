@@ -12,11 +12,12 @@ from scipy import sparse
 
 from scforge.data import GeneVocab
 from scforge.errors import NotTrainedWarning, OptionError, TrainingError
-from scforge.estimators import Encoder
+from scforge.estimators import Encoder, ScDiVa
 from scforge.models import list_models
 from scforge.models.registry import MODELS
 from scforge.tokenizers import ContinuousProjectionTokenizer, list_tokenizers, register_tokenizer
 from scforge.tokenizers.registry import TOKENIZERS
+from scforge.training.loggers import TableLogger
 from scforge.training.objectives import list_objectives
 
 
@@ -402,3 +403,54 @@ def test_a_custom_tokenizer(trained, tiny_adata: ad.AnnData, tmp_path) -> None:
         assert np.abs(other.get_latent_representation(key_added=None) - embedding).max() > 1e-3
     finally:
         TOKENIZERS._entries.pop("every_second_gene")
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("trainer", "Encoder has no trainer; the scores of a training are in model.history"),
+        ("prepare_query_anndata", "genes are matched by name, call load_query_data"),
+        ("get_normalized_expression", "make a scforge.models.ScDiVa"),
+        ("differential_abundance", "compute it with another package"),
+        ("posterior_predictive_sample", "which scvi.criticism needs"),
+    ],
+)
+def test_what_only_scvi_tools_has_says_what_to_do(model: Encoder, name: str, instead: str) -> None:
+    assert name not in dir(model)
+    assert name not in dir(Encoder)
+    for owner in (model, Encoder):
+        with pytest.raises(AttributeError, match=instead):
+            getattr(owner, name)
+    assert "get_normalized_expression" in dir(ScDiVa)
+    assert "train" in dir(Encoder)
+
+
+def test_some_cells_are_embedded_and_nothing_is_written(model: Encoder) -> None:
+    model.adata.obsm.clear()
+    whole = model.get_latent_representation(key_added=None)
+    some = model.get_latent_representation(indices=[3, 0])
+    np.testing.assert_allclose(some, whole[[3, 0]], atol=1e-6)
+    of_mask = model.get_latent_representation(indices=np.arange(len(whole)) < 2)
+    np.testing.assert_allclose(of_mask, whole[:2], atol=1e-6)
+    assert "X_scforge" not in model.adata.obsm
+    with pytest.raises(OptionError, match="indices are no positions of the 60 cells"):
+        model.get_latent_representation(indices=[10_000])
+
+
+def test_a_model_in_a_notebook(model: Encoder) -> None:
+    shown = model._repr_html_()
+    assert shown.startswith("<b>Encoder(gene_pooling, ")
+    assert ">labels_key=&#x27;group&#x27;<" in shown
+
+
+def test_what_autotune_of_scvi_tools_asks_for(build, quick: dict) -> None:
+    seen = []
+
+    class Reports(Callback):
+        def on_validation_end(self, trainer, pl_module) -> None:
+            seen.append(float(trainer.callback_metrics["validation_loss"]))
+
+    options = {"accelerator": "auto", "devices": "auto", "check_val_every_n_epoch": 1, "enable_progress_bar": False}
+    del quick["accelerator"], quick["progress_bar"]
+    build().train(**quick, **options, logger=TableLogger("logs"), callbacks=[Reports()])
+    assert len(seen) == 2

@@ -489,3 +489,23 @@ def test_two_processes_end_with_the_same_weights(base: Encoder, cells: ad.AnnDat
     one, other = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in (0, 1))
     assert all(value.equal(other[name]) for name, value in one.items())
     assert any("lora_B" in name and value.any() for name, value in one.items())
+
+
+@pytest.mark.filterwarnings("ignore::scforge.errors.ScforgeWarning")
+def test_an_evaluation_of_a_file_has_the_baselines_of_an_adata(
+    annotator: Encoder, many_adata: ad.AnnData, tmp_path: Path
+) -> None:
+    query = many_adata[200:, ::2].copy()
+    query.write_h5ad(tmp_path / "query.h5ad")
+    of_adata = annotator.evaluate(query)
+    assert len(of_adata) > 3
+    pd.testing.assert_frame_equal(annotator.evaluate(str(tmp_path / "query.h5ad")), of_adata)
+    # Cells that were opened over some genes: the baselines learn from the same ones.
+    assert list(annotator.evaluate(annotator.cells(query)).index) == list(of_adata.index)
+
+
+def test_a_warning_points_at_the_line_of_the_user(base: Encoder, cells: ad.AnnData) -> None:
+    untrained = Encoder(cells, "transformer_encoder", **SMALL)
+    with pytest.warns(NotTrainedWarning, match="fine-tuning begins with random weights") as caught:
+        untrained.finetune("annotation", labels_key="group", **QUICK)
+    assert {Path(one.filename).name for one in caught} == {Path(__file__).name}

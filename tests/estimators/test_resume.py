@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -109,11 +110,14 @@ def broken(tiny_adata, tmp_path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_finished_training_is_not_trained_again(tiny_adata, tmp_path):
+def test_a_finished_training_is_not_trained_again(tiny_adata, tmp_path, caplog):
+    caplog.set_level("INFO", logger="scforge")
     whole, again = make(tiny_adata), make(tiny_adata)
     train(whole, tmp_path)
     before = rows(tmp_path)
     train(again, tmp_path, resume="auto", crash=0)
+    assert re.search(r"The training in \S+ is already complete: 3 epochs, 9 steps\.", caplog.text)
+    assert "Resuming" not in caplog.text
     assert same_weights(whole, again)
     assert again.n_epochs_ == whole.n_epochs_
     assert rows(tmp_path) == before

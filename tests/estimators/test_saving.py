@@ -389,3 +389,15 @@ def test_another_kind_of_ids_names_the_column_that_fits(folder: Path, tiny_adata
 def test_an_adata_that_is_none(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="adata is of type 'str'; read it with anndata.read_h5ad first"):
         Encoder.load(folder, "cells.h5ad")
+
+
+def test_words_of_scvi_tools_for_a_folder(model: Encoder, folder: Path) -> None:
+    with pytest.raises(OptionError, match=r"prefix='run1_', but a folder holds one model; pass dir_path='\S+/run1'"):
+        model.save(folder.parent, prefix="run1_")
+    with pytest.raises(OptionError, match=r"prefix='run1_'"):
+        Encoder.load(folder, prefix="run1_")
+    assert Encoder.load(folder, accelerator="cpu").device.type == "cpu"
+    with pytest.raises(OptionError, match=r"accelerator='tpu' is not known \(known: 'auto', 'cpu'"):
+        Encoder.load(folder, accelerator="tpu")
+    registry = Encoder.load_registry(folder)
+    assert (registry["model_name"], registry["setup_args"]["labels_key"]) == ("Encoder", "group")

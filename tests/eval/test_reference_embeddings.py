@@ -90,8 +90,8 @@ def test_scvi_warms_up_and_keeps_its_best_epoch(shifted, monkeypatch) -> None:
 
     best, seen = room._best_epoch, []
 
-    def spied(warm_up: int):
-        made = best(warm_up)
+    def spied(warm_up: int, **options):
+        made = best(warm_up, **options)
         ended = made.on_validation_end
 
         def on_validation_end(trainer, plan) -> None:

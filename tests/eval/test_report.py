@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 from scforge.errors import DataError, OptionError
 from scforge.eval import Benchmark, LabelPrediction, Report, compare, evaluate
 from scforge.eval.report import Measured, Row
-from scforge.eval.statistics import Comparison
+from scforge.eval.statistics import Comparison, compare_paired
 
 
 @pytest.fixture
@@ -267,3 +269,79 @@ def test_what_is_not_a_number_is_nothing_in_json(tmp_path: Path) -> None:
     compared(math.nan).write(tmp_path)
     content = json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
     assert content["rows"][0]["comparisons"]["f1"]["p_value"] is None
+
+
+def test_what_a_terminal_shows_fits_it() -> None:
+    many = compared(0.01)
+    scores = {f"a_further_score_{i}": i / 10 for i in range(12)}
+    many.rows = [replace(row, scores=row.scores | scores | {"empty": math.nan}) for row in many.rows]
+    many.measured = {}
+    text = repr(many)
+    assert text == str(many)
+    assert max(map(len, text.splitlines())) <= 100
+    assert " ".join(many.verdicts()[0].split()) in " ".join(text.split())
+    assert re.search(r"mine +model +0\.900 +0\.850 to 0\.950", text)
+    assert "empty" not in text
+    assert re.search(r"\d+ more columns: to_frame\(\), to_markdown\(\), or write\(folder\)\.$", text)
+
+
+def test_what_a_notebook_shows() -> None:
+    made = compared(0.01)
+    made.facts["data"] = "<b>60 cells</b>"
+    shown = made._repr_html_()
+    assert made.verdicts()[0] in shown
+    assert "<td class=best>0.900</td>" in shown
+    assert "&lt;b&gt;60 cells&lt;/b&gt;" in shown
+    assert "<html" not in shown
+    assert made._repr_markdown_() == made.to_markdown()
+
+
+def test_what_is_shown_of_an_unfinished_report_is_no_error() -> None:
+    alone = Report("Title", rows=report().rows[:1])
+    assert "has a model but no baseline" in repr(alone)
+    assert (alone._repr_html_(), alone._repr_markdown_(), Report("Empty")._repr_html_()) == (None, None, None)
+    assert repr(Report("Empty")) == "Empty"
+
+
+def test_the_interval_of_a_sentence_never_contradicts_its_p_value() -> None:
+    rng = np.random.default_rng(0)
+    seen = set()
+    for _ in range(60):
+        common = rng.normal(size=30)
+        drawn = [
+            compare_paired("PCA", 0.8 + gain, 0.8, common + rng.normal(0, 0.05, 30) + gain, common, n_units=8)
+            for gain in rng.normal(0, 0.12, 4)
+        ]
+        baselines = [Row(name, "baseline", {"f1": 0.8}) for name in ("PCA", "scVI", "Harmony")]
+        rows = [
+            Row(f"m{i}", "model", {"f1": 0.8 + one.difference}, comparisons={"f1": one}) for i, one in enumerate(drawn)
+        ]
+        for sentence in Report("Title", rows=rows + baselines).verdicts():
+            low, high, p = map(float, re.search(r"interval (\S+) to (\S+), p = ([\d.e-]+)\)", sentence).groups())
+            if abs(p - 0.05) > 0.001 and min(abs(low), abs(high)) > 0.001:
+                assert (low > 0 or high < 0) == (p < 0.05), sentence
+                assert (p < 0.05) == ("not better" not in sentence)
+                seen.add(p < 0.05)
+    assert seen == {True, False}
+
+
+def test_a_picture_only_where_one_method_can_be_better() -> None:
+    made = compared(0.01)
+    made.measured = {"": Measured(("f1",), "f1", ranks=False)}
+    assert "data:image" not in made.to_html()
+    made.rows[1].scores["f1"] = 1234.5
+    assert "| 1,234 |" in made.to_markdown()
+
+
+def test_each_step_is_shown_while_it_runs(embedded: ad.AnnData, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"baselines": ["pca", "random"], "intervals": False}
+    with caplog.at_level(logging.INFO, logger="scforge"):
+        evaluate(embedded, LabelPrediction("group"), ["X_good"], progress_bar=False, **options)
+        assert not caplog.messages
+        evaluate(embedded, LabelPrediction("group"), ["X_good"], **options)
+    pca, random, begins, *scores = caplog.messages
+    assert re.fullmatch(r"baseline 'pca': \d+\.\d s", pca)
+    assert random.startswith("baseline 'random': ")
+    assert begins == "label_prediction: scoring 3 methods ..."
+    assert re.fullmatch(r"label_prediction: X_good, knn_macro_f1 1\.000 \(after \d+\.\d s\)", scores[0])
+    assert len(scores) == 3

@@ -111,7 +111,7 @@ def test_choices_that_are_missing() -> None:
         metrics(table().drop(columns="value"))
     with pytest.raises(DataError, match="report has no rows"):
         metrics(table()[:0])
-    with pytest.raises(DataError, match="report is a list; pass a report or a table"):
+    with pytest.raises(DataError, match="report is of type 'list'; pass a report or a table"):
         metrics([1])
 
 

@@ -268,6 +268,35 @@ def test_a_line_an_epoch_in_a_log_file(setup, capsys, caplog):
     assert last.startswith("Epoch 2/2: ")
 
 
+def test_a_line_an_epoch_where_nobody_set_up_logging(setup, capsys, monkeypatch):
+    monkeypatch.setattr("scforge._progress.logger.hasHandlers", lambda: False)
+    setup.fit(max_epochs=2, progress_bar=True)
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == ["Epoch 1/2", "Epoch 2/2"]
+    monkeypatch.setattr("scforge._progress.logger.level", 30)
+    setup.fit(max_epochs=2, progress_bar=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_further_devices_after_a_training_on_one(setup):
+    setup.fit(max_epochs=1)
+    with pytest.raises(OptionError, match=r"devices=2, but this script has trained on one device before: .* torchrun"):
+        setup.fit(max_epochs=1, devices=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"callbacks": [object()]}, "callbacks has one of type 'object'; give callbacks of"),
+        ({"logger": "wandb"}, r"logger='wandb' is a name; pass logger=scforge.training.make_loggers\(\['wandb'\], "),
+        ({"logger": [3]}, "logger is of type 'int'; pass a Lightning logger"),
+        ({"early_stopping": 5}, "early_stopping=5 is neither True nor False."),
+    ],
+)
+def test_what_is_no_callback_logger_or_choice(setup, options, words):
+    with pytest.raises(OptionError, match=words):
+        setup.fit(max_epochs=1, **options)
+
+
 def test_quiet_without_a_bar(setup, capfd, recwarn):
     setup.fit(max_epochs=1)
     out, err = capfd.readouterr()

@@ -109,8 +109,8 @@ def _raised(node: ast.AST, module: str, assigned: dict[str, list[ast.expr]]) -> 
     if not isinstance(node, ast.Call) or not node.args:
         return
     name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
-    if name == "warn" and len(node.args) > 1:
-        kind = node.args[1]
+    if name == "warn":
+        kind = node.args[1] if len(node.args) > 1 else ast.Name("ScforgeWarning")
         name = kind.id if isinstance(kind, ast.Name) else ""
     texts = _texts(node.args[0], assigned)
     if name == "ValueError" and module.startswith("config."):

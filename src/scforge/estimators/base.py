@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import html
+import inspect
 import os
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,15 +16,17 @@ from scvi import REGISTRY_KEYS
 from scvi.data import AnnDataManager
 from scvi.data._constants import _MANAGER_UUID_KEY, _SCVI_UUID_KEY
 from scvi.model.base import BaseModelClass
+from scvi.model.base._base_model import BaseModelMetaClass
 
 from scforge._checks import check_count
 from scforge._constants import AUTO_KEY, OBSM_KEY, QUERY_KEY, UNS_KEY
+from scforge._registry import check_options
 from scforge.data.cells import Cells
 from scforge.data.checks import check_adata, check_obs_column, warn_if_transposed
 from scforge.data.sources import open_cells
 from scforge.data.stream_remote import is_collection
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, NotTrainedWarning, OptionError
+from scforge.errors import DataError, NotTrainedWarning, OptionError, warn
 from scforge.estimators.card import described, provenance
 from scforge.estimators.fields import GeneField, ObsField, check_places
 from scforge.estimators.folder_methods import FolderMethods
@@ -40,12 +43,55 @@ from scforge.training.predict import embed
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["FROM_DATA", "CellModel"]
+__all__ = ["FROM_DATA", "CellModel", "positions"]
 
 FROM_DATA = "from_data"
 
+_OF_SCVI = {
+    **dict.fromkeys(
+        ("categorical_covariate_keys", "continuous_covariate_keys"), "scforge has no covariates, use batch_key"
+    ),
+    "size_factor_key": "the size of a cell is the sum of its counts, leave it out",
+    "unlabeled_category": "cells without a label have NaN in the column of labels_key, leave it out",
+}
+"""Arguments of scvi-tools' ``setup_anndata``, and what to do here."""
 
-class CellModel(FolderMethods, MuDataModel, BaseModelClass):
+
+def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
+    """Return positions of cells, int64, of positions or of a bool for each of `n_cells`, or raise OptionError."""
+    found = np.asarray(indices)
+    wrong = found.ndim != 1 or found.dtype.kind not in "biu"
+    if found.dtype == bool and not wrong:
+        wrong, found = len(found) != n_cells, np.flatnonzero(found)
+    if wrong or not len(found) or found.min() < 0 or found.max() >= n_cells:
+        raise OptionError(f"indices are no positions of the {n_cells} cells; give whole numbers from 0, or a mask.")
+    return found.astype(np.int64)
+
+
+class _Absent:
+    """A name of scvi-tools that a front class does not have: asking for it says what to do."""
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, model: object, owner: type) -> Any:
+        raise AttributeError(f"{owner.__name__} has no {self._name}; {self._instead}.")
+
+
+class _Front(BaseModelMetaClass):
+    """Lists what a front class has, without what only scvi-tools has."""
+
+    def __dir__(cls) -> list[str]:
+        return [name for name in super().__dir__() if not cls._lacks(name)]
+
+    def _lacks(cls, name: str) -> bool:
+        return isinstance(inspect.getattr_static(cls, name, None), _Absent)
+
+
+class CellModel(FolderMethods, MuDataModel, BaseModelClass, metaclass=_Front):
     """Base of the front classes, on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
 
     A subclass makes ``_spec``, ``_tokenizer`` and ``module`` in its constructor, which takes what :meth:`load` hands
@@ -59,6 +105,14 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
     is_trained_: bool
     _data: CellDataModule | None = None
     _seen: SeenCells | None = None
+    trainer = _Absent("the scores of a training are in model.history, and callbacks=[...] see Lightning's Trainer")
+    prepare_query_anndata = _Absent("genes are matched by name, call load_query_data(query, reference) right away")
+    get_normalized_expression = _Absent("make a scforge.models.ScDiVa, which decodes expression")
+    differential_abundance = _Absent("embed with scforge, and compute it with another package")
+    posterior_predictive_sample = _Absent("no model here has a likelihood of counts, which scvi.criticism needs")
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not type(self)._lacks(name)]
 
     def __init__(
         self,
@@ -123,6 +177,9 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
         scforge.errors.DataError: labels_key='celltype' ...
         """
         setup_method_args = cls._get_setup_method_args(**locals())
+        if kwargs.get("source_registry") is None:
+            known = [*inspect.signature(CellModel.setup_anndata).parameters][1:-1]
+            check_options("argument", "setup_anndata", kwargs.keys() - {"source_registry"}, known, _OF_SCVI)
         check_adata(adata)
         if adata.is_view:
             raise DataError("adata is a view of another AnnData; copy it first with adata = adata.copy().")
@@ -150,6 +207,7 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
         *,
         key_added: str | None = AUTO_KEY,
         batch_size: int = 256,
+        indices: Sequence[int] | np.ndarray | None = None,
     ) -> np.ndarray:
         """Embed cells, and write the embedding into ``adata.obsm``.
 
@@ -166,6 +224,8 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
             changed its encoder. None writes nothing.
         batch_size
             Cells a batch.
+        indices
+            Positions of the cells to embed, or a bool for each cell; then nothing is written. None embeds all.
 
         Returns
         -------
@@ -195,14 +255,15 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
         source = self._source(adata)
         check_filled(self.module)
         if not self.is_trained_:
-            warnings.warn("The model is not trained; its embedding is random.", NotTrainedWarning, stacklevel=2)
+            warn("The model is not trained; its embedding is random.", NotTrainedWarning)
         check_count("batch_size", batch_size, "cells")
         if key_added is not None and not (isinstance(key_added, str) and key_added):
             raise OptionError(f"key_added={key_added!r} is not a name; give text, or None to write nothing.")
         cells = self._open(source)
         objective = self._spec.build_objective()
-        embedding = embed(self.module, cells, self._tokenizer, objective=objective, batch_size=batch_size)
-        if key_added is not None and isinstance(source, AnnData):
+        rows = None if indices is None else positions(indices, len(cells))
+        embedding = embed(self.module, cells, self._tokenizer, objective=objective, batch_size=batch_size, rows=rows)
+        if key_added is not None and rows is None and isinstance(source, AnnData):
             self._keep(source, key_added, embedding, cells)
         return embedding
 
@@ -251,6 +312,26 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
         return self._tokenizer
 
     def __repr__(self) -> str:
+        heading, facts = self._described()
+        return "\n".join([heading, *(f"    {name}: {text}" for name, text in facts.items())])
+
+    def _repr_html_(self) -> str:
+        """Return what the model is, for a notebook."""
+        heading, facts = self._described()
+        facts["set up with"] = ", ".join(
+            f"{name}={self._setup[name]!r}"
+            for name in ("layer", "gene_key", "batch_key", "labels_key")
+            if self._setup.get(name)
+        )
+        left = "style='text-align: left; vertical-align: top'"
+        lines = (
+            f"<tr><th {left}>{html.escape(name)}</th><td {left}>{html.escape(text)}</td></tr>"
+            for name, text in facts.items()
+            if text
+        )
+        return f"<b>{html.escape(heading)}</b><table>{''.join(lines)}</table>"
+
+    def _described(self) -> tuple[str, dict[str, str]]:
         data = self.adata if self._data is None else self._data.cells
         n_epochs = self.n_epochs_ if self.is_trained_ else None
         cells = "without adata" if data is None else f"{len(data)} cells"
@@ -310,20 +391,21 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass):
         """
         return self._open(self._source(adata))
 
-    def _open(self, source: AnnData | Cells | str | os.PathLike[str]) -> Cells:
-        vocab = self._spec.vocab
+    def _open(self, source: AnnData | Cells | str | os.PathLike[str], **options: Any) -> Cells:
+        """Open cells over the genes of the model; `options` of :func:`open_cells` may name another vocabulary."""
+        options = {"vocab": self._spec.vocab, **options}
         if isinstance(source, str | os.PathLike):
             # In a store counts and names are where they belong.
             setup = {} if is_collection(os.fspath(source)) else self._setup
-            return open_cells(source, vocab, layer=setup.get("layer"), gene_key=setup.get("gene_key"))
+            return open_cells(source, layer=setup.get("layer"), gene_key=setup.get("gene_key"), **options)
         if not isinstance(source, AnnData) and hasattr(source, "with_vocab"):
-            return source.with_vocab(vocab)
+            return source.with_vocab(**options)
         check_adata(source)
         own = self._setup_of(source)
         setup = own or self._setup
         if not own:
             check_places(source, setup, type(self).__name__)
-        return open_cells(source, vocab, layer=setup["layer"], gene_key=setup["gene_key"])
+        return open_cells(source, layer=setup["layer"], gene_key=setup["gene_key"], **options)
 
     @classmethod
     def _setup_of(cls, adata: AnnData) -> dict[str, Any] | None:

@@ -242,28 +242,27 @@ def provenance(spec: ModelSpec, *, n_epochs: int, is_trained: bool) -> dict[str,
 
 def described(
     name: str, spec: ModelSpec, module: nn.Module, *, n_epochs: int | None, cells: str, checkpoint: str | None = None
-) -> str:
-    """Return what a model of the class `name` shows of itself; `n_epochs` is None where it is not trained.
+) -> tuple[str, dict[str, str]]:
+    """Return what a model of the class `name` shows of itself: a heading, and facts by name.
 
-    `checkpoint` is the published one that its first weights are from.
+    `n_epochs` is None where it is not trained. `checkpoint` is the published one that its first weights are from.
     """
     trained = "not trained" if n_epochs is None else f"trained for {_epochs(n_epochs)}"
     if checkpoint is not None:
         trained = f"weights of {checkpoint.replace('`', '')}" + (f", {trained}" if n_epochs else "")
     n_all, n_trained = count_parameters(module, trainable_only=False), count_parameters(module)
     frozen = "" if n_all == n_trained else f", {n_trained:,} of them trained"
-    lines = [
-        f"{name}({spec.architecture}, {n_all:,} parameters{frozen}, {trained})",
-        f"    data: {cells}, {spec.vocab}",
-        f"    tokenizer: {spec.tokenizer} ({_shown(spec.tokenizer_options)})",
-        f"    objective: {spec.objective} ({_shown(spec.objective_options)})",
-        f"    options: {_shown(spec.model_options)}",
-    ]
+    facts = {
+        "data": f"{cells}, {spec.vocab}",
+        "tokenizer": f"{spec.tokenizer} ({_shown(spec.tokenizer_options)})",
+        "objective": f"{spec.objective} ({_shown(spec.objective_options)})",
+        "options": _shown(spec.model_options),
+    }
     if spec.tuning is not None:
-        lines.append(f"    task: {spec.tuning.task} ({_shown(spec.tuning.task_options)})")
+        facts["task"] = f"{spec.tuning.task} ({_shown(spec.tuning.task_options)})"
         if spec.tuning.lora is not None:
-            lines.append(f"    lora: {_shown(spec.tuning.lora)}")
-    return "\n".join(lines)
+            facts["lora"] = _shown(spec.tuning.lora)
+    return f"{name}({spec.architecture}, {n_all:,} parameters{frozen}, {trained})", facts
 
 
 def _shown(options: Mapping[str, Any], form: str = "{!r}") -> str:

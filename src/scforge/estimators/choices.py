@@ -6,7 +6,6 @@ Shapes: N cells of a source, G genes of the vocabulary.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations as combinations_of
 from typing import TYPE_CHECKING, Any
@@ -20,15 +19,7 @@ from scforge._constants import UNS_KEY
 from scforge.data.cells import Cells, CellSource
 from scforge.data.mapping import GeneMap, gene_names
 from scforge.data.vocab import GeneVocab
-from scforge.errors import (
-    DataError,
-    GeneMismatchError,
-    NotTrainedWarning,
-    OptionError,
-    ScforgeWarning,
-    did_you_mean,
-    listing,
-)
+from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
 from scforge.finetuning.labels import text_of
 from scforge.models.components.gene_vectors import check_filled
 
@@ -96,11 +87,9 @@ def widely_expressed(vocab: GeneVocab, cells: CellSource) -> np.ndarray:
         raise DataError(f"no gene of the model is expressed in {least} of {len(cells)} cells; name genes.")
     chosen = np.sort(found[np.argsort(-n_cells[found], kind="stable")[:_MOST_GENES]])
     if len(chosen) < len(found):
-        warnings.warn(
+        warn(
             f"genes=None takes the {len(chosen)} most widely expressed of {len(found)} expressed genes; name genes for "
-            "others.",
-            ScforgeWarning,
-            stacklevel=4,
+            "others."
         )
     return chosen.astype(np.int32)
 
@@ -184,7 +173,7 @@ def ready(model: CellModel, adata: Source | None, what: str, *, needs_cells: boo
     source = model._source(adata) if needs_cells else None
     check_filled(model.module)
     if not model.is_trained_:
-        warnings.warn(f"The model is not trained; {what} random.", NotTrainedWarning, stacklevel=3)
+        warn(f"The model is not trained; {what} random.", NotTrainedWarning)
     return source
 
 

@@ -51,6 +51,21 @@ _OF_DATA_AND_PLAN = (
 )
 """Arguments of ``train`` that are used up when batches and the plan are made."""
 
+_OF_OTHERS = {
+    "plan_kwargs": "pass its options, e.g. lr=1e-3, to train itself",
+    "use_gpu": "pass accelerator='gpu' or accelerator='cpu'",
+    "learning_rate": "did you mean 'lr'?",
+    "train_size": "pass validation_size=1 - train_size",
+    "seed": "it is that of the model, Encoder(adata, seed=...)",
+    "datasplitter_kwargs": "pass validation_size, or datamodule=CellDataModule(...)",
+    "shuffle": "cells come in a new order in each epoch, leave it out",
+    "shuffle_set_split": "cells are held out at random, by the seed of the model; leave it out",
+    "enable_checkpointing": "pass checkpoint_dir=FOLDER to save states and the best epochs",
+    "use_distributed_sampler": "each process reads cells of its own anyway, leave it out",
+    "num_sanity_val_steps": "there are none, leave it out",
+}
+"""Arguments that users of scvi-tools, and of Lightning, try, and what to do here."""
+
 
 class Encoder(
     TaskMethods, ReferenceMethods, InterpretationMethods, GenerationMethods, SharingMethods, ForeignMethods, CellModel
@@ -282,9 +297,11 @@ class Encoder(
         (1, 1)
         """
         given = {name: value for name, value in locals().items() if name not in ("self", "trainer_options")}
-        unknown = set(trainer_options) - set(inspect.signature(lightning.Trainer).parameters)
+        if "enable_progress_bar" in trainer_options:  # as scvi-tools and its autotune call it
+            given["progress_bar"] = trainer_options.pop("enable_progress_bar")
+        unknown = set(trainer_options) - (set(inspect.signature(lightning.Trainer).parameters) - set(_OF_OTHERS))
         own = [name for name in inspect.signature(Encoder.train).parameters if name not in ("self", "trainer_options")]
-        check_options("training option", "train", sorted(unknown), own)
+        check_options("training option", "train", sorted(unknown), own, _OF_OTHERS)
         check_filled(self.module)
         objective = self._spec.build_objective()
         if isinstance(batch_size, str) and batch_size != "auto":

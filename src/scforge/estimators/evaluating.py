@@ -5,14 +5,14 @@ Shapes: N cells, D dimensions.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from scforge._checks import check_bool
-from scforge.errors import DataError, OptionError, ScforgeWarning, listing
+from scforge._progress import announce
+from scforge.errors import DataError, OptionError, listing, warn
 from scforge.estimators.base import CellModel
 from scforge.eval.base import check_column
 from scforge.eval.geometry import is_collapsed
@@ -57,6 +57,7 @@ def evaluate_embeddings(
     batch_size: int = 256,
     title: str | None = None,
     key_added: str | None = "metrics",
+    progress_bar: bool = True,
 ) -> Report:
     """Embed cells with models and score the embeddings beside baselines.
 
@@ -88,6 +89,8 @@ def evaluate_embeddings(
         Heading of the report.
     key_added
         Key in ``adata.uns["scforge"]`` for the figures; None writes nothing, no embedding either.
+    progress_bar
+        Show a line for each model, baseline and score, with its time.
 
     Returns
     -------
@@ -114,9 +117,11 @@ def evaluate_embeddings(
     ['baseline', 'model', 'untrained']
     """
     check_bool("untrained", untrained)
+    check_bool("progress_bar", progress_bar)
     if baselines is False or (isinstance(baselines, Sequence) and not len(baselines)):
         raise OptionError(
-            "baselines=False leaves embeddings with nothing to compare with; name at least one, e.g. baselines=['pca']."
+            "baselines=False leaves embeddings with nothing to compare with; name at least one, e.g. baselines=['pca'] "
+            "(--against pca)."
         )
     trained = _lists(models)
     every = each_model(models)
@@ -138,6 +143,8 @@ def evaluate_embeddings(
     kinds: dict[str, Kind] = {}
     try:
         for name, model in every.items():
+            if progress_bar:
+                announce(f"{name}: embedding {adata.n_obs:,} cells ...")
             adata.obsm[f"X_{name}"] = model.get_latent_representation(adata, key_added=None, batch_size=batch_size)
             kinds[f"X_{name}"] = "supervised" if knows_labels(model) else "model"
         kinds |= dict.fromkeys(names, "model")
@@ -168,6 +175,7 @@ def evaluate_embeddings(
             rows=rows,
             title=title or f"{', '.join(models)} on {adata.n_obs:,} cells",
             key_added=None,
+            progress_bar=progress_bar,
         )
         made = {key: adata.obsm[key] for key in kinds if key not in names}
     finally:
@@ -186,7 +194,7 @@ def evaluate_embeddings(
     if key_added is not None:
         for name, model in every.items():
             model._keep(adata, f"X_{name}", made.pop(f"X_{name}"), model.cells(adata))
-        adata.obsm.update(made)
+        adata.obsm.update({key: made[key] for key in made if key != _UNTRAINED})
         write_metrics(adata, report, key_added)
     return report
 
@@ -302,11 +310,7 @@ def _unseen(models: Mapping[str, Encoder], adata: AnnData) -> np.ndarray | None:
             )
     if kept.all():
         return None
-    warnings.warn(
-        f"A model was fine-tuned on {int((~kept).sum())} of the {adata.n_obs} cells; they are not scored.",
-        ScforgeWarning,
-        stacklevel=4,
-    )
+    warn(f"A model was fine-tuned on {int((~kept).sum())} of the {adata.n_obs} cells; they are not scored.")
     return np.flatnonzero(kept)
 
 
@@ -351,7 +355,7 @@ def _explanations(models: Mapping[str, Encoder], adata: AnnData, obsm_keys: Sequ
     return [
         " ".join(said),
         "Intervals and p-values come from data that were drawn again, as the facts say for each benchmark: they tell "
-        "how figures vary over such data, not over trainings of a model (sd of seeds). p-values of the sentences are "
-        "corrected for their number (Holm), and 'worse' for the number of baselines; intervals, and p-values in the "
-        "table of figures, are not.",
+        "how scores vary over such data, not over trainings of a model (sd of seeds). p-values and intervals of the "
+        "sentences are corrected for their number (Holm), and 'worse' for the number of baselines; those in the tables "
+        "are not.",
     ]

@@ -54,6 +54,7 @@ def evaluate_to(
     device: str = "auto",
     seed: int = 0,
     overwrite: bool = False,
+    progress_bar: bool = True,
     **options: Any,
 ) -> pd.DataFrame | Report:
     """Score models on cells of a file, beside baselines.
@@ -82,6 +83,8 @@ def evaluate_to(
         Seed of what is random in baselines; the first one for embeddings.
     overwrite
         Replace `output`.
+    progress_bar
+        Show a line for each baseline and score of embeddings.
     **options
         ``trained_on``: h5ad file with the cells of the training, where `source` are others; for baselines of tasks, and
         for ``generation``. For tasks: ``base_model`` (folder of the model before fine-tuning, for the baseline of its
@@ -135,7 +138,8 @@ def evaluate_to(
     if (trained_on := chosen.pop("trained_on")) is not None:
         learned = _learned(trained_on)
         models = {name: _load(folder, learned) for name, folder in zip(models, folders, strict=True)}
-    return _evaluate_embeddings(models, source, output, benchmarks=benchmarks, baselines=baselines, **common, **chosen)
+    chosen |= {"benchmarks": benchmarks, "baselines": baselines, "progress_bar": progress_bar}
+    return _evaluate_embeddings(models, source, output, **common, **chosen)
 
 
 def _evaluate_task(

@@ -25,7 +25,7 @@ __all__ = ["OPTIONS", "evaluate_models"]
 
 OPTIONS = (
     *("labels_key", "batch_key", "groups_key", "seeds", "intervals", "untrained", "obsm_keys", "title"),
-    *("network", "gene_key"),
+    *("network", "gene_key", "progress_bar"),
 )
 """Options of :func:`evaluate_models` beside the cells, the benchmarks and the baselines."""
 

@@ -42,6 +42,7 @@ class FolderMethods:
         overwrite: bool = False,
         save_anndata: bool = False,
         scvi_format: bool = False,
+        prefix: str | None = None,
     ) -> None:
         """Save the model to a folder: weights (safetensors), description (JSON), vocabulary (JSON), model card.
 
@@ -57,6 +58,8 @@ class FolderMethods:
             Also write what ``scvi.hub.HubModel`` needs: ``model.pt``, which holds the weights a second time, and
             ``_scvi_required_metadata.json``. :meth:`load` reads neither. scvi-tools unpickles such files without a
             check, so open only folders of people you trust with it.
+        prefix
+            Not supported: a folder holds one model, so give each a folder of its own.
 
         Examples
         --------
@@ -69,6 +72,7 @@ class FolderMethods:
         >>> sorted(os.listdir("light"))
         ['README.md', 'config.json', 'model.safetensors', 'vocab.json']
         """
+        _check_prefix(dir_path, prefix)
         if save_anndata and self.adata is None:
             raise OptionError("save_anndata=True but the model was loaded without adata.")
 
@@ -112,6 +116,8 @@ class FolderMethods:
         adata: AnnData | Literal[False] | None = None,
         *,
         device: str | torch.device = "cpu",
+        accelerator: str | None = None,
+        prefix: str | None = None,
     ) -> Self:
         """Load a model that :meth:`save` wrote, with this scforge or an earlier one.
 
@@ -127,6 +133,11 @@ class FolderMethods:
             pass the cells to :meth:`get_latent_representation`.
         device
             Where to put the module.
+        accelerator
+            The same in the words of scvi-tools: ``"cpu"``, ``"gpu"``, ``"mps"`` or ``"auto"``; `device` is left out
+            then, or the number of the GPU.
+        prefix
+            Not supported, see :meth:`save`.
 
         Returns
         -------
@@ -151,6 +162,9 @@ class FolderMethods:
         >>> bool((again.get_latent_representation() == model.get_latent_representation()).all())
         True
         """
+        _check_prefix(dir_path, prefix)
+        if accelerator is not None:
+            device = _device_of(accelerator, device)
 
         def read() -> Self:
             config, vocab, weights = read_folder(dir_path)
@@ -158,6 +172,35 @@ class FolderMethods:
             return cls._of_folder(dir_path, config, vocab, weights, adata=cells, device=device)
 
         return read_settled(dir_path, read)
+
+    @staticmethod
+    def load_registry(dir_path: str | os.PathLike[str], prefix: str | None = None) -> dict[str, Any]:
+        """Return the registry of a saved model, as scvi-tools has it: which class it is and how it was set up.
+
+        Parameters
+        ----------
+        dir_path
+            The folder.
+        prefix
+            Not supported, see :meth:`save`.
+
+        Returns
+        -------
+        The registry, without the fields of an AnnData.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> scforge.models.Encoder(adata, hidden_dim=8).save("light", overwrite=True)
+        >>> registry = scforge.models.Encoder.load_registry("light")
+        >>> registry["model_name"], registry["setup_args"]["labels_key"]
+        ('Encoder', 'cell_type')
+        """
+        _check_prefix(dir_path, prefix)
+        config, _, _ = read_folder(dir_path)
+        return bare_registry(config["class"], config["setup"])
 
     @classmethod
     def _of_folder(
@@ -262,3 +305,21 @@ class FolderMethods:
         from scforge.estimators.exporting import export_model
 
         export_model(self, path, format, max_len=max_len, overwrite=overwrite)
+
+
+def _check_prefix(dir_path: str | os.PathLike[str], prefix: str | None) -> None:
+    if prefix is not None:
+        own = Path(dir_path) / str(prefix).strip("_-. ")
+        raise OptionError(f"prefix={prefix!r}, but a folder holds one model; pass dir_path={str(own)!r} in its place.")
+
+
+def _device_of(accelerator: str, device: Any) -> Any:
+    """Return the device that scvi-tools' `accelerator` and `device` name."""
+    import torch
+
+    if accelerator == "auto":
+        accelerator = "gpu" if torch.cuda.is_available() else "cpu"
+    kinds = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
+    if accelerator not in kinds:
+        raise OptionError(f"accelerator={accelerator!r} is not known (known: 'auto', {', '.join(map(repr, kinds))}).")
+    return f"{kinds[accelerator]}:{device}" if isinstance(device, int) and accelerator != "cpu" else kinds[accelerator]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -21,7 +20,7 @@ from scipy import sparse
 from scforge._checks import check_count, check_positive, check_seed
 from scforge._constants import UNS_KEY
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, NotTrainedWarning, OptionError, did_you_mean, listing
+from scforge.errors import DataError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
 from scforge.models.components.gene_vectors import check_filled
 
 if TYPE_CHECKING:
@@ -152,7 +151,7 @@ def generate_with(
         raise OptionError("n_cells=None; say how many cells to generate.")
     check_count("n_cells", 1 if n_cells is None else n_cells, "cells")
     if not model.is_trained_:
-        warnings.warn("The model is not trained; what it generates is random.", NotTrainedWarning, stacklevel=3)
+        warn("The model is not trained; what it generates is random.", NotTrainedWarning)
     objective, tokens = spec.build_pretraining(), None
     if not objective.generates:
         raise OptionError(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scforge.errors import DataError, OptionError, ScforgeWarning
+from scforge.errors import DataError, OptionError, warn
 from scforge.finetuning.base import Task
 from scforge.finetuning.marks import CellMarks, fingerprints
 from scforge.finetuning.splits import Split
@@ -129,11 +128,7 @@ class HeldOutMethods:
                 "pass cells that it did not see."
             )
         if n_learned:
-            warnings.warn(
-                f"The model learned from {n_learned} of the {n_all} {what}; they are not scored.",
-                ScforgeWarning,
-                stacklevel=3,
-            )
+            warn(f"The model learned from {n_learned} of the {n_all} {what}; they are not scored.")
         _warn_of_undecided(unclear[rows])
         return rows, split
 
@@ -151,10 +146,8 @@ def _is_scored_by_labels(task: Task) -> bool:
 
 def _warn_of_undecided(unclear: np.ndarray) -> None:
     if unclear.any():
-        warnings.warn(
+        warn(
             f"{int(unclear.sum())} of the {len(unclear)} cells may be cells of a fine-tuning: other genes are missing "
             "in one of the two, so counts do not tell, and there are no names of cells to compare; pass cells that "
-            "the model did not see.",
-            ScforgeWarning,
-            stacklevel=4,
+            "the model did not see."
         )

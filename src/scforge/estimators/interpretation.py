@@ -5,7 +5,6 @@ Shapes: N cells, G genes of the vocabulary, H hidden.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -15,7 +14,7 @@ from anndata import AnnData
 from scipy import sparse
 
 from scforge._checks import check_bool, check_count, check_seed
-from scforge.errors import OptionError, ScforgeWarning
+from scforge.errors import OptionError, warn
 from scforge.estimators.choices import Source, column_genes, gene_numbers, ready, written_over_columns
 from scforge.estimators.perturbing import PerturbationMethods
 from scforge.insilico.attention import attention_between_genes
@@ -259,11 +258,9 @@ class InterpretationMethods(PerturbationMethods):
                 if has_option
                 else "get_normalized_expression, whose decoder learned from the zeros, too, tells both apart."
             )
-            warnings.warn(
+            warn(
                 f"the model never saw a gene that is off among those it predicted{' (zero_targets=0)' * has_option}, "
-                f"so it predicts the value that a gene has where it is expressed; {advice}",
-                ScforgeWarning,
-                stacklevel=2,
+                f"so it predicts the value that a gene has where it is expressed; {advice}"
             )
         wanted = model.vocab.genes if genes is None else genes
         numbers = gene_numbers(model.vocab, wanted)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
@@ -12,8 +11,8 @@ from anndata import AnnData
 from scforge._checks import check_bool, check_count
 from scforge._constants import AUTO_KEY
 from scforge._registry import check_options
-from scforge.errors import NotTrainedWarning, OptionError
-from scforge.estimators.base import FROM_DATA
+from scforge.errors import NotTrainedWarning, OptionError, warn
+from scforge.estimators.base import FROM_DATA, positions
 from scforge.estimators.choices import column_genes, gene_numbers, ready
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.scdiva_outputs import (
@@ -142,6 +141,7 @@ class ScDiVa(Encoder):
         *,
         key_added: str | None = ...,
         batch_size: int = ...,
+        indices: Sequence[int] | np.ndarray | None = ...,
         return_dist: Literal[False] = ...,
         uncertainty_key: str | None = ...,
     ) -> np.ndarray: ...
@@ -153,6 +153,7 @@ class ScDiVa(Encoder):
         *,
         key_added: str | None = ...,
         batch_size: int = ...,
+        indices: Sequence[int] | np.ndarray | None = ...,
         return_dist: Literal[True],
         uncertainty_key: str | None = ...,
     ) -> tuple[np.ndarray, np.ndarray]: ...
@@ -163,6 +164,7 @@ class ScDiVa(Encoder):
         *,
         key_added: str | None = AUTO_KEY,
         batch_size: int = 256,
+        indices: Sequence[int] | np.ndarray | None = None,
         return_dist: bool = False,
         uncertainty_key: str | None = _UNCERTAINTY,
     ) -> np.ndarray | tuple[np.ndarray, np.ndarray]:
@@ -170,7 +172,7 @@ class ScDiVa(Encoder):
 
         Parameters
         ----------
-        adata, key_added, batch_size
+        adata, key_added, batch_size, indices
             As for :meth:`Encoder.get_latent_representation`.
         return_dist
             Return the variances, too, and write `uncertainty_key`.
@@ -205,19 +207,21 @@ class ScDiVa(Encoder):
         """
         if not check_bool("return_dist", return_dist):
             if self.spec.tuning is None and not trains_latent(self):
-                warnings.warn(
+                warn(
                     f"The latent of a model of {self.spec.objective!r} with reconstruction_weight=0 is not trained; "
                     "its embedding is random.",
                     NotTrainedWarning,
-                    stacklevel=2,
                 )
-            return super().get_latent_representation(adata, key_added=key_added, batch_size=batch_size)
+            return super().get_latent_representation(adata, key_added=key_added, batch_size=batch_size, indices=indices)
         check_variational(self)
         check_count("batch_size", batch_size, "cells")
         _check_keys(key_added=key_added, uncertainty_key=uncertainty_key)
         source = ready(self, adata, "its embedding is")
         cells = self._open(source)
         mean, variance = posterior(self, cells, batch_size)
+        if indices is not None:
+            rows = positions(indices, len(mean))
+            return mean[rows], variance[rows]
         if isinstance(source, AnnData):
             if key_added is not None:
                 self._keep(source, key_added, mean, cells)

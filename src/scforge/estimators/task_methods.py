@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,8 @@ from scforge._checks import check_bool, check_count, check_seed
 from scforge._constants import QUERY_KEY, UNS_KEY
 from scforge._registry import check_options
 from scforge.data.cells import Cells
-from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
-from scforge.errors import NotTrainedWarning, OptionError, ScforgeWarning, first_line
+from scforge.errors import NotTrainedWarning, OptionError, first_line, warn
 from scforge.estimators.adapter_files import AdapterMethods
 from scforge.estimators.evaluating_subjects import OPTIONS, evaluate_models
 from scforge.estimators.finetuning_run import finetune
@@ -117,7 +115,7 @@ class TaskMethods(HeldOutMethods, AdapterMethods):
         ('annotation', True)
         """
         if not self.is_trained_:
-            warnings.warn("The model is not trained; fine-tuning begins with random weights.", NotTrainedWarning, 2)
+            warn("The model is not trained; fine-tuning begins with random weights.", NotTrainedWarning)
         tuned = finetune(
             self,
             task,
@@ -229,7 +227,7 @@ class TaskMethods(HeldOutMethods, AdapterMethods):
             Seed of what is random in baselines of a task.
         **options
             For benchmarks: ``labels_key``, ``batch_key``, ``groups_key``, ``seeds``, ``intervals``, ``untrained``,
-            ``obsm_keys`` and ``title``; ``network`` and ``gene_key`` for ``gene_network``
+            ``obsm_keys``, ``title`` and ``progress_bar``; ``network`` and ``gene_key`` for ``gene_network``
             (:func:`~scforge.estimators.evaluate_models`).
 
         Returns
@@ -289,12 +287,10 @@ class TaskMethods(HeldOutMethods, AdapterMethods):
         if own is not None and split is not None:
             train = self._predictor(self._open(own), batch_size)
         elif beside:
-            warnings.warn(
-                "The cells of the fine-tuning are not at hand, so there are no baselines; load the model with them.",
-                ScforgeWarning,
-                stacklevel=2,
-            )
-        whole = None if train is None else self._over_all_genes(own, None)
+            warn("The cells of the fine-tuning are not at hand, so there are no baselines; load the model with them.")
+        # Baselines see all genes that the cells to score and those of the fine-tuning were opened over.
+        genes = None if isinstance(source, AnnData | str | os.PathLike) else source.vocab
+        whole = None if train is None else self._over_all_genes(own, genes)
         context = EvaluationContext(
             predictor=self._predictor(cells, batch_size),
             rows=rows,
@@ -322,7 +318,7 @@ class TaskMethods(HeldOutMethods, AdapterMethods):
         if self.spec.tuning is None:
             raise OptionError(f'the model has no task, so it cannot {method}; call model.finetune("annotation") first.')
         if not self.is_trained_ and method != "finetune":
-            warnings.warn("The model is not trained; its predictions are random.", NotTrainedWarning, stacklevel=3)
+            warn("The model is not trained; its predictions are random.", NotTrainedWarning)
         task = self.spec.build_objective()
         assert isinstance(task, Task)
         return task
@@ -332,12 +328,10 @@ class TaskMethods(HeldOutMethods, AdapterMethods):
         return Predictor(self.module, self.tokenizer, self.spec.build_objective(), cells, batch_size)
 
     def _over_all_genes(self: Any, source: Any, vocab: GeneVocab | None) -> Cells:
-        """Open cells over all genes of an AnnData (or these), for baselines; others as the model does."""
-        if not isinstance(source, AnnData):
-            return self._open(source)
-        setup = self._setup_of(source) or self._setup
-        where = {"layer": setup["layer"], "gene_key": setup["gene_key"]}
-        return open_cells(source, vocab, min_overlap=0.0, **where) if vocab is not None else open_cells(source, **where)
+        """Open cells over these genes (None: all of an AnnData, else those of the model), for baselines."""
+        if vocab is not None:
+            return self._open(source, vocab=vocab, min_overlap=0.0)
+        return self._open(source, vocab=None) if isinstance(source, AnnData) else self._open(source)
 
     def _calibrate(self: Any, data: CellDataModule, *, after_failure: bool = False) -> None:
         """Let the task adapt its head to validation cells; after a failure, what fails here is no more than told."""
@@ -355,7 +349,7 @@ class TaskMethods(HeldOutMethods, AdapterMethods):
             if not after_failure:
                 raise
             said = f"the confidence of the model could not be calibrated: {first_line(error)}"
-            warnings.warn(said, ScforgeWarning, stacklevel=3)
+            warn(said)
 
 
 def _options_of(method: Any) -> list[str]:

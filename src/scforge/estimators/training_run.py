@@ -17,8 +17,9 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from safetensors import SafetensorError
 
-from scforge._checks import check_count
+from scforge._checks import check_count, check_positive
 from scforge._io import remove_folder
+from scforge._progress import announce
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, TrainingError, first_line
 from scforge.estimators.saving import load_weights, read_folder
@@ -80,6 +81,7 @@ def run_training(
     check_count("save_top_k", save_top_k, "epochs", least=-1)
     check_count("keep_last", keep_last, "states")
     check_count("accumulate_grad_batches", accumulate_grad_batches, "batches")
+    check_positive("gradient_clip_val", gradient_clip_val, or_zero=True, hint="0 does not clip")
     if checkpoint_every_n_steps is not None:
         check_count("checkpoint_every_n_steps", checkpoint_every_n_steps, "steps")
     if checkpoint_dir is None and (resume == _AUTO or overwrite):
@@ -129,7 +131,6 @@ def run_training(
             path, state, (_, _, weights) = found
             check_settings(_comparable(saved), _comparable(settings), where=str(path))
             load_weights(model.module, weights, source=str(path))
-            logger.info("Going on with %s: epoch %d, step %d.", path, state["epoch"] + 1, state["step"])
         elif not model.is_trained_:
             some = data.bound.sample(SAMPLED_CELLS, rows=data.train_rows, seed=model.seed)
             plan.objective.initialise(model.module, some, model.tokenizer)
@@ -142,6 +143,12 @@ def run_training(
             resume=None if found is None else found[1],
             begin=make_free,
         )
+        if found is not None:
+            patience = options.get("early_stopping_patience") if options.get("early_stopping") else None
+            if saving.is_over(max_epochs, max_steps, patience):
+                announce(f"The training in {path} is already complete: {state['epoch']} epochs, {state['step']} steps.")
+            else:
+                announce(f"Resuming {path}: epoch {state['epoch'] + 1}, step {state['step']}.")
         stack.enter_context(compiled(model.module, compile))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         # Dropout and the directions of SIGReg; other than those of earlier trainings, and of other processes.

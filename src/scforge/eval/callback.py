@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
 from scforge._checks import check_count
-from scforge.errors import OptionError, ScforgeError, ScforgeWarning
+from scforge.errors import OptionError, ScforgeError, warn
 from scforge.eval.base import Benchmark
 from scforge.eval.evaluation import Entry, Evaluation, ScoredCells, resolve, to_evaluation
 from scforge.training.datamodule import CellDataModule
@@ -171,11 +170,7 @@ class BenchmarkCallback(Callback):
         """Say once a training that an evaluation failed."""
         if name not in self._failed:
             self._failed.add(name)
-            warnings.warn(
-                f"the benchmark {name!r} failed during training, its figures are NaN: {error}",
-                ScforgeWarning,
-                stacklevel=3,
-            )
+            warn(f"the benchmark {name!r} failed during training, its figures are NaN: {error}")
 
 
 def _embeds(trainer: lightning.Trainer) -> bool:

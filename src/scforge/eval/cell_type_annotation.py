@@ -5,13 +5,12 @@ Shapes: N cells, D dimensions.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from scforge.errors import DataError, ScforgeWarning
+from scforge.errors import DataError, warn
 from scforge.eval.base import register_benchmark
 from scforge.eval.label_prediction import LabelPrediction, check_neighbors, labels_of
 from scforge.eval.statistics import bootstrap_weights, weighted_f1
@@ -97,11 +96,9 @@ class CellTypeAnnotation(LabelPrediction):
             )
         if left_out and left_out != self._warned_of:
             self._warned_of = left_out
-            warnings.warn(
+            warn(
                 f"cell_type_annotation leaves out labels of obs[{self.labels_key!r}] with fewer cells than "
-                f"n_folds={self.n_folds}: {', '.join(left_out)}.",
-                ScforgeWarning,
-                stacklevel=3,
+                f"n_folds={self.n_folds}: {', '.join(left_out)}."
             )
         common = ~np.isin(labels, names[rare])
         check_neighbors(self.n_neighbors, self.n_folds, int(common.sum()))

@@ -6,7 +6,6 @@ Shapes: N cells, D dimensions, L labels.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -14,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from scforge._checks import check_seed, check_share
-from scforge.errors import DataError, ScforgeWarning, listing
+from scforge.errors import DataError, listing, warn
 from scforge.eval.base import Benchmark, register_benchmark
 from scforge.eval.label_prediction import check_embedding, check_folds, labels_of, warn_of_missing
 
@@ -217,11 +216,9 @@ class CellTypeProbe(Benchmark):
             )
         if left_out and left_out != self._warned_of:
             self._warned_of = left_out
-            warnings.warn(
+            warn(
                 f"cell_type_probe leaves out {what} that cannot be tested in n_folds={self.n_folds} folds: "
-                f"{', '.join(left_out)}.",
-                ScforgeWarning,
-                stacklevel=4,
+                f"{', '.join(left_out)}."
             )
 
     def _predict(self, embedding: np.ndarray, plan: _Plan, n_cells: int) -> np.ndarray:
@@ -339,9 +336,7 @@ def _warn_of_duplicates(cells: np.ndarray, folds: np.ndarray) -> None:
     pairs = pd.DataFrame({"row": rows, "fold": folds}).drop_duplicates()["row"]
     share = float(np.isin(rows, pairs[pairs.duplicated()]).mean())
     if share > _DUPLICATES:
-        warnings.warn(
+        warn(
             f"{share:.1%} of the cells have exactly the coordinates of a cell in another fold: they are the same cells "
-            "under other names, which makes the figures too good, or the embedding has collapsed.",
-            ScforgeWarning,
-            stacklevel=5,
+            "under other names, which makes the figures too good, or the embedding has collapsed."
         )

@@ -6,7 +6,6 @@ Shapes: N cells, G genes, D components, R draws.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_count, check_seed
-from scforge.errors import DataError, ScforgeWarning, listing
+from scforge.errors import DataError, listing, warn
 from scforge.eval.base import Benchmark, check_column, register_benchmark
 from scforge.eval.log_scale import log_normalised
 
@@ -199,19 +198,15 @@ class Generation(Benchmark):
         groups = {name: (columns[0] == name, columns[1] == name) for name in names}
         # The real cells alone decide: a method must not choose what it is judged by.
         if few := [name for name, (_, real) in groups.items() if real.sum() < FEWEST_CELLS]:
-            warnings.warn(
+            warn(
                 f"Figures of each label leave out {listing(few)} of obs[{self.labels_key!r}], which have fewer than "
-                f"{FEWEST_CELLS} real cells.",
-                ScforgeWarning,
-                stacklevel=5,
+                f"{FEWEST_CELLS} real cells."
             )
         groups = {name: pair for name, pair in groups.items() if name not in few}
         if lacking := [name for name, (cells, _) in groups.items() if cells.sum() < FEWEST_CELLS]:
-            warnings.warn(
+            warn(
                 f"Figures of each label are NaN: fewer than {FEWEST_CELLS} generated cells are {listing(lacking)} of "
-                f"obs[{self.labels_key!r}].",
-                ScforgeWarning,
-                stacklevel=5,
+                f"obs[{self.labels_key!r}]."
             )
         return groups
 

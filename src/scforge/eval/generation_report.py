@@ -5,7 +5,6 @@ Shapes: N cells, G genes.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,7 @@ from scipy import sparse
 from scforge._checks import check_count, check_seed
 from scforge._constants import TARGET_SUM, UNS_KEY
 from scforge.data.checks import counts_of, value_problem
-from scforge.errors import DataError, OptionError, ScforgeWarning, listing
+from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.base import check_column
 from scforge.eval.generation import FEWEST_CELLS, Generation
 from scforge.eval.leaks import check_disjoint, check_no_copies, check_same_rows
@@ -226,11 +225,7 @@ def evaluate_generation(
         check_column("labels_key", labels_key, real.obs)
         kept = ~real.obs[labels_key].isna().to_numpy()
         if not kept.all():
-            warnings.warn(
-                f"{int((~kept).sum())} real cells without obs[{labels_key!r}] are left out.",
-                ScforgeWarning,
-                stacklevel=2,
-            )
+            warn(f"{int((~kept).sum())} real cells without obs[{labels_key!r}] are left out.")
             real = real[kept]
         wanted = real.obs[labels_key].astype(str)
         baselines = generation_baselines(train, labels=wanted, labels_key=labels_key, layer=layer, seed=seeds[0])

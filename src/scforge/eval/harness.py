@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pandas as pd
 
-from scforge._checks import check_seed
+from scforge._checks import check_bool, check_seed
 from scforge._constants import UNS_KEY
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.eval.base import BENCHMARKS, Benchmark
@@ -56,6 +56,7 @@ def evaluate(
     seconds: Mapping[str, float] | None = None,
     title: str = "Embeddings compared",
     key_added: str | None = "metrics",
+    progress_bar: bool = True,
 ) -> Report:
     """Score embeddings in ``adata.obsm`` beside baselines on the same cells.
 
@@ -91,6 +92,8 @@ def evaluate(
         Heading of the report.
     key_added
         Key in ``adata.uns["scforge"]`` for the figures; None writes nothing.
+    progress_bar
+        Show a line for each baseline and score, with its time.
 
     Returns
     -------
@@ -114,6 +117,7 @@ def evaluate(
     ['X_mine', 'PCA, 5 components', 'PCA of scaled genes, 5 components']
     """
     check_seeds(seeds)
+    check_bool("progress_bar", progress_bar)
     baselines = [baselines] if isinstance(baselines, int | str) else list(baselines)
     if not len(baselines):
         raise OptionError("baselines=[] leaves nothing to compare with; name at least one, or a number of components.")
@@ -145,7 +149,8 @@ def evaluate(
         except DataError as error:
             raise DataError(f"adata.obsm[{key!r}]: {error}") from error
     embeddings = _with_replicates(embeddings, kinds, replicates or {})
-    found = embedding_baselines(adata, baselines, batch_key=batch_key, layer=layer, seed=int(seeds[0]))
+    genes: dict[str, Any] = {"batch_key": batch_key, "layer": layer}
+    found = embedding_baselines(adata, baselines, **genes, seed=int(seeds[0]), progress_bar=progress_bar)
     of_baselines = {_TITLES.get(name, name): embedding for name, embedding in found.items()}
     if taken := [name for name in of_baselines if name in embeddings]:
         raise OptionError(f"{taken[0]!r} is the name of a baseline; call the embedding something else.")
@@ -154,7 +159,7 @@ def evaluate(
     report = Report(title)
     for name, benchmark in made.items():
         if hasattr(benchmark, "before_integration"):
-            of_pca = found if "pca" in found else embedding_baselines(adata, ["pca"], batch_key=batch_key, layer=layer)
+            of_pca = found if "pca" in found else embedding_baselines(adata, ["pca"], **genes)
             before = of_pca["pca"]
             benchmark = benchmark.before_integration(pd.DataFrame(before, index=adata.obs_names))
         score(
@@ -167,6 +172,7 @@ def evaluate(
             seeds=seeds,
             intervals=intervals,
             seconds=seconds or {},
+            progress_bar=progress_bar,
         )
     report.facts |= {"seeds": ", ".join(str(seed) for seed in seeds), "versions": _versions_of_packages()}
     if key_added is not None:

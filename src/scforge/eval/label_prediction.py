@@ -6,14 +6,13 @@ Shapes: N cells, D dimensions.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from scforge._checks import check_count, check_seed
-from scforge.errors import DataError, OptionError, ScforgeWarning, listing
+from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.base import Benchmark, as_array, check_column, register_benchmark
 from scforge.eval.statistics import bootstrap_weights, weighted_f1
 
@@ -217,9 +216,7 @@ def labels_of(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> t
 def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> None:
     """Warn of labels that may stand for a missing one, e.g. the text "nan"."""
     if odd := [text for text in _MISSING_TEXTS if (obs[key].astype(object) == text).any()]:
-        warnings.warn(
+        warn(
             f"{argument}={key!r} has the label {listing(odd)}, which is taken for a class; if it stands for a missing "
-            "label, replace it by numpy.nan.",
-            ScforgeWarning,
-            stacklevel=3,
+            "label, replace it by numpy.nan."
         )

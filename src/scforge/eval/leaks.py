@@ -5,7 +5,6 @@ Shapes: N cells, G genes.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from scipy import sparse
 
 from scforge.data.checks import value_problem
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
-from scforge.errors import DataError, ScforgeWarning
+from scforge.errors import DataError, warn
 from scforge.eval.log_scale import log_normalised
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def check_same_rows(train: sparse.csr_matrix, test: sparse.csr_matrix, *, what: 
     message = f"{int(same.sum())} of {len(same)} test {what} have the same expression of all genes as a training cell"
     if same.mean() > _TELLING_SHARE:
         raise DataError(f"{message}: they are copies under another name; take them out of one of the two.")
-    warnings.warn(f"{message}; look whether they are copies.", ScforgeWarning, stacklevel=3)
+    warn(f"{message}; look whether they are copies.")
 
 
 def check_no_copies(

@@ -5,7 +5,6 @@ Shapes: M training cells, N scored cells, H variable genes, D dimensions, C clas
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from scipy import sparse
 
 from scforge._checks import check_count
 from scforge.data.cells import choose_rows
-from scforge.errors import DataError, ScforgeWarning
+from scforge.errors import DataError, warn
 from scforge.eval.expression import ExpressionSpace, log_expression
 
 if TYPE_CHECKING:
@@ -87,11 +86,7 @@ class BaselineInputs:
             raise DataError("cells are over another vocabulary than train_cells; open both over the same genes.")
         chosen = choose_rows(len(train_cells), max_cells, rows=train_rows, seed=seed)
         if len(chosen) < len(train_rows):
-            warnings.warn(
-                f"baselines are fitted on {len(chosen):,} of the {len(train_rows):,} training cells.",
-                ScforgeWarning,
-                stacklevel=2,
-            )
+            warn(f"baselines are fitted on {len(chosen):,} of the {len(train_rows):,} training cells.")
         expression = log_expression(train_cells, chosen), log_expression(cells, rows)
         space = ExpressionSpace.fit(expression[0], seed=seed)
         return cls(

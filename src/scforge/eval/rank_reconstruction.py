@@ -5,7 +5,6 @@ Shapes: N cells, S places, G genes, R draws.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_count, check_seed
-from scforge.errors import DataError, OptionError, ScforgeWarning, listing
+from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.base import Benchmark, register_benchmark
 from scforge.eval.statistics import bootstrap_weights
 
@@ -275,7 +274,7 @@ def _check_other_cells(train: np.ndarray, true: np.ndarray) -> None:
     if n_same > _TELLING_SHARE * len(rows):
         raise DataError(f"{message}: they are the same cells; take them out of one of the two.")
     if n_same:
-        warnings.warn(f"{message}; look whether they are the same cells.", ScforgeWarning, stacklevel=3)
+        warn(f"{message}; look whether they are the same cells.")
 
 
 def _rows(orders: Any, what: str, *, repeated: bool) -> list[np.ndarray]:

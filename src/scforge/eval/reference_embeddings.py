@@ -11,6 +11,8 @@ from __future__ import annotations
 import io
 import logging
 import math
+import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -20,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from scforge._checks import check_count, check_seed
+from scforge._checks import check_bool, check_count, check_seed
+from scforge._progress import announce, duration
 from scforge.data.neighbors import harmonised
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.eval.base import check_column
@@ -37,6 +40,8 @@ _SHARE, _BATCH_SIZE, _MOST_EPOCHS = 0.9, 128, 400
 """Training cells of scVI, cells a step, and epochs: its defaults."""
 _PATIENCE = 15
 """Epochs without a better held-out ELBO after which scVI stops; its own default is 45."""
+_SECONDS_BETWEEN = 15
+"""Between two lines that say where the training of scVI is."""
 _WARM_UP = 50
 """Most epochs over which the weight of scVI's KL term rises to 1; its own 400 would end after training has stopped."""
 
@@ -51,6 +56,7 @@ def embedding_baselines(
     n_top_genes: int = 2_000,
     seed: int = 0,
     scvi_max_epochs: int | None = None,
+    progress_bar: bool = False,
 ) -> dict[str, np.ndarray]:
     """Embed cells by methods that learn nothing from other cells; all see the same highly variable genes.
 
@@ -87,6 +93,8 @@ def embedding_baselines(
         Seed of all of them.
     scvi_max_epochs
         Most epochs of scVI; None for its own number, 400 for up to 20,000 cells and then 8 million cells seen.
+    progress_bar
+        Show a line for each baseline, with its time.
 
     Returns
     -------
@@ -117,6 +125,7 @@ def embedding_baselines(
     check_count("n_comps", n_comps, "components")
     check_count("n_top_genes", n_top_genes, "genes")
     check_seed(seed)
+    check_bool("progress_bar", progress_bar)
     genes: dict[str, Any] = {"n_top_genes": n_top_genes, "layer": layer, "batch_key": batch_key}
     chosen = variable_genes(adata, **genes)
     dims = min(n_comps, min(chosen.shape) - 1)
@@ -133,6 +142,7 @@ def embedding_baselines(
 
     found: dict[str, np.ndarray] = {}
     for name in names:
+        start = time.perf_counter()
         if name == "hvg":
             found[name] = chosen.X.toarray()
         elif name in ("pca", "pca_scaled"):
@@ -141,14 +151,28 @@ def embedding_baselines(
             assert batch_key is not None
             found[name] = harmony_embedding(components(dims), adata.obs, batch_key, seed=seed)
         elif name == "scvi":
+            if progress_bar:
+                others = [other for other in names if other != "scvi"] or ["pca"]
+                flags = " ".join(map(str, others))
+                announce(
+                    f"baseline 'scvi': training scVI on {adata.n_obs:,} cells, the slowest of the baselines; to leave "
+                    f"it out: baselines={others} (--against {flags}) ..."
+                )
             found[name] = scvi_embedding(
-                adata, batch_key, layer=layer, n_top_genes=n_top_genes, max_epochs=scvi_max_epochs, seed=seed
+                *(adata, batch_key),
+                layer=layer,
+                n_top_genes=n_top_genes,
+                max_epochs=scvi_max_epochs,
+                seed=seed,
+                progress_bar=progress_bar,
             )
         elif name == "random":
             found[name] = np.random.default_rng(seed).standard_normal((adata.n_obs, dims), dtype=np.float32)
         else:
             found[f"PCA, {name} components"] = components(int(name))
             found[f"PCA of scaled genes, {name} components"] = components(int(name), True)
+        if progress_bar:
+            announce(f"baseline {name!r}: {duration(time.perf_counter() - start)}")
     return found
 
 
@@ -203,6 +227,7 @@ def scvi_embedding(
     n_top_genes: int = 2_000,
     max_epochs: int | None = None,
     seed: int = 0,
+    progress_bar: bool = False,
 ) -> np.ndarray:
     """Return the latent means of scVI, trained on these cells, float32, shape (N, 10).
 
@@ -221,6 +246,8 @@ def scvi_embedding(
         Most epochs; None for scVI's own number, as in :func:`embedding_baselines`.
     seed
         Seed of the weights, of the order of the cells and of those that are held out.
+    progress_bar
+        Show a line every so often.
     """
     import scvi
     import torch
@@ -236,7 +263,7 @@ def scvi_embedding(
     if max_epochs is None:
         max_epochs = max(1, min(_MOST_EPOCHS, round(_MOST_EPOCHS * 20_000 / adata.n_obs)))
     warm_up = min(_WARM_UP, max_epochs // 4)
-    best = _best_epoch(warm_up)
+    best = _best_epoch(warm_up, progress_bar=progress_bar)
     with _quiet("scvi", "lightning.pytorch", "lightning.fabric"), warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")  # what scvi-tools and Lightning advise is not up to the user
         torch.manual_seed(seed)
@@ -261,20 +288,33 @@ def scvi_embedding(
     return np.asarray(latent, dtype=np.float32)
 
 
-def _best_epoch(warm_up: int) -> Any:
+def _best_epoch(warm_up: int, *, progress_bar: bool) -> Any:
     """Return a callback of Lightning whose ``weights`` are those of the best held-out ELBO after so many epochs.
+
+    With `progress_bar` it shows where it is; scvi-tools' own remarks are hidden.
 
     scvi-tools has one that writes each better model to disk.
     """
     from lightning.pytorch.callbacks import Callback
+
+    screen = sys.stdout
 
     class BestEpoch(Callback):
         lowest = math.inf
 
         def __init__(self) -> None:
             self.weights: dict[str, Any] = {}
+            self.start = self.shown = time.perf_counter()
 
         def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            now = time.perf_counter()
+            if progress_bar and now - self.shown > _SECONDS_BETWEEN:
+                self.shown, n_epochs = now, trainer.current_epoch + 1
+                with redirect_stdout(screen):
+                    announce(
+                        f"baseline 'scvi': epoch {n_epochs} of at most {trainer.max_epochs}, "
+                        f"{duration((now - self.start) / n_epochs)} an epoch"
+                    )
             elbo = float(trainer.callback_metrics["elbo_validation"])
             if trainer.current_epoch >= warm_up and elbo < self.lowest:
                 self.lowest = elbo

@@ -98,7 +98,7 @@ class Measured:
         return -1.0 if metric in self.lower_is_better else 1.0
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """Rows of scores, with what a reader needs to judge them.
 
@@ -174,13 +174,16 @@ class Report:
         OptionError
             If a benchmark has a row of a model, but none of a baseline.
         """
+        if (problem := self._problem()) is not None:
+            raise OptionError(problem)
+
+    def _problem(self) -> str | None:
         for benchmark in self.benchmarks:
             kinds = {row.kind for row in self.of(benchmark)}
             if kinds & {"model", "supervised"} and "baseline" not in kinds:
                 where = f" of {benchmark}" if benchmark else ""
-                raise OptionError(
-                    f"the report{where} has a model but no baseline; add one, e.g. scforge.eval.pca_embedding."
-                )
+                return f"the report{where} has a model but no baseline; add one, e.g. scforge.eval.pca_embedding."
+        return None
 
     def to_frame(self) -> pd.DataFrame:
         """Return one line a figure.
@@ -254,7 +257,8 @@ class Report:
 
         A difference counts where its p-value, corrected for the number of sentences (Holm 1979), is below 0.05. The
         best of several baselines is better by chance, too: so "worse" is corrected for their number as well
-        (Bonferroni), while "better" than the best is stricter than it need be.
+        (Bonferroni), while "better" than the best is stricter than it need be. The interval in the sentence has the
+        same correction, so that it excludes 0 where the p-value is below 0.05.
         """
         told = [
             (row, benchmark, row.comparisons[self.about(benchmark).main])
@@ -274,6 +278,21 @@ class Report:
         if math.isnan(compared.p_value) or about.sign(about.main) * compared.difference >= 0:
             return compared.p_value
         return min(1.0, compared.p_value * sum(row.kind == "baseline" for row in self.of(benchmark)))
+
+    def __repr__(self) -> str:
+        """Return the verdicts and a table that fits a terminal; :meth:`to_markdown` returns everything."""
+        from scforge.eval.rendering import to_text
+
+        return to_text(self) if self._problem() is None else f"{self.title}: {self._problem()}"
+
+    def _repr_html_(self) -> str | None:
+        """Return the verdicts and tables for a notebook."""
+        from scforge.eval.rendering import to_fragment
+
+        return to_fragment(self) if self._problem() is None and self.rows else None
+
+    def _repr_markdown_(self) -> str | None:
+        return self.to_markdown() if self._problem() is None and self.rows else None
 
     def to_markdown(self) -> str:
         """Return the report as Markdown; the best figure of each metric is bold."""
@@ -314,9 +333,12 @@ def _sentence(row: Row, about: Measured, compared: Comparison, p_value: float) -
     word = "not better than"
     if p_value < _ALPHA:
         word = "better than" if gain > 0 else "worse than"
+    # The interval is corrected as the p-value is, so that the two say the same.
+    factor = p_value / compared.p_value if compared.p_value > 0 else 1.0
+    low, high = (compared.low, compared.high) if factor == 1.0 else compared.interval(_ALPHA / factor)
     return (
         f"{row.name} is {word} {compared.baseline} in {figures} (difference {compared.difference:+.3f}, "
-        f"95 % interval {compared.low:+.3f} to {compared.high:+.3f}, p = {p_value:.2g})."
+        f"95 % interval {low:+.3f} to {high:+.3f}, p = {p_value:.2g})."
     )
 
 

@@ -6,6 +6,7 @@ Shapes: R draws.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pandas as pd
 
 from scforge._checks import check_bool
+from scforge._progress import announce, duration
 from scforge.eval.base import Benchmark
 from scforge.eval.report import Kind, Measured, Report, Row
 from scforge.eval.statistics import compare_paired, interval
@@ -35,6 +37,7 @@ def score(
     seeds: Sequence[int],
     intervals: bool,
     seconds: Mapping[str, float],
+    progress_bar: bool = False,
 ) -> None:
     """Add the rows of a benchmark to a report."""
     check_bool("intervals", intervals)
@@ -42,7 +45,11 @@ def score(
     versions = _versions(benchmark, seeds)
     scores: dict[str, pd.DataFrame] = {}
     draws: dict[str, pd.DataFrame | None] = {}
-    for method, one in made.items():
+    # What is no contest is quick, and its scores mean nothing by themselves.
+    speaks, start = progress_bar and benchmark.ranks, time.perf_counter()
+    if speaks:
+        announce(f"{name}: scoring {len(made)} methods ...")
+    for n_done, (method, one) in enumerate(made.items(), 1):
         runs = one if isinstance(one, Replicates) else (one,)
         of_runs = [pd.DataFrame([version.run(run, reference) for version in versions]) for run in runs]
         # Seeds of folds and trainings are no equal sources of variation: where there are trainings, theirs counts.
@@ -53,6 +60,12 @@ def score(
         ]
         tables = [table for table in drawn if table is not None]
         draws[method] = sum(tables[1:], start=tables[0]) / len(tables) if tables else None
+        if speaks:
+            took = time.perf_counter() - start
+            left = took / n_done * (len(made) - n_done)
+            tail = f", about {duration(left)} left" if left >= 5 else ""
+            value = float(scores[method][benchmark.main].mean()) if benchmark.main in scores[method] else float("nan")
+            announce(f"{name}: {method}, {benchmark.main} {value:.3f} (after {duration(took)}{tail})")
     measured = Measured.by(benchmark)
     report.measured[name] = measured
     means = {method: {metric: float(table[metric].mean()) for metric in table} for method, table in scores.items()}

@@ -5,8 +5,9 @@ Shapes: R draws.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -30,6 +31,10 @@ class Comparison:
         95 % interval of the difference; NaN without draws.
     p_value
         Of no difference, two-sided; NaN without draws.
+    error
+        Standard error of the difference; NaN where only the interval is known.
+    degrees
+        Degrees of freedom of the test.
     """
 
     baseline: str
@@ -37,6 +42,16 @@ class Comparison:
     low: float
     high: float
     p_value: float
+    error: float = math.nan
+    degrees: float = math.inf
+
+    def interval(self, alpha: float = 0.05) -> tuple[float, float]:
+        """Return the interval that excludes 0 exactly where the p-value is below `alpha`."""
+        from scipy.stats import t
+
+        error = (self.high - self.low) / 2 / t.isf(0.025, math.inf) if math.isnan(self.error) else self.error
+        half = float(t.isf(alpha / 2, self.degrees)) * error
+        return self.difference - half, self.difference + half
 
 
 def interval(
@@ -97,7 +112,8 @@ def compare_paired(
     """Compare two methods on the same draws of the data.
 
     The test is Student's t of the difference over its standard deviation between draws, which estimates the error of
-    the difference on all data, for the bootstrap as for halves drawn without replacement.
+    the difference on all data, for the bootstrap as for halves drawn without replacement. The interval is that of the
+    same test, so that it excludes 0 where p is below 0.05.
 
     Parameters
     ----------
@@ -121,18 +137,18 @@ def compare_paired(
     if draws is None or other_draws is None or not np.isfinite(difference):
         return Comparison(baseline, difference, nothing, nothing, nothing)
     both = np.asarray(draws) - np.asarray(other_draws)
-    low, high = interval(difference, both, n_units=n_units)
-    both = both[np.isfinite(both)]
-    if np.isnan(low):
+    if np.isnan(interval(difference, both, n_units=n_units)[0]):
         return Comparison(baseline, difference, nothing, nothing, nothing)
-    spread = _spread(both, n_units)
+    both = both[np.isfinite(both)]
+    spread, degrees = _spread(both, n_units), _degrees(both, n_units)
     if spread == 0.0:
-        return Comparison(baseline, difference, low, high, 1.0 if difference == 0.0 else nothing)
+        return Comparison(baseline, difference, difference, difference, 1.0 if difference == 0.0 else nothing)
     from scipy.stats import t
 
-    return Comparison(
-        baseline, difference, low, high, float(2 * t.sf(abs(difference) / spread, _degrees(both, n_units)))
-    )
+    p_value = float(2 * t.sf(abs(difference) / spread, degrees))
+    found = Comparison(baseline, difference, nothing, nothing, p_value, spread, degrees)
+    low, high = found.interval()
+    return replace(found, low=low, high=high)
 
 
 def _degrees(draws: np.ndarray, n_units: int | None) -> int:

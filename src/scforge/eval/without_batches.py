@@ -5,14 +5,13 @@ Shapes: N cells, D dimensions.
 
 from __future__ import annotations
 
-import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from scforge.errors import DataError, ScforgeWarning
+from scforge.errors import DataError, warn
 from scforge.eval.baselines import pca_embedding, variable_genes
 from scforge.eval.batch_integration import BatchIntegration
 from scforge.eval.reference_embeddings import harmony_embedding, scvi_embedding
@@ -139,10 +138,6 @@ def _installed(module: str, name: str, command: str) -> bool:
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        warnings.warn(
-            f"{name} is not among the baselines, because {module} is not installed; {command}.",
-            ScforgeWarning,
-            stacklevel=4,
-        )
+        warn(f"{name} is not among the baselines, because {module} is not installed; {command}.")
         return False
     return True

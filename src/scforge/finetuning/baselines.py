@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scforge.errors import ScforgeWarning
+from scforge.errors import warn
 from scforge.eval.prediction_baselines import BaselineInputs
 
 if TYPE_CHECKING:
@@ -31,20 +30,16 @@ def baseline_inputs(context: EvaluationContext, rows: np.ndarray) -> BaselineInp
     if not context.baselines:
         return None
     if context.train_cells is None or context.train_rows is None:
-        warnings.warn(
+        warn(
             "the cells of the fine-tuning are not at hand, so that no baseline can learn from them and the figures "
-            "stand alone; evaluate where the model was fine-tuned.",
-            ScforgeWarning,
-            stacklevel=4,
+            "stand alone; evaluate where the model was fine-tuned."
         )
         return None
     inputs = BaselineInputs.of(context.train_cells, context.train_rows, context.cells, rows, seed=context.seed)
     if context.base is None or context.base_train is None:
-        warnings.warn(
+        warn(
             "the model before fine-tuning is not at hand, so that the baseline of its frozen embedding is missing; "
-            "pass base= (--base-model), the model or its folder.",
-            ScforgeWarning,
-            stacklevel=4,
+            "pass base= (--base-model), the model or its folder."
         )
         return inputs
     frozen = context.base_train.embedding(inputs.rows), context.base.embedding(rows)

@@ -6,7 +6,6 @@ Shapes: N cells.
 from __future__ import annotations
 
 import numbers
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scforge.data.splits import split_cells
-from scforge.errors import DataError, OptionError, ScforgeWarning, listing
+from scforge.errors import DataError, OptionError, listing, warn
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -182,11 +181,9 @@ def warn_of_unlearned(said: str, names: Sequence[str], n_cells: int) -> None:
         How many held-out cells have one of them.
     """
     if names:
-        warnings.warn(
+        warn(
             f"{said}: no training cell has {listing(names)}, which {n_cells} held-out cells have, so that "
-            "the model cannot predict that; choose another split, or label more cells.",
-            ScforgeWarning,
-            stacklevel=5,
+            "the model cannot predict that; choose another split, or label more cells."
         )
 
 

@@ -44,12 +44,15 @@ def frame_of(argument: str, given: Any) -> pd.DataFrame:
 
     frame = given.to_frame() if hasattr(given, "to_frame") else given
     if not isinstance(frame, pd.DataFrame):
-        raise DataError(f"{argument} is a {type(given).__name__}; pass a report or a table (pandas DataFrame).")
+        kind = type(given).__name__
+        raise DataError(f"{argument} is of type {kind!r}; pass a report or a table (pandas DataFrame).")
     return frame
 
 
 def check_columns(argument: str, frame: pd.DataFrame, needed: Iterable[str]) -> None:
     """Raise :class:`~scforge.errors.DataError` unless a table has rows and the columns that a plot reads."""
+    if not hasattr(frame, "columns"):
+        raise DataError(f"{argument} is of type {type(frame).__name__!r}; pass a table (pandas DataFrame).")
     for name in needed:
         if name not in frame:
             known = list(frame.columns)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scforge.errors import OptionError
 
@@ -15,7 +15,7 @@ __all__ = ["training_curves"]
 
 
 def training_curves(
-    history: Mapping[str, pd.DataFrame],
+    history: Mapping[str, pd.DataFrame] | Any,
     *,
     metric: str = "loss",
     reference: float | None = None,
@@ -28,7 +28,7 @@ def training_curves(
     Parameters
     ----------
     history
-        ``model.history``.
+        ``model.history``, or the model.
     metric
         Draws ``train_<metric>`` and ``validation_<metric>``.
     reference, reference_label
@@ -40,7 +40,12 @@ def training_curves(
 
     Returns
     -------
-    The axes.
+    The axes. The legend says so where the losses are sums of different terms, and so cannot be compared.
+
+    Raises
+    ------
+    OptionError
+        If `history` is neither, or has no such figure.
 
     Examples
     --------
@@ -54,6 +59,9 @@ def training_curves(
     import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
+    history = getattr(history, "history_", history)
+    if not isinstance(history, Mapping):
+        raise OptionError(f"history is of type {type(history).__name__!r}; pass model.history, or the model.")
     names = {"train": f"train_{metric}", "validation": f"validation_{metric}"}
     if not any(name in history for name in names.values()):
         raise OptionError(f"history has no 'train_{metric}'; train the model first, or name another metric.")
@@ -72,5 +80,13 @@ def training_curves(
     if n_epochs == 1:
         ax.set_xlim(0.5, 1.5)
     # What lies beneath it is covered, so that a line does not cross the words.
-    ax.legend(fontsize="small", framealpha=0.85, edgecolor="none")
+    title = "sums of different terms" if metric == "loss" and _different_sums(history) else None
+    ax.legend(fontsize="small", framealpha=0.85, edgecolor="none", title=title, title_fontsize="x-small")
     return ax
+
+
+def _different_sums(history: Mapping[str, Any]) -> bool:
+    """Return whether the loss of training cells has terms that that of held-out cells lacks."""
+    of_training = {name.removeprefix("train_") for name in history if name.startswith("train_")}
+    held_out = {name.removeprefix("validation_") for name in history if name.startswith("validation_")}
+    return "loss" in held_out and bool(of_training - held_out)

@@ -31,7 +31,7 @@ def embeddings(
     Parameters
     ----------
     adata
-        Annotated data. ``obsm["<key>_umap"]`` is computed with scanpy for each embedding.
+        Annotated data. ``obsm["<key>_umap"]`` is computed with scanpy for each embedding, and stays there.
     obsm_keys
         Key or keys in ``adata.obsm``; as a mapping, with the title of each.
     color

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import os
 import signal
 import threading
 import warnings
@@ -16,12 +17,13 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from scforge._checks import check_count
-from scforge.errors import OptionError, ScforgeWarning, TrainingError
+from scforge._checks import check_bool, check_count
+from scforge.errors import OptionError, TrainingError, warn
 from scforge.training.callbacks import StopAfterWarmup
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import ensure_devices, n_processes, out_of_memory
@@ -46,6 +48,8 @@ _REFERENCE_CELLS = 2_500
 _FEWEST_EPOCHS = 3
 _FEW_CELLS = 50
 _MOST_TIMES = 10
+_trained_alone = False
+"""Whether this process has had a training on one device, which Lightning's further processes would repeat."""
 
 
 @dataclass(frozen=True)
@@ -208,13 +212,19 @@ def fit(
         check_count("max_epochs", max_epochs, "epochs")
     if max_steps != -1:
         check_count("max_steps", max_steps, "steps")
+    check_bool("early_stopping", early_stopping)
+    check_bool("progress_bar", progress_bar)
     check_count("early_stopping_patience", early_stopping_patience, "epochs")
     check_count("log_every_n_steps", log_every_n_steps, "steps")
     if (n_train := len(data.train_rows)) < _FEW_CELLS:
         few = f"The model learns from {n_train} cells, fewer than {_FEW_CELLS}: too few to know others by; give more."
-        warnings.warn(few, ScforgeWarning, stacklevel=2)
+        warn(few)
     if max_epochs is None:
         max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if max_steps < 0 else -1
+    for one in (callbacks := [callbacks] if isinstance(callbacks, Callback) else list(callbacks)):
+        if not isinstance(one, Callback):
+            raise OptionError(f"callbacks has one of type {type(one).__name__!r}; give callbacks of lightning.pytorch.")
+    _check_loggers(trainer_options.get("logger"))
     has_validation = len(data.validation_rows) > 0 and trainer_options.get("limit_val_batches") != 0
     # Without held-out cells only the loss says something: figures of training cells are those of a model that changes.
     aim = plan.objective
@@ -282,6 +292,18 @@ def fit(
     return result
 
 
+def _check_loggers(logger: Any) -> None:
+    for one in logger if isinstance(logger, list | tuple) else [logger]:
+        if isinstance(one, str):
+            raise OptionError(
+                f"logger={one!r} is a name; pass logger=scforge.training.make_loggers([{one!r}], 'logs')."
+            )
+        if one is not None and not isinstance(one, bool | Logger):
+            raise OptionError(
+                f"logger is of type {type(one).__name__!r}; pass a Lightning logger, a list of them, or None."
+            )
+
+
 def _left(
     plan: TrainingPlan,
     history: History,
@@ -313,8 +335,18 @@ def _left(
 
 
 def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_nodes: int = 1, **options: Any) -> Any:
+    global _trained_alone
     ensure_devices(accelerator, devices)
-    made = make_strategy(strategy, n_processes=n_processes(accelerator, devices, num_nodes))
+    processes = n_processes(accelerator, devices, num_nodes)
+    if processes == 1:
+        _trained_alone = True
+    elif _trained_alone and processes is not None and "WORLD_SIZE" not in os.environ:
+        raise OptionError(
+            f"devices={devices!r}, but this script has trained on one device before: the other processes run it again "
+            "from its beginning, and would train there, too; train on all devices from the first call on, or start "
+            f"the script with torchrun --nproc-per-node {processes}."
+        )
+    made = make_strategy(strategy, n_processes=processes)
     try:
         # SLURM's signal is answered by saving our own state; Lightning would save one of its own and requeue the job.
         slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
@@ -328,7 +360,7 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
             strategy=made,
             enable_checkpointing=True,  # SaveState is the one
             enable_progress_bar=False,
-            enable_model_summary=False,
+            enable_model_summary=options.pop("enable_model_summary", False),
             num_sanity_val_steps=0,
             use_distributed_sampler=False,
             **options,

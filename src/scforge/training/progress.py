@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import importlib.util
-import logging
 import math
 import sys
 import time
@@ -13,9 +12,9 @@ from typing import Any
 import lightning
 from lightning.pytorch.callbacks import Callback
 
-__all__ = ["EpochProgress", "StepClock"]
+from scforge._progress import announce, in_notebook
 
-logger = logging.getLogger("scforge")
+__all__ = ["EpochProgress", "StepClock"]
 
 
 class StepClock:
@@ -39,7 +38,7 @@ class StepClock:
 class EpochProgress(Callback):
     """One progress bar over all steps, with the losses and the time left behind it.
 
-    Where the output is a file, as on a cluster, a line of the log tells each epoch instead.
+    Where the output is a file, as on a cluster, there is a line an epoch instead.
     """
 
     def __init__(self) -> None:
@@ -81,7 +80,7 @@ class EpochProgress(Callback):
             shown = ", ".join(f"{name} {value}" for name, value in losses.items())
             left = self._clock.seconds_left(trainer.global_step, pl_module.total_steps)
             tail = "" if left is None else f", about {datetime.timedelta(seconds=round(left))} left"
-            logger.info("%s: %s%s.", epoch, shown, tail)
+            announce(f"{epoch}: {shown}{tail}.")
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         """Close the bar."""
@@ -95,8 +94,3 @@ class EpochProgress(Callback):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
-
-
-def in_notebook() -> bool:
-    """Return whether this is the kernel of a notebook."""
-    return "ipykernel" in sys.modules

@@ -5,7 +5,6 @@ Shapes: N cells, C classes.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,7 @@ import pandas as pd
 
 from scforge._checks import check_bool, check_share
 from scforge.data.cells import column_of
-from scforge.errors import OptionError, ScforgeWarning
+from scforge.errors import OptionError, warn
 from scforge.finetuning.calibration import normalised_entropy, probabilities_of
 from scforge.finetuning.voting import HETEROGENEOUS, majority_vote, over_cluster
 from scforge.finetuning.writing import write_probabilities
@@ -58,11 +57,9 @@ def predict_classes(
     check_share("min_share", min_share)
     clusters = _clusters_given(predictor, adata, majority_voting)
     if threshold is not None and float(predictor.module.head.temperature) == 1.0:
-        warnings.warn(
+        warn(
             f"threshold={threshold}: the confidence of this model is not calibrated: it had no validation cells "
-            "or is a state of its training, and may be too high; use what finetune returned, with validation_size > 0.",
-            ScforgeWarning,
-            stacklevel=4,
+            "or is a state of its training, and may be too high; use what finetune returned, with validation_size > 0."
         )
     probabilities = class_probabilities(predictor)
     names = np.array(task.known_classes, dtype=object)

@@ -5,14 +5,13 @@ Shapes: N cells.
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 from scipy import sparse
 
-from scforge.errors import OptionError, ScforgeWarning
+from scforge.errors import OptionError, warn
 from scforge.eval.without_batches import integration_baselines, integration_scores
 from scforge.finetuning.baselines import FROZEN
 from scforge.finetuning.context import Evaluated
@@ -58,11 +57,9 @@ def evaluate_integration(task: Integration, context: EvaluationContext) -> Evalu
         methods[FROZEN] = context.base.embedding(rows)
     if context.baselines:
         if context.base is None:
-            warnings.warn(
+            warn(
                 "the model before fine-tuning is not at hand, so its embedding is missing; pass base=, the model or "
-                "its folder.",
-                ScforgeWarning,
-                stacklevel=4,
+                "its folder."
             )
         methods |= _baselines(task, context)
     obs = pd.DataFrame({key: context.cells.column(key).iloc[rows] for key in (task.labels_key, task.batch_key)})

@@ -5,7 +5,6 @@ Shapes: B cells of a batch, N cells, C classes, D dimensions.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from scforge._checks import check_bool, check_positive, check_share
 from scforge.data.checks import names_each_cell
-from scforge.errors import DataError, OptionError, ScforgeWarning, TrainingError, listing
+from scforge.errors import DataError, OptionError, TrainingError, listing, warn
 from scforge.finetuning.base import Task, register_task
 from scforge.finetuning.calibration import CalibratedHead, fit_temperature
 from scforge.finetuning.heads import check_head
@@ -154,18 +153,14 @@ class Annotation(Task):
     def _warn_of(self, sizes: pd.Series) -> None:
         single = [str(name) for name, size in sizes.items() if size == 1]
         if single:
-            warnings.warn(
+            warn(
                 f"labels_key={self.labels_key!r}: no more than one training cell has the label {listing(single)}, so "
-                "that nothing tells how well it is found; label more cells, or leave these without label.",
-                ScforgeWarning,
-                stacklevel=3,
+                "that nothing measures how well the model finds it; label more cells, or leave these without label."
             )
         if odd := [str(name) for name in sizes.index if name in _MISSING_TEXTS]:
-            warnings.warn(
+            warn(
                 f"labels_key={self.labels_key!r} has the label {listing(odd)}, which is taken for a class; if it "
-                "stands for a missing label, replace it by numpy.nan.",
-                ScforgeWarning,
-                stacklevel=3,
+                "stands for a missing label, replace it by numpy.nan."
             )
 
     def codes_of(self, values: pd.Series) -> np.ndarray:

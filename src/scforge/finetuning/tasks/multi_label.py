@@ -5,7 +5,6 @@ Shapes: B cells of a batch, N cells, C labels.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ from scipy.special import expit
 from torch import nn
 
 from scforge._checks import check_bool, check_positive, check_share
-from scforge.errors import DataError, OptionError, ScforgeWarning, TrainingError, listing
+from scforge.errors import DataError, OptionError, TrainingError, listing, warn
 from scforge.eval.prediction_baselines import multi_label_baselines
 from scforge.finetuning.base import Task, register_task
 from scforge.finetuning.baselines import baseline_inputs
@@ -160,12 +159,10 @@ class MultiLabel(Task):
                 "nothing to learn; leave these labels out."
             )
         if unknown.any():
-            warnings.warn(
+            warn(
                 f"classes leaves out {listing(sorted({*self._sets.names(column)} - {*classes}))} of "
                 f"{self._sets.argument}, which {int(unknown.sum())} of the {len(unknown)} training cells have, so that "
-                "the model does not learn that; name all labels, or leave classes out.",
-                ScforgeWarning,
-                stacklevel=4,
+                "the model does not learn that; name all labels, or leave classes out."
             )
         return {"classes": classes} if self.classes is None else {}
 

@@ -1,0 +1,38 @@
+"""What a long task says while it runs."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import sys
+
+__all__ = ["announce", "duration", "in_notebook"]
+
+logger = logging.getLogger("scforge")
+
+
+def announce(text: str) -> None:
+    """Show a line: through the log where that is set up, else on the screen, where scripts and notebooks show it."""
+    if logger.hasHandlers() or logger.level:
+        logger.info("%s", text)
+    else:
+        # Notebooks show what is on stderr in the color of errors.
+        print(text, file=sys.stdout if in_notebook() else sys.stderr, flush=True)
+
+
+def duration(seconds: float) -> str:
+    """Return a wall time as people read it.
+
+    Examples
+    --------
+    >>> duration(0.26), duration(42.4), duration(425)
+    ('0.3 s', '42 s', '0:07:05')
+    """
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 100 else str(datetime.timedelta(seconds=round(seconds)))
+
+
+def in_notebook() -> bool:
+    """Return whether this is the kernel of a notebook."""
+    return "ipykernel" in sys.modules
