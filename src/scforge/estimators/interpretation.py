@@ -266,7 +266,7 @@ class InterpretationMethods(PerturbationMethods):
                 stacklevel=2,
             )
         wanted = model.vocab.genes if genes is None else genes
-        numbers = gene_numbers(model.vocab, wanted)
+        numbers = gene_numbers(model, wanted, source=source)
         values = predict_uncounted(
             model.backbone,
             model._open(source),
