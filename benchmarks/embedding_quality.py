@@ -211,11 +211,10 @@ def _fitter(data: Data, name: str, args: argparse.Namespace) -> Callable[[int], 
 def baseline(data: Data, name: str, seed: int, args: argparse.Namespace) -> Made:
     """Return the embedding of a baseline; the choice of genes, and components below Harmony, count among its time."""
     # Their first import takes seconds.
-    import harmonypy  # noqa: F401
     import scanpy  # noqa: F401
     import scvi  # noqa: F401
 
-    facts = {"versions": [version(one) for one in ("scanpy", "harmonypy", "scvi-tools", "torch")]}
+    facts = {"versions": [version(one) for one in ("scanpy", "scvi-tools", "torch")]}
 
     def make() -> np.ndarray:
         return embedding_baselines(data.adata, [name], batch_key=data.batch_key, seed=seed)[name]

@@ -182,14 +182,37 @@ def test_species_are_told_apart():
         map_names(np.array(human.symbols[:2000]), mouse, whole=True)
 
 
-def test_names_of_another_kind_are_to_be_converted():
+def test_ids_and_symbols_are_matched_by_the_annotation():
     human = GeneVocab.named("human_protein_coding")
     bare = GeneVocab.from_genes(human.genes[:500])  # knows no symbols
-    with pytest.raises(GeneMismatchError, match=r"convert_gene_ids\(names, to='ensembl', species='human'\)"):
-        map_names(np.array(human.symbols[:500]), bare)
+    names = np.array(human.symbols[:500])
+    said = r"498 human gene symbols were matched with human Ensembl ids .*; 'CD99', 'MATR3' mean several"
+    with pytest.warns(ScforgeWarning, match=said):
+        found = map_names(names, bare)
+    known = ~np.isin(names, ["CD99", "MATR3"])
+    np.testing.assert_array_equal(found.columns[known], np.arange(500)[known])
+    assert (found.columns[~known] < 0).all()
     symbols = GeneVocab.from_genes(list(dict.fromkeys(human.symbols[:500])))
-    with pytest.raises(GeneMismatchError, match=r"convert_gene_ids\(names, to='symbol', species='human'\)"):
-        map_names(np.array(human.genes[:500]), symbols)
+    with pytest.warns(ScforgeWarning, match="500 human Ensembl ids were matched with human gene symbols"):
+        found = map_names(np.array(human.genes[:500]), symbols)
+    assert [symbols.genes[i] for i in found.columns] == list(human.symbols[:500])
+
+
+def test_names_of_another_species_are_not_matched():
+    mouse = GeneVocab.from_genes(GeneVocab.named("mouse_protein_coding").genes[:500])
+    with pytest.raises(GeneMismatchError, match="genes of human need a vocabulary of their species, vocab='human_pro"):
+        map_names(np.array(GeneVocab.named("human_protein_coding").symbols[:500]), mouse)
+
+
+def test_dots_of_r():
+    vocab = GeneVocab.from_genes(["CD3D", "HLA-A", "NKX6-1", "MT.CO1", "A-B", "A/B", "H2-K1", "RP11.1"])
+    names = np.array(["HLA.A", "CD3D", "NKX6.1", "MT-CO1", "A.B", "H2.K1", "H2-K1", "RP11/1"])
+    with pytest.warns(ScforgeWarning, match=r"4 names were matched that R wrote with dots \('HLA.A' is 'HLA-A', 'NKX6"):
+        found = map_names(names, vocab)
+    # A.B may be either of two, and the data have the gene H2-K1 itself.
+    assert found.columns.tolist() == [1, 0, 2, 3, -1, -1, 6, 7]
+    assert GeneMap.of(["A-B", "A/B"], vocab).columns.tolist() == [4, 5]
+    assert GeneMap.of(["HLA/A"], vocab).columns.tolist() == [-1]
 
 
 def test_a_column_that_fits_hardly_better_is_no_advice(tiny_adata, tiny_vocab):

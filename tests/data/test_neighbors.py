@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
+from anndata import AnnData
 from scipy import sparse
+from sklearn.neighbors import NearestNeighbors
 
-from scforge.data import CellSource
+import scforge
+from scforge.data import CellSource, open_cells
 from scforge.data.neighbors import harmonised, mutual_neighbors, neighbor_weights, principal_components
 from scforge.errors import DataError
 
@@ -52,6 +56,41 @@ def test_harmony_brings_batches_together_and_leaves_groups_apart():
     assert gap(found, groups, 0, 1) > gap(coordinates, groups, 0, 1) / 2
     np.testing.assert_array_equal(found, harmonised(coordinates, batches))
     np.testing.assert_array_equal(found, harmonised(coordinates, np.where(batches, "b", "a")))
+
+
+def test_harmony_agrees_with_its_authors_package():
+    harmonypy = pytest.importorskip("harmonypy")
+    adata = scforge.datasets.pbmc3k()
+    batches = np.random.default_rng(0).integers(0, 3, adata.n_obs)
+    counts = adata.X.toarray()
+    often = np.argsort(-counts.sum(axis=0))[:90]
+    for batch in range(3):
+        counts[np.ix_(batches == batch, often[batch::3])] *= 4
+    components = principal_components(open_cells(AnnData(sparse.csr_matrix(counts), var=adata.var)))
+    found = harmonised(components, batches)
+    obs = pd.DataFrame({"batch": batches.astype(str)})
+    other = np.asarray(harmonypy.run_harmony(components.astype(float), obs, ["batch"], verbose=False, ncores=1).Z_corr)
+
+    def agreement(first, second):
+        return [np.corrcoef(first[:, i], second[:, i])[0, 1] for i in range(20)]
+
+    def mixing(values):  # share of neighbours of the same batch; a third if batches are mixed
+        found = NearestNeighbors(n_neighbors=16).fit(values).kneighbors(values, return_distance=False)[:, 1:]
+        return float((batches[found] == batches[:, None]).mean())
+
+    assert np.mean(agreement(found, other)) > 0.99
+    assert np.mean(agreement(found, other)) > np.mean(agreement(components, other)) + 0.01
+    assert mixing(components) > 0.6
+    assert mixing(found) == pytest.approx(mixing(other), abs=0.03)
+
+
+def test_harmony_of_cells_that_are_all_alike():
+    assert np.isfinite(harmonised(np.zeros((40, 3)), np.arange(40) % 2)).all()
+
+
+def test_harmony_of_batches_without_any_cell_type_in_common():
+    coordinates, _, groups = two_batches()
+    np.testing.assert_allclose(harmonised(coordinates, groups), coordinates, atol=1)
 
 
 @pytest.mark.parametrize("n_cells", [10, 14, 16, 70])

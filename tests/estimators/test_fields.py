@@ -5,9 +5,10 @@ from __future__ import annotations
 import anndata as ad
 import numpy as np
 import pytest
+from scipy import sparse
 
-from scforge.data import select_genes
-from scforge.errors import DataError
+from scforge.data import GeneVocab, select_genes
+from scforge.errors import DataError, GeneMismatchError, OptionError
 from scforge.estimators import Encoder
 
 
@@ -102,3 +103,30 @@ def test_new_cells_with_counts_or_names_elsewhere(trained, tiny_adata: ad.AnnDat
         model.get_latent_representation(new)
     Encoder.setup_anndata(new, gene_key="ensembl_id" if argument == "gene_key" else None)
     np.testing.assert_array_equal(model.get_latent_representation(new), model.get_latent_representation())
+
+
+def test_kept_genes_and_genes_that_were_not_chosen(build, tiny_adata):
+    usual = build(adata=tiny_adata.copy(), n_top_genes=20)
+    usual.train(1, progress_bar=False)
+    left_out = next(name for name in tiny_adata.var_names if name not in usual.vocab)
+    said = f"genes names '{left_out}', in adata but not among the model's 20 genes; build .* keep_genes=..{left_out}'"
+    with pytest.raises(GeneMismatchError, match=said):
+        usual.perturb_in_silico(genes=[left_out])
+    with pytest.raises(GeneMismatchError, match="genes names 'GCG', not among the model's 20 genes; build the model"):
+        usual.perturb_in_silico(genes=["GCG"])
+    kept = build(adata=tiny_adata.copy(), n_top_genes=20, keep_genes=[left_out])
+    assert left_out in kept.vocab
+    assert kept.vocab.n_genes == 20
+    with pytest.raises(OptionError, match="keep_genes names 'gone', not among the genes of adata"):
+        build(adata=tiny_adata.copy(), n_top_genes=20, keep_genes=["gone"])
+
+
+def test_variable_genes_are_chosen_within_an_annotation_but_not_within_a_list(tiny_adata):
+    adata = ad.AnnData(sparse.csr_matrix(sparse.hstack([tiny_adata.X] * 30)))
+    adata.var_names = [f"gene{i}" for i in range(adata.n_vars)]
+    whole = GeneVocab(tuple(adata.var_names), release="some annotation")
+    Encoder.setup_anndata(adata)
+    chosen = Encoder(adata, vocab=whole, hidden_dim=8).vocab
+    assert (chosen.n_genes, chosen.release) == (2_000, "some annotation, from_data")
+    assert Encoder(adata, vocab=whole, n_top_genes=0, hidden_dim=8).vocab.n_genes == 2_400
+    assert Encoder(adata, vocab=GeneVocab.from_genes(whole.genes), hidden_dim=8).vocab.n_genes == 2_400

@@ -58,6 +58,8 @@ class PreprocessingConfig(Section):
     ----------
     hvg_selection
         Number of highly variable genes to keep; 0 keeps all. None takes what suits the architecture.
+    keep_genes
+        Genes that are among them however they vary.
     normalize
         ``"library_size"``, which is what tokenizers do; nothing else is supported.
     log1p
@@ -70,6 +72,7 @@ class PreprocessingConfig(Section):
     """
 
     hvg_selection: Annotated[Int, Field(ge=0)] | None = None
+    keep_genes: list[str] = Field(default_factory=list)
     normalize: Annotated[Literal["library_size"], BeforeValidator(_normalize)] = "library_size"
     log1p: Annotated[bool, BeforeValidator(_log1p)] = True
 

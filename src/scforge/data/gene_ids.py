@@ -13,7 +13,7 @@ from scforge.data.gene_tables import ANNOTATION, gene_table
 from scforge.data.naming import plain_name
 from scforge.errors import OptionError, ScforgeWarning, listing
 
-__all__ = ["ConvertedGenes", "convert_gene_ids"]
+__all__ = ["ConvertedGenes", "convert_gene_ids", "converted_genes"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +116,14 @@ def convert_gene_ids(
         raise OptionError(f"to={to!r} is not known (known: 'ensembl', 'symbol')")
     if isinstance(names, str):
         raise OptionError(f"names={names!r} is one text; pass a list of names.")
+    result = converted_genes(names, to, species, keep_unknown=keep_unknown)
+    if result.unknown or result.ambiguous:
+        warnings.warn(f"{result} (by the {species} genes of {ANNOTATION}).", ScforgeWarning, stacklevel=2)
+    return result
+
+
+def converted_genes(names: Iterable[str], to: str, species: str, *, keep_unknown: bool = False) -> ConvertedGenes:
+    """Convert names as :func:`convert_gene_ids` does, without a warning."""
     table = gene_table(species)
     converted: list[object] = []
     unknown: dict[str, None] = {}
@@ -135,7 +143,4 @@ def convert_gene_ids(
             unknown[name] = None
     values = np.empty(len(converted), dtype=object)
     values[:] = converted
-    result = ConvertedGenes(values, tuple(unknown), ambiguous)
-    if unknown or ambiguous:
-        warnings.warn(f"{result} (by the {species} genes of {ANNOTATION}).", ScforgeWarning, stacklevel=2)
-    return result
+    return ConvertedGenes(values, tuple(unknown), ambiguous)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,8 +14,10 @@ import numpy as np
 from scipy import sparse
 
 from scforge._checks import check_share
+from scforge.data.arguments import listed_names
 from scforge.data.duplicates import n_summed, sum_columns, warn_summed
-from scforge.data.gene_tables import SPECIES
+from scforge.data.gene_ids import converted_genes
+from scforge.data.gene_tables import ANNOTATION, SPECIES
 from scforge.data.id_kinds import recognise_ids
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, GeneMismatchError, ScforgeWarning, did_you_mean, listing
@@ -26,6 +30,9 @@ __all__ = ["MIN_OVERLAP", "GeneMap", "gene_names", "how_to_convert", "map_names"
 
 MIN_OVERLAP = 0.1
 """Smallest share of a model's genes that a data set must have."""
+
+_R_REPLACES = re.compile(r"[^A-Za-z0-9_]")
+"""Characters for which R writes a dot in names, and the dot itself."""
 
 WARN_OVERLAP = 0.5
 """Share of a model's genes below which a warning is given."""
@@ -81,6 +88,8 @@ class GeneMap:
         (n_vars,).
     n_genes
         Number of genes of the vocabulary.
+    notes
+        What was done to find genes by other names than those that the vocabulary knows.
 
     Examples
     --------
@@ -95,10 +104,15 @@ class GeneMap:
 
     columns: np.ndarray
     n_genes: int
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, names: Iterable[str], vocab: GeneVocab) -> GeneMap:
         """Look up the name of each column.
+
+        Where hardly any name is known, because one side has Ensembl ids and the other symbols of the same species, ids
+        and symbols are matched by the annotation that ships. Names that differ from a gene of the vocabulary only in
+        characters that R replaces by a dot (``HLA.A``, ``NKX6.1``) are taken for it.
 
         Parameters
         ----------
@@ -111,7 +125,14 @@ class GeneMap:
         -------
         The map.
         """
-        return cls(vocab.gene_indices(names), vocab.n_genes)
+        names = [str(name) for name in listed_names("names", names)]
+        columns = vocab.gene_indices(names)
+        notes = []
+        if (columns >= 0).sum() < MIN_OVERLAP * min(vocab.n_genes, len(names)):
+            columns, said = _by_annotation(names, columns, vocab)
+            notes += said
+        columns, said = _by_dots(names, columns, vocab)
+        return cls(columns, vocab.n_genes, (*notes, *said))
 
     @property
     def n_matched(self) -> int:
@@ -195,7 +216,8 @@ def map_names(
     Warns
     -----
     ScforgeWarning
-        If less than half of the genes are there, or if columns are summed because they mean one gene.
+        If less than half of the genes are there, if columns are summed because they mean one gene, or if names were
+        matched by the annotation that ships or in spite of R's dots.
     """
     check_share("min_overlap", min_overlap)
     gene_map = GeneMap.of(names, vocab)
@@ -211,6 +233,13 @@ def map_names(
             f"{kind} such as {listing(names[:2])}, the vocabulary {expected} such as "
             f"{listing(vocab.genes[:2])}; {hint}."
         )
+    for said in gene_map.notes:
+        better = _better_column(var, vocab, gene_key, gene_map.n_matched + 1)
+        warnings.warn(
+            f"{where}: {said}{f'; {better}' if better else ''}.",
+            ScforgeWarning,
+            stacklevel=stacklevel + 1,
+        )
     if share < WARN_OVERLAP:
         warnings.warn(
             f"{where} has {gene_map.n_matched} of the {vocab.n_genes} genes of the vocabulary ({share:.0%}); "
@@ -220,6 +249,48 @@ def map_names(
         )
     warn_summed(names, gene_map.columns, where, stacklevel=stacklevel + 1)
     return gene_map
+
+
+def _by_annotation(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[np.ndarray, list[str]]:
+    """Match Ensembl ids with symbols, or symbols with Ensembl ids, where a table knows both."""
+    kind, expected = recognise_ids(names), recognise_ids(vocab.genes)
+    if how_to_convert(kind, expected) is None:
+        return columns, []
+    species, target = kind.split(" ")[0], "ensembl" if expected.endswith("Ensembl ids") else "symbol"
+    found = converted_genes(names, target, species, keep_unknown=True)
+    converted = vocab.gene_indices(str(name) for name in found)
+    n_found = int((converted >= 0).sum())
+    if n_found <= (columns >= 0).sum():
+        return columns, []
+    genes = set(vocab.genes)
+    lost = [name for name, ids in found.ambiguous.items() if genes.intersection(ids)]
+    unclear = f"; {listing(lost, most=3)} mean several genes and were left out" if lost else ""
+    return converted, [f"{n_found:,} {kind} were matched with {expected} by the genes of {ANNOTATION}{unclear}"]
+
+
+def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[np.ndarray, list[str]]:
+    """Match names in which R has replaced characters by dots, on either side, where that leaves no doubt."""
+    lost = [row for row, name in enumerate(names) if columns[row] < 0 and _R_REPLACES.search(name)]
+    if not lost:
+        return columns, []
+    taken = set(columns.tolist())
+    known: dict[str, dict[int, str]] = {}
+    for spelled in (vocab.genes, vocab.symbols or ()):
+        for index, gene in enumerate(spelled):
+            if index not in taken and _R_REPLACES.search(gene):
+                known.setdefault(_R_REPLACES.sub(".", gene), {})[index] = gene
+    dotted = Counter(_R_REPLACES.sub(".", names[row]) for row in lost)
+    columns, matched = columns.copy(), []
+    for row in lost:
+        name, spelled = names[row], _R_REPLACES.sub(".", names[row])
+        if len(known.get(spelled, ())) == dotted[spelled] == 1:
+            ((index, gene),) = known[spelled].items()
+            if spelled in (name, gene):  # one of them was written by R
+                columns[row] = index
+                matched.append(f"{name!r} is {gene!r}")
+    if not matched:
+        return columns, []
+    return columns, [f"{len(matched):,} names were matched that R wrote with dots ({', '.join(matched[:2])})"]
 
 
 def warn_counts_outside(kept: float, vocab: GeneVocab, *, stacklevel: int = 2) -> None:
@@ -265,8 +336,8 @@ def _way_out(kind: str, expected: str) -> str:
     species, wanted = kind.split(" ")[0], expected.split(" ")[0]
     if {species, wanted} == set(SPECIES):
         return (
-            f"genes of {species} need a vocabulary of their species, gene_vocab='{species}_protein_coding', "
-            "or gene_vocab='human_mouse', which takes both"
+            f"genes of {species} need a vocabulary of their species, vocab='{species}_protein_coding' (in a YAML file "
+            "data.gene_vocab), or 'human_mouse', which takes both"
         )
     if conversion := how_to_convert(kind, expected):
         return f"{conversion} and name the new column with gene_key"

@@ -5,8 +5,6 @@ Shapes: N cells, D dimensions, P pairs.
 
 from __future__ import annotations
 
-import inspect
-import logging
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,7 +25,12 @@ _SHARE = 0.1
 _CELLS_OF_CLUSTER, _FEWEST_CLUSTERS, _MOST_CLUSTERS = 30, 2, 100
 """Harmony's own choice of the number of its clusters, save that it has none for fewer than 15 cells."""
 _FEWEST_CELLS = 10
-"""Cells from which on they are corrected; harmonypy 2.1 may never return from two of them."""
+"""Cells from which on they are corrected."""
+_SIGMA, _THETA, _ALPHA, _FEWEST_SHARE = 0.1, 2.0, 0.2, 1e-5
+"""Harmony's width of clusters, weight of mixing, ridge over expected cells, and share of a batch below which none."""
+_MOST_ROUNDS, _CLUSTER_STEPS, _KMEANS_STEPS, _BLOCKS, _TOLERANCE = 10, 4, 25, 20, 0.01
+"""Corrections, clusterings before each, steps of the first one, parts of the cells assigned at once; when it stops."""
+_TINY = 1e-12
 _PAIRS_AT_ONCE = 100_000
 """Pairs of which cosines are computed at once, to bound the memory."""
 
@@ -52,6 +55,9 @@ def principal_components(cells: CellSource, n_comps: int = 50) -> np.ndarray:
 def harmonised(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -> np.ndarray:
     """Return coordinates of cells, shape (N, D), after Harmony [1]_ with its defaults, float32.
 
+    The penalty of clusters with few cells of a batch, and the ridge, are those of its second version, as in harmonypy 2
+    and scanpy 1.13.
+
     Parameters
     ----------
     coordinates
@@ -60,7 +66,7 @@ def harmonised(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -
         Batch of each cell, shape (N,). With one batch there is nothing to correct, and the coordinates come back; so
         do those of fewer than ten cells.
     seed
-        Seed of the first clusters.
+        Seed of the first clusters, and of the order in which cells are assigned.
 
     References
     ----------
@@ -74,37 +80,80 @@ def harmonised(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -
     >>> bool(abs(corrected[:60].mean() - corrected[60:].mean()) < 0.8)
     True
     """
-    import harmonypy
-    import pandas as pd
-    import torch
-
-    if len(np.unique(batches)) < 2 or len(coordinates) < _FEWEST_CELLS:
+    _, codes = np.unique(batches, return_inverse=True)
+    n_cells, n_batches = len(coordinates), codes.max(initial=0) + 1
+    if n_batches < 2 or n_cells < _FEWEST_CELLS:
         return np.asarray(coordinates, dtype=np.float32)
-    n_clusters = max(_FEWEST_CLUSTERS, min(round(len(coordinates) / _CELLS_OF_CLUSTER), _MOST_CLUSTERS))
-    # Its threads are as many as those of everything else; releases before 2 have one.
-    options = {}
-    if "ncores" in inspect.signature(harmonypy.run_harmony).parameters:
-        options["ncores"] = torch.get_num_threads()
-    # Its logger tells of each iteration.
-    log = logging.getLogger("harmonypy")
-    level, state = log.level, np.random.get_state()
-    log.setLevel(logging.ERROR)
-    try:
-        found = harmonypy.run_harmony(
-            np.asarray(coordinates, dtype=np.float64),
-            pd.DataFrame({"batch": np.asarray(batches).astype(str)}),
-            ["batch"],
-            nclust=n_clusters,
-            random_state=seed,
-            verbose=False,
-            **options,
-        )
-    finally:
-        log.setLevel(level)
-        np.random.set_state(state)  # which old releases seed
-    corrected = np.asarray(found.Z_corr)
-    # The orientation has changed between releases of harmonypy.
-    return np.asarray(corrected if corrected.shape == coordinates.shape else corrected.T, dtype=np.float32)
+    original = np.asarray(coordinates, dtype=np.float64)
+    n_clusters = max(_FEWEST_CLUSTERS, min(round(n_cells / _CELLS_OF_CLUSTER), _MOST_CLUSTERS))
+    members = _one_hot(codes, n_batches)
+    batch_share = np.bincount(codes) / n_cells
+    generator = np.random.default_rng(seed)
+    directions = _unit(original)
+    # Soft assignments of cells to clusters, shape (N, clusters), first by the distance to the centroids alone.
+    assigned = np.exp(2 / _SIGMA * (directions @ _first_centroids(directions, n_clusters, seed).T - 1))
+    assigned /= assigned.sum(axis=1, keepdims=True)
+    corrected, before = original, np.inf
+    for _ in range(_MOST_ROUNDS):
+        # Cells of a batch in a cluster, shape (batches, clusters), and how many there would be if batches were mixed.
+        observed, expected = members.T @ assigned, np.outer(batch_share, assigned.sum(axis=0))
+        for _ in range(_CLUSTER_STEPS):
+            cosines = directions @ _unit(assigned.T @ directions).T
+            close = np.exp(2 / _SIGMA * (cosines - 1))
+            for block in np.array_split(generator.permutation(n_cells), min(_BLOCKS, n_cells)):
+                observed -= members[block].T @ assigned[block]
+                expected -= np.outer(batch_share, assigned[block].sum(axis=0))
+                assigned[block] = close[block] * (((expected + 1) / (observed + expected + 1)) ** _THETA)[codes[block]]
+                assigned[block] /= assigned[block].sum(axis=1, keepdims=True)
+                observed += members[block].T @ assigned[block]
+                expected += np.outer(batch_share, assigned[block].sum(axis=0))
+        corrected = _without_batches(original, codes, assigned)
+        directions = _unit(corrected)
+        entropy = (assigned * np.log(np.maximum(assigned, _TINY))).sum()
+        mixing = (observed * np.log((observed + expected + 1) / (expected + 1))).sum()
+        loss = 2 * (assigned * (1 - cosines)).sum() + _SIGMA * (entropy + _THETA * mixing)
+        if before - loss < _TOLERANCE * abs(loss):
+            break
+        before = loss
+    return np.asarray(corrected, dtype=np.float32)
+
+
+def _without_batches(original: np.ndarray, codes: np.ndarray, assigned: np.ndarray) -> np.ndarray:
+    """Subtract what each cluster's ridge regression on the batches explains; the cluster's own mean stays."""
+    rows = [np.flatnonzero(codes == batch) for batch in range(codes.max() + 1)]
+    observed = np.stack([assigned[of_batch].sum(axis=0) for of_batch in rows])
+    sums = np.stack([assigned[of_batch].T @ original[of_batch] for of_batch in rows])
+    n_cells = np.array([len(of_batch) for of_batch in rows])[:, None]
+    ridge = _ALPHA * n_cells / len(codes) * observed.sum(axis=0)
+    ridge[observed < _FEWEST_SHARE * n_cells] = np.inf  # a batch that has no cells there stays as it is
+    # Of the normal equations with one column a batch, those of the batches are solved for their means first.
+    held = 1 - observed / (observed + ridge)
+    mean = (held[:, :, None] * sums).sum(axis=0) / np.maximum((held * observed).sum(axis=0), _TINY)[:, None]
+    shifts = (sums - observed[:, :, None] * mean) / (observed + ridge)[:, :, None]
+    corrected = original.copy()
+    for of_batch, shift in zip(rows, shifts, strict=True):
+        corrected[of_batch] -= assigned[of_batch] @ shift
+    return corrected
+
+
+def _first_centroids(directions: np.ndarray, n_clusters: int, seed: int) -> np.ndarray:
+    """Return centroids of spherical k-means, shape (clusters, D)."""
+    from sklearn.cluster import kmeans_plusplus
+
+    # scikit-learn's own k-means depends on the number of threads.
+    centroids = _unit(kmeans_plusplus(directions, n_clusters, random_state=seed)[0])
+    for _ in range(_KMEANS_STEPS):
+        nearest = _one_hot((directions @ centroids.T).argmax(axis=1), n_clusters)
+        centroids = _unit(nearest.T @ directions + _TINY * centroids)  # which keeps those without cells
+    return centroids
+
+
+def _one_hot(codes: np.ndarray, n_codes: int) -> sparse.csr_matrix:
+    return sparse.csr_matrix((np.ones(len(codes)), codes, np.arange(len(codes) + 1)), shape=(len(codes), n_codes))
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), _TINY)
 
 
 def mutual_neighbors(

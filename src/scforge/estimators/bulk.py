@@ -187,7 +187,7 @@ def embed_to(
         cells = _open(model, source)
     except GeneMismatchError as error:
         problem, _, way_out = str(error).rpartition("; ")
-        if "gene_vocab=" not in way_out:
+        if "_protein_coding'" not in way_out:
             raise
         # Who trains may take another vocabulary; a trained model brings its own.
         raise GeneMismatchError(

@@ -6,7 +6,7 @@ Shapes: N cells of a source, G genes of the vocabulary.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations as combinations_of
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from scipy import sparse
 
 from scforge._constants import UNS_KEY
 from scforge.data.cells import Cells, CellSource
+from scforge.data.gene_tables import SPECIES, gene_table
 from scforge.data.mapping import GeneMap, gene_names
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
@@ -36,6 +37,7 @@ __all__ = [
     "gene_numbers",
     "note",
     "ready",
+    "unknown_genes",
     "widely_expressed",
     "written_over_columns",
 ]
@@ -51,8 +53,8 @@ _LEAST_SHARE = 0.01
 _SHOWN = 5
 
 
-def gene_numbers(vocab: GeneVocab, genes: Sequence[str] | str) -> np.ndarray:
-    """Return the index of each gene among those of the vocabulary, int32.
+def gene_numbers(model: CellModel, genes: Sequence[str] | str, *, source: Any = None) -> np.ndarray:
+    """Return the index of each gene among those of the model, int32; `source` is what else may have the genes.
 
     Raises
     ------
@@ -64,18 +66,35 @@ def gene_numbers(vocab: GeneVocab, genes: Sequence[str] | str) -> np.ndarray:
     names = [genes] if isinstance(genes, str) else list(genes)
     if not names or not all(isinstance(name, str) for name in names):
         raise OptionError(f"genes={names!r} is not a list of gene names; name at least one.")
-    numbers = vocab.gene_indices(names)
+    numbers = GeneMap.of(names, model.vocab).columns
     if unknown := [name for name, number in zip(names, numbers, strict=True) if number < 0]:
-        known = [*vocab.genes, *(vocab.symbols or ())]
-        hints = [did_you_mean(name, known).removeprefix("; did you mean ").rstrip("?") for name in unknown[:_SHOWN]]
-        near = ", ".join(hint for hint in hints if hint)
-        raise GeneMismatchError(
-            f"genes names {listing(unknown, most=_SHOWN)}, not among the {vocab.n_genes} genes of the model"
-            f"{f'; did you mean {near}?' if near else '; leave them out, or make a model with them.'}"
-        )
+        source = model.adata if source is None else source
+        measured: list[str] = []
+        if isinstance(source, AnnData):
+            measured = gene_names(source, (model._setup_of(source) or model._setup)["gene_key"]).tolist()
+        raise GeneMismatchError(unknown_genes("genes", unknown, model.vocab, measured))
     if twice := [names[i] for i in range(len(names)) if numbers[i] in numbers[:i]]:
         raise OptionError(f"genes names {twice[0]!r} twice, maybe by another name of the gene; name each gene once.")
     return numbers
+
+
+def unknown_genes(argument: str, unknown: list[str], vocab: GeneVocab, measured: Iterable[str] = ()) -> str:
+    """Say which names are no genes of a model; a name is guessed only for one that is no gene at all."""
+    in_data = set(measured)
+    there = [name for name in unknown if name in in_data]
+    tables = [names for species in SPECIES for names in (gene_table(species).ids, gene_table(species).symbols)]
+    if known := there or [name for name in unknown if any(name in names for names in tables)]:
+        return (
+            f"{argument} names {listing(known, most=_SHOWN)}, {'in adata but ' if there else ''}not among the model's "
+            f"{vocab.n_genes:,} genes; build the model with Encoder(adata, keep_genes={known[:_SHOWN]!r})."
+        )
+    names = [*vocab.genes, *(vocab.symbols or ())]
+    hints = [did_you_mean(name, names).removeprefix("; did you mean ").rstrip("?") for name in unknown[:_SHOWN]]
+    near = ", ".join(hint for hint in hints if hint)
+    return (
+        f"{argument} names {listing(unknown, most=_SHOWN)}, not among the {vocab.n_genes} genes of the model"
+        f"{f'; did you mean {near}?' if near else '; leave them out, or make a model with them.'}"
+    )
 
 
 def widely_expressed(vocab: GeneVocab, cells: CellSource) -> np.ndarray:

@@ -34,6 +34,7 @@ from scforge.errors import (
 from scforge.estimators.config_parts import check_names, chosen, objective_of, placed, tokenizer_of
 from scforge.estimators.finetune_check import check_finetuning, described, named_columns
 from scforge.estimators.spec import ModelSpec, named_options
+from scforge.estimators.vocabulary import n_top_genes_of
 from scforge.models._utils import count_parameters
 from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training.objectives.registry import get_objective
@@ -290,9 +291,11 @@ def _resolved(config: Config, vocab: GeneVocab, tokenizer: Any, objective: Any) 
 
 def _genes(data: DataConfig, n_default: int | None, tokenizer: dict[str, Any]) -> tuple[GeneVocab, bool]:
     n_genes = data.preprocessing.hvg_selection
+    if n_genes is None:
+        n_genes = n_top_genes_of(data.gene_vocab, n_default)
     if data.gene_vocab != FROM_DATA:
         vocab = open_vocab(data.gene_vocab)
         return vocab.subset(range(min(n_genes, vocab.n_genes))) if n_genes else vocab, True
-    known = bool(n_default if n_genes is None else n_genes)
-    n_genes = (n_default if n_genes is None else n_genes) or max(_UNKNOWN_GENES, tokenizer.get("max_len") or 0)
+    known = bool(n_genes)
+    n_genes = n_genes or max(_UNKNOWN_GENES, tokenizer.get("max_len") or 0)
     return GeneVocab.from_genes([f"gene{number}" for number in range(n_genes)]), known

@@ -100,6 +100,7 @@ _SAID = {
     "architecture": "model.architecture",
     "balance_by": "data.sampling.balance_key",
     "dropped": "tokenizer.dropped",
+    "keep_genes": "data.preprocessing.keep_genes",
     "max_len": "data.max_genes",
     "n_top_genes": "data.preprocessing.hvg_selection",
     "objective": "objective.name",

@@ -8,11 +8,11 @@ from typing import Any
 from scforge.config._fields import Section
 from scforge.config._yaml import dump_yaml
 from scforge.config.schema import Config, FinetuneConfig, MaskingConfig, ModelConfig
-from scforge.data.vocab import FROM_DATA
 from scforge.estimators.config_check import model_of
 from scforge.estimators.config_parts import check_names, chosen
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.finetune_check import ELSEWHERE, OF_THE_BASE, TUNING_OF_TASKS, check_finetuning, columns_of
+from scforge.estimators.vocabulary import n_top_genes_of
 from scforge.finetuning.base import TASKS, with_adapters
 from scforge.models.registry import MODELS, own_names
 from scforge.tokenizers.registry import TOKENIZERS
@@ -101,8 +101,7 @@ def _fill(content: dict[str, Any], config: Config, written: dict[str, Any]) -> N
         if name not in written["data"].get("preprocessing", {}):
             del data["preprocessing"][name]
     if data["preprocessing"]["hvg_selection"] is None:
-        n_default = chosen(config).n_top_genes if config.data.gene_vocab == FROM_DATA else 0
-        data["preprocessing"]["hvg_selection"] = n_default or 0
+        data["preprocessing"]["hvg_selection"] = n_top_genes_of(config.data.gene_vocab, chosen(config).n_top_genes) or 0
     if data["sampling"]["balance_key"] is not None:
         given = inspect.signature(CellDataModule).parameters
         for name, argument in _BALANCE.items():

@@ -15,6 +15,7 @@ import torch
 from scforge._checks import check_seed
 from scforge._constants import QUERY_KEY
 from scforge._registry import check_options
+from scforge.data.arguments import listed_names
 from scforge.data.cells import column_of
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, ScforgeWarning
@@ -29,7 +30,7 @@ from scforge.estimators.spec import ModelSpec, named_options
 from scforge.estimators.task_methods import TaskMethods
 from scforge.estimators.training_run import run_training
 from scforge.estimators.tuning import Tuning
-from scforge.estimators.vocabulary import needed_statistics, vocab_of_adata, vocab_of_cells
+from scforge.estimators.vocabulary import n_top_genes_of, needed_statistics, vocab_of_adata, vocab_of_cells
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.registry import TOKENIZERS
@@ -92,7 +93,10 @@ class Encoder(
         Genes the model knows: ``"from_data"`` (genes detected in at least 3 cells), the name of a shipped vocabulary
         such as ``"human_protein_coding"``, or a :class:`scforge.data.GeneVocab`.
     n_top_genes
-        Keep only this many highly variable genes of them; 0 keeps all. None takes what suits the architecture.
+        Keep only this many highly variable genes of them; 0 keeps all. None takes what suits the architecture, save
+        that of a list of genes (``GeneVocab.from_genes``) all are kept.
+    keep_genes
+        Names of genes that are among them however they vary, e.g. ``["GCG", "INS"]``; they count among `n_top_genes`.
     seed
         Seed of weights, splits, orders, masks and views.
     registry
@@ -132,6 +136,7 @@ class Encoder(
         *,
         vocab: str | GeneVocab = FROM_DATA,
         n_top_genes: int | None = None,
+        keep_genes: Sequence[str] = (),
         seed: int = 0,
         registry: dict[str, Any] | None = None,
         datamodule: CellDataModule | None = None,
@@ -143,12 +148,15 @@ class Encoder(
         if isinstance(tokenizer, Tokenizer):
             raise OptionError(_parts_of(tokenizer))
         recipe = recipe_for(architecture, options)
-        if n_top_genes is None:
-            n_top_genes = recipe.n_top_genes if vocab == FROM_DATA else 0
         names = named_options("tokenizer", tokenizer, recipe.tokenizer)
         self._spec, vectors = ModelSpec.resolve(
             recipe,
-            self._choose_vocab(vocab, n_top_genes or None, needed=needed_statistics(*names)),
+            self._choose_vocab(
+                vocab,
+                n_top_genes_of(vocab, recipe.n_top_genes) if n_top_genes is None else n_top_genes or None,
+                needed=needed_statistics(*names),
+                keep_genes=listed_names("keep_genes", keep_genes),
+            ),
             tokenizer=names,
             objective=self._with_found_options(*named_options("objective", objective, recipe.objective)),
             options=options,
@@ -340,11 +348,11 @@ class Encoder(
                 stacklevel=2,
             )
 
-    def _choose_vocab(self, vocab: str | GeneVocab, n_top_genes: int | None, *, needed: frozenset[str]) -> GeneVocab:
+    def _choose_vocab(self, vocab: str | GeneVocab, n_top_genes: int | None, **options: Any) -> GeneVocab:
         if self._data is not None:
-            return vocab_of_cells(self._data, vocab, n_top_genes, needed=needed)
+            return vocab_of_cells(self._data, vocab, n_top_genes, **options)
         if self.adata is not None:
-            return vocab_of_adata(self.adata, self._setup, vocab, n_top_genes, needed=needed)
+            return vocab_of_adata(self.adata, self._setup, vocab, n_top_genes, **options)
         if not isinstance(vocab, GeneVocab):
             raise OptionError(f"vocab={vocab!r} needs adata; pass a GeneVocab.")
         return vocab

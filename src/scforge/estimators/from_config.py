@@ -162,6 +162,7 @@ def _model(source: AnnData | Cells, config: Config) -> tuple[Encoder, CellDataMo
     options = {
         "vocab": data.gene_vocab,
         "n_top_genes": data.preprocessing.hvg_selection,
+        "keep_genes": data.preprocessing.keep_genes,
         "seed": config.seed,
         **config.model.user_options(),
     }

@@ -19,8 +19,10 @@ from scipy import sparse
 
 from scforge._checks import check_count, check_positive, check_seed
 from scforge._constants import UNS_KEY
+from scforge.data.mapping import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
+from scforge.estimators.choices import unknown_genes
 from scforge.models.components.gene_vectors import check_filled
 
 if TYPE_CHECKING:
@@ -308,13 +310,9 @@ def prompt_of_genes(
             f"tokenizer) to draw the first from; give them, such as prompt={{{names[0]!r}: 1.0}}."
         )
     vocab = tokenizer.vocab
-    index = vocab.gene_indices(names)
+    index = GeneMap.of(names, vocab).columns
     if (index < 0).any():
-        wrong = names[int(np.argmax(index < 0))]
-        raise OptionError(
-            f"prompt names {wrong!r}, which is not among the {vocab.n_genes} genes of the model"
-            f"{did_you_mean(wrong, vocab.genes) or '; leave it out.'}"
-        )
+        raise OptionError(unknown_genes("prompt", [name for name, i in zip(names, index, strict=True) if i < 0], vocab))
     seen: dict[int, str] = {}
     for number, name in zip(index.tolist(), names, strict=True):
         if number in seen:

@@ -263,7 +263,7 @@ class InterpretationMethods(PerturbationMethods):
                 f"so it predicts the value that a gene has where it is expressed; {advice}"
             )
         wanted = model.vocab.genes if genes is None else genes
-        numbers = gene_numbers(model.vocab, wanted)
+        numbers = gene_numbers(model, wanted, source=source)
         values = predict_uncounted(
             model.backbone,
             model._open(source),

@@ -160,7 +160,7 @@ class PerturbationMethods:
         check_seed(seed)
         source = ready(model, adata, "how cells move is")
         perturbation = Perturbation(mode)
-        numbers = None if genes is None else gene_numbers(model.vocab, genes)
+        numbers = None if genes is None else gene_numbers(model, genes, source=source)
         if numbers is None and combinations is not False:
             raise OptionError("combinations=2 needs genes, as there are too many pairs of all; name some.")
         cells = model._open(source)

@@ -67,7 +67,7 @@ class ScDiVa(Encoder):
     supervised
         Learn the labels of ``labels_key`` beside the reconstruction, for ``predict(task="annotation")`` without
         fine-tuning. The embedding then knows the labels.
-    vocab, n_top_genes, seed, registry, datamodule, tuning
+    vocab, n_top_genes, keep_genes, seed, registry, datamodule, tuning
         As for :class:`~scforge.models.Encoder`.
     **options
         Options of the architecture, e.g. ``mode="vector"``, ``latent_dim`` or ``max_tokens``.
@@ -108,6 +108,7 @@ class ScDiVa(Encoder):
         supervised: bool = False,
         vocab: str | GeneVocab = FROM_DATA,
         n_top_genes: int | None = None,
+        keep_genes: Sequence[str] = (),
         seed: int = 0,
         registry: dict[str, Any] | None = None,
         datamodule: CellDataModule | None = None,
@@ -127,6 +128,7 @@ class ScDiVa(Encoder):
             objective,
             vocab=vocab,
             n_top_genes=n_top_genes,
+            keep_genes=keep_genes,
             seed=seed,
             registry=registry,
             datamodule=datamodule,
@@ -354,7 +356,7 @@ class ScDiVa(Encoder):
         check_decodes(self)
         check_count("batch_size", batch_size, "cells")
         _check_keys(key_added=key_added)
-        numbers = gene_numbers(self.vocab, self.vocab.genes if gene_list is None else gene_list)
+        numbers = gene_numbers(self, self.vocab.genes if gene_list is None else gene_list, source=adata)
         batches = batch_numbers(self.spec.build_pretraining(), transform_batch)
         source = ready(self, adata, "the expression that it decodes is")
         cells = self._open(source)

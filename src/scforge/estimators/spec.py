@@ -36,8 +36,8 @@ __all__ = ["ModelSpec", "default_options", "named_options"]
 logger = logging.getLogger("scforge")
 
 _TAKEN = frozenset(
-    ("adata", "architecture", "datamodule", "n_top_genes", "name", "objective", "registry", "seed", "tokenizer")
-) | {"tuning", "vocab", "vocab_size"}
+    ("adata", "architecture", "datamodule", "keep_genes", "n_top_genes", "name", "objective", "registry", "seed")
+) | {"tokenizer", "tuning", "vocab", "vocab_size"}
 """What cannot be an option of an architecture, because ``Encoder`` or the description has another use for the name."""
 _TOLD = ("input_ids", "attention_mask", "values")
 """What the methods of an architecture are given by name, among other things."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from scforge.data.cells import CellSource
 from scforge.data.entropies import gene_entropies
 from scforge.data.mapping import gene_names, map_names
 from scforge.data.named import open_vocab
-from scforge.data.selection import gene_medians, select_genes, variable_genes
+from scforge.data.selection import gene_medians, kept_genes, select_genes, variable_genes
 from scforge.data.vocab import FROM_DATA, GeneVocab
 from scforge.errors import OptionError
 from scforge.tokenizers.registry import TOKENIZERS
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from scforge.data.cells import Cells
     from scforge.training.datamodule import CellDataModule
 
-__all__ = ["SAMPLED_CELLS", "needed_statistics", "vocab_of_adata", "vocab_of_cells"]
+__all__ = ["SAMPLED_CELLS", "n_top_genes_of", "needed_statistics", "vocab_of_adata", "vocab_of_cells"]
 
 SAMPLED_CELLS = 100_000
 """Training cells, drawn at random, that choices are made from where there are more: they fit into memory."""
@@ -32,6 +33,13 @@ def needed_statistics(tokenizer: str, options: dict[str, Any]) -> frozenset[str]
     return frozenset(name for name, needed in (("medians", medians), ("entropies", cls.needs_entropies)) if needed)
 
 
+def n_top_genes_of(vocab: str | GeneVocab, n_default: int | None) -> int | None:
+    """Return how many variable genes to choose where nobody says: of a list of genes none, as all were chosen."""
+    if vocab != FROM_DATA and open_vocab(vocab).chosen_from_data:
+        return None
+    return n_default
+
+
 def vocab_of_adata(
     adata: AnnData,
     setup: dict[str, Any],
@@ -39,6 +47,7 @@ def vocab_of_adata(
     n_top_genes: int | None,
     *,
     needed: frozenset[str],
+    keep_genes: Sequence[str] = (),
 ) -> GeneVocab:
     """Choose the genes of a model of an AnnData, with what the tokenizer needs to know of each."""
     from scforge.data.sources import open_cells
@@ -50,8 +59,16 @@ def vocab_of_adata(
     made = within
     if made is None or n_top_genes is not None:
         made = select_genes(
-            adata, layer=layer, gene_key=key, n_top_genes=n_top_genes, batch_key=setup["batch_key"], within=within
+            adata,
+            layer=layer,
+            gene_key=key,
+            n_top_genes=n_top_genes,
+            batch_key=setup["batch_key"],
+            within=within,
+            keep_genes=keep_genes,
         )
+    elif len(keep_genes):
+        kept_genes(keep_genes, made, "the vocabulary")
     if missing := _missing(made, needed):
         cells = open_cells(adata, made, layer=layer, gene_key=key)
         assert isinstance(cells, CellSource)
@@ -60,7 +77,12 @@ def vocab_of_adata(
 
 
 def vocab_of_cells(
-    data: CellDataModule, vocab: str | GeneVocab, n_top_genes: int | None, *, needed: frozenset[str]
+    data: CellDataModule,
+    vocab: str | GeneVocab,
+    n_top_genes: int | None,
+    *,
+    needed: frozenset[str],
+    keep_genes: Sequence[str] = (),
 ) -> GeneVocab:
     """Choose the genes of a model of the cells of a data module: of all, or of a sample of the training cells."""
     cells: Cells = data.cells
@@ -71,7 +93,9 @@ def vocab_of_cells(
         raise OptionError("the cells of datamodule have no vocabulary; open them with scforge.data.open_cells.")
     if n_top_genes is not None and n_top_genes < made.n_genes:
         some = cells.sample(SAMPLED_CELLS, rows=data.train_rows, seed=data.seed)
-        made = variable_genes(some, n_top_genes, batch_key=data.batch_key)
+        made = variable_genes(some, n_top_genes, batch_key=data.batch_key, keep_genes=keep_genes)
+    elif len(keep_genes):
+        kept_genes(keep_genes, made, "the cells")
     if missing := _missing(made, needed):
         some = cells.with_vocab(made).sample(SAMPLED_CELLS, rows=data.train_rows, seed=data.seed)
         made = _with_statistics(made, some, missing)

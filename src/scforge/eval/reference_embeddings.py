@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["BASELINES", "check_baselines", "embedding_baselines", "harmony_embedding", "scvi_embedding"]
 
 BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi", "random")
-_PACKAGES = {"harmony": ("harmonypy", "harmonypy"), "scvi": ("scvi", "scvi-tools")}
 _SHARE, _BATCH_SIZE, _MOST_EPOCHS = 0.9, 128, 400
 """Training cells of scVI, cells a step, and epochs: its defaults."""
 _PATIENCE = 15
@@ -104,8 +102,8 @@ def embedding_baselines(
     Raises
     ------
     OptionError
-        If a name is unknown or named twice, Harmony is asked for without `batch_key`, a package is not installed, or
-        there cannot be so many components.
+        If a name is unknown or named twice, Harmony is asked for without `batch_key`, or there cannot be so many
+        components.
     DataError
         If there are no raw counts, or `batch_key` is no column or holds one batch or missing values.
 
@@ -200,9 +198,6 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
             check_n_comps(name, adata)
         if list(names).count(name) > 1:
             raise OptionError(f"baselines names {name!r} twice; name it once.")
-        package, command = _PACKAGES.get(str(name), (None, ""))
-        if package is not None and find_spec(package) is None:
-            raise OptionError(f"baselines names {name!r}, but {package} is not installed; pip install '{command}'.")
         if name == "harmony" and batch_key is None:
             raise OptionError("baselines names 'harmony', which corrects batches; give batch_key, or leave it out.")
         if batch_key is not None and name != "random":

@@ -5,13 +5,12 @@ Shapes: N cells, D dimensions.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from scforge.errors import DataError, warn
+from scforge.errors import DataError
 from scforge.eval.baselines import pca_embedding, variable_genes
 from scforge.eval.batch_integration import BatchIntegration
 from scforge.eval.reference_embeddings import harmony_embedding, scvi_embedding
@@ -100,17 +99,12 @@ def integration_baselines(
 
     Returns
     -------
-    ``"pca"``, ``"harmony"`` and ``"scvi"``, float32, shape (N, D); a method whose package is not installed is missing.
+    ``"pca"``, ``"harmony"`` and ``"scvi"``, float32, shape (N, D).
 
     Raises
     ------
     DataError
         If there are too few cells.
-
-    Warns
-    -----
-    ScforgeWarning
-        If a package is not installed.
 
     Examples
     --------
@@ -125,19 +119,6 @@ def integration_baselines(
     if n_comps < 2:
         raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; pass baselines=False.")
     found = {"pca": pca_embedding(adata, n_comps=n_comps, batch_key=batch_key, seed=seed)}
-    if _installed("harmonypy", "Harmony", "pip install harmonypy"):
-        found["harmony"] = harmony_embedding(found["pca"], adata.obs, batch_key, seed=seed)
-    if _installed("scvi", "scVI", "pip install scvi-tools"):
-        found["scvi"] = scvi_embedding(adata, batch_key, max_epochs=max_epochs, seed=seed)
+    found["harmony"] = harmony_embedding(found["pca"], adata.obs, batch_key, seed=seed)
+    found["scvi"] = scvi_embedding(adata, batch_key, max_epochs=max_epochs, seed=seed)
     return found
-
-
-def _installed(module: str, name: str, command: str) -> bool:
-    try:
-        import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        warn(f"{name} is not among the baselines, because {module} is not installed; {command}.")
-        return False
-    return True
