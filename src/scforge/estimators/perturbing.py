@@ -77,10 +77,10 @@ class PerturbationMethods:
         `n_permutations` other genes of like mean expression are perturbed in the same way, each in up to 100 of the
         cells that it applies to (a deletion: that express it). ``p_value`` is the share of them that shift the cells at
         least as far, ``goal_p_value`` that of those that move them as far to one side, doubled; the gene itself counts
-        as one, so none is below ``1 / (n_permutations + 1)``. Where fewer genes are left than are tested (``genes=None``), these are compared
-        with each other: then p-values are ranks, no false discovery rate can be small, and ``shift_z`` is what to sort
-        by. The highest genes of all have no others like them, so that theirs means less. Tokenizers that draw
-        (``side="both"``, truncation by a sample) add their noise to all shifts.
+        as one, so none is below ``1 / (n_permutations + 1)``. Where fewer genes are left than are tested
+        (``genes=None``), these are compared with each other: then p-values are ranks, no false discovery rate can be
+        small, and ``shift_z`` is what to sort by. The highest genes of all have no others like them, so that theirs
+        means less. Tokenizers that draw (``side="both"``, truncation by a sample) add their noise to all shifts.
 
         **What they do not say.** Like mean expression is not a like dose: a gene that few cells express highly loses
         more counts where it is deleted than one that all cells express weakly, and has a small p-value in a model with
