@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 
@@ -11,7 +12,11 @@ import torch
 from scforge.errors import MissingFileError, ModelFileError, OptionError, ScforgeWarning, TrainingError
 from scforge.training.run_folder import RunFolder, read_state, write_state
 
-STATE = {"format": 1, "step": 7, "optimizer": {"state": {0: {"exp_avg": torch.arange(3.0)}}}}
+STATE = {
+    **{"format": 1, "settings": {}, "epoch": 2, "step": 7, "total_steps": None, "finished": None, "schedules": []},
+    **{"optimizer": {"state": {0: {"exp_avg": torch.arange(3.0)}}}, "precision": {}, "means": [{}], "callbacks": {}},
+    **{"data": {}, "random": [{}]},
+}
 
 
 @pytest.fixture
@@ -58,6 +63,48 @@ def test_damage_is_told(folder, damage):
         read_state(place.parent)
     with pytest.warns(ScforgeWarning, match="The state before it is taken"):
         assert folder.latest()[0].name == "step=00000002"
+
+
+def nested(depth: int) -> list:
+    value: list = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "is no state of a training: it is nested too deeply"),
+        (b'{"a":' * 100_000, "nested too deeply"),
+        (b'{"sha256": {}, "state": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", "nested too deeply"),
+        (b"[]", "is no state of a training"),
+        (b'{"state": {}, "sha256": null}', "is no state of a training"),
+        (b'{"state": ' + b"9" * 5000 + b"}", "a whole number of 5000 digits"),
+        (b"\xff\xfe", "is no state of a training"),
+        (None, "it is a NoneType"),
+        ("x", "it is a str"),
+        ({"x": {"__tensor__": ["a"]}}, "unhashable"),
+        ({"x": {"__items__": 5}}, "is no state of a training"),
+        ({"x": {"__tuple__": 5}}, "is no state of a training"),
+        ({"format": 1}, "it lacks 'settings', 'optimizer', "),
+        ({**STATE, "settings": None, "optimizer": {}}, "it lacks 'settings'"),
+        ({**STATE, "step": "two", "optimizer": {}}, "it lacks 'step'"),
+        ({**STATE, "step": -5, "optimizer": {}}, "step is -5"),
+        ({**STATE, "settings": {"x": nested(300)}, "means": 5, "optimizer": {}}, "it lacks 'means'"),
+    ],
+)
+def test_hostile_states(content, message, folder):
+    """Some with the right checksums."""
+    place = folder.states()[-1] / "training"
+    if not isinstance(content, bytes):
+        sums = json.loads((place / "state.json").read_text())["sha256"]
+        sums["state"] = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        content = json.dumps({"sha256": sums, "state": content}).encode()
+    (place / "state.json").write_bytes(content)
+    with pytest.raises(ModelFileError, match=message) as caught:
+        read_state(place.parent)
+    assert "\n" not in str(caught.value)
 
 
 def test_one_training_at_a_time(folder):

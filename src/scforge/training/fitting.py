@@ -34,7 +34,7 @@ from scforge.training.monitor import Monitor
 from scforge.training.objectives.base import TrainingDefaults
 from scforge.training.plan import NotFiniteError, TrainingPlan
 from scforge.training.progress import EpochProgress
-from scforge.training.resuming import Preempted, SaveState, Saving, SavingError
+from scforge.training.resuming import Preempted, SaveState, Saving, SavingError, restoring
 from scforge.training.signals import GracefulStop
 from scforge.training.strategies import copy_of_weights, is_sharded, make_strategy
 from scforge.training.weights import BestWeights, MovingAverage
@@ -255,9 +255,10 @@ def fit(
     plan.begin()
     if saving.is_over(max_epochs, max_steps, early_stopping_patience if early_stopping else None):
         assert saving.resume is not None
-        history.load_state_dict(saving.resume["callbacks"]["History"])
-        best.load_state_dict(saving.resume["callbacks"]["BestWeights"])
-        return _left(plan, history, best, torch.device("cpu"))
+        with restoring():
+            history.load_state_dict(saving.resume["callbacks"]["History"])
+            best.load_state_dict(saving.resume["callbacks"]["BestWeights"])
+            return _left(plan, history, best, torch.device("cpu"))
     if data.max_tokens_per_batch is not None:
         # Epochs have different numbers of batches then, and Lightning asks a loader once how many it has.
         trainer_options.setdefault("reload_dataloaders_every_n_epochs", 1)

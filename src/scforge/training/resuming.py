@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any
 
 import lightning
@@ -19,14 +21,14 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from scforge._version import __version__
-from scforge.errors import OptionError, ScforgeWarning, TrainingError
+from scforge.errors import ModelFileError, OptionError, ScforgeError, ScforgeWarning, TrainingError, first_line, listing
 from scforge.training.datamodule import CellDataModule
 from scforge.training.plan import NotFiniteError
 from scforge.training.signals import GracefulStop
 from scforge.training.strategies import copy_of_weights
 from scforge.training.weights import MovingAverage
 
-__all__ = ["Preempted", "SaveState", "Saving", "SavingError", "check_format", "check_settings"]
+__all__ = ["Preempted", "SaveState", "Saving", "SavingError", "check_format", "check_settings", "restoring"]
 
 _FORMAT = 1
 
@@ -114,7 +116,8 @@ class SaveState(Checkpoint):
         if self.saving.resume is None:
             return
         pl_module.total_steps = self.saving.resume["total_steps"]
-        self.data.go_on_with(self.saving.resume["data"])
+        with restoring():
+            self.data.go_on_with(self.saving.resume["data"])
         # The first epoch may be shorter, and Lightning asks a loader once how many batches it has.
         trainer.reload_dataloaders_every_n_epochs = 1
 
@@ -123,18 +126,19 @@ class SaveState(Checkpoint):
         state = self.saving.resume
         if state is None:
             return
-        _load_optimizer(trainer, pl_module, state["optimizer"])
-        for config, saved in zip(trainer.lr_scheduler_configs, state["schedules"], strict=True):
-            config.scheduler.load_state_dict(saved)
-        trainer.precision_plugin.load_state_dict(state["precision"])
-        pl_module.train_means.load_state_dict(state["means"][trainer.global_rank])
-        _set_counters(trainer, epoch=state["epoch"], step=state["step"])
-        for key, callback in self._stateful(trainer).items():
-            if key in state["callbacks"]:
-                saved = dict(state["callbacks"][key])
-                if isinstance(callback, EarlyStopping):
-                    saved["patience"] = callback.patience  # it may have been changed
-                callback.load_state_dict(saved)
+        with restoring():
+            _load_optimizer(trainer, pl_module, state["optimizer"])
+            for config, saved in zip(trainer.lr_scheduler_configs, state["schedules"], strict=True):
+                config.scheduler.load_state_dict(saved)
+            trainer.precision_plugin.load_state_dict(state["precision"])
+            pl_module.train_means.load_state_dict(state["means"][trainer.global_rank])
+            _set_counters(trainer, epoch=state["epoch"], step=state["step"])
+            for key, callback in self._stateful(trainer).items():
+                if key in state["callbacks"]:
+                    saved = dict(state["callbacks"][key])
+                    if isinstance(callback, EarlyStopping):
+                        saved["patience"] = callback.patience  # it may have been changed
+                    callback.load_state_dict(saved)
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Put back the random numbers, right before the first step."""
@@ -142,7 +146,8 @@ class SaveState(Checkpoint):
             self.saving.begin()
         self._seen = trainer.global_step
         if self.saving.resume is not None:
-            _set_random_state(self.saving.resume["random"][trainer.global_rank])
+            with restoring():
+                _set_random_state(self.saving.resume["random"][trainer.global_rank])
 
     def on_train_batch_end(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any, **kwargs: Any
@@ -320,10 +325,46 @@ def _set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
 
 
-def check_format(state: Mapping[str, Any], *, where: str) -> None:
-    """Raise if a state is of a later version."""
+@contextmanager
+def restoring() -> Iterator[None]:
+    """Say in a sentence that the content of a state does not fit; its checksum finds accidents, not this."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, ScforgeError):
+            raise
+        raise ModelFileError(
+            f"resume: the state of the training does not fit it ({first_line(error)}); take another state, or train "
+            "anew in another folder (or with overwrite=True)."
+        ) from error
+
+
+_CONTENT: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("settings", "optimizer", "precision", "callbacks", "data"), (dict,)),
+    **dict.fromkeys(("schedules", "means", "random"), (list,)),
+    **{"epoch": (int,), "step": (int,), "total_steps": (int, NoneType), "finished": (str, NoneType)},
+}
+"""What a state consists of, and the types."""
+
+
+def check_format(state: Any, *, where: str) -> None:
+    """Raise if a state is of a later version, or lacks a part.
+
+    Raises
+    ------
+    TrainingError
+        If it is of a later version.
+    TypeError
+        If it is no state, saying what it lacks.
+    """
+    if not isinstance(state, dict):
+        raise TypeError(f"it is a {type(state).__name__}")
     if state.get("format") != _FORMAT:
         raise TrainingError(
             f"the state of the training in {where!r} is of scforge {state.get('scforge_version')}, this is "
             f"{__version__}; go on with that version."
         )
+    if wrong := [name for name, kinds in _CONTENT.items() if not isinstance(state.get(name, ...), kinds)]:
+        raise TypeError(f"it lacks {listing(wrong)}")
+    if odd := [name for name in ("epoch", "step") if state[name] < 0]:
+        raise TypeError(f"{odd[0]} is {state[odd[0]]}")

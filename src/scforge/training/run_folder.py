@@ -20,8 +20,8 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from scforge._io import check_folder, remove_folder, sha256_of
-from scforge.errors import MissingFileError, ModelFileError, OptionError, ScforgeWarning
+from scforge._io import check_folder, read_json, remove_folder, sha256_of
+from scforge.errors import MissingFileError, ModelFileError, OptionError, ScforgeWarning, first_line
 from scforge.training.packing import pack, unpack
 from scforge.training.resuming import check_format
 
@@ -63,17 +63,17 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
             "'auto' for the last one in checkpoint_dir."
         )
     try:
-        content = json.loads((place / _STATE).read_text(encoding="utf-8"))
+        content = read_json(place / _STATE, finite=False)
         for name, found in ((_TENSORS, sha256_of(place / _TENSORS)), ("state", _sum(content["state"]))):
             if found != content["sha256"][name]:
                 file = place / (_TENSORS if name == _TENSORS else _STATE)
                 raise ModelFileError(f"{str(file)!r} is corrupted: its checksum is not the one in {_STATE}.")
         state = unpack(content["state"], load_file(place / _TENSORS))
-    except (ValueError, KeyError, TypeError, SafetensorError) as error:
+        check_format(state, where=str(folder))
+    except (ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
         if isinstance(error, ModelFileError):
             raise
-        raise ModelFileError(f"{str(place / _STATE)!r} is no state of a training: {error}.") from error
-    check_format(state, where=str(folder))
+        raise ModelFileError(f"{str(place / _STATE)!r} is no state of a training: {first_line(error)}.") from error
     return state
 
 
