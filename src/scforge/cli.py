@@ -7,6 +7,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from scforge.cli_foreign import add_convert_checkpoint
@@ -50,10 +51,12 @@ def _train(arguments: argparse.Namespace) -> None:
 
     config = load_config(arguments.config, arguments.overrides)
     if config.output.checkpoint_dir is None and config.output.embedding is None:
-        raise ConfigError(
-            "output.checkpoint_dir is not set, so the trained model would be lost; "
-            "set it, e.g. with output.checkpoint_dir=checkpoints."
-        )
+        if "checkpoint_dir" in config.output.model_fields_set:
+            raise ConfigError(
+                "output.checkpoint_dir is empty, so the trained model would be lost; "
+                "leave it out for checkpoints/NAME_OF_THE_FILE, or set it."
+            )
+        config.output.checkpoint_dir = str(Path("checkpoints") / Path(arguments.config).stem)
     from scforge.estimators import train_from_config
     from scforge.estimators.config_start import first_process_speaks, training_report
 

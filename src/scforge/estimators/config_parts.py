@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from scforge.config._messages import unknown_option
-from scforge.config.schema import Config
-from scforge.errors import ConfigError, OptionError, ScforgeError
+from scforge.config._messages import shown, unknown_option
+from scforge.config.schema import Config, ModelConfig
+from scforge.errors import ConfigError, OptionError, ScforgeError, ScforgeWarning
 from scforge.estimators.defaults import Recipe, recipe_for
 from scforge.models.registry import MODELS, option_names, own_names
 from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training.objectives.registry import OBJECTIVES
 
-__all__ = ["check_names", "chosen", "objective_of", "placed", "tokenizer_of"]
+__all__ = ["check_names", "chosen", "model_options", "objective_of", "placed", "tokenizer_of"]
 
 _MASKED = "masked_gene_prediction"
 
@@ -23,6 +24,23 @@ _MASKED = "masked_gene_prediction"
 def chosen(config: Config) -> Recipe:
     """Return the defaults of the architecture of a configuration, under its name."""
     return recipe_for(config.model.architecture, config.model.user_options())
+
+
+def model_options(config: Config) -> dict[str, Any]:
+    """Return the options of the architecture that the user set, without :func:`_unread` ones."""
+    unread = _unread(config)
+    return {name: value for name, value in config.model.user_options().items() if name not in unread}
+
+
+def _unread(config: Config) -> list[str]:
+    """Return fields that most architectures share, that the user set and that this architecture does not take."""
+    architecture = chosen(config).architecture
+    known = option_names(architecture)
+    if known is None:
+        return []
+    own = getattr(MODELS.get(architecture), "config_names", {})
+    shared = set(ModelConfig.model_fields) & set(config.model.user_options())
+    return sorted(name for name in shared if own.get(name, name) not in known)
 
 
 def tokenizer_of(config: Config) -> dict[str, Any]:
@@ -79,8 +97,14 @@ def check_names(config: Config) -> None:
     if known is not None:
         own = getattr(MODELS.get(architecture), "config_names", {})
         shared = [name for name in known if name not in own.values()] + list(own)
-        unknown = [option for option in config.model.user_options() if own.get(option, option) not in known]
+        unknown = [option for option in model_options(config) if own.get(option, option) not in known]
         _refuse(config, "model", unknown, shared, architecture)
+        for name in _unread(config):
+            said = f"model.{name}={shown(getattr(config.model, name))}"
+            place = config.place_of(f"model.{name}")
+            warnings.warn(
+                f"{place}{said} has no effect, as {architecture!r} has no such option.", ScforgeWarning, stacklevel=2
+            )
     for section, name, options in (
         ("tokenizer", tokenizer, TOKENIZERS.get(tokenizer).option_names()),
         ("objective", objective, OBJECTIVES.get(objective).option_names()),
@@ -88,7 +112,7 @@ def check_names(config: Config) -> None:
         unknown = [option for option in getattr(config, section).user_options() if option not in options]
         _refuse(config, section, unknown, options, name)
     with placed(config):
-        own_names(architecture, config.model.user_options())
+        own_names(architecture, model_options(config))
     if config.model.vocab_size is not None:
         raise ConfigError(
             f"{config.place_of('model.vocab_size')}model.vocab_size={config.model.vocab_size} follows from the genes; "

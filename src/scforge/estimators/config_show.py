@@ -10,7 +10,7 @@ from scforge.config._yaml import dump_yaml
 from scforge.config.schema import Config, FinetuneConfig, MaskingConfig, ModelConfig
 from scforge.data.vocab import FROM_DATA
 from scforge.estimators.config_check import model_of
-from scforge.estimators.config_parts import check_names, chosen
+from scforge.estimators.config_parts import check_names, chosen, model_options
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.finetune_check import ELSEWHERE, OF_THE_BASE, TUNING_OF_TASKS, check_finetuning, columns_of
 from scforge.finetuning.base import TASKS, with_adapters
@@ -83,7 +83,7 @@ def _fill(content: dict[str, Any], config: Config, written: dict[str, Any]) -> N
     architecture = MODELS.get(spec.architecture)
 
     model = _constructor_defaults(architecture) | spec.model_options
-    asked = own_names(spec.architecture, config.model.user_options())
+    asked = own_names(spec.architecture, model_options(config))
     for name in (*_OF_THE_DATA, *aim.model_options()):
         if name not in asked:
             model.pop(name, None)
