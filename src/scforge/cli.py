@@ -165,7 +165,7 @@ def _add_config(config: argparse.ArgumentParser) -> None:
         ("check", _config_check, "check what can be checked without reading the cells"),
     ):
         command = commands.add_parser(name, help=words)
-        command.add_argument("file", metavar="FILE", help="YAML file")
+        command.add_argument("file", metavar="FILE", help="YAML or TOML file")
         command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. training.batch_size=32")
         command.set_defaults(run=run)
     schema = commands.add_parser("schema", help="print the JSON schema of YAML files, for editors")
@@ -184,8 +184,8 @@ def _parser() -> _Parser:
     )
     quickstart.set_defaults(run=_quickstart)
 
-    train = commands.add_parser("train", help="train a model as a YAML file says")
-    train.add_argument("--config", required=True, metavar="FILE", help="YAML file")
+    train = commands.add_parser("train", help="train a model as a YAML or TOML file says")
+    train.add_argument("--config", required=True, metavar="FILE", help="YAML or TOML file")
     train.add_argument("--resume", metavar="auto|STATE", help="go on: with the latest state, if any, or with this one")
     train.add_argument("--overwrite", action="store_true", help="replace the run in output.checkpoint_dir")
     train.add_argument("--quiet", action="store_true", help="no progress bar")
