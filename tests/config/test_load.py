@@ -357,15 +357,14 @@ def test_empty_sections_are_defaults(load: Load) -> None:
         ("data: {paths: a, sampling: {balance_key: b, end: 2}}", "data.sampling.end=2 is out of range"),
         ("data: {paths: a, split: {by: 3}}", "data.split.by=3 is not text"),
         (
-            "data: {paths: a, preprocessing: {normalize: none}}",
-            "data.preprocessing.normalize='none' is not supported: ",
+            "data: {paths: a, preprocessing: {normalize: none, target_sum: 100}}",
+            "data.preprocessing.target_sum=100 has no use with normalize='none'",
         ),
         ("data: {paths: a, preprocessing: {normalize: scran}}", "data.preprocessing.normalize='scran' is not suppo"),
         (
             "data: {paths: a, preprocessing: {normalize: cpm}}",
             "data.preprocessing.normalize='cpm' is not known (known: ",
         ),
-        ("data: {paths: a, preprocessing: {log1p: false}}", "data.preprocessing.log1p=False is not supported: "),
         ("data: {paths: a, preprocessing: {log1p: 3}}", "data.preprocessing.log1p=3 is not true or false."),
         ("data: {paths: []}", "data.paths=[] is empty."),
         ("data: {paths: ['']}", "data.paths[0]='' is empty."),

@@ -274,6 +274,38 @@ def test_the_model_of_the_tutorial_with_its_configuration(run, pbmc: ad.AnnData,
     assert models("checkpoints/gene_pooling") == ["epoch=00", "final"]
 
 
+@pytest.mark.parametrize("text", [SMALL, TRANSFORMER], ids=["continuous_projection", "rank_value"])
+@pytest.mark.parametrize(
+    ("asked", "values"),
+    [
+        (["log1p=false"], lambda counts, total: counts / total * 1e4),
+        (["target_sum=500"], lambda counts, total: np.log1p(counts / total * 500)),
+        (["normalize=none"], lambda counts, total: np.log1p(counts)),
+        (["normalize=none", "log1p=false"], lambda counts, total: counts),
+    ],
+)
+def test_normalization_in_training_and_inference(run, tiny_adata: ad.AnnData, text: str, asked, values) -> None:
+    model = run(text, "output.checkpoint_dir=ck", *(f"data.preprocessing.{one}" for one in asked))
+    again = Encoder.load("ck/final", tiny_adata)
+    counts = tiny_adata[:, list(model.vocab.genes)].X.toarray()[:5]
+    totals = np.asarray(tiny_adata.X.sum(axis=1)).ravel()[:5]
+    expected = values(counts, totals[:, None])
+    for one in (model, again):
+        batch = one.tokenizer(counts, totals=totals)
+        for cell in range(5):
+            genes = batch["input_ids"][cell].numpy() - one.vocab.n_special
+            kept = genes >= 0
+            np.testing.assert_allclose(batch["values"][cell].numpy()[kept], expected[cell][genes[kept]], rtol=1e-5)
+    np.testing.assert_allclose(again.get_latent_representation(), model.get_latent_representation(), atol=1e-5)
+
+
+def test_normalization_that_a_tokenizer_does_not_make(run) -> None:
+    with pytest.raises(ConfigError, match=r"log1p=False has no use with the tokenizer 'binned_expression'"):
+        run(TRANSFORMER, "tokenizer.strategy=binned_expression", "data.preprocessing.log1p=false")
+    with pytest.raises(ConfigError, match=r"log1p=False and tokenizer\.transform='counts' contradict each other"):
+        run(SMALL, "tokenizer.transform=counts", "data.preprocessing.log1p=false")
+
+
 @pytest.mark.filterwarnings("ignore:.*of the 20120 genes of the vocabulary")
 def test_the_columns_of_a_card(run, pbmc: ad.AnnData, monkeypatch) -> None:
     """Benchmarks on data sets with cards, as in the proposal: nothing names their columns."""

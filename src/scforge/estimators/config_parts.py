@@ -48,7 +48,41 @@ def tokenizer_of(config: Config) -> dict[str, Any]:
     options = config.tokenizer.user_options()
     if config.data.max_genes is not None:
         options["max_len"] = config.data.max_genes
+    options |= {name: value for name, value in _values_of(config).items() if name not in options}
     return options if config.tokenizer.strategy is None else {"name": config.tokenizer.strategy, **options}
+
+
+def _values_of(config: Config) -> dict[str, Any]:
+    """Return the options of a tokenizer that make the values of genes that ``data.preprocessing`` asks for."""
+    asked = config.data.preprocessing
+    transform = _TRANSFORMS[asked.normalize, asked.log1p]
+    usual = transform == _TRANSFORMS["library_size", True]
+    options: dict[str, Any] = {} if usual else {"transform": transform}
+    return options if asked.target_sum is None else {**options, "target_sum": asked.target_sum}
+
+
+_TRANSFORMS = {
+    ("library_size", True): "log1p_cp10k",
+    ("library_size", False): "cp10k",
+    ("none", True): "log1p_counts",
+    ("none", False): "counts",
+}
+
+
+def _check_values(config: Config, tokenizer: str) -> None:
+    """Raise if the tokenizer does not make the values of genes that ``data.preprocessing`` asks for."""
+    known, given = TOKENIZERS.get(tokenizer).option_names(), config.tokenizer.user_options()
+    for option, value in _values_of(config).items():
+        section = config.data.preprocessing
+        key = option if option == "target_sum" else "normalize" if section.normalize == "none" else "log1p"
+        said = f"{config.place_of(f'data.preprocessing.{key}')}data.preprocessing.{key}={shown(getattr(section, key))}"
+        if option not in known:
+            raise ConfigError(
+                f"{said} has no use with the tokenizer {tokenizer!r}, which makes values of its own; remove it, or "
+                "choose 'continuous_projection' or 'rank_value'."
+            )
+        if given.get(option, value) != value:
+            raise ConfigError(f"{said} and tokenizer.{option}={given[option]!r} contradict each other; keep one.")
 
 
 def objective_of(config: Config) -> dict[str, Any]:
@@ -111,6 +145,7 @@ def check_names(config: Config) -> None:
     ):
         unknown = [option for option in getattr(config, section).user_options() if option not in options]
         _refuse(config, section, unknown, options, name)
+    _check_values(config, tokenizer)
     with placed(config):
         own_names(architecture, model_options(config))
     if config.model.vocab_size is not None:

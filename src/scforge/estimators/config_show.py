@@ -24,8 +24,8 @@ __all__ = ["show_config"]
 _BALANCE = {"warmup_epochs": "balance_epochs", "start": "balance_start", "end": "balance_end"}
 _OF_THE_DATA = ("max_seq_len", "gene_vectors")
 """Options of an architecture that follow from the vocabulary where the user does not set them."""
-_NO_CHOICE = ("normalize", "log1p")
-"""Options of preprocessing that have one value only, and do nothing."""
+_OF_TOKENIZER = ("normalize", "target_sum", "log1p")
+"""Options of preprocessing that the tokenizer shows as its own."""
 
 
 def show_config(config: Config) -> str:
@@ -97,7 +97,7 @@ def _fill(content: dict[str, Any], config: Config, written: dict[str, Any]) -> N
     content["tokenizer"] = {"strategy": spec.tokenizer, **options}
     data = content["data"]
     data["max_genes"] = made["max_len"] or TOKENIZERS.get(spec.tokenizer).default_max_len
-    for name in _NO_CHOICE:  # beside tokenizers that take raw counts they look like steps
+    for name in _OF_TOKENIZER:
         if name not in written["data"].get("preprocessing", {}):
             del data["preprocessing"][name]
     if data["preprocessing"]["hvg_selection"] is None:
