@@ -87,8 +87,15 @@ def test_what_is_no_override(told, command: str, argv: list[str], part: str) -> 
     assert part.format(command.removesuffix(" --config")) in told(*command.split(), "config.yaml", *argv)
 
 
+def test_a_folder_for_the_model(folder: Path, capsys) -> None:
+    Path("light.yaml").write_text(CONFIG.replace("output: {checkpoint_dir: ck}", ""))
+    assert main(["train", "--config", "light.yaml", "--quiet"]) == 0
+    assert f"Model:       {Path('checkpoints/light/final')}\n" in capsys.readouterr().out
+    Encoder.load("checkpoints/light/final")
+
+
 def test_a_model_that_would_be_lost(told: Callable[..., str]) -> None:
-    assert "the trained model would be lost; set it" in told(
+    assert "so the trained model would be lost; leave it out" in told(
         "train", "--config", "config.yaml", "output.checkpoint_dir=null"
     )
 

@@ -116,8 +116,8 @@ def test_mistakes_of_a_newcomer(told: Callable[..., str], old: str, new: str, pa
     ("argv", "part"),
     [
         (["check", "none.yaml"], "config='none.yaml' does not exist; check the path."),
-        (["check", "cells.h5ad"], "config='cells.h5ad' is not a text file; name a YAML file."),
-        (["check", "."], "config='.' is a folder; name the YAML file in it."),
+        (["check", "cells.h5ad"], "config='cells.h5ad' is not a text file; name a YAML or TOML file."),
+        (["check", "."], "config='.' is a folder; name the file in it."),
         (
             ["check", "recipe.yaml", "batch_size"],
             "override='batch_size' is not an option; write it as section.option=v",

@@ -64,6 +64,8 @@ def test_wheel_is_the_package_and_nothing_else(wheel):
         "datasets/cards/pbmc3k.yaml",
         "datasets/data/pbmc3k.h5ad",
         "datasets/splits/pbmc3k-v1.csv.gz",
+        "hub/models/pbmc3k-light/README.md",
+        "hub/models/pbmc3k-light/model.safetensors",
         "hub/registry.json",
         "py.typed",
     ],
@@ -74,11 +76,12 @@ def test_wheel_has_the_package_data(wheel, name):
 
 def test_wheel_holds_kinds_of_files_that_are_known(wheel):
     kinds = {"".join(Path(name).suffixes[-2:]) if name.endswith(".gz") else Path(name).suffix for name in wheel}
-    assert kinds == {".csv.gz", ".h5ad", ".json", ".md", ".py", ".typed", ".yaml"}
+    assert kinds == {".csv.gz", ".h5ad", ".json", ".md", ".py", ".safetensors", ".typed", ".yaml"}
     assert not [name for name in wheel if "/tests/" in name or Path(name).name.startswith(("test_", "conftest"))]
 
 
 def test_wheel_is_small(wheel):
+    assert sum(size for name, size in wheel.items() if "/hub/models/" in name) < 2e6
     assert sum(wheel.values()) < 12e6
 
 

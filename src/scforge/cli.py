@@ -7,6 +7,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from scforge.cli_foreign import add_convert_checkpoint
@@ -50,10 +51,12 @@ def _train(arguments: argparse.Namespace) -> int:
 
     config = load_config(arguments.config, arguments.overrides)
     if config.output.checkpoint_dir is None and config.output.embedding is None:
-        raise ConfigError(
-            "output.checkpoint_dir is not set, so the trained model would be lost; "
-            "set it, e.g. with output.checkpoint_dir=checkpoints."
-        )
+        if "checkpoint_dir" in config.output.model_fields_set:
+            raise ConfigError(
+                "output.checkpoint_dir is empty, so the trained model would be lost; "
+                "leave it out for checkpoints/NAME_OF_THE_FILE, or set it."
+            )
+        config.output.checkpoint_dir = str(Path("checkpoints") / Path(arguments.config).stem)
     from scforge.estimators import train_from_config
     from scforge.estimators.config_start import first_process_speaks, training_report
 
@@ -164,7 +167,7 @@ def _add_config(config: argparse.ArgumentParser) -> None:
         ("check", _config_check, "check what can be checked without reading the cells"),
     ):
         command = commands.add_parser(name, help=words)
-        command.add_argument("file", metavar="FILE", help="YAML file")
+        command.add_argument("file", metavar="FILE", help="YAML or TOML file")
         command.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="e.g. training.batch_size=32")
         command.set_defaults(run=run)
     schema = commands.add_parser("schema", help="print the JSON schema of YAML files, for editors")
@@ -183,8 +186,8 @@ def _parser() -> _Parser:
     )
     quickstart.set_defaults(run=_quickstart)
 
-    train = commands.add_parser("train", help="train a model as a YAML file says")
-    train.add_argument("--config", required=True, metavar="FILE", help="YAML file")
+    train = commands.add_parser("train", help="train a model as a YAML or TOML file says")
+    train.add_argument("--config", required=True, metavar="FILE", help="YAML or TOML file")
     train.add_argument("--resume", metavar="auto|STATE", help="go on: with the latest state, if any, or with this one")
     train.add_argument("--overwrite", action="store_true", help="replace the run in output.checkpoint_dir")
     train.add_argument("--quiet", action="store_true", help="no progress bar")

@@ -72,7 +72,7 @@ def _add_train(command: argparse.ArgumentParser) -> None:
     command.add_argument("--epochs", dest="max_epochs", type=int, metavar="N", help="most epochs (by the bytes)")
     command.add_argument("--max-steps", type=int, metavar="N", help="most steps")
     command.add_argument("--batch-size", type=int, metavar="N", help="sequences a step (16)")
-    command.add_argument("--optimizer", metavar="NAME", help="adamw (default) or muon")
+    command.add_argument("--optimizer", metavar="NAME", help="adamw (default), adam, sgd or muon")
     command.add_argument("--lr", type=float, metavar="RATE", help="peak learning rate (0.002; muon: 0.01)")
     command.add_argument("--gradient-checkpointing", action="store_true", default=None, help="less memory, slower")
     command.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if any)")

@@ -162,7 +162,7 @@ def _add_overrides(command: argparse.ArgumentParser, words: str) -> None:
 
 def add_finetune(command: argparse.ArgumentParser) -> None:
     """Add the flags of ``scforge finetune``."""
-    command.add_argument("--config", metavar="FILE", help="YAML file with a section finetune; flags count more")
+    command.add_argument("--config", metavar="FILE", help="YAML or TOML file with a section finetune; flags count more")
     command.add_argument(
         "--base-model", metavar="MODEL", help="the model to fine-tune: folder, org/name or scforge://name"
     )

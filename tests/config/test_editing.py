@@ -86,7 +86,7 @@ def test_the_schema_takes_what_files_take(schema: dict[str, Any], content: dict[
         {"training": {"btach_size": 3}},
         {"training": {"batch_size": 0}},
         {"training": {"strategy": "dpp"}},
-        {"training": {"optimizer": {"name": "sgd"}}},
+        {"training": {"optimizer": {"name": "rmsprop"}}},
         {"data": ["a"]},
         {"eval": {"benchmarks": [{"a": {}, "b": {}}]}},
     ],

@@ -282,15 +282,15 @@ training: {{max_steps: 2, accelerator: cpu, validation_size: 0.5}}
     assert model.vocab.n_genes == 100
 
 
-def test_the_proposal_trains_on_the_census(uri, adata, tmp_path):
+def test_the_proposal_trains_on_the_census(uri, adata, tmp_path, monkeypatch):
     """The file of the proposal, letter by letter, with data that are here and sizes for a test."""
     atlas = adata[adata.obs["tissue"] != "lung"].copy()
-    atlas.write_h5ad(tmp_path / "atlas.h5ad")
+    atlas.obs["donor_id"] = atlas.obs["tissue"]
+    for name in ("tabula_sapiens", "immune_atlas"):
+        atlas.write_h5ad(tmp_path / f"{name}.h5ad")
+    monkeypatch.setenv("SCFORGE_DATA", str(tmp_path))
     overrides = [
         f"data.uri={uri}",
-        "data.labels_key=cell_type",
-        "data.batch_key=tissue",
-        f"eval.datasets={{tabula_sapiens: {tmp_path / 'atlas.h5ad'}, immune_atlas: {tmp_path / 'atlas.h5ad'}}}",
         "training.num_gpus=0",
         "training.max_steps=2",
         "training.batch_size=8",

@@ -10,8 +10,8 @@ import anndata as ad
 import pytest
 
 from scforge.config import Config, list_recipes, load_config, recipe_path
-from scforge.errors import ConfigError, DataError, MissingFileError, OptionError, ScforgeError
-from scforge.estimators import Encoder, check_config, show_config
+from scforge.errors import ConfigError, DataError, MissingFileError, OptionError, ScforgeError, ScforgeWarning
+from scforge.estimators import Encoder, check_config, show_config, train_from_config
 from scforge.estimators.config_check import check_settings
 
 TEXT = """
@@ -128,15 +128,28 @@ def test_mistakes(load: Callable[..., Config], override: str, error: type[Scforg
     assert "\n" not in str(caught.value)
 
 
-def test_no_option_is_suggested_for_itself(load: Callable[..., Config]) -> None:
-    with pytest.raises(
-        ConfigError, match=r"model\.num_heads=2 is not an option of 'gene_pooling'(?!.*'model\.num_heads')"
+def test_shared_options_that_an_architecture_does_not_take(load: Callable[..., Config]) -> None:
+    with pytest.warns(
+        ScforgeWarning, match=r"line \d+: model\.num_heads=2 has no effect, as 'gene_pooling' has no such option"
     ):
         check_config(load("model.architecture=gene_pooling"))
-    with pytest.raises(
-        ConfigError, match=r"model\.max_seq_len=9 is not an option of 'scdiva'(?!.*'model\.max_seq_len')"
-    ):
+    with pytest.warns(ScforgeWarning, match=r"model\.max_seq_len=9 has no effect, as 'scdiva' has no such option"):
         check_config(load("model.architecture=scdiva", "model.max_seq_len=9"))
+
+
+def test_data_sets_that_are_not_here(load: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SCFORGE_DATA", raising=False)
+    benchmarks = "eval.benchmarks=[cell_type_annotation: {dataset: tabula_sapiens}, batch_integration: {dataset: X}]"
+    config = load(benchmarks.replace("X", "immune_atlas"))
+    with (
+        pytest.warns(ScforgeWarning, match="the data set 'tabula_sapiens' is not here.*Training needs it"),
+        pytest.warns(ScforgeWarning, match="the data set 'immune_atlas' is not here"),
+    ):
+        check_config(config)
+    with pytest.raises(MissingFileError, match="the data set 'tabula_sapiens' is not here"):
+        train_from_config(config)
+    with pytest.raises(OptionError, match="dataset='tabula_sapien' .* did you mean 'tabula_sapiens'"):
+        check_config(load("eval.benchmarks=[cell_type_annotation: {dataset: tabula_sapien}]"))
 
 
 @pytest.mark.parametrize(
@@ -280,8 +293,8 @@ def test_show_of_other_places(load: Callable[..., Config]) -> None:
         assert line in lines
 
 
-def test_show_leaves_out_what_is_no_choice(load: Callable[..., Config]) -> None:
-    assert not [line for line in show_config(load()).splitlines() if "normalize" in line or "log1p" in line]
+def test_show_leaves_out_what_the_tokenizer_shows(load: Callable[..., Config]) -> None:
+    assert not [line for line in show_config(load()).splitlines() if "normalize" in line or "log1p:" in line]
     lines = show_config(load("data.preprocessing.log1p=true")).splitlines()
     assert "    log1p: true  # set" in lines
     assert not [line for line in lines if "normalize" in line]

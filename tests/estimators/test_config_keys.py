@@ -170,6 +170,9 @@ CASES: dict[str, Case] = {
     "data.batch_key": ("batch", lambda b: b.setup["batch_key"], []),
     "data.labels_key": ("group", lambda b: b.setup["labels_key"], []),
     "data.preprocessing.hvg_selection": (30, lambda b: b.parts[0].vocab.n_genes, []),
+    "data.preprocessing.normalize": ("none", lambda b: b.parts[0].tokenizer.transform, []),
+    "data.preprocessing.target_sum": (500, lambda b: b.parts[0].tokenizer.target_sum, []),
+    "data.preprocessing.log1p": (False, lambda b: b.parts[0].tokenizer.transform, []),
     "data.sampling.balance_key": ("group", lambda b: b.data._balance is not None, []),
     "data.sampling.warmup_epochs": (3, lambda b: b.data._balance.warmup_epochs, BALANCED),
     "data.sampling.start": (0.25, lambda b: b.data._balance.start, BALANCED),
@@ -252,6 +255,8 @@ TRANSLATED = {
     "data.source",
     "data.paths",
     "data.gene_vocab",
+    "data.preprocessing.log1p",
+    "data.preprocessing.normalize",
     "data.split.by",
     "data.sampling.balance_key",
     "model.architecture",
@@ -262,8 +267,8 @@ TRANSLATED = {
 }
 """Keys whose value does not arrive as it is written."""
 
-ONE_VALUE = {"data.preprocessing.normalize": "none", "data.preprocessing.log1p": "false", "model.vocab_size": "100"}
-"""Keys that say what is done anyway, or what nobody may choose: any other value is refused."""
+ONE_VALUE = {"model.vocab_size": "100"}
+"""Keys that nobody may choose: any value is refused."""
 
 
 def leaves() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import anndata as ad
 import numpy as np
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from scforge.config import list_recipes, load_config, recipe_path
-from scforge.errors import ConfigError, MissingFileError, OptionError
+from scforge.errors import ConfigError, MissingFileError, OptionError, ScforgeWarning
 from scforge.estimators import Encoder, train_from_config
+from scforge.models.registry import MODELS
 
 SMALL = """
 data:
@@ -45,6 +47,8 @@ PLAIN = [name for name in list_recipes() if not name.endswith("_cluster")]
 PLAIN = [name for name in PLAIN if load_config(recipe_path(name)).finetune is None]
 
 CUSTOM_MODEL = Path(__file__).parents[1] / "config" / "custom_model.yaml"
+PROPOSAL = CUSTOM_MODEL.with_name("proposal.yaml")
+TUTORIAL_MODEL = Path(__file__).parents[1] / "seeds" / "examples_custom_model" / "gene_pooling.py"
 
 
 @pytest.fixture
@@ -252,6 +256,77 @@ def test_the_tutorial_on_custom_models(run, pbmc: ad.AnnData) -> None:
     assert list(Path("logs/gene_pooling").rglob("metrics.csv"))
     again = Encoder.load("checkpoints/gene_pooling/final", model.adata)
     np.testing.assert_allclose(again.get_latent_representation(), model.get_latent_representation(), atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*of the 20120 genes of the vocabulary")
+def test_the_model_of_the_tutorial_with_its_configuration(run, pbmc: ad.AnnData, monkeypatch) -> None:
+    """The class of the tutorial takes no pooling, which its configuration sets."""
+    text = TUTORIAL_MODEL.read_text(encoding="utf-8").replace('@register_model("gene_pooling")', "")
+    names: dict[str, Any] = {"__name__": "my_pool"}
+    exec(compile(text, str(TUTORIAL_MODEL), "exec"), names)
+    monkeypatch.setattr(MODELS, "_entries", {**MODELS._entries, "my_pool": names["GenePoolingModel"]})
+    pbmc[:60].copy().write_h5ad("pbmc.h5ad")
+    config = CUSTOM_MODEL.read_text(encoding="utf-8").replace("/path/to/dataset.h5ad", "pbmc.h5ad")
+    few = ["training.max_steps=1", "training.accelerator=cpu", "data.max_genes=64", "model.max_seq_len=64"]
+    with pytest.warns(ScforgeWarning, match=r"line \d+: model\.pooling='mean' has no effect, as 'my_pool' has no such"):
+        model = run(config.replace("architecture: gene_pooling", "architecture: my_pool"), *few)
+    assert type(model.module).__name__ == "GenePoolingModel"
+    assert models("checkpoints/gene_pooling") == ["epoch=00", "final"]
+
+
+@pytest.mark.parametrize("text", [SMALL, TRANSFORMER], ids=["continuous_projection", "rank_value"])
+@pytest.mark.parametrize(
+    ("asked", "values"),
+    [
+        (["log1p=false"], lambda counts, total: counts / total * 1e4),
+        (["target_sum=500"], lambda counts, total: np.log1p(counts / total * 500)),
+        (["normalize=none"], lambda counts, total: np.log1p(counts)),
+        (["normalize=none", "log1p=false"], lambda counts, total: counts),
+    ],
+)
+def test_normalization_in_training_and_inference(run, tiny_adata: ad.AnnData, text: str, asked, values) -> None:
+    model = run(text, "output.checkpoint_dir=ck", *(f"data.preprocessing.{one}" for one in asked))
+    again = Encoder.load("ck/final", tiny_adata)
+    counts = tiny_adata[:, list(model.vocab.genes)].X.toarray()[:5]
+    totals = np.asarray(tiny_adata.X.sum(axis=1)).ravel()[:5]
+    expected = values(counts, totals[:, None])
+    for one in (model, again):
+        batch = one.tokenizer(counts, totals=totals)
+        for cell in range(5):
+            genes = batch["input_ids"][cell].numpy() - one.vocab.n_special
+            kept = genes >= 0
+            np.testing.assert_allclose(batch["values"][cell].numpy()[kept], expected[cell][genes[kept]], rtol=1e-5)
+    np.testing.assert_allclose(again.get_latent_representation(), model.get_latent_representation(), atol=1e-5)
+
+
+def test_normalization_that_a_tokenizer_does_not_make(run) -> None:
+    with pytest.raises(ConfigError, match=r"log1p=False has no use with the tokenizer 'binned_expression'"):
+        run(TRANSFORMER, "tokenizer.strategy=binned_expression", "data.preprocessing.log1p=false")
+    with pytest.raises(ConfigError, match=r"log1p=False and tokenizer\.transform='counts' contradict each other"):
+        run(SMALL, "tokenizer.transform=counts", "data.preprocessing.log1p=false")
+
+
+@pytest.mark.filterwarnings("ignore:.*of the 20120 genes of the vocabulary")
+def test_the_columns_of_a_card(run, pbmc: ad.AnnData, monkeypatch) -> None:
+    """Benchmarks on data sets with cards, as in the proposal: nothing names their columns."""
+    atlas = pbmc[pbmc.obs["cell_type"].isin(["B", "CD14+ Mono"])][:60].copy()
+    atlas.obs["donor_id"] = ["x", "y"] * 30
+    for name in ("tabula_sapiens", "immune_atlas"):
+        atlas.write_h5ad(f"{name}.h5ad")
+    monkeypatch.setenv("SCFORGE_DATA", ".")
+    atlas.write_h5ad("pbmc.h5ad")
+    overrides = ["data.source=local", "data.organism=", "data.filters=", "data.paths=pbmc.h5ad"]
+    overrides += ["training.num_gpus=0", "training.strategy=auto", "training.max_steps=1", "training.batch_size=8"]
+    overrides += ["data.max_genes=64", "model.num_layers=1", "model.hidden_dim=16"]
+    text = PROPOSAL.read_text(encoding="utf-8")
+    figures = {"cell_type_annotation_macro_f1", "batch_integration_silhouette_label"}
+    assert figures <= set(run(text, *overrides).history)
+    # Files that the configuration names instead: columns of the data go before those of the card.
+    named = "eval.datasets={tabula_sapiens: tabula_sapiens.h5ad, immune_atlas: other.h5ad}"
+    atlas.obs = atlas.obs.rename(columns={"donor_id": "batch"})
+    atlas.write_h5ad("other.h5ad")
+    atlas.write_h5ad("pbmc.h5ad")
+    assert figures <= set(run(text, *overrides, named, "data.batch_key=batch").history)
 
 
 @pytest.mark.filterwarnings("ignore:.*of the 20120 genes of the vocabulary")

@@ -71,6 +71,7 @@ KINDS = {
     "one_cycle": (LIGHT, {"schedule": "one_cycle", "ema_decay": 0.9}),
     "transformer": (TRANSFORMER, {"accumulate_grad_batches": 2, "batch_size": 10}),
     "muon": (TRANSFORMER, {"optimizer": "muon", "max_tokens_per_batch": 900, "batch_size": None}),
+    "sgd": (LIGHT, {"optimizer": "sgd", "schedule": "linear"}),
     "early": (LIGHT, {"max_epochs": 30, "lr": 1.0, "schedule": "constant", "early_stopping_patience": 1}),
     "steps": (LIGHT, {"max_epochs": None, "max_steps": 8}),
     "bf16": (TRANSFORMER, {"precision": "bf16-mixed"}),

@@ -9,6 +9,9 @@ from torch.nn import functional as F
 from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
 from scforge.models import AutoregressiveTransformer
+from scforge.models.components.pooling import POOLINGS as POOL_FUNCTIONS
+from scforge.models.components.positions import token_positions
+from scforge.training.objectives.registry import get_objective
 
 V, BINS, S = 40, 6, 9
 ZERO = {"gene_loss_weight": 0.0, "expression_loss_weight": 0.0}
@@ -221,3 +224,34 @@ def test_values_at_padding_may_be_anything():
     torch.testing.assert_close(output.embeddings, expected.embeddings)
     output.loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_aligned_two_term_loss():
+    """The loss and the embedding of scModelForge's reference."""
+    options = {"gene_loss_weight": 0.7, "expression_loss_weight": 0.3}
+    model, tokens = make(shift_labels=False, causal_encode=False, **options), batch()
+    output = model(**tokens)
+    logits, bins, labelled = output.logits, output.expression, tokens["labels"] != -100
+    expected = 0.7 * F.cross_entropy(logits[labelled], tokens["labels"][labelled])
+    expected = expected + 0.3 * F.cross_entropy(bins[labelled], tokens["bin_ids"][labelled])
+    torch.testing.assert_close(output.loss, expected)
+    assert model.readout is None
+    with pytest.raises(OptionError, match="shift_labels=False predicts each token itself"):
+        model.generate(2, max_len=5)
+    with pytest.raises(OptionError, match="needs an architecture that does not see the next token"):
+        get_objective("next_gene_prediction").check_architecture(model)
+    with pytest.raises(OptionError, match="choose causal_encode=False or pooling='mean'"):
+        make(shift_labels=False)
+
+
+@pytest.mark.parametrize("pooling", POOLINGS)
+def test_encode_without_the_causal_mask(pooling: str):
+    model, causal, tokens = make(causal_encode=False, pooling=pooling), make(pooling=pooling), batch()
+    inputs = {name: tokens[name] for name in ("input_ids", "attention_mask", "values")}
+    torch.testing.assert_close(model(**tokens).loss, causal(**tokens).loss)
+    full = model.decoder(
+        model._embed(*(inputs[name] for name in inputs), token_positions(inputs["attention_mask"]), None),
+        inputs["attention_mask"],
+    ).hidden
+    torch.testing.assert_close(model.encode(**inputs), POOL_FUNCTIONS[pooling](full, inputs["attention_mask"]))
+    assert not torch.allclose(model.encode(**inputs), causal.encode(**inputs))

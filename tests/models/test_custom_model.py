@@ -35,6 +35,12 @@ def model_class(request) -> type[nn.Module]:
     return request.getfixturevalue("custom") if request.param == "custom" else GenePoolingModel
 
 
+@pytest.fixture(params=[{}, {"pooling": "cls"}], ids=["unset", "cls"])
+def tiny_config(request, tiny_config) -> ModelConfig:
+    """The seed's model ignores the pooling of the configuration."""
+    return tiny_config.model_copy(update=request.param) if request.param else tiny_config
+
+
 class TestRegistration:
     def test_known_by_name(self, custom, tiny_config):
         assert "my_gene_pooling" in list_models()

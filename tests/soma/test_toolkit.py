@@ -257,7 +257,7 @@ def test_options_of_training_that_cannot_be_are_refused(texts):
         ({"progress_bar": "no"}, "progress_bar='no'"),
         ({"gradient_checkpointing": "no"}, "gradient_checkpointing='no'"),
         ({"resume": "auto", "overwrite": True}, "contradict"),
-        ({"optimizer": "sgd"}, "optimizer='sgd'"),
+        ({"optimizer": "rmsprop"}, "optimizer='rmsprop'"),
         ({"sig_reg": -1}, "sig_reg=-1"),
     ]:
         with pytest.raises(OptionError, match=words):

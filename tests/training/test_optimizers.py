@@ -57,8 +57,27 @@ def test_optimizer():
     optimizer = make_optimizer(TransformerEncoder(20, 8, 1, 2), name="adamw", lr=3e-4, weight_decay=0.2)
     assert isinstance(optimizer, torch.optim.AdamW)
     assert [group["lr"] for group in optimizer.param_groups] == [3e-4, 3e-4]
-    with pytest.raises(OptionError, match="optimizer='sgd' is not known"):
-        make_optimizer(nn.Linear(2, 2), name="sgd", lr=1.0, weight_decay=0.0)
+    with pytest.raises(OptionError, match="optimizer='rmsprop' is not known"):
+        make_optimizer(nn.Linear(2, 2), name="rmsprop", lr=1.0, weight_decay=0.0)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)])
+def test_other_optimizers(name, kind):
+    module = nn.Linear(3, 1)
+    optimizer = make_optimizer(module, name=name, lr=0.05, weight_decay=0.1)
+    assert type(optimizer) is kind
+    assert optimizer.defaults.get("momentum", 0.9) == 0.9
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    inputs = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(50):
+        optimizer.zero_grad()
+        loss = (module(inputs)[:, 0] - inputs.sum(dim=1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+    make_schedule(optimizer, name="one_cycle", total_steps=10)
 
 
 @pytest.mark.parametrize("name", ["cosine_warmup", "linear_warmup"])
@@ -102,5 +121,12 @@ def test_short_runs_have_a_usable_rate(name, warmup):
 
 
 def test_unknown_schedule():
-    with pytest.raises(OptionError, match="schedule='cosine' is not known; did you mean 'cosine_warmup'"):
-        rates("cosine", 10)
+    with pytest.raises(OptionError, match="schedule='cosin' is not known; did you mean 'cosine'"):
+        rates("cosin", 10)
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_no_warm_up_unless_asked_for(name):
+    assert rates(name, 100) == pytest.approx(rates(f"{name}_warmup", 100, 0))
+    assert rates(name, 100)[0] == 1.0
+    assert rates(name, 100, 10) == rates(f"{name}_warmup", 100, 10)

@@ -36,13 +36,17 @@ _SPOKEN = {
 """Types of options whose check is a function, which has no JSON schema."""
 _SCHEDULES = {
     "constant": "the learning rate all along, without a warm-up unless `warmup_steps` asks for one",
+    "cosine": "half a cosine down to 0, without a warm-up unless `warmup_steps` asks for one",
     "cosine_warmup": "a linear warm-up, then half a cosine down to 0",
+    "linear": "a straight line down to 0, without a warm-up unless `warmup_steps` asks for one",
     "linear_warmup": "a linear warm-up, then a straight line down to 0",
     "one_cycle": "one cycle (`torch.optim.lr_scheduler.OneCycleLR`): up to the peak and down along cosines",
 }
 _OPTIMIZERS = {
+    "adam": "Adam, whose weight decay is a penalty in the loss",
     "adamw": "AdamW; norms, embeddings and biases do not decay",
     "muon": "Muon for the matrices inside the layers, AdamW for embeddings, heads and the rest",
+    "sgd": "stochastic gradient descent with a momentum of 0.9",
 }
 """What schedules and optimizers are; the build fails if there is one without words."""
 

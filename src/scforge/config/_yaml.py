@@ -1,8 +1,10 @@
-"""YAML as configurations use it: safe, without duplicate keys, and with ``1e-4`` a number."""
+"""YAML as configurations use it: safe, without duplicate keys, and with ``1e-4`` a number; and TOML."""
 
 from __future__ import annotations
 
 import re
+import tomllib
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -10,7 +12,7 @@ import yaml
 from scforge.config._messages import shown
 from scforge.errors import ConfigError
 
-__all__ = ["dump_yaml", "parse_yaml"]
+__all__ = ["dump_yaml", "parse_toml", "parse_yaml"]
 
 # YAML 1.1, which PyYAML follows, asks for a dot and a sign in a number with an exponent.
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$|[-+]?\.[\d_]+[eE][-+]?\d+$")
@@ -93,6 +95,54 @@ def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
     except RecursionError:
         place, reason = "", "it is nested too deeply"
     raise ConfigError(f"{where}{place} is not valid YAML: {' '.join(reason.split()).rstrip('.')}.")
+
+
+_TOML_LINE = re.compile(
+    r"""\s*(?:(\[\[?)\s*)?((?:"[^"]*"|'[^']*'|[\w-]+)(?:\s*\.\s*(?:"[^"]*"|'[^']*'|[\w-]+))*)\s*(?:=|\])"""
+)
+_TOML_KEY = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([\w-]+))\s*(?:\.|$)""")
+
+
+def parse_toml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
+    """Do what :func:`parse_yaml` does, with a TOML document.
+
+    The module of Python tells no lines, so that those of keys are looked up in the text; a key inside an inline table
+    has the line of the table.
+    """
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r"\(at (line \d+, column \d+)\)", str(error))
+        reason = re.sub(r"\s*\(at [^)]*\)", "", str(error)).rstrip(".")
+        raise ConfigError(f"{where}{f', {place[1]}' if place else ''} is not valid TOML: {reason}.") from None
+    except RecursionError:
+        raise ConfigError(f"{where} is not valid TOML: it is nested too deeply.") from None
+    lines: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    for number, line in enumerate(text.splitlines()):
+        if (found := _TOML_LINE.match(line)) is None:
+            continue
+        keys = tuple(next(part for part in key if part) for key in _TOML_KEY.findall(found[2]))
+        if found[1] is not None:
+            table, keys = keys, ()
+        for depth in range(1, len(table + keys) + 1):
+            lines.setdefault((table + keys)[:depth], number)
+    return content or None, _toml_node(content, (), lines, 0)
+
+
+def _toml_node(value: Any, path: tuple[str, ...], lines: Mapping[tuple[str, ...], int], line: int) -> yaml.Node:
+    """Return a node as PyYAML would compose it, as far as places are told from it."""
+    mark = yaml.Mark("", 0, line, 0, None, 0)
+    if isinstance(value, Mapping):
+        pairs = []
+        for key, inner in value.items():
+            at = lines.get((*path, key), line)
+            name = yaml.ScalarNode("tag:yaml.org,2002:str", key, yaml.Mark("", 0, at, 0, None, 0))
+            pairs.append((name, _toml_node(inner, (*path, key), lines, at)))
+        return yaml.MappingNode("tag:yaml.org,2002:map", pairs, mark)
+    if isinstance(value, list):
+        return yaml.SequenceNode("tag:yaml.org,2002:seq", [_toml_node(one, path, lines, line) for one in value], mark)
+    return yaml.ScalarNode("tag:yaml.org,2002:str", str(value), mark)
 
 
 def dump_yaml(content: Any, *, one_line: bool = False) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from scforge.config._fields import Int, Path, Positive, Section, Share, Text
+from scforge.config._fields import Float, Int, Path, Positive, Section, Share, Text
 
 __all__ = ["DataConfig", "PreprocessingConfig", "SamplingConfig", "SplitConfig"]
 
@@ -16,24 +16,10 @@ _CENSUS = "cellxgene_census"
 
 
 def _normalize(value: Any) -> Any:
-    if value == "none":
-        raise ValueError(
-            "is not supported: every tokenizer takes raw counts and scales them to the library size itself; "
-            "remove the key"
-        )
     if value == "scran":
         raise ValueError(
             "is not supported: its size factors are pooled over cells, and tokenizers see one cell at a time; "
             "remove the key, which scales to the library size"
-        )
-    return value
-
-
-def _log1p(value: Any) -> Any:
-    if value is False:
-        raise ValueError(
-            "is not supported: a tokenizer takes the logarithm where its method does, whatever stands here; "
-            "remove the key"
         )
     return value
 
@@ -52,7 +38,9 @@ def _filters(value: Any) -> Any:
 
 
 class PreprocessingConfig(Section):
-    """Choice of genes before tokenising. Counts stay raw: each tokenizer normalises them itself, cell by cell.
+    """Choice of genes, and the values of genes that the model is given.
+
+    The tokenizer makes them of raw counts, cell by cell, in training and in inference: its options are saved.
 
     Parameters
     ----------
@@ -61,20 +49,30 @@ class PreprocessingConfig(Section):
     keep_genes
         Genes that are among them however they vary.
     normalize
-        ``"library_size"``, which is what tokenizers do; nothing else is supported.
+        ``"library_size"`` scales the counts of a cell to `target_sum`, ``"none"`` does not.
+    target_sum
+        What the counts of a cell sum up to; None for 10,000.
     log1p
-        True; each tokenizer takes the logarithm where its method does.
+        Whether the logarithm is taken.
 
     Examples
     --------
     >>> PreprocessingConfig(hvg_selection=2000)
-    PreprocessingConfig(hvg_selection=2000, normalize='library_size', log1p=True)
+    PreprocessingConfig(hvg_selection=2000, normalize='library_size', target_sum=None, log1p=True)
     """
 
     hvg_selection: Annotated[Int, Field(ge=0)] | None = None
     keep_genes: list[str] = Field(default_factory=list)
-    normalize: Annotated[Literal["library_size"], BeforeValidator(_normalize)] = "library_size"
-    log1p: Annotated[bool, BeforeValidator(_log1p)] = True
+    normalize: Annotated[Literal["library_size", "none"], BeforeValidator(_normalize)] = "library_size"
+    target_sum: Annotated[Float, Field(gt=0)] | None = None
+    log1p: bool = True
+
+    @field_validator("target_sum")
+    @classmethod
+    def _needs_scaling(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("normalize") == "none":
+            raise ValueError("has no use with normalize='none'; remove one of the two")
+        return value
 
 
 class SamplingConfig(Section):

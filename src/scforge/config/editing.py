@@ -52,6 +52,8 @@ def init_config(
     path = Path(f"{recipe}.yaml" if output is None else output)
     if path.is_dir():
         raise ConfigError(f"output={str(path)!r} is a folder; name a file in it.")
+    if path.suffix == ".toml":
+        raise ConfigError(f"output={str(path)!r} would hold YAML, which recipes are; give a name that ends in .yaml.")
     if path.exists() and not overwrite:
         raise ConfigError(f"output={str(path)!r} exists; choose another name, or overwrite it (--overwrite).")
     atomic_write_text(path, text)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from scforge.config._messages import config_error, shown
 from scforge.config._places import Places, Source
-from scforge.config._yaml import dump_yaml, parse_yaml
+from scforge.config._yaml import dump_yaml, parse_toml, parse_yaml
 from scforge.config.aliases import AliasError, apply_aliases
 from scforge.config.schema import Config
 from scforge.errors import ConfigError
@@ -30,7 +30,8 @@ def load_config(
     Parameters
     ----------
     path
-        A YAML file; None for a configuration that `flags` and `overrides` make.
+        A YAML file, or a TOML file, whose name ends in ``.toml``; None for a configuration that `flags` and
+        `overrides` make.
     overrides
         Options that take the place of those in the file, as ``"training.batch_size=32"``. Values are read as YAML; a
         mapping is merged into its section. The last of several for one option counts.
@@ -45,8 +46,8 @@ def load_config(
     Raises
     ------
     ConfigError
-        If the file cannot be read, is not YAML, or has a key or a value that cannot be used. The message names the
-        line of the file, or the override.
+        If the file cannot be read, is not YAML or TOML, or has a key or a value that cannot be used. The message names
+        the line of the file, or the override.
 
     Examples
     --------
@@ -117,17 +118,18 @@ def _canonical(content: Mapping[str, Any], source: Source) -> dict[str, Any]:
 def _read(path: Path) -> tuple[Mapping[str, Any], Source]:
     name = repr(str(path))
     if path.is_dir():
-        raise ConfigError(f"config={name} is a folder; name the YAML file in it.")
+        raise ConfigError(f"config={name} is a folder; name the file in it.")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"config={name} does not exist; check the path.") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"config={name} is not a text file; name a YAML file.") from None
+        raise ConfigError(f"config={name} is not a text file; name a YAML or TOML file.") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"config={name} cannot be read: {reason}.") from None
-    content, root = parse_yaml(text, where=str(path))
+    parse = parse_toml if path.suffix == ".toml" else parse_yaml
+    content, root = parse(text, where=str(path))
     if content is None:
         raise ConfigError(f"config={name} is empty; it needs at least a section data with paths.")
     if not isinstance(content, Mapping):

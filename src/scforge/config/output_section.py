@@ -58,7 +58,8 @@ class OutputConfig(Section):
     wandb_mode
         ``"online"``; ``"offline"``, which keeps the log in `log_dir` to be sent later; or ``"disabled"``.
     checkpoint_dir
-        Folder of checkpoints and of the trained model.
+        Folder of checkpoints and of the trained model. Where neither it nor `embedding` is set, ``scforge train`` takes
+        ``checkpoints/NAME`` of a file ``NAME.yaml``, and ``scforge finetune`` ``DATA_TASK``.
     save_top_k
         Epochs to keep as models, those with the lowest validation loss; -1 keeps all.
     keep_last

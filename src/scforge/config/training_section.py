@@ -49,7 +49,8 @@ class OptimizerConfig(Section):
     Parameters
     ----------
     name
-        ``"adamw"``, or ``"muon"``, which orthogonalises the steps of the matrices inside the layers.
+        ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"``, which orthogonalises the steps of the matrices inside the
+        layers.
     lr
         Highest learning rate. Also accepted as ``training.lr``.
     weight_decay
@@ -61,7 +62,7 @@ class OptimizerConfig(Section):
     0.001
     """
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
     lr: Annotated[Float, Field(gt=0)] | None = None
     weight_decay: Annotated[Float, Field(ge=0)] | None = None
 
@@ -82,7 +83,7 @@ class SchedulerConfig(Section):
     500
     """
 
-    name: Literal["cosine_warmup", "linear_warmup", "one_cycle", "constant"] | None = None
+    name: Literal["cosine_warmup", "cosine", "linear_warmup", "linear", "one_cycle", "constant"] | None = None
     warmup_steps: Annotated[Int, Field(ge=0)] | None = None
 
 

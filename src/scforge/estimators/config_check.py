@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,16 +23,19 @@ from scforge.data.sources import open_cells
 from scforge.data.store_files import is_store, partial_path
 from scforge.data.streams import open_streams
 from scforge.data.vocab import FROM_DATA, GeneVocab
+from scforge.datasets.cards import DatasetCard, get_card, list_cards
+from scforge.datasets.loading import find_file
 from scforge.errors import (
     ConfigError,
     GeneMismatchError,
     MissingFileError,
     OptionError,
     ScforgeError,
+    ScforgeWarning,
     did_you_mean,
     listing,
 )
-from scforge.estimators.config_parts import check_names, chosen, objective_of, placed, tokenizer_of
+from scforge.estimators.config_parts import check_names, chosen, model_options, objective_of, placed, tokenizer_of
 from scforge.estimators.finetune_check import check_finetuning, described, named_columns
 from scforge.estimators.spec import ModelSpec, named_options
 from scforge.estimators.vocabulary import n_top_genes_of
@@ -77,7 +81,7 @@ def check_config(config: Config) -> str:
     'gene_pooling on tokens of continuous_projection, trained by neighbor_denoising, about 1.0 million parameters'
     """
     check_settings(config)
-    benchmark_callbacks(config)
+    benchmark_callbacks(config, absent=_absent(config))
     if config.data.source == "local":
         _check_columns(config)
     if config.finetune is not None:
@@ -138,8 +142,27 @@ def check_settings(config: Config, *, replaces: bool = False) -> None:
             open_vocab(config.data.gene_vocab)
 
 
-def benchmark_callbacks(config: Config) -> list[Any]:
+def _absent(config: Config) -> dict[str, DatasetCard]:
+    """Return the cards of data sets that benchmarks name and that are not on this machine; warn about each."""
+    absent: dict[str, DatasetCard] = {}
+    for entry in config.eval.benchmarks or []:
+        ((_, options),) = entry.items() if isinstance(entry, Mapping) else [("", None)]
+        name = (options or {}).get("dataset")
+        if name not in list_cards() or name in {*config.eval.datasets, *absent} or Path(name).exists():
+            continue
+        try:
+            find_file(name)
+        except MissingFileError as error:
+            place = config.place_of("eval.benchmarks")
+            warnings.warn(f"{place}{error} Training needs it.", ScforgeWarning, stacklevel=3)
+            absent[name] = get_card(name)
+    return absent
+
+
+def benchmark_callbacks(config: Config, *, absent: Mapping[str, DatasetCard] | None = None) -> list[Any]:
     """Return the callback that runs the benchmarks of a configuration, or nothing.
+
+    `absent` are cards of data sets whose files are elsewhere, for a callback that is not run.
 
     Raises
     ------
@@ -155,7 +178,7 @@ def benchmark_callbacks(config: Config) -> list[Any]:
         callback = BenchmarkCallback(
             section.benchmarks,
             every_n_epochs=section.every_n_epochs,
-            datasets=section.datasets,
+            datasets={**section.datasets, **(absent or {})},
             labels_key=config.data.labels_key,
             batch_key=config.data.batch_key,
         )
@@ -285,7 +308,7 @@ def model_of(config: Config) -> tuple[ModelSpec, bool]:
 
 
 def _resolved(config: Config, vocab: GeneVocab, tokenizer: Any, objective: Any) -> ModelSpec:
-    options = config.model.user_options()
+    options = model_options(config)
     return ModelSpec.resolve(chosen(config), vocab, tokenizer=tokenizer, objective=objective, options=options)[0]
 
 

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
-from scforge.config._messages import unknown_option
-from scforge.config.schema import Config
-from scforge.errors import ConfigError, OptionError, ScforgeError
+from scforge.config._messages import shown, unknown_option
+from scforge.config.schema import Config, ModelConfig
+from scforge.errors import ConfigError, OptionError, ScforgeError, ScforgeWarning
 from scforge.estimators.defaults import Recipe, recipe_for
 from scforge.models.registry import MODELS, option_names, own_names
 from scforge.tokenizers.registry import TOKENIZERS
 from scforge.training.objectives.registry import OBJECTIVES
 
-__all__ = ["check_names", "chosen", "objective_of", "placed", "tokenizer_of"]
+__all__ = ["check_names", "chosen", "model_options", "objective_of", "placed", "tokenizer_of"]
 
 _MASKED = "masked_gene_prediction"
 
@@ -25,12 +26,63 @@ def chosen(config: Config) -> Recipe:
     return recipe_for(config.model.architecture, config.model.user_options())
 
 
+def model_options(config: Config) -> dict[str, Any]:
+    """Return the options of the architecture that the user set, without :func:`_unread` ones."""
+    unread = _unread(config)
+    return {name: value for name, value in config.model.user_options().items() if name not in unread}
+
+
+def _unread(config: Config) -> list[str]:
+    """Return fields that most architectures share, that the user set and that this architecture does not take."""
+    architecture = chosen(config).architecture
+    known = option_names(architecture)
+    if known is None:
+        return []
+    own = getattr(MODELS.get(architecture), "config_names", {})
+    shared = set(ModelConfig.model_fields) & set(config.model.user_options())
+    return sorted(name for name in shared if own.get(name, name) not in known)
+
+
 def tokenizer_of(config: Config) -> dict[str, Any]:
     """Return name and options of the tokenizer, as far as the user set them."""
     options = config.tokenizer.user_options()
     if config.data.max_genes is not None:
         options["max_len"] = config.data.max_genes
+    options |= {name: value for name, value in _values_of(config).items() if name not in options}
     return options if config.tokenizer.strategy is None else {"name": config.tokenizer.strategy, **options}
+
+
+def _values_of(config: Config) -> dict[str, Any]:
+    """Return the options of a tokenizer that make the values of genes that ``data.preprocessing`` asks for."""
+    asked = config.data.preprocessing
+    transform = _TRANSFORMS[asked.normalize, asked.log1p]
+    usual = transform == _TRANSFORMS["library_size", True]
+    options: dict[str, Any] = {} if usual else {"transform": transform}
+    return options if asked.target_sum is None else {**options, "target_sum": asked.target_sum}
+
+
+_TRANSFORMS = {
+    ("library_size", True): "log1p_cp10k",
+    ("library_size", False): "cp10k",
+    ("none", True): "log1p_counts",
+    ("none", False): "counts",
+}
+
+
+def _check_values(config: Config, tokenizer: str) -> None:
+    """Raise if the tokenizer does not make the values of genes that ``data.preprocessing`` asks for."""
+    known, given = TOKENIZERS.get(tokenizer).option_names(), config.tokenizer.user_options()
+    for option, value in _values_of(config).items():
+        section = config.data.preprocessing
+        key = option if option == "target_sum" else "normalize" if section.normalize == "none" else "log1p"
+        said = f"{config.place_of(f'data.preprocessing.{key}')}data.preprocessing.{key}={shown(getattr(section, key))}"
+        if option not in known:
+            raise ConfigError(
+                f"{said} has no use with the tokenizer {tokenizer!r}, which makes values of its own; remove it, or "
+                "choose 'continuous_projection' or 'rank_value'."
+            )
+        if given.get(option, value) != value:
+            raise ConfigError(f"{said} and tokenizer.{option}={given[option]!r} contradict each other; keep one.")
 
 
 def objective_of(config: Config) -> dict[str, Any]:
@@ -79,16 +131,23 @@ def check_names(config: Config) -> None:
     if known is not None:
         own = getattr(MODELS.get(architecture), "config_names", {})
         shared = [name for name in known if name not in own.values()] + list(own)
-        unknown = [option for option in config.model.user_options() if own.get(option, option) not in known]
+        unknown = [option for option in model_options(config) if own.get(option, option) not in known]
         _refuse(config, "model", unknown, shared, architecture)
+        for name in _unread(config):
+            said = f"model.{name}={shown(getattr(config.model, name))}"
+            place = config.place_of(f"model.{name}")
+            warnings.warn(
+                f"{place}{said} has no effect, as {architecture!r} has no such option.", ScforgeWarning, stacklevel=2
+            )
     for section, name, options in (
         ("tokenizer", tokenizer, TOKENIZERS.get(tokenizer).option_names()),
         ("objective", objective, OBJECTIVES.get(objective).option_names()),
     ):
         unknown = [option for option in getattr(config, section).user_options() if option not in options]
         _refuse(config, section, unknown, options, name)
+    _check_values(config, tokenizer)
     with placed(config):
-        own_names(architecture, config.model.user_options())
+        own_names(architecture, model_options(config))
     if config.model.vocab_size is not None:
         raise ConfigError(
             f"{config.place_of('model.vocab_size')}model.vocab_size={config.model.vocab_size} follows from the genes; "

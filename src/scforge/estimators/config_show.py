@@ -9,7 +9,7 @@ from scforge.config._fields import Section
 from scforge.config._yaml import dump_yaml
 from scforge.config.schema import Config, FinetuneConfig, MaskingConfig, ModelConfig
 from scforge.estimators.config_check import model_of
-from scforge.estimators.config_parts import check_names, chosen
+from scforge.estimators.config_parts import check_names, chosen, model_options
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.finetune_check import ELSEWHERE, OF_THE_BASE, TUNING_OF_TASKS, check_finetuning, columns_of
 from scforge.estimators.vocabulary import n_top_genes_of
@@ -24,8 +24,8 @@ __all__ = ["show_config"]
 _BALANCE = {"warmup_epochs": "balance_epochs", "start": "balance_start", "end": "balance_end"}
 _OF_THE_DATA = ("max_seq_len", "gene_vectors")
 """Options of an architecture that follow from the vocabulary where the user does not set them."""
-_NO_CHOICE = ("normalize", "log1p")
-"""Options of preprocessing that have one value only, and do nothing."""
+_OF_TOKENIZER = ("normalize", "target_sum", "log1p")
+"""Options of preprocessing that the tokenizer shows as its own."""
 
 
 def show_config(config: Config) -> str:
@@ -83,7 +83,7 @@ def _fill(content: dict[str, Any], config: Config, written: dict[str, Any]) -> N
     architecture = MODELS.get(spec.architecture)
 
     model = _constructor_defaults(architecture) | spec.model_options
-    asked = own_names(spec.architecture, config.model.user_options())
+    asked = own_names(spec.architecture, model_options(config))
     for name in (*_OF_THE_DATA, *aim.model_options()):
         if name not in asked:
             model.pop(name, None)
@@ -97,7 +97,7 @@ def _fill(content: dict[str, Any], config: Config, written: dict[str, Any]) -> N
     content["tokenizer"] = {"strategy": spec.tokenizer, **options}
     data = content["data"]
     data["max_genes"] = made["max_len"] or TOKENIZERS.get(spec.tokenizer).default_max_len
-    for name in _NO_CHOICE:  # beside tokenizers that take raw counts they look like steps
+    for name in _OF_TOKENIZER:
         if name not in written["data"].get("preprocessing", {}):
             del data["preprocessing"][name]
     if data["preprocessing"]["hvg_selection"] is None:

@@ -227,10 +227,11 @@ class Encoder(
         max_tokens_per_batch
             A batch holds as many cells of like length as fit into so many tokens, padding included.
         optimizer
-            ``"adamw"``, or ``"muon"`` for the matrices of the hidden layers (AdamW for the rest).
+            ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"`` for the matrices of the hidden layers (AdamW for the
+            rest).
         lr, weight_decay, schedule
             None takes the objective's defaults, as for `batch_size`. `schedule` is one of ``"cosine_warmup"``,
-            ``"linear_warmup"``, ``"one_cycle"``, ``"constant"``.
+            ``"cosine"``, ``"linear_warmup"``, ``"linear"``, ``"one_cycle"``, ``"constant"``.
         warmup_steps
             Steps until the peak of the learning rate; None takes a share of all steps.
         max_steps

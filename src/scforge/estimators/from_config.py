@@ -15,7 +15,7 @@ from scforge.config.schema import Config, OutputConfig
 from scforge.errors import ConfigError
 from scforge.estimators.config_check import benchmark_callbacks, check_settings
 from scforge.estimators.config_data import embedded_adata, make_datamodule, open_source
-from scforge.estimators.config_parts import objective_of, placed, tokenizer_of
+from scforge.estimators.config_parts import model_options, objective_of, placed, tokenizer_of
 from scforge.estimators.config_start import KeepConfig, check_gpus, check_run
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.front_classes import class_of_architecture
@@ -164,7 +164,7 @@ def _model(source: AnnData | Cells, config: Config) -> tuple[Encoder, CellDataMo
         "n_top_genes": data.preprocessing.hvg_selection,
         "keep_genes": data.preprocessing.keep_genes,
         "seed": config.seed,
-        **config.model.user_options(),
+        **model_options(config),
     }
     with placed(config):
         if isinstance(source, AnnData):

@@ -135,8 +135,10 @@ class ModelSpec:
         made = get_tokenizer(name, vocab, **tokenizer_options)
         parameters = inspect.signature(MODELS.get(architecture)).parameters
         pooling = options.get("pooling", getattr(parameters.get("pooling"), "default", None))
-        causal = getattr(MODELS.get(architecture), "predicts_next", False)  # it has a read-out of its own
-        if pooling == "cls" and not made.append_cls and not causal:
+        has_readout = getattr(MODELS.get(architecture), "predicts_next", False) and all(
+            options.get(name, True) for name in ("shift_labels", "causal_encode")
+        )
+        if pooling == "cls" and not made.append_cls and not has_readout:
             raise OptionError(
                 "pooling='cls' needs a CLS token; pass append_cls=True to the tokenizer, or pooling='mean'."
             )

@@ -20,7 +20,7 @@ from scforge.data.cells import Cells, choose_chunks, choose_rows
 from scforge.data.remote import is_url
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
-from scforge.datasets.cards import list_cards
+from scforge.datasets.cards import get_card, list_cards
 from scforge.datasets.loading import DATA_FOLDER, find_file
 from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, listing
 from scforge.eval.base import BENCHMARKS, KEYS, Benchmark, get_benchmark, options_of
@@ -48,10 +48,12 @@ class Evaluation:
         (:func:`scforge.datasets.list_cards`), or that the folder in the environment variable ``SCFORGE_DATA`` holds as
         ``NAME.h5ad``.
     options
-        Options of the benchmark, where it is given by name. ``labels_key`` and ``batch_key`` are those of the data
-        module if left out.
+        Options of the benchmark, where it is given by name. ``labels_key`` and ``batch_key``, if left out, are those of
+        the card for a data set that is found by its card, and those of the data module otherwise.
     max_cells
         Score at most so many cells, drawn once; None scores all.
+    card_columns
+        Columns that a card names, taken where neither `options` nor the data module name one.
 
     Examples
     --------
@@ -67,6 +69,7 @@ class Evaluation:
     dataset: Any = HELD_OUT
     options: Mapping[str, Any] = field(default_factory=dict)
     max_cells: int | None = 10_000
+    card_columns: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if self.max_cells is not None:
@@ -115,6 +118,7 @@ class Evaluation:
         if isinstance(self.benchmark, Benchmark):
             return []
         known = options_of(self.benchmark)
+        keys = {**self.card_columns, **{name: key for name, key in keys.items() if key is not None}}
         return [key for key, needed in known.items() if needed and self.options.get(key, keys.get(key)) is None]
 
     def made(self, keys: Mapping[str, str | None]) -> Benchmark:
@@ -128,6 +132,7 @@ class Evaluation:
         if isinstance(self.benchmark, Benchmark):
             return self.benchmark
         options = dict(self.options)
+        keys = {name: self.card_columns.get(name) if key is None else key for name, key in keys.items()}
         for key, needed in options_of(self.benchmark).items():
             if key not in keys or key in options:
                 continue
@@ -196,8 +201,19 @@ def resolve(evaluations: Sequence[Evaluation], datasets: Mapping[str, Any]) -> l
             title = f"{title}_{Path(one.dataset).stem}"
         if any(other.name == title for other in resolved):
             raise OptionError(f"two evaluations are called {title!r}; give one of them a name.")
-        resolved.append(replace(one, name=title, dataset=_find(one, datasets)))
+        resolved.append(replace(one, name=title, dataset=_find(one, datasets), **_columns(one, datasets)))
     return resolved
+
+
+def _columns(evaluation: Evaluation, datasets: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns of the card of a data set: options where the card finds it, else what nobody else names."""
+    name, benchmark = evaluation.dataset, evaluation.benchmark
+    if not isinstance(name, str) or not isinstance(benchmark, str) or name not in list_cards():
+        return {}
+    columns = {key: column for key, column in get_card(name).columns.items() if key in options_of(benchmark)}
+    if name in datasets or Path(name).exists():
+        return {"card_columns": columns}
+    return {"options": {**columns, **evaluation.options}}
 
 
 def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
@@ -206,7 +222,10 @@ def _find(evaluation: Evaluation, datasets: Mapping[str, Any]) -> Any:
     if not isinstance(given, str | os.PathLike) or evaluation.held_out:
         return given
     name = os.fspath(given)
-    place = os.fspath(datasets[name]) if name in datasets else name
+    place = datasets.get(name, name)
+    if not isinstance(place, str | os.PathLike):
+        return place
+    place = os.fspath(place)
     if is_url(place) or Path(place).exists():
         return place
     if name in datasets or Path(name).suffix or len(Path(name).parts) > 1:

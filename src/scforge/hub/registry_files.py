@@ -61,7 +61,7 @@ def known_models() -> dict[str, str]:
     Examples
     --------
     >>> known_models()
-    {}
+    {'pbmc3k-light': 'Light encoder trained on PBMC 3k, for tests and tutorials'}
     """
     return {name: entry["description"] for name, (entry, _) in _entries().items()}
 
@@ -87,11 +87,6 @@ def find_registered(text: str, said: str) -> RegisteredModel:
     entries = _entries()
     if not _NAME.fullmatch(name) or (at and not version):
         raise OptionError(f"{said} is no name of a model; write it as scforge://name or scforge://name@version.")
-    if not entries:
-        raise OptionError(
-            f"{said} is not in the registry, which is empty; name a registry file in {_VARIABLE}, or write org/name "
-            "for a repository of the hub."
-        )
     if name not in entries:
         raise OptionError(
             f"{said} is not in the registry{did_you_mean(name, entries) or ';'} (known: {listing(entries)}; more come "

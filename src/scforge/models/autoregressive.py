@@ -101,6 +101,13 @@ class AutoregressiveTransformer(nn.Module):
         Compute each layer again in the backward pass rather than keep what it computed.
     unpad
         Whether padding is taken out of the computation; None does where it is worth its while.
+    shift_labels
+        If false, each token is compared with its own label and bin instead of those of the next one, and the loss has
+        the two terms of the gene and its bin alone. Labels then have to be hidden in the input, as
+        ``masked_gene_prediction`` does, the model does not generate, and ``"cls"`` is the first token.
+    causal_encode
+        If false, :meth:`encode` lets each token see all tokens, and ``"cls"`` is the first token. The attention is
+        then another one than that of the training.
 
     Attributes
     ----------
@@ -147,15 +154,25 @@ class AutoregressiveTransformer(nn.Module):
         norm_first: bool = True,
         gradient_checkpointing: bool = False,
         unpad: bool | None = None,
+        shift_labels: bool = True,
+        causal_encode: bool = True,
     ) -> None:
         super().__init__()
         check_choice("pooling", pooling, sorted(POOLINGS))
+        if pooling == _READOUT and causal_encode and not shift_labels:
+            raise OptionError(
+                "pooling='cls' with shift_labels=False is the first token, which sees no other in a causal encode; "
+                "choose causal_encode=False or pooling='mean'."
+            )
+        self.shift_labels = self.predicts_next = shift_labels
+        self.causal_encode = causal_encode
+        has_readout = pooling == _READOUT and shift_labels
         check_count("n_bins", n_bins, "bins", least=2)
         check_count("n_conditions", n_conditions, "classes", least=0)
         self.gene_loss_weight = gene_loss_weight
         self.expression_loss_weight = expression_loss_weight
         self.cell_loss_weight = cell_loss_weight
-        weights = {name: getattr(self, name) for name in _WEIGHTS[: 3 if pooling == _READOUT else 2]}
+        weights = {name: getattr(self, name) for name in _WEIGHTS[: 3 if has_readout else 2]}
         for name in _WEIGHTS:
             check_positive(name, getattr(self, name), or_zero=True)
         if not any(weights.values()):
@@ -180,7 +197,7 @@ class AutoregressiveTransformer(nn.Module):
         # itself only that it is large (PBMC 3k, 8 epochs: loss of the next bin 2.1, and .24 by vectors of bins).
         self.bin_embedding = nn.Embedding(n_bins, hidden_dim) if use_expression_values else None
         self.condition_embedding = nn.Embedding(n_conditions, hidden_dim) if n_conditions else None
-        self.readout = nn.Parameter(torch.empty(hidden_dim)) if pooling == _READOUT else None
+        self.readout = nn.Parameter(torch.empty(hidden_dim)) if has_readout else None
         self.decoder = TransformerStack(
             hidden_dim,
             num_layers,
@@ -225,7 +242,8 @@ class AutoregressiveTransformer(nn.Module):
         """Predict the next gene, and its bin, at each token of a batch.
 
         Labels stand where their tokens stand, and are shifted here: what a token predicts is compared with the label
-        of the next token of its cell. The first token of a cell is predicted by none.
+        of the next token of its cell. The first token of a cell is predicted by none. (Unless ``shift_labels`` is
+        false.)
 
         Parameters
         ----------
@@ -262,10 +280,10 @@ class AutoregressiveTransformer(nn.Module):
         states = self._states(input_ids, attention_mask, values, condition, attention_bias, **wanted)
         tokens_bs, next_labels, next_bins = attention_mask != 0, None, None
         if labels is not None:
-            next_labels = of_next_token(labels, tokens_bs)
+            next_labels = self._targets(labels, tokens_bs)
             bins = bin_ids if bin_labels is None else bin_labels
             if bins is not None:
-                next_bins = of_next_token(bins, tokens_bs).masked_fill(next_labels == IGNORE_LABEL, IGNORE_LABEL)
+                next_bins = self._targets(bins, tokens_bs).masked_fill(next_labels == IGNORE_LABEL, IGNORE_LABEL)
         gene_loss, logits = token_loss(self.head, states.tokens, next_labels, return_logits=return_logits)
         bin_loss, bin_logits = token_loss(self.bin_head, states.tokens, next_bins, return_logits=return_logits)
         loss = None
@@ -295,7 +313,8 @@ class AutoregressiveTransformer(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Return cell embeddings, shape (B, H). The arguments are those of :meth:`forward`."""
-        states = self._states(input_ids, attention_mask, values, condition, attention_bias)
+        causal = self.causal_encode
+        states = self._states(input_ids, attention_mask, values, condition, attention_bias, causal=causal)
         return self._pool(states, attention_mask)
 
     generate = generate_cells
@@ -312,7 +331,14 @@ class AutoregressiveTransformer(nn.Module):
 
         `input_ids`, `attention_mask` and `values`, shape (B, s), follow on those in `cache`, and are added to it;
         `condition` is as in :meth:`forward`. What comes behind a cell without further tokens means nothing.
+
+        Raises
+        ------
+        OptionError
+            If the model was made with ``shift_labels=False``.
         """
+        if not self.shift_labels:
+            raise OptionError("shift_labels=False predicts each token itself and not the next one; train with True.")
         tokens_bs = attention_mask != 0
         before_b = 0 if cache.tokens is None else cache.tokens.sum(dim=1, keepdim=True)
         hidden_bsh = self._embed(input_ids, tokens_bs, values, token_positions(tokens_bs) + before_b, condition)
@@ -346,9 +372,11 @@ class AutoregressiveTransformer(nn.Module):
         values: torch.Tensor | None,
         condition: torch.Tensor | None,
         attention_bias: torch.Tensor | None,
+        *,
+        causal: bool = True,
         **wanted: bool,
     ) -> _States:
-        """Run the decoder, with the read-out as one more token behind all others."""
+        """Run the decoder, with the read-out as one more token behind all others where it is causal."""
         check_shapes(input_ids, attention_mask=attention_mask, values=values, attention_bias=attention_bias)
         if condition is not None and condition.shape != input_ids.shape[:1]:
             raise OptionError(
@@ -356,19 +384,26 @@ class AutoregressiveTransformer(nn.Module):
             )
         n_tokens, tokens_bs = input_ids.shape[1], attention_mask != 0
         hidden_bsh = self._embed(input_ids, tokens_bs, values, token_positions(tokens_bs), condition)
-        if self.readout is not None:
+        readout = self.readout if causal else None
+        if readout is not None:
             # Behind the padding it sees the same tokens as right behind the last one; it has no position of its own.
-            readout_b1h = self.readout.to(hidden_bsh.dtype).expand(hidden_bsh.shape[0], 1, -1)
+            readout_b1h = readout.to(hidden_bsh.dtype).expand(hidden_bsh.shape[0], 1, -1)
             hidden_bsh = torch.cat([hidden_bsh, readout_b1h], dim=1)
             tokens_bs = F.pad(tokens_bs, (0, 1), value=True)
             attention_bias = None if attention_bias is None else F.pad(attention_bias, (0, 1))
-        out = self.decoder(hidden_bsh, tokens_bs, causal=True, attention_bias=attention_bias, **wanted)
+        out = self.decoder(hidden_bsh, tokens_bs, causal=causal, attention_bias=attention_bias, **wanted)
         return _States(
             out.hidden[:, :n_tokens],
-            None if self.readout is None else out.hidden[:, n_tokens],
+            None if readout is None else out.hidden[:, n_tokens],
             None if out.hidden_states is None else tuple(state[:, :n_tokens] for state in out.hidden_states),
             None if out.attentions is None else tuple(part[..., :n_tokens, :n_tokens] for part in out.attentions),
         )
+
+    def _targets(self, targets_bs: torch.Tensor, tokens_bs: torch.Tensor) -> torch.Tensor:
+        """Return what each token is compared with, -100 at padding."""
+        if self.shift_labels:
+            return of_next_token(targets_bs, tokens_bs)
+        return targets_bs.masked_fill(~tokens_bs, IGNORE_LABEL)
 
     def _embed(
         self,

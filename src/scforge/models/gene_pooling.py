@@ -154,7 +154,8 @@ class GenePoolingModel(nn.Module):
     max_seq_len
         Most tokens of a cell, only for ``"mean"``, which has position embeddings.
     pooling
-        ``"mean"`` or ``"weighted_sum"``.
+        ``"mean"`` or ``"weighted_sum"``; ``"cls"``, a default of configurations, is taken as ``"mean"``: without
+        attention the state of a first token would be the same for all cells.
     ffn_dim
         Width of the feed-forward layers; ``4 * hidden_dim`` if None.
     latent_dim
@@ -204,6 +205,7 @@ class GenePoolingModel(nn.Module):
         projector_dim: int | None = None,
     ) -> None:
         super().__init__()
+        pooling = "mean" if pooling == "cls" else pooling
         check_choice("pooling", pooling, ["mean", "weighted_sum"])
         if latent_dim is not None:
             check_count("latent_dim", latent_dim, "dimensions")

@@ -134,7 +134,7 @@ def train(
     batch_size
         Sequences a step; None for 16.
     optimizer
-        ``"adamw"``, or ``"muon"`` for the weights of all linear layers.
+        ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"`` for the weights of all linear layers.
     lr
         Peak learning rate; None for 0.002 (``"muon"``: 0.01).
     gradient_checkpointing

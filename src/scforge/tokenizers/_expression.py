@@ -8,17 +8,59 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from scforge._checks import check_positive
 from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock
 from scforge.data.random import content_keys, uniform
+from scforge.errors import OptionError
 from scforge.tokenizers._sorting import make_scratch, sort_descending
 
-__all__ = ["MEMO", "keep", "kept_indptr", "log1p_cp10k", "log1p_in_place", "reorder"]
+__all__ = [
+    "MEMO",
+    "TRANSFORMS",
+    "check_transform",
+    "expression",
+    "keep",
+    "kept_indptr",
+    "log1p_cp10k",
+    "log1p_in_place",
+    "reorder",
+    "transformed",
+]
 
 MEMO = 256
 """Counts of a cell whose values are computed once: nearly all entries of a cell are such small counts."""
 
+TRANSFORMS = ("log1p_cp10k", "cp10k", "log1p_counts", "counts")
+"""What the value of a gene can be: whether scaled to a library size, and whether the logarithm is taken."""
+
 _STREAM = 0x73616D70  # "samp": its random numbers are others than those of masks and views
+
+
+def check_transform(transform: str, target_sum: float) -> float:
+    """Raise unless the values of genes are known, and their library size is used; return the latter as a float."""
+    if transform not in TRANSFORMS:
+        raise OptionError(f"transform={transform!r} is not known; choose {' or '.join(map(repr, TRANSFORMS))}.")
+    check_positive("target_sum", target_sum)
+    if target_sum != TARGET_SUM and "cp10k" not in transform:
+        raise OptionError(f"target_sum={target_sum!r} has no use with transform={transform!r}; leave it out.")
+    return float(target_sum)
+
+
+def expression(block: CellBlock, transform: str, target_sum: float) -> np.ndarray:
+    """Return the value of each entry as :data:`TRANSFORMS` name it, counts scaled to `target_sum`, float32 (Z,)."""
+    if transform == "log1p_cp10k" and target_sum == TARGET_SUM:
+        return log1p_cp10k(block)
+    return transformed(block.counts.astype(np.float64), block.indptr, block.totals, transform, target_sum)
+
+
+def transformed(
+    counts: np.ndarray, indptr: np.ndarray, totals: np.ndarray, transform: str, target_sum: float
+) -> np.ndarray:
+    """Do what :func:`expression` does for float64 counts, which are changed, of cells with these library sizes."""
+    if "cp10k" in transform:
+        counts *= np.repeat(target_sum / np.maximum(totals, 1.0), np.diff(indptr))
+    return (np.log1p(counts) if transform.startswith("log1p") else counts).astype(np.float32)
 
 
 def log1p_cp10k(block: CellBlock) -> np.ndarray:

@@ -8,12 +8,13 @@ from typing import Any, Self
 import numpy as np
 
 from scforge._checks import check_bool, check_positive, check_seed
+from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock
 from scforge.data.random import content_keys
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.tokenizers._depth import DEPTH_TOKENS, append_depths, check_target_depth
-from scforge.tokenizers._expression import keep, log1p_cp10k, reorder
+from scforge.tokenizers._expression import check_transform, expression, keep, reorder
 from scforge.tokenizers._zeros import with_zeros
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import RaggedTokens
@@ -23,7 +24,6 @@ __all__ = ["ContinuousProjectionTokenizer"]
 
 _STREAM = 0x6F726472  # "ordr": its random numbers are others than those of masks, samples and views
 _CHOICES = {
-    "transform": ("log1p_cp10k", "counts"),
     "order": ("vocabulary", "expression", "random"),
     "library_size": ("data", "vocabulary"),
 }
@@ -31,7 +31,7 @@ _CHOICES = {
 
 @register_tokenizer("continuous_projection")
 class ContinuousProjectionTokenizer(Tokenizer):
-    """Present the expressed genes of a cell, each with its log1p CP10K value.
+    """Present the expressed genes of a cell, each with its value, log1p CP10K by default.
 
     A model projects the value (a transformer adds it to the gene embedding; ``gene_pooling`` weights the embedding by
     it). :meth:`scfoundation` and :meth:`transcriptformer` make what these two publish.
@@ -45,7 +45,10 @@ class ContinuousProjectionTokenizer(Tokenizer):
     append_cls, append_eos
         Put a CLS token before the genes, an EOS token behind them.
     transform
-        ``"log1p_cp10k"`` or ``"counts"``.
+        Values of genes: ``"log1p_cp10k"``; ``"cp10k"``, without the logarithm; ``"log1p_counts"``, without a library
+        size; ``"counts"``, without either.
+    target_sum
+        What the counts of a cell are scaled to, in place of the 10,000 of CP10K.
     clip
         Largest value; None for no limit.
     order
@@ -94,6 +97,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         append_cls: bool = True,
         append_eos: bool = False,
         transform: str = "log1p_cp10k",
+        target_sum: float = TARGET_SUM,
         clip: float | None = None,
         order: str = "vocabulary",
         library_size: str = "data",
@@ -106,7 +110,8 @@ class ContinuousProjectionTokenizer(Tokenizer):
         check_target_depth(target_depth)
         self.target_depth = target_depth
         super().__init__(vocab, max_len=max_len, append_cls=append_cls, append_eos=append_eos)
-        for name, value in {"transform": transform, "order": order, "library_size": library_size}.items():
+        self.target_sum = check_transform(transform, target_sum)
+        for name, value in {"order": order, "library_size": library_size}.items():
             if value not in _CHOICES[name]:
                 known = " or ".join(repr(choice) for choice in _CHOICES[name])
                 raise OptionError(f"{name}={value!r} is not known; choose {known}.")
@@ -203,7 +208,7 @@ class ContinuousProjectionTokenizer(Tokenizer):
         if self.library_size == "vocabulary":
             sums = np.concatenate([[0.0], np.cumsum(block.counts, dtype=np.float64)])
             block = replace(block, totals=np.diff(sums[block.indptr]))
-        values = log1p_cp10k(block) if self.transform == "log1p_cp10k" else block.counts
+        values = block.counts if self.transform == "counts" else expression(block, self.transform, self.target_sum)
         indptr, genes, counts = block.indptr, block.genes, block.counts
         if self.unmeasured_as_zero:
             block = replace(block, measured=None)

@@ -15,7 +15,7 @@ from scforge.data.cells import CellBlock
 from scforge.data.mapping import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
-from scforge.tokenizers._expression import log1p_cp10k
+from scforge.tokenizers._expression import check_transform, expression, transformed
 from scforge.tokenizers._ranking import LARGEST, Scales, rank_cells, rank_padded
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.batch import RaggedTokens, TokenBatch
@@ -34,7 +34,7 @@ class RankValueTokenizer(Tokenizer):
     """Rank the expressed genes of a cell by ``count / total * 1e4 / median`` and present them from high to low.
 
     The median is that of the nonzero library-size-normalised values of the gene, where the vocabulary has it; it puts
-    genes that are high everywhere behind those that are high here. ``values`` are log1p CP10K.
+    genes that are high everywhere behind those that are high here. ``values`` are log1p CP10K by default.
 
     Where two genes stand tells something of their medians, so masking puts hidden tokens behind the others (see
     :class:`~scforge.tokenizers.Masking`).
@@ -56,6 +56,8 @@ class RankValueTokenizer(Tokenizer):
     collapse_duplicates
         With ``parity="exact"``, whether columns of one gene are summed (Geneformer V2) or become a token each (V1).
         ``parity="stable"`` always sums them.
+    transform, target_sum
+        Values of genes, as of :class:`~scforge.tokenizers.ContinuousProjectionTokenizer`; ranks do not depend on them.
 
     Examples
     --------
@@ -81,8 +83,11 @@ class RankValueTokenizer(Tokenizer):
         use_medians: bool = True,
         parity: str = "stable",
         collapse_duplicates: bool = True,
+        transform: str = "log1p_cp10k",
+        target_sum: float = TARGET_SUM,
     ) -> None:
         super().__init__(vocab, max_len=max_len, append_cls=append_cls, append_eos=append_eos)
+        self.transform, self.target_sum = transform, check_transform(transform, target_sum)
         self.use_medians = check_bool("use_medians", use_medians)
         if self.use_medians and vocab.medians is None:
             raise OptionError(
@@ -171,11 +176,23 @@ class RankValueTokenizer(Tokenizer):
     def _tokenize(self, block: CellBlock) -> RaggedTokens:
         if self.parity == "exact":
             return self._exact(block.indptr, block.genes, block.counts, block.totals)
-        return RaggedTokens(*rank_cells(block, self._scales, self.most_genes, self.vocab.n_special))
+        indptr, ids, values = rank_cells(block, self._scales, self.most_genes, self.vocab.n_special)
+        if not self._usual:
+            counts = np.expm1(values.astype(np.float64)) * np.repeat(
+                np.maximum(block.totals, 1.0) / TARGET_SUM, np.diff(indptr)
+            )
+            whole = np.rint(counts)
+            counts = np.where(np.abs(counts - whole) < 1e-5 * whole, whole, counts)
+            values = transformed(counts, indptr, block.totals, self.transform, self.target_sum)
+        return RaggedTokens(indptr, ids, values)
+
+    @property
+    def _usual(self) -> bool:
+        return (self.transform, self.target_sum) == ("log1p_cp10k", TARGET_SUM)
 
     def _batch(self, block: CellBlock) -> TokenBatch:
         # Whoever subclasses this to rank otherwise overrides _tokenize.
-        if self.parity == "exact" or type(self)._tokenize is not RankValueTokenizer._tokenize:
+        if self.parity == "exact" or not self._usual or type(self)._tokenize is not RankValueTokenizer._tokenize:
             return super()._batch(block)
         arrays = rank_padded(block, self._scales, self.most_genes, self.vocab.n_special, *self._frame)
         ids, mask, values = map(torch.from_numpy, arrays)
@@ -190,9 +207,8 @@ class RankValueTokenizer(Tokenizer):
 
     def _exact(self, indptr: np.ndarray, genes: np.ndarray, counts: np.ndarray, totals: np.ndarray) -> RaggedTokens:
         """Rank as Geneformer's code does, cell by cell."""
-        values = log1p_cp10k(
-            CellBlock(indptr, genes, counts.astype(np.float32), totals, rows=np.arange(len(indptr) - 1))
-        )
+        block = CellBlock(indptr, genes, counts.astype(np.float32), totals, rows=np.arange(len(indptr) - 1))
+        values = expression(block, self.transform, self.target_sum)
         chosen = [np.empty(0, dtype=np.int64)]
         out_indptr = np.zeros(len(indptr), dtype=np.int64)
         for cell, (start, stop) in enumerate(zip(indptr[:-1], indptr[1:], strict=True)):

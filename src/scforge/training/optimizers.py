@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +19,11 @@ __all__ = ["SCHEDULES", "make_optimizer", "make_schedule", "parameter_groups", "
 _WARMUP_SHARE = 0.1
 _PLAIN: Mapping[int, float] = MappingProxyType({})
 _NO_DECAY = (nn.LayerNorm, nn.Embedding, nn.EmbeddingBag)
+_OF_TORCH: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+}
 
 
 def parameter_groups(
@@ -67,12 +73,13 @@ def make_optimizer(
     module
         Its parameters are optimised, but for frozen ones.
     name
-        ``"adamw"``, or ``"muon"`` for the matrices of hidden layers, with AdamW for embeddings, heads and the rest
-        (see :class:`scforge.training.muon.MuonWithAdamW`).
+        ``"adamw"``; ``"adam"``, whose weight decay is a penalty in the loss; ``"sgd"`` with a momentum of 0.9; or
+        ``"muon"`` for the matrices of hidden layers, with AdamW for embeddings, heads and the rest (see
+        :class:`scforge.training.muon.MuonWithAdamW`).
     lr, weight_decay
         Learning rate, and weight decay of what decays.
     fused
-        Use fused kernels of AdamW.
+        Use fused kernels.
     factors
         Factor of the learning rate of each parameter, by its ``id``; empty for the same for all.
 
@@ -83,17 +90,17 @@ def make_optimizer(
     """
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise OptionError("all parameters are frozen, so there is nothing to train; set freeze=False, or train a head.")
-    if name == "adamw":
-        return torch.optim.AdamW(parameter_groups(module, weight_decay, lr=lr, factors=factors), lr=lr, fused=fused)
+    if name in _OF_TORCH:
+        return _OF_TORCH[name](parameter_groups(module, weight_decay, lr=lr, factors=factors), lr=lr, fused=fused)
     if name == "muon":
         if factors:
             raise OptionError(
-                "layer_lr_decay goes with optimizer='adamw' only; choose it, or leave layer_lr_decay out."
+                "layer_lr_decay does not go with optimizer='muon'; choose 'adamw', or leave layer_lr_decay out."
             )
         from scforge.training.muon import MuonWithAdamW
 
         return MuonWithAdamW(module, lr=lr, weight_decay=weight_decay, fused=fused)
-    known = ("adamw", "muon")
+    known = (*_OF_TORCH, "muon")
     raise OptionError(f"optimizer={name!r} is not known{did_you_mean(name, known) or ';'} (known: {listing(known)})")
 
 
@@ -103,7 +110,7 @@ def _one_cycle(optimizer: torch.optim.Optimizer, total: int, warmup: int) -> lr_
     total = max(total, 3)
     share = min(max(warmup, 2), total - 1) / total
     # Muon and AdamW together have no one momentum.
-    cycles = "betas" in optimizer.defaults
+    cycles = not {"betas", "momentum"}.isdisjoint(optimizer.defaults)
     return _OneCycle(optimizer, max_lr=peaks, total_steps=total, pct_start=share, cycle_momentum=cycles)
 
 
@@ -127,15 +134,21 @@ def _factor(shape: Callable[[float], float]) -> Callable[[torch.optim.Optimizer,
     return make
 
 
+_cosine = _factor(lambda done: 0.5 * (1.0 + math.cos(math.pi * done)))
+_linear = _factor(lambda done: 1.0 - done)
+
 SCHEDULES: dict[str, Callable[[torch.optim.Optimizer, int, int], lr_scheduler.LRScheduler]] = {
     "constant": _factor(lambda done: 1.0),
-    "cosine_warmup": _factor(lambda done: 0.5 * (1.0 + math.cos(math.pi * done))),
-    "linear_warmup": _factor(lambda done: 1.0 - done),
+    "cosine": _cosine,
+    "cosine_warmup": _cosine,
+    "linear": _linear,
+    "linear_warmup": _linear,
     "one_cycle": _one_cycle,
 }
 """Learning-rate schedules by name: all but ``one_cycle`` warm up linearly and then follow their shape to the end."""
 
-_ONE_CYCLE_WARMUP = 0.3
+_WARMUPS = {"constant": 0.0, "cosine": 0.0, "linear": 0.0, "one_cycle": 0.3}
+"""Share of the steps until the peak, where it is another than ``_WARMUP_SHARE``."""
 
 
 def make_schedule(
@@ -152,8 +165,8 @@ def make_schedule(
     total_steps
         Optimizer steps of the whole training.
     warmup_steps
-        Steps until the peak; None: 10 % of all (30 % for ``one_cycle``, 0 for ``constant``). More than half of all
-        steps are cut to half, so that a short run also leaves its warm-up.
+        Steps until the peak; None: 10 % of all (30 % for ``one_cycle``; 0 for ``constant``, ``cosine`` and ``linear``).
+        More than half of all steps are cut to half, so that a short run also leaves its warm-up.
 
     Raises
     ------
@@ -169,6 +182,5 @@ def make_schedule(
 def warmup_length(name: str, total_steps: int, warmup_steps: int | None) -> int:
     """Return the steps until the peak of a schedule; the arguments are those of :func:`make_schedule`."""
     if warmup_steps is None:
-        share = {"one_cycle": _ONE_CYCLE_WARMUP, "constant": 0.0}.get(name, _WARMUP_SHARE)
-        warmup_steps = round(share * total_steps)
+        warmup_steps = round(_WARMUPS.get(name, _WARMUP_SHARE) * total_steps)
     return min(warmup_steps, total_steps // 2)

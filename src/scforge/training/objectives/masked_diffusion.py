@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from scforge._checks import check_bool, check_count, check_positive
-from scforge._constants import IGNORE_LABEL
+from scforge._constants import IGNORE_LABEL, TARGET_SUM
 from scforge.data.cells import CellBlock, CellSource, choose_rows
 from scforge.data.random import cell_keys, uniform
 from scforge.data.thinning import thin
@@ -154,7 +154,8 @@ class MaskedDiffusion(TellsBatches):
             raise OptionError(
                 "'masked_diffusion' takes genes alone; pass append_cls=False and append_eos=False to the tokenizer."
             )
-        if tokenizer.gives_counts or getattr(tokenizer, "n_bins", None) is not None:
+        unit = (getattr(tokenizer, "transform", "log1p_cp10k"), getattr(tokenizer, "target_sum", TARGET_SUM))
+        if unit != ("log1p_cp10k", TARGET_SUM) or getattr(tokenizer, "n_bins", None) is not None:
             raise OptionError(
                 f"'masked_diffusion' predicts log1p CP10K values, which {type(tokenizer).__name__} with these options "
                 "does not give; choose tokenizer='entropy_ranked'."
