@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import cache
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from scforge.data.stream_errors import reading, reading_errors
-from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line
+from scforge.data.stream_errors import reading_errors
+from scforge.errors import DataError, OptionError, did_you_mean, first_line
 
 if TYPE_CHECKING:
-    import zarr
     from fsspec import AbstractFileSystem
-    from zarr.storage import FsspecStore
 
-__all__ = ["is_url", "open_group", "remote_file_system"]
+__all__ = ["ask_again", "is_url", "remote_file_system"]
 
 logger = logging.getLogger("scforge")
 
@@ -92,42 +89,6 @@ def remote_file_system(
         raise OptionError(f"storage_options cannot be used for {url!r}: {first_line(error)}.") from error
 
 
-def open_group(url: str, storage_options: Mapping[str, Any] | None = None, *, mode: str = "r") -> zarr.Group:
-    """Open a zarr group behind a URL; what is read of it later is read in pieces, each tried several times.
-
-    Parameters
-    ----------
-    url, storage_options
-        See :func:`remote_file_system`.
-    mode
-        As for :func:`zarr.open_group`.
-
-    Raises
-    ------
-    MissingFileError
-        If there is no group.
-    DataError
-        If the server cannot be reached, or access is refused. Reads that fail later raise the same.
-    OptionError
-        If nothing installed reads such URLs.
-    """
-    import zarr
-    from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
-
-    fs, path = remote_file_system(url, storage_options, asynchronous=True)
-    if not fs.async_impl:
-        fs = AsyncFileSystemWrapper(fs, asynchronous=True)
-    elif hasattr(fs, "retries"):
-        # s3fs retries three deep; a server that is down would take it minutes to believe.
-        fs.retries = 1
-    store = _remote_store()(fs, read_only=mode == "r", path=path.rstrip("/"))
-    with reading(repr(url)):
-        try:
-            return zarr.open_group(store, mode=mode)  # type: ignore[arg-type]
-        except FileNotFoundError as error:
-            raise MissingFileError(f"{url!r} is not there, or is no zarr group; check the URL.") from error
-
-
 def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return `options` with limits on waiting and on the client's own retries, where the user set none."""
     if scheme in ("s3", "s3a"):
@@ -141,7 +102,7 @@ def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-async def _persistent[Result](ask: Callable[[], Awaitable[Result]], what: str) -> Result:
+async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> Result:
     """Ask again after errors of the connection.
 
     Raises
@@ -169,37 +130,3 @@ async def _persistent[Result](ask: Callable[[], Awaitable[Result]], what: str) -
         await asyncio.sleep(wait)
         wait *= 2
     raise AssertionError("the last try returns or raises")
-
-
-@cache
-def _remote_store() -> type[FsspecStore]:
-    """Return the class of stores; zarr is imported when the first one is opened."""
-    from zarr.storage import FsspecStore
-
-    class RemoteStore(FsspecStore):
-        """A zarr store that asks again for what a broken connection did not bring."""
-
-        def _name(self, key: str = "") -> str:
-            return repr(self.fs.unstrip_protocol(f"{self.path}/{key}".rstrip("/")))
-
-        async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
-            """Return bytes of `key`."""
-            get = super().get
-            return await _persistent(lambda: get(key, prototype, byte_range), self._name(key))
-
-        async def get_partial_values(self, prototype: Any, key_ranges: Iterable[Any]) -> Any:
-            """Return bytes of several keys."""
-            ranges, get = list(key_ranges), super().get_partial_values
-            return await _persistent(lambda: get(prototype, ranges), self._name())
-
-        async def exists(self, key: str) -> bool:
-            """Return whether there is a `key`."""
-            exists = super().exists
-            return await _persistent(lambda: exists(key), self._name(key))
-
-        async def set(self, key: str, value: Any, byte_range: Any = None) -> None:
-            """Write `key`, whole: a try that broke off leaves nothing behind."""
-            write = super().set
-            await _persistent(lambda: write(key, value, byte_range), self._name(key))
-
-    return RemoteStore

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scforge.data.remote import is_url, open_group, remote_file_system
+from scforge.data.remote import is_url, remote_file_system
 from scforge.data.stream_errors import reading
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, MissingFileError, ModelFileError, first_line
@@ -235,10 +235,10 @@ def open_store_group(
     DataError
         If it is no store, or one that a conversion has not finished.
     """
-    import zarr
+    from scforge.data.zarr_groups import open_group
 
-    info, name = StoreInfo.read(path, storage_options), os.fspath(path)
-    return (open_group(name, storage_options) if is_url(name) else zarr.open_group(name, mode="r")), info
+    info = StoreInfo.read(path, storage_options)
+    return open_group(path, storage_options), info
 
 
 def read_vocab(group: zarr.Group) -> GeneVocab:

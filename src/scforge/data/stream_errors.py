@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import lzma
 import sys
+import zipfile
 import zlib
 from collections.abc import Iterator
 
@@ -11,8 +13,11 @@ from scforge.errors import DataError, MissingFileError, ScforgeError, first_line
 
 __all__ = ["reading", "reading_errors"]
 
-_LOCAL = (OSError, EOFError, KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError, zlib.error)
-"""What h5py, zarr, its codecs and anndata raise for missing, odd or damaged parts."""
+_LOCAL = (
+    *(OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError),
+    *(AssertionError, ImportError, MemoryError, lzma.LZMAError, zipfile.BadZipFile, zlib.error),
+)
+"""What h5py, zarr, its codecs, anndata and fsspec raise for missing, odd, damaged or huge parts."""
 
 _CLIENTS = {
     "aiohttp": ("ClientError",),

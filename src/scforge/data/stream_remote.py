@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scforge.data.remote import is_url, open_group, remote_file_system
+from scforge.data.h5ad import open_hdf5
+from scforge.data.remote import is_url, remote_file_system
 from scforge.data.stream_errors import reading
 from scforge.data.stream_stored import StoredAdata
 from scforge.errors import DataError, MissingFileError
@@ -88,16 +89,11 @@ class ZarrPlace:
     @contextlib.contextmanager
     def open(self) -> Iterator[StoredAdata]:
         """Open it for reading."""
-        import zarr
+        from scforge.data.zarr_groups import open_group
 
-        if is_url(self.name):
-            group = open_group(self.name, self._options)
-        elif not any((Path(self.name) / name).exists() for name in _METADATA):
+        if not is_url(self.name) and not any((Path(self.name) / name).exists() for name in _METADATA):
             raise DataError(f"{self.name!r} is a folder without zarr metadata; name an h5ad file or a zarr folder.")
-        else:
-            with reading(repr(self.name), how="as a zarr folder"):
-                group = zarr.open_group(self.name, mode="r")
-        yield StoredAdata.of(self.name, group, self._modality)
+        yield StoredAdata.of(self.name, open_group(self.name, self._options), self._modality)
 
     def identity(self) -> dict[str, int | float | str]:
         """Return the size of all files, and a digest of their names, sizes and times of change (or ETags)."""
@@ -120,13 +116,11 @@ class UrlPlace:
     @contextlib.contextmanager
     def open(self) -> Iterator[StoredAdata]:
         """Open it for reading, through a cache of the blocks used last."""
-        import h5py
-
         system, path = _file_system(self.name, self._options)
         with contextlib.ExitStack() as opened:
             with reading(repr(self.name), how="as an h5ad file"):
                 file = opened.enter_context(system.open(path, "rb", block_size=_BLOCK, cache_type="blockcache"))
-                stored = opened.enter_context(h5py.File(file, "r"))
+            stored = opened.enter_context(open_hdf5(file, self.name))
             yield StoredAdata.of(self.name, stored, self._modality)
 
     def identity(self) -> dict[str, int | float | str]:
