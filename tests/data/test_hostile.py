@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
+import threading
 import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import fsspec
@@ -17,8 +20,9 @@ import zarr
 from anndata.io import write_elem
 
 from scforge.cli import main
+from scforge.config import Config, dump_config, load_config
 from scforge.data import convert, inspect_h5ad, open_cells, read_h5ad
-from scforge.errors import DataError
+from scforge.errors import ConfigError, DataError, MissingFileError, OptionError, redacted
 
 PICKLE = {"id": "pickle", "protocol": 5}
 
@@ -250,3 +254,99 @@ def test_pieces_that_no_memory_holds(part, tiny_adata, tmp_path, monkeypatch):
         assert made.chunks == (10**9,)
     with pytest.raises(DataError, match=rf"a piece of {part} of 'X' of .* would take 4\.0 GB of memory"):
         open_cells(tmp_path / "a.h5ad")
+
+
+@pytest.fixture
+def web(tmp_path):
+    """URL of a web server over a folder, with a password and a signature, and a function that says what it answers."""
+    folder, answer = tmp_path / "web", {}
+    folder.mkdir()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self, *, body=True):
+            file = folder / self.path.partition("?")[0].lstrip("/")
+            status = answer.get("status", 200 if file.is_file() else 404)
+            content = file.read_bytes() if file.is_file() else b""
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            extra = {"Location": self.path} if status == 302 else {"Accept-Ranges": "bytes"}
+            if asked and status == 200:
+                first, last = int(asked[1]), min(int(asked[2]), len(content) - 1)
+                extra["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+                content, status = content[first : last + 1 - answer.get("short", 0)], 206
+            self.send_response(status)
+            for name, value in {**extra, "Content-Length": str(len(content))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if body:
+                self.wfile.write(content)
+
+        def do_HEAD(self):
+            self.do_GET(body=False)
+
+        def log_message(self, *told):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield folder, f"http://user:hunter2@127.0.0.1:{server.server_port}/a.h5ad?signature=abc123", answer
+    server.shutdown()
+    server.server_close()
+
+
+def test_credentials_are_not_written(web, tiny_adata, tmp_path, capsys):
+    folder, url, _ = web
+    tiny_adata.write_h5ad(folder / "a.h5ad")
+    assert main(["convert", url, "-o", str(tmp_path / "s.zarr")]) == 0
+    assert main(["inspect", str(tmp_path / "s.zarr")]) == 0
+    assert main(["convert", url, "-o", str(tmp_path / "s.zarr")]) == 2
+    assert main(["convert", url.replace("a.h5ad", "b.h5ad"), "-o", str(tmp_path / "t.zarr")]) == 2
+    told = "".join(capsys.readouterr())
+    assert re.search(r"http://\*\*\*@127\.0\.0\.1:\d+/a\.h5ad\?\*\*\*", told)
+    written = b"".join(file.read_bytes() for file in tmp_path.rglob("s.zarr/**/*") if file.is_file())
+    for secret in ("hunter2", "abc123"):
+        assert secret not in told
+        assert secret.encode() not in written
+    with pytest.raises(OptionError, match="needs a credential, which scforge does not write into files"):
+        open_cells(redacted(url))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"status": 401}, r"answers 401 \(Unauthorized\); check the credentials"),
+        ({"status": 403}, r"answers 403 \(Forbidden\); check the credentials"),
+        ({"status": 429}, r"answers 429 \(Too Many Requests\); try again later"),
+        ({"status": 500}, r"answers 500 \(Internal Server Error\); try again later"),
+        ({"status": 302}, r"redirects without end"),
+        ({"short": 7}, r"bytes were asked for, and .* came"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.h5ad", "a.zarr"])
+def test_what_a_web_server_answers(name, answer, message, web, tiny_adata, monkeypatch):
+    monkeypatch.setattr("scforge.data.remote.FIRST_WAIT_S", 0.01)
+    folder, url, said = web
+    tiny_adata.write_h5ad(folder / "a.h5ad")
+    said.update(answer)
+    if name == "a.zarr":
+        url = url.partition("?")[0].replace("a.h5ad", name)
+        message = "does not exist|not there" if "short" in answer else message
+    with pytest.raises(Exception, match=message) as told:
+        open_cells(url)
+    assert isinstance(told.value, DataError | MissingFileError)
+    assert "\n" not in str(told.value)
+    assert "hunter2" not in str(told.value)
+
+
+def test_a_configuration_is_written_without_credentials(tmp_path):
+    options = {"key": "AKIA", "secret": "hunter2", "anon": False, "endpoint_url": "http://me:hunter2@host"}
+    config = Config(data={"paths": ["https://me:hunter2@host/a.h5ad"], "storage_options": options})
+    text = dump_config(config)
+    assert "hunter2" not in text
+    assert "AKIA" not in text
+    assert config.data.storage_options == options
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"data\.paths=.* needs a credential, which scforge does not write"):
+        load_config(tmp_path / "a.yaml")
+    with pytest.raises(ConfigError, match=r"data\.storage_options=") as told:
+        load_config(tmp_path / "a.yaml", ["data.paths=cells.h5ad", "data.storage_options=[hunter3]"])
+    assert "hunter3" not in str(told.value)

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from scforge.data.stream_errors import reading_errors
-from scforge.errors import DataError, OptionError, did_you_mean, first_line
+from fsspec.asyn import get_loop, sync
+
+from scforge.data.stream_errors import LATER, reading_errors, refusal
+from scforge.errors import SECRET, DataError, OptionError, did_you_mean, first_line
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-__all__ = ["ask_again", "is_url", "remote_file_system"]
+__all__ = ["ask_again", "is_url", "persistent", "remote_file_system", "without_query"]
 
 logger = logging.getLogger("scforge")
 
@@ -26,6 +29,9 @@ FIRST_WAIT_S = 0.2
 
 TRY_S = 60.0
 """Seconds that one try may take."""
+
+PIECE_S = 120.0
+"""Seconds after which one piece is not asked for again: a server that sends a byte now and then never ends."""
 
 _CONNECT_S, _READ_S = 10, 30
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -47,6 +53,11 @@ def is_url(place: Any) -> bool:
     return isinstance(place, str) and _SCHEME.match(place) is not None
 
 
+def without_query(url: str) -> str:
+    """Return a URL up to its query, which only web servers have: elsewhere ``?`` is part of a pattern."""
+    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
+
+
 def remote_file_system(
     url: str, storage_options: Mapping[str, Any] | None = None, *, asynchronous: bool = False
 ) -> tuple[AbstractFileSystem, str]:
@@ -64,11 +75,14 @@ def remote_file_system(
     Raises
     ------
     OptionError
-        If nothing installed reads such URLs, or an option is unknown.
+        If nothing installed reads such URLs, an option is unknown, or a credential was left out, see
+        :func:`scforge.errors.redacted`.
     """
     from fsspec.core import url_to_fs
     from fsspec.registry import available_protocols
 
+    if f"://{SECRET}@" in url or f"?{SECRET}" in url or f"'{SECRET}'" in repr(storage_options):
+        raise OptionError(f"{url!r} needs a credential, which scforge does not write into files; give all of it again.")
     options = _with_limits(url.partition("://")[0], dict(storage_options or {}))
     try:
         return url_to_fs(url, **options, asynchronous=asynchronous)
@@ -97,7 +111,7 @@ def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
     elif scheme in ("http", "https"):
         from aiohttp import ClientTimeout
 
-        limits = {"timeout": ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S)}
+        limits = {"timeout": ClientTimeout(total=TRY_S, sock_connect=_CONNECT_S, sock_read=_READ_S)}
         options["client_kwargs"] = {**limits, **options.get("client_kwargs", {})}
     return options
 
@@ -110,8 +124,8 @@ async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> 
     DataError
         If the last try fails, too, or access is refused.
     """
-    wait = FIRST_WAIT_S
-    for left in reversed(range(TRIES)):
+    wait, until = FIRST_WAIT_S, time.monotonic() + PIECE_S
+    for number in range(1, TRIES + 1):
         try:
             return await asyncio.wait_for(ask(), TRY_S)
         except PermissionError as error:
@@ -121,12 +135,35 @@ async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> 
         except _FINAL:
             raise
         except reading_errors() as error:
-            if not left:
+            told = refusal(error)
+            last = number == TRIES or time.monotonic() > until
+            if told and (last or told[0] not in LATER):
+                raise DataError(f"{what} cannot be read: {told[1]}.") from error
+            if last:
                 raise DataError(
-                    f"{what} cannot be reached, tried {TRIES} times ({first_line(error)}); "
+                    f"{what} cannot be reached, tried {number} times ({first_line(error)}); "
                     "check the connection and storage_options, and run this again."
                 ) from error
             logger.debug("Reading %s again in %g s: %s", what, wait, error)
         await asyncio.sleep(wait)
         wait *= 2
     raise AssertionError("the last try returns or raises")
+
+
+def persistent(file: Any, what: str) -> Any:
+    """Return a file of fsspec that asks several times for each block that it lacks, and takes no part of one for it."""
+    if (blocks := getattr(file, "cache", None)) is None or getattr(blocks, "fetcher", None) is None:
+        return file  # of a disk, or of memory
+    fetch = blocks.fetcher
+
+    def whole(start: int, stop: int) -> bytes:
+        found = fetch(start, stop)
+        if len(found) < (wanted := min(stop, blocks.size) - start):
+            raise OSError(f"{wanted:,} bytes were asked for, and {len(found):,} came")
+        return found
+
+    def again(start: int, stop: int) -> bytes:
+        return sync(get_loop(), ask_again, lambda: asyncio.to_thread(whole, start, stop), what)
+
+    blocks.fetcher = again
+    return file

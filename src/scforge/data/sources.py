@@ -34,6 +34,7 @@ from scforge.errors import (
     OptionError,
     ScforgeWarning,
     listing,
+    redacted,
 )
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def _open_store(
     from scforge.data.store import StoreCells
 
     cells = StoreCells.open(place, vocab, storage_options=options, **on_disk)
-    logger.info("Opened %s: %s cells.", os.fspath(place), f"{len(cells):,}")
+    logger.info("Opened %s: %s cells.", redacted(os.fspath(place)), f"{len(cells):,}")
     return cells
 
 

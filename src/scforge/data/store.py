@@ -77,7 +77,7 @@ class StoreCells:
     measured: np.ndarray | None
     obs: pd.DataFrame = field(repr=False)
     chunk_size: int
-    place: str
+    place: str = field(repr=False)  # a URL may hold credentials
     shuffled: bool
     _opened: Opened = field(repr=False)
     _reader: StoreReader = field(repr=False)
