@@ -350,3 +350,36 @@ def test_a_configuration_is_written_without_credentials(tmp_path):
     with pytest.raises(ConfigError, match=r"data\.storage_options=") as told:
         load_config(tmp_path / "a.yaml", ["data.paths=cells.h5ad", "data.storage_options=[hunter3]"])
     assert "hunter3" not in str(told.value)
+
+
+@pytest.mark.parametrize("value", [None, -1, "x", [], {}, True, 10**30])
+@pytest.mark.parametrize("key", ["n_cells", "datasets", "sources", "counts_kept", "obs_columns", "chunk_size"])
+def test_descriptions_of_stores(key, value, tiny_adata, tmp_path):
+    convert(tiny_adata, tmp_path / "s.zarr", progress=False)
+    file = tmp_path / "s.zarr" / "zarr.json"
+    content = json.loads(file.read_text())
+    content["attributes"]["scforge"][key] = value
+    file.write_text(json.dumps(content))
+    if key == "obs_columns" and value == []:
+        return
+    with pytest.raises(DataError) as told:
+        open_cells(tmp_path / "s.zarr")
+    assert "\n" not in str(told.value)
+
+
+def test_processes_that_share_a_cache_wait(tiny_adata, tmp_path):
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    found, failed = [], []
+
+    def work() -> None:
+        try:
+            found.append(len(open_cells(tmp_path / "a.h5ad", cache=tmp_path / "s.zarr")))
+        except OptionError as error:
+            failed.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert found == [60, 60, 60], failed

@@ -164,6 +164,8 @@ def _check_datasets(place: str, datasets: list[Any], info: StoreInfo) -> None:
             )
     if found:
         raise DataError(f"{place!r} is damaged: its description lacks {next(iter(found))}; {AGAIN}.")
+    if sum(dataset["n_cells"] for dataset in info.datasets) != info.n_cells:
+        raise DataError(f"{place!r} is damaged: its datasets do not have {info.n_cells} cells in all; {AGAIN}.")
 
 
 def _checked_genes(place: str, group: Any, info: StoreInfo) -> tuple[GeneVocab, np.ndarray]:

@@ -13,6 +13,7 @@ from scipy import sparse
 from scforge.data.h5ad import open_h5ad
 from scforge.data.stream_adata import table_digest
 from scforge.data.stream_counts import checked_chunks, estimated_entries
+from scforge.data.stream_errors import reading
 from scforge.data.stream_stored import StoredAdata, missing_column
 from scforge.errors import DataError
 
@@ -61,7 +62,7 @@ class FileStream:
 
     def __init__(self, place: Place, layer: str | None = None) -> None:
         self._place, self._layer, self.name, self.address = place, layer, place.name, place.address
-        with place.open() as opened:
+        with reading(repr(place.name), fix="write the file again"), place.open() as opened:
             matrix = opened.matrix(layer)
             self.n_cells, self._n_genes = matrix.shape
             self._var = opened.var

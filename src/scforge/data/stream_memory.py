@@ -21,6 +21,9 @@ _ENTRY = 8
 _CELL = 200
 """Bytes of a cell: its name, its library size, and some columns of obs."""
 
+_SMALL = 2**26
+"""Bytes of a part that is read without a look at what is available."""
+
 _UNLIMITED = 2**60
 """What control groups of the first version say where there is no limit is more than this."""
 
@@ -60,7 +63,7 @@ def check_stored(stored: Any, what: str, *, whole: bool = True) -> None:
         If it does not.
     """
     there, needed = available_memory(), _stored_bytes(stored, whole)
-    if there is not None and needed > there:
+    if there is not None and needed > max(there, _SMALL):
         raise DataError(
             f"{what} would take {_size(needed)} of memory, and {_size(there)} are available; write the file again if "
             "it is damaged, or use a machine with more memory."
