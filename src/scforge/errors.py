@@ -7,6 +7,7 @@ on stderr and exits with code 2; from Python it is an exception that also is the
 from __future__ import annotations
 
 import difflib
+import re
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -26,10 +27,17 @@ __all__ = [
     "did_you_mean",
     "first_line",
     "listing",
+    "redacted",
     "warn",
 ]
 
 _PACKAGE = str(Path(__file__).parent)
+
+SECRET = "***"
+"""What is written in place of a credential."""
+
+_USER = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#]*@")
+_QUERY = re.compile(r"(\bhttps?://[^\s?'\"]*\?)[^\s'\"]+")
 
 
 class ScforgeError(Exception):
@@ -53,6 +61,9 @@ class ScforgeError(Exception):
     ...     print(f"{type(error).__name__}: {error}")
     MissingFileError: the file 'cells.h5ad' does not exist.
     """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redacted(one) if isinstance(one, str) else one for one in args))
 
 
 class ConfigError(ScforgeError, ValueError):
@@ -268,6 +279,9 @@ class ScforgeWarning(UserWarning):
     3 of 100 cells express no gene of the vocabulary.
     """
 
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(redacted(one) if isinstance(one, str) else one for one in args))
+
 
 class NotTrainedWarning(ScforgeWarning):
     """A result of a model that was never trained.
@@ -382,3 +396,25 @@ def first_line(error: Exception) -> str:
     # The text of a KeyError is the repr of its message.
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+
+
+def redacted(text: str) -> str:
+    """Return text in which URLs hold no credentials: no user and password, no query of a signed address.
+
+    Whatever scforge writes or shows of a URL goes through it; the messages of its own errors and warnings do anyway.
+
+    Parameters
+    ----------
+    text
+        A URL, or text with URLs in it.
+
+    Returns
+    -------
+    The text; ``***`` stands where something was.
+
+    Examples
+    --------
+    >>> redacted("https://me:secret@host/cells.h5ad?signature=abc"), redacted("s3://bucket/cells_?.h5ad")
+    ('https://***@host/cells.h5ad?***', 's3://bucket/cells_?.h5ad')
+    """
+    return _QUERY.sub(rf"\1{SECRET}", _USER.sub(rf"\1{SECRET}@", text))

@@ -12,6 +12,7 @@ import pytest
 from scipy import sparse
 
 from scforge.data import CellOrder, StoreCells, convert, open_cells, remote
+from scforge.data.zarr_groups import open_group
 from scforge.errors import DataError, MissingFileError, OptionError
 
 pytest.importorskip("s3fs", reason="the client of S3 comes with the extra cloud")
@@ -170,7 +171,7 @@ def test_a_connection_that_breaks_is_made_again(store, proxy, after):
 def test_opening_over_a_connection_that_breaks(store, proxy):
     # The client itself asks a second time, once; so many breaks need our own tries.
     proxy.cuts = [100] * 10
-    assert "scforge" in remote.open_group(URL, proxy.options).attrs
+    assert "scforge" in open_group(URL, proxy.options).attrs
     assert not proxy.cuts
 
 
@@ -200,7 +201,7 @@ def test_a_server_that_is_not_there(monkeypatch):
 @pytest.mark.parametrize("url", ["s3://bucket/other.zarr", "s3://nobucket/store.zarr"])
 def test_a_store_that_is_not_there(proxy, url):
     with pytest.raises(MissingFileError, match=url):
-        remote.open_group(url, proxy.options)
+        open_group(url, proxy.options)
     with pytest.raises(MissingFileError, match=url):
         open_cells(url, storage_options=proxy.options)
 
@@ -215,9 +216,9 @@ def test_an_h5ad_behind_a_url_over_a_connection_that_breaks(adata, s3, proxy, tm
 
 
 def test_groups_elsewhere():
-    group = remote.open_group("memory://scforge/group.zarr", mode="w")
+    group = open_group("memory://scforge/group.zarr", mode="w")
     group.create_array("x", data=np.arange(5))
-    assert remote.open_group("memory://scforge/group.zarr")["x"][:].tolist() == [0, 1, 2, 3, 4]
+    assert open_group("memory://scforge/group.zarr")["x"][:].tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +232,7 @@ def test_groups_elsewhere():
 def test_urls_that_nobody_reads(monkeypatch, url, message):
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     with pytest.raises(OptionError, match=message):
-        remote.open_group(url)
+        open_group(url)
 
 
 @pytest.mark.parametrize("place", ["cells.h5ad", r"C:\cells.h5ad", "data/*.h5ad", "s3:/bucket", 3])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import difflib
 import re
 import reprlib
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, get_args
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from scforge.config.synonyms import SYNONYMS
-from scforge.errors import ConfigError, listing
+from scforge.errors import SECRET, ConfigError, listing, redacted
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
     from scforge.config._places import Places
 
-__all__ = ["config_error", "dotted_name", "known_names", "section_of", "shown", "unknown_option"]
+__all__ = ["config_error", "dotted_name", "known_names", "section_of", "shown", "unknown_option", "without_secrets"]
 
 _REPR = reprlib.Repr(maxlevel=2, maxdict=3, maxlist=3, maxstring=60, maxother=60, maxlong=40)
+_STORAGE_OPTIONS = "storage_options"
 _PLAIN_KEY = re.compile(r"[\w-]+")
 
 _PLAIN = {
@@ -74,6 +75,19 @@ def config_error(error: ValidationError, schema: type[BaseModel], places: Places
     return ConfigError(f"{sentence} (and {others} cannot be used).")
 
 
+def without_secrets(content: Any, *, options: bool = False) -> Any:
+    """Return the content of a configuration without credentials: in URLs, and in text of ``storage_options``."""
+    if isinstance(content, Mapping):
+        return {
+            name: without_secrets(value, options=options or name == _STORAGE_OPTIONS) for name, value in content.items()
+        }
+    if isinstance(content, list | tuple):
+        return [without_secrets(value, options=options) for value in content]
+    if isinstance(content, str):
+        return SECRET if options and "://" not in content else redacted(content)
+    return content
+
+
 def dotted_name(location: Iterable[int | str]) -> str:
     """Return ``training.optimizer.lr`` or ``data.paths[0]`` for a location in a configuration."""
     name = ""
@@ -104,6 +118,7 @@ def section_of(field: FieldInfo) -> type[BaseModel] | None:
 def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     name = dotted_name(detail["loc"])
+    value = without_secrets(value, options="storage_option" in name)
     option = f"{name}={shown(value)}"
     if kind == "extra_forbidden":
         names = known_names(schema)

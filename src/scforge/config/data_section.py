@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
 from scforge.config._fields import Float, Int, Path, Positive, Section, Share, Text
+from scforge.errors import SECRET
 
 __all__ = ["DataConfig", "PreprocessingConfig", "SamplingConfig", "SplitConfig"]
 
@@ -221,6 +222,13 @@ class DataConfig(Section):
         if value is not None and census:
             raise ValueError(f"has no use with data.source={_CENSUS!r}; remove one of the two")
         return [value] if isinstance(value, str | os.PathLike) else value
+
+    @field_validator("paths", "uri", "storage_options")
+    @classmethod
+    def _whole_credentials(cls, value: Any) -> Any:
+        if any(mark in str(value) for mark in (f"://{SECRET}@", f"?{SECRET}", f"'{SECRET}'")):
+            raise ValueError("needs a credential, which scforge does not write into files; give all of it again")
+        return value
 
     @field_validator("obs_columns", mode="before")
     @classmethod

@@ -9,12 +9,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from scforge.config._messages import config_error, shown
+from scforge.config._messages import config_error, shown, without_secrets
 from scforge.config._places import Places, Source
 from scforge.config._yaml import dump_yaml, parse_toml, parse_yaml
 from scforge.config.aliases import AliasError, apply_aliases
 from scforge.config.schema import Config
-from scforge.errors import ConfigError
+from scforge.errors import SECRET, ConfigError
 
 __all__ = ["dump_config", "load_config"]
 
@@ -78,7 +78,8 @@ def load_config(
 def dump_config(config: Config) -> str:
     """Return `config` as YAML text that :func:`load_config` reads back to an equal configuration.
 
-    Only what the user set is written, so that defaults may improve with the package.
+    Only what the user set is written, so that defaults may improve with the package. Credentials are not: ``***``
+    stands for those in URLs and for text in ``data.storage_options``; it has to be replaced before the text is used.
 
     Parameters
     ----------
@@ -101,7 +102,7 @@ def dump_config(config: Config) -> str:
         lr: 0.0001
     <BLANKLINE>
     """
-    return dump_yaml(config.user_set())
+    return dump_yaml(without_secrets(config.user_set()))
 
 
 def _canonical(content: Mapping[str, Any], source: Source) -> dict[str, Any]:
@@ -150,7 +151,8 @@ def _parse_override(override: str) -> tuple[dict[str, Any], Source]:
     keys = [key.strip() for key in name.split(".")]
     if not equals or not all(keys):
         raise ConfigError(f"override={override!r} is not an option; write it as section.option=value.")
-    where = f"override {override!r}"
+    said = f"{name}={SECRET}" if "storage_option" in name else override
+    where = f"override {said!r}"
     content, root = parse_yaml(text, where=where)
     for key in reversed(keys):
         content = {key: content}

@@ -17,6 +17,7 @@ from scforge.data.id_kinds import OTHER_NAMES, recognise_ids
 from scforge.data.mapping import GeneMap, map_names, names_of, names_place, text_columns
 from scforge.data.named import list_vocabs, open_vocab
 from scforge.data.overlap import OverlapReport, overlap_report
+from scforge.data.stream_errors import reading
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, GeneMismatchError, ScforgeWarning
 
@@ -141,7 +142,7 @@ def inspect_h5ad(
     """
     check_count("n_top", n_top, "genes", least=0)
     given = None if vocab is None else open_vocab(vocab)
-    with open_h5ad(os.fspath(path)) as opened:
+    with reading(repr(os.fspath(path)), fix="write the file again"), open_h5ad(os.fspath(path)) as opened:
         var, matrix = opened.var, opened.matrix(layer)
         names = names_of(var, gene_key)
         sums, empty, counts = _counts(opened, matrix, layer)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from functools import cache
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from scforge.data.stream_errors import reading, reading_errors
-from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line
+from fsspec.asyn import get_loop, sync
+
+from scforge.data.stream_errors import LATER, reading_errors, refusal
+from scforge.errors import SECRET, DataError, OptionError, did_you_mean, first_line
 
 if TYPE_CHECKING:
-    import zarr
     from fsspec import AbstractFileSystem
-    from zarr.storage import FsspecStore
 
-__all__ = ["is_url", "open_group", "remote_file_system"]
+__all__ = ["ask_again", "is_url", "persistent", "remote_file_system", "without_query"]
 
 logger = logging.getLogger("scforge")
 
@@ -29,6 +29,9 @@ FIRST_WAIT_S = 0.2
 
 TRY_S = 60.0
 """Seconds that one try may take."""
+
+PIECE_S = 120.0
+"""Seconds after which one piece is not asked for again: a server that sends a byte now and then never ends."""
 
 _CONNECT_S, _READ_S = 10, 30
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
@@ -50,6 +53,11 @@ def is_url(place: Any) -> bool:
     return isinstance(place, str) and _SCHEME.match(place) is not None
 
 
+def without_query(url: str) -> str:
+    """Return a URL up to its query, which only web servers have: elsewhere ``?`` is part of a pattern."""
+    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
+
+
 def remote_file_system(
     url: str, storage_options: Mapping[str, Any] | None = None, *, asynchronous: bool = False
 ) -> tuple[AbstractFileSystem, str]:
@@ -67,11 +75,14 @@ def remote_file_system(
     Raises
     ------
     OptionError
-        If nothing installed reads such URLs, or an option is unknown.
+        If nothing installed reads such URLs, an option is unknown, or a credential was left out, see
+        :func:`scforge.errors.redacted`.
     """
     from fsspec.core import url_to_fs
     from fsspec.registry import available_protocols
 
+    if f"://{SECRET}@" in url or f"?{SECRET}" in url or f"'{SECRET}'" in repr(storage_options):
+        raise OptionError(f"{url!r} needs a credential, which scforge does not write into files; give all of it again.")
     options = _with_limits(url.partition("://")[0], dict(storage_options or {}))
     try:
         return url_to_fs(url, **options, asynchronous=asynchronous)
@@ -92,42 +103,6 @@ def remote_file_system(
         raise OptionError(f"storage_options cannot be used for {url!r}: {first_line(error)}.") from error
 
 
-def open_group(url: str, storage_options: Mapping[str, Any] | None = None, *, mode: str = "r") -> zarr.Group:
-    """Open a zarr group behind a URL; what is read of it later is read in pieces, each tried several times.
-
-    Parameters
-    ----------
-    url, storage_options
-        See :func:`remote_file_system`.
-    mode
-        As for :func:`zarr.open_group`.
-
-    Raises
-    ------
-    MissingFileError
-        If there is no group.
-    DataError
-        If the server cannot be reached, or access is refused. Reads that fail later raise the same.
-    OptionError
-        If nothing installed reads such URLs.
-    """
-    import zarr
-    from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
-
-    fs, path = remote_file_system(url, storage_options, asynchronous=True)
-    if not fs.async_impl:
-        fs = AsyncFileSystemWrapper(fs, asynchronous=True)
-    elif hasattr(fs, "retries"):
-        # s3fs retries three deep; a server that is down would take it minutes to believe.
-        fs.retries = 1
-    store = _remote_store()(fs, read_only=mode == "r", path=path.rstrip("/"))
-    with reading(repr(url)):
-        try:
-            return zarr.open_group(store, mode=mode)  # type: ignore[arg-type]
-        except FileNotFoundError as error:
-            raise MissingFileError(f"{url!r} is not there, or is no zarr group; check the URL.") from error
-
-
 def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
     """Return `options` with limits on waiting and on the client's own retries, where the user set none."""
     if scheme in ("s3", "s3a"):
@@ -136,12 +111,12 @@ def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
     elif scheme in ("http", "https"):
         from aiohttp import ClientTimeout
 
-        limits = {"timeout": ClientTimeout(total=None, sock_connect=_CONNECT_S, sock_read=_READ_S)}
+        limits = {"timeout": ClientTimeout(total=TRY_S, sock_connect=_CONNECT_S, sock_read=_READ_S)}
         options["client_kwargs"] = {**limits, **options.get("client_kwargs", {})}
     return options
 
 
-async def _persistent[Result](ask: Callable[[], Awaitable[Result]], what: str) -> Result:
+async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> Result:
     """Ask again after errors of the connection.
 
     Raises
@@ -149,8 +124,8 @@ async def _persistent[Result](ask: Callable[[], Awaitable[Result]], what: str) -
     DataError
         If the last try fails, too, or access is refused.
     """
-    wait = FIRST_WAIT_S
-    for left in reversed(range(TRIES)):
+    wait, until = FIRST_WAIT_S, time.monotonic() + PIECE_S
+    for number in range(1, TRIES + 1):
         try:
             return await asyncio.wait_for(ask(), TRY_S)
         except PermissionError as error:
@@ -160,9 +135,13 @@ async def _persistent[Result](ask: Callable[[], Awaitable[Result]], what: str) -
         except _FINAL:
             raise
         except reading_errors() as error:
-            if not left:
+            told = refusal(error)
+            last = number == TRIES or time.monotonic() > until
+            if told and (last or told[0] not in LATER):
+                raise DataError(f"{what} cannot be read: {told[1]}.") from error
+            if last:
                 raise DataError(
-                    f"{what} cannot be reached, tried {TRIES} times ({first_line(error)}); "
+                    f"{what} cannot be reached, tried {number} times ({first_line(error)}); "
                     "check the connection and storage_options, and run this again."
                 ) from error
             logger.debug("Reading %s again in %g s: %s", what, wait, error)
@@ -171,35 +150,20 @@ async def _persistent[Result](ask: Callable[[], Awaitable[Result]], what: str) -
     raise AssertionError("the last try returns or raises")
 
 
-@cache
-def _remote_store() -> type[FsspecStore]:
-    """Return the class of stores; zarr is imported when the first one is opened."""
-    from zarr.storage import FsspecStore
+def persistent(file: Any, what: str) -> Any:
+    """Return a file of fsspec that asks several times for each block that it lacks, and takes no part of one for it."""
+    if (blocks := getattr(file, "cache", None)) is None or getattr(blocks, "fetcher", None) is None:
+        return file  # of a disk, or of memory
+    fetch = blocks.fetcher
 
-    class RemoteStore(FsspecStore):
-        """A zarr store that asks again for what a broken connection did not bring."""
+    def whole(start: int, stop: int) -> bytes:
+        found = fetch(start, stop)
+        if len(found) < (wanted := min(stop, blocks.size) - start):
+            raise OSError(f"{wanted:,} bytes were asked for, and {len(found):,} came")
+        return found
 
-        def _name(self, key: str = "") -> str:
-            return repr(self.fs.unstrip_protocol(f"{self.path}/{key}".rstrip("/")))
+    def again(start: int, stop: int) -> bytes:
+        return sync(get_loop(), ask_again, lambda: asyncio.to_thread(whole, start, stop), what)
 
-        async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
-            """Return bytes of `key`."""
-            get = super().get
-            return await _persistent(lambda: get(key, prototype, byte_range), self._name(key))
-
-        async def get_partial_values(self, prototype: Any, key_ranges: Iterable[Any]) -> Any:
-            """Return bytes of several keys."""
-            ranges, get = list(key_ranges), super().get_partial_values
-            return await _persistent(lambda: get(prototype, ranges), self._name())
-
-        async def exists(self, key: str) -> bool:
-            """Return whether there is a `key`."""
-            exists = super().exists
-            return await _persistent(lambda: exists(key), self._name(key))
-
-        async def set(self, key: str, value: Any, byte_range: Any = None) -> None:
-            """Write `key`, whole: a try that broke off leaves nothing behind."""
-            write = super().set
-            await _persistent(lambda: write(key, value, byte_range), self._name(key))
-
-    return RemoteStore
+    blocks.fetcher = again
+    return file

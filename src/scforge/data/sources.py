@@ -16,14 +16,15 @@ from scforge.data.cells import Cells, CellSource
 from scforge.data.checks import check_adata
 from scforge.data.compressed import REPAIR, compressed_problem, row_sums
 from scforge.data.duplicates import join_columns
-from scforge.data.h5ad import similar_file
+from scforge.data.h5ad import open_hdf5, similar_file
 from scforge.data.harmonise import check_shared, map_streams
 from scforge.data.mapping import MIN_OVERLAP, GeneMap, warn_counts_outside
 from scforge.data.named import open_vocab
 from scforge.data.stream_adata import AdataStream
 from scforge.data.stream_cache import convert_once
+from scforge.data.stream_errors import reading
 from scforge.data.stream_gather import gather, joined_obs
-from scforge.data.stream_memory import check_memory
+from scforge.data.stream_memory import check_memory, check_stored
 from scforge.data.stream_remote import is_collection
 from scforge.data.streams import is_query, open_streams
 from scforge.data.vocab import GeneVocab
@@ -32,8 +33,8 @@ from scforge.errors import (
     MissingFileError,
     OptionError,
     ScforgeWarning,
-    first_line,
     listing,
+    redacted,
 )
 
 if TYPE_CHECKING:
@@ -192,7 +193,7 @@ def _open_store(
     from scforge.data.store import StoreCells
 
     cells = StoreCells.open(place, vocab, storage_options=options, **on_disk)
-    logger.info("Opened %s: %s cells.", os.fspath(place), f"{len(cells):,}")
+    logger.info("Opened %s: %s cells.", redacted(os.fspath(place)), f"{len(cells):,}")
     return cells
 
 
@@ -297,19 +298,17 @@ def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) 
 
 def _read_one(path: Path) -> AnnData:
     import anndata
-    from anndata._io.specs.registry import IORegistryError  # a way of storing that this anndata does not know
 
     if not path.exists():
         raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(path)}")
     if not path.is_file():
         raise DataError(f"{str(path)!r} is not a file; data.paths takes h5ad files.")
-    try:
-        with warnings.catch_warnings():
-            # What it advises, to number them, would hide which columns mean one gene; scforge sums those.
-            warnings.filterwarnings("ignore", message="Variable names are not unique")
-            adata = anndata.read_h5ad(path)
-    except (OSError, KeyError, ValueError, TypeError, AttributeError, IndexError, IORegistryError) as error:
-        raise DataError(f"{str(path)!r} cannot be read as an h5ad file: {first_line(error)}.") from error
+    with open_hdf5(path, str(path)) as file, reading(repr(str(path)), how="as an h5ad file"):
+        check_stored(file, repr(str(path)))
+    with reading(repr(str(path)), how="as an h5ad file"), warnings.catch_warnings():
+        # What it advises, to number them, would hide which columns mean one gene; scforge sums those.
+        warnings.filterwarnings("ignore", message="Variable names are not unique")
+        adata = anndata.read_h5ad(path)
     check_adata(adata, argument=repr(str(path)))
     matrices = {"X": adata.X, **{f"layers[{key!r}]": layer for key, layer in adata.layers.items() if key is not None}}
     if adata.raw is not None:

@@ -23,6 +23,7 @@ from scforge.data.picking import first_damaged, pick_genes
 from scforge.data.store_files import AGAIN
 from scforge.data.store_opening import Opened, open_collection, read_names
 from scforge.data.store_reading import StoreReader
+from scforge.data.stream_errors import reading
 from scforge.data.vocab import GeneVocab
 from scforge.data.windows import Window
 from scforge.errors import DataError, ScforgeWarning
@@ -77,7 +78,7 @@ class StoreCells:
     measured: np.ndarray | None
     obs: pd.DataFrame = field(repr=False)
     chunk_size: int
-    place: str
+    place: str = field(repr=False)  # a URL may hold credentials
     shuffled: bool
     _opened: Opened = field(repr=False)
     _reader: StoreReader = field(repr=False)
@@ -123,8 +124,9 @@ class StoreCells:
         ScforgeWarning
             If cells express no gene of the vocabulary, or as :func:`scforge.data.open_cells` does for genes.
         """
-        opened = open_collection(path, obs=obs, storage_options=storage_options)
-        reader = StoreReader(opened.datasets, opened.place)
+        with reading(repr(os.fspath(path)), how="as a store", fix=AGAIN):
+            opened = open_collection(path, obs=obs, storage_options=storage_options)
+            reader = StoreReader(opened.datasets, opened.place)
         cells = cls(
             vocab=opened.vocab,
             overlap=1.0,

@@ -12,12 +12,15 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Required
 
 import numpy as np
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
-from scforge.data.remote import is_url, open_group, remote_file_system
+from scforge.data.remote import is_url, remote_file_system
 from scforge.data.stream_errors import reading
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, MissingFileError, ModelFileError, first_line
@@ -73,6 +76,22 @@ DATASET = "dataset_{}"
 """Names of the groups with cells."""
 
 
+class _Dataset(TypedDict, total=False):
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+    n_cells: Required[NonNegativeInt]
+    n_nonzeros: Required[NonNegativeInt]
+    hash: Required[str]
+    columns: dict[str, int]
+
+
+class _Source(TypedDict):
+    __pydantic_config__ = ConfigDict(extra="allow", strict=True)  # type: ignore[misc]
+    name: str
+    n_cells: NonNegativeInt
+    overlap: float
+    counts_kept: float
+
+
 @dataclass(frozen=True)
 class StoreInfo:
     """Description of a store, as :func:`scforge.data.convert` writes it; ``print(info)`` shows it.
@@ -119,19 +138,19 @@ class StoreInfo:
     (100, 16634, 'uint16', ['cell_type'])
     """
 
-    n_cells: int
-    n_nonzeros: int
-    n_genes: int
+    n_cells: PositiveInt
+    n_nonzeros: NonNegativeInt
+    n_genes: PositiveInt
     vocab_hash: str
     counts_dtype: str
     shuffled: bool
     seed: int | None
-    chunk_size: int
+    chunk_size: PositiveInt
     obs_columns: list[str]
     content_hash: str
-    datasets: list[dict[str, Any]]
-    sources: list[dict[str, Any]]
-    counts_kept: float
+    datasets: list[_Dataset]
+    sources: list[_Source]
+    counts_kept: Annotated[float, Field(ge=0, le=1)]
     options: dict[str, Any]
     created: str
     scforge_version: str
@@ -171,7 +190,16 @@ class StoreInfo:
             raise DataError(
                 f"{place} is a damaged store: its description lacks {missing[0]!r}; convert the data again."
             )
-        return cls(**{name: value for name, value in content.items() if name in known})
+        try:
+            return _described().validate_json(
+                json.dumps({name: value for name, value in content.items() if name in known}), strict=True
+            )
+        except ValidationError as error:
+            wrong = error.errors(include_url=False)[0]
+            raise DataError(
+                f"{place} is a damaged store: its description holds no usable {'.'.join(map(str, wrong['loc']))!r} "
+                f"({wrong['msg']}); convert the data again."
+            ) from error
 
     def to_json(self) -> dict[str, Any]:
         """Return the description as the attribute ``"scforge"`` of the store holds it."""
@@ -196,6 +224,11 @@ class StoreInfo:
             "written": f"{self.created} by scforge {self.scforge_version}",
         }
         return "\n".join(f"{name:<25}{value}" for name, value in rows.items())
+
+
+@cache
+def _described() -> TypeAdapter[StoreInfo]:
+    return TypeAdapter(StoreInfo)
 
 
 def partial_path(path: str | os.PathLike[str]) -> Path:
@@ -235,10 +268,10 @@ def open_store_group(
     DataError
         If it is no store, or one that a conversion has not finished.
     """
-    import zarr
+    from scforge.data.zarr_groups import open_group
 
-    info, name = StoreInfo.read(path, storage_options), os.fspath(path)
-    return (open_group(name, storage_options) if is_url(name) else zarr.open_group(name, mode="r")), info
+    info = StoreInfo.read(path, storage_options)
+    return open_group(path, storage_options), info
 
 
 def read_vocab(group: zarr.Group) -> GeneVocab:

@@ -22,7 +22,7 @@ from scforge.data.store_files import (
 )
 from scforge.data.store_hash import content_hash, dataset_hash
 from scforge.data.stream_errors import reading, reading_errors
-from scforge.errors import DataError
+from scforge.errors import DataError, redacted
 
 __all__ = ["StoreInspection", "inspect_store", "verify_store"]
 
@@ -137,7 +137,7 @@ def inspect_store(
         vocab = read_vocab(group)
         columns = {column: _column(group, column) for column in info.obs_columns}
     return StoreInspection(
-        path=name,
+        path=redacted(name),
         info=info,
         vocab=repr(vocab),
         columns=columns,

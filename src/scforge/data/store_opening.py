@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scforge.data.picking import CHECK
-from scforge.data.remote import is_url, open_group
+from scforge.data.remote import is_url
 from scforge.data.store_files import AGAIN, DATASET, SOURCE, TOTAL, StoreInfo, read_measured, read_vocab
 from scforge.data.store_hash import column_check
 from scforge.data.stream_errors import reading
@@ -164,6 +164,8 @@ def _check_datasets(place: str, datasets: list[Any], info: StoreInfo) -> None:
             )
     if found:
         raise DataError(f"{place!r} is damaged: its description lacks {next(iter(found))}; {AGAIN}.")
+    if sum(dataset["n_cells"] for dataset in info.datasets) != info.n_cells:
+        raise DataError(f"{place!r} is damaged: its datasets do not have {info.n_cells} cells in all; {AGAIN}.")
 
 
 def _checked_genes(place: str, group: Any, info: StoreInfo) -> tuple[GeneVocab, np.ndarray]:
@@ -184,14 +186,11 @@ def read_names(opened: Opened) -> np.ndarray:
 
 
 def _open_group(place: str, storage_options: Mapping[str, Any] | None) -> Any:
-    import zarr
+    from scforge.data.zarr_groups import open_group
 
-    if is_url(place):
-        return open_group(place, storage_options)
-    if not Path(place, "zarr.json").is_file():
+    if not is_url(place) and not Path(place, "zarr.json").is_file():
         StoreInfo.read(place)  # says what is there instead
-    with reading(f"{place!r}", how="as a store", fix=AGAIN):
-        return zarr.open_group(place, mode="r")
+    return open_group(place, storage_options)
 
 
 def _datasets(group: Any, place: str) -> list[Any]:

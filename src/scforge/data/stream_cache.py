@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from filelock import FileLock
 
 from scforge.data.harmonise import union_vocab
 from scforge.data.remote import is_url
@@ -70,16 +71,19 @@ def convert_once(
     for stream in streams if obs else ():
         stream.obs(obs)
     options: dict[str, Any] = {"layer": layer, "gene_key": gene_key, "modality": modality}
-    if path.exists():
-        if not is_store(path):
-            raise OptionError(f"cache={str(path)!r} is no store; name a folder that is not there yet.")
-        info = StoreInfo.read(path)
-        _check_same(path, info, streams, options)
-        if _is_fresh(info, streams):
-            _check_genes(path, streams, gene_key, vocab)
-            return path
-        logger.info("The sources of %s have changed; converting them anew.", path)
-    convert(source, path, overwrite=True, storage_options=storage_options, **options)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Of several processes the first converts, and the others wait for it.
+    with FileLock(path.with_name(f".{path.name}.lock")):
+        if path.exists():
+            if not is_store(path):
+                raise OptionError(f"cache={str(path)!r} is no store; name a folder that is not there yet.")
+            info = StoreInfo.read(path)
+            _check_same(path, info, streams, options)
+            if _is_fresh(info, streams):
+                _check_genes(path, streams, gene_key, vocab)
+                return path
+            logger.info("The sources of %s have changed; converting them anew.", path)
+        convert(source, path, overwrite=True, storage_options=storage_options, **options)
     logger.info("Converted %s to %s.", listing(stream.name for stream in streams), path)
     return path
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import lzma
 import sys
+import zipfile
 import zlib
 from collections.abc import Iterator
+from http import HTTPStatus
 
 from scforge.errors import DataError, MissingFileError, ScforgeError, first_line
 
-__all__ = ["reading", "reading_errors"]
+__all__ = ["LATER", "reading", "reading_errors", "refusal"]
 
-_LOCAL = (OSError, EOFError, KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError, zlib.error)
-"""What h5py, zarr, its codecs and anndata raise for missing, odd or damaged parts."""
+_LOCAL = (
+    *(OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError),
+    *(AssertionError, ImportError, MemoryError, lzma.LZMAError, zipfile.BadZipFile, zlib.error),
+)
+"""What h5py, zarr, its codecs, anndata and fsspec raise for missing, odd, damaged or huge parts."""
+
+LATER = {408, 425, 429, *range(500, 600)}
+"""Answers of a web server that may be others a little later."""
 
 _CLIENTS = {
     "aiohttp": ("ClientError",),
@@ -27,14 +36,40 @@ _CLIENTS = {
 
 def reading_errors() -> tuple[type[Exception], ...]:
     """Return the errors of reading, those of the clients that are loaded among them."""
-    loaded = [
+    return (*_LOCAL, *_clients(*_CLIENTS))
+
+
+def _clients(*modules: str) -> list[type[Exception]]:
+    """Return the errors of those of the modules that are loaded."""
+    return [
         getattr(sys.modules[module], name)
-        for module, names in _CLIENTS.items()
+        for module in modules
         if module in sys.modules
-        for name in names
+        for name in _CLIENTS[module]
         if hasattr(sys.modules[module], name)
     ]
-    return (*_LOCAL, *loaded)
+
+
+def refusal(error: BaseException) -> tuple[int, str] | None:
+    """Return the status with which a web server refused something, and what that means; None for another error.
+
+    fsspec says of most of them that there is no such file, with the true one behind it.
+    """
+    found: BaseException | None = error
+    while found is not None and not isinstance(getattr(found, "status", None), int):
+        found = found.__cause__
+    status = getattr(found, "status", 404)
+    if status in (404, 410):
+        return None
+    if status < 400:
+        return status, "the server redirects without end; check the URL"
+    phrase = HTTPStatus(status).phrase if status in HTTPStatus else "unknown"
+    fix = "check the URL"
+    if status in (401, 403):
+        fix = "check the credentials in the URL or in storage_options"
+    elif status in LATER:
+        fix = "try again later"
+    return status, f"the server answers {status} ({phrase}); {fix}"
 
 
 @contextlib.contextmanager
@@ -62,6 +97,12 @@ def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
     except ScforgeError:
         raise
     except FileNotFoundError as error:
+        if told := refusal(error):
+            raise DataError(f"{what} cannot be read: {told[1]}.") from error
+        if isinstance(error.__cause__, (TimeoutError, *_clients("aiohttp"))) and not hasattr(error.__cause__, "status"):
+            raise DataError(
+                f"{what} cannot be reached ({first_line(error.__cause__)}); check the URL and the connection."
+            ) from error
         raise MissingFileError(f"{what} does not exist; check the name.") from error
     except PermissionError as error:
         raise DataError(
@@ -69,5 +110,7 @@ def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
             "check the permissions, or the credentials in storage_options."
         ) from error
     except reading_errors() as error:
+        if told := refusal(error):
+            raise DataError(f"{what} cannot be read: {told[1]}.") from error
         read, tail = (f"read {how}" if how else "read"), (f"; {fix}" if fix else "")
         raise DataError(f"{what} cannot be {read}: {first_line(error)}{tail}.") from error

@@ -13,6 +13,7 @@ from scipy import sparse
 from scforge.data.h5ad import open_h5ad
 from scforge.data.stream_adata import table_digest
 from scforge.data.stream_counts import checked_chunks, estimated_entries
+from scforge.data.stream_errors import reading
 from scforge.data.stream_stored import StoredAdata, missing_column
 from scforge.errors import DataError
 
@@ -24,9 +25,10 @@ __all__ = ["BackedStream", "FileStream", "H5adPlace", "Place"]
 
 
 class Place(Protocol):
-    """Where an AnnData is stored, and how it is opened."""
+    """Where an AnnData is stored, and how it is opened; `name` is `address` without credentials."""
 
     name: str
+    address: str
 
     def open(self) -> AbstractContextManager[StoredAdata]:
         """Open it for reading."""
@@ -39,7 +41,8 @@ class H5adPlace:
     """An h5ad file, or a modality of an h5mu file."""
 
     def __init__(self, path: Path, modality: str | None = None) -> None:
-        self.path, self.modality, self.name = path, modality, str(path)
+        self.path, self.modality = path, modality
+        self.name = self.address = str(path)
 
     def open(self) -> AbstractContextManager[StoredAdata]:
         """Open it for reading."""
@@ -58,8 +61,8 @@ class FileStream:
     """
 
     def __init__(self, place: Place, layer: str | None = None) -> None:
-        self._place, self._layer, self.name = place, layer, place.name
-        with place.open() as opened:
+        self._place, self._layer, self.name, self.address = place, layer, place.name, place.address
+        with reading(repr(place.name), fix="write the file again"), place.open() as opened:
             matrix = opened.matrix(layer)
             self.n_cells, self._n_genes = matrix.shape
             self._var = opened.var

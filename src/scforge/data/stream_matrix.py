@@ -12,6 +12,7 @@ from scipy import sparse
 
 from scforge.data.compressed import REPAIR, boundary_problem, index_problem
 from scforge.data.stream_errors import reading
+from scforge.data.stream_memory import check_stored
 from scforge.errors import DataError
 
 __all__ = ["ENTRIES", "ROWS", "Matrix", "is_array"]
@@ -66,6 +67,7 @@ class Matrix:
         if is_array(stored):
             if stored.shape is None or len(stored.shape) != 2 or stored.dtype.kind not in "biuf":
                 raise DataError(f"{place} is no matrix of numbers (shape {stored.shape}, {stored.dtype}).")
+            check_stored(stored, f"a piece of {place}", whole=False)
             return cls(stored, "dense", tuple(stored.shape), place)
         encoding = str(stored.attrs.get("encoding-type", stored.attrs.get("h5sparse_format", "")))
         kind = encoding.removesuffix("_matrix")
@@ -87,6 +89,7 @@ class Matrix:
             part = self.stored[name]
             if not is_array(part) or part.shape is None or len(part.shape) != 1 or part.dtype.kind not in kinds:
                 self._damaged(f"{name} is no list of numbers")
+            check_stored(part, f"a piece of {name} of {self.place}", whole=False)
         n_indices = self._parts["indices"].shape[0]
         if self.n_stored != n_indices:
             self._damaged(f"it has {self.n_stored} values and {n_indices} indices")

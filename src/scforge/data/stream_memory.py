@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scforge.errors import DataError
 
 if TYPE_CHECKING:
     from scforge.data.streams import CellStream
 
-__all__ = ["available_memory", "check_memory"]
+__all__ = ["available_memory", "check_memory", "check_stored"]
 
 _ENTRY = 8
 """Bytes of a count in memory: itself, its gene, and what is needed while they are gathered."""
 
 _CELL = 200
 """Bytes of a cell: its name, its library size, and some columns of obs."""
+
+_SMALL = 2**26
+"""Bytes of a part that is read without a look at what is available."""
 
 _UNLIMITED = 2**60
 """What control groups of the first version say where there is no limit is more than this."""
@@ -48,6 +52,30 @@ def check_memory(streams: Sequence[CellStream], memory: int | str | None = None)
         f"{_size(there)}{half}; read them from disk: run scforge convert SOURCE -o store.zarr once and open "
         'store.zarr, or pass cache="store.zarr", which does both.'
     )
+
+
+def check_stored(stored: Any, what: str, *, whole: bool = True) -> None:
+    """Raise unless a part of an h5ad file or a zarr folder fits into memory, or each piece of it that is unpacked.
+
+    Raises
+    ------
+    DataError
+        If it does not.
+    """
+    there, needed = available_memory(), _stored_bytes(stored, whole)
+    if there is not None and needed > max(there, _SMALL):
+        raise DataError(
+            f"{what} would take {_size(needed)} of memory, and {_size(there)} are available; write the file again if "
+            "it is damaged, or use a machine with more memory."
+        )
+
+
+def _stored_bytes(stored: Any, whole: bool) -> int:
+    """Return the size of an array in memory (or of a piece of it), or of all arrays in a group."""
+    if not hasattr(stored, "dtype"):
+        return sum(_stored_bytes(stored[name], whole) for name in stored)
+    shapes = ((stored.shape or ()) if whole else (), stored.chunks or ())
+    return max(map(math.prod, shapes)) * stored.dtype.itemsize
 
 
 def available_memory() -> int | None:

@@ -9,10 +9,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from scforge.data.remote import is_url, open_group, remote_file_system
+from scforge.data.h5ad import open_hdf5
+from scforge.data.remote import is_url, persistent, remote_file_system, without_query
 from scforge.data.stream_errors import reading
 from scforge.data.stream_stored import StoredAdata
-from scforge.errors import DataError, MissingFileError
+from scforge.errors import DataError, MissingFileError, redacted
 
 __all__ = ["UrlPlace", "ZarrPlace", "expand_url", "is_collection", "is_zarr"]
 
@@ -56,7 +57,7 @@ def is_zarr(place: str, options: Mapping[str, Any] | None = None) -> bool:
     """Whether a path or URL is a zarr folder, and no file."""
     if not is_url(place):
         return Path(place).is_dir()
-    if Path(place).suffix in (*_FILES, ".zarr"):
+    if Path(without_query(place)).suffix in (*_FILES, ".zarr"):
         return place.endswith(".zarr")
     system, path = _file_system(place, options)
     with reading(repr(place)):
@@ -66,7 +67,7 @@ def is_zarr(place: str, options: Mapping[str, Any] | None = None) -> bool:
 def is_collection(place: str, options: Mapping[str, Any] | None = None) -> bool:
     """Whether a path or URL is a store of scforge, or another collection of annbatch."""
     if is_url(place):
-        if Path(place).suffix in _FILES:
+        if Path(without_query(place)).suffix in _FILES:
             return False
         system, path = _file_system(place, options)
         with reading(repr(place)):
@@ -83,26 +84,21 @@ class ZarrPlace:
     """An AnnData in a zarr folder, here or behind a URL, or one modality of a MuData in it."""
 
     def __init__(self, path: str, modality: str | None = None, options: Mapping[str, Any] | None = None) -> None:
-        self.name, self._modality, self._options = path, modality, dict(options or {})
+        self.name, self.address, self._modality, self._options = redacted(path), path, modality, dict(options or {})
 
     @contextlib.contextmanager
     def open(self) -> Iterator[StoredAdata]:
         """Open it for reading."""
-        import zarr
+        from scforge.data.zarr_groups import open_group
 
-        if is_url(self.name):
-            group = open_group(self.name, self._options)
-        elif not any((Path(self.name) / name).exists() for name in _METADATA):
+        if not is_url(self.address) and not any((Path(self.address) / name).exists() for name in _METADATA):
             raise DataError(f"{self.name!r} is a folder without zarr metadata; name an h5ad file or a zarr folder.")
-        else:
-            with reading(repr(self.name), how="as a zarr folder"):
-                group = zarr.open_group(self.name, mode="r")
-        yield StoredAdata.of(self.name, group, self._modality)
+        yield StoredAdata.of(self.name, open_group(self.address, self._options), self._modality)
 
     def identity(self) -> dict[str, int | float | str]:
         """Return the size of all files, and a digest of their names, sizes and times of change (or ETags)."""
-        url = self.name if is_url(self.name) else f"file://{Path(self.name).resolve()}"
-        system, path = _file_system(url, self._options if is_url(self.name) else None)
+        url = self.address if is_url(self.address) else f"file://{Path(self.address).resolve()}"
+        system, path = _file_system(url, self._options if is_url(self.address) else None)
         digest, size = hashlib.blake2b(digest_size=16), 0
         with reading(repr(self.name)):
             for name, found in sorted(system.find(path, detail=True).items()):
@@ -115,23 +111,22 @@ class UrlPlace:
     """An h5ad file behind a URL, or one modality of an h5mu file."""
 
     def __init__(self, url: str, modality: str | None = None, options: Mapping[str, Any] | None = None) -> None:
-        self.name, self._modality, self._options = url, modality, dict(options or {})
+        self.name, self.address, self._modality, self._options = redacted(url), url, modality, dict(options or {})
 
     @contextlib.contextmanager
     def open(self) -> Iterator[StoredAdata]:
         """Open it for reading, through a cache of the blocks used last."""
-        import h5py
-
-        system, path = _file_system(self.name, self._options)
+        system, path = _file_system(self.address, self._options)
         with contextlib.ExitStack() as opened:
             with reading(repr(self.name), how="as an h5ad file"):
                 file = opened.enter_context(system.open(path, "rb", block_size=_BLOCK, cache_type="blockcache"))
-                stored = opened.enter_context(h5py.File(file, "r"))
+                file = persistent(file, repr(self.name))
+            stored = opened.enter_context(open_hdf5(file, self.name))
             yield StoredAdata.of(self.name, stored, self._modality)
 
     def identity(self) -> dict[str, int | float | str]:
         """Return size and ETag, or what else the file system tells of a file."""
-        system, path = _file_system(self.name, self._options)
+        system, path = _file_system(self.address, self._options)
         with reading(repr(self.name)):
             found = system.info(path)
         return {"size": int(found["size"]), "mark": _mark(found)}

@@ -11,6 +11,7 @@ import numpy as np
 
 from scforge.data.stream_errors import reading
 from scforge.data.stream_matrix import Matrix, is_array
+from scforge.data.stream_memory import check_stored
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 
 if TYPE_CHECKING:
@@ -75,10 +76,10 @@ class StoredAdata:
     def obs_names(self) -> pd.Index:
         """Names of the cells."""
         import pandas as pd
-        from anndata.io import read_elem
 
-        with reading(f"the names of the cells (obs) of {self.path!r}", fix=_AGAIN):
-            names = read_elem(self.file["obs"][self.file["obs"].attrs["_index"]])
+        what = f"the names of the cells (obs) of {self.path!r}"
+        with reading(what, fix=_AGAIN):
+            names = _read(self.file["obs"][self.file["obs"].attrs["_index"]], what)
             return pd.Index(np.asarray(names, dtype=object).astype(str))
 
     @property
@@ -105,7 +106,6 @@ class StoredAdata:
             If there is no such column, or it cannot be read.
         """
         import pandas as pd
-        from anndata.io import read_elem
 
         if columns is None:
             return self._table("obs", "table of cells")
@@ -114,16 +114,16 @@ class StoredAdata:
         group = self.file["obs"]
         if "__categories" in group:  # of an anndata before 0.8, which kept them apart
             return self._table("obs", "table of cells")[list(columns)]
-        with reading(f"the table of cells (obs) of {self.path!r}", fix=_AGAIN):
-            read = {column: read_elem(group[column]) for column in columns}
+        what = f"the table of cells (obs) of {self.path!r}"
+        with reading(what, fix=_AGAIN):
+            read = {column: _read(group[column], what) for column in columns}
             return pd.DataFrame(read, index=self.obs_names)
 
     def _table(self, name: str, what: str) -> pd.DataFrame:
         import pandas as pd
-        from anndata.io import read_elem
 
         with reading(f"the {what} ({name}) of {self.path!r}", fix=_AGAIN):
-            table = read_elem(self.file[name])
+            table = _read(self.file[name], f"the {what} ({name}) of {self.path!r}")
         if not isinstance(table, pd.DataFrame):
             raise DataError(f"{name} of {self.path!r} is no {what}; write the file again with anndata.")
         return table
@@ -204,6 +204,13 @@ class StoredModality(StoredAdata):
             raise missing_column(missing[0], self.path, self.obs_columns)
         table = StoredAdata(self.path, self.file).obs([column for column in columns if column in own])
         return table.join(self._shared[[column for column in columns if column not in own]])[list(columns)]
+
+
+def _read(stored: Any, what: str) -> Any:
+    from anndata.io import read_elem
+
+    check_stored(stored, what)
+    return read_elem(stored)
 
 
 def check_modality(modality: str | None, modalities: Sequence[str], source: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from scforge.data.h5ad import similar_file
-from scforge.data.remote import is_url
+from scforge.data.remote import is_url, without_query
 from scforge.data.stream_adata import AdataStream
 from scforge.data.stream_files import BackedStream, FileStream, H5adPlace, Place
 from scforge.data.stream_remote import UrlPlace, ZarrPlace, expand_url, is_zarr
@@ -188,7 +188,8 @@ def is_query(source: Any) -> bool:
 def _identity(stream: CellStream) -> object:
     if isinstance(stream, AdataStream):
         return id(stream.adata)
-    return stream.name if "://" in stream.name else str(Path(stream.name).resolve())
+    name = stream.address if isinstance(stream, FileStream) else stream.name
+    return name if "://" in name else str(Path(name).resolve())
 
 
 def _open_object(source: Any, layer: str | None, modality: str | None) -> CellStream:
@@ -218,7 +219,7 @@ def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
     if place.startswith("file://"):
         place = place.removeprefix("file://")
     if is_url(place):
-        return expand_url(place, options) if glob.has_magic(place) else [place]
+        return expand_url(place, options) if glob.has_magic(without_query(place)) else [place]
     if not glob.has_magic(place) or Path(place).exists():
         return [place]
     root = Path(Path(place).anchor)

@@ -176,7 +176,7 @@ class EmbeddingFiles:
 
     def _begin(self, plan: dict[str, Any], make: Callable[[], AnnData]) -> None:
         """Make the folder, unless it is there already with the same plan."""
-        import zarr
+        from scforge.data.zarr_groups import open_group
 
         begun = self._begun()
         if begun is not None and begun != plan:
@@ -195,7 +195,7 @@ class EmbeddingFiles:
             atomic_write_text(self.folder / "plan.json", json.dumps(plan))
         for path in self._blocks.glob(".*"):
             path.unlink(missing_ok=True)  # of a process that was killed while it noted a block
-        self._array = zarr.open_array(self._result, path=f"obsm/{plan['key']}", mode="r+")
+        self._array = open_group(self._result, mode="r+")[f"obsm/{plan['key']}"]
 
     def _begun(self) -> dict[str, Any] | None:
         try:
@@ -255,12 +255,13 @@ class EmbeddingFiles:
 
     def _write_h5ad(self, plan: dict[str, Any]) -> Path:
         """Write the result as h5ad, block by block."""
-        import zarr
         from anndata import AnnData
         from anndata.io import read_elem, write_elem
 
+        from scforge.data.zarr_groups import open_group
+
         path = self.folder / "result.h5ad"
-        group = zarr.open_group(self._result, mode="r")
+        group = open_group(self._result)
         size = self._array.chunks[0]
         with new_h5(path) as file:
             write_elem(file, "/", AnnData(obs=read_elem(group["obs"]), uns=read_elem(group["uns"])))

@@ -6,6 +6,7 @@ import inspect
 from typing import Any
 
 from scforge.config._fields import Section
+from scforge.config._messages import without_secrets
 from scforge.config._yaml import dump_yaml
 from scforge.config.schema import Config, FinetuneConfig, MaskingConfig, ModelConfig
 from scforge.estimators.config_check import model_of
@@ -69,7 +70,7 @@ def show_config(config: Config) -> str:
     else:
         check_finetuning(config)
         _fill_finetuning(content, config)
-    return "\n".join(_lines(content, written)) + "\n"
+    return "\n".join(_lines(without_secrets(content), written)) + "\n"
 
 
 def _plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from scforge._io import atomic_write_text
 from scforge._version import __version__
 from scforge.config.load import dump_config
 from scforge.config.schema import Config
-from scforge.errors import ConfigError, OptionError
+from scforge.errors import ConfigError, OptionError, redacted
 from scforge.training.devices import ensure_devices
 from scforge.training.run_folder import FINAL, RunFolder, check_state
 
@@ -130,7 +130,7 @@ def training_report(model: Encoder, config: Config) -> list[str]:
     """
     lines = [str(model).splitlines()[0], *best_epoch(model, "loss", "min"), *written_files(config)]
     if config.output.checkpoint_dir is not None:
-        source = shlex.quote((config.data.paths or ["CELLS.h5ad"])[0])
+        source = shlex.quote(redacted((config.data.paths or ["CELLS.h5ad"])[0]))
         model_folder = shlex.quote(str(Path(config.output.checkpoint_dir) / FINAL))
         lines.append(f"Next:        scforge embed {source} -m {model_folder} -o embedded.zarr")
     return lines

@@ -1,0 +1,385 @@
+"""Files of cells from people with bad intentions: nothing of them runs, nothing outside of them is read."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+import threading
+import warnings
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import h5py
+import numpy as np
+import pytest
+import zarr
+from anndata.io import write_elem
+
+from scforge.cli import main
+from scforge.config import Config, dump_config, load_config
+from scforge.data import convert, inspect_h5ad, open_cells, read_h5ad
+from scforge.errors import ConfigError, DataError, MissingFileError, OptionError, redacted
+
+PICKLE = {"id": "pickle", "protocol": 5}
+
+
+class Touch:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def _drop_consolidated(root: Path) -> None:
+    (root / ".zmetadata").unlink(missing_ok=True)
+    for file in root.rglob("zarr.json"):
+        content = json.loads(file.read_text())
+        content.pop("consolidated_metadata", None)
+        file.write_text(json.dumps(content))
+
+
+def _array(folder: Path, version: int, n: int, codecs: dict, chunk: bytes) -> None:
+    """Write an array of text with any codecs, as no library would."""
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "c").mkdir(parents=True)
+    attributes = {"encoding-type": "string-array", "encoding-version": "0.2.0"}
+    if version == 2:
+        array = {"zarr_format": 2, "shape": [n], "chunks": [n], "dtype": "|O", "order": "C", "fill_value": ""}
+        (folder / ".zarray").write_text(json.dumps({**array, "filters": None, "compressor": None, **codecs}))
+        (folder / ".zattrs").write_text(json.dumps(attributes))
+        (folder / "0").write_bytes(chunk)
+        return
+    array = {"zarr_format": 3, "node_type": "array", "shape": [n], "data_type": "string", "fill_value": ""}
+    grid = {"chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [n]}}}
+    keys = {"chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}}}
+    (folder / "zarr.json").write_text(json.dumps({**array, **grid, **keys, **codecs, "attributes": attributes}))
+    (folder / "c" / "0").write_bytes(chunk)
+
+
+@pytest.fixture
+def canary(tmp_path):
+    path = tmp_path / "canary"
+    yield path
+    assert not path.exists(), "code of the file has run"
+
+
+@pytest.mark.parametrize("where", ["obs/batch", "obs/_index", "var/_index", "X/data"])
+@pytest.mark.parametrize(
+    ("version", "codecs", "named"),
+    [
+        (2, {"filters": [{"id": "vlen-utf8"}, PICKLE]}, "pickle"),
+        (2, {"filters": [{"id": "vlen-utf8"}], "compressor": PICKLE}, "pickle"),
+        (2, {"filters": [{"id": "vlen-utf8", "name": "zstd"}, {"id": "json2"}]}, "json2"),
+        (3, {"codecs": [{"name": "numcodecs.pickle", "configuration": {}}]}, r"numcodecs\.pickle"),
+        (
+            3,
+            {"codecs": [{"name": "sharding_indexed", "configuration": {"codecs": [{"name": "other.codec"}]}}]},
+            r"other\.codec",
+        ),
+    ],
+)
+def test_codecs_that_may_run_code(version, codecs, named, where, tiny_adata, tmp_path, canary):
+    root = tmp_path / "a.zarr"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        write_elem(zarr.open_group(root, mode="w", zarr_format=version), "/", tiny_adata)
+    _drop_consolidated(root)
+    _array(root / where, version, tiny_adata.n_obs, codecs, pickle.dumps(Touch(canary)))
+    for call in (open_cells, lambda place: convert(place, tmp_path / "s.zarr", progress=False)):
+        with pytest.raises(DataError, match=rf"'{where}/.*a\.zarr' names the codec '{named}'"):
+            call(root)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(root), "/hostile.zarr", recursive=True)
+    with pytest.raises(DataError, match=named):
+        open_cells("memory://hostile.zarr")
+    memory.rm("/hostile.zarr", recursive=True)
+
+
+@pytest.mark.parametrize("consolidated", [True, False])
+def test_codecs_in_a_store(consolidated, tiny_adata, tmp_path, canary, capsys):
+    root = tmp_path / "s.zarr"
+    convert(tiny_adata, root, progress=False)
+    place = root / "dataset_0" / "obs" / "_index" / "values"
+    place = place if place.exists() else place.parent
+    codecs = {"codecs": [{"name": "numcodecs.pickle"}]}
+    _array(place, 3, tiny_adata.n_obs, codecs, pickle.dumps(Touch(canary)))
+    if consolidated:
+        content = json.loads((root / "zarr.json").read_text())
+        key = str(place.relative_to(root))
+        content["consolidated_metadata"]["metadata"][key] = json.loads((place / "zarr.json").read_text())
+        (root / "zarr.json").write_text(json.dumps(content))
+    else:
+        _drop_consolidated(root)
+    with pytest.raises(DataError, match=r"names the codec 'numcodecs\.pickle'"):
+        open_cells(root).names()
+    assert main(["inspect", str(root), "--verify"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+
+
+def _column(file, **how) -> None:
+    attributes = dict(file["obs/length"].attrs)
+    del file["obs/length"]
+    file["obs"].create_dataset("length", **how).attrs.update(attributes)
+
+
+def _external_storage(file, secret) -> None:
+    _column(file, shape=(60,), dtype="S2", external=[(str(secret), 0, 120)])
+
+
+def _external_link(file, secret) -> None:
+    del file["obs/length"]
+    file["obs/length"] = h5py.ExternalLink(f"{secret}.h5", "/names")
+
+
+def _soft_link_through_it(file, secret) -> None:
+    file["uns/other"] = h5py.ExternalLink(f"{secret}.h5", "/")
+    del file["obs/length"]
+    file["obs/length"] = h5py.SoftLink("/uns/other/names")
+
+
+def _virtual(file, secret) -> None:
+    layout = h5py.VirtualLayout(shape=(60,), dtype="S2")
+    layout[:] = h5py.VirtualSource(f"{secret}.h5", "names", shape=(60,))
+    del file["obs/length"]
+    file["obs"].create_virtual_dataset("length", layout)
+
+
+def _loop(file, secret) -> None:
+    file["uns/again"] = file["uns"]
+
+
+def _loop_of_names(file, secret) -> None:
+    file["uns/again"] = h5py.SoftLink("/uns")
+
+
+def _many_ways(file, secret) -> None:
+    group = file["uns"]
+    for _ in range(30):
+        group["b"] = group.create_group("a")
+        group = group["a"]
+
+
+def _deep(file, secret) -> None:
+    file.create_group("uns/" + "/".join("d" * 200))
+
+
+ELSEWHERE, ENDLESS = "lies in another file, which scforge does not open", "more than 64 deep, or has more than 2,000"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_external_storage, rf"'/obs/length' of '.*a\.h5ad' {ELSEWHERE}"),
+        (_external_link, rf"'/obs/length' of .* {ELSEWHERE}"),
+        (_soft_link_through_it, rf"'/uns/other' of .* {ELSEWHERE}"),
+        (_virtual, rf"'/obs/length' of .* {ELSEWHERE}"),
+        (_loop, ENDLESS),
+        (_loop_of_names, ENDLESS),
+        (_many_ways, ENDLESS),
+        (_deep, ENDLESS),
+    ],
+)
+def test_h5ad_that_leads_elsewhere(change, message, tiny_adata, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("scforge.data.h5ad._PARTS", 2000)
+    secret, path = tmp_path / "secret", tmp_path / "a.h5ad"
+    secret.write_bytes(b"S3" * 60)
+    with h5py.File(f"{secret}.h5", "w") as other:
+        other["names"] = np.array([b"S3"] * 60)
+    tiny_adata.obs["length"] = 1.0
+    tiny_adata.uns["x"] = 1
+    tiny_adata.write_h5ad(path)
+    with h5py.File(path, "r+") as file:
+        change(file, secret)
+    with fsspec.open("memory://hostile.h5ad", "wb") as copy:
+        copy.write(path.read_bytes())
+    calls = [
+        *(lambda: open_cells(path), lambda: open_cells("memory://hostile.h5ad")),
+        *(lambda: read_h5ad(path), lambda: inspect_h5ad(path)),
+        lambda: convert(path, tmp_path / "s.zarr", progress=False),
+    ]
+    for call in calls:
+        with pytest.raises(DataError, match=message.replace(r"a\.h5ad", r"(a|hostile)\.h5ad")):
+            call()
+    assert main(["inspect", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_links_within_an_h5ad_are_followed(tiny_adata, tmp_path):
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    with h5py.File(tmp_path / "a.h5ad", "r+") as file:
+        file["layers/counts"] = h5py.SoftLink("/X")
+        file["obs/kind"] = file["obs/batch"]
+    assert len(open_cells(tmp_path / "a.h5ad", layer="counts")) == 60
+    assert read_h5ad(tmp_path / "a.h5ad").layers["counts"].sum() == tiny_adata.X.sum()
+
+
+def _many_categories(file) -> None:
+    group = file["obs/batch"]
+    del group["categories"]
+    made = group.create_dataset("categories", (8 * 10**12,), h5py.string_dtype(), chunks=(1000,))
+    made.attrs.update({"encoding-type": "string-array", "encoding-version": "0.2.0"})
+
+
+def _many_rows(file) -> None:
+    _column(file, shape=(8 * 10**12,), dtype="f8", chunks=(1000,))
+
+
+@pytest.mark.parametrize("change", [_many_categories, _many_rows])
+def test_sizes_that_no_memory_holds(change, tiny_adata, tmp_path):
+    tiny_adata.obs["length"] = 1.0
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    with h5py.File(tmp_path / "a.h5ad", "r+") as file:
+        change(file)
+    for call in (open_cells, read_h5ad):
+        with pytest.raises(DataError, match=r"a\.h5ad' would take .* GB of memory, and .* are available"):
+            call(tmp_path / "a.h5ad")
+
+
+@pytest.mark.parametrize("part", ["indices", "data"])
+def test_pieces_that_no_memory_holds(part, tiny_adata, tmp_path, monkeypatch):
+    monkeypatch.setattr("scforge.data.stream_memory.available_memory", lambda: 10**9)
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    with h5py.File(tmp_path / "a.h5ad", "r+") as file:
+        values = file["X"][part][:]
+        del file["X"][part]
+        made = file["X"].create_dataset(part, values.shape, "i4", chunks=(10**9,), maxshape=(None,), compression="gzip")
+        assert made.chunks == (10**9,)
+    with pytest.raises(DataError, match=rf"a piece of {part} of 'X' of .* would take 4\.0 GB of memory"):
+        open_cells(tmp_path / "a.h5ad")
+
+
+@pytest.fixture
+def web(tmp_path):
+    """URL of a web server over a folder, with a password and a signature, and a function that says what it answers."""
+    folder, answer = tmp_path / "web", {}
+    folder.mkdir()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self, *, body=True):
+            file = folder / self.path.partition("?")[0].lstrip("/")
+            status = answer.get("status", 200 if file.is_file() else 404)
+            content = file.read_bytes() if file.is_file() else b""
+            asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+            extra = {"Location": self.path} if status == 302 else {"Accept-Ranges": "bytes"}
+            if asked and status == 200:
+                first, last = int(asked[1]), min(int(asked[2]), len(content) - 1)
+                extra["Content-Range"] = f"bytes {first}-{last}/{len(content)}"
+                content, status = content[first : last + 1 - answer.get("short", 0)], 206
+            self.send_response(status)
+            for name, value in {**extra, "Content-Length": str(len(content))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if body:
+                self.wfile.write(content)
+
+        def do_HEAD(self):
+            self.do_GET(body=False)
+
+        def log_message(self, *told):
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield folder, f"http://user:hunter2@127.0.0.1:{server.server_port}/a.h5ad?signature=abc123", answer
+    server.shutdown()
+    server.server_close()
+
+
+def test_credentials_are_not_written(web, tiny_adata, tmp_path, capsys):
+    folder, url, _ = web
+    tiny_adata.write_h5ad(folder / "a.h5ad")
+    assert main(["convert", url, "-o", str(tmp_path / "s.zarr")]) == 0
+    assert main(["inspect", str(tmp_path / "s.zarr")]) == 0
+    assert main(["convert", url, "-o", str(tmp_path / "s.zarr")]) == 2
+    assert main(["convert", url.replace("a.h5ad", "b.h5ad"), "-o", str(tmp_path / "t.zarr")]) == 2
+    told = "".join(capsys.readouterr())
+    assert re.search(r"http://\*\*\*@127\.0\.0\.1:\d+/a\.h5ad\?\*\*\*", told)
+    written = b"".join(file.read_bytes() for file in tmp_path.rglob("s.zarr/**/*") if file.is_file())
+    for secret in ("hunter2", "abc123"):
+        assert secret not in told
+        assert secret.encode() not in written
+    with pytest.raises(OptionError, match="needs a credential, which scforge does not write into files"):
+        open_cells(redacted(url))
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"status": 401}, r"answers 401 \(Unauthorized\); check the credentials"),
+        ({"status": 403}, r"answers 403 \(Forbidden\); check the credentials"),
+        ({"status": 429}, r"answers 429 \(Too Many Requests\); try again later"),
+        ({"status": 500}, r"answers 500 \(Internal Server Error\); try again later"),
+        ({"status": 302}, r"redirects without end"),
+        ({"short": 7}, r"bytes were asked for, and .* came"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.h5ad", "a.zarr"])
+def test_what_a_web_server_answers(name, answer, message, web, tiny_adata, monkeypatch):
+    monkeypatch.setattr("scforge.data.remote.FIRST_WAIT_S", 0.01)
+    folder, url, said = web
+    tiny_adata.write_h5ad(folder / "a.h5ad")
+    said.update(answer)
+    if name == "a.zarr":
+        url = url.partition("?")[0].replace("a.h5ad", name)
+        message = "does not exist|not there" if "short" in answer else message
+    with pytest.raises(Exception, match=message) as told:
+        open_cells(url)
+    assert isinstance(told.value, DataError | MissingFileError)
+    assert "\n" not in str(told.value)
+    assert "hunter2" not in str(told.value)
+
+
+def test_a_configuration_is_written_without_credentials(tmp_path):
+    options = {"key": "AKIA", "secret": "hunter2", "anon": False, "endpoint_url": "http://me:hunter2@host"}
+    config = Config(data={"paths": ["https://me:hunter2@host/a.h5ad"], "storage_options": options})
+    text = dump_config(config)
+    assert "hunter2" not in text
+    assert "AKIA" not in text
+    assert config.data.storage_options == options
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=r"data\.paths=.* needs a credential, which scforge does not write"):
+        load_config(tmp_path / "a.yaml")
+    with pytest.raises(ConfigError, match=r"data\.storage_options=") as told:
+        load_config(tmp_path / "a.yaml", ["data.paths=cells.h5ad", "data.storage_options=[hunter3]"])
+    assert "hunter3" not in str(told.value)
+
+
+@pytest.mark.parametrize("value", [None, -1, "x", [], {}, True, 10**30])
+@pytest.mark.parametrize("key", ["n_cells", "datasets", "sources", "counts_kept", "obs_columns", "chunk_size"])
+def test_descriptions_of_stores(key, value, tiny_adata, tmp_path):
+    convert(tiny_adata, tmp_path / "s.zarr", progress=False)
+    file = tmp_path / "s.zarr" / "zarr.json"
+    content = json.loads(file.read_text())
+    content["attributes"]["scforge"][key] = value
+    file.write_text(json.dumps(content))
+    if key == "obs_columns" and value == []:
+        return
+    with pytest.raises(DataError) as told:
+        open_cells(tmp_path / "s.zarr")
+    assert "\n" not in str(told.value)
+
+
+def test_processes_that_share_a_cache_wait(tiny_adata, tmp_path):
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    found, failed = [], []
+
+    def work() -> None:
+        try:
+            found.append(len(open_cells(tmp_path / "a.h5ad", cache=tmp_path / "s.zarr")))
+        except OptionError as error:
+            failed.append(error)
+
+    workers = [threading.Thread(target=work) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert found == [60, 60, 60], failed
