@@ -282,7 +282,7 @@ def test_what_a_terminal_shows_fits_it() -> None:
     assert " ".join(many.verdicts()[0].split()) in " ".join(text.split())
     assert re.search(r"mine +model +0\.900 +0\.850 to 0\.950", text)
     assert "empty" not in text
-    assert re.search(r"\d+ more columns: to_frame\(\), to_markdown\(\), or write\(folder\)\.$", text)
+    assert re.search(r"Columns not shown: \d+; see to_frame\(\), to_markdown\(\), or write\(folder\)\.$", text)
 
 
 def test_what_a_notebook_shows() -> None:

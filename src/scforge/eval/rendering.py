@@ -76,7 +76,7 @@ def to_text(report: Report, width: int = 100) -> str:
             texts = [text.ljust(sizes[i]) if i < 2 else text.rjust(sizes[i]) for i, text in enumerate(row)]
             lines.append("  ".join(texts).rstrip())
     if n_left_out:
-        lines += ["", f"{n_left_out} more columns: to_frame(), to_markdown(), or write(folder)."]
+        lines += ["", f"Columns not shown: {n_left_out}; see to_frame(), to_markdown(), or write(folder)."]
     return "\n".join(lines)
 
 
