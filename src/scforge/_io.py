@@ -293,7 +293,7 @@ def _put_in_place(path: Path, said: str) -> None:
             f"{said} holds {listing(sorted(others))}, not of a model that scforge wrote; choose another name."
         )
     stale = set()
-    if described is not None:
+    if described is not None and not new.keys().isdisjoint(_DESCRIPTIONS):
         sums = described.get("sha256")
         stale = (_OWN | set(sums if isinstance(sums, dict) else ())) & there.keys() - new.keys()
         stale |= {"model.pt"} & there.keys() - new.keys() if "_scvi_required_metadata.json" in stale else set()
