@@ -274,7 +274,8 @@ def test_a_place_that_cannot_be_written_is_named_as_the_user_named_it(tmp_path):
 def test_cells_on_a_full_disk(tmp_path):
     """HDF5 would crash the process."""
     script = (
-        "import resource, signal, sys\nimport anndata, numpy as np\nfrom scforge._io import atomic_path, write_h5ad\n"
+        "import resource, signal, sys\nimport anndata, numpy as np\nfrom scforge._io import atomic_path\n"
+        "from scforge.data.h5ad import write_h5ad\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "adata = anndata.AnnData(np.ones((300, 40)))\nadata.raw = adata.copy()\n"
         "for most in [0, 90, 3000, 9000, 50_000, 100_000]:\n"

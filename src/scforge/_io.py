@@ -21,7 +21,6 @@ from scforge.errors import ModelFileError, OptionError, first_line, listing
 
 if TYPE_CHECKING:
     import h5py
-    from anndata import AnnData
 
 __all__ = [
     "atomic_folder",
@@ -38,7 +37,6 @@ __all__ = [
     "remove_folder",
     "sha256_of",
     "swap_in",
-    "write_h5ad",
 ]
 
 
@@ -157,17 +155,6 @@ def new_h5(path: str | os.PathLike[str]) -> Iterator[h5py.File]:
         finally:
             if raw.error is not None:
                 raise raw.error
-
-
-def write_h5ad(path: str | os.PathLike[str], adata: AnnData) -> None:
-    """Write cells as ``adata.write_h5ad`` does; that the disk is full is an OSError, see :func:`new_h5`."""
-    from anndata.io import write_elem
-
-    adata.strings_to_categoricals()
-    if adata.raw is not None:
-        adata.strings_to_categoricals(adata.raw.var)
-    with new_h5(path) as file:
-        write_elem(file, "/", adata)
 
 
 _NEW, _SAVED, _STALE = ".saving", ".saved", ".stale.json"
@@ -306,7 +293,7 @@ def _put_in_place(path: Path, said: str) -> None:
             f"{said} holds {listing(sorted(others))}, not of a model that scforge wrote; choose another name."
         )
     stale = set()
-    if described is not None:
+    if described is not None and not new.keys().isdisjoint(_DESCRIPTIONS):
         sums = described.get("sha256")
         stale = (_OWN | set(sums if isinstance(sums, dict) else ())) & there.keys() - new.keys()
         stale |= {"model.pt"} & there.keys() - new.keys() if "_scvi_required_metadata.json" in stale else set()
@@ -359,7 +346,7 @@ def _described(path: Path) -> dict[str, Any] | None:
 
 def _seen(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return what tells the files of one save from those of another."""
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for name in (*_OWN, "adata.h5ad", _SAVED):
         with contextlib.suppress(OSError):
             one = (folder / name).lstat()

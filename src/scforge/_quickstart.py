@@ -9,7 +9,8 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scforge._io import atomic_path, check_folder, write_h5ad
+from scforge._io import atomic_path, check_folder
+from scforge.data.h5ad import write_h5ad
 from scforge.errors import NotTrainedWarning
 
 if TYPE_CHECKING:

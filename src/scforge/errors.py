@@ -376,7 +376,7 @@ def warn(message: str, category: type[Warning] | None = None) -> None:
     warnings.warn(message, category or ScforgeWarning, skip_file_prefixes=(_PACKAGE,))
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return what an error of another library says, for a sentence around it: one line without its full stop.
 
     Parameters

@@ -7,16 +7,20 @@ import difflib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import h5py
 
+from scforge._io import new_h5
 from scforge.data.stream_errors import reading
 from scforge.data.stream_matrix import Matrix
 from scforge.data.stream_stored import StoredAdata
 from scforge.errors import DataError, MissingFileError
 
-__all__ = ["Matrix", "StoredAdata", "open_h5ad", "open_hdf5", "similar_file"]
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+__all__ = ["Matrix", "StoredAdata", "open_h5ad", "open_hdf5", "similar_file", "write_h5ad"]
 
 _DEPTH, _PARTS = 64, 100_000
 """How deep an AnnData may be nested, and how many parts it may have; links that make a loop have no end."""
@@ -107,3 +111,14 @@ def similar_file(path: Path) -> str:
         return "."
     near = difflib.get_close_matches(path.stem, others, n=1, cutoff=0.7)
     return f"; did you mean {others[near[0]]!r}?" if near else "."
+
+
+def write_h5ad(path: str | os.PathLike[str], adata: AnnData) -> None:
+    """Write cells as ``adata.write_h5ad`` does; that the disk is full is an OSError, see :func:`scforge._io.new_h5`."""
+    from anndata.io import write_elem
+
+    adata.strings_to_categoricals()
+    if adata.raw is not None:
+        adata.strings_to_categoricals(adata.raw.var)
+    with new_h5(path) as file:
+        write_elem(file, "/", adata)

@@ -275,15 +275,15 @@ def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[n
         return columns, []
     taken = set(columns.tolist())
     known: dict[str, dict[int, str]] = {}
-    for spelled in (vocab.genes, vocab.symbols or ()):
-        for index, gene in enumerate(spelled):
+    for genes in (vocab.genes, vocab.symbols or ()):
+        for index, gene in enumerate(genes):
             if index not in taken and _R_REPLACES.search(gene):
                 known.setdefault(_R_REPLACES.sub(".", gene), {})[index] = gene
     dotted = Counter(_R_REPLACES.sub(".", names[row]) for row in lost)
     columns, matched = columns.copy(), []
     for row in lost:
         name, spelled = names[row], _R_REPLACES.sub(".", names[row])
-        if len(known.get(spelled, ())) == dotted[spelled] == 1:
+        if len(known.get(spelled, {})) == dotted[spelled] == 1:
             ((index, gene),) = known[spelled].items()
             if spelled in (name, gene):  # one of them was written by R
                 columns[row] = index

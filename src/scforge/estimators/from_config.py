@@ -10,8 +10,9 @@ from anndata import AnnData
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 
 from scforge._constants import OBSM_KEY
-from scforge._io import atomic_path, write_h5ad
+from scforge._io import atomic_path
 from scforge.config.schema import Config, OutputConfig
+from scforge.data.h5ad import write_h5ad
 from scforge.errors import ConfigError
 from scforge.estimators.config_check import benchmark_callbacks, check_settings
 from scforge.estimators.config_data import embedded_adata, make_datamodule, open_source

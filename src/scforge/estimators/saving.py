@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from scforge._io import atomic_folder, check_inside, read_settled, sha256_of, write_h5ad
+from scforge._io import atomic_folder, check_inside, read_settled, sha256_of
+from scforge.data.h5ad import write_h5ad
 from scforge.data.sources import read_h5ad
 from scforge.data.vocab import GeneVocab
 from scforge.data.vocab_files import MOST_BYTES
