@@ -99,9 +99,10 @@ def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
     except FileNotFoundError as error:
         if told := refusal(error):
             raise DataError(f"{what} cannot be read: {told[1]}.") from error
-        if isinstance(error.__cause__, (TimeoutError, *_clients("aiohttp"))) and not hasattr(error.__cause__, "status"):
+        cause = error.__cause__
+        if cause and isinstance(cause, (TimeoutError, *_clients("aiohttp"))) and not hasattr(cause, "status"):
             raise DataError(
-                f"{what} cannot be reached ({first_line(error.__cause__)}); check the URL and the connection."
+                f"{what} cannot be reached ({first_line(cause)}); check the URL and the connection."
             ) from error
         raise MissingFileError(f"{what} does not exist; check the name.") from error
     except PermissionError as error:

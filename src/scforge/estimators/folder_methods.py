@@ -166,7 +166,7 @@ class FolderMethods:
         if accelerator is not None:
             device = _device_of(accelerator, device)
 
-        def read() -> Self:
+        def read() -> Any:
             config, vocab, weights = read_folder(dir_path)
             cells = read_adata(dir_path, config) if adata is None else None if adata is False else adata
             return cls._of_folder(dir_path, config, vocab, weights, adata=cells, device=device)

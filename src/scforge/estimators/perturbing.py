@@ -171,7 +171,7 @@ class PerturbationMethods:
             objective=model.spec.build_objective(),
             batch_size=batch_size,
         )
-        embeddings = {"": embed_cells}
+        embeddings: dict[str, Callable[[Cells], np.ndarray]] = {"": embed_cells}
         if untrained and n_permutations:
             try:
                 embeddings["_untrained"] = _untrained(model, batch_size)
@@ -214,7 +214,13 @@ class PerturbationMethods:
         results = with_rates(pd.concat(tables, ignore_index=True))
         by = "shift" if there is None else "goal_shift"
         results = results.sort_values(by, ascending=False, kind="stable", ignore_index=True)
-        asked = {"mode": mode, "groups": groups, "max_cells": max_cells, "n_permutations": n_permutations, "seed": seed}
+        asked: dict[str, Any] = {
+            "mode": mode,
+            "groups": groups,
+            "max_cells": max_cells,
+            "n_permutations": n_permutations,
+            "seed": seed,
+        }
         asked |= {name: None if state is None else str(state) for name, state in {"goal": goal, "start": start}.items()}
         if n_permutations:
             results.attrs["lowest_fdr"] = asked["lowest_fdr"] = _lowest_fdr(results, n_permutations)
