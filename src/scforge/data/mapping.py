@@ -275,8 +275,8 @@ def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[n
         return columns, []
     taken = set(columns.tolist())
     known: dict[str, dict[int, str]] = {}
-    for spelled in (vocab.genes, vocab.symbols or ()):
-        for index, gene in enumerate(spelled):
+    for genes in (vocab.genes, vocab.symbols or ()):
+        for index, gene in enumerate(genes):
             if index not in taken and _R_REPLACES.search(gene):
                 known.setdefault(_R_REPLACES.sub(".", gene), {})[index] = gene
     dotted = Counter(_R_REPLACES.sub(".", names[row]) for row in lost)

@@ -81,7 +81,7 @@ def harmonised(coordinates: np.ndarray, batches: np.ndarray, *, seed: int = 0) -
     True
     """
     _, codes = np.unique(batches, return_inverse=True)
-    n_cells, n_batches = len(coordinates), codes.max(initial=0) + 1
+    n_cells, n_batches = len(coordinates), int(codes.max(initial=0)) + 1
     if n_batches < 2 or n_cells < _FEWEST_CELLS:
         return np.asarray(coordinates, dtype=np.float32)
     original = np.asarray(coordinates, dtype=np.float64)
