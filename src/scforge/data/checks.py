@@ -60,7 +60,10 @@ def check_adata(adata: Any, *, argument: str = "adata") -> None:
     if adata.n_obs == 0 or adata.n_vars == 0:
         raise DataError(f"{argument} is empty ({adata.n_obs} cells x {adata.n_vars} genes); it needs cells and genes.")
     if adata.isbacked:
-        raise DataError(f"{argument} is backed by {str(adata.filename)!r}; load it with {argument}.to_memory() first.")
+        raise DataError(
+            f"{argument} is backed by {str(adata.filename)!r}; load it with {argument}.to_memory() first, or pass its "
+            "path where a file is taken."
+        )
     if not isinstance(adata.obs, pd.DataFrame):
         raise DataError(f"{argument} was read lazily and is not in memory; load it with {argument}.to_memory() first.")
 
