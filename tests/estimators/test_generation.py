@@ -122,7 +122,7 @@ def test_classes_come_from_a_data_module(tiny_adata: ad.AnnData):
         ({"batch_size": 0}, "batch_size=0"),
         ({"seed": "x"}, "seed='x'"),
         ({"condition": "a"}, "the model knows no classes"),
-        ({"prompt": ["gene0", "nogene"]}, "prompt names 'nogene', which is not among the 40 genes"),
+        ({"prompt": ["gene0", "nogene"]}, "prompt names 'nogene', not among the 40 genes"),
         ({"prompt": []}, "neither a list of genes"),
         ({"prompt": "gene0"}, "prompt='gene0' is neither a list of genes"),
         ({"prompt": 5}, "prompt=5 is neither a list of genes"),
