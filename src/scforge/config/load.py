@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -102,7 +103,10 @@ def dump_config(config: Config) -> str:
         lr: 0.0001
     <BLANKLINE>
     """
-    return dump_yaml(without_secrets(config.user_set()))
+    content = config.user_set()
+    with contextlib.suppress(RecursionError):  # dump_yaml reports what contains itself
+        content = without_secrets(content)
+    return dump_yaml(content)
 
 
 def _canonical(content: Mapping[str, Any], source: Source) -> dict[str, Any]:
