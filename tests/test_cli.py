@@ -65,10 +65,10 @@ def test_overrides_stand_anywhere(folder: Path, monkeypatch) -> None:
 
     def train(config, **options):
         seen.update(config.training.user_set())
-        return "a model"
+        return SimpleNamespace(_stopped=False)
 
     monkeypatch.setattr("scforge.estimators.train_from_config", train)
-    monkeypatch.setattr("scforge.estimators.config_start.training_report", lambda model, config: [model])
+    monkeypatch.setattr("scforge.estimators.config_start.training_report", lambda model, config: ["a model"])
     argv = "train training.lr=0.1 --config config.yaml training.max_steps=2 --quiet training.max_steps=3 seed=4"
     assert main(argv.split()) == 0
     assert (seen["optimizer"]["lr"], seen["max_steps"]) == (0.1, 3)

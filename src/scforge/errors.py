@@ -368,7 +368,7 @@ def warn(message: str, category: type[Warning] | None = None) -> None:
     Examples
     --------
     >>> import warnings
-    >>> with warnings.catch_warnings(record=True) as caught:
+    >>> with warnings.catch_warnings(record=True, action="always") as caught:
     ...     warn("The model is not trained.", NotTrainedWarning)
     >>> str(caught[0].message)
     'The model is not trained.'

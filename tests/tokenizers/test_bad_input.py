@@ -172,7 +172,7 @@ def test_names_of_which_none_is_in_the_vocabulary() -> None:
     start = "gene_ids has none of the 2 genes of the vocabulary: it holds "
     convert = "convert them with scforge.data.convert_gene_ids(names, to='ensembl', species='human')."
     for names, kind, hint in [
-        (["CD3D", "LYZ"], "human gene symbols such as 'CD3D', 'LYZ'", convert),
+        (["CD19", "MS4A1"], "human gene symbols such as 'CD19', 'MS4A1'", convert),
         (["ENSMUSG00000032094", "ENSMUSG00000069516"], "mouse Ensembl ids", "map the names to those of the vocab"),
         (["x1", "x2"], "names of no known kind such as 'x1', 'x2', the vocabulary human Ensembl ids", "map the names"),
         ([0, 1], "numbers (Entrez ids?)", "map the names"),

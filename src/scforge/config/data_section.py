@@ -59,7 +59,7 @@ class PreprocessingConfig(Section):
     Examples
     --------
     >>> PreprocessingConfig(hvg_selection=2000)
-    PreprocessingConfig(hvg_selection=2000, normalize='library_size', target_sum=None, log1p=True)
+    PreprocessingConfig(hvg_selection=2000, keep_genes=[], normalize='library_size', target_sum=None, log1p=True)
     """
 
     hvg_selection: Annotated[Int, Field(ge=0)] | None = None
