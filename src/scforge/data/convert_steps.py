@@ -257,9 +257,9 @@ class Conversion:
             chunk_size=CHUNK_SIZE,
             obs_columns=[column.name for column in self.table.columns],
             content_hash=content_hash(vocab.hash, [dataset["hash"] for dataset in journal.datasets]),
-            datasets=journal.datasets,
+            datasets=journal.datasets,  # type: ignore[arg-type]
             sources=[
-                {**source, "name": name, "overlap": genes.overlap, "counts_kept": kept / total}
+                {**source, "name": name, "overlap": genes.overlap, "counts_kept": kept / total}  # type: ignore[typeddict-item]
                 for source, name, genes, kept, total in zip(
                     plan["sources"], self.table.sources, self.genes, journal.kept, journal.totals, strict=True
                 )

@@ -109,9 +109,10 @@ def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
     except FileNotFoundError as error:
         if told := refusal(error):
             raise DataError(f"{what} cannot be read: {told[1]}.") from shown(error)
-        if isinstance(error.__cause__, (TimeoutError, *_clients("aiohttp"))) and not hasattr(error.__cause__, "status"):
+        behind, lost = error.__cause__, (TimeoutError, *_clients("aiohttp"))
+        if isinstance(behind, Exception) and isinstance(behind, lost) and not hasattr(behind, "status"):
             raise DataError(
-                f"{what} cannot be reached ({first_line(error.__cause__)}); check the URL and the connection."
+                f"{what} cannot be reached ({first_line(behind)}); check the URL and the connection."
             ) from shown(error)
         raise MissingFileError(f"{what} does not exist; check the name.") from shown(error)
     except PermissionError as error:
