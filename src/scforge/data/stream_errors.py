@@ -109,8 +109,9 @@ def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
     except FileNotFoundError as error:
         if told := refusal(error):
             raise DataError(f"{what} cannot be read: {told[1]}.") from shown(error)
-        behind, lost = error.__cause__, (TimeoutError, *_clients("aiohttp"))
-        if isinstance(behind, Exception) and isinstance(behind, lost) and not hasattr(behind, "status"):
+        behind = error.__cause__
+        lost = isinstance(behind, (TimeoutError, *_clients("aiohttp"))) and not hasattr(behind, "status")
+        if lost and isinstance(behind, Exception):
             raise DataError(
                 f"{what} cannot be reached ({first_line(behind)}); check the URL and the connection."
             ) from shown(error)
