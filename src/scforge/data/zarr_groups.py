@@ -121,7 +121,7 @@ def _checked(store: Any, key: str, content: Any) -> Any:
     for codec in _codecs(described):
         if str(codec).removeprefix("numcodecs.") not in _CODECS:
             raise DataError(
-                f"{key!r} of {str(store)!r} names the codec {codec!r}, which may run code and is not used; "
+                f"{key!r} of {str(store)!r} names the codec {str(codec)[:100]!r}, which may run code and is not used; "
                 "write the data again with a current anndata."
             )
     return content
