@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import anndata as ad
 import numpy as np
@@ -86,6 +87,7 @@ def test_a_file_with_flags(folder: Path, capsys: pytest.CaptureFixture[str], mon
 
     def finetune(config, **options):
         seen.update(config=config, **options)
+        return SimpleNamespace(model=SimpleNamespace(_stopped=False))
 
     monkeypatch.setattr("scforge.estimators.finetuning_from_config.finetune_from_config", finetune)
     monkeypatch.setattr("scforge.estimators.finetuning_from_config.finetuning_report", lambda *args: [])
@@ -109,9 +111,12 @@ def test_a_file_with_flags(folder: Path, capsys: pytest.CaptureFixture[str], mon
 )
 def test_overrides_behind_a_flag_that_needs_no_value(folder: Path, monkeypatch, flags: str, expected: tuple) -> None:
     seen = []
-    monkeypatch.setattr(
-        "scforge.estimators.finetuning_from_config.finetune_from_config", lambda config, **options: seen.append(config)
-    )
+
+    def finetune(config, **options):
+        seen.append(config)
+        return SimpleNamespace(model=SimpleNamespace(_stopped=False))
+
+    monkeypatch.setattr("scforge.estimators.finetuning_from_config.finetune_from_config", finetune)
     monkeypatch.setattr("scforge.estimators.finetuning_from_config.finetuning_report", lambda *args: [])
     line = "finetune --base-model base --data cells.h5ad --task annotation --labels-key group"
     assert run(f"{line} {flags}") == 0

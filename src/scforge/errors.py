@@ -36,8 +36,9 @@ _PACKAGE = str(Path(__file__).parent)
 SECRET = "***"
 """What is written in place of a credential."""
 
-_USER = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]*://)[^\s/?#]*@")
-_QUERY = re.compile(r"(\bhttps?://[^\s?'\"]*\?)[^\s'\"]+")
+# A path of a URL has one of its slashes left.
+_USER = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]+:/{1,2})[^\s/?#]*@")
+_QUERY = re.compile(r"(\bhttps?:/{1,2}[^\s?'\"]*\?)[^\s'\"]+")
 
 
 class ScforgeError(Exception):
@@ -386,7 +387,7 @@ def first_line(error: BaseException) -> str:
 
     Returns
     -------
-    Its first line; the name of its class if it says nothing.
+    The first 300 characters of its first line; the name of its class if it says nothing.
 
     Examples
     --------
@@ -395,7 +396,7 @@ def first_line(error: BaseException) -> str:
     """
     # The text of a KeyError is the repr of its message.
     text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    return text.splitlines()[0].rstrip(".") if text else type(error).__name__
+    return text.splitlines()[0][:300].rstrip(".") if text else type(error).__name__
 
 
 def redacted(text: str) -> str:

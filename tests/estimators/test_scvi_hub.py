@@ -7,11 +7,12 @@ import shutil
 from pathlib import Path
 
 import anndata as ad
+import h5py
 import numpy as np
 import pytest
 import torch
 
-from scforge.errors import ModelFileError
+from scforge.errors import DataError, ModelFileError
 from scforge.estimators import Encoder
 from scforge.estimators.scvi_hub import HubLoader
 
@@ -95,3 +96,10 @@ def test_without_it_nothing_is_added(model: Encoder, tmp_path: Path) -> None:
     model.save(tmp_path / "model")
     assert not (tmp_path / "model" / "model.pt").exists()
     shutil.rmtree(tmp_path / "model")
+
+
+def test_cells_that_lie_elsewhere(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "adata.h5ad", "w") as file:
+        file["obs"] = h5py.ExternalLink("secret.h5", "/obs")
+    with pytest.raises(DataError, match=r"'/obs' of '.*adata\.h5ad' lies in another file"):
+        HubLoader("Encoder").load(tmp_path)

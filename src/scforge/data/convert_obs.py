@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from scforge.data.streams import CellStream
 
-__all__ = ["CellNames", "CellTable", "Column", "join_tables"]
+__all__ = ["CellNames", "CellTable", "Column", "check_columns", "join_tables"]
 
 logger = logging.getLogger("scforge")
 
@@ -121,6 +121,7 @@ def join_tables(streams: Sequence[CellStream], wanted: Sequence[str] | None) -> 
     n_bytes = 0
     for stream in streams:
         obs = stream.obs(None if wanted is None else list(wanted))
+        check_columns(obs, stream.name)
         names = list(wanted) if wanted is not None else [name for name in obs.columns if _is_kept(name)]
         tables.append({name: _Seen.of(obs[name]) for name in names})
         n_bytes = max(n_bytes, int(obs[names].memory_usage(deep=True).sum()))
@@ -138,6 +139,13 @@ def join_tables(streams: Sequence[CellStream], wanted: Sequence[str] | None) -> 
     if left_out:
         logger.info("Columns of obs left out: %s.", "; ".join(f"{name} ({why})" for name, why in left_out.items()))
     return CellTable(columns, _unique_sources(streams), n_bytes)
+
+
+def check_columns(obs: pd.DataFrame, source: str) -> None:
+    """Raise unless each column of a table of cells has a name of its own."""
+    if not obs.columns.is_unique:
+        twice = obs.columns[obs.columns.duplicated()][0]
+        raise DataError(f"obs of {source!r} has the column {twice!r} twice; rename one of them.")
 
 
 def _check_wanted(wanted: Sequence[str]) -> None:

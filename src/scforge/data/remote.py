@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import re
 import time
@@ -11,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec.asyn import get_loop, sync
 
-from scforge.data.stream_errors import LATER, reading_errors, refusal
-from scforge.errors import SECRET, DataError, OptionError, did_you_mean, first_line
+from scforge.data.stream_errors import LATER, reading, reading_errors, refusal, shown
+from scforge.errors import SECRET, DataError, OptionError, did_you_mean, first_line, redacted
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -34,7 +35,7 @@ PIECE_S = 120.0
 """Seconds after which one piece is not asked for again: a server that sends a byte now and then never ends."""
 
 _CONNECT_S, _READ_S = 10, 30
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+://")
 _FINAL = (
     *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
     *(KeyError, ValueError, TypeError, IndexError, AttributeError),
@@ -43,7 +44,7 @@ _FINAL = (
 
 
 def is_url(place: Any) -> bool:
-    r"""Return whether `place` is text that names a scheme, as ``"s3://bucket/cells.h5ad"`` does.
+    r"""Return whether `place` is text that names a scheme, as ``"s3://bucket/cells.h5ad"`` does, or several.
 
     Examples
     --------
@@ -83,24 +84,24 @@ def remote_file_system(
 
     if f"://{SECRET}@" in url or f"?{SECRET}" in url or f"'{SECRET}'" in repr(storage_options):
         raise OptionError(f"{url!r} needs a credential, which scforge does not write into files; give all of it again.")
-    options = _with_limits(url.partition("://")[0], dict(storage_options or {}))
-    try:
-        return url_to_fs(url, **options, asynchronous=asynchronous)
-    except ImportError as error:
-        raise OptionError(
-            f"{url!r} needs a package that is not installed ({first_line(error)}); "
-            'install the clients of S3 and Google Cloud with: pip install "scforge[cloud]".'
-        ) from error
-    except ValueError as error:
-        known = available_protocols()
-        if (scheme := url.partition("://")[0]) not in known:
+    scheme, known = url.partition("://")[0], available_protocols()
+    with reading(repr(url)):
+        try:
+            options = _with_limits(scheme, dict(storage_options or {}))
+            found = url_to_fs(url, **options, asynchronous=asynchronous)
+        except ImportError as error:
             raise OptionError(
-                f"{url!r} starts with the unknown scheme {scheme!r}{did_you_mean(scheme, known) or ';'} "
-                "(fsspec knows s3, gs, https and others)"
-            ) from error
-        raise OptionError(f"storage_options cannot be used for {url!r}: {first_line(error)}.") from error
-    except TypeError as error:
-        raise OptionError(f"storage_options cannot be used for {url!r}: {first_line(error)}.") from error
+                f"{url!r} needs a package that is not installed ({first_line(error)}); "
+                'install the clients of S3 and Google Cloud with: pip install "scforge[cloud]".'
+            ) from shown(error)
+        except (ValueError, TypeError) as error:
+            if "::" not in scheme and scheme not in known:
+                raise OptionError(
+                    f"{url!r} starts with the unknown scheme {scheme!r}{did_you_mean(scheme, known) or ';'} "
+                    "(fsspec knows s3, gs, https and others)"
+                ) from shown(error)
+            raise OptionError(f"storage_options cannot be used for {url!r}: {first_line(error)}.") from shown(error)
+    return found
 
 
 def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -131,20 +132,20 @@ async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> 
         except PermissionError as error:
             raise DataError(
                 f"{what} may not be read ({first_line(error)}); check the credentials in storage_options."
-            ) from error
+            ) from shown(error)
         except _FINAL:
             raise
         except reading_errors() as error:
             told = refusal(error)
             last = number == TRIES or time.monotonic() > until
             if told and (last or told[0] not in LATER):
-                raise DataError(f"{what} cannot be read: {told[1]}.") from error
+                raise DataError(f"{what} cannot be read: {told[1]}.") from shown(error)
             if last:
                 raise DataError(
                     f"{what} cannot be reached, tried {number} times ({first_line(error)}); "
                     "check the connection and storage_options, and run this again."
-                ) from error
-            logger.debug("Reading %s again in %g s: %s", what, wait, error)
+                ) from shown(error)
+            logger.debug("Reading again in %g s: %s", wait, redacted(f"{what}: {error}"))
         await asyncio.sleep(wait)
         wait *= 2
     raise AssertionError("the last try returns or raises")
@@ -163,7 +164,14 @@ def persistent(file: Any, what: str) -> Any:
         return found
 
     def again(start: int, stop: int) -> bytes:
-        return sync(get_loop(), ask_again, lambda: asyncio.to_thread(whole, start, stop), what)
+        # h5py holds its lock meanwhile: a thread that collects garbage of h5py would wait for it, and be waited for.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sync(get_loop(), ask_again, lambda: asyncio.to_thread(whole, start, stop), what)
+        finally:
+            if collects:
+                gc.enable()
 
     blocks.fetcher = again
     return file

@@ -145,7 +145,7 @@ class StoreInfo:
     counts_dtype: str
     shuffled: bool
     seed: int | None
-    chunk_size: PositiveInt
+    chunk_size: Annotated[int, Field(gt=0, lt=2**31)]
     obs_columns: list[str]
     content_hash: str
     datasets: list[_Dataset]

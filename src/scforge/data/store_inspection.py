@@ -136,12 +136,13 @@ def inspect_store(
     with reading(f"the store {name!r}", fix=AGAIN):
         vocab = read_vocab(group)
         columns = {column: _column(group, column) for column in info.obs_columns}
+        n_bytes = _size(name, storage_options)
     return StoreInspection(
         path=redacted(name),
         info=info,
         vocab=repr(vocab),
         columns=columns,
-        n_bytes=_size(name, storage_options),
+        n_bytes=n_bytes,
         sources={source["name"]: _state(source) for source in info.sources},
         verified=verify,
     )
@@ -190,7 +191,7 @@ def verify_store(path: str | os.PathLike[str], *, storage_options: Mapping[str, 
     name = os.fspath(path)
     group, info = open_store_group(path, storage_options)
     problems = []
-    with zarr.config.set(CODECS):
+    with zarr.config.set(CODECS), reading(f"the store {name!r}", fix=AGAIN):
         for number, dataset in enumerate(info.datasets):
             problems += _dataset_problems(group, DATASET.format(number), dataset)
         problems += _root_problems(group, info)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -72,8 +73,9 @@ def convert_once(
         stream.obs(obs)
     options: dict[str, Any] = {"layer": layer, "gene_key": gene_key, "modality": modality}
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Of several processes the first converts, and the others wait for it.
-    with FileLock(path.with_name(f".{path.name}.lock")):
+    # Of several processes the first converts, and the others wait for it. Nobody converts into a read-only folder.
+    may_write = os.access(path.parent, os.W_OK)
+    with FileLock(path.with_name(f".{path.name}.lock")) if may_write else contextlib.nullcontext():
         if path.exists():
             if not is_store(path):
                 raise OptionError(f"cache={str(path)!r} is no store; name a folder that is not there yet.")

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import lzma
 import sys
+import tarfile
+import traceback
 import zipfile
 import zlib
 from collections.abc import Iterator
 from http import HTTPStatus
 
-from scforge.errors import DataError, MissingFileError, ScforgeError, first_line
+from scforge.errors import DataError, MissingFileError, ScforgeError, first_line, redacted
 
-__all__ = ["LATER", "reading", "reading_errors", "refusal"]
+__all__ = ["LATER", "reading", "reading_errors", "refusal", "shown"]
 
 _LOCAL = (
     *(OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError),
-    *(AssertionError, ImportError, MemoryError, lzma.LZMAError, zipfile.BadZipFile, zlib.error),
+    *(AssertionError, ImportError, MemoryError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error),
 )
 """What h5py, zarr, its codecs, anndata and fsspec raise for missing, odd, damaged or huge parts."""
 
@@ -29,6 +31,8 @@ _CLIENTS = {
     "botocore.exceptions": ("BotoCoreError", "ClientError"),
     "gcsfs.retry": ("HttpError",),
     "google.auth.exceptions": ("GoogleAuthError",),
+    "httpx": ("HTTPError",),
+    "httpx2": ("HTTPError",),
     "requests": ("RequestException",),
 }
 """Modules of remote stores, and their errors, which are of no common family."""
@@ -72,6 +76,12 @@ def refusal(error: BaseException) -> tuple[int, str] | None:
     return status, f"the server answers {status} ({phrase}); {fix}"
 
 
+def shown(error: BaseException) -> BaseException | None:
+    """Return what to raise an error from: `error`, or None if a traceback of it would show a credential."""
+    text = "".join(traceback.format_exception(error))
+    return error if redacted(text) == text else None
+
+
 @contextlib.contextmanager
 def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
     """Turn an error of reading into one sentence.
@@ -98,20 +108,23 @@ def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         if told := refusal(error):
-            raise DataError(f"{what} cannot be read: {told[1]}.") from error
-        cause = error.__cause__
-        if cause and isinstance(cause, (TimeoutError, *_clients("aiohttp"))) and not hasattr(cause, "status"):
+            raise DataError(f"{what} cannot be read: {told[1]}.") from shown(error)
+        behind = error.__cause__
+        lost = isinstance(behind, (TimeoutError, *_clients("aiohttp"))) and not hasattr(behind, "status")
+        if lost and isinstance(behind, Exception):
             raise DataError(
-                f"{what} cannot be reached ({first_line(cause)}); check the URL and the connection."
-            ) from error
-        raise MissingFileError(f"{what} does not exist; check the name.") from error
+                f"{what} cannot be reached ({first_line(behind)}); check the URL and the connection."
+            ) from shown(error)
+        raise MissingFileError(f"{what} does not exist; check the name.") from shown(error)
     except PermissionError as error:
         raise DataError(
             f"{what} may not be read ({first_line(error)}); "
             "check the permissions, or the credentials in storage_options."
-        ) from error
+        ) from shown(error)
+    except TimeoutError as error:
+        raise DataError(f"{what} cannot be reached in time; check the connection and try again.") from shown(error)
     except reading_errors() as error:
         if told := refusal(error):
-            raise DataError(f"{what} cannot be read: {told[1]}.") from error
+            raise DataError(f"{what} cannot be read: {told[1]}.") from shown(error)
         read, tail = (f"read {how}" if how else "read"), (f"; {fix}" if fix else "")
-        raise DataError(f"{what} cannot be {read}: {first_line(error)}{tail}.") from error
+        raise DataError(f"{what} cannot be {read}: {first_line(error)}{tail}.") from shown(error)

@@ -93,16 +93,18 @@ def joined_obs(streams: Sequence[CellStream], columns: Sequence[str] | None) -> 
     DataError
         If a source lacks a column, or one holds text where another holds numbers.
     """
-    from scforge.data.convert_obs import CellNames, join_tables
+    from scforge.data.convert_obs import CellNames, check_columns, join_tables
     from scforge.data.store_files import SOURCE, TOTAL
 
     if len(streams) == 1:
-        return streams[0].obs(columns).copy(deep=False)
+        table = streams[0].obs(columns)
+        check_columns(table, streams[0].name)
+        return table.copy(deep=False)
     own = None if columns is None else [column for column in columns if column != SOURCE]
-    table, names = join_tables(streams, own), CellNames(streams)
-    read = [table.rows(stream, source) for source, stream in enumerate(streams)]
+    joining, names = join_tables(streams, own), CellNames(streams)
+    read = [joining.rows(stream, source) for source, stream in enumerate(streams)]
     unique = np.concatenate([names(found, source) for source, (_, found) in enumerate(read)])
-    joined = table.frame(np.concatenate([rows for rows, _ in read]), unique)
+    joined = joining.frame(np.concatenate([rows for rows, _ in read]), unique)
     return joined.drop(columns=TOTAL) if columns is None else joined[list(columns)]
 
 

@@ -12,7 +12,7 @@ from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 from zarr import storage
 
 from scforge.data.remote import ask_again, is_url, remote_file_system
-from scforge.data.stream_errors import reading
+from scforge.data.stream_errors import reading, shown
 from scforge.errors import DataError, MissingFileError
 
 __all__ = ["open_group"]
@@ -67,7 +67,7 @@ def open_group(
         try:
             return zarr.open_group(store, mode=mode)
         except FileNotFoundError as error:
-            raise MissingFileError(f"{name!r} is not there, or is no zarr group; check the name.") from error
+            raise MissingFileError(f"{name!r} is not there, or is no zarr group; check the name.") from shown(error)
 
 
 # zarrs reads from a store of this name itself, which is much faster.
@@ -121,7 +121,7 @@ def _checked(store: Any, key: str, content: Any) -> Any:
     for codec in _codecs(described):
         if str(codec).removeprefix("numcodecs.") not in _CODECS:
             raise DataError(
-                f"{key!r} of {str(store)!r} names the codec {codec!r}, which may run code and is not used; "
+                f"{key!r} of {str(store)!r} names the codec {str(codec)[:100]!r}, which may run code and is not used; "
                 "write the data again with a current anndata."
             )
     return content

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from scforge.data.sources import read_h5ad
 from scforge.errors import ModelFileError, first_line
 
 if TYPE_CHECKING:
@@ -103,8 +104,6 @@ class HubLoader:
 
         folder = Path(dir_path)
         if adata is None and (folder / _ADATA).is_file():
-            from anndata import read_h5ad
-
             adata = read_h5ad(folder / _ADATA)
         _, _, place = parse_device_args(accelerator, device, return_device="torch", validate_single_device=True)
         cls = getattr(scforge.models, self.name)
