@@ -116,8 +116,8 @@ def test_empty(tiny_adata, tiny_vocab):
 def test_backed(tiny_adata, tiny_vocab, tmp_path):
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
     backed = ad.read_h5ad(tmp_path / "a.h5ad", backed="r")
-    with pytest.raises(DataError, match=r"a\.h5ad.*to_memory"):
-        check_adata(backed)
+    check_adata(backed)
+    assert (counts_of(backed) != counts_of(tiny_adata)).nnz == 0
     with pytest.raises(DataError, match=r"a part of an AnnData backed by .*a\.h5ad.*to_memory"):
         open_cells(backed[:10], tiny_vocab)
     backed.file.close()

@@ -6,6 +6,7 @@ import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import h5py
 import numpy as np
 from scipy import sparse
 
@@ -53,17 +54,12 @@ def check_is_adata(adata: Any, *, argument: str = "adata") -> None:
 
 
 def check_adata(adata: Any, *, argument: str = "adata") -> None:
-    """Raise unless `adata` is an AnnData in memory with cells and genes."""
+    """Raise unless `adata` is an AnnData with cells and genes, in memory or backed."""
     import pandas as pd
 
     check_is_adata(adata, argument=argument)
     if adata.n_obs == 0 or adata.n_vars == 0:
         raise DataError(f"{argument} is empty ({adata.n_obs} cells x {adata.n_vars} genes); it needs cells and genes.")
-    if adata.isbacked:
-        raise DataError(
-            f"{argument} is backed by {str(adata.filename)!r}; load it with {argument}.to_memory() first, or pass its "
-            "path where a file is taken."
-        )
     if not isinstance(adata.obs, pd.DataFrame):
         raise DataError(f"{argument} was read lazily and is not in memory; load it with {argument}.to_memory() first.")
 
@@ -126,6 +122,8 @@ def _share_of_barcodes(names: pd.Index) -> float:
 def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     """Return the raw counts of `adata` as CSR with sorted indices, after checking that they are counts.
 
+    Those of a backed AnnData are read into memory.
+
     Parameters
     ----------
     adata
@@ -165,7 +163,7 @@ def _matrix(adata: AnnData, layer: str | None) -> Any:
     if layer is None:
         if adata.X is None:
             raise DataError(f"adata.X is None; {_where_counts_are(adata, layer)}.")
-        return adata.X
+        return _in_memory(adata.X)
     if layer not in adata.layers:
         layers = [key for key in adata.layers if key is not None]
         raise DataError(
@@ -173,6 +171,13 @@ def _matrix(adata: AnnData, layer: str | None) -> Any:
             f"(adata.layers has: {listing(layers)}; layer=None reads adata.X)"
         )
     return adata.layers[layer]
+
+
+def _in_memory(matrix: Any) -> Any:
+    """Return a matrix, read from its file where it is that of a backed AnnData."""
+    if isinstance(matrix, h5py.Dataset):
+        return matrix[()]
+    return matrix.to_memory() if hasattr(matrix, "to_memory") else matrix
 
 
 def _is_numeric(matrix: Any) -> bool:
@@ -208,10 +213,10 @@ def _where_counts_are(adata: AnnData, layer: str | None, way_out: str = _NORMALI
     if layer is not None and adata.X is not None:
         others.append(None)
     for key in others:
-        matrix = adata.X if key is None else adata.layers[key]
+        matrix = _in_memory(adata.X) if key is None else adata.layers[key]
         if _holds_counts(matrix):
             return f"layer={key!r} holds counts ({'adata.X' if key is None else 'adata.layers'}), pass that"
-    if adata.raw is not None and _holds_counts(adata.raw.X):
+    if adata.raw is not None and _holds_counts(_in_memory(adata.raw.X)):
         return "adata.raw holds counts, pass adata.raw.to_adata()"
     return way_out
 
