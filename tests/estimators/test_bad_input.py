@@ -213,6 +213,19 @@ def test_backed(tiny_adata: ad.AnnData, form, tmp_path) -> None:
     backed.file.close()
 
 
+def test_what_is_hardly_counts_of_one_species() -> None:
+    human = ["CD3D", "LYZ", "MS4A1", "NKG7", "GNLY", "ENSG00000105374"]
+    counts = np.random.default_rng(0).poisson(5.0, size=(60, 12)).astype(np.float32)
+    names = [*human, "Cd3d", "Lyz2", "Ms4a1", "Nkg7", "ENSMUSG00000032094", "no gene"]
+    adata = ad.AnnData(counts, var=pd.DataFrame(index=names))
+    Encoder.setup_anndata(adata)
+    with pytest.warns(ScforgeWarning, match="adata.var_names holds 6 human genes and 5 mouse genes, .*'human_mouse'"):
+        Encoder(adata, hidden_dim=4)
+    wide = ad.AnnData((np.random.default_rng(0).random((60, 200)) < 0.3).astype(np.float32))
+    with pytest.warns(ScforgeWarning, match="adata.X holds only 0 and 1"):
+        Encoder.setup_anndata(wide)
+
+
 TR = ("transformer_encoder",)
 OPTIONS = [
     (("transformer_encodr",), {}, OptionError, "architecture='transformer_encodr' is not known; did you mean 'transf"),
@@ -317,7 +330,7 @@ def test_the_largest_seed(trained) -> None:
 
 
 def test_too_few_cells_for_any_gene(build, tiny_adata: ad.AnnData) -> None:
-    hint = "no gene is detected in at least min_cells=3 of the 1 cells; use more cells"
+    hint = "no gene is detected in 3 cells, of 1; use more cells, or name the genes, e.g. vocab="
     fails(lambda: build(adata=tiny_adata[:1].copy()), DataError, hint, "vocab=GeneVocab.from_adata(adata)")
 
 

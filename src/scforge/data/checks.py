@@ -11,7 +11,7 @@ import numpy as np
 from scipy import sparse
 
 from scforge.data.compressed import compressed_problem, sound_csr
-from scforge.errors import DataError, OptionError, ScforgeWarning, did_you_mean, listing
+from scforge.errors import DataError, OptionError, ScforgeWarning, did_you_mean, listing, warn
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,6 +25,7 @@ __all__ = [
     "inherited_batch_key",
     "names_each_cell",
     "value_problem",
+    "warn_if_transformed",
     "warn_if_transposed",
 ]
 
@@ -39,6 +40,11 @@ _NORMALISED = "pass the layer that holds them, or undo the normalisation"
 
 _UNMEASURED = "leave out genes that only some cells have measured, e.g. with anndata.concat(..., join='inner')"
 """What to do about missing values: most often the outer join of data sets with other genes."""
+
+
+_SAMPLED, _EQUAL, _DEEP = 1000, 0.1, 20
+"""Cells that are looked at; variation of library sizes (SD by mean) below which they are nearly equal, where measured
+cells have some 0.5; counts a cell from which on some gene has more than one of them."""
 
 
 def check_is_adata(adata: Any, *, argument: str = "adata") -> None:
@@ -111,6 +117,24 @@ def warn_if_transposed(adata: AnnData) -> None:
             "swapped, pass adata.T.",
             ScforgeWarning,
             stacklevel=3,
+        )
+
+
+def warn_if_transformed(counts: sparse.csr_matrix, layer: str | None) -> None:
+    """Warn where whole numbers are hardly counts: rounded after a normalization, or only 0 and 1."""
+    if counts.shape[0] <= _FEW_VALUES:
+        return
+    some = counts[:: max(counts.shape[0] // _SAMPLED, 1)].astype(np.float64)
+    some.eliminate_zeros()
+    totals = np.asarray(some.sum(axis=1)).ravel()
+    smallest = np.minimum.reduceat(some.data, some.indptr[:-1])
+    where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
+    if some.data.max() == 1 and totals.mean() >= _DEEP:
+        warn(f"{where} holds only 0 and 1, as after binarizing; pass the layer that holds the raw counts.")
+    elif totals.std() < _EQUAL * totals.mean() and np.median(smallest) > 1 and 2 * some.nnz < np.prod(some.shape):
+        warn(
+            f"{where} has nearly the same total in all cells (median {np.median(totals):,.0f}) and no count of 1 in "
+            "most of them, as after rounding normalized values; pass the layer that holds the raw counts."
         )
 
 
