@@ -119,7 +119,7 @@ def test_more_genes_than_there_are(tiny_adata):
 def test_errors(tiny_adata):
     with pytest.raises(OptionError, match="n_top_genes=0"):
         select_genes(tiny_adata, n_top_genes=0)
-    with pytest.raises(DataError, match="min_cells=61"):
+    with pytest.raises(DataError, match="no gene is detected in 61 cells, of 60"):
         select_genes(tiny_adata, min_cells=61)
     with pytest.raises(DataError, match="batch_key='bach' is not a column of adata.obs; did you mean 'batch'"):
         select_genes(tiny_adata, n_top_genes=10, batch_key="bach")

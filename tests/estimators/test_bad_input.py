@@ -190,14 +190,40 @@ def test_a_view_may_be_embedded(model: Encoder, tiny_adata: ad.AnnData) -> None:
     assert "X_scforge" not in tiny_adata.obsm
 
 
-def test_backed(tiny_adata: ad.AnnData, model: Encoder, tmp_path) -> None:
-    model.adata.copy().write_h5ad(tmp_path / "cells.h5ad")
+@pytest.mark.parametrize("form", [np.asarray, sparse.csr_matrix, sparse.csc_matrix])
+def test_backed(tiny_adata: ad.AnnData, form, tmp_path) -> None:
+    tiny_adata.X = form(tiny_adata.X.toarray())
+    tiny_adata.copy().write_h5ad(tmp_path / "cells.h5ad")
     backed = ad.read_h5ad(tmp_path / "cells.h5ad", backed="r")
-    hint = "adata is backed by '", "load it with adata.to_memory() first"
-    fails(lambda: Encoder.setup_anndata(backed), DataError, *hint)
-    fails(lambda: model.get_latent_representation(backed), DataError, *hint)
-    model.get_latent_representation(backed.to_memory())
+    embeddings = []
+    for adata in (tiny_adata, backed):
+        Encoder.setup_anndata(adata, batch_key="batch", labels_key="group")
+        model = Encoder(adata, n_top_genes=30, hidden_dim=8)
+        model.train(1, batch_size=16, progress_bar=False)
+        embeddings.append(model.get_latent_representation())
+        np.testing.assert_array_equal(adata.obsm["X_scforge"], embeddings[-1])
+        tuned = model.finetune("annotation", max_epochs=1, batch_size=16, progress_bar=False)
+        tuned.predict(key_added="predicted")
+    np.testing.assert_array_equal(embeddings[0], embeddings[1])
+    assert backed.obs["predicted"].tolist() == tiny_adata.obs["predicted"].tolist()
+    np.testing.assert_array_equal(model.get_latent_representation(tiny_adata, key_added=None), embeddings[0])
+    hint = "adata is a part of an AnnData backed by '", "read it with adata = adata.to_memory()"
+    fails(lambda: model.get_latent_representation(backed[:10]), DataError, *hint)
+    assert backed.isbacked
     backed.file.close()
+
+
+def test_what_is_hardly_counts_of_one_species() -> None:
+    human = ["CD3D", "LYZ", "MS4A1", "NKG7", "GNLY", "ENSG00000105374"]
+    counts = np.random.default_rng(0).poisson(5.0, size=(60, 12)).astype(np.float32)
+    names = [*human, "Cd3d", "Lyz2", "Ms4a1", "Nkg7", "ENSMUSG00000032094", "no gene"]
+    adata = ad.AnnData(counts, var=pd.DataFrame(index=names))
+    Encoder.setup_anndata(adata)
+    with pytest.warns(ScforgeWarning, match="adata.var_names holds 6 human genes and 5 mouse genes, .*'human_mouse'"):
+        Encoder(adata, hidden_dim=4)
+    wide = ad.AnnData((np.random.default_rng(0).random((60, 200)) < 0.3).astype(np.float32))
+    with pytest.warns(ScforgeWarning, match="adata.X holds only 0 and 1"):
+        Encoder.setup_anndata(wide)
 
 
 TR = ("transformer_encoder",)
@@ -304,7 +330,7 @@ def test_the_largest_seed(trained) -> None:
 
 
 def test_too_few_cells_for_any_gene(build, tiny_adata: ad.AnnData) -> None:
-    hint = "no gene is detected in at least min_cells=3 of the 1 cells; use more cells"
+    hint = "no gene is detected in 3 cells, of 1; use more cells, or name the genes, e.g. vocab="
     fails(lambda: build(adata=tiny_adata[:1].copy()), DataError, hint, "vocab=GeneVocab.from_adata(adata)")
 
 

@@ -6,11 +6,12 @@ import re
 import warnings
 from typing import TYPE_CHECKING, Any
 
+import h5py
 import numpy as np
 from scipy import sparse
 
 from scforge.data.compressed import compressed_problem, sound_csr
-from scforge.errors import DataError, OptionError, ScforgeWarning, did_you_mean, listing
+from scforge.errors import DataError, OptionError, ScforgeWarning, did_you_mean, listing, warn
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -24,6 +25,7 @@ __all__ = [
     "inherited_batch_key",
     "names_each_cell",
     "value_problem",
+    "warn_if_transformed",
     "warn_if_transposed",
 ]
 
@@ -40,6 +42,11 @@ _UNMEASURED = "leave out genes that only some cells have measured, e.g. with ann
 """What to do about missing values: most often the outer join of data sets with other genes."""
 
 
+_SAMPLED, _EQUAL, _DEEP = 1000, 0.1, 20
+"""Cells that are looked at; variation of library sizes (SD by mean) below which they are nearly equal, where measured
+cells have some 0.5; counts a cell from which on some gene has more than one of them."""
+
+
 def check_is_adata(adata: Any, *, argument: str = "adata") -> None:
     """Raise unless `adata` is an AnnData, which may be empty or backed."""
     import anndata
@@ -53,17 +60,12 @@ def check_is_adata(adata: Any, *, argument: str = "adata") -> None:
 
 
 def check_adata(adata: Any, *, argument: str = "adata") -> None:
-    """Raise unless `adata` is an AnnData in memory with cells and genes."""
+    """Raise unless `adata` is an AnnData with cells and genes, in memory or backed."""
     import pandas as pd
 
     check_is_adata(adata, argument=argument)
     if adata.n_obs == 0 or adata.n_vars == 0:
         raise DataError(f"{argument} is empty ({adata.n_obs} cells x {adata.n_vars} genes); it needs cells and genes.")
-    if adata.isbacked:
-        raise DataError(
-            f"{argument} is backed by {str(adata.filename)!r}; load it with {argument}.to_memory() first, or pass its "
-            "path where a file is taken."
-        )
     if not isinstance(adata.obs, pd.DataFrame):
         raise DataError(f"{argument} was read lazily and is not in memory; load it with {argument}.to_memory() first.")
 
@@ -118,6 +120,24 @@ def warn_if_transposed(adata: AnnData) -> None:
         )
 
 
+def warn_if_transformed(counts: sparse.csr_matrix, layer: str | None) -> None:
+    """Warn where whole numbers are hardly counts: rounded after a normalization, or only 0 and 1."""
+    if counts.shape[0] <= _FEW_VALUES:
+        return
+    some = counts[:: max(counts.shape[0] // _SAMPLED, 1)].astype(np.float64)
+    some.eliminate_zeros()
+    totals = np.asarray(some.sum(axis=1)).ravel()
+    smallest = np.minimum.reduceat(some.data, some.indptr[:-1])
+    where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
+    if some.data.max() == 1 and totals.mean() >= _DEEP:
+        warn(f"{where} holds only 0 and 1, as after binarizing; pass the layer that holds the raw counts.")
+    elif totals.std() < _EQUAL * totals.mean() and np.median(smallest) > 1 and 2 * some.nnz < np.prod(some.shape):
+        warn(
+            f"{where} has nearly the same total in all cells (median {np.median(totals):,.0f}) and no count of 1 in "
+            "most of them, as after rounding normalized values; pass the layer that holds the raw counts."
+        )
+
+
 def _share_of_barcodes(names: pd.Index) -> float:
     first = names[:100]
     return sum(_BARCODE.fullmatch(str(name)) is not None for name in first) / max(len(first), 1)
@@ -125,6 +145,8 @@ def _share_of_barcodes(names: pd.Index) -> float:
 
 def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     """Return the raw counts of `adata` as CSR with sorted indices, after checking that they are counts.
+
+    Those of a backed AnnData are read into memory.
 
     Parameters
     ----------
@@ -165,7 +187,7 @@ def _matrix(adata: AnnData, layer: str | None) -> Any:
     if layer is None:
         if adata.X is None:
             raise DataError(f"adata.X is None; {_where_counts_are(adata, layer)}.")
-        return adata.X
+        return _in_memory(adata.X)
     if layer not in adata.layers:
         layers = [key for key in adata.layers if key is not None]
         raise DataError(
@@ -173,6 +195,13 @@ def _matrix(adata: AnnData, layer: str | None) -> Any:
             f"(adata.layers has: {listing(layers)}; layer=None reads adata.X)"
         )
     return adata.layers[layer]
+
+
+def _in_memory(matrix: Any) -> Any:
+    """Return a matrix, read from its file where it is that of a backed AnnData."""
+    if isinstance(matrix, h5py.Dataset):
+        return matrix[()]
+    return matrix.to_memory() if hasattr(matrix, "to_memory") else matrix
 
 
 def _is_numeric(matrix: Any) -> bool:
@@ -208,10 +237,10 @@ def _where_counts_are(adata: AnnData, layer: str | None, way_out: str = _NORMALI
     if layer is not None and adata.X is not None:
         others.append(None)
     for key in others:
-        matrix = adata.X if key is None else adata.layers[key]
+        matrix = _in_memory(adata.X) if key is None else adata.layers[key]
         if _holds_counts(matrix):
             return f"layer={key!r} holds counts ({'adata.X' if key is None else 'adata.layers'}), pass that"
-    if adata.raw is not None and _holds_counts(adata.raw.X):
+    if adata.raw is not None and _holds_counts(_in_memory(adata.raw.X)):
         return "adata.raw holds counts, pass adata.raw.to_adata()"
     return way_out
 

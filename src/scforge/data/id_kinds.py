@@ -10,7 +10,7 @@ import numpy as np
 
 from scforge.data.gene_tables import SPECIES, gene_table
 
-__all__ = ["OTHER_NAMES", "recognise_ids"]
+__all__ = ["OTHER_NAMES", "n_of_species", "recognise_ids"]
 
 OTHER_NAMES = "names of no known kind"
 """Kind of names that are neither Ensembl ids, nor symbols of man or mouse, nor numbers."""
@@ -56,3 +56,22 @@ def recognise_ids(names: Sequence[str] | np.ndarray) -> str:
     symbols = {species: sum(name in gene_table(species).ids for name in sample) for species in SPECIES}
     species = max(symbols, key=lambda key: symbols[key])
     return f"{species} gene symbols" if symbols[species] > _LEAST_SYMBOLS * len(sample) else OTHER_NAMES
+
+
+def n_of_species(names: Sequence[str] | np.ndarray) -> dict[str, int]:
+    """Return how many of `names` are ids or symbols of one species only.
+
+    Examples
+    --------
+    >>> n_of_species(["CD3D", "Cd3d", "ENSMUSG00000032094.8", "my gene"])
+    {'human': 1, 'mouse': 2}
+    """
+    found = dict.fromkeys(SPECIES, 0)
+    for name in map(str, names):
+        if match := _ENSEMBL.match(name):
+            owners = [_SPECIES_OF.get(match[1].upper())]
+        else:
+            owners = [species for species in SPECIES if name in gene_table(species).ids]
+        if len(owners) == 1 and owners[0] is not None:
+            found[owners[0]] += 1
+    return found

@@ -102,8 +102,8 @@ def select_genes(
     candidates = np.flatnonzero(np.bincount(counts.indices[counts.data > 0], minlength=len(genes)) >= min_cells)
     if not len(candidates):
         raise DataError(
-            f"no gene is detected in at least min_cells={min_cells} of the {adata.n_obs} cells; use more cells, "
-            "lower min_cells, or name the genes, e.g. vocab=GeneVocab.from_adata(adata)."
+            f"no gene is detected in {min_cells} cells, of {adata.n_obs}; use more cells, or name the genes, e.g. "
+            "vocab=GeneVocab.from_adata(adata)."
         )
     kept = np.array([], dtype=np.int64)
     if len(keep_genes):
@@ -142,7 +142,7 @@ def variable_genes(
     assert cells.vocab is not None
     candidates = np.flatnonzero(np.bincount(cells.counts.indices, minlength=cells.counts.shape[1]) >= min_cells)
     if not len(candidates):
-        raise DataError(f"no gene is detected in at least min_cells={min_cells} of {len(cells)} cells; use more cells.")
+        raise DataError(f"no gene is detected in {min_cells} cells, of {len(cells)}; use more cells.")
     kept = kept_genes(keep_genes, cells.vocab, "the cells")
     batches = None if batch_key is None else np.asarray(cells.column(batch_key), dtype=object).astype(str)
     chosen = _chosen(cells.counts, cells.totals, candidates, n_top_genes, batches, kept)

@@ -270,6 +270,49 @@ class GeneVocab:
             aliases=None if self.aliases is None else {k: v for k, v in self.aliases.items() if v in left},
         )
 
+    def intersection(self, other: GeneVocab) -> GeneVocab:
+        """Return a vocabulary of the genes that `other` has too, also written ``vocab & other``.
+
+        Genes are in the order of this vocabulary, with all that it knows of them. One of Ensembl ids and one of symbols
+        are compared by the symbols of the former, if it has them.
+
+        Parameters
+        ----------
+        other
+            Another vocabulary.
+
+        Raises
+        ------
+        OptionError
+            If `other` is no vocabulary.
+        DataError
+            If they share no gene.
+
+        Examples
+        --------
+        >>> mine = GeneVocab.from_genes(["LYZ", "no such gene", "CD3D"])
+        >>> mine.intersection(GeneVocab.named("human_protein_coding")).genes
+        ('LYZ', 'CD3D')
+        >>> both = GeneVocab.named("human_protein_coding") & mine
+        >>> both.genes, both.symbols
+        (('ENSG00000090382', 'ENSG00000167286'), ('LYZ', 'CD3D'))
+        """
+        if not isinstance(other, GeneVocab):
+            raise OptionError(f"other is of type {type(other).__name__!r}; pass a GeneVocab.")
+        shared = other.gene_indices(self.genes) >= 0
+        if self.symbols is not None and self.kind != other.kind:
+            shared |= other.gene_indices(self.symbols) >= 0
+        if not shared.any():
+            raise DataError(
+                f"other has no gene of this vocabulary: it holds {other.kind} such as {other.genes[0]!r}, this one "
+                f"{self.kind} such as {self.genes[0]!r}; name the genes alike, e.g. with scforge.data.convert_gene_ids."
+            )
+        chosen = other.chosen_from_data and not self.chosen_from_data
+        return replace(self.subset(shared), release=f"{self.release}, {FROM_DATA}" if chosen else self.release)
+
+    def __and__(self, other: object) -> GeneVocab:
+        return self.intersection(other) if isinstance(other, GeneVocab) else NotImplemented
+
     def encode(self, names: Iterable[str]) -> np.ndarray:
         """Return the token id of each of `names`, int32; the id of UNK, or -1 without UNK, for unknown ones."""
         unknown = -1 if self.unk_id is None else self.unk_id

@@ -9,7 +9,7 @@ import pandas as pd
 from anndata import AnnData
 from scvi.data.fields import CategoricalObsField, LayerField
 
-from scforge.data.checks import counts_of
+from scforge.data.checks import counts_of, warn_if_transformed
 from scforge.data.mapping import gene_names
 from scforge.errors import DataError, did_you_mean, listing
 
@@ -36,8 +36,8 @@ class GeneField(LayerField):
         self.gene_key = gene_key
 
     def validate_field(self, adata: AnnData) -> None:
-        """Raise unless the layer holds counts and every gene has a name."""
-        counts_of(adata, self.attr_key)
+        """Raise unless the layer holds counts and every gene has a name; warn where they look transformed."""
+        warn_if_transformed(counts_of(adata, self.attr_key), self.attr_key)
         gene_names(adata, self.gene_key)
 
     def register_field(self, adata: AnnData) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from scforge.data.cells import CellSource
 from scforge.data.entropies import gene_entropies
-from scforge.data.mapping import gene_names, map_names
+from scforge.data.id_kinds import n_of_species
+from scforge.data.mapping import gene_names, map_names, names_place
 from scforge.data.named import open_vocab
 from scforge.data.selection import gene_medians, kept_genes, select_genes, variable_genes
 from scforge.data.vocab import FROM_DATA, GeneVocab
-from scforge.errors import OptionError
+from scforge.errors import OptionError, warn
 from scforge.tokenizers.registry import TOKENIZERS
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ __all__ = ["SAMPLED_CELLS", "n_top_genes_of", "needed_statistics", "vocab_of_ada
 
 SAMPLED_CELLS = 100_000
 """Training cells, drawn at random, that choices are made from where there are more: they fit into memory."""
+
+_MIXED = 0.1
+"""Share of the genes from which on both species are there; symbols of one in data of the other are below 0.02."""
 
 
 def needed_statistics(tokenizer: str, options: dict[str, Any]) -> frozenset[str]:
@@ -56,6 +60,8 @@ def vocab_of_adata(
     within = None if vocab == FROM_DATA else open_vocab(vocab)
     if within is not None:
         map_names(gene_names(adata, key), within, var=adata.var, gene_key=key, whole=not within.chosen_from_data)
+    else:
+        _warn_of_species(adata, key)
     made = within
     if made is None or n_top_genes is not None:
         made = select_genes(
@@ -74,6 +80,18 @@ def vocab_of_adata(
         assert isinstance(cells, CellSource)
         made = _with_statistics(made, cells, missing)
     return made
+
+
+def _warn_of_species(adata: AnnData, gene_key: str | None) -> None:
+    """Warn where genes of man and of mouse are among those to choose from, which would be different genes."""
+    names = gene_names(adata, gene_key)
+    found = n_of_species(names)
+    if min(found.values()) > _MIXED * len(names):
+        counted = " and ".join(f"{n:,} {species} genes" for species, n in found.items())
+        warn(
+            f"{names_place(gene_key)} holds {counted}, which count as different genes; join those of common descent "
+            "with vocab='human_mouse'."
+        )
 
 
 def vocab_of_cells(
