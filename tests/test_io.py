@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -268,6 +269,14 @@ def test_a_place_that_cannot_be_written_is_named_as_the_user_named_it(tmp_path):
         assert "/." not in str(caught.value)
     check_writable("output", tmp_path / "a" / "b" / "out.h5ad")
     assert listing(tmp_path) == []
+
+
+def test_a_copy_on_a_full_disk_names_the_folder_of_the_user(tmp_path):
+    target = tmp_path / "model"
+    with pytest.raises(OSError, match="No space") as told, atomic_folder(target) as folder:
+        raise OSError(errno.ENOSPC, "No space left on device", "cache/config.json", None, str(folder / "config.json"))
+    assert told.value.filename == str(target)
+    assert ".saving" not in str(told.value)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk of Linux")

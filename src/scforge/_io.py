@@ -374,7 +374,8 @@ def _named(path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         hidden = (_NEW, f".{Path(path).stem}.")
-        if error.errno is not None and (error.filename is None or any(one in str(error.filename) for one in hidden)):
+        names = f"{error.filename} {error.filename2}"
+        if error.errno is not None and (error.filename is None or any(one in names for one in hidden)):
             raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
     except Exception as error:

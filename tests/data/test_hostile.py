@@ -106,6 +106,30 @@ def test_codecs_that_may_run_code(version, codecs, named, where, tiny_adata, tmp
     memory.rm("/hostile.zarr", recursive=True)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes")
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")], ids=["pipe", "device"])
+@pytest.mark.parametrize("kind", ["adata", "store"])
+def test_pipes_and_devices_are_not_waited_for(kind, make, tiny_adata, tmp_path, capsys):
+    root = tmp_path / "a.zarr"
+    if kind == "store":
+        convert(tiny_adata, root, progress=False)
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tiny_adata.write_zarr(root)
+    (root / "there").symlink_to(root)  # links to folders and to nothing are no such thing
+    (root / "gone").symlink_to("nothing")
+    open_cells(root)
+    for file in (next(path for path in root.rglob("*") if path.match("obs/_index/**/c/0")), root / "zarr.json"):
+        file.unlink()
+        make(file)
+        with pytest.raises(DataError, match=rf"{file.name}' is not a regular file; copy the data again\."):
+            open_cells(root)
+        if kind == "store":
+            assert main(["inspect", str(root)]) == 2
+            assert capsys.readouterr().err.endswith("is not a regular file; copy the data again.\n")
+
+
 @pytest.mark.parametrize("consolidated", [True, False])
 def test_codecs_in_a_store(consolidated, tiny_adata, tmp_path, canary, capsys):
     root = tmp_path / "s.zarr"

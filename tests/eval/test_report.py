@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
@@ -263,6 +264,22 @@ def test_written(tmp_path: Path) -> None:
     assert content == report().to_dict()
     columns = ["method", "metric", "value"]
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "report.csv")[columns], report().to_frame()[columns])
+
+
+def test_written_nothing_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report().write(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    write = Path.write_bytes
+
+    def full(path: Path, data: bytes) -> int:
+        if path.suffix == ".html":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"No space.*report\.html'"):
+        replace(report(), title="Another").write(tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_what_is_not_a_number_is_nothing_in_json(tmp_path: Path) -> None:

@@ -353,6 +353,7 @@ def test_damaged_models_are_refused(model):
         ({"embedding_dim": 32}, r"embedding\.weight|encoder"),
         ({"num_heads": 3}, "num_heads=3"),
         ({"depth": 3}, "depth"),
+        *(({name: 2**62}, "too small") for name in ("vocab_size", "num_layers", "pwff_hidden_dim", "embedding_dim")),
     ]:
         (model / "config.json").write_text(json.dumps({**config, "model": {**config["model"], **change}}))
         with pytest.raises(ModelFileError, match=words):
@@ -363,6 +364,13 @@ def test_damaged_models_are_refused(model):
     (model / "config.json").write_text(json.dumps(config))
     (model / "weights.safetensors").unlink()
     with pytest.raises(MissingFileError, match="weights"):
+        read_model(model)
+
+
+def test_a_save_that_left_nothing_is_no_model(model):
+    (model / ".saved").mkdir()
+    (model / ".saved" / ".stale.json").write_text('["config.json"]')
+    with pytest.raises(ModelFileError, match=r"config\.json' is no configuration of a model of bytes: .*No such file"):
         read_model(model)
 
 

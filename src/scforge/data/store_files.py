@@ -344,6 +344,8 @@ def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
     """Return the attributes of the root of a zarr folder; an empty dict where a folder is no zarr v3 group."""
     name = os.fspath(path)
     system, root = file_system(name, storage_options)
+    if not is_url(name) and (described := Path(name, "zarr.json")).exists() and not described.is_file():
+        raise DataError(f"{str(described)!r} is not a regular file; copy the data again.")  # a pipe would be waited for
     with reading(repr(name)):
         try:
             text = system.cat_file(f"{root}/zarr.json")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import zarr
@@ -47,7 +49,7 @@ def open_group(
         If there is no group.
     DataError
         If the server cannot be reached, access is refused, or the metadata cannot be used. Arrays that are opened
-        later raise the same.
+        later raise the same. If the folder holds a pipe or a device.
     OptionError
         If nothing installed reads such URLs.
     """
@@ -62,12 +64,28 @@ def open_group(
             fs.retries = 1
         store = RemoteStore(fs, read_only=mode == "r", path=path.rstrip("/"))
     else:
+        _refuse_odd_files(name)
         store = LocalStore(name, read_only=mode == "r")
     with reading(repr(name), how="as a zarr folder"):
         try:
             return zarr.open_group(store, mode=mode)
         except FileNotFoundError as error:
             raise MissingFileError(f"{name!r} is not there, or is no zarr group; check the name.") from shown(error)
+
+
+def _refuse_odd_files(place: str) -> None:
+    """Raise if a folder holds a pipe or a device: zarr, and zarrs besides, would wait for their end forever."""
+    waiting = [place]
+    while waiting:
+        # What cannot be listed is reported when it is read.
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                elif not entry.is_file(follow_symlinks=False):
+                    path = Path(entry.path)
+                    if path.exists() and not path.is_file() and not path.is_dir():
+                        raise DataError(f"{entry.path!r} is not a regular file; copy the data again.")
 
 
 # zarrs reads from a store of this name itself, which is much faster.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
-from scforge._io import atomic_write_text
+from scforge._io import atomic_path
 from scforge.errors import OptionError
 from scforge.eval.statistics import Comparison, holm
 
@@ -311,11 +312,15 @@ class Report:
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write ``report.md``, ``report.html``, ``report.json`` and ``report.csv`` into `folder`."""
         self.check()
-        place = Path(folder)
-        atomic_write_text(place / "report.json", json.dumps(self.to_dict(), indent=2) + "\n")
-        atomic_write_text(place / "report.csv", self.to_frame().to_csv(index=False))
-        atomic_write_text(place / "report.html", self.to_html())
-        atomic_write_text(place / "report.md", self.to_markdown())
+        texts = {
+            "json": json.dumps(self.to_dict(), indent=2) + "\n",
+            "csv": self.to_frame().to_csv(index=False),
+            "html": self.to_html(),
+            "md": self.to_markdown(),
+        }
+        with contextlib.ExitStack() as written:  # where one cannot be written, none is replaced
+            for suffix, text in texts.items():
+                written.enter_context(atomic_path(Path(folder) / f"report.{suffix}")).write_bytes(text.encode())
 
 
 def _sentence(row: Row, about: Measured, compared: Comparison, p_value: float) -> str:

@@ -15,7 +15,7 @@ from scforge._io import check_inside, read_json, read_settled, sha256_of
 from scforge._version import __version__
 from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line
 from scforge.soma.v1 import ARCHITECTURE_VERSION
-from scforge.soma.v1.configs import ModelConfig
+from scforge.soma.v1.configs import ModelConfig, check_config
 from scforge.soma.v1.torch import Model
 
 __all__ = ["CONFIG", "FINAL", "WEIGHTS", "read_model", "write_model"]
@@ -76,12 +76,19 @@ def _read(path: Path) -> tuple[Model, int]:
         _check_sums(path, content.pop("sha256", None), content)
         config, seq_len = ModelConfig(**content["model"]), content["seq_len"]
         check_count("seq_len", seq_len, "tokens", least=2)
-    except (ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, ModelFileError):
             raise
         raise ModelFileError(f"{where!r} is no configuration of a model of bytes: {first_line(error)}.") from error
+    weights = path / WEIGHTS
     try:
-        return Model.load(path / WEIGHTS, config).eval(), seq_len
+        check_config(config)
+        # Each weight takes a byte at least; memory is taken for no model that is larger than its file.
+        per_layer = config.embedding_dim + config.pwff_hidden_dim
+        n_weights = config.embedding_dim * (config.vocab_size + config.num_layers * per_layer)
+        if weights.is_file() and n_weights > weights.stat().st_size:
+            raise OptionError(f"{WEIGHTS} is too small for its sizes")
+        return Model.load(weights, config).eval(), seq_len
     except OptionError as error:
         raise ModelFileError(f"{where!r} describes no model that can be made: {first_line(error)}.") from error
 
