@@ -24,6 +24,7 @@ from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
 from scforge.estimators.choices import unknown_genes
 from scforge.models.components.gene_vectors import check_filled
+from scforge.models.protocol import GeneratingModule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -137,7 +138,7 @@ def generate_with(
 ) -> AnnData:
     """Do what :meth:`scforge.models.Encoder.generate` says."""
     module, tokenizer, spec = model.backbone, model.tokenizer, model.spec
-    if not hasattr(module, "generate"):
+    if not isinstance(module, GeneratingModule):
         raise OptionError(
             f"the architecture {spec.architecture!r} generates no cells; choose 'autoregressive_transformer', or "
             "'scdiva' with objective='masked_diffusion'."
