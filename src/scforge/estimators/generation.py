@@ -137,8 +137,9 @@ def generate_with(
     **options: Any,
 ) -> AnnData:
     """Do what :meth:`scforge.models.Encoder.generate` says."""
-    module, tokenizer, spec = model.backbone, model.tokenizer, model.spec
-    if not isinstance(module, GeneratingModule):
+    module: Any = model.backbone
+    tokenizer, spec = model.tokenizer, model.spec
+    if not isinstance(model.backbone, GeneratingModule):
         raise OptionError(
             f"the architecture {spec.architecture!r} generates no cells; choose 'autoregressive_transformer', or "
             "'scdiva' with objective='masked_diffusion'."
