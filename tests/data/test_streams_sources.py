@@ -14,8 +14,9 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import GeneVocab, open_cells, open_streams
+from scforge.data import GeneVocab, StoreCells, open_cells, open_streams
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning
+from scforge.training import CellDataModule
 
 FORMS = {"csr": sparse.csr_matrix, "csc": sparse.csc_matrix, "dense": lambda x: x.toarray()}
 
@@ -172,6 +173,33 @@ def test_more_than_fits_into_memory(tiny_adata, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="available, of which half may be used"):
         open_cells(tmp_path / "a.h5ad")
     assert len(open_cells(tmp_path / "a.h5ad", memory="1GB")) == 60
+
+
+def test_files_that_do_not_fit_are_converted_for_training(tiny_adata, tmp_path, monkeypatch, caplog):
+    def trained_from(place):
+        caplog.clear()
+        return CellDataModule(place).cells
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    caplog.set_level(logging.INFO, "scforge")
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    assert trained_from(tmp_path / "a.h5ad").chunk_size == 1
+    assert not (tmp_path / "cache").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("scforge.data.stream_memory.available_memory", lambda: 3000)
+        assert len(trained_from(tmp_path / "a.h5ad")) == 60
+    (store,) = (tmp_path / "cache" / "scforge" / "stores").glob("*.zarr")
+    assert f"so they are converted once into {store}; cache names another place." in caplog.text
+    monkeypatch.chdir(tmp_path)
+    assert isinstance(trained_from("a.h5ad"), StoreCells)
+    assert "onverted" not in caplog.text
+    assert isinstance(open_cells("a.h5ad", cache="auto"), StoreCells)
+    assert not isinstance(open_cells("a.h5ad", cache="auto", gene_key="ensembl"), StoreCells)
+    assert not isinstance(open_cells("a.h5ad"), StoreCells)
+    tiny_adata[:30].write_h5ad(tmp_path / "a.h5ad")
+    assert len(trained_from("a.h5ad")) == 30
+    assert "have changed" in caplog.text
+    assert len(open_cells(tiny_adata, cache="auto")) == 60
 
 
 def test_a_store_in_between(tiny_adata, vocab, tmp_path, caplog):

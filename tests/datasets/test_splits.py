@@ -193,6 +193,29 @@ def test_where_nothing_ships_the_rule_needs_the_data() -> None:
         get_split("immune_atlas", data_of(donor=["a"] * 5))
 
 
+GENES = "ABCDEF"
+PERTURBED = [*GENES, *(f"{a}_{b}" for i, a in enumerate(GENES) for b in GENES[i + 1 :]), *["control"] * 9]
+DONORS = [f"donor{i % 10}" for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("name", "column", "values", "validation", "test"),
+    [
+        ("tabula_sapiens", "donor_id", DONORS, "donor6", "donor2 donor4"),
+        ("immune_atlas", "donor_id", DONORS, "donor8", "donor1 donor4"),
+        ("norman", "perturbation", PERTURBED, "A_B B_C", "A_D A_F B_D B_E B_F C_D D_F E_F"),
+    ],
+)
+def test_a_rule_makes_the_same_split_everywhere(
+    name: str, column: str, values: list[str], validation: str, test: str
+) -> None:
+    """What is held out of simulated data is pinned: another result would be another version."""
+    adata = data_of(**{column: values})
+    found = parts_of(get_split(name, adata[::-1]), adata, column)
+    assert found["validation"] - {"control"} == set(validation.split())
+    assert found["test"] - {"control"} == set(test.split())
+
+
 def test_write_and_read_back(tmp_path: Path) -> None:
     split = Split("mine", 3, ["b", 'a,"1"'], ["é"], ["NA"], ["left"])
     for name in ("one.csv.gz", "two.csv.gz"):

@@ -89,6 +89,21 @@ def test_a_pattern_and_a_cache(run, files, tmp_path, caplog) -> None:
     assert set(memory.vocab.genes) <= {f"gene{i}" for i in range(80)}
 
 
+def test_an_h5ad_that_does_not_fit(run, files, monkeypatch, caplog) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setattr("scforge.estimators.config_data._LARGE", 0)
+    monkeypatch.setattr("scforge.data.stream_memory.available_memory", lambda: 3000)
+    text = "data: {paths: [a.h5ad], preprocessing: {hvg_selection: 40}}\ntraining: {max_epochs: 1, accelerator: cpu}\n"
+    Path("large.yaml").write_text(text)
+    told = []
+    for _ in range(2):
+        assert main(["train", "--config", "large.yaml", "--overwrite", "output.embedding=out.h5ad"]) == 0
+        told.append(caplog.text.count("so they are converted once into cache/scforge/stores/"))
+        caplog.clear()
+    assert told == [1, 0]
+    assert ad.read_h5ad("out.h5ad").n_obs == 400
+
+
 def test_h5ad_as_before(run, files, many_adata) -> None:
     model, data = run("output.embedding=out.h5ad", "data.labels_key=group", path=files[0])
     assert model.adata.n_obs == 400

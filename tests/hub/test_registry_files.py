@@ -57,6 +57,23 @@ def test_the_shipped_registry(monkeypatch: pytest.MonkeyPatch, pbmc: ad.AnnData)
     assert between > 2 * np.linalg.norm(monocytes - monocytes.mean(axis=0), axis=1).mean()
 
 
+def test_adapters_name_the_shipped_model(monkeypatch: pytest.MonkeyPatch, pbmc: ad.AnnData, tmp_path: Path) -> None:
+    monkeypatch.delenv("SCFORGE_MODELS", raising=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    cells = pbmc[pbmc.obs["cell_type"].isin(["B", "NK"])][:200].copy()
+    Encoder.setup_anndata(cells, labels_key="cell_type")
+    base = Encoder.from_pretrained("scforge://pbmc3k-light", cells)
+    annotator = base.finetune("annotation", cells, lora=True, max_epochs=1, progress_bar=False)
+    annotator.save_adapter(tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter.json").read_text())["base"] == {
+        "name": "scforge://pbmc3k-light@1",
+        "revision": None,
+    }
+    moved = (tmp_path / "adapter").rename(tmp_path / "moved")
+    again = Encoder.from_pretrained(moved, cells)
+    np.testing.assert_allclose(again.get_latent_representation(), annotator.get_latent_representation(), atol=1e-6)
+
+
 def test_versions(registry: Path) -> None:
     assert known_models() == {"light": "Small", "here": "Small", **SHIPPED}
     assert find_registered("scforge://light", "it").revision == B

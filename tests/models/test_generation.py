@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
-from scforge.models import AutoregressiveTransformer
+from scforge.models import AutoregressiveTransformer, GeneratingModule, ScDiVaModel, TransformerEncoder
 from scforge.models.components import KeyValueCache
 
 V, BINS, EOS, SPECIAL = 25, 6, 4, 5
@@ -204,3 +205,10 @@ def test_dropout_is_off_and_the_mode_stays():
 def test_bad_arguments(options: dict, message: str):
     with pytest.raises(OptionError, match=message):
         make().generate(**{"n_cells": 3, "n_special": SPECIAL, **options})
+
+
+def test_the_protocol_of_what_generates():
+    config = ModelConfig(vocab_size=40, hidden_dim=16, num_layers=1, num_heads=2)
+    assert isinstance(ScDiVaModel.from_config(config), GeneratingModule)
+    assert isinstance(make(), GeneratingModule)
+    assert not isinstance(TransformerEncoder.from_config(config), GeneratingModule)

@@ -154,7 +154,8 @@ class DataConfig(Section):
     memory
         Most memory that local cells may take, e.g. ``"16GB"``.
     cache
-        Store that local cells are converted into once, and read from.
+        Store that local cells are converted into once, and read from. None converts cells that do not fit into memory,
+        into ``~/.cache/scforge/stores`` (or ``$XDG_CACHE_HOME``).
     gene_vocab
         ``"from_data"``, a shipped vocabulary such as ``"human_protein_coding"``, or a vocabulary file.
     max_genes

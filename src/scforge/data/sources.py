@@ -21,7 +21,7 @@ from scforge.data.harmonise import check_shared, map_streams
 from scforge.data.mapping import MIN_OVERLAP, GeneMap, warn_counts_outside
 from scforge.data.named import open_vocab
 from scforge.data.stream_adata import AdataStream
-from scforge.data.stream_cache import convert_once
+from scforge.data.stream_cache import AUTO, convert_once, store_of_large
 from scforge.data.stream_errors import reading
 from scforge.data.stream_gather import gather, joined_obs
 from scforge.data.stream_memory import check_memory, check_stored
@@ -93,7 +93,8 @@ def open_cells(
     cache
         Folder for a store; of no use for what is a store or a query already. It is written when it is not there yet,
         or the sources have changed, and opened from then on. It holds all genes and columns, so it serves every
-        vocabulary.
+        vocabulary. ``"auto"`` converts files that do not fit into memory, into ``~/.cache/scforge/stores`` (or
+        ``$XDG_CACHE_HOME``), as training from files does.
     storage_options
         Options of the remote file system, e.g. credentials, as of :mod:`fsspec`.
 
@@ -141,18 +142,11 @@ def open_cells(
         _check_unused(f"the store {place!r}", layer=layer, gene_key=gene_key, modality=modality)
         return _open_store(place, wanted, storage_options, on_disk)
     streams = open_streams(source, layer=layer, modality=modality, storage_options=storage_options)
+    options: dict[str, Any] = {"layer": layer, "gene_key": gene_key, "modality": modality}
+    if cache is not None and os.fspath(cache) == AUTO:
+        cache = store_of_large(streams, memory, **options)
     if cache is not None:
-        store = convert_once(
-            source,
-            streams,
-            cache,
-            wanted,
-            obs=columns,
-            layer=layer,
-            gene_key=gene_key,
-            modality=modality,
-            storage_options=storage_options,
-        )
+        store = convert_once(source, streams, cache, wanted, obs=columns, storage_options=storage_options, **options)
         return _open_store(store, wanted, None, on_disk)
     found, maps = map_streams(
         streams, wanted, gene_key=gene_key, min_overlap=min_overlap, whole=whole_annotation, stacklevel=2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,8 @@ from filelock import FileLock
 
 from scforge.data.harmonise import union_vocab
 from scforge.data.remote import is_url
+from scforge.data.stream_memory import lack_of_memory
+from scforge.data.streams import identity_of
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, listing
 
@@ -21,12 +24,36 @@ if TYPE_CHECKING:
     from scforge.data.store_files import StoreInfo
     from scforge.data.streams import CellStream
 
-__all__ = ["convert_once"]
+__all__ = ["AUTO", "convert_once", "store_of_large"]
 
 logger = logging.getLogger("scforge")
 
+AUTO = "auto"
+"""Convert what does not fit into memory, into the cache of the user."""
+
 _OF_STORE = {"name", "overlap", "counts_kept"}
 """What a store says of a source beside its fingerprint."""
+
+
+def store_of_large(
+    streams: Sequence[CellStream], memory: int | str | None = None, **options: str | None
+) -> Path | None:
+    """Return where the cache has, or gets, the store of files that do not fit into memory; None if they fit.
+
+    What was converted once is read from its store, however much memory there is then, so that cells keep their order.
+    """
+    places = [identity_of(stream) for stream in streams]
+    if not all(isinstance(place, str) for place in places):  # what is in memory already
+        return None
+    digest = hashlib.sha256(repr((places, sorted(options.items()))).encode()).hexdigest()[:16]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    store = root / "scforge" / "stores" / f"{digest}.zarr"
+    if store.exists():
+        return store
+    lack = lack_of_memory(streams, memory)
+    if lack is not None:
+        logger.warning("%s, so they are converted once into %s; cache names another place.", lack, store)
+    return None if lack is None else store
 
 
 def convert_once(

@@ -13,7 +13,7 @@ from scforge.errors import DataError
 if TYPE_CHECKING:
     from scforge.data.streams import CellStream
 
-__all__ = ["available_memory", "check_memory", "check_stored"]
+__all__ = ["available_memory", "check_memory", "check_stored", "lack_of_memory"]
 
 _ENTRY = 8
 """Bytes of a count in memory: itself, its gene, and what is needed while they are gathered."""
@@ -29,28 +29,36 @@ _UNLIMITED = 2**60
 
 
 def check_memory(streams: Sequence[CellStream], memory: int | str | None = None) -> None:
-    """Raise unless the cells fit into `memory`, e.g. ``"16GB"``, or, if that is None, into half of what is available.
+    """Raise unless the cells fit into `memory`, see :func:`lack_of_memory`.
 
     Raises
     ------
     DataError
         If they do not.
     """
+    if lack := lack_of_memory(streams, memory):
+        raise DataError(
+            f"{lack}; read them from disk: run scforge convert SOURCE -o store.zarr once and open store.zarr, or pass "
+            'cache="store.zarr", which does both.'
+        )
+
+
+def lack_of_memory(streams: Sequence[CellStream], memory: int | str | None = None) -> str | None:
+    """Say how far cells exceed `memory`, e.g. ``"16GB"``, or half of what is available; None if they fit."""
     from scforge.data.convert_plan import parse_bytes
 
     there = available_memory() if memory is None else parse_bytes("memory", memory)
     if there is None:
-        return
+        return None
     most = there // 2 if memory is None else there
     n_cells, n_entries = sum(stream.n_cells for stream in streams), sum(stream.n_entries for stream in streams)
     needed = n_entries * _ENTRY + n_cells * _CELL
     if needed <= most:
-        return
+        return None
     half = " available, of which half may be used" if memory is None else " allowed by memory="
-    raise DataError(
+    return (
         f"{n_cells:,} cells with {n_entries:,} counts need about {_size(needed)} of memory, and there are "
-        f"{_size(there)}{half}; read them from disk: run scforge convert SOURCE -o store.zarr once and open "
-        'store.zarr, or pass cache="store.zarr", which does both.'
+        f"{_size(there)}{half}"
     )
 
 

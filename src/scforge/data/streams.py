@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from scipy import sparse
 
-__all__ = ["CellStream", "is_query", "open_streams"]
+__all__ = ["CellStream", "identity_of", "is_query", "open_streams"]
 
 _OTHER_FORMATS = {
     ".csv": "a table of text",
@@ -173,7 +173,7 @@ def open_streams(
             ]
         else:
             opened.append(_open_object(place, layer, modality))
-    names = [_identity(stream) for stream in opened]
+    names = [identity_of(stream) for stream in opened]
     if len(set(names)) < len(names):
         twice = next(stream.name for i, stream in enumerate(opened) if names[i] in names[:i])
         raise OptionError(f"source names {twice!r} twice; name each file once.")
@@ -185,7 +185,8 @@ def is_query(source: Any) -> bool:
     return all(callable(getattr(type(source), name, None)) for name in ("open", "streams"))
 
 
-def _identity(stream: CellStream) -> object:
+def identity_of(stream: CellStream) -> object:
+    """Return what two streams of the same cells have in common: the whole path, the URL, or the object."""
     if isinstance(stream, AdataStream):
         return id(stream.adata)
     name = stream.address if isinstance(stream, FileStream) else stream.name

@@ -15,7 +15,7 @@ from scforge.data.cells import Cells
 from scforge.data.checks import check_obs_column
 from scforge.data.sources import open_cells, read_h5ad
 from scforge.data.store import StoreCells
-from scforge.data.stream_memory import check_memory
+from scforge.data.stream_cache import AUTO, store_of_large
 from scforge.data.streams import open_streams
 from scforge.data.vocab import GeneVocab
 from scforge.training.datamodule import CellDataModule
@@ -61,9 +61,12 @@ def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Se
         return query.open(_vocab(data) if vocab is None else vocab)
     paths = data.paths or []
     elsewhere = (data.cache, data.memory, data.modality, data.storage_options)
-    if all(path.endswith(".h5ad") and Path(path).is_file() for path in paths) and elsewhere == (None,) * 4:
-        if sum(Path(path).stat().st_size for path in paths) > _LARGE:
-            check_memory(open_streams(paths, layer=data.layer))
+    store: Path | None = None
+    plain = all(path.endswith(".h5ad") and Path(path).is_file() for path in paths) and elsewhere == (None,) * 4
+    if plain and sum(Path(path).stat().st_size for path in paths) > _LARGE:
+        streams = open_streams(paths, layer=data.layer)
+        store = store_of_large(streams, layer=data.layer, gene_key=data.gene_key, modality=None)
+    if plain and store is None:
         logger.info("Reading %s into memory.", ", ".join(paths))
         adata = read_h5ad(paths)
         for column in data.obs_columns or []:
@@ -77,7 +80,7 @@ def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Se
         modality=data.modality,
         obs=_columns(data, columns),
         memory=data.memory,
-        cache=data.cache,
+        cache=data.cache or store or AUTO,
         storage_options=data.storage_options,
     )
 

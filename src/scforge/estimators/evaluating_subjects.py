@@ -13,6 +13,7 @@ from scforge.errors import OptionError, listing
 from scforge.estimators.evaluating import each_model, evaluate_embeddings, untrained_module
 from scforge.eval.evaluation import Evaluation, to_evaluation
 from scforge.eval.harness import entries_of, write_metrics
+from scforge.models.protocol import GeneratingModule
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -157,7 +158,7 @@ def _check_other(
                 f"the benchmark {name!r} compares generated cells with others than those of the training; load the "
                 f"model {model_name!r} with its training cells (--trained-on), and pass held-out cells as adata."
             )
-        if not hasattr(model.backbone, "generate"):
+        if not isinstance(model.backbone, GeneratingModule):
             raise OptionError(
                 f"the benchmark {name!r} needs a model that generates cells, and {model_name!r} does not."
             )

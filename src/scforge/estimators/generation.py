@@ -24,6 +24,7 @@ from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
 from scforge.estimators.choices import unknown_genes
 from scforge.models.components.gene_vectors import check_filled
+from scforge.models.protocol import GeneratingModule
 
 if TYPE_CHECKING:
     from torch import nn
@@ -136,8 +137,9 @@ def generate_with(
     **options: Any,
 ) -> AnnData:
     """Do what :meth:`scforge.models.Encoder.generate` says."""
-    module, tokenizer, spec = model.backbone, model.tokenizer, model.spec
-    if not hasattr(module, "generate"):
+    module: Any = model.backbone
+    tokenizer, spec = model.tokenizer, model.spec
+    if not isinstance(model.backbone, GeneratingModule):
         raise OptionError(
             f"the architecture {spec.architecture!r} generates no cells; choose 'autoregressive_transformer', or "
             "'scdiva' with objective='masked_diffusion'."

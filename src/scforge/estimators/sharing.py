@@ -272,6 +272,8 @@ def load_found(
         model = cls.load(found.folder, adata, device=device)
         if found.repo_id is not None:
             model._origin = Origin(found.repo_id, found.commit, n_epochs=model.n_epochs_)
+        elif found.name is not None:
+            model._origin = Origin(found.name, folder=found.folder, n_epochs=model.n_epochs_)
         return model
     if base is None or isinstance(base, str | os.PathLike):
         base = _load_base(cls, found, said, base, device, access or {})
@@ -306,7 +308,7 @@ def _load_base(
             base = found.folder / base
             if not base.is_dir():
                 raise MissingFileError(f"{where} is a folder that is not here; name the model with base=.")
-        elif is_foreign and is_registry_name(base) and find_registered(base, where).folder is not None:
+        elif is_foreign and is_registry_name(base) and _is_private(base, where):
             raise ModelFileError(f"{where} is a folder in the registry of this machine; name the model with base=.")
         else:
             base = place
@@ -314,6 +316,12 @@ def _load_base(
     if kind_of_folder(below.folder) != "model":
         raise ModelFileError(f"{where} is not a {described_kind().partition(' or ')[0]}; name another one.")
     return load_found(cls, below, where, False, device=device)
+
+
+def _is_private(name: str, said: str) -> bool:
+    """Return whether a name of the registry is a folder that this machine alone has."""
+    registered = find_registered(name, said)
+    return registered.folder is not None and not registered.is_shipped
 
 
 def place_of(name: str | os.PathLike[str]) -> str | None:

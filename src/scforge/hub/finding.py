@@ -51,11 +51,14 @@ class FoundModel:
         Where the files are.
     repo_id, commit
         Repository and commit on the hub; None for a folder of this machine that is no copy of one.
+    name
+        Name in the registry that ships with the package, with its version; None for anything else.
     """
 
     folder: Path
     repo_id: str | None = None
     commit: str | None = None
+    name: str | None = None
 
 
 def is_hub_name(name: object) -> bool:
@@ -168,7 +171,9 @@ def find_model(
             raise OptionError(f"{said} has versions, so revision={revision!r} has no use; write it behind an @.")
         if entry.folder is not None:
             folder = _checked(entry.folder, f"{said} (version {entry.version}, folder {str(entry.folder)!r})")
-            return FoundModel(folder, *origin_of(folder))
+            return FoundModel(
+                folder, *origin_of(folder), name=f"{SCHEME}{entry.name}@{entry.version}" if entry.is_shipped else None
+            )
         repo_id, revision = entry.repo_id, entry.revision
     elif is_hub_name(name):
         is_bare = not str(name).startswith(_HUB)

@@ -33,6 +33,8 @@ class RegisteredModel:
         Repository on the hub, and the commit; None for a folder.
     folder
         Folder of the model; None for a repository.
+    is_shipped
+        Whether the name is of the registry in the package, and so the same everywhere.
     """
 
     name: str
@@ -40,6 +42,7 @@ class RegisteredModel:
     repo_id: str | None = None
     revision: str | None = None
     folder: Path | None = None
+    is_shipped: bool = False
 
 
 def known_models() -> dict[str, str]:
@@ -101,7 +104,8 @@ def find_registered(text: str, said: str) -> RegisteredModel:
         )
     place = versions[version]
     if "folder" in place:
-        return RegisteredModel(name, version, folder=file.parent / place["folder"])
+        is_shipped = file.parent == Path(str(files("scforge.hub")))
+        return RegisteredModel(name, version, folder=file.parent / place["folder"], is_shipped=is_shipped)
     return RegisteredModel(name, version, repo_id=place["repo_id"], revision=place["revision"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -9,8 +10,9 @@ import torch
 
 if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
+    from scforge.models.generation import GeneratedCells
 
-__all__ = ["CellModule", "ModelOutput"]
+__all__ = ["CellModule", "GeneratingModule", "ModelOutput"]
 
 
 @dataclass(frozen=True)
@@ -61,8 +63,8 @@ class CellModule(Protocol):
     Some attributes are read where an architecture has them: ``uses_order`` (false if the order of the tokens does not
     matter), ``config_names`` (what the constructor calls fields of ``ModelConfig``, e.g. ``{"hidden_dim":
     "encoder_dim"}``), ``labels_name_genes`` (labels tell the model which gene is hidden, rather than what to predict),
-    ``init_token_prior`` (starts the head at token frequencies), ``generate`` (makes new cells), ``token_table`` (gives
-    the vectors of all tokens, (V, H), where no embedding of the module holds them).
+    ``init_token_prior`` (starts the head at token frequencies), ``token_table`` (gives the vectors of all tokens,
+    (V, H), where no embedding of the module holds them). One that makes new cells is a :class:`GeneratingModule`.
     :func:`scforge.testing.check_model` checks an architecture against all of this.
 
     Examples
@@ -146,5 +148,61 @@ class CellModule(Protocol):
         Returns
         -------
         The module.
+        """
+        ...
+
+
+@runtime_checkable
+class GeneratingModule(CellModule, Protocol):
+    """The protocol of an architecture that also makes new cells: a :class:`CellModule` with ``generate``.
+
+    :meth:`scforge.models.Encoder.generate` and the benchmark ``generation`` take a model of it. With bins it has
+    ``bin_values``, what they stand for, too: float32, shape (number of bins,).
+
+    Examples
+    --------
+    >>> from scforge.models import AutoregressiveTransformer, TransformerEncoder
+    >>> sizes = {"vocab_size": 50, "hidden_dim": 8, "num_layers": 1, "num_heads": 2}
+    >>> [isinstance(cls(**sizes), GeneratingModule) for cls in (AutoregressiveTransformer, TransformerEncoder)]
+    [True, False]
+    """
+
+    def generate(
+        self,
+        n_cells: int,
+        prompt: Mapping[str, torch.Tensor] | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        first_id: int | None = None,
+        first_cell: int = 0,
+        **options: Any,
+    ) -> GeneratedCells:
+        """Draw new cells.
+
+        Parameters
+        ----------
+        n_cells
+            Number of cells B.
+        prompt
+            Tokens that the cells begin with: ``input_ids``, ``values`` and ``attention_mask``, shape (B, P).
+        temperature
+            Logits are divided by it: below 1 the likely becomes likelier.
+        top_k
+            Draw among so many of the likeliest genes only.
+        seed
+            Seed of what is drawn; a cell depends on it and on its number alone.
+        first_id
+            Token that cells begin with.
+        first_cell
+            Number of the first cell, where cells are generated in several calls.
+        **options
+            ``max_len``, ``eos_id``, ``n_special`` and ``condition`` after training token by token; ``n_tokens``,
+            ``n_steps`` and ``mask_id`` after ``masked_diffusion``.
+
+        Returns
+        -------
+        Tokens, values and bins, see :class:`~scforge.models.GeneratedCells`.
         """
         ...

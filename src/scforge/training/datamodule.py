@@ -34,7 +34,8 @@ class CellDataModule(lightning.LightningDataModule):
     Parameters
     ----------
     cells
-        The cells (:func:`scforge.data.open_cells`), or the path or URL of a store.
+        The cells (:func:`scforge.data.open_cells`), or a path or URL that it opens: of a store, an h5ad file, ...
+        Files that do not fit into memory are converted into a store in the cache of the user once (``cache="auto"``).
     tokenizer, objective
         They make a batch of a block of cells; None leaves them to :meth:`bind`.
     train_rows, validation_rows
@@ -111,8 +112,9 @@ class CellDataModule(lightning.LightningDataModule):
         super().__init__()
         if isinstance(cells, str | os.PathLike):
             from scforge.data.sources import open_cells
+            from scforge.data.stream_cache import AUTO
 
-            cells = open_cells(cells)
+            cells = open_cells(cells, cache=AUTO)
         if not hasattr(cells, "stream"):
             raise OptionError(
                 f"cells is of type {type(cells).__name__!r}; pass what scforge.data.open_cells returns, or a store."
