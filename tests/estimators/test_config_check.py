@@ -294,7 +294,7 @@ def test_show_of_other_places(load: Callable[..., Config]) -> None:
 
 
 def test_show_leaves_out_what_the_tokenizer_shows(load: Callable[..., Config]) -> None:
-    assert not [line for line in show_config(load()).splitlines() if "normalize" in line or "log1p:" in line]
+    assert not [line for line in show_config(load()).splitlines() if "normalize:" in line or "log1p:" in line]
     lines = show_config(load("data.preprocessing.log1p=true")).splitlines()
     assert "    log1p: true  # set" in lines
-    assert not [line for line in lines if "normalize" in line]
+    assert not [line for line in lines if "normalize:" in line]

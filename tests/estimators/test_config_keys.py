@@ -170,6 +170,11 @@ CASES: dict[str, Case] = {
     "data.batch_key": ("batch", lambda b: b.setup["batch_key"], []),
     "data.labels_key": ("group", lambda b: b.setup["labels_key"], []),
     "data.preprocessing.hvg_selection": (30, lambda b: b.parts[0].vocab.n_genes, []),
+    "data.preprocessing.keep_genes": (
+        ["gene40", "gene41", "gene42"],
+        lambda b: [gene for gene in ("gene40", "gene41", "gene42") if gene in b.parts[0].vocab.genes],
+        ["data.preprocessing.hvg_selection=30"],
+    ),
     "data.preprocessing.normalize": ("none", lambda b: b.parts[0].tokenizer.transform, []),
     "data.preprocessing.target_sum": (500, lambda b: b.parts[0].tokenizer.target_sum, []),
     "data.preprocessing.log1p": (False, lambda b: b.parts[0].tokenizer.transform, []),

@@ -64,7 +64,7 @@ def tune(base: Encoder, cells: ad.AnnData) -> Callable[..., Encoder]:
 @pytest.fixture(scope="module")
 def annotator(base: Encoder, cells: ad.AnnData) -> Encoder:
     """Fine-tuned with all weights; not to be changed."""
-    return base.finetune("annotation", cells, labels_key="group", **QUICK)
+    return base.finetune("annotation", cells, labels_key="group", **(QUICK | {"max_epochs": 3}))
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +164,8 @@ def test_freezing(base: Encoder, tune: Callable[..., Encoder]) -> None:
 def test_gradual_unfreezing(base: Encoder, tune: Callable[..., Encoder]) -> None:
     """In the first epoch only what stands above the encoder learns, and one layer more in the second."""
     names = [
-        changed(base, tune(max_epochs=n, gradual_unfreezing=1, save_top_k=0, early_stopping=False)) for n in (1, 4)
+        changed(base, tune(max_epochs=n, gradual_unfreezing=1, save_top_k=0, early_stopping=False, lr=5e-3))
+        for n in (1, 4)
     ]
     assert len(names[0]) < len(names[1])
     assert not any("embedding" in name for name in names[0])

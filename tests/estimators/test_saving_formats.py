@@ -144,8 +144,12 @@ def test_every_option_is_spelled_out(architecture: str, tiny_adata: ad.AnnData, 
 
 @pytest.mark.parametrize("architecture", list_models())
 def test_the_defaults_of_the_first_folders(architecture: str) -> None:
-    """They are the present ones. Who changes a default, or adds an option, leaves the table and says so here."""
-    assert _DEFAULTS[architecture] == default_options(architecture)
+    """They are the present ones, without options that came later; their defaults change nothing."""
+    later = {
+        "autoregressive_transformer": {"causal_encode": True, "shift_labels": True},
+        "transformer_encoder": {"normalize_embedding": False},
+    }
+    assert _DEFAULTS[architecture] | later.get(architecture, {}) == default_options(architecture)
 
 
 @pytest.mark.parametrize("name", ["plain", "base", "adapter"])
