@@ -169,6 +169,10 @@ _OWN = {
 }
 """What scforge writes into folders of models, save for what a description lists."""
 
+_KEPT = {"README.md", "origin.json", "export.json", "weights.safetensors", "model.onnx", "model.pt2"}
+_KEPT |= {"token_dictionary.pkl", "gene_median_dictionary.pkl"}
+"""Of these names, those that another model's files do not make needless: they may be a user's own, unless listed."""
+
 
 @contextlib.contextmanager
 def atomic_folder(
@@ -287,15 +291,23 @@ def _put_in_place(path: Path, said: str) -> None:
     new = {part.name: part.is_dir() for part in (path / _NEW).iterdir()}
     there = {part.name: part.is_dir() for part in path.iterdir()}
     described = _described(path)
-    others = [name for name in new if name in there and (described is None or there[name] != new[name])]
+    sums = {} if described is None else described.get("sha256")
+    listed = set(sums if isinstance(sums, dict) else ())
+    own = set() if described is None else _OWN | listed
+    if "_scvi_required_metadata.json" in there:
+        own |= {"model.pt"} & {*own, *new}
+    others = [
+        name
+        for name in new.keys() & there.keys()
+        if name not in own or there[name] != new[name] or not _is_removable(path / name)
+    ]
     if others:
         raise OptionError(
             f"{said} holds {listing(sorted(others))}, not of a model that scforge wrote; choose another name."
         )
     stale = set()
     if described is not None and not new.keys().isdisjoint(_DESCRIPTIONS):
-        sums = described.get("sha256")
-        stale = (_OWN | set(sums if isinstance(sums, dict) else ())) & there.keys() - new.keys()
+        stale = ((_OWN - _KEPT) | listed) & there.keys() - new.keys()
         stale |= {"model.pt"} & there.keys() - new.keys() if "_scvi_required_metadata.json" in stale else set()
     (path / _NEW / _STALE).write_text(json.dumps(sorted(stale)), encoding="utf-8")
     _to_disk(path / _NEW / _STALE)
@@ -328,8 +340,15 @@ def _remove(path: Path) -> None:
     """Remove a file, a link, or the folder of the state of a training."""
     if not path.is_dir() or path.is_symlink():
         path.unlink(missing_ok=True)
-    elif {part.name for part in path.iterdir()} <= {"state.json", "state.safetensors"}:
+    elif _is_removable(path):
         shutil.rmtree(path)
+
+
+def _is_removable(path: Path) -> bool:
+    """Return whether something is a file, a link, or a folder that holds the state of a training and nothing else."""
+    if not path.is_dir() or path.is_symlink():
+        return True
+    return {part.name for part in path.iterdir()} <= {"state.json", "state.safetensors"}
 
 
 def _described(path: Path) -> dict[str, Any] | None:
@@ -360,6 +379,7 @@ def _alone(new: Path, *, blocking: bool = True) -> Iterator[None]:
     from filelock import FileLock
 
     lock = new.with_name(f"{new.name}.lock")
+    lock.touch()  # raises where no file can be made; there filelock waits without end
     with FileLock(lock, blocking=blocking):
         try:
             yield

@@ -13,7 +13,7 @@ logger = logging.getLogger("scforge")
 
 def announce(text: str) -> None:
     """Show a line: through the log where that is set up, else on the screen, where scripts and notebooks show it."""
-    if logger.hasHandlers() or logger.level:
+    if (logger.hasHandlers() and logger.isEnabledFor(logging.INFO)) or logger.level:
         logger.info("%s", text)
     else:
         # Notebooks show what is on stderr in the color of errors.

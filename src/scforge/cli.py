@@ -302,14 +302,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", category=ScforgeWarning)
         warnings.showwarning = _ShowOnce()
         try:
-            code = arguments.run(arguments) or 0
+            return arguments.run(arguments) or 0
         except (ScforgeError, OSError) as error:
             print(f"scforge: error: {' '.join(str(error).split())}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print("scforge: interrupted", file=sys.stderr)
             return INTERRUPTED
-    return code
 
 
 if __name__ == "__main__":

@@ -361,7 +361,7 @@ TRAINING = [
     ({"epochs": 3}, "training option 'epochs' is not one of 'train'; did you mean 'max_epochs'?"),
     ({"enable_checkpointing": True}, "'enable_checkpointing' is not one of 'train'; pass checkpoint_dir=FOLDER"),
     ({"plan_kwargs": {}}, "'plan_kwargs' is not one of 'train'; pass its options, e.g. lr=1e-3, to train itself."),
-    ({"learning_rate": 1e-3}, "'learning_rate' is not one of 'train'; did you mean 'lr'?"),
+    ({"learning_rate": 1e-3}, "'learning_rate' is not one of 'train'; pass lr"),
     ({"use_gpu": True}, "'use_gpu' is not one of 'train'; pass accelerator='gpu' or accelerator='cpu'."),
     ({"seed": 1}, "'seed' is not one of 'train'; it is that of the model, Encoder(adata, seed=...)."),
     ({"shuffle": True}, "'shuffle' is not one of 'train'; cells come in a new order in each epoch"),

@@ -88,7 +88,10 @@ def exit_codes() -> set[int]:
     returned = [node.value for node in ast.walk(main) if isinstance(node, ast.Return)]
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
     returned += [call.args[0] for call in calls if call.func.attr == "exit" and call.args]
-    return {node.value for node in returned if isinstance(node, ast.Constant) and isinstance(node.value, int)}
+    parts = [part for value in returned if value is not None for part in ast.walk(value)]
+    found = [part.value for part in parts if isinstance(part, ast.Constant)]
+    found += [getattr(cli, part.id, None) for part in parts if isinstance(part, ast.Name)]
+    return {value for value in found if isinstance(value, int)}
 
 
 def render() -> str:

@@ -206,7 +206,7 @@ def _by_variability(
     for score in scores:
         found = np.flatnonzero(score > -np.inf)  # not of genes that no cell of the batch expresses
         n_batches[found[np.argsort(-score[found], kind="stable")[:n_top_genes]]] += 1
-    return np.lexsort((-np.mean([np.nan_to_num(score, nan=0.0) for score in scores], axis=0), -n_batches))
+    return np.lexsort((-np.mean([np.nan_to_num(score, nan=0.0, neginf=-1e6) for score in scores], axis=0), -n_batches))
 
 
 def _normalised_dispersions(values: sparse.csr_matrix) -> np.ndarray:

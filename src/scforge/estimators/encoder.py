@@ -55,7 +55,7 @@ _OF_DATA_AND_PLAN = (
 _OF_OTHERS = {
     "plan_kwargs": "pass its options, e.g. lr=1e-3, to train itself",
     "use_gpu": "pass accelerator='gpu' or accelerator='cpu'",
-    "learning_rate": "did you mean 'lr'?",
+    "learning_rate": "pass lr",
     "train_size": "pass validation_size=1 - train_size",
     "seed": "it is that of the model, Encoder(adata, seed=...)",
     "datasplitter_kwargs": "pass validation_size, or datamodule=CellDataModule(...)",

@@ -17,7 +17,7 @@ from scforge.data.sources import read_h5ad
 from scforge.data.vocab import GeneVocab
 from scforge.data.vocab_files import MOST_BYTES
 from scforge.data.weights_reading import PICKLES, read_shapes, read_weights, refuse_not_finite, refuse_pickle
-from scforge.errors import MissingFileError, ModelFileError, listing
+from scforge.errors import MissingFileError, ModelFileError, listing, warn
 from scforge.estimators.folder_formats import MODEL, lacking, read_description, sealed
 from scforge.estimators.shape_check import check_fit, misfit, shapes_of
 from scforge.finetuning.seen import SeenCells
@@ -132,7 +132,8 @@ def read_adata(path: str | os.PathLike[str], config: Mapping[str, Any]) -> AnnDa
         return None
     check_inside(file.parent, ADATA)
     if not file.exists():
-        raise ModelFileError(f"{str(file)!r} is missing; copy the model again, or pass adata=False.")
+        warn(f"The cells that were saved with the model, {str(file)!r}, are not there (push and pull leave them out).")
+        return None
     _check_sum(file, config["sha256"][ADATA])
     return read_h5ad([str(file)])
 
