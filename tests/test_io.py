@@ -343,3 +343,40 @@ def test_json_that_is_read(tmp_path):
     (tmp_path / "b.json").write_text(" " * 63)
     with pytest.raises(ValueError, match="it has 63 bytes, where 62 are the most that is read"):
         read_json(tmp_path / "b.json", most_bytes=62)
+
+
+def test_files_of_a_user_with_names_of_scforge_stay(tmp_path: Path) -> None:
+    """What the old description does not list is a user's: it is neither replaced nor removed."""
+    folder = tmp_path / "model"
+
+    def save(*names: str) -> None:
+        with atomic_folder(folder, overwrite=True) as new:
+            (new / "config.json").write_text(json.dumps({"scforge_version": "1", "sha256": {}}))
+            for name in names:
+                (new / name).write_text("new")
+
+    save()
+    for name in ("adata.h5ad", "model.onnx", "weights.safetensors", "export.json"):
+        (folder / name).write_text("mine")
+    save()
+    assert (folder / "model.onnx").read_text() == (folder / "weights.safetensors").read_text() == "mine"
+    assert (folder / "export.json").read_text() == "mine"
+    with pytest.raises(OptionError, match=r"adata\.h5ad"):
+        save("adata.h5ad")
+    assert (folder / "adata.h5ad").read_text() == "mine"
+    (folder / "training").mkdir()
+    (folder / "training" / "thesis.txt").write_text("mine")
+
+    def save_checkpoint() -> None:
+        with atomic_folder(folder, overwrite=True) as new:
+            (new / "config.json").write_text("{}")
+            (new / "training").mkdir()
+
+    with pytest.raises(OptionError, match="training"):
+        save_checkpoint()
+    assert (folder / "training" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_place_where_no_lock_can_be_made() -> None:
+    with pytest.raises((OSError, OptionError)), atomic_folder("/proc/model"):
+        pass

@@ -270,6 +270,7 @@ def test_a_line_an_epoch_in_a_log_file(setup, capsys, caplog):
 
 def test_a_line_an_epoch_where_nobody_set_up_logging(setup, capsys, monkeypatch):
     monkeypatch.setattr("scforge._progress.logger.hasHandlers", lambda: False)
+    monkeypatch.setattr("scforge._progress.logger.level", 0)
     setup.fit(max_epochs=2, progress_bar=True)
     assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == ["Epoch 1/2", "Epoch 2/2"]
     monkeypatch.setattr("scforge._progress.logger.level", 30)
