@@ -295,7 +295,7 @@ def _put_in_place(path: Path, said: str) -> None:
     listed = set(sums if isinstance(sums, dict) else ())
     own = set() if described is None else _OWN | listed
     if "_scvi_required_metadata.json" in there:
-        own |= {"model.pt"} & {*own, *new}
+        own.add("model.pt")
     others = [
         name
         for name in new.keys() & there.keys()
