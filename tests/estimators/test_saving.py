@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scforge.errors import GeneMismatchError, MissingFileError, ModelFileError, OptionError, ScforgeError
+from scforge.errors import GeneMismatchError, MissingFileError, ModelFileError, OptionError, ScforgeError, ScforgeWarning
 from scforge.estimators import Encoder
 from scforge.estimators.folder_formats import MODEL, sealed
 
@@ -126,8 +126,8 @@ def test_save_anndata(model: Encoder, tmp_path: Path, quick) -> None:
     with pytest.raises(ModelFileError, match=r"adata\.h5ad' is corrupted: its checksum"):
         Encoder.load(folder)
     (folder / "adata.h5ad").unlink()
-    with pytest.raises(ModelFileError, match=r"adata\.h5ad' is missing; copy the model again, or pass adata=False"):
-        Encoder.load(folder)
+    with pytest.warns(ScforgeWarning, match=r"adata\.h5ad', are not there \(push and pull leave them out\)"):
+        assert Encoder.load(folder).adata is None
     Encoder.load(folder, adata=False)
     model.save(folder, overwrite=True, save_anndata=True)
     model.save(folder, overwrite=True)
