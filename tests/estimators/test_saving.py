@@ -16,7 +16,14 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scforge.errors import GeneMismatchError, MissingFileError, ModelFileError, OptionError, ScforgeError, ScforgeWarning
+from scforge.errors import (
+    GeneMismatchError,
+    MissingFileError,
+    ModelFileError,
+    OptionError,
+    ScforgeError,
+    ScforgeWarning,
+)
 from scforge.estimators import Encoder
 from scforge.estimators.folder_formats import MODEL, sealed
 
