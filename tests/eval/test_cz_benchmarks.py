@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 
 import anndata as ad
 import numpy as np
@@ -11,8 +12,9 @@ import pytest
 import scanpy as sc
 
 import scforge
+from scforge.cli import main
 from scforge.errors import DataError, OptionError
-from scforge.eval import cz_tasks, evaluate_cz, run_cz_task
+from scforge.eval import cz_tasks, evaluate, evaluate_cz, list_benchmarks, run_cz_task
 
 needs_cz = pytest.mark.skipif(
     find_spec("czbenchmarks") is None, reason="cz-benchmarks needs an environment of its own: make test-cz"
@@ -212,6 +214,65 @@ def test_the_report_has_every_task(cells: ad.AnnData) -> None:
     assert report.about("label_prediction").main == "mean_fold_f1"
 
 
+REGISTERED = ["batch_integration", "clustering", "embedding", "label_prediction", "sequential_organization"]
+
+
+def test_tasks_of_an_embedding_are_registered() -> None:
+    assert [name for name in list_benchmarks() if name.startswith("cz_")] == [f"cz_{name}" for name in REGISTERED]
+
+
+@needs_cz
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.parametrize("name", REGISTERED)
+def test_a_registered_task_gives_the_scores_of_the_package(name: str, cells: ad.AnnData) -> None:
+    keys = {key: value for key, value in OPTIONS[name].items() if key.endswith("_key")}
+    own = {key: value for key, value in OPTIONS[name].items() if key not in keys}
+    report = evaluate(cells, {f"cz_{name}": {"options": own}}, "X_scforge", **keys, baselines=[5], seeds=[42])
+    direct = evaluate_cz(cells, {name: own}, "X_scforge", **keys, baseline=False)
+    assert report.rows[0].scores == direct.rows[0].scores
+    assert report.about(f"cz_{name}").metrics == direct.about(name).metrics
+    assert report.about(f"cz_{name}").main == direct.about(name).main
+    assert [row.kind for row in report.rows] == ["model", "baseline", "baseline"]
+    for row in report.rows:
+        assert np.isfinite([list(interval) for interval in row.intervals.values()]).all()
+        assert set(row.intervals) == set(direct.about(name).metrics)
+    assert report.facts[f"cz_{name}: version"].startswith("cz-benchmarks 0.")
+
+
+@needs_cz
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"options": {"n_fold": 2}}, OptionError, "no option 'n_fold'; did you mean 'n_folds'"),
+        ({"options": {"baseline": True}}, OptionError, "no option 'baseline'"),
+        ({"options": ["n_folds"]}, OptionError, r"options=\['n_folds'\] is no mapping"),
+        ({"labels_key": "cell_typ"}, DataError, "labels_key='cell_typ' is not a column of obs; did you"),
+    ],
+)
+def test_options_of_a_registered_task_are_checked_first(
+    options: dict, error: type[Exception], message: str, cells: ad.AnnData
+) -> None:
+    with pytest.raises(error, match=message):
+        evaluate(cells, {"cz_label_prediction": options}, "X_scforge", **LABELS)
+
+
+@needs_cz
+def test_a_registered_task_runs_while_a_model_is_trained(cells: ad.AnnData, tmp_path: Path) -> None:
+    cells.write_h5ad(tmp_path / "cells.h5ad")
+    (tmp_path / "recipe.yaml").write_text(
+        f"""
+        data: {{paths: [{tmp_path / "cells.h5ad"}], labels_key: cell_type, batch_key: batch}}
+        training: {{max_epochs: 1}}
+        output: {{checkpoint_dir: {tmp_path / "run"}, log_dir: {tmp_path / "logs"}, loggers: csv}}
+        eval: {{benchmarks: [cz_embedding, cz_batch_integration]}}
+        """
+    )
+    assert main(["train", "--config", str(tmp_path / "recipe.yaml")]) == 0
+    scores = pd.read_csv(tmp_path / "logs" / "metrics.csv")
+    for name in ("cz_embedding_silhouette_score", "cz_batch_integration_entropy_per_cell"):
+        assert np.isfinite(scores.filter(like=name).to_numpy(dtype=float)).any(), list(scores)
+
+
 @needs_cz
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
@@ -246,3 +307,12 @@ def test_cells_without_a_label_are_not_dropped(cells: ad.AnnData) -> None:
 def test_it_tells_what_to_install() -> None:
     with pytest.raises(OptionError, match=r"pip install 'scforge\[cz\]', in an environment of its own"):
         cz_tasks()
+
+
+@pytest.mark.skipif(find_spec("czbenchmarks") is not None, reason="cz-benchmarks is installed")
+def test_a_registered_task_tells_what_to_install(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adata = scforge.datasets.pbmc3k()[:50].copy()
+    adata.write_h5ad(tmp_path / "cells.h5ad")
+    command = f"evaluate {tmp_path / 'cells.h5ad'} -m scforge://pbmc3k-light --benchmarks cz_clustering"
+    assert main([*command.split(), "--labels-key", "cell_type"]) == 2
+    assert "pip install 'scforge[cz]', in an environment of its own" in capsys.readouterr().err

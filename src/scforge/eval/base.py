@@ -281,6 +281,16 @@ BENCHMARKS: Registry[type[Benchmark]] = Registry(
         "batch_integration": "scforge.eval.batch_integration",
         "cell_type_annotation": "scforge.eval.cell_type_annotation",
         "cell_type_probe": "scforge.eval.cell_type_probe",
+        **dict.fromkeys(
+            (
+                "cz_batch_integration",
+                "cz_clustering",
+                "cz_embedding",
+                "cz_label_prediction",
+                "cz_sequential_organization",
+            ),
+            "scforge.eval.cz_benchmarks",
+        ),
         "gene_network": "scforge.eval.gene_network",
         "generation": "scforge.eval.generation",
         "geometry": "scforge.eval.geometry",

@@ -12,7 +12,8 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -20,6 +21,7 @@ import pandas as pd
 from scforge._checks import check_bool, check_seed
 from scforge.data.checks import counts_of
 from scforge.errors import DataError, OptionError, did_you_mean, first_line, listing
+from scforge.eval.base import Benchmark, as_array, register_benchmark
 from scforge.eval.baselines import pca_embedding
 from scforge.eval.cz_inputs import EXPRESSION_TASK, KEYS, TWO_ORGANISMS, by_organism, representation_of, task_input
 from scforge.eval.report import Kind, Measured, Report, Row
@@ -220,16 +222,120 @@ def evaluate_cz(
     report = Report(title)
     for name, own in asked.items():
         frame = run_cz_task(name, adata, keys, **{**options, **own})
-        frame["figure"] = [_figure(*one) for one in zip(frame["metric"], frame["params"], strict=True)]
-        frame = frame[frame["figure"] != ""]
-        figures = tuple(dict.fromkeys(frame["figure"]))
+        figures = tuple(_scores(frame))
         main = next((figure for figure in figures if figure.startswith(("mean_fold_f1", "f1"))), figures[0])
         report.measured[name] = Measured(figures, main)
         for method, rows in frame.groupby("method", sort=False):
-            scores = rows.groupby("figure", sort=False)["value"].mean().to_dict()
             first = rows.iloc[0]
-            report.add(Row(str(method), first["kind"], scores, int(first["n_dims"]), float(first["seconds"]), name))
+            n_dims, seconds = int(first["n_dims"]), float(first["seconds"])
+            report.add(Row(str(method), first["kind"], _scores(rows), n_dims, seconds, name))
     return report
+
+
+class CzTask(Benchmark):
+    """A task of cz-benchmarks on an embedding, under the names ``"cz_clustering"``, ``"cz_embedding"`` etc.
+
+    The metrics are those of :func:`evaluate_cz`; the baselines are those of :func:`scforge.eval.evaluate`.
+
+    Parameters
+    ----------
+    labels_key
+        Column of obs with the cell types; with numbers, e.g. time points, for ``"cz_sequential_organization"``.
+    options
+        Options of the task, e.g. ``{"n_folds": 3}``.
+    seed
+        Seed of the task.
+    """
+
+    task: ClassVar[str]
+    n_draws = 5
+
+    def __init__(self, labels_key: str, options: Mapping[str, Any] | None = None, seed: int = _SEED) -> None:
+        if not isinstance(options, Mapping | None):
+            raise OptionError(f"options={options!r} is no mapping; give names and values, e.g. {{'n_folds': 3}}.")
+        self.labels_key = labels_key
+        self.options = dict(options or {})
+        self.seed = check_seed(seed)
+
+    def _keys(self) -> dict[str, str | None]:
+        return {argument: getattr(self, argument) for argument in KEYS[self.task]}
+
+    def check(self, obs: pd.DataFrame) -> None:
+        """Raise unless cz-benchmarks is installed, the columns are complete and the task has the options."""
+        model = _registry().get_task_class(self.task).input_model
+        task_input(self.task, _cells(obs), model, self._keys(), layer=None, seed=self.seed, options=self.options)
+
+    def describe(self, obs: pd.DataFrame) -> dict[str, str]:
+        """Return the version of cz-benchmarks, and what is drawn again for intervals."""
+        return {"version": f"cz-benchmarks {metadata.version('cz-benchmarks')}", "drawn again": "cells"}
+
+    def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
+        """Return the metrics of the task, each the mean over its classifiers if there are several."""
+        cells = _cells(obs)
+        cells.obsm["made"] = as_array(embedding)
+        options: dict[str, Any] = {**self.options, **self._keys(), "seed": self.seed, "baseline": False}
+        return _scores(run_cz_task(self.task, cells, "made", **options))
+
+
+@register_benchmark("cz_clustering")
+class CzClustering(CzTask):
+    """Leiden clusters of the embedding against labels."""
+
+    task = "clustering"
+    metrics = ("adjusted_rand_index", "normalized_mutual_info")
+
+
+@register_benchmark("cz_embedding")
+class CzEmbedding(CzTask):
+    """Silhouette of labels in the embedding."""
+
+    task = "embedding"
+    metrics = ("silhouette_score",)
+
+
+@register_benchmark("cz_label_prediction")
+class CzLabelPrediction(CzTask):
+    """Labels that three classifiers predict from the embedding, in folds."""
+
+    task = "label_prediction"
+    metrics = ("mean_fold_accuracy", "mean_fold_f1", "mean_fold_precision", "mean_fold_recall", "mean_fold_auroc")
+    main = "mean_fold_f1"
+
+
+@register_benchmark("cz_sequential_organization")
+class CzSequentialOrganization(CzTask):
+    """Order of numbers, e.g. time points, in the embedding."""
+
+    task = "sequential_organization"
+    metrics = ("silhouette_score", "sequential_alignment")
+
+
+@register_benchmark("cz_batch_integration")
+class CzBatchIntegration(CzTask):
+    """Batches that are mixed in the embedding, within labels; `batch_key` is the column of obs with the batches."""
+
+    task = "batch_integration"
+    metrics = ("entropy_per_cell", "batch_silhouette")
+
+    def __init__(
+        self, labels_key: str, batch_key: str, options: Mapping[str, Any] | None = None, seed: int = _SEED
+    ) -> None:
+        super().__init__(labels_key, options, seed)
+        self.batch_key = batch_key
+
+
+def _cells(obs: pd.DataFrame) -> AnnData:
+    """Return cells that have annotation only, with new names, since those of `obs` may be there twice."""
+    import anndata
+
+    return anndata.AnnData(obs=obs.set_axis([str(row) for row in range(len(obs))]))
+
+
+def _scores(frame: pd.DataFrame) -> dict[str, float]:
+    """Return the columns of a report and their values, means over what :func:`run_cz_task` has several rows of."""
+    figures = [_figure(*one) for one in zip(frame["metric"], frame["params"], strict=True)]
+    means = frame["value"].groupby(figures, sort=False).mean()
+    return {str(figure): float(value) for figure, value in means.items() if figure}
 
 
 def _figure(metric: str, params: Mapping[str, Any]) -> str:
