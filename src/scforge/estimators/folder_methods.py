@@ -19,6 +19,7 @@ from scforge.estimators.saving import load_weights, read_adata, read_folder, wri
 from scforge.estimators.tuning import Tuning
 from scforge.finetuning.seen import SeenCells
 from scforge.hub.copying import origin_of
+from scforge.hub.finding import is_registry_name
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +127,7 @@ class FolderMethods:
         Parameters
         ----------
         dir_path
-            The folder.
+            The folder; or ``"scforge://name"``, which is passed to :meth:`Encoder.from_pretrained`.
         adata
             Data to go on with; unless it is set up already, it is set up as the training data were, without the columns
             of obs that it lacks. None takes the training data, if they were saved with the model; False takes none:
@@ -165,6 +166,9 @@ class FolderMethods:
         _check_prefix(dir_path, prefix)
         if accelerator is not None:
             device = _device_of(accelerator, device)
+        if is_registry_name(dir_path):
+            shared: Any = cls
+            return shared.from_pretrained(dir_path, adata, device=device)
 
         def read() -> Any:
             config, vocab, weights = read_folder(dir_path)

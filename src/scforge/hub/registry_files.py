@@ -93,7 +93,8 @@ def find_registered(text: str, said: str) -> RegisteredModel:
     if name not in entries:
         raise OptionError(
             f"{said} is not in the registry{did_you_mean(name, entries) or ';'} (known: {listing(entries)}; more come "
-            f"from the file that {_VARIABLE} names)"
+            f"from the file that {_VARIABLE} names). Make a model of another package's downloaded checkpoint, e.g. "
+            "Geneformer's, with Encoder.from_checkpoint(folder) or scforge convert-checkpoint."
         )
     entry, file = entries[name]
     versions: dict[str, Any] = entry["versions"]
