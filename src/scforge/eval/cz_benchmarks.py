@@ -312,7 +312,19 @@ class CzSequentialOrganization(CzTask):
 
 @register_benchmark("cz_batch_integration")
 class CzBatchIntegration(CzTask):
-    """Batches that are mixed in the embedding, within labels; `batch_key` is the column of obs with the batches."""
+    """Batches that are mixed in the embedding, among all cells and within labels.
+
+    Parameters
+    ----------
+    labels_key
+        Column of obs with the cell types.
+    batch_key
+        Column of obs with the batches.
+    options
+        Options of the task.
+    seed
+        Seed of the task.
+    """
 
     task = "batch_integration"
     metrics = ("entropy_per_cell", "batch_silhouette")
