@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
+
 import pytest
 
 from scforge import errors
-from scforge.errors import did_you_mean, listing
+from scforge.errors import did_you_mean, listing, redacted, shown
 
 
 @pytest.mark.parametrize(
@@ -57,3 +60,33 @@ def test_listing():
 )
 def test_did_you_mean(name, known, expected):
     assert did_you_mean(name, known) == expected
+
+
+def test_a_package_with_a_like_name_is_not_scforge() -> None:
+    """A warning names the line of the user, also of one whose package is called ``scforge_extra``."""
+    path = str(Path(errors.__file__).parent) + "_extra/code.py"
+    code = compile("def call():\n    warn('one sentence.')\n", path, "exec")
+    found = {"warn": errors.warn}
+    exec(code, found)
+    with warnings.catch_warnings(record=True, action="always") as caught:
+        found["call"]()
+    assert caught[0].filename == path
+
+
+TOKEN = "hf_" + "aB3" * 11 + "x"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"no answer to {TOKEN}.", "no answer to ***."),
+        ("{'authorization': 'Bearer abc'}", "{'authorization': 'Bearer ***'}"),
+        (f"https://me:pass@host/{TOKEN}?x=1", "https://***@host/***?***"),
+        ("obs has no column 'hf_score' in //shared/me@work", "obs has no column 'hf_score' in //shared/me@work"),
+    ],
+)
+def test_credentials_are_not_shown(text: str, expected: str) -> None:
+    assert redacted(text) == expected
+    assert str(errors.HubError(text)) == str(errors.ScforgeWarning(text)) == expected
+    cause = OSError(text)
+    assert shown(cause) is (cause if text == expected else None)

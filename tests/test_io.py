@@ -279,6 +279,49 @@ def test_a_copy_on_a_full_disk_names_the_folder_of_the_user(tmp_path):
     assert ".saving" not in str(told.value)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device", "/other/.saving/a"),
+        PermissionError(errno.EACCES, "Permission denied", "/other/.out.csv.old"),
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "genes.txt"),
+        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
+    ],
+)
+def test_errors_of_other_files_keep_their_names(tmp_path, error):
+    for write, name in ((atomic_path, "out.csv"), (atomic_folder, "model")):
+        with pytest.raises(type(error)) as caught, write(tmp_path / name):
+            raise error
+        assert caught.value is error
+
+
+def test_a_folder_that_may_not_be_read_may_be_written_to(tmp_path, monkeypatch):
+    """As one of mode 0300, which root can read nevertheless."""
+
+    def refused(path, flags, *options, **more):
+        if Path(path) == tmp_path and flags == os.O_RDONLY:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, flags, *options, **more)
+
+    opened = os.open
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refused)
+        with atomic_folder(tmp_path / "model") as folder:
+            (folder / "weights").write_text("1")
+    assert content(tmp_path / "model") == {"weights": "1"}
+
+
+@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
+def test_pipes_and_devices_are_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OptionError, match=r"^output='.*pipe' is a pipe or a device, not a file; give another name"):
+        check_writable("output", tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path(os.devnull)):
+        with pytest.raises(OptionError, match="is a pipe or a device"):
+            atomic_write_text(path, "")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk of Linux")
 def test_cells_on_a_full_disk(tmp_path):
     """HDF5 would crash the process."""

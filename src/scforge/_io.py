@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -32,6 +33,7 @@ __all__ = [
     "check_writable",
     "new_h5",
     "parse_json",
+    "put_back",
     "read_json",
     "read_settled",
     "remove_folder",
@@ -50,6 +52,7 @@ def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
 def check_writable(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise unless something can be written at `path`; finds out before anything is computed for it."""
     place = Path(path).resolve()
+    _check_kind(f"{argument}={str(path)!r}", place)
     while not place.is_dir():
         place = place.parent
     try:
@@ -59,6 +62,12 @@ def check_writable(argument: str, path: str | os.PathLike[str]) -> None:
         raise OptionError(
             f"{argument}={str(path)!r} cannot be written ({error.strerror}); choose another place."
         ) from error
+
+
+def _check_kind(said: str, path: Path) -> None:
+    """Raise if `path` is there and is neither a file nor a folder."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OptionError(f"{said} is a pipe or a device, not a file; give another name.")
 
 
 def check_inside(folder: Path, name: str) -> None:
@@ -96,7 +105,8 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     The temporary name keeps the suffix of `path`, because several writers choose their format by it.
     """
     path = Path(path)
-    with _named(path):
+    _check_kind(repr(str(path)), path)
+    with _named(path, path.parent / f".{path.stem}."):
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary, mode = _new_file(path.parent, path.stem, path.suffix)
         try:
@@ -212,7 +222,7 @@ def atomic_folder(
             )
         apart = path.with_name(f".{path.name}{_NEW}")
         new = path / _NEW if there else apart
-        with _named(given):
+        with _named(given, new, path / _SAVED):
             path.parent.mkdir(parents=True, exist_ok=True)
             with _alone(new):
                 if path.is_dir() != there:
@@ -388,14 +398,15 @@ def _alone(new: Path, *, blocking: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _named(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Name what the user gave in errors of writing, and not a hidden file beside it."""
+def _named(path: str | os.PathLike[str], *hidden: Path) -> Iterator[None]:
+    """Name what the user gave in errors of writing, and not a hidden file; `hidden` is how those names begin."""
     try:
         yield
     except OSError as error:
-        hidden = (_NEW, f".{Path(path).stem}.")
-        names = f"{error.filename} {error.filename2}"
-        if error.errno is not None and (error.filename is None or any(one in names for one in hidden)):
+        names = [os.fsdecode(name) for name in (error.filename, error.filename2) if isinstance(name, str | bytes)]
+        ours = any(name.startswith(str(one)) for name in names for one in hidden)
+        # What writes to an open file is not told its name.
+        if ours or (not names and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)):
             raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
     except Exception as error:
@@ -422,7 +433,12 @@ def _new_file(folder: Path, stem: str = "", suffix: str = "") -> tuple[Path, int
 def _to_disk(path: Path) -> None:
     if os.name == "nt" and path.is_dir():
         return  # Windows opens no folders
-    handle = os.open(path, os.O_RDONLY)
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except PermissionError:
+        if path.is_dir():
+            return  # a folder may be written to that may not be read
+        raise
     try:
         os.fsync(handle)
     finally:
@@ -430,19 +446,52 @@ def _to_disk(path: Path) -> None:
 
 
 def swap_in(new: Path, path: Path) -> None:
-    """Give `new` the place of `path`; a folder that was there gets the name `new`. One step, where the system can."""
-    if not path.is_dir() or not _exchange(new, path):
-        gone = new.with_name(f"{new.name}.gone")
-        if path.is_dir():
+    """Give `new` the place of `path`; a folder that was there gets the name `new`. One step, where the system can.
+
+    Where it cannot, :func:`put_back` undoes what a process that was killed has begun. A link stays one.
+    """
+    path = path.resolve()
+    put_back(path)
+    if not path.is_dir():
+        new.replace(path)
+    elif not _exchange(new, path):
+        gone = _gone(path)
+        with _alone(gone):
+            shutil.rmtree(gone, ignore_errors=True)  # of a process that was killed when `path` was new
             path.rename(gone)
-        try:
-            new.replace(path)
-        except OSError:
-            if gone.exists():
+            try:
+                new.replace(path)
+            except OSError:
                 gone.rename(path)
-            raise
-        if gone.exists():
+                raise
             gone.rename(new)
+
+
+def put_back(path: str | os.PathLike[str]) -> None:
+    """Put a folder back under its name that a process was replacing when it was killed.
+
+    Raises
+    ------
+    ModelFileError
+        If that cannot be done.
+    """
+    path = Path(path).resolve()
+    gone = _gone(path)
+    if path.exists() or not gone.is_dir():
+        return
+    try:
+        with _alone(gone):
+            if not path.exists() and gone.is_dir():
+                gone.rename(path)
+    except OSError as error:
+        raise ModelFileError(
+            f"{str(path)!r} was being replaced by a process that was killed, and is {str(gone)!r} now "
+            f"({first_line(error)}); give it its name again where you may write."
+        ) from error
+
+
+def _gone(path: Path) -> Path:
+    return path.with_name(f".{path.name}.gone")
 
 
 def _exchange(one: Path, other: Path) -> bool:

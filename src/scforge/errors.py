@@ -7,7 +7,9 @@ on stderr and exits with code 2; from Python it is an exception that also is the
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import traceback
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,10 +30,11 @@ __all__ = [
     "first_line",
     "listing",
     "redacted",
+    "shown",
     "warn",
 ]
 
-_PACKAGE = str(Path(__file__).parent)
+_PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 SECRET = "***"
 """What is written in place of a credential."""
@@ -39,6 +42,8 @@ SECRET = "***"
 # A path of a URL has one of its slashes left.
 _USER = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]+:/{1,2})[^\s/?#]*@")
 _QUERY = re.compile(r"(\bhttps?:/{1,2}[^\s?'\"]*\?)[^\s'\"]+")
+_TOKEN = re.compile(r"\bhf_\w{30,}|(?<=\bBearer )[^\s'\"]+")
+"""Tokens of the hub, and what a header of HTTP holds; a column may well be called ``hf_score``."""
 
 
 class ScforgeError(Exception):
@@ -400,14 +405,14 @@ def first_line(error: BaseException) -> str:
 
 
 def redacted(text: str) -> str:
-    """Return text in which URLs hold no credentials: no user and password, no query of a signed address.
+    """Return text without credentials: no token of a hub, and in URLs no user, password or query of a signed address.
 
     Whatever scforge writes or shows of a URL goes through it; the messages of its own errors and warnings do anyway.
 
     Parameters
     ----------
     text
-        A URL, or text with URLs in it.
+        A URL, or text that may hold URLs or tokens.
 
     Returns
     -------
@@ -418,4 +423,25 @@ def redacted(text: str) -> str:
     >>> redacted("https://me:secret@host/cells.h5ad?signature=abc"), redacted("s3://bucket/cells_?.h5ad")
     ('https://***@host/cells.h5ad?***', 's3://bucket/cells_?.h5ad')
     """
-    return _QUERY.sub(rf"\1{SECRET}", _USER.sub(rf"\1{SECRET}@", text))
+    return _TOKEN.sub(SECRET, _QUERY.sub(rf"\1{SECRET}", _USER.sub(rf"\1{SECRET}@", text)))
+
+
+def shown(error: BaseException | None) -> BaseException | None:
+    """Return what to raise an error from: `error`, or None if a traceback of it would show a credential.
+
+    Parameters
+    ----------
+    error
+        An error of another library, or None.
+
+    Returns
+    -------
+    The error or None.
+
+    Examples
+    --------
+    >>> shown(OSError("no route to host")), shown(OSError("no route to https://me:secret@host"))
+    (OSError('no route to host'), None)
+    """
+    text = "".join(traceback.format_exception(error)) if error else ""
+    return error if redacted(text) == text else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from pathlib import Path
@@ -14,11 +15,11 @@ import pytest
 import zarr
 from scipy import sparse
 
-from scforge.data import GeneVocab, StoreInfo, convert, measure_medians
+from scforge.data import GeneVocab, StoreInfo, convert, measure_medians, open_cells
 from scforge.data.convert_plan import Layout
 from scforge.data.store_files import DATASET, read_measured, read_vocab
 from scforge.data.stream_matrix import Matrix
-from scforge.errors import DataError, GeneMismatchError, OptionError, ScforgeWarning
+from scforge.errors import DataError, GeneMismatchError, ModelFileError, OptionError, ScforgeWarning
 
 N_GENES = 60
 
@@ -352,6 +353,60 @@ def test_a_store_is_replaced_in_one_step(tiny_adata, tmp_path, monkeypatch):
     assert there[0] == 60
     assert StoreInfo.read(path).n_cells == 20
     assert [part.name for part in tmp_path.iterdir()] == ["s.zarr"]
+
+
+def test_a_store_whose_replacement_was_killed_is_there_again(tiny_adata, tmp_path, monkeypatch):
+    """Where the system cannot exchange two folders, the next one to read or write puts the old store back."""
+    from scforge import _io
+
+    class KilledError(BaseException):
+        pass
+
+    def killed(path, target):
+        if path.is_dir():
+            nonlocal steps
+            steps -= 1
+            if steps < 0:
+                raise KilledError
+        return whole[path.is_dir()](path, target)
+
+    whole = [Path.replace, Path.rename]
+    monkeypatch.setattr(_io, "_exchange", lambda one, other: False)
+    found = []
+    for number in range(5):
+        path = tmp_path / str(number) / "s.zarr"
+        convert(tiny_adata, path, progress=False)
+        steps = number
+        with monkeypatch.context() as patch, contextlib.suppress(KilledError):
+            patch.setattr(Path, "rename", killed)
+            patch.setattr(Path, "replace", killed)
+            convert(tiny_adata[:20].copy(), path, overwrite=True, progress=False)
+        found.append(len(open_cells(path) if number % 2 else StoreInfo.read(path)))
+        convert(tiny_adata[:30].copy(), path, overwrite=True, progress=False)
+        assert StoreInfo.read(path).n_cells == 30
+        assert [part.name for part in path.parent.iterdir()] == ["s.zarr"]
+    assert found == [60, 60, 60, 20, 20]
+
+
+def test_a_store_that_cannot_be_put_back(tiny_adata, tmp_path, monkeypatch):
+    convert(tiny_adata, tmp_path / "s.zarr", progress=False)
+    (tmp_path / "s.zarr").rename(tmp_path / ".s.zarr.gone")
+    (tmp_path / ".s.zarr.gone.lock").mkdir()  # as in a folder of somebody else, no lock can be made
+    with pytest.raises(ModelFileError, match=r"s\.zarr' was being replaced .* and is '.*\.gone' now \(.*; give it its"):
+        open_cells(tmp_path / "s.zarr")
+
+
+def test_a_link_to_a_store_stays_a_link(tiny_adata, tmp_path, monkeypatch):
+    from scforge import _io
+
+    convert(tiny_adata, tmp_path / "disk" / "s.zarr", progress=False)
+    (tmp_path / "link.zarr").symlink_to("disk/s.zarr")
+    for n_cells, exchange in [(30, _io._exchange), (20, lambda one, other: False)]:
+        monkeypatch.setattr(_io, "_exchange", exchange)
+        convert(tiny_adata[:n_cells].copy(), tmp_path / "link.zarr", overwrite=True, progress=False)
+        assert (tmp_path / "link.zarr").is_symlink()
+        assert StoreInfo.read(tmp_path / "disk" / "s.zarr").n_cells == n_cells
+        assert [path.name for path in (tmp_path / "disk").iterdir()] == ["s.zarr"]
 
 
 def test_a_target_without_a_name(tiny_adata, tmp_path, monkeypatch):

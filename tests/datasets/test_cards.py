@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import anndata as ad
+import h5py
 import pytest
 import yaml
 
@@ -83,6 +84,17 @@ def test_a_file_is_found_by_the_environment_and_checked(
     tiny_adata.obs["cell_line"] = tiny_adata.obs["cell_lines"]
     tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
     assert load("sc_mixology", verify=False).shape == tiny_adata.shape
+
+
+def test_a_file_that_leads_elsewhere_is_refused(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+    tiny_adata.obs["cell_line"] = tiny_adata.obs["group"]
+    tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
+    (tmp_path / "secret").write_bytes(b"S3" * 60)
+    with h5py.File(tmp_path / "sc_mixology.h5ad", "r+") as file:
+        how = {"shape": (60,), "dtype": "S2", "external": [(str(tmp_path / "secret"), 0, 120)]}
+        file["obs"].create_dataset("secret", **how)
+    with pytest.raises(DataError, match="lies in another file, which scforge does not open"):
+        load("sc_mixology", tmp_path, verify=False)
 
 
 def test_controls_must_be_there(tiny_adata: ad.AnnData, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import h5py
 import numpy as np
 import pytest
 
+from scforge import _io
 from scforge.cli import main
 from scforge.data import open_cells
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, NotTrainedWarning, OptionError
@@ -205,6 +206,34 @@ def test_killed_after_its_last_step(run, tmp_path, monkeypatch):
     assert left_over(tmp_path) != []
     assert run().complete
     assert left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("name", ["out.zarr", "out.h5ad"])
+def test_a_link_stays_a_link(run, name, many_adata, tmp_path, monkeypatch, exchange):
+    if not exchange:
+        monkeypatch.setattr(_io, "_exchange", lambda one, other: False)
+    (tmp_path / "disk").mkdir()
+    link, place = tmp_path / f"link-{name}", tmp_path / "disk" / name
+    link.symlink_to(place)
+    run(output=link)
+    assert run(many_adata[:50].copy(), link, overwrite=True).complete
+    assert link.is_symlink()
+    read = ad.read_zarr if name == "out.zarr" else ad.read_h5ad
+    assert read(place).n_obs == 50
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == [name]
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes")
+@pytest.mark.parametrize("name", ["out.zarr", "out.h5ad"])
+def test_an_embedding_into_a_pipe(run, name, tmp_path):
+    """A pipe would be waited for."""
+    output = tmp_path / name
+    os.mkfifo(output)
+    with pytest.raises(OptionError, match=r"^output='.*/out\..*' is a pipe or a device, not a file; give another"):
+        run(output=output)
+    assert output.is_fifo()
 
 
 def test_a_disk_that_is_full(run, tmp_path, monkeypatch):

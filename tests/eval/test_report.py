@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -264,6 +265,27 @@ def test_written(tmp_path: Path) -> None:
     assert content == report().to_dict()
     columns = ["method", "metric", "value"]
     pd.testing.assert_frame_equal(pd.read_csv(tmp_path / "report.csv")[columns], report().to_frame()[columns])
+
+
+def test_a_new_report_is_there_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever the process is killed, there are all of its files or none."""
+    seen = []
+
+    def seeing(step: Callable[[Path, Path], Path]) -> Callable[[Path, Path], Path]:
+        def see(path: Path, target: Path) -> Path:
+            seen.append((tmp_path / "report").exists())
+            done = step(path, target)
+            seen.append((tmp_path / "report" / "report.json").exists())
+            return done
+
+        return see
+
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(Path, name, seeing(getattr(Path, name)))
+    report().write(tmp_path / "report")
+    assert seen == [False] * 9 + [True]
+    assert len(list((tmp_path / "report").iterdir())) == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
 
 
 def test_written_nothing_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

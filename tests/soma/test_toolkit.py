@@ -14,7 +14,7 @@ import torch
 
 from scforge.cli import main
 from scforge.data import GeneVocab
-from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
 from scforge.soma import embed, gene_table, read_documents, read_fasta, train
 from scforge.soma.byte_data import Chunks, hold_out
 from scforge.soma.documents import Document, read_groups
@@ -345,6 +345,16 @@ def test_a_flipped_bit_is_refused(model, name):
     read_model(model)
 
 
+def test_a_model_without_checksums_is_read_with_a_warning(model):
+    config = json.loads((model / "config.json").read_text())
+    del config["sha256"]
+    (model / "config.json").write_text(json.dumps(config))
+    with pytest.warns(ScforgeWarning, match=r"has no checksums, so damage to its weights may go unseen; .*\.$") as told:
+        read_model(model)
+    assert len(told) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.* has no checksums")
 def test_damaged_models_are_refused(model):
     config = json.loads((model / "config.json").read_text())
     read_model(model)

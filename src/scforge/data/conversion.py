@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from scforge._checks import check_bool, check_seed, check_share
-from scforge._io import check_folder
+from scforge._io import check_folder, put_back
 from scforge.data.convert_errors import full_disk
 from scforge.data.convert_plan import parse_bytes
 from scforge.data.convert_steps import Conversion
@@ -156,6 +156,7 @@ def _check_target(path: str | os.PathLike[str]) -> Path:
     if not target.name:
         raise OptionError(f"path={os.fspath(path)!r} is the root of the disk; name a folder such as 'store.zarr'.")
     check_folder("path", target)
+    put_back(target)
     if target.suffix in _FILES and not target.is_dir():
         raise OptionError(
             f"path={os.fspath(path)!r} is named like a file, and a store is a folder; name one such as 'store.zarr'."

@@ -277,15 +277,12 @@ class Conversion:
                 raise OptionError(f"path={str(self.target)!r} exists now; pass overwrite=True (--overwrite).")
             if not may_be_replaced(self.target):
                 raise OptionError(f"path={str(self.target)!r} exists now and is no store; move it away.")
-            # Out of the folder of the conversion, which would take what was replaced for its own.
-            new = self.target.with_name(f".{self.target.name}.old")
-            shutil.rmtree(new, ignore_errors=True)
+            # By another name: a conversion that goes on would take what was replaced for its own.
+            new = self.staging.folder / "replaced"
             self.staging.store.rename(new)
         swap_in(new, self.target)
         journal.finished = True
         self.staging.save(journal)
-        if new != self.staging.store:
-            shutil.rmtree(new, ignore_errors=True)
         shutil.rmtree(self.staging.folder)
         return info
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsspec.asyn import get_loop, sync
 
-from scforge.data.stream_errors import LATER, reading, reading_errors, refusal, shown
-from scforge.errors import SECRET, DataError, OptionError, did_you_mean, first_line, redacted
+from scforge.data.stream_errors import LATER, reading, reading_errors, refusal
+from scforge.errors import SECRET, DataError, OptionError, did_you_mean, first_line, redacted, shown
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from scforge._io import put_back
 from scforge.data.remote import is_url, remote_file_system
 from scforge.data.stream_errors import reading
 from scforge.data.vocab import GeneVocab
@@ -239,7 +240,10 @@ def partial_path(path: str | os.PathLike[str]) -> Path:
 
 def may_be_store(path: str | os.PathLike[str]) -> bool:
     """Whether `path` names a folder, a URL, or a store that is being written: anything but a file."""
-    return is_url(path) or Path(path).is_dir() or (not Path(path).exists() and partial_path(path).exists())
+    if is_url(path):
+        return True
+    put_back(path)
+    return Path(path).is_dir() or (not Path(path).exists() and partial_path(path).exists())
 
 
 def is_store(path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None) -> bool:
@@ -344,8 +348,11 @@ def _attributes(path: str | os.PathLike[str], storage_options: Mapping[str, Any]
     """Return the attributes of the root of a zarr folder; an empty dict where a folder is no zarr v3 group."""
     name = os.fspath(path)
     system, root = file_system(name, storage_options)
-    if not is_url(name) and (described := Path(name, "zarr.json")).exists() and not described.is_file():
-        raise DataError(f"{str(described)!r} is not a regular file; copy the data again.")  # a pipe would be waited for
+    if not is_url(name):
+        put_back(name)
+        if (described := Path(name, "zarr.json")).exists() and not described.is_file():
+            # A pipe would be waited for.
+            raise DataError(f"{str(described)!r} is not a regular file; copy the data again.")
     with reading(repr(name)):
         try:
             text = system.cat_file(f"{root}/zarr.json")

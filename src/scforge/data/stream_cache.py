@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from filelock import FileLock
 
+from scforge._io import put_back
 from scforge.data.harmonise import union_vocab
 from scforge.data.remote import is_url
 from scforge.data.stream_memory import lack_of_memory
@@ -103,6 +104,7 @@ def convert_once(
     # Of several processes the first converts, and the others wait for it. Nobody converts into a read-only folder.
     may_write = os.access(path.parent, os.W_OK)
     with FileLock(path.with_name(f".{path.name}.lock")) if may_write else contextlib.nullcontext():
+        put_back(path)
         if path.exists():
             if not is_store(path):
                 raise OptionError(f"cache={str(path)!r} is no store; name a folder that is not there yet.")

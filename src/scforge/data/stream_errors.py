@@ -6,15 +6,14 @@ import contextlib
 import lzma
 import sys
 import tarfile
-import traceback
 import zipfile
 import zlib
 from collections.abc import Iterator
 from http import HTTPStatus
 
-from scforge.errors import DataError, MissingFileError, ScforgeError, first_line, redacted
+from scforge.errors import DataError, MissingFileError, ScforgeError, first_line, shown
 
-__all__ = ["LATER", "reading", "reading_errors", "refusal", "shown"]
+__all__ = ["LATER", "reading", "reading_errors", "refusal"]
 
 _LOCAL = (
     *(OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError),
@@ -74,12 +73,6 @@ def refusal(error: BaseException) -> tuple[int, str] | None:
     elif status in LATER:
         fix = "try again later"
     return status, f"the server answers {status} ({phrase}); {fix}"
-
-
-def shown(error: BaseException) -> BaseException | None:
-    """Return what to raise an error from: `error`, or None if a traceback of it would show a credential."""
-    text = "".join(traceback.format_exception(error))
-    return error if redacted(text) == text else None
 
 
 @contextlib.contextmanager

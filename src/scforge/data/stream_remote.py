@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from scforge._io import put_back
 from scforge.data.h5ad import open_hdf5
 from scforge.data.remote import is_url, persistent, remote_file_system, without_query
 from scforge.data.stream_errors import reading
@@ -74,6 +75,7 @@ def is_collection(place: str, options: Mapping[str, Any] | None = None) -> bool:
             name = f"{path.rstrip('/')}/zarr.json"
             content = system.cat_file(name) if system.exists(name) else b"{}"
     else:
+        put_back(place)
         metadata = Path(place, "zarr.json")
         content = metadata.read_bytes() if metadata.is_file() else b"{}"
     with reading(repr(place), how="as a zarr folder"):

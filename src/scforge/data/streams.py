@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from scforge._io import put_back
 from scforge.data.h5ad import similar_file
 from scforge.data.remote import is_url, without_query
 from scforge.data.stream_adata import AdataStream
@@ -233,8 +234,10 @@ def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
 def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) -> Place:
     """Return how a path or URL is opened."""
     path = Path(place)
-    if not is_url(place) and not path.exists():
-        raise MissingFileError(f"the file {place!r} does not exist{similar_file(path)}")
+    if not is_url(place):
+        put_back(path)
+        if not path.exists():
+            raise MissingFileError(f"the file {place!r} does not exist{similar_file(path)}")
     if is_zarr(place, options):
         return ZarrPlace(place, modality, options)
     if path.suffix in _OTHER_FORMATS:

@@ -14,8 +14,8 @@ from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
 from zarr import storage
 
 from scforge.data.remote import ask_again, is_url, remote_file_system
-from scforge.data.stream_errors import reading, shown
-from scforge.errors import DataError, MissingFileError
+from scforge.data.stream_errors import reading
+from scforge.errors import DataError, MissingFileError, shown
 
 __all__ = ["open_group"]
 

@@ -84,7 +84,7 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
     >>> load("pbmc3k").shape
     (2700, 16634)
     """
-    import anndata
+    from scforge.data.sources import read_h5ad
 
     card = get_card(name)
     if card.embedded:
@@ -99,7 +99,7 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
             f"{str(path)!r} is not the file of the card {name!r} (SHA-256 {found[:12]}..., not {card.sha256[:12]}...); "
             "pass verify=False if you made it yourself from the source."
         )
-    adata = anndata.read_h5ad(path)
+    adata = read_h5ad(path)
     _check_columns(adata, card, path)
     _check_counts(adata, path)
     return adata

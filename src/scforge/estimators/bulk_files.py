@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 from filelock import FileLock, Timeout
 
-from scforge._io import atomic_write_text, check_folder, check_writable, new_h5, swap_in
+from scforge._io import atomic_write_text, check_folder, check_writable, new_h5, put_back, read_json, swap_in
 from scforge.errors import DataError, OptionError, first_line
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ class EmbeddingFiles:
     """
 
     def __init__(self, output: Path, *, overwrite: bool) -> None:
+        output = output.resolve() if output.is_symlink() else output  # the link stays
         self.output, self.overwrite = output, overwrite
         if output.suffix not in (".zarr", ".h5ad"):
             raise OptionError(f"output={str(output)!r} ends with neither .zarr nor .h5ad; name the kind of file so.")
@@ -65,8 +66,8 @@ class EmbeddingFiles:
         self._result, self._blocks = self.folder / "result", self.folder / "blocks"
         self._array: Any = None
         self._noted: set[int] = set()
-        self.mark()
         check_writable("output", output)
+        self.mark()
 
     def mark(self) -> str | None:
         """Return the hash of the plan of what is at the output; None if nothing is, or an empty folder.
@@ -77,6 +78,7 @@ class EmbeddingFiles:
             If something else is there, which no embedding may replace.
         """
         output = self.output
+        put_back(output)
         if not output.exists():
             return None
         folder = output.suffix == ".zarr"
@@ -292,7 +294,7 @@ def _write_frame(path: Path, adata: AnnData, plan: dict[str, Any]) -> None:
 
 def _zarr_mark(path: Path) -> str | None:
     try:
-        found = json.loads((path / "zarr.json").read_text(encoding="utf-8"))["attributes"][_MARK]
+        found = read_json(path / "zarr.json", finite=False)["attributes"][_MARK]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     return str(found)

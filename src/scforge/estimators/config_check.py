@@ -14,7 +14,7 @@ import pandas as pd
 import torch
 from torch.overrides import TorchFunctionMode
 
-from scforge._io import check_folder
+from scforge._io import check_folder, put_back
 from scforge.config.schema import Config, DataConfig
 from scforge.data.h5ad import similar_file
 from scforge.data.named import open_vocab
@@ -256,6 +256,7 @@ def _check_embedding(config: Config, *, replaces: bool) -> None:
 def _check_file(config: Config, location: list[str | int], path: str) -> None:
     if is_url(path) or any(mark in path for mark in "*?["):
         return
+    put_back(path)
     if not Path(path).exists() and not partial_path(path).exists():
         place = config._places.of(location)
         raise MissingFileError(f"{place}the file {path!r} does not exist{similar_file(Path(path))}")

@@ -215,7 +215,6 @@ def _evaluate_embeddings(
         with atomic_path(Path(output)) as temporary:
             report.to_frame().to_csv(temporary, index=False)
     else:
-        Path(output).mkdir(parents=True, exist_ok=True)
         report.write(output)
     return report
 

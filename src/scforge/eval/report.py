@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pandas as pd
 
-from scforge._io import atomic_path
+from scforge._io import atomic_folder, atomic_path
 from scforge.errors import OptionError
 from scforge.eval.statistics import Comparison, holm
 
@@ -310,7 +310,10 @@ class Report:
         return to_html(self)
 
     def write(self, folder: str | os.PathLike[str]) -> None:
-        """Write ``report.md``, ``report.html``, ``report.json`` and ``report.csv`` into `folder`."""
+        """Write ``report.md``, ``report.html``, ``report.json`` and ``report.csv`` into `folder`.
+
+        A new folder appears with all of them; in one that is there each file is the old one or the whole new one.
+        """
         self.check()
         texts = {
             "json": json.dumps(self.to_dict(), indent=2) + "\n",
@@ -319,8 +322,11 @@ class Report:
             "md": self.to_markdown(),
         }
         with contextlib.ExitStack() as written:  # where one cannot be written, none is replaced
+            place = Path(folder)
+            if not place.exists():
+                place = written.enter_context(atomic_folder(place, argument="folder"))
             for suffix, text in texts.items():
-                written.enter_context(atomic_path(Path(folder) / f"report.{suffix}")).write_bytes(text.encode())
+                written.enter_context(atomic_path(place / f"report.{suffix}")).write_bytes(text.encode())
 
 
 def _sentence(row: Row, about: Measured, compared: Comparison, p_value: float) -> str:

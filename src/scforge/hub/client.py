@@ -11,10 +11,9 @@ from scforge.errors import OptionError
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-__all__ = ["checked_token", "hub_api", "hub_endpoint", "is_offline", "read_remote", "shown", "shown_endpoint"]
+__all__ = ["checked_token", "hub_api", "hub_endpoint", "is_offline", "read_remote", "shown_endpoint"]
 
 _TOKEN = re.compile("[!-~]+")
-_SECRET = re.compile(r"hf_(?!api\b)\w+|Bearer [^\s'\"]+|(?<=//)[^/@\s]+@")
 _TRUE = {"1", "ON", "YES", "TRUE"}
 
 
@@ -25,13 +24,8 @@ def hub_endpoint() -> str:
     return os.environ.get("HF_ENDPOINT", "").rstrip("/") or constants.ENDPOINT
 
 
-def shown(text: str) -> str:
-    """Return a text without tokens, and without passwords in addresses."""
-    return _SECRET.sub("***", text)
-
-
 def shown_endpoint() -> str:
-    """Return the address of the hub as it may be shown."""
+    """Return the address of the hub without user and password, for messages and links."""
     return re.sub(r"^(\w+://)?[^/]*@", r"\1", hub_endpoint())
 
 

@@ -21,7 +21,7 @@ from scforge.errors import (
     first_line,
     listing,
 )
-from scforge.hub.client import checked_token, hub_api, hub_endpoint, is_offline, shown, shown_endpoint
+from scforge.hub.client import checked_token, hub_api, hub_endpoint, is_offline, shown_endpoint
 from scforge.hub.copying import origin_of
 from scforge.hub.hub_errors import answered, hub_errors, info_of, no_answer, silence_errors
 from scforge.hub.registry_files import SCHEME, find_registered
@@ -264,7 +264,7 @@ def _fetch(
         )
     if silence is not None:
         warnings.warn(
-            f"{shown_endpoint()} does not answer ({shown(first_line(silence))}); {repo_id!r} is taken from the cache, "
+            f"{shown_endpoint()} does not answer ({first_line(silence)}); {repo_id!r} is taken from the cache, "
             "which may be older.",
             ScforgeWarning,
             stacklevel=4,

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from scforge.errors import HubError, MissingFileError, OptionError, ScforgeError, first_line
-from scforge.hub.client import hub_endpoint, shown, shown_endpoint
+from scforge.errors import HubError, MissingFileError, OptionError, ScforgeError, first_line, shown
+from scforge.hub.client import shown_endpoint
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi, ModelInfo
@@ -44,9 +44,7 @@ def hub_errors(said: str, repo_id: str, revision: str | None = None, *, writing:
         with _said(said, repo_id, revision, writing=writing):
             yield
     except ScforgeError as error:
-        if shown_endpoint() == hub_endpoint():
-            raise
-        raise error from None
+        raise error from shown(error.__cause__)
 
 
 def answered[T](said: str, ask: Callable[[], T]) -> T:
@@ -59,7 +57,7 @@ def answered[T](said: str, ask: Callable[[], T]) -> T:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise HubError(
-            f"{said}: {shown_endpoint()} answers what no hub answers ({shown(first_line(error))}); check HF_ENDPOINT."
+            f"{said}: {shown_endpoint()} answers what no hub answers ({first_line(error)}); check HF_ENDPOINT."
         ) from error
 
 
@@ -159,7 +157,7 @@ def _said(said: str, repo_id: str, revision: str | None = None, *, writing: bool
 def no_answer(said: str, error: Exception, besides: str = "") -> HubError:
     """Return the error of a hub that does not answer; `besides` goes on behind the reason."""
     return HubError(
-        f"{said}: {shown_endpoint()} does not answer ({shown(first_line(error))}){besides}; check the connection and "
+        f"{said}: {shown_endpoint()} does not answer ({first_line(error)}){besides}; check the connection and "
         "HF_ENDPOINT."
     )
 
@@ -168,7 +166,7 @@ def _of_status(said: str, repo_id: str, error: Exception, *, writing: bool) -> H
     response = getattr(error, "response", None)
     status = None if response is None else response.status_code
     message = getattr(error, "server_message", None)
-    what = f"{status}" + (f", {shown(message.splitlines()[0].rstrip('.'))}" if message else "")
+    what = f"{status}" + (f", {message.splitlines()[0].rstrip('.')}" if message else "")
     if status == 401:
         return OptionError(
             f"{said}: {shown_endpoint()} does not know the token ({what}), or asks for one; pass a valid one as "

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from scforge._checks import check_bool
 from scforge._io import parse_json
-from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError, listing
-from scforge.hub.client import checked_token, hub_api, is_offline, read_remote, shown, shown_endpoint
+from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError, listing, redacted
+from scforge.hub.client import checked_token, hub_api, is_offline, read_remote, shown_endpoint
 from scforge.hub.hub_errors import answered, hub_errors, info_of
 from scforge.hub.shared_files import ORIGIN_FILE, SHARED_FILES, check_shared, described_kind, kind_of_folder
 
@@ -179,7 +179,7 @@ def send_model(
         logger.info("Removed %s of an earlier model from %s.", listing(stale), repo_id)
     page = f"{shown_endpoint()}/{repo_id}"
     if create_pr and done.pr_url is not None:
-        page = shown(str(done.pr_url))
+        page = redacted(str(done.pr_url))
     elif revision not in (None, _MAIN):
         page = f"{page}/tree/{revision}"
     return SentModel(page, done.oid)

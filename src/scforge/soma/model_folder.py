@@ -13,7 +13,7 @@ from typing import Any
 from scforge._checks import check_count
 from scforge._io import check_inside, read_json, read_settled, sha256_of
 from scforge._version import __version__
-from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line
+from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line, warn
 from scforge.soma.v1 import ARCHITECTURE_VERSION
 from scforge.soma.v1.configs import ModelConfig, check_config
 from scforge.soma.v1.torch import Model
@@ -99,7 +99,10 @@ def _sum(content: Mapping[str, Any]) -> str:
 
 def _check_sums(folder: Path, sums: Mapping[str, str] | None, content: Mapping[str, Any]) -> None:
     """Raise if a file is not what was written; the first folders had no checksums."""
-    if sums is None or not (folder / WEIGHTS).is_file():
+    if not (folder / WEIGHTS).is_file():
+        return
+    if sums is None:
+        warn(f"{str(folder)!r} has no checksums, so damage to its weights may go unseen; train or copy it again.")
         return
     for name, found in ((CONFIG, _sum(content)), (WEIGHTS, sha256_of(folder / WEIGHTS))):
         if sums[name] != found:
