@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import sysconfig
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,7 +32,8 @@ __all__ = [
     "warn",
 ]
 
-_PACKAGE = str(Path(__file__).parent)
+# Lightning calls parts of scforge, so its lines are not the user's either.
+_NOT_THE_USER = (str(Path(__file__).parent), *{sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 SECRET = "***"
 """What is written in place of a credential."""
@@ -374,7 +376,7 @@ def warn(message: str, category: type[Warning] | None = None) -> None:
     >>> str(caught[0].message)
     'The model is not trained.'
     """
-    warnings.warn(message, category or ScforgeWarning, skip_file_prefixes=(_PACKAGE,))
+    warnings.warn(message, category or ScforgeWarning, skip_file_prefixes=_NOT_THE_USER)
 
 
 def first_line(error: BaseException) -> str:

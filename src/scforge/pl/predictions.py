@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scforge._constants import UNS_KEY
-from scforge.errors import DataError, did_you_mean
+from scforge.errors import DataError, did_you_mean, listing
 from scforge.pl._style import COLOURS, check_columns, new_axes
 
 if TYPE_CHECKING:
@@ -109,8 +109,9 @@ def _counts(
         written = data.uns.get(UNS_KEY, {})
         if table not in written:
             raise DataError(
-                f"adata.uns[{UNS_KEY!r}] has no table {table!r}{did_you_mean(table, written) or ';'} call "
-                "annotator.evaluate(adata) first, or name the columns of obs, truth=... and predicted=..."
+                f"adata.uns[{UNS_KEY!r}] has no table {table!r}{did_you_mean(table, written)} (it has: "
+                f"{listing(written)}); call annotator.evaluate(adata) first, or name the columns of obs, truth=... and "
+                "predicted=..."
             )
         found, left_out = written[table], 0
     check_columns("data", found, ("label", "predicted", "n_cells"))
