@@ -32,8 +32,8 @@ __all__ = [
     "warn",
 ]
 
-# Lightning calls parts of scforge, so its lines are not the user's either.
-_NOT_THE_USER = (str(Path(__file__).parent), *{sysconfig.get_path(name) for name in ("purelib", "platlib")})
+# Lightning and contextlib call parts of scforge, so their lines are not the user's either.
+_NOT_THE_USER = (str(Path(__file__).parent), *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 SECRET = "***"
 """What is written in place of a credential."""

@@ -245,7 +245,7 @@ class Encoder(
             ``"ddp"`` (a whole model in each process), ``"fsdp"`` (a share of it), or ``"auto"`` (DDP for several).
         precision
             As in :class:`lightning.Trainer`, or ``"auto"``: 16-bit brain floats where a short measurement shows that
-            they are faster. None computes in 32 bits.
+            they are faster. None computes in 32 bits. Query models need 32-bit weights: no ``"bf16-true"``.
         gradient_clip_val
             Largest norm of the gradient; 0 does not clip.
         accumulate_grad_batches
