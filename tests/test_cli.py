@@ -171,7 +171,7 @@ MISTAKES = [
     ("model.architecture=transfomer_encoder", "did you mean 'transformer_encoder'? (known: 'autoreg"),
     ("model.hiden_dim=3", "model.hiden_dim=3 is not an option of 'gene_pooling'; did you mean 'model.hidden_dim'?"),
     ("model={architecture: transformer_encoder, num_heads: 3}", "hidden_dim=8 is not divisible by num_heads=3"),
-    ("tokenizer.strategy=rank", "tokenizer='rank' is not known; (known: "),
+    ("tokenizer.strategy=rank", "tokenizer='rank' is not known (known: "),
     ("objective.name=joint_embeding", "did you mean 'joint_embedding'?"),
     ("training.num_gpus=2", "override 'training.num_gpus=2': training.num_gpus=2 cannot be had"),
     ("training.num_gpus=1", "this machine has 0 GPUs"),

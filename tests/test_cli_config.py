@@ -126,7 +126,7 @@ def test_mistakes_of_a_newcomer(told: Callable[..., str], old: str, new: str, pa
             ["check", "recipe.yaml", "training.lr=fast"],
             "override 'training.lr=fast': training.optimizer.lr='fast' is not",
         ),
-        (["show", "recipe.yaml", "model.architecture=bert"], "architecture='bert' is not known; (known: "),
+        (["show", "recipe.yaml", "model.architecture=bert"], "architecture='bert' is not known (known: "),
         (["init", "lite"], "recipe='lite' is not known; did you mean 'light'?"),
         (["init", "-o", "none.yaml/x.yaml"], ""),
         ([], "--help)"),

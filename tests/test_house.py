@@ -115,3 +115,9 @@ def test_no_file_names(pattern):
 def test_no_placeholder_is_left_in_the_docs():
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
     assert not [page.name for page in pages if "@@" in page.read_text(encoding="utf-8")]
+
+
+def test_warnings_point_at_the_line_of_the_user():
+    # errors.warn finds that line whatever the depth; a number is wrong as soon as a function moves.
+    found = [path for path in (ROOT / "src").rglob("*.py") if "stacklevel=" in path.read_text(encoding="utf-8")]
+    assert [str(path.relative_to(ROOT)) for path in found] == []

@@ -41,9 +41,12 @@ def test_import_loads_a_handful_of_modules():
         ("embed pbmc3k.zarr -m model -o out.csv", "output='out.csv' (-o) does not end in one of '.zarr', '.h5ad'"),
         ("predict nope.h5ad -m model -o out.csv", "the file 'nope.h5ad' does not exist"),
         ("evaluate nope.h5ad -m model", "the file 'nope.h5ad' does not exist"),
+        ("train --config light.yaml", "light.yaml, line 1: the file 'nope.h5ad' does not exist"),
     ],
 )
-def test_a_wrong_path_is_said_before_heavy_imports(command, message):
+def test_a_wrong_path_is_said_before_heavy_imports(command, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "light.yaml").write_text("data: {paths: [nope.h5ad]}")
     code = "import sys; from scforge.cli import main; print(main(sys.argv[1:]), *{'torch', 'scvi'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["2"]

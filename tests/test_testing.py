@@ -580,7 +580,7 @@ def test_names_and_instances_are_taken():
         check_tokenizer(42)
     with pytest.raises(OptionError, match="did you mean 'rank_value'"):
         check_tokenizer("rank_values")
-    with pytest.raises(OptionError, match="'scales' is not one of"):
+    with pytest.raises(OptionError, match="'scales' is unknown to"):
         check_tokenizer(Sorted, scales=1)
 
 

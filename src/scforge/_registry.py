@@ -85,7 +85,7 @@ class Registry[T]:
             if offered is None:
                 known = self.names()
                 raise OptionError(
-                    f"{self.kind}={name!r} is not known{did_you_mean(name, known) or ';'} (known: {listing(known)})"
+                    f"{self.kind}={name!r} is not known{did_you_mean(name, known)} (known: {listing(known)})"
                 )
             self._load(name, offered)
         if name not in self._builtin:
@@ -164,7 +164,7 @@ def check_options(
     """
     for option in options:
         if option not in known:
-            wrong = f"{kind} {option!r} is not one of {owner!r}"
+            wrong = f"{kind} {option!r} is unknown to {owner!r}"
             if hints and option in hints:
                 raise OptionError(f"{wrong}; {hints[option]}.")
             raise OptionError(f"{wrong}{did_you_mean(option, known)} (known: {listing(known, most=20)})")

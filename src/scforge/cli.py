@@ -57,6 +57,8 @@ def _train(arguments: argparse.Namespace) -> int:
                 "leave it out for checkpoints/NAME_OF_THE_FILE, or set it."
             )
         config.output.checkpoint_dir = str(Path("checkpoints") / Path(arguments.config).stem)
+    for index, path in enumerate(config.data.paths or []):
+        check_places(path, place=config._places.of(["data", "paths", index]))
     from scforge.estimators import train_from_config
     from scforge.estimators.config_start import first_process_speaks, training_report
 

@@ -45,14 +45,14 @@ _FLAGS = {
 """Flags of ``scforge finetune`` to options of a YAML file."""
 
 
-def check_places(source: str, output: str | None, endings: Sequence[str]) -> None:
+def check_places(source: str, output: str | None = None, endings: Sequence[str] = (), *, place: str = "") -> None:
     """Raise for a file that is not there, or an output of another kind, before seconds are spent on imports."""
     path = Path(source)
     is_name = "://" in source or any(sign in source for sign in "*?[")
     if path.suffix == ".h5ad" and not is_name and not path.exists():
         from scforge.data.h5ad import similar_file
 
-        raise MissingFileError(f"the file {source!r} does not exist{similar_file(path)}")
+        raise MissingFileError(f"{place}the file {source!r} does not exist{similar_file(path)}")
     if output is not None and Path(output).suffix not in endings:
         kinds = listing(ending for ending in endings if ending)
         raise OptionError(f"output={output!r} (-o) does not end in one of {kinds}; give such a name.")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sysconfig
 import traceback
 import warnings
 from collections.abc import Iterable
@@ -34,7 +35,11 @@ __all__ = [
     "warn",
 ]
 
-_PACKAGE = f"{Path(__file__).parent}{os.sep}"
+# Lightning and contextlib call parts of scforge, so their lines are not the user's either.
+_NOT_THE_USER = tuple(
+    f"{path}{os.sep}"
+    for path in (Path(__file__).parent, *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+)
 
 SECRET = "***"
 """What is written in place of a credential."""
@@ -379,7 +384,7 @@ def warn(message: str, category: type[Warning] | None = None) -> None:
     >>> str(caught[0].message)
     'The model is not trained.'
     """
-    warnings.warn(message, category or ScforgeWarning, skip_file_prefixes=(_PACKAGE,))
+    warnings.warn(message, category or ScforgeWarning, skip_file_prefixes=_NOT_THE_USER)
 
 
 def first_line(error: BaseException) -> str:

@@ -382,7 +382,7 @@ def test_processes_that_are_killed_go_on(run, model, store, expected, tmp_path):
             process.kill()
             process.communicate()
     assert second.returncode == 0
-    assert said.startswith("300 of 700 cells embedded here")
+    assert said.startswith("300 of 700 cells embedded in this run")
     assert not output.exists()
     info = run(rank=0, world_size=2)
     assert (info.n_embedded, info.complete) == (200, True)
@@ -395,7 +395,7 @@ def test_command(model, store, expected, tmp_path, monkeypatch, capsys):
     command = ["embed", str(store), "-m", "model", "-o", "out.h5ad", "--key", "X_new", "--batch-size", "64"]
     assert main([*command, "--device", "cpu"]) == 0
     shown = capsys.readouterr()
-    assert "700 of 700 cells embedded here" in shown.out
+    assert "700 of 700 cells embedded in this run" in shown.out
     assert (
         "obsm['X_new'] of out.h5ad is complete: 700 cells x 4 dimensions, with obs and without the genes" in shown.out
     )

@@ -47,7 +47,7 @@ def test_what_is_fine(load: Callable[..., Config]) -> None:
     ("override", "error", "message"),
     [
         ("model.architecture=tranformer", OptionError, "architecture='tranformer' is not known; "),
-        ("tokenizer.strategy=rank", OptionError, "tokenizer='rank' is not known; (known: "),
+        ("tokenizer.strategy=rank", OptionError, "tokenizer='rank' is not known (known: "),
         ("objective.name=masked", OptionError, "objective='masked' is not known; "),
         (
             "model.n_layers=3",

@@ -318,13 +318,13 @@ def test_a_modality(many_adata: ad.AnnData) -> None:
         ({"task": 3}, "task=3 is neither a name nor a dict"),
         ({"task": {"name": "annotation", "label_smooting": 1}}, "did you mean 'label_smoothing'"),
         ({"label_smooting": 0.1}, "did you mean 'label_smoothing'"),
-        ({"learning_rate": 0.1}, "option of finetune 'learning_rate' is not one of 'annotation'"),
+        ({"learning_rate": 0.1}, "option of finetune 'learning_rate' is unknown to 'annotation'"),
         ({"batch_key": "donor"}, "batch_key='donor' is of no use to the task 'annotation'"),
         ({"task": {"name": "annotation", "labels_key": "kind"}}, "labels_key is given in task and beside it"),
         ({"test_size": 1.0}, r"test_size=1.0 is not in \[0, 1\)"),
         ({"test_size": 0.5, "validation_size": 0.5}, "leave no cell to train on"),
         ({"lora": {"targets": ["qkv_prj"]}}, "'qkv_prj', which is no linear layer of TransformerEncoder"),
-        ({"lora": {"rank": 3}}, "'rank' is not one of"),
+        ({"lora": {"rank": 3}}, "'rank' is unknown to"),
         ({"lora": "yes"}, "lora='yes' is neither true, false nor a dict"),
         ({"lora": True, "freeze": 1}, "adapters freeze the weights of the encoder anyway"),
         ({"lora": True, "gradual_unfreezing": 1}, "thaws layers that lora=True keeps frozen"),
@@ -509,4 +509,14 @@ def test_a_warning_points_at_the_line_of_the_user(base: Encoder, cells: ad.AnnDa
     untrained = Encoder(cells, "transformer_encoder", **SMALL)
     with pytest.warns(NotTrainedWarning, match="fine-tuning begins with random weights") as caught:
         untrained.finetune("annotation", labels_key="group", **QUICK)
+    assert {Path(one.filename).name for one in caught} == {Path(__file__).name}
+
+
+def test_a_warning_under_lightning_points_at_the_line_of_the_user(
+    cells: ad.AnnData, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scforge.training.objectives._collapse._LINE", np.inf)  # any embedding has collapsed
+    model = Encoder(cells, objective="joint_embedding", n_top_genes=60)
+    with pytest.warns(ScforgeWarning, match="the embedding has collapsed") as caught:
+        model.train(**QUICK)
     assert {Path(one.filename).name for one in caught} == {Path(__file__).name}

@@ -164,8 +164,8 @@ def test_columns_of_perturbations_are_found(run: Callable[..., FinetuningResult]
         ),
         ("finetune.label_smoothing=2", OptionError, "label_smoothing=2 "),
         ("finetune.batch_key=donor", ConfigError, "finetune.batch_key='donor' is of no use to the task 'annotation'"),
-        ("finetune.head={width: 3}", OptionError, "'width' is not one of"),
-        ("finetune.lora={rank: 3}", OptionError, "'rank' is not one of"),
+        ("finetune.head={width: 3}", OptionError, "'width' is unknown to"),
+        ("finetune.lora={rank: 3}", OptionError, "'rank' is unknown to"),
         ("finetune={freeze: true, lora: true}", OptionError, "adapters freeze the weights of the encoder anyway"),
         ("finetune={freeze: true, gradual_unfreezing: 1}", OptionError, "thaws layers that freeze=True keeps frozen"),
         ("finetune.evaluate=perturbbench", ConfigError, "'perturbation' is no evaluation of the task 'annotation'"),
@@ -221,7 +221,7 @@ def test_predictions_in_files(place: Path, tuned: Path) -> None:
     [
         ("out.txt", {}, "output='out.txt' does not end in .csv or .h5ad"),
         ("cells.h5ad", {}, "are the cells themselves"),
-        ("out.csv", {"thresold": 1}, "'thresold' is not one of 'annotation'; did you mean 'threshold'"),
+        ("out.csv", {"thresold": 1}, "'thresold' is unknown to 'annotation'; did you mean 'threshold'"),
         ("out.csv", {"device": "cpuu"}, "device='cpuu' is not the name of a device"),
     ],
 )

@@ -138,7 +138,7 @@ def test_architectures_that_learn_something_else(build, architecture: str, optio
             "max_seq_len=60 is smaller than the 80 tokens that the tokenizer 'continuous_projection' and the objective",
         ),
         ({"hidden_dim": 8}, "hidden_dim=8 and encoder_dim=8 are the same option of 'masked_autoencoder'; keep one"),
-        ({"hiden_dim": 8}, "'hiden_dim' is not one of 'masked_autoencoder'"),
+        ({"hiden_dim": 8}, "'hiden_dim' is unknown to 'masked_autoencoder'"),
     ],
 )
 def test_parts_that_do_not_fit(options: dict, message: str, tiny_adata: ad.AnnData) -> None:

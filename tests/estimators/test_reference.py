@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import anndata as ad
@@ -106,6 +107,27 @@ def test_training_teaches_the_decoder_the_batches_of_the_query_alone(reference, 
     np.testing.assert_array_equal(loaded.get_latent_representation(key_added=None), embedded)
     chained = Encoder.load_query_data(cells(["b2", "b3"], ["t0"], n=60, seed=2), mapped)
     assert chained.spec.objective_options["batches"] == ["b0", "b1", "b2", "b3"]
+
+
+def test_a_copy_of_a_query_model_teaches_the_new_batches_alone(reference, query):
+    mapped = Encoder.load_query_data(query, reference)
+    before = weights(mapped)[VECTORS]
+    mapped.module = copy.deepcopy(mapped.module)
+    mapped.train(max_epochs=1, batch_size=40, **QUIET)
+    assert torch.equal(weights(mapped)[VECTORS][:2], before[:2])
+    assert not torch.equal(weights(mapped)[VECTORS][2], before[2])
+
+
+def test_a_query_model_keeps_32_bit_weights(reference, query):
+    mapped = Encoder.load_query_data(query, reference)
+    with pytest.raises(OptionError, match=r"'bf16-true' rounds the weights .* with its reference; take 'bf16-mixed'\."):
+        mapped.train(max_epochs=1, precision="bf16-true", **QUIET)
+
+
+def test_a_query_model_names_its_reference(reference, query):
+    with_room = Encoder.load_query_data(query, reference)
+    without = Encoder.load_query_data(query[query.obs["lane"] == "b1"].copy(), reference)
+    assert with_room.spec.tuning.base["sha256"] == without.spec.tuning.base["sha256"]
 
 
 def test_batches_of_the_query_have_a_column_of_their_own(reference, query):

@@ -139,7 +139,7 @@ def test_labels_without_fine_tuning(trained, tiny_adata: ad.AnnData, tmp_path: P
     probabilities = again.predict(other, soft=True)
     assert list(probabilities) == ["a", "b"]
     assert knows_labels(again)
-    with pytest.raises(OptionError, match=r"'treshold' is not one of 'annotation'; did you mean 'threshold'"):
+    with pytest.raises(OptionError, match=r"'treshold' is unknown to 'annotation'; did you mean 'threshold'"):
         again.predict(other, treshold=0.5)
 
 

@@ -231,7 +231,7 @@ def test_bad_input_on_construction(tmp_path, monkeypatch) -> None:
         ([], OptionError, r"benchmarks=\[\] names no benchmark"),
         (["cell_type_anotation"], OptionError, "did you mean 'cell_type_annotation'"),
         ([3], OptionError, "benchmark=3 is neither a registered name nor a Benchmark"),
-        ([{"label_prediction": {"folds": 3}}], OptionError, "option 'folds' is not one of 'label_prediction'"),
+        ([{"label_prediction": {"folds": 3}}], OptionError, "option 'folds' is unknown to 'label_prediction'"),
         ([{"label_prediction": 3}], OptionError, "the benchmark 'label_prediction' is given 3; give it options"),
         ([{"label_prediction": None, "dataset": "x"}], OptionError, "write one benchmark an entry"),
         ([Evaluation(Draws(), max_cells=5), Draws()], OptionError, "two evaluations are called 'Draws_held_out'"),

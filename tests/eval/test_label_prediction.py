@@ -123,7 +123,7 @@ def test_by_name(cells) -> None:
     assert benchmark.n_folds == 3
     with pytest.raises(OptionError, match="benchmark='label_predicton' is not known; did you mean 'label_prediction'"):
         get_benchmark("label_predicton")
-    with pytest.raises(OptionError, match="benchmark option 'folds' is not one of 'label_prediction'; did you mean"):
+    with pytest.raises(OptionError, match="benchmark option 'folds' is unknown to 'label_prediction'; did you mean"):
         get_benchmark("label_prediction", labels_key="label", folds=3)
 
 

@@ -137,7 +137,7 @@ def test_other_subjects() -> None:
         "near": "random",
         "far": "random",
     }
-    with pytest.raises(OptionError, match="'mine' is said to be 'modell'; did you mean 'model'"):
+    with pytest.raises(OptionError, match="the kind of 'mine' is 'modell', which is not known; did you mean 'model'"):
         compare(Distance(), made, np.array([[1, 2]]), kinds={**kinds, "mine": "modell"})
     assert report.verdicts() == ["mine is above random in near of Distance: 0.000 against -1.000, without a test."]
     with pytest.raises(OptionError, match="kinds lacks 'random'"):

@@ -118,7 +118,7 @@ def test_weights_of_the_base_have_their_plain_names(encoder) -> None:
     ("lora", "message"),
     [
         ("yes", "lora='yes' is neither true, false nor a dict"),
-        ({"rank": 3}, "'rank' is not one of"),
+        ({"rank": 3}, "'rank' is unknown to"),
         ({"r": 0}, r"lora\['r'\]=0"),
         ({"alpha": 0}, r"lora\['alpha'\]=0"),
         ({"dropout": 2}, r"lora\['dropout'\]=2"),

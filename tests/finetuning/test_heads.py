@@ -36,7 +36,7 @@ def test_options() -> None:
     assert check_head({"hidden_dim": 0, "dropout": 0.5}) == {"hidden_dim": 0, "dropout": 0.5}
     for head, message in [
         (3, "head=3 is not a dict of options"),
-        ({"width": 3}, "'width' is not one of"),
+        ({"width": 3}, "'width' is unknown to"),
         ({"hidden_dim": -1}, r"head\['hidden_dim'\]=-1"),
         ({"dropout": 2}, r"head\['dropout'\]=2"),
     ]:

@@ -245,7 +245,7 @@ def test_command_line(bert_folder: Path, ensembl_adata: ad.AnnData, tmp_path: Pa
     np.testing.assert_array_equal(embedding, expected)
     assert main(["convert-checkpoint", str(bert_folder), "-o", str(tmp_path / "model")]) == 2
     assert main(["convert-checkpoint", str(bert_folder), "-o", str(tmp_path / "x"), "--vocab", "genes.json"]) == 2
-    assert "option 'vocab' is not one of 'geneformer'" in capsys.readouterr().err
+    assert "option 'vocab' is unknown to 'geneformer'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("made_as", ["BertForSequenceClassification", "BertModel"])

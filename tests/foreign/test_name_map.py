@@ -158,7 +158,7 @@ def test_a_family_of_somebody_else(tiny_adata: ad.AnnData, tmp_path: Path) -> No
         for name, weight in module.state_dict().items():
             assert torch.equal(weight, model.module.state_dict()[name]), name
         assert model.get_latent_representation(tiny_adata).shape == (60, 4)
-        with pytest.raises(OptionError, match="option 'poling' is not one of 'mine'; did you mean 'pooling'?"):
+        with pytest.raises(OptionError, match="option 'poling' is unknown to 'mine'; did you mean 'pooling'?"):
             read_checkpoint(tmp_path / "mine.bin", poling="cls")
     finally:
         FAMILIES._entries.pop("mine")

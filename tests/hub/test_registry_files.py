@@ -100,7 +100,7 @@ def test_load_takes_a_name_of_the_registry() -> None:
     ("name", "message"),
     [
         ("scforge://lihgt", "is not in the registry; did you mean 'light'"),
-        ("scforge://geneformer-v2", r"is not in the registry; .known: .*'pbmc3k-light'.*Encoder.from_checkpoint\(fold"),
+        ("scforge://geneformer-v2", r"is not in the registry .known: .*'pbmc3k-light'.*Encoder.from_checkpoint\(fold"),
         ("scforge://light@3", r"has no version '3'.*\(known: '1', '2'\)"),
         ("scforge://light@", "is no name of a model; write it as scforge://name or"),
         ("scforge://a/b", "is no name of a model"),

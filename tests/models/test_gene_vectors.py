@@ -196,7 +196,7 @@ def test_a_model_that_was_given_no_vectors(build):
     [
         (3, "gene_vectors=3 is not a dict with 'dim' and 'learned'"),
         ({"dim": 5}, "is not a dict with 'dim' and 'learned'"),
-        ({"dim": 5, "learned": 4, "freeze": True}, "'freeze' is not one of 'gene_vectors'; did you mean 'frozen'"),
+        ({"dim": 5, "learned": 4, "freeze": True}, "'freeze' is unknown to 'gene_vectors'; did you mean 'frozen'"),
         ({"dim": 0, "learned": 4}, "gene_vectors.dim=0 is not a positive number"),
         ({"dim": 5, "learned": 1.5}, "gene_vectors.learned=1.5 is not a whole number"),
         ({"dim": 5, "learned": 0}, "gene_vectors.learned=0 is not a positive number"),

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from scforge.errors import DataError, OptionError
-from scforge.pl import perturbation_ranks, perturbation_scatter
+from scforge.pl import in_silico_ranking, perturbation_ranks, perturbation_scatter
 from scforge.pl._style import KINDS, spread
 
 
@@ -125,3 +125,22 @@ def test_the_best_stands_on_top_and_a_prediction_is_a_model() -> None:
         weights = {text.get_text(): text.get_fontweight() for text in ax.get_yticklabels()}
         assert weights == {"prediction": "bold", "train_mean": "normal"}
         assert not ax.texts
+
+
+def test_the_ranking_of_a_knock_out_shows_what_an_untrained_network_does() -> None:
+    table = pd.DataFrame(
+        {"gene": list("abcd"), "gene_2": list("wxyz"), "shift_z": [1.0, np.nan, 5.0, -2.0], "shift_z_untrained": 0.5}
+    )
+    ax = in_silico_ranking(table, n_genes=2, title="monocytes")
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["c + y", "a + w"]
+    trained, untrained = (points.get_offsets().data for points in ax.collections if points.get_label()[0] != "_")
+    np.testing.assert_array_equal(trained, [[5, 0], [1, 1]])
+    np.testing.assert_array_equal(untrained, [[0.5, 0], [0.5, 1]])
+    assert ax.get_legend() is not None
+    alone = in_silico_ranking(table[["gene", "shift_z"]])
+    assert [label.get_text() for label in alone.get_yticklabels()] == ["c", "a", "d"]
+    assert alone.get_legend() is None
+    with pytest.raises(DataError, match="table has no gene with a value of 'shift_z'"):
+        in_silico_ranking(table.assign(shift_z=np.nan))
+    with pytest.raises(DataError, match=r"table has no column 'goal_z' \(it has"):
+        in_silico_ranking(table, metric="goal_z")

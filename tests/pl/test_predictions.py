@@ -27,7 +27,7 @@ def predicted(tiny_adata: ad.AnnData) -> ad.AnnData:
     labels = tiny_adata.obs["group"].astype(str).to_numpy(dtype=object)
     wrong = np.flatnonzero(labels == "a")[:6]
     tiny_adata.obs["scforge_group"] = np.where(np.isin(np.arange(60), wrong), "b", labels)
-    tiny_adata.obs["scforge_confidence"] = np.linspace(0.5, 1.0, 60)
+    tiny_adata.obs["scforge_group_confidence"] = np.linspace(0.5, 1.0, 60)
     tiny_adata.obs.loc[tiny_adata.obs_names[-2:], "group"] = np.nan
     return tiny_adata
 
@@ -62,7 +62,7 @@ def test_classes_that_are_never_predicted_or_never_true_stand_last() -> None:
 
 
 def test_what_a_confusion_needs(predicted: ad.AnnData) -> None:
-    with pytest.raises(DataError, match=r"has no table 'metrics_confusion'; call annotator.evaluate\(adata\) first"):
+    with pytest.raises(DataError, match=r"has no table 'metrics_confusion' .*; call annotator.evaluate\(adata\) first"):
         confusion_matrix(predicted)
     with pytest.raises(DataError, match="adata.obs has no column 'grup'; did you mean 'group'"):
         confusion_matrix(predicted, "grup")
@@ -75,7 +75,7 @@ def test_accuracy_over_confidence(predicted: ad.AnnData) -> None:
     ax = calibration(predicted, "group", n_bins=5)
     known = predicted.obs.dropna(subset="group")
     right = (known["group"].astype(str) == known["scforge_group"]).to_numpy()
-    sure = known["scforge_confidence"].to_numpy()
+    sure = known["scforge_group_confidence"].to_numpy()
     line = next(line for line in ax.lines if line.get_label() == "accuracy")
     for low, mean, accuracy in zip((0.4, 0.6, 0.8), line.get_xdata(), line.get_ydata(), strict=True):
         chosen = (sure > low) & (sure <= low + 0.2)
@@ -89,7 +89,7 @@ def test_accuracy_over_confidence(predicted: ad.AnnData) -> None:
 def test_the_error_is_the_one_of_the_evaluation(predicted: ad.AnnData) -> None:
     known = predicted.obs.dropna(subset="group")
     right = (known["group"].astype(str) == known["scforge_group"]).to_numpy()
-    expected = calibration_error(known["scforge_confidence"].to_numpy(), right)
+    expected = calibration_error(known["scforge_group_confidence"].to_numpy(), right)
     assert calibration(predicted, "group").get_title() == f"calibration error {expected:.3f}, 58 cells"
 
 
@@ -113,6 +113,6 @@ def test_intervals_are_those_of_wilson(predicted: ad.AnnData) -> None:
 def test_what_a_calibration_needs(predicted: ad.AnnData) -> None:
     with pytest.raises(DataError, match="adata.obs has no column 'confidence'"):
         calibration(predicted, "group", confidence="confidence")
-    predicted.obs["scforge_confidence"] += 1
-    with pytest.raises(DataError, match=r"confidence='scforge_confidence' has values outside \[0, 1\]"):
+    predicted.obs["scforge_group_confidence"] += 1
+    with pytest.raises(DataError, match=r"confidence='scforge_group_confidence' has values outside \[0, 1\]"):
         calibration(predicted, "group")

@@ -382,7 +382,7 @@ def test_names_classes_and_instances_are_taken(monkeypatch):
     with pytest.raises(OptionError, match="did you mean 'gene_pooling'"):
         check_model("gene_poolings")
     for model in ("small", Small):
-        with pytest.raises(OptionError, match="'hidden_dims' is not one of"):
+        with pytest.raises(OptionError, match="'hidden_dims' is unknown to"):
             check_model(model, hidden_dims=4)
     with pytest.raises(OptionError, match="vocab_size=15 is too small to be checked; make the model with 60"):
         check_model(Small(15))

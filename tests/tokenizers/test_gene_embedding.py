@@ -315,7 +315,7 @@ def test_hidden_genes_do_not_keep_their_place(tiny_adata, vocab):
         ({"dropped": ["gene1"], "table": None}, "dropped is made of the table"),
         ({"missing": "drop", "dropped": ["gene1", "geneX"], "table": None}, "dropped names 'geneX', which is no gene"),
         ({"missing": "drop", "library_size": "vocabulary"}, "pass library_size='data'"),
-        ({"tabel": 3}, "'tabel' is not one of 'gene_embedding'; did you mean 'table'"),
+        ({"tabel": 3}, "'tabel' is unknown to 'gene_embedding'; did you mean 'table'"),
     ],
 )
 def test_bad_options(vocab, options, message):

@@ -115,7 +115,7 @@ def test_errors(tiny_vocab):
     for options in ({"max_len": 1}, {"max_len": 0, "append_cls": False}):
         with pytest.raises(OptionError, match="leaves no room for a gene"):
             get_tokenizer("rank_value", tiny_vocab, **options)
-    with pytest.raises(OptionError, match="'max_length' is not one of 'rank_value'; did you mean 'max_len'"):
+    with pytest.raises(OptionError, match="'max_length' is unknown to 'rank_value'; did you mean 'max_len'"):
         get_tokenizer("rank_value", tiny_vocab, max_length=5)
     with pytest.raises(OptionError, match="did you mean 'rank_value'"):
         get_tokenizer("rank_values", tiny_vocab)

@@ -284,6 +284,15 @@ def test_further_devices_after_a_training_on_one(setup):
         setup.fit(max_epochs=1, devices=2)
 
 
+def test_further_devices_where_slurm_starts_all_processes(setup, monkeypatch):
+    setup.fit(max_epochs=1)
+    numbers = {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}
+    for name, value in {**numbers, "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "train"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="--ntasks-per-node=4. does not match"):  # of Lightning: ours would be wrong
+        setup.fit(max_epochs=1, devices=2, accelerator="cpu")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

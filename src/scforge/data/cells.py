@@ -386,7 +386,6 @@ def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:
     columns = [] if obs is None else [str(column) for column in obs.columns if not str(column).startswith("_scvi_")]
     if obs is None or key not in obs:
         raise DataError(
-            f"{key!r} is not a column of obs of these cells{did_you_mean(key, columns) or ';'} "
-            f"(there is: {listing(columns)})"
+            f"{key!r} is not a column of obs of these cells{did_you_mean(key, columns)} (there is: {listing(columns)})"
         )
     return obs[key]

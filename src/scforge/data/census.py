@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from scforge.data.census_reading import (
 from scforge.data.census_stream import SomaStream
 from scforge.data.mapping import MIN_OVERLAP
 from scforge.data.named import open_vocab
-from scforge.errors import DataError, OptionError, ScforgeWarning, did_you_mean, listing
+from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -196,7 +195,7 @@ class CensusQuery:
             if name not in frame.schema.names:
                 raise DataError(
                     f"obs names {name!r}, which is not a column of obs of {place.name!r}"
-                    f"{did_you_mean(name, columns) or ';'} (there is: {listing(columns, most=30)})"
+                    f"{did_you_mean(name, columns)} (there is: {listing(columns, most=30)})"
                 )
         check_values(self.filters, frame.schema, table="obs")
         filtered = list(self.filters) if isinstance(self.filters, Mapping) else []
@@ -230,11 +229,9 @@ class CensusQuery:
                 continue
             found = set(table[column].unique())
             if absent := [one for one in value if one not in found]:
-                warnings.warn(
+                warn(
                     f"filters[{column!r}] names {absent[0]!r}, which no cell has that fits the other filters; "
-                    "check how it is written.",
-                    ScforgeWarning,
-                    stacklevel=4,
+                    "check how it is written."
                 )
 
     def _genes(self, place: SomaPlace) -> tuple[pd.DataFrame, np.ndarray | None]:
@@ -245,7 +242,7 @@ class CensusQuery:
             if self.gene_key is not None and self.gene_key not in frame.schema.names:
                 raise DataError(
                     f"gene_key={self.gene_key!r} is not a column of var of {place.name!r}"
-                    f"{did_you_mean(self.gene_key, frame.schema.names) or ';'} "
+                    f"{did_you_mean(self.gene_key, frame.schema.names)} "
                     f"(there is: {listing(frame.schema.names)})"
                 )
             # All genes are read, whatever gene_filter says: library sizes are those of all.

@@ -89,16 +89,14 @@ class SomaCells:
         names = _texts(known[key])
         self.vocab = GeneVocab.from_genes(list(dict.fromkeys(names))) if vocab is None else vocab
         whole = not self.vocab.chosen_from_data
-        gene_map = map_names(
-            names, self.vocab, min_overlap=min_overlap, whole=whole, var=known, gene_key=key, stacklevel=3
-        )
+        gene_map = map_names(names, self.vocab, min_overlap=min_overlap, whole=whole, var=known, gene_key=key)
         columns = np.full(len(var), -1, dtype=np.int32)
         columns[slice(None) if chosen is None else chosen] = gene_map.columns
         self._gene_map = GeneMap(columns, self.vocab.n_genes)
         self.overlap, self.measured = self._gene_map.overlap, self._gene_map.measured
         some = self.block(choose_chunks(len(self), _SAMPLED, chunk_size))
         self.counts_kept = float(some.counts.sum(dtype=np.float64) / some.totals.sum())
-        warn_counts_outside(self.counts_kept, self.vocab, stacklevel=3)
+        warn_counts_outside(self.counts_kept, self.vocab)
 
     def with_vocab(self, vocab: GeneVocab, *, min_overlap: float = MIN_OVERLAP) -> SomaCells:
         """Return the same cells over the genes of another vocabulary.

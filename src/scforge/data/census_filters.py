@@ -96,7 +96,7 @@ def check_values(filters: Filters, schema: pyarrow.Schema, *, table: str, argume
     for column, value in filters.items():
         if column not in schema.names:
             raise DataError(
-                f"{argument} names {column!r}, which is not a column of {table}{did_you_mean(column, columns) or ';'} "
+                f"{argument} names {column!r}, which is not a column of {table}{did_you_mean(column, columns)} "
                 f"({table} has: {listing(columns, most=30)})"
             )
         kind, fits = _kind(schema.field(column).type)

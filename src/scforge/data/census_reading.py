@@ -86,8 +86,7 @@ def open_census(organism: str, version: str, tiledb_config: Mapping[str, Any] | 
         except ValueError as error:
             known = list(census_client.get_census_version_directory())
             raise OptionError(
-                f"census_version={version!r} is not known{did_you_mean(version, known) or ';'} "
-                f"(known: {listing(known)})"
+                f"census_version={version!r} is not known{did_you_mean(version, known)} (known: {listing(known)})"
             ) from error
         config = None if tiledb_config is None else dict(tiledb_config)
         root = census_client.open_soma(census_version=version, tiledb_config=config)
@@ -116,7 +115,7 @@ def _experiment(root: Any, organism: str, what: str) -> Any:
     if name not in organisms:
         known = sorted(organisms)
         raise OptionError(
-            f"organism={organism!r} is not in {what}{did_you_mean(organism, known) or ';'} (it has: {listing(known)})"
+            f"organism={organism!r} is not in {what}{did_you_mean(organism, known)} (it has: {listing(known)})"
         )
     return organisms[name]
 
@@ -125,9 +124,7 @@ def member(collection: Any, name: str, argument: str, what: str) -> Any:
     """Return a part of a collection, or raise :class:`~scforge.errors.DataError` with the names that are there."""
     if name not in collection:
         known = sorted(collection)
-        raise DataError(
-            f"{argument}={name!r} is not in {what}{did_you_mean(name, known) or ';'} (it has: {listing(known)})"
-        )
+        raise DataError(f"{argument}={name!r} is not in {what}{did_you_mean(name, known)} (it has: {listing(known)})")
     return collection[name]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -11,7 +10,7 @@ import numpy as np
 from scipy import sparse
 
 from scforge.data.compressed import compressed_problem, sound_csr
-from scforge.errors import DataError, OptionError, ScforgeWarning, did_you_mean, listing, warn
+from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -81,7 +80,7 @@ def check_obs_column(adata: AnnData, key: str | None, *, argument: str) -> None:
     if key not in adata.obs:
         columns = [column for column in adata.obs.columns if not str(column).startswith("_scvi_")]
         raise DataError(
-            f"{argument}={key!r} is not a column of adata.obs{did_you_mean(key, columns) or ';'} "
+            f"{argument}={key!r} is not a column of adata.obs{did_you_mean(key, columns)} "
             f"(adata.obs has: {listing(columns)})"
         )
     if argument == "batch_key" and adata.obs[key].dtype.kind == "f":
@@ -112,11 +111,9 @@ def inherited_batch_key(obs: pd.DataFrame, key: str | None) -> str | None:
 def warn_if_transposed(adata: AnnData) -> None:
     """Warn where the genes have names of cells and the cells have not, as in matrices with a row for each gene."""
     if _share_of_barcodes(adata.var_names) > 0.5 > _share_of_barcodes(adata.obs_names):
-        warnings.warn(
+        warn(
             f"adata has genes that are named as cells (first: {str(adata.var_names[0])!r}); if cells and genes are "
-            "swapped, pass adata.T.",
-            ScforgeWarning,
-            stacklevel=3,
+            "swapped, pass adata.T."
         )
 
 
@@ -191,7 +188,7 @@ def _matrix(adata: AnnData, layer: str | None) -> Any:
     if layer not in adata.layers:
         layers = [key for key in adata.layers if key is not None]
         raise DataError(
-            f"layer={layer!r} is not in adata.layers{did_you_mean(layer, layers) or ';'} "
+            f"layer={layer!r} is not in adata.layers{did_you_mean(layer, layers)} "
             f"(adata.layers has: {listing(layers)}; layer=None reads adata.X)"
         )
     return adata.layers[layer]

@@ -16,7 +16,7 @@ from scforge.data.mapping import WARN_OUTSIDE, GeneMap, map_names
 from scforge.data.named import open_vocab
 from scforge.data.streams import CellStream
 from scforge.data.vocab import GeneVocab
-from scforge.errors import GeneMismatchError, ScforgeWarning
+from scforge.errors import GeneMismatchError, warn
 
 __all__ = ["SourceGenes", "map_sources", "warn_outside"]
 
@@ -111,25 +111,19 @@ def _map(stream: CellStream, names: np.ndarray, vocab: GeneVocab, gene_key: str 
         except GeneMismatchError as error:
             raise GeneMismatchError(f"{stream.name!r}: {error}") from error
     for warning in caught:
-        warnings.warn(f"{stream.name!r}: {warning.message}", warning.category, stacklevel=6)
+        warn(f"{stream.name!r}: {warning.message}", warning.category)
     return gene_map
 
 
 def warn_outside(genes: Sequence[SourceGenes], journal: Journal, vocab: GeneVocab, names: Sequence[str]) -> None:
     """Warn about cells and counts outside of the vocabulary, once all are seen."""
     if journal.n_empty:
-        warnings.warn(
-            f"{journal.n_empty} cells express no gene of the vocabulary; their embedding tells nothing.",
-            ScforgeWarning,
-            stacklevel=5,
-        )
+        warn(f"{journal.n_empty} cells express no gene of the vocabulary; their embedding tells nothing.")
     if vocab.chosen_from_data:
         return
     for name, kept, total in zip(names, journal.kept, journal.totals, strict=True):
         if kept < (1 - WARN_OUTSIDE) * total:
-            warnings.warn(
+            warn(
                 f"{name!r}: {1 - kept / total:.0%} of the counts lie in genes outside of the vocabulary "
-                f"({vocab.release}).",
-                ScforgeWarning,
-                stacklevel=5,
+                f"({vocab.release})."
             )

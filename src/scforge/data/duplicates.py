@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy import sparse
 
 from scforge.data.compressed import sound_csr
-from scforge.errors import DataError, ScforgeWarning
+from scforge.errors import DataError, warn
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -61,7 +60,7 @@ def n_summed(columns: np.ndarray) -> int:
     return len(used) - len(np.unique(used))
 
 
-def warn_summed(names: np.ndarray, columns: np.ndarray, where: str, *, stacklevel: int = 2) -> None:
+def warn_summed(names: np.ndarray, columns: np.ndarray, where: str) -> None:
     """Warn if columns are summed: how many, and which name comes first.
 
     Parameters
@@ -72,18 +71,14 @@ def warn_summed(names: np.ndarray, columns: np.ndarray, where: str, *, stackleve
         Place of each column, shape (n_vars,); -1 where it is not used.
     where
         What holds the names, e.g. ``"adata.var_names"``.
-    stacklevel
-        As for :func:`warnings.warn`, counted from the caller.
     """
     used = np.flatnonzero(columns >= 0)
     _, first = np.unique(columns[used], return_index=True)
     again = np.delete(used, first)
     if len(again):
-        warnings.warn(
+        warn(
             f"{where} names genes that other columns name as well: the counts of {len(again)} columns "
-            f"(first: {str(names[again[0]])!r}) are summed with those.",
-            ScforgeWarning,
-            stacklevel=stacklevel + 1,
+            f"(first: {str(names[again[0]])!r}) are summed with those."
         )
 
 
@@ -96,7 +91,7 @@ def join_columns(adata: AnnData, where: str) -> AnnData:
     import pandas as pd
 
     columns, unique = pd.factorize(adata.var_names)
-    warn_summed(np.asarray(adata.var_names), columns, where, stacklevel=3)
+    warn_summed(np.asarray(adata.var_names), columns, where)
 
     def joined(matrix: object) -> sparse.csr_matrix:
         return sum_columns(matrix, columns, len(unique))

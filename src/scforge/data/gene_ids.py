@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +10,7 @@ import numpy as np
 
 from scforge.data.gene_tables import ANNOTATION, gene_table
 from scforge.data.naming import plain_name
-from scforge.errors import OptionError, ScforgeWarning, listing
+from scforge.errors import OptionError, listing, warn
 
 __all__ = ["ConvertedGenes", "convert_gene_ids", "converted_genes"]
 
@@ -118,7 +117,7 @@ def convert_gene_ids(
         raise OptionError(f"names={names!r} is one text; pass a list of names.")
     result = converted_genes(names, to, species, keep_unknown=keep_unknown)
     if result.unknown or result.ambiguous:
-        warnings.warn(f"{result} (by the {species} genes of {ANNOTATION}).", ScforgeWarning, stacklevel=2)
+        warn(f"{result} (by the {species} genes of {ANNOTATION}).")
     return result
 
 

@@ -55,7 +55,7 @@ def gene_table(species: str) -> GeneTable:
     """
     if species not in SPECIES:
         raise OptionError(
-            f"species={species!r} has no gene table{did_you_mean(species, SPECIES) or ';'} (known: {listing(SPECIES)})"
+            f"species={species!r} has no gene table{did_you_mean(species, SPECIES)} (known: {listing(SPECIES)})"
         )
     symbols = {gene: symbol or gene for gene, symbol in read_table(f"{species}_genes")}
     ids: dict[str, tuple[str, ...]] = {}

@@ -13,7 +13,7 @@ from scforge.data.id_kinds import recognise_ids
 from scforge.data.mapping import MIN_OVERLAP, GeneMap, map_names, names_of
 from scforge.data.naming import strip_version
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, GeneMismatchError, ScforgeWarning, listing
+from scforge.errors import DataError, GeneMismatchError, ScforgeWarning, listing, warn
 
 if TYPE_CHECKING:
     from scforge.data.streams import CellStream
@@ -86,7 +86,6 @@ def map_streams(
     gene_key: str | None = None,
     min_overlap: float = MIN_OVERLAP,
     whole: bool | None = None,
-    stacklevel: int = 2,
 ) -> tuple[GeneVocab, list[GeneMap]]:
     """Map the genes of each source onto one vocabulary.
 
@@ -100,8 +99,6 @@ def map_streams(
         Column of var with the gene names; None reads ``var_names``.
     min_overlap, whole
         As for :func:`scforge.data.mapping.map_names`; `whole` is None: what the release of the vocabulary tells.
-    stacklevel
-        As for :func:`warnings.warn`, counted from the caller.
 
     Raises
     ------
@@ -122,16 +119,14 @@ def map_streams(
     maps = []
     for stream in streams:
         names = stream_genes(stream, gene_key)
-        with _named(stream, stacklevel + 1):
-            mapped = map_names(
-                names, vocab, min_overlap=min_overlap, whole=whole, var=stream.var, gene_key=gene_key, stacklevel=2
-            )
+        with _named(stream):
+            mapped = map_names(names, vocab, min_overlap=min_overlap, whole=whole, var=stream.var, gene_key=gene_key)
         maps.append(mapped)
     return vocab, maps
 
 
 @contextlib.contextmanager
-def _named(stream: CellStream, stacklevel: int) -> Iterator[None]:
+def _named(stream: CellStream) -> Iterator[None]:
     """Put the name of a file before what is told of its genes, which says ``adata`` whatever the source."""
     prefix = "" if stream.name == "adata" else f"{stream.name!r}: "
     told: list[warnings.WarningMessage] = []
@@ -142,5 +137,4 @@ def _named(stream: CellStream, stacklevel: int) -> Iterator[None]:
     except GeneMismatchError as error:
         raise GeneMismatchError(f"{prefix}{error}") from error
     for warning in told:
-        # Two more: this generator, and the context manager around it.
-        warnings.warn(f"{prefix}{warning.message}", warning.category, stacklevel=stacklevel + 2)
+        warn(f"{prefix}{warning.message}", warning.category)

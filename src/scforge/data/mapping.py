@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from scforge.data.gene_ids import converted_genes
 from scforge.data.gene_tables import ANNOTATION, SPECIES
 from scforge.data.id_kinds import recognise_ids
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, GeneMismatchError, ScforgeWarning, did_you_mean, listing
+from scforge.errors import DataError, GeneMismatchError, did_you_mean, listing, warn
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -68,7 +67,7 @@ def names_of(var: pd.DataFrame, gene_key: str | None = None) -> np.ndarray:
     else:
         columns = list(var.columns)
         raise DataError(
-            f"gene_key={gene_key!r} is not a column of adata.var{did_you_mean(gene_key, columns) or ';'} "
+            f"gene_key={gene_key!r} is not a column of adata.var{did_you_mean(gene_key, columns)} "
             f"(adata.var has: {listing(columns)})"
         )
     missing = np.asarray(names.isna())
@@ -187,7 +186,6 @@ def map_names(
     whole: bool = False,
     var: pd.DataFrame | None = None,
     gene_key: str | None = None,
-    stacklevel: int = 2,
 ) -> GeneMap:
     """Map gene names onto a vocabulary.
 
@@ -203,8 +201,6 @@ def map_names(
         The vocabulary is a whole annotation, e.g. all protein-coding genes, of which no data set measures all.
     var, gene_key
         ``adata.var`` and the column in use: when the overlap is too small, the message names a column that fits.
-    stacklevel
-        As for :func:`warnings.warn`, counted from the caller.
 
     Raises
     ------
@@ -235,19 +231,13 @@ def map_names(
         )
     for said in gene_map.notes:
         better = _better_column(var, vocab, gene_key, gene_map.n_matched + 1)
-        warnings.warn(
-            f"{where}: {said}{f'; {better}' if better else ''}.",
-            ScforgeWarning,
-            stacklevel=stacklevel + 1,
-        )
+        warn(f"{where}: {said}{f'; {better}' if better else ''}.")
     if share < WARN_OVERLAP:
-        warnings.warn(
+        warn(
             f"{where} has {gene_map.n_matched} of the {vocab.n_genes} genes of the vocabulary ({share:.0%}); "
-            "the others count as not expressed.",
-            ScforgeWarning,
-            stacklevel=stacklevel + 1,
+            "the others count as not expressed."
         )
-    warn_summed(names, gene_map.columns, where, stacklevel=stacklevel + 1)
+    warn_summed(names, gene_map.columns, where)
     return gene_map
 
 
@@ -293,14 +283,12 @@ def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[n
     return columns, [f"{len(matched):,} names were matched that R wrote with dots ({', '.join(matched[:2])})"]
 
 
-def warn_counts_outside(kept: float, vocab: GeneVocab, *, stacklevel: int = 2) -> None:
+def warn_counts_outside(kept: float, vocab: GeneVocab) -> None:
     """Warn if many counts lie outside of an annotation; of chosen genes that is expected."""
     if kept < 1 - WARN_OUTSIDE and not vocab.chosen_from_data:
-        warnings.warn(
+        warn(
             f"{1 - kept:.0%} of the counts lie in genes outside of the vocabulary ({vocab.release}); "
-            "scforge.data.map_genes(adata, vocab) shows which.",
-            ScforgeWarning,
-            stacklevel=stacklevel + 1,
+            "scforge.data.map_genes(adata, vocab) shows which."
         )
 
 

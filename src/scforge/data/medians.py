@@ -241,7 +241,7 @@ def _visit_file(
         var, matrix = opened.var, opened.matrix(layer)
         names = names_of(var, gene_key)
         gene_map = map_names(
-            names, vocab, min_overlap=least, whole=not vocab.chosen_from_data, var=var, gene_key=gene_key, stacklevel=4
+            names, vocab, min_overlap=least, whole=not vocab.chosen_from_data, var=var, gene_key=gene_key
         )
         for start, chunk in matrix.row_chunks():
             where = f"{str(path)!r}, {'X' if layer is None else f'layers[{layer!r}]'}"

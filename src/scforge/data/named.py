@@ -52,7 +52,7 @@ def load_named(name: str, *, one_to_many: str | None = None) -> GeneVocab:
     if name not in NAMED_VOCABS:
         raise OptionError(
             f"vocab={name!r} is neither a shipped vocabulary nor a file"
-            f"{did_you_mean(name, known) or ';'} (shipped: {listing(known)})"
+            f"{did_you_mean(name, known)} (shipped: {listing(known)})"
         )
     if one_to_many not in (None, "drop", "sum"):
         raise OptionError(f"one_to_many={one_to_many!r} is not known (known: 'drop', 'sum')")

@@ -156,7 +156,7 @@ def parse_perturbations(obs: pd.DataFrame, keys: PerturbationKeys) -> ParsedPert
         known = sorted({part for some in parts for part in some})
         raise DataError(
             f"control={keys.control!r} is no label of obs[{keys.perturbation!r}]"
-            f"{did_you_mean(keys.control, known) or ';'} (it has: {listing(known)})"
+            f"{did_you_mean(keys.control, known)} (it has: {listing(known)})"
         )
     names = sorted({part for some in parts for part in some} - {keys.control})
     index = {name: number for number, name in enumerate(names)}
@@ -187,7 +187,7 @@ def _column(obs: pd.DataFrame, key: str, argument: str) -> tuple[np.ndarray, lis
 
     if key not in obs:
         raise DataError(
-            f"{argument}={key!r} is not a column of obs{did_you_mean(key, obs.columns) or ';'} "
+            f"{argument}={key!r} is not a column of obs{did_you_mean(key, obs.columns)} "
             f"(obs has: {listing(obs.columns)})"
         )
     codes, values = pd.factorize(obs[key])

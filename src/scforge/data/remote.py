@@ -97,7 +97,7 @@ def remote_file_system(
         except (ValueError, TypeError) as error:
             if "::" not in scheme and scheme not in known:
                 raise OptionError(
-                    f"{url!r} starts with the unknown scheme {scheme!r}{did_you_mean(scheme, known) or ';'} "
+                    f"{url!r} starts with the unknown scheme {scheme!r}{did_you_mean(scheme, known)} "
                     "(fsspec knows s3, gs, https and others)"
                 ) from shown(error)
             raise OptionError(f"storage_options cannot be used for {url!r}: {first_line(error)}.") from shown(error)

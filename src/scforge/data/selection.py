@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from scforge.data.duplicates import sum_columns, warn_summed
 from scforge.data.mapping import GeneMap, gene_names, names_place
 from scforge.data.naming import strip_version
 from scforge.data.vocab import FROM_DATA, GeneVocab
-from scforge.errors import DataError, OptionError, ScforgeWarning, did_you_mean, listing
+from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -196,11 +195,7 @@ def _by_variability(
     values.data *= np.repeat(TARGET_SUM / np.maximum(totals, 1.0), np.diff(values.indptr))
     groups = [np.arange(len(totals))] if batches is None else [np.flatnonzero(batches == b) for b in np.unique(batches)]
     if alone := [str(batches[rows[0]]) for rows in groups if batches is not None and len(rows) == 1]:
-        warnings.warn(
-            f"batch_key names {listing(alone)} for one cell each, which have no part in the choice of variable genes.",
-            ScforgeWarning,
-            stacklevel=4,
-        )
+        warn(f"batch_key names {listing(alone)} for one cell each, which have no part in the choice of variable genes.")
     scores = [_normalised_dispersions(values[rows]) for rows in groups if len(rows) > 1] or [np.zeros(len(candidates))]
     n_batches = np.zeros(len(candidates))
     for score in scores:

@@ -28,14 +28,7 @@ from scforge.data.stream_memory import check_memory, check_stored
 from scforge.data.stream_remote import is_collection
 from scforge.data.streams import is_query, open_streams
 from scforge.data.vocab import GeneVocab
-from scforge.errors import (
-    DataError,
-    MissingFileError,
-    OptionError,
-    ScforgeWarning,
-    listing,
-    redacted,
-)
+from scforge.errors import DataError, MissingFileError, OptionError, listing, redacted, warn
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -148,9 +141,7 @@ def open_cells(
     if cache is not None:
         store = convert_once(source, streams, cache, wanted, obs=columns, storage_options=storage_options, **options)
         return _open_store(store, wanted, None, on_disk)
-    found, maps = map_streams(
-        streams, wanted, gene_key=gene_key, min_overlap=min_overlap, whole=whole_annotation, stacklevel=2
-    )
+    found, maps = map_streams(streams, wanted, gene_key=gene_key, min_overlap=min_overlap, whole=whole_annotation)
     if len(streams) == 1 and isinstance(streams[0], AdataStream):
         cells = _in_memory(streams[0], maps[0], found, columns)
     else:
@@ -215,12 +206,8 @@ def _in_memory(stream: AdataStream, gene_map: GeneMap, vocab: GeneVocab, obs: Se
 def _warn(cells: CellSource, vocab: GeneVocab) -> None:
     empty = int((cells.n_expressed == 0).sum())
     if empty:
-        warnings.warn(
-            f"{empty} of {len(cells)} cells express no gene of the vocabulary; their embedding tells nothing.",
-            ScforgeWarning,
-            stacklevel=3,
-        )
-    warn_counts_outside(cells.counts_kept, vocab, stacklevel=3)
+        warn(f"{empty} of {len(cells)} cells express no gene of the vocabulary; their embedding tells nothing.")
+    warn_counts_outside(cells.counts_kept, vocab)
 
 
 def read_h5ad(paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> AnnData:

@@ -6,7 +6,6 @@ Shapes: N cells of the store, B cells of a block, G genes of the vocabulary.
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from scforge.data.store_reading import StoreReader
 from scforge.data.stream_errors import reading
 from scforge.data.vocab import GeneVocab
 from scforge.data.windows import Window
-from scforge.errors import DataError, ScforgeWarning
+from scforge.errors import DataError, warn
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -167,11 +166,7 @@ class StoreCells:
             measured = opened.measured
             cells = replace(self, vocab=vocab, counts_kept=opened.counts_kept, measured=measured, _gene_map=None)
             if empty := int((self._lengths == 0).sum()):
-                warnings.warn(
-                    f"{empty} of {len(self)} cells express no gene of the vocabulary; their embedding tells nothing.",
-                    ScforgeWarning,
-                    stacklevel=2,
-                )
+                warn(f"{empty} of {len(self)} cells express no gene of the vocabulary; their embedding tells nothing.")
         else:
             gene_map = map_names(opened.genes, vocab, min_overlap=min_overlap, whole=not vocab.chosen_from_data)
             measured = gene_map.measured_of(opened.measured)

@@ -256,7 +256,7 @@ class _Tables:
             if column not in known:
                 raise DataError(
                     f"obs names {column!r}, which is not a column of {self.place!r}"
-                    f"{did_you_mean(column, known) or ';'} (there is: {listing(known)})"
+                    f"{did_you_mean(column, known)} (there is: {listing(known)})"
                 )
             parts = [self._read(number, column) for number in range(len(self.datasets))]
             if all(isinstance(part, pd.Categorical) for part in parts):

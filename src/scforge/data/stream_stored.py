@@ -149,7 +149,7 @@ class StoredAdata:
         """
         if layer is not None and layer not in self.layers:
             raise DataError(
-                f"layer={layer!r} is not in the layers of {self.path!r}{did_you_mean(layer, self.layers) or ';'} "
+                f"layer={layer!r} is not in the layers of {self.path!r}{did_you_mean(layer, self.layers)} "
                 f"(layers: {listing(self.layers)}; layer=None reads X)"
             )
         name = "X" if layer is None else f"layers/{layer}"
@@ -219,7 +219,7 @@ def check_modality(modality: str | None, modalities: Sequence[str], source: str)
         raise OptionError(f"{source!r} is a MuData; name a modality with modality= (it has: {listing(modalities)}).")
     if modality not in modalities:
         raise OptionError(
-            f"modality={modality!r} is not in {source!r}{did_you_mean(modality, modalities) or ';'} "
+            f"modality={modality!r} is not in {source!r}{did_you_mean(modality, modalities)} "
             f"(it has: {listing(modalities)})"
         )
 
@@ -240,5 +240,5 @@ def missing_column(column: str, source: str, columns: Sequence[str]) -> DataErro
     """Return the error of a column of obs that is not there."""
     shown = [name for name in columns if not str(name).startswith("_scvi_")]
     return DataError(
-        f"obs of {source!r} has no column {column!r}{did_you_mean(column, shown) or ';'} (it has: {listing(shown)})"
+        f"obs of {source!r} has no column {column!r}{did_you_mean(column, shown)} (it has: {listing(shown)})"
     )

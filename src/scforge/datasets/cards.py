@@ -223,7 +223,7 @@ def get_card(name: str) -> DatasetCard:
     known = list_cards()
     if name not in known:
         raise OptionError(
-            f"name={name!r} is no data set with a card{did_you_mean(name, known) or ';'} (known: {listing(known)})"
+            f"name={name!r} is no data set with a card{did_you_mean(name, known)} (known: {listing(known)})"
         )
     text = resources.files("scforge.datasets").joinpath("cards", f"{name}.yaml").read_text(encoding="utf-8")
     facts = yaml.safe_load(text)

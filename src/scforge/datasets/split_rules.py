@@ -65,7 +65,7 @@ def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
         if key not in adata.obs:
             known = list(adata.obs)
             raise DataError(
-                f"the split of {card.name!r} needs the column {key!r} of obs{did_you_mean(key, known) or ';'} "
+                f"the split of {card.name!r} needs the column {key!r} of obs{did_you_mean(key, known)} "
                 f"(obs has: {listing(known)})."
             )
     salt = f"{card.name}-v{version}"
@@ -139,7 +139,7 @@ def _drawn(units: list[str], amounts: dict[str, Amount], salt: str, what: str) -
             absent = [unit for unit in amount if unit not in units]
             if absent:
                 raise DataError(
-                    f"{part}: {listing(absent)} is not in the column {what!r}{did_you_mean(absent[0], units) or ';'} "
+                    f"{part}: {listing(absent)} is not in the column {what!r}{did_you_mean(absent[0], units)} "
                     f"(there are: {listing(units)})"
                 )
             held |= dict.fromkeys(amount, part)

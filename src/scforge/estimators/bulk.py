@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import time
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,7 +22,7 @@ from scforge.data.cells import Cells
 from scforge.data.remote import is_url
 from scforge.data.sources import open_cells
 from scforge.data.streams import is_query
-from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError
+from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, warn
 from scforge.estimators.base import CellModel
 from scforge.estimators.bulk_files import EmbeddingFiles
 from scforge.estimators.config_data import embedded_adata
@@ -79,7 +78,7 @@ class EmbeddingInfo:
 
     def __str__(self) -> str:
         rate = self.n_embedded / max(self.seconds, 1e-9)
-        done = f"{self.n_embedded:,} of {self.n_cells:,} cells embedded here"
+        done = f"{self.n_embedded:,} of {self.n_cells:,} cells embedded in this run"
         done += f" in {self.seconds:,.1f} s ({rate:,.0f} cells/s)" if self.n_embedded else ""
         shape = f"{self.n_cells:,} cells x {self.n_latent:,} dimensions"
         where = f"obsm[{self.key!r}] of {self.output}"
@@ -182,7 +181,7 @@ def embed_to(
     check_filled(model.module)
     key = model._obsm_key if key == AUTO_KEY else key
     if not model.is_trained_:
-        warnings.warn("The model is not trained; its embedding is random.", NotTrainedWarning, stacklevel=2)
+        warn("The model is not trained; its embedding is random.", NotTrainedWarning)
     try:
         cells = _open(model, source)
     except GeneMismatchError as error:

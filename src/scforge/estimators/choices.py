@@ -149,7 +149,7 @@ def cells_in_state(cells: Cells, argument: str, state: State | None) -> np.ndarr
         same = [_same_value(value, one) for value in known]
         chosen[:-1] |= np.array(same, dtype=bool)
         if not any(same):
-            hint = did_you_mean(one, known) or ";"
+            hint = did_you_mean(one, known)
             raise DataError(f"{argument}: no cell has {one!r} in obs[{key!r}]{hint} (there is: {listing(known)})")
     return chosen[codes]
 

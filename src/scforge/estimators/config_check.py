@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,9 +30,9 @@ from scforge.errors import (
     MissingFileError,
     OptionError,
     ScforgeError,
-    ScforgeWarning,
     did_you_mean,
     listing,
+    warn,
 )
 from scforge.estimators.config_parts import check_names, chosen, model_options, objective_of, placed, tokenizer_of
 from scforge.estimators.finetune_check import check_finetuning, described, named_columns
@@ -154,7 +153,7 @@ def _absent(config: Config) -> dict[str, DatasetCard]:
             find_file(name)
         except MissingFileError as error:
             place = config.place_of("eval.benchmarks")
-            warnings.warn(f"{place}{error} Training needs it.", ScforgeWarning, stacklevel=3)
+            warn(f"{place}{error} Training needs it.")
             absent[name] = get_card(name)
     return absent
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 from scforge.config._messages import shown, unknown_option
 from scforge.config.schema import Config, ModelConfig
-from scforge.errors import ConfigError, OptionError, ScforgeError, ScforgeWarning
+from scforge.errors import ConfigError, OptionError, ScforgeError, warn
 from scforge.estimators.defaults import Recipe, recipe_for
 from scforge.models.registry import MODELS, option_names, own_names
 from scforge.tokenizers.registry import TOKENIZERS
@@ -136,9 +135,7 @@ def check_names(config: Config) -> None:
         for name in _unread(config):
             said = f"model.{name}={shown(getattr(config.model, name))}"
             place = config.place_of(f"model.{name}")
-            warnings.warn(
-                f"{place}{said} has no effect, as {architecture!r} has no such option.", ScforgeWarning, stacklevel=2
-            )
+            warn(f"{place}{said} has no effect, as {architecture!r} has no such option.")
     for section, name, options in (
         ("tokenizer", tokenizer, TOKENIZERS.get(tokenizer).option_names()),
         ("objective", objective, OBJECTIVES.get(objective).option_names()),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from scforge._registry import check_options
 from scforge.data.arguments import listed_names
 from scforge.data.cells import column_of
 from scforge.data.vocab import GeneVocab
-from scforge.errors import OptionError, ScforgeWarning
+from scforge.errors import OptionError, warn
 from scforge.estimators.base import FROM_DATA, CellModel
 from scforge.estimators.defaults import recipe_for
 from scforge.estimators.foreign_methods import ForeignMethods
@@ -246,7 +245,7 @@ class Encoder(
             ``"ddp"`` (a whole model in each process), ``"fsdp"`` (a share of it), or ``"auto"`` (DDP for several).
         precision
             As in :class:`lightning.Trainer`, or ``"auto"``: 16-bit brain floats where a short measurement shows that
-            they are faster. None computes in 32 bits.
+            they are faster. None computes in 32 bits. Query models need 32-bit weights: no ``"bf16-true"``.
         gradient_clip_val
             Largest norm of the gradient; 0 does not clip.
         accumulate_grad_batches
@@ -341,12 +340,10 @@ class Encoder(
             raise
         self._calibrate(data)
         if self._obsm_key == QUERY_KEY:
-            warnings.warn(
+            warn(
                 f"The encoder was trained on the query, so its embedding (obsm[{QUERY_KEY!r}]) is not comparable with "
                 "the one that the reference model wrote; embed the reference again with this model: "
-                "query_model.get_latent_representation(reference).",
-                ScforgeWarning,
-                stacklevel=2,
+                "query_model.get_latent_representation(reference)."
             )
 
     def _choose_vocab(self, vocab: str | GeneVocab, n_top_genes: int | None, **options: Any) -> GeneVocab:

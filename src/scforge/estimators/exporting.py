@@ -28,7 +28,7 @@ from scforge._checks import check_count
 from scforge._io import atomic_folder, sha256_of
 from scforge._version import __version__
 from scforge.data.cells import CellBlock
-from scforge.errors import ModelFileError, OptionError, ScforgeWarning, first_line, listing
+from scforge.errors import ModelFileError, OptionError, first_line, listing, warn
 from scforge.finetuning.adapters import merged
 from scforge.models.components.gene_vectors import GeneVectorBag, check_filled
 from scforge.models.scdiva_parts import GeneEmbedding
@@ -247,11 +247,9 @@ def _runner(file: Path, names: tuple[str, ...]) -> Any:
             module = torch.export.load(file).module()
         return lambda tensors: module(*tensors).detach().numpy()
     if importlib.util.find_spec("onnxruntime") is None:
-        warnings.warn(
+        warn(
             "The exported model was not compared with encode, because onnxruntime is not installed; "
-            "pip install 'scforge[onnx]'.",
-            ScforgeWarning,
-            stacklevel=5,
+            "pip install 'scforge[onnx]'."
         )
         return None
     import onnxruntime

@@ -115,6 +115,6 @@ def check_places(adata: AnnData, setup: dict[str, Any], front: str) -> None:
         if key is not None and key not in known:
             raise DataError(
                 f"{argument}={key!r}, where the training data have them, is not in {where} of these cells"
-                f"{did_you_mean(key, known) or ';'} (there is: {listing(known)}); call {front}.setup_anndata(adata, "
+                f"{did_you_mean(key, known)} (there is: {listing(known)}); call {front}.setup_anndata(adata, "
                 "...) on them to say where their counts and gene names are."
             )

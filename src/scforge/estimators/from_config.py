@@ -78,7 +78,8 @@ def train_from_config(
     Returns
     -------
     The trained model. With ``output.checkpoint_dir`` it is saved there as ``final``, beside the best epochs and the
-    configuration (``config.yaml``). Of several processes only the first writes.
+    configuration (``config.yaml``). Without, nothing is saved, while ``scforge train``, which returns no model, takes
+    ``checkpoints/NAME`` of a file ``NAME.yaml``. Of several processes only the first writes.
 
     Raises
     ------

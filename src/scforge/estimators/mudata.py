@@ -147,7 +147,7 @@ def _adopted(mdata: MuData, modality: str, argument: str, key: str | None) -> st
             known = [str(column) for column in (*adata.obs, *shared) if not str(column).startswith("_scvi_")]
             raise DataError(
                 f"{argument}={key!r} is a column neither of mdata.mod[{modality!r}].obs nor of mdata.obs"
-                f"{did_you_mean(name, known) or ';'} (there is: {listing(known)})"
+                f"{did_you_mean(name, known)} (there is: {listing(known)})"
             )
         adata.obs[name] = shared[name]
     return name

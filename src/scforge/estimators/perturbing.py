@@ -6,7 +6,6 @@ Shapes: N cells, G genes of the vocabulary.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -15,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from scforge._checks import check_bool, check_count, check_seed
-from scforge.errors import DataError, OptionError, ScforgeWarning, listing
+from scforge.errors import DataError, OptionError, listing, warn
 from scforge.estimators.choices import (
     Source,
     cell_groups,
@@ -176,7 +175,7 @@ class PerturbationMethods:
             try:
                 embeddings["_untrained"] = _untrained(model, batch_size)
             except OptionError as error:
-                warnings.warn(f"untrained=True is left out: {error}", ScforgeWarning, stacklevel=2)
+                warn(f"untrained=True is left out: {error}")
         chosen, there = cells_in_state(cells, "start", start), cells_in_state(cells, "goal", goal)
         chosen = _starting(chosen, there, len(cells))
         towards = dict.fromkeys(embeddings)
@@ -241,18 +240,14 @@ def _lowest_fdr(results: pd.DataFrame, n_controls: int) -> float:
     n_tests, sides = int(p_values.notna().sum()), 2 if "goal_p_value" in results else 1
     lowest = min(1.0, sides * n_tests / (n_controls + 1))
     if not any(name.endswith("_untrained") for name in results):
-        warnings.warn(
+        warn(
             "Genes are compared with genes of similar mean expression, not of a similar dose; markers stand out in a "
-            "network with random weights as well; compare z-scores with those of untrained=True.",
-            ScforgeWarning,
-            stacklevel=3,
+            "network with random weights as well; compare z-scores with those of untrained=True."
         )
     if lowest > _HIGH_FDR:
-        warnings.warn(
+        warn(
             f"With {n_tests} tests and n_permutations={n_controls} the fdr of a gene that stands out alone is at least "
-            f"{lowest:.2g}; raise n_permutations to {math.ceil(sides * n_tests / _HIGH_FDR)} or test fewer genes.",
-            ScforgeWarning,
-            stacklevel=3,
+            f"{lowest:.2g}; raise n_permutations to {math.ceil(sides * n_tests / _HIGH_FDR)} or test fewer genes."
         )
     return lowest
 

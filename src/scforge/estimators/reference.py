@@ -20,7 +20,7 @@ from scforge._checks import check_count, check_share
 from scforge.data.cells import Cells
 from scforge.errors import DataError, OptionError, listing
 from scforge.estimators.finetuning_run import finetune
-from scforge.finetuning.adapters import merged
+from scforge.finetuning.adapters import digest_of, merged
 from scforge.finetuning.labels import check_key, text_labels
 from scforge.models.scdiva_parts import batch_vectors
 
@@ -168,7 +168,8 @@ class ReferenceMethods:
             head.take_over(reference.module.head, known["batches"])
         made = model.spec.tuning
         assert made is not None
-        model._spec = replace(model.spec, tuning=replace(made, base={**made.base, "reference": True}))
+        digest = digest_of(merged(reference.backbone))  # not that of the copy with room for batches
+        model._spec = replace(model.spec, tuning=replace(made, base={**made.base, "sha256": digest, "reference": True}))
         model.is_trained_, model._base = True, reference
         logger.info(
             "The query has %.1f %% of the genes of the reference model, and %.1f %% of its counts lie in them.",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from scforge._checks import check_bool
 from scforge._io import atomic_write_text
-from scforge.errors import MissingFileError, ModelFileError, NotTrainedWarning, OptionError
+from scforge.errors import MissingFileError, ModelFileError, NotTrainedWarning, OptionError, warn
 from scforge.estimators.adapter_files import save_adapter
 from scforge.estimators.card_facts import CardFacts, Origin, facts_of
 from scforge.estimators.folder_formats import ADAPTER, read_description
@@ -213,7 +212,7 @@ def push_model(
         Options of :func:`scforge.hub.upload`.
     """
     if not model.is_trained_:
-        warnings.warn("The model is not trained; what is sent is random.", NotTrainedWarning, stacklevel=3)
+        warn("The model is not trained; what is sent is random.", NotTrainedWarning)
     before: CardFacts = model._facts
     told_facts = before.with_given(**told, n_epochs=model.n_epochs_)
     facts = told_facts if base is None else replace(told_facts, base=_named(base, model))

@@ -109,6 +109,15 @@ def run_training(
                 raise OptionError(f"batch_size='auto', but the data module has {name}={getattr(data, name)}; give one.")
             stack.callback(setattr, data, "batch_size", None)
             data.batch_size = saved.get("batch_size") or find_batch_size(model.module, data, device)
+        if (
+            precision in ("16-true", "bf16-true")
+            and model.spec.tuning is not None
+            and model.spec.tuning.base.get("reference")
+        ):
+            raise OptionError(
+                f"precision={precision!r} rounds the weights that a query model shares with its reference; take "
+                f"{precision.replace('true', 'mixed')!r}."
+            )
         if precision == _AUTO:
             precision = saved.get("precision") or choose_precision(model.module, data, device, processes)
         if max_epochs is None:

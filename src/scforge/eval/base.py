@@ -268,8 +268,7 @@ def check_column(argument: str, key: str, obs: pd.DataFrame) -> None:
     if key not in obs:
         columns = [column for column in obs.columns if not str(column).startswith("_scvi_")]
         raise DataError(
-            f"{argument}={key!r} is not a column of obs{did_you_mean(key, columns) or ';'} "
-            f"(obs has: {listing(columns)})"
+            f"{argument}={key!r} is not a column of obs{did_you_mean(key, columns)} (obs has: {listing(columns)})"
         )
 
 

@@ -141,7 +141,7 @@ def run_cz_task(
     check_seed(seed)
     if name not in registry.list_tasks():
         known = registry.list_tasks()
-        raise OptionError(f"name={name!r} is no task{did_you_mean(name, known) or ';'} (tasks: {listing(known)})")
+        raise OptionError(f"name={name!r} is no task{did_you_mean(name, known)} (tasks: {listing(known)})")
     columns = {
         "labels_key": labels_key,
         "batch_key": batch_key,
@@ -388,7 +388,7 @@ def _baseline(
     for option in options:
         if option not in known:
             raise OptionError(
-                f"baseline_options of {name!r} has no {option!r}{did_you_mean(option, known) or ';'} "
+                f"baseline_options of {name!r} has no {option!r}{did_you_mean(option, known)} "
                 f"(it has: {listing(known)})"
             )
     defaults = {"n_top_genes": min(_TOP_GENES, adata.n_vars), "n_pcs": min(_COMPONENTS, smaller)}

@@ -46,7 +46,7 @@ def representation_of(name: str, adata: AnnData, key: str) -> np.ndarray:
     if key not in place:
         known = [one for one in place if one is not None]
         raise DataError(
-            f"keys names {key!r}, which is not in adata.{where}{did_you_mean(key, known) or ';'} "
+            f"keys names {key!r}, which is not in adata.{where}{did_you_mean(key, known)} "
             f"(adata.{where} has: {listing(known)})"
         )
     values = place[key]
@@ -85,7 +85,7 @@ def task_input(
     for option in options:
         if option not in known:
             raise OptionError(
-                f"the task {name!r} takes no option {option!r}{did_you_mean(option, known) or ';'} "
+                f"the task {name!r} takes no option {option!r}{did_you_mean(option, known)} "
                 f"(it takes: {listing(known)})"
             )
     try:
@@ -143,7 +143,7 @@ def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[st
         if organism not in known:
             raise DataError(
                 f"obs[{keys['organism_key']!r}] holds {organism!r}, which cz-benchmarks does not know"
-                f"{did_you_mean(organism, known) or ';'} (organisms: {listing(known, most=6)})"
+                f"{did_you_mean(organism, known)} (organisms: {listing(known, most=6)})"
             )
     if len(rows) < 2:
         raise DataError(f"obs[{keys['organism_key']!r}] holds one organism; {name} compares at least 2.")

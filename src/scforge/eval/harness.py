@@ -128,7 +128,7 @@ def evaluate(
         if key not in adata.obsm:
             known = list(adata.obsm)
             raise DataError(
-                f"obsm_keys names {key!r}, which is not in adata.obsm{did_you_mean(key, known) or ';'} "
+                f"obsm_keys names {key!r}, which is not in adata.obsm{did_you_mean(key, known)} "
                 f"(adata.obsm has: {listing(known)})"
             )
     keys = {"labels_key": labels_key, "batch_key": batch_key, "groups_key": groups_key}
@@ -315,7 +315,8 @@ def _check_kinds(kinds: Mapping[str, Any]) -> None:
     for method, kind in kinds.items():
         if kind not in KINDS:
             raise OptionError(
-                f"{method!r} is said to be {kind!r}{did_you_mean(str(kind), KINDS) or ';'} say one of {listing(KINDS)}."
+                f"the kind of {method!r} is {kind!r}, which is not known{did_you_mean(str(kind), KINDS)} "
+                f"(known: {listing(KINDS)})"
             )
 
 

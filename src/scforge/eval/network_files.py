@@ -93,7 +93,7 @@ def read_network(
         raise OptionError(f"source={source!r} and target={target!r} name one column; name both, or none.")
     if kind not in ("auto", *_READERS):
         raise OptionError(
-            f"kind={kind!r} is not known{did_you_mean(kind, _READERS) or ';'} (known: {listing(['auto', *_READERS])})"
+            f"kind={kind!r} is not known{did_you_mean(kind, _READERS)} (known: {listing(['auto', *_READERS])})"
         )
     if source is not None and kind not in ("auto", "edges"):
         raise OptionError(f"source={source!r} has no use with kind={kind!r}; leave it out, or say kind='edges'.")
@@ -286,7 +286,7 @@ def _of_columns(table: pd.DataFrame, path: Path, *columns: Any) -> pd.DataFrame:
     for argument, column in zip(("source", "target"), columns, strict=True):
         if column not in table.columns:
             raise DataError(
-                f"{argument}={column!r} is not a column of {str(path)!r}{did_you_mean(column, table.columns) or ';'} "
+                f"{argument}={column!r} is not a column of {str(path)!r}{did_you_mean(column, table.columns)} "
                 f"(it has: {listing(table.columns)})"
             )
         found[argument] = table[column]

@@ -218,7 +218,7 @@ def edges_from_attention(
     if key not in adata.varp:
         known = list(adata.varp)
         raise DataError(
-            f"key={key!r} is not in adata.varp{did_you_mean(key, known) or ';'} (adata.varp has: {listing(known)}); "
+            f"key={key!r} is not in adata.varp{did_you_mean(key, known)} (adata.varp has: {listing(known)}); "
             "write it with model.get_attention(adata)."
         )
     return edges_from_matrix(

@@ -190,7 +190,7 @@ def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: st
         if isinstance(name, str):
             if name not in BASELINES:
                 raise OptionError(
-                    f"baselines names {name!r}, which is none{did_you_mean(name, BASELINES) or ';'} "
+                    f"baselines names {name!r}, which is none{did_you_mean(name, BASELINES)} "
                     f"(there are: {listing(BASELINES)}, and numbers of principal components)"
                 )
         else:

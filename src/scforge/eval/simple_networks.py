@@ -106,7 +106,7 @@ def network_baselines(
     for name in names:
         if name not in NETWORK_BASELINES:
             raise OptionError(
-                f"names has {name!r}, which is no baseline of networks{did_you_mean(name, NETWORK_BASELINES) or ';'} "
+                f"names has {name!r}, which is no baseline of networks{did_you_mean(name, NETWORK_BASELINES)} "
                 f"(known: {listing(NETWORK_BASELINES)})"
             )
     check_count("n_random", n_random, "random scores")

@@ -88,7 +88,7 @@ def _targets(encoder: nn.Module, wanted: Any) -> list[str]:
         if not of_target:
             raise OptionError(
                 f"lora['targets'] has {target!r}, which is no linear layer of {type(encoder).__name__}"
-                f"{did_you_mean(target, ends) or ';'} (there are: {listing(ends)})"
+                f"{did_you_mean(target, ends)} (there are: {listing(ends)})"
             )
         found += of_target
     return sorted(set(found), key=linear.index)

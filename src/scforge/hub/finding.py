@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,9 @@ from scforge.errors import (
     ModelFileError,
     OptionError,
     ScforgeError,
-    ScforgeWarning,
     first_line,
     listing,
+    warn,
 )
 from scforge.hub.client import checked_token, hub_api, hub_endpoint, is_offline, shown_endpoint
 from scforge.hub.copying import origin_of
@@ -263,11 +262,9 @@ def _fetch(
             f"{said}: the cache has only a part of {repo_id!r}; fetch it once with a connection, or give cache_dir."
         )
     if silence is not None:
-        warnings.warn(
+        warn(
             f"{shown_endpoint()} does not answer ({first_line(silence)}); {repo_id!r} is taken from the cache, "
-            "which may be older.",
-            ScforgeWarning,
-            stacklevel=4,
+            "which may be older."
         )
     return FoundModel(folder, repo_id, folder.name)
 

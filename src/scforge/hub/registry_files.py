@@ -92,7 +92,7 @@ def find_registered(text: str, said: str) -> RegisteredModel:
         raise OptionError(f"{said} is no name of a model; write it as scforge://name or scforge://name@version.")
     if name not in entries:
         raise OptionError(
-            f"{said} is not in the registry{did_you_mean(name, entries) or ';'} (known: {listing(entries)}; more come "
+            f"{said} is not in the registry{did_you_mean(name, entries)} (known: {listing(entries)}; more come "
             f"from the file that {_VARIABLE} names). Make a model of another package's downloaded checkpoint, e.g. "
             "Geneformer's, with Encoder.from_checkpoint(folder) or scforge convert-checkpoint."
         )
@@ -101,7 +101,7 @@ def find_registered(text: str, said: str) -> RegisteredModel:
     version = version or entry["latest"]
     if version not in versions:
         raise OptionError(
-            f"{said} has no version {version!r}{did_you_mean(version, versions) or ';'} (known: {listing(versions)})"
+            f"{said} has no version {version!r}{did_you_mean(version, versions)} (known: {listing(versions)})"
         )
     place = versions[version]
     if "folder" in place:

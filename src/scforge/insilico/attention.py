@@ -5,8 +5,6 @@ Shapes: B cells, S tokens, N heads, G genes of the vocabulary, U genes that are 
 
 from __future__ import annotations
 
-import warnings
-
 import numba
 import numpy as np
 import torch
@@ -14,7 +12,7 @@ from scipy import sparse
 from torch import nn
 
 from scforge.data.cells import CellSource
-from scforge.errors import OptionError, ScforgeWarning
+from scforge.errors import OptionError, warn
 from scforge.insilico.gene_embeddings import offers, that_offer, visit
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
@@ -95,11 +93,9 @@ def attention_between_genes(
     n_genes, n_special = tokenizer.vocab.n_genes, tokenizer.vocab.n_special
     used, n_seen = _widely_expressed(cells, max_genes)
     if n_seen > len(used):
-        warnings.warn(
+        warn(
             f"{n_seen} genes are expressed, of which the {len(used)} most widely expressed are looked at; raise "
-            "max_genes for more.",
-            ScforgeWarning,
-            stacklevel=3,
+            "max_genes for more."
         )
     place = np.full(len(tokenizer.vocab), -1, dtype=np.int64)
     place[n_special + used] = np.arange(len(used))

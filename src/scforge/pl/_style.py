@@ -56,9 +56,7 @@ def check_columns(argument: str, frame: pd.DataFrame, needed: Iterable[str]) -> 
     for name in needed:
         if name not in frame:
             known = list(frame.columns)
-            raise DataError(
-                f"{argument} has no column {name!r}{did_you_mean(name, known) or ';'} (it has: {listing(known)})."
-            )
+            raise DataError(f"{argument} has no column {name!r}{did_you_mean(name, known)} (it has: {listing(known)}).")
     if not len(frame):
         raise DataError(f"{argument} has no rows, so that there is nothing to draw.")
 

@@ -163,8 +163,8 @@ def attention_heatmap(
     if key not in adata.varp:
         known = list(adata.varp)
         raise DataError(
-            f"adata.varp has no {key!r}{did_you_mean(key, known) or ';'} call model.get_attention(adata) first "
-            f"(it has: {listing(known)})."
+            f"adata.varp has no {key!r}{did_you_mean(key, known)} (it has: {listing(known)}); call "
+            "model.get_attention(adata) first."
         )
     rows = _genes_of(adata, genes, adata.varp[key], n_genes)
     graph = adata.varp[key][rows][:, rows]
@@ -205,7 +205,7 @@ def _genes_of(adata: AnnData, genes: Sequence[str] | None, graph: Any, n_genes: 
     missing = [gene for gene in genes if gene not in adata.var_names]
     if missing:
         raise DataError(
-            f"genes: {listing(missing)} not in adata.var_names{did_you_mean(missing[0], known) or ';'} "
+            f"genes: {listing(missing)} not in adata.var_names{did_you_mean(missing[0], known)} "
             f"(e.g. {listing(known, most=3)})"
         )
     return adata.var_names.get_indexer(list(dict.fromkeys(genes)))

@@ -1,4 +1,4 @@
-"""Predicted effects of perturbations beside measured ones."""
+"""Effects of perturbations: predicted and measured ones, and those in silico."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["perturbation_ranks", "perturbation_scatter"]
+__all__ = ["in_silico_ranking", "perturbation_ranks", "perturbation_scatter"]
 
 _CHANCE = {"rank": 0.5}
 """What a prediction has that knows nothing."""
@@ -215,3 +215,64 @@ def _beside(values: np.ndarray, n_bins: int = 40, width: float = 0.3) -> np.ndar
         rows = np.flatnonzero(bins == number)
         moved[rows] = (np.arange(len(rows)) - (len(rows) - 1) / 2) * min(0.1, 2 * width / len(rows))
     return moved
+
+
+def in_silico_ranking(
+    table: pd.DataFrame, *, metric: str = "shift_z", n_genes: int = 20, title: str | None = None, ax: Axes | None = None
+) -> Axes:
+    """Draw the genes that move the embedding most, the first on top, and how far they move an untrained network.
+
+    Parameters
+    ----------
+    table
+        What :meth:`scforge.models.Encoder.perturb_in_silico` returns, of one group. Genes without `metric` are left
+        out.
+    metric
+        Column to rank by, ``"shift_z"`` or ``"goal_z"``. Where the table has ``<metric>_untrained``, it is the second
+        marker.
+    n_genes
+        Most genes, or pairs of genes, to draw.
+    title
+        Title of the axes.
+    ax
+        Axes to draw on; new ones if None.
+
+    Returns
+    -------
+    The axes.
+
+    Raises
+    ------
+    DataError
+        If a column is not there, or no gene has a value.
+
+    Examples
+    --------
+    >>> import pandas as pd, scforge
+    >>> table = {"gene": ["ACTB", "LYZ"], "shift_z": [0.3, 4.1], "shift_z_untrained": [0.2, 1.5]}
+    >>> ax = scforge.pl.in_silico_ranking(pd.DataFrame(table))
+    >>> [label.get_text() for label in ax.get_yticklabels()]
+    ['LYZ', 'ACTB']
+    """
+    check_columns("table", table, ("gene", metric))
+    check_count("n_genes", n_genes, "genes")
+    top = table.dropna(subset=[metric]).sort_values(metric, ascending=False, kind="stable").head(n_genes)
+    if not len(top):
+        raise DataError(f"table has no gene with a value of {metric!r}; perturb more cells, or set n_permutations.")
+    names = top["gene"].astype(str)
+    if "gene_2" in top:
+        names = names + " + " + top["gene_2"].astype(str)
+    places = np.arange(len(top))
+    ax = new_axes(ax, 5.0, 1.1 + 0.22 * len(top))
+    ax.axvline(0, color="0.88", linewidth=0.8, zorder=0)
+    ax.scatter(top[metric], places, s=26, color=COLOURS[0], linewidths=0, label="trained", zorder=3)
+    if (untrained := f"{metric}_untrained") in top:
+        ax.hlines(places, top[metric], top[untrained], color="0.8", linewidth=1, zorder=1)
+        ax.scatter(top[untrained], places, s=26, facecolors="none", edgecolors="0.4", label="untrained", zorder=2)
+        ax.legend(frameon=False, loc="lower right", fontsize="small")
+    ax.set_yticks(places, names)
+    ax.set_ylim(len(top) - 0.4, -0.6)
+    ax.set(xlabel=f"{metric.replace('_', ' ')} (standard deviations of genes of similar expression)", title=title or "")
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right", "left"]].set_visible(False)
+    return ax

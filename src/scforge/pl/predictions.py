@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from scforge._constants import UNS_KEY
-from scforge.errors import DataError, did_you_mean
+from scforge.errors import DataError, did_you_mean, listing
 from scforge.pl._style import COLOURS, check_columns, new_axes
 
 if TYPE_CHECKING:
@@ -109,8 +109,9 @@ def _counts(
         written = data.uns.get(UNS_KEY, {})
         if table not in written:
             raise DataError(
-                f"adata.uns[{UNS_KEY!r}] has no table {table!r}{did_you_mean(table, written) or ';'} call "
-                "annotator.evaluate(adata) first, or name the columns of obs, truth=... and predicted=..."
+                f"adata.uns[{UNS_KEY!r}] has no table {table!r}{did_you_mean(table, written)} (it has: "
+                f"{listing(written)}); call annotator.evaluate(adata) first, or name the columns of obs, truth=... and "
+                "predicted=..."
             )
         found, left_out = written[table], 0
     check_columns("data", found, ("label", "predicted", "n_cells"))
@@ -150,9 +151,8 @@ def calibration(
         Annotated data, or a table with a row a cell.
     truth, predicted, confidence
         Columns of obs with the true class, the predicted one (``scforge_<truth>`` if None), and the probability of
-        that (if None ``scforge_confidence``, or of another `predicted` ``<predicted>_confidence``, as
-        ``annotator.predict`` writes them). Cells that lack one of them, and cells that were left unassigned, are not
-        drawn, which is said.
+        that (``<predicted>_confidence`` if None, as ``annotator.predict`` writes it). Cells that lack one of them, and
+        cells that were left unassigned, are not drawn, which is said.
     n_bins
         Bins of equal width.
     ax
@@ -171,15 +171,13 @@ def calibration(
     --------
     >>> import pandas as pd, scforge
     >>> cells = pd.DataFrame({"label": list("ABABABAB"), "scforge_label": list("ABABABBA")})
-    >>> cells["scforge_confidence"] = 0.75
+    >>> cells["scforge_label_confidence"] = 0.75
     >>> ax = scforge.pl.calibration(cells, "label", n_bins=10)
     >>> ax.get_title()
     'calibration error 0.000, 8 cells'
     """
-    usual = f"scforge_{truth}"
-    predicted = usual if predicted is None else predicted
-    if confidence is None:
-        confidence = "scforge_confidence" if predicted == usual else f"{predicted}_confidence"
+    predicted = f"scforge_{truth}" if predicted is None else predicted
+    confidence = f"{predicted}_confidence" if confidence is None else confidence
     columns = _columns(data, truth, predicted, confidence)
     columns.columns = ["truth", "predicted", "confidence"]
     known = columns.dropna()

@@ -76,9 +76,7 @@ def metrics(
     chosen = known if metrics is None else [metrics] if isinstance(metrics, str) else list(metrics)
     for name in chosen:
         if name not in known:
-            raise OptionError(
-                f"metrics={name!r} is not in the report{did_you_mean(name, known) or ';'} ({listing(known)})"
-            )
+            raise OptionError(f"metrics={name!r} is not in the report{did_you_mean(name, known)} ({listing(known)})")
     if lower_is_better is None:
         lower_is_better = _lower(report, frame)
     kinds = dict(zip(frame["method"], frame["kind"] if "kind" in frame else ["model"] * len(frame), strict=True))
@@ -126,7 +124,7 @@ def _of_benchmark(frame: pd.DataFrame, benchmark: str | None) -> pd.DataFrame:
         raise OptionError(f"benchmark=None: the report has several; name one of {listing(known)}.")
     if benchmark is not None and benchmark not in known:
         raise OptionError(
-            f"benchmark={benchmark!r} is not in the report{did_you_mean(benchmark, known) or ';'} ({listing(known)})"
+            f"benchmark={benchmark!r} is not in the report{did_you_mean(benchmark, known)} ({listing(known)})"
         )
     return frame if benchmark is None else frame[frame["benchmark"] == benchmark]
 

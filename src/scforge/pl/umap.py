@@ -60,7 +60,7 @@ def embeddings(
     for argument, name, known in [("color", color, adata.obs), *[("obsm_keys", key, adata.obsm) for key in titles]]:
         if name not in known:
             names = list(known)
-            hint = did_you_mean(name, names) or ";"
+            hint = did_you_mean(name, names)
             raise DataError(f"{argument}={name!r} is not in the data{hint} (known: {listing(names)})")
     column = adata.obs[color].astype("category")
     colours = _palette(len(column.cat.categories))

@@ -92,7 +92,7 @@ def read_groups(
 ) -> list[list[Document]]:
     """Read the documents of each group of files, see :func:`read_documents`."""
     if kind not in KINDS:
-        raise OptionError(f"kind={kind!r} is not known{did_you_mean(kind, KINDS) or ';'} (known: {listing(KINDS)})")
+        raise OptionError(f"kind={kind!r} is not known{did_you_mean(kind, KINDS)} (known: {listing(KINDS)})")
     columns = {"gene_column": gene_column, "text_column": text_column}
     kinds = [[(path, _kind_of(path, kind)) for path in _paths(files)] for files in groups]
     there = {this for group in kinds for _, this in group}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,15 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from scforge.data.naming import id_kind
 from scforge.data.vocab import GeneVocab
-from scforge.errors import (
-    DataError,
-    GeneMismatchError,
-    MissingFileError,
-    OptionError,
-    ScforgeWarning,
-    first_line,
-    listing,
-)
+from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, first_line, listing, warn
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -118,7 +109,7 @@ def match_vectors(names: Sequence[str], vectors: np.ndarray, vocab: GeneVocab) -
     report = f"table has vectors for {len(known):,} of the {vocab.n_genes:,} genes of the vocabulary"
     logger.info("%s.", report)
     if len(known) < _FEW * vocab.n_genes:
-        warnings.warn(f"{report} ({len(known) / vocab.n_genes:.0%}).", ScforgeWarning, stacklevel=4)
+        warn(f"{report} ({len(known) / vocab.n_genes:.0%}).")
     return matched
 
 

@@ -341,7 +341,7 @@ def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_
     processes = n_processes(accelerator, devices, num_nodes)
     if processes == 1:
         _trained_alone = True
-    elif _trained_alone and processes is not None and "WORLD_SIZE" not in os.environ:
+    elif _trained_alone and processes is not None and not ("WORLD_SIZE" in os.environ or SLURMEnvironment.detect()):
         raise OptionError(
             f"devices={devices!r}, but this script has trained on one device before: the other processes run it again "
             "from its beginning, and would train there, too; train on all devices from the first call on, or start "

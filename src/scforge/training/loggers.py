@@ -161,7 +161,7 @@ def make_loggers(
     for name in names:
         if name not in LOGGERS:
             raise OptionError(
-                f"loggers={list(names)!r} has {name!r}, which is not known{did_you_mean(name, LOGGERS) or ';'} "
+                f"loggers={list(names)!r} has {name!r}, which is not known{did_you_mean(name, LOGGERS)} "
                 f"(known: {listing(LOGGERS)})"
             )
     if wandb_mode is not None and wandb_mode not in _WANDB_MODES:

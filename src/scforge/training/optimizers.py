@@ -101,7 +101,7 @@ def make_optimizer(
 
         return MuonWithAdamW(module, lr=lr, weight_decay=weight_decay, fused=fused)
     known = (*_OF_TORCH, "muon")
-    raise OptionError(f"optimizer={name!r} is not known{did_you_mean(name, known) or ';'} (known: {listing(known)})")
+    raise OptionError(f"optimizer={name!r} is not known{did_you_mean(name, known)} (known: {listing(known)})")
 
 
 def _one_cycle(optimizer: torch.optim.Optimizer, total: int, warmup: int) -> lr_scheduler.LRScheduler:
@@ -175,7 +175,7 @@ def make_schedule(
     """
     if name not in SCHEDULES:
         known = sorted(SCHEDULES)
-        raise OptionError(f"schedule={name!r} is not known{did_you_mean(name, known) or ';'} (known: {listing(known)})")
+        raise OptionError(f"schedule={name!r} is not known{did_you_mean(name, known)} (known: {listing(known)})")
     return SCHEDULES[name](optimizer, total_steps, warmup_length(name, total_steps, warmup_steps))
 
 

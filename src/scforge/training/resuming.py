@@ -7,7 +7,6 @@ the batch that comes next: no step is taken twice, and none is left out.
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
 from lightning.pytorch.strategies import ModelParallelStrategy
 
 from scforge._version import __version__
-from scforge.errors import ModelFileError, OptionError, ScforgeError, ScforgeWarning, TrainingError, first_line, listing
+from scforge.errors import ModelFileError, OptionError, ScforgeError, TrainingError, first_line, listing, warn
 from scforge.training.datamodule import CellDataModule
 from scforge.training.plan import NotFiniteError
 from scforge.training.signals import GracefulStop
@@ -313,11 +312,9 @@ def _set_random_state(state: dict[str, Any]) -> None:
     if len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     else:
-        warnings.warn(
+        warn(
             f"The state is of {len(state['cuda'])} GPUs, and there are {torch.cuda.device_count()}; random numbers on "
-            "them begin anew.",
-            ScforgeWarning,
-            stacklevel=2,
+            "them begin anew."
         )
     numpy_state = state["numpy"]
     inner = {**numpy_state["state"], "key": np.asarray(numpy_state["state"]["key"])}

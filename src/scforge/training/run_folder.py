@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from scforge._io import check_folder, read_json, remove_folder, sha256_of
-from scforge.errors import MissingFileError, ModelFileError, OptionError, ScforgeWarning, first_line
+from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line, warn
 from scforge.training.packing import pack, unpack
 from scforge.training.resuming import check_format
 
@@ -164,7 +163,7 @@ class RunFolder:
                         f"checkpoint_dir={str(self.path)!r} has no state that is whole ({error}); pass overwrite=True "
                         "(--overwrite) to start anew."
                     ) from error
-                warnings.warn(f"{error} The state before it is taken.", ScforgeWarning, stacklevel=3)
+                warn(f"{error} The state before it is taken.")
         return None
 
     def holds(self, state: Path) -> bool:

@@ -34,7 +34,7 @@ def make_strategy(name: str, *, n_processes: int | None) -> Any:
     """
     if name not in STRATEGIES:
         raise OptionError(
-            f"strategy={name!r} is not known{did_you_mean(name, STRATEGIES) or ';'} (known: {listing(STRATEGIES)})"
+            f"strategy={name!r} is not known{did_you_mean(name, STRATEGIES)} (known: {listing(STRATEGIES)})"
         )
     if name == "fsdp":
         # Each process reads other cells, so all of them are data-parallel.

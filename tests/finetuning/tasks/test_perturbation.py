@@ -217,7 +217,7 @@ def test_a_single_perturbation_leaves_nothing_to_hold_out(base: Encoder) -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"control": "NT"}, r"control='NT' is no label of obs\['target'\]; \(it has: 'ctrl', 'gene0'"),
+        ({"control": "NT"}, r"control='NT' is no label of obs\['target'\] \(it has: 'ctrl', 'gene0'"),
         ({"perturbation_key": "targets"}, "'targets' is not a column of obs of these cells; did you mean 'target'"),
         ({"context_key": "celltype"}, "'celltype' is not a column"),
     ],

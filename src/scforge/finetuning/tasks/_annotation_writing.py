@@ -100,12 +100,9 @@ def _clusters_given(predictor: Predictor, adata: AnnData | None, majority_voting
 
 
 def _write(adata: AnnData, found: pd.DataFrame, usual: str, key_added: str | None) -> None:
-    key, prefix = (usual, "scforge") if key_added is None else (key_added, key_added)
-    columns = {
-        "label": key,
-        "confidence": f"{prefix}_confidence",
-        "entropy": f"{prefix}_entropy",
-        "voted": f"{key}_voted",
-    }
+    key = key_added or usual
     for name in found:
-        adata.obs[columns[str(name)]] = found[name]
+        adata.obs[key if name == "label" else f"{key}_{name}"] = found[name]
+    if key_added is None:
+        for name in ("confidence", "entropy"):  # of the latest annotator, which may be one of several
+            adata.obs[f"scforge_{name}"] = found[name]

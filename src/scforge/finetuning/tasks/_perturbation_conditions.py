@@ -202,7 +202,7 @@ def _numbers(names: Sequence[str], present: list[int], named: Sequence[str], arg
     for name in named:
         if name not in number:
             raise OptionError(
-                f"{argument} names {name!r}, which no perturbed cell has{did_you_mean(name, number) or ';'} "
+                f"{argument} names {name!r}, which no perturbed cell has{did_you_mean(name, number)} "
                 f"(there is: {listing(number)})"
             )
     return sorted({number[name] for name in named})

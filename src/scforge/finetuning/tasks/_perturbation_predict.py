@@ -149,7 +149,7 @@ def _wanted(
     for name in contexts or ():
         if name not in controls:
             raise OptionError(
-                f"contexts names {name!r}, where there is no control cell{did_you_mean(name, controls) or ';'} "
+                f"contexts names {name!r}, where there is no control cell{did_you_mean(name, controls)} "
                 f"(there are some in: {listing(controls)})"
             )
     if perturbations is None:

@@ -77,10 +77,7 @@ class Adaptation(Task):
         """Make a head that passes embeddings on; let the decoder of the module learn new batches, if these are all."""
         n, vectors = self.n_reference, batch_vectors(module)
         if n is not None and vectors is not None and len(vectors) > n:
-            new = (torch.arange(len(vectors)) >= n).unsqueeze(1)
             vectors.requires_grad_(True)
-            # Embeddings have no weight decay, so a vector without gradient stays as it is.
-            vectors.register_hook(lambda gradient: gradient * new.to(gradient))
         return Unchanged()
 
     def learn_from(self, module: nn.Module) -> None:
@@ -94,6 +91,12 @@ class Adaptation(Task):
                 "the query model has nothing to train: it embeds cells as the reference does and learns batches alone, "
                 f"but {why}."
             )
+        n, vectors = self.n_reference, batch_vectors(encoder)
+        if n is not None and vectors is not None:
+            # Here, as a copy of a module has no hooks. Embeddings have no weight decay, so a vector without gradient
+            # stays as it is.
+            new = (torch.arange(len(vectors)) >= n).unsqueeze(1)
+            vectors.register_hook(lambda gradient: gradient * new.to(gradient))
         self.aim.learn_from(encoder)
 
     def bind(self, cells: Cells, train_rows: np.ndarray) -> None:

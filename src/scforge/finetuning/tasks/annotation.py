@@ -269,9 +269,10 @@ class Annotation(Task):
     ) -> pd.DataFrame:
         """Predict the class of each cell.
 
-        Writes ``obs["scforge_<labels_key>"]`` (categories), ``obs["scforge_confidence"]`` (float32, calibrated
-        probability of the class) and ``obs["scforge_entropy"]`` (float32, entropy of the probabilities divided by the
-        logarithm of the number of classes: 0 is certain, 1 is no idea).
+        Writes ``obs["scforge_<labels_key>"]`` (categories), ``obs["scforge_<labels_key>_confidence"]`` (float32,
+        calibrated probability of the class) and ``obs["scforge_<labels_key>_entropy"]`` (float32, entropy of the
+        probabilities divided by the logarithm of the number of classes: 0 is certain, 1 is no idea). The latter two are
+        also written as ``obs["scforge_confidence"]`` and ``obs["scforge_entropy"]``, which the next annotator replaces.
 
         Parameters
         ----------

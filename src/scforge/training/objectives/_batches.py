@@ -5,7 +5,6 @@ Shapes: N cells of a source, B cells of a batch.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 
 from scforge.data.cells import CellBlock, Cells
-from scforge.errors import DataError, ScforgeWarning, TrainingError, listing
+from scforge.errors import DataError, TrainingError, listing, warn
 from scforge.training.objectives._classes import classes_found, classes_of, numbers_of
 from scforge.training.objectives.base import Objective
 
@@ -69,11 +68,9 @@ class TellsBatches(Objective):
         if self._batches is None:
             return
         if n_unknown := int((self._batches < 0).sum()):
-            warnings.warn(
+            warn(
                 f"batch_key={self.batch_key!r}: {n_unknown} of {len(self._batches)} cells are of none of the batches "
-                f"that the model knows ({listing(self.batches or [])}); they are decoded in the mean of all.",
-                ScforgeWarning,
-                stacklevel=4,
+                f"that the model knows ({listing(self.batches or [])}); they are decoded in the mean of all."
             )
 
     def numbers(self, what: str, names: list[str] | None, cells: Cells, *, needed: bool = True) -> np.ndarray | None:

@@ -5,13 +5,12 @@ Shapes: B cells, D dimensions.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import numpy as np
 import torch
 
-from scforge.errors import ScforgeWarning
+from scforge.errors import warn
 
 __all__ = ["CollapseWatch", "geometry", "geometry_moments", "warn_of_collapse"]
 
@@ -119,12 +118,10 @@ def warn_of_collapse(figures: Mapping[str, float], n_dims: int) -> bool:
     if not (on_a_line or in_a_point):
         return False
     if _is_first_process():
-        warnings.warn(
+        warn(
             f"the embedding has collapsed: its effective rank is {rank:.2f} of {n_dims} dimensions and the mean cosine "
             f"of two cells is {cosine:.4f}; train with a larger weight of "
-            "'joint_embedding', a smaller agreement of 'neighbor_denoising', or a smaller lr.",
-            ScforgeWarning,
-            stacklevel=3,
+            "'joint_embedding', a smaller agreement of 'neighbor_denoising', or a smaller lr."
         )
     return True
 

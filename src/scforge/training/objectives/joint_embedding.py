@@ -5,7 +5,6 @@ Shapes: N cells of a source, B cells of a step, K views, D dimensions, E batches
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch import nn
 from scforge._checks import check_bool, check_count, check_share
 from scforge.data.cells import CellBlock, Cells, choose_chunks
 from scforge.data.neighbors import harmonised, principal_components
-from scforge.errors import DataError, OptionError, ScforgeWarning
+from scforge.errors import DataError, OptionError, warn
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._batches import TellsBatches
@@ -177,11 +176,7 @@ class JointEmbedding(TellsBatches, SeesViews):
             try:
                 self._batches = self.own_batches(cells)
             except DataError as error:
-                warnings.warn(
-                    f"batch_key={self.batch_key!r}: {str(error).rstrip('.')}; all cells are taken for one batch.",
-                    ScforgeWarning,
-                    stacklevel=3,
-                )
+                warn(f"batch_key={self.batch_key!r}: {str(error).rstrip('.')}; all cells are taken for one batch.")
                 self._batches = np.zeros(len(cells), dtype=np.int64)
         # A query may be small.
         self._weigh(cells, train_rows, most=None if self.clusters is None else min(self.clusters, len(train_rows)))

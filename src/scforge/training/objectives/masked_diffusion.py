@@ -6,7 +6,6 @@ Shapes: B cells, S tokens, G genes of the vocabulary, E expressed genes of a cel
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
 
@@ -20,7 +19,7 @@ from scforge._constants import IGNORE_LABEL, TARGET_SUM
 from scforge.data.cells import CellBlock, CellSource, choose_rows
 from scforge.data.random import cell_keys, uniform
 from scforge.data.thinning import thin
-from scforge.errors import OptionError, ScforgeWarning, TrainingError
+from scforge.errors import OptionError, TrainingError, warn
 from scforge.tokenizers._expression import log1p_cp10k
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives._batches import TellsBatches
@@ -213,12 +212,10 @@ class MaskedDiffusion(TellsBatches):
         if not cut.any():
             return
         limit = "max_genes" if self.max_genes is not None or self._attended is None else "max_tokens"
-        warnings.warn(
+        warn(
             f"{limit}={self.most_genes} cuts {cut.mean():.0%} of the cells (they have {np.median(lengths):.0f} genes, "
             f"the median): 'masked_diffusion' learns the first {self.most_genes} in the order of the tokenizer, and "
-            f"cells that it generates have no more; raise {limit} for whole cells.",
-            ScforgeWarning,
-            stacklevel=3,
+            f"cells that it generates have no more; raise {limit} for whole cells."
         )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:

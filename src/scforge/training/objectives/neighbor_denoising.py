@@ -6,7 +6,6 @@ Shapes: N cells of a source, B cells of a batch, G genes of the vocabulary, L la
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource, choose_chunks
 from scforge.data.neighbors import harmonised, mutual_neighbors, neighbor_weights, principal_components
 from scforge.data.random import cell_keys
-from scforge.errors import DataError, OptionError, ScforgeWarning
+from scforge.errors import DataError, OptionError, warn
 from scforge.models._utils import check_choice
 from scforge.models.scdiva_parts import kl_divergence
 from scforge.tokenizers.base import Tokenizer
@@ -184,12 +183,10 @@ class NeighborDenoising(TellsBatches, SeesViews):
             batches = self._batches_of_pool(cells)
             if (share := len(rows) / len(train_rows)) < 1:
                 cost = "cell types come out less compact" if batches is None else "batches mix less"
-                warnings.warn(
+                warn(
                     f"max_cells={self.max_cells}: neighbors are looked for among {len(rows):,} of {len(train_rows):,} "
                     f"training cells ({share:.0%}); the others learn without, so {cost}; raise it if memory allows: "
-                    f"objective={{'name': 'neighbor_denoising', 'max_cells': {len(train_rows)}}}.",
-                    ScforgeWarning,
-                    stacklevel=2,
+                    f"objective={{'name': 'neighbor_denoising', 'max_cells': {len(train_rows)}}}."
                 )
             self._pool = _Pool(cells, rows, batches, self)
 

@@ -5,7 +5,6 @@ Shapes: B cells, S tokens, G genes of the vocabulary, L latent dimensions, T cla
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,7 +15,7 @@ from torch import nn
 from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.data.thinning import thin
-from scforge.errors import DataError, OptionError, ScforgeWarning, listing
+from scforge.errors import DataError, OptionError, listing, warn
 from scforge.models.scdiva_parts import classification_loss, kl_divergence, reconstruction_loss
 from scforge.tokenizers._expression import log1p_cp10k
 from scforge.tokenizers.base import Tokenizer
@@ -185,11 +184,9 @@ class Variational(TellsBatches):
                 f"labels_key={self.labels_key!r}: no training cell has one of the classes that the model knows "
                 f"({listing(self.labels or [])}), and reconstruction_weight=0 learns nothing else; label some cells."
             )
-        warnings.warn(
+        warn(
             f"labels_key={self.labels_key!r}: no training cell has one of the classes that the model knows "
-            f"({listing(self.labels or [])}); the cells train the reconstruction alone.",
-            ScforgeWarning,
-            stacklevel=3,
+            f"({listing(self.labels or [])}); the cells train the reconstruction alone."
         )
 
     def prepare(self, block: CellBlock, tokenizer: Tokenizer, *, epoch: int, seed: int) -> dict[str, torch.Tensor]:
