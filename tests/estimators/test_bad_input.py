@@ -136,7 +136,7 @@ def test_columns_that_are_not_there(tiny_adata: ad.AnnData) -> None:
     for argument, value, near in [("batch_key", "Batch", "batch"), ("labels_key", "groups", "group")]:
         hint = f"{argument}={value!r} is not a column of adata.obs; did you mean {near!r}? {known}"
         fails(lambda a=argument, v=value: Encoder.setup_anndata(tiny_adata, **{a: v}), DataError, hint)
-    fails(lambda: Encoder.setup_anndata(tiny_adata, labels_key="zzz"), DataError, f"adata.obs; {known}")
+    fails(lambda: Encoder.setup_anndata(tiny_adata, labels_key="zzz"), DataError, f"adata.obs {known}")
     hint = "gene_key='ensemble' is not a column of adata.var; did you mean 'ensembl'?"
     fails(lambda: Encoder.setup_anndata(tiny_adata, gene_key="ensemble"), DataError, hint)
 

@@ -48,7 +48,7 @@ def test_what_is_fine(load: Callable[..., Config]) -> None:
     [
         ("model.architecture=tranformer", OptionError, "architecture='tranformer' is not known; "),
         ("tokenizer.strategy=rank", OptionError, "tokenizer='rank' is not known (known: "),
-        ("objective.name=masked", OptionError, "objective='masked' is not known; "),
+        ("objective.name=masked", OptionError, "objective='masked' is not known ("),
         (
             "model.n_layers=3",
             ConfigError,

@@ -90,7 +90,7 @@ def test_set_up_twice_counts_the_last(trained, tiny_adata: ad.AnnData) -> None:
 @pytest.mark.parametrize(
     ("argument", "told"),
     [
-        ("layer", "layer='counts', where the training data have them, is not in adata.layers of these cells; "),
+        ("layer", "layer='counts', where the training data have them, is not in adata.layers of these cells"),
         ("gene_key", "gene_key='ensembl', where .* is not in adata.var of these cells; did you mean 'ensembl_id'"),
     ],
 )
