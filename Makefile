@@ -7,7 +7,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 NUMBA_NUM_THREADS=1
 PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test test-slow test-census test-cz lint docs notebooks constraints clean
+.PHONY: help quickstart test test-all test-exhaustive test-census test-cz lint docs notebooks constraints clean
 
 help: ## Show the jobs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
@@ -16,14 +16,17 @@ quickstart: ## Install scforge and run the tour; results go to quickstart/
 	@$(INSTALL)
 	$(VENV)/bin/scforge quickstart --output quickstart
 
-test: ## Run the tests; ARGS="-k tokenizer" passes options to pytest
+test: ## Run the tests, in minutes; ARGS="-k tokenizer" passes options to pytest
 	@$(INSTALL) test
 	$(ONE_THREAD) $(VENV)/bin/pytest $(PARALLEL) $(ARGS)
 
-test-slow: ## Run what test leaves out: tests that take minutes, and properties on more examples
+test-all: ## Run the slow tests as well (kills, limits of memory, every variant), and properties on more examples
 	@$(INSTALL) test
-	$(VENV)/bin/pytest -m slow $(ARGS)
-	$(VENV)/bin/pytest -m hypothesis --hypothesis-profile thorough $(ARGS)
+	$(ONE_THREAD) $(VENV)/bin/pytest $(PARALLEL) --hypothesis-profile thorough -m "not exhaustive" $(ARGS)
+
+test-exhaustive: ## Run slow tests at full size, which takes an hour
+	@$(INSTALL) test
+	$(VENV)/bin/pytest -m exhaustive $(ARGS)
 
 # What meets the tables of pandas, whose version 2 the clients of the Census need.
 WITH_PANDAS := census census_filters checks convert h5ad perturbation selection sources splits store \
@@ -60,7 +63,7 @@ notebooks: ## Run every notebook from top to bottom; what they print goes to bui
 	mkdir -p build/notebooks
 	cp notebooks/*.ipynb build/notebooks
 	ln -sfn ../tests build/tests
-	env -u MPLBACKEND $(ONE_THREAD) $(VENV)/bin/pytest $(PARALLEL) --nbmake --nbmake-timeout=900 --overwrite build/notebooks/*.ipynb
+	env -u MPLBACKEND $(ONE_THREAD) $(VENV)/bin/pytest $(PARALLEL) -p nbmake --nbmake --nbmake-timeout=900 --overwrite build/notebooks/*.ipynb
 
 PINS := uv pip compile -q --universal --python-version 3.12 --no-header --no-annotate --no-emit-index-url
 constraints: ## Renew constraints.txt and those of the extras census and cz; needs uv

@@ -25,7 +25,7 @@ from scforge.data.convert_plan import Layout
 
 N_CELLS, N_GENES = 60, 80
 
-# Tests of properties take these many examples; make test-slow takes the thorough profile.
+# Tests of properties take these many examples; make test-all takes the thorough profile.
 settings.register_profile("quick", max_examples=25)
 settings.register_profile("thorough", max_examples=100)
 settings.load_profile("quick")

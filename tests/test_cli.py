@@ -240,6 +240,7 @@ def test_a_mistake_as_a_process(folder: Path) -> None:
     assert done.stderr == "scforge: error: config='none.yaml' does not exist; check the path.\n"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send")
 def test_ctrl_c_as_a_process(folder: Path, tiny_adata: ad.AnnData) -> None:
     command = [sys.executable, "-m", "scforge", "train", "--quiet", "--config", "config.yaml"]

@@ -62,6 +62,7 @@ def test_a_new_card(hub, model: Encoder) -> None:
         assert words in text
 
 
+@pytest.mark.slow
 def test_a_card_that_somebody_has_written_is_kept(hub, model: Encoder, told: Callable[..., str], capsys) -> None:
     for text in (
         "---\ntags: [ours]\n---\n# Ours\n",
@@ -135,6 +136,7 @@ def test_the_folder_of_a_training(hub, model: Encoder, told: Callable[..., str])
     assert "DIR='checkpoints' is the folder of a training; did you mean 'checkpoints/final'?" in message
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["push", "base", "org/light"]) == 0
     options = ["--task", "annotation", "--labels-key", "group", "--max-epochs", "1", "--quiet", "finetune.lora={r: 2}"]

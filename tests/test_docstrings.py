@@ -81,8 +81,12 @@ def test_every_registry_is_restored(registries):
     assert found == {id(registry) for registry in registries}
 
 
+# One module in ten is a sample for quick runs.
 @pytest.mark.usefixtures("registries")
-@pytest.mark.parametrize("name", ["scforge", *MODULES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if i % 10 else []) for i, name in enumerate(["scforge", *MODULES])],
+)
 def test_examples_run(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "Agg")

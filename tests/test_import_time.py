@@ -34,6 +34,7 @@ def test_import_loads_a_handful_of_modules():
     assert int(done.stdout) < 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "message"),
     [

@@ -42,6 +42,7 @@ def test_importing_all_rooms_is_cheap():
     assert not imported(*[f"import {name}" for name in rooms]) & HEAVY
 
 
+@pytest.mark.slow
 def test_models_run_on_a_bare_torch_machine():
     loaded = imported(
         "from scforge.models import TransformerEncoder, GenePoolingModel, get_model, list_models, components",

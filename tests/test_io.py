@@ -190,6 +190,7 @@ with _io.atomic_folder(folder, overwrite=True) as place:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("there", [True, False])
 def test_a_process_that_is_killed_leaves_the_old_or_the_new(tmp_path, there):
     found = []
@@ -322,6 +323,7 @@ def test_pipes_and_devices_are_not_replaced(tmp_path):
     assert (tmp_path / "pipe").is_fifo()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a full disk of Linux")
 def test_cells_on_a_full_disk(tmp_path):
     """HDF5 would crash the process."""

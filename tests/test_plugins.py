@@ -18,6 +18,7 @@ from scforge.training import get_objective, list_objectives
 EXAMPLE = Path(__file__).parents[1] / "docs" / "example_plugin"
 
 
+@pytest.mark.slow
 def test_the_example_is_installed_and_works(tmp_path: Path) -> None:
     build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     subprocess.run(build, cwd=EXAMPLE, check=True, capture_output=True)

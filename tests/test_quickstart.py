@@ -45,6 +45,7 @@ def result(pbmc: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "result"
 
 
+@pytest.mark.slow
 def test_what_is_there(result: Path) -> None:
     files = {path.name for path in result.iterdir()}
     reports = {f"report.{ending}" for ending in ("md", "html", "json", "csv")}

@@ -271,7 +271,8 @@ def read_settled[T](folder: str | os.PathLike[str], read: Callable[[], T]) -> T:
             if _seen(folder) == before:
                 raise
         else:
-            if _SAVED not in before and _seen(folder) == before:  # with it, somebody was moving files one by one
+            moving = _SAVED in before and not (folder / _SAVED).is_symlink()  # somebody moves files one by one
+            if not moving and _seen(folder) == before:
                 return found
     raise ModelFileError(f"{str(folder)!r} changed each time while it was read; load it when nobody saves to it.")
 

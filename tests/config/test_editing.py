@@ -53,6 +53,7 @@ def test_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         init_config("lite")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_schema_takes_files(schema: dict[str, Any], path: Path) -> None:
     jsonschema.validate(parse_yaml(path.read_text(), where="file")[0], schema)

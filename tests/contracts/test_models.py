@@ -143,11 +143,19 @@ def test_options_are_of_registered_models():
     assert set(list_models()) >= MASKED_GENE
 
 
-@every_model
+# Further options of an architecture are slow: the checks train and compile.
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(*case.values, id=case.id, marks=[] if case.id.endswith("-0") else pytest.mark.slow)
+        for case in CASES
+    ],
+)
 def test_keeps_the_rules(name, options):
     check_model(name, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list_models())
 def test_keeps_the_rules_as_an_instance(name):
     check_model(make(name, plain_options(name)[-1]))

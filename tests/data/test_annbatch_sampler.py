@@ -62,6 +62,7 @@ def expected(of: CellOrder) -> list[list[int]]:
 LENGTHS = np.random.default_rng(1).integers(1, 100, N_CELLS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -104,6 +105,7 @@ def test_each_cell_once_an_epoch_and_ranks_share_them(store):
     assert set(epochs[0][:350]) != set(epochs[1][:350])
 
 
+@pytest.mark.slow
 def test_a_new_process_goes_on_with_the_rest(store):
     options = {"seed": 5, "world_size": 2}
     sampler = AnnbatchSampler(order(**options))

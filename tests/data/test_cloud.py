@@ -138,6 +138,7 @@ def same(block, expected):
 URL = "s3://bucket/store.zarr"
 
 
+@pytest.mark.slow
 def test_a_store_behind_a_url_has_the_same_cells(store, proxy):
     here, there = StoreCells.open(store), StoreCells.open(URL, storage_options=proxy.options)
     assert len(there) == N_CELLS
@@ -156,6 +157,7 @@ def test_few_cells_cost_few_bytes(store, proxy):
     assert 0 < proxy.received - before < sum(shards) / 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 200, 3000])
 def test_a_connection_that_breaks_is_made_again(store, proxy, after):
     cells = StoreCells.open(URL, storage_options=proxy.options)
@@ -168,6 +170,7 @@ def test_a_connection_that_breaks_is_made_again(store, proxy, after):
     assert not proxy.cuts
 
 
+@pytest.mark.slow
 def test_opening_over_a_connection_that_breaks(store, proxy):
     # The client itself asks a second time, once; so many breaks need our own tries.
     proxy.cuts = [100] * 10
@@ -175,6 +178,7 @@ def test_opening_over_a_connection_that_breaks(store, proxy):
     assert not proxy.cuts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["down", "silent"])
 def test_a_server_that_stays_away_is_told_after_a_while(store, proxy, monkeypatch, how):
     monkeypatch.setattr(remote, "TRY_S", 0.2)

@@ -111,11 +111,13 @@ def test_every_cell_is_there_as_it_was(sources, small_steps, tmp_path, shuffle, 
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_order_and_another_one_another(sources, small_steps, tmp_path):
     one, two, other = (convert(list(sources), tmp_path / f"{i}.zarr", seed=seed) for i, seed in enumerate([0, 0, 1]))
     assert one.content_hash == two.content_hash != other.content_hash
 
 
+@pytest.mark.slow
 def test_the_order_does_not_depend_on_memory(sources, small_steps, tmp_path, monkeypatch):
     convert(list(sources), tmp_path / "small.zarr")
     monkeypatch.undo()
@@ -125,6 +127,7 @@ def test_the_order_does_not_depend_on_memory(sources, small_steps, tmp_path, mon
     assert (small.X != large.X).nnz == 0
 
 
+@pytest.mark.slow
 def test_a_dataset_that_became_too_large_is_written_as_several(sources, tmp_path, monkeypatch):
     convert(list(sources), tmp_path / "one.zarr")
     monkeypatch.setattr(Layout, "n_parts", lambda *_, **__: 5)
@@ -143,6 +146,7 @@ def entropy(labels: np.ndarray, size: int) -> float:
     return float(np.mean(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [0, 128])  # the second set of batches lies across the datasets
 def test_batches_are_as_mixed_as_random_ones(small_steps, tmp_path, offset):
     adata = make(0, 2500, np.array([f"gene{i}" for i in range(20)]), types=8)
@@ -166,6 +170,7 @@ def test_annbatch_opens_it(sources, small_steps, tmp_path):
     assert {"cell_type", "scforge_source"} <= set(batches[0]["obs"].columns)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [65_536, 2**32 - 1])
 def test_counts_above_16_bits_make_the_store_wider(sources, small_steps, tmp_path, count, caplog):
     caplog.set_level(logging.INFO, "scforge")
@@ -355,6 +360,7 @@ def test_a_store_is_replaced_in_one_step(tiny_adata, tmp_path, monkeypatch):
     assert [part.name for part in tmp_path.iterdir()] == ["s.zarr"]
 
 
+@pytest.mark.slow
 def test_a_store_whose_replacement_was_killed_is_there_again(tiny_adata, tmp_path, monkeypatch):
     """Where the system cannot exchange two folders, the next one to read or write puts the old store back."""
     from scforge import _io

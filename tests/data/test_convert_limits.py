@@ -41,13 +41,14 @@ def write_random(path: Path, n_cells: int, n_genes: int, n_expressed: int) -> No
     ad.AnnData(counts, obs=obs, var=pd.DataFrame(index=[f"g{i}" for i in range(n_genes)])).write_h5ad(path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the largest size of a process is read from /proc")
 @pytest.mark.parametrize(
     ("memory", "n_cells"),
     [
         ("1.8GB", 50_000),
-        pytest.param("1.8GB", 100_000, marks=pytest.mark.slow),
-        pytest.param("2.5GB", 100_000, marks=pytest.mark.slow),
+        pytest.param("1.8GB", 100_000, marks=pytest.mark.exhaustive),
+        pytest.param("2.5GB", 100_000, marks=pytest.mark.exhaustive),
     ],
 )
 def test_memory_stays_below_what_is_given(tmp_path, memory, n_cells):
@@ -116,6 +117,7 @@ def small_disk(tmp_path: Path):
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("megabytes", [2, 4])  # full in the first pass, and in the second one
 def test_a_full_disk(tmp_path, small_disk, monkeypatch, megabytes):
     write_random(tmp_path / "a.h5ad", 3000, 2000, 200)

@@ -98,7 +98,8 @@ def sources(tmp_path: Path) -> list[Path]:
     return paths
 
 
-@pytest.mark.parametrize("n_kills", [3, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("n_kills", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
 def test_kills_at_any_moment_change_nothing(sources, tmp_path, n_kills):
     command = [sys.executable, "-c", KILLS, str(tmp_path), str(n_kills), "7"]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -211,6 +212,7 @@ def test_what_a_kill_at_the_very_end_left_is_removed(sources, begun):
     assert not staging.folder.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_medians", [False, True])
 def test_a_kill_when_the_store_had_its_place_but_the_journal_did_not_say_so(
     sources, tmp_path, monkeypatch, with_medians

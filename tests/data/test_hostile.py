@@ -74,6 +74,7 @@ def canary(tmp_path):
     assert not path.exists(), "code of the file has run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["obs/batch", "obs/_index", "var/_index", "X/data"])
 @pytest.mark.parametrize(
     ("version", "codecs", "named"),
@@ -347,6 +348,7 @@ def test_credentials_are_not_written(web, tiny_adata, tmp_path, capsys):
     assert redacted("C:/me@work/a.h5ad") == "C:/me@work/a.h5ad"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
@@ -376,6 +378,7 @@ def test_what_a_web_server_answers(name, answer, message, web, tiny_adata, monke
     assert "abc123" not in shown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.h5ad", "s.zarr"])
 def test_a_server_that_drips_is_given_up(name, web, tiny_adata, tmp_path, monkeypatch):
     for limit in ("TRY_S", "PIECE_S"):
@@ -434,6 +437,7 @@ def test_a_configuration_is_written_without_credentials(tmp_path):
     assert "hunter3" not in str(told.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [None, -1, "x", [], {}, True, 10**30])
 @pytest.mark.parametrize("key", ["n_cells", "datasets", "sources", "counts_kept", "obs_columns", "chunk_size"])
 def test_descriptions_of_stores(key, value, tiny_adata, tmp_path):

@@ -115,6 +115,7 @@ def test_repeated_names_are_counted(tiny_adata, tiny_vocab, tmp_path):
     assert inspect_h5ad(tmp_path / "a.h5ad", tiny_vocab, gene_key="name").overlap.n_columns_summed == 2
 
 
+@pytest.mark.slow
 def test_a_file_larger_than_memory(tmp_path):
     """A matrix of a gigabyte, more as a sparse one, in a process that may not have that much."""
     pytest.importorskip("resource")

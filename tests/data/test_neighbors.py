@@ -58,6 +58,7 @@ def test_harmony_brings_batches_together_and_leaves_groups_apart():
     np.testing.assert_array_equal(found, harmonised(coordinates, np.where(batches, "b", "a")))
 
 
+@pytest.mark.slow
 def test_harmony_agrees_with_its_authors_package():
     harmonypy = pytest.importorskip("harmonypy")
     adata = scforge.datasets.pbmc3k()

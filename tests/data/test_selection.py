@@ -13,6 +13,7 @@ from scforge.data.selection import gene_medians
 from scforge.errors import DataError, OptionError, ScforgeWarning
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_key", [None, "half"])
 def test_highly_variable_genes_are_those_of_scanpy(pbmc, batch_key):
     adata = pbmc[:600].copy()
@@ -46,6 +47,7 @@ def hormones():
     return adata
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_key", [None, "donor"])
 def test_a_gene_that_is_alone_among_the_most_expressed_is_chosen(hormones, batch_key):
     genes = select_genes(hormones, n_top_genes=25, batch_key=batch_key).genes

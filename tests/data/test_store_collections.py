@@ -90,6 +90,7 @@ def test_a_collection_with_columns_of_one_gene(many_adata, tmp_path):
     np.testing.assert_array_equal(dense[:, 1:], counts[:, 2:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "match"), [(0.5, "not whole numbers"), (-1, "negative"), (np.nan, "missing or inf")])
 def test_a_collection_without_counts(many_adata, tmp_path, value, match):
     adata = many_adata[:40].copy()

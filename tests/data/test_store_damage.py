@@ -53,6 +53,7 @@ def damage(file: Path, how: str) -> None:
         file.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["flipped", "cut", "missing"])
 @pytest.mark.parametrize(("part", "match"), PARTS.items(), ids=PARTS)
 def test_damage_is_told(damaged, part, match, how):
@@ -91,6 +92,7 @@ def test_only_who_reads_damaged_cells_is_told(damaged, store, assert_same):
     assert number < 10  # the flipped byte is in the middle of dataset_1, which has the cells 233 to 465
 
 
+@pytest.mark.slow
 def test_flips_anywhere_are_told_or_do_not_matter(damaged, store):
     """Of the files that are read, and of the metadata: the same cells, or an error that says so."""
     expected = read_all(store)

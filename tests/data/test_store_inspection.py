@@ -94,6 +94,7 @@ def change_hash(folder: Path) -> None:
     path.write_text(path.read_text().replace(StoreInfo.read("s.zarr").content_hash, "0" * 64))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "match"),
     [

@@ -43,6 +43,7 @@ def put(server, tmp_path):
     return put
 
 
+@pytest.mark.slow
 def test_h5ad_and_zarr(tiny_adata, tmp_path, server, put):
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
     with warnings.catch_warnings():
@@ -94,6 +95,7 @@ def test_a_server_that_is_down(name, monkeypatch):
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [ConnectionResetError("Connection reset by peer"), PermissionError("Forbidden")])
 def test_a_connection_that_breaks_in_between(fails, tiny_adata, tmp_path, server, put, monkeypatch):
     import s3fs

@@ -58,6 +58,7 @@ def vocab(tiny_adata) -> GeneVocab:
     return GeneVocab.from_genes([*tiny_adata.var_names[70:4:-1], "no such gene"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("layer", [None, "raw"])
 def test_every_form(form, layer, tiny_adata, vocab, tmp_path):
@@ -145,6 +146,7 @@ def test_genes_of_a_file_are_told_with_its_name(tiny_adata, tmp_path):
         open_cells(tmp_path / "a.h5ad", gene_key="symbol")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -110,6 +110,7 @@ def test_no_reference_stops_at_a_reference():
     assert not re.findall(r"\| (?:As for|See) \{class\}", page(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", errors.family(), ids=lambda cls: cls.__name__)
 def test_each_error_has_its_parts(cls):
     for part in errors.PARTS:

@@ -24,7 +24,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (
     "extending_tokenizer",
     # Its report draws halves of the cells again and again.
-    pytest.param("extending_model", marks=pytest.mark.slow),
+    pytest.param("extending_model", marks=pytest.mark.exhaustive),
     "extending_objective",
     "extending_task",
     "extending_benchmark",
@@ -116,6 +116,7 @@ def run_shell(text):
             assert not words or words[0] in ("pip", "python"), line
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::scforge.errors.ScforgeWarning")
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_runs(page, scratch):

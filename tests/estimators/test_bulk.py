@@ -78,6 +78,7 @@ def same_cells(found: ad.AnnData, store: Path, expected: np.ndarray) -> None:
     np.testing.assert_allclose(found.obsm["X_scforge"], expected, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["out.zarr", "out.h5ad"])
 def test_the_output_is_the_embedding_with_what_is_known_of_the_cells(run, output, model, store, expected, tmp_path):
     info = run(output=tmp_path / output)
@@ -156,6 +157,7 @@ def test_a_damaged_block_is_made_again(run, stop, part, store, expected, tmp_pat
     same_cells(ad.read_zarr(tmp_path / "out.zarr"), store, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -208,6 +210,7 @@ def test_killed_after_its_last_step(run, tmp_path, monkeypatch):
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [True, False])
 @pytest.mark.parametrize("name", ["out.zarr", "out.h5ad"])
 def test_a_link_stays_a_link(run, name, many_adata, tmp_path, monkeypatch, exchange):
@@ -347,6 +350,7 @@ print(embed_to(model, store, output, block_size=100, progress_bar=False, device=
 """
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_go_on(run, model, store, expected, tmp_path):
     model.save(tmp_path / "model")
     output = tmp_path / "out.zarr"
@@ -389,6 +393,7 @@ def test_processes_that_are_killed_go_on(run, model, store, expected, tmp_path):
     same_cells(ad.read_zarr(output), store, expected)
 
 
+@pytest.mark.slow
 def test_command(model, store, expected, tmp_path, monkeypatch, capsys):
     model.save(tmp_path / "model")
     monkeypatch.chdir(tmp_path)

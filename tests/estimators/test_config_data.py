@@ -136,6 +136,7 @@ KEYS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("override", "name", "value"), KEYS, ids=[key for key, *_ in KEYS])
 def test_keys_arrive(run, override: str, name: str, value) -> None:
     assert getattr(run(override)[1], name) == value
@@ -177,6 +178,7 @@ WEIGHTS = [
 ]
 
 
+@pytest.mark.slow
 def test_keys_change_the_weights(run) -> None:
     before = run()[0].module.state_dict()
     again = run()[0].module.state_dict()

@@ -79,6 +79,7 @@ def runner(folder: Path) -> Callable[[dict[str, torch.Tensor]], np.ndarray]:
     )[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["torch", "onnx"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
@@ -105,6 +106,7 @@ def test_what_is_said(format: str, models, exported) -> None:
     assert said["outputs"][0]["shape"] == ["cells", "dimensions"]
 
 
+@pytest.mark.slow
 def test_adapters_are_merged_and_the_head_is_left_out(models, cells: ad.AnnData, tmp_path: Path) -> None:
     quick = {"max_epochs": 1, "batch_size": 64, "progress_bar": False, "accelerator": "cpu", "lr": 1e-2}
     tuned = models["transformer"].finetune(

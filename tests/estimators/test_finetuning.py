@@ -132,6 +132,7 @@ def test_new_cells_are_all_scored(annotator: Encoder, many_adata: ad.AnnData, tm
     assert list(metrics.index) == ["scforge"]
 
 
+@pytest.mark.slow
 def test_going_on_ends_where_a_whole_fine_tuning_does(tune: Callable[..., Encoder], tmp_path: Path) -> None:
     options = {"max_epochs": 3, "early_stopping": False, "lora": True, "checkpoint_every_n_steps": 2}
     whole = tune(checkpoint_dir=tmp_path / "whole", **options)
@@ -471,7 +472,7 @@ torch.save(model.module.state_dict(), f"rank{os.environ['RANK']}.pt")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_two_processes_end_with_the_same_weights(base: Encoder, cells: ad.AnnData, tmp_path: Path) -> None:
     cells.copy().write_h5ad(tmp_path / "cells.h5ad")
     base.save(tmp_path / "base")

@@ -106,6 +106,7 @@ def test_going_on(run: Callable[..., FinetuningResult]) -> None:
     run(overwrite=True)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::scforge.errors.ScforgeWarning")
 @pytest.mark.parametrize("size", ["", "_cluster"])
 @pytest.mark.parametrize("task", ["annotation", "integration", "perturbation"])

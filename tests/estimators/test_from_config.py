@@ -81,6 +81,7 @@ WEIGHTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("override", WEIGHTS)
 def test_keys_change_the_weights(run, override: str) -> None:
     before, after = run(TRANSFORMER).module.state_dict(), run(TRANSFORMER, override).module.state_dict()
@@ -127,6 +128,7 @@ def test_max_steps_that_cut_an_epoch_short(run) -> None:
     assert models("ck") == ["epoch=00", "epoch=01", "final"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save_top_k", [1, 2, -1, 0])
 def test_checkpoints(run, save_top_k: int) -> None:
     model = run(SMALL, "training.max_epochs=4", "output.checkpoint_dir=ck", f"output.save_top_k={save_top_k}")
@@ -258,6 +260,7 @@ def test_the_tutorial_on_custom_models(run, pbmc: ad.AnnData) -> None:
     np.testing.assert_allclose(again.get_latent_representation(), model.get_latent_representation(), atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*of the 20120 genes of the vocabulary")
 def test_the_model_of_the_tutorial_with_its_configuration(run, pbmc: ad.AnnData, monkeypatch) -> None:
     """The class of the tutorial takes no pooling, which its configuration sets."""
@@ -306,6 +309,7 @@ def test_normalization_that_a_tokenizer_does_not_make(run) -> None:
         run(SMALL, "tokenizer.transform=counts", "data.preprocessing.log1p=false")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*of the 20120 genes of the vocabulary")
 def test_the_columns_of_a_card(run, pbmc: ad.AnnData, monkeypatch) -> None:
     """Benchmarks on data sets with cards, as in the proposal: nothing names their columns."""
@@ -329,6 +333,7 @@ def test_the_columns_of_a_card(run, pbmc: ad.AnnData, monkeypatch) -> None:
     assert figures <= set(run(text, *overrides, named, "data.batch_key=batch").history)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*of the 20120 genes of the vocabulary")
 @pytest.mark.parametrize("name", PLAIN)
 def test_each_recipe_trains_a_step(run, pbmc: ad.AnnData, name: str) -> None:

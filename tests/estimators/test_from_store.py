@@ -26,6 +26,7 @@ def data(store: Path) -> Callable[..., CellDataModule]:
     return lambda **options: CellDataModule(store, **({"batch_size": 64} | options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", [None, "transformer_encoder"])
 def test_train_embed_save_load(data, store, many_adata: ad.AnnData, tmp_path, architecture) -> None:
     made = data(labels_key="group", split_by="donor")

@@ -58,6 +58,7 @@ def options_of(architecture: str, options: dict) -> dict:
     return SMALL[architecture] | options
 
 
+@pytest.mark.slow
 @every_case
 @pytest.mark.parametrize("freeze", [True, False])
 def test_training(architecture, objective, options, freeze, trained, build, table) -> None:
@@ -72,6 +73,7 @@ def test_training(architecture, objective, options, freeze, trained, build, tabl
     assert "gene_vectors={'dim': 6" in repr(model)
 
 
+@pytest.mark.slow
 @every_case
 @pytest.mark.parametrize("missing", ["learned", "drop"])
 def test_a_saved_model_needs_no_table(
@@ -228,6 +230,7 @@ def geneformer_vocab(version: str = "V1") -> GeneVocab:
     return RankValueTokenizer.from_geneformer((tokens, medians), version).vocab
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", ["V1", "V2"])
 @pytest.mark.parametrize("architecture", [None, "transformer_encoder"])
 @pytest.mark.parametrize("objective", ["joint_embedding", "masked_gene_prediction"])

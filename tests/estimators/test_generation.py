@@ -71,6 +71,7 @@ def test_saved_model_generates_the_same(trained: Callable[..., Encoder], tmp_pat
     assert two.uns["scforge"]["generated"]["top_k"] == 5
 
 
+@pytest.mark.slow
 def test_classes_are_learnt(build: Callable[..., Encoder]):
     model = build(NAME, None, ON_GROUPS, **SMALL)
     model.train(40, batch_size=6, lr=5e-3, progress_bar=False, accelerator="cpu")

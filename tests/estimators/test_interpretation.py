@@ -109,6 +109,7 @@ def test_limits_of_p_values_are_told(planted_model: Encoder, planted: ad.AnnData
         planted_model.perturb_in_silico(genes=genes[:3], goal={"kind": "b"}, n_permutations=30, key_added=None)
 
 
+@pytest.mark.slow
 def test_groups_and_batches(planted_model: Encoder):
     genes = ["gene0", "gene4", "gene30"]
     results = planted_model.perturb_in_silico(genes=genes, groups="kind", n_permutations=20, batch_size=256)
@@ -226,6 +227,7 @@ def test_contextual_embeddings_and_attention_follow_the_columns(trained: Callabl
         trained().get_attention()
 
 
+@pytest.mark.slow
 def test_hidden_entries_are_imputed():
     # Markers that are set to 0 by chance: the type of the cell tells which of them were on.
     cells = simulate(12)

@@ -86,11 +86,12 @@ def check_log(folder: Path, whole: Path) -> None:
     assert logs[0] == logs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("epochs", "ends"),
     [
         (15, [signal.SIGKILL, signal.SIGTERM]),
-        pytest.param(200, [signal.SIGKILL] * 20, marks=pytest.mark.slow),
+        pytest.param(200, [signal.SIGKILL] * 20, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_weights_are_those_of_a_training_that_was_not_killed(many_adata, tmp_path, monkeypatch, epochs, ends):

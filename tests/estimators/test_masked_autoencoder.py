@@ -32,6 +32,7 @@ def make(adata: ad.AnnData, **options) -> Encoder:
     return Encoder(adata, "masked_autoencoder", **{**SMALL, **options})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTS.values(), ids=list(PARTS))
 def test_trained_saved_and_loaded(parts: dict, tiny_adata: ad.AnnData, quick: dict, tmp_path: Path) -> None:
     model = make(tiny_adata, **parts)
@@ -56,6 +57,7 @@ def test_what_it_takes_where_nothing_is_said(tiny_adata: ad.AnnData) -> None:
     assert [len(stack.layers) for stack in (model.module.encoder, model.module.decoder)] == [4, 2]
 
 
+@pytest.mark.slow
 def test_it_learns(tiny_adata: ad.AnnData, quick: dict) -> None:
     model = make(tiny_adata, encoder_dim=16)
     model.train(**(quick | {"max_epochs": 30, "validation_size": 0.0}))

@@ -147,6 +147,7 @@ def test_batches_of_the_query_have_a_column_of_their_own(reference, query):
         known.train(max_epochs=1, **QUIET)
 
 
+@pytest.mark.slow
 @pytest.mark.real_data
 @pytest.mark.parametrize(
     ("file", "key", "held_out"),
@@ -176,6 +177,7 @@ def test_real_queries_mix_with_the_stored_embedding_of_the_reference(file, key, 
     assert errors.iloc[-1] < errors.iloc[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("which", "usual"), [("viewed", "X_scforge"), ("integrated", "X_scforge_integrated")])
 def test_adapters_take_the_query_out_of_the_space_of_the_reference(which, usual, query, request, tmp_path):
     model = request.getfixturevalue(which)

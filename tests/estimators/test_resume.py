@@ -78,6 +78,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_outcome_is_that_of_a_training_that_was_never_interrupted(tiny_adata, tmp_path, kind):
     made_with, options = KINDS[kind]
@@ -130,6 +131,7 @@ def test_auto_starts_where_there_is_nothing(tiny_adata, tmp_path):
     assert model.n_epochs_ == 3
 
 
+@pytest.mark.slow
 def test_a_training_of_constant_learning_rate_may_become_longer(tiny_adata, tmp_path):
     options = {"schedule": "constant", "early_stopping": False}
     short, long, whole = (make(tiny_adata) for _ in range(3))

@@ -72,6 +72,7 @@ def test_equal_embeddings(architecture, change: str, trained, tiny_adata: ad.Ann
     np.testing.assert_array_equal(without, after)
 
 
+@pytest.mark.slow
 def test_equal_embeddings_in_another_process(model: Encoder, folder: Path, tmp_path: Path) -> None:
     embedding = model.get_latent_representation()
     shuffled = model.adata[::-1, ::-1].copy()
@@ -157,6 +158,7 @@ def test_files_have_the_permissions_of_any_new_file(model: Encoder, tmp_path: Pa
     assert {f"{path.stat().st_mode & 0o777:o}" for path in tmp_path.rglob("*") if path.is_dir()} == {"750"}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
 @pytest.mark.parametrize("name", ["config.json", "vocab.json", "model.safetensors", "split.safetensors", "adata.h5ad"])
 def test_pipes_are_not_waited_for(model: Encoder, tmp_path: Path, quick, name: str) -> None:
@@ -281,6 +283,7 @@ def _flip(data: bytes) -> bytes:
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "vocab.json"])
 @pytest.mark.parametrize(
     "spoil",
@@ -333,6 +336,7 @@ def test_the_folder_of_another_program(folder: Path, text: str) -> None:
 NEEDED = ["architecture", "tokenizer", "objective", "setup", "seed", "is_trained", "n_epochs", "history", "sha256"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", NEEDED)
 def test_the_description_lacks_an_entry(folder: Path, key: str) -> None:
     edit(folder, **{key: None})

@@ -189,6 +189,7 @@ def test_expression(trained, tiny_adata: ad.AnnData) -> None:
     np.testing.assert_array_equal(predicted, some)
 
 
+@pytest.mark.slow
 def test_the_decoder_knows_the_batch(trained, tiny_adata: ad.AnnData, quick: dict) -> None:
     """A gene that one batch lacks is low as if of that batch, and the other way round."""
     counts = tiny_adata.X.toarray() if hasattr(tiny_adata.X, "toarray") else np.array(tiny_adata.X)

@@ -34,6 +34,7 @@ def model(cells: ad.AnnData) -> ScDiVa:
     return model
 
 
+@pytest.mark.slow
 def test_it_learns(model: ScDiVa) -> None:
     loss = model.history_["train_loss"]["train_loss"]
     assert loss.iloc[-1] < 0.8 * loss.iloc[0]

@@ -56,6 +56,7 @@ def test_there_and_back(hub, model: Encoder) -> None:
     assert {name: hub.files("org/copy")[name] for name in files} == files
 
 
+@pytest.mark.slow
 def test_revisions(hub, model: Encoder, quick: dict) -> None:
     model.push_to_hub("org/light", revision="v1")
     first = embedding(model, model.adata)
@@ -212,6 +213,7 @@ def test_untrained_models_warn(hub, build) -> None:
     assert "its weights are random" in hub.files("org/light")["README.md"].decode()
 
 
+@pytest.mark.slow
 def test_adapters_bring_their_model(hub, model: Encoder, annotator: Encoder, quick: dict) -> None:
     with pytest.raises(OptionError, match="not known where others find the model"):
         annotator.push_to_hub("org/groups", adapter_only=True)
@@ -276,6 +278,7 @@ def test_adapters_from_the_hub_choose_no_folder_of_this_machine(hub, model, anno
     assert Encoder.from_pretrained("org/groups", base=tmp_path / "base").spec.tuning is not None
 
 
+@pytest.mark.slow
 def test_a_copy_knows_where_it_was_fetched(hub, model, annotator, quick: dict, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     model.save("base")
@@ -305,6 +308,7 @@ def test_a_copy_knows_where_it_was_fetched(hub, model, annotator, quick: dict, t
     assert Encoder.load("other")._origin.name is None, "it is another model now"
 
 
+@pytest.mark.slow
 def test_folders_here_that_are_called_like_a_repository(hub, model, annotator, tmp_path: Path, monkeypatch) -> None:
     model.push_to_hub("org/light")
     annotator.push_to_hub("org/groups", adapter_only=True)
@@ -328,6 +332,7 @@ def test_adapters_from_the_hub_choose_no_folder_of_a_registry(hub, model, annota
     assert Encoder.from_pretrained(tmp_path / "groups").spec.tuning is not None
 
 
+@pytest.mark.slow
 def test_a_base_that_nobody_has_checked_is_named_once(hub, model, annotator) -> None:
     def named(**options) -> tuple[str, str | None]:
         annotator.push_to_hub("org/groups", adapter_only=True, **options)
@@ -363,6 +368,7 @@ def test_damaged_weights_are_refused(hub, model: Encoder) -> None:
         Encoder.from_pretrained("org/light")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["org/light", "hf://org/light", "scforge://light"])
 def test_commands_take_names_wherever_they_take_folders(hub, model: Encoder, name: str, tmp_path, monkeypatch) -> None:
     model.push_to_hub("org/light")

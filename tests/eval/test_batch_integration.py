@@ -22,6 +22,7 @@ def embedding_of(*, labels_apart: float, batches_apart: float) -> np.ndarray:
     return cells
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Tensorflow not installed:ImportWarning")
 def test_the_figures_are_those_of_scib_metrics() -> None:
     """Its own benchmark over the same embedding gives the same figures, where it takes the same neighbours."""
@@ -66,6 +67,7 @@ def test_they_tell_good_from_bad() -> None:
     assert good["silhouette_label"] > bad["silhouette_label"] + 0.2
 
 
+@pytest.mark.slow
 def test_cells_without_label_or_batch_take_no_part() -> None:
     embedding, obs = embedding_of(labels_apart=2.0, batches_apart=1.0), obs_of()
     obs["label"], obs["batch"] = obs["label"].astype("category"), obs["batch"].astype("category")

@@ -40,6 +40,7 @@ def test_cells_under_another_name_are_found(perturbed, n_copies: int) -> None:
             check_disjoint(train, test)
 
 
+@pytest.mark.slow
 def test_leaked_cells_are_found_where_one_side_is_counts_and_the_other_logs(perturbed) -> None:
     counts, logs = perturbed(), perturbed()
     logs.X = logs.X.astype(np.float64)

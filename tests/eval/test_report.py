@@ -86,6 +86,7 @@ def test_mistakes(embedded: ad.AnnData) -> None:
         evaluate(embedded, LabelPrediction("group"), ["X_good"], baselines=())
 
 
+@pytest.mark.slow
 def test_several_benchmarks_and_seeds(embedded: ad.AnnData) -> None:
     embedded.obs["batch"] = np.repeat(["x", "y"], 30)
     entries = ["label_prediction", {"batch_integration": {"n_neighbors": 20}}]

@@ -78,12 +78,13 @@ def exact(cells: np.ndarray, k: int):
 
 
 # What the slow ones add is compiled for half a minute.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("neighbors", "all_figures"),
     [
         ("exact", False),
-        pytest.param("exact", True, marks=pytest.mark.slow),
-        pytest.param("pynndescent", True, marks=pytest.mark.slow),
+        pytest.param("exact", True, marks=pytest.mark.exhaustive),
+        pytest.param("pynndescent", True, marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_figures_are_those_of_its_own_benchmark(obs, neighbors, all_figures) -> None:
@@ -119,6 +120,7 @@ def test_the_figures_are_those_of_its_own_benchmark(obs, neighbors, all_figures)
     )
 
 
+@pytest.mark.slow
 def test_without_batches_biology_alone(obs) -> None:
     embedding = embedding_of(obs, labels=2.0, batches=0.0)
     scib = Scib("label", leiden=False)
@@ -135,6 +137,7 @@ def test_what_is_left_out_has_no_name() -> None:
     assert set(Scib("label", "batch", kbet=True).metrics) == set(NAMES) - {"pcr_comparison"}
 
 
+@pytest.mark.slow
 def test_cells_without_label_or_batch_take_no_part(obs, monkeypatch) -> None:
     embedding, obs = embedding_of(obs, labels=2.0, batches=1.0), obs.astype("category")
     obs.iloc[3, 0] = obs.iloc[50, 1] = None
@@ -217,6 +220,7 @@ def test_what_a_report_says_of_it(obs) -> None:
     assert Scib("label").describe(obs[:150]) == {"cells scored": "149 of 150"}
 
 
+@pytest.mark.slow
 def test_a_share_of_many_cells_is_scored(obs: pd.DataFrame) -> None:
     embedding = embedding_of(obs, labels=3.0, batches=1.0)
     limited = Scib("label", "batch", leiden=False, max_cells=100)
@@ -231,6 +235,7 @@ def test_a_share_of_many_cells_is_scored(obs: pd.DataFrame) -> None:
         Scib("label", max_cells=90)
 
 
+@pytest.mark.slow
 def test_each_embedding_is_scored_once(obs: pd.DataFrame) -> None:
     """Coordinates before integration are looked at, and not scored like an embedding."""
     cells = {"mine": embedding_of(obs, labels=3.0, batches=1.0)}

@@ -56,6 +56,7 @@ def compare(bert: Any, model: Encoder, batch: dict[str, torch.Tensor], version: 
     return max(largest, float((encoded - expected).abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.real_data
 @pytest.mark.parametrize("version", ["V1", "V2"])
 def test_real_cells_with_the_published_dictionaries(version: str, published, write_bert, pbmc, tmp_path) -> None:

@@ -170,6 +170,7 @@ def test_the_published_forward(names, write, tokens, tiny_adata: ad.AnnData, tmp
     )
 
 
+@pytest.mark.slow
 @pytest.mark.real_data
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the published vocabulary in ../shared/data")
 def test_real_cells_with_the_published_vocabulary(write, pbmc: ad.AnnData, tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_pickles_and_code_are_not_fetched(hub, repo: str, caplog: pytest.LogCapt
     assert "'pytorch_model.bin', 'modeling.py', 'data.pkl', which can run code" in caplog.text
 
 
+@pytest.mark.slow
 def test_revisions(hub, repo: str, folder: Path) -> None:
     first = hub.repos[repo].branches["main"]
     (folder / "model.safetensors").write_bytes(b"other weights")
@@ -117,6 +118,7 @@ def test_a_part_of_a_model_in_the_cache(hub, repo: str) -> None:
     assert contents(resolve(repo)) == MODEL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
@@ -188,6 +190,7 @@ def test_a_refused_token_does_not_get_what_is_in_the_cache(hub, repo: str) -> No
         resolve(repo, token="hf_wrong")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", ["hf_a b", "hf_a\nb", "hf_\u00e4", "", 3, True])
 @pytest.mark.parametrize("is_variable", [False, True])
 def test_a_malformed_token_gets_nothing_and_is_not_shown(hub, repo: str, token, is_variable: bool, monkeypatch) -> None:
@@ -209,6 +212,7 @@ def test_space_around_a_token_is_no_part_of_it(hub, folder: Path) -> None:
     assert contents(resolve("org/secret", token="hf_writer ")) == MODEL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["foo", "http://", "http://hub:x", "ftp://hub.org"])
 def test_what_is_no_address_of_a_hub(hub, repo: str, folder: Path, address: str, monkeypatch) -> None:
     resolve(repo)
@@ -231,6 +235,7 @@ def test_mistyped_folders_of_a_training_are_not_looked_for_on_the_hub(hub, last:
     assert contents(resolve(f"hf://ckpt/{last}")) == MODEL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"token": "hf_wrong"}, {"revision": "v9"}, {"local_files_only": True}])
 def test_errors_of_bare_names_say_that_there_is_no_folder(hub, repo: str, options: dict, tmp_path: Path) -> None:
     name = "org/light" if "revision" in options else "org/nothing"
@@ -249,6 +254,7 @@ def test_a_bare_name_is_said_to_be_of_the_hub(hub, repo: str, caplog: pytest.Log
     assert caplog.text.count(said) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "answer",
     [b"<html>", b"", b"null", b"[1]", b"[" * 100_000, b"\xff", b"{}"]
@@ -273,6 +279,7 @@ def test_a_hub_that_answers_nonsense(hub, repo: str, folder: Path, answer: bytes
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [None, 500, 404, 401, 403, "silent", "no scheme"])
 def test_a_password_in_the_address_is_not_shown(hub, repo: str, monkeypatch, status) -> None:
     address = {"silent": "http://us:hunter2@127.0.0.1:9", "no scheme": "us:hunter2@hub"}

@@ -80,6 +80,7 @@ def test_a_pull_request_makes_no_repository(hub, model: Path) -> None:
     assert not hub.repos
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theirs", [b"# About us\n", CARD.replace(b"A model.", b"A model of ours."), None])
 def test_cards_of_somebody_stay(hub, model: Path, theirs: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
     upload(model, "org/light")
@@ -119,6 +120,7 @@ def test_of_two_pushes_at_once_one_is_refused(hub, model: Path) -> None:
     assert hub.files("org/light")["config.json"] == CONFIG
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("files", [MODEL, ADAPTER])
 @pytest.mark.parametrize("theirs", [b'{"model_type": "bert"}', b"no JSON", b"[]"])
 @pytest.mark.parametrize("revision", [None, "v1"])

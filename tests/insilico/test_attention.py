@@ -24,6 +24,7 @@ def make(architecture: str, vocab: GeneVocab) -> torch.nn.Module:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["transformer_encoder", "masked_autoencoder", "autoregressive_transformer"])
 @pytest.mark.parametrize("heads", ["mean", "max", 1])
 def test_graph_is_a_mean_over_cells(architecture: str, heads: str | int, tiny_adata: ad.AnnData, tiny_vocab: GeneVocab):

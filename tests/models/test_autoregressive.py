@@ -148,6 +148,7 @@ def test_condition():
         plain_model(**tokens, condition=some)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pooling", POOLINGS)
 def test_export_and_compile_of_encode(pooling: str):
     class Encode(torch.nn.Module):

@@ -27,6 +27,7 @@ def mask_of(kind: str | None) -> torch.Tensor | None:
     return tokens if kind == "bool" else torch.zeros(tokens.shape).masked_fill(~tokens, float("-inf"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("mask", [None, "bool", "float"])
 @pytest.mark.parametrize("training", [False, True])
@@ -62,6 +63,7 @@ def test_a_causal_or_post_norm_layer_is_one_graph(causal, norm_first):
     torch.testing.assert_close(compiled(states, causal=causal), layer(states, causal=causal))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position_embedding", ["learned", "rotary", "none"])
 def test_a_model_is_one_graph(position_embedding):
     config = ModelConfig(vocab_size=30, hidden_dim=H, num_layers=2, num_heads=2, position_embedding=position_embedding)

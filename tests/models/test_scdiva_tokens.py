@@ -32,6 +32,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", CASES, ids=str)
 def test_keeps_the_rules(options):
     check_model("scdiva", **SIZES, **options)

@@ -78,6 +78,7 @@ def model_of(given) -> nn.Linear:
     return model
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_all_cells(given, told):
     model, sigreg = model_of(given), SIGReg(32)
     torch.manual_seed(7)

@@ -35,6 +35,7 @@ def points(ax) -> dict[str, np.ndarray]:
     return {collection.get_label(): np.asarray(collection.get_offsets()) for collection in ax.collections}
 
 
+@pytest.mark.slow
 def test_each_group_at_its_place(embedded: ad.AnnData) -> None:
     axes = embeddings(embedded, {"X_one": "the first", "X_two": "the second"}, color="group")
     assert [ax.get_title() for ax in axes] == ["the first", "the second"]

@@ -115,11 +115,12 @@ def test_every_example_is_run():
     assert sorted(path.stem for path in EXAMPLES.glob("*.py")) == sorted(PRINTED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "n_cells"),
     [
         *((name, 2 if name in FEWER_CELLS else None) for name in PRINTED),
-        *(pytest.param(name, None, marks=pytest.mark.slow) for name in FEWER_CELLS),
+        *(pytest.param(name, None, marks=pytest.mark.exhaustive) for name in FEWER_CELLS),
     ],
 )
 def test_example_prints_what_it_promises(name, n_cells, capsys, tmp_path):

@@ -73,6 +73,7 @@ def ours(published):
     return Model.load_bytes(published.save_bytes(), CONFIG, nnx.Rngs(1))
 
 
+@pytest.mark.slow
 def test_weights_are_the_same_bytes_both_ways(ours, published, tmp_path):
     data = published.save_bytes()
     assert ours.save_bytes() == data
@@ -150,6 +151,7 @@ def test_sigreg_is_the_published_one():
     assert float(ours(x)) != first
 
 
+@pytest.mark.slow
 def test_loss_embedding_and_gradients_are_the_published_ones():
     sizes = {**SIZES, "num_layers": 1, "dropout_rate": 0.0}
     published = noisy(oracle.Model(oracle.ModelConfig(**sizes), nnx.Rngs(0)))

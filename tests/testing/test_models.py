@@ -95,6 +95,7 @@ class Conditioned(Small):
         return ModelOutput(loss=loss, logits=logits, embeddings=self.pool(hidden, attention_mask))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [Small, Values, Gated, Conditioned])
 def test_correct_ones_pass(cls):
     check_model(cls)
@@ -369,6 +370,7 @@ def test_attention_of_torch_drops_an_adapter():
         check_model(Attention)
 
 
+@pytest.mark.slow
 def test_names_classes_and_instances_are_taken(monkeypatch):
     check_model("gene_pooling", hidden_dim=8, num_layers=1)
     check_model(MODELS.get("masked_autoencoder"), hidden_dim=8, num_layers=1, num_heads=2, decoder_layers=1)

@@ -153,6 +153,7 @@ class TestRealData:
             n_cells += 1
         assert n_cells == 2700
 
+    @pytest.mark.slow
     def test_stable(self, published, pbmc3k):
         reference, make = published
         n_cells = n_same = 0
@@ -175,6 +176,7 @@ class TestRealData:
         else:
             assert len(genes) < sum(len(columns) for _, columns in reference.columns(names))
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("parity", ["exact", "stable"])
     def test_short_sizes(self, published, pbmc3k, parity):
         reference, make = published

@@ -113,16 +113,19 @@ HONEST = [(name, {}, "values") for name in list_tokenizers()] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "options", "key"), HONEST)
 def test_random_data_stay_at_chance(name, options, key):
     # The loss at chance is about 0.2 above the bound: the model does not learn so soon to rule out visible genes.
     assert -0.03 < excess(name, options, key=key) < 0.4
 
 
+@pytest.mark.slow
 def test_random_data_stay_at_chance_with_replaced_tokens():
     assert -0.03 < excess("rank_value", {}, mask_token_prob=0.8, random_token_prob=0.1) < 0.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -136,6 +139,7 @@ def test_hidden_tokens_left_in_place_are_found(name, options):
     assert excess(name, options, hide_order=False) < -0.8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "key"),
     [
@@ -149,5 +153,6 @@ def test_what_is_left_of_hidden_tokens_is_found(name, options, key):
     assert excess(name, options, key=key, leak=put_back) < -0.3
 
 
+@pytest.mark.slow
 def test_hidden_tokens_in_the_order_of_the_vocabulary_are_found():
     assert excess("rank_value", {}, leak=sort_hidden) < -0.1

@@ -87,6 +87,7 @@ def masked(cells, **options) -> CellDataModule:
     return data
 
 
+@pytest.mark.slow
 def test_whole_groups_are_held_out(store):
     cells = StoreCells.open(store)
     data = CellDataModule(cells, split_by="donor", validation_size=0.25)

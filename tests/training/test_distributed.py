@@ -165,6 +165,7 @@ def determined(name: str, value: torch.Tensor) -> torch.Tensor:
     return torch.cat([queries, values])
 
 
+@pytest.mark.slow
 def test_ddp_computes_what_gradient_accumulation_does(trained, many_adata):
     model = one_process(many_adata, BothRanks, batch_size=BATCH, accumulate_grad_batches=2)
     first, second = weights(trained, "ddp0"), weights(trained, "ddp1")

@@ -326,6 +326,7 @@ def test_default_epochs(setup):
     assert default_max_epochs(defaults, 10**8) == 3
 
 
+@pytest.mark.slow
 def test_epochs_of_batches_by_tokens_are_whole(masked_setup) -> None:
     """Such epochs have different numbers of batches."""
     lengths = masked_setup.tokenizer.lengths(masked_setup.cells.n_expressed)

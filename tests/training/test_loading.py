@@ -194,6 +194,7 @@ def test_few_batches_are_made_ahead(store):
     batches.close()
 
 
+@pytest.mark.slow
 def test_the_rest_of_an_epoch_in_a_new_process(store):
     """Threads had made batches ahead when the state was saved; the state knows those that were handed out."""
     states, rest = {}, {}

@@ -94,6 +94,7 @@ def test_tensorboard_writes_events(tmp_path):
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 0.5), (2, 0.75)]
 
 
+@pytest.mark.slow
 def test_wandb_works_offline(tmp_path):
     pytest.importorskip("wandb")
     (logger,) = make_loggers(["wandb"], tmp_path, project="cells", run_name="one", wandb_mode="offline")

@@ -195,6 +195,7 @@ def test_repeats_itself_and_changes_with_epoch_and_seed(cells, tokenizer):
     assert all(torch.equal(first[name][order], tensor) for name, tensor in moved.items())
 
 
+@pytest.mark.slow
 def test_the_first_genes_in_the_order_of_the_tokenizer(cells, tokenizer):
     batch = prepared(cells, tokenizer, max_genes=7, thinning=None)
     assert batch["attention_mask"].sum(dim=1).tolist() == [7] * 60
@@ -287,6 +288,7 @@ def random_cells(n_cells, n_genes, seed):
     return CellSource(sparse.csr_matrix(counts.astype(np.float32)), np.full(n_cells, 1000.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position_embedding", ["none", "rotary"])
 def test_random_data_stay_at_chance(position_embedding):
     n_genes, n_batch = 40, 64

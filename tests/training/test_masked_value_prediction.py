@@ -83,6 +83,7 @@ ARCHITECTURES = {
 TOKENIZERS = {"rank_value": {"use_medians": False}, "continuous_projection": {"order": "expression"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_targets", [0.0, 1.0])
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -103,6 +104,7 @@ def test_hidden_bins_cannot_be_read_off_random_data():
     assert entropy - 0.05 < loss < entropy + 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["autoencoder", "transformer"])
 def test_planted_structure_is_learnt(architecture):
     tokenizer = get_tokenizer("continuous_projection", VOCAB, transform="counts")
@@ -112,6 +114,7 @@ def test_planted_structure_is_learnt(architecture):
     assert loss < 0.4 * targets.var()
 
 
+@pytest.mark.slow
 def test_planted_structure_is_learnt_from_counts():
     tokenizer = get_tokenizer("continuous_projection", VOCAB, transform="counts")
     module = autoencoder(value_loss="zero_truncated_negative_binomial")

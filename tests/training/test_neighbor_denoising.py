@@ -226,6 +226,7 @@ def mixing(embedding: np.ndarray, adata: AnnData) -> tuple[float, float]:
     return float((same & other).sum() / same.sum()), float(same.mean())
 
 
+@pytest.mark.slow
 def test_batches_are_mixed_and_types_are_not():
     adata = two_batches(missing=True)
     shared = (adata.obs["type"] != "t2").to_numpy()

@@ -278,6 +278,7 @@ def test_a_cell_that_was_cut_does_not_end():
     assert (batch["labels"] == EOS).sum(dim=1).tolist() == [0, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_lengths_of_cells_are_learnt():
     """The end of a cell comes as often as it does, also where cells of like length could share a batch."""
     generator = np.random.default_rng(0)

@@ -91,6 +91,7 @@ def test_masked_genes_cannot_be_read_off_random_data(tokenizer, architecture):
     assert loss > entropy - 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokenizer", "architecture"),
     [("rank_value", "transformer"), ("continuous_projection", "transformer"), ("rank_value", "weighted sum")],
@@ -139,6 +140,7 @@ def test_loss_starts_at_the_token_entropy(masked_setup):
     assert torch.equal(setup.module.head.decoder.bias, bias)
 
 
+@pytest.mark.slow
 def test_joint_embedding_separates_groups_and_does_not_collapse(setup, tiny_adata):
     result = setup.fit(setup.plan(schedule="one_cycle"), max_epochs=150, early_stopping=False)
     z = embed(setup.module, setup.cells, setup.tokenizer)

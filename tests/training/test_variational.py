@@ -305,6 +305,7 @@ def test_architectures_without_a_latent_are_refused(tiny_adata):
         Encoder(tiny_adata, "transformer_encoder", objective="variational", hidden_dim=8, num_layers=1, num_heads=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["tokens", "vector"])
 def test_scdiva_learns(tiny_adata, mode):
     Encoder.setup_anndata(tiny_adata)

@@ -60,6 +60,7 @@ def integrated(base: Encoder) -> Encoder:
     return base.finetune("integration", max_epochs=40, batch_size=96, lr=5e-3, alignment=0.02, **QUIET)
 
 
+@pytest.mark.slow
 def test_batches_mix_and_types_stay_apart(base, integrated):
     adata = base.adata
     before = base.get_latent_representation(key_added=None)
