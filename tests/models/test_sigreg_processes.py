@@ -20,6 +20,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from scforge.models.components import SIGReg
 
+pytestmark = pytest.mark.slow
+
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)
 torch.distributed.init_process_group(
@@ -78,7 +80,6 @@ def model_of(given) -> nn.Linear:
     return model
 
 
-@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_all_cells(given, told):
     model, sigreg = model_of(given), SIGReg(32)
     torch.manual_seed(7)

@@ -45,6 +45,8 @@ from lightning.pytorch.callbacks import Callback
 from scforge.estimators import Encoder
 from scforge.training.loggers import make_loggers
 
+pytestmark = pytest.mark.slow
+
 torch.set_num_threads(1)
 model_options, training = json.loads(sys.argv[2]), json.loads(sys.argv[3])
 adata = anndata.read_h5ad(sys.argv[1])
@@ -165,7 +167,6 @@ def determined(name: str, value: torch.Tensor) -> torch.Tensor:
     return torch.cat([queries, values])
 
 
-@pytest.mark.slow
 def test_ddp_computes_what_gradient_accumulation_does(trained, many_adata):
     model = one_process(many_adata, BothRanks, batch_size=BATCH, accumulate_grad_batches=2)
     first, second = weights(trained, "ddp0"), weights(trained, "ddp1")
