@@ -13,14 +13,14 @@ from torch import nn
 
 from scforge.models.components import SIGReg
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import json, sys, datetime
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from scforge.models.components import SIGReg
-
-pytestmark = pytest.mark.slow
 
 rank, store = int(sys.argv[1]), sys.argv[2]
 torch.set_num_threads(1)

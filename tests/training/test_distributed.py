@@ -20,6 +20,8 @@ from scforge.estimators import Encoder
 from scforge.training import CellDataModule
 from scforge.training.loading import BatchLoader
 
+pytestmark = pytest.mark.slow
+
 # Without dropout, whose draws are others in each process.
 MODEL = {
     "architecture": "transformer_encoder",
@@ -44,8 +46,6 @@ from torch.distributed.tensor import DTensor
 from lightning.pytorch.callbacks import Callback
 from scforge.estimators import Encoder
 from scforge.training.loggers import make_loggers
-
-pytestmark = pytest.mark.slow
 
 torch.set_num_threads(1)
 model_options, training = json.loads(sys.argv[2]), json.loads(sys.argv[3])
