@@ -61,18 +61,19 @@ def test_memory_stays_below_what_is_given(tmp_path, memory, n_cells):
 
 
 def test_the_least_memory_is_told_and_enough():
-    sizes = {
-        "n_cells": 10**6,
-        "most_cells": 10**6,
-        "n_entries": 10**9,
-        "n_genes": 20_000,
-        "row_bytes": 40,
-        "table_bytes": 10**8,
-    }
+    sizes = {"n_cells": 10**6, "most_cells": 10**6, "n_entries": 10**9, "n_genes": 20_000}
+    sizes |= {"row_bytes": 40, "table_bytes": 10**8, "medians": True}
     with pytest.raises(OptionError, match=r"memory=1.00GB is too little .* give at least (\d\.\d)GB") as told:
-        Layout.of(10**9, medians=True, **sizes)
+        Layout.of(10**9, **sizes)
     least = float(str(told.value).split("at least ")[1].removesuffix("GB."))
-    assert Layout.of(int((least + 0.1) * 1e9), medians=True, **sizes).n_buckets > 10
+    assert Layout.of(int((least + 0.1) * 1e9), **sizes).n_buckets > 10
+    layout = Layout.of(4 * 10**9, **sizes)
+    assert layout.n_buckets * layout.bucket_size >= 10**6
+    assert layout.bucket_size % 256 == 0
+    # A dataset that became too large is written as several.
+    share = 10**9 // layout.n_buckets
+    assert layout.n_parts(0, share, wide=False) == 1
+    assert 5 <= layout.n_parts(0, 10 * share, wide=False) <= 10
 
 
 def test_too_little_space_is_seen_before(tiny_adata, tmp_path, monkeypatch):
@@ -97,39 +98,30 @@ def test_a_file_that_may_not_grow(tmp_path):
     assert again.content_hash == convert(tmp_path / "a.h5ad", tmp_path / "t.zarr").content_hash
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path):
-    """Return a function that makes a file system of so many MB, or makes it larger."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
+@pytest.mark.slow
+@pytest.mark.parametrize("megabytes", [2, 4])  # full in the first pass, and in the second one
+def test_a_full_disk(tmp_path, monkeypatch, megabytes):
+    write_random(tmp_path / "a.h5ad", 3000, 2000, 200)
+    target = tmp_path / "disk" / "s.zarr"
+    target.parent.mkdir()
 
-    def size(megabytes: int) -> Path:
-        again = "remount," if folder.is_mount() else ""
-        command = ["mount", "-t", "tmpfs", "-o", f"{again}size={megabytes}M", "tmpfs", str(folder)]
+    def mount(options: str) -> None:
+        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(target.parent)]
         try:
             subprocess.run(command, check=True, capture_output=True)
         except (OSError, subprocess.CalledProcessError):
             pytest.skip("making a file system is not permitted here")
-        return folder
 
-    yield size
-    if folder.is_mount():
-        subprocess.run(["umount", str(folder)], check=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("megabytes", [2, 4])  # full in the first pass, and in the second one
-def test_a_full_disk(tmp_path, small_disk, monkeypatch, megabytes):
-    write_random(tmp_path / "a.h5ad", 3000, 2000, 200)
-    target = small_disk(megabytes) / "s.zarr"
-    with monkeypatch.context() as patch:
-        patch.setattr("scforge.data.convert_steps.check_space", lambda *_: None)
-        with pytest.raises(DataError, match=r"s\.zarr' is full \(.*\): .* are free, and .* run the same conversion"):
-            convert(tmp_path / "a.h5ad", target)
-    assert not target.exists()
-    small_disk(100)
-    assert (
-        convert(tmp_path / "a.h5ad", target).content_hash
-        == convert(tmp_path / "a.h5ad", tmp_path / "t.zarr").content_hash
-    )
-    assert [path.name for path in target.parent.iterdir()] == ["s.zarr"]
+    mount(f"size={megabytes}M")
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("scforge.data.convert_steps.check_space", lambda *_: None)
+            with pytest.raises(DataError, match=r"s\.zarr' is full \(.*\): .* are free, and .* run the same conv"):
+                convert(tmp_path / "a.h5ad", target)
+        assert not target.exists()
+        mount("remount,size=100M")
+        whole = convert(tmp_path / "a.h5ad", tmp_path / "t.zarr")
+        assert convert(tmp_path / "a.h5ad", target).content_hash == whole.content_hash
+        assert [path.name for path in target.parent.iterdir()] == ["s.zarr"]
+    finally:
+        subprocess.run(["umount", str(target.parent)], check=True)

@@ -14,8 +14,6 @@ import pytest
 from scipy import sparse
 
 from scforge.data import convert
-from scforge.data.convert_obs import CellNames, join_tables
-from scforge.data.streams import open_streams
 from scforge.errors import DataError
 
 
@@ -40,10 +38,6 @@ def files(tmp_path: Path) -> Callable[..., list[Path]]:
 def stored(paths: list[Path], **options: Any) -> pd.DataFrame:
     convert(paths, paths[0].parent / "s.zarr", shuffle=False, **options)
     return ad.read_zarr(paths[0].parent / "s.zarr" / "dataset_0").obs
-
-
-def own(obs: pd.DataFrame) -> list[str]:
-    return [column for column in obs.columns if not column.startswith("scforge_")]
 
 
 def test_categories_of_all_sources(files):
@@ -90,26 +84,19 @@ def test_every_kind_of_column(files):
 
 def test_columns_that_not_all_have_are_left_out_and_told(files, caplog):
     caplog.set_level(logging.INFO, "scforge")
-    obs = stored(files({"type": ["T"], "age": [3], "mixed": [1]}, {"type": ["B"], "dose": [1.0], "mixed": ["one"]}))
-    assert own(obs) == ["type"]
+    paths = files({"type": ["T"], "age": [3], "mixed": [1]}, {"type": ["B"], "dose": [1.0], "mixed": ["one"]})
+    kept = {None: ["type"], ("type",): ["type"], (): []}
+    for wanted, columns in kept.items():
+        obs = stored(paths, obs=None if wanted is None else list(wanted), overwrite=True)
+        assert [column for column in obs if not column.startswith("scforge_")] == columns
     assert "Columns of obs left out: age (not in every source); dose (not in every source); mixed (" in caplog.text
-
-
-def test_a_wanted_column_that_a_source_lacks(files):
-    paths = files({"cell_type": ["T"], "n": [3]}, {"celltype": ["B"], "n": [1.0]})
-    with pytest.raises(DataError, match=r"1\.h5ad' has no column 'cell_type'; did you mean 'celltype'\?"):
-        stored(paths, obs=["cell_type"])
-    assert own(stored(paths, obs=["n"])) == ["n"]
-
-
-def test_a_wanted_column_of_two_kinds(files):
-    paths = files({"age": ["old"]}, {"age": [1.0]})
-    with pytest.raises(DataError, match=r"'age' holds numbers in '.*1\.h5ad' and text in '.*0\.h5ad'"):
-        stored(paths, obs=["age"])
-
-
-def test_no_columns(files):
-    assert own(stored(files({"age": ["old"]}), obs=[])) == []
+    for wanted, message in [
+        ("typo", r"0\.h5ad' has no column 'typo'; did you mean 'type'\?"),
+        ("dose", r"0\.h5ad' has no column 'dose'"),
+        ("mixed", r"'mixed' holds text in '.*1\.h5ad' and numbers in '.*0\.h5ad'"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            stored(paths, obs=[wanted], overwrite=True)
 
 
 def test_a_column_that_cannot_be_stored(tiny_adata, tmp_path, caplog):
@@ -121,7 +108,8 @@ def test_a_column_that_cannot_be_stored(tiny_adata, tmp_path, caplog):
     assert "left out: when" in caplog.text
 
 
-def test_names_that_clash_get_the_number_of_their_source(files, caplog):
+@pytest.mark.filterwarnings("ignore:Observation names are not unique")
+def test_names_that_clash_get_the_number_of_their_source(files, tiny_adata, caplog):
     caplog.set_level(logging.INFO, "scforge")
     paths = files({"n": [1, 2, 3]}, {"n": [4, 5, 6]}, names=[["a", "b", "b-1"], ["b", "c", "d"]])
     obs = stored(paths)
@@ -129,18 +117,9 @@ def test_names_that_clash_get_the_number_of_their_source(files, caplog):
     # "b-1" is the name of another cell, and of "b" of source 1: the rows of both are added.
     assert obs.index.tolist() == ["a", "b-0", "b-1-2", "b-1-0", "c", "d"]
     assert "2 cells have a name that another one has" in caplog.text
-
-
-@pytest.mark.filterwarnings("ignore:Observation names are not unique")
-def test_names_that_repeat_within_a_source(files):
+    convert([tiny_adata, tiny_adata[:10].copy()], paths[0].parent / "memory.zarr", shuffle=False)
+    obs = ad.read_zarr(paths[0].parent / "memory.zarr" / "dataset_0").obs
+    assert obs["scforge_source"].tolist() == ["adata"] * 60 + ["adata-1"] * 10
+    assert (obs.index[3], obs.index[40], obs.index[63]) == ("cell3-0", "cell40", "cell3-1")
     paths = files({"n": [1, 2, 3]}, names=[["a", "a", "b"]])
-    assert stored(paths).index.tolist() == ["a-0-0", "a-0-1", "b"]
-
-
-def test_sources_in_memory_have_names_of_their_own(tiny_adata):
-    streams = open_streams([tiny_adata, tiny_adata[:10].copy()])
-    table = join_tables(streams, None)
-    assert table.sources == ["adata", "adata-1"]
-    names = CellNames(streams)
-    assert names.n_changed == 20
-    assert names(np.array(["cell3", "cell40"], dtype=object), 0).tolist() == ["cell3-0", "cell40"]
+    assert stored(paths, overwrite=True).index.tolist() == ["a-0-0", "a-0-1", "b"]
