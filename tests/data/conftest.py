@@ -1,7 +1,5 @@
 """What several test files of stores share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import anndata as ad

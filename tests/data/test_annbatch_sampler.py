@@ -1,10 +1,6 @@
 """annbatch reads the windows of an order."""
 
-from __future__ import annotations
-
 import json
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -55,10 +51,6 @@ def indices(store: Path, sampler: AnnbatchSampler) -> list[list[int]]:
     return [batch["index"].tolist() for batch in loader(store, sampler)]
 
 
-def expected(of: CellOrder) -> list[list[int]]:
-    return [rows.tolist() for window in of.windows() for rows in window.batches()]
-
-
 LENGTHS = np.random.default_rng(1).integers(1, 100, N_CELLS)
 
 
@@ -83,8 +75,9 @@ def test_the_loader_yields_the_batches_of_the_order(store, options, gap):
         sampler.set_epoch(epoch)
         of = order(**options, first_epoch=epoch)
         batches = list(loader(store, sampler))
+        of_windows = [rows.tolist() for window in of.windows() for rows in window.batches()]
         assert len(batches) == sampler.n_batches(N_CELLS) == len(of)
-        for batch, rows in zip(batches, expected(of), strict=True):
+        for batch, rows in zip(batches, of_windows, strict=True):
             assert batch["index"].tolist() == rows
             assert batch["X"].dtype == np.uint16
             assert (batch["X"] != expected_counts[rows]).nnz == 0
@@ -105,42 +98,21 @@ def test_each_cell_once_an_epoch_and_ranks_share_them(store):
     assert set(epochs[0][:350]) != set(epochs[1][:350])
 
 
-@pytest.mark.slow
-def test_a_new_process_goes_on_with_the_rest(store):
-    options = {"seed": 5, "world_size": 2}
-    sampler = AnnbatchSampler(order(**options))
-    sampler.set_epoch(3)
-    batches = iter(loader(store, sampler))
+def test_a_resumed_sampler_goes_on_with_the_rest(store):
+    whole, begun, again = (AnnbatchSampler(order(seed=5, world_size=2)) for _ in range(3))
+    for sampler in (whole, begun):
+        sampler.set_epoch(3)
+    batches = iter(loader(store, begun))
     taken = []
     for _ in range(6):
         taken.append(next(batches)["index"].tolist())
-        sampler.advance()
-    state = json.dumps(sampler.state_dict())
-    script = (
-        f"import json, sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        "from test_annbatch_sampler import *\n"
-        f"sampler = AnnbatchSampler(order(**{options}))\n"
-        f"sampler.load_state_dict(json.loads({state!r}))\n"
-        "sampler.set_epoch(3)\n"
-        f"print(json.dumps(indices(Path({str(store)!r}), sampler)))"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    whole = AnnbatchSampler(order(**options))
-    whole.set_epoch(3)
-    assert taken + json.loads(done.stdout) == indices(store, whole)
-    assert len(taken) == 6
+        begun.advance()
+    again.load_state_dict(json.loads(json.dumps(begun.state_dict())))
+    again.set_epoch(3)
+    assert taken + indices(store, again) == indices(store, whole)
 
 
-def test_whole_windows(store):
-    of = order()
-    sampler = AnnbatchSampler(of, whole_windows=True)
-    windows = list(order().windows())
-    assert sampler.n_batches(N_CELLS) == len(windows)
-    for rows, window in zip(indices(store, sampler), windows, strict=True):
-        assert rows == window.rows.tolist()
-
-
-def test_any_windows(store):
+def test_any_and_whole_windows(store):
     windows = [
         Window(rows=np.array([5, 3, 699, 3]), ends=np.array([1, 4]), draw=0),
         Window(rows=np.array([298, 301]), ends=np.array([2]), draw=0),
@@ -149,28 +121,37 @@ def test_any_windows(store):
     assert indices(store, sampler) == [[5], [3, 699, 3], [298, 301]]
     assert sampler.n_batches(N_CELLS) == 3
     assert indices(store, AnnbatchSampler(iter(windows))) == [[5], [3, 699, 3], [298, 301]]
+    whole = AnnbatchSampler(order(), whole_windows=True)
+    assert indices(store, whole) == [window.rows.tolist() for window in order().windows()]
+    assert whole.n_batches(N_CELLS) == len(list(order().windows()))
     for call in (sampler.state_dict, lambda: sampler.set_epoch(0), lambda: AnnbatchSampler(iter([])).n_batches(1)):
         with pytest.raises(OptionError, match="give a"):
             call()
 
 
-def requested(rows: list[int], **options) -> list[slice]:
+@pytest.mark.parametrize(
+    ("rows", "options", "requests"),
+    [
+        ([9, 1, 2], {"gap": 5}, [slice(1, 3), slice(9, 10)]),
+        ([9, 1, 2], {"gap": 6}, [slice(1, 10)]),
+        ([4, 4, 3, 6], {"gap": 0}, [slice(3, 5), slice(6, 7)]),
+        ([4, 999, 36], {}, [slice(4, 37), slice(999, 1000)]),
+    ],
+)
+def test_small_gaps_are_read_along(rows, options, requests):
     window = Window(rows=np.array(rows), ends=np.array([len(rows)]), draw=0)
-    return next(AnnbatchSampler([window], **options).sample(1000))["requests"]
+    assert next(AnnbatchSampler([window], **options).sample(1000))["requests"] == requests
 
 
-def test_small_gaps_are_read_along():
-    assert requested([9, 1, 2], gap=5) == [slice(1, 3), slice(9, 10)]
-    assert requested([9, 1, 2], gap=6) == [slice(1, 10)]
-    assert requested([4, 4, 3, 6], gap=0) == [slice(3, 5), slice(6, 7)]
-    assert requested([4, 999, 36]) == [slice(4, 37), slice(999, 1000)]
-
-
-@pytest.mark.parametrize(("row", "message"), [(N_CELLS, "the cell 700, but .* 0 to 699"), (-1, "the cell -1")])
-def test_cells_that_the_loader_does_not_have(store, row, message):
-    sampler = AnnbatchSampler([Window(rows=np.array([0, row]), ends=np.array([2]), draw=0)])
-    with pytest.raises(OptionError, match=message):
-        indices(store, sampler)
+def test_what_the_loader_cannot_do(store):
+    for row, message in [(N_CELLS, "the cell 700, but .* 0 to 699"), (-1, "the cell -1")]:
+        sampler = AnnbatchSampler([Window(rows=np.array([0, row]), ends=np.array([2]), draw=0)])
+        with pytest.raises(OptionError, match=message):
+            indices(store, sampler)
+    sampler = AnnbatchSampler(order())
+    sampler.mask = slice(0, 100)
+    with pytest.raises(OptionError, match=r"mask=slice\(0, 100, None\) is not for this sampler"):
+        next(sampler.sample(N_CELLS))
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -185,10 +166,3 @@ def test_several_workers_would_yield_every_batch_each(monkeypatch, num_workers):
         return
     with pytest.raises(OptionError, match="num_workers=2 would each yield every batch"):
         next(requests)
-
-
-def test_a_mask_is_not_left_out_silently():
-    sampler = AnnbatchSampler(order())
-    sampler.mask = slice(0, 100)
-    with pytest.raises(OptionError, match=r"mask=slice\(0, 100, None\) is not for this sampler"):
-        next(sampler.sample(N_CELLS))

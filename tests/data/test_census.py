@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-import scforge
 from scforge.config import load_config
 from scforge.data import CellOrder, CensusQuery, GeneVocab, convert, open_cells
 from scforge.data.windows import Window
@@ -149,6 +148,9 @@ def test_without_a_vocabulary_all_genes_are_taken(uri, adata):
     cells = CensusQuery(uri=uri).open()
     assert cells.vocab.genes == tuple(adata.var_names)
     assert cells.measured.all()
+    # Another vocabulary needs no second query.
+    other = GeneVocab.from_genes(list(adata.var_names[100:200]))
+    same_cells(cells.with_vocab(other).block(np.arange(20)), open_cells(adata, other).block(np.arange(20)))
 
 
 def test_gene_filter_leaves_library_sizes_alone(uri, adata, vocab):
@@ -196,16 +198,6 @@ def test_lengths_come_from_nnz_or_are_counted(uri, adata, vocab, tmp_path):
     np.testing.assert_array_equal(CensusQuery(uri=plain).open(vocab).n_expressed, open_cells(adata, vocab).n_expressed)
 
 
-def test_tokens_are_those_of_the_anndata(uri, adata):
-    vocab = GeneVocab.named("human_protein_coding")
-    tokenizer = scforge.tokenizers.get_tokenizer("rank_value", vocab, use_medians=False)
-    rows = np.arange(0, N_CELLS, 7)
-    ours = tokenizer(CensusQuery(uri=uri).open(vocab).block(rows))
-    theirs = tokenizer(open_cells(adata, vocab, whole_annotation=True).block(rows))
-    for key in theirs:
-        np.testing.assert_array_equal(ours[key], theirs[key])
-
-
 def test_a_sample_is_of_the_cells_asked_for(uri, adata, vocab):
     cells = CensusQuery(uri=uri, obs=["tissue"]).open(vocab, chunk_size=32)
     rows = np.arange(100, 500)
@@ -214,12 +206,6 @@ def test_a_sample_is_of_the_cells_asked_for(uri, adata, vocab):
     places = sample.obs.index.to_numpy()
     assert np.isin(places, rows).all()
     same_cells(sample.block(np.arange(60)), open_cells(adata, vocab).block(places))
-
-
-def test_another_vocabulary_needs_no_second_query(uri, adata, vocab):
-    other = GeneVocab.from_genes(list(adata.var_names[100:200]))
-    cells = CensusQuery(uri=uri).open(vocab).with_vocab(other)
-    same_cells(cells.block(np.arange(20)), open_cells(adata, other).block(np.arange(20)))
 
 
 def test_streams_hold_all_genes_of_the_query(uri, adata):
@@ -251,35 +237,6 @@ def test_a_query_is_converted_into_a_store(uri, adata, tmp_path):
     assert cells.column("tissue").tolist() == kept.obs["tissue"].tolist()
     rows = np.arange(0, len(kept), 11)
     same_cells(cells.block(rows), open_cells(kept, cells.vocab).block(rows))
-
-
-def test_a_model_is_trained_and_embeds(uri, adata):
-    query = CensusQuery(uri=uri, filters={"is_primary_data": True}, obs=["cell_type"])
-    data = scforge.training.CellDataModule(open_cells(query), batch_size=64, labels_key="cell_type")
-    model = scforge.models.Encoder(datamodule=data, n_top_genes=100)
-    model.train(max_epochs=1, accelerator="cpu", progress_bar=False)
-    assert model.vocab.n_genes == 100
-    assert np.isfinite(model.get_latent_representation(adata[:20].copy())).all()
-
-
-def test_a_configuration_trains_on_the_census(uri, tmp_path):
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"""
-data:
-  source: cellxgene_census
-  uri: {uri}
-  organism: homo_sapiens
-  filters: {{tissue: [lung, heart], is_primary_data: true}}
-  preprocessing: {{normalize: library_size, hvg_selection: 100}}
-  split: {{by: tissue}}
-  sampling: {{balance_key: cell_type}}
-training: {{max_steps: 2, accelerator: cpu, validation_size: 0.5}}
-""",
-        encoding="utf-8",
-    )
-    model = train_from_config(load_config(recipe), progress_bar=False)
-    assert model.vocab.n_genes == 100
 
 
 def test_the_proposal_trains_on_the_census(uri, adata, tmp_path, monkeypatch):

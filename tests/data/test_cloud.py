@@ -4,6 +4,7 @@ import contextlib
 import socket
 import sys
 import threading
+import warnings
 
 import anndata
 import numpy as np
@@ -11,7 +12,7 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import CellOrder, StoreCells, convert, open_cells, remote
+from scforge.data import CellOrder, StoreCells, convert, open_cells, open_streams, remote
 from scforge.data.zarr_groups import open_group
 from scforge.errors import DataError, MissingFileError, OptionError
 
@@ -40,7 +41,7 @@ class Proxy:
 
     @property
     def options(self):
-        return {**KEYS, "endpoint_url": f"http://127.0.0.1:{self.port}"}
+        return options(self.port)
 
     def _accept(self):
         with contextlib.suppress(OSError):
@@ -98,9 +99,23 @@ def s3():
     running.stop()
 
 
+def options(port):
+    return {**KEYS, "endpoint_url": f"http://127.0.0.1:{port}"}
+
+
 def files(port):
-    options = {**KEYS, "endpoint_url": f"http://127.0.0.1:{port}"}
-    return remote.remote_file_system("s3://bucket", options)[0]
+    return remote.remote_file_system("s3://bucket", options(port))[0]
+
+
+@pytest.fixture
+def put(s3):
+    """Return a function that puts a file or folder into the bucket."""
+
+    def put(path) -> str:
+        files(s3).put(str(path), f"bucket/{path.name}", recursive=path.is_dir())
+        return f"s3://bucket/{path.name}"
+
+    return put
 
 
 @pytest.fixture(scope="module")
@@ -135,32 +150,25 @@ def same(block, expected):
         np.testing.assert_array_equal(getattr(block, part), getattr(expected, part))
 
 
-URL = "s3://bucket/store.zarr"
-
-
 @pytest.mark.slow
 def test_a_store_behind_a_url_has_the_same_cells(store, proxy):
-    here, there = StoreCells.open(store), StoreCells.open(URL, storage_options=proxy.options)
+    here, there = StoreCells.open(store), StoreCells.open("s3://bucket/store.zarr", storage_options=proxy.options)
     assert len(there) == N_CELLS
     assert there.column("kind").tolist() == here.column("kind").tolist()
     np.testing.assert_array_equal(there.n_expressed, here.n_expressed)
+    before = proxy.received
+    same(there.block(np.arange(700, 710)), here.block(np.arange(700, 710)))
+    shards = [path.stat().st_size for path in store.rglob("X/*/c/*") if path.is_file()]
+    assert 0 < proxy.received - before < sum(shards) / 4  # few cells cost few bytes
     order = CellOrder(np.arange(N_CELLS), batch_size=100, chunk_size=here.chunk_size, seed=1)
     for block, expected in zip(there.stream(order.windows()), here.stream(order.windows()), strict=True):
         same(block, expected)
 
 
-def test_few_cells_cost_few_bytes(store, proxy):
-    cells = StoreCells.open(URL, storage_options=proxy.options)
-    before = proxy.received
-    same(cells.block(np.arange(700, 710)), StoreCells.open(store).block(np.arange(700, 710)))
-    shards = [path.stat().st_size for path in store.rglob("X/*/c/*") if path.is_file()]
-    assert 0 < proxy.received - before < sum(shards) / 4
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 200, 3000])
-def test_a_connection_that_breaks_is_made_again(store, proxy, after):
-    cells = StoreCells.open(URL, storage_options=proxy.options)
+def test_a_connection_that_breaks_is_made_again(store, adata, proxy, put, tmp_path, after):
+    cells = StoreCells.open("s3://bucket/store.zarr", storage_options=proxy.options)
     proxy.cuts = [after] * 3
     proxy.break_all()
     rows = np.arange(0, N_CELLS, 3)
@@ -168,13 +176,14 @@ def test_a_connection_that_breaks_is_made_again(store, proxy, after):
     same(cells.block(rows), StoreCells.open(store).block(rows))
     assert proxy.connections > before + 1
     assert not proxy.cuts
-
-
-@pytest.mark.slow
-def test_opening_over_a_connection_that_breaks(store, proxy):
     # The client itself asks a second time, once; so many breaks need our own tries.
     proxy.cuts = [100] * 10
-    assert "scforge" in open_group(URL, proxy.options).attrs
+    assert "scforge" in open_group("s3://bucket/store.zarr", proxy.options).attrs
+    assert not proxy.cuts
+    adata.write_h5ad(tmp_path / "cells.h5ad")
+    url = put(tmp_path / "cells.h5ad")
+    proxy.cuts = [0, 300, 5000]
+    same(open_cells(url, storage_options=proxy.options).block(rows), open_cells(adata).block(rows))
     assert not proxy.cuts
 
 
@@ -182,7 +191,7 @@ def test_opening_over_a_connection_that_breaks(store, proxy):
 @pytest.mark.parametrize("how", ["down", "silent"])
 def test_a_server_that_stays_away_is_told_after_a_while(store, proxy, monkeypatch, how):
     monkeypatch.setattr(remote, "TRY_S", 0.2)
-    cells = StoreCells.open(URL, storage_options=proxy.options)
+    cells = StoreCells.open("s3://bucket/store.zarr", storage_options=proxy.options)
     setattr(proxy, how, True)
     proxy.break_all()
     before = proxy.connections
@@ -194,51 +203,85 @@ def test_a_server_that_stays_away_is_told_after_a_while(store, proxy, monkeypatc
     same(cells.block(np.arange(10)), StoreCells.open(store).block(np.arange(10)))
 
 
-def test_a_server_that_is_not_there(monkeypatch):
+@pytest.mark.parametrize("name", ["cells.h5ad", "cells.zarr"])
+def test_a_server_that_is_not_there(name, monkeypatch):
     monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(DataError, match=r"'s3://bucket/store\.zarr.*tried 5 times.*check the connection"):
-        StoreCells.open(URL, storage_options={**KEYS, "endpoint_url": f"http://127.0.0.1:{port}"})
+    with pytest.raises(DataError, match=rf"s3://bucket/{name}.*tried 5 times.*check the connection") as told:
+        open_cells(f"s3://bucket/{name}", storage_options=options(port))
+    assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/other.zarr", "s3://nobucket/store.zarr"])
-def test_a_store_that_is_not_there(proxy, url):
-    with pytest.raises(MissingFileError, match=url):
-        open_group(url, proxy.options)
-    with pytest.raises(MissingFileError, match=url):
-        open_cells(url, storage_options=proxy.options)
+@pytest.mark.parametrize("name", ["no.h5ad", "no.zarr", "no", "no*.h5ad"])
+@pytest.mark.parametrize("bucket", ["bucket", "no-bucket"])
+def test_what_is_not_there(name, bucket, s3):
+    with pytest.raises(MissingFileError, match=rf"s3://{bucket}/no") as told:
+        open_cells(f"s3://{bucket}/{name}", storage_options=options(s3))
+    assert "\n" not in str(told.value)
 
 
-def test_an_h5ad_behind_a_url_over_a_connection_that_breaks(adata, s3, proxy, tmp_path):
-    adata.write_h5ad(tmp_path / "cells.h5ad")
-    files(s3).put(str(tmp_path / "cells.h5ad"), "bucket/cells.h5ad")
-    proxy.cuts = [0, 300, 5000]
-    cells = open_cells("s3://bucket/cells.h5ad", storage_options=proxy.options)
-    same(cells.block(np.arange(0, N_CELLS, 5)), open_cells(adata).block(np.arange(0, N_CELLS, 5)))
-    assert not proxy.cuts
+@pytest.mark.slow
+def test_h5ad_and_zarr(tiny_adata, tmp_path, s3, put):
+    storage = {"storage_options": options(s3)}
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tiny_adata.write_zarr(tmp_path / "a.zarr")
+    marks = []
+    for name in ("a.h5ad", "a.zarr"):
+        url = put(tmp_path / name)
+        cells = open_cells(url, **storage)
+        np.testing.assert_array_equal(cells.counts.toarray(), open_cells(tiny_adata).counts.toarray())
+        assert cells.column("batch").tolist() == tiny_adata.obs["batch"].tolist()
+        (stream,) = open_streams(url, **storage)
+        assert stream.name == url
+        marks.append(stream.fingerprint())
+        assert marks[-1] == open_streams(url, **storage)[0].fingerprint()
+    assert [stream.name for stream in open_streams("s3://bucket/a*.h5ad", **storage)] == ["s3://bucket/a.h5ad"]
+    tiny_adata.obs["batch"] = "z"
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+    assert open_streams(put(tmp_path / "a.h5ad"), **storage)[0].fingerprint() != marks[0]
 
 
-def test_groups_elsewhere():
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [ConnectionResetError("Connection reset by peer"), PermissionError("Forbidden")])
+def test_a_connection_that_breaks_in_between(fails, tiny_adata, tmp_path, s3, put, monkeypatch):
+    import s3fs
+
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
+    real, broken = s3fs.core.S3File._fetch_range, []
+
+    def fetch(file, start, end):
+        if broken:
+            raise fails
+        return real(file, start, end)
+
+    monkeypatch.setattr(s3fs.core.S3File, "_fetch_range", fetch)
+    big = anndata.AnnData(np.tile(tiny_adata.X.toarray(), (140, 10)) + 1)  # two pieces
+    big.write_h5ad(tmp_path / "big.h5ad")
+    (stream,) = open_streams(put(tmp_path / "big.h5ad"), storage_options=options(s3))
+    chunks = stream.chunks()
+    next(chunks)
+    broken.append(True)
+    with pytest.raises(
+        DataError, match=r"'s3://bucket/big\.h5ad' (cannot be reached, tried 5|may not be read)"
+    ) as told:
+        list(chunks)
+    assert "\n" not in str(told.value)
+
+
+def test_groups_elsewhere(monkeypatch):
     group = open_group("memory://scforge/group.zarr", mode="w")
     group.create_array("x", data=np.arange(5))
     assert open_group("memory://scforge/group.zarr")["x"][:].tolist() == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    for url, message in [
         ("s4://bucket/x", "'s4://bucket/x' starts with the unknown scheme 's4'"),
         ("s33://bucket/x", "did you mean 's3'"),
         ("gs://bucket/x", r"needs a package .*gcsfs.*pip install \"scforge\[cloud\]\""),
-    ],
-)
-def test_urls_that_nobody_reads(monkeypatch, url, message):
-    monkeypatch.setitem(sys.modules, "gcsfs", None)
-    with pytest.raises(OptionError, match=message):
-        open_group(url)
-
-
-@pytest.mark.parametrize("place", ["cells.h5ad", r"C:\cells.h5ad", "data/*.h5ad", "s3:/bucket", 3])
-def test_what_is_no_url(place):
-    assert not remote.is_url(place)
+    ]:
+        with pytest.raises(OptionError, match=message):
+            open_group(url)
+    assert not any(map(remote.is_url, ["cells.h5ad", r"C:\cells.h5ad", "data/*.h5ad", "s3:/bucket", 3]))

@@ -1,7 +1,5 @@
 """Conversion where memory or the disk is small."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import subprocess

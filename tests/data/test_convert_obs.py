@@ -1,7 +1,5 @@
 """Tables of cells of several sources as one."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A conversion that is interrupted goes on; two at once, and other sources than before, are refused."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

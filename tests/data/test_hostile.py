@@ -1,7 +1,5 @@
 """Files of cells from people with bad intentions: nothing of them runs, nothing outside of them is read."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json

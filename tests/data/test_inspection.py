@@ -1,7 +1,5 @@
 """A look at h5ad files of any kind."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -47,11 +45,6 @@ def test_the_best_vocabulary(pbmc, tmp_path):
     mouse.write_h5ad(tmp_path / "mouse.h5ad")
     assert inspect_h5ad(tmp_path / "mouse.h5ad").overlap.vocab.startswith("mouse_protein_coding,")
     assert inspect_h5ad(tmp_path / "mouse.h5ad", "human_mouse").overlap.vocab.startswith("human_mouse,")
-
-
-def test_no_vocabulary_fits(tiny_adata, tmp_path):
-    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
-    assert "best vocabulary          none of those that ship fits" in str(inspect_h5ad(tmp_path / "a.h5ad"))
 
 
 def test_where_the_counts_are(tiny_adata, tiny_vocab, tmp_path):
@@ -107,12 +100,6 @@ def test_layers_that_cannot_be_read_are_passed_over(tiny_adata, tiny_vocab, tmp_
     with h5py.File(path, "r+") as file:
         file["layers/counts/indptr"][5] = 10**7
     assert inspect_h5ad(path, tiny_vocab).counts.endswith("so it is not raw counts")
-
-
-def test_repeated_names_are_counted(tiny_adata, tiny_vocab, tmp_path):
-    tiny_adata.var["name"] = [*tiny_adata.var_names[:-2], "gene0", "gene0"]
-    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
-    assert inspect_h5ad(tmp_path / "a.h5ad", tiny_vocab, gene_key="name").overlap.n_columns_summed == 2
 
 
 @pytest.mark.slow

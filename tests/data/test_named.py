@@ -1,17 +1,14 @@
-"""Vocabularies that ship with the package."""
+"""Vocabularies that ship with the package, and the ids and symbols of genes."""
 
-from __future__ import annotations
-
-import time
 from collections import defaultdict
 
-import anndata as ad
 import numpy as np
+import pandas as pd
 import pytest
-from scipy import sparse
 
-from scforge.data import GeneVocab, list_vocabs, open_cells
+from scforge.data import GeneVocab, convert_gene_ids, list_vocabs
 from scforge.data.gene_tables import gene_table
+from scforge.data.id_kinds import OTHER_NAMES, recognise_ids
 from scforge.data.named import NAMED_VOCABS, open_vocab
 from scforge.data.naming import strip_version
 from scforge.errors import OptionError, ScforgeWarning
@@ -35,26 +32,8 @@ def test_token_ids_never_change(name, n_genes, first_hash):
     assert all(strip_version(gene) == gene for gene in vocab.genes)
     assert vocab.release == f"{name}, {NAMED_VOCABS[name]}"
     assert not vocab.chosen_from_data
-
-
-def test_all_are_tested():
-    both = ["human_mouse", "human_mouse_sum", "human_mouse_symbols"]
-    assert list_vocabs() == [*both, "human_protein_coding", "mouse_protein_coding"]
-
-
-@pytest.mark.parametrize("name", list_vocabs())
-def test_loading_is_quick_and_done_once(name):
-    start = time.perf_counter()
-    vocab = GeneVocab.named(name)
-    assert time.perf_counter() - start < 1  # 0.04 s on an idle machine
     assert GeneVocab.named(name) is vocab
-
-
-def test_mouse_genes():
-    vocab = GeneVocab.named("mouse_protein_coding")
-    ids = vocab.encode(["Cd3d", "ENSMUSG00000032094", "ENSMUSG00000032094.8", "CD3D"])
-    assert ids[0] == ids[1] == ids[2] > 3
-    assert ids[3] == vocab.unk_id
+    assert len(list_vocabs()) == 5
 
 
 @pytest.mark.parametrize("name", ["human_mouse", "human_mouse_sum", "human_mouse_symbols"])
@@ -94,17 +73,6 @@ def test_pairs_with_the_same_symbol_are_added():
         assert first == second >= 0
 
 
-def test_members_of_a_family_are_summed():
-    summed = GeneVocab.named("human_mouse_sum")
-    names = ["CCL4", "CCL4L2", *summed.symbols[:4]]
-    counts = sparse.csr_matrix(np.array([[1, 2, 3, 4, 5, 6], [7, 0, 0, 0, 0, 1]], dtype=np.float32))
-    adata = ad.AnnData(counts)
-    adata.var_names = names
-    with pytest.warns(ScforgeWarning, match=r"1 columns .first: 'CCL4L2'."):
-        cells = open_cells(adata, summed, whole_annotation=True)
-    assert cells.counts[:, summed.gene_indices(["Ccl4"])[0]].toarray().ravel().tolist() == [3, 7]
-
-
 @pytest.mark.parametrize("name", ["human_mouse", "human_mouse_sum", "human_mouse_symbols"])
 def test_no_name_brings_the_counts_of_another_gene(name):
     """Every name that finds a token belongs, in both species, to genes of that token and to no other."""
@@ -124,42 +92,38 @@ def test_no_name_brings_the_counts_of_another_gene(name):
 
 def test_a_symbol_of_several_genes_is_no_alias():
     vocab = GeneVocab.named("human_mouse")
-    assert len(gene_table("mouse").ids["Ddit3"]) > 1
-    assert "Ddit3" not in vocab
+    for species, symbol, gene in [("mouse", "Ddit3", "ENSMUSG00000025408"), ("human", "MATR3", "ENSG00000015479")]:
+        assert len(gene_table(species).ids[symbol]) > 1
+        assert symbol not in vocab
+        assert gene in vocab
     assert vocab.decode(vocab.encode(["ENSMUSG00000025408"])) == ["ENSG00000175197"]
-    assert len(gene_table("human").ids["MATR3"]) > 1
-    assert "MATR3" not in vocab
-    assert "ENSG00000015479" in vocab
 
 
-def test_genes_of_both_species_give_the_same_cells():
-    vocab = GeneVocab.named("human_mouse")
-    some = range(0, 8000, 40)
-    mouse_of = {gene: alias for alias, gene in vocab.aliases.items() if alias.startswith("ENSMUSG")}
-    counts = sparse.random(30, len(some), density=0.5, format="csr", random_state=0)
-    counts.data = np.ceil(counts.data * 9)
-    human, mouse = ad.AnnData(counts), ad.AnnData(counts[:, ::-1])
-    human.var_names = [vocab.genes[i] for i in some]
-    mouse.var_names = [mouse_of[vocab.genes[i]] + ".1" for i in some][::-1]
-    first, second = (open_cells(adata, vocab, whole_annotation=True).counts for adata in (human, mouse))
-    np.testing.assert_array_equal(first.toarray(), second.toarray())
-
-
-def test_errors():
-    with pytest.raises(OptionError, match="did you mean 'human_mouse'.*shipped: 'human_mouse', 'human_mouse_sum'"):
-        GeneVocab.named("human_mose")
-    with pytest.raises(OptionError, match="one_to_many='max' is not known .known: 'drop', 'sum'"):
-        GeneVocab.named("human_mouse", one_to_many="max")
-    with pytest.raises(OptionError, match="one_to_many='sum' is a choice for 'human_mouse' only"):
-        GeneVocab.named("mouse_protein_coding", one_to_many="sum")
-    with pytest.raises(OptionError, match="species='rat' has no gene table .known: 'human', 'mouse'"):
-        gene_table("rat")
-
-
-def test_names_that_are_none(tmp_path):
-    for name in (["human_mouse"], None, 3, tmp_path):
-        with pytest.raises(OptionError, match=r"^name=.* is not the name of a vocabulary; pass one of 'human_mouse'"):
-            GeneVocab.named(name)
+def test_errors(tmp_path):
+    for call, message in [
+        (lambda: GeneVocab.named("human_mose"), "did you mean 'human_mouse'.*shipped: 'human_mouse', "),
+        (
+            lambda: GeneVocab.named("human_mouse", one_to_many="max"),
+            "one_to_many='max' is not known .known: 'drop', 'sum'",
+        ),
+        (
+            lambda: GeneVocab.named("mouse_protein_coding", one_to_many="sum"),
+            "one_to_many='sum' is a choice for 'human_mouse' only",
+        ),
+        (lambda: convert_gene_ids(["CD3D"], to="symbols"), "to='symbols' is not known .known: 'ensembl', 'symbol'"),
+        (lambda: convert_gene_ids("CD3D", to="ensembl"), "names='CD3D' is one text"),
+        (
+            lambda: convert_gene_ids(["CD3D"], to="symbol", species="humans"),
+            "species='humans' has no gene table; did you mean 'human'",
+        ),
+        (lambda: gene_table("rat"), "species='rat' has no gene table .known: 'human', 'mouse'"),
+        *(
+            (lambda name=name: GeneVocab.named(name), r"^name=.* is not the name of a vocabulary; pass one of 'human_m")
+            for name in (["human_mouse"], None, tmp_path)
+        ),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            call()
 
 
 def test_copies_on_y_match_nothing():
@@ -181,3 +145,70 @@ def test_open_vocab(tmp_path):
         open_vocab(tmp_path / "none.json")
     with pytest.raises(OptionError, match="vocab is a list; pass a name, a file"):
         open_vocab(["A"])
+
+
+def test_both_ways():
+    ids = ["ENSG00000167286", "ENSG00000090382"]
+    for given in (["CD3D", "LYZ"], ids, [f"{name}.12" for name in ids], [name.lower() for name in ids]):
+        assert list(convert_gene_ids(given, to="ensembl")) == ids
+        assert list(convert_gene_ids(given, to="symbol")) == ["CD3D", "LYZ"]
+    assert list(convert_gene_ids(["Cd3d", "ENSMUSG00000069516.4"], to="symbol", species="mouse")) == ["Cd3d", "Lyz2"]
+    assert list(convert_gene_ids(["Cd3d", "Lyz2"], to="ensembl", species="mouse"))[1] == "ENSMUSG00000069516"
+    # A gene of a symbol that others have, too; one without a symbol; one that codes for no protein.
+    assert list(convert_gene_ids(["MATR3", "ENSG00000280987"], to="symbol")) == ["MATR3", "MATR3"]
+    assert list(convert_gene_ids(["ENSG00000228463"], to="symbol", keep_unknown=True)) == ["ENSG00000228463"]
+    assert list(convert_gene_ids(["MALAT1"], to="ensembl")) == ["ENSG00000251562"]
+
+
+@pytest.mark.parametrize("species", ["human", "mouse"])
+def test_every_gene_there_and_back(species):
+    table = gene_table(species)
+    alone = [gene for gene, symbol in table.symbols.items() if len(table.ids[symbol]) == 1]
+    assert len(alone) > 0.97 * len(table.symbols)
+    symbols = convert_gene_ids(alone, to="symbol", species=species)
+    assert list(convert_gene_ids(symbols, to="ensembl", species=species)) == alone
+
+
+def test_what_cannot_be_converted_is_reported_and_not_guessed():
+    names = ["CD3D", "no gene", "MATR3", "Cd3d", "no gene", "ENSG00000000000.1"]
+    with pytest.warns(ScforgeWarning) as caught:
+        found = convert_gene_ids(names, to="ensembl")
+    (warning,) = caught
+    assert str(warning.message) == (
+        "1 of 6 names converted; 3 unknown: 'no gene', 'Cd3d', 'ENSG00000000000.1'; "
+        "1 ambiguous: 'MATR3' (ENSG00000015479, ENSG00000280987) (by the human genes of CELLxGENE schema 7.1.2)."
+    )
+    assert warning.filename == __file__
+    assert found.names[0] == "ENSG00000167286"
+    assert pd.isna(found.names[1:]).all()
+    assert found.unknown == ("no gene", "Cd3d", "ENSG00000000000.1")
+    assert found.ambiguous == {"MATR3": ("ENSG00000015479", "ENSG00000280987")}
+    assert (len(found), found.n_converted) == (6, 1)
+    with pytest.warns(ScforgeWarning):
+        kept = convert_gene_ids(names, to="ensembl", keep_unknown=True)
+    assert list(kept) == ["ENSG00000167286", *names[1:]]
+
+
+HUMAN, MOUSE = GeneVocab.named("human_protein_coding"), GeneVocab.named("mouse_protein_coding")
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (HUMAN.genes, "human Ensembl ids"),
+        ([f"{gene}.4" for gene in HUMAN.genes[:10]], "human Ensembl ids"),
+        (MOUSE.genes, "mouse Ensembl ids"),
+        (["ENSDARG00000000001", "ENSDARG00000000002"], "Ensembl ids of another species"),
+        (HUMAN.symbols, "human gene symbols"),
+        (MOUSE.symbols, "mouse gene symbols"),
+        ([*HUMAN.symbols[:40], *[f"clone {i}" for i in range(60)]], "human gene symbols"),
+        (["7157", "672", "1956"], "numbers (Entrez ids?)"),
+        ([f"gene{i}" for i in range(50)], OTHER_NAMES),
+        ([], OTHER_NAMES),
+        (["GRCh38_CD3D", "mm10_Cd3d"], OTHER_NAMES),
+    ],
+)
+def test_kinds(names, kind):
+    assert recognise_ids(list(names)) == kind
+    assert recognise_ids(np.array(names, dtype=str)) == kind
+    assert recognise_ids(pd.Index(names, dtype=str)) == kind

@@ -1,7 +1,5 @@
 """Mutual nearest neighbours within and across batches."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -28,20 +26,29 @@ def two_batches(*, missing: bool = False):
     return coordinates, batches, groups
 
 
-def test_neighbours_across_batches_are_of_the_same_group():
-    coordinates, batches, groups = two_batches()
-    rows, columns = mutual_neighbors(coordinates, batches, within=0).nonzero()
-    assert len(rows) > 100
-    assert (batches[rows] != batches[columns]).all()
-    assert (groups[rows] == groups[columns]).all()
-
-
-def test_cells_of_a_group_that_the_other_batch_lacks_have_no_neighbours_there():
-    coordinates, batches, groups = two_batches(missing=True)
+@pytest.mark.parametrize("missing", [False, True])
+def test_neighbours_are_of_the_same_group(missing):
+    coordinates, batches, groups = two_batches(missing=missing)
     found = mutual_neighbors(coordinates, batches, within=0)
+    rows, columns = found.nonzero()
     has = np.diff(found.indptr) > 0
     assert has[groups != 2].mean() > 0.2
-    assert not has[groups == 2].any()
+    assert has[groups == 2].any() != missing  # a group that the other batch lacks has none there
+    assert (batches[rows] != batches[columns]).all()
+    assert (groups[rows] == groups[columns]).all()
+    for single in (np.zeros(8, dtype=int), np.arange(8)):  # batches of one cell, and one batch
+        few = mutual_neighbors(coordinates[:8], single)
+        assert few.shape == (8, 8)
+        assert few.diagonal().sum() == 0
+    rows, columns = mutual_neighbors(coordinates, batches, across=0, within=3).nonzero()
+    assert (batches[rows] == batches[columns]).all()
+    assert (groups[rows] == groups[columns]).all()
+    many = mutual_neighbors(coordinates, batches, across=1_000, within=0)
+    assert np.diff(many.indptr).max() <= 3 * PER_GROUP // 10  # a tenth of a batch at most
+    both = mutual_neighbors(coordinates, batches)
+    assert (both != both.T).nnz == 0
+    assert both.diagonal().sum() == 0
+    assert both.dtype == bool
 
 
 def test_harmony_brings_batches_together_and_leaves_groups_apart():
@@ -85,40 +92,18 @@ def test_harmony_agrees_with_its_authors_package():
     assert mixing(found) == pytest.approx(mixing(other), abs=0.03)
 
 
-def test_harmony_of_cells_that_are_all_alike():
-    assert np.isfinite(harmonised(np.zeros((40, 3)), np.arange(40) % 2)).all()
-
-
-def test_harmony_of_batches_without_any_cell_type_in_common():
-    coordinates, _, groups = two_batches()
-    np.testing.assert_allclose(harmonised(coordinates, groups), coordinates, atol=1)
-
-
-@pytest.mark.parametrize("n_cells", [10, 14, 16, 70])
-def test_harmony_of_few_cells(n_cells):
-    coordinates = np.random.default_rng(0).normal(size=(n_cells, 5))
+@pytest.mark.parametrize("n_cells", [1, 2, 9, 10, 16, 70])
+def test_harmony_of_what_leaves_little_to_correct(n_cells):
+    coordinates = np.random.default_rng(0).normal(size=(n_cells, 5)).astype(np.float32)
     found = harmonised(coordinates, np.arange(n_cells) % 2)
     assert found.shape == (n_cells, 5)
     assert np.isfinite(found).all()
-
-
-@pytest.mark.parametrize("n_cells", [1, 2, 3, 9])
-def test_fewer_than_ten_cells_come_back(n_cells):
-    coordinates = np.random.default_rng(0).normal(size=(n_cells, 5)).astype(np.float32)
-    np.testing.assert_array_equal(harmonised(coordinates, np.arange(n_cells) % 2), coordinates)
-
-
-def test_there_is_nothing_to_correct_in_one_batch():
-    coordinates = np.random.default_rng(0).normal(size=(20, 3)).astype(np.float32)
-    np.testing.assert_array_equal(harmonised(coordinates, np.zeros(20)), coordinates)
-
-
-def test_neighbours_are_each_other_s_and_not_the_cell_itself():
-    coordinates, batches, _ = two_batches()
-    found = mutual_neighbors(coordinates, batches)
-    assert (found != found.T).nnz == 0
-    assert found.diagonal().sum() == 0
-    assert found.dtype == bool
+    assert np.array_equal(found, coordinates) == (n_cells < 10)
+    np.testing.assert_array_equal(harmonised(coordinates, np.zeros(n_cells)), coordinates)
+    assert np.isfinite(harmonised(np.zeros((n_cells, 3)), np.arange(n_cells) % 2)).all()
+    # Batches without any cell type in common.
+    coordinates, _, groups = two_batches()
+    np.testing.assert_allclose(harmonised(coordinates, groups), coordinates, atol=1)
 
 
 def test_mutual_neighbours_by_hand():
@@ -133,19 +118,6 @@ def test_mutual_neighbours_by_hand():
     assert not found[:30, :30].any()
 
 
-def test_neighbours_in_the_own_batch_stay_there():
-    coordinates, batches, groups = two_batches()
-    rows, columns = mutual_neighbors(coordinates, batches, across=0, within=3).nonzero()
-    assert (batches[rows] == batches[columns]).all()
-    assert (groups[rows] == groups[columns]).all()
-
-
-def test_neighbours_are_a_tenth_of_a_batch_at_most():
-    coordinates, batches, _ = two_batches()
-    found = mutual_neighbors(coordinates, batches, across=1_000, within=0)
-    assert np.diff(found.indptr).max() <= 3 * PER_GROUP // 10
-
-
 def test_of_many_batches_each_is_compared_with_ten_others():
     generator = np.random.default_rng(0)
     batches = np.repeat(np.arange(16), 10)
@@ -156,13 +128,6 @@ def test_of_many_batches_each_is_compared_with_ten_others():
     assert min(partners) >= 5
     again = mutual_neighbors(np.random.default_rng(0).normal(size=(160, 3)), batches, across=1, within=0)
     assert (found != again).nnz == 0
-
-
-@pytest.mark.parametrize("batches", [np.zeros(8, dtype=int), np.arange(8)])
-def test_single_cells_and_single_batches_have_what_neighbours_there_are(batches):
-    found = mutual_neighbors(np.random.default_rng(0).normal(size=(8, 3)), batches)
-    assert found.shape == (8, 8)
-    assert found.diagonal().sum() == 0
 
 
 @pytest.mark.parametrize("at_once", [7, 100_000])
@@ -176,21 +141,12 @@ def test_weights_of_neighbours_by_hand(monkeypatch, at_once):
     expected = np.where(pairs.toarray(), np.exp(unit @ unit.T / 0.2), 0)
     expected /= np.maximum(expected.max(axis=1, keepdims=True), 1e-12)
     np.testing.assert_allclose(found.toarray(), expected, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("temperature", [1e-10, 1e6, None])
-def test_weights_at_the_ends_of_the_temperature(temperature):
-    coordinates, batches, _ = two_batches()
-    pairs = mutual_neighbors(coordinates, batches)
-    weights = neighbor_weights(coordinates, pairs, temperature=temperature)
-    assert weights.shape == (pairs.nnz,)
+    # At the ends of the temperature one neighbor counts, or all do.
     has = np.diff(pairs.indptr) > 0
-    sums = np.add.reduceat(weights, pairs.indptr[:-1][has])
-    expected = np.diff(pairs.indptr)[has] if temperature != 1e-10 else 1
-    np.testing.assert_allclose(sums, expected, rtol=0.05)
-
-
-def test_no_neighbours_have_no_weights():
+    for temperature, sums in [(1e-10, 1), (1e6, np.diff(pairs.indptr)[has]), (None, np.diff(pairs.indptr)[has])]:
+        weights = neighbor_weights(coordinates, pairs, temperature=temperature)
+        assert weights.shape == (pairs.nnz,)
+        np.testing.assert_allclose(np.add.reduceat(weights, pairs.indptr[:-1][has]), sums, rtol=0.05)
     assert neighbor_weights(np.zeros((4, 2)), sparse.csr_matrix((4, 4), dtype=bool), temperature=0.1).shape == (0,)
 
 
@@ -202,8 +158,5 @@ def test_principal_components_are_those_of_log_normalised_values():
     values -= values.mean(axis=0)
     u, s, _ = np.linalg.svd(values, full_matrices=False)
     np.testing.assert_allclose(np.abs(found), np.abs(u[:, :3] * s[:3]), rtol=1e-3, atol=1e-3)
-
-
-def test_one_gene_has_no_components():
     with pytest.raises(DataError, match="40 cells of 1 genes have no neighbours"):
-        principal_components(CellSource(sparse.csr_matrix(np.ones((40, 1), dtype=np.float32)), np.ones(40)))
+        principal_components(CellSource(sparse.csr_matrix(counts[:, :1]), totals))

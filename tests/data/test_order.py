@@ -1,7 +1,5 @@
 """Which cells make which batch of which epoch on which rank."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 
@@ -10,7 +8,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from scforge.data import CellOrder
+from scforge.data import CellOrder, CellWeights
+from scforge.data.windows import cut_by_tokens
 from scforge.errors import OptionError
 
 LENGTHS = np.random.default_rng(0).integers(10, 500, 1000)
@@ -82,6 +81,21 @@ def test_no_batch_has_more_tokens_than_allowed(chosen, world_size):
 
 
 @settings(deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=60), st.integers(30, 200), st.integers(1, 20))
+def test_as_few_batches_as_fit(lengths, budget, most):
+    ends = cut_by_tokens(np.sort(lengths), budget, most)
+    fewest, ordered = [0], sorted(lengths)  # of the first cells, by trying all cuts
+    for end in range(1, len(lengths) + 1):
+        starts = [s for s in range(max(0, end - most), end) if (end - s) * max(1, ordered[end - 1]) <= budget]
+        fewest.append(1 + min(fewest[start] for start in starts))
+    sizes = np.diff(ends, prepend=0)
+    assert (len(ends), ends[-1]) == (fewest[-1], len(lengths))
+    assert sizes.min() > 0
+    assert sizes.max() <= most
+    assert (sizes * np.sort(lengths)[ends - 1] <= budget).all()
+
+
+@settings(deadline=None)
 @given(options(), st.integers(1, 3), st.data())
 def test_a_resumed_order_yields_the_rest(chosen, world_size, data):
     first = ranks(chosen, world_size)
@@ -141,19 +155,9 @@ def test_sorting_by_length_saves_padding(chunk_size):
     assert padding() > 0.4
     assert padding(lengths=lengths) < 0.05
     assert padding(lengths=lengths, batch_size=None, max_tokens_per_batch=8192) < 0.05
-
-
-def test_batches_do_not_come_by_length():
-    order = CellOrder(np.arange(1000), 50, lengths=LENGTHS)
-    means = [LENGTHS[rows].mean() for rows in batches(order)]
+    # Batches do not come by length.
+    means = [LENGTHS[rows].mean() for rows in batches(CellOrder(np.arange(1000), 50, lengths=LENGTHS))]
     assert abs(np.corrcoef(np.arange(len(means)), means)[0, 1]) < 0.6
-
-
-def test_batches_of_tokens_are_full():
-    order = CellOrder(np.arange(1000), None, lengths=LENGTHS, max_tokens_per_batch=5000)
-    tokens = [LENGTHS[rows].max() * len(rows) for rows in batches(order)]
-    assert np.mean(tokens) > 4000
-    assert max(tokens) <= 5000
     # With batch_size, both limits hold.
     order = CellOrder(np.arange(1000), 12, lengths=LENGTHS, max_tokens_per_batch=5000)
     assert max(map(len, batches(order))) == 12
@@ -161,6 +165,8 @@ def test_batches_of_tokens_are_full():
 
 def test_a_window_holds_few_whole_chunks():
     rows = np.arange(100_000)
+    balanced = CellOrder(rows, 64, chunk_size=256, window_cells=2048, balance=CellWeights(np.ones(len(rows))))
+    assert max(len(np.unique(window.rows // 256)) for window in balanced.windows()) <= 14
     order = CellOrder(rows, 64, chunk_size=256, window_cells=2048)
     windows = list(order.windows())
     assert len(windows) == 49
@@ -177,14 +183,11 @@ def test_cells_are_mixed_well():
     assert np.abs(places.mean(axis=0) - 31.5).max() < 4 * 18.5 / np.sqrt(500)
 
 
-def test_without_shuffling_cells_keep_their_order():
+def test_without_shuffling_cells_keep_their_order_or_are_sorted_by_length():
     rows = np.array([5, 3, 9, 1, 700])
     for chunk_size in (1, 4):
         order = CellOrder(rows, 2, shuffle=False, chunk_size=chunk_size)
         assert np.concatenate(batches(order, 3)).tolist() == rows.tolist()
-
-
-def test_without_shuffling_cells_of_a_rank_are_sorted_by_length():
     lengths = np.array([5, 1, 4, 2, 3, 9, 7, 8])
     order = CellOrder(np.arange(8), 2, shuffle=False, lengths=lengths, window_cells=2)
     assert lengths[np.concatenate(batches(order))].tolist() == [1, 2, 3, 4, 5, 7, 8, 9]
@@ -207,21 +210,14 @@ def test_drop_last(world_size):
     assert set(rows) != set(np.concatenate([row for order in orders for row in batches(order, 1)]))
 
 
-def test_first_epoch_counts_on():
-    later = CellOrder(np.arange(100), 10, first_epoch=5)
+def test_epochs_count_on_from_the_first_and_validation_has_one():
+    later, validation = (CellOrder(np.arange(100), 10, first_epoch=first) for first in (5, None))
     later.set_epoch(1)
     assert later.epoch == 6
     assert {window.draw for window in later.windows()} == {6}
-    np.testing.assert_array_equal(
-        np.concatenate(batches(later, 1)), np.concatenate(batches(CellOrder(np.arange(100), 10), 6))
-    )
-
-
-def test_validation_is_always_epoch_zero():
-    order = CellOrder(np.arange(100), 10, first_epoch=None)
-    orders = [np.concatenate(batches(order, epoch)).tolist() for epoch in (0, 9)]
-    assert orders[0] == orders[1]
-    assert order.epoch == 0
+    np.testing.assert_array_equal(batches(later, 1), batches(CellOrder(np.arange(100), 10), 6))
+    np.testing.assert_array_equal(batches(validation, 0), batches(validation, 9))
+    assert validation.epoch == 0
 
 
 def test_a_pass_keeps_its_epoch():
@@ -252,37 +248,27 @@ def test_the_position_is_kept_until_its_epoch_begins():
     assert len(batches(again, 4)) == len(batches(again, 3)) == 10
 
 
-def test_a_finished_epoch_has_no_rest():
-    order = CellOrder(np.arange(100), 10)
-    order.advance(10)
-    order.load_state_dict(order.state_dict())
-    assert batches(order) == []
-    assert len(batches(order, 1)) == 10
-
-
 STATE_OPTIONS = {"rows": np.arange(0, 200, 2), "batch_size": 10, "lengths": LENGTHS[:100], "chunk_size": 4}
 
 
 @pytest.mark.parametrize(
-    ("changed", "name"),
+    ("changed", "message"),
     [
-        ({"seed": 1}, "seed is 0 there, but 1 here"),
         ({"rows": np.arange(100)}, "rows_hash"),
         ({"rows": np.arange(99), "lengths": LENGTHS[:99]}, "n_cells is 100 there, but 99 here"),
         ({"lengths": LENGTHS[100:200]}, "lengths_hash"),
         ({"lengths": None}, "lengths_hash"),
-        ({"batch_size": 11}, "batch_size is 10 there, but 11 here"),
-        ({"max_tokens_per_batch": 1000}, "max_tokens_per_batch is None there, but 1000 here"),
-        ({"world_size": 2}, "world_size is 1 there, but 2 here"),
-        ({"chunk_size": 8}, "chunk_size is 4 there"),
         ({"window_cells": 50}, "window_cells is"),
-        ({"shuffle": False}, "shuffle is True there"),
-        ({"drop_last": True}, "drop_last is False there"),
+        *(
+            ({name: here}, f"{name} is {there} there, but {here} here")
+            for name, there, here in [("seed", 0, 1), ("batch_size", 10, 11), ("max_tokens_per_batch", None, 1000)]
+            + [("world_size", 1, 2), ("chunk_size", 4, 8), ("shuffle", True, False), ("drop_last", False, True)]
+        ),
     ],
 )
-def test_a_state_of_another_order(changed, name):
+def test_a_state_of_another_order(changed, message):
     state = CellOrder(**STATE_OPTIONS).state_dict()
-    with pytest.raises(OptionError, match=name):
+    with pytest.raises(OptionError, match=message):
         CellOrder(**{**STATE_OPTIONS, **changed}).load_state_dict(state)
 
 
@@ -324,17 +310,15 @@ def test_states_that_cannot_be_loaded():
         ({"max_tokens_per_batch": 9}, "max_tokens_per_batch=9 needs lengths"),
         ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .* which has 10 tokens"),
         ({"max_tokens_per_batch": 9, "lengths": [1, 2, 3], "drop_last": True}, "drop_last=True needs batches"),
+        (
+            {"batch_size": None, "lengths": [9, 9, 9], "max_tokens_per_batch": 10, "world_size": 2},
+            "max_tokens_per_batch=10 leaves a batch to each of the 2 cells",
+        ),
     ],
 )
 def test_arguments(options, message):
     with pytest.raises(OptionError, match=message):
-        CellOrder(**{"rows": [0, 1, 2], "batch_size": 2, **options})
-
-
-def test_ranks_that_cannot_have_as_many_batches():
-    order = CellOrder(np.arange(3), None, lengths=np.array([9, 9, 9]), max_tokens_per_batch=10, world_size=2)
-    with pytest.raises(OptionError, match="max_tokens_per_batch=10 leaves a batch to each of the 2 cells"):
-        len(order)
+        len(CellOrder(**{"rows": [0, 1, 2], "batch_size": 2, **options}))
 
 
 def test_memory_of_many_cells():

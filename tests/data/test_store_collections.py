@@ -1,7 +1,5 @@
 """What else than a store of scforge can be opened as one: collections of annbatch."""
 
-from __future__ import annotations
-
 import shutil
 import warnings
 from pathlib import Path
@@ -14,9 +12,8 @@ import pytest
 import zarr
 from scipy import sparse
 
-from scforge.data import GeneVocab, StoreCells, open_cells
-from scforge.data.store_files import partial_path
-from scforge.errors import DataError, MissingFileError, ScforgeWarning
+from scforge.data import GeneVocab, open_cells
+from scforge.errors import DataError, ScforgeWarning
 
 ALL = [f"gene{i}" for i in range(80)]
 
@@ -49,17 +46,6 @@ def test_a_collection_of_annbatch(many_adata, tmp_path, assert_same):
     cells, memory = open_cells(tmp_path / "s.zarr", vocab), open_cells(many_adata, vocab)
     assert_same(cells.block(rows), memory.block(rows))
     assert cells.counts_kept == pytest.approx(memory.counts_kept)
-
-
-def test_a_collection_that_annbatch_shuffled(many_adata, tmp_path, twin, assert_same):
-    many_adata[:400].write_h5ad(tmp_path / "a.h5ad")
-    many_adata[400:].write_h5ad(tmp_path / "b.h5ad")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        annbatch.DatasetCollection(tmp_path / "s.zarr").add_adatas([tmp_path / "a.h5ad", tmp_path / "b.h5ad"])
-    cells = open_cells(tmp_path / "s.zarr")
-    assert sorted(cells.names()) == sorted(many_adata.obs_names)
-    assert_same(cells.block(np.arange(700)), twin(cells, many_adata).block(np.arange(700)))
 
 
 def test_stored_zeros_unsorted_rows_and_repeated_genes(tmp_path):
@@ -107,34 +93,17 @@ def test_a_collection_without_counts(many_adata, tmp_path, value, match):
 
 def test_collections_that_cannot_be_used(many_adata, tmp_path):
     small = many_adata[:40].copy()
-    write_foreign(tmp_path / "genes.zarr", [small, small[:, ::-1].copy()])
-    with pytest.raises(DataError, match="dataset_1 of .* has other genes, or in another order, than dataset_0"):
-        open_cells(tmp_path / "genes.zarr")
     dense = small.copy()
     dense.X = dense.X.toarray()
-    write_foreign(tmp_path / "dense.zarr", [dense])
-    with pytest.raises(DataError, match="X of dataset_0 of .* is array, not csr_matrix"):
-        open_cells(tmp_path / "dense.zarr")
-    write_foreign(tmp_path / "none.zarr", [])
-    with pytest.raises(DataError, match="has no dataset"):
-        open_cells(tmp_path / "none.zarr")
-
-
-def test_a_collection_with_a_missing_file(many_adata, tmp_path):
-    write_foreign(tmp_path / "s.zarr", [many_adata[:40].copy(), many_adata[40:80].copy()])
+    for parts, message in [
+        ([small, small[:, ::-1].copy()], "dataset_1 of .* has other genes, or in another order, than dataset_0"),
+        ([dense], "X of dataset_0 of .* is array, not csr_matrix"),
+        ([], "has no dataset"),
+    ]:
+        write_foreign(tmp_path / f"{len(parts)}.zarr", parts)
+        with pytest.raises(DataError, match=message):
+            open_cells(tmp_path / f"{len(parts)}.zarr")
+    write_foreign(tmp_path / "s.zarr", [small, many_adata[40:80].copy()])
     shutil.rmtree(tmp_path / "s.zarr" / "dataset_1" / "X" / "data" / "c")
-    cells = open_cells(tmp_path / "s.zarr")
     with pytest.raises(DataError, match="dataset_1 of .* is damaged at cell 0: it has no counts"):
-        cells.block(np.arange(80))
-
-
-@pytest.mark.parametrize("opener", [StoreCells.open, open_cells])
-def test_what_is_no_store(opener, tmp_path, many_adata):
-    with pytest.raises(MissingFileError, match=r"no\.zarr"):
-        opener(tmp_path / "no.zarr")
-    partial_path(tmp_path / "s.zarr").mkdir()
-    with pytest.raises(DataError, match=r"s\.zarr' is incomplete: run the same scforge convert again to continue"):
-        opener(tmp_path / "s.zarr")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match="folder' is a folder without"):
-        opener(tmp_path / "folder")
+        open_cells(tmp_path / "s.zarr").block(np.arange(80))

@@ -1,20 +1,21 @@
-"""A look at a store, and the check that nothing in it is damaged."""
+"""A look at a store and at what stands in it beside the cells, and the check that nothing in it is damaged."""
 
-from __future__ import annotations
-
+import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import anndata as ad
+import fsspec
 import numpy as np
 import pytest
+import zarr
 
 from scforge.cli import main
-from scforge.data import GeneVocab, StoreInfo, convert, inspect_store
+from scforge.data import GeneVocab, StoreCells, StoreInfo, convert, inspect_store, open_cells
+from scforge.data.store_files import is_store, open_store_group, partial_path, read_measured, read_vocab
 from scforge.data.store_hash import dataset_hash
-from scforge.errors import DataError
+from scforge.errors import DataError, MissingFileError
 
 
 @pytest.fixture
@@ -28,13 +29,7 @@ def folder(tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return tmp_path
 
 
-def flip(path: Path, share: float) -> None:
-    content = bytearray(path.read_bytes())
-    content[int(len(content) * share)] ^= 4
-    path.write_bytes(content)
-
-
-def test_what_it_shows(folder):
+def test_what_it_shows(folder, tiny_adata):
     found = inspect_store("s.zarr")
     assert found.info == StoreInfo.read("s.zarr")
     assert found.columns == {"group": "2 categories"}
@@ -42,25 +37,21 @@ def test_what_it_shows(folder):
     assert found.sources == {"a.h5ad": "unchanged", "b.h5ad": "unchanged"}
     for text in ("1,200 x 80", "shuffled, seed 0", "counts as uint16", "80 genes", "--verify checks it"):
         assert text in str(found)
-
-
-def test_what_became_of_the_sources(folder, tiny_adata):
     os.utime("a.h5ad", ns=(0, 10**9))
     Path("b.h5ad").unlink()
     assert inspect_store("s.zarr").sources == {"a.h5ad": "changed since", "b.h5ad": "not there any more"}
     convert(tiny_adata, "t.zarr")
     assert inspect_store("t.zarr", verify=True).sources == {"adata": "not checked"}
-
-
-def test_a_sound_store_is_verified(folder):
-    assert inspect_store("s.zarr", verify=True).verified
     shutil.move("s.zarr", "elsewhere.zarr")
     assert inspect_store(f"file://{folder}/elsewhere.zarr", verify=True).verified
 
 
 @pytest.mark.parametrize("part", ["data", "indices"])
 def test_cells_of_a_damaged_piece_are_named(folder, part):
-    flip(folder / f"s.zarr/dataset_0/X/{part}/c/0", 0.5)
+    path = folder / f"s.zarr/dataset_0/X/{part}/c/0"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
     inspect_store("s.zarr")
     with pytest.raises(DataError, match=r"'s\.zarr' is damaged: cells (\d+) to (\d+) of dataset_0; copy") as told:
         inspect_store("s.zarr", verify=True)
@@ -69,45 +60,26 @@ def test_cells_of_a_damaged_piece_are_named(folder, part):
     assert last - first <= 2 * 256
 
 
-def damage_obs(folder: Path) -> None:
-    shutil.rmtree(folder / "s.zarr/dataset_0/obs/group/codes/c")
-
-
-def damage_boundaries(folder: Path) -> None:
-    (folder / "s.zarr/dataset_0/X/indptr/c/0").unlink()
-
-
-def damage_counts(folder: Path) -> None:
-    (folder / "s.zarr/dataset_0/X/data/c/0").unlink()
-
-
-def damage_vocab(folder: Path) -> None:
-    (folder / "s.zarr/scforge/vocab/c/0").unlink()
-
-
-def remove_dataset(folder: Path) -> None:
-    shutil.rmtree(folder / "s.zarr/dataset_0")
-
-
-def change_hash(folder: Path) -> None:
-    path = folder / "s.zarr/zarr.json"
-    path.write_text(path.read_text().replace(StoreInfo.read("s.zarr").content_hash, "0" * 64))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("damage", "match"),
+    ("part", "match"),
     [
-        (damage_obs, "dataset_0 has other content than was written"),
-        (damage_boundaries, "the row boundaries of dataset_0 are not those that were written"),
-        (damage_counts, r"cells 0 to \d+ of dataset_0"),
-        (damage_vocab, "its vocabulary cannot be read"),
-        (remove_dataset, "the row boundaries of dataset_0 are not those that were written"),
-        (change_hash, "its description does not fit its content hash"),
+        ("dataset_0/obs/group/codes/c", "dataset_0 has other content than was written"),
+        ("dataset_0/X/indptr/c/0", "the row boundaries of dataset_0 are not those that were written"),
+        ("dataset_0/X/data/c/0", r"cells 0 to \d+ of dataset_0"),
+        ("scforge/vocab/c/0", "its vocabulary cannot be read"),
+        ("dataset_0", "the row boundaries of dataset_0 are not those that were written"),
+        ("hash", "its description does not fit its content hash"),
     ],
 )
-def test_damage_is_named(folder: Path, damage: Callable[[Path], None], match: str) -> None:
-    damage(folder)
+def test_damage_is_named(folder, part, match):
+    place, description = folder / "s.zarr" / part, folder / "s.zarr/zarr.json"
+    if place.is_dir():
+        shutil.rmtree(place)
+    elif place.is_file():
+        place.unlink()
+    else:
+        description.write_text(description.read_text().replace(StoreInfo.read("s.zarr").content_hash, "0" * 64))
     with pytest.raises(DataError, match=match):
         inspect_store("s.zarr", verify=True)
 
@@ -149,3 +121,78 @@ def test_hashes_do_not_depend_on_how_it_is_packed(folder):
     assert found == StoreInfo.read("s.zarr").datasets[0]["hash"]
     changed = dataset.obs.assign(group=dataset.obs["group"].to_numpy()[::-1])
     assert found != dataset_hash(dataset.X.indptr, dataset.X.indices, dataset.X.data, changed)
+
+
+@pytest.fixture
+def store(tiny_adata: ad.AnnData, tmp_path: Path) -> Path:
+    convert(tiny_adata, tmp_path / "s.zarr")
+    return tmp_path / "s.zarr"
+
+
+def test_the_description_comes_back_from_path_url_and_group(store):
+    info = StoreInfo.read(store)
+    group, same = open_store_group(str(store))
+    assert info == same == StoreInfo.read(group) == StoreInfo.read(f"file://{store}")
+    assert {"format": 1, "n_cells": 60, "n_genes": 80, "chunk_size": 256}.items() <= info.to_json().items()
+    assert len(info) == info.sources[0]["n_cells"] == info.datasets[0]["n_cells"] == 60
+    assert "60 x 80" in str(info)
+    assert read_vocab(group).hash == info.vocab_hash
+    assert read_measured(group).tolist() == [[True] * 80]
+    listed = json.loads((store / "zarr.json").read_text())["consolidated_metadata"]["metadata"]
+    assert {"dataset_0/X/indptr", "dataset_0/obs/scforge_total", "scforge/vocab"} <= set(listed)
+
+
+def test_remote(store):
+    system = fsspec.filesystem("memory")
+    system.put(str(store), "/stores/s.zarr", recursive=True)
+    group, info = open_store_group("memory://stores/s.zarr")
+    assert info == StoreInfo.read(store)
+    assert read_vocab(group).hash == info.vocab_hash
+    with pytest.raises(MissingFileError, match="'memory://stores/no.zarr' does not exist"):
+        StoreInfo.read("memory://stores/no.zarr")
+    system.mkdirs("/stores/.half.zarr.partial")
+    system.touch("/stores/.half.zarr.partial/lock")
+    with pytest.raises(DataError, match="'memory://stores/half.zarr' is incomplete"):
+        StoreInfo.read("memory://stores/half.zarr")
+
+
+def test_what_is_no_store(tiny_adata, store, tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "zarr.json").write_text("{")
+    tiny_adata.write_zarr(tmp_path / "a.zarr")
+    zarr.create_group(tmp_path / "c.zarr", attributes={"encoding-type": "annbatch-preshuffled"})
+    partial_path(tmp_path / "half.zarr").mkdir()
+    for name, match in {
+        "folder": "'.*folder' is a folder without a store",
+        "file": "'.*file' is a file, but a store is a folder; scforge convert",
+        "broken": "'.*broken' is no zarr folder",
+        "a.zarr": r"'.*a\.zarr' is an AnnData, not a store; scforge convert SOURCE -o STORE",
+        "s.zarr/dataset_0": "is an AnnData, not a store",
+        "c.zarr": "is a collection of annbatch that scforge has not written",
+        "half.zarr": r"'.*half\.zarr' is incomplete: run the same scforge convert again to continue\.",
+    }.items():
+        with pytest.raises(DataError, match=match):
+            StoreInfo.read(tmp_path / name)
+        assert not is_store(tmp_path / name)
+    for opener in (StoreInfo.read, StoreCells.open, open_cells):
+        with pytest.raises(MissingFileError, match=r"nothing\.zarr"):
+            opener(tmp_path / "nothing.zarr")
+        with pytest.raises(DataError, match=r"half\.zarr' is incomplete: run the same scforge convert again"):
+            opener(tmp_path / "half.zarr")
+        with pytest.raises(DataError, match="folder' is a folder without"):
+            opener(tmp_path / "folder")
+    assert not is_store(tmp_path / "nothing")
+    assert is_store(store)
+
+
+def test_a_damaged_vocabulary(store):
+    group = zarr.open_group(store, mode="a")
+    content = bytes(group["scforge/vocab"][...]).replace(b"gene11", b"gene1x")
+    group["scforge/vocab"][...] = np.frombuffer(content, dtype=np.uint8)
+    with pytest.raises(DataError, match="damaged: its vocabulary is not what was written"):
+        read_vocab(group)
+    del group["scforge/measured"]
+    with pytest.raises(DataError, match="damaged: it has no 'scforge/measured'"):
+        read_measured(zarr.open_group(store, mode="r", use_consolidated=False))

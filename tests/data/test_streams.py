@@ -1,6 +1,6 @@
 """Sources of cells, read piece by piece."""
 
-from __future__ import annotations
+from pathlib import Path
 
 import anndata as ad
 import numpy as np
@@ -8,6 +8,8 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
+from scforge.data import stream_memory
+from scforge.data.stream_memory import available_memory
 from scforge.data.streams import open_streams
 from scforge.errors import DataError, MissingFileError, OptionError
 
@@ -25,36 +27,22 @@ def read(stream, start: int = 0) -> np.ndarray:
     return np.concatenate(parts)
 
 
-@pytest.fixture(params=FORMS)
-def formed(request, tiny_adata):
-    """The cells with their counts in each form."""
-    tiny_adata.X = FORMS[request.param](tiny_adata.X)
-    return tiny_adata
-
-
-@pytest.fixture
-def counts(tiny_adata) -> np.ndarray:
-    return tiny_adata.X.toarray()
-
-
-def check(stream, counts, adata) -> None:
-    for start in (0, 1, 59):
-        np.testing.assert_array_equal(read(stream, start), counts[start:])
-    assert stream.n_cells == len(counts)
-    assert stream.n_entries == np.count_nonzero(counts)
-    pd.testing.assert_frame_equal(stream.var, adata.var)
-    pd.testing.assert_frame_equal(stream.obs(), adata.obs)
-    pd.testing.assert_frame_equal(stream.obs(["batch"]), adata.obs[["batch"]])
-    with pytest.raises(DataError, match="has no column 'bach'; did you mean 'batch'"):
-        stream.obs(["bach"])
-
-
-def test_an_anndata_and_its_file(counts, formed, tmp_path):
-    formed.write_h5ad(tmp_path / "a.h5ad")
+@pytest.mark.parametrize("form", FORMS)
+def test_an_anndata_and_its_file(tiny_adata, tmp_path, form):
+    counts, tiny_adata.X = tiny_adata.X.toarray(), FORMS[form](tiny_adata.X)
+    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
     backed = ad.read_h5ad(tmp_path / "a.h5ad", backed="r")
-    for source in (formed, tmp_path / "a.h5ad", str(tmp_path / "a.h5ad"), backed):
+    for source in (tiny_adata, tmp_path / "a.h5ad", str(tmp_path / "a.h5ad"), backed):
         (stream,) = open_streams(source)
-        check(stream, counts, formed)
+        for start in (0, 1, 59):
+            np.testing.assert_array_equal(read(stream, start), counts[start:])
+        assert stream.n_cells == len(counts)
+        assert stream.n_entries == np.count_nonzero(counts)
+        pd.testing.assert_frame_equal(stream.var, tiny_adata.var)
+        pd.testing.assert_frame_equal(stream.obs(), tiny_adata.obs)
+        pd.testing.assert_frame_equal(stream.obs(["batch"]), tiny_adata.obs[["batch"]])
+        with pytest.raises(DataError, match="has no column 'bach'; did you mean 'batch'"):
+            stream.obs(["bach"])
     backed.file.close()
 
 
@@ -72,3 +60,42 @@ def test_lists_and_patterns(tiny_adata, tmp_path, monkeypatch):
         open_streams("b*.h5")
     with pytest.raises(MissingFileError, match=r"'aa\.h5ad' does not exist\.$"):
         open_streams("aa.h5ad")
+
+
+OUTER, INNER = "/sys/fs/cgroup", "/sys/fs/cgroup/user/job"
+LIMITED = {f"{INNER}/memory.max": "5000000", f"{INNER}/memory.current": "3000000"}
+OLD = f"{OUTER}/memory"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 9_216_000),
+        # A job's own limit; what the page cache holds is given back.
+        (LIMITED | {f"{INNER}/memory.stat": "anon 5\ninactive_file 1000000\nactive_file 500000"}, 3_500_000),
+        # The limit of a group above it, and none of its own; inside a container the root has the limit.
+        ({f"{INNER}/memory.max": "max\n", "/sys/fs/cgroup/user/memory.max": "100"}, 9_216_000),
+        ({f"{OUTER}/memory.max": "4000000", f"{OUTER}/memory.current": "1"}, 3_999_999),
+        ({f"{OUTER}/memory.max": "4000000", f"{OUTER}/memory.current": "5000000"}, 0),
+        # Groups of the first version, one without a limit.
+        (
+            {"/proc/self/cgroup": "4:memory:/job\n5:cpu:/other\n"}
+            | {f"{OLD}/job/memory.limit_in_bytes": "7000000", f"{OLD}/job/memory.usage_in_bytes": "1000000"}
+            | {f"{OLD}/memory.limit_in_bytes": "9223372036854771712", f"{OLD}/memory.usage_in_bytes": "1000000"},
+            6_000_000,
+        ),
+    ],
+)
+def test_the_tightest_limit_of_memory_counts(files, expected, monkeypatch):
+    meminfo = "MemTotal: 16000 kB\nMemAvailable: 9000 kB\nHugePages_Total: 0\n"
+    system = {"/proc/meminfo": meminfo, "/proc/self/cgroup": "0::/user/job\n", **files}
+    monkeypatch.setattr(stream_memory, "_text", lambda path: system.get(Path(path).as_posix(), ""))
+    assert available_memory() == expected
+
+
+def test_memory_of_a_system_without_these_files(monkeypatch):
+    assert 10**7 < available_memory() < 10**14
+    monkeypatch.setattr(stream_memory, "_text", lambda path: "")
+    assert available_memory() > 10**8
+    monkeypatch.delattr("os.sysconf")
+    assert available_memory() is None

@@ -1,13 +1,11 @@
 """Random numbers of a cell, and the views that they make."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import sparse, stats
 
 from scforge.data import CellBlock, CellSource
-from scforge.data.random import cell_keys, uniform
+from scforge.data.random import cell_keys, content_keys, uniform
 from scforge.data.thinning import thin
 
 PLAIN = {"keep": (0.5, 0.5), "gene_dropout": (0.0, 0.0), "seed": 0, "epoch": 0, "view": 0}
@@ -34,14 +32,29 @@ def test_uniform_numbers_are_uniform():
     assert stats.kstest(draws.ravel(), "uniform").pvalue > 1e-3
     assert abs(np.corrcoef(draws[:-1].ravel(), draws[1:].ravel())[0, 1]) < 0.03
     assert abs(np.corrcoef(draws[:, :-1].ravel(), draws[:, 1:].ravel())[0, 1]) < 0.03
-
-
-def test_keys_differ_by_everything_they_depend_on():
-    sets = [
-        {"seed": seed, "epoch": epoch, "stream": stream} for seed in (0, 1) for epoch in (0, 1) for stream in (0, 1)
-    ]
-    keys = np.concatenate([cell_keys(np.arange(1000), **options) for options in sets])
+    options = [{"seed": s, "epoch": e, "stream": x} for s, e, x in np.ndindex(2, 2, 2)]
+    keys = np.concatenate([cell_keys(np.arange(1000), **some) for some in options])
     assert len(np.unique(keys)) == len(keys)
+
+
+def test_numbers_of_a_cell_depend_on_its_counts_and_not_on_its_place():
+    def block(rows, draw=0) -> CellBlock:
+        made = CellBlock.from_csr(counts[rows])
+        return CellBlock(made.indptr, made.genes, made.counts, made.totals, made.rows, draw=draw)
+
+    counts = sparse.csr_matrix(np.random.default_rng(0).poisson(0.5, (50, 40)).astype(np.float32))
+    whole, order = content_keys(block(np.arange(50)), seed=3), np.random.default_rng(1).permutation(50)[:20]
+    np.testing.assert_array_equal(content_keys(block(order), seed=3), whole[order])
+    keys = [content_keys(block(range(50), d), seed=seed, stream=stream) for d, seed, stream in np.ndindex(2, 2, 2)]
+    assert len(np.unique(np.concatenate(keys))) == 8 * 50
+    # One count more or another gene changes them.
+    cells = [[1, 2, 0, 0], [1, 3, 0, 0], [2, 1, 0, 0], [1, 0, 2, 0], [0, 0, 0, 0]]
+    keys = content_keys(CellBlock.from_csr(sparse.csr_matrix(np.array(cells, dtype=np.float32))), seed=0)
+    assert len(np.unique(keys)) == 5
+    many = sparse.csr_matrix(np.random.default_rng(0).poisson(0.3, (4000, 30)).astype(np.float32))
+    keys = content_keys(CellBlock.from_csr(many), seed=0)
+    bits = (keys[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)
+    assert np.abs(bits.mean(axis=0) - 0.5).max() < 0.04
 
 
 def test_a_view_does_not_depend_on_the_batch(source):
@@ -51,40 +64,30 @@ def test_a_view_does_not_depend_on_the_batch(source):
     for i, row in enumerate(rows):
         assert cell(some, i) == cell(whole, row)
     np.testing.assert_array_equal(some.rows, rows)
-
-
-@pytest.mark.parametrize("change", [{"seed": 9}, {"epoch": 9}, {"view": 9}])
-def test_seed_epoch_and_view_change_it(source, change):
-    block = source.block(np.arange(20))
-    one, two = thin(block, **PLAIN), thin(block, **PLAIN | change)
-    assert all(cell(one, i) != cell(two, i) for i in range(20))
-
-
-@pytest.mark.parametrize("keep", [0.1, 0.5, 0.9])
-def test_share_of_counts_kept(source, keep):
-    block = source.block(np.arange(200))
-    view = thin(block, **PLAIN | {"keep": (keep, keep)})
-    for before, after in ((block.counts.sum(), view.counts.sum()), (block.totals.sum(), view.totals.sum())):
-        assert abs(after - before * keep) < 5 * np.sqrt(before * keep * (1 - keep))
+    for change in ({"seed": 9}, {"epoch": 9}, {"view": 9}):
+        other = thin(source.block(np.arange(200)), **options | change)
+        assert all(cell(whole, i) != cell(other, i) for i in range(200))
 
 
 def test_counts_are_binomial():
-    block = CellBlock.from_csr(sparse.csr_matrix(np.full((4000, 1), 7.0)))
-    view = thin(block, **PLAIN | {"keep": (0.3, 0.3)})
-    drawn = np.zeros(4000, dtype=int)
-    drawn[np.diff(view.indptr) == 1] = view.counts.astype(int)
-    observed = np.bincount(drawn, minlength=8)
+    def drawn(count: int, keep: tuple[float, float], n: int = 4000) -> np.ndarray:
+        """Return what is left of one count in each of `n` cells."""
+        view = thin(CellBlock.from_csr(sparse.csr_matrix(np.full((n, 1), float(count)))), **PLAIN | {"keep": keep})
+        left = np.zeros(n)
+        left[np.diff(view.indptr) == 1] = view.counts
+        assert (view.totals >= 1).all()
+        return left
+
+    observed = np.bincount(drawn(7, (0.3, 0.3)).astype(int), minlength=8)
     expected = 4000 * stats.binom.pmf(np.arange(8), 7, 0.3)
     assert stats.chisquare(observed[:6], expected[:6] * observed[:6].sum() / expected[:6].sum()).pvalue > 1e-3
-
-
-def test_large_counts_have_the_mean_and_spread_of_a_binomial():
-    n = 50_000
-    view = thin(CellBlock.from_csr(sparse.csr_matrix(np.full((3000, 1), float(n)))), **PLAIN | {"keep": (0.4, 0.4)})
-    assert abs(view.counts.mean() - 0.4 * n) < 5 * np.sqrt(n * 0.24 / 3000)
-    assert view.counts.std() == pytest.approx(np.sqrt(n * 0.24), rel=0.1)
-    assert (view.counts == np.rint(view.counts)).all()
-    assert view.counts.max() <= n
+    left = drawn(50_000, (0.4, 0.4))
+    assert abs(left.mean() - 20_000) < 5 * np.sqrt(50_000 * 0.24 / 4000)
+    assert left.std() == pytest.approx(np.sqrt(50_000 * 0.24), rel=0.1)
+    assert (left == np.rint(left)).all()
+    # Rates are drawn for each cell, and a view without counts has a total.
+    assert stats.kstest((drawn(50_000, (0.3, 1.0)) / 50_000 - 0.3) / 0.7, "uniform").pvalue > 1e-3
+    assert (drawn(1, (0.01, 0.01)) == 0).any()
 
 
 def test_counts_never_grow_and_genes_are_never_new(source):
@@ -97,12 +100,8 @@ def test_counts_never_grow_and_genes_are_never_new(source):
     assert (view.counts >= 1).all()
     assert (view.totals >= after.sum(axis=1)).all()
     assert (view.totals <= block.totals).all()
-
-
-def test_keeping_everything_changes_nothing(source):
-    block = source.block(np.arange(50))
-    view = thin(block, **PLAIN | {"keep": (1.0, 1.0)})
-    assert all(cell(view, i) == cell(block, i) for i in range(50))
+    whole = thin(block, **PLAIN | {"keep": (1.0, 1.0)})
+    assert all(cell(whole, i) == cell(block, i) for i in range(200))
 
 
 def test_totals_count_what_is_left_and_dropout_does_not_change_them(source):
@@ -114,19 +113,6 @@ def test_totals_count_what_is_left_and_dropout_does_not_change_them(source):
     np.testing.assert_array_equal(dropped.totals, view.totals)
     share = len(dropped.genes) / len(view.genes)
     assert share == pytest.approx(0.6, abs=0.03)
-
-
-def test_a_view_without_counts_has_a_total():
-    block = CellBlock.from_csr(sparse.csr_matrix(np.ones((50, 1))))
-    view = thin(block, **PLAIN | {"keep": (0.01, 0.01)})
-    assert (np.diff(view.indptr) == 0).any()
-    assert (view.totals >= 1).all()
-
-
-def test_rates_are_drawn_for_each_cell():
-    block = CellBlock.from_csr(sparse.csr_matrix(np.full((2000, 1), 50_000.0)))
-    view = thin(block, **PLAIN | {"keep": (0.3, 1.0)})
-    assert stats.kstest((view.counts / 50_000 - 0.3) / 0.7, "uniform").pvalue > 1e-3
 
 
 def test_shares_whose_logarithm_is_drawn_evenly(source):

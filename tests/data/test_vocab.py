@@ -1,15 +1,18 @@
-"""GeneVocab: ids, second names, hash, files."""
-
-from __future__ import annotations
+"""GeneVocab: ids, second names, hash, files; and what must hold for every vocabulary and data set."""
 
 import json
+import pickle
+import string
 
+import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scipy import sparse
 
-from scforge.data import GeneVocab
-from scforge.data.named import NAMED_VOCABS
+from scforge.data import GeneMap, GeneVocab
 from scforge.data.naming import id_kind, strip_version
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
 
@@ -38,107 +41,62 @@ def test_encode_knows_versions_symbols_and_unknown(vocab):
     assert ids.dtype == np.int32
     assert "ENSG00000000002.3" in vocab
     assert "nothing" not in vocab
-
-
-def test_a_gene_name_wins_over_a_symbol_of_another_gene():
+    # A gene's own name wins over a symbol of another gene.
     assert GeneVocab(("A", "B"), symbols=("B", "C")).encode(["B", "C"]).tolist() == [5, 5]
-
-
-def test_round_trip(vocab, tmp_path):
-    vocab.save(tmp_path / "vocab.json")
-    again = GeneVocab.from_file(tmp_path / "vocab.json")
-    assert again == vocab
-    assert hash(again) == hash(vocab)
-    assert (again.genes, again.symbols, again.release) == (vocab.genes, vocab.symbols, vocab.release)
-    np.testing.assert_array_equal(again.medians, vocab.medians)  # to the last bit
+    assert [strip_version(name) for name in ("ENSG00000141510.18", "RP11-34P13.7")] == [
+        "ENSG00000141510",
+        "RP11-34P13.7",
+    ]
+    assert id_kind(["ENSMUSG00000059552", "ENSG00000141510.18"]) == "Ensembl ids"
+    assert id_kind(["TP53", "CD3D", "ENSG00000141510"]) == id_kind([]) == "gene symbols"
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "values"),
     [
-        ("genes", ["ENSG00000000002", "ENSG00000000001", "ENSG00000000003"]),
-        ("genes", ["x", "y"]),
-        ("genes", [1, 2, 3]),
-        ("genes", None),
-        ("genes", ["x", "x", "y"]),
-        ("symbols", ["A1", "SHARED", "OTHER"]),
-        ("medians", [0.1, 0.3, 7.0]),
-        ("medians", [0.1, -1.0, 7.0]),
-        ("hash", "0"),
-        ("hash", None),
-        ("release", "other, from_data"),
-        ("release", [1]),
-        ("genes", "ABC"),
-        ("genes", {"x": 1, "y": 2, "z": 3}),
-        ("symbols", "ABC"),
-        ("symbols", [1, 2, 3]),
-        ("medians", ["0.1", "1", "7"]),
-        ("medians", 1.0),
-        ("medians", [10**400, 1, 2]),
-        ("special_tokens", "<pad>"),
-        ("special_tokens", []),
-        ("aliases", ["x"]),
-        ("aliases", {"x": 1}),
-        ("aliases", {"x": "nothing"}),
-        ("format", "1"),
-        ("format", True),
-        ("format", 3),
-        ("checksum", "0"),
-        ("checksum", 3),
-        ("more", 1),
+        ("genes", [["ENSG00000000002", "ENSG00000000001", "ENSG00000000003"], ["x", "y"], [1, 2, 3], None]),
+        ("genes", [["x", "x", "y"], "ABC", {"x": 1, "y": 2, "z": 3}]),
+        ("symbols", [["A1", "SHARED", "OTHER"], "ABC", [1, 2, 3]]),
+        ("medians", [[0.1, 0.3, 7.0], [0.1, -1.0, 7.0], ["0.1", "1", "7"], 1.0, [10**400, 1, 2]]),
+        ("hash", ["0", None]),
+        ("release", ["other, from_data", [1]]),
+        ("special_tokens", ["<pad>", []]),
+        ("aliases", [["x"], {"x": 1}, {"x": "nothing"}]),
+        ("format", ["1", True, 3]),
+        ("checksum", ["0", 3]),
+        ("more", [1]),
     ],
 )
-def test_changed_file_is_refused(vocab, tmp_path, key, value):
+def test_changed_file_is_refused(vocab, tmp_path, key, values):
     path = tmp_path / "vocab.json"
     vocab.save(path)
     content = json.loads(path.read_text())
-    path.write_text(json.dumps(content | {key: value}))
-    with pytest.raises(ModelFileError, match=r"vocab\.json.*[^.]\.$"):
-        GeneVocab.from_file(path)
+    for value in values:
+        path.write_text(json.dumps(content | {key: value}))
+        with pytest.raises(ModelFileError, match=r"vocab\.json.*[^.]\.$"):
+            GeneVocab.from_file(path)
 
 
-def test_a_file_without_a_checksum_is_read(vocab, tmp_path):
+def test_files_of_another_layout(vocab, tmp_path):
     path = tmp_path / "vocab.json"
     vocab.save(path)
-    content = json.loads(path.read_text())
+    whole = path.read_text()
+    content = json.loads(whole)
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False))
+    assert GeneVocab.from_file(path) == vocab
     del content["checksum"], content["aliases"]
     path.write_text(json.dumps(content))
     assert GeneVocab.from_file(path) == vocab
     assert GeneVocab.from_file(path).release == "test"
-
-
-def test_the_layout_of_a_file_is_of_no_matter(vocab, tmp_path):
-    path = tmp_path / "vocab.json"
-    vocab.save(path)
-    path.write_text(json.dumps(json.loads(path.read_text()), indent=2, ensure_ascii=False))
-    assert GeneVocab.from_file(path) == vocab
-
-
-@pytest.mark.parametrize("path", [None, 3, ["vocab.json"]])
-def test_paths_that_are_none(path):
-    with pytest.raises(OptionError, match="^path=.* is not the path of a file"):
+    for text in ("", "not json", "[]", "{}", "\x00", '"genes"'):
+        path.write_text(text)
+        with pytest.raises(ModelFileError, match="not an scforge vocabulary"):
+            GeneVocab.from_file(path)
+    path.write_text(whole[:-20])
+    with pytest.raises(ModelFileError, match=r"vocab\.json"):
         GeneVocab.from_file(path)
-
-
-@pytest.mark.parametrize("text", ["", "not json", "[]", "{}", "\x00", '"genes"'])
-def test_foreign_file_is_refused(tmp_path, text):
-    path = tmp_path / "vocab.json"
-    path.write_text(text)
-    with pytest.raises(ModelFileError, match="not an scforge vocabulary"):
-        GeneVocab.from_file(path)
-
-
-def test_truncated_file_is_refused(vocab, tmp_path):
-    path = tmp_path / "vocab.json"
-    vocab.save(path)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ModelFileError):
-        GeneVocab.from_file(path)
-
-
-def test_missing_file(tmp_path):
     with pytest.raises(MissingFileError, match="does not exist"):
-        GeneVocab.from_file(tmp_path / "vocab.json")
+        GeneVocab.from_file(tmp_path / "none.json")
 
 
 def test_hash_depends_on_order_symbols_and_medians_but_not_on_release():
@@ -154,24 +112,18 @@ def test_hash_depends_on_order_symbols_and_medians_but_not_on_release():
     assert len({base, *others}) == 6
     assert base == GeneVocab(("A", "B"), release="other")
     assert base != "A"
-
-
-def test_hash_separates_genes_from_symbols():
     assert GeneVocab(("A",), symbols=("BC",)) != GeneVocab(("AB",), symbols=("C",))
 
 
-def test_immutable(vocab):
+def test_vocabularies_do_not_change(vocab):
+    medians = np.array([1.0, 2.0])
+    copied = GeneVocab(("A", "B"), medians=medians)
+    medians[0] = 5.0
+    assert copied.medians[0] == 1.0
     with pytest.raises(AttributeError):
         vocab.genes = ("A",)
     with pytest.raises(ValueError, match="read-only"):
         vocab.medians[0] = 1.0
-
-
-def test_medians_are_copied():
-    medians = np.array([1.0, 2.0])
-    vocab = GeneVocab(("A", "B"), medians=medians)
-    medians[0] = 5.0
-    assert vocab.medians[0] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -185,75 +137,18 @@ def test_medians_are_copied():
         ({"genes": ("A",), "medians": np.array([0.0])}, "not a positive number"),
         ({"genes": ("A",), "medians": np.array([np.nan])}, "not a positive number"),
         ({"genes": ("A",), "medians": np.array([np.inf])}, "not a positive number"),
+        *(({"genes": (name, "a")}, "genes has 1 missing names; fill them") for name in (None, np.nan, pd.NA, pd.NaT)),
     ],
 )
 def test_bad_vocabularies(options, message):
     with pytest.raises(DataError, match=message):
-        GeneVocab(**options)
+        GeneVocab(**options) if "missing" not in message else GeneVocab.from_genes(**options)
 
 
 def test_from_adata(tiny_adata):
     assert GeneVocab.from_adata(tiny_adata).genes == tuple(tiny_adata.var_names)
     tiny_adata.var["versioned"] = tiny_adata.var["ensembl"] + ".4"
     assert GeneVocab.from_adata(tiny_adata, gene_key="versioned").genes == tuple(tiny_adata.var["ensembl"])
-
-
-def test_human_protein_coding():
-    vocab = GeneVocab.named("human_protein_coding")
-    assert 19_000 < vocab.n_genes < 21_000
-    assert vocab.kind == "Ensembl ids"
-    assert all(strip_version(gene) == gene for gene in vocab.genes)
-    ids = vocab.encode(["CD3D", "ENSG00000167286", "ENSG00000167286.9", "MS4A1", "ENSG00000156738"])
-    assert ids[0] == ids[1] == ids[2] > 3
-    assert ids[3] == ids[4] > 3
-    assert NAMED_VOCABS["human_protein_coding"] in vocab.release
-
-
-def test_unknown_named_vocabulary_suggests():
-    with pytest.raises(OptionError, match="did you mean 'human_protein_coding'"):
-        GeneVocab.named("human_protein_codin")
-
-
-@pytest.mark.parametrize(
-    ("names", "kind"),
-    [
-        (["ENSG00000141510", "ENSG00000141510.18"], "Ensembl ids"),
-        (["ENSMUSG00000059552", "ENSMUSG00000000001"], "Ensembl ids"),
-        (["TP53", "CD3D", "ENSG00000141510"], "gene symbols"),
-        ([], "gene symbols"),
-    ],
-)
-def test_id_kind(names, kind):
-    assert id_kind(names) == kind
-
-
-def test_strip_version():
-    assert strip_version("ENSG00000141510.18") == "ENSG00000141510"
-    assert strip_version("RP11-34P13.7") == "RP11-34P13.7"
-
-
-@pytest.mark.parametrize("names", ["ABC", None, 3])
-def test_names_that_are_no_list(vocab, names):
-    for use, argument in [(GeneVocab.from_genes, "genes"), (vocab.encode, "names"), (vocab.gene_indices, "names")]:
-        with pytest.raises(OptionError, match=f"^{argument}={names!r} is not a list of names; pass a list"):
-            use(names)
-
-
-@pytest.mark.parametrize("missing", [None, float("nan"), pd.NA, pd.NaT])
-def test_missing_names(missing):
-    with pytest.raises(DataError, match="genes has 1 missing names; fill them"):
-        GeneVocab.from_genes([missing, "a"])
-
-
-def test_from_what_is_no_adata():
-    with pytest.raises(OptionError, match="adata is of type 'str'; read it with anndata.read_h5ad"):
-        GeneVocab.from_adata("cells.h5ad")
-
-
-@pytest.mark.parametrize("wrong", [-1, 7, 99])
-def test_decode_of_no_token(vocab, wrong):
-    with pytest.raises(OptionError, match=f"ids holds {wrong}, which is no token id; ids are from 0 to 6"):
-        vocab.decode([4, wrong])
 
 
 def test_intersection(vocab):
@@ -283,16 +178,104 @@ def test_subset(vocab):
 
 
 @pytest.mark.parametrize(
-    ("indices", "message"),
+    ("method", "argument", "message"),
     [
-        ([9], "indices holds 9, which is no gene; indices are from 0 to 2"),
-        ([0, -1], "indices holds -1, which is no gene"),
-        ([True, False], r"indices is a mask of shape \(2,\); give one of shape \(3,\)"),
-        ([0.5], "is neither a list of indices nor a mask"),
-        ("A", "is neither a list of indices nor a mask"),
-        (1, "is neither a list of indices nor a mask"),
+        ("subset", [9], "indices holds 9, which is no gene; indices are from 0 to 2"),
+        ("subset", [0, -1], "indices holds -1, which is no gene"),
+        ("subset", [True, False], r"indices is a mask of shape \(2,\); give one of shape \(3,\)"),
+        ("subset", [0.5], "is neither a list of indices nor a mask"),
+        ("subset", "A", "is neither a list of indices nor a mask"),
+        ("subset", 1, "is neither a list of indices nor a mask"),
+        ("decode", [4, -1], "ids holds -1, which is no token id; ids are from 0 to 6"),
+        ("decode", [4, 7], "ids holds 7, which is no token id; ids are from 0 to 6"),
+        ("from_genes", "ABC", "^genes='ABC' is not a list of names; pass a list"),
+        ("encode", None, "^names=None is not a list of names; pass a list"),
+        ("gene_indices", 3, "^names=3 is not a list of names; pass a list"),
+        ("from_adata", "cells.h5ad", "adata is of type 'str'; read it with anndata.read_h5ad"),
+        ("from_file", None, "^path=.* is not the path of a file"),
+        ("from_file", ["vocab.json"], "^path=.* is not the path of a file"),
     ],
 )
-def test_subsets_that_are_none(vocab, indices, message):
+def test_arguments_that_do_not_fit(vocab, method, argument, message):
     with pytest.raises(OptionError, match=message):
-        vocab.subset(indices)
+        getattr(vocab, method)(argument)
+
+
+# Files and numba take their time, which is no failure.
+PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+SYMBOLS = st.text(string.ascii_letters + string.digits + ".-_µé ", min_size=1, max_size=12)
+IDS = st.integers(0, 10**11 - 1).map(lambda number: f"ENSG{number:011d}")
+
+
+@st.composite
+def vocabs(draw, genes=SYMBOLS | IDS) -> GeneVocab:
+    """Vocabularies of any names, with or without symbols, medians, aliases and further special tokens."""
+    names = draw(st.lists(genes, min_size=1, max_size=12, unique=True))
+    n = len(names)
+    symbols = draw(st.none() | st.tuples(*[SYMBOLS] * n))
+    medians = draw(st.none() | st.lists(st.floats(1e-6, 1e6), min_size=n, max_size=n).map(np.array))
+    aliases = draw(st.none() | st.dictionaries(SYMBOLS, st.sampled_from(names), max_size=5))
+    vocab = GeneVocab(tuple(names), symbols=symbols, medians=medians, release=draw(SYMBOLS), aliases=aliases)
+    return vocab.with_special_tokens(*draw(st.lists(st.sampled_from(["<eos>", "<sep>"]), unique=True)))
+
+
+@PATIENT
+@given(vocab=vocabs())
+def test_saved_and_read_is_the_same(vocab, tmp_path):
+    vocab.save(tmp_path / "vocab.json")
+    for again in (GeneVocab.from_file(tmp_path / "vocab.json"), pickle.loads(pickle.dumps(vocab))):
+        assert again == vocab
+        assert hash(again) == hash(vocab)
+        assert (again.tokens, again.symbols, again.release) == (vocab.tokens, vocab.symbols, vocab.release)
+        assert dict(again.aliases or {}) == dict(vocab.aliases or {})
+        if vocab.medians is not None:
+            np.testing.assert_array_equal(again.medians, vocab.medians)
+
+
+@PATIENT
+@given(vocab=vocabs(), names=st.lists(SYMBOLS | IDS, max_size=10))
+def test_decode_undoes_encode(vocab, names):
+    assert vocab.decode(vocab.encode(vocab.tokens)) == list(vocab.tokens)
+    assert vocab.encode(vocab.tokens).tolist() == list(range(len(vocab)))
+    assert vocab.gene_indices(vocab.genes).tolist() == list(range(vocab.n_genes))
+    assert (vocab.gene_indices(vocab.special_tokens) == -1).all()
+    # A name is a gene or unknown.
+    ids, indices = vocab.encode(names), vocab.gene_indices(names)
+    assert ((indices >= -1) & (indices < vocab.n_genes)).all()
+    np.testing.assert_array_equal(np.where(indices >= 0, indices + vocab.n_special, vocab.unk_id), ids)
+    assert [name in vocab for name in names] == (indices >= 0).tolist()
+
+
+@st.composite
+def data(draw) -> tuple[list[str], sparse.csr_matrix]:
+    """Columns of some names, repeated ones among them, with counts."""
+    names = draw(st.lists(st.sampled_from([f"ENSG{i:011d}" for i in range(8)]) | SYMBOLS, min_size=1, max_size=12))
+    seed, density = draw(st.integers(0, 2**32 - 1)), draw(st.floats(0, 1))
+    generator = np.random.default_rng(seed)
+    counts = generator.poisson(3, (5, len(names))) * (generator.random((5, len(names))) < density)
+    return names, sparse.csr_matrix(counts.astype(np.float32))
+
+
+VOCAB = GeneVocab(tuple(f"ENSG{i:011d}" for i in range(2, 8)), symbols=("A", "B", "C", "D", "E", "F"))
+
+
+@PATIENT
+@given(cells=data(), version=st.integers(0, 99), other=st.sampled_from(["as it is", "version", "symbol", "lower case"]))
+def test_mapping_is_the_sum_of_the_columns_of_a_gene(cells, version, other):
+    names, counts = cells
+    expected = np.zeros((5, VOCAB.n_genes))
+    for column, index in enumerate(VOCAB.gene_indices(names)):
+        if index >= 0:
+            expected[:, index] += counts.toarray()[:, column]
+    symbol_of = dict(zip(VOCAB.genes, VOCAB.symbols, strict=True))
+    renamed = []
+    for name in names:
+        forms = {"version": f"{name}.{version}", "symbol": symbol_of.get(name, name), "lower case": name.lower()}
+        renamed.append(forms.get(other, name) if name.startswith("ENSG") else name)
+    np.testing.assert_array_equal(GeneMap.of(renamed, VOCAB).apply(counts).toarray(), expected)
+    adata = ad.AnnData(counts)
+    adata.var["name"] = names
+    made = GeneVocab.from_adata(adata, gene_key="name")
+    assert (made.gene_indices(names) >= 0).all()
+    assert GeneMap.of(names, made).apply(counts).sum() == counts.sum()
