@@ -83,21 +83,6 @@ def test_the_loader_yields_the_batches_of_the_order(store, options, gap):
             assert (batch["X"] != expected_counts[rows]).nnz == 0
 
 
-def test_each_cell_once_an_epoch_and_ranks_share_them(store):
-    epochs = []
-    for epoch in range(2):
-        parts = []
-        for rank in range(2):
-            sampler = AnnbatchSampler(order(rank=rank, world_size=2))
-            sampler.set_epoch(epoch)
-            parts.append(np.concatenate(indices(store, sampler)))
-        assert [len(part) for part in parts] == [350, 350]
-        epochs.append(np.concatenate(parts))
-        np.testing.assert_array_equal(np.sort(epochs[-1]), np.arange(N_CELLS))
-    assert not np.array_equal(*epochs)
-    assert set(epochs[0][:350]) != set(epochs[1][:350])
-
-
 def test_a_resumed_sampler_goes_on_with_the_rest(store):
     whole, begun, again = (AnnbatchSampler(order(seed=5, world_size=2)) for _ in range(3))
     for sampler in (whole, begun):

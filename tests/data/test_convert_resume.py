@@ -177,19 +177,6 @@ def test_a_second_conversion_to_the_same_place_is_refused(sources, tmp_path):
     assert convert(sources, tmp_path / "s.zarr").n_cells == 1500
 
 
-def test_what_a_kill_at_the_very_end_left_is_removed(sources, begun):
-    staging = Staging(partial_path(begun))
-    journal = staging.load()
-    assert journal is not None
-    convert(sources, begun)
-    staging.folder.mkdir()
-    journal.finished = True
-    staging.save(journal)
-    with pytest.raises(OptionError, match="exists; pass overwrite=True"):
-        convert(sources, begun)
-    assert not staging.folder.exists()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("with_medians", [False, True])
 def test_a_kill_between_the_store_and_its_journal(sources, tmp_path, monkeypatch, with_medians):

@@ -61,18 +61,6 @@ def test_families_are_dropped_or_summed():
         assert summed.gene_indices(names)[0] >= drop.n_genes
 
 
-def test_pairs_with_the_same_symbol_are_added():
-    pairs, more = GeneVocab.named("human_mouse"), GeneVocab.named("human_mouse_symbols")
-    assert more.genes[: pairs.n_genes] == pairs.genes
-    gapdh = ["GAPDH", "Gapdh", "ENSG00000111640", "ENSMUSG00000057666"]
-    assert (pairs.gene_indices(gapdh) == -1).all()
-    assert len(set(more.gene_indices(gapdh))) == 1
-    assert more.gene_indices(gapdh)[0] >= pairs.n_genes
-    for names in (["ACTB", "Actb"], ["FTH1", "Fth1"], ["EEF1A1", "Eef1a1"], ["RPLP0", "Rplp0"]):
-        first, second = more.gene_indices(names)
-        assert first == second >= 0
-
-
 @pytest.mark.parametrize("name", ["human_mouse", "human_mouse_sum", "human_mouse_symbols"])
 def test_no_name_brings_the_counts_of_another_gene(name):
     """Every name that finds a token belongs, in both species, to genes of that token and to no other."""

@@ -172,5 +172,3 @@ def test_a_check_number_is_as_documented():
         assert row_checks(matrix).tolist() == expected
         assert first_damaged(matrix, np.array(expected, dtype=np.uint32)) == -1
         assert first_damaged(matrix, np.array([expected[0], 1], dtype=np.uint32)) == 1
-
-
