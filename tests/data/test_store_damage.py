@@ -39,9 +39,9 @@ PARTS = {
     "dataset_1/obs/donor/codes/c/0": "dataset_1/obs/donor of .* (cannot be read|is damaged)",
     "dataset_1/obs/depth/c/0": "dataset_1/obs/depth of .* (cannot be read|is damaged)",
     f"dataset_1/{NAMES}": "dataset_1/obs/_index of .* (cannot be read|is damaged)",
-    "scforge/vocab/c/0": "",
-    "scforge/measured/c/0/0": "",
-    "zarr.json": "",
+    "scforge/vocab/c/0": r"copy\.zarr",
+    "scforge/measured/c/0/0": r"copy\.zarr",
+    "zarr.json": r"copy\.zarr",
 }
 
 
