@@ -28,23 +28,6 @@ def cells() -> tuple[np.ndarray, pd.DataFrame]:
     return embedding, obs.set_index(obs.index.astype(str))
 
 
-def by_hand(embedding, labels, folds, n_neighbors=5) -> dict[str, float]:
-    """The figures by scikit-learn's own functions, fold by fold; label "c" is the rare one."""
-    models = {
-        "linear": make_pipeline(StandardScaler(), LogisticRegression(max_iter=2_000)),
-        "knn": KNeighborsClassifier(n_neighbors),
-    }
-    figures = {}
-    for name, model in models.items():
-        predicted = labels.copy()
-        for train, test in folds:
-            predicted[test] = model.fit(embedding[train], labels[train]).predict(embedding[test])
-        figures[f"{name}_macro_f1"] = f1_score(labels, predicted, average="macro")
-        figures[f"{name}_accuracy"] = accuracy_score(labels, predicted)
-        figures[f"{name}_rare_recall"] = recall_score(labels, predicted, labels=["c"], average="macro")
-    return figures
-
-
 @pytest.mark.parametrize("groups_key", [None, "donor"])
 def test_the_figures_are_those_of_scikit_learn(cells, groups_key) -> None:
     embedding, obs = cells
@@ -54,9 +37,21 @@ def test_the_figures_are_those_of_scikit_learn(cells, groups_key) -> None:
     else:  # four donors: each is held out once
         folds = [(np.flatnonzero(obs["donor"] != d), np.flatnonzero(obs["donor"] == d)) for d in obs["donor"].unique()]
     probe = CellTypeProbe("label", groups_key, n_neighbors=5, rare_share=0.1, seed=3)
+    models = {
+        "linear": make_pipeline(StandardScaler(), LogisticRegression(max_iter=2_000)),
+        "knn": KNeighborsClassifier(5),
+    }
+    figures = {}
+    for name, model in models.items():
+        predicted = labels.copy()
+        for train, test in folds:
+            predicted[test] = model.fit(embedding[train], labels[train]).predict(embedding[test])
+        figures[f"{name}_macro_f1"] = f1_score(labels, predicted, average="macro")
+        figures[f"{name}_accuracy"] = accuracy_score(labels, predicted)
+        figures[f"{name}_rare_recall"] = recall_score(labels, predicted, labels=["c"], average="macro")
     scores = probe.run(embedding, obs)
     assert tuple(scores) == probe.metrics
-    assert scores == pytest.approx(by_hand(embedding, labels, folds), abs=1e-12)
+    assert scores == pytest.approx(figures, abs=1e-12)
     assert all(0 < score < 1 for score in scores.values())
 
 
@@ -64,12 +59,8 @@ def test_what_a_donor_alone_knows_does_not_help(cells) -> None:
     """The cells of a label lie together within a donor only: that tells cells which are held out, but not donors."""
     _, obs = cells
     rng = np.random.default_rng(1)
-    places = pd.Series(
-        list(rng.normal(size=(12, 3)) * 10),
-        index=pd.MultiIndex.from_product([obs["label"].unique(), obs["donor"].unique()]),
-    )
-    embedding = np.stack([places[pair] for pair in zip(obs["label"], obs["donor"], strict=True)])
-    embedding += rng.normal(size=embedding.shape) * 0.01
+    places = rng.normal(size=(12, 3)) * 10
+    embedding = places[obs.groupby(["label", "donor"]).ngroup()] + rng.normal(size=(192, 3)) * 0.01
     leaky = CellTypeProbe("label", n_neighbors=1).run(embedding, obs)
     honest = CellTypeProbe("label", "donor", n_neighbors=1).run(embedding, obs)
     assert leaky["knn_macro_f1"] > 0.95
@@ -92,31 +83,25 @@ def test_the_same_cells_in_two_folds(cells) -> None:
         probe.run(np.concatenate([embedding, embedding[:1]]), renamed.iloc[:193])  # one pair: 1 % is not reached
 
 
-def plan_of(**parts) -> _Plan:
-    known = {"rows": np.arange(4), "labels": np.array([0, 0, 1, 1]), "n_labels": 2, "folds": np.array([0, 1, 0, 1])}
-    return _Plan(**{**known, "groups": None, **parts})
-
-
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("parts", "n_neighbors", "message"),
     [
-        ({"rows": np.array([0, 1, 1, 2])}, "do not test each cell once"),
-        ({"folds": np.array([0, 1, -1, 1])}, "do not test each cell once"),
-        ({"groups": np.array([0, 1, 1, 1])}, "1 groups lie in several folds"),
+        ({"rows": np.array([0, 1, 1, 2])}, 2, "do not test each cell once"),
+        ({"folds": np.array([0, 1, -1, 1])}, 2, "do not test each cell once"),
+        ({"groups": np.array([0, 1, 1, 1])}, 2, "1 groups lie in several folds"),
+        ({}, 3, "n_neighbors=3 is more than the 2 labelled cells"),
     ],
 )
-def test_folds_that_leak_are_refused(parts, message) -> None:
-    plan_of(groups=np.array([0, 1, 0, 1])).check(2)
+def test_folds_that_leak_are_refused(parts: dict, n_neighbors: int, message: str) -> None:
+    known = {"rows": np.arange(4), "labels": np.array([0, 0, 1, 1]), "n_labels": 2, "folds": np.array([0, 1, 0, 1])}
+    _Plan(**known, groups=np.array([0, 1, 0, 1])).check(2)
     with pytest.raises(DataError, match=message):
-        plan_of(**parts).check(2)
-    with pytest.raises(DataError, match="n_neighbors=3 is more than the 2 labelled cells"):
-        plan_of().check(3)
+        _Plan(**{**known, "groups": None, **parts}).check(n_neighbors)
 
 
 @pytest.mark.parametrize("n_folds", [2, 3, 5])
 def test_donors_are_held_out_whole_and_folds_are_of_one_size(cells, n_folds) -> None:
-    _, obs = cells
-    plan = CellTypeProbe("label", "donor", n_folds=n_folds)._plan(obs)
+    plan = CellTypeProbe("label", "donor", n_folds=n_folds)._plan(cells[1])
     sizes = np.bincount(plan.folds)
     assert len(sizes) == min(n_folds, 4)
     assert sizes.max() <= 2 * sizes.min()
@@ -126,14 +111,15 @@ def test_donors_are_held_out_whole_and_folds_are_of_one_size(cells, n_folds) -> 
 def test_labels_that_cannot_be_tested(cells, monkeypatch) -> None:
     embedding, obs = cells
     obs.loc[["0", "1", "2", "3"], "label"] = ["few", "few", "few", None]
-    obs.loc[obs.index[4:12], "label"] = "own"
-    obs.loc[obs.index[4:12], "donor"] = "donor0"
+    obs.loc[obs.index[4:12], ["label", "donor"]] = ["own", "donor0"]
     probe = CellTypeProbe("label", "donor")
     with pytest.warns(ScforgeWarning, match=r"'few' \(3 cells\), 'own' \(in one group\)\."):
         probe.check(obs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scores = probe.run(embedding, obs)  # said once
+        facts = probe.describe(obs)
+    assert facts["labels left out"] == "'few' (3 cells), 'own' (in one group)"
     rest = CellTypeProbe("label", "donor").run(embedding[12:], obs[12:])
     assert scores == pytest.approx(rest, nan_ok=True)
     # The donors of "own" are held out together.
@@ -143,44 +129,45 @@ def test_labels_that_cannot_be_tested(cells, monkeypatch) -> None:
         CellTypeProbe("label", "donor").check(obs)
 
 
-def test_bootstrap(cells) -> None:
+def test_draws_are_of_cells_or_donors_and_predictions_are_made_once(cells, monkeypatch) -> None:
     embedding, obs = cells
+    fits, fit = [], KNeighborsClassifier.fit
+    monkeypatch.setattr(KNeighborsClassifier, "fit", lambda self, *args: fits.append(1) or fit(self, *args))
     probe = CellTypeProbe("label", rare_share=0.1)
-    scores = probe.run(embedding, obs)
+    accuracy = probe.run(embedding, obs)["knn_accuracy"]
     draws = probe.resampled(embedding, obs, n=300, seed=5)
+    assert len(fits) == 5
     assert list(draws) == list(probe.metrics)
     assert len(draws) == 300
-    accuracy = scores["knn_accuracy"]
     assert draws["knn_accuracy"].mean() == pytest.approx(accuracy, abs=0.01)
     assert draws["knn_accuracy"].std() == pytest.approx(np.sqrt(accuracy * (1 - accuracy) / 192), rel=0.15)
-    pd.testing.assert_frame_equal(
-        draws, CellTypeProbe("label", rare_share=0.1).resampled(embedding, obs, n=300, seed=5)
-    )
-    # The same cells are drawn whatever the embedding is.
+    again = CellTypeProbe("label", rare_share=0.1).resampled(embedding, obs, n=300, seed=5)
+    pd.testing.assert_frame_equal(draws, again)
+    # The same cells are drawn whatever the embedding is, which is predicted anew.
     noisier = embedding + np.random.default_rng(4).normal(size=embedding.shape) * 0.5
     paired = probe.resampled(noisier, obs, n=300, seed=5)
+    assert len(fits) == 15
     assert np.corrcoef(draws["linear_accuracy"], paired["linear_accuracy"])[0, 1] > 0.4
-    better = embedding + 3.0 * np.eye(3)[pd.factorize(obs["label"])[0]]
     # Donors vary more than the cells within them do, where one of them is told worse than the others.
-    worse = np.where(
-        (obs["donor"] == "donor1").to_numpy()[:, None], np.random.default_rng(2).normal(size=(192, 3)), better
+    worse = embedding + 3.0 * np.eye(3)[pd.factorize(obs["label"])[0]]
+    bad = (obs["donor"] == "donor1").to_numpy()
+    worse[bad] = np.random.default_rng(2).normal(size=(192, 3))[bad]
+    of_donors, of_cells = (
+        CellTypeProbe("label", key, rare_share=0.1).resampled(worse, obs, n=300, seed=5)["knn_accuracy"].std()
+        for key in ("donor", None)
     )
-    of_donors = CellTypeProbe("label", "donor", rare_share=0.1).resampled(worse, obs, n=300, seed=5)
-    of_cells = CellTypeProbe("label", rare_share=0.1).resampled(worse, obs, n=300, seed=5)
-    assert of_donors["knn_accuracy"].std() > 2 * of_cells["knn_accuracy"].std()
+    assert of_donors > 2 * of_cells
 
 
-def test_predictions_are_made_once(cells, monkeypatch) -> None:
-    embedding, obs = cells
-    fits = []
-    fit = KNeighborsClassifier.fit
-    monkeypatch.setattr(KNeighborsClassifier, "fit", lambda self, *args: fits.append(1) or fit(self, *args))
-    probe = CellTypeProbe("label")
-    probe.run(embedding, obs)
-    probe.resampled(embedding, obs, n=3, seed=0)
-    assert len(fits) == 5
-    probe.run(embedding + 1, obs)
-    assert len(fits) == 10
+def test_groups_that_take_no_part_are_no_units(cells) -> None:
+    obs = cells[1].assign(label=cells[1]["label"].where(cells[1]["donor"] != "donor3"))
+    probe = CellTypeProbe("label", "donor")
+    assert probe.n_units(obs) == 3
+    assert CellTypeProbe("label").n_units(obs) is None
+    assert probe.describe(obs) == {"cells scored": "144 of 192", "drawn again": "groups of donor (3)"}
+    obs.loc[obs["donor"] == "donor0", "label"] = "alone"
+    with pytest.warns(ScforgeWarning, match="'alone' .in one group."):
+        assert probe.describe(obs)["drawn again"] == "groups of donor (2)"
 
 
 def test_bad_input(cells) -> None:
@@ -195,19 +182,3 @@ def test_bad_input(cells) -> None:
         CellTypeProbe("label", n_folds=100).check(obs)
     with pytest.raises(DataError, match=r"has the shape \(100, 3\), but there are 192 cells"):
         CellTypeProbe("label").run(embedding[:100], obs)
-    with pytest.raises(DataError, match="values that are not numbers"):
-        CellTypeProbe("label").run(np.full_like(embedding, np.nan), obs)
-
-
-def test_groups_that_take_no_part_are_no_units(cells) -> None:
-    _, obs = cells
-    obs = obs.assign(label=obs["label"].where(obs["donor"] != "donor3"))
-    probe = CellTypeProbe("label", "donor")
-    assert probe.n_units(obs) == 3
-    assert CellTypeProbe("label").n_units(obs) is None
-    assert probe.describe(obs) == {"cells scored": "144 of 192", "drawn again": "groups of donor (3)"}
-    obs.loc[obs["donor"] == "donor0", "label"] = "alone"
-    with pytest.warns(ScforgeWarning, match="'alone' .in one group."):
-        facts = probe.describe(obs)
-    assert facts["labels left out"] == "'alone' (in one group)"
-    assert facts["drawn again"] == "groups of donor (2)"

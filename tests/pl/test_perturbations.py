@@ -7,7 +7,7 @@ import pytest
 
 from scforge.errors import DataError, OptionError
 from scforge.pl import in_silico_ranking, perturbation_ranks, perturbation_scatter
-from scforge.pl._style import KINDS, spread
+from scforge.pl._style import KINDS
 
 
 @pytest.fixture
@@ -49,15 +49,6 @@ def test_names_overlap_neither_each_other_nor_points(effects: pd.DataFrame) -> N
         assert box.x1 <= ax.bbox.x1
     places = ax.transData.transform(effects.dropna()[["measured", "predicted"]])
     assert not any(box.contains(*place) for box in boxes for place in places)
-
-
-@pytest.mark.parametrize("n", [0, 1, 5, 50])
-def test_spread_keeps_order_gap_and_limits(n: int) -> None:
-    wanted = np.random.default_rng(n).uniform(0.4, 0.6, n)
-    placed = spread(wanted, 0.05, 0.0, 1.0)
-    assert list(np.argsort(placed)) == list(np.argsort(wanted))
-    assert (np.diff(np.sort(placed)) >= min(0.05, 1 / max(n - 1, 1)) - 1e-9).all()
-    assert ((placed >= -1e-9) & (placed <= 1 + 1e-9)).all()
 
 
 def test_a_point_for_each_effect_and_the_best_method_on_top(texts) -> None:
