@@ -73,11 +73,8 @@ def test_cells_are_grouped_by_what_was_done_to_them(perturbed) -> None:
     assert np.bincount(cells.groups).tolist() == [3, 3, 3, 3, 4, 4]
     assert cells.controls.tolist() == [4, 5, 4, 5]
     groups = cells.moments()
-    np.testing.assert_allclose(groups.mean[4], np.ravel(cells.expression[:4].mean(axis=0)), rtol=1e-6)
     deltas = cells.measured(groups, argument="real").deltas
     np.testing.assert_allclose(deltas[0], groups.mean[0] - groups.mean[4])
-    fewer = cells.over(adata.var_names[[5, 2]], argument="real")
-    np.testing.assert_array_equal(fewer.expression.toarray(), cells.expression.toarray()[:, [5, 2]])
     with pytest.raises(DataError, match=r"real lacks 1 of 2 genes \(first: 'G1'"):
         cells.over(pd.Index(["g0", "G1"]), argument="real")
     made = adata[adata.obs["target"] == "g0"].copy()
@@ -140,19 +137,6 @@ def test_the_linear_model_is_the_published_formula() -> None:
     # The scores of genes are their principal components.
     expected = PCA(3).fit_transform(np.concatenate([CONTROL[None], CONTROL + DELTAS]).T)
     np.testing.assert_allclose(np.abs(gene_scores(KNOWN, 3)), np.abs(expected), atol=1e-9)
-
-
-def test_the_linear_model_finds_what_is_linear() -> None:
-    rng = np.random.default_rng(1)
-    genes = rng.normal(size=(60, 3)) * 5
-    genes -= genes[:40].mean(axis=0)
-    effects = genes @ rng.normal(size=(3, 3)) @ genes.T
-    names = [f"g{i}" for i in range(60)]
-    targets = tuple((name,) for name in names)
-    known = KnownEffects(targets[:40], ("all",) * 40, effects[:40], {"all": np.zeros(60)})
-    wanted = WantedEffects(targets[40:], ("all",) * 20, {}, dict(zip(names, genes, strict=True)))
-    found = baseline_effects(known, wanted)["linear_embedding"]
-    assert np.square(found - effects[40:]).mean() < 0.01 * np.square(effects[40:]).mean()
 
 
 def test_the_nearest_perturbation_has_the_most_similar_genes() -> None:

@@ -5,19 +5,18 @@ import pandas as pd
 import pertpy
 import pytest
 from scipy import sparse, stats
-from sklearn.metrics import pairwise_distances
 
 from scforge.errors import DataError, OptionError
-from scforge.eval import calibrated, de_genes, de_weights, discrimination_scores, score_deltas, technical_duplicate
+from scforge.eval import de_genes, de_weights, discrimination_scores, score_deltas, technical_duplicate
 from scforge.eval.perturbation_discrimination import own_genes
 from scforge.eval.pseudobulk import effects_of, moments_of
 
 
-def effects(n_perturbations: int = 6, n_genes: int = 50, noise: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+def effects(n_perturbations: int = 6) -> tuple[np.ndarray, np.ndarray]:
     """Measured effects, and a prediction of them with noise."""
     rng = np.random.default_rng(0)
-    measured = rng.normal(size=(n_perturbations, n_genes))
-    return measured, measured + noise * rng.normal(size=measured.shape)
+    measured = rng.normal(size=(n_perturbations, 50))
+    return measured, measured + rng.normal(size=measured.shape)
 
 
 def test_figures_are_those_of_scipy_of_the_formulas_and_of_pertpy() -> None:
@@ -37,11 +36,10 @@ def test_figures_are_those_of_scipy_of_the_formulas_and_of_pertpy() -> None:
             "wmse": np.average((made - true) ** 2, weights=weights),
         }
         assert table.loc[row, list(expected)].to_dict() == pytest.approx(expected)
-        for metric, name in [("pearson_distance", "pearson_delta"), ("cosine_distance", "cosine"), ("mse", "mse")]:
-            # It compares the means of two groups of cells.
-            distance = pertpy.tl.Distance(metric=metric, obsm_key="X_pca")
-            found = float(distance(np.tile(made, (2, 1)), np.tile(true, (2, 1))))
-            assert table.loc[row, name] == pytest.approx(found if name == "mse" else 1 - found, abs=1e-6)
+        # pertpy compares the means of two groups of cells.
+        distance = pertpy.tl.Distance(metric="cosine_distance", obsm_key="X_pca")
+        found = float(distance(np.tile(made, (2, 1)), np.tile(true, (2, 1))))
+        assert table.loc[row, "cosine"] == pytest.approx(1 - found, abs=1e-6)
 
 
 def test_rank_is_0_for_the_right_effect_1_for_the_last_and_a_half_for_one_that_is_the_same_for_all() -> None:
@@ -76,30 +74,6 @@ def test_effects_scores_and_p_values_are_those_of_scipy() -> None:
     assert (found.n_cells.tolist(), found.n_controls.tolist()) == ([14, 1], [30, 30])
     expected = stats.false_discovery_control(found.p_values[0]) <= 0.05
     np.testing.assert_array_equal(de_genes(found.p_values)[0], expected)
-
-
-def test_a_duplicate_is_as_good_as_a_second_experiment() -> None:
-    """Two perturbations of 200 cells, and as many controls, over 200 genes."""
-    rng = np.random.default_rng(1)
-    truth = np.concatenate([rng.normal(size=(2, 200)), np.zeros((1, 200))])
-    groups, controls = np.repeat([0, 1, 2], 200), np.array([2, 2])
-    expression = sparse.csr_matrix(truth[groups] + 6 * rng.normal(size=(600, 200)))
-    table = technical_duplicate(expression, groups, controls, n_splits=20)
-    # The means of 200 cells and of 200 controls have a variance of 6^2 / 200 each; effects have 1.
-    noise = 2 * 36 / 200
-    assert table["mse"].mean() == pytest.approx(2 * noise, rel=0.1)
-    assert table["pearson_delta"].mean() == pytest.approx(1 / (1 + noise), abs=0.06)
-    assert table["rank"].tolist() == [0.0, 0.0]
-    few = np.r_[0, 200:600]
-    assert technical_duplicate(expression[few], groups[few], controls)["mse"].isna().tolist() == [True, False]
-
-
-def test_a_calibrated_score_is_0_at_the_base_and_1_at_the_ceiling() -> None:
-    table = pd.DataFrame({"cosine": [0.2, 0.5, 0.8], "rank": [0.5, 0.3, 0.1], "mse": [1.0, 0.5, 2.0]}, list("bmc"))
-    found = calibrated(table, "b", "c")
-    for name in ("cosine", "rank"):
-        assert found[name].to_dict() == pytest.approx({"b": 0.0, "m": 0.5, "c": 1.0})
-    assert found["mse"].isna().all(), "the ceiling is worse than the base: nothing can be shown there"
 
 
 def test_weighted_r2_is_its_formula_and_what_all_have_in_common_earns_nothing() -> None:
@@ -163,20 +137,6 @@ def test_effects_of_other_contexts_are_no_candidates() -> None:
         assert score[rows].mean() == pytest.approx((1 + 1 / len(score[rows])) / 2)
     assert np.isnan([rank[12], score[12]]).all()
     assert score_deltas(own, measured, measured)["rank"].mean() < 0.3
-
-
-@pytest.mark.parametrize("metric", ["l1", "l2", "cosine"])
-def test_discrimination_is_one_less_the_share_of_nearer_effects(metric: str) -> None:
-    measured, predicted = effects(9, 30, noise=5)
-    distances = pairwise_distances(predicted, measured, metric=metric)
-    found = discrimination_scores(predicted, measured, metric)
-    np.testing.assert_allclose(found, 1 - (distances < np.diagonal(distances)[:, None]).mean(axis=1))
-    assert len(set(found)) > 2
-    assert (discrimination_scores(measured, measured, metric) == 1.0).all()
-    # One prediction for all scores as chance.
-    same = np.tile(measured.mean(axis=0), (9, 1))
-    assert discrimination_scores(same, measured, metric).mean() == pytest.approx((1 + 1 / 9) / 2)
-    assert (discrimination_scores(measured * 0, measured, "cosine") == (1 + 1 / 9) / 2).all()
 
 
 def test_the_perturbed_gene_does_not_count_in_discrimination() -> None:

@@ -11,23 +11,6 @@ from scforge.eval import BatchIntegration, Scib
 pytestmark = pytest.mark.filterwarnings("ignore:Tensorflow not installed:ImportWarning")
 
 N = 240
-NAMES = {  # as scib-metrics' tables write them
-    "isolated_labels": "Isolated labels",
-    "leiden_nmi": "Leiden NMI",
-    "leiden_ari": "Leiden ARI",
-    "kmeans_nmi": "KMeans NMI",
-    "kmeans_ari": "KMeans ARI",
-    "silhouette_label": "Silhouette label",
-    "clisi": "cLISI",
-    "bras": "BRAS",
-    "ilisi": "iLISI",
-    "kbet": "KBET",
-    "graph_connectivity": "Graph connectivity",
-    "pcr_comparison": "PCR comparison",
-    "bio": "Bio conservation",
-    "batch": "Batch correction",
-    "total": "Total",
-}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +30,7 @@ def embedding_of(obs: pd.DataFrame, *, labels: float, batches: float, seed: int 
 
 
 def their_benchmark(embeddings, obs, *, neighbors=None, batch=True, all_figures=True):
-    """Scib-metrics' own benchmark, after it has run; its k-means shifts what it is given, there and back."""
+    """Scib-metrics' own benchmark, and its results under our names; its k-means shifts what it is given."""
     from scib_metrics.benchmark import BatchCorrection, Benchmarker, BioConservation
 
     obsm = {name: one.copy() for name, one in embeddings.items()}
@@ -65,7 +48,8 @@ def their_benchmark(embeddings, obs, *, neighbors=None, batch=True, all_figures=
     )
     benchmarker.prepare(neighbors)
     benchmarker.benchmark()
-    return benchmarker
+    results = benchmarker.get_results().rename(columns=lambda name: name.lower().replace(" ", "_"))
+    return benchmarker, results.rename(columns={"bio_conservation": "bio", "batch_correction": "batch"})
 
 
 def exact(cells: np.ndarray, k: int):
@@ -96,12 +80,12 @@ def test_the_figures_are_those_of_its_own_benchmark(obs, neighbors, all_figures)
     options = {"leiden": all_figures, "kbet": all_figures, "neighbors": neighbors}
     scib = Scib("label", "batch", pre_integrated=before.iloc[::-1], **options)
     computer = exact if neighbors == "exact" else None
-    benchmarker = their_benchmark(embeddings, obs, neighbors=computer, all_figures=all_figures)
-    expected = benchmarker.get_results()
-    assert set(scib.metrics) == set(NAMES) - (set() if all_figures else {"leiden_nmi", "leiden_ari", "kbet"})
+    benchmarker, expected = their_benchmark(embeddings, obs, neighbors=computer, all_figures=all_figures)
+    assert set(scib.metrics) == set(expected)
+    assert ({"leiden_nmi", "leiden_ari", "kbet"} <= set(scib.metrics)) == all_figures
     assert scib.main == "total"
     scores = scib.run(embeddings["good"], obs)
-    assert scores == {metric: expected.loc["good", NAMES[metric]] for metric in scib.metrics}
+    assert scores == expected.loc["good"].to_dict()
     assert scores["total"] == pytest.approx(0.6 * scores["bio"] + 0.4 * scores["batch"])
     scaled = scib.table(embeddings, obs, min_max_scale=True)
     assert set(scaled.drop(columns=["total", "bio", "batch"]).to_numpy().ravel()) <= {0.0, 1.0}
@@ -129,8 +113,8 @@ def test_without_batches_biology_alone(obs) -> None:
     scores = scib.run(embedding, obs[["label"]])
     assert list(scores) == ["bio", "kmeans_nmi", "kmeans_ari", "silhouette_label", "clisi"]
     assert scib.main == "bio"
-    theirs = their_benchmark({"X": embedding}, obs, neighbors=exact, batch=False, all_figures=False).get_results()
-    assert scores == {metric: theirs.loc["X", NAMES[metric]] for metric in scores}
+    _, expected = their_benchmark({"X": embedding}, obs, neighbors=exact, batch=False, all_figures=False)
+    assert scores == {metric: expected.loc["X", metric] for metric in scores}
 
 
 @pytest.mark.slow
@@ -214,7 +198,7 @@ class _Mine(Scib):
 
 def test_coordinates_before_integration_come_later(obs) -> None:
     mine, components = _Mine("label", "batch", leiden=False), pd.DataFrame({"PC1": 0.0}, index=obs.index)
-    assert set(mine.metrics) == set(NAMES) - {"leiden_nmi", "leiden_ari", "kbet", "pcr_comparison"}
+    assert not {"leiden_nmi", "leiden_ari", "kbet", "pcr_comparison"} & set(mine.metrics)
     given = mine.before_integration(components)
     assert isinstance(given, _Mine)
     assert set(given.metrics) - set(mine.metrics) == {"pcr_comparison"}
