@@ -56,48 +56,26 @@ def direct(name: str, cells: ad.AnnData) -> list[tuple]:
     halves = [obs["organism"].to_numpy() == name for name in ("homo_sapiens", "mus_musculus")]
     organisms = [Organism.HUMAN, Organism.MOUSE]
     parts, halved = [made[half] for half in halves], [labels[half].reset_index(drop=True) for half in halves]
-    batches, times = pd.Series(list(obs["batch"])), obs["time"].to_numpy()
-    task, given, inputs, options = {
-        "clustering": (
-            tasks.ClusteringTask,
-            made,
-            tasks.ClusteringTaskInput,
-            {"obs": obs.copy(), "input_labels": labels},
-        ),
-        "embedding": (tasks.EmbeddingTask, made, tasks.EmbeddingTaskInput, {"input_labels": labels}),
-        "label_prediction": (
-            tasks.MetadataLabelPredictionTask,
-            made,
-            tasks.MetadataLabelPredictionTaskInput,
-            {"labels": labels, "n_folds": 2},
-        ),
-        "batch_integration": (
-            tasks.BatchIntegrationTask,
-            made,
-            tasks.BatchIntegrationTaskInput,
-            {"labels": labels, "batch_labels": batches},
-        ),
-        "sequential_organization": (
-            tasks.SequentialOrganizationTask,
-            made,
-            tasks.SequentialOrganizationTaskInput,
-            {"obs": obs.copy(), "input_labels": times, "k": 9},
-        ),
+    with_obs, batches, times = {"obs": obs.copy()}, pd.Series(list(obs["batch"])), obs["time"].to_numpy()
+    task, given, options = {
+        "clustering": ("ClusteringTask", made, {**with_obs, "input_labels": labels}),
+        "embedding": ("EmbeddingTask", made, {"input_labels": labels}),
+        "label_prediction": ("MetadataLabelPredictionTask", made, {"labels": labels, "n_folds": 2}),
+        "batch_integration": ("BatchIntegrationTask", made, {"labels": labels, "batch_labels": batches}),
+        "sequential_organization": ("SequentialOrganizationTask", made, {**with_obs, "input_labels": times, "k": 9}),
         "cross-species_integration": (
-            tasks.CrossSpeciesIntegrationTask,
+            "CrossSpeciesIntegrationTask",
             parts,
-            tasks.CrossSpeciesIntegrationTaskInput,
             {"labels": halved, "organism_list": organisms},
         ),
         "cross-species_label_prediction": (
-            tasks.CrossSpeciesLabelPredictionTask,
+            "CrossSpeciesLabelPredictionTask",
             parts,
-            tasks.CrossSpeciesLabelPredictionTaskInput,
             {"labels": halved, "organisms": organisms, "aggregation_method": "none", "n_folds": 2},
         ),
     }[name]
     np.random.seed(42)  # one figure is scaled by one of random neighbours, drawn from the global generator
-    results = task().run(given, inputs(**options))
+    results = getattr(tasks, task)().run(given, getattr(tasks, f"{task}Input")(**options))
     return [(one.metric_type.value, float(one.value), one.params or {}) for one in results]
 
 
