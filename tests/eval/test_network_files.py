@@ -54,10 +54,10 @@ def rows(found: pd.DataFrame) -> list[tuple]:
         ("chip_atlas", "GATA1.5.tsv", CHIP_ATLAS, ["weight"], [("GATA1", "KLF1", 250.5), ("GATA1", "ALAS2", 40.0)]),
         ("edges", "refNetwork.csv", "Gene1,Gene2,Type\nA,x,+\nA,x,-\nB,y,+\n", [], [("A", "x"), ("B", "y")]),
         ("edges", "e.tsv", WEIGHTS, ["weight"], [("A", "x", 1.0), ("A", "y", 1.0)]),
-        (None, "e.csv", "\ufeffsource, target\nNA, nan\n", [], [("NA", "nan")]),  # names that look like none
+        ("edges", "e.csv", "\ufeffsource, target\nNA, nan\n", [], [("NA", "nan")]),  # names that look like none
     ],
 )
-def test_formats(kind: str | None, name: str, text: str, columns: list, expected: list, tmp_path: Path) -> None:
+def test_formats(kind: str, name: str, text: str, columns: list, expected: list, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
     found = read_network(tmp_path / name)
     assert str(rows(found)) == str(expected)

@@ -118,16 +118,6 @@ def test_without_batches_biology_alone(obs) -> None:
 
 
 @pytest.mark.slow
-def test_batch_integration_tells_good_from_bad(obs) -> None:
-    benchmark = BatchIntegration("label", "batch")
-    good = benchmark.run(embedding_of(obs, labels=8.0, batches=0.0), obs)
-    bad = benchmark.run(embedding_of(obs, labels=0.0, batches=8.0), obs)
-    assert all(good[metric] >= bad[metric] for metric in BatchIntegration.metrics)
-    assert good["ilisi_knn"] > 0.8 > 0.3 > bad["ilisi_knn"]
-    assert good["silhouette_label"] > bad["silhouette_label"] + 0.2
-
-
-@pytest.mark.slow
 def test_cells_without_label_or_batch_and_further_cells_take_no_part(obs) -> None:
     embedding, some = embedding_of(obs, labels=2.0, batches=1.0), obs.astype("category")
     some.iloc[3, 0] = some.iloc[50, 1] = None
