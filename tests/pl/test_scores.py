@@ -73,26 +73,19 @@ def test_tables_with_and_without_kinds_intervals_and_what_is_better(texts) -> No
     assert len(metrics(pd.concat([table(), table("other")]), benchmark="other")) == 2
 
 
-BOTH = pd.concat([table(), table("other")])
-
-
-@pytest.mark.parametrize(
-    ("given", "options", "error", "message"),
-    [
-        (BOTH, {}, OptionError, "benchmark=None: the report has several; name one of 'probe', 'other'"),
-        (BOTH, {"benchmark": "othr"}, OptionError, "benchmark='othr' is not in the report; did you mean 'other'"),
-        (table(), {"names": "f"}, OptionError, "metrics='f' is not in the report"),
+def test_choices_that_are_missing() -> None:
+    both = pd.concat([table(), table("other")])
+    for given, options, error, message in [
+        (both, {}, OptionError, "benchmark=None: the report has several; name one of 'probe', 'other'"),
+        (both, {"benchmark": "othr"}, OptionError, "benchmark='othr' is not in the report; did you mean 'other'"),
+        (table(), {"metrics": "f"}, OptionError, "metrics='f' is not in the report"),
+        (table(), {"ax": plt.subplots()[1]}, OptionError, "ax holds 1 axes for 2 metrics"),
         (table().drop(columns="value"), {}, DataError, "report has no column 'value'"),
         (table()[:0], {}, DataError, "report has no rows"),
         ([1], {}, DataError, "report is of type 'list'; pass a report or a table"),
-    ],
-)
-def test_choices_that_are_missing(given: object, options: dict, error: type[Exception], message: str) -> None:
-    names = options.pop("names", None)
-    with pytest.raises(error, match=message):
-        metrics(given, names, **options)
-    with pytest.raises(OptionError, match="ax holds 1 axes for 2 metrics"):
-        metrics(table(), ax=plt.subplots()[1])
+    ]:
+        with pytest.raises(error, match=message):
+            metrics(given, **options)
 
 
 def scib() -> pd.DataFrame:
