@@ -27,6 +27,7 @@ def test_each_gene_is_a_point_and_the_largest_are_named(effects: pd.DataFrame, t
     assert set(texts(ax.texts)) == {"g0", "g1", "g2", "g3"}
     assert ax.get_title() == "KO: r = 1.00"
     assert ax.get_xlabel() == "measured change\n(genes left out, without both: 1)"
+    assert texts(perturbation_scatter(effects, n_labels=1).texts) == ["g0"], "no name stands on the other side"
     flat = perturbation_scatter(effects.assign(predicted=0.0), n_labels=0)
     assert flat.get_title() == "r is not defined: one value for all genes"
     assert not flat.texts
