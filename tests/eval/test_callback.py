@@ -1,71 +1,23 @@
 from __future__ import annotations
 
-import math
 import random
 from typing import Any
 
 import anndata as ad
-import lightning
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
-from torch import nn
 
-from scforge.config.schema import ModelConfig
-from scforge.data import open_cells
+from scforge.data import GeneVocab
 from scforge.errors import DataError, MissingFileError, OptionError, ScforgeWarning
 from scforge.eval import Benchmark, BenchmarkCallback, Evaluation, register_benchmark
 from scforge.eval.base import BENCHMARKS
-from scforge.models import Encoder, get_model
-from scforge.tokenizers import get_tokenizer
-from scforge.training import CellDataModule, get_objective
-from scforge.training.predict import embed
-
-# Remarks of Lightning that scforge's own training silences.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-]
+from scforge.eval.evaluation import ScoredCells, resolve, to_evaluation
+from scforge.models import Encoder
 
 CELL_TYPES = {"cell_type_annotation": {"n_folds": 3, "n_neighbors": 5}}
-
-
-class Plan(lightning.LightningModule):
-    """As little of a training plan as a callback needs."""
-
-    def __init__(self, data: CellDataModule) -> None:
-        super().__init__()
-        assert data.bound.vocab is not None
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            size = len(data.bound.vocab)
-            self.module: nn.Module = get_model(
-                "transformer_encoder", ModelConfig(vocab_size=size, hidden_dim=16, num_layers=1, max_seq_len=128)
-            )
-        self.objective = data.objective
-        self.figures: dict[str, float] = {}
-
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return self.objective.loss(self.module, batch)[0]
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        torch.rand(())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-class Keep(Callback):
-    """Takes down the figures of each epoch, as the plan does."""
-
-    def __init__(self) -> None:
-        self.epochs: list[dict[str, float]] = []
-
-    def on_validation_end(self, trainer: lightning.Trainer, pl_module: Any) -> None:
-        self.epochs.append(dict(pl_module.figures))
-        pl_module.figures.clear()
+KEYS = {"labels_key": "group", "batch_key": "batch"}
 
 
 class Draws(Benchmark):
@@ -85,39 +37,17 @@ class Draws(Benchmark):
         return {"runs": float(len(self.seen)), "drawn": drawn}
 
 
-def data_of(adata: ad.AnnData, **options: Any) -> CellDataModule:
-    cells = open_cells(adata)
-    objective = get_objective("masked_gene_prediction")
-    options = {"validation_size": 0.5, "labels_key": "group", "batch_key": "batch"} | options
-    return CellDataModule(
-        cells, get_tokenizer("rank_value", cells.vocab, use_medians=False), objective, batch_size=10, **options
-    )
+def fit(adata: ad.AnnData, *benchmarks: Any, keys: dict[str, str] = KEYS, every: int = 1, **options: Any) -> Encoder:
+    """Train a small model for two epochs, with half of the cells held out."""
+    Encoder.setup_anndata(adata, **keys)
+    model = Encoder(adata, hidden_dim=16, ffn_dim=16, latent_dim=4)
+    callbacks = [BenchmarkCallback(benchmarks, every_n_epochs=every, datasets=options.pop("datasets", None))]
+    options = {"max_epochs": 2, "validation_size": 0.5, "batch_size": 10} | options
+    model.train(progress_bar=False, accelerator="cpu", callbacks=callbacks if benchmarks else [], **options)
+    return model
 
 
-def fit(data: CellDataModule, *callbacks: Callback, **options: Any) -> tuple[Plan, list[dict[str, float]]]:
-    plan, keep = Plan(data), Keep()
-    options = {"max_epochs": 2, "num_sanity_val_steps": 0} | options
-    trainer = lightning.Trainer(
-        callbacks=[*callbacks, keep],
-        accelerator="cpu",
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        **options,
-    )
-    torch.manual_seed(3)
-    trainer.fit(plan, datamodule=data)
-    return plan, keep.epochs
-
-
-@pytest.fixture
-def data(tiny_adata: ad.AnnData) -> CellDataModule:
-    return data_of(tiny_adata)
-
-
-def test_a_registered_benchmark_gets_the_columns_of_the_data(data: CellDataModule) -> None:
+def test_a_registered_benchmark_gets_the_columns_of_the_data(tiny_adata: ad.AnnData) -> None:
     @register_benchmark("purity")
     class Purity(Benchmark):
         metrics = ("share",)
@@ -130,61 +60,38 @@ def test_a_registered_benchmark_gets_the_columns_of_the_data(data: CellDataModul
             return {"share": float((obs[self.labels_key] == self.of).mean())}
 
     try:
-        callback = BenchmarkCallback([{"purity": {"of": "b"}}, {"purity": {"name": "of_a"}}, CELL_TYPES])
-        _, epochs = fit(data, callback)
+        history = fit(tiny_adata, {"purity": {"of": "b"}}, {"purity": {"name": "of_a"}}, CELL_TYPES).history
     finally:
         BENCHMARKS._entries.pop("purity")
-    assert len(epochs) == 2
-    for figures in epochs:
-        assert figures["purity_share"] == 1 - figures["of_a_share"]
-        assert 0 < figures["cell_type_annotation_macro_f1"] <= 1
+    np.testing.assert_allclose(np.ravel(history["purity_share"]), 1 - np.ravel(history["of_a_share"]))
+    figures = np.ravel(history["cell_type_annotation_macro_f1"])
+    assert figures.shape == (2,)
+    assert ((figures > 0) & (figures <= 1)).all()
 
 
-def test_figures_stand_in_the_history_of_a_model(many_adata: ad.AnnData) -> None:
-    adata = many_adata[:200].copy()
-    Encoder.setup_anndata(adata, labels_key="group")
-    model = Encoder(adata, hidden_dim=16, ffn_dim=16, latent_dim=4)
-    callback = BenchmarkCallback(["cell_type_annotation"], every_n_epochs=2, labels_key="group")
-    model.train(3, validation_size=0.3, progress_bar=False, accelerator="cpu", callbacks=[callback])
-    figures = np.ravel(model.history["cell_type_annotation_macro_f1"])
-    assert len(model.history["validation_loss"]) == 3
-    assert np.isnan(figures).tolist() == [True, False, False]
-    assert (figures[1:] > 0.5).all()
-
-
-def test_it_scores_the_held_out_cells_as_the_module_embeds_them(data: CellDataModule, tiny_adata: ad.AnnData) -> None:
-    benchmark = Draws()
-    plan, epochs = fit(data, BenchmarkCallback([benchmark]))
-    assert [figures["Draws_runs"] for figures in epochs] == [1, 2]
-    assert epochs[0]["Draws_drawn"] == epochs[1]["Draws_drawn"]
-    embedding, obs = benchmark.seen[-1]
-    rows = data.validation_rows
-    assert obs.index.tolist() == tiny_adata.obs_names[rows].tolist()
-    np.testing.assert_array_equal(embedding, embed(plan.module, data.bound, data.tokenizer, rows=rows))
-
-
-def test_training_is_the_same_with_and_without(data: CellDataModule) -> None:
-    plain, _ = fit(data)
-    scored, epochs = fit(data, BenchmarkCallback([Draws(), CELL_TYPES]))
-    assert len(epochs[0]) == 4
-    for name, weights in plain.state_dict().items():
-        assert torch.equal(weights, scored.state_dict()[name]), name
+def test_training_is_the_same_with_and_without(tiny_adata: ad.AnnData) -> None:
     states = random.getstate(), np.random.get_state()[1].tolist()
-    fit(data, BenchmarkCallback([Draws()]), max_epochs=1)
+    plain = fit(tiny_adata)
+    benchmark = Draws()
+    scored = fit(tiny_adata, benchmark, CELL_TYPES)
+    for name, weights in plain.module.state_dict().items():
+        assert torch.equal(weights, scored.module.state_dict()[name]), name
     assert (random.getstate(), np.random.get_state()[1].tolist()) == states
+    assert np.ravel(scored.history["Draws_runs"]).tolist() == [1, 2]
+    drawn = np.ravel(scored.history["Draws_drawn"])
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize(
-    ("options", "epochs"),
-    [({"max_epochs": 5}, [2, 4, 5]), ({"max_epochs": -1, "max_steps": 9}, [2, 3]), ({"num_sanity_val_steps": 1}, [2])],
+    ("options", "epochs"), [({"max_epochs": 5}, [2, 4, 5]), ({"max_epochs": -1, "max_steps": 9}, [2, 3])]
 )
-def test_which_epochs(data: CellDataModule, options: dict[str, int], epochs: list[int]) -> None:
-    _, figures = fit(data, BenchmarkCallback([Draws()], every_n_epochs=2), **options)
-    ran = [bool(found) for found in figures[-max(epochs) :]]
-    assert [epoch + 1 for epoch, done in enumerate(ran) if done] == epochs
+def test_which_epochs(tiny_adata: ad.AnnData, options: dict[str, int], epochs: list[int]) -> None:
+    figures = np.ravel(fit(tiny_adata, Draws(), every=2, **options).history["Draws_runs"])
+    assert len(figures) == max(epochs)
+    assert (np.flatnonzero(~np.isnan(figures)) + 1).tolist() == epochs
 
 
-def test_another_data_set(data: CellDataModule, many_adata: ad.AnnData, tmp_path, monkeypatch) -> None:
+def test_held_out_cells_and_other_data_sets(tiny_adata: ad.AnnData, many_adata, tmp_path, monkeypatch) -> None:
     many_adata.write_h5ad(tmp_path / "atlas.h5ad")
     monkeypatch.setenv("SCFORGE_DATA", str(tmp_path))
     path, named, mapped, held_out, limited = (Draws() for _ in range(5))
@@ -195,38 +102,43 @@ def test_another_data_set(data: CellDataModule, many_adata: ad.AnnData, tmp_path
         Evaluation(held_out),
         Evaluation(limited, dataset=many_adata, max_cells=50, name="limited"),
     ]
+    rows = []
+    begin = BenchmarkCallback.on_fit_start
+
+    def spied(self, trainer, plan) -> None:
+        begin(self, trainer, plan)
+        rows.extend(trainer.datamodule.validation_rows)
+
+    monkeypatch.setattr(BenchmarkCallback, "on_fit_start", spied)
     datasets = {"mapped": str(tmp_path / "atlas.h5ad")}
-    callback = BenchmarkCallback(evaluations, datasets=datasets)
-    plan, (figures,) = fit(data, callback, max_epochs=1)
+    model = fit(tiny_adata, *evaluations, max_epochs=1, datasets=datasets)
     names = ["path", "Draws_atlas", "Draws_mapped", "Draws_held_out", "limited"]
-    assert list(figures) == [f"{name}_{metric}" for name in names for metric in Draws.metrics]
-    expected = embed(plan.module, open_cells(many_adata, data.bound.vocab), data.tokenizer)
+    assert {f"{name}_{metric}" for name in names for metric in Draws.metrics} <= set(model.history)
+    expected = model.get_latent_representation(many_adata)
     for benchmark in (path, named, mapped):
-        np.testing.assert_array_equal(benchmark.seen[0][0], expected)
-    assert len(held_out.seen[0][1]) == 30
+        np.testing.assert_allclose(benchmark.seen[0][0], expected, atol=1e-5)
+    ((embedding, obs),) = held_out.seen
+    assert obs.index.tolist() == tiny_adata.obs_names[rows].tolist()
+    assert len(rows) == 30
+    np.testing.assert_allclose(embedding, model.get_latent_representation(tiny_adata)[rows], atol=1e-5)
     ((embedding, obs),) = limited.seen
     assert len(obs) == 50
     np.testing.assert_allclose(embedding, expected[many_adata.obs_names.get_indexer(obs.index)], atol=1e-5)
 
 
-def test_a_failure_costs_the_figure_only(data: CellDataModule) -> None:
-    callback = BenchmarkCallback([Draws(DataError), CELL_TYPES])
+def test_a_failure_costs_the_figure_only(tiny_adata: ad.AnnData) -> None:
     with pytest.warns(ScforgeWarning, match="'Draws' failed during training, its figures are NaN: it broke") as warned:
-        _, epochs = fit(data, callback)
-    assert sum(warning.category is ScforgeWarning for warning in warned) == 1
-    for figures in epochs:
-        assert math.isnan(figures["Draws_runs"])
-        assert figures["cell_type_annotation_accuracy"] > 0
+        history = fit(tiny_adata, Draws(DataError), CELL_TYPES).history
+    assert sum("failed during training" in str(warning.message) for warning in warned) == 1
+    assert np.isnan(np.ravel(history["Draws_runs"])).all()
+    assert (np.ravel(history["cell_type_annotation_accuracy"]) > 0).all()
+    with pytest.raises(ZeroDivisionError):  # a mistake is not hidden
+        fit(tiny_adata, Draws(ZeroDivisionError))
 
 
-def test_a_mistake_in_a_benchmark_is_not_hidden(data: CellDataModule) -> None:
-    with pytest.raises(ZeroDivisionError):
-        fit(data, BenchmarkCallback([Draws(ZeroDivisionError)]))
-
-
-def test_bad_input_on_construction(tmp_path, monkeypatch) -> None:
-    monkeypatch.delenv("SCFORGE_DATA", raising=False)
-    for wrong, error, message in [
+@pytest.mark.parametrize(
+    ("wrong", "error", "message"),
+    [
         ("cell_type_annotation", OptionError, r"is one; give a list"),
         ([], OptionError, r"benchmarks=\[\] names no benchmark"),
         (["cell_type_anotation"], OptionError, "did you mean 'cell_type_annotation'"),
@@ -239,13 +151,15 @@ def test_bad_input_on_construction(tmp_path, monkeypatch) -> None:
         (
             [{"label_prediction": {"dataset": "atlas"}}],
             OptionError,
-            r"dataset='atlas' of the benchmark 'label_prediction' is not known; put the file at "
-            r"\$SCFORGE_DATA/atlas.h5ad and set SCFORGE_DATA, or say where it is in eval.datasets, atlas: PATH",
+            r"put the file at \$SCFORGE_DATA/atlas.h5ad and set",
         ),
-        ([{"label_prediction": {"dataset": str(tmp_path / "no.h5ad")}}], MissingFileError, "no.h5ad' of .* not exist"),
-    ]:
-        with pytest.raises(error, match=message):
-            BenchmarkCallback(wrong)
+        ([{"label_prediction": {"dataset": "/no.h5ad"}}], MissingFileError, "no.h5ad' of .* not exist"),
+    ],
+)
+def test_bad_input_on_construction(wrong: Any, error: type[Exception], message: str, monkeypatch) -> None:
+    monkeypatch.delenv("SCFORGE_DATA", raising=False)
+    with pytest.raises(error, match=message):
+        BenchmarkCallback(wrong)
     with pytest.raises(OptionError, match="options={'a': 1} are for a benchmark given by name"):
         Evaluation(Draws(), options={"a": 1})
     with pytest.raises(OptionError, match="max_cells=0"):
@@ -254,19 +168,51 @@ def test_bad_input_on_construction(tmp_path, monkeypatch) -> None:
         BenchmarkCallback([Draws()], every_n_epochs=0)
 
 
-def test_bad_input_is_told_before_training(tiny_adata: ad.AnnData) -> None:
-    def told(error: type[Exception], message: str, benchmarks: list[Any], **options: Any) -> None:
-        with pytest.raises(error, match=message):
-            fit(data_of(tiny_adata, **options), BenchmarkCallback(benchmarks))
+@pytest.mark.parametrize(
+    ("benchmark", "options", "error", "message"),
+    [
+        ("label_prediction", {"keys": {}}, OptionError, "needs labels_key, a column of obs, but"),
+        ("batch_integration", {"keys": {"labels_key": "group"}}, OptionError, "needs batch_key, a column of obs, but"),
+        ("label_prediction", {"validation_size": 0.0}, OptionError, "no cells are held out; give validation_size abov"),
+        (
+            {"label_prediction": {"labels_key": "grup"}},
+            {},
+            DataError,
+            "held-out cells: labels_key='grup' .* mean 'group'",
+        ),
+        ("cell_type_annotation", {"validation_size": 0.3}, DataError, "n_neighbors=15 is more than the .* lower it"),
+        (
+            {"label_prediction": {"n_folds": 20}},
+            {},
+            DataError,
+            "cannot score the held-out cells: .* fewer than n_folds",
+        ),
+    ],
+)
+def test_bad_input_is_told_before_training(tiny_adata, benchmark, options, error, message: str) -> None:
+    with pytest.raises(error, match=message):
+        fit(tiny_adata, benchmark, **options)
 
-    told(OptionError, "needs labels_key, a column of obs, but", ["label_prediction"], labels_key=None)
-    told(OptionError, "needs batch_key, a column of obs, but", ["batch_integration"], batch_key=None)
-    told(OptionError, "no cells are held out; give validation_size above 0", ["label_prediction"], validation_size=0.0)
-    wrong = {"cell_type_annotation": {"labels_key": "grup"}}
-    told(DataError, "cannot score the held-out cells: labels_key='grup' is not .*did you mean 'group'", [wrong])
-    told(DataError, "n_neighbors=15 is more than the .* lower it", ["cell_type_annotation"], validation_size=0.3)
-    told(
-        DataError,
-        "cannot score the held-out cells: labels_key='group': label .* fewer than n_folds",
-        [{"label_prediction": {"n_folds": 20}}],
-    )
+
+def test_data_sets_by_their_name(pbmc: ad.AnnData, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(dataset: str, **datasets: str) -> object:
+        (one,) = resolve([Evaluation("label_prediction", dataset=dataset)], datasets)
+        return one.dataset
+
+    monkeypatch.delenv("SCFORGE_DATA", raising=False)
+    scored = ScoredCells.open(found("pbmc3k"), GeneVocab.from_adata(pbmc), 50)
+    assert len(scored.obs) == 50
+    assert scored.obs["cell_type"].equals(pbmc.obs["cell_type"].iloc[scored.rows])
+    with pytest.raises(OptionError, match=r"dataset='pbmc3' of .*; did you mean 'pbmc3k'\? Otherwise put the file at"):
+        found("pbmc3")
+    # A card says how to get what is not there.
+    with pytest.raises(MissingFileError, match=r"the data set 'norman' is not here, .*to get norman.h5ad, download"):
+        found("norman")
+    monkeypatch.setenv("SCFORGE_DATA", str(tmp_path))
+    (tmp_path / "norman.h5ad").touch()
+    path = str(tmp_path / "norman.h5ad")
+    assert found("norman") == path
+    assert found("pbmc3k", pbmc3k=path) == path, "a path that is given for a name goes first"
+    # ``max_cells`` is an option of evaluations, and of some benchmarks.
+    assert to_evaluation({"scib": {"labels_key": "group", "max_cells": 500}}).options["max_cells"] == 500
+    assert to_evaluation({"geometry": {"max_cells": 500}}).max_cells == 500

@@ -3,69 +3,51 @@ from __future__ import annotations
 import sys
 
 import numpy as np
+import pertpy
 import pytest
 from scipy import stats
 
 from scforge.errors import DataError, MissingFileError, OptionError
-from scforge.eval.cell_eval import cell_eval_scores
+from scforge.eval import PerturbationPrediction, cell_eval_scores, distances, energy_distance
 from scforge.eval.log_scale import log_normalised
-from scforge.eval.pertpy_distances import energy_distance
-from scforge.eval.perturbation_prediction import PerturbationPrediction
+from scforge.eval.pertpy_distances import mean_distance
 
 KEYS = {"perturbation_key": "target", "control": "control"}
 
 
-def logs(adata):
-    adata.X = adata.X.astype(np.float64)
-    adata.X = log_normalised(adata)
-    return adata
-
-
 @pytest.fixture(scope="module")
 def cells(perturbed):
-    """Measured cells, and predicted ones in which two perturbations have changed places."""
+    """Predicted cells in which two perturbations have changed places, and measured ones."""
     labels = ["g0", "g1", "g2", "g3", "g4", "g5", "g6"]
     real, made = perturbed(labels), perturbed(labels, seed=1)
     made.obs["target"] = made.obs["target"].replace({"g2": "g3", "g3": "g2"})
-    return logs(made), logs(real)
+    for adata in (made, real):
+        adata.X = adata.X.astype(np.float64)
+        adata.X = log_normalised(adata)
+    return made, real
 
 
 def test_ours_are_the_figures_of_cell_eval(cells) -> None:
     table, summary = cell_eval_scores(*cells, **KEYS, profile="anndata", skip_metrics=["clustering_agreement"])
     ours = PerturbationPrediction("target", "control").table(*cells)
     assert table["perturbation"].tolist() == ours["perturbation"].tolist()
-    for name, theirs in {
-        "pearson_delta": "pearson_delta",
-        "mse": "mse_delta",
-        "mae": "mae_delta",
-        "discrimination_l1": "discrimination_score_l1",
-        "discrimination_l2": "discrimination_score_l2",
-        "discrimination_cosine": "discrimination_score_cosine",
-    }.items():
-        np.testing.assert_allclose(ours[name], table[theirs].to_numpy(dtype=float), atol=1e-6, rtol=0, err_msg=name)
+    theirs = {"pearson_delta": "pearson_delta", "mse": "mse_delta", "mae": "mae_delta"}
+    theirs |= {f"discrimination_{name}": f"discrimination_score_{name}" for name in ("l1", "l2", "cosine")}
+    for name, their in theirs.items():
+        np.testing.assert_allclose(ours[name], table[their].to_numpy(dtype=float), atol=1e-6, rtol=0, err_msg=name)
         # They differ between perturbations, or nothing was compared.
         assert ours[name].nunique() > 1, name
     means = summary.set_index("statistic").loc["mean"]
     assert float(means["pearson_delta"]) == pytest.approx(ours["pearson_delta"].mean(), abs=1e-6)
-    away = [
-        [
-            energy_distance(*(adata[adata.obs["target"] == label].X.toarray() for label in (name, "control")))
-            for name in ours["perturbation"]
-        ]
+    of = [
+        {name: adata[adata.obs["target"] == name].X.toarray() for name in adata.obs["target"].unique()}
         for adata in cells
     ]
+    names = ours["perturbation"]
+    away = [[energy_distance(one[name], one["control"]) for name in names] for one in of]
     assert table["pearson_edistance"].to_numpy(dtype=float) == pytest.approx(stats.pearsonr(*away).statistic, abs=1e-6)
-
-
-def test_errors_of_absolute_means_are_those_of_cell_eval(cells) -> None:
-    from scforge.eval.pseudobulk import moments_of
-
     table, _ = cell_eval_scores(*cells, **KEYS, profile="minimal")
-    means = []
-    for adata in cells:
-        codes = adata.obs["target"].map({name: i for i, name in enumerate(table["perturbation"])}).fillna(-1)
-        means.append(moments_of(adata.X, codes.to_numpy(dtype=np.int64), len(table)).mean)
-    error = means[0] - means[1]
+    error = np.array([of[0][name].mean(axis=0) - of[1][name].mean(axis=0) for name in table["perturbation"]])
     np.testing.assert_allclose(table["mse"].to_numpy(dtype=float), np.square(error).mean(axis=1), atol=1e-6)
     np.testing.assert_allclose(table["mae"].to_numpy(dtype=float), np.abs(error).mean(axis=1), atol=1e-6)
     assert {"overlap_at_N", "precision_at_N"} <= {*table}
@@ -83,6 +65,48 @@ def test_contexts_are_scored_one_by_one_and_controls_are_lent(perturbed) -> None
     assert len(cell_eval_scores(without, real, context_key="type", **options)[0]) == 4
 
 
+def test_energy_distance_is_its_formula_and_that_of_pertpy() -> None:
+    rng = np.random.default_rng(0)
+    one, other = rng.normal(size=(30, 6)), rng.normal(1.0, 2.0, size=(41, 6))
+
+    def mean(a: np.ndarray, b: np.ndarray) -> float:
+        return float(np.linalg.norm(a[:, None] - b[None], axis=2).mean())
+
+    found = energy_distance(one, other)
+    assert found == pytest.approx(2 * mean(one, other) - mean(one, one) - mean(other, other))
+    assert found == pytest.approx(float(pertpy.tl.Distance("edistance", obsm_key="x")(one, other)), abs=1e-6)
+    assert found == pytest.approx(energy_distance(one, other, within=(mean_distance(one, one), None)))
+    unbiased = 2 * mean(one, other) - mean(one, one) * 30 / 29 - mean(other, other) * 41 / 40
+    assert energy_distance(one, other, unbiased=True) == pytest.approx(unbiased)
+    assert np.isnan(energy_distance(one[:1], other, unbiased=True))
+    assert energy_distance(one, one[::-1]) == pytest.approx(0.0, abs=1e-12)
+    for wrong in (other[:, :2], other[:0]):
+        with pytest.raises(DataError, match="same coordinates"):
+            energy_distance(one, wrong)
+
+
+@pytest.mark.parametrize("metric", ["edistance", "euclidean", "pearson_distance", "mmd"])
+def test_the_right_cells_are_nearer_than_controls(perturbed, metric: str) -> None:
+    real, made = (perturbed(("g0", "g1"), seed=seed) for seed in (0, 1))
+    table = distances(real, {"same": made}, metric=metric, **KEYS)
+    assert table["method"].tolist() == ["control", "same"] * 2
+    assert table["perturbation"].tolist() == ["g0", "g0", "g1", "g1"]
+    away = table.set_index(["method", "perturbation"])["distance"]
+    assert (away["same"] < away["control"]).all()
+
+
+def test_distances_in_an_embedding(perturbed) -> None:
+    adatas, own = [perturbed(("g0",), seed=seed) for seed in (0, 1)], []
+    rng = np.random.default_rng(0)
+    for adata in adatas:
+        chosen = (adata.obs["target"] == "g0").to_numpy()
+        adata.obsm["X_model"] = rng.normal(size=(adata.n_obs, 3)) + chosen[:, None]
+        own.append(adata.obsm["X_model"][chosen])
+    found = distances(*adatas, obsm_key="X_model", **KEYS)
+    assert found["method"].tolist() == ["control", "prediction"]
+    assert found["distance"][1] == pytest.approx(energy_distance(*own), abs=1e-6)
+
+
 def test_mistakes_are_told(perturbed, monkeypatch) -> None:
     real, made = perturbed(("g0", "g1")), perturbed(("g0",))
     with pytest.raises(OptionError, match="profile='all' is none of 'full'"):
@@ -92,3 +116,9 @@ def test_mistakes_are_told(perturbed, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cell_eval", None)
     with pytest.raises(MissingFileError, match=r"pip install 'scforge\[eval\]'"):
         cell_eval_scores(made, real, **KEYS)
+    with pytest.raises(OptionError, match="metric='edist' is no distance of pertpy"):
+        distances(real, made, metric="edist", **KEYS)
+    with pytest.raises(DataError, match="prediction lacks 'g1'"):
+        distances(real, made, **KEYS)
+    with pytest.raises(DataError, match="obsm_key='X_x' is not in real.obsm"):
+        distances(real, made, obsm_key="X_x", **KEYS)

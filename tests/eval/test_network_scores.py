@@ -5,6 +5,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import sparse
+from sklearn.metrics.pairwise import cosine_similarity
 
 import scforge
 from scforge.errors import DataError, OptionError
@@ -16,6 +17,7 @@ from scforge.eval import (
 )
 
 GENES = [f"g{i}" for i in range(6)]
+OTHERS = ~np.eye(6, dtype=bool)
 
 
 @pytest.fixture
@@ -28,23 +30,21 @@ def as_dict(edges: pd.DataFrame) -> dict[tuple[str, str], float]:
     return {(row.source, row.target): row.weight for row in edges.itertuples()}
 
 
-def wide(edges: pd.DataFrame) -> pd.DataFrame:
-    return edges.astype({"source": str, "target": str}).pivot(index="source", columns="target", values="weight")
+def wide(edges: pd.DataFrame, genes: list[str]) -> np.ndarray:
+    edges = edges.astype({"source": str, "target": str})
+    return edges.pivot(index="source", columns="target", values="weight").loc[genes, genes].to_numpy()
 
 
 @pytest.mark.parametrize("center", [False, True])
 @pytest.mark.parametrize("measure", ["cosine", "correlation", "dot"])
 def test_similarities_are_those_of_numpy_and_scikit_learn(vectors: pd.DataFrame, measure: str, center: bool) -> None:
-    from sklearn.metrics.pairwise import cosine_similarity
-
     used = (vectors - vectors.mean() if center else vectors).to_numpy()
     reference = {"cosine": cosine_similarity, "correlation": np.corrcoef, "dot": lambda x: x @ x.T}[measure](used)
-    found = wide(edges_from_embeddings(vectors, measure=measure, center=center)).loc[GENES, GENES].to_numpy()
-    others = ~np.eye(6, dtype=bool)
-    assert np.isnan(found[~others]).all()
-    np.testing.assert_allclose(found[others], reference[others], rtol=1e-5, atol=1e-6)
-    size = wide(edges_from_embeddings(vectors, measure=measure, center=center, absolute=True)).loc[GENES, GENES]
-    np.testing.assert_allclose(size.to_numpy()[others], np.abs(reference[others]), rtol=1e-5, atol=1e-6)
+    for absolute, expected in ((False, reference), (True, np.abs(reference))):
+        edges = edges_from_embeddings(vectors, measure=measure, center=center, absolute=absolute)
+        found = wide(edges, GENES)
+        assert np.isnan(found[~OTHERS]).all()
+        np.testing.assert_allclose(found[OTHERS], expected[OTHERS], rtol=1e-5, atol=1e-6)
 
 
 def test_sources_and_targets_are_chosen_and_genes_without_a_vector_left_out(vectors: pd.DataFrame) -> None:
@@ -57,14 +57,12 @@ def test_sources_and_targets_are_chosen_and_genes_without_a_vector_left_out(vect
 
 def test_a_matrix_dense_or_sparse() -> None:
     matrix = np.array([[0.9, 0.5, 0.0], [-0.2, 0.9, np.nan], [0.1, 0.0, 0.9]])
-    names = ["A", "B", "C"]
-    dense = edges_from_matrix(matrix, names)
-    assert [tuple(row[:2]) for row in dense.to_numpy()] == [("A", "B"), ("A", "C"), ("B", "A"), ("C", "A"), ("C", "B")]
-    stored = edges_from_matrix(sparse.csc_matrix(np.nan_to_num(matrix)), names)
+    known = np.nan_to_num(matrix)
+    dense = edges_from_matrix(matrix, list("ABC"))
+    assert list(as_dict(dense)) == [("A", "B"), ("A", "C"), ("B", "A"), ("C", "A"), ("C", "B")]
+    stored = edges_from_matrix(sparse.csc_matrix(known), list("ABC"))
     assert as_dict(stored) == pytest.approx({("A", "B"): 0.5, ("B", "A"): -0.2, ("C", "A"): 0.1})
-    turned = edges_from_matrix(
-        sparse.csr_matrix(np.nan_to_num(matrix)), names, source="columns", tfs=["A"], absolute=True
-    )
+    turned = edges_from_matrix(sparse.csr_matrix(known), list("ABC"), source="columns", tfs=["A"], absolute=True)
     assert as_dict(turned) == pytest.approx({("A", "B"): 0.2, ("A", "C"): 0.1})
     oblong = edges_from_matrix(np.ones((1, 2)), ["A"], ["A", "x"], tfs=["A"])
     assert oblong.to_numpy().tolist() == [["A", "x", 1.0]]
@@ -95,19 +93,17 @@ def test_attention_that_a_model_wrote(model: scforge.models.Encoder, tiny_adata:
 @pytest.mark.filterwarnings("ignore::scforge.errors.NotTrainedWarning")
 def test_pairs_that_a_model_perturbed(model: scforge.models.Encoder, tiny_adata: ad.AnnData) -> None:
     genes = [f"gene{i}" for i in range(5)]
-    table = model.perturb_in_silico(
-        tiny_adata, genes, "overexpress", combinations=2, n_permutations=0, groups="group", max_cells=20, key_added=None
-    )
-    found = wide(edges_from_perturbations(table)).loc[genes, genes].to_numpy()
-    np.testing.assert_array_equal(found, found.T)
+    options = {"combinations": 2, "n_permutations": 0, "groups": "group", "max_cells": 20, "key_added": None}
+    table = model.perturb_in_silico(tiny_adata, genes, "overexpress", **options)
     expected = np.full((5, 5), np.nan)
     for _, part in table.groupby("group", observed=True):
         i, j = part["gene"].str[4:].astype(int).to_numpy(), part["gene_2"].str[4:].astype(int).to_numpy()
         design = np.eye(5)[i] + np.eye(5)[j]
         rest = np.abs(part["shift"] - design @ np.linalg.lstsq(design, part["shift"], rcond=None)[0]).to_numpy()
         expected[i, j] = np.fmax(expected[i, j], rest)
-    expected = np.fmax(expected, expected.T)
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-7)
+    found = wide(edges_from_perturbations(table), genes)
+    np.testing.assert_array_equal(found, found.T)
+    np.testing.assert_allclose(found, np.fmax(expected, expected.T), rtol=1e-3, atol=1e-7)
     one_a_row = model.perturb_in_silico(tiny_adata, genes, n_permutations=0, key_added=None)
     with pytest.raises(DataError, match=r"one gene a row, which says nothing of pairs; call .*combinations=2"):
         edges_from_perturbations(one_a_row)
@@ -116,11 +112,11 @@ def test_pairs_that_a_model_perturbed(model: scforge.models.Encoder, tiny_adata:
 def test_predicted_effects() -> None:
     delta = np.array([[9.0, -2.0, 0.5], [0.1, 9.0, 0.2], [0.0, 3.0, 0.1], [5.0, 5.0, 5.0]], dtype=np.float32)
     obs = pd.DataFrame({"perturbation": pd.Categorical(["A", "B", "A", "A+B"])}, index=list("1234"))
-    predicted = ad.AnnData(np.zeros((4, 3)), obs=obs, var=pd.DataFrame(index=["A", "B", "C"]), layers={"delta": delta})
-    expected = {("A", "B"): 3.0, ("A", "C"): 0.5, ("B", "A"): 0.1, ("B", "C"): 0.2}
-    assert as_dict(edges_from_perturbations(predicted)) == pytest.approx(expected)
-    table = pd.DataFrame(delta[:3], index=["A", "B", "A"], columns=["A", "B", "C"])
-    assert as_dict(edges_from_perturbations(table)) == pytest.approx(expected)
+    predicted = ad.AnnData(np.zeros((4, 3)), obs=obs, var=pd.DataFrame(index=list("ABC")), layers={"delta": delta})
+    table = pd.DataFrame(delta[:3], index=list("ABA"), columns=list("ABC"))
+    for given in (predicted, table):
+        expected = {("A", "B"): 3.0, ("A", "C"): 0.5, ("B", "A"): 0.1, ("B", "C"): 0.2}
+        assert as_dict(edges_from_perturbations(given)) == pytest.approx(expected)
     assert len(edges_from_perturbations(predicted, tfs=["B"])) == 2
     predicted.obs["perturbation"] = "A+B"
     with pytest.raises(DataError, match=r"none of the perturbations \('A\+B'.* is one of the genes of effects"):
@@ -129,23 +125,25 @@ def test_predicted_effects() -> None:
         edges_from_perturbations(ad.AnnData(np.zeros((1, 1))))
 
 
-def test_mistakes(vectors: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OptionError, match=r"measure='cos' is none of .*did you mean 'cosine'\?"):
-        edges_from_embeddings(vectors, measure="cos")
-    with pytest.raises(OptionError, match="center='no' is neither True nor False"):
-        edges_from_embeddings(vectors, center="no")
-    with pytest.raises(DataError, match=r"none of tfs \('ENSG1'\) is among the 6 genes \('g0'"):
-        edges_from_embeddings(vectors, tfs=["ENSG1"])
-    with pytest.raises(OptionError, match="tfs='g1' is not a list of gene names"):
-        edges_from_embeddings(vectors, tfs="g1")
-    with pytest.raises(DataError, match="embeddings names 'g0' twice"):
-        edges_from_embeddings(pd.concat([vectors, vectors[:1]]))
-    with pytest.raises(DataError, match="embeddings is no table of numbers"):
-        edges_from_embeddings(vectors.astype(str))
-    with pytest.raises(DataError, match=r"matrix has the shape \(2, 2\), but there are 1 x 1 names"):
-        edges_from_matrix(np.zeros((2, 2)), ["A"])
-    with pytest.raises(OptionError, match="source='row' is neither 'rows' nor 'columns'"):
-        edges_from_matrix(np.zeros((1, 1)), ["A"], source="row")
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda v: edges_from_embeddings(v, measure="cos"), OptionError, r"measure='cos' is none of .* mean 'cosine'"),
+        (lambda v: edges_from_embeddings(v, center="no"), OptionError, "center='no' is neither True nor False"),
+        (lambda v: edges_from_embeddings(v, tfs=["ENSG1"]), DataError, r"none of tfs \('ENSG1'\) is among the 6 genes"),
+        (lambda v: edges_from_embeddings(v, tfs="g1"), OptionError, "tfs='g1' is not a list of gene names"),
+        (lambda v: edges_from_embeddings(pd.concat([v, v[:1]])), DataError, "embeddings names 'g0' twice"),
+        (lambda v: edges_from_embeddings(v.astype(str)), DataError, "embeddings is no table of numbers"),
+        (lambda v: edges_from_matrix(v.to_numpy(), ["A"]), DataError, r"the shape \(6, 4\), but there are 1 x 1 names"),
+        (
+            lambda v: edges_from_matrix(np.ones((1, 1)), "A", source="row"),
+            OptionError,
+            "source='row' is neither 'rows'",
+        ),
+        (lambda v: edges_from_embeddings(v), OptionError, "6 x 6 pairs are more than 20; name the .* with tfs"),
+    ],
+)
+def test_mistakes(vectors: pd.DataFrame, monkeypatch, call, error: type[Exception], message: str) -> None:
     monkeypatch.setattr("scforge.eval.network_scores._MOST_PAIRS", 20)
-    with pytest.raises(OptionError, match="6 x 6 pairs are more than 20; name the transcription factors with tfs"):
-        edges_from_embeddings(vectors)
+    with pytest.raises(error, match=message):
+        call(vectors)

@@ -1,3 +1,5 @@
+"""What is known of perturbed cells, and the simple baselines of it."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -5,12 +7,18 @@ import pandas as pd
 import pytest
 import scanpy as sc
 from scipy import sparse
+from sklearn.decomposition import PCA
 
 from scforge.errors import DataError
+from scforge.eval import KnownEffects, WantedEffects, baseline_effects
 from scforge.eval.log_scale import log_normalised
+from scforge.eval.perturbation_baselines import gene_scores, linear_effects
 from scforge.eval.perturbation_cells import Effect, EffectKeys, PerturbedCells
 
 KEYS = EffectKeys("target", "control", "type")
+DELTAS = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 3.0]])
+CONTROL = np.array([0.5, 1.0, 2.0, 0.0])
+KNOWN = KnownEffects((("A",), ("B",), ("A", "C")), ("all",) * 3, DELTAS, {"all": CONTROL})
 
 
 def test_counts_and_their_logarithms_are_the_same(perturbed) -> None:
@@ -18,111 +26,122 @@ def test_counts_and_their_logarithms_are_the_same(perturbed) -> None:
     logs = counts.copy()
     sc.pp.normalize_total(logs, target_sum=1e4)
     sc.pp.log1p(logs)
-    np.testing.assert_allclose(log_normalised(counts).toarray(), logs.X.toarray(), rtol=1e-5)
-    np.testing.assert_array_equal(log_normalised(logs).toarray(), logs.X.toarray())
-    part = logs[:, :20].copy()
-    np.testing.assert_array_equal(log_normalised(part).toarray(), part.X.toarray())
+    expected = log_normalised(counts).toarray()
+    np.testing.assert_allclose(expected, logs.X.toarray(), rtol=1e-5)
+    for some in (logs, logs[:, :20].copy()):
+        np.testing.assert_array_equal(log_normalised(some).toarray(), some.X.toarray())
     counts.layers["dense"] = counts.X.toarray()
-    np.testing.assert_array_equal(log_normalised(counts, "dense").toarray(), log_normalised(counts).toarray())
+    np.testing.assert_array_equal(log_normalised(counts, "dense").toarray(), expected)
+    # Parts of a value are added up, and the input stays.
+    halves = sparse.coo_matrix(counts.X)
+    rows, columns = np.tile(halves.row, 2), np.tile(halves.col, 2)
+    order = np.argsort(rows, kind="stable")
+    parts = np.concatenate([halves.data - 1, np.ones_like(halves.data)])[order]
+    indptr = np.r_[0, np.cumsum(np.bincount(rows, minlength=counts.n_obs))]
+    counts.X = sparse.csr_matrix((parts, columns[order], indptr), counts.shape)
+    np.testing.assert_allclose(log_normalised(counts).toarray(), expected, rtol=1e-6)
+    assert counts.X.nnz == len(parts)
+    counts.X = counts.layers["dense"].astype(np.float16)
+    np.testing.assert_allclose(log_normalised(counts).toarray(), expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a: a.X.multiply(-0.5), "X of adata holds negative values .* neither counts nor log1p"),
-        (lambda a: a.X.log1p(), "log1p of counts that were not normalised"),
-        (lambda a: a.X * 0.37, "neither counts nor log1p of counts per 10,000"),
-        (lambda a: a.X * np.nan, "missing or infinite"),
-        (lambda a: (a.X.multiply(1e6 / a.X.sum(axis=1))).log1p(), "a total of 1e[+]06"),
+        (lambda x: x.multiply(-0.5), "X of adata holds negative values .* neither counts nor log1p"),
+        (lambda x: x.log1p(), "log1p of counts that were not normalised"),
+        (lambda x: x * 0.37, "neither counts nor log1p of counts per 10,000"),
+        (lambda x: x * np.nan, "missing or infinite"),
+        (lambda x: x.multiply(1e6 / x.sum(axis=1)).log1p(), "a total of 1e[+]06"),
+        (lambda x: x.multiply(3e3 / x.sum(axis=1)).log1p(), "normalised to about 3,000 per cell and not to 10,000"),
     ],
 )
 def test_other_values_are_refused(perturbed, change, message: str) -> None:
-    adata = perturbed(("g0",), n_cells=5, n_controls=5)
-    adata.X = sparse.csr_matrix(change(adata))
+    adata = perturbed(("g0",))
+    adata.X = sparse.csr_matrix(change(adata.X))
     with pytest.raises(DataError, match=message):
         log_normalised(adata)
+    if "3,000" in message:  # models may predict one profile for all cells
+        assert log_normalised(adata, made=True).shape == adata.shape
 
 
 def test_cells_are_grouped_by_what_was_done_to_them(perturbed) -> None:
     adata = perturbed(("g0", "g2+g1"), n_cells=3, n_controls=4, contexts=("x", "y"))
     cells = PerturbedCells.read(adata, KEYS, argument="real")
-    assert cells.effects == (
-        Effect(("g0",), "x"),
-        Effect(("g0",), "y"),
-        Effect(("g1", "g2"), "x"),
-        Effect(("g1", "g2"), "y"),
-    )
+    assert cells.effects == tuple(Effect(genes, context) for genes in (("g0",), ("g1", "g2")) for context in "xy")
+    assert KEYS.effect("g2+g1", "x") == cells.effects[2]
     assert np.bincount(cells.groups).tolist() == [3, 3, 3, 3, 4, 4]
     assert cells.controls.tolist() == [4, 5, 4, 5]
     groups = cells.moments()
-    both = np.asarray(cells.expression[:4].mean(axis=0)).ravel()
-    np.testing.assert_allclose(groups.mean[4], both, rtol=1e-6)
     deltas = cells.measured(groups, argument="real").deltas
     np.testing.assert_allclose(deltas[0], groups.mean[0] - groups.mean[4])
-    fewer = cells.over(adata.var_names[[5, 2]], argument="real")
-    np.testing.assert_array_equal(fewer.expression.toarray(), cells.expression.toarray()[:, [5, 2]])
-    assert KEYS.effect("g2+g1", "x") == cells.effects[2]
-
-
-def test_predicted_cells_need_no_controls(perturbed) -> None:
-    adata = perturbed(("g0",))
-    adata = adata[adata.obs["target"] == "g0"].copy()
-    assert PerturbedCells.read(adata, KEYS, argument="made", made=True).effects == (Effect(("g0",), "all"),)
-    with pytest.raises(DataError, match="control='control' is no label"):
-        PerturbedCells.read(adata, KEYS, argument="real")
-
-
-def test_mistakes_are_told(perturbed) -> None:
-    adata = perturbed(("g0",), contexts=("x", "y"))
-    without = adata[~((adata.obs["target"] == "control") & (adata.obs["type"] == "y"))].copy()
-    cells = PerturbedCells.read(without, KEYS, argument="real")
-    with pytest.raises(DataError, match="real has no control cell in the contexts 'y'"):
-        cells.measured(cells.moments(), argument="real")
-    cells = PerturbedCells.read(adata, KEYS, argument="real")
     with pytest.raises(DataError, match=r"real lacks 1 of 2 genes \(first: 'G1'"):
         cells.over(pd.Index(["g0", "G1"]), argument="real")
-    adata.obs.loc[adata.obs_names[0], "type"] = None
-    with pytest.raises(DataError, match="no value for 1 of 200 cells"):
-        PerturbedCells.read(adata, KEYS, argument="real")
-    twice = perturbed(("g0",))
-    twice.var_names = ["g0", *twice.var_names[:-1]]
-    with pytest.raises(DataError, match="'g0' more than once"):
-        PerturbedCells.read(twice, KEYS, argument="real")
+    made = adata[adata.obs["target"] == "g0"].copy()
+    effects = PerturbedCells.read(made, KEYS, argument="made", made=True).effects
+    assert effects == (Effect(("g0",), "x"), Effect(("g0",), "y")), "predicted cells need no controls"
 
 
-def test_logs_of_another_total_are_refused(perturbed) -> None:
-    adata = perturbed(("g0",))
-    sc.pp.normalize_total(adata, target_sum=3_000)
-    sc.pp.log1p(adata)
-    with pytest.raises(DataError, match="normalised to about 3,000 per cell and not to 10,000"):
-        log_normalised(adata)
-    # Models may predict one profile for all cells.
-    assert log_normalised(adata, made=True).shape == adata.shape
-
-
-def test_parts_of_a_value_are_added_up_and_the_input_stays(perturbed) -> None:
-    adata = perturbed(("g0",), n_cells=5, n_controls=5)
-    whole = log_normalised(adata).toarray()
-    rows, columns = adata.X.nonzero()
-    half = np.asarray(adata.X[rows, columns]).ravel() - 1
-    order = np.argsort(np.r_[rows, rows], kind="stable")
-    indptr = np.r_[0, np.cumsum(np.bincount(np.r_[rows, rows], minlength=adata.n_obs))]
-    split = sparse.csr_matrix(
-        (np.r_[half, np.ones(len(half))][order], np.r_[columns, columns][order], indptr), adata.shape
-    )
-    adata.X = split
-    n_stored = adata.X.nnz
-    np.testing.assert_allclose(log_normalised(adata).toarray(), whole, rtol=1e-6)
-    assert adata.X.nnz == n_stored
-
-
-def test_half_precision_is_read_and_files_are_refused(perturbed, tmp_path) -> None:
-    adata = perturbed(("g0",), n_cells=5, n_controls=5)
-    whole = log_normalised(adata)
+def test_mistakes_are_told(perturbed, tmp_path) -> None:
+    adata = perturbed(("g0",), contexts=("x", "y"))
     adata.write_h5ad(tmp_path / "cells.h5ad")
-    adata.X = adata.X.toarray().astype(np.float16)
-    np.testing.assert_allclose(log_normalised(adata).toarray(), whole.toarray(), rtol=1e-6)
-    backed = sc.read_h5ad(tmp_path / "cells.h5ad", backed="r")
-    with pytest.raises(DataError, match=r"real is backed by a file, .* pass it as adata.to_memory\(\)"):
-        PerturbedCells.read(backed, EffectKeys("target", "control"), argument="real")
+    backed, missing, twice = sc.read_h5ad(tmp_path / "cells.h5ad", backed="r"), adata.copy(), adata.copy()
+    missing.obs.loc[missing.obs_names[0], "type"] = None
+    twice.var_names = ["g0", *twice.var_names[:-1]]
+    for some, message in [
+        (adata[adata.obs["target"] == "g0"].copy(), "control='control' is no label"),
+        (missing, "no value for 1 of 200 cells"),
+        (twice, "'g0' more than once"),
+        (backed, r"real is backed by a file, .* pass it as adata.to_memory\(\)"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            PerturbedCells.read(some, KEYS, argument="real")
     backed.file.close()
+
+
+def test_simple_baselines_by_hand() -> None:
+    found = baseline_effects(KNOWN, WantedEffects((("A", "B"), ("D",), ("B", "D")), ("all",) * 3))
+    mean, typical = DELTAS.mean(axis=0), np.array([0.5, 1.0, 0.0, 0.0])
+    np.testing.assert_allclose(found["no_change"], 0.0)
+    np.testing.assert_allclose(found["control_mean"], 0.0)
+    np.testing.assert_allclose(found["additive"], [[1, 2, 0, 0], typical, typical + DELTAS[1]])
+    # Nothing is known of what is perturbed.
+    for name in ("train_mean", "linear_pca", "linear_embedding", "nearest"):
+        np.testing.assert_allclose(found[name], [mean] * 3)
+    assert "perturbation_mean" not in found
+    assert "additive" not in baseline_effects(KNOWN, WantedEffects((("D",),), ("all",))), "for combinations only"
+    with pytest.raises(DataError, match="2 targets, 3 contexts and 3 effects"):
+        KnownEffects((("A",), ("B",)), ("all",) * 3, DELTAS, {"all": CONTROL})
+
+
+def test_baselines_of_contexts() -> None:
+    controls = {"x": np.zeros(4), "y": np.ones(4), "z": np.full(4, 0.9)}
+    known = KnownEffects((("A",), ("B",), ("A",)), ("x", "x", "y"), DELTAS, controls)
+    found = baseline_effects(known, WantedEffects((("A",), ("D",)), ("z", "x")))
+    np.testing.assert_allclose(found["train_mean"], [DELTAS.mean(axis=0), DELTAS[:2].mean(axis=0)])
+    np.testing.assert_allclose(found["perturbation_mean"], [DELTAS[[0, 2]].mean(axis=0), DELTAS[:2].mean(axis=0)])
+    np.testing.assert_allclose(found["nearest"][0], DELTAS[2])
+    np.testing.assert_allclose(found["control_mean"][:, 0], [1.9 / 3 - 0.9, 1.9 / 3])
+
+
+def test_the_linear_model_is_the_published_formula() -> None:
+    rng = np.random.default_rng(0)
+    deltas, genes, seen, wanted = (rng.normal(size=shape) for shape in ((7, 20), (20, 3), (7, 4), (2, 4)))
+    center = deltas.mean(axis=0)
+    inverse = np.linalg.inv(genes.T @ genes + 0.1 * np.eye(3))
+    weights = inverse @ genes.T @ (deltas - center).T @ seen @ np.linalg.inv(seen.T @ seen + 0.1 * np.eye(4))
+    expected = (genes @ weights @ wanted.T).T + center
+    np.testing.assert_allclose(linear_effects(deltas, genes, seen, wanted), expected)
+    wanted[1, 0] = np.nan
+    np.testing.assert_allclose(linear_effects(deltas, genes, seen, wanted)[1], center)
+    # The scores of genes are their principal components.
+    expected = PCA(3).fit_transform(np.concatenate([CONTROL[None], CONTROL + DELTAS]).T)
+    np.testing.assert_allclose(np.abs(gene_scores(KNOWN, 3)), np.abs(expected), atol=1e-9)
+
+
+def test_the_nearest_perturbation_has_the_most_similar_genes() -> None:
+    # Genes 0 and 1 respond alike under all perturbations, gene 2 does not.
+    deltas = np.array([[3.0, 3.0, 0.0, 0.0], [0.0, 0.0, 4.0, 1.0], [2.0, 2.0, 0.0, 1.0]])
+    known = KnownEffects((("g0",), ("g2",), ("g3",)), ("all",) * 3, deltas, {"all": np.zeros(4)})
+    wanted = WantedEffects((("g1",),), ("all",), {f"g{i}": i for i in range(4)})
+    np.testing.assert_allclose(baseline_effects(known, wanted)["nearest"], deltas[:1])

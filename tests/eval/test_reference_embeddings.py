@@ -4,12 +4,12 @@ import anndata as ad
 import numpy as np
 import pytest
 import scanpy as sc
+import torch
 
 import scforge.eval.reference_embeddings as room
 from scforge.errors import DataError, OptionError
-from scforge.eval import embedding_baselines, pca_embedding
+from scforge.eval import embedding_baselines, integration_baselines, pca_embedding
 from scforge.eval.reference_embeddings import check_baselines, harmony_embedding
-from scforge.eval.without_batches import integration_baselines
 
 
 def gap(embedding: np.ndarray, adata: ad.AnnData, key: str) -> float:
@@ -29,22 +29,39 @@ def shifted(tiny_adata: ad.AnnData) -> ad.AnnData:
     return tiny_adata
 
 
-def test_each_is_what_it_says(shifted) -> None:
-    names = ["hvg", "pca", "pca_scaled", "harmony", "random", 3]
-    found = embedding_baselines(shifted, names, batch_key="batch", layer="counts", n_comps=5, n_top_genes=40, seed=1)
-    assert list(found) == [*names[:5], "PCA, 3 components", "PCA of scaled genes, 3 components"]
-    assert {name: embedding.shape[1] for name, embedding in found.items()} == dict(
-        zip(found, [40, 5, 5, 5, 5, 3, 3], strict=True)
-    )
-    assert all(embedding.dtype == np.float32 and len(embedding) == 60 for embedding in found.values())
-
-    work = ad.AnnData(shifted.layers["counts"].copy())
+@pytest.mark.parametrize(("scale", "batch_key"), [(False, None), (True, None), (False, "batch")])
+def test_components_are_what_scanpy_computes(tiny_adata: ad.AnnData, scale: bool, batch_key: str | None) -> None:
+    before = tiny_adata.copy()
+    embedding = pca_embedding(tiny_adata, n_comps=5, n_top_genes=50, scale=scale, batch_key=batch_key)
+    work = ad.AnnData(tiny_adata.X.copy(), obs=tiny_adata.obs, var=tiny_adata.var[[]])
+    sc.pp.filter_genes(work, min_cells=3)
     sc.pp.normalize_total(work, target_sum=1e4)
     sc.pp.log1p(work)
-    work.obs["batch"] = shifted.obs["batch"].astype(str).astype("category").to_numpy()
+    sc.pp.highly_variable_genes(work, n_top_genes=50, batch_key=batch_key)
+    work = work[:, work.var["highly_variable"]].copy()
+    if scale:
+        work.X = work.X.toarray()
+        sc.pp.scale(work, max_value=10)
+    sc.pp.pca(work, n_comps=5, random_state=0)
+    assert embedding.dtype == np.float32
+    np.testing.assert_allclose(np.abs(embedding), np.abs(work.obsm["X_pca"]), atol=1e-4)
+    assert (tiny_adata.X != before.X).nnz == 0
+    assert list(tiny_adata.obsm) == []
+    assert list(tiny_adata.var) == list(before.var)
+
+
+def test_each_is_what_it_says(shifted) -> None:
+    names = ["hvg", "pca", "pca_scaled", "harmony", "random", 3]
+    options = {"n_comps": 5, "n_top_genes": 40, "layer": "counts", "seed": 1, "batch_key": "batch"}
+    found = embedding_baselines(shifted, names, **options)
+    assert list(found) == [*names[:5], "PCA, 3 components", "PCA of scaled genes, 3 components"]
+    assert [embedding.shape[1] for embedding in found.values()] == [40, 5, 5, 5, 5, 3, 3]
+    assert all(embedding.dtype == np.float32 and len(embedding) == 60 for embedding in found.values())
+    work = ad.AnnData(shifted.layers["counts"].copy(), obs=shifted.obs[["batch"]].astype(str).astype("category"))
+    sc.pp.normalize_total(work, target_sum=1e4)
+    sc.pp.log1p(work)
     sc.pp.highly_variable_genes(work, n_top_genes=40, batch_key="batch")
     np.testing.assert_allclose(found["hvg"], work.X[:, work.var["highly_variable"]], rtol=1e-5)
-    options = {"n_comps": 5, "n_top_genes": 40, "layer": "counts", "seed": 1, "batch_key": "batch"}
     np.testing.assert_array_equal(found["pca"], pca_embedding(shifted, **options))
     np.testing.assert_array_equal(found["pca_scaled"], pca_embedding(shifted, scale=True, **options))
     assert abs(found["random"].mean()) < 0.2
@@ -52,54 +69,44 @@ def test_each_is_what_it_says(shifted) -> None:
     # Harmony brings the batches together, and the groups stay apart.
     assert gap(found["harmony"], shifted, "batch") < gap(found["pca"], shifted, "batch") / 3
     assert gap(found["harmony"], shifted, "group") > 1
+    assert harmony_embedding(found["pca"], shifted.obs, "site").shape == (60, 5), "batches may be numbers"
 
 
 def test_scvi_with_and_without_batches(shifted, monkeypatch) -> None:
     import scvi
 
-    given = []
-    train = scvi.model.SCVI.train
-    monkeypatch.setattr(
-        scvi.model.SCVI, "train", lambda self, *a, **k: given.append((self, a, k)) or train(self, *a, **k)
-    )
+    train, models = scvi.model.SCVI.train, []
+    monkeypatch.setattr(scvi.model.SCVI, "train", lambda self, *a, **k: models.append(self) or train(self, *a, **k))
     options = {"layer": "counts", "scvi_max_epochs": 2, "n_top_genes": 30}
-    first = embedding_baselines(shifted, ["scvi"], batch_key="batch", **options)["scvi"]
-    again = embedding_baselines(shifted, ["scvi"], batch_key="batch", **options)["scvi"]
-    other = embedding_baselines(shifted, ["scvi"], batch_key="batch", seed=1, **options)["scvi"]
-    without = embedding_baselines(shifted, ["scvi"], **options)["scvi"]
+    batches = {"batch_key": "batch"}
+    first, again, other, without = (
+        embedding_baselines(shifted, ["scvi"], **options, **some)["scvi"]
+        for some in (batches, batches, {**batches, "seed": 1}, {})
+    )
     np.testing.assert_array_equal(first, again)
     assert first.shape == without.shape == (60, 10)
     assert not np.allclose(first, other)
-    models = [model for model, _, _ in given]
     assert [model.summary_stats["n_batch"] for model in models] == [2, 2, 2, 1]
     assert models[0].adata.n_vars == 30
-    np.testing.assert_array_equal(models[0].adata.X.sum() % 1, 0)
-    _, epochs, settings = given[0]
-    assert epochs == (2,)
-    assert settings["early_stopping"] is True
-    assert settings["early_stopping_patience"] == 15
-    assert settings["early_stopping_warmup_epochs"] == settings["plan_kwargs"]["n_epochs_kl_warmup"] == 0
-    held_out, train_cells = models[0].validation_indices, models[0].train_indices
-    assert len(held_out) == 6
-    assert sorted([*held_out, *train_cells]) == list(range(60))
+    assert models[0].adata.X.sum() % 1 == 0
+    assert models[0].history["elbo_train"].shape[0] == 2
+    assert len(models[0].validation_indices) == 6
+    assert sorted([*models[0].validation_indices, *models[0].train_indices]) == list(range(60))
 
 
 def test_scvi_warms_up_and_keeps_its_best_epoch(shifted, monkeypatch) -> None:
     """Weights of an epoch before the KL term has its weight do not count, however low their ELBO."""
     import scvi
-    import torch
 
-    best, seen = room._best_epoch, []
+    # The lowest of all comes before the end of warm-up, and the lowest after it is not the last.
+    best, seen, elbos = room._best_epoch, [], [1.0, 9.0, 5.0, 3.0, 7.0, 8.0, 9.0, 9.0]
 
     def spied(warm_up: int, **options):
         made = best(warm_up, **options)
         ended = made.on_validation_end
 
         def on_validation_end(trainer, plan) -> None:
-            # The lowest of all comes before the end of warm-up, and the lowest after it is not the last.
-            trainer.callback_metrics["elbo_validation"] = torch.tensor(
-                [1.0, 9.0, 5.0, 3.0, 7.0, 8.0, 9.0, 9.0][len(seen)]
-            )
+            trainer.callback_metrics["elbo_validation"] = torch.tensor(elbos[len(seen)])
             ended(trainer, plan)
             weights = {name: value.clone() for name, value in plan.module.state_dict().items()}
             seen.append((float(plan.kl_weight), weights))
@@ -133,29 +140,18 @@ def test_components_are_no_more_than_the_genes_that_are_left(shifted) -> None:
         embedding_baselines(few, ["pca"])
 
 
-def test_integration_baselines_are_the_same(shifted) -> None:
-    found = integration_baselines(shifted, "batch", max_epochs=1)
-    same = embedding_baselines(shifted, ["pca", "harmony", "scvi"], batch_key="batch", scvi_max_epochs=1)
-    assert list(found) == list(same)
-    for name, embedding in found.items():
-        np.testing.assert_array_equal(embedding, same[name])
-
-
-def test_labels_and_data_stay_alone(shifted) -> None:
+def test_labels_and_data_stay_alone_and_integration_baselines_are_the_same(shifted) -> None:
     before = shifted.copy()
-    found = embedding_baselines(shifted, ["hvg", "pca", "harmony"], batch_key="batch", n_comps=4)
+    options = {"batch_key": "batch", "scvi_max_epochs": 1}
+    found = embedding_baselines(shifted, ["pca", "harmony", "scvi"], **options)
     np.testing.assert_array_equal(shifted.X.toarray(), before.X.toarray())
     assert list(shifted.obs) == list(before.obs)
     assert not shifted.obsm
     shifted.obs["group"] = "one"
-    same = embedding_baselines(shifted, ["hvg", "pca", "harmony"], batch_key="batch", n_comps=4)
+    same = integration_baselines(shifted, "batch", max_epochs=1)
+    assert list(found) == list(same)
     for name, embedding in found.items():
         np.testing.assert_array_equal(embedding, same[name])
-
-
-def test_batches_may_be_numbers(shifted) -> None:
-    components = pca_embedding(shifted, n_comps=4)
-    assert harmony_embedding(components, shifted.obs, "site").shape == (60, 4)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +161,7 @@ def test_batches_may_be_numbers(shifted) -> None:
         ("pca", {}, r"baselines='pca' is not a list of baselines; write \['pca'\]"),
         (["pca", "pca"], {}, "names 'pca' twice"),
         (["harmony"], {}, "names 'harmony', which corrects batches; give batch_key"),
-        ([60], {}, "n_comps=60 is not between 1"),
+        ([60], {}, r"n_comps=60 is not between 1 and the smaller side of \(60, 80\)"),
         ([0], {}, "baselines=0 is not a positive number of principal components"),
         (["pca"], {"n_comps": 0}, "n_comps=0 is not a positive number of components"),
     ],

@@ -1,9 +1,5 @@
 from __future__ import annotations
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import anndata as ad
 import matplotlib.pyplot as plt
 import numpy as np
@@ -16,112 +12,70 @@ from scforge.errors import DataError
 from scforge.pl import attention_heatmap, precision_recall
 
 
-@pytest.fixture(autouse=True)
-def _close() -> None:
-    yield
-    plt.close("all")
-
-
 @pytest.fixture
-def scored() -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def areas_and_curves() -> tuple[dict[str, float], pd.DataFrame]:
     generator = np.random.default_rng(0)
     truth = generator.random(400) < 0.1
-    return truth, {"weak": truth * 0.5 + generator.normal(size=400), "strong": truth * 3 + generator.normal(size=400)}
-
-
-@pytest.fixture
-def curves(scored) -> pd.DataFrame:
-    truth, scores = scored
+    scores = {"weak": truth * 0.5 + generator.normal(size=400), "strong": truth * 3 + generator.normal(size=400)}
     parts = []
     for name, score in scores.items():
         precision, recall, _ = precision_recall_curve(truth, score)
         parts.append(pd.DataFrame({"method": name, "recall": recall[:-1], "precision": precision[:-1]}))
-    return pd.concat(parts, ignore_index=True)
-
-
-def test_a_line_for_each_network_with_its_area(curves: pd.DataFrame, scored) -> None:
-    truth, scores = scored
-    ax = precision_recall(curves, kinds={"weak": "baseline"}, title="TRRUST")
     areas = {name: average_precision_score(truth, score) for name, score in scores.items()}
-    chance = truth.mean()
-    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
-        f"strong ({areas['strong']:.3f})",
-        f"weak ({areas['weak']:.3f})",
-        f"chance ({chance:.3f})",
-    ]
+    return {**areas, "chance": truth.mean()}, pd.concat(parts, ignore_index=True)
+
+
+def test_a_line_for_each_network_with_its_area(areas_and_curves, texts) -> None:
+    areas, curves = areas_and_curves
+    ax = precision_recall(curves, kinds={"weak": "baseline"}, title="TRRUST")
+    expected = [f"{name} ({areas[name]:.3f})" for name in ("strong", "weak", "chance")]
+    assert texts(ax.get_legend().get_texts()) == expected
     strong, weak, level = ax.lines
-    assert level.get_ydata()[0] == pytest.approx(chance)
+    assert level.get_ydata()[0] == pytest.approx(areas["chance"])
     assert (np.diff(strong.get_xdata()) >= 0).all()
     assert len(strong.get_xdata()) == (curves["method"] == "strong").sum()
-    assert weak.get_color() == "0.25"
-    assert strong.get_color() == "#0072B2"
+    assert (strong.get_color(), weak.get_color()) == ("#0072B2", "0.25")
     assert ax.get_title() == "TRRUST"
+    # The area is that of all points where it is known.
+    thinned = curves.iloc[::40].assign(auprc=lambda some: some["method"].map(areas))
+    assert texts(precision_recall(thinned, chance=0.1).get_legend().get_texts())[:2] == expected[:2]
 
 
-def test_the_area_is_that_of_all_points_where_it_is_known(curves: pd.DataFrame, scored) -> None:
-    truth, scores = scored
-    exact = {name: average_precision_score(truth, score) for name, score in scores.items()}
-    thinned = curves.iloc[::40].assign(auprc=lambda some: some["method"].map(exact))
-    shown = [text.get_text() for text in precision_recall(thinned, chance=0.1).get_legend().get_texts()]
-    assert shown[:2] == [f"{name} ({exact[name]:.3f})" for name in ("strong", "weak")]
-
-
-def test_curves_that_end_early_need_to_be_told_chance(curves: pd.DataFrame) -> None:
+def test_curves_that_end_early_need_to_be_told_chance(areas_and_curves) -> None:
+    _, curves = areas_and_curves
     short = curves[curves["recall"] < 0.5]
     assert len(precision_recall(short).lines) == 2
     assert precision_recall(short, chance=0.1).lines[-1].get_ydata()[0] == 0.1
-
-
-def test_what_curves_need(curves: pd.DataFrame) -> None:
     with pytest.raises(DataError, match="curves has no column 'recall'; did you mean 'recal'"):
         precision_recall(curves.rename(columns={"recall": "recal"}))
     with pytest.raises(DataError, match="not between 0 and 1"):
         precision_recall(curves.assign(precision=curves["precision"] * 100))
 
 
-@pytest.fixture
-def attending(tiny_adata: ad.AnnData) -> ad.AnnData:
+def test_attention_of_the_genes_that_have_it(tiny_adata: ad.AnnData, texts) -> None:
     graph = np.zeros((80, 80), dtype=np.float32)
     graph[0, 1], graph[1, 0], graph[5, 6], graph[70, 0] = 0.5, 0.25, 0.125, 0.1
     tiny_adata.varp["scforge_attention"] = sparse.csr_matrix(graph)
-    return tiny_adata
 
+    def drawn(ax) -> dict[tuple[str, str], float]:
+        names = texts(ax.get_xticklabels())
+        assert names == texts(ax.get_yticklabels())
+        values = np.ma.filled(ax.images[0].get_array(), np.nan)
+        return {(names[i], names[j]): round(float(values[i, j]), 6) for i, j in np.argwhere(~np.isnan(values))}
 
-def drawn(ax) -> dict[tuple[str, str], float]:
-    names = [text.get_text() for text in ax.get_xticklabels()]
-    assert names == [text.get_text() for text in ax.get_yticklabels()]
-    values = ax.images[0].get_array()
-    return {
-        (names[i], names[j]): round(float(values[i, j]), 6)
-        for i, j in np.ndindex(values.shape)
-        if not np.ma.getmaskarray(values)[i, j]
-    }
-
-
-def test_attention_of_the_genes_that_have_it(attending: ad.AnnData) -> None:
-    ax = attention_heatmap(attending)
-    assert drawn(ax) == {
-        ("gene0", "gene1"): 0.5,
-        ("gene1", "gene0"): 0.25,
-        ("gene5", "gene6"): 0.125,
-        ("gene70", "gene0"): 0.1,
-    }
+    ax = attention_heatmap(tiny_adata)
+    pairs = [("gene0", "gene1"), ("gene1", "gene0"), ("gene5", "gene6"), ("gene70", "gene0")]
+    assert drawn(ax) == dict(zip(pairs, [0.5, 0.25, 0.125, 0.1], strict=True))
     assert len(ax.get_xticklabels()) == 5
     assert (ax.get_ylabel(), ax.get_xlabel()) == ("from gene", "to gene")
-
-
-def test_given_genes_and_axes(attending: ad.AnnData) -> None:
     _, own = plt.subplots()
-    ax = attention_heatmap(attending, ["gene70", "gene0"], ax=own)
-    assert ax is own
-    assert drawn(ax) == {("gene70", "gene0"): 0.1}
-    assert len(drawn(attention_heatmap(attending, n_genes=2))) == 2
-
-
-def test_what_attention_needs(attending: ad.AnnData) -> None:
-    with pytest.raises(DataError, match=r"no 'attention'; did you mean .* call model.get_attention\(adata\) first"):
-        attention_heatmap(attending, key="attention")
-    with pytest.raises(DataError, match=r"genes: 'gene80' not in adata.var_names; did you mean"):
-        attention_heatmap(attending, ["gene80"])
-    with pytest.raises(DataError, match="no attention between these genes"):
-        attention_heatmap(attending, ["gene2", "gene3"])
+    assert attention_heatmap(tiny_adata, ["gene70", "gene0"], ax=own) is own
+    assert drawn(own) == {("gene70", "gene0"): 0.1}
+    assert len(drawn(attention_heatmap(tiny_adata, n_genes=2))) == 2
+    for genes, key, message in [
+        (None, "attention", r"no 'attention'; did you mean .* call model.get_attention\(adata\) first"),
+        (["gene80"], "scforge_attention", r"genes: 'gene80' not in adata.var_names; did you mean"),
+        (["gene2", "gene3"], "scforge_attention", "no attention between these genes"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            attention_heatmap(tiny_adata, genes, key=key)

@@ -1,43 +1,42 @@
 from __future__ import annotations
 
 import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
 
 from scforge.errors import DataError, OptionError
 from scforge.pl import in_silico_ranking, perturbation_ranks, perturbation_scatter
-from scforge.pl._style import KINDS, spread
-
-
-@pytest.fixture(autouse=True)
-def _close() -> None:
-    yield
-    plt.close("all")
+from scforge.pl._style import KINDS
 
 
 @pytest.fixture
 def effects() -> pd.DataFrame:
-    generator = np.random.default_rng(0)
-    measured = generator.normal(0, 0.1, 100)
+    measured = np.random.default_rng(0).normal(0, 0.1, 100)
     measured[:4] = [2.0, 1.99, 1.98, -1.5]
     frame = pd.DataFrame({"measured": measured, "predicted": 0.5 * measured}, index=[f"g{i}" for i in range(100)])
     frame.loc["g50", "predicted"] = np.nan
     return frame
 
 
-def test_each_gene_is_a_point_and_the_largest_are_named(effects: pd.DataFrame) -> None:
+def test_each_gene_is_a_point_and_the_largest_are_named(effects: pd.DataFrame, texts) -> None:
     ax = perturbation_scatter(effects, n_labels=4, title="KO")
     drawn = {one.get_label(): np.asarray(one.get_offsets()) for one in ax.collections}
     np.testing.assert_allclose(drawn["largest effects"], effects[["measured", "predicted"]].iloc[:4])
     assert len(drawn["genes"]) == 95
-    assert {text.get_text() for text in ax.texts} == {"g0", "g1", "g2", "g3"}
+    assert set(texts(ax.texts)) == {"g0", "g1", "g2", "g3"}
     assert ax.get_title() == "KO: r = 1.00"
     assert ax.get_xlabel() == "measured change\n(genes left out, without both: 1)"
+    assert texts(perturbation_scatter(effects, n_labels=1).texts) == ["g0"], "no name stands on the other side"
+    flat = perturbation_scatter(effects.assign(predicted=0.0), n_labels=0)
+    assert flat.get_title() == "r is not defined: one value for all genes"
+    assert not flat.texts
+    with pytest.raises(DataError, match="effects has no column 'predicted'"):
+        perturbation_scatter(effects[["measured"]])
+    with pytest.raises(DataError, match="effects has 0 genes with both"):
+        perturbation_scatter(effects.assign(predicted=np.nan))
+    with pytest.raises(OptionError, match="n_labels=-1"):
+        perturbation_scatter(effects, n_labels=-1)
 
 
 def test_names_overlap_neither_each_other_nor_points(effects: pd.DataFrame) -> None:
@@ -53,61 +52,28 @@ def test_names_overlap_neither_each_other_nor_points(effects: pd.DataFrame) -> N
     assert not any(box.contains(*place) for box in boxes for place in places)
 
 
-def test_a_prediction_of_one_value_has_no_correlation(effects: pd.DataFrame) -> None:
-    ax = perturbation_scatter(effects.assign(predicted=0.0), n_labels=0)
-    assert ax.get_title() == "r is not defined: one value for all genes"
-    assert not ax.texts
-
-
-def test_what_a_scatter_needs(effects: pd.DataFrame) -> None:
-    with pytest.raises(DataError, match="effects has no column 'predicted'"):
-        perturbation_scatter(effects[["measured"]])
-    with pytest.raises(DataError, match="effects has 0 genes with both"):
-        perturbation_scatter(effects.assign(predicted=np.nan))
-    with pytest.raises(OptionError, match="n_labels=-1"):
-        perturbation_scatter(effects, n_labels=-1)
-
-
-@pytest.mark.parametrize("n", [0, 1, 5, 50])
-def test_spread_keeps_order_gap_and_limits(n: int) -> None:
-    wanted = np.random.default_rng(n).uniform(0.4, 0.6, n)
-    placed = spread(wanted, 0.05, 0.0, 1.0)
-    assert list(np.argsort(placed)) == list(np.argsort(wanted))
-    gap = min(0.05, 1 / max(n - 1, 1))
-    assert (np.diff(np.sort(placed)) >= gap - 1e-9).all()
-    assert ((placed >= -1e-9) & (placed <= 1 + 1e-9)).all()
-
-
-@pytest.fixture
-def ranks() -> pd.DataFrame:
+def test_a_point_for_each_effect_and_the_best_method_on_top(texts) -> None:
     values = {
         "train_mean": [0.5] * 4,
         "scforge": [0.0, 0.1, 0.1, 0.4],
-        "technical_duplicate": [0.0, 0.0, 0.0, 0.0],
+        "technical_duplicate": [0.0] * 4,
         "nothing": [np.nan] * 4,
     }
-    return pd.DataFrame([(name, value) for name, some in values.items() for value in some], columns=["method", "rank"])
-
-
-def test_a_point_for_each_effect_and_the_best_method_on_top(ranks: pd.DataFrame) -> None:
+    ranks = pd.DataFrame(values).melt(var_name="method", value_name="rank")
     ax = perturbation_ranks(ranks)
-    names = [text.get_text() for text in ax.get_yticklabels()]
-    assert names == ["nothing (0)", "train_mean (4)", "scforge (4)", "technical_duplicate (4)"]
+    names = ["nothing (0)", "train_mean (4)", "scforge (4)", "technical_duplicate (4)"]
+    assert texts(ax.get_yticklabels()) == names
     drawn = {one.get_label(): one for one in ax.collections if not one.get_label().startswith("_")}
-    for place, method in enumerate(["train_mean", "scforge", "technical_duplicate"], start=1):
+    kinds = {"train_mean": "baseline", "scforge": "model", "technical_duplicate": "ceiling"}
+    for place, (method, kind) in enumerate(kinds.items(), start=1):
         points = np.asarray(drawn[method].get_offsets())
-        np.testing.assert_allclose(points[:, 0], ranks.loc[ranks["method"] == method, "rank"])
+        np.testing.assert_allclose(points[:, 0], values[method])
         assert (np.abs(points[:, 1] - place) <= 0.31).all()
         assert len({tuple(point) for point in points}) == 4, "equal figures stand beside each other"
-    kinds = {"train_mean": "baseline", "scforge": "model", "technical_duplicate": "ceiling"}
-    for method, kind in kinds.items():
         assert matplotlib.colors.to_hex(drawn[method].get_facecolor()[0]).upper() == KINDS[kind]
     means = [one.get_segments()[0][0, 0] for one in ax.collections if one.get_label().startswith("_")]
     assert means == pytest.approx([0.5, 0.15, 0.0])
-    assert {text.get_text() for text in ax.texts} == {"chance", "not defined"}
-
-
-def test_kinds_of_the_table_and_another_metric(ranks: pd.DataFrame) -> None:
+    assert set(texts(ax.texts)) == {"chance", "not defined"}
     table = ranks.rename(columns={"rank": "mse"}).dropna().assign(kind="model")
     ax = perturbation_ranks(table, metric="mse", chance=None)
     assert all(text.get_fontweight() == "bold" for text in ax.get_yticklabels())
@@ -117,28 +83,28 @@ def test_kinds_of_the_table_and_another_metric(ranks: pd.DataFrame) -> None:
         perturbation_ranks(table)
 
 
-def test_the_best_stands_on_top_and_a_prediction_is_a_model() -> None:
-    table = pd.DataFrame({"method": ["prediction", "train_mean"] * 2, "cosine": [0.8, 0.1, 0.9, 0.2]})
-    for metric, best in (("cosine", "prediction"), ("mse", "train_mean")):
-        ax = perturbation_ranks(table.rename(columns={"cosine": metric}), metric=metric)
-        assert [text.get_text() for text in ax.get_yticklabels()][-1] == best
-        weights = {text.get_text(): text.get_fontweight() for text in ax.get_yticklabels()}
-        assert weights == {"prediction": "bold", "train_mean": "normal"}
-        assert not ax.texts
+@pytest.mark.parametrize(("metric", "best"), [("cosine", "prediction"), ("mse", "train_mean")])
+def test_the_best_stands_on_top_and_a_prediction_is_a_model(metric: str, best: str, texts) -> None:
+    table = pd.DataFrame({"method": ["prediction", "train_mean"] * 2, metric: [0.8, 0.1, 0.9, 0.2]})
+    ax = perturbation_ranks(table, metric=metric)
+    assert texts(ax.get_yticklabels())[-1] == best
+    weights = {text.get_text(): text.get_fontweight() for text in ax.get_yticklabels()}
+    assert weights == {"prediction": "bold", "train_mean": "normal"}
+    assert not ax.texts
 
 
-def test_the_ranking_of_a_knock_out_shows_what_an_untrained_network_does() -> None:
+def test_the_ranking_of_a_knock_out_shows_what_an_untrained_network_does(texts) -> None:
     table = pd.DataFrame(
         {"gene": list("abcd"), "gene_2": list("wxyz"), "shift_z": [1.0, np.nan, 5.0, -2.0], "shift_z_untrained": 0.5}
     )
     ax = in_silico_ranking(table, n_genes=2, title="monocytes")
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["c + y", "a + w"]
+    assert texts(ax.get_yticklabels()) == ["c + y", "a + w"]
     trained, untrained = (points.get_offsets().data for points in ax.collections if points.get_label()[0] != "_")
     np.testing.assert_array_equal(trained, [[5, 0], [1, 1]])
     np.testing.assert_array_equal(untrained, [[0.5, 0], [0.5, 1]])
     assert ax.get_legend() is not None
     alone = in_silico_ranking(table[["gene", "shift_z"]])
-    assert [label.get_text() for label in alone.get_yticklabels()] == ["c", "a", "d"]
+    assert texts(alone.get_yticklabels()) == ["c", "a", "d"]
     assert alone.get_legend() is None
     with pytest.raises(DataError, match="table has no gene with a value of 'shift_z'"):
         in_silico_ranking(table.assign(shift_z=np.nan))

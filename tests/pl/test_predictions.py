@@ -1,24 +1,14 @@
 from __future__ import annotations
 
-import matplotlib
-
-matplotlib.use("Agg")
-
 import anndata as ad
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+from scipy.stats import binomtest
 
 from scforge.errors import DataError
 from scforge.finetuning.metrics import calibration_error
 from scforge.pl import calibration, confusion_matrix
-
-
-@pytest.fixture(autouse=True)
-def _close() -> None:
-    yield
-    plt.close("all")
 
 
 @pytest.fixture
@@ -32,17 +22,16 @@ def predicted(tiny_adata: ad.AnnData) -> ad.AnnData:
     return tiny_adata
 
 
-def numbers(ax) -> dict[tuple[float, float], str]:
-    return {text.get_position(): text.get_text() for text in ax.texts}
-
-
-def test_shares_of_the_true_class(predicted: ad.AnnData) -> None:
+def test_shares_of_the_true_class(predicted: ad.AnnData, texts) -> None:
     ax = confusion_matrix(predicted, "group")
-    shares = np.asarray(ax.images[0].get_array())
-    np.testing.assert_allclose(shares, [[23 / 29, 6 / 29], [0, 1]])
-    assert numbers(ax) == {(0, 0): ".79", (1, 0): ".21", (1, 1): "1"}
-    assert [text.get_text() for text in ax.get_yticklabels()] == ["a (29)", "b (29)"]
+    np.testing.assert_allclose(np.asarray(ax.images[0].get_array()), [[23 / 29, 6 / 29], [0, 1]])
+    assert {text.get_position(): text.get_text() for text in ax.texts} == {(0, 0): ".79", (1, 0): ".21", (1, 1): "1"}
+    assert texts(ax.get_yticklabels()) == ["a (29)", "b (29)"]
     assert ax.get_xlabel() == "predicted\n(cells left out, without a class: 2)"
+    # Classes that are never predicted or never true stand last.
+    ax = confusion_matrix(pd.DataFrame({"truth": list("acc"), "made": ["c", "c", "unassigned"]}), "truth", "made")
+    assert texts(ax.get_yticklabels()) == ["c (2)", "a (1)"]
+    assert texts(ax.get_xticklabels()) == ["c", "unassigned"]
 
 
 def test_the_table_of_an_evaluation_is_drawn(tiny_adata: ad.AnnData) -> None:
@@ -52,23 +41,6 @@ def test_the_table_of_an_evaluation_is_drawn(tiny_adata: ad.AnnData) -> None:
         ax = confusion_matrix(given)
         np.testing.assert_allclose(np.asarray(ax.images[0].get_array()), [[0.75, 0.25], [0, 1]])
         assert ax.get_xlabel() == "predicted"
-
-
-def test_classes_that_are_never_predicted_or_never_true_stand_last() -> None:
-    frame = pd.DataFrame({"truth": ["a", "c", "c"], "made": ["c", "c", "unassigned"]})
-    ax = confusion_matrix(frame, "truth", "made")
-    assert [text.get_text() for text in ax.get_yticklabels()] == ["c (2)", "a (1)"]
-    assert [text.get_text() for text in ax.get_xticklabels()] == ["c", "unassigned"]
-
-
-def test_what_a_confusion_needs(predicted: ad.AnnData) -> None:
-    with pytest.raises(DataError, match=r"has no table 'metrics_confusion' .*; call annotator.evaluate\(adata\) first"):
-        confusion_matrix(predicted)
-    with pytest.raises(DataError, match="adata.obs has no column 'grup'; did you mean 'group'"):
-        confusion_matrix(predicted, "grup")
-    predicted.obs["group"] = None
-    with pytest.raises(DataError, match=r"no cell has both a true class \('group'\)"):
-        confusion_matrix(predicted, "group")
 
 
 def test_accuracy_over_confidence(predicted: ad.AnnData) -> None:
@@ -81,38 +53,34 @@ def test_accuracy_over_confidence(predicted: ad.AnnData) -> None:
         chosen = (sure > low) & (sure <= low + 0.2)
         assert mean == pytest.approx(sure[chosen].mean())
         assert accuracy == pytest.approx(right[chosen].mean())
-    bars = [patch.get_height() for patch in ax.patches]
-    assert sum(bars) == pytest.approx(1)
+    assert sum(patch.get_height() for patch in ax.patches) == pytest.approx(1)
     assert ax.get_xlabel() == "confidence\n(cells left out, without a class: 2)"
-
-
-def test_the_error_is_the_one_of_the_evaluation(predicted: ad.AnnData) -> None:
-    known = predicted.obs.dropna(subset="group")
-    right = (known["group"].astype(str) == known["scforge_group"]).to_numpy()
-    expected = calibration_error(known["scforge_group_confidence"].to_numpy(), right)
-    assert calibration(predicted, "group").get_title() == f"calibration error {expected:.3f}, 58 cells"
-
-
-def test_unassigned_cells_are_not_wrong(predicted: ad.AnnData) -> None:
+    # The error is the one of the evaluation.
+    error = calibration_error(sure, right)
+    assert calibration(predicted, "group").get_title() == f"calibration error {error:.3f}, 58 cells"
     predicted.obs["scforge_group"] = ["unassigned"] * 10 + list(predicted.obs["scforge_group"][10:])
     ax = calibration(predicted, "group")
-    assert ax.get_title().endswith("48 cells")
+    assert ax.get_title().endswith("48 cells"), "unassigned cells are not wrong"
     assert ax.get_xlabel() == "confidence\n(cells left out, without a class: 12)"
 
 
-def test_intervals_are_those_of_wilson(predicted: ad.AnnData) -> None:
-    from scipy.stats import binomtest
-
+def test_intervals_are_those_of_wilson() -> None:
     frame = pd.DataFrame({"truth": ["a"] * 20, "made": ["a"] * 15 + ["b"] * 5, "sure": [0.7] * 20})
-    ax = calibration(frame, "truth", "made", "sure")
-    (segment,) = ax.collections[0].get_segments()
+    (segment,) = calibration(frame, "truth", "made", "sure").collections[0].get_segments()
     interval = binomtest(15, 20).proportion_ci(method="wilson")
     np.testing.assert_allclose(segment[:, 1], [interval.low, interval.high], atol=1e-4)
 
 
-def test_what_a_calibration_needs(predicted: ad.AnnData) -> None:
+def test_what_the_figures_need(predicted: ad.AnnData) -> None:
+    with pytest.raises(DataError, match=r"has no table 'metrics_confusion' .*; call annotator.evaluate\(adata\) first"):
+        confusion_matrix(predicted)
+    with pytest.raises(DataError, match="adata.obs has no column 'grup'; did you mean 'group'"):
+        confusion_matrix(predicted, "grup")
     with pytest.raises(DataError, match="adata.obs has no column 'confidence'"):
         calibration(predicted, "group", confidence="confidence")
     predicted.obs["scforge_group_confidence"] += 1
     with pytest.raises(DataError, match=r"confidence='scforge_group_confidence' has values outside \[0, 1\]"):
         calibration(predicted, "group")
+    predicted.obs["group"] = None
+    with pytest.raises(DataError, match=r"no cell has both a true class \('group'\)"):
+        confusion_matrix(predicted, "group")
