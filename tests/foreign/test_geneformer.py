@@ -94,9 +94,8 @@ def test_other_embeddings(write_bert, dictionaries, ensembl_adata, tmp_path) -> 
     genes = batch["attention_mask"] & (batch["input_ids"] > 3)
     assert ((~genes & batch["attention_mask"]).sum(dim=1) == 2).all()
     with torch.no_grad():
-        states = bert(
-            batch["input_ids"], attention_mask=batch["attention_mask"].long(), output_hidden_states=True
-        ).hidden_states[-2]
+        output = bert(batch["input_ids"], attention_mask=batch["attention_mask"].long(), output_hidden_states=True)
+        states = output.hidden_states[-2]
     mean = torch.stack([state[gene].mean(dim=0) for state, gene in zip(states, genes, strict=True)])
     np.testing.assert_allclose(model.get_latent_representation(ensembl_adata)[:20], mean.numpy(), atol=1e-5)
     last = Encoder.from_geneformer(tmp_path / "bert", version="V2", pooling="mean", embedding_layer=0)
@@ -192,18 +191,23 @@ def bert_folder(write_bert, dictionaries, tmp_path: Path) -> Path:
     return tmp_path / "bert"
 
 
-def test_an_ordinary_model(bert_folder: Path, ensembl_adata: ad.AnnData, tmp_path: Path) -> None:
+def test_an_ordinary_model(bert_folder: Path, ensembl_adata: ad.AnnData, tmp_path: Path, capsys) -> None:
     Encoder.setup_anndata(ensembl_adata, labels_key="group")
-    model = Encoder.from_geneformer(bert_folder, adata=ensembl_adata)
+    model = Encoder.from_geneformer(bert_folder, adata=ensembl_adata, pooling="genes")
     before = model.get_latent_representation()
-    model.save(tmp_path / "saved")
-    again = Encoder.load(tmp_path / "saved", ensembl_adata)
+    argv = ["convert-checkpoint", str(bert_folder), "-o", str(tmp_path / "model")]
+    assert main([*argv, "--pooling", "genes"]) == 0
+    assert "transformer_encoder" in capsys.readouterr().out
+    again = Encoder.load(tmp_path / "model", ensembl_adata)
     np.testing.assert_array_equal(again.get_latent_representation(), before)
     quick = {"max_epochs": 1, "batch_size": 16, "progress_bar": False, "accelerator": "cpu"}
     annotator = model.finetune("annotation", **quick)
     assert len(annotator.predict(ensembl_adata)) == ensembl_adata.n_obs
     again.train(**quick)
     assert np.abs(again.get_latent_representation() - before).max() > 1e-4
+    assert main(argv) == 2
+    assert main([*argv[:-1], str(tmp_path / "x"), "--vocab", "genes.json"]) == 2
+    assert "option 'vocab' is unknown to 'geneformer'" in capsys.readouterr().err
 
 
 def test_genes_by_other_names(bert_folder: Path, ensembl_adata: ad.AnnData) -> None:
@@ -218,17 +222,6 @@ def test_transformers_is_not_imported() -> None:
     sources = [*Path(scforge.foreign.__file__).parent.glob("*.py"), Path(foreign_methods.__file__)]
     assert len(sources) > 5
     assert not [path for path in sources if re.search(r"(import|from) transformers", path.read_text())]
-
-
-def test_command_line(bert_folder: Path, ensembl_adata: ad.AnnData, tmp_path: Path, capsys) -> None:
-    assert main(["convert-checkpoint", str(bert_folder), "-o", str(tmp_path / "model"), "--pooling", "genes"]) == 0
-    assert "transformer_encoder" in capsys.readouterr().out
-    embedding = Encoder.load(tmp_path / "model").get_latent_representation(ensembl_adata.copy())
-    expected = Encoder.from_geneformer(bert_folder, pooling="genes").get_latent_representation(ensembl_adata)
-    np.testing.assert_array_equal(embedding, expected)
-    assert main(["convert-checkpoint", str(bert_folder), "-o", str(tmp_path / "model")]) == 2
-    assert main(["convert-checkpoint", str(bert_folder), "-o", str(tmp_path / "x"), "--vocab", "genes.json"]) == 2
-    assert "option 'vocab' is unknown to 'geneformer'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("made_as", ["BertForSequenceClassification", "BertModel"])
@@ -260,21 +253,18 @@ def test_weights_in_several_files(bert_folder: Path, ensembl_adata: ad.AnnData) 
         save_file({name: weights[name] for name, place in files.items() if place == file}, bert_folder / file)
     index = bert_folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    np.testing.assert_array_equal(
-        Encoder.from_geneformer(bert_folder).get_latent_representation(ensembl_adata), expected
-    )
-    wrong = [
-        ({}, "has no weight_map"),
-        ({"weight_map": dict.fromkeys(files, "../model.safetensors")}, "which is no safetensors file beside it"),
-        ({"weight_map": files | {"no.weight": next(iter(files.values()))}}, "does not hold the weights that"),
-    ]
-    for content, message in wrong:
+    found = Encoder.from_geneformer(bert_folder).get_latent_representation(ensembl_adata)
+    np.testing.assert_array_equal(found, expected)
+    files |= {"no.weight": "model-00001-of-00002.safetensors"}
+    for error, content, message in [
+        (ModelFileError, {}, "has no weight_map"),
+        (ModelFileError, {"weight_map": {"a": "../model.safetensors"}}, "which is no safetensors file beside it"),
+        (ModelFileError, {"weight_map": files}, "does not hold the weights that"),
+        (MissingFileError, {"weight_map": {"a": "model-00003-of-00003.safetensors"}}, "model-00003-of-00003"),
+    ]:
         index.write_text(json.dumps(content))
-        with pytest.raises(ModelFileError, match=message):
+        with pytest.raises(error, match=message):
             Encoder.from_geneformer(bert_folder)
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(files, "model-00003-of-00003.safetensors")}))
-    with pytest.raises(MissingFileError, match="model-00003-of-00003"):
-        Encoder.from_geneformer(bert_folder)
 
 
 def without(name: str) -> Callable[[dict], dict]:

@@ -31,56 +31,31 @@ ARGS = {
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "vocab"
 
 
-class GeneEncoder(nn.Module):
-    def __init__(self, n_tokens: int, width: int, padding: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(n_tokens, width, padding_idx=padding)
-        self.enc_norm = nn.LayerNorm(width)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.enc_norm(self.embedding(tokens))
-
-
-class ContinuousValueEncoder(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear1, self.linear2 = nn.Linear(1, width), nn.Linear(width, width)
-        self.norm = nn.LayerNorm(width)
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        values = torch.clamp(values.unsqueeze(-1), max=512)
-        return self.norm(self.linear2(torch.relu(self.linear1(values))))
-
-
-class ExprDecoder(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.fc = nn.Sequential(
-            nn.Linear(width, width), nn.LeakyReLU(), nn.Linear(width, width), nn.LeakyReLU(), nn.Linear(width, 1)
-        )
-
-
-class MVCDecoder(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gene2query, self.W = nn.Linear(width, width), nn.Linear(width, width, bias=False)
-
-
 class TransformerModel(nn.Module):
     def __init__(self, n_tokens: int, padding: int, args: dict[str, Any]) -> None:
         super().__init__()
-        width = args["embsize"]
-        self.padding = padding
-        self.encoder = GeneEncoder(n_tokens, width, padding)
-        self.value_encoder = ContinuousValueEncoder(width)
+        self.padding, width = padding, args["embsize"]
+
+        def norm() -> nn.LayerNorm:
+            return nn.LayerNorm(width)
+
+        def square(**options: bool) -> nn.Linear:
+            return nn.Linear(width, width, **options)
+
+        embedding = nn.Embedding(n_tokens, width, padding_idx=padding)
+        self.encoder = nn.ModuleDict({"embedding": embedding, "enc_norm": norm()})
+        self.value_encoder = nn.ModuleDict({"linear1": nn.Linear(1, width), "linear2": square(), "norm": norm()})
         layer = nn.TransformerEncoderLayer(width, args["nheads"], args["d_hid"], args["dropout"], batch_first=True)
         self.transformer_encoder = nn.TransformerEncoder(layer, args["nlayers"], enable_nested_tensor=False)
-        self.decoder = ExprDecoder(width)
-        self.mvc_decoder = MVCDecoder(width)
+        fc = nn.Sequential(square(), nn.LeakyReLU(), square(), nn.LeakyReLU(), nn.Linear(width, 1))
+        self.decoder = nn.ModuleDict({"fc": fc})
+        self.mvc_decoder = nn.ModuleDict({"gene2query": square(), "W": square(bias=False)})
 
     def states(self, tokens: torch.Tensor, values: torch.Tensor) -> list[torch.Tensor]:
         """States after each layer; the layers one by one, which is what ``nn.TransformerEncoder`` does."""
-        state = self.encoder(tokens) + self.value_encoder(values)
+        genes, value = self.encoder, self.value_encoder
+        hidden = torch.relu(value.linear1(values[..., None].clamp(max=512)))
+        state = genes.enc_norm(genes.embedding(tokens)) + value.norm(value.linear2(hidden))
         states = []
         for layer in self.transformer_encoder.layers:
             state = layer(state, src_key_padding_mask=tokens == self.padding)
