@@ -49,21 +49,27 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_what_was_sent_is_fetched(hub, repo: str) -> None:
+def test_what_was_sent_is_fetched(hub, repo: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert contents(resolve(repo)) == MODEL
     hub.requests.clear()
     assert contents(resolve(f"hf://{repo}")) == MODEL
     assert hub.requests == ["GET /api/models/org/light"], "what is in the cache is not fetched again"
     with pytest.raises(OptionError, match="does not know the token"):
         resolve(repo, token="hf_wrong")  # and gets nothing from the cache either
+    upload(folder, "org/secret", private=True, token=" hf_writer\n")  # space is no part of it
+    monkeypatch.delenv("HF_TOKEN")
+    assert contents(resolve("org/secret", token="hf_writer ")) == MODEL
 
 
 def test_pickles_and_code_are_not_fetched(hub, repo: str, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("pytorch_model.bin", "modeling.py", "data.pkl", "sub/config.json"):
         hub.add_file(repo, name, PICKLE)
     with caplog.at_level(logging.INFO, "scforge"):
-        folder = resolve(repo)
+        folder = resolve("org/light/")
+        assert resolve("hf://org/light/") == folder
     assert contents(folder) == MODEL
+    said = f"it is the repository org/light of the hub, at {hub.repos[repo].branches['main']}"
+    assert caplog.text.count(said) == 1, "of the bare name"
     assert not [path for path in hub.requests if "resolve" in path and not path.endswith(tuple(MODEL))]
     assert "'pytorch_model.bin', 'modeling.py', 'data.pkl', which can run code" in caplog.text
 
@@ -93,6 +99,11 @@ def test_offline_from_the_cache(hub, repo: str, monkeypatch: pytest.MonkeyPatch)
         resolve(repo, revision="v9")
     with pytest.raises(HubError, match="HF_HUB_OFFLINE says so; unset it"):
         upload(fetched, repo)
+    (fetched / "vocab.json").unlink()
+    with pytest.raises(MissingFileError, match="'org/light' is not in the cache, or not all of it"):
+        resolve(repo, local_files_only=True)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert contents(resolve(repo)) == MODEL
 
 
 def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,13 +115,6 @@ def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -
         resolve("org/other")
     with pytest.raises(HubError, match=r"127\.0\.0\.1:9 does not answer .*; check the connection and HF_ENDPOINT"):
         upload(fetched, repo)
-
-
-def test_a_part_of_a_model_in_the_cache(hub, repo: str) -> None:
-    (resolve(repo) / "vocab.json").unlink()
-    with pytest.raises(MissingFileError, match="'org/light' is not in the cache, or not all of it"):
-        resolve(repo, local_files_only=True)
-    assert contents(resolve(repo)) == MODEL
 
 
 @pytest.mark.slow
@@ -160,12 +164,6 @@ def test_arguments(hub, name, options: dict, error, message: str) -> None:
     hub.add_repo("org/light", MODEL)
     with pytest.raises(error, match=message):
         resolve(name, **options)
-
-
-def test_private_repositories_open_with_the_right_token(hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    upload(folder, "org/secret", private=True, token=" hf_writer\n")  # space is no part of it
-    monkeypatch.delenv("HF_TOKEN")
-    assert contents(resolve("org/secret", token="hf_writer ")) == MODEL
 
 
 @pytest.mark.slow
@@ -218,13 +216,6 @@ def test_errors_of_bare_names_say_that_there_is_no_folder(hub, repo: str, option
     assert "no folder" not in str(caught.value)
 
 
-def test_a_bare_name_is_said_to_be_of_the_hub(hub, repo: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "scforge"):
-        assert resolve("org/light/") == resolve("hf://org/light/")
-    said = f"it is the repository org/light of the hub, at {hub.repos[repo].branches['main']}"
-    assert caplog.text.count(said) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "answer",
@@ -253,12 +244,11 @@ def test_a_password_in_the_address_is_not_shown(hub, repo: str, monkeypatch, sta
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
-@pytest.mark.parametrize("status", [500, 404])
-def test_a_hub_that_fails(hub, repo: str, status: int) -> None:
-    fix = "try again later" if status == 500 else "check HF_ENDPOINT"
-    hub.status = status
-    with pytest.raises(HubError, match=rf"failed \({status}, the hub is ill\); {fix}"):
-        resolve(repo)
+def test_a_hub_that_fails(hub, repo: str) -> None:
+    for status, fix in {500: "try again later", 404: "check HF_ENDPOINT"}.items():
+        hub.status = status
+        with pytest.raises(HubError, match=rf"failed \({status}, the hub is ill\); {fix}"):
+            resolve(repo)
 
 
 def test_a_folder_comes_before_the_hub(hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,18 +27,6 @@ def test_equals_the_published(pair, published, batch):
     torch.testing.assert_close(*results, atol=1e-6, rtol=1e-4)
 
 
-def test_pads_count_in_all_but_the_cross_entropy(tiny, batch):
-    model, regulariser = Model(tiny), SIGReg(SIGRegConfig(coefficient=0.0))
-    states = model.encode(batch.tokens, torch.arange(70)[None])
-    targets = batch.targets.clone()
-    targets[1:] = 256
-    loss, embedding = compute_loss(model, regulariser, batch.tokens, targets)
-    is_byte = targets[0] != 256
-    expected = torch.nn.functional.cross_entropy(model.predict(states[0])[is_byte], targets[0][is_byte])
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(embedding, states.mean(dim=(0, 1)))
-
-
 def test_pads_are_left_out_if_asked_for(tiny):
     model, regulariser = Model(tiny, pad_mask=True), SIGReg(SIGRegConfig())
     ids, targets, _ = (torch.from_numpy(array) for array in tokenize_arrays(b"twelve bytes", 16))
