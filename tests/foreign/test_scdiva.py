@@ -23,89 +23,50 @@ from scforge.models import ScDiVaModel
 WIDTH, DEPTH, HEADS, INNER, LATENT, TYPES = 16, 2, 2, 24, 5, 3
 
 
-class RMSNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(dim=-1, keepdim=True) + 1e-5) * self.weight
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-            setattr(self, name, nn.Linear(WIDTH, WIDTH, bias=False))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        # Rotary positions turn queries and keys by the angle 0 at position 0.
-        share = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(dim=-1)
-        return self.o_proj((share @ v).transpose(1, 2).flatten(2))
-
-
-class SwiGLU(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, INNER, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(INNER, WIDTH, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attn, self.ffn, self.norm1, self.norm2 = Attention(), SwiGLU(), RMSNorm(WIDTH), RMSNorm(WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.ffn(self.norm2(x))
-
-
 class Released(nn.Module):
     def __init__(self, n_genes: int) -> None:
         super().__init__()
-        self.gene_embedding = nn.Module()
-        self.gene_embedding.gene_projection = nn.Linear(n_genes, WIDTH)
-        self.gene_embedding.norm = RMSNorm(WIDTH)
-        self.encoder = nn.Module()
-        self.encoder.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
+
+        def linear(n_in: int, n_out: int) -> nn.Linear:
+            return nn.Linear(n_in, n_out, bias=False)
+
+        def layer() -> nn.ModuleDict:
+            attention = {name: linear(WIDTH, WIDTH) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+            gated = {"gate_proj": linear(WIDTH, INNER), "up_proj": linear(WIDTH, INNER)}
+            ffn = nn.ModuleDict({**gated, "down_proj": linear(INNER, WIDTH)})
+            norms = {f"norm{i}": nn.RMSNorm(WIDTH, eps=1e-5) for i in (1, 2)}
+            return nn.ModuleDict({"attn": nn.ModuleDict(attention), "ffn": ffn, **norms})
+
+        norm = nn.RMSNorm(WIDTH, eps=1e-5)
+        self.gene_embedding = nn.ModuleDict({"gene_projection": nn.Linear(n_genes, WIDTH), "norm": norm})
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(layer() for _ in range(DEPTH))})
         self.mu_projection, self.logvar_projection = nn.Linear(WIDTH, LATENT), nn.Linear(WIDTH, LATENT)
-        self.annotation_head = nn.Module()
-        self.annotation_head.dense = nn.Linear(LATENT, WIDTH)
-        self.annotation_head.classifier = nn.Linear(WIDTH, TYPES)
-        self.batch_integration_head = nn.Module()
-        self.batch_integration_head.dense = nn.Linear(LATENT, WIDTH)
-        self.batch_integration_head.decoder = nn.Linear(WIDTH, n_genes)
+        dense = [nn.Linear(LATENT, WIDTH) for _ in range(2)]
+        self.annotation_head = nn.ModuleDict({"dense": dense[0], "classifier": nn.Linear(WIDTH, TYPES)})
+        self.batch_integration_head = nn.ModuleDict({"dense": dense[1], "decoder": nn.Linear(WIDTH, n_genes)})
+
+    def states(self, x: torch.Tensor) -> torch.Tensor:
+        state = self.gene_embedding["norm"](self.gene_embedding["gene_projection"](x))
+        for layer in self.encoder["layers"]:
+            # A cell is one token, which sees itself alone.
+            attention, ffn = layer["attn"], layer["ffn"]
+            state = state + attention["o_proj"](attention["v_proj"](layer["norm1"](state)))
+            inner = layer["norm2"](state)
+            state = state + ffn["down_proj"](nn.functional.silu(ffn["gate_proj"](inner)) * ffn["up_proj"](inner))
+        return state
 
     def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        state = self.gene_embedding.norm(self.gene_embedding.gene_projection(x))[:, None]
-        for layer in self.encoder.layers:
-            state = layer(state)
-        mu, logvar = self.mu_projection(state[:, 0]), self.logvar_projection(state[:, 0])
+        state = self.states(x)
+        mu, logvar = self.mu_projection(state), self.logvar_projection(state)
         types, genes = self.annotation_head, self.batch_integration_head
         gelu = nn.functional.gelu
-        return {
-            "mu": mu,
-            "logvar": logvar,
-            "types": types.classifier(gelu(types.dense(mu))),
-            "x": genes.decoder(gelu(genes.dense(mu))),
-        }
+        predicted = types["classifier"](gelu(types["dense"](mu))), genes["decoder"](gelu(genes["dense"](mu)))
+        return {"mu": mu, "logvar": logvar, "types": predicted[0], "x": predicted[1]}
 
 
 CONFIG: dict[str, Any] = {
-    "model_type": "scdiva",
-    "hidden_size": WIDTH,
-    "num_hidden_layers": DEPTH,
-    "num_attention_heads": HEADS,
-    "intermediate_size": INNER,
-    "latent_dim": LATENT,
-    "num_cell_types": TYPES,
+    **{"model_type": "scdiva", "hidden_size": WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": HEADS},
+    **{"intermediate_size": INNER, "latent_dim": LATENT, "num_cell_types": TYPES},
 }
 
 
@@ -189,8 +150,7 @@ def test_other_spellings(write, genes, tmp_path: Path, change) -> None:
     theirs = write(len(genes), change=change)
     x = torch.rand(3, len(genes))
     with torch.no_grad():
-        expected = theirs(x)
-        torch.testing.assert_close(module_of(tmp_path, genes).predict(x, "batch_integration"), expected["x"])
+        torch.testing.assert_close(module_of(tmp_path, genes).predict(x, "batch_integration"), theirs(x)["x"])
 
 
 def test_a_final_norm_and_no_annotation_head(write, genes, tmp_path: Path) -> None:
@@ -201,10 +161,8 @@ def test_a_final_norm_and_no_annotation_head(write, genes, tmp_path: Path) -> No
     theirs = write(len(genes), change=change)
     model, x = module_of(tmp_path, genes), torch.rand(3, len(genes))
     with torch.no_grad():
-        state = theirs.gene_embedding.norm(theirs.gene_embedding.gene_projection(x))[:, None]
-        for layer in theirs.encoder.layers:
-            state = layer(state)
-        expected = theirs.mu_projection(2.0 * RMSNorm(WIDTH)(state[:, 0]))
+        state = nn.functional.rms_norm(theirs.states(x), (WIDTH,), eps=1e-5)
+        expected = theirs.mu_projection(2.0 * state)
         torch.testing.assert_close(model.encode(x)["mu"], expected)
     assert model.annotation_head is None
 
@@ -221,24 +179,18 @@ def test_the_genes_may_come_in_several_ways(write, genes, tmp_path: Path) -> Non
     assert read_checkpoint(tmp_path / "model.safetensors", "scdiva", vocab=genes).family == "scdiva"
 
 
-def test_an_ordinary_model(write, genes, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+def test_an_ordinary_model(write, genes, tiny_adata: ad.AnnData, tmp_path: Path, capsys) -> None:
     write(len(genes))
     Encoder.setup_anndata(tiny_adata, labels_key="group")
-    model = Encoder.from_checkpoint(tmp_path, vocab=genes, adata=tiny_adata)
-    before = model.get_latent_representation()
+    before = Encoder.from_checkpoint(tmp_path, vocab=genes, adata=tiny_adata).get_latent_representation()
     assert before.shape == (60, LATENT)
-    model.save(tmp_path / "saved")
-    again = Encoder.load(tmp_path / "saved", tiny_adata)
-    np.testing.assert_array_equal(again.get_latent_representation(), before)
-
-
-def test_command_line(write, genes, tmp_path: Path, capsys) -> None:
-    write(len(genes))
     (tmp_path / "genes.txt").write_text("\n".join(genes))
     argv = ["convert-checkpoint", str(tmp_path), "--family", "scdiva", "-o", str(tmp_path / "model")]
     assert main([*argv, "--vocab", str(tmp_path / "genes.txt")]) == 0
     assert "scdiva" in capsys.readouterr().out
-    assert Encoder.load(tmp_path / "model").vocab.genes == tuple(genes)
+    again = Encoder.load(tmp_path / "model", tiny_adata)
+    assert again.vocab.genes == tuple(genes)
+    np.testing.assert_array_equal(again.get_latent_representation(), before)
     assert main([*argv[:-1], str(tmp_path / "other")]) == 2
     said = capsys.readouterr().err
     assert "vocab" in said
@@ -249,13 +201,16 @@ def without(name: str) -> Callable[[dict], dict]:
     return lambda weights: {key: tensor for key, tensor in weights.items() if key != name}
 
 
+def with_ones(name: str) -> Callable[[dict], dict]:
+    return lambda weights: {**weights, name: torch.ones(WIDTH)}
+
+
 @pytest.mark.parametrize(
     ("change", "config", "message"),
     [
         (without("mu_projection.bias"), {}, "lacks 'mu_projection.bias'.*would be random"),
         (without("encoder.layers.1.attn.k_proj.weight"), {}, "lacks 'encoder.layers.1.attn.k_proj.weight'"),
-        (without("gene_embedding.norm.weight"), {}, "would be random"),
-        (lambda weights: {**weights, "extra.weight": torch.ones(2)}, {}, "does not know: 'extra.weight'"),
+        (with_ones("extra.weight"), {}, "does not know: 'extra.weight'"),
         (dict, {"num_hidden_layers": 3}, "would be random"),
         (dict, {"num_hidden_layers": 1}, "which a model of its config does not have"),
         (dict, {"hidden_size": 8}, "in the shape"),
@@ -264,12 +219,8 @@ def without(name: str) -> Callable[[dict], dict]:
         (dict, {"latent_dim": "5"}, "latent_dim='5', which is no number"),
         (dict, {"num_genes": 84}, "says 84 genes but vocab has 85"),
         (renamed((".gate_proj", ".linear")), {}, "feed-forward layers without a gate"),
-        (lambda weights: {**weights, "encoder.layers.0.norm1.bias": torch.ones(WIDTH)}, {}, "a norm with a shift"),
-        (
-            lambda weights: {**weights, "encoder.layers.0.input_layernorm.weight": torch.ones(WIDTH)},
-            {},
-            "two weights for 'encoder.layers.0.norm_attention.weight'",
-        ),
+        (with_ones("encoder.layers.0.norm1.bias"), {}, "a norm with a shift"),
+        (with_ones("encoder.layers.0.input_layernorm.weight"), {}, "two weights for 'encoder.layers.0.norm_attention"),
     ],
 )
 def test_what_does_not_fit_is_refused(write, genes, tmp_path: Path, change, config, message) -> None:
@@ -279,19 +230,18 @@ def test_what_does_not_fit_is_refused(write, genes, tmp_path: Path, change, conf
 
 
 def test_missing_files_and_genes(write, genes, tmp_path: Path) -> None:
-    write(len(genes))
-    for vocab, message in ((None, "vocab=None but no file"), (5, "holds no names"), ({"A": 1}, "from 0 without a gap")):
-        with pytest.raises(OptionError, match=message):
+    def refused(error: type, message: str, vocab: Any = genes) -> None:
+        with pytest.raises(error, match=message):
             read_checkpoint(tmp_path, "scdiva", vocab=vocab)
-    with pytest.raises(MissingFileError, match=r"genes.txt' does not exist"):
-        read_checkpoint(tmp_path, "scdiva", vocab=tmp_path / "genes.txt")
-    (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    with pytest.raises(ModelFileError, match="is no safetensors file"):
-        read_checkpoint(tmp_path, "scdiva", vocab=genes)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(MissingFileError, match="has no weights"):
-        read_checkpoint(tmp_path, "scdiva", vocab=genes)
+
     write(len(genes))
+    refused(OptionError, "vocab=None but no file", None)
+    refused(OptionError, "holds no names", 5)
+    refused(OptionError, "from 0 without a gap", {"A": 1})
+    refused(MissingFileError, r"genes.txt' does not exist", tmp_path / "genes.txt")
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    refused(ModelFileError, "is no safetensors file")
+    (tmp_path / "model.safetensors").unlink()
+    refused(MissingFileError, "has no weights")
     (tmp_path / "config.json").unlink()
-    with pytest.raises(MissingFileError, match=r"config.json' does not exist"):
-        read_checkpoint(tmp_path, "scdiva", vocab=genes)
+    refused(MissingFileError, r"config.json' does not exist")

@@ -44,23 +44,13 @@ class Repo:
 
 
 class Hub:
-    """What the server knows.
-
-    Attributes
-    ----------
-    repos
-        Name to repository.
-    requests
-        Method and path of each request.
-    errors
-        What must not have happened.
-    """
+    """What the server knows."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.large: dict[str, bytes] = {}
-        self.requests: list[str] = []
-        self.errors: list[str] = []
+        self.requests: list[str] = []  # method and path of each
+        self.errors: list[str] = []  # what must not have happened
         self.status: int | None = None  # fail so
         self.answer: bytes | None = None  # say so, whatever repository is asked for
         self.before_commit: Callable[[], object] = lambda: None
@@ -113,9 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Refused(self.hub.status, "the hub is ill")
             self._route([unquote(part) for part in url.path.strip("/").split("/")])
         except _Refused as refused:
-            headers = {"X-Error-Message": refused.message}
-            if refused.code is not None:
-                headers["X-Error-Code"] = refused.code
+            headers = {"X-Error-Message": refused.message} | ({"X-Error-Code": refused.code} if refused.code else {})
             self._send(json.dumps({"error": refused.message, **refused.more}).encode(), refused.status, headers)
 
     def _chunks(self) -> bytes:
@@ -203,8 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _validate(self) -> None:
         content = json.loads(self.body)["content"]
         front = yaml.safe_load(content.split("---\n")[1]) if content.startswith("---\n") else None
-        bad = front is None or not isinstance(front.get("tags", []), list) or front.get("license") == "bad"
-        if bad:
+        if front is None or not isinstance(front.get("tags", []), list) or front.get("license") == "bad":
             self._send(json.dumps({"errors": [{"message": '"license" is bad'}]}).encode(), 400)
         else:
             self._json({"errors": [], "warnings": []})
@@ -247,19 +234,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _preupload(self, repo_id: str, revision: str) -> None:
         repo = self._repo(repo_id, writing=True)
         there = repo.commits[repo.branches[revision]]
-        self._json(
-            {
-                "files": [
-                    {
-                        "path": file["path"],
-                        "uploadMode": "lfs" if file["path"].endswith(_LARGE) else "regular",
-                        "shouldIgnore": False,
-                        "oid": _etag(there[file["path"]]) if file["path"] in there else None,
-                    }
-                    for file in json.loads(self.body)["files"]
-                ]
-            }
-        )
+        files = []
+        for path in (file["path"] for file in json.loads(self.body)["files"]):
+            mode = "lfs" if path.endswith(_LARGE) else "regular"
+            oid = _etag(there[path]) if path in there else None
+            files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self._json({"files": files})
 
     def _batch(self, repo_id: str) -> None:
         self._repo(repo_id)
@@ -292,16 +272,10 @@ class _Handler(BaseHTTPRequestHandler):
                     del files[value["path"]]
         pull_request = None
         if self.query.get("create_pr"):
-            revision = "refs/pr/1"
-            pull_request = f"{self.hub.url}/{repo_id}/discussions/1"
+            revision, pull_request = "refs/pr/1", f"{self.hub.url}/{repo_id}/discussions/1"
         name = repo.commit(revision, files, message)
-        self._json(
-            {
-                "commitUrl": f"{self.hub.url}/{repo_id}/commit/{name}",
-                "commitOid": name,
-                "pullRequestUrl": pull_request,
-            }
-        )
+        url = f"{self.hub.url}/{repo_id}/commit/{name}"
+        self._json({"commitUrl": url, "commitOid": name, "pullRequestUrl": pull_request})
 
     def _resolve(self, repo_id: str, revision: str, path: str) -> None:
         name, files = self._commit_of(repo_id, revision)

@@ -49,24 +49,27 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_folder_is_taken_as_it_is(folder: Path) -> None:
-    assert resolve(folder) == folder
-    assert resolve(str(folder)) == folder
-
-
-def test_what_was_sent_is_fetched(hub, repo: str) -> None:
+def test_what_was_sent_is_fetched(hub, repo: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert contents(resolve(repo)) == MODEL
     hub.requests.clear()
     assert contents(resolve(f"hf://{repo}")) == MODEL
     assert hub.requests == ["GET /api/models/org/light"], "what is in the cache is not fetched again"
+    with pytest.raises(OptionError, match="does not know the token"):
+        resolve(repo, token="hf_wrong")  # and gets nothing from the cache either
+    upload(folder, "org/secret", private=True, token=" hf_writer\n")  # space is no part of it
+    monkeypatch.delenv("HF_TOKEN")
+    assert contents(resolve("org/secret", token="hf_writer ")) == MODEL
 
 
 def test_pickles_and_code_are_not_fetched(hub, repo: str, caplog: pytest.LogCaptureFixture) -> None:
     for name in ("pytorch_model.bin", "modeling.py", "data.pkl", "sub/config.json"):
         hub.add_file(repo, name, PICKLE)
     with caplog.at_level(logging.INFO, "scforge"):
-        folder = resolve(repo)
+        folder = resolve("org/light/")
+        assert resolve("hf://org/light/") == folder
     assert contents(folder) == MODEL
+    said = f"it is the repository org/light of the hub, at {hub.repos[repo].branches['main']}"
+    assert caplog.text.count(said) == 1, "of the bare name"
     assert not [path for path in hub.requests if "resolve" in path and not path.endswith(tuple(MODEL))]
     assert "'pytorch_model.bin', 'modeling.py', 'data.pkl', which can run code" in caplog.text
 
@@ -96,6 +99,11 @@ def test_offline_from_the_cache(hub, repo: str, monkeypatch: pytest.MonkeyPatch)
         resolve(repo, revision="v9")
     with pytest.raises(HubError, match="HF_HUB_OFFLINE says so; unset it"):
         upload(fetched, repo)
+    (fetched / "vocab.json").unlink()
+    with pytest.raises(MissingFileError, match="'org/light' is not in the cache, or not all of it"):
+        resolve(repo, local_files_only=True)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert contents(resolve(repo)) == MODEL
 
 
 def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,19 +111,10 @@ def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.warns(ScforgeWarning, match=r"127\.0\.0\.1:9 does not answer .* from the cache, which may be older"):
         assert resolve(repo) == fetched
-    with pytest.raises(
-        HubError, match=r"9 does not answer \(.*\), and 'org/other' is not in the cache; check the conn"
-    ):
+    with pytest.raises(HubError, match=r"9 does not answer .*, and 'org/other' is not in the cache; check the conn"):
         resolve("org/other")
     with pytest.raises(HubError, match=r"127\.0\.0\.1:9 does not answer .*; check the connection and HF_ENDPOINT"):
         upload(fetched, repo)
-
-
-def test_a_part_of_a_model_in_the_cache(hub, repo: str) -> None:
-    (resolve(repo) / "vocab.json").unlink()
-    with pytest.raises(MissingFileError, match="'org/light' is not in the cache, or not all of it"):
-        resolve(repo, local_files_only=True)
-    assert contents(resolve(repo)) == MODEL
 
 
 @pytest.mark.slow
@@ -128,16 +127,7 @@ def test_a_part_of_a_model_in_the_cache(hub, repo: str) -> None:
         ("org/secret", {"token": "hf_reader"}, MissingFileError, "or it is private and the token does not open it"),
         ("org/secret", {"token": False}, MissingFileError, "or it is private"),
         ("org/asking", {"token": "hf_reader"}, OptionError, "granted on request only; ask for it at http.*/org/asking"),
-        (
-            "org/foreign",
-            {},
-            ModelFileError,
-            "neither a model .*config.json.* nor an adapter .*convert-checkpoint",
-        ),
-        ("hf://org", {}, OptionError, "is no name of a repository; give it as 'hf://org"),
-        ("hf://org/--bad..name", {}, OptionError, "is no name of a repository .*'organisation/name'"),
-        ("hf://org/light@v1", {"revision": "v2"}, OptionError, "revision='v2' is another one; give one of them"),
-        ("nothing", {}, MissingFileError, "name='nothing' does not exist; give the folder of a model, a repository"),
+        ("org/foreign", {}, ModelFileError, "neither a model .*config.json.* nor an adapter .*convert-checkpoint"),
     ],
 )
 def test_what_cannot_be_had(hub, repo: str, folder: Path, name, options: dict, error, message: str) -> None:
@@ -157,18 +147,16 @@ def test_what_cannot_be_had(hub, repo: str, folder: Path, name, options: dict, e
     [
         ("https://hub.org/org/light", {}, MissingFileError, "is a URL; write org/light"),
         ("https://hub.org/org/light/tree/v1?x=1", {}, MissingFileError, "is a URL; write hf://org/light@v1"),
+        ("nothing", {}, MissingFileError, "name='nothing' does not exist; give the folder of a model, a repository"),
+        ("hf://org", {}, OptionError, "is no name of a repository; give it as 'hf://org"),
+        ("hf://org/--bad..name", {}, OptionError, "is no name of a repository .*'organisation/name'"),
+        ("hf://org/light@v1", {"revision": "v2"}, OptionError, "revision='v2' is another one; give one of them"),
         (None, {}, OptionError, "name=None names no model"),
-        (3, {}, OptionError, "name=3 names no model"),
         ("", {}, OptionError, "name='' names no model"),
         ("org/light", {"revision": 1}, OptionError, "revision=1 is no text"),
         ("org/light", {"cache_dir": 1}, OptionError, "cache_dir=1 is no folder"),
         ("org/light", {"cache_dir": __file__}, OptionError, "is a file; give the name of a folder"),
-        (
-            "org/light",
-            {"cache_dir": "/proc/nothing"},
-            OptionError,
-            "give cache_dir, or HF_HUB_CACHE, where you may write",
-        ),
+        ("org/light", {"cache_dir": "/proc/nothing"}, OptionError, "give cache_dir, or HF_HUB_CACHE, where you may"),
         ("org/light", {"local_files_only": "no"}, OptionError, "local_files_only='no' is neither True nor False"),
     ],
 )
@@ -178,38 +166,21 @@ def test_arguments(hub, name, options: dict, error, message: str) -> None:
         resolve(name, **options)
 
 
-def test_private_repositories_open_with_the_right_token(hub, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    upload(folder, "org/secret", private=True)
-    monkeypatch.delenv("HF_TOKEN")
-    assert contents(resolve("org/secret", token="hf_writer")) == MODEL
-
-
-def test_a_refused_token_does_not_get_what_is_in_the_cache(hub, repo: str) -> None:
-    resolve(repo)
-    with pytest.raises(OptionError, match="does not know the token"):
-        resolve(repo, token="hf_wrong")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("token", ["hf_a b", "hf_a\nb", "hf_\u00e4", "", 3, True])
-@pytest.mark.parametrize("is_variable", [False, True])
+@pytest.mark.parametrize(
+    ("token", "is_variable"),
+    [*((token, False) for token in ("hf_a b", "hf_a\nb", "hf_\u00e4", "", 3, True)), ("hf_\u00e4", True)],
+)
 def test_a_malformed_token_gets_nothing_and_is_not_shown(hub, repo: str, token, is_variable: bool, monkeypatch) -> None:
     resolve(repo)
     monkeypatch.delenv("HF_TOKEN")
     if is_variable:
-        if token in ("hf_a\nb", "", 3, True):
-            pytest.skip("the variable is text; huggingface_hub mends or leaves out these")
         monkeypatch.setenv("HF_TOKEN", token)
     hub.requests.clear()
     with pytest.raises(OptionError, match="copy it again|not text|there is none here") as caught:
         resolve(repo, token=None if is_variable else token)
     assert "hf_" not in str(caught.value)
     assert not hub.requests
-
-
-def test_space_around_a_token_is_no_part_of_it(hub, folder: Path) -> None:
-    upload(folder, "org/secret", private=True, token=" hf_writer\n")
-    assert contents(resolve("org/secret", token="hf_writer ")) == MODEL
 
 
 @pytest.mark.slow
@@ -223,13 +194,11 @@ def test_what_is_no_address_of_a_hub(hub, repo: str, folder: Path, address: str,
         assert "hf_" not in str(caught.value)
 
 
-@pytest.mark.parametrize("last", ["final", "Last", "best", "step-100", "epoch_3"])
+@pytest.mark.parametrize("last", ["Last", "step-100"])
 def test_mistyped_folders_of_a_training_are_not_looked_for_on_the_hub(hub, last: str) -> None:
     hub.add_repo(f"ckpt/{last}", MODEL)
     hub.requests.clear()
-    with pytest.raises(
-        MissingFileError, match=f"no folder 'ckpt/{last}' here; give .*, or hf://ckpt/{last} for a repo"
-    ):
+    with pytest.raises(MissingFileError, match=f"no folder 'ckpt/{last}' here; give .*, or hf://ckpt/{last} for a"):
         resolve(f"ckpt/{last}/")
     assert not hub.requests
     assert contents(resolve(f"hf://ckpt/{last}")) == MODEL
@@ -247,28 +216,13 @@ def test_errors_of_bare_names_say_that_there_is_no_folder(hub, repo: str, option
     assert "no folder" not in str(caught.value)
 
 
-def test_a_bare_name_is_said_to_be_of_the_hub(hub, repo: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "scforge"):
-        assert resolve("org/light/") == resolve("hf://org/light/")
-    said = f"it is the repository org/light of the hub, at {hub.repos[repo].branches['main']}"
-    assert caplog.text.count(said) == 1
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "answer",
-    [b"<html>", b"", b"null", b"[1]", b"[" * 100_000, b"\xff", b"{}"]
+    [b"<html>", b"null", b"[" * 100_000, b"\xff", b"{}"]
     + [
-        json.dumps({"id": "org/light", "siblings": [], **part}).encode()
-        for part in (
-            {"sha": None},
-            {"sha": 5},
-            {"sha": "../../etc"},
-            {"sha": "/etc"},
-            {"sha": "a/b"},
-            {"sha": "a" * 40, "siblings": 3},
-            {"sha": "a" * 40, "siblings": [{}]},
-        )
+        json.dumps({"id": "org/light", "sha": sha, "siblings": siblings}).encode()
+        for sha, siblings in [(None, []), ("../../etc", []), ("/etc", []), ("a/b", []), ("a" * 40, 3), ("a" * 40, [{}])]
     ],
 )
 def test_a_hub_that_answers_nonsense(hub, repo: str, folder: Path, answer: bytes) -> None:
@@ -280,7 +234,7 @@ def test_a_hub_that_answers_nonsense(hub, repo: str, folder: Path, answer: bytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("status", [None, 500, 404, 401, 403, "silent", "no scheme"])
+@pytest.mark.parametrize("status", [None, 500, 401, "silent", "no scheme"])
 def test_a_password_in_the_address_is_not_shown(hub, repo: str, monkeypatch, status) -> None:
     address = {"silent": "http://us:hunter2@127.0.0.1:9", "no scheme": "us:hunter2@hub"}
     monkeypatch.setenv("HF_ENDPOINT", address.get(status, hub.url.replace("//", "//us:hunter2@")))
@@ -290,12 +244,11 @@ def test_a_password_in_the_address_is_not_shown(hub, repo: str, monkeypatch, sta
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
 
 
-@pytest.mark.parametrize("status", [500, 404])
-def test_a_hub_that_fails(hub, repo: str, status: int) -> None:
-    fix = "try again later" if status == 500 else "check HF_ENDPOINT"
-    hub.status = status
-    with pytest.raises(HubError, match=rf"failed \({status}, the hub is ill\); {fix}"):
-        resolve(repo)
+def test_a_hub_that_fails(hub, repo: str) -> None:
+    for status, fix in {500: "try again later", 404: "check HF_ENDPOINT"}.items():
+        hub.status = status
+        with pytest.raises(HubError, match=rf"failed \({status}, the hub is ill\); {fix}"):
+            resolve(repo)
 
 
 def test_a_folder_comes_before_the_hub(hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,47 +263,35 @@ def test_a_folder_comes_before_the_hub(hub, folder: Path, tmp_path: Path, monkey
     assert not hub.requests
 
 
-def test_a_copy_has_files_and_no_links(hub, repo: str, tmp_path: Path) -> None:
-    copied = copy_model(resolve(repo), tmp_path / "copy")
-    assert contents(copied) == MODEL
-    assert not [path for path in copied.iterdir() if path.is_symlink()]
-    with pytest.raises(OptionError, match="exists and is not empty"):
-        copy_model(resolve(repo), copied)
-
-
 def test_names_of_the_registry_lead_to_the_hub(hub, repo: str, tmp_path: Path, monkeypatch) -> None:
     first = hub.repos[repo].branches["main"]
     hub.add_file(repo, "README.md", b"later")
-    entry = {"description": "Small", "latest": "1", "versions": {"1": {"repo_id": repo, "revision": first}}}
+    versions = {"1": {"repo_id": repo, "revision": first}, "2": {"folder": str(tmp_path / "copy")}}
+    entry = {"description": "Small", "latest": "1", "versions": versions}
     (tmp_path / "models.json").write_text(json.dumps({"format": 1, "models": {"light": entry}}))
     monkeypatch.setenv("SCFORGE_MODELS", str(tmp_path / "models.json"))
-    assert contents(resolve("scforge://light@1")) == MODEL
     assert resolve("scforge://light").name == first
+    found = find_model("scforge://light@1", said="model")
+    assert (contents(found.folder), found.repo_id, found.commit) == (MODEL, repo, first)
     with pytest.raises(OptionError, match="'scforge://light' has versions, so revision='v1' has no use"):
         resolve("scforge://light", revision="v1")
-
-
-def test_a_folder_of_the_registry_knows_where_it_is_from(hub, repo: str, tmp_path: Path, monkeypatch) -> None:
-    found = find_model(repo, said=repo)
-    copy_model(found.folder, tmp_path / "copy", origin=(found.repo_id, found.commit))
-    entry = {"description": "Small", "latest": "1", "versions": {"1": {"folder": str(tmp_path / "copy")}}}
-    (tmp_path / "models.json").write_text(json.dumps({"format": 1, "models": {"light": entry}}))
-    monkeypatch.setenv("SCFORGE_MODELS", str(tmp_path / "models.json"))
-    again = find_model("scforge://light", said="model")
-    assert (again.repo_id, again.commit) == (repo, found.commit)
+    # A copy has files and no links, and knows where it is from.
+    copied = copy_model(found.folder, tmp_path / "copy", origin=(repo, first))
+    assert {**contents(copied), **MODEL} == contents(copied)
+    assert not [path for path in copied.iterdir() if path.is_symlink()]
+    again = find_model("scforge://light@2", said="model")
+    assert (again.repo_id, again.commit) == (repo, first)
+    with pytest.raises(OptionError, match="exists and is not empty"):
+        copy_model(found.folder, copied)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links of POSIX")
-@pytest.mark.parametrize("name", ["README.md", "adapter.json", "split.safetensors", "config.json"])
+@pytest.mark.parametrize("name", ["README.md", "split.safetensors", "config.json"])
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
 def test_only_files_of_a_folder_are_sent_or_copied(hub, folder: Path, tmp_path: Path, name: str, kind: str) -> None:
     (tmp_path / "secret").write_text("secret")
     (folder / name).unlink(missing_ok=True)
-    make = {
-        "link": lambda path: path.symlink_to("../secret"),
-        "pipe": os.mkfifo,
-        "folder": Path.mkdir,
-    }
+    make = {"link": lambda path: path.symlink_to("../secret"), "pipe": os.mkfifo, "folder": Path.mkdir}
     make[kind](folder / name)
     for call in (lambda: upload(folder, "org/light"), lambda: copy_model(folder, tmp_path / "copy")):
         with pytest.raises(ModelFileError, match=rf"{name}' is (a link out of its folder|not a regular file)|holds no"):

@@ -52,32 +52,24 @@ def test_one_commit_of_our_files(hub, model: Path, caplog: pytest.LogCaptureFixt
 
 def test_files_of_an_earlier_model_are_removed_and_others_stay(hub, model: Path, tmp_path: Path) -> None:
     upload(model, "org/light")
+    before = len(hub.repos["org/light"].commits)
+    assert upload(model, "org/light") == f"{hub.url}/org/light"
+    assert len(hub.repos["org/light"].commits) == before, "the same again is no commit"
     hub.add_file("org/light", "notes.txt", b"of somebody")
     upload(make(tmp_path / "adapter", ADAPTER), "org/light")
     assert hub.files("org/light")["README.md"] == ADAPTER["README.md"]
     assert set(hub.files("org/light")) == {*ADAPTER, ".gitattributes", "notes.txt"}
 
 
-def test_the_same_again_is_no_commit(hub, model: Path) -> None:
-    upload(model, "org/light")
-    before = len(hub.repos["org/light"].commits)
-    assert upload(model, "org/light") == f"{hub.url}/org/light"
-    assert len(hub.repos["org/light"].commits) == before
-
-
 def test_branches_and_pull_requests(hub, model: Path) -> None:
-    assert upload(model, "org/light", revision="v1") == f"{hub.url}/org/light/tree/v1"
-    assert set(hub.files("org/light", "v1")) == {*MODEL, ".gitattributes"}
-    assert set(hub.files("org/light")) == {".gitattributes"}
-    assert upload(model, "org/light", token="hf_reader", create_pr=True) == f"{hub.url}/org/light/discussions/1"
-    assert set(hub.files("org/light", "refs/pr/1")) == {*MODEL, ".gitattributes"}
-    assert set(hub.files("org/light")) == {".gitattributes"}
-
-
-def test_a_pull_request_makes_no_repository(hub, model: Path) -> None:
-    with pytest.raises(MissingFileError, match="there is no repository 'org/nothing'"):
-        upload(model, "org/nothing", create_pr=True)
+    with pytest.raises(MissingFileError, match="there is no repository 'org/light'"):
+        upload(model, "org/light", create_pr=True)
     assert not hub.repos
+    assert upload(model, "org/light", revision="v1") == f"{hub.url}/org/light/tree/v1"
+    assert upload(model, "org/light", token="hf_reader", create_pr=True) == f"{hub.url}/org/light/discussions/1"
+    for revision in ("v1", "refs/pr/1"):
+        assert set(hub.files("org/light", revision)) == {*MODEL, ".gitattributes"}
+    assert set(hub.files("org/light")) == {".gitattributes"}
 
 
 @pytest.mark.slow
@@ -95,20 +87,10 @@ def test_cards_of_somebody_stay(hub, model: Path, theirs: bytes | None, caplog: 
     assert hub.files("org/light")["README.md"] == theirs
     assert hub.files("org/light")["vocab.json"] == b"[]"
     assert ("was written or edited by somebody" in caplog.text) == (theirs != CARD)
-
-
-def test_a_card_that_the_sender_has_written_is_sent(hub, model: Path) -> None:
+    written = b"---\ntags: []\n---\n# About us, again\n"  # by the sender, and so it is sent
+    (model / "README.md").write_bytes(written)
     upload(model, "org/light")
-    hub.add_file("org/light", "README.md", b"# About us\n")
-    (model / "README.md").write_bytes(b"---\ntags: []\n---\n# About us, again\n")
-    upload(model, "org/light")
-    assert hub.files("org/light")["README.md"] == b"---\ntags: []\n---\n# About us, again\n"
-
-
-def test_cards_of_scforge_are_known() -> None:
-    from scforge.estimators.card import is_own_card
-
-    assert is_own_card(CARD.decode())
+    assert hub.files("org/light")["README.md"] == written
 
 
 def test_of_two_pushes_at_once_one_is_refused(hub, model: Path) -> None:
@@ -121,9 +103,15 @@ def test_of_two_pushes_at_once_one_is_refused(hub, model: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("files", [MODEL, ADAPTER])
-@pytest.mark.parametrize("theirs", [b'{"model_type": "bert"}', b"no JSON", b"[]"])
-@pytest.mark.parametrize("revision", [None, "v1"])
+@pytest.mark.parametrize(
+    ("files", "theirs", "revision"),
+    [
+        (MODEL, b'{"model_type": "bert"}', None),
+        (ADAPTER, b'{"model_type": "bert"}', "v1"),
+        (MODEL, b"no JSON", "v1"),
+        (ADAPTER, b"[]", None),
+    ],
+)
 def test_models_of_other_packages_are_not_written_over(hub, tmp_path, files, theirs, revision) -> None:
     upload(make(tmp_path / "first", ADAPTER), "org/bert")
     hub.add_file("org/bert", "config.json", theirs)
@@ -151,10 +139,8 @@ def test_nothing_is_sent_where_everybody_would_see_it(hub, model: Path) -> None:
         ("org/light", {"token": False}, "does not know the token"),
         ("org/light", {"token": "hf_reader"}, r"forbids it \(403.*\); pass a token that may write to 'org/light'"),
         ("light", {}, "is no name of a repository; give it as 'organisation/name'"),
-        ("hf://org/light", {}, "is no name of a repository"),
-        ("org/light?", {}, "is no name of a repository"),
+        *((name, {}, "is no name of a repository") for name in ("hf://org/light", "org/light?", 3)),
         ("org/light", {"revision": "v1", "create_pr": True}, "pull requests go to the main branch"),
-        (3, {}, "is no name of a repository"),
         ("org/light", {"token": True}, "token=True, but there is none here; log in with hf auth login"),
         ("org/light", {"token": "hf_\u00e4"}, r"^token has characters that no token has .*copy it again"),
         ("org/light", {"token": 3}, "token is int, not text"),
@@ -179,18 +165,13 @@ def test_a_card_that_the_hub_refuses(hub, model: Path) -> None:
         upload(model, "org/light")
 
 
-@pytest.mark.parametrize(
-    ("files", "error", "message"),
-    [
-        (None, MissingFileError, "does not exist; give the folder that model.save"),
-        ({"config.json": b"{}", "pytorch_model.bin": b""}, ModelFileError, "holds no model .* or adapter"),
-    ],
-)
-def test_folders_without_a_model(hub, tmp_path: Path, files, error, message: str) -> None:
-    with pytest.raises(OptionError, match="folder=None is no path"):
-        upload(None, "org/light")
-    if files is not None:
-        make(tmp_path / "other", files)
-    with pytest.raises(error, match=message):
-        upload(tmp_path / "other", "org/light")
+def test_folders_without_a_model(hub, tmp_path: Path) -> None:
+    foreign = make(tmp_path / "other", {"config.json": b"{}", "pytorch_model.bin": b""})
+    for folder, error, message in [
+        (None, OptionError, "folder=None is no path"),
+        (tmp_path / "nowhere", MissingFileError, "does not exist; give the folder that model.save"),
+        (foreign, ModelFileError, "holds no model .* or adapter"),
+    ]:
+        with pytest.raises(error, match=message):
+            upload(folder, "org/light")
     assert not hub.requests

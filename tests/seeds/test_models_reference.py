@@ -22,17 +22,15 @@ FEWER_CELLS = {"autoregressive_transformer": 8, "masked_autoencoder": 16, "trans
 """Cells of each batch of an example; by default 2 take their place."""
 SCALAR = r"tensor\(-?\d+\.\d+, grad_fn=<\w+>\)"
 EMPTY = "tensor(0., grad_fn=<MaxBackward1>)"
+COUNTED = ["Total parameters", "Trainable parameters", "Trainable after freezing embedding"]
+DIMENSIONS = "Encoder dim: 768, Decoder dim: 384"
 
 # What each print writes; the comments of the examples say it too, but for numbers that depend on the seed.
 PRINTED: dict[str, list[str]] = {
     "autoregressive_transformer": [SCALAR, "torch.Size([8, 200, 5000])", "torch.Size([8, 512])"],
     "bin_prediction_head": ["torch.Size([8, 200, 51])"],
     "cls_pool": ["torch.Size([8, 512])"],
-    "count_parameters": [
-        r"Total parameters: [\d,]+",
-        r"Trainable parameters: [\d,]+",
-        r"Trainable after freezing embedding: [\d,]+",
-    ],
+    "count_parameters": [rf"{what}: [\d,]+" for what in COUNTED],
     "expression_prediction_head": ["torch.Size([16, 300])"],
     "gene_expression_embedding": ["torch.Size([8, 256, 512])"] * 2,
     "generate_causal_mask": [
@@ -45,12 +43,7 @@ PRINTED: dict[str, list[str]] = {
     "get_model": ["TransformerEncoder", "AutoregressiveTransformer"],
     "init_weights": [r"tensor\(-?\d\S+, grad_fn=<MeanBackward0>\)", SCALAR, EMPTY],
     "list_models": [r"\[.*\]"],
-    "masked_autoencoder": [
-        "Encoder dim: 768, Decoder dim: 384",
-        SCALAR,
-        "torch.Size([16, 300])",
-        "torch.Size([16, 768])",
-    ],
+    "masked_autoencoder": [DIMENSIONS, SCALAR, "torch.Size([16, 300])", "torch.Size([16, 768])"],
     "masked_gene_prediction_head": ["torch.Size([4, 128, 5000])"],
     "mean_pool": ["torch.Size([8, 512])"] * 2,
     "model_output": [SCALAR, "torch.Size([4, 128, 5000])", "torch.Size([4, 512])", "None"],
@@ -61,7 +54,6 @@ PRINTED: dict[str, list[str]] = {
 
 def _transformer(names, lines):
     assert lines[0] == f"Model has {names['model'].num_parameters():,} parameters"
-    assert names["loss"].ndim == 0
     assert all(p.grad is not None for p in names["model"].parameters())
 
 
@@ -86,18 +78,10 @@ def _listed(*more):
     return check
 
 
-def _loss(names, lines):
-    assert names["loss"].ndim == 0
-    assert names["loss"].isfinite()
-
-
 CHECKS = {
-    "bin_prediction_head": _loss,
     "count_parameters": _counted,
-    "expression_prediction_head": _loss,
     "init_weights": _initialised,
     "list_models": _listed(),
-    "masked_gene_prediction_head": _loss,
     "register_model": _listed("my_custom_model"),
     "transformer_encoder": _transformer,
 }
@@ -138,5 +122,8 @@ def test_example_prints_what_it_promises(name, n_cells, capsys, tmp_path):
         # Releases of torch differ in how they align the columns of a matrix.
         assert re.sub(r"(?<=\[) +| +(?= )", "", line) == pattern or re.fullmatch(pattern, line)
     CHECKS.get(name, lambda *_: None)(names, lines)
+    if "loss" in names:
+        assert names["loss"].ndim == 0
+        assert names["loss"].isfinite()
     if name in FEWER_CELLS:
         assert len(names["batch"]["input_ids"]) == (n_cells or FEWER_CELLS[name])

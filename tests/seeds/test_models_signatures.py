@@ -8,14 +8,8 @@ import inspect
 import pytest
 
 NEEDED = inspect.Parameter.empty
-COMMON = {
-    "dropout": 0.1,
-    "max_seq_len": 2048,
-    "pooling": "cls",
-    "activation": "gelu",
-    "use_expression_values": True,
-    "layer_norm_eps": 1e-12,
-}
+COMMON = {"dropout": 0.1, "max_seq_len": 2048, "pooling": "cls", "activation": "gelu"}
+COMMON |= {"use_expression_values": True, "layer_norm_eps": 1e-12}
 SIZES = {"vocab_size": NEEDED, "hidden_dim": NEEDED}
 FORWARD = {"input_ids": NEEDED, "attention_mask": NEEDED, "values": None, "labels": None}
 HIDDEN = {"hidden_states": NEEDED, "attention_mask": None}
@@ -24,35 +18,20 @@ SIGNATURES = {
     "models.ModelOutput": dict.fromkeys(["loss", "logits", "embeddings", "hidden_states"]),
     "models.TransformerEncoder": {**SIZES, "num_layers": NEEDED, "num_heads": NEEDED, "ffn_dim": None, **COMMON},
     "models.AutoregressiveTransformer": {
-        "vocab_size": NEEDED,
-        "n_bins": 51,
-        "hidden_dim": 512,
-        "num_layers": 12,
-        "num_heads": 8,
-        "ffn_dim": None,
+        **{"vocab_size": NEEDED, "n_bins": 51, "hidden_dim": 512, "num_layers": 12, "num_heads": 8, "ffn_dim": None},
         **COMMON,
-        "gene_loss_weight": 1.0,
-        "expression_loss_weight": 1.0,
+        **{"gene_loss_weight": 1.0, "expression_loss_weight": 1.0},
     },
     "models.MaskedAutoencoder": {
-        "vocab_size": NEEDED,
-        "encoder_dim": 512,
-        "decoder_dim": None,
-        "encoder_layers": 12,
-        "decoder_layers": 4,
-        "encoder_heads": 8,
-        "decoder_heads": None,
-        "ffn_dim": None,
+        **{"vocab_size": NEEDED, "encoder_dim": 512, "decoder_dim": None, "encoder_layers": 12, "decoder_layers": 4},
+        **{"encoder_heads": 8, "decoder_heads": None, "ffn_dim": None},
         **COMMON,
         "pooling": "mean",
     },
     "models.gene_pooling.GenePoolingModel": {**SIZES, "num_layers": 2, "dropout": 0.1, "max_seq_len": 2048},
     "models.components.GeneExpressionEmbedding": {
         **SIZES,
-        "max_seq_len": 2048,
-        "dropout": 0.1,
-        "use_expression_values": True,
-        "layer_norm_eps": 1e-12,
+        **{"max_seq_len": 2048, "dropout": 0.1, "use_expression_values": True, "layer_norm_eps": 1e-12},
     },
     "models.components.GeneExpressionEmbedding.forward": {"input_ids": NEEDED, "values": None},
     "models.components.MaskedGenePredictionHead": {"hidden_dim": NEEDED, "vocab_size": NEEDED, "layer_norm_eps": 1e-12},
@@ -112,13 +91,13 @@ def test_arguments_and_defaults(path):
 
 
 @pytest.mark.parametrize(
-    "path", [path for path in SIGNATURES if path.endswith("num_parameters")] + ["models.count_parameters"]
+    ("path", "option", "default"),
+    [
+        *((path, "trainable_only", True) for path in SIGNATURES if path.endswith("num_parameters")),
+        ("models.count_parameters", "trainable_only", True),
+        ("models.GenePoolingModel", "use_expression_values", True),
+        ("models.GenePoolingModel", "layer_norm_eps", 1e-12),
+    ],
 )
-def test_only_trainable_parameters_are_counted_by_default(path):
-    assert inspect.signature(found(path)).parameters["trainable_only"].default is True
-
-
-def test_options_of_the_tutorial():
-    parameters = inspect.signature(found("models.GenePoolingModel")).parameters
-    assert parameters["use_expression_values"].default is True
-    assert parameters["layer_norm_eps"].default == 1e-12
+def test_options_that_follow(path, option, default):
+    assert inspect.signature(found(path)).parameters[option].default == default

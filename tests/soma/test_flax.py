@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load, save
 
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
 from scforge.soma.v1.configs import ModelConfig, SIGRegConfig
@@ -22,8 +23,10 @@ jax = importlib.import_module("jax")
 jnp = jax.numpy
 half = importlib.import_module("scforge.soma.v1.flax")
 attention = importlib.import_module("scforge.soma.v1.flax.modules.attention")
+pwff = importlib.import_module("scforge.soma.v1.flax.modules.pwff")
 serde = importlib.import_module("scforge.soma.v1.flax.serde")
 Model, SIGReg, compute_loss = half.Model, half.SIGReg, half.compute_loss
+REGULARIZER = SIGReg(SIGRegConfig(slices=4))
 
 SIZES = {"embedding_dim": 32, "pwff_hidden_dim": 48, "num_layers": 2, "num_heads": 4}
 CONFIG = ModelConfig(dropout_rate=0.0, **SIZES)
@@ -40,14 +43,6 @@ def quick_compiler():
 
 # Compiled once, not op by op, and for one shape.
 both = nnx.jit(lambda model, ids, positions: (states := model.encode(ids, positions), model.predict(states)))
-
-
-def encode(model, ids, positions):
-    return both(model, ids, positions)[0]
-
-
-def logits(model, ids, positions):
-    return both(model, ids, positions)[1]
 
 
 def noisy(model):
@@ -75,31 +70,31 @@ def ours(published):
 
 @pytest.mark.slow
 def test_weights_are_the_same_bytes_both_ways(ours, published, tmp_path):
-    data = published.save_bytes()
+    data, path = published.save_bytes(), tmp_path / "weights.safetensors"
     assert ours.save_bytes() == data
-    assert oracle.Model.load_bytes(ours.save_bytes(), PUBLISHED, nnx.Rngs(2)).save_bytes() == data
-    ours.save(tmp_path / "weights.safetensors")
-    assert (tmp_path / "weights.safetensors").read_bytes() == data
-    assert Model.load(tmp_path / "weights.safetensors", CONFIG).save_bytes() == data
+    assert oracle.Model.load_bytes(data, PUBLISHED, nnx.Rngs(2)).save_bytes() == data
+    ours.save(path)
+    assert path.read_bytes() == data
+    assert Model.load(path, CONFIG).save_bytes() == Model.load_bytes(bytearray(data), CONFIG).save_bytes() == data
+    serde.Serde(ours).serialize_to_file(path)
+    again = serde.Serde(Model(CONFIG, nnx.Rngs(5))).deserialize_from_file(path)
+    assert again.save_bytes() == path.read_bytes() == data
 
 
 def test_forward_is_the_published_one(ours, published):
     ids, positions = batch()
     for mine, theirs in zip(both(ours, ids, positions), both(published, ids, positions), strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
-    assert np.array_equal(nnx.jit(lambda model: model(ids, positions))(ours), logits(ours, ids, positions))
+    assert np.array_equal(nnx.jit(lambda model: model(ids, positions))(ours), both(ours, ids, positions)[1])
 
 
 @pytest.mark.parametrize("scale_factor", [1.0, 2.5])
 def test_rope_is_the_published_one(scale_factor):
-    rope, published_rope = attention.apply_rope, published_attention.apply_rope
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 7, 3, 8), np.float32))
     positions = jnp.asarray(batch(shape=(2, 7))[1])
     options = {"head_dim": 8, "max_wavelength": 500.0, "scale_factor": scale_factor}
-    np.testing.assert_allclose(rope(x, positions, **options), published_rope(x, positions, **options), atol=1e-5)
-    far = rope(x, positions + 17, **options), rope(x, positions, **options)
-    scores = [jnp.einsum("bsnk,btnk->bnst", turned, turned) for turned in far]
-    np.testing.assert_allclose(*scores, atol=5e-3)
+    found, wanted = (half.apply_rope(x, positions, **options) for half in (attention, published_attention))
+    np.testing.assert_allclose(found, wanted, atol=1e-5)
 
 
 def test_rope_knows_positions_in_half_precision():
@@ -108,14 +103,6 @@ def test_rope_knows_positions_in_half_precision():
     assert turned.dtype == jnp.bfloat16
     exact = attention.apply_rope(x.astype(jnp.float32), jnp.asarray([[1_000, 1_001]]), head_dim=4)
     np.testing.assert_allclose(turned.astype(jnp.float32), exact, atol=0.01)
-
-
-def test_later_tokens_change_nothing_before_them(ours):
-    ids, positions = batch()
-    other = np.where(np.arange(11) < 6, ids, (ids + 1) % 256)
-    one, two = encode(ours, ids, positions), encode(ours, other, positions)
-    np.testing.assert_allclose(one[:, :6], two[:, :6], atol=1e-6)
-    assert float(jnp.abs(one[:, 6:] - two[:, 6:]).max()) > 0.01
 
 
 def test_attention_with_dropout_is_the_fused_one_without():
@@ -130,12 +117,10 @@ def test_attention_with_dropout_is_the_fused_one_without():
 
 def test_dropout_is_for_training():
     model = Model(dataclasses.replace(CONFIG, dropout_rate=0.5, num_layers=1), nnx.Rngs(0))
-    ids, positions = batch()
-    assert not np.allclose(encode(model, ids, positions), encode(model, ids, positions))
-    model.eval()
-    assert np.array_equal(encode(model, ids, positions), encode(model, ids, positions))
-    model.train()
-    assert not np.allclose(encode(model, ids, positions), encode(model, ids, positions))
+    for mode, equal in ((model.train, False), (model.eval, True), (model.train, False)):
+        mode()
+        one, two = (both(model, *batch())[0] for _ in range(2))
+        assert np.allclose(one, two, atol=0) == equal
 
 
 def test_sigreg_is_the_published_one():
@@ -173,13 +158,10 @@ def test_padding_has_no_loss_and_directions_change(ours):
     ids, _ = batch()
     targets = np.where(np.arange(11) < 5, ids % 256, 256)
     none = SIGReg(SIGRegConfig(slices=8, coefficient=0.0), nnx.Rngs(0))
-    alone = np.asarray(jax.nn.log_softmax(logits(ours, ids, np.tile(np.arange(11), (3, 1)))))[:, :5]
-    expected = -np.take_along_axis(alone, targets[:, :5, None], axis=2).mean()
-    assert float(step(ours, none, ids, targets)) == pytest.approx(expected, rel=1e-5)
     assert float(step(ours, none, ids, np.full_like(ids, 256))) == 0.0
     some = SIGReg(SIGRegConfig(slices=8), nnx.Rngs(0))
-    first, second = float(step(ours, some, ids, targets)), float(step(ours, some, ids, targets))
-    assert expected < first != second
+    without, *first_and_second = (float(step(ours, one, ids, targets)) for one in (none, some, some))
+    assert len({without, *first_and_second}) == 3
 
 
 def test_files_go_to_torch_and_back(ours):
@@ -188,40 +170,28 @@ def test_files_go_to_torch_and_back(ours):
     ids, positions = batch(most=500)
     with torch.no_grad():
         found = there(torch.tensor(ids), torch.tensor(positions))
-    np.testing.assert_allclose(found.numpy(), logits(ours, ids, positions), atol=2e-5)
+    np.testing.assert_allclose(found.numpy(), both(ours, ids, positions)[1], atol=2e-5)
 
 
 def test_weights_that_do_not_fit_are_named(ours, tmp_path):
     data = ours.save_bytes()
-    with pytest.raises(ModelFileError, match=r"encoder\.layers\.0\.pwff\.linear_inner\.bias.*\(48,\).*\(64,\)"):
-        Model.load_bytes(data, dataclasses.replace(CONFIG, pwff_hidden_dim=64))
-    with pytest.raises(ModelFileError, match=r"lack 'encoder\.layers\.2\."):
-        Model.load_bytes(data, dataclasses.replace(CONFIG, num_layers=3))
-    with pytest.raises(ModelFileError, match=r"hold 'encoder\.layers\.1\."):
-        Model.load_bytes(data, dataclasses.replace(CONFIG, num_layers=1))
-    with pytest.raises(ModelFileError, match="no safetensors file"):
-        Model.load_bytes(data[:100], CONFIG)
+    for change, message in [
+        ({"pwff_hidden_dim": 64}, r"encoder\.layers\.0\.pwff\.linear_inner\.bias.*\(48,\).*\(64,\)"),
+        ({"num_layers": 3}, r"lack 'encoder\.layers\.2\."),
+        ({"num_layers": 1}, r"hold 'encoder\.layers\.1\."),
+    ]:
+        with pytest.raises(ModelFileError, match=message):
+            Model.load_bytes(data, dataclasses.replace(CONFIG, **change))
+    bias = {"int32": np.zeros(264, np.int32), "not finite": np.full(264, np.nan, np.float32), "": np.zeros(3)}
+    wrong = {f"'predictor.bias'.*{words}": save(load(data) | {"predictor.bias": bias[words]}) for words in bias}
+    model = Model(CONFIG, nnx.Rngs(5))
+    before = model.save_bytes()
+    for message, content in {"no safetensors file": data[:100], "NoneType": None, **wrong}.items():
+        with pytest.raises(ModelFileError, match=message):
+            serde.Serde(model).deserialize(content)
+    assert model.save_bytes() == before
     with pytest.raises(MissingFileError, match="gone"):
         Model.load(tmp_path / "gone.safetensors", CONFIG)
-    whole = Model(CONFIG, nnx.Rngs(5))
-    before = whole.save_bytes()
-    with pytest.raises(ModelFileError):
-        serde.Serde(whole).deserialize(Model(dataclasses.replace(CONFIG, pwff_hidden_dim=64)).save_bytes())
-    assert whole.save_bytes() == before
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"num_heads": 5}, "num_heads=5"),
-        ({"num_heads": 32}, "odd width 1"),
-        ({"scale_factor": 0.5}, "scale_factor=0.5"),
-        ({"num_layers": 0}, "num_layers=0"),
-    ],
-)
-def test_sizes_that_cannot_be_are_refused(change, words):
-    with pytest.raises(OptionError, match=words):
-        Model(dataclasses.replace(CONFIG, **change))
 
 
 def test_without_flax_the_error_says_what_to_install():
@@ -234,63 +204,40 @@ def test_without_flax_the_error_says_what_to_install():
     assert "pip install 'scforge[flax]'" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("ids", "positions", "words"),
-    [
-        (np.zeros((1, 3)), np.arange(3)[None], "input has dtype float64"),
-        ([[97, 98, 99]], np.arange(3)[None], "input is of type list"),
-        (np.array([[97, 98, 264]]), np.arange(3)[None], "input holds 264"),
-        (np.array([[97, 98, -1]]), np.arange(3)[None], "input holds -1"),
-        (np.array([97, 98, 99]), np.arange(3)[None], r"input has shape \(3,\)"),
-        (np.array([[97, 98, 99]]), np.arange(4)[None], r"positions has shape \(1, 4\)"),
-        (np.array([[97, 98, 99]]), np.zeros((2, 3), dtype=int), r"positions has shape \(2, 3\)"),
-    ],
-)
-def test_what_is_no_tokens(ours, ids, positions, words):
-    with pytest.raises(DataError, match=words):
-        ours.encode(ids, positions)
+IDS = np.array([[97, 98, 99]])
 
 
 @pytest.mark.parametrize(
-    ("targets", "words"),
+    ("call", "words"),
     [
-        (np.zeros((3, 1), dtype=int), r"targets has shape \(3, 1\), token_ids \(3, 11\)"),
-        (np.zeros((3, 11)), "targets has dtype float64"),
-        (np.full((3, 11), 300), "targets holds 300"),
+        (lambda model: model.encode(np.zeros((1, 3)), IDS), "input has dtype float64"),
+        (lambda model: model.encode([[97, 98, 99]], IDS), "input is of type list"),
+        (lambda model: model.encode(IDS + 165, IDS), "input holds 264"),
+        (lambda model: model.encode(IDS - 98, IDS), "input holds -1"),
+        (lambda model: model.encode(IDS[0], IDS), r"input has shape \(3,\)"),
+        (lambda model: both(model, IDS, np.arange(4)[None]), r"positions has shape \(1, 4\)"),
+        (lambda model: model.encode(IDS, np.zeros((2, 3), dtype=int)), r"positions has shape \(2, 3\)"),
+        (lambda model: compute_loss(model, REGULARIZER, IDS, IDS.T), r"targets has shape \(3, 1\), token_ids \(1, 3\)"),
+        (lambda model: compute_loss(model, REGULARIZER, IDS, IDS / 2), "targets has dtype float64"),
+        (lambda model: compute_loss(model, REGULARIZER, IDS, IDS + 201), "targets holds 300"),
     ],
 )
-def test_what_is_no_targets(ours, targets, words):
+def test_what_is_no_tokens_and_no_targets(ours, call, words):
     with pytest.raises(DataError, match=words):
-        compute_loss(ours, SIGReg(SIGRegConfig(slices=4)), batch()[0], targets)
+        call(ours)
 
 
-def test_shapes_are_looked_at_under_jit(ours):
-    with pytest.raises(DataError, match=r"positions has shape \(1, 4\)"):
-        encode(ours, np.array([[97, 98, 99]]), np.arange(4)[None])
-
-
-def test_parts_refuse_numbers_that_cannot_be_used():
-    pwff = importlib.import_module("scforge.soma.v1.flax.modules.pwff")
-    with pytest.raises(OptionError, match="dropout_rate=1.5"):
-        attention.MultiHeadAttention(2, 8, dropout_rate=1.5)
-    with pytest.raises(OptionError, match="max_wavelength=-1"):
-        attention.MultiHeadAttention(2, 8, max_wavelength=-1)
-    with pytest.raises(OptionError, match="dropout_rate=1.5"):
-        pwff.PositionWiseFeedForward(pwff.PositionWiseFeedForwardConfig(1.5, 8, 8))
-    with pytest.raises(OptionError, match="pass an instance of ModelConfig"):
-        Model({"dropout_rate": 0.0})
-
-
-def test_weights_that_are_no_finite_numbers(ours, tmp_path):
-    from safetensors.numpy import load, save
-
-    data = ours.save_bytes()
-    for values, words in ((np.zeros(264, np.int32), "int32"), (np.full(264, np.nan, np.float32), "not finite")):
-        with pytest.raises(ModelFileError, match=f"'predictor.bias'.*{words}"):
-            Model.load_bytes(save(load(data) | {"predictor.bias": values}), CONFIG)
-    with pytest.raises(ModelFileError, match="NoneType"):
-        Model.load_bytes(None, CONFIG)
-    assert Model.load_bytes(bytearray(data), CONFIG).save_bytes() == data
-    serde.Serde(ours).serialize_to_file(tmp_path / "weights.safetensors")
-    again = serde.Serde(Model(CONFIG, nnx.Rngs(5))).deserialize_from_file(tmp_path / "weights.safetensors")
-    assert again.save_bytes() == (tmp_path / "weights.safetensors").read_bytes() == data
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: Model(dataclasses.replace(CONFIG, num_heads=5)), "num_heads=5"),
+        (lambda: Model(dataclasses.replace(CONFIG, num_heads=32)), "odd width 1"),
+        (lambda: Model({"dropout_rate": 0.0}), "pass an instance of ModelConfig"),
+        (lambda: attention.MultiHeadAttention(2, 8, dropout_rate=1.5), "dropout_rate=1.5"),
+        (lambda: attention.MultiHeadAttention(2, 8, max_wavelength=-1), "max_wavelength=-1"),
+        (lambda: pwff.PositionWiseFeedForward(pwff.PositionWiseFeedForwardConfig(1.5, 8, 8)), "dropout_rate=1.5"),
+    ],
+)
+def test_numbers_that_cannot_be_used(call, words):
+    with pytest.raises(OptionError, match=words):
+        call()

@@ -9,47 +9,27 @@ from scforge.soma.utils import flatten_dict, remap, unflatten_dict
 
 published = pytest.importorskip("soma_models.utils", reason="the published package is not installed")
 
-NESTED = [
-    {"a": {"b": 1}},
-    {"a": {"b": {"c": [1, 2]}, "d": None}, "e": 0},
-    {"a": {}, "b": {"c": {}}},
-    {"": {"x": 1}},
-    {},
-]
 
-
-@pytest.mark.parametrize("nested", NESTED)
+@pytest.mark.parametrize("nested", [{"a": {"b": {"c": [1, 2]}, "d": None}, "e": 0}, {"a": {}, "b": {"c": {}}}, {}])
 @pytest.mark.parametrize("sep", [".", "/"])
 def test_flat_and_back(nested, sep):
     flat = flatten_dict(nested, sep=sep)
     assert flat == published.flatten_dict(nested, sep=sep)
-    assert unflatten_dict(flat, sep) == published.unflatten_dict(flat, sep)
-    if "" not in nested:
-        assert unflatten_dict(flat, sep) == nested
-    assert flatten_dict(nested, "top", sep) == published.flatten_dict(nested, "top", sep)
+    assert unflatten_dict(flat, sep) == published.unflatten_dict(flat, sep) == nested
+    for more in (nested, {"": {"x": 1}}):
+        assert flatten_dict(more, "top", sep) == published.flatten_dict(more, "top", sep)
 
 
-@pytest.mark.parametrize(
-    ("flat", "named"),
-    [({"a": 1, "a.b": 2}, "'a.b'"), ({"a.b": 2, "a": 1}, "'a'"), ({"x.y.z": 1, "x.y": 2}, "'x.y'")],
-)
+@pytest.mark.parametrize(("flat", "named"), [({"a": 1, "a.b": 2}, "'a.b'"), ({"x.y.z": 1, "x.y": 2}, "'x.y'")])
 def test_a_value_that_leads_on(flat, named):
-    with pytest.raises(ValueError, match="nflatten"):
-        published.unflatten_dict(flat)
     with pytest.raises(DataError, match=named) as caught:
         unflatten_dict(flat)
-    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, ValueError), "as the published one raises"
 
 
 @pytest.mark.parametrize(
     ("rename", "delete"),
-    [
-        ({"old": "new"}, ["unwanted"]),
-        ({"old": "kept", "absent": "x"}, ["absent"]),
-        ({"old": "b", "b": "c"}, []),
-        ({"old": "old"}, ["old"]),
-        ({"kept": "kept"}, []),
-    ],
+    [({"old": "kept", "absent": "x"}, ["absent"]), ({"old": "b", "b": "c"}, ["unwanted"]), ({"old": "old"}, ["old"])],
 )
 def test_remap(rename, delete):
     ours, theirs = ({"old": 1, "unwanted": 2, "kept": 3} for _ in range(2))
