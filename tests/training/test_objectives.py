@@ -1,4 +1,4 @@
-"""What the objectives learn, and what they must not be able to learn."""
+"""What the objectives learn, what they must not be able to learn, and the options of all of them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from scforge.errors import OptionError
 from scforge.models import GenePoolingModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
 from scforge.training import (
-    CellDataModule,
-    JointEmbedding,
     MaskedGenePrediction,
     Objective,
-    TrainingPlan,
     embed,
-    fit,
     get_objective,
     list_objectives,
     token_counts,
@@ -28,49 +24,9 @@ from scforge.training import (
 )
 from scforge.training.objectives.registry import OBJECTIVES
 
-G, EXPRESSED, TRAIN, HELD_OUT = 60, 20, 400, 150
+G, EXPRESSED, HELD_OUT = 60, 20, 150
 VOCAB = GeneVocab.from_genes([f"g{i}" for i in range(G)])
-
-
-def cells_of(counts: np.ndarray) -> CellSource:
-    matrix = sparse.csr_matrix(counts.astype(np.float32))
-    return CellSource(matrix, counts.sum(axis=1).astype(float))
-
-
-def random_cells() -> CellSource:
-    """Any genes with any ranks: nothing about a gene follows from the others."""
-    generator = np.random.default_rng(0)
-    counts = np.zeros((TRAIN + HELD_OUT, G))
-    for row in counts:
-        row[generator.choice(G, EXPRESSED, replace=False)] = generator.permutation(EXPRESSED) + 1
-    return cells_of(counts)
-
-
-def planted_cells() -> CellSource:
-    """Two groups that express either half of the genes."""
-    generator = np.random.default_rng(0)
-    counts = np.zeros((TRAIN + HELD_OUT, G))
-    for i, row in enumerate(counts):
-        genes = generator.choice(G // 2, EXPRESSED, replace=False) + (i % 2) * (G // 2)
-        row[genes] = generator.permutation(EXPRESSED) + 1
-    return cells_of(counts)
-
-
-def held_out_loss(cells: CellSource, tokenizer, module, epochs: int) -> tuple[float, float, float]:
-    """Train on some cells; return the lowest loss on others, their number of labels, and the entropy of tokens."""
-    torch.manual_seed(0)
-    objective = MaskedGenePrediction(mask_ratio=0.2, mask_token_prob=1.0, random_token_prob=0.0)
-    objective.initialise(module, cells, tokenizer)
-    data = CellDataModule(
-        cells, tokenizer, objective,
-        train_rows=np.arange(TRAIN), validation_rows=np.arange(TRAIN, TRAIN + HELD_OUT), batch_size=50,
-    )  # fmt: skip
-    plan = TrainingPlan(module, objective, lr=1e-2)
-    result = fit(plan, data, max_epochs=epochs, early_stopping=False, progress_bar=False, accelerator="cpu")
-    entropy = token_entropy(token_counts(cells, tokenizer))
-    return min(result.history["validation_loss"]), HELD_OUT * EXPRESSED * 0.2, entropy
-
-
+HIDING = {"mask_ratio": 0.2, "mask_token_prob": 1.0, "random_token_prob": 0.0}
 ARCHITECTURES = {
     "transformer": lambda: TransformerEncoder(len(VOCAB), 16, 1, 2, dropout=0.0, max_seq_len=32),
     "token states": lambda: GenePoolingModel(len(VOCAB), 16, 1, dropout=0.0, max_seq_len=32),
@@ -81,12 +37,14 @@ TOKENIZERS = {"rank_value": {"use_medians": False}, "continuous_projection": {}}
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_masked_genes_cannot_be_read_off_random_data(tokenizer, architecture):
-    tokenizer = get_tokenizer(tokenizer, VOCAB, **TOKENIZERS[tokenizer])
-    loss, n, entropy = held_out_loss(random_cells(), tokenizer, ARCHITECTURES[architecture](), epochs=10)
+def test_masked_genes_cannot_be_read_off_random_data(random_cells, train_on, tokenizer, architecture):
+    tokenizer, module = get_tokenizer(tokenizer, VOCAB, **TOKENIZERS[tokenizer]), ARCHITECTURES[architecture]()
+    objective = MaskedGenePrediction(**HIDING)
+    history = train_on(random_cells, tokenizer, module, objective, epochs=10, n_held_out=HELD_OUT)
+    loss, entropy = min(history["validation_loss"]), token_entropy(token_counts(random_cells, tokenizer))
     assert entropy == pytest.approx(np.log(G), abs=0.01)
     # Genes that are seen are not the hidden ones: who knows that alone reaches log of the number of the others.
-    assert loss > np.log(G - EXPRESSED * 0.8) - 3 / np.sqrt(n)
+    assert loss > np.log(G - EXPRESSED * 0.8) - 3 / np.sqrt(HELD_OUT * EXPRESSED * 0.2)
     # These models learn not even that from so few cells; a leak goes far below.
     assert loss > entropy - 0.1
 
@@ -96,16 +54,23 @@ def test_masked_genes_cannot_be_read_off_random_data(tokenizer, architecture):
     ("tokenizer", "architecture"),
     [("rank_value", "transformer"), ("continuous_projection", "transformer"), ("rank_value", "weighted sum")],
 )
-def test_planted_structure_is_learnt(tokenizer, architecture):
-    tokenizer = get_tokenizer(tokenizer, VOCAB, **TOKENIZERS[tokenizer])
-    loss, _, entropy = held_out_loss(planted_cells(), tokenizer, ARCHITECTURES[architecture](), epochs=35)
-    assert loss < entropy - 0.4  # knowing the group is worth log 2
+def test_planted_structure_is_learnt(train_on, tokenizer, architecture):
+    """Two groups express either half of the genes."""
+    generator = np.random.default_rng(0)
+    counts = np.zeros((400 + HELD_OUT, G), dtype=np.float32)
+    for i, row in enumerate(counts):
+        genes = generator.choice(G // 2, EXPRESSED, replace=False) + (i % 2) * (G // 2)
+        row[genes] = generator.permutation(EXPRESSED) + 1
+    cells = CellSource(sparse.csr_matrix(counts), counts.sum(axis=1).astype(float))
+    tokenizer, module = get_tokenizer(tokenizer, VOCAB, **TOKENIZERS[tokenizer]), ARCHITECTURES[architecture]()
+    history = train_on(cells, tokenizer, module, MaskedGenePrediction(**HIDING), epochs=35, n_held_out=HELD_OUT)
+    # Knowing the group is worth log 2.
+    assert min(history["validation_loss"]) < token_entropy(token_counts(cells, tokenizer)) - 0.4
 
 
-def test_hidden_genes_stand_last_where_order_tells_them():
+def test_hidden_genes_stand_last_where_order_tells_them(random_cells):
     tokenizer = get_tokenizer("continuous_projection", VOCAB)
-    cells = random_cells()
-    block = cells.block(np.arange(40))
+    block = random_cells.block(np.arange(40))
     batch = MaskedGenePrediction(mask_ratio=0.3).prepare(block, tokenizer, epoch=0, seed=0)
     plain = tokenizer(block)
     n_hidden = round(EXPRESSED * 0.3)
@@ -171,31 +136,78 @@ def test_joint_embedding_loss_by_hand(setup):
     torch.testing.assert_close(figures["agreement"], agreement)
 
 
-@pytest.mark.parametrize("name", list_objectives())
-def test_config_makes_it_again(name):
-    objective = get_objective(name)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        *((name, {}) for name in list_objectives()),
+        ("variational", {"thinning": (0.1, 1), "labels_key": "a", "labels": ("x", "y"), "kl_warmup": 3}),
+        ("masked_diffusion", {"thinning": (0.5, 1), "max_genes": 20, "corrupt": "both"}),
+        ("joint_embedding", {"per_batch": True, "batch_key": "donor", "batches": ["x", "y"]}),
+    ],
+)
+def test_config_makes_it_again(name, options):
+    objective = get_objective(name, **options)
     again = get_objective(name, **json.loads(json.dumps(objective.config())))
     assert repr(again) == repr(objective)
+    assert again.config() == objective.config()
     assert set(objective.config()) == set(objective.option_names())
     assert objective.defaults.max_epochs > 0
 
 
+PER_BATCH = {"per_batch": True, "batch_key": "donor"}
+
+
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("name", "options", "message"),
     [
-        (lambda: JointEmbedding(views=1), "views=1"),
-        (lambda: JointEmbedding(keep_min=0.0), "keep_min=0.0"),
-        (lambda: JointEmbedding(keep_min=0.9, keep_max=0.5), "keep_min=0.9 and keep_max=0.5"),
-        (lambda: JointEmbedding(gene_dropout=1.0), "gene_dropout=1.0"),
-        (lambda: JointEmbedding(weight=1.0), "weight=1.0"),
-        (lambda: MaskedGenePrediction(mask_ratio=0), "mask_ratio=0"),
-        (lambda: get_objective("joint_embeddin"), "did you mean 'joint_embedding'"),
-        (lambda: get_objective("joint_embedding", weigth=0.1), "did you mean 'weight'"),
+        ("joint_embeddin", {}, "did you mean 'joint_embedding'"),
+        ("joint_embedding", {"weigth": 0.1}, "did you mean 'weight'"),
+        ("joint_embedding", {"views": 1}, "views=1"),
+        ("joint_embedding", {"keep_min": 0.0}, "keep_min=0.0"),
+        ("joint_embedding", {"keep_min": 0.9, "keep_max": 0.5}, "keep_min=0.9 and keep_max=0.5"),
+        ("joint_embedding", {"gene_dropout": 1.0}, "gene_dropout=1.0"),
+        ("joint_embedding", {"weight": 1.0}, "weight=1.0"),
+        ("joint_embedding", {"per_batch": True}, "per_batch=True needs batch_key"),
+        ("joint_embedding", {"per_batch": 1, "batch_key": "batch"}, "per_batch=1"),
+        ("joint_embedding", {"batch_key": "batch"}, "batch_key='batch' is of use with per_batch=True alone"),
+        ("joint_embedding", {"batches": ["x"]}, r"batches=\['x'\] needs batch_key"),
+        ("joint_embedding", {"per_batch": True, "batch_key": 3}, "batch_key=3 is not the name"),
+        ("joint_embedding", {"projector": 0}, "projector=0 is not a positive number of dimensions"),
+        ("joint_embedding", {**PER_BATCH, "clusters": 1}, "clusters=1"),
+        ("joint_embedding", {**PER_BATCH, "clusters": "many"}, "clusters='many'"),
+        ("joint_embedding", {"clusters": 4}, "clusters=4 is of use with per_batch=True alone"),
+        ("masked_gene_prediction", {"mask_ratio": 0}, "mask_ratio=0"),
+        ("masked_value_prediction", {"mask_ratio": 1.0}, "mask_ratio=1.0"),
+        ("masked_value_prediction", {"zero_targets": float("inf")}, "zero_targets=inf"),
+        ("masked_diffusion", {"corrupt": "all"}, "corrupt='all' is not known; choose 'separate' or 'both'"),
+        ("masked_diffusion", {"max_genes": 0}, "max_genes=0"),
+        ("masked_diffusion", {"value_weight": -1}, "value_weight=-1"),
+        ("variational", {"free_bits": "some"}, "free_bits='some'"),
+        ("variational", {"kl_warmup": 1.5}, "kl_warmup=1.5"),
+        ("variational", {"thinning": 0.5}, "thinning=0.5 is not a range"),
+        ("variational", {"thinning": (0, 1)}, "0 < low <= high <= 1"),
+        ("variational", {"thinning": (0.9, 0.1)}, "0 < low <= high <= 1"),
+        ("variational", {"labels_key": 3}, "labels_key=3 is not the name of a column"),
+        ("variational", {"labels": ["a"]}, "needs labels_key, the column of obs"),
+        ("variational", {"batch_key": "b", "batches": ["x", "x"]}, "names a class twice"),
+        ("variational", {"reconstruction_weight": 0.0}, "leaves nothing to learn without labels"),
+        ("next_gene_prediction", {"order": "up"}, "order='up' is not known"),
+        ("next_gene_prediction", {"conditions": ["a"]}, "needs condition_key"),
+        ("next_gene_prediction", {"condition_key": "k", "conditions": "ab"}, "conditions='ab' is not a list"),
+        ("next_gene_prediction", {"condition_dropout": 1.5}, "condition_dropout=1.5"),
+        ("next_gene_prediction", {"token_prior": 1}, "token_prior=1"),
+        ("neighbor_denoising", {"across": -1}, "across=-1 is not"),
+        ("neighbor_denoising", {"translation": -0.5}, "translation=-0.5"),
+        ("neighbor_denoising", {"space": "scvi"}, "space='scvi' is not known"),
+        ("neighbor_denoising", {"temperature": 0}, "temperature=0 is not"),
+        ("neighbor_denoising", {"temperature": "hot"}, "temperature='hot' is not"),
+        ("neighbor_denoising", {"keep_min": 0.9, "keep_max": 0.5}, "keep_min=0.9 and keep_max=0.5 must satisfy"),
+        ("neighbor_denoising", {"max_cells": 1}, "max_cells=1 is not"),
     ],
 )
-def test_bad_options(make, message):
+def test_bad_options(name, options, message):
     with pytest.raises(OptionError, match=message):
-        make()
+        get_objective(name, **options)
 
 
 def test_a_class_that_is_no_whole_objective_is_refused(monkeypatch):

