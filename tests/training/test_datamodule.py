@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import lightning
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
@@ -45,16 +42,6 @@ def test_batches_follow_from_the_epoch(masked_setup):
     assert of_sizes[0] == of_sizes[1]
 
 
-def test_views_come_view_after_view(setup):
-    block = setup.cells.block(np.arange(5))
-    batch = setup.objective.prepare(block, setup.tokenizer, epoch=0, seed=0)
-    assert batch["input_ids"].shape[0] == 10
-    original = setup.tokenizer(block)["input_ids"]
-    for i, row in enumerate(batch["input_ids"]):
-        assert set(row.tolist()) <= set(original[i % 5].tolist()) | {0}
-    assert not torch.equal(batch["input_ids"][:5], batch["input_ids"][5:])
-
-
 def masked(cells, **options) -> CellDataModule:
     """A data module of masked gene prediction."""
     data = CellDataModule(cells, **options)
@@ -91,7 +78,7 @@ def test_cells_that_cannot_be(store, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["store", "memory"])
-def test_rare_classes_come_more_often_with_the_epochs(store, many_adata, where):
+def test_rare_classes_come_more_often_with_the_epochs_and_heavy_cells_at_once(store, many_adata, where):
     cells = StoreCells.open(store)
     cells = cells if where == "store" else open_cells(many_adata, cells.vocab)
     rare = (cells.column("kind") == "rare").to_numpy()
@@ -112,6 +99,9 @@ def test_rare_classes_come_more_often_with_the_epochs(store, many_adata, where):
     assert share_of_rare(half, 0) == pytest.approx(shares[1], abs=0.1)
     validation = np.concatenate([window.rows for window in data.val_dataloader().sampler.windows()])
     assert sorted(validation) == data.validation_rows.tolist()
+    weights = masked(cells, weight_by="depth", validation_size=0.0, batch_size=32)
+    drawn = np.concatenate([window.rows for window in weights.train_dataloader().sampler.windows()])
+    assert 0.6 < cells.column("depth").to_numpy()[drawn].mean() < 0.73, "of even weights, drawn ones have 2/3"
     # Epochs of earlier trainings are counted.
     data.bind(data.tokenizer, data.objective, first_epoch=5)
     assert (data.train_dataloader().sampler.epoch, data.val_dataloader().sampler.epoch) == (5, 0)
@@ -178,10 +168,8 @@ class Seen(Callback):
     def __init__(self, stop_after=None):
         self.marks, self.stop_after = [], stop_after
 
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.marks.append(tuple(batch["input_ids"].flatten().tolist()))
-
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.marks.append(tuple(batch["input_ids"].flatten().tolist()))
         if len(self.marks) == self.stop_after:
             raise KeyError("the machine is gone")
 
@@ -215,12 +203,3 @@ def test_lightning_goes_on_in_the_middle_of_an_epoch(store, tmp_path):
     assert rest == whole[12:]
     for one, two in zip(plan.module.parameters(), plan_3.module.parameters(), strict=True):
         torch.testing.assert_close(one, two)
-
-
-def test_cells_drawn_by_weight(setup) -> None:
-    obs = pd.DataFrame({"weight": np.r_[np.zeros(30), np.ones(20), np.full(10, 9.0)]})
-    options = {"train_rows": np.arange(60), "validation_rows": np.arange(0), "batch_size": 10, "weight_by": "weight"}
-    data = CellDataModule(replace(setup.cells, obs=obs), setup.tokenizer, setup.objective, **options)
-    drawn = np.concatenate([window.rows for _ in range(20) for window in data.train_dataloader().sampler.windows()])
-    assert drawn.min() >= 30
-    assert 0.7 < (drawn >= 50).mean() < 0.9

@@ -85,13 +85,23 @@ def test_the_best_weights_are_kept(setup):
                 for parameter in module.parameters():
                     parameter.normal_(std=3.0)
 
-    spy = Spy(spoil)
-    result = setup.fit(setup.plan(schedule="constant"), max_epochs=8, early_stopping=False, callbacks=[spy])
+    def save(name, n_epochs, weights):
+        assert n_epochs == int(name.removeprefix("epoch=")) + 1
+        assert name not in folders
+        folders[name] = weights
+
+    folders, spy = {}, Spy(spoil)
+    callbacks = [spy, SaveBest(save, folders.pop, top_k=3, monitor="validation_loss")]
+    result = setup.fit(setup.plan(lr=0.1, schedule="constant"), max_epochs=8, early_stopping=False, callbacks=callbacks)
     assert result.best_epoch == int(np.argmin(spy.losses)) == int(np.argmin(result.history["validation_loss"]))
     assert result.best_epoch < 5
     assert same(setup.module.state_dict(), spy.states[result.best_epoch])
     assert not same(setup.module.state_dict(), spy.states[-1])
     assert not setup.module.training
+    best = np.argsort(spy.losses, kind="stable")[:3]
+    assert [name for _, name in callbacks[1].kept] == [f"epoch={epoch:02d}" for epoch in best]
+    assert set(folders) == {f"epoch={epoch:02d}" for epoch in best}
+    assert all(same(folders[f"epoch={epoch:02d}"], spy.states[epoch]) for epoch in best)
 
 
 def test_few_cells_are_told(setup):
@@ -124,35 +134,8 @@ def test_the_schedule_spans_the_training(setup):
     assert max(spy.lrs) == spy.lrs[2] == 1.0
     assert spy.lrs[-1] == pytest.approx(1 / 18)
     defaults = type(setup.objective).defaults
-    assert [default_max_epochs(defaults, n) for n in (2500, 10, 10**8)] == [
-        defaults.max_epochs,
-        10 * defaults.max_epochs,
-        3,
-    ]
-
-
-def test_a_second_training_trains_and_continues(setup):
-    setup.fit(max_epochs=10, early_stopping=False)
-    assert not setup.module.training
-    before = {name: value.clone() for name, value in setup.module.state_dict().items()}
-    spy = Spy()
-    data = setup.data(first_epoch=10)
-    result = setup.fit(setup.plan(lr=1e-3), data, max_epochs=2, callbacks=[spy])
-    assert len(spy.modes) == 10
-    assert all(spy.modes), "dropout must be active"
-    assert result.history["train_loss"][0] < 1.0
-    assert not same(setup.module.state_dict(), before)
-    distance = sum(float((setup.module.state_dict()[name] - before[name]).norm()) for name in before)
-    assert distance < sum(float(value.norm()) for value in before.values())
-
-
-def test_the_seed_determines_the_training(tiny_adata, tiny_vocab, setup):
-    histories = []
-    for seed in (0, 0, 1):
-        again = type(setup)(tiny_adata, tiny_vocab)
-        torch.manual_seed(seed)
-        histories.append(again.fit(data=again.data(seed=seed)).history["train_loss"])
-    assert histories[0] == histories[1] != histories[2]
+    most = defaults.max_epochs
+    assert [default_max_epochs(defaults, n) for n in (2500, 10, 10**8)] == [most, 10 * most, 3]
 
 
 @pytest.mark.parametrize("step", [3, 8])
@@ -203,44 +186,19 @@ def test_a_training_that_fails_leaves_the_weights_as_they_were(setup):
         assert same(setup.module.state_dict(), start)
 
 
-@pytest.mark.parametrize("top_k", [1, 3])
-def test_save_best_keeps_the_best(setup, top_k):
-    folders, order = {}, []
-
-    def save(name, n_epochs, weights):
-        assert n_epochs == int(name.removeprefix("epoch=")) + 1
-        folders[name] = weights
-        order.append(name)
-
-    callback = SaveBest(save, folders.pop, top_k=top_k, monitor="validation_loss")
-    spy = Spy()
-    plan = setup.plan(lr=0.3, schedule="constant")
-    setup.fit(plan, max_epochs=12, early_stopping=False, callbacks=[spy, callback])
-    best = np.argsort(spy.losses, kind="stable")[:top_k]
-    assert set(folders) == {f"epoch={epoch:02d}" for epoch in best}
-    assert [name for _, name in callback.kept] == [f"epoch={epoch:02d}" for epoch in best]
-    for epoch in best:
-        assert same(folders[f"epoch={epoch:02d}"], spy.states[epoch])
-    assert len(order) == len(set(order))
-
-
-def test_progress_bar(setup, capsys, monkeypatch):
-    monkeypatch.setattr("scforge.training.progress.in_notebook", lambda: True)
-    setup.fit(max_epochs=2, progress_bar=True)
-    shown = capsys.readouterr().err
-    assert "10/10" in shown
-    assert "Epoch 2/2" in shown
-    assert "validation_loss" in shown
-
-
-def test_a_line_an_epoch_in_a_log(setup, capsys, caplog, monkeypatch):
+def test_a_line_an_epoch_in_a_log_and_a_bar_in_a_notebook(setup, capsys, caplog, monkeypatch):
     with caplog.at_level("INFO", logger="scforge"):
         setup.fit(max_epochs=2, progress_bar=True)
     assert capsys.readouterr().err == ""
     first, last = caplog.messages
     assert re.fullmatch(r"Epoch 1/2: validation_loss \S+, train_loss \S+, about 0:00:\d\d left\.", first)
     assert last.startswith("Epoch 2/2: ")
-    # Where nobody set up logging, too.
+    with monkeypatch.context() as patch:
+        patch.setattr("scforge.training.progress.in_notebook", lambda: True)
+        setup.fit(max_epochs=2, progress_bar=True)
+    shown = capsys.readouterr().err
+    assert all(part in shown for part in ("10/10", "Epoch 2/2", "validation_loss"))
+    # Where nobody set up logging, lines are shown.
     monkeypatch.setattr("scforge._progress.logger.hasHandlers", lambda: False)
     for level, expected in ((0, ["Epoch 1/2", "Epoch 2/2"]), (30, [])):
         monkeypatch.setattr("scforge._progress.logger.level", level)
@@ -280,22 +238,42 @@ def test_epochs_of_batches_by_tokens_are_whole(masked_setup) -> None:
     """Such epochs have different numbers of batches, which a schedule of one cycle has to bear."""
     lengths = masked_setup.tokenizer.lengths(masked_setup.cells.n_expressed)
     data = masked_setup.data(batch_size=None, max_tokens_per_batch=int(3.3 * lengths.mean()), window_cells=6)
-    seen: list[list[int]] = []
-    n_validations = []
+    seen, validated = [], []
 
     class Count(Callback):
-        def on_train_epoch_start(self, trainer, pl_module) -> None:
-            seen.append([])
-
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-            seen[-1].append(len(batch["input_ids"]))
+            seen.append((trainer.current_epoch, len(batch["input_ids"])))
 
         def on_validation_epoch_end(self, trainer, pl_module) -> None:
-            n_validations.append(len(seen))
+            validated.append(sum(n_cells for _, n_cells in seen))
 
     for optimizer in ("adamw", "muon"):
         plan = masked_setup.plan(schedule="one_cycle", optimizer=optimizer)
         masked_setup.fit(plan, data, max_epochs=6, early_stopping=False, callbacks=[Count()])
-    assert len({len(batches) for batches in seen}) > 1
-    assert [sum(batches) for batches in seen] == [50] * 12
-    assert n_validations == list(range(1, 13))
+    assert len({sum(epoch == number for epoch, _ in seen) for number in range(6)}) > 1
+    assert validated == [50 * number for number in range(1, 13)]
+
+
+def test_the_average_is_validated_and_kept_and_the_weights_are_trained(setup):
+    def weights():
+        return {name: value.detach().clone() for name, value in setup.module.state_dict().items()}
+
+    class Validated(Callback):
+        def on_validation_batch_end(self, trainer, plan, *args):
+            validated.append(weights())
+
+    average, after, validated = weights(), [], []
+    callbacks = [Spy(lambda step, module: after.append(weights())), Validated()]
+    result = setup.fit(max_epochs=1, ema_decay=0.9, early_stopping=False, callbacks=callbacks)
+    for step, trained in enumerate(after, 1):
+        keep = min(0.9, (1 + step) / (10 + step))
+        average = {name: keep * average[name] + (1 - keep) * value for name, value in trained.items()}
+    kept = setup.module.state_dict()
+    for name, value in average.items():
+        torch.testing.assert_close(kept[name], value)
+        torch.testing.assert_close(validated[0][name], value)
+    assert any(not torch.allclose(kept[name], value) for name, value in after[-1].items())
+    assert result.best_epoch == 0
+    for decay in (0, 1, "fast"):
+        with pytest.raises(OptionError, match="ema_decay="):
+            setup.fit(ema_decay=decay)

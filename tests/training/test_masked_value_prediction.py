@@ -171,16 +171,6 @@ def test_zeros_are_drawn_for_the_cell_alone_and_anew_each_epoch(random_cells):
         assert not torch.equal(again["input_ids"], whole["input_ids"])
 
 
-def test_no_more_zeros_than_there_are():
-    counts = np.ones((2, G))
-    counts[0, 5] = counts[1, :30] = 0
-    tokenizer = get_tokenizer("continuous_projection", VOCAB)
-    objective = MaskedValuePrediction(zero_targets=3.0)
-    batch = objective.prepare(cells_of(counts).block(np.arange(2)), tokenizer, epoch=0, seed=0)
-    assert batch["attention_mask"].sum(dim=1).tolist() == [61, 61]
-    assert batch["input_ids"].shape[1] == 61 == objective.max_tokens(tokenizer)
-
-
 def test_training_starts_at_the_mean(random_cells):
     tokenizer, objective = get_tokenizer("continuous_projection", VOCAB), MaskedValuePrediction()
     module = autoencoder().eval()
@@ -195,23 +185,26 @@ def test_training_starts_at_the_mean(random_cells):
         objective.initialise(autoencoder(value_loss="poisson"), random_cells, tokenizer)
 
 
-@pytest.mark.parametrize("module", [GenePoolingModel(64, 16, 1), TransformerEncoder(64, 16, 1, 2)])
-def test_a_module_without_such_a_loss(random_cells, module):
+def test_what_cannot_predict_values(random_cells):
     tokenizer, objective = get_tokenizer("continuous_projection", VOCAB), MaskedValuePrediction()
     batch = objective.prepare(random_cells.block(np.arange(4)), tokenizer, epoch=0, seed=0)
     message = "returned no loss for hidden values; choose the architecture 'masked_autoencoder', or .*='value'"
-    with pytest.raises(TrainingError, match=message):
-        objective.loss(module, batch)
+    for module in (GenePoolingModel(64, 16, 1), TransformerEncoder(64, 16, 1, 2)):
+        with pytest.raises(TrainingError, match=message):
+            objective.loss(module, batch)
+    with pytest.raises(OptionError, match="GenePoolingModel, which predicts no values"):
+        objective.check_architecture(GenePoolingModel(64, 16, 1))
 
-
-def test_an_architecture_of_ones_own():
     class Own(torch.nn.Module):
         def forward(self, input_ids, attention_mask, values=None, labels=None, value_labels=None, **kwargs): ...
 
-    MaskedValuePrediction().check_architecture(Own)
-    MaskedValuePrediction().check_architecture(Own())
-    with pytest.raises(OptionError, match="GenePoolingModel, which predicts no values"):
-        MaskedValuePrediction().check_architecture(GenePoolingModel(64, 16, 1))
+    objective.check_architecture(Own)
+    objective.check_architecture(Own())
+    for name in ("continuous_projection", "binned_expression"):
+        whole = get_tokenizer(name, VOCAB, include_zero_genes=True)
+        objective.check(whole)
+        with pytest.raises(OptionError, match=r"zero_targets=0.5 adds genes .*, but include_zero_genes=True"):
+            MaskedValuePrediction(zero_targets=0.5).check(whole)
 
 
 @pytest.mark.parametrize("zero_targets", [0.0, 0.25, 1.5, 4.0])
@@ -225,11 +218,5 @@ def test_no_cell_has_more_tokens_than_promised(random_cells, zero_targets, lengt
         batch = objective.prepare(cells.block(np.arange(50)), tokenizer, epoch=0, seed=0)
         longest = batch["attention_mask"].sum(dim=1).max()
         assert longest == batch["input_ids"].shape[1] <= objective.max_tokens(tokenizer)
-
-
-@pytest.mark.parametrize("tokenizer", ["continuous_projection", "binned_expression"])
-def test_a_tokenizer_that_lists_zeros_already(tokenizer):
-    tokenizer = get_tokenizer(tokenizer, VOCAB, include_zero_genes=True)
-    MaskedValuePrediction().check(tokenizer)
-    with pytest.raises(OptionError, match=r"zero_targets=0.5 adds genes without counts, but include_zero_genes=True"):
-        MaskedValuePrediction(zero_targets=0.5).check(tokenizer)
+    if length is None and zero_targets == 4.0:  # no more zeros than there are
+        assert longest == 61 == objective.max_tokens(tokenizer)

@@ -15,6 +15,7 @@ from scforge.errors import OptionError, ScforgeWarning
 from scforge.models import Encoder, GenePoolingModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
 from scforge.training import NeighborDenoising
+from scforge.training.objectives import neighbor_denoising
 
 GENES, PER_GROUP = 40, 60
 
@@ -123,27 +124,22 @@ def test_choice_of_neighbours_depends_on_epoch_seed_and_cell_alone(adata):
     torch.testing.assert_close(both[1], neighbours([8], 3)[0])
     assert not torch.equal(both, neighbours([0, 8], 4))
     assert not torch.equal(both, neighbours([0, 8], 3, seed=1))
-
-
-@pytest.mark.parametrize("options", [{"translation": 0, "agreement": 0}, {"across": 0, "within": 0}])
-def test_without_neighbours_there_is_one_view_a_cell(adata, options):
-    objective, cells, tokenizer = bound(adata, **options)
-    batch = objective.prepare(cells.block(np.arange(6)), tokenizer, epoch=0, seed=0)
-    assert len(batch["input_ids"]) == objective.n_cells(batch) == 6
-    loss, figures = objective.loss(module_for(objective), batch)
-    assert torch.isfinite(loss)
-    assert "distance" not in figures
+    for options in ({"translation": 0, "agreement": 0}, {"across": 0, "within": 0}):
+        without, cells, tokenizer = bound(adata, **options)
+        batch = without.prepare(cells.block(np.arange(6)), tokenizer, epoch=0, seed=0)
+        assert len(batch["input_ids"]) == without.n_cells(batch) == 6, "one view a cell"
+        loss, figures = without.loss(module_for(without), batch)
+        assert torch.isfinite(loss)
+        assert "distance" not in figures
 
 
 def test_cells_without_neighbours_are_computed_alike_and_count_nothing(adata, monkeypatch):
     objective, cells, tokenizer = bound(adata, **KNOWN)
-    module = module_for(objective).train()
-    decoded = []
+    module, decoded = module_for(objective).train(), []
     decode = module.decode
     monkeypatch.setattr(module, "decode", lambda latent, batch: decoded.append(len(latent)) or decode(latent, batch))
     for rows in (np.arange(0, 20, 2), np.arange(1, 21, 2)):  # training cells; held-out ones
-        batch = objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0)
-        loss, figures = objective.loss(module, batch)
+        loss, figures = objective.loss(module, objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0))
         loss.backward()
     # Another process may have neighbours in this step; where weights are sharded, all have to decode as often.
     assert decoded == [10] * 4
@@ -164,43 +160,32 @@ def test_neighbours_are_looked_for_in_the_space_that_is_asked_for(adata):
 
 
 @pytest.mark.parametrize("temperature", [0.05, None])
-def test_neighbours_are_drawn_as_often_as_they_weigh(adata, temperature):
+def test_neighbours_are_drawn_as_often_as_they_weigh(adata, temperature, monkeypatch):
     objective, cells, _ = bound(adata, across=10, temperature=temperature, **KNOWN)
     pool = objective._pool
-    components = harmonised(principal_components(pool.cells), objective._batches[pool.rows])
-    unit = components / np.linalg.norm(components, axis=1, keepdims=True)
     place = int(np.argmax(np.diff(pool.pairs.indptr)))
-    row = cells.block(pool.rows[[place]])
-    drawn = np.zeros(len(pool.rows))
-    whole = {tuple(pool.cells.block(np.array([i])).counts): i for i in range(len(pool.rows))}
-    n_epochs = 2_000
-    for epoch in range(n_epochs):
-        found, has = pool.neighbors(row, epoch=epoch, seed=0)
-        assert has.all()
-        drawn[whole[tuple(found.counts)]] += 1
     theirs = pool.pairs[place].indices
+    which = {tuple(pool.cells.block(np.array([i])).counts): i for i in range(len(pool.rows))}
+    drawn = np.zeros(len(pool.rows))
+    for epoch in range(2_000):
+        found, has = pool.neighbors(cells.block(pool.rows[[place]]), epoch=epoch, seed=0)
+        assert has.all()
+        drawn[which[tuple(found.counts)]] += 1 / 2_000
+    unit = harmonised(principal_components(pool.cells), objective._batches[pool.rows])
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
     weights = np.ones(len(theirs)) if temperature is None else np.exp(unit[theirs] @ unit[place] / temperature)
     expected = np.zeros(len(drawn))
     expected[theirs] = weights / weights.sum()
     assert np.ptp(expected[theirs]) > 0.05 or temperature is None
-    np.testing.assert_allclose(drawn / n_epochs, expected, atol=0.04)
-
-
-@pytest.mark.parametrize("key", [0, 2**64 - 1])
-@pytest.mark.parametrize("told", [KNOWN, {}])
-def test_the_first_and_the_last_draw_are_neighbours_of_the_cell(adata, monkeypatch, key, told):
-    objective, cells, _ = bound(adata, temperature=0.01, **told)
-    pool = objective._pool
-    monkeypatch.setattr(
-        "scforge.training.objectives.neighbor_denoising.cell_keys",
-        lambda rows, **_: np.full(len(rows), key, dtype=np.uint64),
-    )
-    found, has = pool.neighbors(cells.block(pool.rows), epoch=0, seed=0)
-    which = {tuple(pool.cells.block(np.array([i])).counts): i for i in range(len(pool.rows))}
-    assert has.mean() > 0.9
-    for place in np.flatnonzero(has):
-        drawn = which[tuple(found.counts[found.indptr[place] : found.indptr[place + 1]])]
-        assert drawn in pool.pairs[place].indices
+    np.testing.assert_allclose(drawn, expected, atol=0.04)
+    # The first and the last draw are neighbours of the cell, too.
+    for key in (0, 2**64 - 1):
+        keys = np.full(len(pool.rows), key, dtype=np.uint64)
+        monkeypatch.setattr(neighbor_denoising, "cell_keys", lambda rows, keys=keys, **_: keys)
+        found, has = pool.neighbors(cells.block(pool.rows), epoch=0, seed=0)
+        assert has.mean() > 0.9
+        for row in np.flatnonzero(has):
+            assert which[tuple(found.counts[found.indptr[row] : found.indptr[row + 1]])] in pool.pairs[row].indices
 
 
 def test_neighbours_are_looked_for_among_max_cells(adata):

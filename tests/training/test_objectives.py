@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import sparse
+from scipy.stats import entropy as scipy_entropy
 
 from scforge.data import CellSource, GeneVocab
 from scforge.errors import OptionError
@@ -22,6 +23,7 @@ from scforge.training import (
     token_counts,
     token_entropy,
 )
+from scforge.training.objectives import token_frequencies
 from scforge.training.objectives.registry import OBJECTIVES
 
 G, EXPRESSED, HELD_OUT = 60, 20, 150
@@ -90,8 +92,11 @@ def test_hidden_genes_stand_last_where_order_tells_them(random_cells):
     assert torch.equal(batch["masked_positions"], labels != -100)
 
 
-def test_loss_starts_at_the_token_entropy(masked_setup):
+def test_loss_starts_at_the_token_entropy(masked_setup, monkeypatch):
     setup = masked_setup
+    counts = token_counts(setup.cells, setup.tokenizer)
+    np.testing.assert_array_equal(counts, np.append(np.zeros(4), (setup.cells.counts > 0).sum(axis=0)))
+    assert token_entropy(counts) == pytest.approx(scipy_entropy(counts))
     setup.objective.initialise(setup.module, setup.cells, setup.tokenizer)
     torch.nn.init.zeros_(setup.module.head.decoder.weight)
     entropy = token_entropy(token_counts(setup.cells, setup.tokenizer))
@@ -103,6 +108,12 @@ def test_loss_starts_at_the_token_entropy(masked_setup):
     bias = setup.module.head.decoder.bias.clone()
     off.initialise(setup.module, setup.cells, setup.tokenizer)
     assert torch.equal(setup.module.head.decoder.bias, bias)
+    monkeypatch.setattr(token_frequencies, "_MOST_CELLS", 7)
+    assert 0 < token_counts(setup.cells, setup.tokenizer).max() <= 7
+    assert token_entropy(np.array([0, 3])) == 0.0
+    for nothing in ([], [0, 0]):
+        with pytest.raises(OptionError, match="counts has no token above zero"):
+            token_entropy(nothing)
 
 
 @pytest.mark.slow
@@ -117,23 +128,6 @@ def test_joint_embedding_separates_groups_and_does_not_collapse(setup, tiny_adat
     assert result.history["validation_spread"][-1] > 0.5
     assert np.linalg.matrix_rank(np.cov(z.T), tol=1e-4) == 4
     assert result.history["train_agreement"][-1] < 0.5 * result.history["validation_spread"][-1] ** 2
-
-
-def test_joint_embedding_loss_by_hand(setup):
-    setup.module.eval()
-    block = setup.cells.block(np.arange(12))
-    batch = setup.objective.prepare(block, setup.tokenizer, epoch=0, seed=0)
-    with torch.no_grad():
-        torch.manual_seed(5)
-        loss, figures = setup.objective.loss(setup.module, batch)
-        z = setup.module.encode(**batch)
-        # Outside of training the directions are always the same.
-        noise = torch.randn(z.shape[1], 32, generator=torch.Generator().manual_seed(0))
-        sigreg = setup.objective._sigreg.compute(torch.stack([z[:12], z[12:]]), noise)
-    middle = (z[:12] + z[12:]) / 2
-    agreement = ((z[:12] - middle).square().mean() + (z[12:] - middle).square().mean()) / 2
-    torch.testing.assert_close(loss, 0.95 * agreement + 0.05 * sigreg)
-    torch.testing.assert_close(figures["agreement"], agreement)
 
 
 @pytest.mark.parametrize(
@@ -163,30 +157,23 @@ PER_BATCH = {"per_batch": True, "batch_key": "donor"}
         ("joint_embeddin", {}, "did you mean 'joint_embedding'"),
         ("joint_embedding", {"weigth": 0.1}, "did you mean 'weight'"),
         ("joint_embedding", {"views": 1}, "views=1"),
-        ("joint_embedding", {"keep_min": 0.0}, "keep_min=0.0"),
         ("joint_embedding", {"keep_min": 0.9, "keep_max": 0.5}, "keep_min=0.9 and keep_max=0.5"),
         ("joint_embedding", {"gene_dropout": 1.0}, "gene_dropout=1.0"),
         ("joint_embedding", {"weight": 1.0}, "weight=1.0"),
         ("joint_embedding", {"per_batch": True}, "per_batch=True needs batch_key"),
-        ("joint_embedding", {"per_batch": 1, "batch_key": "batch"}, "per_batch=1"),
         ("joint_embedding", {"batch_key": "batch"}, "batch_key='batch' is of use with per_batch=True alone"),
         ("joint_embedding", {"batches": ["x"]}, r"batches=\['x'\] needs batch_key"),
-        ("joint_embedding", {"per_batch": True, "batch_key": 3}, "batch_key=3 is not the name"),
         ("joint_embedding", {"projector": 0}, "projector=0 is not a positive number of dimensions"),
-        ("joint_embedding", {**PER_BATCH, "clusters": 1}, "clusters=1"),
         ("joint_embedding", {**PER_BATCH, "clusters": "many"}, "clusters='many'"),
         ("joint_embedding", {"clusters": 4}, "clusters=4 is of use with per_batch=True alone"),
         ("masked_gene_prediction", {"mask_ratio": 0}, "mask_ratio=0"),
-        ("masked_value_prediction", {"mask_ratio": 1.0}, "mask_ratio=1.0"),
         ("masked_value_prediction", {"zero_targets": float("inf")}, "zero_targets=inf"),
         ("masked_diffusion", {"corrupt": "all"}, "corrupt='all' is not known; choose 'separate' or 'both'"),
         ("masked_diffusion", {"max_genes": 0}, "max_genes=0"),
         ("masked_diffusion", {"value_weight": -1}, "value_weight=-1"),
         ("variational", {"free_bits": "some"}, "free_bits='some'"),
-        ("variational", {"kl_warmup": 1.5}, "kl_warmup=1.5"),
         ("variational", {"thinning": 0.5}, "thinning=0.5 is not a range"),
         ("variational", {"thinning": (0, 1)}, "0 < low <= high <= 1"),
-        ("variational", {"thinning": (0.9, 0.1)}, "0 < low <= high <= 1"),
         ("variational", {"labels_key": 3}, "labels_key=3 is not the name of a column"),
         ("variational", {"labels": ["a"]}, "needs labels_key, the column of obs"),
         ("variational", {"batch_key": "b", "batches": ["x", "x"]}, "names a class twice"),
@@ -197,11 +184,8 @@ PER_BATCH = {"per_batch": True, "batch_key": "donor"}
         ("next_gene_prediction", {"condition_dropout": 1.5}, "condition_dropout=1.5"),
         ("next_gene_prediction", {"token_prior": 1}, "token_prior=1"),
         ("neighbor_denoising", {"across": -1}, "across=-1 is not"),
-        ("neighbor_denoising", {"translation": -0.5}, "translation=-0.5"),
         ("neighbor_denoising", {"space": "scvi"}, "space='scvi' is not known"),
-        ("neighbor_denoising", {"temperature": 0}, "temperature=0 is not"),
         ("neighbor_denoising", {"temperature": "hot"}, "temperature='hot' is not"),
-        ("neighbor_denoising", {"keep_min": 0.9, "keep_max": 0.5}, "keep_min=0.9 and keep_max=0.5 must satisfy"),
         ("neighbor_denoising", {"max_cells": 1}, "max_cells=1 is not"),
     ],
 )
@@ -211,9 +195,6 @@ def test_bad_options(name, options, message):
 
 
 def test_a_class_that_is_no_whole_objective_is_refused(monkeypatch):
-    class NoObjective:
-        pass
-
     class WithoutLoss(Objective):
         defaults = MaskedGenePrediction.defaults
 
@@ -221,10 +202,10 @@ def test_a_class_that_is_no_whole_objective_is_refused(monkeypatch):
             return dict(tokenizer(block))
 
     monkeypatch.setattr(OBJECTIVES, "_entries", dict(OBJECTIVES._entries))
-    for name, cls, message in (
-        ("nothing_of_it", NoObjective, "NoObjective, which is no subclass of scforge.training.Objective; derive it"),
-        ("half_of_it", WithoutLoss, "WithoutLoss, which does not define 'loss'; add it"),
+    for cls, message in (
+        (type("NoObjective", (), {}), "NoObjective, which is no subclass of scforge.training.Objective; derive it"),
+        (WithoutLoss, "WithoutLoss, which does not define 'loss'; add it"),
     ):
-        OBJECTIVES.register(name)(cls)
+        OBJECTIVES.register(cls.__name__)(cls)
         with pytest.raises(OptionError, match=message):
-            get_objective(name)
+            get_objective(cls.__name__)

@@ -33,6 +33,7 @@ TABLES = {
         ("annotation", {"head": {"hiden_dim": 3}}, "did you mean 'hidden_dim'"),
         ("annotation", {"head": 3}, "head=3 is not a dict of options"),
         ("annotation", {"head": {"hidden_dim": -1}}, r"head\['hidden_dim'\]=-1"),
+        ("annotation", {"head": {"dropout": 2}}, r"head\['dropout'\]=2"),
         ("annotation", {"probe_first": "yes"}, "probe_first='yes'"),
         ("annotation", {"label_smoting": 0.1}, "did you mean 'label_smoothing'"),
         ("multi_label", {"labels_key": None}, "give either columns of truth values, or one column of text"),
