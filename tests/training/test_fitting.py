@@ -92,7 +92,7 @@ def test_the_best_weights_are_kept(setup):
 
     folders, spy = {}, Spy(spoil)
     callbacks = [spy, SaveBest(save, folders.pop, top_k=3, monitor="validation_loss")]
-    result = setup.fit(setup.plan(lr=0.1, schedule="constant"), max_epochs=8, early_stopping=False, callbacks=callbacks)
+    result = setup.fit(setup.plan(schedule="constant"), max_epochs=8, early_stopping=False, callbacks=callbacks)
     assert result.best_epoch == int(np.argmin(spy.losses)) == int(np.argmin(result.history["validation_loss"]))
     assert result.best_epoch < 5
     assert same(setup.module.state_dict(), spy.states[result.best_epoch])

@@ -27,16 +27,6 @@ def test_rows_are_in_the_order_of_the_source(setup):
         embed(setup.module, setup.cells, setup.tokenizer, rows=[])
 
 
-@pytest.mark.parametrize("fixture", ["setup", "masked_setup"])
-def test_permuted_cells_give_permuted_rows_and_permuted_genes_the_same(request, fixture, tiny_adata, tiny_vocab):
-    setup = request.getfixturevalue(fixture)
-    order = np.random.default_rng(0).permutation(60)
-    permuted = tiny_adata[order][:, np.random.default_rng(1).permutation(80)].copy()
-    straight = embed(setup.module, setup.cells, setup.tokenizer)
-    found = embed(setup.module, open_cells(permuted, tiny_vocab), setup.tokenizer)
-    np.testing.assert_allclose(found, straight[order], atol=1e-5)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_dropout_is_off_and_the_module_is_left_alone(setup, training, monkeypatch):
     setup.module.train(training)

@@ -97,8 +97,8 @@ def test_loss_is_the_weighted_cross_entropy(cells200, tuned, step):
         target = torch.from_numpy((labelled(cells200, "kind") == "rare")[rows].astype(np.int64))
         n_rare = (labelled(cells200, "kind")[TRAIN] == "rare").sum()
         balanced = [150 / 2 / (150 - n_rare), 150 / 2 / n_rare]
-        by_hand = torch.tensor([1.0, 1.0] if weights is None else balanced if weights == "balanced" else [1.0, 3.0])
-        criterion = torch.nn.CrossEntropyLoss(weight=by_hand, label_smoothing=0.1)
+        by_hand = [1.0, 1.0] if weights is None else balanced if weights == "balanced" else [1.0, 3.0]
+        criterion = torch.nn.CrossEntropyLoss(weight=torch.tensor(by_hand, dtype=torch.float32), label_smoothing=0.1)
         loss, _ = step(predictor, rows)
         assert loss.item() == pytest.approx(criterion(logits, target).item(), rel=1e-4)
         losses[str(weights)] = loss.item()

@@ -21,7 +21,7 @@ TABLES = {
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("annotation", {"labels_key": None}, "labels_key=None"),
+        ("annotation", {"labels_key": None}, "needs labels_key"),
         ("annotation", {"classes": ["a"]}, "fewer than two classes"),
         ("annotation", {"classes": "ab"}, "classes='ab' is not a list"),
         ("annotation", {"class_weights": "even"}, "class_weights='even'"),

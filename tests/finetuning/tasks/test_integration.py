@@ -111,7 +111,7 @@ def test_cells_without_batch_take_no_part(base, tmp_path):
     for batch, message in (("b0", "batch_key='batch' has one batch only"), (None, "")):
         adata.obs["batch"] = batch
         with pytest.raises(DataError, match=message):
-            base.finetune("integration", adata, **QUIET)
+            base.finetune("integration", adata, batch_key="batch", **QUIET)
 
 
 def test_figures_and_the_validation_loss(cells200, tuned, step):
