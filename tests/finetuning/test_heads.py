@@ -1,4 +1,4 @@
-"""Heads standardise what they see, and refuse options that they do not have."""
+"""An encoder with a head: what it sees, gradients, an encoder that is frozen, and a temperature for its confidence."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from scforge.errors import OptionError
-from scforge.finetuning import PredictionHead
-from scforge.finetuning.heads import Standardise, check_head
+from scforge.finetuning import FineTunedModule, PredictionHead
+from scforge.finetuning.calibration import CalibratedHead, fit_temperature, normalised_entropy, probabilities_of
+from scforge.finetuning.heads import Standardise
+from scforge.models import GenePoolingModel
 
 
 def test_standardise() -> None:
@@ -22,23 +23,63 @@ def test_standardise() -> None:
     torch.testing.assert_close(out.std(dim=0, correction=0), torch.tensor([1.0, 1.0, 1.0, 0.0]), atol=1e-4, rtol=0)
     assert set(part.state_dict()) == {"mean", "scale"}
     assert not list(part.parameters())
+    for options, n_layers in (({}, 1), ({"hidden_dim": 5}, 2)):
+        head = PredictionHead(8, 3, **options)
+        assert head(torch.randn(4, 8), {"input_ids": None}).shape == (4, 3)
+        assert sum(isinstance(layer, torch.nn.Linear) for layer in head.modules()) == n_layers
 
 
-@pytest.mark.parametrize(("options", "n_layers"), [({}, 1), ({"hidden_dim": 5}, 2)])
-def test_shapes(options: dict, n_layers: int) -> None:
-    head = PredictionHead(8, 3, **options)
-    assert head(torch.randn(4, 8), {"input_ids": None}).shape == (4, 3)
-    assert sum(isinstance(part, torch.nn.Linear) for part in head.modules()) == n_layers
+def test_gradients_and_dropout_reach_the_encoder_unless_it_is_frozen(dummy_batch) -> None:
+    torch.manual_seed(0)
+    encoder = GenePoolingModel(100, 16, 1, dropout=0.5, pooling="weighted_sum", latent_dim=8)
+    module = FineTunedModule(encoder, PredictionHead(8, 3, dropout=0.0))
+    batch = {name: dummy_batch[name] for name in ("input_ids", "attention_mask", "values")}
+    module.train()
+    module(**batch).logits.sum().backward()
+    assert any(p.grad is not None and p.grad.any() for p in module.encoder.parameters())
+    assert not torch.equal(module(**batch).logits, module(**batch).logits)
+    module.zero_grad()
+    module.frozen = True
+    module.train()
+    assert module.head.training
+    assert not module.encoder.training
+    output = module(**batch)
+    output.logits.sum().backward()
+    assert all(p.grad is None for p in module.encoder.parameters())
+    assert module.head.out.weight.grad.any()
+    torch.testing.assert_close(output.logits, module(**batch).logits)
+    torch.testing.assert_close(output.embeddings, module.encoder.encode(**batch))
+    torch.testing.assert_close(output.logits, module.head(output.embeddings))
+    assert {name.split(".")[0] for name in module.state_dict()} == {"encoder", "head"}
 
 
-def test_options() -> None:
-    assert check_head(None) == {}
-    assert check_head({"hidden_dim": 0, "dropout": 0.5}) == {"hidden_dim": 0, "dropout": 0.5}
-    for head, message in [
-        (3, "head=3 is not a dict of options"),
-        ({"width": 3}, "'width' is unknown to"),
-        ({"hidden_dim": -1}, r"head\['hidden_dim'\]=-1"),
-        ({"dropout": 2}, r"head\['dropout'\]=2"),
-    ]:
-        with pytest.raises(OptionError, match=message):
-            check_head(head)
+@pytest.mark.parametrize("scale", [0.3, 1.0, 5.0])
+def test_the_temperature_is_found_and_makes_other_cells_likelier(scale) -> None:
+    generator = np.random.default_rng(0)
+    logits = generator.normal(size=(5_000, 4)) * 2
+    classes = np.array([generator.choice(4, p=p) for p in probabilities_of(logits)])
+    logits *= scale
+    temperature = fit_temperature(logits[:4_000], classes[:4_000])
+    assert temperature == pytest.approx(scale, rel=0.1)
+
+    def loss(temperature):
+        return -np.log(probabilities_of(logits[4_000:], temperature)[np.arange(1_000), classes[4_000:]]).mean()
+
+    assert loss(temperature) < (0.5 if scale == 5.0 else 1.001) * loss(1.0)
+
+
+def test_few_cells_that_are_all_right_are_no_certainty() -> None:
+    logits, classes = np.array([[3.0, 0.0], [0.0, 3.0], [3.0, 0.0]]), np.array([0, 1, 0])
+    confidence = probabilities_of(logits, fit_temperature(logits, classes)).max(axis=1)
+    # Platt's targets: (3 + 1) / (3 + 2).
+    np.testing.assert_allclose(confidence, 0.8, atol=1e-3)
+    assert fit_temperature(np.zeros((0, 2)), np.zeros(0, dtype=np.int64)) == 1.0
+    probabilities = np.array([[1.0, 0.0, 0.0], [1 / 3, 1 / 3, 1 / 3], [0.5, 0.5, 0.0]])
+    np.testing.assert_allclose(normalised_entropy(probabilities), [0.0, 1.0, np.log(2) / np.log(3)], atol=1e-12)
+    # The temperature is saved, and does not change outputs.
+    head, other, values = CalibratedHead(3, 2).eval(), CalibratedHead(3, 2).eval(), torch.randn(5, 3)
+    plain = head(values)
+    head.temperature.fill_(4.0)
+    torch.testing.assert_close(head(values), plain)
+    other.load_state_dict(head.state_dict())
+    assert other.temperature == 4.0

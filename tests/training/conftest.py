@@ -1,12 +1,15 @@
-"""A small training: 60 cells of two planted groups."""
+"""A small training: 60 cells of two planted groups; and one that shows what can be learned about other cells."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
+from scipy import sparse
 
-from scforge.data import open_cells
+from scforge.data import CellSource, open_cells
 from scforge.models import GenePoolingModel
 from scforge.tokenizers import get_tokenizer
 from scforge.training import CellDataModule, FitResult, JointEmbedding, MaskedGenePrediction, TrainingPlan, fit
@@ -54,3 +57,39 @@ def setup(tiny_adata, tiny_vocab) -> Setup:
 @pytest.fixture
 def masked_setup(tiny_adata, tiny_vocab) -> Setup:
     return Setup(tiny_adata, tiny_vocab, "masked_gene_prediction")
+
+
+@pytest.fixture
+def cells(tiny_adata, tiny_vocab) -> CellSource:
+    return open_cells(tiny_adata, tiny_vocab)
+
+
+@pytest.fixture
+def entropy_ranked(tiny_vocab):
+    return get_tokenizer("entropy_ranked", tiny_vocab)
+
+
+@pytest.fixture(scope="session")
+def random_cells() -> CellSource:
+    """550 cells of 20 of 60 genes each, with any ranks: nothing about a gene follows from the others."""
+    generator = np.random.default_rng(0)
+    counts = np.zeros((550, 60), dtype=np.float32)
+    for row in counts:
+        row[generator.choice(60, 20, replace=False)] = generator.permutation(20) + 1
+    return CellSource(sparse.csr_matrix(counts), counts.sum(axis=1).astype(float))
+
+
+@pytest.fixture
+def train_on() -> Callable[..., dict[str, list[float]]]:
+    """Return a function that trains on all cells but the last ones, and returns what is logged."""
+
+    def train_on(cells, tokenizer, module, objective, *, epochs, n_held_out, lr=1e-2, batch_size=50):
+        torch.manual_seed(0)
+        objective.initialise(module, cells, tokenizer)
+        rows = np.arange(len(cells))
+        split = {"train_rows": rows[:-n_held_out], "validation_rows": rows[-n_held_out:]}
+        data = CellDataModule(cells, tokenizer, objective, batch_size=batch_size, **split)
+        plan = TrainingPlan(module, objective, lr=lr)
+        return fit(plan, data, max_epochs=epochs, early_stopping=False, progress_bar=False, accelerator="cpu").history
+
+    return train_on

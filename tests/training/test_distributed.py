@@ -91,17 +91,7 @@ def trained(many_adata: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("distributed")
     many_adata.write_h5ad(folder / "cells.h5ad")
     (folder / "train.py").write_text(SCRIPT)
-    launch = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "--log-dir",
-        "log",
-        "--redirects",
-        "3",
-    ]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--log-dir=log", "--redirects=3"]
     given = ["train.py", str(folder / "cells.h5ad"), json.dumps(MODEL), json.dumps(TRAINING)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(
@@ -118,6 +108,11 @@ def told(folder: Path, rank: int) -> dict[str, Any]:
 
 def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
     return torch.load(folder / f"{name}.pt", weights_only=True)
+
+
+def determined(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Leave out the bias of keys: its gradient is rounding alone, of which Adam makes whole steps."""
+    return value.unflatten(0, (3, -1))[[0, 2]] if name.endswith("qkv.bias") else value
 
 
 class Both:
@@ -150,47 +145,19 @@ class BothRanks(CellDataModule):
         return Both(loaders)
 
 
-def one_process(adata: ad.AnnData, kind: type[CellDataModule], *, batch_size: int, **options) -> Encoder:
-    adata = adata.copy()
+def test_ddp_computes_what_gradient_accumulation_does(trained, many_adata):
+    adata = many_adata.copy()
     Encoder.setup_anndata(adata)
     model = Encoder(adata, **MODEL)
-    data = kind(open_cells(adata, model.vocab), batch_size=batch_size, seed=0)
-    model.train(datamodule=data, **(TRAINING | options))
-    return model
-
-
-def determined(name: str, value: torch.Tensor) -> torch.Tensor:
-    """Leave out the bias of keys: its gradient is rounding alone, of which Adam makes whole steps."""
-    if not name.endswith("qkv.bias"):
-        return value
-    queries, _, values = value.chunk(3)
-    return torch.cat([queries, values])
-
-
-def test_ddp_computes_what_gradient_accumulation_does(trained, many_adata):
-    model = one_process(many_adata, BothRanks, batch_size=BATCH, accumulate_grad_batches=2)
+    data = BothRanks(open_cells(adata, model.vocab), batch_size=BATCH, seed=0)
+    model.train(datamodule=data, accumulate_grad_batches=2, **TRAINING)
     first, second = weights(trained, "ddp0"), weights(trained, "ddp1")
     for name, value in model.module.state_dict().items():
         assert torch.equal(first[name], second[name]), "the processes have the same weights, to the bit"
         torch.testing.assert_close(determined(name, first[name]), determined(name, value), rtol=1e-5, atol=1e-5)
     losses = told(trained, 0)["ddp"]["train_loss"]
     np.testing.assert_allclose(losses, model.history_["train_loss"]["train_loss"], rtol=1e-5)
-
-
-def test_ddp_learns_as_one_process_with_the_doubled_batch(trained, many_adata):
-    model = one_process(many_adata, CellDataModule, batch_size=2 * BATCH)
-    found = told(trained, 0)["ddp"]
-    assert found["train_loss"][-1] < found["train_loss"][0] - 0.05
-    for name in ("train_loss", "validation_loss"):
-        # Other cells meet in a step, so the curves are alike, not equal.
-        np.testing.assert_allclose(found[name], model.history_[name][name], rtol=0.01)
-
-
-def test_processes_have_the_same_history(trained):
-    first, second = told(trained, 0), told(trained, 1)
-    for name in ("ddp", "fsdp"):
-        assert first[name]["train_loss"] == second[name]["train_loss"]
-        assert first[name]["validation_loss"] == second[name]["validation_loss"]
+    assert losses[-1] < losses[0] - 0.05
 
 
 def test_only_the_first_process_writes(trained):
@@ -204,29 +171,21 @@ def test_only_the_first_process_writes(trained):
     assert said == ""
 
 
-def test_fsdp_shards_the_layers(trained):
-    for rank in (0, 1):
-        found = told(trained, rank)
-        assert "FSDPTransformerBlock" in found["sharded"]
-        assert "FSDPTransformerEncoder" in found["sharded"]
-        assert found["in_parts"]
-    assert abs(told(trained, 0)["share"] - 0.5) < 0.05
-
-
-def test_fsdp_computes_what_ddp_does(trained):
+def test_fsdp_shards_the_layers_and_computes_what_ddp_does(trained, many_adata):
     ddp, fsdp = weights(trained, "ddp0"), weights(trained, "fsdp0")
     for name, value in ddp.items():
-        found = fsdp[name]
-        if name.endswith("qkv.bias"):
-            # Attention is the same whatever is added to all keys, so the gradient of their bias is rounding alone.
-            found, value = (bias.unflatten(0, (3, -1))[[0, 2]] for bias in (found, value))
-        torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-4)
-    losses = [told(trained, 0)[name]["train_loss"] for name in ("ddp", "fsdp")]
-    np.testing.assert_allclose(*losses, rtol=1e-5)
-
-
-def test_a_model_trained_in_parts_is_whole(trained, many_adata):
+        torch.testing.assert_close(determined(name, fsdp[name]), determined(name, value), rtol=1e-4, atol=1e-4)
+    first, second = told(trained, 0), told(trained, 1)
+    for found in (first, second):
+        assert {"FSDPTransformerBlock", "FSDPTransformerEncoder"} <= {*found["sharded"]}
+        assert found["in_parts"]
+        assert abs(found["share"] - 0.5) < 0.05
+    np.testing.assert_allclose(first["ddp"]["train_loss"], first["fsdp"]["train_loss"], rtol=1e-5)
+    for name in ("ddp", "fsdp"):
+        for loss in ("train_loss", "validation_loss"):
+            assert first[name][loss] == second[name][loss], "processes have the same history"
+    # A model trained in parts is whole.
     model = Encoder.load(trained / "fsdp_model")
-    for name, value in weights(trained, "fsdp0").items():
+    for name, value in fsdp.items():
         assert torch.equal(model.module.state_dict()[name], value)
     assert model.get_latent_representation(many_adata.copy()).shape == (700, 8)

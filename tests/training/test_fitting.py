@@ -40,14 +40,16 @@ def same(one, two) -> bool:
     return all(torch.equal(one[name], two[name]) for name in one)
 
 
-def interrupt_after(step: int):
-    return Spy(lambda n, _: os.kill(os.getpid(), signal.SIGINT) if n == step else None)
+@pytest.fixture(autouse=True)
+def ctrl_c_is_handed_back():
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize("fixture", ["setup", "masked_setup"])
-def test_the_loss_falls_and_is_logged(request, fixture):
-    setup = request.getfixturevalue(fixture)
-    result = setup.fit(max_epochs=12, early_stopping=False)
+def test_the_loss_falls_and_is_logged(request, fixture, capfd, recwarn):
+    result = request.getfixturevalue(fixture).fit(max_epochs=12, early_stopping=False)
     history = result.history
     assert {"train_loss", "validation_loss", "seconds"} <= set(history)
     assert all(len(values) == 12 for values in history.values())
@@ -57,11 +59,10 @@ def test_the_loss_falls_and_is_logged(request, fixture):
     assert result.n_epochs == 12
     assert not result.stopped
     assert result.device == torch.device("cpu")
-
-
-def test_parts_of_the_loss_are_logged(setup):
-    history = setup.fit(max_epochs=1).history
-    for stage in ("train", "validation"):
+    # Nothing is said without a bar.
+    assert "".join(capfd.readouterr()) == ""
+    assert not recwarn.list
+    for stage in ("train", "validation") if fixture == "setup" else ():
         parts = (1 - 0.05) * history[f"{stage}_agreement"][0] + 0.05 * history[f"{stage}_sigreg"][0]
         assert history[f"{stage}_loss"][0] == pytest.approx(parts, rel=1e-5)
         assert history[f"{stage}_spread"][0] > 0
@@ -84,26 +85,32 @@ def test_the_best_weights_are_kept(setup):
                 for parameter in module.parameters():
                     parameter.normal_(std=3.0)
 
-    spy = Spy(spoil)
-    result = setup.fit(setup.plan(schedule="constant"), max_epochs=8, early_stopping=False, callbacks=[spy])
+    def save(name, n_epochs, weights):
+        assert n_epochs == int(name.removeprefix("epoch=")) + 1
+        assert name not in folders
+        folders[name] = weights
+
+    folders, spy = {}, Spy(spoil)
+    callbacks = [spy, SaveBest(save, folders.pop, top_k=3, monitor="validation_loss")]
+    result = setup.fit(setup.plan(schedule="constant"), max_epochs=8, early_stopping=False, callbacks=callbacks)
     assert result.best_epoch == int(np.argmin(spy.losses)) == int(np.argmin(result.history["validation_loss"]))
     assert result.best_epoch < 5
     assert same(setup.module.state_dict(), spy.states[result.best_epoch])
     assert not same(setup.module.state_dict(), spy.states[-1])
     assert not setup.module.training
+    best = np.argsort(spy.losses, kind="stable")[:3]
+    assert [name for _, name in callbacks[1].kept] == [f"epoch={epoch:02d}" for epoch in best]
+    assert set(folders) == {f"epoch={epoch:02d}" for epoch in best}
+    assert all(same(folders[f"epoch={epoch:02d}"], spy.states[epoch]) for epoch in best)
 
 
-def test_without_validation_the_training_loss_decides(setup):
+def test_few_cells_are_told(setup):
+    with pytest.warns(ScforgeWarning, match="The model learns from 3 cells, fewer than 50: too few to know others by"):
+        setup.fit(data=setup.data(n_validation=57), max_epochs=1)
+    # Without validation cells the loss of training decides.
     result = setup.fit(data=setup.data(n_validation=0), max_epochs=3)
     assert "validation_loss" not in result.history
     assert result.best_epoch == int(np.argmin(result.history["train_loss"]))
-
-
-def test_few_cells_are_told(setup, recwarn):
-    setup.fit(max_epochs=1)  # 50 training cells
-    assert not [one for one in recwarn if issubclass(one.category, ScforgeWarning)]
-    with pytest.warns(ScforgeWarning, match="The model learns from 3 cells, fewer than 50: too few to know others by"):
-        setup.fit(data=setup.data(n_validation=57), max_epochs=1)
 
 
 def test_early_stopping(setup):
@@ -114,182 +121,100 @@ def test_early_stopping(setup):
     assert not result.stopped
 
 
-def test_max_steps(setup):
-    spy = Spy()
-    setup.fit(max_epochs=None, max_steps=7, callbacks=[spy])
-    assert spy.steps == 7
-
-
 def test_the_schedule_spans_the_training(setup):
+    plan = setup.plan(schedule="linear_warmup", lr=1.0)
     spy = Spy()
-    setup.fit(setup.plan(schedule="linear_warmup", lr=1.0), max_epochs=4, early_stopping=False, callbacks=[spy])
+    setup.fit(plan, max_epochs=None, max_steps=7, callbacks=[spy])
+    assert spy.steps == 7
+    # A plan can be fitted again.
+    spy = Spy()
+    setup.fit(plan, max_epochs=4, early_stopping=False, callbacks=[spy])
+    assert all(spy.modes)
     assert len(spy.lrs) == 20  # 50 cells in batches of 10
     assert max(spy.lrs) == spy.lrs[2] == 1.0
     assert spy.lrs[-1] == pytest.approx(1 / 18)
-
-
-def test_a_second_training_trains_and_continues(setup):
-    setup.fit(max_epochs=10, early_stopping=False)
-    assert not setup.module.training
-    before = {name: value.clone() for name, value in setup.module.state_dict().items()}
-    spy = Spy()
-    data = setup.data(first_epoch=10)
-    result = setup.fit(setup.plan(lr=1e-3), data, max_epochs=2, callbacks=[spy])
-    assert len(spy.modes) == 10
-    assert all(spy.modes), "dropout must be active"
-    assert result.history["train_loss"][0] < 1.0
-    assert not same(setup.module.state_dict(), before)
-    distance = sum(float((setup.module.state_dict()[name] - before[name]).norm()) for name in before)
-    assert distance < sum(float(value.norm()) for value in before.values())
-
-
-def test_a_plan_can_be_used_twice(setup):
-    plan = setup.plan()
-    setup.fit(plan, max_epochs=1)
-    spy = Spy()
-    setup.fit(plan, max_epochs=1, callbacks=[spy])
-    assert all(spy.modes)
-
-
-def test_the_seed_determines_the_training(tiny_adata, tiny_vocab, setup):
-    histories = []
-    for seed in (0, 0, 1):
-        again = type(setup)(tiny_adata, tiny_vocab)
-        torch.manual_seed(seed)
-        histories.append(again.fit(data=again.data(seed=seed)).history["train_loss"])
-    assert histories[0] == histories[1] != histories[2]
+    defaults = type(setup.objective).defaults
+    most = defaults.max_epochs
+    assert [default_max_epochs(defaults, n) for n in (2500, 10, 10**8)] == [most, 10 * most, 3]
 
 
 @pytest.mark.parametrize("step", [3, 8])
 def test_ctrl_c_stops_after_the_step_and_keeps_the_weights(setup, caplog, step):
-    before = signal.getsignal(signal.SIGINT)
     start = {name: value.clone() for name, value in setup.module.state_dict().items()}
-    spy = interrupt_after(step)
+    spy = Spy(lambda n, _: os.kill(os.getpid(), signal.SIGINT) if n == step else None)
     result = setup.fit(max_epochs=50, callbacks=[spy])
     assert result.stopped
+    assert not result.interrupted
     assert spy.steps == step
-    assert signal.getsignal(signal.SIGINT) is before
     assert not same(setup.module.state_dict(), start)
     assert all(value.isfinite().all() for value in setup.module.state_dict().values())
     assert not setup.module.training
-    assert not result.interrupted
     assert result.n_epochs == -(-step // 5), "the epoch that was cut short has its figures and is not repeated"
     assert f"stopped by Ctrl-C in epoch {result.n_epochs}" in caplog.text
     # What was learnt can be used and trained on.
     assert setup.fit(max_epochs=1).n_epochs == 1
-
-
-def test_a_second_ctrl_c_interrupts_at_once(setup):
-    before = signal.getsignal(signal.SIGINT)
 
     def twice(step, module):
         if step == 2:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
 
+    # A second one interrupts at once.
     spy = Spy(twice)
     result = setup.fit(max_epochs=50, callbacks=[spy])
-    assert spy.steps == 2
-    assert result.interrupted
-    assert result.n_epochs == 0
+    assert (spy.steps, result.interrupted, result.n_epochs) == (2, True, 0)
     assert not setup.module.training
-    assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_an_error_hands_ctrl_c_back(setup):
-    before = signal.getsignal(signal.SIGINT)
-
-    def fail(step, module):
-        raise RuntimeError("from a callback")
-
-    start = {name: value.clone() for name, value in setup.module.state_dict().items()}
-    with pytest.raises(RuntimeError, match="from a callback"):
-        setup.fit(callbacks=[Spy(fail)])
-    assert same(setup.module.state_dict(), start)
-    assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_a_loss_that_is_no_number(setup):
-    before = signal.getsignal(signal.SIGINT)
-
+def test_a_training_that_fails_leaves_the_weights_as_they_were(setup):
     def spoil(step, module):
         if step == 2:
             with torch.no_grad():
                 next(module.parameters()).fill_(float("nan"))
 
+    def fail(step, module):
+        raise RuntimeError("from a callback")
+
     saved = []
     save_best = SaveBest(lambda *args: saved.append(args), saved.remove, top_k=2, monitor="validation_loss")
     start = {name: value.clone() for name, value in setup.module.state_dict().items()}
-    with pytest.raises(
-        TrainingError, match=r"^the loss is nan in batch 2 of epoch 0 \(step 2\); lower the learning rate"
-    ):
-        setup.fit(callbacks=[Spy(spoil), save_best], max_epochs=20)
-    assert saved == []
-    assert same(setup.module.state_dict(), start)
-    assert signal.getsignal(signal.SIGINT) is before
+    message = r"^the loss is nan in batch 2 of epoch 0 \(step 2\); lower the learning rate"
+    for act, error, told in ((spoil, TrainingError, message), (fail, RuntimeError, "from a callback")):
+        with pytest.raises(error, match=told):
+            setup.fit(callbacks=[Spy(act), save_best], max_epochs=20)
+        assert saved == []
+        assert same(setup.module.state_dict(), start)
 
 
-@pytest.mark.parametrize("top_k", [1, 3])
-def test_save_best_keeps_the_best(setup, top_k):
-    folders, order = {}, []
-
-    def save(name, n_epochs, weights):
-        assert n_epochs == int(name.removeprefix("epoch=")) + 1
-        folders[name] = weights
-        order.append(name)
-
-    callback = SaveBest(save, folders.pop, top_k=top_k, monitor="validation_loss")
-    spy = Spy()
-    plan = setup.plan(lr=0.3, schedule="constant")
-    setup.fit(plan, max_epochs=12, early_stopping=False, callbacks=[spy, callback])
-    best = np.argsort(spy.losses, kind="stable")[:top_k]
-    assert set(folders) == {f"epoch={epoch:02d}" for epoch in best}
-    assert [name for _, name in callback.kept] == [f"epoch={epoch:02d}" for epoch in best]
-    for epoch in best:
-        assert same(folders[f"epoch={epoch:02d}"], spy.states[epoch])
-    assert len(order) == len(set(order))
-
-
-def test_progress_bar(setup, capsys, monkeypatch):
-    monkeypatch.setattr("scforge.training.progress.in_notebook", lambda: True)
-    setup.fit(max_epochs=2, progress_bar=True)
-    shown = capsys.readouterr().err
-    assert "10/10" in shown
-    assert "Epoch 2/2" in shown
-    assert "validation_loss" in shown
-
-
-def test_a_line_an_epoch_in_a_log_file(setup, capsys, caplog):
+def test_a_line_an_epoch_in_a_log_and_a_bar_in_a_notebook(setup, capsys, caplog, monkeypatch):
     with caplog.at_level("INFO", logger="scforge"):
         setup.fit(max_epochs=2, progress_bar=True)
     assert capsys.readouterr().err == ""
     first, last = caplog.messages
     assert re.fullmatch(r"Epoch 1/2: validation_loss \S+, train_loss \S+, about 0:00:\d\d left\.", first)
     assert last.startswith("Epoch 2/2: ")
-
-
-def test_a_line_an_epoch_where_nobody_set_up_logging(setup, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("scforge.training.progress.in_notebook", lambda: True)
+        setup.fit(max_epochs=2, progress_bar=True)
+    shown = capsys.readouterr().err
+    assert all(part in shown for part in ("10/10", "Epoch 2/2", "validation_loss"))
+    # Where nobody set up logging, lines are shown.
     monkeypatch.setattr("scforge._progress.logger.hasHandlers", lambda: False)
-    monkeypatch.setattr("scforge._progress.logger.level", 0)
-    setup.fit(max_epochs=2, progress_bar=True)
-    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == ["Epoch 1/2", "Epoch 2/2"]
-    monkeypatch.setattr("scforge._progress.logger.level", 30)
-    setup.fit(max_epochs=2, progress_bar=True)
-    assert capsys.readouterr().err == ""
+    for level, expected in ((0, ["Epoch 1/2", "Epoch 2/2"]), (30, [])):
+        monkeypatch.setattr("scforge._progress.logger.level", level)
+        setup.fit(max_epochs=2, progress_bar=True)
+        assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()] == expected
 
 
-def test_further_devices_after_a_training_on_one(setup):
+def test_further_devices_after_a_training_on_one(setup, monkeypatch):
     setup.fit(max_epochs=1)
     with pytest.raises(OptionError, match=r"devices=2, but this script has trained on one device before: .* torchrun"):
         setup.fit(max_epochs=1, devices=2)
-
-
-def test_further_devices_where_slurm_starts_all_processes(setup, monkeypatch):
-    setup.fit(max_epochs=1)
+    # Where Slurm starts all processes, Lightning tells: ours would be wrong.
     numbers = {"SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}
     for name, value in {**numbers, "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "train"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="--ntasks-per-node=4. does not match"):  # of Lightning: ours would be wrong
+    with pytest.raises(ValueError, match="--ntasks-per-node=4. does not match"):
         setup.fit(max_epochs=1, devices=2, accelerator="cpu")
 
 
@@ -300,66 +225,55 @@ def test_further_devices_where_slurm_starts_all_processes(setup, monkeypatch):
         ({"logger": "wandb"}, r"logger='wandb' is a name; pass logger=scforge.training.make_loggers\(\['wandb'\], "),
         ({"logger": [3]}, "logger is of type 'int'; pass a Lightning logger"),
         ({"early_stopping": 5}, "early_stopping=5 is neither True nor False."),
+        ({"max_epochs": 0}, "max_epochs=0"),
     ],
 )
-def test_what_is_no_callback_logger_or_choice(setup, options, words):
+def test_bad_options(setup, options, words):
     with pytest.raises(OptionError, match=words):
-        setup.fit(max_epochs=1, **options)
-
-
-def test_quiet_without_a_bar(setup, capfd, recwarn):
-    setup.fit(max_epochs=1)
-    out, err = capfd.readouterr()
-    assert out + err == ""
-    assert not recwarn.list
-
-
-def test_bad_options(setup):
-    with pytest.raises(OptionError, match="max_epochs=0"):
-        setup.fit(max_epochs=0)
-
-
-def test_default_epochs(setup):
-    defaults = type(setup.objective).defaults
-    assert default_max_epochs(defaults, 2500) == defaults.max_epochs
-    assert default_max_epochs(defaults, 10) == 10 * defaults.max_epochs
-    assert default_max_epochs(defaults, 10**8) == 3
+        setup.fit(**{"max_epochs": 1, **options})
 
 
 @pytest.mark.slow
 def test_epochs_of_batches_by_tokens_are_whole(masked_setup) -> None:
-    """Such epochs have different numbers of batches."""
+    """Such epochs have different numbers of batches, which a schedule of one cycle has to bear."""
     lengths = masked_setup.tokenizer.lengths(masked_setup.cells.n_expressed)
     data = masked_setup.data(batch_size=None, max_tokens_per_batch=int(3.3 * lengths.mean()), window_cells=6)
-    seen: list[list[int]] = []
-    n_validations = []
+    seen, validated = [], []
 
     class Count(Callback):
-        def on_train_epoch_start(self, trainer, pl_module) -> None:
-            seen.append([])
-
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-            seen[-1].append(len(batch["input_ids"]))
+            seen.append((trainer.current_epoch, len(batch["input_ids"])))
 
         def on_validation_epoch_end(self, trainer, pl_module) -> None:
-            n_validations.append(len(seen))
+            validated.append(sum(n_cells for _, n_cells in seen))
 
-    masked_setup.fit(masked_setup.plan(), data, max_epochs=12, callbacks=[Count()])
-    assert len({len(batches) for batches in seen}) > 1
-    assert [sum(batches) for batches in seen] == [50] * 12
-    assert n_validations == list(range(1, 13))
-
-
-def test_a_plan_can_be_fitted_again(setup):
-    plan = setup.plan(schedule="cosine_warmup", warmup_steps=0)
-    setup.fit(plan, max_epochs=1)
-    spy = Spy()
-    setup.fit(plan, max_epochs=3, callbacks=[spy])
-    assert min(spy.lrs) > 0
+    for optimizer in ("adamw", "muon"):
+        plan = masked_setup.plan(schedule="one_cycle", optimizer=optimizer)
+        masked_setup.fit(plan, data, max_epochs=6, early_stopping=False, callbacks=[Count()])
+    assert len({sum(epoch == number for epoch, _ in seen) for number in range(6)}) > 1
+    assert validated == [50 * number for number in range(1, 13)]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_one_cycle_with_batches_of_tokens(masked_setup, optimizer):
-    plan = masked_setup.plan(schedule="one_cycle", optimizer=optimizer)
-    data = masked_setup.data(batch_size=None, max_tokens_per_batch=500)
-    assert masked_setup.fit(plan, data, max_epochs=8, early_stopping=False).n_epochs == 8
+def test_the_average_is_validated_and_kept_and_the_weights_are_trained(setup):
+    def weights():
+        return {name: value.detach().clone() for name, value in setup.module.state_dict().items()}
+
+    class Validated(Callback):
+        def on_validation_batch_end(self, trainer, plan, *args):
+            validated.append(weights())
+
+    average, after, validated = weights(), [], []
+    callbacks = [Spy(lambda step, module: after.append(weights())), Validated()]
+    result = setup.fit(max_epochs=1, ema_decay=0.9, early_stopping=False, callbacks=callbacks)
+    for step, trained in enumerate(after, 1):
+        keep = min(0.9, (1 + step) / (10 + step))
+        average = {name: keep * average[name] + (1 - keep) * value for name, value in trained.items()}
+    kept = setup.module.state_dict()
+    for name, value in average.items():
+        torch.testing.assert_close(kept[name], value)
+        torch.testing.assert_close(validated[0][name], value)
+    assert any(not torch.allclose(kept[name], value) for name, value in after[-1].items())
+    assert result.best_epoch == 0
+    for decay in (0, 1, "fast"):
+        with pytest.raises(OptionError, match="ema_decay="):
+            setup.fit(ema_decay=decay)

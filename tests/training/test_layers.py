@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
-import torch
-from torch import nn
 
 from scforge.errors import OptionError
 from scforge.finetuning import FineTunedModule, PredictionHead
@@ -21,23 +17,19 @@ def transformer() -> TransformerEncoder:
     return TransformerEncoder(vocab_size=50, hidden_dim=8, num_layers=N_LAYERS, num_heads=2, max_seq_len=16)
 
 
-def pooling() -> GenePoolingModel:
-    return GenePoolingModel(50, 8, 2, dropout=0.1, pooling="weighted_sum", latent_dim=4)
-
-
-def names_of(module: nn.Module) -> list[list[str]]:
-    names = {id(p): name for name, p in module.named_parameters()}
-    return [[names[id(p)] for p in group] for group in layer_groups(module)]
-
-
 def test_every_parameter_is_in_one_group(transformer) -> None:
-    for module in (transformer, pooling(), FineTunedModule(transformer, PredictionHead(8, 2))):
-        found = [name for group in names_of(module) for name in group]
-        assert sorted(found) == sorted(name for name, _ in module.named_parameters())
+    pooling = GenePoolingModel(50, 8, 2, dropout=0.1, pooling="weighted_sum", latent_dim=4)
+    for module in (transformer, pooling, FineTunedModule(transformer, PredictionHead(8, 2))):
+        groups = layer_groups(module)
+        assert sorted(id(p) for group in groups for p in group) == sorted(id(p) for p in module.parameters())
+        assert len(groups) > 2
+        assert all(any(p.ndim > 1 for p in group) for group in groups[:-1])
 
 
 def test_groups_of_a_transformer(transformer) -> None:
-    groups = names_of(FineTunedModule(transformer, PredictionHead(8, 2)))
+    module = FineTunedModule(transformer, PredictionHead(8, 2))
+    names = {id(p): name for name, p in module.named_parameters()}
+    groups = [[names[id(p)] for p in group] for group in layer_groups(module)]
     assert len(groups) == N_LAYERS + 2
     assert any("embedding" in name for name in groups[0])
     for number, group in enumerate(groups[1:-1]):
@@ -45,39 +37,17 @@ def test_groups_of_a_transformer(transformer) -> None:
     assert "head.out.weight" in groups[-1]
 
 
-def test_groups_of_others() -> None:
-    groups = layer_groups(pooling())
-    assert len(groups) > 2
-    assert all(any(p.ndim > 1 for p in group) for group in groups[:-1])
-
-
-def test_freezing(transformer) -> None:
-    freeze_layers(transformer, 2)
-    groups = layer_groups(transformer)
-    assert [all(p.requires_grad for p in group) for group in groups] == [False, False, False, True, True]
-    assert not any(p.requires_grad for group in groups[:3] for p in group)
-    with pytest.raises(OptionError, match=f"freeze={N_LAYERS + 1} but there are {N_LAYERS} layers"):
-        freeze_layers(transformer, N_LAYERS + 1)
-
-
-def test_learning_rates_fall_towards_the_input(transformer) -> None:
+def test_freezing_and_learning_rates_that_fall_towards_the_input(transformer) -> None:
     factors = learning_rate_factors(transformer, 0.5)
+    freeze_layers(transformer, 2)
     for number, group in enumerate(layer_groups(transformer)):
+        assert {p.requires_grad for p in group} == {number > 2}
         assert {factors[id(p)] for p in group} == {0.5 ** (N_LAYERS + 1 - number)}
     assert learning_rate_factors(transformer, None) == {}
+    with pytest.raises(OptionError, match=f"freeze={N_LAYERS + 1} but there are {N_LAYERS} layers"):
+        freeze_layers(transformer, N_LAYERS + 1)
+    with pytest.raises(OptionError, match="gradual_unfreezing=0"):
+        GradualUnfreezing(0)
     for decay in (0, 1.5, True):
         with pytest.raises(OptionError, match="layer_lr_decay"):
             learning_rate_factors(transformer, decay)
-
-
-@pytest.mark.parametrize(("epoch", "n_trained"), [(0, 1), (1, 1), (2, 2), (7, 4), (50, N_LAYERS + 2)])
-def test_thawing(transformer, epoch: int, n_trained: int) -> None:
-    for parameter in transformer.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    callback = GradualUnfreezing(2)
-    assert callback.state_dict() == {}
-    callback.on_before_optimizer_step(SimpleNamespace(current_epoch=epoch), SimpleNamespace(module=transformer), None)
-    thawed = [all(p.grad is not None for p in group) for group in layer_groups(transformer)]
-    assert thawed == [False] * (N_LAYERS + 2 - n_trained) + [True] * n_trained
-    with pytest.raises(OptionError, match="gradual_unfreezing=0"):
-        GradualUnfreezing(0)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
-import anndata as ad
 import numpy as np
 import pytest
 import torch
@@ -18,20 +15,6 @@ from scforge.data import CellOrder, ClassBalance, StoreCells, open_cells
 from scforge.errors import DataError, OptionError
 from scforge.tokenizers import get_tokenizer
 from scforge.training.loading import BatchLoader, default_threads
-
-RUN = """
-import importlib.util, json, sys
-spec = importlib.util.spec_from_file_location("loading", sys.argv[1])
-loading = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(loading)
-rest = {}
-for name, state in json.load(sys.stdin).items():
-    loader = loading.loader(sys.argv[2], loading.ORDERS[name])
-    loader.load_state_dict(state)
-    loader.sampler.set_epoch(2)
-    rest[name] = [loading.mark(batch) for batch in loader]
-print(json.dumps(rest))
-"""
 
 ORDERS = {
     "plain": {"batch_size": 40},
@@ -82,77 +65,50 @@ def no_thread_stays():
     assert left == []
 
 
-@pytest.mark.parametrize("name", ["plain", "by length", "by tokens"])
-def test_every_cell_comes_once_an_epoch(store, name):
-    made = loader(store, ORDERS[name])
-    for number in range(2):
-        batches = epoch(made, number)
-        assert len(batches) == len(made)
-        assert sorted(rows_of(batches)) == list(range(700))
+@pytest.mark.parametrize("name", ORDERS)
+def test_batches_follow_from_seed_and_epoch_and_not_from_threads(store, name):
+    plain, three, other = (
+        loader(store, {**ORDERS[name], "seed": seed}, num_threads=n) for seed, n in ((0, 0), (0, 3), (1, 2))
+    )
+    first, second = epoch(plain, 0), epoch(plain, 1)
+    assert rows_of(first) != rows_of(second)
+    for number, batches in ((1, second), (0, first)):
+        assert [mark(batch) for batch in epoch(three, number)] == [mark(batch) for batch in batches]
+        assert len(batches) == len(plain)
         assert {int(batch["draw"]) for batch in batches} == {number}
-
-
-def test_tokens_are_those_of_the_cells(store, many_adata):
-    cells = StoreCells.open(store)
-    memory = open_cells(many_adata[cells.names()].copy(), cells.vocab)
-    tokenizer = get_tokenizer("rank_value", cells.vocab)
-    for batch in epoch(loader(store, ORDERS["plain"])):
-        expected = tokenizer(memory.block(batch["rows"].numpy()))
-        assert all(torch.equal(batch[name], expected[name]) for name in expected)
+        if name != "balanced":  # which draws with replacement
+            assert sorted(rows_of(batches)) == list(range(700))
+    assert rows_of(epoch(other, 0)) != rows_of(first)
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_the_order_follows_from_seed_and_epoch(store, name):
-    one, two, other = (loader(store, {**ORDERS[name], "seed": seed}) for seed in (0, 0, 1))
-    first, second = rows_of(epoch(one, 0)), rows_of(epoch(one, 1))
-    assert first != second
-    assert rows_of(epoch(two, 1)) == second
-    assert rows_of(epoch(two, 0)) == first
-    assert rows_of(epoch(other, 0)) != first
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_threads_change_no_batch(store, name):
-    plain, one, three = (loader(store, ORDERS[name], num_threads=n) for n in (0, 1, 3))
-    marks = [[mark(batch) for batch in epoch(made)] for made in (plain, one, three)]
-    assert marks[0] == marks[1] == marks[2]
-
-
-@pytest.mark.parametrize("name", ORDERS)
-def test_ranks_share_the_cells(store, name):
+def test_ranks_share_the_cells(store, many_adata, name):
     parts = [loader(store, {**ORDERS[name], "rank": rank, "world_size": 2}) for rank in range(2)]
     one, two = (epoch(part, 1) for part in parts)
     assert len(one) == len(two) == len(parts[0]) == len(parts[1])
-    if name != "balanced":  # which draws with replacement
+    if name != "balanced":
         assert not set(rows_of(one)) & set(rows_of(two))
         assert sorted(rows_of(one) + rows_of(two)) == list(range(700))
-
-
-class Broken(Exception):
-    """Raised by the tests."""
+    # Tokens are those of the cells.
+    cells = StoreCells.open(store)
+    memory = open_cells(many_adata[cells.names()].copy(), cells.vocab)
+    expected = get_tokenizer("rank_value", cells.vocab)(memory.block(one[0]["rows"].numpy()))
+    assert all(torch.equal(one[0][name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("num_threads", [0, 1, 3])
-def test_an_error_of_preparing_arrives(store, num_threads):
+def test_errors_arrive(store, num_threads, monkeypatch):
     def prepare(block):
         if 5 in block.rows:
-            raise Broken("the fifth")
+            raise KeyError("the fifth")
         return {"rows": torch.from_numpy(block.rows)}
 
-    made = loader(store, {"batch_size": 40, "shuffle": False}, prepare, num_threads=num_threads)
-    with pytest.raises(Broken, match="the fifth"):
-        list(made)
-    later = loader(store, {"batch_size": 4, "shuffle": False}, prepare, num_threads=num_threads)
-    batches = iter(later)
+    made = loader(store, {"batch_size": 4, "shuffle": False}, prepare, num_threads=num_threads)
+    batches = iter(made)
     assert next(batches)["rows"].tolist() == [0, 1, 2, 3]  # those before it come
-    with pytest.raises(Broken):
+    with pytest.raises(KeyError, match="the fifth"):
         next(batches)
-    assert later.state_dict()["position"] == 1
-
-
-@pytest.mark.parametrize("num_threads", [0, 1, 3])
-def test_an_error_of_reading_arrives(store, num_threads, monkeypatch):
-    made = loader(store, {"batch_size": 40, "shuffle": False}, num_threads=num_threads)
+    assert made.state_dict()["position"] == 1
     whole = StoreCells.stream
 
     def stream(self, windows):
@@ -161,6 +117,7 @@ def test_an_error_of_reading_arrives(store, num_threads, monkeypatch):
                 raise DataError("damaged")
             yield block
 
+    made = loader(store, {"batch_size": 40, "shuffle": False}, num_threads=num_threads)
     monkeypatch.setattr(StoreCells, "stream", stream)
     batches = iter(made)
     assert rows_of([next(batches) for _ in range(6)]) == list(range(240))
@@ -169,78 +126,48 @@ def test_an_error_of_reading_arrives(store, num_threads, monkeypatch):
     assert list(batches) == []
 
 
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_who_leaves_early_leaves_no_thread(store, num_threads):
-    made = loader(store, ORDERS["plain"], num_threads=num_threads)
-    for batch in made:
-        assert len(batch["rows"]) == 40
-        assert any(thread.name == "scforge-read" for thread in threading.enumerate())
-        break
-    assert not any(thread.name.startswith("scforge") for thread in threading.enumerate())
-    assert sorted(rows_of(epoch(made))) == list(range(700))
-
-
-def test_few_batches_are_made_ahead(store):
+def test_few_batches_are_made_ahead_and_who_leaves_early_leaves_no_thread(store):
     made = []
 
     def prepare(block):
         made.append(block.rows)
         return {"rows": torch.from_numpy(block.rows)}
 
-    batches = iter(loader(store, {"batch_size": 4}, prepare, num_threads=2))
-    next(batches)
-    threading.Event().wait(0.3)
-    assert 1 <= len(made) <= 8
-    batches.close()
+    for num_threads in (1, 2):
+        of = loader(store, {"batch_size": 4}, prepare, num_threads=num_threads)
+        made.clear()
+        for batch in of:
+            assert len(batch["rows"]) == 4
+            threading.Event().wait(0.3)
+            assert any(thread.name == "scforge-read" for thread in threading.enumerate())
+            break
+        assert 1 <= len(made) <= 8
+        assert not any(thread.name.startswith("scforge") for thread in threading.enumerate())
+        assert sorted(rows_of(epoch(of))) == list(range(700))
 
 
-@pytest.mark.slow
-def test_the_rest_of_an_epoch_in_a_new_process(store):
-    """Threads had made batches ahead when the state was saved; the state knows those that were handed out."""
-    states, rest = {}, {}
-    for name, options in ORDERS.items():
-        made = loader(store, options, num_threads=3)
-        made.sampler.set_epoch(2)
-        batches = iter(made)
-        taken = 3 + len(made) // 3
-        for _ in range(taken):
-            next(batches)
-        states[name] = made.state_dict()
-        rest[name] = [mark(batch) for batch in batches]
-        assert taken + len(rest[name]) == len(made)
-    argv = [sys.executable, "-c", RUN, __file__, str(store)]
-    done = subprocess.run(argv, input=json.dumps(states), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == rest
-
-
-@pytest.mark.parametrize("taken", [0, 1, 17, 18])
-def test_a_state_is_of_what_was_handed_out(store, taken):
-    made, again = (loader(store, ORDERS["plain"]) for _ in range(2))
+@pytest.mark.parametrize(("name", "taken"), [("plain", 0), ("plain", 18), *((name, 5) for name in ORDERS)])
+def test_a_state_is_of_what_was_handed_out(store, name, taken):
+    """Threads have made batches ahead when the state is saved; the state knows those that were handed out."""
+    made, again = (loader(store, ORDERS[name], num_threads=3) for _ in range(2))
+    made.sampler.set_epoch(2)
     batches = iter(made)
     for _ in range(taken):
         next(batches)
     again.load_state_dict(json.loads(json.dumps(made.state_dict())))
-    again.sampler.set_epoch(0)
+    again.sampler.set_epoch(2)
     rest = [mark(batch) for batch in batches]
-    assert len(rest) == 18 - taken
+    assert len(rest) == len(made) - taken
     assert [mark(batch) for batch in again] == rest
-    assert len(epoch(again, 1)) == 18
+    assert len(epoch(again, 3)) == len(again)
+    with pytest.raises(OptionError, match="another order of cells: .* there, but .* here"):
+        loader(store, {"batch_size": 30}).load_state_dict(made.state_dict())
 
 
-def test_a_state_of_another_order(store):
-    state = loader(store, ORDERS["plain"]).state_dict()
-    with pytest.raises(OptionError, match="another order of cells: batch_size is 40 there, but 30 here"):
-        loader(store, {"batch_size": 30}).load_state_dict(state)
-
-
-@pytest.mark.parametrize("num_threads", [-1, 1.5, "2", True])
-def test_threads_that_cannot_be(store, num_threads):
-    with pytest.raises(OptionError, match="num_threads="):
-        loader(store, ORDERS["plain"], num_threads=num_threads)
-
-
-def test_threads_by_default(store, tiny_adata: ad.AnnData):
+def test_threads_by_default(store, tiny_adata):
     assert default_threads(open_cells(tiny_adata)) == 1
     assert 1 <= default_threads(StoreCells.open(store)) <= 2
     assert loader(store, ORDERS["plain"], num_threads=None).num_threads == default_threads(StoreCells.open(store))
+    for odd in (-1, 1.5, "2", True):
+        with pytest.raises(OptionError, match="num_threads="):
+            loader(store, ORDERS["plain"], num_threads=odd)

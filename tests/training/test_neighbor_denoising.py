@@ -14,14 +14,15 @@ from scforge.data.neighbors import harmonised, mutual_neighbors, principal_compo
 from scforge.errors import OptionError, ScforgeWarning
 from scforge.models import Encoder, GenePoolingModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
-from scforge.training import NeighborDenoising, get_objective
+from scforge.training import NeighborDenoising
+from scforge.training.objectives import neighbor_denoising
 
 GENES, PER_GROUP = 40, 60
 
 
-def two_batches(*, missing: bool = False, seed: int = 0) -> AnnData:
+def two_batches(*, missing: bool = False) -> AnnData:
     """Cells of three groups in two batches, of which the second has eight other genes raised."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     parts, obs = [], []
     for batch in range(2):
         for group in range(3):
@@ -37,12 +38,21 @@ def two_batches(*, missing: bool = False, seed: int = 0) -> AnnData:
     return AnnData(counts, obs=frame, var=pd.DataFrame(index=[f"g{i}" for i in range(GENES)]))
 
 
+@pytest.fixture(scope="module")
+def adata() -> AnnData:
+    return two_batches()
+
+
 def bound(adata: AnnData, **options) -> tuple:
-    vocab = GeneVocab.from_genes(list(adata.var_names))
-    cells = open_cells(adata, vocab)
+    cells = open_cells(adata, GeneVocab.from_genes(list(adata.var_names)))
     objective = NeighborDenoising(**options)
     objective.bind(cells, np.arange(0, len(cells), 2))
-    return objective, cells, get_tokenizer("continuous_projection", vocab, append_cls=False)
+    return objective, cells, get_tokenizer("continuous_projection", cells.vocab, append_cls=False)
+
+
+def dense_values(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    values = torch.zeros(len(batch["input_ids"]), GENES + 4)
+    return values.scatter_add(1, batch["input_ids"], batch["values"])[:, 4:]
 
 
 def module_for(objective: NeighborDenoising) -> GenePoolingModel:
@@ -54,8 +64,8 @@ def module_for(objective: NeighborDenoising) -> GenePoolingModel:
 KNOWN = {"batch_key": "batch", "batches": ["b0", "b1"]}
 
 
-def test_loss_by_hand():
-    objective, cells, tokenizer = bound(two_batches(), translation=0.3, agreement=3.0, beta=0.7, **KNOWN)
+def test_loss_by_hand(adata):
+    objective, cells, tokenizer = bound(adata, translation=0.3, agreement=3.0, beta=0.7, **KNOWN)
     module = module_for(objective).train()
     with torch.no_grad():  # next to no variance, so that draws of the latent are its mean
         module.decoder.logvar.weight.zero_()
@@ -86,12 +96,11 @@ def test_loss_by_hand():
     torch.testing.assert_close(figures["has_neighbor"], has.mean())
 
 
-def test_neighbours_in_a_batch_are_training_cells_near_the_cell():
-    adata = two_batches()
+def test_neighbours_in_a_batch_are_training_cells_near_the_cell(adata):
     objective, cells, tokenizer = bound(adata, across=10, within=0, keep_min=1.0, gene_dropout=0.0, **KNOWN)
     rows = np.arange(0, 20, 2)
     batch = objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0)
-    dense = torch.zeros(2 * len(rows), GENES + 4).scatter_add(1, batch["input_ids"], batch["values"])[:, 4:]
+    dense = dense_values(batch)
     whole = np.log1p(adata.X.toarray() / adata.X.sum(axis=1) * 1e4)
     np.testing.assert_allclose(dense[: len(rows)], whole[rows], atol=1e-4)
     same = []
@@ -104,39 +113,32 @@ def test_neighbours_in_a_batch_are_training_cells_near_the_cell():
     assert np.mean(same) > 0.7
 
 
-def test_choice_of_neighbours_depends_on_epoch_seed_and_cell_alone():
-    objective, cells, tokenizer = bound(two_batches(), **KNOWN)
+def test_choice_of_neighbours_depends_on_epoch_seed_and_cell_alone(adata):
+    objective, cells, tokenizer = bound(adata, **KNOWN)
 
-    def neighbours(rows, epoch, seed=0):
-        batch = objective.prepare(cells.block(np.asarray(rows)), tokenizer, epoch=epoch, seed=seed)
-        dense = torch.zeros(2 * len(rows), GENES + 4).scatter_add(1, batch["input_ids"], batch["values"])
-        return dense[len(rows) :]
+    def neighbours(rows, epoch):
+        batch = objective.prepare(cells.block(np.asarray(rows)), tokenizer, epoch=epoch, seed=0)
+        return dense_values(batch)[len(rows) :]
 
     both = neighbours([0, 8], 3)
     torch.testing.assert_close(both[1], neighbours([8], 3)[0])
     assert not torch.equal(both, neighbours([0, 8], 4))
-    assert not torch.equal(both, neighbours([0, 8], 3, seed=1))
+    for options in ({"translation": 0, "agreement": 0}, {"across": 0, "within": 0}):
+        without, cells, tokenizer = bound(adata, **options)
+        batch = without.prepare(cells.block(np.arange(6)), tokenizer, epoch=0, seed=0)
+        assert len(batch["input_ids"]) == without.n_cells(batch) == 6, "one view a cell"
+        loss, figures = without.loss(module_for(without), batch)
+        assert torch.isfinite(loss)
+        assert "distance" not in figures
 
 
-@pytest.mark.parametrize("options", [{"translation": 0, "agreement": 0}, {"across": 0, "within": 0}])
-def test_without_neighbours_there_is_one_view_a_cell(options):
-    objective, cells, tokenizer = bound(two_batches(), **options)
-    batch = objective.prepare(cells.block(np.arange(6)), tokenizer, epoch=0, seed=0)
-    assert len(batch["input_ids"]) == objective.n_cells(batch) == 6
-    loss, figures = objective.loss(module_for(objective), batch)
-    assert torch.isfinite(loss)
-    assert "distance" not in figures
-
-
-def test_cells_without_neighbours_are_computed_alike_and_count_nothing(monkeypatch):
-    objective, cells, tokenizer = bound(two_batches(), **KNOWN)
-    module = module_for(objective).train()
-    decoded = []
+def test_cells_without_neighbours_are_computed_alike_and_count_nothing(adata, monkeypatch):
+    objective, cells, tokenizer = bound(adata, **KNOWN)
+    module, decoded = module_for(objective).train(), []
     decode = module.decode
     monkeypatch.setattr(module, "decode", lambda latent, batch: decoded.append(len(latent)) or decode(latent, batch))
     for rows in (np.arange(0, 20, 2), np.arange(1, 21, 2)):  # training cells; held-out ones
-        batch = objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0)
-        loss, figures = objective.loss(module, batch)
+        loss, figures = objective.loss(module, objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0))
         loss.backward()
     # Another process may have neighbours in this step; where weights are sharded, all have to decode as often.
     assert decoded == [10] * 4
@@ -144,104 +146,85 @@ def test_cells_without_neighbours_are_computed_alike_and_count_nothing(monkeypat
     assert all(figures[name] == 0 for name in ("has_neighbor", "distance", "translated_error"))
 
 
-def test_neighbours_are_looked_for_in_the_space_that_is_asked_for():
-    adata = two_batches()
-    found = {}
+def test_neighbours_are_looked_for_in_the_space_that_is_asked_for(adata):
+    pools = {}
     for space in ("harmony", "components"):
         objective, _, _ = bound(adata, across=10, within=0, space=space, **KNOWN)
-        found[space] = objective._pool
-    pool = found["components"]
-    components, batches = principal_components(pool.cells), objective._batches[pool.rows]
-    by_hand = {"components": components, "harmony": harmonised(components, batches)}
-    for space, coordinates in by_hand.items():
-        assert (mutual_neighbors(coordinates, batches, across=10, within=0) != found[space].pairs).nnz == 0
-    assert (found["components"].pairs != found["harmony"].pairs).nnz > 0
+        pools[space] = objective._pool
+        coordinates, batches = principal_components(pools[space].cells), objective._batches[pools[space].rows]
+        if space == "harmony":
+            coordinates = harmonised(coordinates, batches)
+        assert (mutual_neighbors(coordinates, batches, across=10, within=0) != pools[space].pairs).nnz == 0
+    assert (pools["components"].pairs != pools["harmony"].pairs).nnz > 0
 
 
 @pytest.mark.parametrize("temperature", [0.05, None])
-def test_neighbours_are_drawn_as_often_as_they_weigh(temperature):
-    objective, cells, _ = bound(two_batches(), across=10, temperature=temperature, **KNOWN)
+def test_neighbours_are_drawn_as_often_as_they_weigh(adata, temperature, monkeypatch):
+    objective, cells, _ = bound(adata, across=10, temperature=temperature, **KNOWN)
     pool = objective._pool
-    components = harmonised(principal_components(pool.cells), objective._batches[pool.rows])
-    unit = components / np.linalg.norm(components, axis=1, keepdims=True)
     place = int(np.argmax(np.diff(pool.pairs.indptr)))
-    row = cells.block(pool.rows[[place]])
-    drawn = np.zeros(len(pool.rows))
-    whole = {tuple(pool.cells.block(np.array([i])).counts): i for i in range(len(pool.rows))}
-    n_epochs = 2_000
-    for epoch in range(n_epochs):
-        found, has = pool.neighbors(row, epoch=epoch, seed=0)
-        assert has.all()
-        drawn[whole[tuple(found.counts)]] += 1
     theirs = pool.pairs[place].indices
+    which = {tuple(pool.cells.block(np.array([i])).counts): i for i in range(len(pool.rows))}
+    drawn = np.zeros(len(pool.rows))
+    for epoch in range(2_000):
+        found, has = pool.neighbors(cells.block(pool.rows[[place]]), epoch=epoch, seed=0)
+        assert has.all()
+        drawn[which[tuple(found.counts)]] += 1 / 2_000
+    unit = harmonised(principal_components(pool.cells), objective._batches[pool.rows])
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
     weights = np.ones(len(theirs)) if temperature is None else np.exp(unit[theirs] @ unit[place] / temperature)
     expected = np.zeros(len(drawn))
     expected[theirs] = weights / weights.sum()
     assert np.ptp(expected[theirs]) > 0.05 or temperature is None
-    np.testing.assert_allclose(drawn / n_epochs, expected, atol=0.04)
+    np.testing.assert_allclose(drawn, expected, atol=0.04)
+    # The first and the last draw are neighbours of the cell, too.
+    for key in (0, 2**64 - 1):
+        keys = np.full(len(pool.rows), key, dtype=np.uint64)
+        monkeypatch.setattr(neighbor_denoising, "cell_keys", lambda rows, keys=keys, **_: keys)
+        found, has = pool.neighbors(cells.block(pool.rows), epoch=0, seed=0)
+        assert has.mean() > 0.9
+        for row in np.flatnonzero(has):
+            assert which[tuple(found.counts[found.indptr[row] : found.indptr[row + 1]])] in pool.pairs[row].indices
 
 
-@pytest.mark.parametrize("key", [0, 2**64 - 1])
-@pytest.mark.parametrize("told", [KNOWN, {}])
-def test_the_first_and_the_last_draw_are_neighbours_of_the_cell(monkeypatch, key, told):
-    objective, cells, _ = bound(two_batches(), temperature=0.01, **told)
-    pool = objective._pool
-    monkeypatch.setattr(
-        "scforge.training.objectives.neighbor_denoising.cell_keys",
-        lambda rows, **_: np.full(len(rows), key, dtype=np.uint64),
-    )
-    found, has = pool.neighbors(cells.block(pool.rows), epoch=0, seed=0)
-    which = {tuple(pool.cells.block(np.array([i])).counts): i for i in range(len(pool.rows))}
-    assert has.mean() > 0.9
-    for place in np.flatnonzero(has):
-        drawn = which[tuple(found.counts[found.indptr[place] : found.indptr[place + 1]])]
-        assert drawn in pool.pairs[place].indices
-
-
-def test_neighbours_are_looked_for_among_max_cells():
-    with pytest.warns(
-        ScforgeWarning, match=r"max_cells=50: .* among 50 of .* \(\d+%\); .*, so batches mix less; raise it"
-    ):
-        objective, cells, tokenizer = bound(two_batches(), max_cells=50, **KNOWN)
+def test_neighbours_are_looked_for_among_max_cells(adata):
+    message = r"max_cells=50: .* among 50 of .* \(\d+%\); .*, so batches mix less; raise it"
+    with pytest.warns(ScforgeWarning, match=message):
+        objective, cells, tokenizer = bound(adata, max_cells=50, **KNOWN)
     batch = objective.prepare(cells.block(np.arange(len(cells))), tokenizer, epoch=0, seed=0)
     assert 0 < batch["has_neighbor"].sum() <= 50
     with pytest.warns(ScforgeWarning, match="so cell types come out less compact"):
-        bound(two_batches(), max_cells=50)
-
-
-def trained(adata: AnnData, **objective) -> Encoder:
-    Encoder.setup_anndata(adata, batch_key="batch")
-    model = Encoder(adata, objective={"name": "neighbor_denoising", **objective}, n_top_genes=0, hidden_dim=32, seed=0)
-    model.train(30, batch_size=60, progress_bar=False, accelerator="cpu")
-    return model
-
-
-def mixing(embedding: np.ndarray, adata: AnnData) -> tuple[float, float]:
-    """Return the share of the 10 nearest cells of the same type that are of the other batch, and that of the type."""
-    types, batches = adata.obs["type"].to_numpy(), adata.obs["batch"].to_numpy()
-    distances = ((embedding[:, None] - embedding[None]) ** 2).sum(axis=2) + 1e9 * np.eye(len(embedding))
-    nearest = np.argsort(distances, axis=1)[:, :10]
-    same = types[nearest] == types[:, None]
-    other = batches[nearest] != batches[:, None]
-    return float((same & other).sum() / same.sum()), float(same.mean())
+        bound(adata, max_cells=50)
 
 
 @pytest.mark.slow
 def test_batches_are_mixed_and_types_are_not():
     adata = two_batches(missing=True)
     shared = (adata.obs["type"] != "t2").to_numpy()
-    without = trained(adata, translation=0, agreement=0, batch_key=None).get_latent_representation()[shared]
-    together = trained(adata).get_latent_representation()
-    apart, _ = mixing(without, adata[shared])
-    mixed, _ = mixing(together[shared], adata[shared])
-    _, pure = mixing(together, adata)
-    assert apart < 0.1
-    assert mixed > 0.25
-    assert pure > 0.97
+
+    def trained(**objective) -> np.ndarray:
+        Encoder.setup_anndata(adata, batch_key="batch")
+        options = {"objective": {"name": "neighbor_denoising", **objective}, "hidden_dim": 32, "seed": 0}
+        model = Encoder(adata, n_top_genes=0, **options)
+        model.train(30, batch_size=60, progress_bar=False, accelerator="cpu")
+        return model.get_latent_representation()
+
+    def mixing(embedding: np.ndarray, adata: AnnData) -> tuple[float, float]:
+        """Return the share of the 10 nearest cells of a type that are of the other batch, and that of the type."""
+        types, batches = adata.obs["type"].to_numpy(), adata.obs["batch"].to_numpy()
+        distances = ((embedding[:, None] - embedding[None]) ** 2).sum(axis=2) + 1e9 * np.eye(len(embedding))
+        nearest = np.argsort(distances, axis=1)[:, :10]
+        same = types[nearest] == types[:, None]
+        other = batches[nearest] != batches[:, None]
+        return float((same & other).sum() / same.sum()), float(same.mean())
+
+    without, together = trained(translation=0, agreement=0, batch_key=None), trained()
+    assert mixing(without[shared], adata[shared])[0] < 0.1
+    assert mixing(together[shared], adata[shared])[0] > 0.25
+    assert mixing(together, adata)[1] > 0.97
 
 
-def test_the_default_encoder_takes_the_batches_of_the_setup():
-    adata = two_batches()
+def test_the_default_encoder_takes_the_batches_of_the_setup(adata):
     Encoder.setup_anndata(adata, batch_key="batch")
     spec = Encoder(adata, n_top_genes=0).spec
     assert spec.objective == "neighbor_denoising"
@@ -253,57 +236,32 @@ def test_the_default_encoder_takes_the_batches_of_the_setup():
     assert others.model_options["n_batches"] is None
 
 
-def test_cells_of_unknown_batches_are_trained_on():
-    adata = two_batches()
-    objective, _, _ = bound(adata, **KNOWN)
+def test_cells_of_unknown_batches_are_trained_on(adata):
+    objective, _, tokenizer = bound(adata, **KNOWN)
+    adata = adata.copy()
     adata.obs["batch"] = adata.obs["batch"].replace("b1", "b7")
     cells = open_cells(adata, GeneVocab.from_genes(list(adata.var_names)))
     with pytest.warns(ScforgeWarning, match="180 of 360 cells are of none of the batches that the model knows"):
         objective.bind(cells, np.arange(len(cells)))
     objective.bind_query(cells, np.arange(len(cells)))  # no warning: new batches are what a query is for
-    tokenizer = get_tokenizer("continuous_projection", cells.vocab, append_cls=False)
     batch = objective.prepare(cells.block(np.arange(len(cells))), tokenizer, epoch=0, seed=0)
     assert sorted(set(batch["batch"].tolist())) == [-1, 0]
     loss, _ = objective.loss(module_for(objective), batch)
     assert torch.isfinite(loss)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"across": -1}, "across=-1 is not"),
-        ({"translation": -0.5}, "translation=-0.5"),
-        ({"space": "scvi"}, "space='scvi' is not known"),
-        ({"temperature": 0}, "temperature=0 is not"),
-        ({"temperature": "hot"}, "temperature='hot' is not"),
-        ({"keep_min": 0.9, "keep_max": 0.5}, "keep_min=0.9 and keep_max=0.5 must satisfy"),
-        ({"gene_dropout": 1.0}, r"gene_dropout=1.0 is not in \[0, 1\)"),
-        ({"max_cells": 1}, "max_cells=1 is not"),
-        ({"acros": 3}, "did you mean 'across'"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(OptionError, match=message):
-        get_objective("neighbor_denoising", **options)
-
-
-def test_architectures_without_a_decoder_are_refused():
-    with pytest.raises(OptionError, match="which TransformerEncoder has not; choose 'gene_pooling', 'mlp' or 'scdiva'"):
-        NeighborDenoising().check_architecture(TransformerEncoder)
-
-
-def test_a_model_without_a_decoder_says_so():
-    model = GenePoolingModel(20, 8, pooling="weighted_sum")
-    with pytest.raises(OptionError, match="the model has no decoder of expression; make it with n_batches=0"):
-        model.decode(torch.zeros(2, 8))
-    with pytest.raises(OptionError, match="pooling='mean' has no decoder of expression, which n_batches=0"):
-        GenePoolingModel(20, 8, n_batches=0)
-
-
-def test_scdiva_learns_from_neighbours_too():
-    adata = two_batches()
+def test_scdiva_learns_from_neighbours_too(adata):
     Encoder.setup_anndata(adata, batch_key="batch")
     size = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "latent_dim": 4, "mode": "vector"}
     model = Encoder(adata, "scdiva", objective="neighbor_denoising", n_top_genes=0, **size)
     model.train(2, progress_bar=False, accelerator="cpu")
     assert model.get_latent_representation().shape == (360, 4)
+
+
+def test_models_without_a_decoder_are_refused():
+    with pytest.raises(OptionError, match="which TransformerEncoder has not; choose 'gene_pooling', 'mlp' or 'scdiva'"):
+        NeighborDenoising().check_architecture(TransformerEncoder)
+    with pytest.raises(OptionError, match="the model has no decoder of expression; make it with n_batches=0"):
+        GenePoolingModel(20, 8, pooling="weighted_sum").decode(torch.zeros(2, 8))
+    with pytest.raises(OptionError, match="pooling='mean' has no decoder of expression, which n_batches=0"):
+        GenePoolingModel(20, 8, n_batches=0)

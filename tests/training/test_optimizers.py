@@ -23,51 +23,36 @@ def rates(name: str, total: int, warmup: int | None = None) -> list[float]:
     return seen
 
 
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
     "module",
     [TransformerEncoder(20, 8, 2, 2), GenePoolingModel(20, 8, pooling="weighted_sum"), GenePoolingModel(20, 8)],
     ids=["transformer", "weighted sum", "mean"],
 )
-def test_groups_hold_each_parameter_once(module):
+def test_groups_hold_each_parameter_once(module, frozen):
+    module.embedding.requires_grad_(not frozen)
     decay, plain = parameter_groups(module, 0.1)
     assert (decay["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     ids = [id(p) for group in (decay, plain) for p in group["params"]]
     assert len(ids) == len(set(ids))
-    assert set(ids) == {id(p) for p in module.parameters()}
-    decayed = {id(p) for p in decay["params"]}
-    linear = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear)}
-    assert decayed == linear
+    assert set(ids) == {id(p) for p in module.parameters() if p.requires_grad}
+    linear = {id(m.weight) for m in module.modules() if isinstance(m, nn.Linear) and m.weight.requires_grad}
+    assert {id(p) for p in decay["params"]} == linear
+    # A weight that is shared with an embedding is not decayed.
+    shared = nn.ModuleDict({"head": nn.Linear(4, 10, bias=False), "embedding": nn.Embedding(10, 4)})
+    shared["head"].weight = shared["embedding"].weight
+    assert [len(group["params"]) for group in parameter_groups(shared, 0.1)] == [0, 1]
 
 
-def test_frozen_parameters_are_left_out():
-    module = TransformerEncoder(20, 8, 1, 2)
-    module.embedding.requires_grad_(False)
-    ids = {id(p) for group in parameter_groups(module, 0.1) for p in group["params"]}
-    assert ids == {id(p) for p in module.parameters() if p.requires_grad}
-
-
-def test_a_weight_shared_with_an_embedding_is_not_decayed():
-    module = nn.ModuleDict({"head": nn.Linear(4, 10, bias=False), "embedding": nn.Embedding(10, 4)})
-    module["head"].weight = module["embedding"].weight
-    decay, plain = parameter_groups(module, 0.1)
-    assert (len(decay["params"]), len(plain["params"])) == (0, 1)
-
-
-def test_optimizer():
-    optimizer = make_optimizer(TransformerEncoder(20, 8, 1, 2), name="adamw", lr=3e-4, weight_decay=0.2)
-    assert isinstance(optimizer, torch.optim.AdamW)
-    assert [group["lr"] for group in optimizer.param_groups] == [3e-4, 3e-4]
-    with pytest.raises(OptionError, match="optimizer='rmsprop' is not known"):
-        make_optimizer(nn.Linear(2, 2), name="rmsprop", lr=1.0, weight_decay=0.0)
-
-
-@pytest.mark.parametrize(("name", "kind"), [("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)])
-def test_other_optimizers(name, kind):
+@pytest.mark.parametrize(
+    ("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)]
+)
+def test_optimizers(name, kind):
     module = nn.Linear(3, 1)
     optimizer = make_optimizer(module, name=name, lr=0.05, weight_decay=0.1)
     assert type(optimizer) is kind
     assert optimizer.defaults.get("momentum", 0.9) == 0.9
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups] == [(0.05, 0.1), (0.05, 0.0)]
     inputs = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
     losses = []
     for _ in range(50):
@@ -80,33 +65,29 @@ def test_other_optimizers(name, kind):
     make_schedule(optimizer, name="one_cycle", total_steps=10)
 
 
-@pytest.mark.parametrize("name", ["cosine_warmup", "linear_warmup"])
-def test_warm_up_then_down_to_nothing(name):
-    seen = rates(name, 100, 10)
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_schedules(name):
+    seen = rates(f"{name}_warmup", 100, 10)
     assert seen[:10] == pytest.approx([(i + 1) / 11 for i in range(10)])
     assert seen[10] == max(seen) == 1.0
     assert all(a > b for a, b in zip(seen[10:], seen[11:], strict=False))
     assert 0 <= seen[-1] < 0.02
-
-
-def test_shapes():
-    assert rates("linear_warmup", 100, 0)[50] == pytest.approx(0.5)
-    assert rates("cosine_warmup", 100, 0)[50] == pytest.approx(0.5)
-    assert rates("cosine_warmup", 100, 0)[25] == pytest.approx(0.5 * (1 + 0.5**0.5))
+    assert rates(f"{name}_warmup", 100).index(1.0) == 10
+    # No warm-up unless it is asked for.
+    assert rates(name, 100) == pytest.approx(rates(f"{name}_warmup", 100, 0))
+    assert rates(name, 100, 10) == seen
+    quarter = 0.75 if name == "linear" else 0.5 * (1 + 0.5**0.5)
+    assert [rates(name, 100)[i] for i in (0, 25, 50)] == pytest.approx([1.0, quarter, 0.5])
     assert rates("constant", 20) == [1.0] * 20
     assert rates("constant", 20, 4)[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
-
-
-def test_one_cycle():
-    seen = rates("one_cycle", 100)
-    assert seen.index(max(seen)) == 29
-    assert max(seen) == pytest.approx(1.0)
-    assert seen[0] == pytest.approx(1 / 25)
-    assert seen[-1] < 1e-4
-
-
-def test_default_warm_up_is_a_tenth():
-    assert rates("cosine_warmup", 100).index(1.0) == 10
+    one_cycle = rates("one_cycle", 100)
+    assert one_cycle.index(max(one_cycle)) == 29
+    assert (one_cycle[0], one_cycle[29]) == pytest.approx((1 / 25, 1.0))
+    assert one_cycle[-1] < 1e-4
+    with pytest.raises(OptionError, match="schedule='cosin' is not known; did you mean 'cosine'"):
+        rates("cosin", 10)
+    with pytest.raises(OptionError, match="optimizer='rmsprop' is not known"):
+        make_optimizer(nn.Linear(2, 2), name="rmsprop", lr=1.0, weight_decay=0.0)
 
 
 @pytest.mark.parametrize("name", sorted(SCHEDULES))
@@ -118,15 +99,3 @@ def test_short_runs_have_a_usable_rate(name, warmup):
         assert sum(seen) > 0
         if total >= 3:
             assert max(seen) > 0.5
-
-
-def test_unknown_schedule():
-    with pytest.raises(OptionError, match="schedule='cosin' is not known; did you mean 'cosine'"):
-        rates("cosin", 10)
-
-
-@pytest.mark.parametrize("name", ["cosine", "linear"])
-def test_no_warm_up_unless_asked_for(name):
-    assert rates(name, 100) == pytest.approx(rates(f"{name}_warmup", 100, 0))
-    assert rates(name, 100)[0] == 1.0
-    assert rates(name, 100, 10) == rates(f"{name}_warmup", 100, 10)

@@ -22,9 +22,9 @@ from scforge.models.components.count_losses import count_loss
 QUIET = {"progress_bar": False, "accelerator": "cpu", "num_threads": 0}
 
 
-def planted(n_cells: int = 240, n_genes: int = 60, seed: int = 0) -> ad.AnnData:
+def planted(n_cells: int = 240) -> ad.AnnData:
     """Two types, of which 8 genes each tell, in two batches, which 20 other genes tell apart loudly."""
-    generator = np.random.default_rng(seed)
+    generator, n_genes = np.random.default_rng(0), 60
     kind, batch = np.arange(n_cells) % 2, np.arange(n_cells) // 2 % 2
     mean = np.full((n_cells, n_genes), 1.0)
     for of_type in (0, 1):
@@ -71,25 +71,19 @@ def test_batches_mix_and_types_stay_apart(base, integrated):
 
 
 def test_what_is_written(integrated, tmp_path):
-    adata = planted(seed=1)
+    adata = planted()
     embedding = integrated.predict(adata)
     assert embedding.dtype == np.float32
     assert embedding.shape == (240, 4)
     np.testing.assert_array_equal(adata.obsm["X_scforge_integrated"], embedding)
     np.testing.assert_array_equal(integrated.get_latent_representation(adata, key_added=None), embedding)
-    integrated.predict(adata, key_added="mine")
+    # Cells of a batch that nobody knows are embedded.
+    adata.obs["batch"] = "new"
+    np.testing.assert_array_equal(integrated.predict(adata, key_added="mine"), embedding)
     assert "mine" in adata.obsm
+    del adata.obs["batch"]
     integrated.save(tmp_path / "model")
     np.testing.assert_array_equal(Encoder.load(tmp_path / "model").predict(adata), embedding)
-
-
-def test_cells_of_a_batch_that_nobody_knows_are_embedded(integrated):
-    adata = planted(seed=1)
-    known = integrated.predict(adata)
-    adata.obs["batch"] = "new"
-    np.testing.assert_array_equal(integrated.predict(adata), known)
-    del adata.obs["batch"]
-    np.testing.assert_array_equal(integrated.predict(adata), known)
 
 
 def test_labels_change_nothing(base):
@@ -103,16 +97,6 @@ def test_labels_change_nothing(base):
     np.testing.assert_array_equal(trained(labels), trained(np.random.default_rng(0).permutation(labels)))
 
 
-def test_one_batch_is_an_error(base):
-    adata = planted()
-    adata.obs["batch"] = "b0"
-    with pytest.raises(DataError, match="batch_key='batch' has one batch only"):
-        base.finetune("integration", adata, **QUIET)
-    adata.obs["batch"] = None
-    with pytest.raises(DataError):
-        base.finetune("integration", adata, **QUIET)
-
-
 def test_cells_without_batch_take_no_part(base, tmp_path):
     adata = planted()
     adata.obs["donor"] = [None, None, *(f"d{i // 2 % 2}" for i in range(238))]
@@ -124,23 +108,17 @@ def test_cells_without_batch_take_no_part(base, tmp_path):
     loaded = Encoder.load(tmp_path / "model", adata)
     loaded.train(max_epochs=1, **QUIET)
     assert np.isfinite(loaded.predict(adata)).all()
-
-
-def test_options():
-    for options, message in [
-        ({"alignment": -1.0}, "alignment=-1.0"),
-        ({"batch_key": ""}, "batch_key=''"),
-        ({"n_reference": 3, "batches": ["a", "b"]}, "n_reference=3"),
-    ]:
-        with pytest.raises(OptionError, match=message):
-            get_task("integration", **{"batch_key": "donor", **options})
-    task = get_task("integration", batch_key="donor", batches=["a", "b"], alignment=0.1)
-    assert get_task("integration", **json.loads(json.dumps(task.config()))).config() == task.config()
+    for batch, message in (("b0", "batch_key='batch' has one batch only"), (None, "")):
+        adata.obs["batch"] = batch
+        with pytest.raises(DataError, match=message):
+            base.finetune("integration", adata, batch_key="batch", **QUIET)
 
 
 def test_figures_and_the_validation_loss(cells200, tuned, step):
     cells200.obs["lane"] = [f"l{i % 3}" for i in range(200)]
     predictor = tuned("integration", cells200, batch_key="lane", alignment=0.1)
+    config = predictor.task.config()
+    assert get_task("integration", **json.loads(json.dumps(config))).config() == config
     predictor.module.eval()
     first, figures = step(predictor, np.arange(40))
     again, _ = step(predictor, np.arange(40))
@@ -190,6 +168,7 @@ def test_the_decoder_takes_over_a_reference():
     assert [name for name, p in query.named_parameters() if p.requires_grad] == ["batches"]
 
 
+@pytest.mark.slow
 def test_evaluation(integrated, monkeypatch):
     monkeypatch.setattr(
         "scforge.finetuning.tasks._integration_scores.integration_baselines",
@@ -200,15 +179,11 @@ def test_evaluation(integrated, monkeypatch):
     assert {"bio", "batch", "total", *BIO, *BATCH} == set(table)
     assert table.loc["scforge", "batch"] > table.loc["pca", "batch"]
     np.testing.assert_allclose(table["total"], 0.6 * table["bio"] + 0.4 * table["batch"])
-    without = get_task("integration", batch_key="batch")
-    with pytest.raises(OptionError, match="labels_key=None"):
-        without.evaluate(None)
-
-
-def test_baselines():
-    adata = planted(64)
-    found = integration_baselines(adata, "batch", max_epochs=1)
+    found = integration_baselines(planted(64), "batch", max_epochs=1)
     shapes = {name: embedding.shape for name, embedding in found.items()}
     assert shapes == {"pca": (64, 50), "harmony": (64, 50), "scvi": (64, 10)}
     with pytest.raises(DataError, match="take more cells"):
-        integration_baselines(adata[:2], "batch")
+        integration_baselines(planted(2), "batch")
+    without = get_task("integration", batch_key="batch")
+    with pytest.raises(OptionError, match="labels_key=None"):
+        without.evaluate(None)

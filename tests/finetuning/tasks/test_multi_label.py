@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.metrics import f1_score
 
-from scforge.errors import DataError, OptionError, ScforgeWarning
+from scforge.errors import DataError, ScforgeWarning
 from scforge.finetuning import Split, get_task, split_for
 
 TRAIN, HELD_OUT = np.arange(0, 150), np.arange(150, 200)
@@ -48,11 +48,7 @@ def test_planted_labels_are_found(sets, tuned, options):
     soft = predictor.task.predict(predictor, None, soft=True)
     np.testing.assert_allclose(soft, probabilities)
     assert predictor.task.predict(predictor, None, threshold=0.0).all(axis=None)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=["columns", "text"])
-def test_config_makes_it_again(sets, tuned, options):
-    task = tuned("multi_label", sets, **options).task
+    task = predictor.task
     assert get_task("multi_label", **json.loads(json.dumps(task.config()))).config() == task.config()
 
 
@@ -83,6 +79,9 @@ def test_cells_without_values(sets, tuned, step):
     assert step(predictor, np.arange(150, 160))[0].item() == 0
     with pytest.raises(DataError, match="1 of 2 training cells have no value"):
         predictor.task.bind(predictor.cells, np.array([149, 150]))
+    sets.obs["p"] = pd.array([True, False, None, True] * 50, dtype="boolean")
+    usable = get_task("multi_label", labels_keys=["p", "q"]).usable(lambda key: sets.obs[key])
+    np.testing.assert_array_equal(usable, np.arange(200) % 4 != 2)
 
 
 def test_evaluation(sets, tuned, context):
@@ -108,84 +107,33 @@ def test_evaluation(sets, tuned, context):
         predictor.task.evaluate(context(predictor, base_train=None))
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["columns", "text"])
-def test_a_rare_label_is_in_training(sets, options):
+def test_a_rare_label_is_in_training(sets):
     """Only where training would have no cell of it, the split is another one."""
-    how = {"validation_size": 0.3, "test_size": 0.3, "split_by": None}
-    lost = 0
+    how, lost, task = {"validation_size": 0.3, "test_size": 0.3}, 0, get_task("multi_label", labels_key="sets")
     for seed in range(20):
         has = np.isin(np.arange(200), np.random.default_rng(seed).choice(200, 2, replace=False))
-        sets.obs["r"] = has
         sets.obs["sets"] = np.where(has, "p;r", np.where(np.arange(200) % 3, "p", "q"))
-        sets.obs["p"], sets.obs["q"] = (sets.obs["sets"].str.contains(name) for name in "pq")
-        task = get_task("multi_label", **options)
-        split = task.split(lambda key: sets.obs[key], seed=seed, **how)
-        plain = split_for(200, validation_size=0.3, test_size=0.3, seed=seed)
+        split = task.split(lambda key: sets.obs[key], seed=seed, split_by=None, **how)
+        plain = split_for(200, seed=seed, **how)
         np.testing.assert_array_equal(np.sort(np.concatenate([split.train, split.validation, split.test])), range(200))
         assert has[split.train].any()
-        if has[plain.train].any():
-            np.testing.assert_array_equal(split.train, plain.train)
-        else:
-            lost += 1
-            assert has[split.validation].any() or has[split.test].any()
+        lost += not has[plain.train].any()
+        assert np.array_equal(split.train, plain.train) == has[plain.train].any()
     assert lost
-    assert task.split(lambda key: sets.obs[key], seed=0, **how | {"split_by": "donor"}) is None
+    assert task.split(lambda key: sets.obs[key], seed=0, split_by="donor", **how) is None
 
 
 def test_labels_that_are_not_learned_are_told(sets):
     sets.obs["sets"] = [f"{text};new" if i >= 190 else text for i, text in enumerate(sets.obs["sets"])]
     task = get_task("multi_label", labels_key="sets")
     split = Split(train=np.arange(150), validation=np.arange(150, 170), test=np.arange(170, 200))
-    with pytest.warns(
-        ScforgeWarning, match="labels_key='sets': no training cell has 'new', which 10 held-out cells have"
-    ):
+    message = "labels_key='sets': no training cell has 'new', which 10 held-out cells have"
+    with pytest.warns(ScforgeWarning, match=message):
         task.check_split(lambda key: sets.obs[key], split)
     task.check_split(lambda key: sets.obs[key], Split(np.arange(195), np.arange(195, 200), np.arange(0)))
     # What classes leaves out is told when it is left out.
-    get_task("multi_label", labels_key="sets", classes=["q", "p"]).check_split(lambda key: sets.obs[key], split)
-    with pytest.warns(
-        ScforgeWarning, match="classes leaves out 'new', 'r' of labels_key='sets', which 48 of the 200 tr"
-    ):
-        found = get_task("multi_label", labels_key="sets", classes=["q", "p"]).options_from(lambda key: sets.obs[key])
-    assert found == {}
-
-
-@pytest.mark.parametrize(
-    ("column", "values", "options", "message"),
-    [
-        ("p", ["yes", "no"] * 100, {"labels_keys": ["p", "q"]}, "'p' holds 'yes', which is neither a truth value"),
-        ("p", [0, 2] * 100, {"labels_keys": ["p", "q"]}, "'p' holds '2'"),
-        ("p", [1.0] * 200, {"labels_keys": ["p", "q"]}, "has 'p' for all training cells"),
-        ("sets", [1, 2] * 100, {"labels_key": "sets"}, "holds '1', not text"),
-        ("sets", [""] * 200, {"labels_key": "sets"}, "has no label for any training cell"),
-    ],
-)
-def test_columns_that_are_no_label_sets(sets, column, values, options, message):
-    sets.obs[column] = values
-    with pytest.raises(DataError, match=message):
-        get_task("multi_label", **options).options_from(lambda key: sets.obs[key])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "give either columns of truth values, or one column of text"),
-        ({"labels_key": "sets", "labels_keys": ["p"]}, "give either"),
-        ({"labels_keys": "p"}, "labels_keys='p' is not a list"),
-        ({"labels_keys": ["p", "p"]}, "names a column twice"),
-        ({"labels_keys": ["p", "q"], "classes": ["p"]}, "are not labels_keys"),
-        ({"labels_key": "sets", "separator": " "}, "separator=' '"),
-        ({"labels_key": "sets", "pos_weight": 3}, "pos_weight=3"),
-        ({"labels_key": "sets", "pos_wieght": None}, "did you mean 'pos_weight'"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(OptionError, match=message):
-        get_task("multi_label", **options)
-
-
-def test_missing_truth_values(sets):
-    sets.obs["p"] = pd.array([True, False, None, True] * 50, dtype="boolean")
-    task = get_task("multi_label", labels_keys=["p", "q"])
-    usable = task.usable(lambda key: sets.obs[key])
-    np.testing.assert_array_equal(usable, np.arange(200) % 4 != 2)
+    task = get_task("multi_label", labels_key="sets", classes=["q", "p"])
+    task.check_split(lambda key: sets.obs[key], split)
+    message = "classes leaves out 'new', 'r' of labels_key='sets', which 48 of the 200 tr"
+    with pytest.warns(ScforgeWarning, match=message):
+        assert task.options_from(lambda key: sets.obs[key]) == {}

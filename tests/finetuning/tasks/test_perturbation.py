@@ -12,7 +12,6 @@ from scforge.errors import DataError, OptionError
 from scforge.finetuning import get_task
 from scforge.finetuning.splits import Split
 from scforge.finetuning.tasks import _perturbation_report as report
-from scforge.finetuning.tasks import perturbation as task_module
 from scforge.models import Encoder
 
 GENES = [f"gene{i}" for i in range(30)]
@@ -70,20 +69,16 @@ def tuned(adata: ad.AnnData, base: Encoder) -> Encoder:
 def test_combinations_are_predicted_about_as_well_as_by_addition_and_better_than_by_the_mean(tuned: Encoder) -> None:
     metrics = tuned.evaluate()
     assert metrics.index[0] == "scforge"
-    assert {"no_change", "train_mean", "control_mean", "additive", "linear_pca", "linear_embedding", "nearest"} < {
-        *metrics.index
-    }
+    never_missing = {"no_change", "train_mean", "technical_duplicate"}
+    learned = {"control_mean", "additive", "linear_pca", "linear_embedding", "nearest"}
+    assert never_missing | learned <= {*metrics.index}
+    assert never_missing <= {*tuned.evaluate(baselines=False).index}
     assert metrics.loc["scforge", "mse"] < 0.3 * metrics.loc[["no_change", "train_mean"], "mse"].min()
     assert metrics.loc["scforge", "mse"] < 1.5 * metrics.loc["additive", "mse"]
     assert metrics.loc["scforge", "rank"] == 0
     uns = tuned.adata.uns["scforge"]
     assert set(uns["metrics_per_perturbation"]["perturbation"]) == {"gene0+gene1", "gene2+gene3"}
     assert uns["metrics_calibrated"].loc["scforge", "mse"] > 0.5
-
-
-@pytest.mark.parametrize("baselines", [True, False])
-def test_a_model_never_stands_alone(tuned: Encoder, baselines: bool) -> None:
-    assert {"no_change", "train_mean", "technical_duplicate"} <= {*tuned.evaluate(baselines=baselines).index}
 
 
 def test_predictions_are_an_anndata(tuned: Encoder, tmp_path) -> None:
@@ -98,25 +93,16 @@ def test_predictions_are_an_anndata(tuned: Encoder, tmp_path) -> None:
     assert named.obs["is_seen"].tolist() == [False, True]
     assert named.obs["n_controls"].tolist() == [3, 3]
     named.write_h5ad(tmp_path / "predicted.h5ad")
+    # Genes that are not measured have an effect, and no mean.
+    made = tuned.predict(tuned.adata[:, 5:].copy(), perturbations=["gene0"])
+    np.testing.assert_array_equal(made.var["measured"], np.arange(30) >= 5)
+    np.testing.assert_array_equal(np.isnan(made.X[0]), np.arange(30) < 5)
+    assert (made.layers["delta"] != 0).all()
 
 
-def test_a_saved_model_predicts_the_same(tuned: Encoder, tmp_path) -> None:
-    tuned.save(tmp_path / "model")
-    loaded = Encoder.load(tmp_path / "model", tuned.adata.copy())
-    np.testing.assert_allclose(loaded.predict().X, tuned.predict().X, rtol=1e-6)
-    pd.testing.assert_frame_equal(loaded.evaluate(), tuned.evaluate())
-
-
-def test_nobody_looks_at_held_out_cells(adata: ad.AnnData, base: Encoder, monkeypatch) -> None:
+def test_nobody_looks_at_held_out_cells(adata: ad.AnnData, base: Encoder, predicted: list[np.ndarray]) -> None:
     held_out = ["gene0", "gene0+gene1", "gene0+gene5"]
     rows = adata.obs["target"].isin(held_out).to_numpy()
-    scored: list[np.ndarray] = []
-
-    def score(made, *rest, real=report.score_deltas):
-        scored.append(made)
-        return real(made, *rest)
-
-    monkeypatch.setattr(report, "score_deltas", score)
     found = []
     for changed in (False, True):
         work = adata.copy()
@@ -126,13 +112,12 @@ def test_nobody_looks_at_held_out_cells(adata: ad.AnnData, base: Encoder, monkey
             work.X = sparse.csr_matrix(counts)
         model = base.finetune("perturbation", work, heldout=held_out, validation_size=0, **OPTIONS, **QUICK)
         metrics = model.evaluate()
-        found.append((metrics, model.predict().layers["delta"], list(scored)))
-        scored.clear()
+        found.append((metrics, model.predict().layers["delta"], list(predicted)))
+        predicted.clear()
     (before, delta, one), (after, same_delta, other) = found
     np.testing.assert_array_equal(delta, same_delta)
     assert len(one) == len(before) - 1  # all but the duplicate
-    for predicted, same in zip(one, other, strict=True):
-        np.testing.assert_array_equal(predicted, same)
+    np.testing.assert_array_equal(one, other)
     # The figures do depend on them, or nothing was tested.
     assert not np.allclose(before["mse"], after["mse"])
 
@@ -146,7 +131,7 @@ def split_of(adata: ad.AnnData, *, vocab: GeneVocab | None = None, **options) ->
     return split, adata.obs["type" if how["split_by"] == "type" else "target"]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("split_by", [None, "type"])
 def test_no_perturbation_and_no_context_is_on_two_sides(seed: int, split_by: str | None) -> None:
     cells = planted(SINGLES + COMBINATIONS, n_cells=4, contexts=tuple("abcde"))
@@ -188,22 +173,6 @@ def test_a_split_that_makes_no_sense_is_refused(adata: ad.AnnData, options: dict
         split_of(adata, **options)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"control": ""}, "control=''"),
-        ({"heldout": "gene0"}, "heldout='gene0' is not a list of names"),
-        ({"heldout": ["a"], "heldout_contexts": ["b"]}, "are both given"),
-        ({"heldout_contexts": ["b"]}, "needs context_key"),
-        ({"delta_loss": "l1"}, "delta_loss='l1'"),
-        ({"rank": 0}, "rank=0"),
-    ],
-)
-def test_options_that_cannot_be_used(options: dict, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        get_task("perturbation", **{**OPTIONS, **options})
-
-
 def test_a_single_perturbation_leaves_nothing_to_hold_out(base: Encoder) -> None:
     cells = planted(["gene0"])
     with pytest.raises(OptionError, match="leaves no perturbation to train on"):
@@ -215,48 +184,28 @@ def test_a_single_perturbation_leaves_nothing_to_hold_out(base: Encoder) -> None
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "error", "message"),
     [
-        ({"control": "NT"}, r"control='NT' is no label of obs\['target'\] \(it has: 'ctrl', 'gene0'"),
-        ({"perturbation_key": "targets"}, "'targets' is not a column of obs of these cells; did you mean 'target'"),
-        ({"context_key": "celltype"}, "'celltype' is not a column"),
+        ({"control": "NT"}, DataError, r"control='NT' is no label of obs\['target'\] \(it has: 'ctrl', 'gene0'"),
+        ({"perturbation_key": "targets"}, DataError, "'targets' is not a column of obs of .* did you mean 'target'"),
+        ({"perturbation_key": "nothing"}, DataError, "no cell is perturbed"),
+        ({"split_key": "part"}, OptionError, "hold out whole perturbations"),
+        ({"perturbation_key": "named", "heldout": ["drug"]}, OptionError, "the targets 'drug' are no genes of"),
     ],
 )
-def test_columns_that_cannot_be_used(adata: ad.AnnData, base: Encoder, change: dict, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        base.finetune("perturbation", adata.copy(), **{**OPTIONS, **change}, **QUICK)
-
-
-def test_only_controls_are_nothing_to_learn_from(base: Encoder) -> None:
-    cells = planted(["gene0"])
-    with pytest.raises(DataError, match="no cell is perturbed"):
-        base.finetune("perturbation", cells[cells.obs["target"] == "ctrl"].copy(), **OPTIONS, **QUICK)
-
-
-def test_cells_without_a_label_take_no_part(adata: ad.AnnData) -> None:
+def test_cells_that_cannot_be_learned_from(adata: ad.AnnData, base: Encoder, change: dict, error, message) -> None:
     cells = adata.copy()
-    cells.obs.loc[cells.obs_names[:20], "target"] = None
-    split, _ = split_of(cells)
-    assert not np.isin(np.arange(20), np.concatenate([split.train, split.validation, split.test])).any()
-
-
-def test_a_perturbation_in_training_and_test_is_refused(adata: ad.AnnData, base: Encoder) -> None:
-    cells = adata.copy()
+    cells.obs["nothing"] = "ctrl"
     cells.obs["part"] = np.where(np.arange(cells.n_obs) % 4, "train", "test")
-    with pytest.raises(OptionError, match="hold out whole perturbations"):
-        base.finetune("perturbation", cells, split_key="part", **OPTIONS, **QUICK)
-
-
-def test_targets_that_nothing_is_known_of_are_named(tuned: Encoder, base: Encoder) -> None:
-    with pytest.raises(OptionError, match="the targets 'drug' are no genes of the model"):
-        tuned.predict(perturbations=["drug+gene0"])
-    with pytest.raises(OptionError, match="the targets 'drug' are no genes of the model"):
-        base.finetune("perturbation", planted(["drug", "gene0", "gene1"]), heldout=["drug"], **OPTIONS, **QUICK)
+    cells.obs["named"] = cells.obs["target"].astype(str).replace("gene4", "drug")
+    with pytest.raises(error, match=message):
+        base.finetune("perturbation", cells, **{**OPTIONS, **change}, **QUICK)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"perturbations": ["drug+gene0"]}, "the targets 'drug' are no genes of the model"),
         ({"perturbations": ["ctrl"]}, "names 'ctrl', which is the control"),
         ({"perturbations": []}, "is not a list of names"),
         ({"perturbations": ["gene0"], "contexts": ["b"]}, "contexts names 'b', where there is no control cell"),
@@ -267,6 +216,10 @@ def test_targets_that_nothing_is_known_of_are_named(tuned: Encoder, base: Encode
 def test_predictions_that_make_no_sense_are_refused(tuned: Encoder, options: dict, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         tuned.predict(**options)
+    cells = tuned.adata[tuned.adata.obs["target"] == "ctrl"].copy()
+    del cells.obs["target"]
+    with pytest.raises(DataError, match=r"set adata.obs\['target'\] = 'ctrl'"):
+        tuned.predict(cells, perturbations=["gene0"])
 
 
 @pytest.mark.parametrize("delta_loss", ["mse", "wmse"])
@@ -283,6 +236,11 @@ def test_a_response_seen_in_other_contexts_is_predicted_in_a_new_one(delta_loss:
     made = model.predict(perturbations=["stimulated"])
     assert not made.obs.set_index("context").loc["c", "is_seen"]
     assert made.obs["is_seen"].sum() == 2  # one context validates
+    # A context of other cells is compared over the genes that both have.
+    options = {"context_key": "type", "test_size": 0, "validation_size": 0}
+    model = base.finetune("perturbation", cells[cells.obs["type"] != "c"].copy(), **options, **OPTIONS, **QUICK)
+    metrics = model.evaluate(cells[cells.obs["type"] == "c", 6:].copy())
+    assert metrics.drop(columns="rank").notna().all(axis=None)
 
 
 def test_other_cells_are_scored_against_controls_of_their_own(tuned: Encoder) -> None:
@@ -312,20 +270,26 @@ def test_control_cells_are_inputs_and_no_targets(adata: ad.AnnData, base: Encode
     assert task.loss_of(torch.ones(1, 34), alone)[0] == 0
 
 
+@pytest.fixture
+def predicted(monkeypatch) -> list[np.ndarray]:
+    """What is scored, method by method."""
+    scored: list[np.ndarray] = []
+
+    def score(made, *rest, real=report.score_deltas):
+        scored.append(made)
+        return real(made, *rest)
+
+    monkeypatch.setattr(report, "score_deltas", score)
+    return scored
+
+
 def test_genes_that_the_scored_cells_lack_take_nothing_from_the_baselines(
-    base: Encoder, adata: ad.AnnData, monkeypatch
+    base: Encoder, adata: ad.AnnData, predicted: list[np.ndarray]
 ) -> None:
     model = base.finetune("perturbation", adata.copy(), test_size=0, validation_size=0, **OPTIONS, **QUICK)
     scored = planted(["gene0+gene2", "gene1+gene3"])
     # Where genes are missing, cells of the fine-tuning are known by their names.
     scored.obs_names = "new " + scored.obs_names
-    predicted: list[np.ndarray] = []
-
-    def score(made, *rest, real=report.score_deltas):
-        predicted.append(made)
-        return real(made, *rest)
-
-    monkeypatch.setattr(report, "score_deltas", score)
     names = model.evaluate(scored).index.drop("technical_duplicate")
     model.evaluate(scored[:, 6:].copy())
     of_whole, of_part = predicted[: len(names)], predicted[len(names) :]
@@ -333,54 +297,10 @@ def test_genes_that_the_scored_cells_lack_take_nothing_from_the_baselines(
         np.testing.assert_allclose(part, whole[:, 6:], atol=1e-6, err_msg=name)
 
 
-def test_a_context_of_other_cells_is_compared_over_the_genes_that_both_have() -> None:
-    cells = planted(["stimulated"], contexts=("a", "b", "c"))
-    base = base_of(cells[cells.obs["target"] == "ctrl"].copy())
-    options = {"context_key": "type", "test_size": 0, "validation_size": 0}
-    model = base.finetune("perturbation", cells[cells.obs["type"] != "c"].copy(), **options, **OPTIONS, **QUICK)
-    metrics = model.evaluate(cells[cells.obs["type"] == "c", 6:].copy())
-    assert metrics.drop(columns="rank").notna().all(axis=None)
-
-
-@pytest.mark.parametrize(
-    ("held_out", "n_blocks"),
-    [({"heldout": ["gene5"]}, 2), ({"heldout_contexts": ["b"]}, 4), ({"heldout_contexts": list("bcde")}, 3)],
-)
-def test_scales_are_compared_on_blocks_of_what_was_held_out(
-    held_out: dict, n_blocks: int, base: Encoder, monkeypatch
-) -> None:
-    cells = planted(["gene0", "gene1", "gene5"], contexts=tuple("abcde"), n_cells=8)
-    # One context has this perturbation alone.
-    cells = cells[~(cells.obs["type"].eq("d") & cells.obs["target"].isin(["gene0", "gene1"]))].copy()
-    seen: list[np.ndarray] = []
-
-    def fit(observed, rank, real=task_module.fit_linear):
-        seen.append(observed.blocks)
-        return real(observed, rank)
-
-    monkeypatch.setattr(task_module, "fit_linear", fit)
-    base.finetune("perturbation", cells, context_key="type", validation_size=0, **held_out, **OPTIONS, **QUICK)
-    assert len(np.unique(seen[0])) == n_blocks
-
-
-def test_genes_that_are_not_measured_have_an_effect_and_no_mean(tuned: Encoder, adata: ad.AnnData) -> None:
-    made = tuned.predict(adata[:, 5:].copy(), perturbations=["gene0"])
-    np.testing.assert_array_equal(made.var["measured"], np.arange(30) >= 5)
-    np.testing.assert_array_equal(np.isnan(made.X[0]), np.arange(30) < 5)
-    assert (made.layers["delta"] != 0).all()
-
-
-def test_cells_without_the_column_are_told_how_to_be_controls(tuned: Encoder, adata: ad.AnnData) -> None:
-    cells = adata[adata.obs["target"] == "ctrl"].copy()
-    del cells.obs["target"]
-    with pytest.raises(DataError, match=r"set adata.obs\['target'\] = 'ctrl'"):
-        tuned.predict(cells, perturbations=["gene0"])
-
-
 def test_the_calibrated_scores_are_over_effects_that_have_a_duplicate(tuned: Encoder) -> None:
     single = planted(["gene4+gene5", "gene1+gene5", "gene2+gene5"])
-    keep = np.flatnonzero(single.obs["target"] != "gene2+gene5")
-    single = single[np.append(keep, np.flatnonzero(single.obs["target"] == "gene2+gene5")[0])].copy()
+    one = np.flatnonzero(single.obs["target"] == "gene2+gene5")
+    single = single[np.setdiff1d(np.arange(single.n_obs), one[1:])].copy()
     tuned.evaluate(single)
     effects = single.uns["scforge"]["metrics_per_perturbation"]
     effects = effects[effects["perturbation"] != "gene2+gene5"].groupby("method")["mse"].mean()
@@ -389,9 +309,12 @@ def test_the_calibrated_scores_are_over_effects_that_have_a_duplicate(tuned: Enc
     assert single.uns["scforge"]["metrics_calibrated"].loc["scforge", "mse"] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("test_size", "n_controls"), [(0.0, 64), (0.2, 43)])
-def test_controls_are_kept_back_only_if_something_is_tested(
-    adata: ad.AnnData, test_size: float, n_controls: int
-) -> None:
-    split, labels = split_of(adata, test_size=test_size)
-    assert (labels.iloc[split.train] == "ctrl").sum() == n_controls
+def test_controls_are_kept_back_only_if_something_is_tested(adata: ad.AnnData) -> None:
+    for test_size, n_controls in ((0.0, 64), (0.2, 43)):
+        split, labels = split_of(adata, test_size=test_size)
+        assert (labels.iloc[split.train] == "ctrl").sum() == n_controls
+    # Cells without a label take no part.
+    cells = adata.copy()
+    cells.obs.loc[cells.obs_names[:20], "target"] = None
+    split, _ = split_of(cells)
+    assert not np.isin(np.arange(20), np.concatenate([split.train, split.validation, split.test])).any()

@@ -8,35 +8,31 @@ from torch import nn
 from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
 from scforge.finetuning.tasks._perturbation_fit import Observed, _left_out, fit_linear
-from scforge.finetuning.tasks._perturbation_head import PerturbationHead, gene_features, gene_table
+from scforge.finetuning.tasks._perturbation_head import gene_features, gene_table
 from scforge.models import get_model, list_models
 from scforge.models.components import GeneVectorEmbedding
 
 
-def observed(*, informative: bool, n: int = 40, seed: int = 0) -> tuple[Observed, np.ndarray]:
-    """Effects of single targets over 30 genes, which features tell or not; and the weights."""
-    rng = np.random.default_rng(seed)
-    features, weights = rng.normal(size=(n, 5)) / np.sqrt(5), rng.normal(size=(5, 30))
-    shared = rng.normal(size=30)
-    told = features if informative else rng.normal(size=(n, 5)) / np.sqrt(5)
-    deltas = shared + told @ weights + 0.05 * rng.normal(size=(n, 30))
-    cells = np.zeros((n, 4))
-    return Observed(deltas, np.full(n, 100), np.eye(n), features, cells, np.arange(n)), weights
-
-
 def test_features_that_tell_effects_count_and_others_do_not() -> None:
-    found, weights = observed(informative=True)
-    start = fit_linear(found, 16)
-    unseen = np.random.default_rng(1).normal(size=(10, 5)) / np.sqrt(5)
-    shared = found.deltas.mean(axis=0) - found.features.mean(axis=0) @ weights
-    predicted = (start.base + unseen @ start.of_features.T) @ start.basis
-    truth = shared + unseen @ weights
-    assert np.square(predicted - truth).mean() < 0.05 * np.square(truth - truth.mean(axis=0)).mean()
-    useless, _ = observed(informative=False)
-    start = fit_linear(useless, 32)
-    predicted = (start.base + unseen @ start.of_features.T) @ start.basis
-    away = np.square(predicted - useless.deltas.mean(axis=0)).mean()
-    assert away < 0.05 * useless.deltas.var(axis=0).mean()
+    rng = np.random.default_rng(0)
+    (features, others), weights = rng.normal(size=(2, 40, 5)) / np.sqrt(5), rng.normal(size=(5, 30))
+    unseen, shared = rng.normal(size=(10, 5)) / np.sqrt(5), rng.normal(size=30)
+    for told, rank in ((features, 16), (others, 32)):
+        deltas = shared + told @ weights + 0.05 * rng.normal(size=(40, 30))
+        start = fit_linear(
+            Observed(deltas, np.full(40, 100), np.eye(40), features, np.zeros((40, 4)), np.arange(40)), rank
+        )
+        predicted = (start.base + unseen @ start.of_features.T) @ start.basis
+        if told is features:
+            truth = shared + unseen @ weights
+            assert np.square(predicted - truth).mean() < 0.05 * np.square(truth - truth.mean(axis=0)).mean()
+        else:
+            assert np.square(predicted - deltas.mean(axis=0)).mean() < 0.05 * deltas.var(axis=0).mean()
+    # One effect is repeated.
+    delta, one = np.arange(6.0)[None], np.ones((1, 1))
+    start = fit_linear(Observed(delta, np.array([5]), one, np.ones((1, 2)), np.zeros((1, 2)), np.zeros(1)), 3)
+    np.testing.assert_allclose((start.base + start.own[1]) @ start.basis, delta[0], rtol=0.02)
+    assert not start.of_features.any()
 
 
 def test_left_out_blocks_are_those_of_a_fit_without_them() -> None:
@@ -49,37 +45,6 @@ def test_left_out_blocks_are_those_of_a_fit_without_them() -> None:
         dual = np.linalg.solve(kernel[np.ix_(rest, rest)] + np.eye(len(rest)), scores[rest])
         expected += np.square(scores[out] - kernel[np.ix_(out, rest)] @ dual).sum()
     assert _left_out(np.linalg.inv(kernel + np.eye(9)), scores, blocks) == pytest.approx(expected)
-
-
-def test_one_effect_is_repeated() -> None:
-    delta = np.arange(6.0)[None]
-    start = fit_linear(
-        Observed(delta, np.array([5]), np.ones((1, 1)), np.ones((1, 2)), np.zeros((1, 2)), np.zeros(1)), 3
-    )
-    np.testing.assert_allclose((start.base + start.own[1]) @ start.basis, delta[0], rtol=0.02)
-    assert not start.of_features.any()
-
-
-def test_the_head_adds_up_what_is_perturbed() -> None:
-    torch.manual_seed(0)
-    head = PerturbationHead(4, 12, 3, 2, 5, hidden_dim=6, dropout=0.0).eval()
-    for part in (head.base, head.of_features.weight, head.own.weight, head.basis):
-        nn.init.normal_(part)
-    with torch.no_grad():
-        head.own.weight[0] = 0
-    head.features.normal_()
-    head.features[0] = 0
-    z = torch.zeros(1, 4)
-
-    def effect(tokens: list[int], targets: list[int]) -> torch.Tensor:
-        batch = {"perturbed_tokens": torch.tensor([tokens]), "perturbed_targets": torch.tensor([targets])}
-        return head(z, batch)
-
-    both = effect([7, 9, 0], [1, 2, 0])
-    torch.testing.assert_close(both, effect([7], [1]) + effect([9], [2]))
-    assert not effect([0, 0], [0, 0]).any()
-    # A target that is no gene has a vector of its own.
-    assert effect([0], [1]).any()
 
 
 @pytest.mark.parametrize("architecture", list_models())
@@ -102,8 +67,5 @@ def test_pretrained_gene_vectors_are_features() -> None:
     # Three dimensions went in.
     assert features[4:, :3].any()
     torch.testing.assert_close(features[:, 3:], torch.zeros(12, 3), atol=1e-3, rtol=0)
-
-
-def test_an_architecture_without_genes_is_refused() -> None:
     with pytest.raises(OptionError, match="Linear has no embedding of genes"):
         gene_table(nn.Linear(2, 2))

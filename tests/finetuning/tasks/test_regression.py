@@ -8,7 +8,7 @@ import pytest
 import torch
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
 
-from scforge.errors import DataError, OptionError, ScforgeWarning
+from scforge.errors import DataError, ScforgeWarning
 from scforge.finetuning import get_task
 
 TRAIN, HELD_OUT = np.arange(0, 150), np.arange(150, 200)
@@ -57,15 +57,10 @@ def test_loss_and_figures_by_hand(aged, tuned, step, loss_function):
     assert (error > 1).any()
     assert losses == pytest.approx([by_hand[:60].mean(), by_hand[60:].mean()], rel=1e-4)
     predicted = outputs * scale + center
-    assert predictor.task.summarise({"loss": np.array(1.0), "moments": sums / total}) == pytest.approx(
-        {
-            "loss": 1.0,
-            "mae": mean_absolute_error(age[:90], predicted),
-            "rmse": root_mean_squared_error(age[:90], predicted),
-            "r2": r2_score(age[:90], predicted),
-        },
-        rel=1e-4,
-    )
+    scores = {"mae": mean_absolute_error, "rmse": root_mean_squared_error, "r2": r2_score}
+    expected = {"loss": 1.0, **{name: score(age[:90], predicted) for name, score in scores.items()}}
+    found = predictor.task.summarise({"loss": np.array(1.0), "moments": sums / total})
+    assert found == pytest.approx(expected, rel=1e-4)
 
 
 def test_cells_without_number_do_not_count(aged, tuned, step):
@@ -92,11 +87,8 @@ def test_evaluation(aged, tuned, context):
     assert metrics.loc["mean", "mae"] == pytest.approx(20, abs=1)
     assert np.isnan(metrics.loc["mean", "pearson"])
     # The head stands where the ridge regression on the frozen embedding does, as it was not trained further.
-    np.testing.assert_allclose(
-        metrics.loc["frozen_embedding", "mae":"r2"].astype(float),
-        metrics.loc["scforge", "mae":"r2"].astype(float),
-        rtol=1e-3,
-    )
+    frozen, own = metrics.loc[["frozen_embedding", "scforge"], "mae":"r2"].to_numpy(dtype=float)
+    np.testing.assert_allclose(frozen, own, rtol=1e-3)
     with pytest.warns(ScforgeWarning, match="no baseline can learn"):
         alone = predictor.task.evaluate(context(predictor, train_cells=None))
     assert list(alone.metrics.index) == ["scforge"]
@@ -105,14 +97,7 @@ def test_evaluation(aged, tuned, context):
 
 
 @pytest.mark.parametrize(
-    "values",
-    [
-        np.arange(200) % 3,
-        pd.array([1, 2, None, 4] * 50, dtype="Int64"),
-        pd.Categorical(np.arange(200) % 5),
-        np.arange(200, dtype=np.float32),
-    ],
-    ids=["integers", "nullable", "categories of numbers", "float32"],
+    "values", [pd.array([1, 2, None, 4] * 50, dtype="Int64"), pd.Categorical(np.arange(200) % 5)], ids=str
 )
 def test_numbers_of_all_kinds(cells200, values):
     cells200.obs["dose"] = values
@@ -123,35 +108,3 @@ def test_numbers_of_all_kinds(cells200, values):
     again = get_task("regression", **json.loads(json.dumps({**task.config(), **found})))
     assert again.config() == {**task.config(), **found}
     assert again.options_from(lambda key: cells200.obs[key]) == {}
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        (["old", "young"] * 100, "not numbers; .*'annotation'"),
-        ([True, False] * 100, "holds truth values .first: True., not numbers"),
-        (pd.Categorical(["1", "2"] * 100), "not numbers"),
-        ([1.0, np.inf] * 100, "infinite values"),
-        ([3.0] * 200, r"one value only \(3\)"),
-        ([np.nan] * 200, "no value among the training cells"),
-    ],
-)
-def test_columns_that_are_no_numbers(cells200, values, message):
-    cells200.obs["age"] = values
-    with pytest.raises(DataError, match=message):
-        get_task("regression", labels_key="age").options_from(lambda key: cells200.obs[key])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"loss_function": "l1"}, "loss_function='l1'"),
-        ({"center": 1.0}, "belong together"),
-        ({"center": 1.0, "scale": 0.0}, "scale=0.0"),
-        ({"center": "x", "scale": 1.0}, "center='x'"),
-        ({"los_function": "mse"}, "did you mean 'loss_function'"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(OptionError, match=message):
-        get_task("regression", **{"labels_key": "age", **options})

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,8 @@ from scforge.data import open_cells
 from scforge.errors import DataError, OptionError, ScforgeWarning, TrainingError
 from scforge.models import GenePoolingModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
-from scforge.training import CellDataModule, JointEmbedding, TrainingPlan, fit
+from scforge.training import JointEmbedding
+from scforge.training.objectives import joint_embedding
 
 VIEWS, SLICES, LATENT = 2, 32, 4
 SMALL = {"views": VIEWS, "slices": SLICES}
@@ -38,9 +37,8 @@ def tokenizer(tiny_vocab):
 
 def module_of(vocab, **options):
     torch.manual_seed(0)
-    return GenePoolingModel(
-        len(vocab), 16, 1, dropout=0.0, pooling="weighted_sum", ffn_dim=32, latent_dim=LATENT, **options
-    )
+    options = {"dropout": 0.0, "pooling": "weighted_sum", "ffn_dim": 32, "latent_dim": LATENT, **options}
+    return GenePoolingModel(len(vocab), 16, 1, **options)
 
 
 def bound(cells, **options):
@@ -54,41 +52,31 @@ def views_of(objective, cells, tokenizer, rows):
     return objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0)
 
 
-def test_batches_are_found_and_the_architecture_is_not_told_them(cells):
-    objective = bound(cells, **PER_BATCH)
-    assert objective.batches == ["alone", "x", "y"]
-    assert objective.model_options() == {}
-    again = JointEmbedding(**json.loads(json.dumps(objective.config())))
-    assert repr(again) == repr(objective)
-    assert JointEmbedding(**SMALL, projector=8).model_options() == {"projector_dim": 8}
+def sigreg_of_parts(objective, module, batch, parts):
+    """The statistic of some cells of each of the batches."""
+    with torch.no_grad():
+        z_kbd = module.encode(**{k: v for k, v in batch.items() if k != "batch_shares"}).unflatten(0, (VIEWS, -1))
+        noise = torch.randn(LATENT, SLICES, generator=torch.Generator().manual_seed(0))
+        return [objective._sigreg.compute(z_kbd[:, part], noise) for part in parts]
 
 
 def test_sigreg_is_that_of_each_batch_weighted_by_its_cells(cells, tokenizer, tiny_vocab):
     objective, module = bound(cells, **PER_BATCH), module_of(tiny_vocab).eval()
+    assert objective.batches == ["alone", "x", "y"]
+    assert objective.model_options() == {}, "the architecture is not told the batches"
     rows = np.array([0, 40, 59, 1, 2, 41, 42, 43])  # three of x, four of y, and the one alone
     batch = views_of(objective, cells, tokenizer, rows)
-    with torch.no_grad():
-        loss, figures = objective.loss(module, batch)
-        z_kbd = module.encode(**{k: v for k, v in batch.items() if k != "batch_shares"}).unflatten(0, (VIEWS, -1))
-        noise = torch.randn(LATENT, SLICES, generator=torch.Generator().manual_seed(0))
-        x, y = (objective._sigreg.compute(z_kbd[:, members], noise) for members in ([0, 3, 4], [1, 5, 6, 7]))
+    loss, figures = objective.loss(module, batch)
+    x, y = sigreg_of_parts(objective, module, batch, ([0, 3, 4], [1, 5, 6, 7]))
     torch.testing.assert_close(figures["sigreg"], (3 * x + 4 * y) / 7)
-    torch.testing.assert_close(loss, 0.95 * figures["agreement"] + 0.05 * figures["sigreg"])
-
-
-def test_one_batch_is_all_cells(cells, tokenizer, tiny_vocab):
-    apart, together = bound(cells, **PER_BATCH), bound(cells, **SMALL)
-    module = module_of(tiny_vocab)
+    torch.testing.assert_close(loss.detach(), 0.95 * figures["agreement"] + 0.05 * figures["sigreg"])
+    # One batch is as all cells.
     losses = []
-    for objective in (apart, together):
+    for of in (objective, bound(cells, **SMALL)):
         torch.manual_seed(3)
-        loss, _ = objective.loss(module, views_of(objective, cells, tokenizer, np.arange(20)))
-        losses.append(loss)
+        losses.append(of.loss(module.train(), views_of(of, cells, tokenizer, np.arange(20)))[0])
     torch.testing.assert_close(*losses)
-
-
-def test_a_step_without_two_cells_of_a_batch_has_agreement_alone(cells, tokenizer, tiny_vocab):
-    objective, module = bound(cells, **PER_BATCH), module_of(tiny_vocab)
+    # A step without two cells of a batch has agreement alone.
     loss, figures = objective.loss(module, views_of(objective, cells, tokenizer, np.array([0, 30, 59])))
     loss.backward()
     assert figures["sigreg"] == 0
@@ -97,12 +85,10 @@ def test_a_step_without_two_cells_of_a_batch_has_agreement_alone(cells, tokenize
 
 def test_batches_are_pulled_together(adata, tiny_vocab, tokenizer):
     """Batches that differ by a tenfold expression of some genes end nearer to each other than without."""
-    adata = adata[:59].copy()
-    shifted = np.flatnonzero(adata.obs["protocol"] == "y")
-    counts = adata.X.toarray() if hasattr(adata.X, "toarray") else np.array(adata.X)
-    counts[np.ix_(shifted, np.arange(0, counts.shape[1], 4))] += 20
+    counts = adata.X.toarray()
+    counts[20:59, ::4] += 20
     adata.X = counts
-    cells = open_cells(adata, tiny_vocab)
+    cells = open_cells(adata[:59].copy(), tiny_vocab)
     gaps = []
     for options in (SMALL, PER_BATCH):
         objective, module = bound(cells, weight=0.5, **options), module_of(tiny_vocab)
@@ -119,12 +105,15 @@ def test_batches_are_pulled_together(adata, tiny_vocab, tokenizer):
 
 
 def test_training_refuses_unknown_batches(cells):
-    with pytest.raises(DataError, match="batch_key='protocol': 40 of 60 cells are of none"):
-        bound(cells, **PER_BATCH, batches=["x"])
+    for changed, message in (
+        ({"batches": ["x"]}, "batch_key='protocol': 40 of 60 cells are of none"),
+        ({"batch_key": "protocl"}, "batch_key='protocl'"),
+        ({"clusters": 61}, "clusters=61 are more than the 60 cells to find them in"),
+    ):
+        with pytest.raises(DataError, match=message):
+            bound(cells, **{**PER_BATCH, **changed})
     with pytest.raises(TrainingError, match="batches are not known yet"):
         JointEmbedding(**PER_BATCH).bind(cells, np.arange(60))
-    with pytest.raises(DataError, match="batch_key='protocl'"):
-        bound(cells, **{**PER_BATCH, "batch_key": "protocl"})
 
 
 def test_batches_of_a_query_need_not_be_known(cells, tokenizer):
@@ -143,8 +132,10 @@ CLUSTERS = {**PER_BATCH, "clusters": 2}
 
 
 @pytest.fixture
-def uneven(adata, tiny_vocab):
+def uneven(adata, tiny_vocab, monkeypatch):
     """The cells of batches x and y; x has 4 of group a and 16 of b, y as many of the one as of the other."""
+    # So few cells of such batches are more than Harmony can do.
+    monkeypatch.setattr(joint_embedding, "harmonised", lambda components, batches: components)
     group = adata.obs["group"].cat.codes.to_numpy()
     in_x = np.concatenate([np.flatnonzero(group == 0)[:4], np.flatnonzero(group == 1)[:16]])
     adata.obs["protocol"] = np.where(np.isin(np.arange(60), in_x), "x", "y")
@@ -153,79 +144,46 @@ def uneven(adata, tiny_vocab):
     return adata, open_cells(adata, tiny_vocab)
 
 
-def test_weights_even_out_the_shares_of_clusters(uneven, tokenizer, monkeypatch):
-    adata, cells = uneven
-    # So few cells of such batches are more than Harmony can do.
-    monkeypatch.setattr(
-        "scforge.training.objectives.joint_embedding.harmonised", lambda components, batches: components
-    )
+def test_weights_even_out_the_shares_of_clusters(uneven, adata, tokenizer, tiny_vocab):
+    some, cells = uneven
     objective = bound(cells, **CLUSTERS)
-    in_x, in_a = np.array(adata.obs["protocol"] == "x"), np.array(adata.obs["group"] == "a")
+    in_x, in_a = np.array(some.obs["protocol"] == "x"), np.array(some.obs["group"] == "a")
     # On average .35 of a batch are of group a, and .65 of group b.
     for batch, group, weight in ((in_x, in_a, 1.75), (in_x, ~in_a, 0.8125), (~in_x, in_a, 0.7), (~in_x, ~in_a, 1.3)):
         np.testing.assert_allclose(objective._weights[batch & group], weight, rtol=1e-6)
     shares = views_of(objective, cells, tokenizer, np.arange(len(cells)))["batch_shares"]
     torch.testing.assert_close(shares.sum(dim=1), torch.ones(2))
     torch.testing.assert_close(shares[:, in_a].sum(dim=1), torch.tensor([0.35, 0.35]))
+    # Cells that were not drawn weigh one, and rare ones ten at most.
+    assert (bound(cells, **CLUSTERS, max_cells=30)._weights == 1).sum() == 18
+    adata.obs["protocol"] = np.where(adata.obs["group"] == "a", "x", "y")
+    adata.obs.loc[adata.obs_names[1], "protocol"] = "x"  # the one cell of group b there
+    assert bound(open_cells(adata, tiny_vocab), **CLUSTERS)._weights[1] == 10
 
 
 def test_sigreg_of_weights_is_that_of_repeated_cells(cells, tokenizer, tiny_vocab):
     objective, module = bound(cells, **CLUSTERS), module_of(tiny_vocab).eval()
     objective._weights = np.ones(60, dtype=np.float32)
     objective._weights[[0, 40]] = 2.0
-    with torch.no_grad():
-        batch = views_of(objective, cells, tokenizer, np.array([0, 1, 40, 41, 42]))
-        _, figures = objective.loss(module, batch)
-        z_kbd = module.encode(**{k: v for k, v in batch.items() if k != "batch_shares"}).unflatten(0, (VIEWS, -1))
-        noise = torch.randn(LATENT, SLICES, generator=torch.Generator().manual_seed(0))
-        # The statistic is a number of cells times an error; that of the weights counts each cell once.
-        x, y = (objective._sigreg.compute(z_kbd[:, of], noise) / len(of) for of in ([0, 0, 1], [2, 2, 3, 4]))
-    torch.testing.assert_close(figures["sigreg"], (2 * 2 * x + 3 * 3 * y) / 5)
+    batch = views_of(objective, cells, tokenizer, np.array([0, 1, 40, 41, 42]))
+    _, figures = objective.loss(module, batch)
+    # The statistic is a number of cells times an error; that of the weights counts each cell once.
+    x, y = sigreg_of_parts(objective, module, batch, ([0, 0, 1], [2, 2, 3, 4]))
+    torch.testing.assert_close(figures["sigreg"], (2 * 2 * x / 3 + 3 * 3 * y / 4) / 5)
 
 
-def test_cells_that_were_not_drawn_weigh_one_and_rare_ones_ten_at_most(uneven, adata, tiny_vocab, monkeypatch):
-    monkeypatch.setattr(
-        "scforge.training.objectives.joint_embedding.harmonised", lambda components, batches: components
-    )
-    _, cells = uneven
-    assert (bound(cells, **CLUSTERS, max_cells=30)._weights == 1).sum() == 18
-    adata.obs["protocol"] = np.where(adata.obs["group"] == "a", "x", "y")
-    adata.obs.loc[adata.obs_names[1], "protocol"] = "x"  # the one cell of group b there
-    rare = bound(open_cells(adata, tiny_vocab), **CLUSTERS)
-    assert rare._weights[1] == 10
-
-
-def test_clusters_of_a_query(cells, tokenizer):
+def test_clusters_of_a_query(cells):
     objective = JointEmbedding(**PER_BATCH, clusters=3, batches=["another"])
     objective.bind_query(cells, np.arange(60))
     assert len(np.unique(objective._weights)) > 1
-    objective.bind_query(cells, np.array([0, 1]))  # two clusters in place of three
-    assert objective._weights is not None
-    objective.bind_query(cells, np.array([0]))
-    assert objective._weights is None
+    for rows in (np.array([0, 1]), np.array([0])):  # two clusters in place of three, or none
+        objective.bind_query(cells, rows)
+        assert (objective._weights is None) == (len(rows) == 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({**PER_BATCH, "clusters": 1}, "clusters=1"),
-        ({**PER_BATCH, "clusters": 2.5}, "clusters=2.5"),
-        ({**PER_BATCH, "clusters": "many"}, "clusters='many'"),
-        ({"clusters": 4}, "clusters=4 is of use with per_batch=True alone"),
-    ],
-)
-def test_clusters_that_cannot_be(options, message):
-    with pytest.raises(OptionError, match=message):
-        JointEmbedding(**options)
-
-
-def test_more_clusters_than_cells(cells):
-    with pytest.raises(DataError, match="clusters=61 are more than the 60 cells to find them in"):
-        bound(cells, **PER_BATCH, clusters=61)
-
-
-def test_the_projector_takes_the_loss_and_the_embedding_is_its_input(cells, tokenizer, tiny_vocab):
+def test_the_projector_takes_the_loss_and_the_embedding_is_its_input(cells, tokenizer, tiny_vocab, train_on):
     objective = bound(cells, **SMALL, projector=8)
+    assert objective.model_options() == {"projector_dim": 8}
     module = module_of(tiny_vocab, **objective.model_options())
     objective.check_architecture(module)
     batch = views_of(objective, cells, tokenizer, np.arange(12))
@@ -242,65 +200,33 @@ def test_the_projector_takes_the_loss_and_the_embedding_is_its_input(cells, toke
     head = {name for name, _ in module.named_parameters() if name.startswith("head.")}
     assert {name for name, p in module.named_parameters() if p.grad is None} <= head
     before = [p.detach().clone() for p in module.projector.parameters()]
-    train(objective, module, cells, tokenizer, max_epochs=1)
+    history = train_on(cells, tokenizer, module, objective, epochs=2, n_held_out=10, batch_size=25)
     assert not any(torch.equal(a, b) for a, b in zip(before, module.projector.parameters(), strict=True))
-
-
-def test_architectures_without_a_projector(tiny_vocab):
-    objective = JointEmbedding(projector=8)
-    for architecture in (TransformerEncoder, TransformerEncoder(len(tiny_vocab), 8, 1, 2, max_seq_len=8)):
-        with pytest.raises(OptionError, match="projector=8 .*TransformerEncoder has not; choose .* 'gene_pooling'"):
-            objective.check_architecture(architecture)
-        JointEmbedding().check_architecture(architecture)
-    objective.check_architecture(GenePoolingModel)
-
-
-def train(objective, module, cells, tokenizer, **options):
-    rows = np.arange(len(cells))
-    data = CellDataModule(
-        cells, tokenizer, objective, train_rows=rows[10:], validation_rows=rows[:10], batch_size=25, seed=0
-    )
-    plan = TrainingPlan(module, objective, lr=options.pop("lr", 1e-2))
-    return fit(plan, data, early_stopping=False, progress_bar=False, accelerator="cpu", **options)
-
-
-def test_the_history_has_the_geometry(cells, tokenizer, tiny_vocab):
-    history = train(bound(cells, **PER_BATCH), module_of(tiny_vocab), cells, tokenizer, max_epochs=2).history
+    # What is logged has the geometry of the embedding.
     for stage in ("train", "validation"):
-        assert len(history[f"{stage}_effective_rank"]) == 2
         assert all(1 <= rank <= LATENT for rank in history[f"{stage}_effective_rank"])
         assert all(0 <= cosine < 1 for cosine in history[f"{stage}_mean_cosine"])
     assert not any("geometry" in name for name in history)
 
 
-class Dead(GenePoolingModel):
-    """All cells are one point."""
+def test_architectures_without_a_projector():
+    objective, name = JointEmbedding(projector=8), "TransformerEncoder"
+    for architecture in (TransformerEncoder, TransformerEncoder(84, 8, 1, 2, max_seq_len=8)):
+        with pytest.raises(OptionError, match=f"projector=8 .*{name} has not; choose .* 'gene_pooling'"):
+            objective.check_architecture(architecture)
+        JointEmbedding().check_architecture(architecture)
 
-    def encode(self, *args, **kwargs):
-        return 1 + 1e-4 * super().encode(*args, **kwargs)
 
+def test_collapse_is_named_once_a_training(cells, tokenizer, tiny_vocab, train_on):
+    class Dead(GenePoolingModel):
+        """All cells are one point."""
 
-def test_collapse_is_named_once_a_training(cells, tokenizer, tiny_vocab):
-    def dead():
-        return Dead(len(tiny_vocab), 16, 1, pooling="weighted_sum", latent_dim=LATENT)
+        def encode(self, *args, **kwargs):
+            return 1 + 1e-4 * super().encode(*args, **kwargs)
 
+    options = {"epochs": 3, "n_held_out": 10, "batch_size": 25, "lr": 1e-6}
     for _ in range(2):
+        module = Dead(len(tiny_vocab), 16, 1, pooling="weighted_sum", latent_dim=LATENT)
         with pytest.warns(ScforgeWarning, match=f"collapsed.* of {LATENT} dimensions.*larger weight") as told:
-            train(JointEmbedding(**SMALL), dead(), cells, tokenizer, max_epochs=3, lr=1e-6)
+            train_on(cells, tokenizer, module, JointEmbedding(**SMALL), **options)
         assert len(told) == 1
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"per_batch": True}, "per_batch=True needs batch_key"),
-        ({"per_batch": 1, "batch_key": "batch"}, "per_batch=1"),
-        ({"batch_key": "batch"}, "batch_key='batch' is of use with per_batch=True alone"),
-        ({"batches": ["x"]}, r"batches=\['x'\] needs batch_key"),
-        ({"per_batch": True, "batch_key": 3}, "batch_key=3 is not the name"),
-        ({"projector": 0}, "projector=0 is not a positive number of dimensions"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(OptionError, match=message):
-        JointEmbedding(**options)
