@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -93,21 +91,11 @@ def said(part: str | None = None, **changes: object) -> Spoil:
     return spoil
 
 
-def rewritten(change: Callable[[dict, bytes], tuple[dict | bytes, bytes]]) -> Spoil:
-    def spoil(folder: Path) -> None:
-        data = (folder / WEIGHTS).read_bytes()
-        (size,) = struct.unpack("<Q", data[:8])
-        header, numbers = change(json.loads(data[8 : 8 + size]), data[8 + size :])
-        header = header if isinstance(header, bytes) else json.dumps(header).encode()
-        (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(header)) + header + numbers)
-        said()(folder)
-
-    return spoil
-
-
-def first(header: dict, **changes: object) -> dict:
-    name = next(name for name in header if name != "__metadata__")
-    return header | {name: header[name] | changes}
+def not_finite(folder: Path) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    (folder / WEIGHTS).write_bytes(data[:start] + b"\xff" * (len(data) - start))
+    said()(folder)
 
 
 CASES |= {
@@ -116,16 +104,12 @@ CASES |= {
     "the weights of a model": lambda folder: shutil.copy(FIRST / "plain" / "model.safetensors", folder / WEIGHTS),
     "the description of a model": lambda folder: shutil.copy(FIRST / "plain" / "config.json", folder / CONFIG),
     "JSON nested too deeply": lambda folder: (folder / CONFIG).write_text("[" * 500_000),
-    "JSON of very many lists": lambda folder: (folder / CONFIG).write_text("[" + "[]," * 2_000_000 + "[]]"),
-    "JSON of no object": lambda folder: (folder / CONFIG).write_text('["format", 2]'),
     "a seed that is true": said(seed=True),
     "epochs in words": said(n_epochs="many"),
     "a history of texts": said(history={"loss": ["low"]}),
-    "a history that is a number": said(history={"loss": 5}),
     "a card that is a list": said(card=["cc0"]),
     "a checksum that is a list": said(sha256=[1]),
     "a task of no name": said("tuning", task={}),
-    "a task that is a list": said("tuning", task=["annotation"]),
     "a task whose name is a list": said("tuning", task={"name": ["annotation"]}),
     "no width": said("tuning", n_latent=None),
     "a width in words": said("tuning", n_latent="eight"),
@@ -137,13 +121,7 @@ CASES |= {
     "a split that is a list": said("tuning", split=[]),
     "other cells": said("tuning", split={"cells": "0" * 64}),
     "cells that are a list": said("tuning", split={"cells": [1]}),
-    "weights that are NaN": rewritten(lambda header, numbers: (header, b"\xff" * len(numbers))),
-    "a header nested too deeply": rewritten(lambda header, numbers: (b'{"a":' * 200_000, numbers)),
-    "a header of no tensors": rewritten(lambda header, numbers: (b"[]      ", numbers)),
-    "numbers that belong to no tensor": rewritten(lambda header, numbers: (header, numbers + b"more")),
-    "an unknown dtype": rewritten(lambda header, numbers: (first(header, dtype="F7"), numbers)),
-    "a negative shape": rewritten(lambda header, numbers: (first(header, shape=[-1, -4]), numbers)),
-    "a shape of terabytes": rewritten(lambda header, numbers: (first(header, shape=[2**40, 2**20]), numbers)),
+    "weights that are NaN": not_finite,
 }
 
 

@@ -254,7 +254,7 @@ def test_mistakes(run, options, said, many_adata, tmp_path, monkeypatch):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_cells_that_do_not_fit(run, model, many_adata, tiny_adata, tmp_path):
+def test_cells_that_do_not_fit(run, many_adata, tmp_path):
     with pytest.raises(DataError, match="empty"):
         run(many_adata[:0].copy())
     human, mouse = many_adata[:40].copy(), many_adata[:20].copy()
@@ -263,13 +263,15 @@ def test_cells_that_do_not_fit(run, model, many_adata, tiny_adata, tmp_path):
     with pytest.raises(GeneMismatchError, match="only 0 of the"):
         run(human)
     Encoder.setup_anndata(human)
-    untrained = Encoder(human, hidden_dim=4, ffn_dim=4)
+    other = Encoder(human, hidden_dim=4, ffn_dim=4)
+    other.is_trained_ = True
     with pytest.raises(GeneMismatchError, match=r"so give cells of that species, or a model that was") as caught:
-        run(mouse, model=untrained)
+        run(mouse, model=other)
     assert "gene_vocab=" not in str(caught.value), "a vocabulary would not help"
     assert left_over(tmp_path) == []
+    other.is_trained_ = False
     with pytest.warns(NotTrainedWarning):
-        run(human, model=untrained)
+        run(human, model=other)
 
 
 def test_which_process_this_is():
