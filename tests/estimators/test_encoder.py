@@ -263,14 +263,15 @@ class OneProfile(Means):
     ],
 )
 def test_architectures_that_are_none(build, quick, monkeypatch, architecture, message) -> None:
-    monkeypatch.setattr(MODELS, "_entries", MODELS._entries | {"own": architecture, "set": SetsLater})
+    monkeypatch.setitem(MODELS._entries, "own", architecture)
+    monkeypatch.setitem(MODELS._entries, "set", SetsLater)
     with pytest.raises((OptionError, TrainingError), match=message):
         build("own", "rank_value", "masked_gene_prediction").train(**quick)
     assert isinstance(build("set").module, SetsLater)
 
 
-def test_a_custom_tokenizer(trained, tiny_adata: ad.AnnData, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(TOKENIZERS, "_entries", dict(TOKENIZERS._entries))
+def test_a_custom_tokenizer(trained, tiny_adata: ad.AnnData, tmp_path, request) -> None:
+    request.addfinalizer(lambda: TOKENIZERS._entries.pop("every_second_gene"))
 
     @register_tokenizer("every_second_gene")
     class EverySecondGene(ContinuousProjectionTokenizer):

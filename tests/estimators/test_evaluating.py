@@ -108,7 +108,8 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
         ),
     ],
 )
-def test_mistakes(trained: Encoder, options: dict, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes(trained: Encoder, options: dict, message: str, request: pytest.FixtureRequest) -> None:
+    @register_benchmark("my_network")
     class Mine(Benchmark):
         subject = "network"
         metrics = ("mine",)
@@ -116,8 +117,7 @@ def test_mistakes(trained: Encoder, options: dict, message: str, monkeypatch: py
         def run(self, made: pd.DataFrame, reference: pd.DataFrame) -> dict[str, float]:
             return {"mine": 1.0}
 
-    monkeypatch.setattr(BENCHMARKS, "_entries", dict(BENCHMARKS._entries))
-    register_benchmark("my_network")(Mine)
+    request.addfinalizer(lambda: BENCHMARKS._entries.pop("my_network"))
     cells = trained.adata if options.get("benchmarks") == "generation" else trained.adata.copy()
     if options.get("labels_key", "group") is None:
         del cells.obs["group"]
@@ -167,10 +167,10 @@ def test_files(trained: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             evaluate_to("a/final", cells, **options, **wrong)
 
 
-def test_one_file_of_a_benchmark_appears_everywhere(trained: Encoder, tmp_path: Path, monkeypatch) -> None:
+def test_one_file_of_a_benchmark_appears_everywhere(trained: Encoder, tmp_path: Path, monkeypatch, request) -> None:
     """In YAML, beside the losses, on the command line and in reports."""
-    monkeypatch.setattr(BENCHMARKS, "_entries", dict(BENCHMARKS._entries))
     monkeypatch.chdir(tmp_path)
+    request.addfinalizer(lambda: BENCHMARKS._entries.pop("spread"))
 
     @register_benchmark("spread")
     class Spread(Benchmark):

@@ -181,7 +181,7 @@ def test_the_tutorial_on_custom_models(run, pbmc: ad.AnnData, monkeypatch, archi
     code = TUTORIAL_MODEL.read_text(encoding="utf-8").replace('@register_model("gene_pooling")', "")
     names: dict[str, Any] = {"__name__": "my_pool"}
     exec(compile(code, str(TUTORIAL_MODEL), "exec"), names)
-    monkeypatch.setattr(MODELS, "_entries", {**MODELS._entries, "my_pool": names["GenePoolingModel"]})
+    monkeypatch.setitem(MODELS._entries, "my_pool", names["GenePoolingModel"])
     pbmc[:60].copy().write_h5ad("pbmc.h5ad")
     text = CUSTOM_MODEL.read_text(encoding="utf-8").replace("/path/to/dataset.h5ad", "pbmc.h5ad")
     few = ["training.max_epochs=2", "training.accelerator=cpu", "data.max_genes=64", "model.max_seq_len=64"]
