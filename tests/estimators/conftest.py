@@ -12,7 +12,6 @@ from torch import nn
 from scforge.config.schema import ModelConfig
 from scforge.estimators import Encoder
 from scforge.models import register_model
-from scforge.models._utils import init_weights
 from scforge.models.components import GeneExpressionEmbedding, MaskedGenePredictionHead, mean_pool
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import MODELS
@@ -69,14 +68,12 @@ def custom_architecture() -> Iterator[str]:
             self.embedding = GeneExpressionEmbedding(vocab_size=vocab_size, hidden_dim=hidden_dim, dropout=dropout)
             self.layers = nn.ModuleList([nn.Linear(hidden_dim, hidden_dim) for _ in range(num_layers)])
             self.head = MaskedGenePredictionHead(hidden_dim=hidden_dim, vocab_size=vocab_size)
-            self.apply(init_weights)
 
         def forward(self, input_ids, attention_mask, values=None, labels=None, **kwargs) -> ModelOutput:
             hidden = self.embedding(input_ids, values=values)
             for layer in self.layers:
                 hidden = hidden + layer(hidden)
-            logits = self.head(hidden)
-            loss = None
+            logits, loss = self.head(hidden), None
             if labels is not None:
                 loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
             return ModelOutput(loss=loss, logits=logits, embeddings=mean_pool(hidden, attention_mask))

@@ -7,9 +7,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from scforge.cli import main
+from scforge.config import load_config
 from scforge.errors import DataError, OptionError, ScforgeWarning
-from scforge.estimators import Encoder, evaluate_embeddings, evaluate_to
-from scforge.eval import Benchmark, register_benchmark
+from scforge.estimators import Encoder, check_config, evaluate_embeddings, evaluate_to, train_from_config
+from scforge.eval import Benchmark, evaluate, pca_embedding, register_benchmark
 from scforge.eval.base import BENCHMARKS
 
 QUICK = {"baselines": ["pca"], "intervals": False, "seeds": (0,)}
@@ -25,8 +27,17 @@ def trained(many_adata: ad.AnnData) -> Encoder:
     return model
 
 
+def edges(n_genes: int = 60) -> pd.DataFrame:
+    rng = np.random.default_rng(0)
+    pairs = {(f"gene{i}", f"gene{j}") for i in range(6) for j in rng.choice(n_genes, 8) if i != j}
+    return pd.DataFrame(sorted(pairs), columns=["source", "target"])
+
+
 def test_an_embedding_beside_baselines_and_random_weights(trained: Encoder, tmp_path: Path) -> None:
     cells = trained.adata.copy()
+    before = set(cells.obsm), set(cells.uns)
+    trained.evaluate(cells, benchmarks="geometry", key_added=None, **QUICK)
+    assert (set(cells.obsm), set(cells.uns)) == before
     report = trained.evaluate(cells, benchmarks=["label_prediction", "geometry"], **QUICK)
     rows = [(row.name, row.kind) for row in report.of("label_prediction")]
     assert rows == [("X_scforge", "model"), ("X_untrained", "untrained"), ("PCA", "baseline")]
@@ -37,25 +48,23 @@ def test_an_embedding_beside_baselines_and_random_weights(trained: Encoder, tmp_
     assert set(figures["benchmark"]) == {"label_prediction", "geometry"}
     assert len(report.verdicts()) == 1
     assert report.facts["labels_key"] == "group (2)"
+    assert not any("'scforge' has seen the expression of these cells" in note for note in report.notes)
+    seen = trained.evaluate(trained.adata, benchmarks="label_prediction", key_added=None, **QUICK)
+    assert "'scforge' has seen the expression of these cells" in seen.notes[-2]
 
 
 def test_several_trainings_are_one_row_and_other_embeddings_too(trained: Encoder) -> None:
     cells = trained.adata.copy()
-    cells.obsm["X_other"] = np.random.default_rng(0).normal(size=(160, 5))
-    report = evaluate_embeddings(
-        {"mine": [trained, trained]}, cells, benchmarks="geometry", obsm_keys=["X_other"], untrained=False, **QUICK
-    )
-    assert [row.name for row in report.rows] == ["X_other", "X_mine", "PCA"]
+    cells.obsm["X_point"] = np.ones((160, 4)) + np.random.default_rng(0).normal(0, 1e-3, (160, 4))
+    options = QUICK | {"benchmarks": "geometry", "obsm_keys": ["X_point"], "untrained": False}
+    report = evaluate_embeddings({"mine": [trained, trained]}, cells, **options)
+    assert [row.name for row in report.rows] == ["X_point", "X_mine", "PCA"]
     assert report.rows[1].spreads["effective_rank"] == 0.0
     assert {"X_mine_0", "X_mine_1"} <= set(cells.obsm)
     assert "2 trainings" in report.facts["model mine"]
-
-
-def test_nothing_is_written_where_nothing_is_asked_for(trained: Encoder) -> None:
-    cells = trained.adata.copy()
-    before = set(cells.obsm), set(cells.uns)
-    trained.evaluate(cells, benchmarks="geometry", key_added=None, **QUICK)
-    assert (set(cells.obsm), set(cells.uns)) == before
+    assert any(note.startswith("'X_point' has collapsed") for note in report.notes)
+    assert not report.verdicts(), "geometry is no contest"
+    assert "**" not in report.to_markdown()
 
 
 @pytest.mark.filterwarnings("ignore:.*training cell each")
@@ -64,6 +73,9 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
     with pytest.warns(ScforgeWarning, match="fine-tuned on 96 of the 160 cells; they are not scored"):
         report = tuned.evaluate(trained.adata.copy(), benchmarks="label_prediction", **QUICK)
     assert report.facts["cells"].startswith("64 of 160")
+    assert report.rows[0].kind == "supervised"
+    assert "'scforge' learned from labels of other cells" in report.notes[-2]
+    assert not report.verdicts()
     learned = trained.adata[np.sort(tuned._seen.rows.train)].copy()
     with pytest.raises(DataError, match="the model 'scforge' was fine-tuned on all these .* their labels are in its"):
         tuned.evaluate(learned, benchmarks="label_prediction", **QUICK)
@@ -73,22 +85,44 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
     ("options", "message"),
     [
         ({"baselines": False}, "baselines=False leaves embeddings with nothing to compare with"),
-        ({"baselines": []}, "nothing to compare with"),
-        ({"baselines": ["pcaa"]}, "did you mean 'pca'"),
         ({"labels_key": "grup"}, "labels_key='grup' is not a column of obs; did you mean 'group'"),
+        ({"labels_key": None, "benchmarks": None}, "labels_key=None, but cell types are needed"),
         ({"benchmarks": "geometri"}, "did you mean 'geometry'"),
         ({"obsm_keys": ["X_scforge"]}, "two rows are called 'X_scforge'; give the model"),
-        ({"obsm_keys": ["X_untrained"]}, "two rows are called 'X_untrained'"),
         ({"benchmarks": {"label_prediction": {"max_cells": 50}}}, "max_cells=50 has no use here"),
         ({"seed": 3}, "seed=3 is for the task of a fine-tuned model"),
         ({"obsm_keys": ["X_pca"]}, "obsm_keys names 'X_pca', which is not in adata.obsm"),
         ({"frob": 1}, "frob"),
-        ({"seeds": ()}, "seeds=\\(\\) leaves nothing to run"),
+        ({"seeds": ()}, r"seeds=\(\) leaves nothing to run"),
+        ({"benchmarks": "gene_network"}, "needs true edges; pass network=FILE"),
+        ({"benchmarks": "geometry", "network": "edges.csv"}, "which only the benchmark gene_network needs"),
+        (
+            {"benchmarks": {"perturbation_prediction": {"perturbation_key": "group", "control": "a"}}},
+            "is run by the",
+        ),
+        ({"benchmarks": "generation"}, "with others than those of the training"),
+        ({"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl"}, "'symbl' is not a column of var"),
+        (
+            {"benchmarks": "my_network", "network": edges()},
+            "'my_network' scores what scforge cannot make of a model",
+        ),
     ],
 )
-def test_mistakes(trained: Encoder, options: dict, message: str) -> None:
+def test_mistakes(trained: Encoder, options: dict, message: str, request: pytest.FixtureRequest) -> None:
+    @register_benchmark("my_network")
+    class Mine(Benchmark):
+        subject = "network"
+        metrics = ("mine",)
+
+        def run(self, made: pd.DataFrame, reference: pd.DataFrame) -> dict[str, float]:
+            return {"mine": 1.0}
+
+    request.addfinalizer(lambda: BENCHMARKS._entries.pop("my_network"))
+    cells = trained.adata if options.get("benchmarks") == "generation" else trained.adata.copy()
+    if options.get("labels_key", "group") is None:
+        del cells.obs["group"]
     with pytest.raises((OptionError, DataError), match=message):
-        trained.evaluate(trained.adata.copy(), **{"benchmarks": "label_prediction", **QUICK, **options})
+        trained.evaluate(cells, **{"benchmarks": "label_prediction", **QUICK, **options})
 
 
 def test_what_nobody_asked_for_is_left_out_where_cells_do_not_allow_it(many_adata: ad.AnnData) -> None:
@@ -103,23 +137,7 @@ def test_what_nobody_asked_for_is_left_out_where_cells_do_not_allow_it(many_adat
     assert any("so nothing looks at batches" in note for note in report.notes)
 
 
-@pytest.mark.filterwarnings("ignore:.*training cell each", "ignore:A model was fine-tuned on")
-def test_the_report_says_what_rows_have_seen(trained: Encoder) -> None:
-    cells = trained.adata.copy()
-    options = {"benchmarks": "label_prediction", **QUICK}
-    assert "has seen the expression" not in trained.evaluate(cells, **options).notes[-2].replace("have", "")
-    assert "'scforge' has seen the expression of these cells" in trained.evaluate(trained.adata, **options).notes[-2]
-    trained.adata.obsm.clear()
-    tuned = trained.finetune("annotation", trained.adata, labels_key="group", test_size=0.4, freeze=True, **TRAINING)
-    report = tuned.evaluate(cells, **options)
-    assert report.rows[0].kind == "supervised"
-    assert "'scforge' learned from labels of other cells" in report.notes[-2]
-    assert not report.verdicts()
-
-
 def test_baselines_are_made_of_all_cells(trained: Encoder) -> None:
-    from scforge.eval import evaluate, pca_embedding
-
     cells = trained.adata.copy()
     cells.obsm["X_all"] = pca_embedding(cells)
     rows = np.arange(0, 160, 3)
@@ -127,42 +145,32 @@ def test_baselines_are_made_of_all_cells(trained: Encoder) -> None:
     assert report.rows[0].scores == pytest.approx(report.rows[1].scores)
 
 
-def test_cell_types_are_needed(trained: Encoder) -> None:
-    cells = trained.adata.copy()
-    del cells.obs["group"]
-    with pytest.raises(OptionError, match="labels_key=None, but cell types are needed"):
-        trained.evaluate(cells, **QUICK)
-
-
 def test_files(trained: Encoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     trained.adata.write_h5ad("cells.h5ad")
-    trained.save("a/final")
-    trained.save("b/final")
+    for name in ("a/final", "b/final"):
+        trained.save(name)
     options = {"benchmarks": ["label_prediction"], "baselines": ["pca"], "intervals": False, "seeds": 1}
     report = evaluate_to(["a/final", "b/final"], "cells.h5ad", "out", **options)
     assert [row.name for row in report.rows] == ["X_a_final", "X_b_final", "X_untrained", "PCA"]
     assert report.rows[0].scores == report.rows[1].scores
     assert {path.name for path in Path("out").iterdir()} == {"report.md", "report.html", "report.json", "report.csv"}
-    with pytest.raises(OptionError, match=r"output='out' holds a report; give another name, or replace it"):
-        evaluate_to("a/final", "cells.h5ad", "out", **options)
     evaluate_to("a/final", "cells.h5ad", "figures.csv", **options)
     assert set(pd.read_csv("figures.csv")["method"]) == {"X_scforge", "X_untrained", "PCA"}
-    for wrong, message in (
-        ({"base_model": "b/final"}, "base_model='b/final' has no use where embeddings are scored"),
-        ({"frob": 1}, "frob=1 is no option of evaluate"),
+    for cells, wrong, message in (
+        ("cells.h5ad", {"output": "out"}, r"output='out' holds a report; give another name, or replace it"),
+        ("cells.h5ad", {"base_model": "b/final"}, "base_model='b/final' has no use where embeddings are scored"),
+        ("cells.h5ad", {"frob": 1}, "frob=1 is no option of evaluate"),
+        ("cells", {}, "is no h5ad file and no data set of scforge.datasets"),
     ):
         with pytest.raises(OptionError, match=message):
-            evaluate_to("a/final", "cells.h5ad", **options, **wrong)
-    with pytest.raises(OptionError, match="is no h5ad file and no data set of scforge.datasets"):
-        evaluate_to("a/final", "cells", **options)
+            evaluate_to("a/final", cells, **options, **wrong)
 
 
-def test_one_file_of_a_benchmark_appears_everywhere(trained: Encoder, tmp_path: Path) -> None:
+def test_one_file_of_a_benchmark_appears_everywhere(trained: Encoder, tmp_path: Path, monkeypatch, request) -> None:
     """In YAML, beside the losses, on the command line and in reports."""
-    from scforge.cli import main
-    from scforge.config import load_config
-    from scforge.estimators import check_config, train_from_config
+    monkeypatch.chdir(tmp_path)
+    request.addfinalizer(lambda: BENCHMARKS._entries.pop("spread"))
 
     @register_benchmark("spread")
     class Spread(Benchmark):
@@ -171,31 +179,21 @@ def test_one_file_of_a_benchmark_appears_everywhere(trained: Encoder, tmp_path: 
         def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
             return {"spread": float(embedding.std())}
 
-    try:
-        cells, model = tmp_path / "cells.h5ad", tmp_path / "model"
-        trained.adata.write_h5ad(cells)
-        trained.save(model)
-        text = (
-            f"data: {{paths: ['{cells}'], preprocessing: {{hvg_selection: 60}}}}\n"
-            "model: {hidden_dim: 16, latent_dim: 8, ffn_dim: 16}\n"
-            "training: {max_epochs: 1, accelerator: cpu, batch_size: 32}\neval: {benchmarks: [spread]}\n"
-        )
-        (tmp_path / "recipe.yaml").write_text(text)
-        config = load_config(tmp_path / "recipe.yaml")
-        check_config(config)
-        assert "spread_spread" in train_from_config(config, progress_bar=False).history
-        line = ["evaluate", str(cells), "-m", str(model), "--benchmarks", "spread", "--against", "pca", "-o"]
-        assert main([*line, str(tmp_path / "report")]) == 0
-        assert "spread" in (tmp_path / "report" / "report.html").read_text()
-        assert (pd.read_csv(tmp_path / "report" / "report.csv")["metric"] == "spread").all()
-    finally:
-        BENCHMARKS._entries.pop("spread", None)
-
-
-def edges(n_genes: int = 60) -> pd.DataFrame:
-    rng = np.random.default_rng(0)
-    pairs = {(f"gene{i}", f"gene{j}") for i in range(6) for j in rng.choice(n_genes, 8) if i != j}
-    return pd.DataFrame(sorted(pairs), columns=["source", "target"])
+    trained.adata.write_h5ad("cells.h5ad")
+    trained.save("model")
+    text = (
+        "data: {paths: [cells.h5ad], preprocessing: {hvg_selection: 60}}\n"
+        "model: {hidden_dim: 16, latent_dim: 8, ffn_dim: 16}\n"
+        "training: {max_epochs: 1, accelerator: cpu, batch_size: 32}\neval: {benchmarks: [spread]}\n"
+    )
+    Path("recipe.yaml").write_text(text)
+    config = load_config("recipe.yaml")
+    check_config(config)
+    assert "spread_spread" in train_from_config(config, progress_bar=False).history
+    line = "evaluate cells.h5ad -m model --benchmarks spread --against pca -o report"
+    assert main(line.split()) == 0
+    assert "spread" in Path("report/report.html").read_text()
+    assert (pd.read_csv("report/report.csv")["metric"] == "spread").all()
 
 
 def test_gene_embeddings_against_a_network(trained: Encoder, tmp_path: Path) -> None:
@@ -206,76 +204,22 @@ def test_gene_embeddings_against_a_network(trained: Encoder, tmp_path: Path) -> 
     kinds = {row.name: row.kind for row in report.of("gene_network")}
     assert (kinds["scforge"], kinds["untrained"]) == ("model", "untrained")
     assert "baseline" in kinds.values()
-    assert "auprc_ratio" in report.to_table("gene_network")
+    table = report.to_table("gene_network")
+    assert "auprc_ratio" in table
     assert set(cells.uns["scforge"]["metrics"]["benchmark"]) == {"geometry", "gene_network"}
     cells.var["symbol"] = [f"S{name}" for name in cells.var_names]
-    named = "S" + edges()
-    again = trained.evaluate(
-        cells, benchmarks="gene_network", network=named, gene_key="symbol", intervals=False, seeds=(0,)
-    )
-    same = again.to_table("gene_network").loc["scforge", "auroc"]
-    assert same == pytest.approx(report.to_table("gene_network").loc["scforge", "auroc"])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"benchmarks": "gene_network"}, "needs true edges; pass network=FILE"),
-        ({"benchmarks": "geometry", "network": "edges.csv"}, "which only the benchmark gene_network needs"),
-        (
-            {"benchmarks": {"perturbation_prediction": {"perturbation_key": "group", "control": "a"}}},
-            "is run by the task",
-        ),
-        ({"benchmarks": "generation"}, "with others than those of the training"),
-        (
-            {"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl"},
-            "gene_key='symbl' is not a column of var",
-        ),
-    ],
-)
-def test_mistakes_with_other_subjects(trained: Encoder, options: dict, message: str) -> None:
-    with pytest.raises(OptionError, match=message):
-        trained.evaluate(trained.adata, **QUICK, **options)
-
-
-def test_another_benchmark_of_a_network_is_not_replaced(trained: Encoder) -> None:
-    @register_benchmark("my_network")
-    class Mine(Benchmark):
-        subject = "network"
-        metrics = ("mine",)
-
-        def run(self, made: pd.DataFrame, reference: pd.DataFrame) -> dict[str, float]:
-            return {"mine": 1.0}
-
-    try:
-        with pytest.raises(OptionError, match="'my_network' scores what scforge cannot make of a model by itself"):
-            trained.evaluate(trained.adata, benchmarks="my_network", network=edges(), **QUICK)
-    finally:
-        BENCHMARKS._entries.pop("my_network")
+    options = {"benchmarks": "gene_network", "network": "S" + edges(), "gene_key": "symbol"}
+    again = trained.evaluate(cells, **options, intervals=False, seeds=(0,)).to_table("gene_network")
+    assert again.loc["scforge", "auroc"] == pytest.approx(table.loc["scforge", "auroc"])
 
 
 def test_generated_cells(many_adata: ad.AnnData) -> None:
     adata = many_adata[:160].copy()
     Encoder.setup_anndata(adata)
-    model = Encoder(
-        adata,
-        "autoregressive_transformer",
-        {"name": "binned_expression", "max_len": 24, "n_bins": 5},
-        hidden_dim=16,
-        num_layers=1,
-        num_heads=2,
-    )
+    tokenizer = {"name": "binned_expression", "max_len": 24, "n_bins": 5}
+    model = Encoder(adata, "autoregressive_transformer", tokenizer, hidden_dim=16, num_layers=1, num_heads=2)
     model.train(**TRAINING)
     report = model.evaluate(many_adata[200:300].copy(), benchmarks="generation", intervals=False, seeds=(0,))
     kinds = {row.name: row.kind for row in report.rows}
     assert kinds["scforge"] == "model"
     assert "baseline" in kinds.values()
-
-
-def test_a_collapse_is_told_and_geometry_is_no_contest(trained: Encoder) -> None:
-    cells = trained.adata.copy()
-    cells.obsm["X_point"] = np.ones((160, 4)) + np.random.default_rng(0).normal(0, 1e-3, (160, 4))
-    report = trained.evaluate(cells, benchmarks="geometry", obsm_keys=["X_point"], **QUICK)
-    assert any(note.startswith("'X_point' has collapsed") for note in report.notes)
-    assert not report.verdicts()
-    assert "**" not in report.to_markdown()

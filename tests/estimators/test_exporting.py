@@ -42,29 +42,13 @@ def models(cells: ad.AnnData) -> dict[str, Encoder]:
     return made
 
 
-@pytest.fixture(scope="module")
-def exported(models: dict[str, Encoder], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """Return a function that exports a model once."""
-    place = tmp_path_factory.mktemp("exported")
-
-    def exported(kind: str, format: str) -> Path:
-        folder = place / f"{kind}_{format}"
-        if not folder.exists():
-            models[kind].export(folder, format)
-        return folder
-
-    return exported
-
-
 def runner(folder: Path) -> Callable[[dict[str, torch.Tensor]], np.ndarray]:
     """Return what computes with what was exported, as somebody without scforge does."""
     said = json.loads((folder / "export.json").read_text())
-    names = [part["name"] for part in said["inputs"]]
+    names, dtypes = ([part[key] for part in said["inputs"]] for key in ("name", "dtype"))
 
     def tensors(batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        assert [str(batch[part["name"]].dtype) for part in said["inputs"]] == [
-            f"torch.{part['dtype']}" for part in said["inputs"]
-        ]
+        assert [str(batch[name].dtype) for name in names] == [f"torch.{dtype}" for dtype in dtypes]
         return [batch[name] for name in names]
 
     if said["file"].endswith(".pt2"):
@@ -83,8 +67,9 @@ def runner(folder: Path) -> Callable[[dict[str, torch.Tensor]], np.ndarray]:
 @pytest.mark.parametrize("format", ["torch", "onnx"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_equal_embeddings_on_pbmc(kind: str, format: str, models, exported, cells: ad.AnnData) -> None:
-    model, folder = models[kind], exported(kind, format)
+def test_equal_embeddings_on_pbmc(kind: str, format: str, models, cells: ad.AnnData, tmp_path: Path) -> None:
+    model, folder = models[kind], tmp_path / "exported"
+    model.export(folder, format)
     source, run = open_cells(cells, model.vocab), runner(folder)
     for rows in ([7], range(3, 14), range(40, 104)):
         batch = dict(model.tokenizer(source.block(np.array(rows))))
@@ -93,11 +78,6 @@ def test_equal_embeddings_on_pbmc(kind: str, format: str, models, exported, cell
             with torch.no_grad():
                 wanted = model.module.encode(**some).numpy()
             np.testing.assert_allclose(run(some), wanted, atol=1e-5 if format == "torch" else 1e-4)
-
-
-@pytest.mark.parametrize("format", ["torch", "onnx"])
-def test_what_is_said(format: str, models, exported) -> None:
-    folder, model = exported("light", format), models["light"]
     said = json.loads((folder / "export.json").read_text())
     assert sorted(path.name for path in folder.iterdir()) == sorted(["export.json", said["file"], "vocab.json"])
     assert said["vocab"]["hash"] == model.vocab.hash == json.loads((folder / "vocab.json").read_text())["hash"]
@@ -127,29 +107,22 @@ def test_adapters_are_merged_and_the_head_is_left_out(models, cells: ad.AnnData,
         ({"format": "tensorrt"}, r"format='tensorrt' is not known; choose 'onnx' or 'torch'\."),
         ({"max_len": 1}, "max_len=1 is not at least 2"),
         ({"max_len": 10**6}, "max_len=1000000 but the model has positions for"),
+        ({"path": Path(__file__).parent, "format": "torch"}, r"path='.*' exists and is not empty; pass overwrite=True"),
     ],
 )
 def test_arguments_that_cannot_be(options: dict, message: str, models, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
-        models["transformer"].export(tmp_path / "out", **options)
+        models["transformer"].export(**({"path": tmp_path / "out"} | options))
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_is_there(models, tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("")
-    with pytest.raises(OptionError, match=r"path='.*' exists and is not empty; pass overwrite=True"):
-        models["light"].export(tmp_path, "torch")
-
-
 @pytest.mark.parametrize("weight", [0.5, float("nan"), float("inf")])
-def test_an_export_that_computes_something_else(
-    weight: float, models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_that_computes_something_else(weight: float, models, tmp_path: Path, monkeypatch) -> None:
     """Nothing is written of a model whose file gives other numbers, here those of other weights, or none."""
     whole = exporting._program
 
     def other(model, encoder, *rest):
-        wrong = exporting.copy.deepcopy(encoder)
+        wrong = copy.deepcopy(encoder)
         with torch.no_grad():
             for parameter in wrong.parameters():
                 parameter.copy_(weight * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(0)))
@@ -189,15 +162,12 @@ def test_an_architecture_that_cannot_be_exported(
 
 
 def test_without_the_packages(models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = exporting.importlib.util.find_spec
-    for gone in (("onnxscript",), ("onnxruntime",)):
-        monkeypatch.setattr(
-            exporting.importlib.util, "find_spec", lambda name, *rest, gone=gone: None if name in gone else found(name)
-        )
-        if "onnxscript" in gone:
-            with pytest.raises(OptionError, match=r"format='onnx' needs 'onnxscript'.*pip install 'scforge\[onnx\]'"):
-                models["light"].export(tmp_path / "out")
-        else:
-            with pytest.warns(ScforgeWarning, match=r"not compared with encode, .* pip install 'scforge\[onnx\]'"):
-                models["light"].export(tmp_path / "out")
-            assert json.loads((tmp_path / "out" / "export.json").read_text())["parity"] is None
+    util, gone = exporting.importlib.util, ["onnxscript"]
+    find = util.find_spec
+    monkeypatch.setattr(util, "find_spec", lambda name, *rest: None if name in gone else find(name, *rest))
+    with pytest.raises(OptionError, match=r"format='onnx' needs 'onnxscript'.*pip install 'scforge\[onnx\]'"):
+        models["light"].export(tmp_path / "out")
+    gone[:] = ["onnxruntime"]
+    with pytest.warns(ScforgeWarning, match=r"not compared with encode, .* pip install 'scforge\[onnx\]'"):
+        models["light"].export(tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "export.json").read_text())["parity"] is None

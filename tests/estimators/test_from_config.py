@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +19,11 @@ from scforge.estimators import Encoder, train_from_config
 from scforge.models.registry import MODELS
 
 SMALL = """
-data:
-  paths: [cells.h5ad]
-model:
-  hidden_dim: 8
-  ffn_dim: 8
-training:
-  max_epochs: 1
-  batch_size: 16
-  accelerator: cpu
+data: {paths: [cells.h5ad]}
+model: {hidden_dim: 8, ffn_dim: 8}
+training: {max_epochs: 1, batch_size: 16, accelerator: cpu}
 """
-TRANSFORMER = """
-data:
-  paths: [cells.h5ad]
-model:
-  architecture: transformer_encoder
-  hidden_dim: 8
-  num_layers: 1
-  num_heads: 2
-training:
-  max_epochs: 1
-  batch_size: 16
-  accelerator: cpu
-"""
+TRANSFORMER = SMALL.replace("ffn_dim: 8", "architecture: transformer_encoder, num_layers: 1, num_heads: 2")
 
 # Those that fine-tune are run in test_finetuning_from_config.py.
 PLAIN = [name for name in list_recipes() if not name.endswith("_cluster")]
@@ -66,29 +49,22 @@ def run(tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 # test_config_keys.py shows that each key arrives; each of these is read to the very end, for it changes the weights.
-WEIGHTS = [
-    "training.lr=0.01",
-    "training.accumulate_grad_batches=2",
-    "training.gradient_clip_val=0.001",
-    "training.ema_decay=0.5",
-    "training.precision=bf16-true",
-    "training.optimizer.name=muon",
-    "training.optimizer.weight_decay=0.9",
-    "training.scheduler.warmup_steps=1",
-    "tokenizer.use_medians=false",
-    "tokenizer.masking.mask_token_prob=0.1",
-    "objective.token_prior=false",
-]
+WEIGHTS = ["training.lr=0.01", "training.accumulate_grad_batches=2", "training.gradient_clip_val=0.001"]
+WEIGHTS += ["training.ema_decay=0.5", "training.precision=bf16-true", "training.optimizer.name=muon"]
+WEIGHTS += ["training.optimizer.weight_decay=0.9", "training.scheduler.warmup_steps=1", "tokenizer.use_medians=false"]
+WEIGHTS += ["tokenizer.masking.mask_token_prob=0.1", "objective.token_prior=false"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("override", WEIGHTS)
-def test_keys_change_the_weights(run, override: str) -> None:
-    before, after = run(TRANSFORMER).module.state_dict(), run(TRANSFORMER, override).module.state_dict()
-    assert all(value.dtype == torch.float32 for value in after.values() if value.is_floating_point())
-    assert set(before) != set(after) or any(
-        before[name].shape != after[name].shape or not before[name].equal(after[name]) for name in before
-    )
+def test_keys_change_the_weights(run) -> None:
+    before, again = (run(TRANSFORMER).module.state_dict() for _ in range(2))
+    assert all(before[name].equal(again[name]) for name in before)
+    for override in WEIGHTS:
+        after = run(TRANSFORMER, override).module.state_dict()
+        assert all(value.dtype == torch.float32 for value in after.values() if value.is_floating_point())
+        assert set(before) != set(after) or any(
+            before[name].shape != after[name].shape or not before[name].equal(after[name]) for name in before
+        ), override
 
 
 def models(folder: str) -> list[str]:
@@ -96,90 +72,58 @@ def models(folder: str) -> list[str]:
     return sorted(path.parent.name for path in Path(folder).glob("[!s]*/config.json"))
 
 
-def test_the_same_file_gives_the_same_weights(run) -> None:
-    before, after = run(TRANSFORMER).module.state_dict(), run(TRANSFORMER).module.state_dict()
-    assert all(before[name].equal(after[name]) for name in before)
-
-
 def test_keys_of_the_parts(run) -> None:
-    model = run(
-        SMALL,
-        "tokenizer.append_cls=true",
-        "objective.name=joint_embedding",
-        "objective.views=2",
-        "objective.weight=0.1",
-        "model.latent_dim=6",
-    )
+    objective = ["objective.name=joint_embedding", "objective.views=2", "objective.weight=0.1"]
+    model = run(SMALL, "tokenizer.append_cls=true", *objective, "model.latent_dim=6")
     assert model.tokenizer.append_cls is True
     assert (model._spec.objective_options["views"], model._spec.objective_options["weight"]) == (2, 0.1)
     assert model.get_latent_representation(key_added=None).shape == (60, 6)
     assert run(SMALL, "model.pooling=mean").objective == "masked_gene_prediction"
-    assert run(SMALL, "tokenizer.masking.mask_ratio=0.3").objective == "masked_gene_prediction"
-    assert run(SMALL, "tokenizer.masking.mask_ratio=0.3")._spec.objective_options["mask_ratio"] == 0.3
-    assert run(SMALL, "model.mask_ratio=0.4")._spec.objective_options["mask_ratio"] == 0.4
+    for key in ("tokenizer.masking.mask_ratio", "model.mask_ratio"):
+        model = run(SMALL, f"{key}=0.3")
+        assert model.objective == "masked_gene_prediction"
+        assert model._spec.objective_options["mask_ratio"] == 0.3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save_top_k", [1, -1, 0])
+def test_checkpoints(run, save_top_k: int) -> None:
+    model = run(SMALL, "training.max_epochs=4", "output.checkpoint_dir=ck", f"output.save_top_k={save_top_k}")
+    embedding, losses = model.get_latent_representation(), model.history["validation_loss"]["validation_loss"]
+    best = losses.sort_values().index[: 4 if save_top_k < 0 else save_top_k]
+    *names, final = models("ck")
+    assert (names, final) == (sorted(f"epoch={epoch:02d}" for epoch in best), "final")
+    for name in names:
+        saved = Encoder.load(Path("ck") / name)
+        assert saved.is_trained_
+        assert saved.n_epochs_ == int(name[-2:]) + 1
+        assert np.isfinite(saved.get_latent_representation(model.adata, key_added=None)).all()
+    for name in (final, f"epoch={losses.argmin():02d}")[: 1 + len(names)]:
+        saved = Encoder.load(f"ck/{name}", model.adata)
+        np.testing.assert_allclose(saved.get_latent_representation(), embedding, atol=1e-6)
 
 
 def test_max_steps_that_cut_an_epoch_short(run) -> None:
     """Training on 54 cells takes 4 steps an epoch; what the last steps learned counts too."""
     keep = ["output.checkpoint_dir=ck", "output.save_top_k=-1"]
     model = run(SMALL, "training.max_steps=6", "training.max_epochs=9", *keep)
-    assert len(model.history["validation_loss"]) == 2
-    assert model.n_epochs_ == 2
+    assert len(model.history["validation_loss"]) == model.n_epochs_ == 2
     assert models("ck") == ["epoch=00", "epoch=01", "final"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("save_top_k", [1, 2, -1, 0])
-def test_checkpoints(run, save_top_k: int) -> None:
-    model = run(SMALL, "training.max_epochs=4", "output.checkpoint_dir=ck", f"output.save_top_k={save_top_k}")
-    names = models("ck")
-    kept = 4 if save_top_k < 0 else save_top_k
-    assert len(names) == kept + 1
-    assert "final" in names
-    embedding = model.get_latent_representation()
-    np.testing.assert_allclose(Encoder.load("ck/final", model.adata).get_latent_representation(), embedding, atol=1e-6)
-    losses = model.history["validation_loss"]["validation_loss"]
-    best = sorted(f"epoch={epoch:02d}" for epoch in losses.sort_values().index[:kept])
-    assert names[:-1] == best
-    for name in names[:-1]:
-        saved = Encoder.load(Path("ck") / name)
-        assert saved.is_trained_
-        assert saved.n_epochs_ == int(name[-2:]) + 1
-        assert np.isfinite(saved.get_latent_representation(model.adata, key_added=None)).all()
-    if kept:
-        saved = Encoder.load(f"ck/epoch={losses.argmin():02d}", model.adata)
-        np.testing.assert_allclose(saved.get_latent_representation(), embedding, atol=1e-6)
-
-
-def test_log_and_embedding(run) -> None:
-    model = run(SMALL, "training.max_epochs=3", "output.log_dir=logs", "output.embedding=out/cells.h5ad")
+def test_log_embedding_and_benchmarks(run) -> None:
+    keys = ["eval.benchmarks=[label_prediction: {name: groups}]", "data.labels_key=group", "eval.every_n_epochs=2"]
+    keys += ["training.max_epochs=3", "training.validation_size=0.4"]
+    model = run(SMALL, *keys, "output.log_dir=logs", "output.embedding=out/cells.h5ad")
     (log,) = Path("logs").rglob("metrics.csv")
-    table = pd.read_csv(log)
-    assert table["validation_loss"].notna().sum() == 3
-    np.testing.assert_allclose(table["validation_loss"].dropna(), model.history["validation_loss"]["validation_loss"])
+    losses = pd.read_csv(log)["validation_loss"].dropna()
+    assert len(losses) == 3
+    np.testing.assert_allclose(losses, model.history["validation_loss"]["validation_loss"])
     written = ad.read_h5ad("out/cells.h5ad")
     np.testing.assert_array_equal(written.obsm["X_scforge"], model.get_latent_representation(key_added=None))
     assert written.uns["scforge"]["X_scforge"]["vocab_hash"] == model.vocab.hash
-
-
-def test_benchmarks_run_while_training(run) -> None:
-    keys = ["eval.benchmarks=[label_prediction: {name: groups}]", "data.labels_key=group", "eval.every_n_epochs=2"]
-    history = run(SMALL, "training.max_epochs=3", "training.validation_size=0.4", *keys).history
-    figures = [name for name in history if name.startswith("groups_")]
-    assert figures
-    assert history[figures[0]][figures[0]].notna().tolist() == [False, True, True]
-
-
-def test_going_on_with_a_run_and_replacing_it(run) -> None:
-    keep = ["output.checkpoint_dir=ck", "output.log_dir=logs"]
-    run(SMALL, *keep)
-    config = load_config("config.yaml", [*keep, "training.max_epochs=2"])
-    with pytest.raises(OptionError, match=r"checkpoint_dir='ck'"):
-        train_from_config(config, progress_bar=False)
-    again = train_from_config(config, progress_bar=False, overwrite=True)
-    assert again.n_epochs_ == 2
-    with pytest.raises(ConfigError, match=r"resume='auto' looks into output\.checkpoint_dir, which is not set"):
-        train_from_config(load_config("config.yaml"), resume="auto")
+    scores = next(model.history[name][name] for name in model.history if name.startswith("groups_"))
+    assert scores.notna().tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -202,79 +146,57 @@ def test_a_folder_that_does_not_fit_is_told_before_the_cells_are_read(run, optio
         train_from_config(load_config("config.yaml"), progress_bar=False, **options)
 
 
-def test_the_configuration_is_kept_and_an_embedding_is_replaced_if_told(run) -> None:
+def test_the_configuration_is_kept_and_results_are_replaced_if_told(run) -> None:
     keep = ["output.checkpoint_dir=ck", "output.embedding=out.h5ad", "training.max_steps=2"]
-    before = run(SMALL, *keep)
+    before = run(SMALL, *keep).module.state_dict()
     kept = load_config("ck/config.yaml")
     assert kept == load_config("config.yaml", keep)
     with pytest.raises(ConfigError, match=r"output\.embedding='out\.h5ad' exists"):
         run(SMALL, keep[1])
-    after = train_from_config(kept, progress_bar=False, overwrite=True)
-    for name, value in before.module.state_dict().items():
-        assert value.equal(after.module.state_dict()[name])
+    with pytest.raises(OptionError, match=r"checkpoint_dir='ck'"):
+        run(SMALL, keep[0])
+    after = train_from_config(kept, progress_bar=False, overwrite=True).module.state_dict()
+    assert all(value.equal(after[name]) for name, value in before.items())
+    with pytest.raises(ConfigError, match=r"resume='auto' looks into output\.checkpoint_dir, which is not set"):
+        train_from_config(load_config("config.yaml"), resume="auto")
 
 
-def test_only_the_first_process_writes(run, monkeypatch) -> None:
+def test_how_to_begin_reaches_the_training_and_the_first_process_writes(run, monkeypatch) -> None:
+    begun: list[dict] = []
+    monkeypatch.setattr(Encoder, "train", lambda self, **options: begun.append(options))
     monkeypatch.setattr("lightning.fabric.utilities.rank_zero.rank_zero_only.rank", 1)
-    monkeypatch.setattr(Encoder, "train", lambda *args, **kwargs: None)
     run(SMALL, "output.checkpoint_dir=ck", "output.embedding=out.h5ad")
+    assert not {"resume", "overwrite"} & set(begun[-1])
+    for option in ({"resume": "auto"}, {"overwrite": True}):
+        train_from_config(load_config("config.yaml", ["output.checkpoint_dir=ck"]), **option)
+        assert option.items() <= begun[-1].items()
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["cells.h5ad", "config.yaml"]
-
-
-@pytest.mark.parametrize(("name", "value"), [("resume", "auto"), ("overwrite", True)])
-def test_how_to_begin_reaches_the_training(run, name: str, value, monkeypatch) -> None:
-    seen: dict = {}
-    monkeypatch.setattr(Encoder, "train", lambda self, **options: seen.update(options))
-    monkeypatch.setattr(Encoder, "save", lambda *args, **kwargs: None)
-    run(SMALL)
-    assert name not in seen
-    train_from_config(load_config("config.yaml", ["output.checkpoint_dir=ck"]), **{name: value})
-    assert seen[name] == value
-
-
-def test_nothing_is_written_unasked(run) -> None:
-    run(SMALL)
-    assert sorted(path.name for path in Path.cwd().iterdir()) == ["cells.h5ad", "config.yaml"]
-
-
-@pytest.mark.filterwarnings("ignore:.*of the 20120 genes of the vocabulary")
-def test_the_tutorial_on_custom_models(run, pbmc: ad.AnnData) -> None:
-    pbmc[:60].copy().write_h5ad("pbmc.h5ad")
-    few = ["training.max_epochs=2", "training.accelerator=cpu", "model.hidden_dim=8", "model.num_layers=1"]
-    model = run(
-        CUSTOM_MODEL.read_text(encoding="utf-8").replace("/path/to/dataset.h5ad", "pbmc.h5ad"),
-        *few,
-        "data.max_genes=64",
-        "model.max_seq_len=64",
-    )
-    assert (model._spec.architecture, model._spec.tokenizer, model.objective) == (
-        "gene_pooling",
-        "rank_value",
-        "masked_gene_prediction",
-    )
-    assert model.vocab.n_genes == 20_120
-    assert model.module.pooling == "mean"
-    assert models("checkpoints/gene_pooling") == ["epoch=00", "epoch=01", "final"]
-    assert list(Path("logs/gene_pooling").rglob("metrics.csv"))
-    again = Encoder.load("checkpoints/gene_pooling/final", model.adata)
-    np.testing.assert_allclose(again.get_latent_representation(), model.get_latent_representation(), atol=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*of the 20120 genes of the vocabulary")
-def test_the_model_of_the_tutorial_with_its_configuration(run, pbmc: ad.AnnData, monkeypatch) -> None:
-    """The class of the tutorial takes no pooling, which its configuration sets."""
-    text = TUTORIAL_MODEL.read_text(encoding="utf-8").replace('@register_model("gene_pooling")', "")
+@pytest.mark.parametrize("architecture", ["gene_pooling", "my_pool"])
+def test_the_tutorial_on_custom_models(run, pbmc: ad.AnnData, monkeypatch, architecture: str) -> None:
+    """With the architecture of scforge, and with the class of the tutorial, which takes no pooling."""
+    code = TUTORIAL_MODEL.read_text(encoding="utf-8").replace('@register_model("gene_pooling")', "")
     names: dict[str, Any] = {"__name__": "my_pool"}
-    exec(compile(text, str(TUTORIAL_MODEL), "exec"), names)
-    monkeypatch.setattr(MODELS, "_entries", {**MODELS._entries, "my_pool": names["GenePoolingModel"]})
+    exec(compile(code, str(TUTORIAL_MODEL), "exec"), names)
+    monkeypatch.setitem(MODELS._entries, "my_pool", names["GenePoolingModel"])
     pbmc[:60].copy().write_h5ad("pbmc.h5ad")
-    config = CUSTOM_MODEL.read_text(encoding="utf-8").replace("/path/to/dataset.h5ad", "pbmc.h5ad")
-    few = ["training.max_steps=1", "training.accelerator=cpu", "data.max_genes=64", "model.max_seq_len=64"]
-    with pytest.warns(ScforgeWarning, match=r"line \d+: model\.pooling='mean' has no effect, as 'my_pool' has no such"):
-        model = run(config.replace("architecture: gene_pooling", "architecture: my_pool"), *few)
-    assert type(model.module).__name__ == "GenePoolingModel"
-    assert models("checkpoints/gene_pooling") == ["epoch=00", "final"]
+    text = CUSTOM_MODEL.read_text(encoding="utf-8").replace("/path/to/dataset.h5ad", "pbmc.h5ad")
+    few = ["training.max_epochs=2", "training.accelerator=cpu", "data.max_genes=64", "model.max_seq_len=64"]
+    few += ["model.hidden_dim=8", "model.num_layers=1", f"model.architecture={architecture}"]
+    told = r"model\.pooling='mean' has no effect, as 'my_pool' has no such"
+    with pytest.warns(ScforgeWarning, match=told) if architecture == "my_pool" else nullcontext():
+        model = run(text, *few)
+    spec = model._spec
+    assert (spec.architecture, spec.tokenizer, spec.objective) == (architecture, "rank_value", "masked_gene_prediction")
+    assert model.vocab.n_genes == 20_120
+    assert (type(model.module).__name__ == "GenePoolingModel") == (architecture == "my_pool")
+    assert models("checkpoints/gene_pooling") == ["epoch=00", "epoch=01", "final"]
+    assert list(Path("logs/gene_pooling").rglob("metrics.csv"))
+    again = Encoder.load("checkpoints/gene_pooling/final", model.adata)
+    np.testing.assert_allclose(again.get_latent_representation(), model.get_latent_representation(), atol=1e-6)
 
 
 @pytest.mark.parametrize("text", [SMALL, TRANSFORMER], ids=["continuous_projection", "rank_value"])
@@ -300,13 +222,6 @@ def test_normalization_in_training_and_inference(run, tiny_adata: ad.AnnData, te
             kept = genes >= 0
             np.testing.assert_allclose(batch["values"][cell].numpy()[kept], expected[cell][genes[kept]], rtol=1e-5)
     np.testing.assert_allclose(again.get_latent_representation(), model.get_latent_representation(), atol=1e-5)
-
-
-def test_normalization_that_a_tokenizer_does_not_make(run) -> None:
-    with pytest.raises(ConfigError, match=r"log1p=False has no use with the tokenizer 'binned_expression'"):
-        run(TRANSFORMER, "tokenizer.strategy=binned_expression", "data.preprocessing.log1p=false")
-    with pytest.raises(ConfigError, match=r"log1p=False and tokenizer\.transform='counts' contradict each other"):
-        run(SMALL, "tokenizer.transform=counts", "data.preprocessing.log1p=false")
 
 
 @pytest.mark.slow
@@ -338,9 +253,8 @@ def test_the_columns_of_a_card(run, pbmc: ad.AnnData, monkeypatch) -> None:
 @pytest.mark.parametrize("name", PLAIN)
 def test_each_recipe_trains_a_step(run, pbmc: ad.AnnData, name: str) -> None:
     pbmc[:60].copy().write_h5ad("data.h5ad")
-    overrides = ["training.max_steps=1", "training.batch_size=8", "training.accelerator=cpu", "data.max_genes=64"]
-    overrides += ["model.hidden_dim=16", "model.num_layers=1"]
-    config = load_config(recipe_path(name), overrides)
+    few = ["training.max_steps=1", "training.batch_size=8", "training.accelerator=cpu", "data.max_genes=64"]
+    config = load_config(recipe_path(name), [*few, "model.hidden_dim=16", "model.num_layers=1"])
     model = train_from_config(config, progress_bar=False)
     assert model.is_trained_
     assert model._spec.architecture == config.model.architecture
@@ -348,25 +262,33 @@ def test_each_recipe_trains_a_step(run, pbmc: ad.AnnData, name: str) -> None:
 
 
 def test_a_custom_architecture_by_its_name(run, custom_architecture: str) -> None:
-    text = SMALL.replace("  ffn_dim: 8\n", "  architecture: my_pooling\n  num_layers: 3\n")
+    text = SMALL.replace("ffn_dim: 8", "architecture: my_pooling, num_layers: 3")
     model = run(text)
     assert len(model.module.layers) == 3
+    assert "my_pooling" in repr(model)
+    assert sorted(path.name for path in Path.cwd().iterdir()) == ["cells.h5ad", "config.yaml"], "not asked for"
     with pytest.raises(ConfigError, match=r"model\.n_heads=3 is not an option of 'my_pooling'; did you mean"):
         run(text, "model.n_heads=3")
 
 
-def test_masking_for_an_objective_that_masks_nothing(run) -> None:
-    with pytest.raises(ConfigError, match="masking is set but the objective 'joint_embedding' masks nothing"):
-        run(SMALL, "tokenizer.masking.mask_ratio=0.2", "objective.name=joint_embedding")
+UNDONE = "data.preprocessing.log1p=false"
+MISTAKES = [
+    (SMALL, ["tokenizer.masking.mask_ratio=0.2", "objective.name=joint_embedding"], "'joint_embedding' masks nothing"),
+    (SMALL, ["tokenizer.transform=counts", UNDONE], r"log1p=False and tokenizer\.transform='counts' contradict"),
+    (
+        TRANSFORMER,
+        ["tokenizer.strategy=binned_expression", UNDONE],
+        "log1p=False has no use with the tokenizer 'binned",
+    ),
+    (TRANSFORMER, ["data.max_genes=50", "model.max_seq_len=20"], r"max_seq_len=20 is smaller .*data\.max_genes"),
+    (SMALL, ["output.checkpoint_dir=cells.h5ad"], r"output\.checkpoint_dir='cells.h5ad.*is a file; give the name of"),
+    (SMALL, ["output.log_dir=cells.h5ad"], r"output\.log_dir='cells.h5ad.*is a file; give the name of a folder"),
+    (SMALL, ["output.embedding=cells.h5ad/o.h5ad"], r"output\.embedding='cells.h5ad.*is a file; give the name of a"),
+]
 
 
-def test_more_tokens_than_positions(run) -> None:
-    with pytest.raises(OptionError, match=r"max_seq_len=20 is smaller than the 50 tokens .*data\.max_genes"):
-        run(TRANSFORMER, "data.max_genes=50", "model.max_seq_len=20")
-
-
-@pytest.mark.parametrize("key", ["checkpoint_dir", "log_dir", "embedding"])
-def test_an_output_below_a_file_is_refused_before_training(run, key: str, monkeypatch) -> None:
+@pytest.mark.parametrize(("text", "overrides", "message"), MISTAKES)
+def test_mistakes_are_told_before_training(run, text: str, overrides: list[str], message: str, monkeypatch) -> None:
     monkeypatch.setattr(Encoder, "train", lambda *args, **kwargs: pytest.fail("training began"))
-    with pytest.raises(OptionError, match=rf"output\.{key}='cells.h5ad.*is a file; give the name of a folder"):
-        run(SMALL, f"output.{key}=cells.h5ad{'/out.h5ad' if key == 'embedding' else ''}")
+    with pytest.raises((ConfigError, OptionError), match=message):
+        run(text, *overrides)

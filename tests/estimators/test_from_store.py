@@ -29,15 +29,16 @@ def data(store: Path) -> Callable[..., CellDataModule]:
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", [None, "transformer_encoder"])
 def test_train_embed_save_load(data, store, many_adata: ad.AnnData, tmp_path, architecture) -> None:
-    made = data(labels_key="group", split_by="donor")
-    options = LIGHT if architecture is None else TRANSFORMER
-    model = Encoder(None, architecture, datamodule=made, **options)
+    made = data(batch_key="donor", labels_key="group", split_by="donor")
+    model = Encoder(None, architecture, datamodule=made, **(LIGHT if architecture is None else TRANSFORMER))
+    if architecture is not None:
+        np.testing.assert_array_equal(model.vocab.medians, StoreCells.open(store).vocab.medians)
     before = {name: value.clone() for name, value in model.module.state_dict().items()}
     assert "700 cells" in repr(model)
+    assert model.adata is None
     model.train(**QUICK)
     assert any(not value.equal(before[name]) for name, value in model.module.state_dict().items())
-    assert model.is_trained_
-    assert model.n_epochs_ == 1
+    assert (model.is_trained_, model.n_epochs_) == (True, 1)
     assert model.validation_indices_.tolist() == made.validation_rows.tolist()
     embedding = model.get_latent_representation()
     assert embedding.shape == (700, 4 if architecture is None else 8)
@@ -49,7 +50,8 @@ def test_train_embed_save_load(data, store, many_adata: ad.AnnData, tmp_path, ar
     loaded = Encoder.load(tmp_path / "model")
     for source in (store, str(store), StoreCells.open(store), open_cells(store, obs=[])):
         np.testing.assert_allclose(loaded.get_latent_representation(source), embedding, atol=1e-6)
-    assert loaded.registry_["setup_args"]["labels_key"] == "group"
+    remembered = {"layer": None, "gene_key": None, "batch_key": "donor", "labels_key": "group"}
+    assert model.registry_["setup_args"] == loaded.registry_["setup_args"] == remembered
     with pytest.raises(OptionError, match="loaded without adata"):
         loaded.get_latent_representation()
     again = Encoder.load(tmp_path / "model", many_adata.copy())
@@ -57,7 +59,8 @@ def test_train_embed_save_load(data, store, many_adata: ad.AnnData, tmp_path, ar
 
 
 def test_a_loaded_model_is_trained_on(data, tmp_path) -> None:
-    model = Encoder(datamodule=data(), **LIGHT)
+    made = data()
+    model = Encoder(datamodule=made, **LIGHT)
     model.train(**QUICK)
     model.save(tmp_path / "model")
     loaded = Encoder.load(tmp_path / "model")
@@ -65,50 +68,39 @@ def test_a_loaded_model_is_trained_on(data, tmp_path) -> None:
         loaded.train(**QUICK)
     more = data()
     loaded.train(datamodule=more, **QUICK)
-    assert loaded.n_epochs_ == 2
+    assert loaded.n_epochs_ == len(loaded.history["validation_loss"]) == 2
     assert more.first_epoch == 1
-    assert len(loaded.history["validation_loss"]) == 2
-    assert loaded.get_latent_representation().shape == (700, 4)
+    other = Encoder(datamodule=made, **(LIGHT | {"n_top_genes": 60}))  # a data module serves one after the other
+    other.train(**QUICK)
+    assert other.get_latent_representation().shape == (700, 4)
     model.train(**QUICK)
     np.testing.assert_allclose(loaded.get_latent_representation(), model.get_latent_representation(), atol=1e-5)
 
 
-def test_the_same_seed_gives_the_same_model(data) -> None:
-    one, two, other = (Encoder(datamodule=data(seed=seed), seed=seed, **LIGHT) for seed in (0, 0, 1))
-    for model in (one, two, other):
-        model.train(**QUICK)
-    np.testing.assert_array_equal(one.get_latent_representation(), two.get_latent_representation())
-    assert not np.allclose(one.get_latent_representation(), other.get_latent_representation())
-
-
 def test_genes_are_chosen_from_training_cells(data, store, many_adata, monkeypatch) -> None:
     model = Encoder(datamodule=data(), **LIGHT)
-    assert model.vocab.n_genes == 40
     trained = many_adata[StoreCells.open(store).names()[model._data.train_rows]].copy()
     assert set(model.vocab.genes) == set(select_genes(trained, n_top_genes=40).genes)
-    sampled = []
-    sample = StoreCells.sample
+    sampled, sample = [], StoreCells.sample
 
     def spy(self, n, *, rows=None, seed=0):
         some = sample(self, n, rows=rows, seed=seed)
-        sampled.append((n, some.obs.index))
+        sampled.append((n, len(some.obs), set(some.obs.index) <= set(rows)))
         return some
 
     monkeypatch.setattr(StoreCells, "sample", spy)
     monkeypatch.setattr("scforge.estimators.vocabulary.SAMPLED_CELLS", 300)
-    made = data()
-    few = Encoder(datamodule=made, **LIGHT)
-    assert few.vocab.n_genes == 40
-    (found,) = {(n, len(rows), set(rows) <= set(made.train_rows)) for n, rows in sampled}
-    assert found == (300, 300, True)
-    assert Encoder(datamodule=data(), **{**LIGHT, "n_top_genes": 0}).vocab == StoreCells.open(store).vocab
+    assert Encoder(datamodule=data(), **LIGHT).vocab.n_genes == 40
+    assert set(sampled) == {(300, 300, True)}
+    assert Encoder(datamodule=data(), **(LIGHT | {"n_top_genes": 0})).vocab == StoreCells.open(store).vocab
 
 
 def test_a_vocabulary_of_its_own(data, store, many_adata, tmp_path) -> None:
+    options = LIGHT | {"n_top_genes": None}
     vocab = GeneVocab.from_genes([f"gene{i}" for i in range(60, 10, -1)])
     vocab.save(tmp_path / "v.json")
     for given in (vocab, str(tmp_path / "v.json")):
-        model = Encoder(datamodule=data(), vocab=given, **{**LIGHT, "n_top_genes": None})
+        model = Encoder(datamodule=data(), vocab=given, **options)
         assert model.vocab.genes == vocab.genes
     model.train(**QUICK)
     place = many_adata.obs_names.get_indexer(StoreCells.open(store).names())
@@ -116,35 +108,33 @@ def test_a_vocabulary_of_its_own(data, store, many_adata, tmp_path) -> None:
     np.testing.assert_allclose(model.get_latent_representation(), found[place], atol=1e-5)
     with pytest.raises(GeneMismatchError, match="has only 0 of the 20120 genes"):
         Encoder(datamodule=data(), vocab="human_protein_coding")
-
-
-def test_medians_come_from_the_store(data, store) -> None:
-    model = Encoder(None, "transformer_encoder", datamodule=data(), **TRANSFORMER)
-    np.testing.assert_array_equal(model.vocab.medians, StoreCells.open(store).vocab.medians)
-
-
-def test_what_is_remembered_of_the_data(data) -> None:
-    model = Encoder(datamodule=data(batch_key="donor", labels_key="group"), **LIGHT)
-    expected = {"layer": None, "gene_key": None, "batch_key": "donor", "labels_key": "group"}
-    assert model.registry_["setup_args"] == expected
-    assert model.adata is None
+    few = GeneVocab.from_genes([f"gene{i}" for i in range(20)] + [f"other{i}" for i in range(40)])
+    with pytest.warns(ScforgeWarning, match="has 20 of the 60 genes"):
+        Encoder(datamodule=data(), vocab=few, **options)
+    half = many_adata[:50, :58].copy()
+    half.write_h5ad(tmp_path / "half.h5ad")
+    memory = model.get_latent_representation(half, key_added=None)
+    np.testing.assert_allclose(model.get_latent_representation(str(tmp_path / "half.h5ad")), memory, atol=1e-6)
+    half.var_names = [f"other{i}" for i in range(58)]
+    half.write_h5ad(tmp_path / "other.h5ad")
+    with pytest.raises(GeneMismatchError):
+        model.get_latent_representation(tmp_path / "other.h5ad")
 
 
 def test_arguments_that_do_not_go_together(data, tiny_adata) -> None:
     Encoder.setup_anndata(tiny_adata)
-    with pytest.raises(OptionError, match="adata and datamodule both bring cells"):
-        Encoder(tiny_adata, datamodule=data())
-    with pytest.raises(OptionError, match=r"datamodule is of type 'str'; make one with .*CellDataModule"):
-        Encoder(datamodule="store.zarr")
     model = Encoder(datamodule=data(), **LIGHT)
-    for name, value in {"batch_size": 8, "validation_size": 0.2, "num_threads": 0, "max_tokens_per_batch": 99}.items():
-        with pytest.raises(OptionError, match=f"{name}={value} is up to the data module") as told:
-            model.train(**QUICK, **{name: value})
+    for message, call in (
+        ("adata and datamodule both bring cells", lambda: Encoder(tiny_adata, datamodule=data())),
+        (r"datamodule is of type 'str'; make one with .*CellDataModule", lambda: Encoder(datamodule="store.zarr")),
+        ("batch_size=8 is up to the data module", lambda: model.train(**QUICK, batch_size=8)),
+        ("validation_size=0.2 is up to the data module", lambda: model.train(**QUICK, validation_size=0.2)),
+        ("needs random ones", lambda: Encoder(datamodule=data(max_tokens_per_batch=500), **LIGHT).train(**QUICK)),
+        ("save_anndata=True", lambda: model.save("model", save_anndata=True)),
+    ):
+        with pytest.raises(OptionError, match=message) as told:
+            call()
         assert "\n" not in str(told.value)
-    with pytest.raises(OptionError, match="needs random ones"):
-        Encoder(datamodule=data(max_tokens_per_batch=500), **LIGHT).train(**QUICK)
-    with pytest.raises(OptionError, match="save_anndata=True"):
-        model.save("model", save_anndata=True)
     with pytest.raises(OptionError, match="key_added"), pytest.warns(NotTrainedWarning):
         model.get_latent_representation(key_added="")
 
@@ -154,24 +144,9 @@ def test_an_anndata_is_trained_with_a_data_module(build, quick, tiny_adata) -> N
     quick.pop("batch_size")
     made = CellDataModule(model.cells(), split_by="batch", validation_size=0.5, batch_size=16)
     model.train(datamodule=made, **quick)
-    batches = tiny_adata.obs["batch"].to_numpy()
-    assert len(set(batches[model.train_indices_])) == 1
+    assert tiny_adata.obs["batch"].iloc[model.train_indices_].nunique() == 1
     assert model.get_latent_representation().shape == (60, 4)
     assert "X_scforge" in tiny_adata.obsm
-
-
-def test_the_store_of_other_cells(data, tmp_path, many_adata) -> None:
-    model = Encoder(datamodule=data(), **LIGHT)
-    model.train(**QUICK)
-    other = many_adata[:50].copy()
-    other.var_names = [f"other{i}" for i in range(80)]
-    other.write_h5ad(tmp_path / "o.h5ad")
-    with pytest.raises(GeneMismatchError):
-        model.get_latent_representation(tmp_path / "o.h5ad")
-    half = many_adata[:50, :70].copy()
-    half.write_h5ad(tmp_path / "h.h5ad")
-    memory = model.get_latent_representation(half, key_added=None)
-    np.testing.assert_allclose(model.get_latent_representation(str(tmp_path / "h.h5ad")), memory, atol=1e-6)
 
 
 def test_damage_is_told_in_training(data, store, tmp_path) -> None:
@@ -186,20 +161,3 @@ def test_damage_is_told_in_training(data, store, tmp_path) -> None:
     with pytest.raises(DataError, match="dataset_2 of .*copy.zarr.* cannot be read"):
         model.train(**QUICK)
     assert all(value.equal(before[name]) for name, value in model.module.state_dict().items())
-
-
-def test_a_model_of_few_genes_of_a_store_is_warned(data) -> None:
-    vocab = GeneVocab.from_genes([f"gene{i}" for i in range(20)] + [f"other{i}" for i in range(40)])
-    with pytest.warns(ScforgeWarning, match="has 20 of the 60 genes"):
-        Encoder(datamodule=data(), vocab=vocab, **{**LIGHT, "n_top_genes": None})
-
-
-def test_a_data_module_serves_one_model_after_the_other(data) -> None:
-    made = data()
-    few = Encoder(datamodule=made, **LIGHT)
-    few.train(**QUICK)
-    more = Encoder(datamodule=made, **(LIGHT | {"n_top_genes": 60}))
-    assert (few.vocab.n_genes, more.vocab.n_genes) == (40, 60)
-    for model in (more, few):
-        model.train(**QUICK)
-        assert model.get_latent_representation().shape == (700, 4)
