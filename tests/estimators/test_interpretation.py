@@ -18,6 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Genes are compared with", "ignor
 
 RANK = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 16, "vocab": "from_data"}
 AUTOENCODER = {"encoder_dim": 16, "encoder_layers": 1, "encoder_heads": 2, "decoder_layers": 1}
+VIEWS = {"objective": "joint_embedding", "n_top_genes": 0, "hidden_dim": 16, "ffn_dim": 16, "latent_dim": 4}
 ZEROS = {"name": "masked_value_prediction", "mask_ratio": 0.3, "zero_targets": 0.5}
 N_GENES = 60
 
@@ -41,7 +42,7 @@ def simulate(n_genes: int) -> ad.AnnData:
 def planted_model() -> Encoder:
     planted = simulate(N_GENES)
     Encoder.setup_anndata(planted)
-    model = Encoder(planted, objective="joint_embedding", n_top_genes=0, hidden_dim=16, ffn_dim=16, latent_dim=4)
+    model = Encoder(planted, **VIEWS)
     model.train(max_epochs=8, batch_size=32, lr=3e-3, progress_bar=False, accelerator="cpu")
     return model
 
@@ -64,11 +65,8 @@ def test_markers_move_cells_most(planted_model: Encoder, tmp_path: Path):
     assert over["goal_p_value"].isna().all()
     planted_model.adata.write_h5ad(tmp_path / "cells.h5ad")
     read = ad.read_h5ad(tmp_path / "cells.h5ad").uns["scforge"]["in_silico"]
-    assert (read["mode"], read["goal"], read["vocab_hash"]) == (
-        "overexpress",
-        "{'kind': 'b'}",
-        planted_model.vocab.hash,
-    )
+    assert (read["mode"], read["goal"]) == ("overexpress", "{'kind': 'b'}")
+    assert read["vocab_hash"] == planted_model.vocab.hash
     pd.testing.assert_frame_equal(read["results"].reset_index(drop=True), over, check_dtype=False)
 
 
@@ -81,9 +79,7 @@ def test_the_same_genes_in_an_untrained_model(planted_model: Encoder):
     ]
     without = planted_model.perturb_in_silico(**asked, untrained=False)
     pd.testing.assert_frame_equal(without, results.drop(columns=["shift_z_untrained", "goal_z_untrained"]))
-    random = Encoder(
-        planted_model.adata, objective="joint_embedding", n_top_genes=0, hidden_dim=16, ffn_dim=16, latent_dim=4
-    )
+    random = Encoder(planted_model.adata, **VIEWS)
     random.module.load_state_dict(planted_model.spec.build_untrained(0)[0].state_dict())
     with pytest.warns(NotTrainedWarning, match="how cells move is random"):
         expected = random.perturb_in_silico(**asked, untrained=False).set_index("gene").loc[results["gene"]]
@@ -247,33 +243,28 @@ def test_hidden_entries_are_imputed():
     np.testing.assert_allclose(few, imputed, atol=1e-4)
 
 
-def test_denoised_values_follow_the_columns(trained: Callable[..., Encoder], tiny_adata: ad.AnnData):
-    model = trained("masked_autoencoder", **AUTOENCODER)
-    mixed = tiny_adata[:, np.random.default_rng(0).permutation(80)[:60]].copy()
-    values = model.denoise(mixed, n_folds=3)
-    layer = mixed.layers["denoised"]
-    assert layer.shape == mixed.shape
-    order = model.vocab.gene_indices(mixed.var_names)
-    np.testing.assert_array_equal(layer[:, order >= 0].toarray(), values[:, order[order >= 0]].toarray())
-    assert layer[:, order < 0].nnz == 0
-    with pytest.warns(ScforgeWarning, match="never saw a gene that is off"):
-        model.impute(mixed, genes=[model.vocab.genes[0]])
-
-
 @pytest.mark.parametrize("head", ["value", "bin"])
-def test_transformers_with_an_expression_head_impute(head: str, build: Callable[..., Encoder], quick: dict):
+def test_transformers_with_an_expression_head_impute(head: str, trained: Callable[..., Encoder], tiny_adata):
     tokenizer = {"name": "binned_expression", "n_bins": 8, "side": "one", "max_len": 60}
-    model = build("transformer_encoder", tokenizer, ZEROS, expression_head=head, **RANK)
-    model.train(**quick)
+    model = trained("transformer_encoder", tokenizer, ZEROS, expression_head=head, **RANK)
     imputed = model.impute(genes=["gene0", "gene50"]).to_numpy()
     assert np.isfinite(imputed).all()
     assert imputed.min() >= 0
     assert imputed.max() <= 7 or head == "value"
-    assert model.denoise().data.min() >= 0
+    # Denoised values follow the columns, of which the model may not know all.
+    mixed = tiny_adata[:, np.random.default_rng(0).permutation(80)[:60]].copy()
+    mixed.var_names = ["unknown", *mixed.var_names[1:]]
+    values, layer = model.denoise(mixed, n_folds=3), mixed.layers["denoised"]
+    assert values.data.min() >= 0
+    order = model.vocab.gene_indices(mixed.var_names)
+    np.testing.assert_array_equal(layer[:, 1:].toarray(), values[:, order[1:]].toarray())
+    assert layer[:, 0].nnz == 0
 
 
 def test_fine_tuned_models_are_asked_as_well(trained: Callable[..., Encoder], quick: dict):
-    base = trained("masked_autoencoder", objective=ZEROS, setup={"labels_key": "group"}, **AUTOENCODER)
+    base = trained("masked_autoencoder", setup={"labels_key": "group"}, **AUTOENCODER)
+    with pytest.warns(ScforgeWarning, match="never saw a gene that is off"):
+        base.impute(genes=["gene0"])
     tuned = base.finetune("annotation", **quick)
     results = tuned.perturb_in_silico(genes=["gene0", "gene79"], goal={"group": "b"}, n_permutations=0)
     assert (results["shift"] > 0).all()

@@ -254,11 +254,28 @@ def test_a_swapped_vocabulary_with_its_checksum(folder: Path, trained, tiny_adat
 @pytest.mark.slow
 def test_the_description_lacks_an_entry(folder: Path) -> None:
     text = (folder / "config.json").read_text()
-    for key in ("architecture", "tokenizer", "objective", "setup", "seed", "is_trained", "n_epochs", "history", "sha256"):
+    for key in (
+        "architecture",
+        "tokenizer",
+        "objective",
+        "setup",
+        "seed",
+        "is_trained",
+        "n_epochs",
+        "history",
+        "sha256",
+    ):
         (folder / "config.json").write_text(text)
         edit(folder, **{key: None})
         with pytest.raises(ModelFileError, match=rf"config\.json' lacks '{key}'"):
             Encoder.load(folder)
+
+
+def test_a_format_from_the_future(folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"format": 2', '"format": 9'))
+    with pytest.raises(ModelFileError, match=r"has format 9 \(scforge .*\), .*; update scforge\.$"):
+        Encoder.load(folder)
 
 
 def test_weights_of_another_architecture(folder: Path) -> None:
