@@ -216,6 +216,7 @@ def vocabulary(new: str | bytes | Callable[[str], str]) -> Spoil:
 
 
 CASES |= {
+    "the vocabulary of another model": lambda folder: vocabulary((folder.parent / "other" / VOCAB).read_text())(folder),
     "a vocabulary nested too deeply": vocabulary("[" * 300_000),
     "a vocabulary of very many lists": vocabulary("[" + "[]," * 5_000_000 + "[]]"),
     "a vocabulary with a key twice": vocabulary(lambda content: content.replace('"genes"', '"genes": [], "genes"', 1)),
