@@ -14,7 +14,6 @@ from scipy import sparse
 
 from scforge.errors import DataError, NotTrainedWarning, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
-from scforge.training import CellDataModule
 
 SMALL = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "n_top_genes": 40}
 ON_GROUPS = {"name": "next_gene_prediction", "condition_key": "group", "condition_dropout": 0.2}
@@ -125,15 +124,6 @@ def test_prompts(model: Encoder):
         mask = tokens["input_ids"][row] >= model.vocab.n_special
         kept = (tokens["input_ids"][row][mask] - model.vocab.n_special).numpy()
         assert (bins[kept] == tokens["bin_ids"][row][mask].numpy()).all()
-
-
-def test_classes_come_from_a_data_module(tiny_adata: ad.AnnData):
-    Encoder.setup_anndata(tiny_adata)
-    data = CellDataModule(Encoder(tiny_adata, NAME, **SMALL).cells(), batch_size=20)
-    model = Encoder(None, NAME, None, ON_GROUPS, datamodule=data, **SMALL)
-    assert model.spec.model_options["n_conditions"] == 2
-    model.train(1, progress_bar=False, accelerator="cpu")
-    assert model.generate(2, condition="a").n_obs == 2
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,8 @@ def again(mdata: md.MuData, path) -> md.MuData:
 
 def test_training_on_a_modality_is_training_on_an_anndata(mdata, tiny_adata, quick, tmp_path):
     plain = tiny_adata.copy()
-    Encoder.setup_anndata(plain, labels_key="group")
+    plain.obs["donor"] = mdata.obs["donor"]
+    Encoder.setup_anndata(plain, labels_key="group", batch_key="donor")
     expected = Encoder(plain, **LIGHT)
     expected.train(**quick)
     Encoder.setup_mudata(mdata, modality="rna", labels_key="rna:group", batch_key="donor")
