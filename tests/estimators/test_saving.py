@@ -213,7 +213,7 @@ def test_an_existing_folder_without_a_model(model: Encoder, tmp_path: Path, monk
     (tmp_path / "project" / "README.md").write_text("mine")
     for path, message in {
         "project": "dir_path='project' holds 'README.md', not of a model that scforge wrote; ch",
-        "notes.txt": "dir_path='notes.txt': 'notes.txt' is a file; give the name of a folder",
+        "notes.txt": "dir_path='.*notes.txt' is a file; give the name of a folder",
         "notes.txt/below": "dir_path='.*' is a file; give the name of a folder",
     }.items():
         with pytest.raises(OptionError, match=message):
