@@ -14,8 +14,8 @@ from scforge.errors import OptionError, ScforgeWarning
 from scforge.estimators import Encoder
 from scforge.training import CellDataModule
 
-QUICK = {"max_epochs": 1, "batch_size": 64, "progress_bar": False, "accelerator": "cpu", "num_threads": 0}
-
+PLAIN = {"max_epochs": 1, "progress_bar": False, "accelerator": "cpu"}
+QUICK = {**PLAIN, "batch_size": 64, "num_threads": 0}
 
 type Cut = Callable[..., ad.AnnData]
 
@@ -23,11 +23,7 @@ type Cut = Callable[..., ad.AnnData]
 @pytest.fixture(scope="module")
 def data(many_adata: ad.AnnData) -> Cut:
     """Return a function that cuts cells out; the first 120 are those of the first fine-tuning."""
-
-    def cut(start: int = 0, stop: int = 120, n_genes: int | None = None) -> ad.AnnData:
-        return many_adata[start:stop, :n_genes].copy()
-
-    return cut
+    return lambda start=0, stop=120, n_genes=None: many_adata[start:stop, :n_genes].copy()
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +51,9 @@ def n_scored(model: Encoder, adata: Any = None) -> int:
 def test_labels_of_any_stage_are_remembered(annotator: Encoder, data: Cut, tmp_path: Path) -> None:
     first = learned_rows(annotator)
     np.testing.assert_array_equal(found(annotator, data()), first)
+    assert not len(found(annotator._base, data()))
+    unlabelled = annotator._base.finetune("integration", data(), batch_key="donor", labels_key="group", **QUICK)
+    assert not len(found(unlabelled, data()))
     integrated = annotator.finetune("integration", data(0, 240), batch_key="donor", **QUICK)
     np.testing.assert_array_equal(found(integrated, data(0, 240)), first)
     second = integrated.finetune("annotation", data(240, 360), labels_key="group", lora=True, **QUICK)
@@ -76,26 +75,23 @@ def test_held_out_cells_whose_labels_an_earlier_stage_learned(annotator: Encoder
     with pytest.warns(ScforgeWarning, match=f"of the {len(test)} cells held out for testing; they are not scored"):
         assert n_scored(again) == len(left)
     cells = data()[learned_rows(annotator)].copy()
-    again = annotator.finetune("annotation", cells, labels_key="kind", **QUICK)
     with pytest.raises(OptionError, match="cells held out for testing, and none is left"):
-        again.evaluate()
+        annotator.finetune("annotation", cells, labels_key="kind", **QUICK).evaluate()
 
 
 def test_cells_of_a_data_module_are_remembered(annotator: Encoder, data: Cut, tmp_path: Path) -> None:
     annotator.save(tmp_path / "model")
-    first, others = learned_rows(annotator), data(200, 260)
-    options = {key: QUICK[key] for key in ("max_epochs", "progress_bar", "accelerator")}
+    first, others, rows = learned_rows(annotator), data(200, 260), np.arange(40)
     for adata in (data(), None):
         model = Encoder.load(tmp_path / "model", adata)
-        rows = np.arange(40)
         module = CellDataModule(model.cells(others), train_rows=rows[:30], validation_rows=rows[30:], batch_size=16)
-        model.train(datamodule=module, **options)
+        model.train(datamodule=module, **PLAIN)
         np.testing.assert_array_equal(found(model, data(0, 260)), [*first, *range(200, 240)])
         model.save(tmp_path / "more", overwrite=True)
         np.testing.assert_array_equal(found(Encoder.load(tmp_path / "more"), others), rows)
     bare = Encoder.load(tmp_path / "model")
     with pytest.raises(OptionError, match="that the fine-tuning held out for testing"):
-        bare.train(datamodule=CellDataModule(bare.cells(data())), **options)
+        bare.train(datamodule=CellDataModule(bare.cells(data())), **PLAIN)
 
 
 @pytest.mark.filterwarnings("ignore:.*genes")
@@ -107,10 +103,3 @@ def test_fewer_genes_make_no_new_cells(annotator: Encoder, data: Cut) -> None:
     fewer.obs_names = [str(i) for i in range(160)]
     with pytest.warns(ScforgeWarning, match="of the 160 cells may be cells of a fine-tuning"):
         assert len(found(annotator, fewer)) < 5  # those without a count in the genes that are missing
-
-
-def test_models_that_learned_no_labels(annotator: Encoder, data: Cut) -> None:
-    assert annotator._base is not None
-    assert not len(found(annotator._base, data()))
-    integrated = annotator._base.finetune("integration", data(), batch_key="donor", labels_key="group", **QUICK)
-    assert not len(found(integrated, data()))

@@ -18,14 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Genes are compared with", "ignor
 
 RANK = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "ffn_dim": 16, "vocab": "from_data"}
 AUTOENCODER = {"encoder_dim": 16, "encoder_layers": 1, "encoder_heads": 2, "decoder_layers": 1}
+VIEWS = {"objective": "joint_embedding", "n_top_genes": 0, "hidden_dim": 16, "ffn_dim": 16, "latent_dim": 4}
 ZEROS = {"name": "masked_value_prediction", "mask_ratio": 0.3, "zero_targets": 0.5}
 N_GENES = 60
-
-
-@pytest.fixture(scope="module")
-def planted() -> ad.AnnData:
-    """As :func:`simulate`."""
-    return simulate(N_GENES)
 
 
 def simulate(n_genes: int) -> ad.AnnData:
@@ -44,22 +39,21 @@ def simulate(n_genes: int) -> ad.AnnData:
 
 
 @pytest.fixture(scope="module")
-def planted_model(planted: ad.AnnData) -> Encoder:
+def planted_model() -> Encoder:
+    planted = simulate(N_GENES)
     Encoder.setup_anndata(planted)
-    model = Encoder(planted, objective="joint_embedding", n_top_genes=0, hidden_dim=16, ffn_dim=16, latent_dim=4)
+    model = Encoder(planted, **VIEWS)
     model.train(max_epochs=8, batch_size=32, lr=3e-3, progress_bar=False, accelerator="cpu")
     return model
 
 
-def test_markers_move_cells_most(planted_model: Encoder, planted: ad.AnnData, tmp_path: Path):
-    genes = ["gene0", "gene1", "gene2", "gene3"]
-    others = [f"gene{i}" for i in (8, 9, 10)]
+def test_markers_move_cells_most(planted_model: Encoder, tmp_path: Path):
+    genes, others = ["gene0", "gene1", "gene2", "gene3"], ["gene8", "gene9", "gene10"]
     results = planted_model.perturb_in_silico(genes=genes + others, goal={"kind": "b"}, n_permutations=30)
     assert results.columns.tolist()[:2] == ["gene", "n_cells"]
     assert results["goal_shift"].is_monotonic_decreasing
     results = results.set_index("gene")
     assert (results["n_cells"] <= 120).all()
-    assert (results.loc[genes, "goal_shift"] > 0).all()
     assert results.loc[genes, "goal_shift"].min() > results.loc[others, "goal_shift"].abs().max()
     assert results.loc[genes, "shift"].mean() > 2 * results.loc[others, "shift"].mean()
     back = planted_model.perturb_in_silico(genes=genes, mode="activate", start=("kind", "b"), goal=("kind", "a"))
@@ -69,16 +63,14 @@ def test_markers_move_cells_most(planted_model: Encoder, planted: ad.AnnData, tm
     )
     assert over["gene"].tolist() == ["gene4", "gene0"]
     assert over["goal_p_value"].isna().all()
-    written = planted.uns["scforge"]["in_silico"]
-    planted.write_h5ad(tmp_path / "cells.h5ad")
+    planted_model.adata.write_h5ad(tmp_path / "cells.h5ad")
     read = ad.read_h5ad(tmp_path / "cells.h5ad").uns["scforge"]["in_silico"]
-    assert read["mode"] == "overexpress"
-    assert read["goal"] == "{'kind': 'b'}"
+    assert (read["mode"], read["goal"]) == ("overexpress", "{'kind': 'b'}")
     assert read["vocab_hash"] == planted_model.vocab.hash
-    pd.testing.assert_frame_equal(read["results"].reset_index(drop=True), written["results"], check_dtype=False)
+    pd.testing.assert_frame_equal(read["results"].reset_index(drop=True), over, check_dtype=False)
 
 
-def test_the_same_genes_in_an_untrained_model(planted_model: Encoder, planted: ad.AnnData):
+def test_the_same_genes_in_an_untrained_model(planted_model: Encoder):
     asked = {"genes": ["gene0", "gene8", "gene30"], "goal": {"kind": "b"}, "n_permutations": 30, "key_added": None}
     results = planted_model.perturb_in_silico(**asked)
     assert results.columns.tolist() == [
@@ -87,16 +79,16 @@ def test_the_same_genes_in_an_untrained_model(planted_model: Encoder, planted: a
     ]
     without = planted_model.perturb_in_silico(**asked, untrained=False)
     pd.testing.assert_frame_equal(without, results.drop(columns=["shift_z_untrained", "goal_z_untrained"]))
-    random = Encoder(planted, objective="joint_embedding", n_top_genes=0, hidden_dim=16, ffn_dim=16, latent_dim=4)
+    random = Encoder(planted_model.adata, **VIEWS)
     random.module.load_state_dict(planted_model.spec.build_untrained(0)[0].state_dict())
-    with pytest.warns(NotTrainedWarning):
+    with pytest.warns(NotTrainedWarning, match="how cells move is random"):
         expected = random.perturb_in_silico(**asked, untrained=False).set_index("gene").loc[results["gene"]]
     for name in ("shift_z", "goal_z"):
         np.testing.assert_allclose(results[f"{name}_untrained"], expected[name], rtol=1e-4)
         assert np.abs(results[f"{name}_untrained"] - results[name]).max() > 0.1
 
 
-def test_limits_of_p_values_are_told(planted_model: Encoder, planted: ad.AnnData):
+def test_limits_of_p_values_are_told(planted_model: Encoder):
     genes = [f"gene{i}" for i in range(12)]
     with pytest.warns(ScforgeWarning, match="genes of similar mean expression, not of a similar dose"):
         few = planted_model.perturb_in_silico(genes=genes[:3], n_permutations=30, key_added=None, untrained=False)
@@ -104,7 +96,8 @@ def test_limits_of_p_values_are_told(planted_model: Encoder, planted: ad.AnnData
     low = "With 12 tests and n_permutations=30 the fdr of a gene that stands out alone is at least 0.39; .* to 120"
     with pytest.warns(ScforgeWarning, match=low):
         results = planted_model.perturb_in_silico(genes=genes, n_permutations=30)
-    assert results.attrs["lowest_fdr"] == planted.uns["scforge"]["in_silico"]["lowest_fdr"] == pytest.approx(12 / 31)
+    written = planted_model.adata.uns["scforge"]["in_silico"]
+    assert results.attrs["lowest_fdr"] == written["lowest_fdr"] == pytest.approx(12 / 31)
     with pytest.warns(ScforgeWarning, match="With 3 tests .* at least 0.19"):
         planted_model.perturb_in_silico(genes=genes[:3], goal={"kind": "b"}, n_permutations=30, key_added=None)
 
@@ -114,7 +107,6 @@ def test_groups_and_batches(planted_model: Encoder):
     genes = ["gene0", "gene4", "gene30"]
     results = planted_model.perturb_in_silico(genes=genes, groups="kind", n_permutations=20, batch_size=256)
     assert len(results) == 6
-    assert set(results["group"]) == {"a", "b"}
     few = planted_model.perturb_in_silico(genes=genes, groups="kind", n_permutations=20, batch_size=7)
     pd.testing.assert_frame_equal(few, results, rtol=1e-4, atol=1e-7)
     by = results.set_index(["gene", "group"])["n_cells"]
@@ -126,27 +118,23 @@ def test_all_genes_and_pairs(planted_model: Encoder):
     assert len(results) == N_GENES
     assert set(results.sort_values("shift_z")["gene"].tail(8)) & {f"gene{i}" for i in range(8)}
     pairs = planted_model.perturb_in_silico(genes=["gene0", "gene1", "gene30"], combinations=2, n_permutations=20)
-    assert set(zip(pairs["gene"], pairs["gene_2"], strict=True)) == {
-        ("gene0", "gene1"), ("gene0", "gene30"), ("gene1", "gene30")
-    }  # fmt: skip
+    assert sorted(pairs["gene"] + pairs["gene_2"]) == ["gene0gene1", "gene0gene30", "gene1gene30"]
     assert pairs.loc[0, ["gene", "gene_2"]].tolist() == ["gene0", "gene1"]
     single = planted_model.perturb_in_silico(genes=["gene0", "gene30"], n_permutations=0)
     assert pairs["shift"].iloc[0] > single["shift"].max()
 
 
 @pytest.mark.parametrize(
-    ("architecture", "tokenizer", "objective"),
+    ("architecture", "sizes"),
     [
-        (None, None, None),
-        ("transformer_encoder", None, None),
-        ("masked_autoencoder", None, None),
-        ("autoregressive_transformer", None, None),
+        (None, {}),
+        ("transformer_encoder", RANK),
+        ("masked_autoencoder", AUTOENCODER),
+        ("autoregressive_transformer", RANK),
     ],
 )
-def test_deletion_equals_data_without_the_gene(architecture, tokenizer, objective, build: Callable[..., Encoder],
-                                               tiny_adata: ad.AnnData):  # fmt: skip
-    sizes = {"masked_autoencoder": AUTOENCODER, "autoregressive_transformer": RANK, "transformer_encoder": RANK}
-    model = build(architecture, tokenizer, objective, n_top_genes=0, **sizes.get(architecture, {}))
+def test_deletion_equals_data_without_the_gene(architecture, sizes, build: Callable[..., Encoder], tiny_adata):
+    model = build(architecture, n_top_genes=0, **sizes)
     model.is_trained_ = True
     some = tiny_adata[tiny_adata.X[:, 3].toarray()[:, 0] > 0].copy()
     results = model.perturb_in_silico(some, ["gene3"], n_permutations=0, batch_size=9)
@@ -163,42 +151,40 @@ def test_deletion_equals_data_without_the_gene(architecture, tokenizer, objectiv
     assert nothing.drop(columns=["gene", "n_cells"]).isna().all(axis=None)
 
 
-def test_bad_requests(planted_model: Encoder, planted: ad.AnnData):
-    screen = planted_model.perturb_in_silico
-    with pytest.raises(
-        GeneMismatchError, match="genes names 'gene60', 'x', not among the 60 genes.*did you mean 'gene"
-    ):
-        screen(genes=["gene0", "gene60", "x"])
-    with pytest.raises(OptionError, match="genes names 'gene0' twice"):
-        screen(genes=["gene0", "gene1", "gene0"])
-    with pytest.raises(OptionError, match="combinations=2 needs genes"):
-        screen(combinations=2)
-    with pytest.raises(OptionError, match="combinations=3 is not known"):
-        screen(genes=["gene0", "gene1"], combinations=3)
-    with pytest.raises(OptionError, match="mode='knock_out' is not known"):
-        screen(genes="gene0", mode="knock_out")
-    with pytest.raises(DataError, match=r"goal: no cell has 'B' in obs\['kind'\]; did you mean 'b'\?"):
-        screen(genes="gene0", goal={"kind": "B"})
-    with pytest.raises(DataError, match="'kinds' is not a column of obs"):
-        screen(genes="gene0", start={"kinds": "b"})
-    with pytest.raises(OptionError, match="does not name a state"):
-        screen(genes="gene0", start={"kind": "a", "other": "b"})
-    with pytest.raises(OptionError, match="start and goal share cells"):
-        screen(genes="gene0", start={"kind": ["a", "b"]}, goal={"kind": "b"})
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"genes": ["gene0", "gene60", "x"]}, GeneMismatchError, "'gene60', 'x', not among the 60.*did you mean 'gene"),
+        ({"genes": ["gene0", "gene1", "gene0"]}, OptionError, "genes names 'gene0' twice"),
+        ({"genes": None, "combinations": 2}, OptionError, "combinations=2 needs genes"),
+        ({"genes": ["gene0", "gene1"], "combinations": 3}, OptionError, "combinations=3 is not known"),
+        ({"mode": "knock_out"}, OptionError, "mode='knock_out' is not known"),
+        ({"goal": {"kind": "B"}}, DataError, r"goal: no cell has 'B' in obs\['kind'\]; did you mean 'b'\?"),
+        ({"start": {"kinds": "b"}}, DataError, "'kinds' is not a column of obs"),
+        ({"start": {"kind": "a", "other": "b"}}, OptionError, "does not name a state"),
+        ({"start": {"kind": ["a", "b"]}, "goal": {"kind": "b"}}, OptionError, "start and goal share cells"),
+    ],
+)
+def test_bad_requests(planted_model: Encoder, options: dict, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        planted_model.perturb_in_silico(**{"genes": "gene0", **options})
+
+
+def test_cells_and_models_that_cannot_be_asked(planted_model: Encoder):
+    planted = planted_model.adata
     with pytest.raises(DataError, match="all cells are at the goal"):
-        screen(planted[planted.obs["kind"] == "a"].copy(), "gene0", goal={"kind": "a"})
+        planted_model.perturb_in_silico(planted[planted.obs["kind"] == "a"].copy(), "gene0", goal={"kind": "a"})
     silent = planted.copy()
     silent.X = sparse.csr_matrix(silent.X.toarray() * (np.arange(N_GENES) != 5)).astype(np.float32)
     with pytest.raises(DataError, match="no cell expresses 'gene5'"):
-        screen(silent, ["gene5"], mode="activate")
+        planted_model.perturb_in_silico(silent, ["gene5"], mode="activate")
+    for method in (planted_model.impute, planted_model.denoise):
+        with pytest.raises(OptionError, match="JointEmbedding predicts no expression.*masked_autoencoder"):
+            method()
 
 
-def test_untrained_models_say_so(build: Callable[..., Encoder]):
-    with pytest.warns(NotTrainedWarning, match="how cells move is random"):
-        build().perturb_in_silico(genes=None, n_permutations=0)
-
-
-def test_gene_embeddings_follow_the_columns(planted_model: Encoder, planted: ad.AnnData):
+def test_gene_embeddings_follow_the_columns(planted_model: Encoder):
+    planted = planted_model.adata
     vectors = planted_model.get_gene_embeddings()
     assert vectors.index.tolist() == list(planted_model.vocab.genes)
     assert planted.varm["X_scforge_genes"].shape == (N_GENES, 16)
@@ -240,11 +226,11 @@ def test_hidden_entries_are_imputed():
     model = Encoder(cells, "masked_autoencoder", objective=ZEROS, n_top_genes=0, dropout=0.0, **AUTOENCODER)
     train = {"batch_size": 16, "lr": 5e-3, "progress_bar": False, "accelerator": "cpu", "early_stopping": False}
     model.train(max_epochs=20, **train)
-    imputed = model.impute(genes=[f"gene{i}" for i in range(10)])
-    assert imputed.index.tolist() == cells.obs_names.tolist()
-    assert imputed.columns.tolist() == [f"gene{i}" for i in range(10)]
+    genes = [f"gene{i}" for i in range(10)]
+    imputed = model.impute(genes=genes)
+    assert (imputed.index.tolist(), imputed.columns.tolist()) == (cells.obs_names.tolist(), genes)
     values, asked = imputed.to_numpy()[:, :8], (lost | off)[:, :8]
-    known = np.log1p(truth / truth.sum(axis=1, keepdims=True) * 1e4)[:, :8]
+    known, counts = (np.log1p(x / x.sum(axis=1, keepdims=True) * 1e4)[:, :8] for x in (truth, cells.X.toarray()))
     # Where a marker is 0: off, or lost. The mean of a gene is the same for both.
     assert np.corrcoef(values[asked], known[asked])[0, 1] > 0.5
     means = np.broadcast_to(known.mean(axis=0), known.shape)
@@ -252,46 +238,33 @@ def test_hidden_entries_are_imputed():
     layer = cells.layers["imputed"]
     np.testing.assert_array_equal(layer[:, :10], imputed.to_numpy())
     assert np.isnan(layer[:, 10:]).all()
-    counted = cells.X.toarray()[:, :8] > 0
-    expected = np.log1p(cells.X.toarray() / cells.X.toarray().sum(axis=1, keepdims=True) * 1e4)[:, :8]
-    np.testing.assert_allclose(values[counted], expected[counted], rtol=1e-5)
-    few = model.impute(genes=[f"gene{i}" for i in range(10)], batch_size=13, key_added=None)
+    np.testing.assert_allclose(values[counts > 0], counts[counts > 0], rtol=1e-5)
+    few = model.impute(genes=genes, batch_size=13, key_added=None)
     np.testing.assert_allclose(few, imputed, atol=1e-4)
 
 
-def test_denoised_values_follow_the_columns(trained: Callable[..., Encoder], tiny_adata: ad.AnnData):
-    model = trained("masked_autoencoder", **AUTOENCODER)
-    mixed = tiny_adata[:, np.random.default_rng(0).permutation(80)[:60]].copy()
-    values = model.denoise(mixed, n_folds=3)
-    layer = mixed.layers["denoised"]
-    assert layer.shape == mixed.shape
-    order = model.vocab.gene_indices(mixed.var_names)
-    np.testing.assert_array_equal(layer[:, order >= 0].toarray(), values[:, order[order >= 0]].toarray())
-    assert layer[:, order < 0].nnz == 0
-    with pytest.warns(ScforgeWarning, match="never saw a gene that is off"):
-        model.impute(mixed, genes=[model.vocab.genes[0]])
-
-
 @pytest.mark.parametrize("head", ["value", "bin"])
-def test_transformers_with_an_expression_head_impute(head: str, build: Callable[..., Encoder], quick: dict):
+def test_transformers_with_an_expression_head_impute(head: str, trained: Callable[..., Encoder], tiny_adata):
     tokenizer = {"name": "binned_expression", "n_bins": 8, "side": "one", "max_len": 60}
-    model = build("transformer_encoder", tokenizer, ZEROS, expression_head=head, **RANK)
-    model.train(**quick)
+    model = trained("transformer_encoder", tokenizer, ZEROS, expression_head=head, **RANK)
     imputed = model.impute(genes=["gene0", "gene50"]).to_numpy()
     assert np.isfinite(imputed).all()
     assert imputed.min() >= 0
     assert imputed.max() <= 7 or head == "value"
-    assert model.denoise().data.min() >= 0
-
-
-def test_models_that_predict_no_expression_say_so(planted_model: Encoder):
-    for method in (planted_model.impute, planted_model.denoise):
-        with pytest.raises(OptionError, match="JointEmbedding predicts no expression.*masked_autoencoder"):
-            method()
+    # Denoised values follow the columns, of which the model may not know all.
+    mixed = tiny_adata[:, np.random.default_rng(0).permutation(80)[:60]].copy()
+    mixed.var_names = ["unknown", *mixed.var_names[1:]]
+    values, layer = model.denoise(mixed, n_folds=3), mixed.layers["denoised"]
+    assert values.data.min() >= 0
+    order = model.vocab.gene_indices(mixed.var_names)
+    np.testing.assert_array_equal(layer[:, 1:].toarray(), values[:, order[1:]].toarray())
+    assert layer[:, 0].nnz == 0
 
 
 def test_fine_tuned_models_are_asked_as_well(trained: Callable[..., Encoder], quick: dict):
-    base = trained("masked_autoencoder", objective=ZEROS, setup={"labels_key": "group"}, **AUTOENCODER)
+    base = trained("masked_autoencoder", setup={"labels_key": "group"}, **AUTOENCODER)
+    with pytest.warns(ScforgeWarning, match="never saw a gene that is off"):
+        base.impute(genes=["gene0"])
     tuned = base.finetune("annotation", **quick)
     results = tuned.perturb_in_silico(genes=["gene0", "gene79"], goal={"group": "b"}, n_permutations=0)
     assert (results["shift"] > 0).all()

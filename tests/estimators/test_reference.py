@@ -13,7 +13,6 @@ from sklearn.neighbors import NearestNeighbors
 
 from scforge.errors import DataError, GeneMismatchError, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
-from scforge.estimators.reference import weighted_vote
 from scforge.pl import calibration
 
 QUIET = {"progress_bar": False, "accelerator": "cpu", "num_threads": 0}
@@ -38,25 +37,24 @@ def cells(batches: list[str], types: list[str], n: int = 120, seed: int = 0) -> 
     return ad.AnnData(sparse.csr_matrix(generator.poisson(mean).astype(np.float32)), obs=obs, var=var)
 
 
+def of_three_types(epochs: int, setup: dict, **options) -> Encoder:
+    """Train a model of three types in two batches."""
+    adata = cells(["b0", "b1"], ["t0", "t1", "t2"], n=240)
+    Encoder.setup_anndata(adata, labels_key="kind", **setup)
+    model = Encoder(adata, hidden_dim=32, ffn_dim=32, latent_dim=8, **options)
+    model.train(max_epochs=epochs, batch_size=60, **QUIET)
+    return model
+
+
 @pytest.fixture(scope="module")
 def reference() -> Encoder:
-    """A model of three types in two batches."""
-    adata = cells(["b0", "b1"], ["t0", "t1", "t2"], n=240)
-    Encoder.setup_anndata(adata, batch_key="lane", labels_key="kind")
-    model = Encoder(adata, n_top_genes=N_GENES, hidden_dim=32, ffn_dim=32, latent_dim=8)
-    model.train(max_epochs=20, batch_size=60, **QUIET)
-    return model
+    return of_three_types(20, {"batch_key": "lane"}, n_top_genes=N_GENES)
 
 
 @pytest.fixture(scope="module")
 def viewed() -> Encoder:
     """A model of an objective that has no decoder, so that its encoder has to adapt to a query."""
-    adata = cells(["b0", "b1"], ["t0", "t1", "t2"], n=240)
-    Encoder.setup_anndata(adata, labels_key="kind")
-    objective = {"objective": "joint_embedding", "architecture": "gene_pooling", "pooling": "weighted_sum"}
-    model = Encoder(adata, **objective, hidden_dim=32, ffn_dim=32, latent_dim=8)
-    model.train(max_epochs=5, batch_size=60, **QUIET)
-    return model
+    return of_three_types(5, {}, objective="joint_embedding", architecture="gene_pooling", pooling="weighted_sum")
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +72,14 @@ def weights(model: Encoder) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.module.state_dict().items()}
 
 
-def mixing(reference: np.ndarray, query: np.ndarray) -> float:
-    """Return the share of reference cells among the 30 nearest neighbours of query cells."""
-    found = NearestNeighbors(n_neighbors=31).fit(np.concatenate([reference, query])).kneighbors(query)[1]
-    others = found != len(reference) + np.arange(len(query))[:, None]
-    return float(np.average(found < len(reference), weights=others))
+def same_votes(table: pd.DataFrame, space: np.ndarray, points: np.ndarray, kinds: pd.Series, n_neighbors: int) -> None:
+    """Check labels against votes of the nearest cells, weighted by a Gaussian of their distances."""
+    distances, nearest = NearestNeighbors(n_neighbors=n_neighbors).fit(space).kneighbors(points)
+    kernel = np.exp(-(distances**2) / (2 * distances.mean(axis=1, keepdims=True) ** 2))
+    codes, names = pd.factorize(np.asarray(kinds), sort=True)
+    votes = np.stack([(kernel * (codes[nearest] == code)).sum(axis=1) for code in range(len(names))], axis=1)
+    np.testing.assert_array_equal(np.asarray(table["label"]), names[votes.argmax(axis=1)])
+    np.testing.assert_allclose(table["uncertainty"], 1 - votes.max(axis=1) / kernel.sum(axis=1), atol=1e-4)
 
 
 def test_training_teaches_the_decoder_the_batches_of_the_query_alone(reference, query, tmp_path):
@@ -109,25 +110,17 @@ def test_training_teaches_the_decoder_the_batches_of_the_query_alone(reference, 
     assert chained.spec.objective_options["batches"] == ["b0", "b1", "b2", "b3"]
 
 
-def test_a_copy_of_a_query_model_teaches_the_new_batches_alone(reference, query):
+def test_a_query_model_keeps_to_its_reference(reference, query):
     mapped = Encoder.load_query_data(query, reference)
+    without = Encoder.load_query_data(query[query.obs["lane"] == "b1"].copy(), reference)
+    assert mapped.spec.tuning.base["sha256"] == without.spec.tuning.base["sha256"]
+    with pytest.raises(OptionError, match=r"'bf16-true' rounds the weights .* with its reference; take 'bf16-mixed'\."):
+        mapped.train(max_epochs=1, precision="bf16-true", **QUIET)
     before = weights(mapped)[VECTORS]
     mapped.module = copy.deepcopy(mapped.module)
     mapped.train(max_epochs=1, batch_size=40, **QUIET)
     assert torch.equal(weights(mapped)[VECTORS][:2], before[:2])
     assert not torch.equal(weights(mapped)[VECTORS][2], before[2])
-
-
-def test_a_query_model_keeps_32_bit_weights(reference, query):
-    mapped = Encoder.load_query_data(query, reference)
-    with pytest.raises(OptionError, match=r"'bf16-true' rounds the weights .* with its reference; take 'bf16-mixed'\."):
-        mapped.train(max_epochs=1, precision="bf16-true", **QUIET)
-
-
-def test_a_query_model_names_its_reference(reference, query):
-    with_room = Encoder.load_query_data(query, reference)
-    without = Encoder.load_query_data(query[query.obs["lane"] == "b1"].copy(), reference)
-    assert with_room.spec.tuning.base["sha256"] == without.spec.tuning.base["sha256"]
 
 
 def test_batches_of_the_query_have_a_column_of_their_own(reference, query):
@@ -151,11 +144,7 @@ def test_batches_of_the_query_have_a_column_of_their_own(reference, query):
 @pytest.mark.real_data
 @pytest.mark.parametrize(
     ("file", "key", "held_out"),
-    [
-        ("sc_mixology", "batch", ["sc_celseq2"]),
-        ("sc_mixology", "batch", ["sc_dropseq"]),
-        ("kang_ctrl_8donor", "sample_id", ["1256", "1488"]),
-    ],
+    [("sc_mixology", "batch", ["sc_celseq2"]), ("kang_ctrl_8donor", "sample_id", ["1256", "1488"])],
 )
 def test_real_queries_mix_with_the_stored_embedding_of_the_reference(file, key, held_out):
     if not (REAL / f"{file}.h5ad").exists():
@@ -168,11 +157,18 @@ def test_real_queries_mix_with_the_stored_embedding_of_the_reference(file, key, 
     model = Encoder(known)
     model.train(max_epochs=10, **QUIET)
     stored = model.get_latent_representation()
+
+    def mixing() -> float:
+        """Return the share of reference cells among the 30 nearest neighbours of query cells."""
+        embedded = mapped.get_latent_representation(key_added=None)
+        found = NearestNeighbors(n_neighbors=31).fit(np.concatenate([stored, embedded])).kneighbors(embedded)[1]
+        others = found != len(stored) + np.arange(len(embedded))[:, None]
+        return float(np.average(found < len(stored), weights=others))
+
     mapped = Encoder.load_query_data(query, model)
-    before = mixing(stored, mapped.get_latent_representation(key_added=None))
+    before = mixing()
     mapped.train(max_epochs=20, **QUIET)
-    assert before > 0.05
-    assert mixing(stored, mapped.get_latent_representation()) >= before
+    assert mixing() >= before > 0.05
     errors = mapped.history_["validation_squared_error"]["validation_squared_error"]
     assert errors.iloc[-1] < errors.iloc[0]
 
@@ -187,7 +183,6 @@ def test_adapters_take_the_query_out_of_the_space_of_the_reference(which, usual,
     np.testing.assert_allclose(mapped.get_latent_representation(key_added=None), embedded, atol=1e-5)
     backbone = {name: p.clone() for name, p in mapped.backbone.named_parameters() if "base_layer" in name}
     mapped.get_latent_representation()
-    mapped.predict()
     assert {key for key in query.obsm if "scforge" in key} == {"X_scforge", usual}
     with pytest.warns(ScforgeWarning, match=LEFT):
         mapped.train(max_epochs=2, batch_size=40, lr=1e-2, **QUIET)
@@ -197,7 +192,6 @@ def test_adapters_take_the_query_out_of_the_space_of_the_reference(which, usual,
     learned = mapped.get_latent_representation(key_added=None)
     assert np.abs(learned - embedded).max() > 1e-3
     np.testing.assert_allclose(model.get_latent_representation(query, key_added=None), embedded, atol=1e-6)
-    assert np.isfinite(mapped.history_["validation_loss"]["validation_loss"]).all()
     np.testing.assert_array_equal(mapped.get_latent_representation(), query.obsm.pop("X_scforge_query"))
     np.testing.assert_array_equal(mapped.predict(), query.obsm.pop("X_scforge_query"))
     mapped.get_latent_representation(key_added="X_scforge")
@@ -207,12 +201,9 @@ def test_adapters_take_the_query_out_of_the_space_of_the_reference(which, usual,
     np.testing.assert_array_equal(loaded.get_latent_representation(key_added=None), learned)
     table = loaded.transfer_labels(labels_key="kind", reference=model)
     pd.testing.assert_frame_equal(table, mapped.transfer_labels())
-    kinds = np.asarray(model.adata.obs["kind"])
     # Distances are within the space of the query model.
-    codes, names = pd.factorize(kinds, sort=True)
     space = mapped.get_latent_representation(model.adata, key_added=None)
-    votes = weighted_vote(space, codes, learned, 3, 50)
-    np.testing.assert_array_equal(np.asarray(table["label"]), names[votes.argmax(axis=1)])
+    same_votes(table, space, learned, model.adata.obs["kind"], 50)
     with pytest.warns(ScforgeWarning, match=LEFT):
         loaded.train(max_epochs=1, batch_size=40, **QUIET)
 
@@ -228,11 +219,8 @@ def test_new_batches_get_parameters_of_their_own(integrated, query, caplog):
     known = Encoder.load_query_data(query[query.obs["lane"] == "b1"].copy(), integrated)
     assert known.module.head.batches.shape[0] == 0
     query.obs = query.obs.rename(columns={"lane": "plate"})
-    assert (
-        Encoder.load_query_data(query, integrated, batch_key="plate").spec.tuning.task_options["batch_key"] == "plate"
-    )
-    with pytest.raises(DataError, match="'lane' is not a column of obs"):
-        Encoder.load_query_data(query, integrated)
+    of_plates = Encoder.load_query_data(query, integrated, batch_key="plate")
+    assert of_plates.spec.tuning.task_options["batch_key"] == "plate"
 
 
 def test_genes_are_found_by_name(reference, query, caplog):
@@ -260,6 +248,9 @@ def test_labels_are_transferred(reference, query):
     assert query.obs["scforge_kind_transferred"].dtype == "category"
     assert query.obs["scforge_kind_transferred_uncertainty"].dtype == np.float32
     np.testing.assert_array_equal(query.obs["kind"], truth)
+    space = reference.get_latent_representation(key_added=None)
+    points = reference.get_latent_representation(query, key_added=None)
+    same_votes(reference.transfer_labels(query, n_neighbors=7), space, points, reference.adata.obs["kind"], 7)
     limit = float(table["uncertainty"].quantile(0.9))
     strict = reference.transfer_labels(query, threshold=limit, key_added="mine", n_neighbors=10_000)
     assert ((strict["label"] == "unassigned") == (strict["uncertainty"] > limit)).all()
@@ -270,25 +261,20 @@ def test_predicted_and_transferred_labels_are_kept_apart(reference, query):
     annotator = reference.finetune("annotation", max_epochs=1, **QUIET)
     predicted = annotator.predict(query)
     reference.transfer_labels(query)
-    for column in ("label", "confidence", "entropy"):
-        written = query.obs["scforge_kind" if column == "label" else f"scforge_{column}"]
-        pd.testing.assert_series_equal(written, predicted[column], check_names=False)
+    written = query.obs[["scforge_kind", "scforge_confidence", "scforge_entropy"]]
+    pd.testing.assert_frame_equal(written.set_axis(predicted.columns, axis=1), predicted)
     with pytest.raises(DataError, match="scforge_kind_transferred_confidence"):
         calibration(query, "kind", "scforge_kind_transferred")
 
 
-def test_a_query_model_knows_its_reference(reference, query):
+def test_labels_come_from_the_reference_or_cells_that_are_given(reference, query):
     mapped = Encoder.load_query_data(query, reference)
     with pytest.raises(OptionError, match="'adaptation' has no labels to be scored by"):
         mapped.evaluate()
     table = mapped.transfer_labels()
     pd.testing.assert_frame_equal(table, reference.transfer_labels(query))
-    other = cells(["b0", "b1"], ["t0", "t1", "t2"], n=90, seed=3)
-    assert (mapped.transfer_labels(reference=other)["label"] == table["label"]).mean() > 0.8
-
-
-def test_reference_cells_without_label_do_not_vote(reference, query):
     few = cells(["b0", "b1"], ["t0", "t1", "t2"], n=90, seed=3)
+    assert (mapped.transfer_labels(reference=few)["label"] == table["label"]).mean() > 0.8
     few.obs["kind"] = few.obs["kind"].where(few.obs["kind"] != "t1")
     assert set(reference.transfer_labels(query, reference=few)["label"]) <= {"t0", "t2"}
     few.obs["kind"] = "t0"
@@ -315,22 +301,3 @@ def test_what_cannot_be_done_is_said(reference, viewed, query, tmp_path):
     mapped = Encoder.load_query_data(query, tmp_path / "reference")
     with pytest.raises(OptionError, match="loaded without its cells"):
         mapped.transfer_labels(labels_key="kind")
-
-
-def test_votes():
-    generator = np.random.default_rng(0)
-    landmarks, codes = generator.normal(size=(50, 3)), generator.integers(0, 4, 50)
-    points = generator.normal(size=(6, 3))
-    votes = weighted_vote(landmarks, codes, points, 5, 7)
-    for point, vote in zip(points, votes, strict=True):
-        distances = np.linalg.norm(landmarks - point, axis=1)
-        nearest = np.argsort(distances)[:7]
-        kernel = np.exp(-(distances[nearest] ** 2) / (2 * distances[nearest].mean() ** 2))
-        expected = [kernel[codes[nearest] == code].sum() / kernel.sum() for code in range(5)]
-        np.testing.assert_allclose(vote, expected)
-    line, cell = np.array([[0.1], [-0.2], [2.0], [2.1]]), np.zeros((1, 1))
-    vote = weighted_vote(line, np.array([0, 0, 1, 1]), cell, 2, 4)
-    assert vote[0, 0] > 1.5 * vote[0, 1]  # as many neighbours of each class; the nearer ones win
-    np.testing.assert_allclose(weighted_vote(1e-3 * line, np.array([0, 0, 1, 1]), cell, 2, 4), vote)
-    same = weighted_vote(np.zeros((3, 2)), np.array([0, 0, 1]), np.zeros((1, 2)), 2, 3)
-    np.testing.assert_allclose(same, [[2 / 3, 1 / 3]])

@@ -6,6 +6,10 @@ import csv
 import os
 import re
 import signal
+import subprocess
+import sys
+import time
+import warnings
 from pathlib import Path
 
 import anndata as ad
@@ -22,6 +26,8 @@ from scforge.training import make_loggers
 
 LIGHT = {"hidden_dim": 8, "ffn_dim": 8, "latent_dim": 4, "dropout": 0.1}
 TRANSFORMER = {"architecture": "transformer_encoder", "hidden_dim": 8, "num_layers": 1, "num_heads": 2}
+PLAIN = {"batch_size": 20, "progress_bar": False, "accelerator": "cpu"}
+EARLY = {"max_epochs": 30, "lr": 1.0, "schedule": "constant", "early_stopping_patience": 1}
 
 
 class Crash(Exception):
@@ -29,12 +35,39 @@ class Crash(Exception):
 
 
 class CrashAfter(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
+    """Breaks off before a step, or after the validation of an epoch."""
+
+    def __init__(self, step: int | None = None, epoch: int | None = None) -> None:
+        self.step, self.epoch = step, epoch
 
     def on_train_batch_start(self, trainer, *args) -> None:
         if trainer.global_step == self.step:
             raise Crash
+
+    def on_train_epoch_end(self, trainer, *args) -> None:
+        if trainer.current_epoch == self.epoch:
+            raise Crash
+
+
+@pytest.fixture(scope="module")
+def cells(many_adata: ad.AnnData) -> ad.AnnData:
+    return many_adata[:60].copy()
+
+
+@pytest.fixture(scope="module")
+def whole(cells, tmp_path_factory) -> Encoder:
+    """A model of three epochs that were not interrupted."""
+    model = make(cells)
+    train(model, tmp_path_factory.mktemp("whole"))
+    return model
+
+
+@pytest.fixture
+def broken(cells, tmp_path) -> Path:
+    """The folder of a training that broke off after five of nine steps."""
+    with pytest.raises(Crash):
+        train(make(cells), tmp_path / "run", crash=5)
+    return tmp_path / "run"
 
 
 def make(adata: ad.AnnData, **options) -> Encoder:
@@ -44,11 +77,9 @@ def make(adata: ad.AnnData, **options) -> Encoder:
 
 
 def train(model: Encoder, folder: Path, *, crash: int | None = None, **options) -> None:
-    given = {"max_epochs": 3, "batch_size": 20, "progress_bar": False, "accelerator": "cpu", "keep_last": 2}
-    given |= {"checkpoint_every_n_steps": 1, "checkpoint_dir": folder, "early_stopping_patience": 2}
-    given |= {"logger": make_loggers(["csv"], folder / "logs"), "log_every_n_steps": 1}
-    callbacks = [] if crash is None else [CrashAfter(crash)]
-    model.train(**(given | options), callbacks=callbacks)
+    given = {**PLAIN, "max_epochs": 3, "checkpoint_dir": folder, "checkpoint_every_n_steps": 1, "keep_last": 2}
+    given |= {"logger": make_loggers(["csv"], folder / "logs"), "log_every_n_steps": 1, "early_stopping_patience": 2}
+    model.train(**(given | options), callbacks=[] if crash is None else [CrashAfter(crash)])
 
 
 def same_weights(one: Encoder, two: Encoder) -> bool:
@@ -72,7 +103,7 @@ KINDS = {
     "transformer": (TRANSFORMER, {"accumulate_grad_batches": 2, "batch_size": 10}),
     "muon": (TRANSFORMER, {"optimizer": "muon", "max_tokens_per_batch": 900, "batch_size": None}),
     "sgd": (LIGHT, {"optimizer": "sgd", "schedule": "linear"}),
-    "early": (LIGHT, {"max_epochs": 30, "lr": 1.0, "schedule": "constant", "early_stopping_patience": 1}),
+    "early": (LIGHT, EARLY),
     "steps": (LIGHT, {"max_epochs": None, "max_steps": 8}),
     "bf16": (TRANSFORMER, {"precision": "bf16-mixed"}),
 }
@@ -80,9 +111,9 @@ KINDS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_outcome_is_that_of_a_training_that_was_never_interrupted(tiny_adata, tmp_path, kind):
+def test_the_outcome_is_that_of_a_training_that_was_never_interrupted(cells, tmp_path, kind):
     made_with, options = KINDS[kind]
-    whole = make(tiny_adata, **made_with)
+    whole = make(cells, **made_with)
     train(whole, tmp_path / "whole", **options)
     n_steps = max(int(row["step"]) for row in rows(tmp_path / "whole"))
     # In the middle of an epoch, at its end, and again while it goes on.
@@ -90,8 +121,8 @@ def test_the_outcome_is_that_of_a_training_that_was_never_interrupted(tiny_adata
         folder = tmp_path / f"broken{crash[0]}"
         for step in crash:
             with pytest.raises(Crash):
-                train(make(tiny_adata, **made_with), folder, crash=step, resume="auto", **options)
-        broken = make(tiny_adata, **made_with)
+                train(make(cells, **made_with), folder, crash=step, resume="auto", **options)
+        broken = make(cells, **made_with)
         train(broken, folder, resume="auto", **options)
         assert same_weights(broken, whole)
         assert broken.n_epochs_ == whole.n_epochs_
@@ -104,37 +135,25 @@ def test_the_outcome_is_that_of_a_training_that_was_never_interrupted(tiny_adata
         )
 
 
-@pytest.fixture
-def broken(tiny_adata, tmp_path) -> Path:
-    """The folder of a training that broke off after five of nine steps."""
-    with pytest.raises(Crash):
-        train(make(tiny_adata), tmp_path / "run", crash=5)
-    return tmp_path / "run"
-
-
-def test_a_finished_training_is_not_trained_again(tiny_adata, tmp_path, caplog):
+def test_a_finished_training_is_not_trained_again(cells, tmp_path, caplog):
     caplog.set_level("INFO", logger="scforge")
-    whole, again = make(tiny_adata), make(tiny_adata)
-    train(whole, tmp_path)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    whole, again = make(cells), make(cells)
+    train(whole, tmp_path, resume="auto")  # where there is nothing yet
     before = rows(tmp_path)
     train(again, tmp_path, resume="auto", crash=0)
     assert re.search(r"The training in \S+ is already complete: 3 epochs, 9 steps\.", caplog.text)
     assert "Resuming" not in caplog.text
     assert same_weights(whole, again)
-    assert again.n_epochs_ == whole.n_epochs_
+    assert again.n_epochs_ == whole.n_epochs_ == 3
     assert rows(tmp_path) == before
-
-
-def test_auto_starts_where_there_is_nothing(tiny_adata, tmp_path):
-    model = make(tiny_adata)
-    train(model, tmp_path / "new", resume="auto")
-    assert model.n_epochs_ == 3
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
 
 
 @pytest.mark.slow
-def test_a_training_of_constant_learning_rate_may_become_longer(tiny_adata, tmp_path):
+def test_a_training_of_constant_learning_rate_may_become_longer(cells, tmp_path):
     options = {"schedule": "constant", "early_stopping": False}
-    short, long, whole = (make(tiny_adata) for _ in range(3))
+    short, long, whole = (make(cells) for _ in range(3))
     train(short, tmp_path / "run", max_epochs=2, **options)
     train(long, tmp_path / "run", max_epochs=4, resume="auto", **options)
     train(whole, tmp_path / "whole", max_epochs=4, **options)
@@ -143,69 +162,63 @@ def test_a_training_of_constant_learning_rate_may_become_longer(tiny_adata, tmp_
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    ("made_with", "options", "named"),
     [
-        ({"lr": 0.5}, "lr=0.002 there, 0.5 here"),
-        ({"batch_size": 10}, "batch_size=20 there, 10 here"),
-        ({"max_epochs": 9, "optimizer": "muon"}, "optimizer='adamw' there, 'muon' here"),
-        ({"validation_size": 0.2}, "n_cells=54 there, 48 here"),
+        ({}, {"lr": 0.5}, "lr=0.002 there, 0.5 here"),
+        ({}, {"max_epochs": 9, "optimizer": "muon"}, "optimizer='adamw' there, 'muon' here"),
+        ({}, {"validation_size": 0.2}, "n_cells=54 there, 48 here"),
+        ({"hidden_dim": 16}, {}, "architecture.hidden_dim=8 there, 16 here"),
+        ({"seed": 1}, {}, "seed=0 there, 1 here"),
+        ({"n_cells": 50}, {}, "n_cells=54 there, 45 here"),
     ],
 )
-def test_another_training_is_refused(tiny_adata, broken, options, named):
+def test_another_training_is_refused(cells, broken, made_with, options, named):
+    made_with = dict(made_with)
+    model = make(cells[: made_with.pop("n_cells", 60)], **LIGHT | made_with)
     with pytest.raises(OptionError, match="had other settings") as error:
-        train(make(tiny_adata), broken, resume="auto", **options)
+        train(model, broken, resume="auto", **options)
     assert named in str(error.value)
 
 
-def test_another_model_or_other_data_are_refused(tiny_adata, broken):
-    with pytest.raises(OptionError, match=r"architecture\.hidden_dim=8 there, 16 here"):
-        train(make(tiny_adata, **(LIGHT | {"hidden_dim": 16})), broken, resume="auto")
-    with pytest.raises(OptionError, match="seed=0 there, 1 here"):
-        train(make(tiny_adata, **LIGHT, seed=1), broken, resume="auto")
-    with pytest.raises(OptionError, match="other settings"):
-        train(make(tiny_adata[:50].copy()), broken, resume="auto")
-
-
-def test_what_does_not_matter_may_change(tiny_adata, broken, tmp_path):
-    whole, other = make(tiny_adata), make(tiny_adata)
-    train(whole, tmp_path / "whole")
+def test_what_does_not_matter_may_change(cells, broken, whole):
+    other = make(cells)
     harmless = {"num_threads": 0, "keep_last": 5, "save_top_k": 2, "early_stopping_patience": 9, "log_every_n_steps": 2}
     train(other, broken, resume="auto", **harmless)
     assert same_weights(whole, other)
 
 
-def test_a_damaged_state_is_told_and_the_one_before_it_taken(tiny_adata, broken, tmp_path):
-    last = sorted(broken.glob("step=*"))[-1]
-    tensors = last / "training" / "state.safetensors"
-    content = bytearray(tensors.read_bytes())
+@pytest.mark.parametrize("file", ["training/state.safetensors", "model.safetensors"])
+def test_a_damaged_state_is_told_and_the_one_before_it_taken(cells, broken, whole, file):
+    path = sorted(broken.glob("step=*"))[-1] / file
+    content = bytearray(path.read_bytes())
     content[-1] ^= 1
-    tensors.write_bytes(content)
-    whole, other = make(tiny_adata), make(tiny_adata)
-    train(whole, tmp_path / "whole")
-    with pytest.warns(ScforgeWarning, match=r"state\.safetensors' is corrupted"):
+    path.write_bytes(content)
+    other = make(cells)
+    with pytest.warns(ScforgeWarning, match=rf"{path.name}' is corrupted"):
         train(other, broken, resume="auto")
     assert same_weights(whole, other)
 
 
-def test_a_state_by_name(tiny_adata, broken, tmp_path):
-    first = sorted(broken.glob("step=*"))[0]
-    whole, other = make(tiny_adata), make(tiny_adata)
-    train(whole, tmp_path / "whole")
+def test_a_state_by_name(cells, broken, whole, tmp_path):
+    first, last = sorted(broken.glob("step=*"))  # keep_last
+    assert np.isfinite(Encoder.load(last).get_latent_representation(cells, key_added=None)).all()
+    other = make(cells)
     train(other, tmp_path / "other", resume=first)
     assert same_weights(whole, other)
-    with pytest.raises(MissingFileError, match="does not exist"):
-        train(make(tiny_adata), tmp_path / "new", resume=broken / "step=99999999")
     other.save(tmp_path / "model")
-    with pytest.raises(MissingFileError, match="holds no state of a training"):
-        train(make(tiny_adata), tmp_path / "new", resume=tmp_path / "model")
+    for name, message in {"run/step=99999999": "does not exist", "model": "holds no state of a training"}.items():
+        with pytest.raises(MissingFileError, match=message):
+            train(make(cells), tmp_path / "new", resume=tmp_path / name)
 
 
-def test_a_folder_with_another_training_is_not_touched(tiny_adata, broken):
+def test_a_folder_with_another_training_is_not_touched(cells, broken):
     before = sorted(broken.rglob("*"))
     with pytest.raises(OptionError, match=r"holds a training already .* resume='auto' .* overwrite=True"):
-        train(make(tiny_adata), broken)
+        train(make(cells), broken)
+    with pytest.raises(OptionError, match="bf17"):
+        train(make(cells), broken, overwrite=True, precision="bf17")
     assert sorted(broken.rglob("*")) == before
-    model = make(tiny_adata)
+    model = make(cells)
     train(model, broken, overwrite=True)
     assert model.n_epochs_ == 3
     assert len(list(broken.glob("epoch=*"))) == 1
@@ -229,19 +242,12 @@ def test_a_folder_with_another_training_is_not_touched(tiny_adata, broken):
         ({"accelerator": "gpu", "devices": 4}, "devices=4 with accelerator='gpu', but this machine has"),
     ],
 )
-def test_bad_options(tiny_adata, tmp_path, options, message):
+def test_bad_options(cells, tmp_path, options, message):
     with pytest.raises(OptionError, match=message):
-        train(make(tiny_adata), tmp_path, **options)
+        train(make(cells), tmp_path, **options)
 
 
-def test_states_are_models(tiny_adata, broken):
-    last = sorted(broken.glob("step=*"))[-1]
-    embedding = Encoder.load(last).get_latent_representation(tiny_adata.copy())
-    assert np.isfinite(embedding).all()
-    assert len(list(broken.glob("step=*"))) == 2  # keep_last
-
-
-def test_the_state_of_a_callback_is_kept(tiny_adata, tmp_path):
+def test_the_state_of_a_callback_is_kept(cells, tmp_path):
     class Counts(Callback):
         def __init__(self) -> None:
             self.seen = torch.zeros(2, dtype=torch.int64)
@@ -253,27 +259,21 @@ def test_the_state_of_a_callback_is_kept(tiny_adata, tmp_path):
             return {"seen": self.seen, "nested": {"more": [1, (2.5, None)]}}
 
         def load_state_dict(self, state: dict) -> None:
-            assert state["nested"] == {"more": [1, (2.5, None)]}
-            self.seen = state["seen"]
+            self.seen, self.nested = state["seen"], state["nested"]
 
-    given = {"max_epochs": 2, "batch_size": 20, "progress_bar": False, "accelerator": "cpu"}
-    given |= {"checkpoint_dir": tmp_path, "checkpoint_every_n_steps": 1}
+    given = {**PLAIN, "max_epochs": 2, "checkpoint_dir": tmp_path, "checkpoint_every_n_steps": 1}
     with pytest.raises(Crash):
-        make(tiny_adata).train(**given, callbacks=[Counts(), CrashAfter(2)])
+        make(cells).train(**given, callbacks=[Counts(), CrashAfter(2)])
     counts = Counts()
-    make(tiny_adata).train(**given, callbacks=[counts], resume="auto")
-    assert counts.seen.tolist() == [6, 6]
-
-    class Odd(Counts):
-        def state_dict(self) -> dict:
-            return {"handle": object()}
-
+    make(cells).train(**given, callbacks=[counts], resume="auto")
+    assert (counts.seen.tolist(), counts.nested) == ([6, 6], {"more": [1, (2.5, None)]})
+    counts.state_dict = lambda: {"handle": object()}
     with pytest.raises(TrainingError, match="'object', which cannot be saved"):
-        make(tiny_adata).train(**(given | {"checkpoint_dir": tmp_path / "odd"}), callbacks=[Odd()])
+        make(cells).train(**(given | {"checkpoint_dir": tmp_path / "odd"}), callbacks=[counts])
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no limit for files")
-def test_a_full_disk_leaves_the_last_state_whole(tiny_adata, tmp_path):
+def test_a_full_disk_leaves_the_last_state_whole(cells, whole, tmp_path):
     import resource
 
     class FillsUp(Callback):
@@ -283,15 +283,12 @@ def test_a_full_disk_leaves_the_last_state_whole(tiny_adata, tmp_path):
             if trainer.global_step == 1:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (4_000, before[1]))
 
-    whole, model, again = (make(tiny_adata) for _ in range(3))
-    train(whole, tmp_path / "whole", early_stopping=False)
+    model, again = make(cells), make(cells)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    given = {"max_epochs": 3, "batch_size": 20, "progress_bar": False, "accelerator": "cpu", "early_stopping": False}
-    given |= {"checkpoint_dir": tmp_path / "run", "checkpoint_every_n_steps": 1, "keep_last": 2, "save_top_k": 1}
+    given = {**PLAIN, "max_epochs": 3, "early_stopping": False, "checkpoint_dir": tmp_path / "run", "save_top_k": 1}
+    given |= {"checkpoint_every_n_steps": 1, "keep_last": 2}
     try:
-        with pytest.raises(
-            TrainingError, match=r"step=00000002 cannot be written .*; step=00000001 is whole; make room"
-        ):
+        with pytest.raises(TrainingError, match=r"step=00000002 cannot be written .*; step=00000001 is whole; make ro"):
             model.train(**given, callbacks=[FillsUp()])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -300,131 +297,152 @@ def test_a_full_disk_leaves_the_last_state_whole(tiny_adata, tmp_path):
     assert same_weights(again, whole)
 
 
-def test_two_trainings_in_one_folder(tiny_adata, tmp_path):
+def test_two_trainings_in_one_folder(cells, tmp_path):
     class Starts(Callback):
         def on_train_start(self, *args) -> None:
-            train(make(tiny_adata), tmp_path)
+            train(make(cells), tmp_path)
 
     with pytest.raises(OptionError, match="is in use by another training"):
-        make(tiny_adata).train(1, progress_bar=False, accelerator="cpu", checkpoint_dir=tmp_path, callbacks=[Starts()])
+        make(cells).train(1, **PLAIN, checkpoint_dir=tmp_path, callbacks=[Starts()])
 
 
-def test_a_loss_that_is_no_number_leaves_the_best_epoch(tiny_adata, tmp_path):
+def test_a_loss_that_is_no_number_leaves_the_best_epoch(cells, tmp_path):
     class Spoils(Callback):
         def on_train_batch_start(self, trainer, plan, batch, batch_idx) -> None:
             if trainer.global_step == 4:
                 batch["values"].fill_(float("nan"))
 
-    model = make(tiny_adata)
-    given = {"max_epochs": 9, "batch_size": 20, "progress_bar": False, "accelerator": "cpu"}
+    model = make(cells)
     with pytest.raises(TrainingError, match=r"loss is nan in batch 1 of epoch 1 \(step 4\)") as error:
-        model.train(**given, checkpoint_dir=tmp_path, callbacks=[Spoils()])
+        model.train(9, **PLAIN, checkpoint_dir=tmp_path, callbacks=[Spoils()])
     assert error.value.result.n_epochs == model.n_epochs_ == 1
     assert same_weights(model, Encoder.load(tmp_path / "epoch=00"))
 
 
-class CrashAtEnd(Callback):
-    """Breaks off after the validation of an epoch."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def on_train_epoch_end(self, trainer, *args) -> None:
-        if trainer.current_epoch == self.epoch:
-            raise Crash
-
-
-EARLY = {"max_epochs": 30, "lr": 1.0, "schedule": "constant", "early_stopping_patience": 1}
-
-
-def test_early_stopping_goes_on_where_it_was(tiny_adata, tmp_path):
+def test_early_stopping_goes_on_where_it_was(cells, tmp_path):
     options = {**EARLY, "checkpoint_every_n_steps": None}
-    whole, again, broken = (make(tiny_adata) for _ in range(3))
+    whole, again, broken = (make(cells) for _ in range(3))
     train(whole, tmp_path / "whole", **options)
     assert whole.n_epochs_ < 30
     train(again, tmp_path / "whole", resume="auto", **options)  # it is over
-    folder = {"checkpoint_dir": tmp_path / "run", "batch_size": 20, "progress_bar": False, "accelerator": "cpu"}
+    given = {**EARLY, **PLAIN, "checkpoint_dir": tmp_path / "run"}
     with pytest.raises(Crash):
-        make(tiny_adata).train(**EARLY, **folder, callbacks=[CrashAtEnd(whole.n_epochs_ - 1)])
-    broken.train(**EARLY, **folder, resume="auto")
+        make(cells).train(**given, callbacks=[CrashAfter(epoch=whole.n_epochs_ - 1)])
+    broken.train(**given, resume="auto")
     for model in (again, broken):
         assert same_weights(model, whole)
         assert model.n_epochs_ == whole.n_epochs_
-    longer = make(tiny_adata)
+    longer = make(cells)
     train(longer, tmp_path / "whole", resume="auto", **{**options, "early_stopping_patience": 3})
     assert longer.n_epochs_ > whole.n_epochs_
 
 
-def test_the_warm_up_does_not_count_for_early_stopping(tiny_adata):
-    model = make(tiny_adata)
-    options = {**EARLY, "schedule": "cosine_warmup", "warmup_steps": 15}
-    model.train(**options, batch_size=20, progress_bar=False, accelerator="cpu")
+def test_the_warm_up_does_not_count_for_early_stopping(cells):
+    model = make(cells)
+    model.train(**EARLY | PLAIN | {"schedule": "cosine_warmup", "warmup_steps": 15})
     assert model.n_epochs_ > 5
 
 
-def test_killed_before_the_first_state(tiny_adata, tmp_path):
-    given = {"max_epochs": 2, "batch_size": 20, "progress_bar": False, "accelerator": "cpu"}
+def test_killed_before_the_first_state(cells, tmp_path):
     with pytest.raises(Crash):
-        make(tiny_adata).train(**given, checkpoint_dir=tmp_path, callbacks=[CrashAtEnd(0)])
+        make(cells).train(2, **PLAIN, checkpoint_dir=tmp_path, callbacks=[CrashAfter(epoch=0)])
     assert [path.name for path in tmp_path.glob("*=*")] == ["epoch=00"]
-    model = make(tiny_adata)
-    model.train(**given, checkpoint_dir=tmp_path, resume="auto")
+    config = load_config(recipe_path("light"), [f"output.checkpoint_dir={tmp_path}"])
+    check_run(config, resume="auto", overwrite=False)
+    with pytest.raises(OptionError, match="holds a training already"):
+        check_run(config, resume=None, overwrite=False)
+    model = make(cells)
+    model.train(2, **PLAIN, checkpoint_dir=tmp_path, resume="auto")
     assert model.n_epochs_ == 2
 
 
-def test_an_epoch_that_a_callback_cut_short_goes_on(tiny_adata, tmp_path):
+def test_an_epoch_that_a_callback_cut_short_goes_on(cells, whole, tmp_path):
     class Stops(Callback):
         def on_train_batch_end(self, trainer, *args) -> None:
             trainer.should_stop = trainer.global_step == 4
 
-    whole, other = make(tiny_adata), make(tiny_adata)
-    given = {"max_epochs": 3, "batch_size": 20, "progress_bar": False, "accelerator": "cpu", "early_stopping": False}
-    whole.train(**given)
-    make(tiny_adata).train(**given, checkpoint_dir=tmp_path, callbacks=[Stops()])
+    given = {**PLAIN, "max_epochs": 3, "early_stopping": False}
+    make(cells).train(**given, checkpoint_dir=tmp_path, callbacks=[Stops()])
+    other = make(cells)
     other.train(**given, checkpoint_dir=tmp_path, resume="auto")
     assert same_weights(whole, other)
 
 
-def test_damaged_weights_of_a_state(tiny_adata, broken, tmp_path):
-    weights = sorted(broken.glob("step=*"))[-1] / "model.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    whole, other = make(tiny_adata), make(tiny_adata)
-    train(whole, tmp_path / "whole")
-    with pytest.warns(ScforgeWarning, match=r"model\.safetensors' is corrupted"):
-        train(other, broken, resume="auto")
-    assert same_weights(whole, other)
-
-
-def test_nothing_is_removed_before_the_options_are_checked(tiny_adata, broken):
-    before = sorted(broken.rglob("*"))
-    with pytest.raises(OptionError, match="bf17"):
-        train(make(tiny_adata), broken, overwrite=True, precision="bf17")
-    assert sorted(broken.rglob("*")) == before
-
-
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals")
-def test_signals_are_handed_back(tiny_adata, tmp_path):
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    train(make(tiny_adata), tmp_path)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
-def test_benchmarks_score_the_average(tiny_adata):
+def test_validation_sees_the_averaged_weights(cells):
     class Looks(Callback):
         def on_validation_end(self, trainer, plan) -> None:
             self.seen = {name: value.clone() for name, value in plan.module.state_dict().items()}
 
-    model, looks = make(tiny_adata), Looks()
-    model.train(1, batch_size=20, progress_bar=False, accelerator="cpu", ema_decay=0.9, callbacks=[looks])
+    model, looks = make(cells), Looks()
+    model.train(1, **PLAIN, ema_decay=0.9, callbacks=[looks])
     for name, value in model.module.state_dict().items():
         assert torch.equal(value, looks.seen[name])
 
 
-def test_a_file_goes_on_where_only_an_epoch_was_kept(tiny_adata, tmp_path):
-    config = load_config(recipe_path("light"), [f"output.checkpoint_dir={tmp_path}"])
-    (tmp_path / "epoch=00").mkdir()
-    check_run(config, resume="auto", overwrite=False)
-    with pytest.raises(OptionError, match="holds a training already"):
-        check_run(config, resume=None, overwrite=False)
+SCRIPT = """
+import sys
+import anndata, torch
+from scforge.estimators import Encoder
+from scforge.training import make_loggers
+torch.set_num_threads(1)
+folder = sys.argv[1]
+adata = anndata.read_h5ad("cells.h5ad")
+Encoder.setup_anndata(adata)
+model = Encoder(adata, "transformer_encoder", hidden_dim=16, num_layers=2, num_heads=2, max_seq_len=64)
+model.train(
+    int(sys.argv[2]), batch_size=8, early_stopping=False, lr=1e-3, progress_bar=False, accelerator="cpu",
+    log_every_n_steps=1, checkpoint_dir=folder, checkpoint_every_n_steps=5, keep_last=2, save_top_k=2, resume="auto",
+    logger=make_loggers(["csv"], folder + "/logs"),
+)
+model.save(folder + "/final", overwrite=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("epochs", "ends"),
+    [
+        (15, [signal.SIGKILL, signal.SIGTERM]),
+        pytest.param(200, [signal.SIGKILL] * 20, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_training_that_is_killed_has_the_weights_of_one_that_was_not(many_adata, tmp_path, monkeypatch, epochs, ends):
+    generator = np.random.default_rng(time.time_ns())
+    monkeypatch.chdir(tmp_path)
+    many_adata[:120].copy().write_h5ad("cells.h5ad")
+
+    def run_here(name: str) -> None:
+        """Run the training to its end in this process, which spares it the start of another."""
+        monkeypatch.setattr(sys, "argv", ["", name, str(epochs)])
+        with warnings.catch_warnings(action="ignore"):
+            exec(SCRIPT, {})
+
+    def log() -> bytes:
+        path = Path("broken/logs/metrics.csv")
+        return path.read_bytes() if path.exists() else b""
+
+    run_here("whole")
+    ended = 0
+    for how in ends:
+        before = log()
+        # Lightning's note on its own packages comes from importing it.
+        running = subprocess.Popen([sys.executable, "-W", "ignore", "-c", SCRIPT, "broken", str(epochs)])
+        while running.poll() is None and log().count(b"\n") in (before.count(b"\n"), 0):
+            time.sleep(0.01)
+        time.sleep(generator.uniform(0, 0.3))
+        if running.poll() is not None:
+            assert running.returncode == 0
+            break
+        running.send_signal(how)
+        assert running.wait() == -how
+        ended += 1
+        for path in Path("broken").glob("[!.]*=*"):  # pathlib's star takes hidden folders too, which are being written
+            Encoder.load(path)  # whatever has its name is whole
+    run_here("broken")
+    assert same_weights(*(Encoder.load(f"{name}/final") for name in ("broken", "whole")))
+    logged = without_speed(rows(tmp_path / "broken"))
+    assert logged == without_speed(rows(tmp_path / "whole"))
+    steps = [int(row["step"]) for row in logged if row["step_loss"]]
+    assert steps == list(range(1, steps[-1] + 1))
+    assert not [path.name for path in Path("broken").glob(".*") if path.name != ".lock"]
+    assert ended > len(ends) // 2

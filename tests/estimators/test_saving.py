@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import anndata as ad
@@ -28,6 +25,7 @@ from scforge.estimators import Encoder
 from scforge.estimators.folder_formats import MODEL, sealed
 
 FILES = ["README.md", "config.json", "model.safetensors", "vocab.json"]
+NEEDED = ["architecture", "tokenizer", "objective", "setup", "seed", "is_trained", "n_epochs", "history", "sha256"]
 
 
 @pytest.fixture
@@ -40,36 +38,37 @@ def folder(model: Encoder, tmp_path: Path) -> Path:
 def edit(folder: Path, **changes: object) -> None:
     """Change entries of the description, and its checksum with them; None removes one."""
     content = json.loads((folder / "config.json").read_text()) | changes
-    del content["checksum"]
-    content = {key: value for key, value in content.items() if value is not None}
-    format = content.pop("format")
-    (folder / "config.json").write_text(sealed(replace(MODEL, format=format), content))
+    content = {key: value for key, value in content.items() if value is not None and key not in ("checksum", "format")}
+    (folder / "config.json").write_text(sealed(MODEL, content))
+
+
+def bytes_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_a_folder_of_four_plain_files(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == FILES
-    assert not [path for path in folder.parent.iterdir() if path != folder], "no temporary folder is left"
+    assert list(folder.parent.iterdir()) == [folder], "no temporary folder is left"
     card = (folder / "README.md").read_text()
     assert "gene_pooling" in card
     assert "neighbor_denoising" in card
-    assert len(json.loads((folder / "vocab.json").read_text())["genes"]) == 40
+    (folder / "README.md").unlink()
+    Encoder.load(folder)
 
 
 @pytest.mark.parametrize("architecture", [None, "transformer_encoder"])
-@pytest.mark.parametrize("change", ["nothing", "genes", "cells", "both"])
-def test_equal_embeddings(architecture, change: str, trained, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
+def test_equal_embeddings_whatever_the_order(architecture, trained, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
     model = trained(architecture)
     before = model.get_latent_representation()
     model.save(tmp_path / "model")
     generator = np.random.default_rng(1)
-    genes = generator.permutation(80) if change in ("genes", "both") else np.arange(80)
-    cells = generator.permutation(60) if change in ("cells", "both") else np.arange(60)
-    other = tiny_adata[cells][:, genes].copy()
-    after = Encoder.load(tmp_path / "model", other).get_latent_representation()
-    np.testing.assert_allclose(after, before[cells], atol=1e-6)
-    np.testing.assert_array_equal(other.obsm["X_scforge"], after)
-    without = Encoder.load(tmp_path / "model").get_latent_representation(other, key_added=None)
-    np.testing.assert_array_equal(without, after)
+    for genes, cells in [(np.arange(80), np.arange(60)), (generator.permutation(80), generator.permutation(60))]:
+        other = tiny_adata[cells][:, genes].copy()
+        after = Encoder.load(tmp_path / "model", other).get_latent_representation()
+        np.testing.assert_allclose(after, before[cells], atol=1e-6)
+        np.testing.assert_array_equal(other.obsm["X_scforge"], after)
+        without = Encoder.load(tmp_path / "model").get_latent_representation(other, key_added=None)
+        np.testing.assert_array_equal(without, after)
 
 
 @pytest.mark.slow
@@ -87,7 +86,7 @@ def test_equal_embeddings_in_another_process(model: Encoder, folder: Path, tmp_p
 
 
 def test_everything_comes_back(model: Encoder, folder: Path, quick) -> None:
-    again = Encoder.load(folder, model.adata)
+    again = Encoder.load(folder, model.adata.copy())
     assert repr(again) == repr(model)
     assert (again.is_trained_, again.n_epochs_, again.seed) == (True, 2, 0)
     assert again.vocab == model.vocab
@@ -97,13 +96,7 @@ def test_everything_comes_back(model: Encoder, folder: Path, quick) -> None:
         pd.testing.assert_frame_equal(again.history[name], frame)
     assert not again.module.training
     again.train(**quick)
-    assert again.n_epochs_ == 4
-    assert len(again.history["train_loss"]) == 4
-
-
-def test_a_loaded_model_trains_on_like_the_saved_one(model: Encoder, folder: Path, quick) -> None:
-    again = Encoder.load(folder, model.adata.copy())
-    again.train(**quick)
+    assert again.n_epochs_ == len(again.history["train_loss"]) == 4
     model.train(**quick)
     np.testing.assert_array_equal(again.get_latent_representation(), model.get_latent_representation())
 
@@ -128,9 +121,7 @@ def test_save_anndata(model: Encoder, tmp_path: Path, quick) -> None:
     assert Encoder.load(folder, adata=False).adata is None
     other = model.adata[:20].copy()
     assert Encoder.load(folder, other).adata is other
-    data = bytearray((folder / "adata.h5ad").read_bytes())
-    data[-100] ^= 1
-    (folder / "adata.h5ad").write_bytes(data)
+    (folder / "adata.h5ad").write_bytes((folder / "adata.h5ad").read_bytes()[:-100])
     with pytest.raises(ModelFileError, match=r"adata\.h5ad' is corrupted: its checksum"):
         Encoder.load(folder)
     (folder / "adata.h5ad").unlink()
@@ -174,20 +165,19 @@ def test_a_full_disk(model: Encoder, tmp_path: Path, quick) -> None:
     import resource
 
     tuned = model.finetune("annotation", lora={"r": 2}, **quick)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    told = r"File too large.*'.*/model'|'.*/model' cannot be written: .*too large"
     for save in (model.save, tuned.save, tuned.save_adapter):
         save(tmp_path / "model", overwrite=True)
-        before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
-        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        before = bytes_of(tmp_path / "model")
         for most in (0, 300):
             resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
             try:
-                with pytest.raises(
-                    OSError, match=r"File too large.*'.*/model'|'.*/model' cannot be written: .*too large"
-                ):
+                with pytest.raises(OSError, match=told):
                     save(tmp_path / "model", overwrite=True)
             finally:
                 resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+        assert bytes_of(tmp_path / "model") == before
 
 
 def test_columns_that_new_data_lack_are_left_out(trained, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
@@ -201,14 +191,13 @@ def test_columns_that_new_data_lack_are_left_out(trained, tiny_adata: ad.AnnData
 
 
 def test_an_existing_folder(model: Encoder, folder: Path) -> None:
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = bytes_of(folder)
     with pytest.raises(OptionError, match=r"dir_path='.*model' exists and is not empty; pass overwrite=True or choose"):
         model.save(folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-    (folder / "thesis.txt").write_text("mine")
-    (folder / "adata.h5ad").write_text("mine")
-    (folder / "sub").mkdir()
-    (folder / "sub" / "config.json").write_text("mine")
+    assert bytes_of(folder) == before
+    for name in ("thesis.txt", "adata.h5ad", "sub/config.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
     model.save(folder, overwrite=True)
     assert sorted(path.name for path in folder.iterdir()) == sorted([*FILES, "adata.h5ad", "sub", "thesis.txt"])
     assert {path.read_text() for path in folder.rglob("*") if path.is_file() and path.name not in before} == {"mine"}
@@ -222,11 +211,15 @@ def test_an_existing_folder_without_a_model(model: Encoder, tmp_path: Path, monk
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*FILES, "notes.txt"])
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "README.md").write_text("mine")
-    with pytest.raises(
-        OptionError, match=r"dir_path='project' holds 'README.md', not of a model that scforge wrote; ch"
-    ):
-        model.save("project", overwrite=True)
-    assert [path.read_text() for path in Path("project").iterdir()] == ["mine"]
+    for path, message in {
+        "project": "dir_path='project' holds 'README.md', not of a model that scforge wrote; ch",
+        "notes.txt": "dir_path='.*notes.txt' is a file; give the name of a folder",
+        "notes.txt/below": "dir_path='.*' is a file; give the name of a folder",
+    }.items():
+        with pytest.raises(OptionError, match=message):
+            model.save(path, overwrite=True)
+    assert {path.read_text() for path in (Path("project/README.md"), Path("notes.txt"))} == {"mine"}
+    assert len(list(Path("project").iterdir())) == 1
     Path("link").symlink_to("new")
     Path("new").mkdir()
     model.save("link")
@@ -234,27 +227,8 @@ def test_an_existing_folder_without_a_model(model: Encoder, tmp_path: Path, monk
     assert sorted(path.name for path in Path("new").iterdir()) == FILES
 
 
-def test_a_file_is_in_the_way(model: Encoder, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    for path in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(OptionError, match=r"dir_path='.*' is a file; give the name of a folder"):
-            model.save(path, overwrite=True)
-    assert (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_one_may_not_write_to(model: Encoder, tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    try:
-        with pytest.raises(OSError, match="Permission denied"):
-            model.save(tmp_path / "model")
-    finally:
-        tmp_path.chmod(0o700)
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_save_that_fails_leaves_the_old_model(model: Encoder, folder: Path, monkeypatch) -> None:
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = bytes_of(folder)
 
     def fails(*args: object, **kwargs: object) -> None:
         raise OSError("disk full")
@@ -262,91 +236,24 @@ def test_a_save_that_fails_leaves_the_old_model(model: Encoder, folder: Path, mo
     monkeypatch.setattr("scforge.estimators.saving.save_file", fails)
     with pytest.raises(OSError, match="disk full"):
         model.save(folder, overwrite=True)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert bytes_of(folder) == before
     assert list(folder.parent.iterdir()) == [folder]
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "vocab.json"])
-def test_a_file_is_missing(folder: Path, name: str) -> None:
-    (folder / name).unlink()
-    with pytest.raises(ModelFileError, match=rf"lacks '{name}'; save or copy the model again\.$"):
-        Encoder.load(folder)
-
-
-def test_the_card_may_be_missing(folder: Path) -> None:
-    (folder / "README.md").unlink()
-    Encoder.load(folder)
-
-
-def _flip(data: bytes) -> bytes:
-    middle = len(data) - 10
-    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "vocab.json"])
-@pytest.mark.parametrize(
-    "spoil",
-    [lambda data: data[:-30], lambda data: b"", _flip, lambda data: b"\xff\xfe" + data],
-    ids=["truncated", "empty", "flipped", "binary"],
-)
-def test_a_file_is_spoiled(folder: Path, name: str, spoil: Callable[[bytes], bytes]) -> None:
-    path = folder / name
-    path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(ModelFileError, match=r"^'.*' is (corrupted|not the description)") as caught:
-        Encoder.load(folder)
-    assert name in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_an_edited_vocabulary(folder: Path) -> None:
-    content = json.loads((folder / "vocab.json").read_text())
-    content["genes"][0], content["genes"][1] = content["genes"][1], content["genes"][0]
-    (folder / "vocab.json").write_text(json.dumps(content))
-    with pytest.raises(ModelFileError, match=r"vocab\.json' is corrupted: its checksum"):
-        Encoder.load(folder)
-
-
-def test_a_swapped_vocabulary_with_its_checksum(folder: Path, trained, tiny_adata: ad.AnnData) -> None:
-    other = trained(adata=tiny_adata.copy(), n_top_genes=30)
-    other.save(folder.parent / "other")
-    shutil.copy(folder.parent / "other" / "vocab.json", folder / "vocab.json")
-    sums = json.loads((folder / "config.json").read_text())["sha256"]
-    theirs = json.loads((folder.parent / "other" / "config.json").read_text())["sha256"]
-    edit(folder, sha256=sums | {"vocab.json": theirs["vocab.json"]})
-    with pytest.raises(ModelFileError, match="do not fit the architecture in its config: .* instead of"):
-        Encoder.load(folder)
+def test_the_description_lacks_an_entry(folder: Path) -> None:
+    text = (folder / "config.json").read_text()
+    for key in NEEDED:
+        (folder / "config.json").write_text(text)
+        edit(folder, **{key: None})
+        with pytest.raises(ModelFileError, match=rf"config\.json' lacks '{key}'"):
+            Encoder.load(folder)
 
 
 def test_a_format_from_the_future(folder: Path) -> None:
-    edit(folder, format=3, scforge_version="9.0")
-    with pytest.raises(ModelFileError, match=r"has format 3 \(scforge 9\.0\), .*; update scforge\.$"):
-        Encoder.load(folder)
-
-
-@pytest.mark.parametrize(
-    "text", ["[]", "{}", '{"model_type": "bert"}', '{"format": "x"}', '{"format": 1}', "null", '{"format": null}']
-)
-def test_the_folder_of_another_program(folder: Path, text: str) -> None:
-    (folder / "config.json").write_text(text)
-    with pytest.raises(ModelFileError, match=r"config\.json' (is not the description of an scforge model|lacks)"):
-        Encoder.load(folder)
-
-
-NEEDED = ["architecture", "tokenizer", "objective", "setup", "seed", "is_trained", "n_epochs", "history", "sha256"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", NEEDED)
-def test_the_description_lacks_an_entry(folder: Path, key: str) -> None:
-    edit(folder, **{key: None})
-    with pytest.raises(ModelFileError, match=rf"config\.json' lacks '{key}'"):
-        Encoder.load(folder)
-
-
-def test_an_architecture_that_is_not_registered(folder: Path) -> None:
-    edit(folder, architecture={"name": "somebodys_model"})
-    with pytest.raises(OptionError, match=r"architecture='somebodys_model' is not known"):
+    text = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(text.replace('"format": 2', '"format": 9'))
+    with pytest.raises(ModelFileError, match=r"has format 9 \(scforge .*\), .*; update scforge\.$"):
         Encoder.load(folder)
 
 
@@ -355,19 +262,26 @@ def test_weights_of_another_architecture(folder: Path) -> None:
     edit(folder, architecture=architecture | {"num_layers": 2})
     with pytest.raises(ModelFileError, match=r"do not fit the architecture in its config: missing '"):
         Encoder.load(folder)
+    edit(folder, architecture={"name": "somebodys_model"})
+    with pytest.raises(OptionError, match=r"architecture='somebodys_model' is not known"):
+        Encoder.load(folder)
 
 
-@pytest.mark.parametrize("path", ["nothing", "file"])
-def test_no_folder(tmp_path: Path, path: str) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(MissingFileError, match=r"^dir_path='.*; give the folder that model\.save\(\) wrote\.$"):
-        Encoder.load(tmp_path / path)
-
-
-@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
-def test_a_device_that_is_not_there(folder: Path, device: str) -> None:
-    with pytest.raises(OptionError, match=rf"^device='{device}' cannot be used: "):
-        Encoder.load(folder, device=device)
+@pytest.mark.parametrize(
+    ("name", "options", "error", "message"),
+    [
+        ("nothing", {}, MissingFileError, r"^dir_path='.*; give the folder that model\.save\(\) wrote\.$"),
+        ("model/config.json", {}, MissingFileError, r"^dir_path='.*; give the folder that model\.save\(\) wrote\.$"),
+        ("model", {"device": "gpu"}, OptionError, "^device='gpu' cannot be used: "),
+        ("model", {"device": "cuda:99"}, OptionError, "^device='cuda:99' cannot be used: "),
+        ("model", {"accelerator": "tpu"}, OptionError, r"accelerator='tpu' is not known \(known: 'auto', 'cpu'"),
+        ("model", {"adata": "cells.h5ad"}, OptionError, "adata is of type 'str'; read it with anndata.read_h5ad first"),
+        ("model", {"prefix": "run1_"}, OptionError, r"prefix='run1_', but a folder holds one .*dir_path='\S+/run1'"),
+    ],
+)
+def test_what_cannot_be_loaded(folder: Path, name: str, options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Encoder.load(folder.parent / name, **options)
 
 
 def test_other_genes(folder: Path, tiny_adata: ad.AnnData) -> None:
@@ -387,28 +301,15 @@ def test_another_kind_of_ids_names_the_column_that_fits(folder: Path, tiny_adata
     by_id = tiny_adata.copy()
     by_id.var["symbol"] = np.asarray(by_id.var_names)
     by_id.var_names = by_id.var["ensembl"].to_list()
-    with pytest.raises(ScforgeError) as caught:
+    with pytest.raises(ScforgeError, match=r"human Ensembl ids such as 'ENSG0+'") as caught:
         Encoder.load(folder, by_id)
-    message = str(caught.value)
-    assert "it holds human Ensembl ids such as 'ENSG00000000000'" in message
-    assert "adata.var['symbol'] has 40 of them: pass gene_key='symbol'" in message
-    assert "set adata.var_names = adata.var['symbol']" in message
-    by_id.var_names = by_id.var["symbol"].to_list()
-    Encoder.load(folder, by_id)
-
-
-def test_an_adata_that_is_none(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="adata is of type 'str'; read it with anndata.read_h5ad first"):
-        Encoder.load(folder, "cells.h5ad")
+    assert "adata.var['symbol'] has 40 of them: pass gene_key='symbol'" in str(caught.value)
+    assert "set adata.var_names = adata.var['symbol']" in str(caught.value)
 
 
 def test_words_of_scvi_tools_for_a_folder(model: Encoder, folder: Path) -> None:
     with pytest.raises(OptionError, match=r"prefix='run1_', but a folder holds one model; pass dir_path='\S+/run1'"):
         model.save(folder.parent, prefix="run1_")
-    with pytest.raises(OptionError, match=r"prefix='run1_'"):
-        Encoder.load(folder, prefix="run1_")
     assert Encoder.load(folder, accelerator="cpu").device.type == "cpu"
-    with pytest.raises(OptionError, match=r"accelerator='tpu' is not known \(known: 'auto', 'cpu'"):
-        Encoder.load(folder, accelerator="tpu")
     registry = Encoder.load_registry(folder)
     assert (registry["model_name"], registry["setup_args"]["labels_key"]) == ("Encoder", "group")

@@ -21,19 +21,10 @@ from scforge.estimators import Encoder
 from scforge.estimators.folder_formats import MODEL, read_description, sealed
 
 CONFIG, VOCAB, WEIGHTS = "config.json", "vocab.json", "model.safetensors"
-LIGHT = {"hidden_dim": 8, "ffn_dim": 8, "latent_dim": 4}
 MOST_MEMORY = 100 * 2**20
 
 Spoil = Callable[[Path], None]
 CASES: dict[str, Spoil] = {}
-
-
-def case(name: str) -> Callable[[Spoil], Spoil]:
-    def add(spoil: Spoil) -> Spoil:
-        CASES[name] = spoil
-        return spoil
-
-    return add
 
 
 # ---- accidents
@@ -57,31 +48,23 @@ for file in (CONFIG, VOCAB, WEIGHTS):
     CASES[f"half of {file}"] = cut(file, lambda size: size // 2)
     CASES[f"an empty {file}"] = cut(file, lambda size: 0)
     CASES[f"no {file}"] = lambda folder, file=file: (folder / file).unlink()
-    CASES[f"a folder in place of {file}"] = lambda folder, file=file: (
-        (folder / file).unlink(),
-        (folder / file).mkdir(),
-    )
-    for part in (0.0, 0.01, 0.4, 0.7, 1.0):
+    CASES[f"a folder for {file}"] = lambda folder, file=file: ((folder / file).unlink(), (folder / file).mkdir())
+    for part in (0.0, 0.01, 0.4, 1.0):
         CASES[f"a bit of {file} at {part}"] = flip(file, part)
     CASES[f"{file} of another model"] = lambda folder, file=file: shutil.copy(folder.parent / "other" / file, folder)
 
 
-@case("the files of two names exchanged")
-def _(folder: Path) -> None:
+def exchanged(folder: Path) -> None:
     (folder / CONFIG).rename(folder / "x")
     (folder / VOCAB).rename(folder / CONFIG)
     (folder / "x").rename(folder / VOCAB)
 
 
-@case("no folder at all")
-def _(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
-@case("a file in place of the folder")
-def _(folder: Path) -> None:
-    shutil.rmtree(folder)
-    folder.write_text("")
+CASES["the files of two names exchanged"] = exchanged
+CASES["no folder at all"] = shutil.rmtree
+CASES["a file in place of the folder"] = lambda folder: (shutil.rmtree(folder), folder.write_text(""))
+CASES["a description of a gigabyte"] = cut(CONFIG, lambda size: 2**30)
+CASES["a vocabulary of a gigabyte"] = cut(VOCAB, lambda size: 2**30)
 
 
 # ---- links
@@ -107,7 +90,7 @@ CASES["a link to itself"] = link(CONFIG, CONFIG)
 
 
 class Harmful:
-    """Makes a file when it is unpickled."""
+    """Makes a folder when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -124,22 +107,16 @@ def pickled(name: str, write: Callable[[object, Path], None]) -> Spoil:
     return spoil
 
 
-for protocol in (2, 4, 5):
+for protocol in (2, 5):
     CASES[f"a pickle of protocol {protocol} for weights"] = pickled(
         WEIGHTS, lambda content, path, protocol=protocol: path.write_bytes(pickle.dumps(content, protocol))
     )
-CASES["a file of torch.save for weights"] = pickled(WEIGHTS, torch.save)
 CASES["an old file of torch.save for weights"] = pickled(
     WEIGHTS, lambda content, path: torch.save(content, path, _use_new_zipfile_serialization=False)
 )
-for file in (CONFIG, VOCAB):
-    CASES[f"a pickle for {file}"] = pickled(file, torch.save)
-
-
-@case("a pickle alone")
-def _(folder: Path) -> None:
-    (folder / WEIGHTS).unlink()
-    pickled("pytorch_model.bin", torch.save)(folder)
+for file in (CONFIG, VOCAB, WEIGHTS):
+    CASES[f"a file of torch.save for {file}"] = pickled(file, torch.save)
+CASES["a pickle alone"] = lambda folder: ((folder / WEIGHTS).unlink(), pickled("pytorch_model.bin", torch.save)(folder))
 
 
 # ---- descriptions that are no accident: their checksums are right
@@ -166,11 +143,11 @@ def text(new: str | bytes, name: str = CONFIG) -> Spoil:
     return lambda folder: (folder / name).write_bytes(new if isinstance(new, bytes) else new.encode())
 
 
-def within(old: str, new: str, name: str = CONFIG) -> Spoil:
+def within(old: str, new: str) -> Spoil:
     def spoil(folder: Path) -> None:
-        content = (folder / name).read_text()
+        content = (folder / CONFIG).read_text()
         assert old in content
-        (folder / name).write_text(content.replace(old, new, 1))
+        (folder / CONFIG).write_text(content.replace(old, new, 1))
 
     return spoil
 
@@ -184,6 +161,10 @@ CASES |= {
     "JSON of very many lists": text("[" + "[]," * 2_000_000 + "[]]"),
     "JSON in UTF-16": text('{"format": 2}'.encode("utf-16")),
     "JSON of no object": text('["format", 2]'),
+    "the description of another program": text('{"model_type": "bert"}'),
+    "a description of nothing but a format": text('{"format": 1}'),
+    "a format of nothing": text('{"format": null}'),
+    "bytes before the description": lambda folder: text(b"\xff\xfe" + (folder / CONFIG).read_bytes())(folder),
     "a key twice": within('"seed"', '"seed": 1, "seed"'),
     "NaN": within('"seed": 0', '"seed": NaN'),
     "a number beyond all numbers": within('"seed": 0', '"seed": 1e999'),
@@ -218,17 +199,11 @@ CASES |= {
     "a tokenizer of no name": said(None, tokenizer={}),
     "a card that is a list": said(None, card=["cc0"]),
     "a licence that is a number": said(None, card={"licence": 5}),
+    "figures that are none": said(None, card={"scores": [{"no": 1}]}),
+    "epochs in words": said(None, card={"n_epochs": "1"}),
+    "a checkpoint that is a number": said(None, card={"checkpoint": 1}),
+    "a base of no name": said(None, card={"base": {"name": 1}}),
 }
-
-
-@case("a description of a gigabyte")
-def _(folder: Path) -> None:
-    os.truncate(folder / CONFIG, 2**30)
-
-
-@case("a vocabulary of a gigabyte")
-def _(folder: Path) -> None:
-    os.truncate(folder / VOCAB, 2**30)
 
 
 def vocabulary(new: str | bytes | Callable[[str], str]) -> Spoil:
@@ -241,6 +216,7 @@ def vocabulary(new: str | bytes | Callable[[str], str]) -> Spoil:
 
 
 CASES |= {
+    "the vocabulary of another model": lambda folder: vocabulary((folder.parent / "other" / VOCAB).read_text())(folder),
     "a vocabulary nested too deeply": vocabulary("[" * 300_000),
     "a vocabulary of very many lists": vocabulary("[" + "[]," * 5_000_000 + "[]]"),
     "a vocabulary with a key twice": vocabulary(lambda content: content.replace('"genes"', '"genes": [], "genes"', 1)),
@@ -274,6 +250,16 @@ def first(**changes: object) -> Spoil:
     return rewritten(change)
 
 
+def more(begin: int, n_bytes: int, tail: bytes = b"") -> Spoil:
+    """Add a tensor that begins so many bytes after the others, and bytes at the end of the file."""
+
+    def change(header: dict, numbers: bytes) -> tuple[dict, bytes]:
+        place = [len(numbers) + begin, len(numbers) + begin + n_bytes]
+        return {**header, "more": {"dtype": "U8", "shape": [n_bytes], "data_offsets": place}}, numbers + tail
+
+    return rewritten(change)
+
+
 def length(number: int) -> Spoil:
     def spoil(folder: Path) -> None:
         data = (folder / WEIGHTS).read_bytes()
@@ -281,6 +267,12 @@ def length(number: int) -> Spoil:
         seal(folder)
 
     return spoil
+
+
+def terabyte(folder: Path) -> None:
+    """A sparse file that really is as large as its header says."""
+    more(0, 2**40)(folder)
+    os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size + 2**40)
 
 
 CASES |= {
@@ -303,38 +295,11 @@ CASES |= {
     "a tensor at a negative place": first(data_offsets=[-16, 0]),
     "a tensor in no place": first(data_offsets=None),
     "a tensor that is a text": rewritten(lambda header, numbers: ({**header, "more": "F32"}, numbers)),
-    "tensors that overlap": rewritten(
-        lambda header, numbers: ({**header, "more": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, numbers)
-    ),
-    "tensors with a gap": rewritten(
-        lambda header, numbers: (
-            {**header, "x": {"dtype": "U8", "shape": [1], "data_offsets": [len(numbers) + 8, len(numbers) + 9]}},
-            numbers + bytes(9),
-        )
-    ),
-    "one tensor more": rewritten(
-        lambda header, numbers: (
-            {**header, "x": {"dtype": "U8", "shape": [1], "data_offsets": [len(numbers), len(numbers) + 1]}},
-            numbers + b"1",
-        )
-    ),
+    "tensors that overlap": more(-4, 4),
+    "tensors with a gap": more(8, 1, bytes(9)),
+    "one tensor more": more(0, 1, b"1"),
+    "weights of a terabyte": terabyte,
 }
-
-
-@case("weights of a terabyte")
-def _(folder: Path) -> None:
-    """A sparse file that really is as large as its header says."""
-
-    def change(header: dict, numbers: bytes) -> tuple[dict, bytes]:
-        place = [len(numbers), len(numbers) + 2**40]
-        return {**header, "more": {"dtype": "U8", "shape": [2**40], "data_offsets": place}}, numbers
-
-    data = (folder / WEIGHTS).read_bytes()
-    (size,) = struct.unpack("<Q", data[:8])
-    header, numbers = change(json.loads(data[8 : 8 + size]), data[8 + size :])
-    written = json.dumps(header).encode()
-    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(written)) + written + numbers)
-    os.truncate(folder / WEIGHTS, 8 + len(written) + len(numbers) + 2**40)
 
 
 # ---- the test
@@ -349,7 +314,8 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
         adata = ad.AnnData(counts[:, :n_genes].copy())
         adata.var_names = [f"gene{i}" for i in range(n_genes)]
         Encoder.setup_anndata(adata)
-        Encoder(adata, **LIGHT).save(place / name)
+        Encoder(adata, hidden_dim=8, ffn_dim=8, latent_dim=4).save(place / name)
+        Encoder.load(place / name)
     return place
 
 
@@ -362,10 +328,6 @@ def memory(what: str) -> int | None:
         Path("/proc/self/clear_refs").write_text("5")
     line = next(line for line in status.read_text().splitlines() if line.startswith(what))
     return int(line.split()[1]) * 1024
-
-
-def test_there_are_fifty_and_more() -> None:
-    assert len(CASES) > 50
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -384,7 +346,3 @@ def test_a_spoiled_folder(name: str, sound: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "executed").exists()
     if before is not None and after is not None:
         assert after - before < MOST_MEMORY
-
-
-def test_the_sound_folder_loads(sound: Path) -> None:
-    Encoder.load(sound / "model")

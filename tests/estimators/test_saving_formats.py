@@ -9,9 +9,9 @@ import functools
 import inspect
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import anndata as ad
@@ -30,18 +30,14 @@ from scforge.models.transformer_encoder import TransformerEncoder
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FOLDERS = sorted(FIXTURES.glob("format_*"))
-NAMES = ["plain", "tuned", "base", "adapter"]
 
 
-def expected_of(folder: Path) -> dict:
-    return json.loads((folder / "expected.json").read_text())
-
-
-def cells_of(folder: Path) -> ad.AnnData:
-    expected = expected_of(folder)
+def expected_of(folder: Path) -> tuple[dict, ad.AnnData]:
+    """Return what the models of a folder computed, and of which cells."""
+    expected = json.loads((folder / "expected.json").read_text())
     adata = ad.AnnData(np.array(expected["counts"], dtype=np.float32))
     adata.var_names = expected["genes"]
-    return adata
+    return expected, adata
 
 
 def adapted(folder: Path) -> Encoder:
@@ -59,12 +55,11 @@ def test_there_is_a_folder_of_each_earlier_format() -> None:
     assert size < 60_000 * len(FOLDERS)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["plain", "tuned", "base", "adapter"])
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
 def test_an_earlier_folder(folder: Path, name: str, tmp_path: Path) -> None:
     """It computes what it did; saved again it is of the present format, and still does."""
-    model, expected = loaded(folder, name), expected_of(folder)
-    cells = cells_of(folder)
+    model, (expected, cells) = loaded(folder, name), expected_of(folder)
     embedding = model.get_latent_representation(cells, key_added=None)
     np.testing.assert_allclose(embedding, expected["embeddings"][name], atol=1e-5)
     assert model.n_epochs_ == expected["n_epochs"][name]
@@ -80,15 +75,14 @@ def test_an_earlier_folder(folder: Path, name: str, tmp_path: Path) -> None:
 
 
 def test_an_adapter_is_saved_in_the_present_format(tmp_path: Path) -> None:
-    adapted(FOLDERS[0]).save_adapter(tmp_path / "adapter")
-    content = json.loads((tmp_path / "adapter" / "adapter.json").read_text())
-    assert content["format"] == ADAPTER.format
+    adapted(FOLDERS[0]).save_adapter(tmp_path)
+    path = tmp_path / "adapter.json"
+    assert json.loads(path.read_text())["format"] == ADAPTER.format
     base = Encoder.load(FOLDERS[0] / "base")
-    Encoder.load_adapter(base, tmp_path / "adapter")
-    path = tmp_path / "adapter" / "adapter.json"
+    Encoder.load_adapter(base, tmp_path)
     path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
     with pytest.raises(ModelFileError, match=r"adapter\.json' is corrupted: its content does not fit the checksum"):
-        Encoder.load_adapter(base, tmp_path / "adapter")
+        Encoder.load_adapter(base, tmp_path)
 
 
 # ---- the description
@@ -96,50 +90,44 @@ def test_an_adapter_is_saved_in_the_present_format(tmp_path: Path) -> None:
 
 def test_figures_that_are_no_numbers(tmp_path: Path) -> None:
     """Format 1 wrote them as Python does; now they are standard JSON. Keys that are numbers become text, as before."""
-    odd = {"history": {"loss": [1.5, math.nan, math.inf, -math.inf]}, "of": {10: "a", 9: ("b",)}}
-    (tmp_path / "config.json").write_text(sealed(MODEL, odd))
-    parse_json((tmp_path / "config.json").read_bytes())
-    found = read_description(MODEL, tmp_path / "config.json")
-    assert found["of"] == {"10": "a", "9": ["b"]}
-    np.testing.assert_array_equal(found["history"]["loss"], odd["history"]["loss"])
-    first = {"format": 1, "scforge_version": "0.1", "history": odd["history"]}
-    (tmp_path / "config.json").write_text(json.dumps(first))
-    np.testing.assert_array_equal(
-        read_description(MODEL, tmp_path / "config.json")["history"]["loss"], odd["history"]["loss"]
-    )
-
-
-def test_the_checksum_is_of_the_content(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(sealed(MODEL, {"seed": 1, "a": {"b": 0.1, "c": None}}))
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps(dict(reversed(content.items()))))
-    assert read_description(MODEL, path)["a"] == {"b": 0.1, "c": None}
-    path.write_text(json.dumps(content | {"seed": 2}))
-    with pytest.raises(ModelFileError, match="does not fit the checksum"):
-        read_description(MODEL, path)
-
-
-def test_a_later_format(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(sealed(replace(MODEL, format=9), {}))
-    with pytest.raises(ModelFileError, match=r"the model '.*' has format 9 .* update scforge\.$"):
-        read_description(MODEL, tmp_path / "config.json")
+    odd = {"history": {"loss": [1.5, math.nan, math.inf, -math.inf]}, "of": {10: "a", 9: ("b",)}}
+    path.write_text(sealed(MODEL, odd))
+    parse_json(path.read_bytes())
+    found = read_description(MODEL, path)
+    assert found["of"] == {"10": "a", "9": ["b"]}
+    path.write_text(json.dumps({"format": 1, "scforge_version": "0.1", "history": odd["history"]}))
+    for description in (found, read_description(MODEL, path)):
+        np.testing.assert_array_equal(description["history"]["loss"], odd["history"]["loss"])
 
 
 # ---- options that nobody set
+
+
+def say(path: Path, part: str, **changes: object) -> None:
+    """Change a part of a description, and the checksum if there is one."""
+    content = json.loads(path.read_text())
+    content[part] |= changes
+    kept = {key: value for key, value in content.items() if key not in ("format", "scforge_version", "checksum")}
+    path.write_text(sealed(MODEL, kept) if "checksum" in content else json.dumps(content))
 
 
 @pytest.mark.parametrize("architecture", list_models())
 def test_every_option_is_spelled_out(architecture: str, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
     Encoder.setup_anndata(tiny_adata)
     model = Encoder(tiny_adata, architecture, n_top_genes=20, hidden_dim=8, num_layers=1)
-    model.save(tmp_path / "model")
-    said = json.loads((tmp_path / "model" / "config.json").read_text())["architecture"]
+    model.save(tmp_path)
+    said = json.loads((tmp_path / "config.json").read_text())["architecture"]
     constructor = inspect.signature(MODELS.get(architecture)).parameters
     assert sorted(said) == sorted(["name", *(name for name in constructor if name != "vocab_size")])
-    again = Encoder.load(tmp_path / "model")
+    again = Encoder.load(tmp_path)
     assert again.spec == model.spec
     assert list(again.spec.model_options) == list(model.spec.model_options)
+    # What does not fit the weights is told before it takes memory.
+    width = next(name for name in ("encoder_dim", "hidden_dim") if name in said)
+    say(tmp_path / "config.json", "architecture", **{width: 2**20})
+    with pytest.raises(ModelFileError, match="do not fit the architecture in its config"):
+        Encoder.load(tmp_path)
 
 
 @pytest.mark.parametrize("architecture", list_models())
@@ -156,10 +144,10 @@ def test_the_defaults_of_the_first_folders(architecture: str) -> None:
 @pytest.mark.parametrize("version", [*range(1, MODEL.format), "present"])
 def test_a_default_that_changes(version: int | str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = FIXTURES / f"format_{1 if version == 'present' else version}"
-    expected, cells = expected_of(folder), cells_of(folder)
+    expected, cells = expected_of(folder)
     if version == "present":
-        Encoder.load(folder / "plain").save(tmp_path / "plain")
-        Encoder.load(folder / "base").save(tmp_path / "base")
+        for part in ("plain", "base"):
+            Encoder.load(folder / part).save(tmp_path / part)
         adapted(folder).save_adapter(tmp_path / "adapter")
         folder = tmp_path
     for cls, changes in {TransformerEncoder: {"norm_first": False}, GenePoolingModel: {"layer_norm_eps": 0.5}}.items():
@@ -170,12 +158,9 @@ def test_a_default_that_changes(version: int | str, name: str, tmp_path: Path, m
     np.testing.assert_allclose(embedding, expected["embeddings"][name], atol=1e-5)
 
 
-def test_the_options_of_other_architectures(
-    custom_architecture: str, tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_options_of_other_architectures(custom_architecture: str, tiny_adata, tmp_path: Path, monkeypatch) -> None:
     """What JSON or ModelConfig may change is left out; a default that looks like a path or a claim is none."""
     cls = MODELS.get(custom_architecture)
-    assert default_options(custom_architecture) == {"hidden_dim": 512, "dropout": 0.1}
     more = {
         "seed": 3,
         "name": "mine",
@@ -188,14 +173,13 @@ def test_the_options_of_other_architectures(
     known = inspect.signature(cls)
     extra = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=value) for n, value in more.items()]
     extra.append(inspect.Parameter("rest", inspect.Parameter.VAR_KEYWORD))
-    monkeypatch.setattr(
-        cls, "__signature__", known.replace(parameters=[*known.parameters.values(), *extra]), raising=False
-    )
+    signature = known.replace(parameters=[*known.parameters.values(), *extra])
+    monkeypatch.setattr(cls, "__signature__", signature, raising=False)
     assert default_options(custom_architecture) == {"hidden_dim": 512, "dropout": 0.1, "table": "a/b.csv", "n": 10**9}
     Encoder.setup_anndata(tiny_adata)
     model = Encoder(tiny_adata, custom_architecture, hidden_dim=8)
-    model.save(tmp_path / "model")
-    assert Encoder.load(tmp_path / "model").spec == model.spec
+    model.save(tmp_path)
+    assert Encoder.load(tmp_path).spec == model.spec
     assert set(inspect.signature(Encoder).parameters) - {"options"} <= _TAKEN
 
 
@@ -212,39 +196,28 @@ def folder(tmp_path: Path) -> Callable[[str], Path]:
     return folder
 
 
-def say(path: Path, part: str, **changes: object) -> None:
-    content = json.loads(path.read_text())
-    content[part] |= changes
-    path.write_text(json.dumps(content))
-
-
 @pytest.mark.parametrize(
     ("name", "change", "differs"),
     [
         ("plain", {"hidden_dim": 16}, "hidden_dim=16, and the weights are of hidden_dim=8"),
         ("plain", {"num_layers": 3}, r"num_layers=3, and the weights are of num_layers=\d"),
         ("plain", {"latent_dim": 5}, "latent_dim=5, and the weights are of latent_dim=4"),
-        ("base", {"num_layers": 4}, "num_layers=4, and the weights are of num_layers=1"),
         ("base", {"ffn_dim": 24}, "ffn_dim=24, and the weights are of ffn_dim=8"),
         ("base", {"use_expression_values": False}, "use_expression_values=False, and the weights are of .*=True"),
         ("tuned", {"hidden_dim": 16}, "hidden_dim=16, and the weights are of hidden_dim=8"),
+        ("base", {"num_layers": 2, "ffn_dim": 16}, None),
     ],
 )
-def test_the_option_that_differs(folder: Callable[[str], Path], name: str, change: dict, differs: str) -> None:
+def test_the_option_that_differs(folder: Callable[[str], Path], name: str, change: dict, differs: str | None) -> None:
     path = folder(name)
     say(path / "config.json", "architecture", **change)
-    with pytest.raises(
-        ModelFileError, match=rf"do not fit the architecture in its config: .*; the config says {differs}"
-    ):
+    with pytest.raises(ModelFileError, match="do not fit the architecture in its config: ") as caught:
         Encoder.load(path)
-
-
-def test_several_options_differ(folder: Callable[[str], Path]) -> None:
-    path = folder("base")
-    say(path / "config.json", "architecture", num_layers=2, ffn_dim=16)
-    with pytest.raises(ModelFileError, match=r"missing '.*; '.*' is \(8, 8\) instead of \(16, 8\)") as caught:
-        Encoder.load(path)
-    assert "the config says" not in str(caught.value)
+    if differs is None:  # several do
+        assert re.search(r"missing '.*; '.*' is \(8, 8\) instead of \(16, 8\)", str(caught.value))
+        assert "the config says" not in str(caught.value)
+    else:
+        assert re.search(f"; the config says {differs}", str(caught.value))
 
 
 @pytest.mark.parametrize(
@@ -255,6 +228,7 @@ def test_several_options_differ(folder: Callable[[str], Path]) -> None:
         ({"lora": None}, "is of no adapters"),
         ({"n_latent": 10**5}, "do not fit their description"),
         ({"task": {"name": "annotation", "classes": 3}}, "describes no model that can be made"),
+        ({"task": {"name": "somebodys_task"}}, "task='somebodys_task' is not known"),
         ({"base": []}, "was trained on another base model"),
         ({"base": None}, "was trained on another base model"),
     ],
@@ -264,14 +238,7 @@ def test_an_adapter_that_does_not_fit(folder: Callable[[str], Path], change: dic
     if isinstance(change.get("lora"), dict):
         change = {"lora": json.loads((path / "adapter.json").read_text())["tuning"]["lora"] | change["lora"]}
     say(path / "adapter.json", "tuning", **change)
-    with pytest.raises(ModelFileError, match=message):
-        Encoder.load_adapter(Encoder.load(FOLDERS[0] / "base"), path)
-
-
-def test_an_adapter_of_a_task_that_is_not_registered(folder: Callable[[str], Path]) -> None:
-    path = folder("adapter")
-    say(path / "adapter.json", "tuning", task={"name": "somebodys_task"})
-    with pytest.raises(OptionError, match="task='somebodys_task' is not known"):
+    with pytest.raises(OptionError if "somebodys" in message else ModelFileError, match=message):
         Encoder.load_adapter(Encoder.load(FOLDERS[0] / "base"), path)
 
 
@@ -291,23 +258,6 @@ def test_files_of_the_cache_of_the_hub(tmp_path: Path) -> None:
         Encoder.load(snapshot)
 
 
-@pytest.mark.parametrize("architecture", list_models())
-def test_every_architecture_is_checked_before_it_takes_memory(
-    architecture: str, tiny_adata: ad.AnnData, tmp_path
-) -> None:
-    Encoder.setup_anndata(tiny_adata)
-    small = {"hidden_dim": 8, "num_layers": 1}
-    Encoder(tiny_adata, architecture, n_top_genes=20, **small).save(tmp_path / "model")
-    Encoder.load(tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    content = read_description(MODEL, path)
-    width = next(name for name in ("encoder_dim", "hidden_dim") if name in content["architecture"])
-    content["architecture"][width] = 2**20
-    path.write_text(sealed(MODEL, content))
-    with pytest.raises(ModelFileError, match="do not fit the architecture in its config"):
-        Encoder.load(tmp_path / "model")
-
-
 def test_an_architecture_that_computes_with_its_weights(
     custom_architecture: str, tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,11 +272,8 @@ def test_an_architecture_that_computes_with_its_weights(
 
     monkeypatch.setattr(cls, "__init__", init)
     Encoder.setup_anndata(tiny_adata)
-    Encoder(tiny_adata, custom_architecture, hidden_dim=8).save(tmp_path / "model")
-    Encoder.load(tmp_path / "model")
-    path = tmp_path / "model" / "config.json"
-    content = read_description(MODEL, path)
-    content["architecture"]["hidden_dim"] = 16
-    path.write_text(sealed(MODEL, content))
+    Encoder(tiny_adata, custom_architecture, hidden_dim=8).save(tmp_path)
+    Encoder.load(tmp_path)
+    say(tmp_path / "config.json", "architecture", hidden_dim=16)
     with pytest.raises(ModelFileError, match=r"do not fit the architecture in its config: .* instead of"):
-        Encoder.load(tmp_path / "model")
+        Encoder.load(tmp_path)

@@ -15,8 +15,6 @@ import yaml
 from scforge.errors import MissingFileError, ModelFileError, NotTrainedWarning, OptionError
 from scforge.estimators import Encoder
 from scforge.estimators.card import is_own_card
-from scforge.estimators.card_scores import scores_of
-from scforge.estimators.model_folder import check_model_folder
 from scforge.estimators.sharing_files import pull_folder
 from scforge.eval.report import Measured, Report, Row
 from scforge.eval.statistics import Comparison
@@ -46,20 +44,26 @@ def embedding(model: Encoder, adata: ad.AnnData) -> np.ndarray:
     return model.get_latent_representation(adata, key_added=None)
 
 
-def test_there_and_back(hub, model: Encoder) -> None:
-    assert model.push_to_hub("org/light") == f"{hub.url}/org/light"
-    again = Encoder.from_pretrained("org/light", model.adata)
-    np.testing.assert_array_equal(embedding(again, model.adata), embedding(model, model.adata))
-    assert repr(again) == repr(model)
-    again.push_to_hub("org/copy")
-    files = {name: hub.files("org/light")[name] for name in ("model.safetensors", "vocab.json", "config.json")}
-    assert {name: hub.files("org/copy")[name] for name in files} == files
+def written(model: Encoder, folder: Path) -> str:
+    """Save a model and return its card."""
+    model.save(folder, overwrite=True)
+    return (folder / "README.md").read_text()
+
+
+def same_predictions(one: Encoder, two: Encoder, adata: ad.AnnData) -> None:
+    pd.testing.assert_frame_equal(one.predict(adata), two.predict(adata))
 
 
 @pytest.mark.slow
-def test_revisions(hub, model: Encoder, quick: dict) -> None:
-    model.push_to_hub("org/light", revision="v1")
-    first = embedding(model, model.adata)
+def test_there_and_back(hub, model: Encoder, quick: dict) -> None:
+    assert model.push_to_hub("org/light", revision="v1") == f"{hub.url}/org/light"
+    again, first = Encoder.from_pretrained("org/light", model.adata, revision="v1"), embedding(model, model.adata)
+    np.testing.assert_array_equal(embedding(again, model.adata), first)
+    assert repr(again) == repr(model)
+    again.push_to_hub("org/light")
+    again.push_to_hub("org/copy")
+    for name in ("model.safetensors", "vocab.json", "config.json"):
+        assert hub.files("org/copy")[name] == hub.files("org/light")[name]
     model.train(**quick)
     model.push_to_hub("org/light")
     np.testing.assert_array_equal(embedding(Encoder.from_pretrained("org/light", revision="v1"), model.adata), first)
@@ -74,21 +78,17 @@ def test_what_was_told_is_on_the_card_and_stays_with_the_model(hub, model: Encod
     assert (front["library_name"], front["license"], front["datasets"]) == ("scforge", "apache-2.0", ["org/cells"])
     assert {"single-cell", "gene_pooling", "neighbor_denoising"} <= set(front["tags"])
     (result,) = front["model-index"][0]["results"]
-    assert result["metrics"] == [
-        {"type": "accuracy", "value": 0.9, "name": "accuracy (beside majority_class=0.500)"},
-    ]
+    assert result["metrics"] == [{"type": "accuracy", "value": 0.9, "name": "accuracy (beside majority_class=0.500)"}]
     for words in ('from_pretrained("org/light")', "| majority_class | 0.5 | 6 |", "Somebody 2026", "org/cells, others"):
         assert words in card
     assert "40 gene symbols" in card
     again = Encoder.from_pretrained("org/light")
-    again.save(tmp_path / "saved")
-    saved = (tmp_path / "saved" / "README.md").read_text()
+    saved = written(again, tmp_path / "saved")
     place = '"path/to/folder")  # the folder that this file is in'
     expected = card.replace('"org/light")', place).replace("# light", "# gene_pooling")
     assert saved.splitlines()[:-1] == expected.replace("name: light", "name: gene_pooling").splitlines()[:-1]
-    assert [is_own_card(text) for text in (card, saved, saved + "\n", card.replace("2026", "2027"), "")] == [
-        *(True, True, False, False, False)
-    ]
+    assert all(map(is_own_card, (card, saved)))
+    assert not any(map(is_own_card, (saved + "\n", card.replace("2026", "2027"), "")))
     again.push_to_hub("org/other", licence="my own")
     front = front_matter(hub, "org/other")
     assert (front["license"], front["license_name"], front["datasets"]) == ("other", "my own", ["org/cells"])
@@ -96,81 +96,71 @@ def test_what_was_told_is_on_the_card_and_stays_with_the_model(hub, model: Encod
 
 def test_figures_are_of_the_model_as_it_is_now(hub, model: Encoder, quick: dict, tmp_path: Path) -> None:
     model.push_to_hub("org/light", metrics=TABLE, licence="mit")
-    model.save(tmp_path / "before")
-    assert "majority_class" in (tmp_path / "before" / "README.md").read_text()
+    assert "majority_class" in written(model, tmp_path / "before")
     for again in (model, Encoder.load(tmp_path / "before", model.adata)):
         again.train(**quick)
-        again.save(tmp_path / "after", overwrite=True)
-        text = (tmp_path / "after" / "README.md").read_text()
+        text = written(again, tmp_path / "after")
         assert "majority_class" not in text
         assert "license: mit" in text
         assert "majority_class" not in (tmp_path / "after" / "config.json").read_text()
 
 
 def test_checkpoints_of_others_are_not_called_random(model: Encoder, quick: dict, tmp_path: Path) -> None:
-    found = read_checkpoint_of(model, tmp_path)
-    foreign = Encoder._of_foreign(found, model.adata, "cpu")
-    tuned = foreign.finetune("annotation", lora={"r": 2}, **quick)
-    tuned.save(tmp_path / "tuned")
-    foreign.save(tmp_path / "saved")
-    Encoder.load(tmp_path / "saved").save(tmp_path / "again")
-    foreign.train(**quick)
-    foreign.save(tmp_path / "trained")
-    said = "Trained elsewhere (family V1, `weights`)"
-    for name, after in (
-        *(("saved", "."), ("again", ".")),
-        *(("trained", ", then 2 epochs of the obj"), ("tuned", ", then 2 epochs of the task")),
-    ):
-        text = (tmp_path / name / "README.md").read_text()
-        assert f"{said}{after}" in text
-        assert "random" not in text
-        assert str(tmp_path) not in text
-
-
-def read_checkpoint_of(model: Encoder, folder: Path) -> Foreign:
-    """Return the weights of a model as if they were of a published checkpoint."""
     spec = model.spec
     tensors = {name: value.clone() for name, value in model.module.state_dict().items()}
     parts = {name: spec.to_json()[name] for name in ("architecture", "tokenizer", "objective")}
     names = NameMap("Family", tuple(Rule(name, name) for name in tensors))
-    return Foreign("family", "V1", **parts, vocab=spec.vocab, names=names, tensors=tensors, source=f"{folder}/weights")
+    source = f"{tmp_path}/weights"
+    found = Foreign("family", "V1", **parts, vocab=spec.vocab, names=names, tensors=tensors, source=source)
+    foreign = Encoder._of_foreign(found, model.adata, "cpu")
+    tuned = foreign.finetune("annotation", lora={"r": 2}, **quick)
+    texts = {written(foreign, tmp_path / "saved"): "."}
+    texts[written(Encoder.load(tmp_path / "saved"), tmp_path / "again")] = "."
+    foreign.train(**quick)
+    texts[written(foreign, tmp_path / "trained")] = ", then 2 epochs of the obj"
+    texts[written(tuned, tmp_path / "tuned")] = ", then 2 epochs of the task"
+    for text, after in texts.items():
+        assert f"Trained elsewhere (family V1, `weights`){after}" in text
+        assert "random" not in text
+        assert str(tmp_path) not in text
 
 
-def test_nothing_told_is_said_so(hub, model: Encoder) -> None:
+def test_nothing_told_is_said_so(hub, model: Encoder, build) -> None:
     model.push_to_hub("org/light")
     card = hub.files("org/light")["README.md"].decode()
     assert not {"license", "datasets", "model-index"} & set(front_matter(hub, "org/light"))
     assert card.count("None is stated") == 2
     assert "Nobody has stated what it was trained on." in card
+    with pytest.warns(NotTrainedWarning, match="what is sent is random"):
+        build().push_to_hub("org/random")
+    assert "its weights are random" in hub.files("org/random")["README.md"].decode()
 
 
-@pytest.mark.parametrize(("facts", "data"), [({}, "not stated"), ({"data": "PBMC 3k"}, "PBMC 3k")])
-def test_figures_of_a_report(hub, model: Encoder, facts: dict, data: str) -> None:
-    rows = [Row("scforge", "model", {"f1": 0.9, "b": 0.1}), Row("pca", "baseline", {"f1": 0.8, "b": 0.2})]
-    model.push_to_hub("org/light", data="what it learned from", metrics=Report("Cells", facts, rows=rows))
+ROWS = [Row("scforge", "model", {"f1": 0.9, "b": 0.1}), Row("pca", "baseline", {"f1": 0.8, "b": 0.2})]
+BETTER = {"mmd": Comparison("pca", -0.5, -0.7, -0.3, 0.01)}
+COMPARED = [
+    Row("scforge", "model", {"other": 0.2, "mmd": 0.9}, benchmark="generation", comparisons=BETTER),
+    Row("pca", "baseline", {"other": 0.1, "mmd": 1.0}, benchmark="generation"),
+]
+GENERATION = {"generation": Measured(("other", "mmd"), "mmd", frozenset({"mmd"}))}
+
+
+@pytest.mark.parametrize(
+    ("metrics", "data", "name"),
+    [
+        (Report("Cells", {}, rows=ROWS), "not stated", "f1 (beside pca=0.800)"),
+        (Report("Cells", {"data": "PBMC 3k"}, rows=ROWS), "PBMC 3k", "f1 (beside pca=0.800)"),
+        (Report("Cells", rows=COMPARED, measured=GENERATION), "not stated", "mmd (beside pca=1.000)"),
+        (Report("Cells", rows=COMPARED, measured=GENERATION).to_frame(), "not stated", "mmd (beside pca=1.000)"),
+        (TABLE[::-1], "not stated", "accuracy (beside majority_class=0.500)"),
+    ],
+)
+def test_figures_of_a_report(hub, model: Encoder, metrics: object, data: str, name: str) -> None:
+    model.push_to_hub("org/light", data="what it learned from", metrics=metrics)
     (result,) = front_matter(hub, "org/light")["model-index"][0]["results"]
     assert result["dataset"]["name"] == data
-    assert result["metrics"] == [{"type": "f1", "value": 0.9, "name": "f1 (beside pca=0.800)"}]
-    assert "### Cells" in hub.files("org/light")["README.md"].decode()
-
-
-@pytest.mark.parametrize("order", [1, -1])
-def test_the_row_of_the_model_is_found_by_its_name(hub, model: Encoder, order: int) -> None:
-    model.push_to_hub("org/light", metrics=TABLE[::order])
-    (result,) = front_matter(hub, "org/light")["model-index"][0]["results"]
-    assert (result["metrics"][0]["value"], result["dataset"]["name"]) == (0.9, "not stated")
-
-
-def test_a_table_of_figures_is_the_report_that_it_was_made_of() -> None:
-    compared = {"mmd": Comparison("pca", -0.5, -0.7, -0.3, 0.01)}
-    rows = [
-        Row("scforge", "model", {"other": 0.2, "mmd": 0.5}, benchmark="generation", comparisons=compared),
-        Row("pca", "baseline", {"other": 0.1, "mmd": 1.0}, benchmark="generation"),
-    ]
-    about = {"generation": Measured(("other", "mmd"), "mmd", frozenset({"mmd"}))}
-    report = Report("Figures", rows=rows, measured=about)
-    assert scores_of(report.to_frame()) == scores_of(report)
-    assert scores_of(report)[1][0].metric == "mmd"
+    assert result["metrics"] == [{"type": name.split()[0], "value": 0.9, "name": name}]
+    assert ("### Cells" in hub.files("org/light")["README.md"].decode()) == isinstance(metrics, Report)
 
 
 @pytest.mark.parametrize(
@@ -203,14 +193,7 @@ def test_what_cannot_be_told(hub, model: Encoder, options: dict, message: str) -
 def test_a_failed_push_leaves_the_model_as_it_was(hub, model: Encoder, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="does not know the token"):
         model.push_to_hub("org/light", licence="mit", token="hf_wrong")
-    model.save(tmp_path / "saved")
-    assert "license" not in (tmp_path / "saved" / "README.md").read_text()
-
-
-def test_untrained_models_warn(hub, build) -> None:
-    with pytest.warns(NotTrainedWarning, match="what is sent is random"):
-        build().push_to_hub("org/light")
-    assert "its weights are random" in hub.files("org/light")["README.md"].decode()
+    assert "license" not in written(model, tmp_path / "saved")
 
 
 @pytest.mark.slow
@@ -226,19 +209,14 @@ def test_adapters_bring_their_model(hub, model: Encoder, annotator: Encoder, qui
     model.train(**quick)
     model.push_to_hub("org/light")  # adapters sit on the commit that they were trained on
     again = Encoder.from_pretrained("org/groups", model.adata)
-    pd.testing.assert_frame_equal(again.predict(model.adata), annotator.predict(model.adata))
+    same_predictions(again, annotator, model.adata)
+    model.train(**quick)  # it is not what was sent
+    with pytest.raises(OptionError, match="not known where others find the model"):
+        model.finetune("annotation", lora={"r": 2}, **quick).push_to_hub("org/later", adapter_only=True)
     with pytest.raises(ModelFileError, match="was trained on another base model"):
         Encoder.from_pretrained("org/groups", base="org/light")
     again.push_to_hub("org/again", adapter_only=True)
     assert json.loads(hub.files("org/again")["adapter.json"])["base"]["name"] == "org/light"
-
-
-def test_a_model_that_was_trained_on_is_not_what_was_sent(hub, model: Encoder, quick: dict) -> None:
-    model.push_to_hub("org/light")
-    model.train(**quick)
-    tuned = model.finetune("annotation", lora={"r": 2}, **quick)
-    with pytest.raises(OptionError, match="not known where others find the model"):
-        tuned.push_to_hub("org/groups", adapter_only=True)
 
 
 def test_whole_fine_tuned_models_name_their_base(hub, model: Encoder, annotator: Encoder) -> None:
@@ -248,34 +226,28 @@ def test_whole_fine_tuned_models_name_their_base(hub, model: Encoder, annotator:
     assert (front["base_model"], front["base_model_relation"]) == ("org/light", "finetune")
     assert front["pipeline_tag"] == "tabular-classification"
     again = Encoder.from_pretrained("org/groups", model.adata)
-    pd.testing.assert_frame_equal(again.predict(model.adata), annotator.predict(model.adata))
+    same_predictions(again, annotator, model.adata)
     assert len(again.evaluate(base=model)) > 1, "the cells that were held out are known again"
 
 
 def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotator: Encoder, tmp_path: Path) -> None:
     annotator.save_adapter(tmp_path / "before")
+    model.save(tmp_path / "model")
+    with pytest.raises(OptionError, match="base has no use where name_or_folder="):
+        Encoder.from_pretrained(tmp_path / "model", base="org/light")
     with pytest.raises(OptionError, match="does not say which model its adapters sit on; name it with base="):
         Encoder.from_pretrained(tmp_path / "before")
     model.save(tmp_path / "a" / "base")
     annotator.save_adapter(tmp_path / "a" / "adapter")
     (tmp_path / "a").rename(tmp_path / "b")
     again = Encoder.from_pretrained(tmp_path / "b" / "adapter", model.adata)
-    pd.testing.assert_frame_equal(again.predict(model.adata), annotator.predict(model.adata))
+    same_predictions(again, annotator, model.adata)
     shutil.rmtree(tmp_path / "b" / "base")
     with pytest.raises(MissingFileError, match="is a folder that is not here; name the model with base="):
         Encoder.from_pretrained(tmp_path / "b" / "adapter")
     for base in (model, Encoder.from_pretrained(tmp_path / "b" / "adapter", base=model)._base):
         again = Encoder.from_pretrained(tmp_path / "before", base=base)
-        pd.testing.assert_frame_equal(again.predict(model.adata), annotator.predict(model.adata))
-
-
-def test_adapters_from_the_hub_choose_no_folder_of_this_machine(hub, model, annotator, tmp_path: Path) -> None:
-    model.save(tmp_path / "base")
-    annotator.save_adapter(tmp_path / "adapter")
-    upload(tmp_path / "adapter", "org/groups")
-    with pytest.raises(ModelFileError, match="is a folder of another machine; name the model with base="):
-        Encoder.from_pretrained("org/groups")
-    assert Encoder.from_pretrained("org/groups", base=tmp_path / "base").spec.tuning is not None
+        same_predictions(again, annotator, model.adata)
 
 
 @pytest.mark.slow
@@ -285,9 +257,10 @@ def test_a_copy_knows_where_it_was_fetched(hub, model, annotator, quick: dict, t
     annotator.save_adapter("adapter")
     upload("adapter", "org/groups")
     assert pull_folder("org/groups", "groups") == Path("groups")
-    with pytest.raises(ModelFileError, match="is a folder of another machine; name the model with base="):
-        Encoder.from_pretrained("groups")
-
+    for name in ("org/groups", "groups"):
+        with pytest.raises(ModelFileError, match="is a folder of another machine; name the model with base="):
+            Encoder.from_pretrained(name)
+        assert Encoder.from_pretrained(name, base="base").spec.tuning is not None
     model.push_to_hub("org/light")
     pull_folder("org/light", "light")
     for load in (Encoder.load, Encoder.from_pretrained):
@@ -298,9 +271,7 @@ def test_a_copy_knows_where_it_was_fetched(hub, model, annotator, quick: dict, t
     shutil.copytree("light", "other")
     for odd in ("[]", '{"repo_id": null, "commit": null, "sha256": ""}'):
         Path("light/origin.json").write_text(odd)
-        with pytest.raises(
-            ModelFileError, match="origin.json' does not say where the folder was fetched; pull it agai"
-        ):
+        with pytest.raises(ModelFileError, match="origin.json' does not say where the folder was fetched; pull it"):
             Encoder.load("light")
     model.train(**quick)
     model.save("later")
@@ -317,13 +288,13 @@ def test_folders_here_that_are_called_like_a_repository(hub, model, annotator, t
     copy_model(resolve("hf://org/groups"), "groups")
     for name in ("hf://org/groups", "groups"):
         again = Encoder.from_pretrained(name, model.adata)
-        pd.testing.assert_frame_equal(again.predict(model.adata), annotator.predict(model.adata))
+        same_predictions(again, annotator, model.adata)
 
 
 def test_adapters_from_the_hub_choose_no_folder_of_a_registry(hub, model, annotator, tmp_path, monkeypatch) -> None:
     model.save(tmp_path / "base")
-    models = {"light": {"description": "Small", "latest": "1", "versions": {"1": {"folder": "base"}}}}
-    (tmp_path / "models.json").write_text(json.dumps({"format": 1, "models": models}))
+    entry = {"description": "Small", "latest": "1", "versions": {"1": {"folder": "base"}}}
+    (tmp_path / "models.json").write_text(json.dumps({"format": 1, "models": {"light": entry}}))
     monkeypatch.setenv("SCFORGE_MODELS", str(tmp_path / "models.json"))
     annotator.push_to_hub("org/groups", adapter_only=True, base="scforge://light")
     with pytest.raises(ModelFileError, match="is a folder in the registry of this machine; name the model with base="):
@@ -345,55 +316,3 @@ def test_a_base_that_nobody_has_checked_is_named_once(hub, model, annotator) -> 
     model.push_to_hub("org/light")
     assert named(base="org/guess") == ("org/guess", "org/guess")
     assert named() == ("org/light", "org/light")
-
-
-def test_a_base_has_no_use_for_a_whole_model(model: Encoder, tmp_path: Path) -> None:
-    model.save(tmp_path / "model")
-    with pytest.raises(OptionError, match="base has no use where name_or_folder="):
-        Encoder.from_pretrained(tmp_path / "model", base="org/light")
-
-
-def test_a_pickle_beside_the_weights_is_not_fetched(hub, model: Encoder) -> None:
-    model.push_to_hub("org/light")
-    hub.add_file("org/light", "pytorch_model.bin", b"\x80\x04cos\nsystem\n")
-    again = Encoder.from_pretrained("org/light")
-    np.testing.assert_array_equal(embedding(again, model.adata), embedding(model, model.adata))
-    assert not [path for path in hub.requests if path.endswith(".bin")]
-
-
-def test_damaged_weights_are_refused(hub, model: Encoder) -> None:
-    model.push_to_hub("org/light")
-    hub.add_file("org/light", "model.safetensors", hub.files("org/light")["model.safetensors"][:-4] + b"\0\0\0\1")
-    with pytest.raises(ModelFileError, match="is corrupted"):
-        Encoder.from_pretrained("org/light")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["org/light", "hf://org/light", "scforge://light"])
-def test_commands_take_names_wherever_they_take_folders(hub, model: Encoder, name: str, tmp_path, monkeypatch) -> None:
-    model.push_to_hub("org/light")
-    entry = {"repo_id": "org/light", "revision": model._origin.revision}
-    models = {"light": {"description": "Small", "latest": "1", "versions": {"1": entry}}}
-    (tmp_path / "models.json").write_text(json.dumps({"format": 1, "models": models}))
-    monkeypatch.setenv("SCFORGE_MODELS", str(tmp_path / "models.json"))
-    folder = check_model_folder(name, f"model={name!r} (--model)")
-    np.testing.assert_array_equal(embedding(Encoder.load(folder), model.adata), embedding(model, model.adata))
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        1,
-        {"data": [1]},
-        {"scores": [{"no": 1}]},
-        {"n_epochs": "1"},
-        {"checkpoint": 1},
-        {"base": "x"},
-        {"base": {"name": 1}},
-    ],
-)
-def test_cards_that_cannot_be_read(content: object) -> None:
-    from scforge.estimators.card_facts import CardFacts
-
-    with pytest.raises(ModelFileError, match="copy it again"):
-        CardFacts.from_json(content, source="a folder")

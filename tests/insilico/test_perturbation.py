@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from scipy import sparse
 
 from scforge.data import CellBlock, GeneVocab, open_cells
-from scforge.errors import OptionError
 from scforge.insilico import Perturbation, PerturbedCells
 from scforge.insilico.perturbation import with_counts
 from scforge.tokenizers import get_tokenizer
@@ -32,8 +31,7 @@ TOKENIZERS = {
 
 @given(st.lists(st.lists(st.integers(0, 3), min_size=N_GENES, max_size=N_GENES), min_size=1, max_size=5), st.data())
 def test_with_counts_is_assignment(rows: list[list[int]], data: st.DataObject):
-    dense = np.array(rows, dtype=np.float32)
-    size = data.draw(st.integers(1, 3))
+    dense, size = np.array(rows, dtype=np.float32), data.draw(st.integers(1, 3))
     genes = np.array([data.draw(st.permutations(range(N_GENES)))[:size] for _ in rows])
     counts = np.array([[data.draw(st.integers(0, 4)) for _ in range(size)] for _ in rows], dtype=np.float64)
     outside = np.arange(len(rows)) + 2.0  # counts in genes that the vocabulary does not have
@@ -49,12 +47,11 @@ def test_with_counts_is_assignment(rows: list[list[int]], data: st.DataObject):
 @pytest.mark.parametrize(("name", "options"), TOKENIZERS.values(), ids=TOKENIZERS)
 def test_deletion_is_a_count_of_zero_in_the_data(name: str, options: dict, tiny_adata: ad.AnnData, tiny_vocab):
     tokenizer = get_tokenizer(name, tiny_vocab, **options)
-    gene = 3
-    tiny_adata = tiny_adata[tiny_adata.X[:, gene].toarray()[:, 0] > 0].copy()
+    tiny_adata = tiny_adata[tiny_adata.X[:, 3].toarray()[:, 0] > 0].copy()
     cells = open_cells(tiny_adata, tiny_vocab)
     rows = np.arange(len(cells))
-    copies = PerturbedCells(cells, Perturbation("delete"), rows, np.full((len(rows), 1), gene, dtype=np.int32))
-    tiny_adata.X[:, gene] = 0
+    copies = PerturbedCells(cells, Perturbation("delete"), rows, np.full((len(rows), 1), 3, dtype=np.int32))
+    tiny_adata.X[:, 3] = 0
     tiny_adata.X.eliminate_zeros()
     expected = tokenizer(open_cells(tiny_adata, tiny_vocab).block(rows))
     given = tokenizer(copies.block(rows))
@@ -92,40 +89,33 @@ def test_activation_gives_usual_counts(tiny_vocab: GeneVocab):
     assert Perturbation("delete").applies(expressed).tolist() == [True, False, False]
 
 
-def test_bad_mode():
-    with pytest.raises(OptionError, match="mode='knockout' is not known"):
-        Perturbation("knockout")
-
-
 @pytest.mark.parametrize("weighting", ["complement", "inverse"])
 def test_overexpressed_genes_are_first_by_value_times_weight(weighting: str):
     """If that takes no more counts than the rest of the cell has; and no fewer counts do."""
     generator = np.random.default_rng(0)
     dense = generator.poisson(3.0, (6, 20)).astype(np.float32)
-    var = pd.DataFrame(index=[f"gene{i}" for i in range(20)])
-    entropies = np.append(np.linspace(0.1, 0.9, 19), 1.0)
-    vocab = GeneVocab.from_genes([f"gene{i}" for i in range(20)]).with_entropies(entropies)
+    genes = [f"gene{i}" for i in range(20)]
+    vocab = GeneVocab.from_genes(genes).with_entropies(np.append(np.linspace(0.1, 0.9, 19), 1.0))
     tokenizer = get_tokenizer("entropy_ranked", vocab, weighting=weighting)
     block = CellBlock.from_csr(sparse.csr_matrix(dense))
-    perturbation = Perturbation.of("overexpress", open_cells(ad.AnnData(dense, var=var)), tokenizer)
+    perturbation = Perturbation.of(
+        "overexpress", open_cells(ad.AnnData(dense, var=pd.DataFrame(index=genes))), tokenizer
+    )
 
     def first(cells: CellBlock) -> np.ndarray:
         return tokenizer(cells)["input_ids"][:, 0].numpy() - vocab.n_special
 
-    most = dense.sum(axis=1)
     for gene in (0, 7, 12, 19):
-        genes = np.full((6, 1), gene)
-        changed = perturbation.apply(block, genes)
+        changed = perturbation.apply(block, np.full((6, 1), gene))
         counts = changed.counts[changed.genes == gene]
-        rest = most - dense[:, gene]
-        assert (counts > np.delete(dense, gene, axis=1).max(axis=1)).all()
+        others = np.delete(dense, gene, axis=1)
+        assert (counts > others.max(axis=1)).all()
         was_first = first(changed) == gene
-        assert (was_first | (counts == rest)).all()
+        assert (was_first | (counts == others.sum(axis=1))).all()
         if gene == 0:
             assert was_first.all()
-            least = np.delete(dense, gene, axis=1).max(axis=1) + 1
-            fewer = first(with_counts(block, genes, counts[:, None] - 1.0)) == gene
-            assert (~fewer | (counts <= least) | (counts == dense[:, gene])).all()
+            fewer = first(with_counts(block, np.full((6, 1), gene), counts[:, None] - 1.0)) == gene
+            assert (~fewer | (counts <= others.max(axis=1) + 1) | (counts == dense[:, gene])).all()
     two = perturbation.apply(block, np.tile([0, 1], (6, 1)))
     leading = tokenizer(two)["input_ids"][:, :2].numpy() - vocab.n_special
     assert (np.sort(leading, axis=1) == [0, 1]).all()
