@@ -93,10 +93,7 @@ def test_worked_example():
 def test_published_definitions(tables, table, n_bins, side):
     dense = tables[table]
     for seed in (0, 3) if side == "both" else (0,):
-        if side == "tahoe":
-            expected = tahoe(dense.astype(np.float64), n_bins)
-        else:
-            expected = scgpt(dense, n_bins, side, seed)
+        expected = tahoe(dense.astype(np.float64), n_bins) if side == "tahoe" else scgpt(dense, n_bins, side, seed)
         ours = quantile_bins(sparse.csr_matrix(dense), n_bins=n_bins, side=side, random_state=seed)
         np.testing.assert_array_equal(ours.toarray(), expected)
         assert ours.dtype == np.int64
