@@ -80,7 +80,4 @@ def test_bfloat16():
     with torch.autocast("cpu", torch.bfloat16):
         low = model(IDS, MASK, VALUES, labels=IDS, attention_bias=BIAS)
     low.loss.backward()
-    half = make().bfloat16().encode(IDS, MASK, VALUES, attention_bias=BIAS)
-    assert half.dtype == torch.bfloat16
-    for found in (low.embeddings, half):
-        torch.testing.assert_close(found.float(), expected, atol=0.05, rtol=0.05)
+    torch.testing.assert_close(low.embeddings.float(), expected, atol=0.05, rtol=0.05)

@@ -1,22 +1,14 @@
-"""Components, utilities and registry, by the examples of their reference documentation."""
+"""Components and utilities; the examples of their documentation run in tests/seeds."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import pytest
 import torch
 from torch import nn
 
-from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
 from scforge.models import (
-    ModelOutput,
-    count_parameters,
-    get_model,
     init_weights,
-    list_models,
-    register_model,
 )
 from scforge.models.components import (
     GeneExpressionEmbedding,
@@ -28,7 +20,6 @@ from scforge.models.components import (
     last_pool,
     mean_pool,
 )
-from scforge.models.registry import MODELS
 
 
 def test_embedding_sums_gene_position_and_value():
@@ -95,36 +86,6 @@ def test_init_weights():
     assert 0.95 * bound < float(linear.weight.abs().max()) <= bound
     assert (norm.weight == 1).all()
     assert not norm.bias.any()
-
-
-def test_register_model_and_get_model(monkeypatch):
-    monkeypatch.setattr(MODELS, "_entries", dict(MODELS._entries))
-
-    @register_model("my_custom_model")
-    class MyCustomModel(nn.Module):
-        def __init__(self, vocab_size, hidden_dim):
-            super().__init__()
-            self.embedding = nn.Embedding(vocab_size, hidden_dim)
-
-        @classmethod
-        def from_config(cls, config):
-            return cls(vocab_size=config.vocab_size, hidden_dim=config.hidden_dim)
-
-    assert list_models() == sorted(list_models())
-    assert {"my_custom_model", "transformer_encoder", "gene_pooling"} <= set(list_models())
-    config = ModelConfig(vocab_size=10, hidden_dim=4)
-    model = get_model("my_custom_model", config)
-    assert isinstance(model, MyCustomModel)
-    assert count_parameters(model) == 40
-    model.requires_grad_(False)
-    assert (count_parameters(model), count_parameters(model, trainable_only=False)) == (0, 40)
-    for name in ("my_custom_model", "transformer_encoder"):
-        with pytest.raises(ValueError, match=f"'{name}' is already registered"):
-            register_model(name)(MyCustomModel)
-    with pytest.raises(ValueError, match="did you mean 'transformer_encoder'"):
-        get_model("transformer_encode", config)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        ModelOutput().loss = torch.tensor(0.0)
 
 
 @pytest.mark.parametrize("pool", [cls_pool, last_pool, mean_pool])

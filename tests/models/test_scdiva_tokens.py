@@ -63,12 +63,16 @@ def test_weights_of_genes_put_profiles_in_order(made, profiles):
         model.init_gene_weights(weights[1:])
 
 
-def test_the_first_token_is_the_vector_of_the_profile(tokens_of, made, profiles):
-    model = made()
-    batch = tokens_of(profiles)
-    seen = model._seen(batch["input_ids"], batch["attention_mask"], batch["values"])
-    torch.testing.assert_close(model._readout(seen), model.gene_embedding(profiles), atol=1e-6, rtol=1e-5)
+def test_the_first_token_is_the_vector_of_genes_that_are_seen_whole(hide, tokens_of, made, profiles):
+    model = made(denoising=True)
+    batch, hidden = hide(tokens_of(profiles))
+    names = ("input_ids", "attention_mask", "values", "masked_positions", "masked_values")
+    seen = model._seen(*(hidden[name] for name in names))
+    whole = hidden["attention_mask"] & ~hidden["masked_positions"] & ~hidden["masked_values"]
+    x = torch.zeros(5, GENES).scatter_add(1, (hidden["input_ids"] - 4).clamp(min=0), hidden["values"] * whole)
+    torch.testing.assert_close(model._readout(seen), model.gene_embedding(x), atol=1e-6, rtol=1e-5)
     # A token is its gene after the norm, and its value.
+    seen = model._seen(batch["input_ids"], batch["attention_mask"], batch["values"])
     vectors = model._embed(seen, None)
     torch.testing.assert_close(vectors, model._embed(seen, model.token_table()))
     gene = model.gene_embedding.weight[int(batch["input_ids"][1, 2]) - 4] + model.gene_embedding.bias
@@ -121,16 +125,6 @@ def test_hidden_things_are_not_seen(hide, tokens_of, made, profiles, options):
     # What is not hidden is seen.
     shown = hidden | {"values": hidden["values"].masked_fill(~no_value & hidden["attention_mask"], 3.0)}
     assert not torch.allclose(model(**shown).embeddings, one.embeddings, atol=1e-4)
-
-
-def test_only_genes_that_are_seen_whole_count_in_the_readout(hide, tokens_of, made, profiles):
-    model = made(denoising=True)
-    _, hidden = hide(tokens_of(profiles))
-    whole = hidden["attention_mask"] & ~hidden["masked_positions"] & ~hidden["masked_values"]
-    names = ("input_ids", "attention_mask", "values", "masked_positions", "masked_values")
-    seen = model._seen(*(hidden[name] for name in names))
-    x = torch.zeros(5, GENES).scatter_add(1, (hidden["input_ids"] - 4).clamp(min=0), hidden["values"] * whole)
-    torch.testing.assert_close(model._readout(seen), model.gene_embedding(x), atol=1e-6, rtol=1e-5)
 
 
 def test_the_loss_is_what_is_documented(hide, tokens_of, made, profiles, monkeypatch):

@@ -14,7 +14,6 @@ from scforge.models._utils import init_weights
 from scforge.models.components import KeyValueCache, TransformerStack
 from scforge.models.components import transformer as module
 from scforge.models.components.attention import generate_causal_mask
-from scforge.models.components.packing import pack_cells
 
 BATCH, SEQ, HIDDEN = 9, 20, 16
 LENGTHS = torch.tensor([20, 19, 18, 11, 10, 3, 1, 0, 20])
@@ -165,17 +164,6 @@ def test_cached_tokens_are_those_of_one_pass(hidden, options):
 
 
 @either
-def test_causal_tokens_do_not_see_later_ones(hidden, causal):
-    stack = make()
-    changed = hidden.clone()
-    changed[:, 7] = hidden[:, 8]
-    with torch.no_grad():
-        moved = (stack(changed, causal=causal).hidden - stack(hidden, causal=causal).hidden).abs().amax(dim=(0, 2))
-    assert moved[7:].min() > 1e-4
-    assert bool(moved[:7].max() == 0) is causal
-
-
-@either
 @every_mask
 def test_attention_weights_are_those_that_mix(hidden, mask, causal):
     stack = make()
@@ -241,38 +229,3 @@ def test_bad_arguments(hidden):
             TransformerStack(**{"hidden_dim": 8, "num_layers": 1, "num_heads": 2, name: value})
     with pytest.raises(OptionError, match="position_embedding='rotary' needs heads of an even width"):
         TransformerStack(6, 1, 2, rotary=True)
-
-
-class TestPacking:
-    def test_only_where_it_is_worth_it(self):
-        mask = torch.ones(10, 10).bool()
-        mask[0, 6:] = False
-        assert pack_cells((10, 10), mask) is None
-        assert pack_cells((10, 10), mask, True) is not None
-        mask[1, 5:] = False
-        assert pack_cells((10, 10), mask) is not None
-
-    @every_mask
-    @pytest.mark.parametrize("most", [None, 45])
-    @pytest.mark.parametrize("exact", [False, True])
-    def test_every_token_once(self, mask, most, exact):
-        packing = pack_cells((BATCH, SEQ), mask, True, exact=exact, most=most)
-        if mask.all():
-            assert packing is None or packing.index is None
-            return
-        assert len(packing.index.unique()) == len(packing.index)
-        assert mask.flatten()[packing.index].sum() == mask.sum()
-        places = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
-        assert torch.equal(packing.unpack(packing.pack(places))[mask], places[mask])
-        if exact:
-            assert len(packing.index) == mask.sum()
-            ends, longest = packing.ends
-            assert ends.tolist() == [0, *mask.sum(1).cumsum(0).tolist()]
-            assert longest == mask.sum(1).max()
-            return
-        seen = [part[slice(None) if g.tokens is None else g.tokens].flatten() for part, g in
-                zip(packing.split(places), packing.groups, strict=True)]  # fmt: skip
-        assert sorted(torch.cat(seen).tolist()) == places[mask].tolist()
-        for group in packing.groups:
-            assert most is None or group.n_cells == 1 or group.n_cells * group.longest <= most
-            assert group.tokens is None or group.tokens.sum(1).min() >= 0.875 * group.longest

@@ -1,4 +1,4 @@
-"""TransformerEncoder: its defaults, heads and options; what all architectures promise is in tests/contracts."""
+"""TransformerEncoder: its poolings, heads and options; what all architectures promise is in tests/contracts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,6 @@ from torch import nn
 from scforge.models import TransformerEncoder
 
 MASK = torch.arange(6) < torch.tensor([6, 4, 1])[:, None]
-
-
-def test_defaults_are_the_documented_ones():
-    model = TransformerEncoder(50, 8, 1, 2)
-    assert model.pooling == "cls"
-    assert model.embedding.max_seq_len == 2048
-    assert model.embedding.expression_projection is not None
-    assert model.encoder.layers[0].ffn_in.out_features == 32
-    assert model.encoder.final_norm.eps == 1e-12
-    assert model.embedding.dropout.p == 0.1
 
 
 @pytest.mark.parametrize("pooling", ["cls", "mean", "last"])
@@ -56,17 +46,6 @@ def test_bad_batches():
             TransformerEncoder(50, 8, 1, 2).encode(**batch | {name: torch.ones(3, 5)})
     with pytest.raises(ValueError, match="a cell has 6 tokens but max_seq_len=5"):
         TransformerEncoder(50, 8, 1, 2, max_seq_len=5)(**batch)
-
-
-def test_each_token_sees_all_others():
-    model = TransformerEncoder(50, 8, 1, 2).eval()
-    ids, mask = torch.randint(4, 50, (1, 6)), torch.ones(1, 6)
-    before = model(ids, mask).logits
-    for position in range(6):
-        changed = ids.clone()
-        changed[0, position] = 4 + (ids[0, position] - 4 + 1) % 46
-        moved = (model(changed, mask).logits - before).abs().amax(dim=-1)[0]
-        assert (moved > 1e-6).all()
 
 
 def test_token_prior_sets_the_first_loss():

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy import sparse
 
-from scforge.data import CellBlock, CellSource, GeneVocab
+from scforge.data import CellBlock, GeneVocab
 from scforge.tokenizers import Masking, get_tokenizer, list_tokenizers, quantile_bins
 from scforge.tokenizers.registry import TOKENIZERS
 
@@ -253,18 +253,3 @@ def test_masking(name, options, dense, ratio, data):
     for key, tensor in again.items():
         for copy in tensor:
             assert torch.equal(copy, masked[key][row, : tensor.shape[1]]), key
-
-
-@every_tokenizer
-@thorough
-@given(dense=blocks(), data=st.data())
-def test_what_happens_to_a_cell_does_not_depend_on_its_batch(name, options, dense, data):
-    tokenizer = make(name, dense.shape[1], max_len=data.draw(st.sampled_from([None, 5])), **options)
-    cells = CellSource(sparse.csr_matrix(dense.astype(np.float32)), dense.sum(axis=1).astype(np.float64))
-    draw = data.draw(st.integers(0, 50))
-    rows = np.array(data.draw(st.lists(st.integers(0, len(dense) - 1), min_size=1, max_size=8)))
-    whole, some = tokenizer(cells.block(np.arange(len(dense)), draw=draw)), tokenizer(cells.block(rows, draw=draw))
-    width = some["input_ids"].shape[1]
-    for key in whole:
-        assert torch.equal(whole[key][rows][:, :width], some[key])
-        assert not whole[key][rows][:, width:].any()
