@@ -210,7 +210,7 @@ def test_nothing_to_predict_costs_nothing(batch, name, options):
 
 
 @every_model
-def test_labels_at_padding_do_not_count(batch, name, options):
+def test_values_and_labels_at_padding_do_not_count(batch, name, options):
     model = make(name, options).eval()
     padding = ~batch["attention_mask"]
     other = batch | {
@@ -218,6 +218,7 @@ def test_labels_at_padding_do_not_count(batch, name, options):
         "bin_labels": batch["bin_labels"].masked_fill(padding, 2),
         "value_labels": batch["value_labels"].masked_fill(padding, 9.0),
         "masked_positions": batch["masked_positions"] | padding,
+        "values": batch["values"].masked_fill(padding, torch.nan),
     }
     wider = {key: nn.functional.pad(tensor, (0, 3), value=BEYOND.get(key, 0)) for key, tensor in other.items()}
     with torch.no_grad():

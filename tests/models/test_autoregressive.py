@@ -129,10 +129,8 @@ def test_condition():
 
 
 def test_configuration_and_bins():
-    config = ModelConfig(
-        architecture="autoregressive_transformer", vocab_size=V, hidden_dim=16, num_layers=1, num_heads=2, n_bins=7,
-        gene_loss_weight=1.0, expression_loss_weight=0.5,
-    )  # fmt: skip
+    options = {"vocab_size": V, "hidden_dim": 16, "num_layers": 1, "num_heads": 2, "n_bins": 7}
+    config = ModelConfig(**options, gene_loss_weight=1.0, expression_loss_weight=0.5)
     model = AutoregressiveTransformer.from_config(config)
     assert (model.n_bins, model.expression_loss_weight, model.pooling) == (7, 0.5, "cls")
     assert model.bin_values.tolist() == [0, 1, 2, 3, 4, 5, 6]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import sparse
 
 from scforge.data import CellBlock, GeneVocab
-from scforge.tokenizers import Masking, get_tokenizer, list_tokenizers, quantile_bins
+from scforge.tokenizers import Masking, get_tokenizer, list_tokenizers
 from scforge.tokenizers.registry import TOKENIZERS
 
 # The same examples in every run, so that nobody's change fails on a chance find of another's.
@@ -175,27 +175,6 @@ def test_rank_value_is_descending(data):
         keys = counts * (1.0 / max(counts.sum(), 1)) * 1e4 * (1.0 / medians)
         expected = sorted(np.flatnonzero(counts), key=lambda gene: (-keys[gene], gene))[: tokenizer.most_genes]
         assert genes_of(tokenizer, batch, row).tolist() == expected
-
-
-@thorough
-@given(dense=blocks(), n_bins=st.sampled_from([3, 4, 10, 51]), side=st.sampled_from(["one", "both", "tahoe"]))
-def test_bins_are_in_range_and_grow_with_the_count(dense, n_bins, side):
-    bins = quantile_bins(sparse.csr_matrix(dense), n_bins=n_bins, side=side).toarray()
-    assert ((bins > 0) == (dense > 0)).all()
-    assert bins.max(initial=0) <= n_bins - 1
-    tokenizer = make("binned_expression", dense.shape[1], n_bins=n_bins, side=side)
-    batch = tokenizer(plain(dense))
-    for row, counts in enumerate(dense):
-        genes = genes_of(tokenizer, batch, row)
-        of_token = batch["bin_ids"][row].numpy()[batch["input_ids"][row].numpy() >= tokenizer.vocab.n_special]
-        for of_gene in (bins[row][genes], of_token):
-            assert of_gene.min(initial=1) >= 1
-            assert of_gene.max(initial=1) <= n_bins - 1
-            order = np.argsort(counts[genes], kind="stable")
-            steps, bin_steps = np.diff(counts[genes][order]), np.diff(of_gene[order])
-            # Equal counts may be spread over the bins that they span; a higher count never comes below a lower one.
-            assert (bin_steps[steps > 0] >= 0).all()
-            assert side == "both" or not bin_steps[steps == 0].any()
 
 
 @every_tokenizer
