@@ -25,6 +25,7 @@ def profiles() -> torch.Tensor:
 
 
 def _made(std: float = 0.05, **options) -> ScDiVaModel:
+    """Make a model of options, none of whose weights are zero."""
     torch.manual_seed(0)
     model = ScDiVaModel(VOCAB, **{**SIZES, "dropout": 0.0, **options})
     with torch.no_grad():  # some weights start at zero
@@ -62,17 +63,14 @@ def _hide(batch: Batch, seed: int = 0) -> tuple[Batch, Batch]:
 
 @pytest.fixture
 def made() -> Callable[..., ScDiVaModel]:
-    """Return a function that makes a model of options, none of whose weights are zero."""
     return _made
 
 
 @pytest.fixture
 def tokens_of() -> Callable[[torch.Tensor], Batch]:
-    """Return the function that makes tokens of profiles."""
     return _tokens_of
 
 
 @pytest.fixture
 def hide() -> Callable[[Batch], tuple[Batch, Batch]]:
-    """Return the function that hides half of the identities and half of the values."""
     return _hide

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from scforge.errors import OptionError
 from scforge.models.components import MaskedGenePredictionHead
 from scforge.models.components import cross_entropy as module
-from scforge.models.components.cross_entropy import linear_cross_entropy, mean_token_loss, token_loss
+from scforge.models.components.cross_entropy import linear_cross_entropy
 
 M, H, V = 37, 8, 50
 
@@ -28,16 +28,15 @@ LABELS = torch.randint(0, V, (M,), generator=torch.Generator().manual_seed(1))
 def test_loss_and_gradients_are_those_of_cross_entropy(monkeypatch, numbers, with_bias, frozen):
     monkeypatch.setitem(module._NUMBERS, "cpu", numbers)
     results = []
-    for own in (True, False):
+    for loss_of in (
+        linear_cross_entropy,
+        lambda hidden, *head: F.cross_entropy(F.linear(hidden, *head[:-1]), head[-1]),
+    ):
         hidden, weight, bias = parts()
         bias = bias if with_bias else None
         if frozen is not None:
             (hidden, weight)[frozen].requires_grad_(False)
-        loss = (
-            linear_cross_entropy(hidden, weight, bias, LABELS)
-            if own
-            else F.cross_entropy(F.linear(hidden, weight, bias), LABELS)
-        )
+        loss = loss_of(hidden, weight, bias, LABELS)
         (3 * loss).backward()
         learning = [x for x in (hidden, weight, bias) if x is not None and x.requires_grad]
         results.append([loss.detach(), *(x.grad for x in learning)])
@@ -45,30 +44,14 @@ def test_loss_and_gradients_are_those_of_cross_entropy(monkeypatch, numbers, wit
         torch.testing.assert_close(one, two, atol=1e-6, rtol=1e-5)
 
 
-def test_without_gradients():
-    hidden, weight, bias = parts()
-    with torch.no_grad():
-        loss = linear_cross_entropy(hidden, weight, bias, LABELS)
-    torch.testing.assert_close(loss, F.cross_entropy(F.linear(hidden, weight, bias), LABELS))
+def test_large_logits_without_gradients():
+    large = [1e4 * x.detach() for x in parts()]
+    loss = linear_cross_entropy(*large, LABELS)
+    torch.testing.assert_close(loss, F.cross_entropy(F.linear(*large), LABELS))
     assert not loss.requires_grad
 
 
-def test_large_logits_stay_finite():
-    hidden, weight, bias = (1e4 * x.detach() for x in parts())
-    torch.testing.assert_close(
-        linear_cross_entropy(hidden, weight, bias, LABELS), F.cross_entropy(F.linear(hidden, weight, bias), LABELS)
-    )
-
-
-def test_no_token_no_loss():
-    hidden, weight, bias = parts()
-    loss = linear_cross_entropy(hidden[:0], weight, bias, LABELS[:0])
-    loss.backward()
-    assert loss.item() == 0
-    assert not weight.grad.any()
-
-
-def test_autocast_is_close_and_of_single_precision():
+def test_precision():
     hidden, weight, bias = parts()
     with torch.autocast("cpu", torch.bfloat16):
         loss = linear_cross_entropy(hidden, weight, bias, LABELS)
@@ -77,9 +60,6 @@ def test_autocast_is_close_and_of_single_precision():
     exact = parts()
     F.cross_entropy(F.linear(*exact), LABELS).backward()
     torch.testing.assert_close(weight.grad, exact[1].grad, atol=2e-3, rtol=0.05)
-
-
-def test_half_precision_weights():
     hidden, weight, bias = parts(torch.bfloat16)
     linear_cross_entropy(hidden, weight, bias, LABELS).backward()
     assert weight.grad.dtype == bias.grad.dtype == torch.bfloat16
@@ -94,10 +74,12 @@ class TestHead:
         expected = F.cross_entropy(head(hidden, *weight), LABELS)
         torch.testing.assert_close(head(hidden, *weight, labels=LABELS), expected)
         assert own_weight is any("decoder.weight" in name for name in head.state_dict())
-
-    def test_a_head_without_weight_asks_for_it(self):
-        with pytest.raises(OptionError, match="weight=None but the head has none of its own"):
-            MaskedGenePredictionHead(H, V, own_weight=False)(torch.randn(2, H))
+        head.init_bias(torch.arange(V))
+        bias = head.decoder.bias if own_weight else head.bias
+        torch.testing.assert_close(bias.exp().sum(), torch.tensor(1.0))
+        if not own_weight:
+            with pytest.raises(OptionError, match="weight=None but the head has none of its own"):
+                head(hidden)
 
     def test_a_wrapped_or_hooked_decoder_is_called(self):
         class Doubled(nn.Linear):
@@ -112,21 +94,3 @@ class TestHead:
         head.decoder.register_forward_hook(lambda *_: seen.append(1))
         head(hidden, labels=LABELS)
         assert seen
-
-    def test_prior(self):
-        for head in (MaskedGenePredictionHead(H, V), MaskedGenePredictionHead(H, V, own_weight=False)):
-            head.init_bias(torch.arange(V))
-            bias = head.bias if head.decoder is None else head.decoder.bias
-            torch.testing.assert_close(bias.exp().sum(), torch.tensor(1.0))
-
-
-@pytest.mark.parametrize("head", [MaskedGenePredictionHead(H, V), nn.Linear(H, V)])
-def test_token_loss_of_any_head(head):
-    hidden, labels = torch.randn(3, 5, H), torch.randint(0, V, (3, 5))
-    labels[0] = labels[2, 1:] = -100
-    loss, logits = token_loss(head, hidden, labels, return_logits=True)
-    fast, nothing = token_loss(head, hidden, labels, return_logits=False)
-    assert nothing is None
-    torch.testing.assert_close(loss, fast)
-    torch.testing.assert_close(loss, mean_token_loss(logits.flatten(0, 1), labels.flatten()))
-    assert token_loss(head, hidden, None, return_logits=False) == (None, None)

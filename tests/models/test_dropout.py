@@ -6,7 +6,7 @@ import torch
 from scforge.models.components import Dropout
 
 
-@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("p", [0.1, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_share_and_scale(p, dtype):
     torch.manual_seed(0)
@@ -34,19 +34,13 @@ def test_seeded():
     assert not torch.equal(Dropout(0.5)(x), one)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (3,), (0, 4), (2, 3, 5)])
-def test_shapes(shape):
-    assert Dropout(0.5)(torch.ones(shape)).shape == shape
-
-
-def test_input_is_left_alone():
-    x = torch.ones(100)
-    Dropout(0.5)(x)
-    assert x.all()
-
-
-def test_eval_and_extremes():
+def test_evaluation_extremes_and_shapes():
     x = torch.randn(20)
+    before = x.clone()
+    assert not torch.equal(Dropout(0.5)(x), x)
+    assert torch.equal(x, before)
     assert torch.equal(Dropout(0.5).eval()(x), x)
     assert torch.equal(Dropout(0.0)(x), x)
     assert not Dropout(1.0)(x).any()
+    for shape in ((), (1,), (0, 4), (2, 3, 5)):
+        assert Dropout(0.5)(torch.ones(shape)).shape == shape

@@ -70,27 +70,26 @@ def test_without_end_all_genes_come():
     assert cells.input_ids.shape == (3, 1 + V - SPECIAL)
     assert cells.attention_mask.all()
     assert make().generate(3, max_len=7, n_special=SPECIAL).input_ids.shape == (3, 7)
-    with_end = make()
-    with torch.no_grad():
-        with_end.head.decoder.bias[EOS] = -1e4
-    assert (with_end.generate(2, **ENDS).input_ids[:, -1] == EOS).all()
-
-
-def test_no_cell_ends_before_its_first_gene():
     model = make()
     with torch.no_grad():
+        model.head.decoder.bias[EOS] = -1e4
+    assert (model.generate(2, **ENDS).input_ids[:, -1] == EOS).all()
+    # No cell ends before its first gene.
+    with torch.no_grad():
         model.head.decoder.bias[EOS] = 1e4
-    assert make().generate(1, **ENDS).input_ids.shape[1] > 3
     assert (model.generate(5, **ENDS).input_ids[:, 2] == EOS).all()
 
 
 def test_seed_alone_decides():
-    model = make()
+    model = make(dropout=0.5)
     first = model.generate(6, seed=3, **ENDS)
+    model.train()
+    model.head.eval()
     torch.manual_seed(99)
     state = torch.get_rng_state()
     again = model.generate(6, seed=3, **ENDS)
-    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True)), "dropout is off"
+    assert (model.training, model.head.training) == (True, False)
     assert torch.equal(torch.get_rng_state(), state)
     assert not torch.equal(model.generate(6, seed=4, **ENDS).input_ids[:, :3], first.input_ids[:, :3])
     later = model.generate(2, seed=3, first_cell=4, **ENDS)
@@ -109,12 +108,6 @@ def test_draws_follow_the_probabilities():
         expected = logits[0, 0, least:].softmax(dim=0)
         share = torch.bincount(ids[:, 1], minlength=logits.shape[-1])[least:] / 4000
         assert (share - expected).abs().max() < 4.5 * 0.5 / 4000**0.5
-
-
-def test_temperature_and_top_k():
-    model = make()
-    with torch.no_grad():
-        output = model(torch.full((1, 1), 3), torch.ones(1, 1), torch.zeros(1, 1))
     likeliest = output.logits[0, 0, SPECIAL:].argsort(descending=True) + SPECIAL
     cold = model.generate(20, max_len=2, n_special=SPECIAL, temperature=1e-4)
     assert (cold.input_ids[:, 1] == likeliest[0]).all()
@@ -154,15 +147,11 @@ def test_prompts_of_any_length_are_read_at_once(positions: str, monkeypatch: pyt
     assert len(looks) <= -(-int(kept.max()) // 5) + 5
 
 
-def test_generated_cells_can_be_trained_on():
-    model = make()
-    cells = model.generate(3, **ENDS)
-    labels = cells.input_ids.masked_fill(cells.input_ids < EOS, -100)
-    model(cells.input_ids, cells.attention_mask, cells.bin_ids.float(), labels, bin_ids=cells.bin_ids).loss.backward()
-    assert model.readout.grad.abs().sum() > 0
-
-
-def test_a_model_without_first_token_needs_a_prompt():
+def test_what_generates_and_with_which_first_token():
+    config = ModelConfig(vocab_size=40, hidden_dim=16, num_layers=1, num_heads=2)
+    assert isinstance(ScDiVaModel.from_config(config), GeneratingModule)
+    assert isinstance(make(), GeneratingModule)
+    assert not isinstance(TransformerEncoder.from_config(config), GeneratingModule)
     with pytest.raises(OptionError, match="first_id=None needs a prompt"):
         make().generate(2, first_id=None, **ENDS)
     prompt = {"input_ids": torch.tensor([9])}
@@ -170,16 +159,6 @@ def test_a_model_without_first_token_needs_a_prompt():
         make().generate(2, prompt, first_id=None, **ENDS)
     cells = make().generate(2, prompt | {"values": torch.tensor([2.0])}, first_id=None, **ENDS)
     assert cells.input_ids[:, 0].tolist() == [9, 9]
-
-
-def test_dropout_is_off_and_the_mode_stays():
-    model = make(dropout=0.5)
-    expected = model.generate(3, **ENDS)
-    model.train()
-    model.head.eval()
-    assert torch.equal(model.generate(3, **ENDS).input_ids, expected.input_ids)
-    assert model.training
-    assert not model.head.training
 
 
 @pytest.mark.parametrize(
@@ -205,10 +184,3 @@ def test_dropout_is_off_and_the_mode_stays():
 def test_bad_arguments(options: dict, message: str):
     with pytest.raises(OptionError, match=message):
         make().generate(**{"n_cells": 3, "n_special": SPECIAL, **options})
-
-
-def test_the_protocol_of_what_generates():
-    config = ModelConfig(vocab_size=40, hidden_dim=16, num_layers=1, num_heads=2)
-    assert isinstance(ScDiVaModel.from_config(config), GeneratingModule)
-    assert isinstance(make(), GeneratingModule)
-    assert not isinstance(TransformerEncoder.from_config(config), GeneratingModule)

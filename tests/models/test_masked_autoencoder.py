@@ -42,7 +42,7 @@ def batch() -> dict[str, torch.Tensor]:
     }
 
 
-def test_defaults_are_the_documented_ones():
+def test_defaults_and_names_that_configurations_share():
     model = MaskedAutoencoder(50)
     assert (model.encoder_dim, model.decoder_dim, model.pooling, model.uses_order) == (512, 256, "mean", False)
     assert (len(model.encoder.layers), len(model.decoder.layers)) == (12, 4)
@@ -50,15 +50,13 @@ def test_defaults_are_the_documented_ones():
     assert [stack.layers[0].ffn_in.out_features for stack in (model.encoder, model.decoder)] == [2048, 1024]
     assert model.embedding.max_seq_len == 2048
     assert model.embedding.position_embedding is None
-
-
-def test_names_that_configurations_share():
+    assert not make(pooling="cls").uses_order
+    assert make(pooling="last").uses_order
+    assert make(position_embedding="rotary").uses_order
     config = ModelConfig(vocab_size=60, hidden_dim=8, num_layers=1, num_heads=4, decoder_dim=4, decoder_layers=3)
     model = MaskedAutoencoder.from_config(config)
     assert (model.encoder_dim, model.decoder_dim, model.pooling) == (8, 4, "mean")
-    assert (len(model.encoder.layers), len(model.decoder.layers)) == (1, 3)
-    direct = MaskedAutoencoder(60, 8, 4, 1, 3, 4)
-    assert model.num_parameters() == direct.num_parameters()
+    assert model.num_parameters() == MaskedAutoencoder(60, 8, 4, 1, 3, 4).num_parameters()
     with pytest.raises(ValueError, match="name the same option"):
         MaskedAutoencoder.from_config(ModelConfig(vocab_size=60, hidden_dim=8, encoder_dim=8))
 
@@ -75,9 +73,7 @@ def test_hidden_values_do_not_reach_the_prediction(batch, position_embedding, va
     plain = batch | {"attention_bias": torch.zeros(5, 12)}
     with torch.no_grad():
         one, two = model(**plain), model(**other)
-    assert torch.equal(one.logits, two.logits)
-    assert torch.equal(one.embeddings, two.embeddings)
-    assert torch.equal(one.loss, two.loss)
+    assert all(torch.equal(getattr(one, part), getattr(two, part)) for part in ("logits", "embeddings", "loss"))
 
 
 @pytest.mark.parametrize("position_embedding", POSITIONS)
@@ -91,9 +87,8 @@ def test_the_id_at_a_hidden_token_does_not_matter_where_labels_tell_it(batch, po
         drawn = model(**batch | {"input_ids": ids.masked_fill(hidden, 33), "labels": labels})
         inferred = model(ids.masked_fill(hidden, 2), batch["attention_mask"], batch["values"], labels)
     for other in (masked, drawn, inferred):
-        torch.testing.assert_close(other.logits, kept.logits)
-        torch.testing.assert_close(other.embeddings, kept.embeddings)
-        torch.testing.assert_close(other.loss, kept.loss)
+        for part in ("logits", "embeddings", "loss"):
+            torch.testing.assert_close(getattr(other, part), getattr(kept, part))
 
 
 def test_the_decoder_knows_which_gene_it_predicts(batch):
@@ -124,64 +119,29 @@ def test_the_embedding_is_that_of_the_visible_tokens(batch, position_embedding, 
     model = make(position_embedding=position_embedding, pooling=pooling)
     visible = batch["attention_mask"] & ~batch["masked_positions"]
     with torch.no_grad():
-        output = model(**batch, output_hidden_states=True)
-        for cell in range(5):
-            places = visible[cell].nonzero().squeeze(1)
-            states = model.encoder(
-                model.embedding(
-                    batch["input_ids"][cell : cell + 1, places], batch["values"][cell : cell + 1, places], places
-                )
-            ).hidden[0]
-            pooled = {"mean": states.mean(dim=0), "cls": states[0], "last": states[-1]}[pooling]
-            torch.testing.assert_close(output.embeddings[cell], pooled, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(output.hidden_states[-1][cell, places], states, atol=1e-5, rtol=1e-5)
-    assert len(output.hidden_states) == 2
-    for states in output.hidden_states:
-        assert states.shape == (5, 12, 16)
-        assert not states[~visible].any()
-
-
-@pytest.mark.parametrize("position_embedding", POSITIONS)
-def test_attention_weights_are_of_visible_tokens_in_their_places(batch, position_embedding):
-    model = make(position_embedding=position_embedding)
-    visible = batch["attention_mask"] & ~batch["masked_positions"]
-    with torch.no_grad():
-        output, plain = model(**batch, output_attentions=True), model(**batch)
-    torch.testing.assert_close(output.logits[batch["attention_mask"]], plain.logits[batch["attention_mask"]])
-    torch.testing.assert_close(output.embeddings, plain.embeddings)
-    assert len(output.attentions) == 2
+        output = model(**batch, output_hidden_states=True, output_attentions=True)
+    plain, mask = model(**batch), batch["attention_mask"]
+    torch.testing.assert_close(output.logits[mask], plain.logits[mask])
+    for cell in range(5):
+        places = visible[cell].nonzero().squeeze(1)
+        ids, values = (batch[name][cell : cell + 1, places] for name in ("input_ids", "values"))
+        alone = model.encoder(model.embedding(ids, values, places), output_attentions=True)
+        states = alone.hidden[0]
+        pooled = {"mean": states.mean(dim=0), "cls": states[0], "last": states[-1]}[pooling]
+        torch.testing.assert_close(output.embeddings[cell], pooled, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(output.hidden_states[-1][cell, places], states, atol=1e-5, rtol=1e-5)
+        for weights, expected in zip(output.attentions, alone.attentions, strict=True):
+            torch.testing.assert_close(weights[cell][:, places][:, :, places], expected[0], atol=1e-5, rtol=1e-5)
+    assert [states.shape for states in output.hidden_states] == [(5, 12, 16)] * 2
+    assert not any(states[~visible].any() for states in output.hidden_states)
     for weights in output.attentions:
-        assert weights.shape == (5, 2, 12, 12)
-        expected = visible[:, None].float().expand(5, 2, 12)
-        torch.testing.assert_close(weights.sum(dim=-1), expected)
+        torch.testing.assert_close(weights.sum(dim=-1), visible[:, None].float().expand(5, 2, 12))
         assert not weights.transpose(-1, -2)[~visible[:, None].expand(5, 2, 12)].any()
-    if position_embedding == "none":
-        cell, places = 2, visible[2].nonzero().squeeze(1)
-        alone = model(*(batch[name][cell : cell + 1, places] for name in TOKENS), output_attentions=True)
-        for weights, part in zip(output.attentions, alone.attentions, strict=True):
-            torch.testing.assert_close(weights[cell][:, places][:, :, places], part[0])
-
-
-@pytest.mark.parametrize("position_embedding", POSITIONS)
-@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-def test_padding_may_stand_in_front(batch, position_embedding, pooling):
-    model = make(position_embedding=position_embedding, pooling=pooling)
-    front = torch.argsort(batch["attention_mask"].int(), dim=1, stable=True)
-    moved = {name: tensor.gather(1, front) for name, tensor in batch.items()}
-    mask = moved["attention_mask"]
-    with torch.no_grad():
-        one, two = model(**batch, output_attentions=True), model(**moved)
-        torch.testing.assert_close(model.encode(**moved), model.encode(**batch), atol=1e-5, rtol=1e-5)
-        seen = {name: moved[name] for name in TOKENS}
-        torch.testing.assert_close(model(**seen).embeddings, model.encode(**batch), atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(two.embeddings, one.embeddings, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(two.logits[mask], one.logits.gather(1, front)[mask], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(two.loss, one.loss)
 
 
 @pytest.mark.parametrize("value_loss", ["mse", "negative_binomial"])
-@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0, 0)])
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0)])
 def test_no_cells_and_no_tokens(shape, pooling, value_loss):
     model = make(pooling=pooling, value_loss=value_loss)
     ids = torch.zeros(shape, dtype=torch.int64)
@@ -195,54 +155,26 @@ def test_no_cells_and_no_tokens(shape, pooling, value_loss):
     assert torch.equal(model.encode(**batch), output.embeddings)
 
 
-@pytest.mark.parametrize(
-    "name", ["attention_mask", "values", "labels", "attention_bias", "masked_positions", "value_labels"]
-)
-def test_tensors_of_other_shapes_are_refused(batch, name):
-    model, message = make(), rf"{name} has the shape \(5, 11\) but input_ids \(5, 12\)"
-    with pytest.raises(OptionError, match=message):
-        model(**{**batch, name: torch.ones(5, 11)})
-    if name in (*TOKENS, "attention_bias"):
-        with pytest.raises(OptionError, match=message):
-            model.encode(**{**batch, name: torch.ones(5, 11)})
-
-
-def test_when_the_order_of_tokens_matters():
-    assert not make(pooling="mean").uses_order
-    assert not make(pooling="cls").uses_order
-    assert make(pooling="last").uses_order
-    assert make(position_embedding="rotary").uses_order
-
-
-def test_the_order_of_tokens_does_not_matter_without_positions(batch):
-    model, order = make(), torch.randperm(12, generator=torch.Generator().manual_seed(3))
-    moved = {name: tensor[:, order] for name, tensor in batch.items()}
-    with torch.no_grad():
-        one, two = model(**batch), model(**moved)
-    torch.testing.assert_close(two.embeddings, one.embeddings)
-    torch.testing.assert_close(two.loss, one.loss)
-    mask = moved["attention_mask"]
-    torch.testing.assert_close(two.logits[mask], one.logits[:, order][mask], atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("value_loss", ["mse", *COUNT_LOSSES])
 def test_the_loss_by_hand(batch, value_loss):
     model = make(value_loss=value_loss)
     hidden, target = batch["masked_positions"], batch["value_labels"]
     output = model(**batch)
+    found = output.logits[hidden]
     if value_loss == "mse":
-        expected = (output.logits - target)[hidden].square().mean()
-        torch.testing.assert_close(output.loss, expected)
-    elif value_loss == "poisson":
-        torch.testing.assert_close(
-            output.loss,
-            torch.nn.functional.poisson_nll_loss(output.logits[hidden], target[hidden], log_input=False)
-            + torch.lgamma(target[hidden] + 1).mean(),
-        )
-    assert (output.logits[hidden] > float("truncated" in value_loss)).all() or value_loss == "mse"
+        torch.testing.assert_close(output.loss, (found - target[hidden]).square().mean())
+    else:
+        assert (found > float("truncated" in value_loss)).all()
+    if value_loss == "poisson":
+        loss = torch.nn.functional.poisson_nll_loss(found, target[hidden], log_input=False)
+        torch.testing.assert_close(output.loss, loss + torch.lgamma(target[hidden] + 1).mean())
     short = model(**batch, return_logits=False)
     assert short.logits is None
     torch.testing.assert_close(short.loss, output.loss)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = model(**batch).loss
+    assert low.dtype == torch.float32
+    torch.testing.assert_close(low, output.loss, rtol=0.05, atol=0.05)
 
 
 def test_counts_are_predicted_relative_to_the_depth_of_the_cell(batch):
@@ -263,72 +195,42 @@ def test_when_there_is_a_loss(batch):
     asked = model(**tokens, **hidden, labels=nothing)
     torch.testing.assert_close(asked.loss, model(**batch).loss)
     assert model(**tokens, labels=nothing).loss.item() == 0.0
+    torch.testing.assert_close(model.encode(**batch), model(**tokens).embeddings)
 
 
 @pytest.mark.parametrize("value_loss", ["mse", "zero_truncated_negative_binomial"])
-@pytest.mark.parametrize("case", ["all hidden", "all hidden in one cell", "none hidden", "empty cell", "all empty"])
-def test_odd_cells_stay_finite(batch, case, value_loss):
-    model = make(value_loss=value_loss).train()
-    if case == "all hidden":
-        batch["masked_positions"] = batch["attention_mask"].clone()
-        batch["value_labels"] = batch["values"]
-    elif case == "all hidden in one cell":
-        batch["masked_positions"][2] = batch["attention_mask"][2]
-        batch["value_labels"][2] = batch["values"][2]
-    elif case == "none hidden":
-        batch["masked_positions"] = torch.zeros_like(batch["masked_positions"])
+@pytest.mark.parametrize("case", ["hidden", "visible", "empty"])
+@pytest.mark.parametrize("rows", [slice(None), slice(1, 2)], ids=["all", "one"])
+def test_odd_cells_stay_finite(batch, case, rows, value_loss):
+    if case == "hidden":
+        batch["masked_positions"][rows] = batch["attention_mask"][rows]
+        batch["value_labels"][rows] = batch["values"][rows]
+    elif case == "visible":
+        batch["masked_positions"][rows] = False
     else:
-        rows = slice(None) if case == "all empty" else slice(1, 2)
-        for name in batch:
-            batch[name][rows] = 0
+        for tensor in batch.values():
+            tensor[rows] = 0
+    model = make(value_loss=value_loss).train()
     output = model(**batch)
-    for tensor in (output.loss, output.logits, output.embeddings):
-        assert tensor.isfinite().all()
+    assert all(tensor.isfinite().all() for tensor in (output.loss, output.logits, output.embeddings))
     output.loss.backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
-def test_all_tokens_are_visible_to_encode(batch):
-    model = make()
-    with torch.no_grad():
-        whole = model(**batch | {"masked_positions": torch.zeros_like(batch["masked_positions"])})
-        torch.testing.assert_close(model.encode(**batch), whole.embeddings)
-        assert not torch.allclose(model.encode(**batch), model(**batch).embeddings)
-
-
-@pytest.mark.parametrize("value_loss", ["mse", "negative_binomial"])
-def test_bfloat16_autocast(batch, value_loss):
-    model = make(value_loss=value_loss)
-    expected = model(**batch).loss
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(**batch).loss
-    assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, expected, rtol=0.05, atol=0.05)
-    loss.backward()
-
-
-def test_counts_that_are_none_are_refused(batch):
-    with pytest.raises(OptionError, match="value_loss='poisson' needs whole counts of at least 0 but a target is 1.5"):
-        make(value_loss="poisson")(**batch | {"value_labels": torch.full_like(batch["values"], 1.5)})
-    batch["value_labels"][0, 0] = 0.0
-    with pytest.raises(
-        OptionError, match="'zero_truncated_poisson' needs whole counts of at least 1 but a target is 0"
-    ):
-        make(value_loss="zero_truncated_poisson")(**batch)
-
-
-def test_values_below_zero_are_no_counts(batch):
+def test_bad_batches(batch):
+    for name in ("attention_mask", "values", "labels", "attention_bias", "masked_positions", "value_labels"):
+        with pytest.raises(OptionError, match=rf"{name} has the shape \(5, 11\) but input_ids \(5, 12\)"):
+            make()(**{**batch, name: torch.ones(5, 11)})
     model = make(value_loss="poisson")
-    expected = model.encode(**batch)
+    with pytest.raises(OptionError, match="value_loss='poisson' needs whole counts of at least 0 but a target is 1.5"):
+        model(**batch | {"value_labels": torch.full_like(batch["values"], 1.5)})
     beyond = batch["values"].masked_fill(~batch["attention_mask"], -7.0)
-    torch.testing.assert_close(model.encode(**batch | {"values": beyond}), expected)
-    batch["values"][0, 1] = -3.0
+    torch.testing.assert_close(model.encode(**batch | {"values": beyond}), model.encode(**batch))
+    wrong = batch | {"values": batch["values"].masked_fill(~batch["masked_positions"], -3.0)}
     for run in (model, model.encode):
         with pytest.raises(OptionError, match="value_loss='poisson' is for counts but a value is -3; use a tokenizer"):
-            run(**batch)
-
-
-def test_only_visible_tokens_need_a_position(batch):
+            run(**wrong)
+    # Only visible tokens need a position.
     model = make(position_embedding="learned", max_seq_len=8)
     batch["masked_positions"] = batch["attention_mask"] & (torch.arange(12) >= 8)
     assert model(**batch).loss.isfinite()

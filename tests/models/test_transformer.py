@@ -11,26 +11,20 @@ from torch import nn
 
 from scforge.errors import OptionError
 from scforge.models._utils import init_weights
-from scforge.models.components import KeyValueCache, TransformerBlock, TransformerStack
+from scforge.models.components import KeyValueCache, TransformerStack
 from scforge.models.components import transformer as module
 from scforge.models.components.attention import generate_causal_mask
-from scforge.models.components.packing import pack_cells
 
 BATCH, SEQ, HIDDEN = 9, 20, 16
 LENGTHS = torch.tensor([20, 19, 18, 11, 10, 3, 1, 0, 20])
 RIGHT = torch.arange(SEQ) < LENGTHS[:, None]
 
 
-def scattered() -> torch.Tensor:
-    return torch.rand(BATCH, SEQ, generator=torch.Generator().manual_seed(4)) < 0.6
-
-
-MASKS = {"right": RIGHT, "left": RIGHT.flip(1), "scattered": scattered(), "all": torch.ones(BATCH, SEQ).bool()}
+MASKS = {"right": RIGHT, "left": RIGHT.flip(1), "all": torch.ones(BATCH, SEQ).bool()}
+MASKS["scattered"] = torch.rand(BATCH, SEQ, generator=torch.Generator().manual_seed(4)) < 0.6
 every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 either = pytest.mark.parametrize("causal", [False, True])
-options_of_stacks = pytest.mark.parametrize(
-    "options", [{}, {"rotary": True}, {"norm_first": False}, {"rotary": True, "norm_first": False}], ids=str
-)
+options_of_stacks = pytest.mark.parametrize("options", [{}, {"rotary": True, "norm_first": False}], ids=str)
 
 
 def make(**options) -> TransformerStack:
@@ -44,9 +38,8 @@ def hidden() -> torch.Tensor:
 
 
 @pytest.fixture(params=[2**40, 1_000], ids=["at once", "in slices"])
-def cpu_numbers(request, monkeypatch) -> int:
+def cpu_numbers(request, monkeypatch) -> None:
     monkeypatch.setattr(module, "_CPU_NUMBERS", request.param)
-    return request.param
 
 
 def reference(stack: TransformerStack, hidden: torch.Tensor, mask: torch.Tensor, causal: bool, bias) -> torch.Tensor:
@@ -122,10 +115,9 @@ def test_one_row_of_tokens(hidden, monkeypatch, causal, options):
         assert cu_seq_q is cu_seq_k
         assert (max_q, max_k) == (20, 20)
         calls.append(query.shape)
-        parts = []
-        for start, stop in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
-            q, k, v = (x[start:stop].transpose(0, 1) for x in (query, key, value))
-            parts.append(nn.functional.scaled_dot_product_attention(q, k, v, is_causal=window_size == (-1, 0)))
+        cells = zip(*(x.split(cu_seq_q.diff().tolist()) for x in (query, key, value)), strict=True)
+        attend, causal = nn.functional.scaled_dot_product_attention, window_size == (-1, 0)
+        parts = [attend(*(x.transpose(0, 1) for x in cell), is_causal=causal) for cell in cells]
         return torch.cat([part.transpose(0, 1) for part in parts])
 
     expected = make(unpad=False, **options)(hidden, RIGHT, causal=causal).hidden
@@ -159,13 +151,6 @@ def test_which_kernel(monkeypatch, device, dtype, head_dim, capability, has):
     assert module._has_varlen_kernel(fake, head_dim) is has
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.uint8])
-@pytest.mark.parametrize("unpad", [None, True, False])
-def test_masks_of_any_dtype(hidden, dtype, unpad):
-    stack = make(unpad=unpad)
-    assert torch.equal(stack(hidden, RIGHT.to(dtype)).hidden, stack(hidden, RIGHT).hidden)
-
-
 @options_of_stacks
 def test_cached_tokens_are_those_of_one_pass(hidden, options):
     stack = make(**options)
@@ -179,38 +164,21 @@ def test_cached_tokens_are_those_of_one_pass(hidden, options):
 
 
 @either
-def test_causal_tokens_do_not_see_later_ones(hidden, causal):
-    stack = make()
-    changed = hidden.clone()
-    changed[:, 7] = hidden[:, 8]
-    with torch.no_grad():
-        moved = (stack(changed, causal=causal).hidden - stack(hidden, causal=causal).hidden).abs().amax(dim=(0, 2))
-    assert moved[7:].min() > 1e-4
-    assert bool(moved[:7].max() == 0) is causal
-
-
-@either
 @every_mask
 def test_attention_weights_are_those_that_mix(hidden, mask, causal):
     stack = make()
     out = stack(hidden, mask, causal=causal, output_attentions=True)
     assert [weights.shape for weights in out.attentions] == [(BATCH, 4, SEQ, SEQ)] * 3
     torch.testing.assert_close(out.hidden[mask], stack(hidden, mask, causal=causal).hidden[mask], atol=1e-5, rtol=1e-5)
-    weights = out.attentions[0]
-    first = stack.layers[0]
-    value = first.attention.qkv(first.norm_attention(hidden)).unflatten(-1, (3, 4, -1))[:, :, 2].transpose(1, 2)
-    mixed = first.attention.out((weights @ value).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(
-        mixed[mask], first.attention(first.norm_attention(hidden), plain_mask(mask, causal))[mask], atol=1e-5, rtol=1e-5
-    )
+    weights, layer = out.attentions[0], stack.layers[0]
+    normed = layer.norm_attention(hidden)
+    value = layer.attention.qkv(normed).unflatten(-1, (3, 4, -1))[:, :, 2].transpose(1, 2)
+    mixed = layer.attention.out((weights @ value).transpose(1, 2).flatten(2))
+    allowed = mask[:, None, None, :] & (torch.ones(SEQ, SEQ).tril().bool() if causal else torch.ones(SEQ, SEQ).bool())
+    torch.testing.assert_close(mixed[mask], layer.attention(normed, allowed)[mask], atol=1e-5, rtol=1e-5)
     rows = weights.sum(dim=-1).movedim(1, 2)[mask]
     torch.testing.assert_close(rows, torch.ones_like(rows))
     assert not weights.movedim(3, 1).movedim(3, 2)[~mask].any()
-
-
-def plain_mask(mask: torch.Tensor, causal: bool) -> torch.Tensor:
-    allowed = mask[:, None, None, :].expand(-1, 1, SEQ, -1)
-    return allowed & torch.ones(SEQ, SEQ).tril().bool() if causal else allowed
 
 
 def test_rotary_positions_are_relative(hidden):
@@ -246,93 +214,18 @@ def test_autocast_keeps_norms_and_softmax_exact_enough(hidden):
     torch.testing.assert_close(out[RIGHT], stack(100 * hidden, RIGHT).hidden[RIGHT], atol=0.1, rtol=0.05)
 
 
-def test_same_seed_same_dropout(hidden):
-    stack = make(dropout=0.5).train()
-    torch.manual_seed(5)
-    one = stack(hidden, RIGHT).hidden
-    two = stack(hidden, RIGHT).hidden
-    torch.manual_seed(5)
-    assert torch.equal(stack(hidden, RIGHT).hidden, one)
-    assert not torch.equal(one, two)
-
-
-def test_masks_of_another_shape_are_refused(hidden):
-    for given in (torch.ones(BATCH, SEQ - 1), torch.ones(1, SEQ), torch.ones(BATCH, SEQ + 1)):
+def test_bad_arguments(hidden):
+    for given in (torch.ones(BATCH, SEQ - 1), torch.ones(1, SEQ)):
         with pytest.raises(OptionError, match=r"attention_mask has the shape \(.*but there are \(9, 20\) tokens"):
             make()(hidden, given)
         with pytest.raises(OptionError, match="attention_bias has the shape"):
             make()(hidden, attention_bias=given)
-
-
-def test_a_cache_goes_alone(hidden):
     with pytest.raises(OptionError, match="a cache goes with neither attention_bias nor further outputs"):
         make()(hidden, cache=KeyValueCache(), output_attentions=True)
-
-
-@pytest.mark.parametrize(
-    "options", [{"num_layers": 0}, {"num_heads": 0}, {"hidden_dim": -8}, {"ffn_dim": 0}, {"layer_norm_eps": -1.0}]
-)
-def test_sizes_are_checked(options):
-    (name, value), *_ = options.items()
-    with pytest.raises(OptionError, match=f"{name}={value}"):
-        TransformerStack(**{"hidden_dim": 8, "num_layers": 1, "num_heads": 2, **options})
-
-
-def test_odd_heads_cannot_rotate():
+    sizes = {"num_layers": 0, "num_heads": 0, "hidden_dim": -8, "ffn_dim": 0, "layer_norm_eps": -1.0}
+    switches = dict.fromkeys(("unpad", "norm_first", "gradient_checkpointing", "rotary"), "yes")
+    for name, value in {**sizes, **switches}.items():
+        with pytest.raises(OptionError, match=f"{name}={value!r}"):
+            TransformerStack(**{"hidden_dim": 8, "num_layers": 1, "num_heads": 2, name: value})
     with pytest.raises(OptionError, match="position_embedding='rotary' needs heads of an even width"):
         TransformerStack(6, 1, 2, rotary=True)
-
-
-@pytest.mark.parametrize("option", ["unpad", "norm_first", "gradient_checkpointing", "rotary"])
-def test_switches_are_switches(option):
-    with pytest.raises(OptionError, match=f"{option}='yes'"):
-        TransformerStack(8, 1, 2, **{option: "yes"})
-
-
-def test_a_block_of_its_own(hidden):
-    block = TransformerBlock(HIDDEN, 4).eval()
-    bare = block(hidden, RIGHT[:, None, None, :])
-    assert bare.shape == hidden.shape
-    torch.testing.assert_close(block.attention_weights(hidden).sum(-1), torch.ones(BATCH, 4, SEQ))
-
-
-class TestPacking:
-    def test_nothing_to_do(self):
-        whole = torch.ones(4, 6).bool()
-        assert pack_cells((4, 6), whole) is None
-        assert pack_cells((4, 6), None, True) is None
-        assert pack_cells((4, 6), torch.zeros(4, 6).bool()) is None
-        assert pack_cells((BATCH, SEQ), RIGHT, False) is None
-
-    def test_only_where_it_is_worth_it(self):
-        mask = torch.ones(10, 10).bool()
-        mask[0, 6:] = False
-        assert pack_cells((10, 10), mask) is None
-        assert pack_cells((10, 10), mask, True) is not None
-        mask[1, 5:] = False
-        assert pack_cells((10, 10), mask) is not None
-
-    @every_mask
-    @pytest.mark.parametrize("most", [None, 45])
-    @pytest.mark.parametrize("exact", [False, True])
-    def test_every_token_once(self, mask, most, exact):
-        packing = pack_cells((BATCH, SEQ), mask, True, exact=exact, most=most)
-        if mask.all():
-            assert packing is None or packing.index is None
-            return
-        assert len(packing.index.unique()) == len(packing.index)
-        assert mask.flatten()[packing.index].sum() == mask.sum()
-        places = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
-        assert torch.equal(packing.unpack(packing.pack(places))[mask], places[mask])
-        if exact:
-            assert len(packing.index) == mask.sum()
-            ends, longest = packing.ends
-            assert ends.tolist() == [0, *mask.sum(1).cumsum(0).tolist()]
-            assert longest == mask.sum(1).max()
-            return
-        seen = [part[slice(None) if g.tokens is None else g.tokens].flatten() for part, g in
-                zip(packing.split(places), packing.groups, strict=True)]  # fmt: skip
-        assert sorted(torch.cat(seen).tolist()) == places[mask].tolist()
-        for group in packing.groups:
-            assert most is None or group.n_cells == 1 or group.n_cells * group.longest <= most
-            assert group.tokens is None or group.tokens.sum(1).min() >= 0.875 * group.longest

@@ -38,39 +38,24 @@ def fails(call, error: type[ScforgeError], *parts: str) -> None:
         assert part in message
 
 
-def changed(value: float) -> np.ndarray:
-    """Return the counts with another one in them."""
-    counts = COUNTS.copy()
-    counts[2, 3] = value
-    return counts
-
-
 VALUES = [
     (-3, "cells holds negative values (smallest: -3), but raw counts are needed"),
-    (-1e12, "cells holds negative values"),
     (np.nan, "cells holds 1 missing or infinite values"),
-    (np.inf, "cells holds 1 missing or infinite values"),
     (-np.inf, "cells holds 1 missing or infinite values"),
     (0.5, "cells holds values that are not whole numbers (first: 0.5)"),
+    (1e39, "cells holds values that are too large (largest: 1e+39)"),
 ]
 
 
 @every_tokenizer
 @pytest.mark.parametrize(("value", "message"), VALUES)
-@pytest.mark.parametrize("named", [False, True])
-def test_values_that_are_no_counts(name, value, message, named) -> None:
+def test_values_that_are_no_counts(name, value, message) -> None:
     tokenizer = get_tokenizer(name, VOCAB)
-    genes = VOCAB.genes if named else None
-    for matrix in (sparse.csr_matrix(changed(value)), changed(value), sparse.csc_matrix(changed(value)).astype("f8")):
-        fails(lambda m=matrix: tokenizer(m, genes), DataError, message)
-
-
-def test_counts_that_float32_cannot_hold() -> None:
-    tokenizer = get_tokenizer("continuous_projection", VOCAB)
-    counts = changed(0).astype(np.float64)
-    counts[0, 0] = 1e39
-    fails(lambda: tokenizer(counts), DataError, "cells holds values that are too large (largest: 1e+39)")
-    fails(lambda: tokenizer(-changed(3).astype(np.int64)), DataError, "cells holds negative values")
+    counts = COUNTS.astype(np.float64)
+    counts[2, 3] = value
+    for matrix in (sparse.csr_matrix(counts), counts, sparse.csc_matrix(counts)):
+        for genes in (None, VOCAB.genes):
+            fails(lambda m=matrix, g=genes: tokenizer(m, g), DataError, message)
 
 
 @every_tokenizer
@@ -93,50 +78,37 @@ def test_any_kind_of_matrix(name, named) -> None:
 
 NO_MATRIX = [
     (COUNTS.tolist(), OptionError, "cells is of type 'list'; pass counts as a sparse matrix or a NumPy array."),
-    (pd.DataFrame(COUNTS), OptionError, "cells is of type 'DataFrame'; pass counts as"),
-    (torch.from_numpy(COUNTS), OptionError, "cells is of type 'Tensor'; pass counts as"),
-    (None, OptionError, "cells is of type 'NoneType'"),
     (ad.AnnData(COUNTS), OptionError, "cells is of type 'AnnData'; call tokenizer(adata.X, adata.var_names)."),
     (COUNTS[0], DataError, "cells has the shape (50,), but (cells, genes) is needed"),
     (COUNTS.astype(object), DataError, "cells has the dtype object, but raw counts are needed"),
-    (COUNTS.astype(complex), DataError, "cells has the dtype complex128"),
     (COUNTS[:, :20], DataError, "cells has 20 columns but the vocabulary 50 genes; pass the names"),
 ]
 
 
 @pytest.mark.parametrize(("cells", "error", "message"), NO_MATRIX, ids=[m[:30] for *_, m in NO_MATRIX])
 def test_no_matrix_of_counts(cells, error, message) -> None:
-    fails(lambda: get_tokenizer("rank_value", VOCAB)(cells), error, message)
+    tokenizer = get_tokenizer("rank_value", VOCAB)
+    fails(lambda: tokenizer(cells), error, message)
+    assert tokenizer(COUNTS[:0])["input_ids"].shape[0] == 0
 
 
 @every_tokenizer
 def test_a_damaged_matrix(name) -> None:
     tokenizer = get_tokenizer(name, VOCAB)
-
-    def damaged(part: str, place: int, value: int, kind: str = "csr") -> sparse.csr_matrix:
+    for part, place, value, kind in (
+        ("indices", 0, 10**6, "csr"), ("indices", 0, -5, "csr"), ("indptr", 3, 10**7, "csr"), ("indptr", 3, 0, "csr"),
+        ("indptr", -1, 10**7, "csr"), ("indptr", 0, 1, "csr"), ("indices", 0, 6, "csc"),
+    ):  # fmt: skip
         matrix = sparse.csr_matrix(COUNTS).asformat(kind, copy=True)
         getattr(matrix, part)[place] = value
-        return matrix
-
-    for parts in (
-        ("indices", 0, 10**6), ("indices", 0, -5), ("indptr", 3, 10**7), ("indptr", 3, 0), ("indptr", -1, 10**7),
-        ("indptr", 0, 1), ("indices", 0, 6, "csc"),
-    ):  # fmt: skip
         for genes in (None, VOCAB.genes):
-            matrix = damaged(*parts)
             fails(lambda m=matrix, g=genes: tokenizer(m, g), DataError, "cells is damaged")
-
-
-def test_no_cells() -> None:
-    assert get_tokenizer("rank_value", VOCAB)(COUNTS[:0])["input_ids"].shape[0] == 0
 
 
 TOTALS = [
     (np.ones(5), "totals has the shape (5,) but there are 6 cells"),
-    (np.ones((6, 1)), "totals has the shape (6, 1)"),
     (3.0, "totals has the shape ()"),
     ([1, 2, 3, 4, 5, np.nan], "totals holds nan, which is no library size"),
-    ([1, 2, 3, 4, np.inf, 6], "totals holds inf"),
     ([1, 2, 3, 4, -5, 6], "totals holds -5"),
     (["1"] * 6, "totals has the dtype <U1"),
     ([[1], [1, 2]], "totals is not a list of numbers"),
@@ -184,113 +156,57 @@ def test_names_of_which_none_is_in_the_vocabulary() -> None:
     fails(lambda: tokenizer(COUNTS[:, :2], ["ENSG00000167286"]), DataError, hint)
 
 
-def test_bins_of_a_block_that_nobody_checked_stay_in_bounds() -> None:
-    for value in (-3e9, -1e5, -1.0, np.nan, np.inf, -np.inf):
-        counts = np.ones(20, dtype=np.float32)
-        counts[3] = value
-        bins = bin_entries(np.array([0, 20]), counts, 51, "one")
-        assert bins.min() >= 0
-        assert bins.max() <= 50
-
-
 SWITCHES = {"append_cls": None, "append_eos": None, "use_medians": "rank_value", "collapse_duplicates": "rank_value"}
+SWITCHES |= {"freeze": "gene_embedding"}
 
 
-@pytest.mark.parametrize("value", ["false", 1, None, [True]])
-def test_switches(value) -> None:
-    for option, owner in {**SWITCHES, "freeze": "gene_embedding"}.items():
-        for name in list_tokenizers() if owner is None else [owner]:
-            hint = f"{option}={value!r} is neither True nor False."
-            fails(lambda n=name, o=option: get_tokenizer(n, VOCAB, **{o: value}), OptionError, hint)
+def options_that_are_none():
+    """Yield the tokenizer, its options, and what is told."""
+    for value in ("false", 1, None):
+        for option, owner in SWITCHES.items():
+            for name in list_tokenizers() if owner is None else [owner]:
+                yield name, {option: value}, f"{option}={value!r} is neither True nor False."
+    for name in list_tokenizers():
+        yield name, {"max_len": 2**31}, f"max_len={2**31} is too large; give a number below 2^31"
+        yield name, {"max_len": -1}, "max_len=-1 is not at least 0"
+        yield name, {"max_len": "8"}, "max_len='8' is not a whole number of tokens"
+    for value in (5, "G1", {"G1": 1}):
+        told = f"dropped={value!r} is not a list of gene names"
+        yield "gene_embedding", {"missing": "drop", "dropped": value}, told
 
 
-@pytest.mark.parametrize("name", list_tokenizers())
-def test_max_len(name) -> None:
-    fails(lambda: get_tokenizer(name, VOCAB, max_len=10**30), OptionError, f"max_len={10**30} is too large; give a num")
-    fails(lambda: get_tokenizer(name, VOCAB, max_len=2**31), OptionError, "below 2^31")
-    fails(lambda: get_tokenizer(name, VOCAB, max_len=-1), OptionError, "max_len=-1 is not at least 0")
-    fails(lambda: get_tokenizer(name, VOCAB, max_len="8"), OptionError, "max_len='8' is not a whole number of tokens")
-    assert get_tokenizer(name, VOCAB, max_len=2**31 - 1)(COUNTS)["input_ids"].shape[1] < 60
-
-
-@pytest.mark.parametrize("value", [5, "G1", {"G1": 1}, True])
-def test_dropped_genes(value) -> None:
-    call = {"missing": "drop", "dropped": value}
-    hint = f"dropped={value!r} is not a list of gene names"
-    fails(lambda: get_tokenizer("gene_embedding", VOCAB, **call), OptionError, hint)
-
-
-MASKING = [
-    *((name, value, f"{name}={value!r} is not a number from 0 to 1.")
-      for name in ("mask_token_prob", "random_token_prob")
-      for value in ("0.5", None, True, float("nan"), [0.1], 1.5)),
-    ("seed", "0", "seed='0' is not a whole number"),
-    ("seed", -1, "seed=-1 is not at least 0"),
-    ("seed", 2**63, f"seed={2**63} is too large"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("option", "value", "message"), MASKING, ids=[message for *_, message in MASKING])
-def test_masking(option, value, message) -> None:
-    fails(lambda: Masking(VOCAB, **{option: value}), OptionError, message)
-
-
-TABLES = [
-    ({"G1": 1.0}, "table has 1.0 for the gene 'G1'; give each gene one list of numbers."),
-    (pd.Series([1.0, 2.0], index=["G1", "G2"]).to_dict(), "table has 1.0 for the gene 'G1'"),
-    (pd.DataFrame({"gene": ["G1", "G2"], "vector": ["1,2", "3,4"]}), "table must have gene names once"),
-    ({"G1": None, "G2": None}, "table has None for the gene 'G1'"),
-    ({"G1": [[1.0]], "G2": [[2.0]]}, "table has an array of shape (1, 1) for the gene 'G1'"),
-    ({"G1": [1, 2], "G2": [1]}, "table has a vector of shape (1,) for the gene 'G2', but of shape (2,) for 'G1'"),
-    ({"G1": [[1, 2], [1]]}, "table holds something else than one vector a gene: "),
-]
-
-
-@pytest.mark.parametrize(("table", "message"), TABLES, ids=[message for _, message in TABLES])
-def test_tables_of_gene_vectors(table, message) -> None:
-    fails(lambda: get_tokenizer("gene_embedding", VOCAB, table=table), DataError, message)
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".safetensors", ".npz"])
-def test_files_that_are_no_tables(suffix, tmp_path) -> None:
-    (tmp_path / f"table{suffix}").write_text("hello")
-    fails(lambda: get_tokenizer("gene_embedding", VOCAB, table=tmp_path / f"table{suffix}"), DataError, "table='")
+def test_options() -> None:
+    for name, options, message in options_that_are_none():
+        fails(lambda n=name, o=options: get_tokenizer(n, VOCAB, **o), OptionError, message)
+    for name in list_tokenizers():
+        assert get_tokenizer(name, VOCAB, max_len=2**31 - 1)(COUNTS)["input_ids"].shape[1] < 60
+    for option, value, message in (
+        ("mask_token_prob", "0.5", "mask_token_prob='0.5' is not a number from 0 to 1."),
+        ("random_token_prob", True, "random_token_prob=True is not a number from 0 to 1."),
+        ("random_token_prob", 1.5, "random_token_prob=1.5 is not a number from 0 to 1."),
+        ("seed", "0", "seed='0' is not a whole number"),
+        ("seed", -1, "seed=-1 is not at least 0"),
+        ("seed", 2**63, f"seed={2**63} is too large"),
+    ):
+        fails(lambda o=option, v=value: Masking(VOCAB, **{o: v}), OptionError, message)
 
 
 TOKENS = {"<pad>": 0, "<mask>": 1, "ENSG00000000003": 2, "ENSG00000000005": 3}
 MEDIANS = {"ENSG00000000003": 2.0, "ENSG00000000005": 0.5}
 BOTH = "pass the two dictionaries (gene to token, gene to median) as a tuple."
 TEXT = pd.DataFrame({"gene_id": list(TOKENS), "token": ["a"] * 4, "median": [1.0] * 4})
+ONE = "ENSG00000000005"
 GENEFORMER = [
     (TOKENS, OptionError, "tokens_medians holds one dictionary; " + BOTH),
-    ((TOKENS, MEDIANS, TOKENS), OptionError, "tokens_medians holds 3 parts; " + BOTH),
     ((), OptionError, "tokens_medians holds 0 parts; " + BOTH),
     ((TOKENS, 3), OptionError, "tokens_medians holds 'dict' and 'int'; " + BOTH),
-    (("tokens.pkl", "medians.pkl"), OptionError, "tokens_medians holds 'str' and 'str'; " + BOTH),
     (None, OptionError, "tokens_medians is of type 'NoneType'; pass a table, a file, or the two dictionaries"),
     ((MEDIANS, TOKENS), DataError, "tokens_medians does not number its tokens from 0 without a gap"),
-    (
-        ({k: str(v) for k, v in TOKENS.items()}, MEDIANS),
-        DataError,
-        "tokens_medians has the token '0' for '<pad>', which",
-    ),
+    (({**TOKENS, "<pad>": "0"}, MEDIANS), DataError, "tokens_medians has the token '0' for '<pad>', which"),
     (({None: 0}, MEDIANS), DataError, "tokens_medians has a token for None, which is no text"),
-    (
-        (TOKENS, {**MEDIANS, "ENSG00000000005": "a"}),
-        DataError,
-        "has the median 'a' for 'ENSG00000000005', which is no n",
-    ),
-    (
-        (TOKENS, {**MEDIANS, "ENSG00000000005": 0}),
-        DataError,
-        "the median 0 for 'ENSG00000000005', which is not a posit",
-    ),
-    (
-        (TOKENS, {**MEDIANS, "ENSG00000000005": -1.0}),
-        DataError,
-        "the median -1.0 for 'ENSG00000000005', which is not a",
-    ),
-    ((TOKENS, {**MEDIANS, "ENSG00000000005": np.nan}), DataError, "the median nan for 'ENSG00000000005', which is not"),
+    ((TOKENS, {**MEDIANS, ONE: "a"}), DataError, f"has the median 'a' for '{ONE}', which is no n"),
+    ((TOKENS, {**MEDIANS, ONE: -1.0}), DataError, f"the median -1.0 for '{ONE}', which is not a positive"),
+    ((TOKENS, {**MEDIANS, ONE: np.nan}), DataError, f"the median nan for '{ONE}', which is not"),
     (TEXT, DataError, "tokens_medians has the token 'a' for '<pad>', which is no number"),
     (TEXT[["gene_id"]], DataError, "tokens_medians lacks the column 'token' (it has: 'gene_id')"),
     ("gone.parquet", MissingFileError, "tokens_medians='gone.parquet' does not exist"),
@@ -316,8 +232,13 @@ def test_options_of_geneformer(tmp_path) -> None:
     (tmp_path / "tokens.pkl").write_bytes(b"no pickle is opened")
     (tmp_path / "tokens.parquet").write_text("hello")
     call = RankValueTokenizer.from_geneformer
-    hint = "if you trust it, read it with pickle.load and " + BOTH
-    fails(
-        lambda: call(tmp_path / "tokens.pkl"), OptionError, "tokens.pkl' is a pickle file, which can run code; " + hint
-    )
+    hint = "tokens.pkl' is a pickle file, which can run code; if you trust it, read it with pickle.load and " + BOTH
+    fails(lambda: call(tmp_path / "tokens.pkl"), OptionError, hint)
     fails(lambda: call(tmp_path / "tokens.parquet"), DataError, "cannot be read as a table: ")
+
+
+def test_bins_of_a_block_that_nobody_checked_stay_in_bounds() -> None:
+    for value in (-3e9, -1.0, np.nan, np.inf, -np.inf):
+        bins = bin_entries(np.array([0, 20]), np.r_[value, np.ones(19)].astype(np.float32), 51, "one")
+        assert bins.min() >= 0
+        assert bins.max() <= 50
