@@ -191,7 +191,7 @@ def test_torch_files_that_would_run_something(new: bool, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("content", [b"", b"nothing", b"PK\x03\x04 half", pickle.dumps({"a": 1}, protocol=2)[:-3]])
 def test_no_weights(content: bytes, tmp_path: Path) -> None:
-    for name, message in (("x.pt", ""), ("x.safetensors", "is no safetensors file")):
+    for name, message in (("x.pt", "x.pt'"), ("x.safetensors", "is no safetensors file")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ModelFileError, match=message):
             read_weights(tmp_path / name)

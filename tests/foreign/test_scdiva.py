@@ -243,5 +243,6 @@ def test_missing_files_and_genes(write, genes, tmp_path: Path) -> None:
     refused(ModelFileError, "is no safetensors file")
     (tmp_path / "model.safetensors").unlink()
     refused(MissingFileError, "has no weights")
+    write(len(genes))
     (tmp_path / "config.json").unlink()
     refused(MissingFileError, r"config.json' does not exist")
