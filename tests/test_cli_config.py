@@ -69,18 +69,12 @@ def test_what_is_there_is_kept(told: Callable[..., str]) -> None:
     ("old", "new", "part"),
     [
         ("  batch_size", "  btach_size", "recipe.yaml, line 10: training.btach_size=16 is not a known option; did you"),
-        ("  batch_size", "batch_size", "recipe.yaml, line 10: batch_size=16 is not a known option; did you mean 'tra"),
         ("  batch_size", "\tbatch_size", "indent with spaces, never with tab characters."),
         ("  paths", "   paths", "check the indentation"),
-        ("size: 16", "size: sixteen", "line 10: training.batch_size='sixteen' is neither a whole number of cells"),
-        ("hidden_dim: 8", "hidden_dim: wide", "recipe.yaml, line 6: model.hidden_dim='wide' is not an integer."),
-        ("hidden_dim: 8", "hidden_size: 8", "line 6: model.hidden_size=8 is not an option of 'transformer_encoder'; d"),
         (CONFIG[: CONFIG.index("model")], "", "recipe.yaml: data is missing; every configuration names"),
-        ("  batch_size", "  - batch_size", "line 9: training=[{'batch_size': 16}] is not a section with options."),
         ("cells.h5ad", "cels.h5ad", "recipe.yaml, line 2: the file 'cels.h5ad' does not exist; did you mean 'cells.h5"),
         ("num_heads: 2", "max_seq_len: 20", "recipe.yaml, line 8: max_seq_len=20 is smaller than the 30 tokens that"),
         ("batch_size: 16", "batch_size:16", "training='batch_size:16' is not a section with options."),
-        ("_dir: ck", "_dir: cells.h5ad", "line 12: output.checkpoint_dir='cells.h5ad': 'cells.h5ad' is a"),
     ],
 )
 def test_mistakes_of_a_newcomer(told: Callable[..., str], old: str, new: str, part: str) -> None:

@@ -61,24 +61,14 @@ def test_a_new_card(hub, model: Encoder) -> None:
     assert all(words in text for words in ("license: mit", "PBMC 3k, more", "Us 2026", "| majority | 0.5 |"))
 
 
-@pytest.mark.slow
 def test_a_card_that_somebody_has_written_is_kept(hub, model: Encoder, told: Callable[..., str], capsys) -> None:
-    for text in (
-        "---\ntags: [ours]\n---\n# Ours\n",
-        Path("base/README.md").read_text().replace("# Limits", "# Our limits"),
-    ):
-        Path("base/README.md").write_text(text)
-        assert main(["push", "base", "org/light"]) == 0
-        assert hub.files("org/light")["README.md"].decode() == text
-        capsys.readouterr()
-        assert "has a README.md that somebody has written or edited, and licence (--licence) asks for a new one" in (
-            told("push", "base", "org/light", "--licence", "mit")
-        )
-    tuned = model.finetune("annotation", lora={"r": 2}, max_epochs=1, batch_size=16, progress_bar=False)
-    tuned.save_adapter("adapter")
-    Path("adapter/README.md").write_text("---\ntags: [ours]\n---\n# Our groups\n")
-    assert main(["push", "adapter", "org/groups", "--base", "org/light"]) == 0
-    assert hub.files("org/groups")["README.md"] == Path("adapter/README.md").read_bytes()
+    text = Path("base/README.md").read_text().replace("# Limits", "# Our limits")
+    Path("base/README.md").write_text(text)
+    assert main(["push", "base", "org/light"]) == 0
+    assert hub.files("org/light")["README.md"].decode() == text
+    capsys.readouterr()
+    message = told("push", "base", "org/light", "--licence", "mit")
+    assert "has a README.md that somebody has written or edited, and licence (--licence) asks for a new one" in message
 
 
 def test_tables_that_evaluate_has_written(hub, model: Encoder) -> None:
@@ -138,7 +128,9 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
     assert main(["finetune", "--base-model", "org/light", "--data", "cells.h5ad", "-o", "OUT", *options, *quick]) == 0
     tuned = Encoder.load("OUT/final")
     tuned.save_adapter("adapter")
+    Path("adapter/README.md").write_text("---\ntags: [ours]\n---\n# Our groups\n")
     assert main(["push", "adapter", "org/groups", "--base", "org/light"]) == 0
+    assert hub.files("org/groups")["README.md"] == Path("adapter/README.md").read_bytes()
     assert main(["predict", "cells.h5ad", "-m", "org/groups", "-o", "labels.csv", "--quiet"]) == 0
     found = pd.read_csv("labels.csv", index_col=0)["label"]
     expected = tuned.predict(ad.read_h5ad("cells.h5ad"))["label"].astype(str)

@@ -320,10 +320,8 @@ def test_cells_on_a_full_disk(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[1, 2", "Expecting"),
         ('{"a": 1, "b": 2, "a": 3}', "holds the key 'a' twice"),
         ("[NaN]", "holds NaN, which is no finite number"),
-        ("[1, -Infinity]", "holds -Infinity"),
         ("[1e999]", "holds 1e999"),
         ("[" + 21 * "9" + "]", "a whole number of 21 digits"),
         ("[" * 100_000, "nested too deeply"),

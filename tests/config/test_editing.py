@@ -49,6 +49,8 @@ def test_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path("light.yaml").read_text() == recipe_path("light").read_text()
     with pytest.raises(ConfigError, match=r"output='new' is a folder"):
         init_config(output="new", overwrite=True)
+    with pytest.raises(ConfigError, match=r"recipe='lite' is not known; did you mean 'light'\? \(known: "):
+        init_config("lite")
 
 
 @pytest.mark.slow

@@ -53,14 +53,6 @@ def message(load: Load, content: str | bytes, *overrides: str) -> str:
     return re.sub(r"^(recipe\.yaml(, lines? [\d and]+)?|override '.*?'): ", "", told(load, content, *overrides))
 
 
-def test_the_tutorial_file(load: Load) -> None:
-    config = load(TUTORIAL)
-    written = yaml.safe_load(TUTORIAL)
-    written["training"]["optimizer"]["lr"] = 0.0001
-    assert config.user_set() == written
-    assert config.model.user_options() == {k: v for k, v in written["model"].items() if k != "architecture"}
-
-
 def test_the_proposal_file(load: Load) -> None:
     config = load(PROPOSAL)
     assert (config.data.source, config.data.organism, config.data.paths) == ("cellxgene_census", "homo_sapiens", None)
@@ -129,7 +121,6 @@ LAYERS, RATE = ("layers: 0", "layers: 1"), ("fast", "1")
         ([LAYERS], [], "recipe.yaml, line 7: training.optimizer.lr='fast' is not a number"),
         ([LAYERS], ["training.lr=1"], "recipe.yaml, line 14: output.loggers[1]='cvs' is not known"),
         ([LAYERS, RATE], ["output.loggers=[cvs]"], "override 'output.loggers=[cvs]': output.loggers[0]='cvs' is not"),
-        ([LAYERS], ["training.lr=slow"], "override 'training.lr=slow': training.optimizer.lr='slow' is not"),
         ([LAYERS], ["training.optimizer.lr=x"], "override 'training.optimizer.lr=x': training.optimizer.lr='x' is not"),
         ([LAYERS], ["training={lr: x}", "seed=1"], "override 'training={lr: x}': training.optimizer.lr='x' is not"),
         ([LAYERS], ["training.optimizer.lr.x=1"], "recipe.yaml, line 7: training.optimizer.lr='fast' is not a section"),
@@ -210,14 +201,11 @@ TUNE = "finetune: {base_model: a, task: b, "
         ("training: {lr: .nan}", "training.optimizer.lr=nan is not a finite number."),
         ("training: {early_stopping: 3}", "training.early_stopping=3 is not true or false."),
         ("training: 5", "training=5 is not a section with options."),
-        ("training: {precision: bf16}", "training.precision='bf16' is not known; did you mean 'bf16-mixed'? (known: "),
-        ("training: {ema_decay: 1}", "training.ema_decay=1 is out of range; it must be less than 1."),
         ("training: {1: 2}", "training has the key 1, which is not the name of an option."),
         ("model: {1: 2}", "model has the key 1, which is not the name of an option."),
         ("eval: {every_n_epochs: 2}", "eval.every_n_epochs=2 has no use without eval.benchmarks; "),
         ("eval: {benchmarks: 3}", "eval.benchmarks=3 is not a list of benchmarks."),
         ("eval: {benchmarks: [{a: {}, b: {}}]}", "eval.benchmarks=[{'a': {}, 'b': {}}] holds something that is no"),
-        ("eval: {benchmarks: [{a: 3}]}", "eval.benchmarks=[{'a': 3}] holds something that is no benchmark; "),
         ("finetune: {task: annotation}", "finetune.base_model is missing; name both, e.g. finetune: {base_model: "),
         (TUNE + "freeze: 0}", "finetune.freeze=0 is neither true, false nor a number"),
         (TUNE + "lora: 8}", "finetune.lora=8 is neither true, false nor a section"),
@@ -228,7 +216,6 @@ TUNE = "finetune: {base_model: a, task: b, "
         ("output: {loggers: csv}", "output.loggers='csv' has no use without output.log_dir, "),
         ("output: {log_dir: a, loggers: [cvs]}", "output.loggers[0]='cvs' is not known; did you mean 'csv'? (known: "),
         ("output: {log_dir: a, project: b}", "output.project='b' has no use without a logger that takes it; add"),
-        ("output: {wandb_mode: offline}", "output.wandb_mode='offline' has no use without a logger"),
         ("data: {source: s3, paths: a}", "data.source='s3' is not known (known: 'local', 'cellxgene_census')."),
         ("data: {source: cellxgene_census, paths: a}", "data.paths='a' has no use with data.source='cellxgene_census'"),
         ("data: {source: local}", "data.paths is missing; "),
@@ -241,9 +228,7 @@ TUNE = "finetune: {base_model: a, task: b, "
         ("data: {paths: a, split: {by: 3}}", "data.split.by=3 is not text"),
         ("data: {paths: a, preprocessing: {normalize: none, target_sum: 9}}", "data.preprocessing.target_sum=9 has no"),
         ("data: {paths: a, preprocessing: {normalize: scran}}", "data.preprocessing.normalize='scran' is not suppo"),
-        ("data: {paths: a, preprocessing: {normalize: cpm}}", "data.preprocessing.normalize='cpm' is not known ("),
         ("data: {paths: []}", "data.paths=[] is empty."),
-        ("data: {paths: ['']}", "data.paths[0]='' is empty."),
         ("data: {paths: [7]}", "data.paths[0]=7 is not text; put it in quotes."),
         ("data: {paths: {a: b}}", "data.paths={'a': 'b'} is not a list."),
         ("tokenizer: {masking: {mask_token_prob: 1.0}}", "tokenizer.masking.random_token_prob=0.1 and mask_token_"),
@@ -276,7 +261,6 @@ def test_long_values_are_cut(load: Load) -> None:
         ("data: {paths: a}\ndata: {paths: b}", "line 2, column 1 is not valid YAML: the key 'data' stands twice"),
         ("seed: !!python/object/apply:os.getcwd []", "line 1, column 7 is not valid YAML: could not determine"),
         ("seed: 2024-13-01", "line 1, column 7 is not valid YAML: '2024-13-01' is not a value of type timestamp"),
-        ("seed: !!timestamp x", "'x' is not a value of type timestamp"),
         ("? [1, 2]\n: 3", "unhashable key"),
         ("seed: 1\n---\nseed: 2", "line 2, column 1 is not valid YAML: expected a single document"),
         ("[" * 5000, "nested too deeply"),
@@ -327,7 +311,6 @@ def test_overrides(load: Load) -> None:
         ("training.batch_size=[", "override 'training.batch_size=[', line 1, column 2 is not valid YAML: "),
         ("training.max_epoch=3", "did you mean 'training.max_epochs'?"),
         ("data.paths.x=3", "data.paths='cells.h5ad' is not a section with options."),
-        ("data=3", "data=3 is not a section with options."),
         ("finetune.task=x", "finetune.base_model is missing"),
         ("task=annotation", "task='annotation' is not a known option; did you mean 'finetune.task'?"),
     ],
@@ -386,36 +369,27 @@ def test_dump_refuses_what_a_file_cannot_hold() -> None:
         dump_config(Config(data={"paths": "a.h5ad"}, model={"option": loop}))
 
 
-LOCAL_TOML = """
+TOML = """
 seed = 3
 [data]
 paths = ["cells.h5ad"]
 preprocessing.hvg_selection = 2_000
 
 [tokenizer]
-strategy = "rank_value" # geneformer-style
-max_genes = 2048
-gene_vocab = 'human_protein_coding'
-[model]
-architecture = "transformer_encoder"
-hidden_dim = 512
-num_layers = 12
-num_heads = 8
-pretraining_task = "masked_gene_prediction"
-mask_ratio = 0.15
+gene_vocab = 'human_protein_coding' # another name
 [training]
 batch_size = 64
-max_epochs = 10
-precision = "bf16-mixed"
 num_gpus = 4
 lr = 1e-4
-strategy = "ddp"
 """
 
 
 def test_toml_means_what_yaml_means(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("seed: 3\n" + LOCAL)
-    (tmp_path / "a.toml").write_text(LOCAL_TOML)
+    (tmp_path / "a.yaml").write_text(
+        "{seed: 3, data: {paths: [cells.h5ad], preprocessing: {hvg_selection: 2000}, gene_vocab: human_protein_coding},"
+        "training: {batch_size: 64, max_epochs: 10, num_gpus: 4, lr: 1e-4}}"
+    )
+    (tmp_path / "a.toml").write_text(TOML)
     one, other = load_config(tmp_path / "a.yaml"), load_config(tmp_path / "a.toml", ["training.max_epochs=10"])
     assert one == other
     assert dump_config(one) == dump_config(other)
@@ -424,16 +398,16 @@ def test_toml_means_what_yaml_means(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("batch_size", "btach_size", r"a.toml, line 19: training\.btach_size=64 is not a known option; did you mean"),
+        ("batch_size", "btach_size", r"a.toml, line 10: training\.btach_size=64 is not a known option; did you mean"),
         ("hvg_selection = 2_000", "hvg = 2", r"a.toml, line 5: data\.preprocessing\.hvg=2 is not a known option"),
-        ("[model]", "[modle]", r"a.toml, line 11: modle=.* is not a known .*did you mean 'model'"),
-        ("max_epochs = 10", "max_epochs = ", r"a.toml, line 20, column 14 is not valid TOML: Invalid value\."),
-        ("max_epochs = 10", "batch_size = 2", r"a.toml, line 20, column 15 is not valid TOML: Cannot overwrite"),
-        ("num_gpus = 4", "optimizer = {lr = 2}", r"a.toml, lines 23 and 22: training.lr=.* and training.optimizer.lr="),
+        ("[training]", "[trianing]", r"a.toml, line 9: trianing=.* is not a known .*did you mean 'training'"),
+        ("batch_size = 64", "batch_size = ", r"a.toml, line 10, column 14 is not valid TOML: Invalid value\."),
+        ("num_gpus = 4", "batch_size = 2", r"a.toml, line 11, column 15 is not valid TOML: Cannot overwrite"),
+        ("num_gpus = 4", "optimizer = {lr = 2}", r"a.toml, lines 12 and 11: training.lr=.* and training.optimizer.lr="),
     ],
 )
 def test_mistakes_in_toml_have_a_line(tmp_path: Path, old: str, new: str, message: str) -> None:
-    (tmp_path / "a.toml").write_text(LOCAL_TOML.replace(old, new))
+    (tmp_path / "a.toml").write_text(TOML.replace(old, new))
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(tmp_path / "a.toml")
     assert "\n" not in str(caught.value)

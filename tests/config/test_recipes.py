@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scforge.config import dump_config, list_recipes, load_config, recipe_path
-from scforge.errors import ConfigError
+from scforge.config import list_recipes, load_config, recipe_path
 
 CLUSTER = [name for name in list_recipes() if name.endswith("_cluster")]
 
@@ -25,20 +24,15 @@ def test_names() -> None:
 
 
 @pytest.mark.parametrize("name", list_recipes())
-def test_each_recipe_loads_and_survives_writing(name: str, tmp_path: Path) -> None:
+def test_each_recipe_loads(name: str) -> None:
     config = load_config(recipe_path(name))
     assert config.data.paths == ["store.zarr" if name in CLUSTER else "data.h5ad"]
     assert config.output.checkpoint_dir.endswith(f"checkpoints/{name}")
-    (tmp_path / "again.yaml").write_text(dump_config(config))
-    assert load_config(tmp_path / "again.yaml") == config
-
-
-@pytest.mark.parametrize("name", CLUSTER)
-def test_cluster_recipes_use_the_cluster(name: str) -> None:
-    training = load_config(recipe_path(name)).training
-    assert (training.precision, training.strategy, training.accelerator) == ("bf16-mixed", "ddp", "gpu")
-    assert training.devices > 1
-    assert training.checkpoint_every_n_steps
+    if name in CLUSTER:
+        training = config.training
+        assert (training.precision, training.strategy, training.accelerator) == ("bf16-mixed", "ddp", "gpu")
+        assert training.devices > 1
+        assert training.checkpoint_every_n_steps
 
 
 def test_sizes_of_the_cluster_recipes_are_the_published_ones() -> None:
@@ -83,8 +77,3 @@ def test_parts_of_a_recipe(name: str, tokenizer: str, objective: str, architectu
     config = load_config(recipe_path(name))
     assert (config.tokenizer.strategy, config.objective.name) == (tokenizer, objective)
     assert config.model.architecture == architecture
-
-
-def test_unknown_recipe() -> None:
-    with pytest.raises(ConfigError, match=r"recipe='lite' is not known; did you mean 'light'\? \(known: "):
-        recipe_path("lite")
