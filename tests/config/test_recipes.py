@@ -11,18 +11,6 @@ from scforge.config import list_recipes, load_config, recipe_path
 CLUSTER = [name for name in list_recipes() if name.endswith("_cluster")]
 
 
-def test_names() -> None:
-    assert {"annotation", "gene_pooling", "light", "masked_gene", "perturbation"} <= set(list_recipes()) - set(CLUSTER)
-    assert [name.removesuffix("_cluster") for name in CLUSTER] == [
-        "annotation",
-        "geneformer",
-        "integration",
-        "perturbation",
-        "scfoundation",
-        "scgpt",
-    ]
-
-
 @pytest.mark.parametrize("name", list_recipes())
 def test_each_recipe_loads(name: str) -> None:
     config = load_config(recipe_path(name))

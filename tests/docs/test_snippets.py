@@ -138,20 +138,6 @@ def test_a_page_runs(page, scratch):
             exec(code, names)
 
 
-def test_blocks_of_a_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "DOCS", tmp_path)
-    (tmp_path / "page.md").write_text(
-        "# Page\n\n```python\n# one.py\na = 1\n```\n\n% not run: needs a network\n```bash\nscforge pull a/b\n```\n\n"
-        "```text\nnot code\n```\n\n% not run: this is not above it\n\nWords.\n\n```yaml\nb: 1\n```\n"
-    )
-    assert [(block.language, block.text, block.runs, block.file) for block in blocks("page")] == [
-        ("python", "# one.py\na = 1\n", True, "one.py"),
-        ("bash", "scforge pull a/b\n", False, None),
-        ("yaml", "b: 1\n", True, None),
-    ]
-    assert blocks("page")[0].place == "page.md, line 4"
-
-
 def test_every_page_is_covered():
     pages = [page if isinstance(page, str) else page.values[0] for page in PAGES]
     assert {path.stem for path in DOCS.glob("extending_*.md")} <= set(pages)
