@@ -7,10 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from zipfile import ZipFile
 
 import anndata as ad
 import h5py
@@ -38,8 +35,8 @@ def folder(folder: Path) -> Path:
 
 
 def test_train(folder: Path, capsys) -> None:
-    outputs = ["output.checkpoint_dir=ck", "output.log_dir=logs", "output.embedding=out.h5ad"]
-    assert main(["train", "--config", "config.yaml", "--quiet", *outputs]) == 0
+    line = "train output.checkpoint_dir=ck --config config.yaml output.log_dir=logs --quiet output.embedding=out.h5ad"
+    assert main(line.split()) == 0
     shown = capsys.readouterr()
     assert shown.err == ""
     lines = shown.out.splitlines()
@@ -61,20 +58,6 @@ def test_train(folder: Path, capsys) -> None:
     )
 
 
-def test_overrides_stand_anywhere(folder: Path, monkeypatch) -> None:
-    seen = {}
-
-    def train(config, **options):
-        seen.update(config.training.user_set())
-        return SimpleNamespace(_stopped=False)
-
-    monkeypatch.setattr("scforge.estimators.train_from_config", train)
-    monkeypatch.setattr("scforge.estimators.config_start.training_report", lambda model, config: ["a model"])
-    argv = "train training.lr=0.1 --config config.yaml training.max_steps=2 --quiet training.max_steps=3 seed=4"
-    assert main(argv.split()) == 0
-    assert (seen["optimizer"]["lr"], seen["max_steps"]) == (0.1, 3)
-
-
 @pytest.mark.parametrize("command", ["train --config", "config check"])
 @pytest.mark.parametrize(
     ("argv", "part"),
@@ -88,23 +71,14 @@ def test_what_is_no_override(told, command: str, argv: list[str], part: str) -> 
     assert part.format(command.removesuffix(" --config")) in told(*command.split(), "config.yaml", *argv)
 
 
-def test_a_folder_for_the_model(folder: Path, capsys) -> None:
-    Path("light.yaml").write_text(CONFIG.replace("output: {checkpoint_dir: ck}", ""))
-    assert main(["train", "--config", "light.yaml", "--quiet"]) == 0
-    assert f"Model:       {Path('checkpoints/light/final')}\n" in capsys.readouterr().out
-    Encoder.load("checkpoints/light/final")
-
-
-def test_a_model_that_would_be_lost(told: Callable[..., str]) -> None:
-    assert "so the trained model would be lost; leave it out" in told(
-        "train", "--config", "config.yaml", "output.checkpoint_dir=null"
-    )
-
-
-def test_the_bar_is_there_unless_quiet(folder: Path, capsys, monkeypatch) -> None:
+def test_a_folder_for_the_model_and_a_bar(folder: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert main(["train", "--config", "config.yaml"]) == 0
-    assert "Epoch 2/2" in capsys.readouterr().err
+    Path("light.yaml").write_text(CONFIG.replace("output: {checkpoint_dir: ck}", ""))
+    assert main(["train", "--config", "light.yaml"]) == 0
+    shown = capsys.readouterr()
+    assert f"Model:       {Path('checkpoints/light/final')}\n" in shown.out
+    assert "Epoch 2/2" in shown.err
+    Encoder.load("checkpoints/light/final")
 
 
 @pytest.mark.parametrize("argv", [[], ["trian"], ["train"], ["train", "--confg", "x"], ["quickstart", "--outptu", "x"]])
@@ -120,65 +94,47 @@ def test_version_and_help(capsys) -> None:
         assert text in capsys.readouterr().out
 
 
-def test_files_that_are_no_h5ad(told, tiny_adata: ad.AnnData) -> None:
+def test_files_that_are_no_h5ad(told) -> None:
     Path("text.h5ad").write_text("cells")
     whole = Path("cells.h5ad").read_bytes()
     Path("half.h5ad").write_bytes(whole[: len(whole) // 2])
     Path("nothing.h5ad").write_bytes(b"")
-    with ZipFile("zip.h5ad", "w") as archive:
-        archive.writestr("cells", "cells")
     with h5py.File("other.h5ad", "w") as file:
         file["table"] = [1, 2]
-    for name in ("text", "half", "nothing", "zip", "other"):
+    for name in ("text", "half", "nothing", "other"):
         line = told("train", "--config", "config.yaml", f"data.paths={name}.h5ad")
         assert line.startswith(f"scforge: error: '{name}.h5ad' cannot be read as an h5ad file: ")
-    assert "the file 'none.h5ad' does not exist" in told("train", "--config", "config.yaml", "data.paths=none.h5ad")
     Path("folder.h5ad").mkdir()
     line = told("train", "--config", "config.yaml", "data.paths=folder.h5ad")
     assert "'folder.h5ad' is a folder without zarr metadata" in line
 
 
 def test_cells_that_cannot_be_used(told, tiny_adata: ad.AnnData) -> None:
-    def line(adata: ad.AnnData) -> str:
-        adata.write_h5ad("bad.h5ad")
-        return told("train", "--config", "config.yaml", "data.paths=bad.h5ad")
-
-    assert "'bad.h5ad' is empty (0 cells x 80 genes)" in line(tiny_adata[:0].copy())
-    assert "'bad.h5ad' is empty (60 cells x 0 genes)" in line(tiny_adata[:, :0].copy())
     scaled = tiny_adata.copy()
     scaled.X = scaled.X * 0.5
     scaled.layers["counts"] = tiny_adata.X
-    assert "not whole numbers (first: " in line(scaled)
-    assert "layer='counts' holds counts" in line(scaled)
+    for adata, part in (
+        (tiny_adata[:0].copy(), "'bad.h5ad' is empty (0 cells x 80 genes)"),
+        (tiny_adata[:, :0].copy(), "'bad.h5ad' is empty (60 cells x 0 genes)"),
+        (scaled, "layer='counts' holds counts"),
+    ):
+        adata.write_h5ad("bad.h5ad")
+        assert part in told("train", "--config", "config.yaml", "data.paths=bad.h5ad")
 
 
 MISTAKES = [
-    ("trainng.lr=1", "is not a known option; did you mean 'training'?"),
-    ("training.max_epoch=3", "training.max_epoch=3 is not a known option; did you mean 'training.max_epochs'?"),
-    ("training.max_epochs=0", "training.max_epochs=0 is out of range; it must be at least 1."),
-    ("training.batch_size=0", "training.batch_size=0 is out of range"),
-    ("training.validation_size=1.5", "training.validation_size=1.5 is out of range; it must be less than 1."),
-    ("training.lr=-1", "training.optimizer.lr=-1 is out of range; it must be greater than 0."),
-    ("training.lr=0", "training.optimizer.lr=0 is out of range; it must be greater than 0."),
-    ("training.lr=.nan", "training.optimizer.lr=nan "),
-    ("data.preprocessing.hvg_selection=-5", "data.preprocessing.hvg_selection=-5 is out of range"),
-    ("data.max_genes=0", "data.max_genes=0 is out of range"),
+    ("data.paths=none.h5ad", "the file 'none.h5ad' does not exist"),
     ("data.batch_key=batches", "batch_key='batches' is not a column of adata.obs; did you mean 'batch'?"),
-    ("data.labels_key=grup", "labels_key='grup' is not a column of adata.obs; did you mean 'group'?"),
-    ("data.gene_key=ensembel", "gene_key='ensembel' is not a column of adata.var; did you mean 'ensembl'?"),
-    ("data.gene_vocab=human", "vocab='human' is neither a shipped vocabulary nor a file"),
     ("data.gene_vocab=human_protein_coding", "adata.var_names has only 0 of the 20120 genes of the vocabulary"),
     ("model.architecture=transfomer_encoder", "did you mean 'transformer_encoder'? (known: 'autoreg"),
-    ("model.hiden_dim=3", "model.hiden_dim=3 is not an option of 'gene_pooling'; did you mean 'model.hidden_dim'?"),
-    ("model={architecture: transformer_encoder, num_heads: 3}", "hidden_dim=8 is not divisible by num_heads=3"),
-    ("tokenizer.strategy=rank", "tokenizer='rank' is not known (known: "),
-    ("objective.name=joint_embeding", "did you mean 'joint_embedding'?"),
-    ("training.num_gpus=2", "override 'training.num_gpus=2': training.num_gpus=2 cannot be had"),
     ("training.num_gpus=1", "this machine has 0 GPUs"),
     ("training.num_gpus=1", "set training.num_gpus=0 or training.accelerator=cpu training.devices=1."),
+    ("training.num_gpus=2", "override 'training.num_gpus=2': training.num_gpus=2 cannot be had"),
     ("training.accelerator=gpu", "training.accelerator='gpu' cannot be had"),
     ("output.embedding=cells.csv", "let it end in '.h5ad'"),
     ("output.checkpoint_dir=cells.h5ad", "'cells.h5ad' is a file; give the name of a folder."),
+    ("output.checkpoint_dir=null", "so the trained model would be lost; leave it out"),
+    ("training={lr: 1e30, gradient_clip_val: 0}", "the loss is nan in batch 1 of epoch 0 (step 1); lower the learning"),
     ("lr", "override='lr' is not an option; write it as section.option=value."),
 ]
 
@@ -189,19 +145,7 @@ def test_mistakes_in_options(told, monkeypatch, override: str, part: str) -> Non
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     if "gpu" in override:
         monkeypatch.setattr("scforge.estimators.from_config.open_source", lambda data: pytest.fail("cells were read"))
-    assert part in told("train", "--config", "config.yaml", override)
-
-
-def test_configurations_that_are_none(told) -> None:
-    assert "config='none.yaml' does not exist" in told("train", "--config", "none.yaml")
-    assert "config='cells.h5ad' is not a text file" in told("train", "--config", "cells.h5ad")
-    Path("bad.yaml").write_text("data: [")
-    assert "is not valid YAML" in told("train", "--config", "bad.yaml")
-
-
-def test_a_loss_that_is_not_a_number(told) -> None:
-    line = told("train", "--quiet", "--config", "config.yaml", "training.lr=1e30", "training.gradient_clip_val=0")
-    assert "the loss is nan in batch 1 of epoch 0 (step 1); lower the learning rate" in line
+    assert part in told("train", "--quiet", "--config", "config.yaml", override)
 
 
 def test_a_full_disk_is_one_line(told, monkeypatch) -> None:
@@ -288,17 +232,14 @@ def test_inspect(folder: Path, tiny_adata: ad.AnnData, capsys) -> None:
     assert "human Ensembl ids in adata.var['ensembl']" in capsys.readouterr().out
 
 
-def test_inspect_mistakes(told, tiny_adata: ad.AnnData) -> None:
+def test_inspect_mistakes(told) -> None:
     Path("text.h5ad").write_text("cells")
     for argv, part in [
         (["none.h5ad"], "'none.h5ad' does not exist"),
         (["text.h5ad"], "'text.h5ad' cannot be read as an h5ad file"),
-        (["cells.h5ad", "--vocab", "human"], "error: vocab='human' is neither a shipped vocabulary nor a file"),
         (["cells.h5ad", "--vocab", "config.yaml"], "'config.yaml' is not an scforge vocabulary file"),
         (["cells.h5ad", "--gene-key", "ensemble"], "gene_key='ensemble' is not a column of adata.var; did you mean"),
         (["cells.h5ad", "--layer", "counts"], "layer='counts' is not in the layers of 'cells.h5ad'"),
         (["cells.h5ad", "--top", "-1"], "n_top=-1 is not at least 0"),
-        (["cells.h5ad", "--top", "x"], "argument --top: invalid int value"),
-        ([], "required: FILE"),
     ]:
         assert part in told("inspect", *argv)

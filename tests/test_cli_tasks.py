@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import anndata as ad
 import numpy as np
@@ -82,7 +83,9 @@ def test_the_line_of_the_proposal(folder: Path, capsys: pytest.CaptureFixture[st
     assert ad.read_h5ad("effects.h5ad").n_obs
 
 
-def test_a_file_with_flags(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What fine-tuning is called with, in place of fine-tuning."""
     seen = {}
 
     def finetune(config, **options):
@@ -91,6 +94,10 @@ def test_a_file_with_flags(folder: Path, capsys: pytest.CaptureFixture[str], mon
 
     monkeypatch.setattr("scforge.estimators.finetuning_from_config.finetune_from_config", finetune)
     monkeypatch.setattr("scforge.estimators.finetuning_from_config.finetuning_report", lambda *args: [])
+    return seen
+
+
+def test_a_file_with_flags(folder: Path, seen: dict[str, Any]) -> None:
     text = "data: {paths: [a.h5ad]}\nfinetune: {base_model: base, task: annotation, labels_key: a, freeze: true}\n"
     Path("f.yaml").write_text(text)
     assert run("finetune --config f.yaml --labels-key group --freeze 2 --quiet --overwrite training.lr=1e-4") == 0
@@ -103,24 +110,17 @@ def test_a_file_with_flags(folder: Path, capsys: pytest.CaptureFixture[str], mon
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--eval training.lr=1e-4 training.batch_size=8", (False, True, 8)),
         ("--freeze training.lr=1e-4 --eval training.batch_size=8", (True, True, 8)),
         ("training.batch_size=8 --freeze 2 training.lr=1e-4 --eval annotation", (2, "annotation", 8)),
         ("training.batch_size=8 --eval annotation --freeze=training.lr=1e-4", (True, "annotation", 8)),
     ],
 )
-def test_overrides_behind_a_flag_that_needs_no_value(folder: Path, monkeypatch, flags: str, expected: tuple) -> None:
-    seen = []
-
-    def finetune(config, **options):
-        seen.append(config)
-        return SimpleNamespace(model=SimpleNamespace(_stopped=False))
-
-    monkeypatch.setattr("scforge.estimators.finetuning_from_config.finetune_from_config", finetune)
-    monkeypatch.setattr("scforge.estimators.finetuning_from_config.finetuning_report", lambda *args: [])
+def test_overrides_behind_a_flag_that_needs_no_value(
+    folder: Path, seen: dict[str, Any], flags: str, expected: tuple
+) -> None:
     line = "finetune --base-model base --data cells.h5ad --task annotation --labels-key group"
     assert run(f"{line} {flags}") == 0
-    section, training = seen[0].finetune, seen[0].training
+    section, training = seen["config"].finetune, seen["config"].training
     assert (section.freeze, section.evaluate, training.batch_size) == expected
     assert training.optimizer.lr == 1e-4
 
@@ -132,31 +132,25 @@ def test_options_behind_a_vote(folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (seen["majority_voting"], seen["min_share"], seen["soft"]) == (True, 0.5, True)
 
 
+TUNE = "finetune --base-model base --data cells.h5ad --task annotation"
+
+
 @pytest.mark.parametrize(
     ("line", "part"),
     [
         ("finetune", "scforge finetune lacks --base-model and --data and --task; give that, or --config FILE."),
-        ("finetune --data cells.h5ad --task annotation", "scforge finetune lacks --base-model; "),
         ("finetune --base-model base --data no.h5ad --task annotation", "--data: the file 'no.h5ad' does not exist"),
         (
             "finetune --base-model scforge://geneformer-v2 --data cells.h5ad --task annotation",
             "finetune.base_model='scforge://geneformer-v2' (--base-model) is not in the registry",
         ),
         ("finetune --base-model base --data cells.h5ad --task anotation", "--task: task='anotation' is not known; did"),
-        (
-            "finetune --base-model base --data cells.h5ad --task annotation --freeze x",
-            "--freeze: 'x' is no number of layers; give one",
-        ),
-        ("finetune --base-model base --data cells.h5ad --task annotation", "the task 'annotation' needs labels_key"),
-        ("finetune --base-model base --data cells.h5ad --task annotation --labels-key grup", "did you mean 'group'?"),
-        ("finetune --base-model base --data cells.h5ad --task annotation --frob group", "unrecognized argument"),
-        (
-            "finetune --base-model base --data cells.h5ad --task annotation lr=3",
-            "you mean 'training.optimizer.lr'?",
-        ),
-        ("finetune --config none.yaml", "config='none.yaml' does not exist"),
+        (f"{TUNE} --freeze x", "--freeze: 'x' is no number of layers; give one"),
+        (TUNE, "the task 'annotation' needs labels_key"),
+        (f"{TUNE} --labels-key grup", "did you mean 'group'?"),
+        (f"{TUNE} --frob group", "unrecognized argument"),
+        (f"{TUNE} lr=3", "you mean 'training.optimizer.lr'?"),
         ("predict cells.h5ad -m base -o out.csv", "model='base' (--model) was not fine-tuned"),
-        ("predict cells.h5ad -m none -o out.csv", "model='none' (--model) does not exist; give the folder of a model"),
         ("predict cells.h5ad -m base -o out.csv frob", "'frob' is no option of the task's predict; write it as name="),
         ("predict cells.h5ad -m base", "the following arguments are required: -o/--output"),
         ("evaluate cells.h5ad -m base", "labels_key=None, but cell types are needed to score embeddings"),

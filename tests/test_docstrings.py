@@ -15,24 +15,7 @@ import scforge
 from scforge._registry import Registry
 
 API = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
-ROOMS = [
-    "config",
-    "data",
-    "datasets",
-    "errors",
-    "estimators",
-    "eval",
-    "finetuning",
-    "foreign",
-    "hub",
-    "insilico",
-    "models",
-    "pl",
-    "soma",
-    "testing",
-    "tokenizers",
-    "training",
-]
+ROOMS = [name for name in scforge.__all__ if inspect.ismodule(getattr(scforge, name))]
 NAMES = [info.name for info in pkgutil.walk_packages(scforge.__path__, "scforge.")]
 MODULES = sorted(name for name in NAMES if "__main__" not in name)
 LISTED = re.findall(r"^   ([a-z]\w*\.[\w.]+)$", API, flags=re.MULTILINE)
@@ -97,43 +80,6 @@ def test_examples_run(name, tmp_path, monkeypatch):
     assert result.failed == 0, f"{result.failed} of {result.attempted} examples in {name} failed"
 
 
-@pytest.mark.parametrize(("room", "name"), PUBLIC)
-def test_public_names_are_documented(room, name):
-    value = getattr(importlib.import_module(f"scforge.{room}"), name)
-    if inspect.ismodule(value) or not (inspect.isclass(value) or inspect.isfunction(value)):
-        return
-    assert value.__doc__, f"scforge.{room}.{name} has no docstring"
-    if inspect.isfunction(value):
-        parameters = [p for p in inspect.signature(value).parameters if p not in {"args", "kwargs"}]
-        missing = [p for p in parameters if p not in value.__doc__]
-        assert not missing, f"the docstring of scforge.{room}.{name} says nothing of {missing}"
-
-
-@pytest.mark.parametrize("path", LISTED)
-def test_listed_names_have_an_example(path):
-    value = listed(path)
-    if path not in WITHOUT_EXAMPLE and (inspect.isclass(value) or inspect.isfunction(value)):
-        assert ">>>" in (value.__doc__ or ""), f"the docstring of scforge.{path} has no example"
-
-
-@pytest.mark.parametrize("path", LISTED)
-def test_listed_functions_name_parameters_and_returns(path):
-    value = listed(path)
-    if not inspect.isfunction(value):
-        return
-    documented, signature = inspect.getdoc(value) or "", inspect.signature(value)
-    if signature.parameters:
-        assert "Parameters\n----------\n" in documented, f"the docstring of scforge.{path} has no section Parameters"
-        # Several stand in one line: "lr, weight_decay"; those of ** with the stars.
-        missing = [
-            p for p in signature.parameters if not re.search(rf"^(\**\w+, )*\**{p}(, |$)", documented, re.MULTILINE)
-        ]
-        assert not missing, f"the docstring of scforge.{path} does not say what {missing} are"
-    if signature.return_annotation not in (None, "None"):
-        found = re.search(r"^(Returns|Yields)\n-+$", documented, flags=re.MULTILINE)
-        assert found, f"the docstring of scforge.{path} has no section Returns"
-
-
 FRONT_CLASSES = [scforge.models.Encoder, scforge.models.ScDiVa]
 METHODS = {
     f"{owner.__name__}.{name}": getattr(owner, name)
@@ -146,16 +92,20 @@ METHODS = {
 """Public methods of the front classes, those that scvi-tools brings left out."""
 
 
-@pytest.mark.parametrize("path", METHODS)
-def test_methods_of_front_classes_are_documented(path):
-    documented, signature = inspect.getdoc(METHODS[path]) or "", inspect.signature(METHODS[path])
-    assert ">>>" in documented, f"the docstring of {path} has no example"
-    missing = [
-        p
-        for p in signature.parameters
-        if p != "self" and not re.search(rf"^(\**\w+, )*\**{p}(, |$)", documented, re.MULTILINE)
-    ]
+@pytest.mark.parametrize("path", [*LISTED, *METHODS])
+def test_examples_parameters_and_returns_are_documented(path):
+    value = METHODS.get(path) or listed(path)
+    documented = inspect.getdoc(value) or ""
+    if path not in WITHOUT_EXAMPLE and (inspect.isclass(value) or inspect.isroutine(value)):
+        assert ">>>" in documented, f"the docstring of {path} has no example"
+    if not inspect.isroutine(value):
+        return
+    signature = inspect.signature(value)
+    # Several stand in one line: "lr, weight_decay"; those of ** with the stars.
+    parameters = [name for name in signature.parameters if name != "self"]
+    missing = [p for p in parameters if not re.search(rf"^(\**\w+, )*\**{p}(, |$)", documented, re.MULTILINE)]
     assert not missing, f"the docstring of {path} does not say what {missing} are"
+    assert not parameters or "Parameters\n----------\n" in documented, f"the docstring of {path} lacks Parameters"
     if signature.return_annotation not in (None, "None"):
         found = re.search(r"^(Returns|Yields)\n-+$", documented, flags=re.MULTILINE)
         assert found, f"the docstring of {path} has no section Returns"
@@ -168,10 +118,10 @@ def test_methods_of_front_classes_are_found():
 @pytest.mark.parametrize(("room", "name"), PUBLIC)
 def test_public_names_stand_in_the_api_page(room, name):
     value = getattr(importlib.import_module(f"scforge.{room}"), name)
-    rooms = "|".join(ROOMS)
-    listed = [line.split(".") for line in re.findall(rf"^   ((?:{rooms})\.[\w.]+)$", API, flags=re.MULTILINE)]
+    parts = [path.split(".") for path in LISTED]
     if inspect.ismodule(value):
-        assert any(parts[:-1] == [room, name] for parts in listed), f"docs/api.md lists nothing of {room}.{name}"
+        assert any(path[:-1] == [room, name] for path in parts), f"docs/api.md lists nothing of {room}.{name}"
     else:
-        found = any(functools.reduce(getattr, parts, scforge) is value for parts in listed if parts[-1] == name)
+        found = any(functools.reduce(getattr, path, scforge) is value for path in parts if path[-1] == name)
         assert found, f"docs/api.md lacks {room}.{name}"
+        assert value.__doc__, f"scforge.{room}.{name} has no docstring"

@@ -16,7 +16,7 @@ from scforge.errors import did_you_mean, listing, redacted, shown
     [
         ("ConfigError", ValueError),
         ("DataError", ValueError),
-        ("GeneMismatchError", ValueError),
+        ("GeneMismatchError", errors.DataError),
         ("HubError", OSError),
         ("OptionError", ValueError),
         ("MissingFileError", FileNotFoundError),
@@ -31,18 +31,9 @@ def test_each_error_is_ours_and_the_expected_builtin(name, builtin):
     assert str(error("one sentence.")) == "one sentence."
 
 
-def test_family_is_complete():
-    public = [getattr(errors, name) for name in errors.__all__]
-    classes = [thing for thing in public if isinstance(thing, type)]
-    assert all(issubclass(c, errors.ScforgeError | errors.ScforgeWarning) for c in classes)
-    assert issubclass(errors.GeneMismatchError, errors.DataError)
-    assert issubclass(errors.NotTrainedWarning, UserWarning)
-
-
 def test_listing():
     assert listing([]) == "nothing"
     assert listing(["a", 1]) == "'a', '1'"
-    assert listing(map(str, range(12))).count(",") == 11
     assert listing(range(14)).endswith("'11', ... (2 more)")
     assert listing("abc", most=1) == "'a', ... (2 more)"
 
@@ -53,7 +44,6 @@ def test_listing():
         ("celltype", ["batch", "cell_type"], "; did you mean 'cell_type'?"),
         ("CELL_TYPE", ["cell_type"], "; did you mean 'cell_type'?"),
         ("xyz", ["cell_type"], ""),
-        ("x", [], ""),
         (None, ["none"], "; did you mean 'none'?"),
         ("1", [1, 2], "; did you mean '1'?"),
     ],

@@ -61,9 +61,7 @@ def test_a_broken_plugin_breaks_nothing_else(install, content: str, said: str) -
     install("broken-plugin", content, "scforge.models", broken="Model")
     assert "broken" in list_models()
     assert MODELS.get("gene_pooling") is not None
-    with pytest.raises(
-        ScforgeError, match="architecture 'broken'.* package 'broken-plugin'.*cannot be imported: .*" + said
-    ):
+    with pytest.raises(ScforgeError, match="architecture 'broken'.* package 'broken-plugin'.*imported: .*" + said):
         MODELS.get("broken")
 
 
@@ -71,7 +69,5 @@ def test_two_packages_of_one_name(install) -> None:
     install("plugin-a", "class Objective: pass", "scforge.objectives", same="Objective")
     install("plugin-b", "class Objective: pass", "scforge.objectives", same="Objective")
     assert list_objectives().count("same") == 1
-    with pytest.raises(
-        OptionError, match="objective 'same' is offered by the packages 'plugin-a', 'plugin-b'; uninstall"
-    ):
+    with pytest.raises(OptionError, match="objective 'same' is offered by the packages 'plugin-a', 'plugin-b'; un"):
         get_objective("same")

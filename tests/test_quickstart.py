@@ -58,32 +58,26 @@ def test_a_picture(result: Path) -> None:
     assert picture.shape[1] > 900
     colours = np.unique((picture[::4, ::4, :3] * 255).astype(int).reshape(-1, 3), axis=0)
     assert len(colours) > 50, "nothing is drawn"
-    # Both halves, embeddings above and curves below, on the left and on the right, are drawn on.
+    # Embeddings above and curves below, on the left and on the right.
     for half in np.array_split(picture[..., :3], 2, axis=0):
         for quarter in np.array_split(half, 2, axis=1):
             assert (quarter.min(axis=-1) < 0.9).mean() > 0.005
 
 
-def test_the_cells(result: Path) -> None:
+def test_cells_and_models(result: Path) -> None:
     adata = ad.read_h5ad(result / "pbmc3k_scforge.h5ad")
     assert adata.n_obs == 400
-    for key in ("X_scforge", "X_transformer"):
+    assert "metrics" in adata.uns["scforge"]
+    for folder, key in (("light", "X_scforge"), ("transformer", "X_transformer")):
         trained, untrained = adata.obsm[key], adata.obsm[f"{key}_untrained"]
         assert np.isfinite(trained).all()
         assert trained.shape == untrained.shape
         assert np.abs(trained - untrained).max() > 1e-3
         assert bool(adata.uns["scforge"][key]["is_trained"]) is True
         assert bool(adata.uns["scforge"][f"{key}_untrained"]["is_trained"]) is False
-    assert "metrics" in adata.uns["scforge"]
-
-
-def test_the_models(result: Path) -> None:
-    adata = ad.read_h5ad(result / "pbmc3k_scforge.h5ad")
-    for folder, key in (("light", "X_scforge"), ("transformer", "X_transformer")):
         model = Encoder.load(result / folder, adata)
         assert model.is_trained_
-        embedding = model.get_latent_representation(key_added=None)
-        np.testing.assert_allclose(embedding, adata.obsm[key], atol=1e-5)
+        np.testing.assert_allclose(model.get_latent_representation(key_added=None), trained, atol=1e-5)
 
 
 def test_the_report(result: Path) -> None:

@@ -49,7 +49,7 @@ def test_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Path("light.yaml").read_text() == recipe_path("light").read_text()
     with pytest.raises(ConfigError, match=r"output='new' is a folder"):
         init_config(output="new", overwrite=True)
-    with pytest.raises(ConfigError, match=r"recipe='lite' is not known; did you mean 'light'"):
+    with pytest.raises(ConfigError, match=r"recipe='lite' is not known; did you mean 'light'\? \(known: "):
         init_config("lite")
 
 
@@ -67,13 +67,10 @@ def test_the_schema_knows_every_option_and_alias(schema: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     "content",
     [
-        {"training": None},
-        {"training": {"batch_size": "auto", "devices": "0,1"}},
-        {"training": {"num_gpus": 2, "lr": 1e-4}},
-        {"data": {"paths": "cells.h5ad", "obs_columns": "donor"}},
-        {"output": {"loggers": "csv"}},
+        {"training": None, "model": {"an_option_of_mine": 3}},
+        {"training": {"batch_size": "auto", "devices": "0,1", "num_gpus": 2, "lr": 1e-4}},
+        {"data": {"paths": "cells.h5ad", "obs_columns": "donor"}, "output": {"loggers": "csv"}},
         {"eval": {"benchmarks": ["label_prediction", {"label_prediction": {"dataset": "a"}}]}},
-        {"model": {"an_option_of_mine": 3}},
     ],
 )
 def test_the_schema_takes_what_files_take(schema: dict[str, Any], content: dict[str, Any]) -> None:
@@ -87,7 +84,6 @@ def test_the_schema_takes_what_files_take(schema: dict[str, Any], content: dict[
         {"training": {"btach_size": 3}},
         {"training": {"batch_size": 0}},
         {"training": {"strategy": "dpp"}},
-        {"training": {"optimizer": {"name": "rmsprop"}}},
         {"data": ["a"]},
         {"eval": {"benchmarks": [{"a": {}, "b": {}}]}},
     ],

@@ -18,45 +18,10 @@ from scforge.config.synonyms import SYNONYMS
 from scforge.errors import ConfigError
 
 DATA = "data: {paths: cells.h5ad}\n"
-
 TUTORIAL = (Path(__file__).parent / "custom_model.yaml").read_text(encoding="utf-8")
-SEED = (Path(__file__).parent / "proposal.yaml").read_text(encoding="utf-8")
-
-PROPOSAL = """
-data:
-  paths: [cells.h5ad]
-  preprocessing:
-    hvg_selection: 2000
-tokenizer:
-  strategy: rank_value      # geneformer-style
-  max_genes: 2048
-  gene_vocab: human_protein_coding
-model:
-  architecture: transformer_encoder
-  hidden_dim: 512
-  num_layers: 12
-  num_heads: 8
-  pretraining_task: masked_gene_prediction
-  mask_ratio: 0.15
-training:
-  batch_size: 64
-  max_epochs: 10
-  precision: bf16-mixed
-  num_gpus: 4
-  lr: 1e-4
-"""
-
-CENSUS = """
-data:
-  source: cellxgene_census
-  organism: homo_sapiens
-  filters:
-    tissue: [lung, heart, liver]
-    is_primary_data: true
-  preprocessing:
-    normalize: library_size
-    hvg_selection: 2000
-"""
+PROPOSAL = (Path(__file__).parent / "proposal.yaml").read_text(encoding="utf-8")
+LOCAL = "data: {paths: [cells.h5ad], preprocessing: {hvg_selection: 2000}}\n" + PROPOSAL[PROPOSAL.index("tokenizer:") :]
+LOCAL = LOCAL[: LOCAL.index("eval:")]
 
 Load = Callable[..., Config]
 
@@ -88,61 +53,47 @@ def message(load: Load, content: str | bytes, *overrides: str) -> str:
     return re.sub(r"^(recipe\.yaml(, lines? [\d and]+)?|override '.*?'): ", "", told(load, content, *overrides))
 
 
-def test_the_tutorial_file(load: Load) -> None:
-    config = load(TUTORIAL)
-    written = yaml.safe_load(TUTORIAL)
-    written["training"]["optimizer"]["lr"] = 0.0001
-    assert config.user_set() == written
-    assert config.model.user_options() == {k: v for k, v in written["model"].items() if k != "architecture"}
-
-
-def test_the_proposal_file_with_local_data(load: Load) -> None:
+def test_the_proposal_file(load: Load) -> None:
     config = load(PROPOSAL)
-    assert config.data.max_genes == 2048
-    assert config.data.gene_vocab == "human_protein_coding"
-    assert config.data.preprocessing.hvg_selection == 2000
-    assert config.objective.name == "masked_gene_prediction"
-    assert config.tokenizer.masking.mask_ratio == 0.15
-    assert (config.training.accelerator, config.training.devices) == ("gpu", 4)
-    assert config.training.optimizer.lr == 1e-4
-    assert config.tokenizer.user_options() == {}
-    assert config.model.user_options() == {"hidden_dim": 512, "num_layers": 12, "num_heads": 8}
-
-
-def test_the_proposal_file_with_census_data(load: Load) -> None:
-    config = load(CENSUS + PROPOSAL[PROPOSAL.index("tokenizer:") :])
-    assert (config.data.source, config.data.organism) == ("cellxgene_census", "homo_sapiens")
+    assert (config.data.source, config.data.organism, config.data.paths) == ("cellxgene_census", "homo_sapiens", None)
     assert config.data.filters == {"tissue": ["lung", "heart", "liver"], "is_primary_data": True}
     assert config.data.preprocessing.user_set() == {"normalize": "library_size", "hvg_selection": 2000}
-    assert config.data.paths is None
-    assert config.data.gene_vocab == "human_protein_coding"
-
-
-def test_the_seed_as_written(load: Load) -> None:
-    config = load(SEED)
-    assert config.training.strategy == "ddp"
-    assert (config.training.accelerator, config.training.devices) == ("gpu", 4)
+    assert (config.data.max_genes, config.data.gene_vocab) == (2048, "human_protein_coding")
+    assert (config.objective.name, config.tokenizer.masking.mask_ratio) == ("masked_gene_prediction", 0.15)
+    assert config.tokenizer.user_options() == {}
+    assert config.model.user_options() == {"hidden_dim": 512, "num_layers": 12, "num_heads": 8}
+    training = config.training
+    assert (training.accelerator, training.devices, training.strategy) == ("gpu", 4, "ddp")
+    assert training.optimizer.lr == 1e-4
     assert config.eval.every_n_epochs == 2
     assert config.eval.benchmarks == [
         {"cell_type_annotation": {"dataset": "tabula_sapiens"}},
         {"batch_integration": {"dataset": "immune_atlas"}},
     ]
-    assert (config.objective.name, config.tokenizer.masking.mask_ratio) == ("masked_gene_prediction", 0.15)
-    assert (config.data.max_genes, config.data.gene_vocab) == (2048, "human_protein_coding")
 
 
-def test_everything_about_training_output_and_eval(load: Load) -> None:
+def test_every_section(load: Load) -> None:
     content = """
+data: {source: local, paths: [s3://bucket/store.zarr, "cells/*.h5ad"], modality: rna, memory: 16GB, cache: store.zarr,
+  storage_options: {anon: true, client_kwargs: {endpoint_url: "http://127.0.0.1"}}, split: {by: donor_id},
+  sampling: {balance_key: cell_type, warmup_epochs: 3, start: 0, end: 0.5}, obs: donor_id, num_workers: 2,
+  pin_memory: false}
 training: {batch_size: auto, num_nodes: 2, precision: auto, accumulate_grad_batches: 4, gradient_checkpointing: true,
-  compile: true, ema_decay: 0.999, log_every_n_steps: 5, checkpoint_every_n_steps: 100, optimizer: {name: muon}}
+  compile: true, ema_decay: 0.999, log_every_n_steps: 5, checkpoint_every_n_steps: 100, optimizer: {name: muon},
+  max_tokens_per_batch: 8192}
 output: {log_dir: logs, loggers: [csv, wandb], project: p, run_name: r, wandb_mode: offline, keep_last: 3}
 eval: {benchmarks: label_prediction, datasets: {a: a.h5ad}}
 """
-    config = load(DATA + content)
-    written = yaml.safe_load(content)
-    written["eval"]["benchmarks"] = ["label_prediction"]
-    assert {name: section for name, section in config.user_set().items() if name != "data"} == written
-    assert load(DATA + content, "eval.benchmarks=[]").eval.benchmarks == []
+    config = load(content)
+    expected = yaml.safe_load(content)
+    data, training = expected["data"], expected["training"]
+    data |= {"obs_columns": [data.pop("obs")], "num_threads": data.pop("num_workers")}
+    data["max_tokens_per_batch"] = training.pop("max_tokens_per_batch")
+    expected["eval"]["benchmarks"] = ["label_prediction"]
+    assert config.user_set() == expected
+    assert load(content, "eval.benchmarks=[]").eval.benchmarks == []
+    empty = load(DATA + "training:\n  # batch_size: 3\ntokenizer:\n  masking:\n")
+    assert (empty.training.batch_size, empty.tokenizer.masking.mask_ratio) == (None, 0.15)
 
 
 LINES = """data:
@@ -170,7 +121,6 @@ LAYERS, RATE = ("layers: 0", "layers: 1"), ("fast", "1")
         ([LAYERS], [], "recipe.yaml, line 7: training.optimizer.lr='fast' is not a number"),
         ([LAYERS], ["training.lr=1"], "recipe.yaml, line 14: output.loggers[1]='cvs' is not known"),
         ([LAYERS, RATE], ["output.loggers=[cvs]"], "override 'output.loggers=[cvs]': output.loggers[0]='cvs' is not"),
-        ([LAYERS], ["training.lr=slow"], "override 'training.lr=slow': training.optimizer.lr='slow' is not"),
         ([LAYERS], ["training.optimizer.lr=x"], "override 'training.optimizer.lr=x': training.optimizer.lr='x' is not"),
         ([LAYERS], ["training={lr: x}", "seed=1"], "override 'training={lr: x}': training.optimizer.lr='x' is not"),
         ([LAYERS], ["training.optimizer.lr.x=1"], "recipe.yaml, line 7: training.optimizer.lr='fast' is not a section"),
@@ -206,25 +156,16 @@ def test_many_aliases_are_no_burden(load: Load) -> None:
     ("key", "suggestion"),
     [
         ("training.learning_rate", "training.optimizer.lr"),
-        ("training.optimizer.learning_rate", "training.optimizer.lr"),
-        ("training.epochs", "training.max_epochs"),
-        ("training.num_epochs", "training.max_epochs"),
         ("n_epochs", "training.max_epochs"),
-        ("training.steps", "training.max_steps"),
-        ("training.patience", "training.early_stopping_patience"),
-        ("training.n_gpus", "training.devices"),
         ("training.gpus", "training.devices"),
-        ("data.workers", "data.num_threads"),
         ("training.num_workers", "data.num_threads"),
         ("training.batch_sizes", "training.batch_size"),
-        ("data.n_layers", "model.num_layers"),
-        ("hidden_size", "model.hidden_dim"),
         ("output.wandb_project", "output.project"),
         ("random_state", "seed"),
     ],
 )
 def test_names_of_other_tools_are_suggestions(load: Load, key: str, suggestion: str) -> None:
-    assert f"={8} is not a known option; did you mean '{suggestion}'? (" in message(load, DATA, f"{key}=8")
+    assert f"=8 is not a known option; did you mean '{suggestion}'? (" in message(load, DATA, f"{key}=8")
 
 
 def test_synonyms_fit_the_schema() -> None:
@@ -235,165 +176,72 @@ def test_synonyms_fit_the_schema() -> None:
     assert not set(SYNONYMS) & plain
 
 
-def test_everything_about_data(load: Load) -> None:
-    content = """
-source: local
-paths: [s3://bucket/store.zarr, "cells/*.h5ad"]
-obs: donor_id
-storage_options: {anon: true, client_kwargs: {endpoint_url: "http://127.0.0.1"}}
-modality: rna
-memory: 16GB
-cache: store.zarr
-sampling: {balance_key: cell_type, warmup_epochs: 3, start: 0, end: 0.5}
-split: {by: donor_id}
-num_workers: 2
-pin_memory: false
-"""
-    data = load("data: " + content.replace("\n", "\n  ") + "\ntraining: {max_tokens_per_batch: 8192}").data
-    assert data.paths == ["s3://bucket/store.zarr", "cells/*.h5ad"]
-    assert data.obs_columns == ["donor_id"]
-    assert data.storage_options == {"anon": True, "client_kwargs": {"endpoint_url": "http://127.0.0.1"}}
-    assert (data.modality, data.memory, data.cache) == ("rna", "16GB", "store.zarr")
-    assert data.sampling.user_set() == {"balance_key": "cell_type", "warmup_epochs": 3, "start": 0.0, "end": 0.5}
-    assert data.split.by == "donor_id"
-    assert (data.num_threads, data.pin_memory, data.max_tokens_per_batch) == (2, False, 8192)
-
-
-@pytest.mark.parametrize("number", ["1e-4", "1E-4", "1.e-4", "1.0e-4", ".1e-3", "0.0001", "+1e-4", "'1e-4'"])
+@pytest.mark.parametrize("number", ["1e-4", "1.e-4", ".1e-3", "+1E-4", "'1e-4'"])
 def test_numbers_with_an_exponent_are_numbers(load: Load, number: str) -> None:
-    config = load(f"{DATA}training: {{lr: {number}}}\n")
+    config = load(f"{DATA}training: {{lr: {number}}}\nmodel: {{temperature: 1e-4, label: 1e-4b}}\n")
     assert config.training.optimizer.lr == 1e-4
+    assert config.model.user_options() == {"temperature": 1e-4, "label": "1e-4b"}
 
 
-def test_numbers_with_an_exponent_are_numbers_in_free_options_too(load: Load) -> None:
-    assert load(f"{DATA}model: {{temperature: 1e-4, label: 1e-4b}}").model.user_options() == {
-        "temperature": 1e-4,
-        "label": "1e-4b",
-    }
-
-
-def test_empty_sections_are_defaults(load: Load) -> None:
-    config = load(DATA + "training:\n  # batch_size: 3\ntokenizer:\n  masking:\n")
-    assert config.training.batch_size is None
-    assert config.tokenizer.masking.mask_ratio == 0.15
+TUNE = "finetune: {base_model: a, task: b, "
 
 
 @pytest.mark.parametrize(
     ("content", "start"),
     [
-        (
-            "training: {max_epoch: 4}",
-            "training.max_epoch=4 is not a known option; did you mean 'training.max_epochs'? (",
-        ),
-        (
-            "batch_size: 3",
-            "batch_size=3 is not a known option; did you mean 'training.batch_size'? (a configuration has",
-        ),
-        ("trainnig: {}", "trainnig={} is not a known option; did you mean 'training'? ("),
-        (
-            "training: {mask_ratio: 0.2}",
-            "training.mask_ratio=0.2 is not a known option; did you mean 'tokenizer.masking.mask_ratio'? (training has",
-        ),
-        ("data: {paths: a, layr: b}", "data.layr='b' is not a known option; did you mean 'data.layer'? (data has: "),
+        ("training: {max_epoch: 4}", "training.max_epoch=4 is not a known option; did you mean 'training.max_epochs'?"),
+        ("batch_size: 3", "batch_size=3 is not a known option; did you mean 'training.batch_size'? (a config"),
+        ("training: {mask_ratio: 0.2}", "training.mask_ratio=0.2 is not a known option; did you mean 'tokenizer.mask"),
         ("training: {zzz: 1}", "training.zzz=1 is not a known option (training has: 'batch_size', "),
         ("training: {max_epochs: abc}", "training.max_epochs='abc' is not an integer."),
         ("training: {max_epochs: 1.5}", "training.max_epochs=1.5 is not a whole number."),
         ("training: {max_epochs: yes}", "training.max_epochs=True is not a number."),
-        ("training: {batch_size: many}", "training.batch_size='many' is neither a whole number of cells nor 'auto'"),
-        ("training: {batch_size: yes}", "training.batch_size=True is neither a whole number"),
-        ("training: {batch_size: 1.5}", "training.batch_size=1.5 is neither a whole number"),
+        ("training: {batch_size: yes}", "training.batch_size=True is neither a whole number of cells nor 'auto'"),
         ("training: {batch_size: 0}", "training.batch_size=0 is out of range; it must be at least 1."),
-        ("training: {lr: fast}", "training.optimizer.lr='fast' is not a number."),
         ("training: {lr: .nan}", "training.optimizer.lr=nan is not a finite number."),
         ("training: {early_stopping: 3}", "training.early_stopping=3 is not true or false."),
         ("training: 5", "training=5 is not a section with options."),
-        ("training: {precision: bf16}", "training.precision='bf16' is not known; did you mean 'bf16-mixed'? (known: "),
-        ("training: {scheduler: {name: cosine_warmpu}}", "training.scheduler.name='cosine_warmpu' is not known; did "),
-        ("training: {strategy: dpp}", "training.strategy='dpp' is not known; did you mean 'ddp'? (known: "),
-        ("training: {ema_decay: 1}", "training.ema_decay=1 is out of range; it must be less than 1."),
-        ("training: [a]", "training=['a'] is not a section with options."),
         ("training: {1: 2}", "training has the key 1, which is not the name of an option."),
         ("model: {1: 2}", "model has the key 1, which is not the name of an option."),
         ("eval: {every_n_epochs: 2}", "eval.every_n_epochs=2 has no use without eval.benchmarks; "),
-        ("eval: {datasets: {a: b}}", "eval.datasets={'a': 'b'} has no use without eval.benchmarks; "),
         ("eval: {benchmarks: 3}", "eval.benchmarks=3 is not a list of benchmarks."),
-        ("eval: {benchmarks: [3]}", "eval.benchmarks=[3] holds something that is no benchmark; "),
         ("eval: {benchmarks: [{a: {}, b: {}}]}", "eval.benchmarks=[{'a': {}, 'b': {}}] holds something that is no"),
-        ("eval: {benchmarks: [{a: 3}]}", "eval.benchmarks=[{'a': 3}] holds something that is no benchmark; "),
         ("finetune: {task: annotation}", "finetune.base_model is missing; name both, e.g. finetune: {base_model: "),
-        ("finetune: {base_model: a, task: b, freeze: 0}", "finetune.freeze=0 is neither true, false nor a number"),
-        ("finetune: {base_model: a, task: b, lora: 8}", "finetune.lora=8 is neither true, false nor a section"),
-        ("finetune: {base_model: a, task: b, test_size: 0.9}", "finetune.test_size=0.9 and validation_size=0.1 leave"),
-        ("finetune: {base_model: a, task: b, test_size: 1}", "finetune.test_size=1 is out of range; it must be less"),
-        ("finetune: {base_model: a, task: b, evaluate: 3}", "finetune.evaluate=3 is neither true, false nor the name"),
-        (
-            "finetune: {base_model: a, task: b, split_by: c, split_key: d}",
-            "finetune.split_key='d' has no use beside split_by='c'; keep one of them.",
-        ),
-        ("finetune: {base_model: a, task: b, data: b.h5ad}", "finetune.data='b.h5ad' and data.paths='cells.h5ad' set"),
+        (TUNE + "freeze: 0}", "finetune.freeze=0 is neither true, false nor a number"),
+        (TUNE + "lora: 8}", "finetune.lora=8 is neither true, false nor a section"),
+        (TUNE + "test_size: 0.9}", "finetune.test_size=0.9 and validation_size=0.1 leave"),
+        (TUNE + "evaluate: 3}", "finetune.evaluate=3 is neither true, false nor the name"),
+        (TUNE + "split_by: c, split_key: d}", "finetune.split_key='d' has no use beside split_by='c'; keep one"),
+        (TUNE + "data: b.h5ad}", "finetune.data='b.h5ad' and data.paths='cells.h5ad' set"),
         ("output: {loggers: csv}", "output.loggers='csv' has no use without output.log_dir, "),
         ("output: {log_dir: a, loggers: [cvs]}", "output.loggers[0]='cvs' is not known; did you mean 'csv'? (known: "),
-        (
-            "output: {log_dir: a, project: b}",
-            "output.project='b' has no use without a logger that takes it; add 'wandb'",
-        ),
-        ("output: {run_name: b}", "output.run_name='b' has no use without a logger that takes it; "),
-        ("output: {wandb_mode: offline}", "output.wandb_mode='offline' has no use without a logger"),
+        ("output: {log_dir: a, project: b}", "output.project='b' has no use without a logger that takes it; add"),
         ("data: {source: s3, paths: a}", "data.source='s3' is not known (known: 'local', 'cellxgene_census')."),
-        (
-            "data: {source: cellxgene_census, paths: a}",
-            "data.paths='a' has no use with data.source='cellxgene_census'; ",
-        ),
+        ("data: {source: cellxgene_census, paths: a}", "data.paths='a' has no use with data.source='cellxgene_census'"),
         ("data: {source: local}", "data.paths is missing; "),
         ("data: {paths: a, organism: x}", "data.organism='x' has no use without data.source='cellxgene_census'; set "),
-        ("data: {paths: a, uri: x}", "data.uri='x' has no use without data.source='cellxgene_census'"),
         ("data: {source: cellxgene_census, memory: 1GB}", "data.memory='1GB' has no use without data.source='local'; "),
         ("data: {source: cellxgene_census, filters: [a]}", "data.filters=['a'] is neither columns with their values"),
-        ("data: {source: cellxgene_census, filter: {a: b}}", "data.filter={'a': 'b'} is not a known option; did you "),
         ("data: {paths: a, memory: yes}", "data.memory=True is not an amount of memory"),
         ("data: {paths: a, memory: 0}", "data.memory=0 is not an amount of memory"),
-        ("data: {paths: a, num_threads: -1}", "data.num_threads=-1 is out of range; it must be at least 0."),
         ("data: {paths: a, sampling: {start: 0.5}}", "data.sampling.start=0.5 has no use without balance_key"),
-        ("data: {paths: a, sampling: {balance_key: b, end: 2}}", "data.sampling.end=2 is out of range"),
         ("data: {paths: a, split: {by: 3}}", "data.split.by=3 is not text"),
-        (
-            "data: {paths: a, preprocessing: {normalize: none, target_sum: 100}}",
-            "data.preprocessing.target_sum=100 has no use with normalize='none'",
-        ),
+        ("data: {paths: a, preprocessing: {normalize: none, target_sum: 9}}", "data.preprocessing.target_sum=9 has no"),
         ("data: {paths: a, preprocessing: {normalize: scran}}", "data.preprocessing.normalize='scran' is not suppo"),
-        (
-            "data: {paths: a, preprocessing: {normalize: cpm}}",
-            "data.preprocessing.normalize='cpm' is not known (known: ",
-        ),
-        ("data: {paths: a, preprocessing: {log1p: 3}}", "data.preprocessing.log1p=3 is not true or false."),
         ("data: {paths: []}", "data.paths=[] is empty."),
-        ("data: {paths: ['']}", "data.paths[0]='' is empty."),
         ("data: {paths: [7]}", "data.paths[0]=7 is not text; put it in quotes."),
         ("data: {paths: {a: b}}", "data.paths={'a': 'b'} is not a list."),
-        ("data: {layer: counts}", "data.paths is missing; "),
-        (
-            "tokenizer: {masking: {mask_token_prob: 1.0}}",
-            "tokenizer.masking.random_token_prob=0.1 and mask_token_prob=",
-        ),
+        ("tokenizer: {masking: {mask_token_prob: 1.0}}", "tokenizer.masking.random_token_prob=0.1 and mask_token_"),
         ("training: {devices: 0}", "training.devices=0 is neither a number of devices"),
         ("output: {embedding: x.csv}", "output.embedding='x.csv' is not the name of an h5ad file; "),
-        ("seed: -1", "seed=-1 is out of range; it must be at least 0."),
         ('"a\\nb": 1', "'a\\nb'=1 is not a known option ("),
+        ("training: {max_steps: abc, validation_size: 2, x: 1}", "training.max_steps='abc' is not an integer (and 2 "),
     ],
 )
 def test_mistakes_in_the_content(load: Load, content: str, start: str) -> None:
     if not content.startswith("data"):
         content = DATA + content
     assert message(load, content).startswith(start)
-
-
-def test_data_is_required(load: Load) -> None:
-    assert message(load, "seed: 1").startswith("data is missing; ")
-
-
-def test_further_mistakes_are_counted(load: Load) -> None:
-    text = message(load, DATA + "training: {max_steps: abc, validation_size: 2, x: 1}")
-    assert text == "training.max_steps='abc' is not an integer (and 2 more options cannot be used)."
 
 
 def test_long_values_are_cut(load: Load) -> None:
@@ -403,34 +251,28 @@ def test_long_values_are_cut(load: Load) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "part"),
+    ("content", "pattern"),
     [
-        ("data: [", "recipe.yaml, line 1, column 8 is not valid YAML: "),
-        ("data: a\n b: c", "not allowed here; check the indentation, and put text that holds ': ' in quotes."),
-        ("data: a\n b: c", "line 2, column 3 is not valid YAML: "),
-        ("data:\n  paths: a\n layer: b", "line 3, column 2 is not valid YAML: "),
-        ("data:\n  paths: a\n layer: b", "check the indentation: the keys of one section start in the same column."),
+        ("data: [", r"recipe\.yaml, line 1, column 8 is not valid YAML: "),
+        ("data: a\n b: c", "line 2, column 3 is .*; check the indentation, and put text that holds ': ' in quotes."),
+        ("data:\n  paths: a\n layer: b", "line 3, column 2 is .*: the keys of one section start in the same column."),
         ("\tdata: a", "line 1, column 1 is not valid YAML: "),
         ("data:\n\tpaths: a", "cannot start any token; indent with spaces, never with tab characters."),
         ("data: {paths: a}\ndata: {paths: b}", "line 2, column 1 is not valid YAML: the key 'data' stands twice"),
-        ("data: {paths: a, paths: b}", "line 1, column 18 is not valid YAML: the key 'paths' stands twice"),
         ("seed: !!python/object/apply:os.getcwd []", "line 1, column 7 is not valid YAML: could not determine"),
         ("seed: 2024-13-01", "line 1, column 7 is not valid YAML: '2024-13-01' is not a value of type timestamp"),
-        ("seed: !!timestamp x", "'x' is not a value of type timestamp"),
         ("? [1, 2]\n: 3", "unhashable key"),
         ("seed: 1\n---\nseed: 2", "line 2, column 1 is not valid YAML: expected a single document"),
         ("[" * 5000, "nested too deeply"),
         (b"\x00", "character 1 is not valid YAML: special characters are not allowed: #x0000"),
         (b"\x89HDF\r\n\xff", "is not a text file; name a YAML or TOML file."),
-        ("", "is empty; "),
         ("# nothing\n", "is empty; "),
-        ("- a\n- b", "holds ['a', 'b'] instead of sections"),
-        ("text", "holds 'text' instead of sections"),
+        ("- a\n- b", r"holds \['a', 'b'\] instead of sections"),
         ("&a {data: *a}", "data.paths is missing"),
     ],
 )
-def test_mistakes_in_the_file(load: Load, content: str | bytes, part: str) -> None:
-    assert part in message(load, content)
+def test_mistakes_in_the_file(load: Load, content: str | bytes, pattern: str) -> None:
+    assert re.search(pattern, message(load, content))
 
 
 def test_mistakes_in_the_path(tmp_path: Path) -> None:
@@ -447,42 +289,28 @@ def test_a_byte_order_mark_is_no_mistake(load: Load) -> None:
 
 
 def test_overrides(load: Load) -> None:
-    config = load(
-        TUTORIAL,
-        "training.batch_size=8",
-        "training.lr=1e-5",
-        "training.optimizer={weight_decay: 0.5}",
-        "data.paths=[a.h5ad, b.h5ad]",
-        "output.log_dir=",
-        "model.latent_dim=16",
-        "seed=1",
-        "seed=2",
-    )
-    assert config.training.batch_size == 8
+    options = ["training.batch_size=8", "training.lr=1e-5", "training.optimizer={weight_decay: 0.5}", "seed=1"]
+    config = load(TUTORIAL, *options, "data.paths=[a.h5ad, b.h5ad]", "output.log_dir=", "model.latent_dim=16", "seed=2")
+    assert (config.training.batch_size, config.training.max_epochs) == (8, 50)
     assert (config.training.optimizer.lr, config.training.optimizer.weight_decay) == (1e-5, 0.5)
     assert config.data.paths == ["a.h5ad", "b.h5ad"]
     assert config.output.log_dir is None
     assert config.model.user_options()["latent_dim"] == 16
     assert config.seed == 2
-    assert config.training.max_epochs == 50
-
-
-def test_an_override_takes_the_place_of_an_alias_in_the_file(load: Load) -> None:
-    assert load(PROPOSAL, "training.optimizer.lr=0.5").training.optimizer.lr == 0.5
-    assert load(PROPOSAL, "training.lr=0.5").training.optimizer.lr == 0.5
-    assert load(PROPOSAL, "training.num_gpus=1").training.devices == 1
+    # In place of another name in the file.
+    assert load(LOCAL, "training.optimizer.lr=0.5").training.optimizer.lr == 0.5
+    assert load(LOCAL, "training.lr=0.5").training.optimizer.lr == 0.5
+    assert load(LOCAL, "training.num_gpus=1").training.devices == 1
 
 
 @pytest.mark.parametrize(
     ("override", "part"),
     [
         ("training.batch_size", "override='training.batch_size' is not an option; write it as section.option=value."),
-        ("=3", "write it as section.option=value."),
         ("training..lr=3", "write it as section.option=value."),
         ("training.batch_size=[", "override 'training.batch_size=[', line 1, column 2 is not valid YAML: "),
         ("training.max_epoch=3", "did you mean 'training.max_epochs'?"),
         ("data.paths.x=3", "data.paths='cells.h5ad' is not a section with options."),
-        ("data=3", "data=3 is not a section with options."),
         ("finetune.task=x", "finetune.base_model is missing"),
         ("task=annotation", "task='annotation' is not a known option; did you mean 'finetune.task'?"),
     ],
@@ -491,7 +319,10 @@ def test_mistakes_in_an_override(load: Load, override: str, part: str) -> None:
     assert part in message(load, DATA, override)
 
 
-@pytest.mark.parametrize("content", [TUTORIAL, PROPOSAL, DATA, DATA + "training:\nseed: 4\n"])
+@pytest.mark.parametrize(
+    "content",
+    [TUTORIAL, PROPOSAL, DATA + "training:\nseed: 4\n", r'data: {paths: ["a\x85b\u2028", "\u2029", "\n", "a\nb"]}'],
+)
 def test_dump_and_load_again(load: Load, content: str) -> None:
     config = load(content)
     again = load(dump_config(config))
@@ -519,12 +350,6 @@ def _configs(draw: Any) -> Config:
     return Config(**{name: content for name, content in sections.items() if name in kept | {"data"}})
 
 
-@pytest.mark.parametrize("mark", ["\x85", "\u2028", "\u2029", "\n"])
-def test_line_breaks_survive_writing(load: Load, mark: str) -> None:
-    config = Config(data={"paths": [f"a{mark}b", mark]})
-    assert load(dump_config(config)) == config
-
-
 @settings(deadline=None, max_examples=60)
 @given(config=_configs())
 def test_every_configuration_survives_writing(tmp_path_factory: pytest.TempPathFactory, config: Config) -> None:
@@ -544,35 +369,27 @@ def test_dump_refuses_what_a_file_cannot_hold() -> None:
         dump_config(Config(data={"paths": "a.h5ad"}, model={"option": loop}))
 
 
-PROPOSAL_TOML = """
+TOML = """
 seed = 3
 [data]
 paths = ["cells.h5ad"]
 preprocessing.hvg_selection = 2_000
 
 [tokenizer]
-strategy = "rank_value" # geneformer-style
-max_genes = 2048
-gene_vocab = 'human_protein_coding'
-[model]
-architecture = "transformer_encoder"
-hidden_dim = 512
-num_layers = 12
-num_heads = 8
-pretraining_task = "masked_gene_prediction"
-mask_ratio = 0.15
+gene_vocab = 'human_protein_coding' # another name
 [training]
 batch_size = 64
-max_epochs = 10
-precision = "bf16-mixed"
 num_gpus = 4
 lr = 1e-4
 """
 
 
 def test_toml_means_what_yaml_means(tmp_path: Path) -> None:
-    (tmp_path / "a.yaml").write_text("seed: 3" + PROPOSAL)
-    (tmp_path / "a.toml").write_text(PROPOSAL_TOML)
+    (tmp_path / "a.yaml").write_text(
+        "{seed: 3, data: {paths: [cells.h5ad], preprocessing: {hvg_selection: 2000}, gene_vocab: human_protein_coding},"
+        "training: {batch_size: 64, max_epochs: 10, num_gpus: 4, lr: 1e-4}}"
+    )
+    (tmp_path / "a.toml").write_text(TOML)
     one, other = load_config(tmp_path / "a.yaml"), load_config(tmp_path / "a.toml", ["training.max_epochs=10"])
     assert one == other
     assert dump_config(one) == dump_config(other)
@@ -581,21 +398,16 @@ def test_toml_means_what_yaml_means(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("batch_size", "btach_size", r"a.toml, line 19: training\.btach_size=64 is not a known option; did you mean"),
-        ("lr = 1e-4", 'lr = "fast"', r"a.toml, line 23: training\.optimizer\.lr='fast' is not a number"),
+        ("batch_size", "btach_size", r"a.toml, line 10: training\.btach_size=64 is not a known option; did you mean"),
         ("hvg_selection = 2_000", "hvg = 2", r"a.toml, line 5: data\.preprocessing\.hvg=2 is not a known option"),
-        ("[model]", "[modle]", r"a.toml, line 11: modle=.* is not a known .*did you mean 'model'"),
-        ("max_epochs = 10", "max_epochs = ", r"a.toml, line 20, column 14 is not valid TOML: Invalid value\."),
-        (
-            "max_epochs = 10",
-            "batch_size = 2",
-            r"a.toml, line 20, column 15 is not valid TOML: Cannot overwrite a value\.",
-        ),
-        ("num_gpus = 4", "optimizer = {lr = 2}", r"a.toml, lines 23 and 22: training.lr=.* and training.optimizer.lr="),
+        ("[training]", "[trianing]", r"a.toml, line 9: trianing=.* is not a known .*did you mean 'training'"),
+        ("batch_size = 64", "batch_size = ", r"a.toml, line 10, column 14 is not valid TOML: Invalid value\."),
+        ("num_gpus = 4", "batch_size = 2", r"a.toml, line 11, column 15 is not valid TOML: Cannot overwrite"),
+        ("num_gpus = 4", "optimizer = {lr = 2}", r"a.toml, lines 12 and 11: training.lr=.* and training.optimizer.lr="),
     ],
 )
 def test_mistakes_in_toml_have_a_line(tmp_path: Path, old: str, new: str, message: str) -> None:
-    (tmp_path / "a.toml").write_text(PROPOSAL_TOML.replace(old, new))
+    (tmp_path / "a.toml").write_text(TOML.replace(old, new))
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(tmp_path / "a.toml")
     assert "\n" not in str(caught.value)

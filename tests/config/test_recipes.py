@@ -6,49 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from scforge.config import dump_config, list_recipes, load_config, recipe_path
-from scforge.errors import ConfigError
+from scforge.config import list_recipes, load_config, recipe_path
 
 CLUSTER = [name for name in list_recipes() if name.endswith("_cluster")]
 
 
-def test_names() -> None:
-    assert sorted(set(list_recipes()) - set(CLUSTER)) == [
-        "annotation",
-        "autoregressive",
-        "gene_pooling",
-        "integration",
-        "light",
-        "masked_autoencoder",
-        "masked_gene",
-        "perturbation",
-        "scdiva",
-    ]
-    assert [name.removesuffix("_cluster") for name in CLUSTER] == [
-        "annotation",
-        "geneformer",
-        "integration",
-        "perturbation",
-        "scfoundation",
-        "scgpt",
-    ]
-
-
 @pytest.mark.parametrize("name", list_recipes())
-def test_each_recipe_loads_and_survives_writing(name: str, tmp_path: Path) -> None:
+def test_each_recipe_loads(name: str) -> None:
     config = load_config(recipe_path(name))
     assert config.data.paths == ["store.zarr" if name in CLUSTER else "data.h5ad"]
     assert config.output.checkpoint_dir.endswith(f"checkpoints/{name}")
-    (tmp_path / "again.yaml").write_text(dump_config(config))
-    assert load_config(tmp_path / "again.yaml") == config
-
-
-@pytest.mark.parametrize("name", CLUSTER)
-def test_cluster_recipes_use_the_cluster(name: str) -> None:
-    training = load_config(recipe_path(name)).training
-    assert (training.precision, training.strategy, training.accelerator) == ("bf16-mixed", "ddp", "gpu")
-    assert training.devices > 1
-    assert training.checkpoint_every_n_steps
+    if name in CLUSTER:
+        training = config.training
+        assert (training.precision, training.strategy, training.accelerator) == ("bf16-mixed", "ddp", "gpu")
+        assert training.devices > 1
+        assert training.checkpoint_every_n_steps
 
 
 def test_sizes_of_the_cluster_recipes_are_the_published_ones() -> None:
@@ -71,60 +43,25 @@ def test_sizes_of_the_cluster_recipes_are_the_published_ones() -> None:
 def test_recipes_that_fine_tune() -> None:
     tuned = {name: load_config(recipe_path(name)).finetune for name in list_recipes()}
     tuned = {name: section for name, section in tuned.items() if section is not None}
+    tasks = ("annotation", "integration", "perturbation")
     assert {name: section.task for name, section in tuned.items()} == {
-        "annotation": "annotation",
-        "annotation_cluster": "annotation",
-        "integration": "integration",
-        "integration_cluster": "integration",
-        "perturbation": "perturbation",
-        "perturbation_cluster": "perturbation",
+        f"{task}{ending}": task for task in tasks for ending in ("", "_cluster")
     }
     for section in tuned.values():
         recipe = Path(section.base_model).parent.name
         assert load_config(recipe_path(recipe)).output.checkpoint_dir == str(Path(section.base_model).parent)
 
 
-def test_light() -> None:
-    config = load_config(recipe_path("light"))
-    assert (config.tokenizer.strategy, config.objective.name) == ("continuous_projection", "neighbor_denoising")
-    assert config.model.architecture == "gene_pooling"
-    assert config.model.user_options() == {
-        "hidden_dim": 256,
-        "ffn_dim": 512,
-        "pooling": "weighted_sum",
-        "latent_dim": 32,
-    }
-    assert config.data.preprocessing.hvg_selection == 2000
-    assert (config.training.batch_size, config.training.max_epochs) == (256, 60)
-    assert (config.training.optimizer.lr, config.training.scheduler.name) == (2e-3, "one_cycle")
-
-
-def test_masked_gene() -> None:
-    config = load_config(recipe_path("masked_gene"))
-    assert (config.tokenizer.strategy, config.objective.name) == ("rank_value", "masked_gene_prediction")
-    assert config.model.architecture == "transformer_encoder"
-    assert config.model.user_options() == {"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "pooling": "mean"}
-    assert config.data.max_genes == 512
-
-
-def test_masked_autoencoder() -> None:
-    config = load_config(recipe_path("masked_autoencoder"))
-    assert (config.tokenizer.strategy, config.objective.name) == ("continuous_projection", "masked_value_prediction")
-    assert config.tokenizer.masking.mask_ratio == 0.75
-    assert config.model.architecture == "masked_autoencoder"
-    assert config.model.user_options() == {"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "decoder_layers": 2}
-    assert (config.training.batch_size, config.training.max_epochs, config.training.optimizer.lr) == (64, 20, 1e-3)
-
-
-def test_autoregressive() -> None:
-    config = load_config(recipe_path("autoregressive"))
-    assert (config.tokenizer.strategy, config.objective.name) == ("binned_expression", "next_gene_prediction")
-    assert config.tokenizer.user_options() == {"side": "one", "append_eos": True}
-    assert config.model.architecture == "autoregressive_transformer"
-    assert config.model.user_options() == {"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "pooling": "mean"}
-    assert config.data.preprocessing.hvg_selection == 1000
-
-
-def test_unknown_recipe() -> None:
-    with pytest.raises(ConfigError, match=r"recipe='lite' is not known; did you mean 'light'\? \(known: "):
-        recipe_path("lite")
+@pytest.mark.parametrize(
+    ("name", "tokenizer", "objective", "architecture"),
+    [
+        ("light", "continuous_projection", "neighbor_denoising", "gene_pooling"),
+        ("masked_gene", "rank_value", "masked_gene_prediction", "transformer_encoder"),
+        ("masked_autoencoder", "continuous_projection", "masked_value_prediction", "masked_autoencoder"),
+        ("autoregressive", "binned_expression", "next_gene_prediction", "autoregressive_transformer"),
+    ],
+)
+def test_parts_of_a_recipe(name: str, tokenizer: str, objective: str, architecture: str) -> None:
+    config = load_config(recipe_path(name))
+    assert (config.tokenizer.strategy, config.objective.name) == (tokenizer, objective)
+    assert config.model.architecture == architecture

@@ -58,15 +58,12 @@ class Block:
 def blocks(page):
     """Return the blocks of a page, in order; ``% not run: why`` above one says that it is compiled only."""
     text = (DOCS / f"{page}.md").read_text()
-    return [
-        Block(
-            found["language"],
-            found["text"],
-            f"{page}.md, line {text.count(chr(10), 0, found.start()) + 2}",
-            _NOT_RUN.search(text[: found.start()]) is None,
-        )
-        for found in _FENCE.finditer(text)
-    ]
+    found = []
+    for fence in _FENCE.finditer(text):
+        before = text[: fence.start()]
+        place = f"{page}.md, line {before.count(chr(10)) + 2}"
+        found.append(Block(fence["language"], fence["text"], place, _NOT_RUN.search(before) is None))
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +96,7 @@ def scratch(tmp_path, monkeypatch, few_cells):
 
 
 def run_file(name):
-    """Import a file that a page shows; of a file of tests, run the tests."""
+    """Import a file, and run its tests."""
     module = importlib.import_module(Path(name).stem)
     for label, test in inspect.getmembers(module, inspect.isfunction):
         if label.startswith("test_"):
@@ -139,24 +136,6 @@ def test_a_page_runs(page, scratch):
             run_file(block.file)
         elif block.language == "python":
             exec(code, names)
-
-
-def test_blocks_of_a_page(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "DOCS", tmp_path)
-    (tmp_path / "page.md").write_text(
-        "# Page\n\n```python\n# one.py\na = 1\n```\n\n% not run: needs a network\n```bash\nscforge pull a/b\n```\n\n"
-        "```text\nnot code\n```\n\n% not run: this is not above it\n\nWords.\n\n```yaml\nb: 1\n```\n"
-    )
-    first, second, third = blocks("page")
-    assert (first.language, first.text, first.place, first.runs) == (
-        "python",
-        "# one.py\na = 1\n",
-        "page.md, line 4",
-        True,
-    )
-    assert (first.file, second.file) == ("one.py", None)
-    assert (second.language, second.runs) == ("bash", False)
-    assert (third.text, third.runs) == ("b: 1\n", True)
 
 
 def test_every_page_is_covered():
