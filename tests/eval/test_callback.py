@@ -41,9 +41,10 @@ def fit(adata: ad.AnnData, *benchmarks: Any, keys: dict[str, str] = KEYS, every:
     """Train a small model for two epochs, with half of the cells held out."""
     Encoder.setup_anndata(adata, **keys)
     model = Encoder(adata, hidden_dim=16, ffn_dim=16, latent_dim=4)
-    callbacks = [BenchmarkCallback(benchmarks, every_n_epochs=every, datasets=options.pop("datasets", None))]
+    datasets = options.pop("datasets", None)
+    callbacks = [BenchmarkCallback(benchmarks, every_n_epochs=every, datasets=datasets)] if benchmarks else []
     options = {"max_epochs": 2, "validation_size": 0.5, "batch_size": 10} | options
-    model.train(progress_bar=False, accelerator="cpu", callbacks=callbacks if benchmarks else [], **options)
+    model.train(progress_bar=False, accelerator="cpu", callbacks=callbacks, **options)
     return model
 
 
