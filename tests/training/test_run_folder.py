@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -62,13 +63,18 @@ def change(place):
     (place / "state.json").write_text(json.dumps(content))
 
 
+def rewrite(place):
+    shutil.rmtree(place)
+    write_state(place.parent, {**STATE, "format": 99})
+
+
 @pytest.mark.parametrize(
     ("damage", "error"),
     [
         (cut, ModelFileError),
         (change, ModelFileError),
         (lambda place: (place / "state.json").unlink(), MissingFileError),
-        (lambda place: write_state(place.parent, {**STATE, "format": 99}), TrainingError),
+        (rewrite, TrainingError),
     ],
 )
 def test_damage_is_told(folder, damage, error):
