@@ -386,7 +386,8 @@ lr = 1e-4
 
 def test_toml_means_what_yaml_means(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text(
-        "{seed: 3, data: {paths: [cells.h5ad], preprocessing: {hvg_selection: 2000}, gene_vocab: human_protein_coding},"
+        "{seed: 3, data: {paths: [cells.h5ad], preprocessing: {hvg_selection: 2000}}, "
+        "tokenizer: {gene_vocab: human_protein_coding}, "
         "training: {batch_size: 64, max_epochs: 10, num_gpus: 4, lr: 1e-4}}"
     )
     (tmp_path / "a.toml").write_text(TOML)
