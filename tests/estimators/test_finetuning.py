@@ -294,6 +294,7 @@ def test_a_modality(many_adata: ad.AnnData) -> None:
         ({"batch_key": "donor"}, "batch_key='donor' is of no use to the task 'annotation'"),
         ({"task": {"name": "annotation", "labels_key": "kind"}}, "labels_key is given in task and beside it"),
         ({"test_size": 0.5, "validation_size": 0.5}, "leave no cell to train on"),
+        ({"test_size": 1.0}, r"test_size=1.0 is not in \[0, 1\)"),
         ({"split_by": "donor", "split_key": "kind"}, "split_by='donor' has no use beside split_key"),
         ({"split_key": "kind"}, "split_key='kind' has the values 'common', 'rare'; name the parts"),
         ({"split_key": "grop"}, "split_key='grop' is not a column .*did you mean 'group'"),
