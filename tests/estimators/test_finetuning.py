@@ -167,6 +167,7 @@ def test_going_on_ends_where_a_whole_fine_tuning_does(tune: Callable[..., Encode
         tune(resume="auto", **(options | {"lora": {"r": 3}}))
 
 
+@pytest.mark.slow
 def test_freezing(base: Encoder, tune: Callable[..., Encoder]) -> None:
     assert changed(base, tune(freeze=True)) == set()
     all_ = changed(base, tune())
@@ -348,6 +349,7 @@ class SpoilWeights(Callback):
                 next(pl_module.module.head.parameters()).fill_(torch.nan)
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_leaves_calibrated_confidence(annotator: Encoder, saved: Path, monkeypatch) -> None:
     model = Encoder.load(saved, annotator.adata)
     before = model.history_["validation_loss"].shape[0]
