@@ -70,6 +70,7 @@ for file in (CONFIG, WEIGHTS, SPLIT):
         f"{file} out of the folder": link(file, "../outside"),
         f"{file} absolutely out of the folder": link(file, "{folder}/../outside"),
         f"{file} that is a device": link(file, "/dev/zero"),
+        f"{file} that is a link to nothing": link(file, "nothing"),
         f"{file} that is a link to itself": link(file, file),
         f"a file of torch.save for {file}": pickled(file, torch.save),
         f"a pickle for {file}": pickled(file, lambda content, path: path.write_bytes(pickle.dumps(content))),

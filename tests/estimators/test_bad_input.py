@@ -220,6 +220,7 @@ TRAINING = [
     ({"validation_size": 0.999}, "validation_size=0.999 leaves no cell of 60 for training; lower it."),
     ({"lr": float("inf")}, "lr=inf is not a positive number."),
     ({"schedule": "cosin"}, "schedule='cosin' is not known; did you mean 'cosine'?"),
+    ({"optimizer": "adm"}, "optimizer='adm' is not known; did you mean 'adam'?"),
     ({"early_stopping": "validation_loss"}, "early_stopping='validation_loss' is neither True nor False."),
     ({"checkpoint_dir": __file__}, "is a file; give the name of a folder."),
     ({"accelerator": "gpuu"}, "an option of training cannot be used: You selected an invalid accelerator name"),

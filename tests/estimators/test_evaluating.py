@@ -85,6 +85,7 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
     ("options", "message"),
     [
         ({"baselines": False}, "baselines=False leaves embeddings with nothing to compare with"),
+        ({"baselines": ["pcaa"]}, "did you mean 'pca'"),
         ({"labels_key": "grup"}, "labels_key='grup' is not a column of obs; did you mean 'group'"),
         ({"labels_key": None, "benchmarks": None}, "labels_key=None, but cell types are needed"),
         ({"benchmarks": "geometri"}, "did you mean 'geometry'"),

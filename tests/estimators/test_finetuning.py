@@ -167,6 +167,7 @@ def test_going_on_ends_where_a_whole_fine_tuning_does(tune: Callable[..., Encode
         tune(resume="auto", **(options | {"lora": {"r": 3}}))
 
 
+@pytest.mark.slow
 def test_freezing(base: Encoder, tune: Callable[..., Encoder]) -> None:
     assert changed(base, tune(freeze=True)) == set()
     all_ = changed(base, tune())
@@ -294,6 +295,7 @@ def test_a_modality(many_adata: ad.AnnData) -> None:
         ({"batch_key": "donor"}, "batch_key='donor' is of no use to the task 'annotation'"),
         ({"task": {"name": "annotation", "labels_key": "kind"}}, "labels_key is given in task and beside it"),
         ({"test_size": 0.5, "validation_size": 0.5}, "leave no cell to train on"),
+        ({"test_size": 1.0}, r"test_size=1.0 is not in \[0, 1\)"),
         ({"split_by": "donor", "split_key": "kind"}, "split_by='donor' has no use beside split_key"),
         ({"split_key": "kind"}, "split_key='kind' has the values 'common', 'rare'; name the parts"),
         ({"split_key": "grop"}, "split_key='grop' is not a column .*did you mean 'group'"),
@@ -347,6 +349,7 @@ class SpoilWeights(Callback):
                 next(pl_module.module.head.parameters()).fill_(torch.nan)
 
 
+@pytest.mark.slow
 def test_a_training_that_fails_leaves_calibrated_confidence(annotator: Encoder, saved: Path, monkeypatch) -> None:
     model = Encoder.load(saved, annotator.adata)
     before = model.history_["validation_loss"].shape[0]

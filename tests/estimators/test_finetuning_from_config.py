@@ -141,6 +141,7 @@ MISTAKES = [
     ("finetune.base_model=hub://geneformer", MissingFileError, "is a URL; give the folder of a model"),
     ("finetune.base_model=cells.h5ad", MissingFileError, "is a file; give the folder of a model"),
     ("finetune.base_model=.", MissingFileError, "holds no model; give the folder of one"),
+    ("finetune.task=anotation", OptionError, "task='anotation' is not known; did you mean 'annotation'"),
     ("finetune.label_smooting=0.1", ConfigError, "is not an option of 'annotation'; did you mean 'finetune.label"),
     ("finetune.learning_rate=0.1", ConfigError, "is not an option of 'annotation'; did you mean 'training.opt"),
     ("finetune.label_smoothing=2", OptionError, "label_smoothing=2 "),
