@@ -183,6 +183,7 @@ def test_adapters_take_the_query_out_of_the_space_of_the_reference(which, usual,
     np.testing.assert_allclose(mapped.get_latent_representation(key_added=None), embedded, atol=1e-5)
     backbone = {name: p.clone() for name, p in mapped.backbone.named_parameters() if "base_layer" in name}
     mapped.get_latent_representation()
+    mapped.predict()
     assert {key for key in query.obsm if "scforge" in key} == {"X_scforge", usual}
     with pytest.warns(ScforgeWarning, match=LEFT):
         mapped.train(max_epochs=2, batch_size=40, lr=1e-2, **QUIET)
