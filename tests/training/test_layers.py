@@ -46,6 +46,7 @@ def test_freezing_and_learning_rates_that_fall_towards_the_input(transformer) ->
     assert learning_rate_factors(transformer, None) == {}
     with pytest.raises(OptionError, match=f"freeze={N_LAYERS + 1} but there are {N_LAYERS} layers"):
         freeze_layers(transformer, N_LAYERS + 1)
+    assert GradualUnfreezing(2).state_dict() == {}
     with pytest.raises(OptionError, match="gradual_unfreezing=0"):
         GradualUnfreezing(0)
     for decay in (0, 1.5, True):

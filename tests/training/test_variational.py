@@ -93,6 +93,7 @@ def test_active_units_are_those_over_all_cells_of_an_epoch(cells, tokenizer):
         loss, figures = objective.loss(module, objective.prepare(cells.block(rows), tokenizer, epoch=0, seed=0))
         means.add({"loss": loss, **figures}, len(rows))
     assert objective.summarise(means.take())["active_units"] == 1
+    assert means.take() == {}, "the next epoch begins anew"
 
 
 def test_what_is_seen_and_what_is_predicted(cells, tokenizer):
