@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+import torch
 
 from scforge.errors import OptionError
 from scforge.finetuning import FineTunedModule, PredictionHead
@@ -46,8 +49,19 @@ def test_freezing_and_learning_rates_that_fall_towards_the_input(transformer) ->
     assert learning_rate_factors(transformer, None) == {}
     with pytest.raises(OptionError, match=f"freeze={N_LAYERS + 1} but there are {N_LAYERS} layers"):
         freeze_layers(transformer, N_LAYERS + 1)
+    assert GradualUnfreezing(2).state_dict() == {}
     with pytest.raises(OptionError, match="gradual_unfreezing=0"):
         GradualUnfreezing(0)
     for decay in (0, 1.5, True):
         with pytest.raises(OptionError, match="layer_lr_decay"):
             learning_rate_factors(transformer, decay)
+
+
+@pytest.mark.parametrize(("epoch", "n_trained"), [(1, 1), (2, 2), (50, N_LAYERS + 2)])
+def test_thawing_every_second_epoch(transformer, epoch: int, n_trained: int) -> None:
+    for parameter in transformer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    trainer, plan = SimpleNamespace(current_epoch=epoch), SimpleNamespace(module=transformer)
+    GradualUnfreezing(2).on_before_optimizer_step(trainer, plan, None)
+    thawed = [all(p.grad is not None for p in group) for group in layer_groups(transformer)]
+    assert thawed == [False] * (N_LAYERS + 2 - n_trained) + [True] * n_trained

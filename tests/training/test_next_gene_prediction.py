@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -211,6 +213,11 @@ def test_what_cannot_predict_the_next_token_is_refused():
                 objective.check_architecture(of)
         with pytest.raises(OptionError, match="does not see the next token"):
             objective.loss(model, {})
+    module = model_of()
+    batch = objective.prepare(eight_of_30(2).block(np.arange(2)), tokenizer_of(), epoch=0, seed=0)
+    module.forward = lambda **given: SimpleNamespace(loss=None)
+    with pytest.raises(TrainingError, match="forward returned no loss although labels were given"):
+        objective.loss(module, batch)
     with pytest.raises(OptionError, match="choose tokenizer='binned_expression'"):
         objective.check(get_tokenizer("continuous_projection", VOCAB))
     with pytest.raises(OptionError, match="include_zero_genes=True"):

@@ -22,7 +22,9 @@ TABLES = {
     ("name", "options", "message"),
     [
         ("annotation", {"labels_key": None}, "needs labels_key"),
+        ("annotation", {"labels_key": 3}, "labels_key=3 is not the name of a column"),
         ("annotation", {"classes": ["a"]}, "fewer than two classes"),
+        ("annotation", {"classes": ["a", "a"]}, "names a class twice"),
         ("annotation", {"classes": "ab"}, "classes='ab' is not a list"),
         ("annotation", {"class_weights": "even"}, "class_weights='even'"),
         ("annotation", {"class_weights": {"a": -1}}, r"class_weights\['a'\]=-1"),
