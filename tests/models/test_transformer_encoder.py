@@ -67,13 +67,6 @@ def test_without_logits_the_head_runs_at_labels_only():
     assert shapes == [(3, 8)]
 
 
-def test_values_at_padding_may_be_anything():
-    model = TransformerEncoder(50, 8, 1, 2).eval()
-    ids, values = torch.randint(4, 50, (3, 6)), torch.rand(3, 6)
-    broken = values.masked_fill(~MASK, torch.nan)
-    torch.testing.assert_close(model.encode(ids, MASK, broken), model.encode(ids, MASK, values))
-
-
 def test_tied_head_shares_the_gene_embedding():
     model = TransformerEncoder(50, 8, 1, 2, tie_head=True).eval()
     assert model.num_parameters() == TransformerEncoder(50, 8, 1, 2).num_parameters() - 50 * 8
