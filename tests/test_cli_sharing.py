@@ -128,6 +128,7 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
     assert main(["finetune", "--base-model", "org/light", "--data", "cells.h5ad", "-o", "OUT", *options, *quick]) == 0
     tuned = Encoder.load("OUT/final")
     tuned.save_adapter("adapter")
+    assert main(["push", "adapter", "org/groups", "--base", "org/light"]) == 0
     Path("adapter/README.md").write_text("---\ntags: [ours]\n---\n# Our groups\n")
     assert main(["push", "adapter", "org/groups", "--base", "org/light"]) == 0
     assert hub.files("org/groups")["README.md"] == Path("adapter/README.md").read_bytes()
