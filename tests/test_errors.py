@@ -82,6 +82,11 @@ TOKEN = "hf_" + "aB3" * 11 + "x"
         (f"no answer to {TOKEN}.", "no answer to ***."),
         ("{'authorization': 'Bearer abc'}", "{'authorization': 'Bearer ***'}"),
         (f"https://me:pass@host/{TOKEN}?x=1", "https://***@host/***?***"),
+        ("hf_jwt_head.load.sign and Bearer of news", "*** and Bearer of news"),
+        (
+            "obs has no column 'hf_ventricular_cardiomyocyte_subtype'",
+            "obs has no column 'hf_ventricular_cardiomyocyte_subtype'",
+        ),
         ("obs has no column 'hf_score' in //shared/me@work", "obs has no column 'hf_score' in //shared/me@work"),
     ],
 )

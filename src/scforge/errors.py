@@ -47,7 +47,9 @@ SECRET = "***"
 # A path of a URL has one of its slashes left.
 _USER = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]+:/{1,2})[^\s/?#]*@")
 _QUERY = re.compile(r"(\bhttps?:/{1,2}[^\s?'\"]*\?)[^\s'\"]+")
-_TOKEN = re.compile(r"\bhf_\w{30,}|(?<=\bBearer )[^\s'\"]+")
+_TOKEN = re.compile(
+    r"\bhf_(?:(?:oauth|jwt)_[\w.-]+|[A-Za-z0-9]{30,})|(?<=\bBearer )(?:[\w.~+/=-]{20,}|[^\s'\"]+(?=['\"]))"
+)
 """Tokens of the hub, and what a header of HTTP holds; a column may well be called ``hf_score``."""
 
 

@@ -122,6 +122,8 @@ def test_a_query_model_keeps_32_bit_weights(reference, query):
     mapped = Encoder.load_query_data(query, reference)
     with pytest.raises(OptionError, match=r"'bf16-true' rounds the weights .* with its reference; take 'bf16-mixed'\."):
         mapped.train(max_epochs=1, precision="bf16-true", **QUIET)
+    with pytest.raises(OptionError, match="strategy='fsdp' would change what a query model shares"):
+        mapped.train(max_epochs=1, strategy="fsdp", **QUIET)
 
 
 def test_a_query_model_names_its_reference(reference, query):
