@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sysconfig
 import warnings
 from pathlib import Path
 
 import pytest
 
 from scforge import errors
-from scforge.errors import did_you_mean, listing, redacted, shown
+from scforge.errors import did_you_mean, listing, redacted, safe_cause
 
 
 @pytest.mark.parametrize(
@@ -62,9 +63,16 @@ def test_did_you_mean(name, known, expected):
     assert did_you_mean(name, known) == expected
 
 
-def test_a_package_with_a_like_name_is_not_scforge() -> None:
-    """A warning names the line of the user, also of one whose package is called ``scforge_extra``."""
-    path = str(Path(errors.__file__).parent) + "_extra/code.py"
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"{Path(errors.__file__).parent}_extra/code.py",
+        f"{sysconfig.get_path('purelib')}/mylab/run.py",
+        f"{sysconfig.get_path('purelib')}/torchmetrics/metric.py",
+    ],
+)
+def test_a_warning_names_the_line_of_the_user(path: str) -> None:
+    """Whose package may be installed, and may be called ``scforge_extra``."""
     code = compile("def call():\n    warn('one sentence.')\n", path, "exec")
     found = {"warn": errors.warn}
     exec(code, found)
@@ -94,4 +102,4 @@ def test_credentials_are_not_shown(text: str, expected: str) -> None:
     assert redacted(text) == expected
     assert str(errors.HubError(text)) == str(errors.ScforgeWarning(text)) == expected
     cause = OSError(text)
-    assert shown(cause) is (cause if text == expected else None)
+    assert safe_cause(cause) is (cause if text == expected else None)
