@@ -10,7 +10,7 @@ PARALLEL := -n auto --maxprocesses 4 --dist worksteal
 .PHONY: help quickstart test test-all test-exhaustive test-census test-cz lint docs notebooks constraints clean
 
 help: ## Show the jobs
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
 
 quickstart: ## Install scforge and run the tour; results go to quickstart/
 	@$(INSTALL)
@@ -26,7 +26,7 @@ test-all: ## Run the slow tests as well (kills, limits of memory, every variant)
 
 test-exhaustive: ## Run slow tests at full size, which takes an hour
 	@$(INSTALL) test
-	$(VENV)/bin/pytest -m exhaustive $(ARGS)
+	$(ONE_THREAD) $(VENV)/bin/pytest -m exhaustive $(ARGS)
 
 # What meets the tables of pandas, whose version 2 the clients of the Census need.
 WITH_PANDAS := census census_filters checks convert h5ad perturbation selection sources splits store \

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sysconfig
 import warnings
 from pathlib import Path
 
 import pytest
 
 from scforge import errors
-from scforge.errors import did_you_mean, listing, redacted, shown
+from scforge.errors import did_you_mean, listing, redacted, safe_cause
 
 
 @pytest.mark.parametrize(
@@ -52,9 +53,16 @@ def test_did_you_mean(name, known, expected):
     assert did_you_mean(name, known) == expected
 
 
-def test_a_package_with_a_like_name_is_not_scforge() -> None:
-    """A warning names the line of the user, also of one whose package is called ``scforge_extra``."""
-    path = str(Path(errors.__file__).parent) + "_extra/code.py"
+@pytest.mark.parametrize(
+    "path",
+    [
+        f"{Path(errors.__file__).parent}_extra/code.py",
+        f"{sysconfig.get_path('purelib')}/mylab/run.py",
+        f"{sysconfig.get_path('purelib')}/torchmetrics/metric.py",
+    ],
+)
+def test_a_warning_names_the_line_of_the_user(path: str) -> None:
+    """Whose package may be installed, and may be called ``scforge_extra``."""
     code = compile("def call():\n    warn('one sentence.')\n", path, "exec")
     found = {"warn": errors.warn}
     exec(code, found)
@@ -72,6 +80,11 @@ TOKEN = "hf_" + "aB3" * 11 + "x"
         (f"no answer to {TOKEN}.", "no answer to ***."),
         ("{'authorization': 'Bearer abc'}", "{'authorization': 'Bearer ***'}"),
         (f"https://me:pass@host/{TOKEN}?x=1", "https://***@host/***?***"),
+        ("hf_jwt_head.load.sign and Bearer of news", "*** and Bearer of news"),
+        (
+            "obs has no column 'hf_ventricular_cardiomyocyte_subtype'",
+            "obs has no column 'hf_ventricular_cardiomyocyte_subtype'",
+        ),
         ("obs has no column 'hf_score' in //shared/me@work", "obs has no column 'hf_score' in //shared/me@work"),
     ],
 )
@@ -79,4 +92,4 @@ def test_credentials_are_not_shown(text: str, expected: str) -> None:
     assert redacted(text) == expected
     assert str(errors.HubError(text)) == str(errors.ScforgeWarning(text)) == expected
     cause = OSError(text)
-    assert shown(cause) is (cause if text == expected else None)
+    assert safe_cause(cause) is (cause if text == expected else None)

@@ -271,7 +271,8 @@ def read_settled[T](folder: str | os.PathLike[str], read: Callable[[], T]) -> T:
             if _seen(folder) == before:
                 raise
         else:
-            moving = _SAVED in before and not (folder / _SAVED).is_symlink()  # somebody moves files one by one
+            saved = folder / _SAVED
+            moving = _SAVED in before and not (saved.is_symlink() or saved.is_file())  # somebody moves files one by one
             if not moving and _seen(folder) == before:
                 return found
     raise ModelFileError(f"{str(folder)!r} changed each time while it was read; load it when nobody saves to it.")
@@ -477,8 +478,14 @@ def put_back(path: str | os.PathLike[str]) -> None:
         If that cannot be done.
     """
     path = Path(path).resolve()
+    if not path.name:
+        return  # the root
     gone = _gone(path)
-    if path.exists() or not gone.is_dir():
+    if not gone.is_dir():
+        return
+    if path.exists():  # killed between the two steps: the old one must not come back when the new one is deleted
+        with contextlib.suppress(OSError), _alone(gone, blocking=False):
+            shutil.rmtree(gone, ignore_errors=True)
         return
     try:
         with _alone(gone):
@@ -486,8 +493,8 @@ def put_back(path: str | os.PathLike[str]) -> None:
                 gone.rename(path)
     except OSError as error:
         raise ModelFileError(
-            f"{str(path)!r} was being replaced by a process that was killed, and is {str(gone)!r} now "
-            f"({first_line(error)}); give it its name again where you may write."
+            f"{str(path)!r} is being replaced, or the process that replaced it was killed ({first_line(error)}); try "
+            f"again, or rename {str(gone)!r} where you may write."
         ) from error
 
 

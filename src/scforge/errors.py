@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import site
 import sysconfig
 import traceback
 import warnings
@@ -31,15 +32,25 @@ __all__ = [
     "first_line",
     "listing",
     "redacted",
-    "shown",
+    "safe_cause",
     "warn",
 ]
 
-# Lightning and contextlib call parts of scforge, so their lines are not the user's either.
-_NOT_THE_USER = tuple(
-    f"{path}{os.sep}"
-    for path in (Path(__file__).parent, *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-)
+_CALLERS = {
+    ("stdlib",): ("concurrent", "contextlib.py", "copy.py", "functools.py", "threading.py"),
+    ("purelib", "platlib", "user"): ("lightning", "lightning_fabric", "pytorch_lightning", "torch"),
+}
+"""What calls parts of scforge back, so that its lines are not the user's either."""
+
+
+def _not_the_user() -> tuple[str, ...]:
+    """Return the beginnings of the paths of code that no warning is about."""
+    places = {**sysconfig.get_paths(), "user": site.getusersitepackages()}
+    found = {Path(places[kind], name) for kinds, names in _CALLERS.items() for kind in kinds for name in names}
+    return tuple(str(path) + ("" if path.suffix else os.sep) for path in (Path(__file__).parent, *found))
+
+
+_NOT_THE_USER = _not_the_user()
 
 SECRET = "***"
 """What is written in place of a credential."""
@@ -47,7 +58,9 @@ SECRET = "***"
 # A path of a URL has one of its slashes left.
 _USER = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]+:/{1,2})[^\s/?#]*@")
 _QUERY = re.compile(r"(\bhttps?:/{1,2}[^\s?'\"]*\?)[^\s'\"]+")
-_TOKEN = re.compile(r"\bhf_\w{30,}|(?<=\bBearer )[^\s'\"]+")
+_TOKEN = re.compile(
+    r"\bhf_(?:(?:oauth|jwt)_[\w.-]+|[A-Za-z0-9]{30,})|(?<=\bBearer )(?:[\w.~+/=-]{20,}|[^\s'\"]+(?=['\"]))"
+)
 """Tokens of the hub, and what a header of HTTP holds; a column may well be called ``hf_score``."""
 
 
@@ -335,11 +348,11 @@ def listing(names: Iterable[object], *, most: int = 12) -> str:
     >>> listing(["a", "b", "c"], most=2)
     "'a', 'b', ... (1 more)"
     """
-    shown = [repr(str(name)) for name in names]
-    if not shown:
+    quoted = [repr(str(name)) for name in names]
+    if not quoted:
         return "nothing"
-    tail = f", ... ({len(shown) - most} more)" if len(shown) > most else ""
-    return ", ".join(shown[:most]) + tail
+    tail = f", ... ({len(quoted) - most} more)" if len(quoted) > most else ""
+    return ", ".join(quoted[:most]) + tail
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
@@ -431,7 +444,7 @@ def redacted(text: str) -> str:
     return _TOKEN.sub(SECRET, _QUERY.sub(rf"\1{SECRET}", _USER.sub(rf"\1{SECRET}@", text)))
 
 
-def shown(error: BaseException | None) -> BaseException | None:
+def safe_cause(error: BaseException | None) -> BaseException | None:
     """Return what to raise an error from: `error`, or None if a traceback of it would show a credential.
 
     Parameters
@@ -445,7 +458,7 @@ def shown(error: BaseException | None) -> BaseException | None:
 
     Examples
     --------
-    >>> shown(OSError("no route to host")), shown(OSError("no route to https://me:secret@host"))
+    >>> safe_cause(OSError("no route to host")), safe_cause(OSError("no route to https://me:secret@host"))
     (OSError('no route to host'), None)
     """
     text = "".join(traceback.format_exception(error)) if error else ""

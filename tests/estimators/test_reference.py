@@ -123,6 +123,20 @@ def test_a_query_model_keeps_to_its_reference(reference, query):
     assert not torch.equal(weights(mapped)[VECTORS][2], before[2])
 
 
+def test_a_query_model_keeps_32_bit_weights(reference, query):
+    mapped = Encoder.load_query_data(query, reference)
+    with pytest.raises(OptionError, match=r"'bf16-true' rounds the weights .* with its reference; take 'bf16-mixed'\."):
+        mapped.train(max_epochs=1, precision="bf16-true", **QUIET)
+    with pytest.raises(OptionError, match="strategy='fsdp' would change what a query model shares"):
+        mapped.train(max_epochs=1, strategy="fsdp", **QUIET)
+
+
+def test_a_query_model_names_its_reference(reference, query):
+    with_room = Encoder.load_query_data(query, reference)
+    without = Encoder.load_query_data(query[query.obs["lane"] == "b1"].copy(), reference)
+    assert with_room.spec.tuning.base["sha256"] == without.spec.tuning.base["sha256"]
+
+
 def test_batches_of_the_query_have_a_column_of_their_own(reference, query):
     query.obs = query.obs.rename(columns={"lane": "plate"})
     mapped = Encoder.load_query_data(query, reference)

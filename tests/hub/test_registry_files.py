@@ -85,10 +85,24 @@ def test_versions(registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert known_models() == {"light": "Other", "more": "Small", "here": "Small", **SHIPPED}
 
 
+def test_load_takes_a_name_of_the_registry() -> None:
+    model = Encoder.load("scforge://pbmc3k-light", False)
+    assert (
+        model.module.state_dict().keys() == Encoder.from_pretrained("scforge://pbmc3k-light").module.state_dict().keys()
+    )
+    with pytest.raises(
+        OptionError, match=r"^dir_path='scforge://geneformer-v2' is not in the registry.*from_checkpoint\(folder"
+    ):
+        Encoder.load("scforge://geneformer-v2")
+    for load in (Encoder.load, Encoder.load_registry):
+        with pytest.raises(MissingFileError, match=r"^dir_path='hf://org/light' is no folder; .*from_pretrained\.$"):
+            load("hf://org/light")
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("scforge://lihgt", "is not in the registry; did you mean 'light'"),
+        ("scforge://lihgt", r"is not in the registry .known: .*; did you mean 'light'\?\.$"),
         ("scforge://geneformer-v2", r"is not in the registry .known: .*'pbmc3k-light'.*Encoder.from_checkpoint\(fold"),
         ("scforge://light@3", r"has no version '3'.*\(known: '1', '2'\)"),
         ("scforge://light@", "is no name of a model; write it as scforge://name or"),

@@ -110,3 +110,7 @@ def test_the_ranking_of_a_knock_out_shows_what_an_untrained_network_does(texts) 
         in_silico_ranking(table.assign(shift_z=np.nan))
     with pytest.raises(DataError, match=r"table has no column 'goal_z' \(it has"):
         in_silico_ranking(table, metric="goal_z")
+    with pytest.raises(DataError, match=r"table has several groups; .*table\['group'\] == 'B'"):
+        in_silico_ranking(table.assign(group=["B", "B", "T", "T"]))
+    with pytest.raises(OptionError, match="metric='fdr' is not known"):
+        in_silico_ranking(table, metric="fdr")

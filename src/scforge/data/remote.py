@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fsspec.asyn import get_loop, sync
 
 from scforge.data.stream_errors import LATER, reading, reading_errors, refusal
-from scforge.errors import SECRET, DataError, OptionError, did_you_mean, first_line, redacted, shown
+from scforge.errors import SECRET, DataError, OptionError, did_you_mean, first_line, redacted, safe_cause
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -93,14 +93,15 @@ def remote_file_system(
             raise OptionError(
                 f"{url!r} needs a package that is not installed ({first_line(error)}); "
                 'install the clients of S3 and Google Cloud with: pip install "scforge[cloud]".'
-            ) from shown(error)
+            ) from safe_cause(error)
         except (ValueError, TypeError) as error:
             if "::" not in scheme and scheme not in known:
                 raise OptionError(
                     f"{url!r} starts with the unknown scheme {scheme!r}{did_you_mean(scheme, known)} "
                     "(fsspec knows s3, gs, https and others)"
-                ) from shown(error)
-            raise OptionError(f"storage_options cannot be used for {url!r}: {first_line(error)}.") from shown(error)
+                ) from safe_cause(error)
+            problem = f"storage_options cannot be used for {url!r}: {first_line(error)}."
+            raise OptionError(problem) from safe_cause(error)
     return found
 
 
@@ -132,19 +133,19 @@ async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> 
         except PermissionError as error:
             raise DataError(
                 f"{what} may not be read ({first_line(error)}); check the credentials in storage_options."
-            ) from shown(error)
+            ) from safe_cause(error)
         except _FINAL:
             raise
         except reading_errors() as error:
             told = refusal(error)
             last = number == TRIES or time.monotonic() > until
             if told and (last or told[0] not in LATER):
-                raise DataError(f"{what} cannot be read: {told[1]}.") from shown(error)
+                raise DataError(f"{what} cannot be read: {told[1]}.") from safe_cause(error)
             if last:
                 raise DataError(
                     f"{what} cannot be reached, tried {number} times ({first_line(error)}); "
                     "check the connection and storage_options, and run this again."
-                ) from shown(error)
+                ) from safe_cause(error)
             logger.debug("Reading again in %g s: %s", wait, redacted(f"{what}: {error}"))
         await asyncio.sleep(wait)
         wait *= 2

@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterator
 from http import HTTPStatus
 
-from scforge.errors import DataError, MissingFileError, ScforgeError, first_line, shown
+from scforge.errors import DataError, MissingFileError, ScforgeError, first_line, safe_cause
 
 __all__ = ["LATER", "reading", "reading_errors", "refusal"]
 
@@ -101,23 +101,23 @@ def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         if told := refusal(error):
-            raise DataError(f"{what} cannot be read: {told[1]}.") from shown(error)
+            raise DataError(f"{what} cannot be read: {told[1]}.") from safe_cause(error)
         behind = error.__cause__
         lost = isinstance(behind, (TimeoutError, *_clients("aiohttp"))) and not hasattr(behind, "status")
         if lost and isinstance(behind, Exception):
             raise DataError(
                 f"{what} cannot be reached ({first_line(behind)}); check the URL and the connection."
-            ) from shown(error)
-        raise MissingFileError(f"{what} does not exist; check the name.") from shown(error)
+            ) from safe_cause(error)
+        raise MissingFileError(f"{what} does not exist; check the name.") from safe_cause(error)
     except PermissionError as error:
         raise DataError(
             f"{what} may not be read ({first_line(error)}); "
             "check the permissions, or the credentials in storage_options."
-        ) from shown(error)
+        ) from safe_cause(error)
     except TimeoutError as error:
-        raise DataError(f"{what} cannot be reached in time; check the connection and try again.") from shown(error)
+        raise DataError(f"{what} cannot be reached in time; check the connection and try again.") from safe_cause(error)
     except reading_errors() as error:
         if told := refusal(error):
-            raise DataError(f"{what} cannot be read: {told[1]}.") from shown(error)
+            raise DataError(f"{what} cannot be read: {told[1]}.") from safe_cause(error)
         read, tail = (f"read {how}" if how else "read"), (f"; {fix}" if fix else "")
-        raise DataError(f"{what} cannot be {read}: {first_line(error)}{tail}.") from shown(error)
+        raise DataError(f"{what} cannot be {read}: {first_line(error)}{tail}.") from safe_cause(error)

@@ -86,7 +86,8 @@ class ZarrPlace:
     """An AnnData in a zarr folder, here or behind a URL, or one modality of a MuData in it."""
 
     def __init__(self, path: str, modality: str | None = None, options: Mapping[str, Any] | None = None) -> None:
-        self.name, self.address, self._modality, self._options = redacted(path), path, modality, dict(options or {})
+        self.name = redacted(path) if is_url(path) else path
+        self.address, self._modality, self._options = path, modality, dict(options or {})
 
     @contextlib.contextmanager
     def open(self) -> Iterator[StoredAdata]:

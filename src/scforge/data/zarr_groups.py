@@ -15,7 +15,7 @@ from zarr import storage
 
 from scforge.data.remote import ask_again, is_url, remote_file_system
 from scforge.data.stream_errors import reading
-from scforge.errors import DataError, MissingFileError, shown
+from scforge.errors import DataError, MissingFileError, safe_cause
 
 __all__ = ["open_group"]
 
@@ -70,7 +70,8 @@ def open_group(
         try:
             return zarr.open_group(store, mode=mode)
         except FileNotFoundError as error:
-            raise MissingFileError(f"{name!r} is not there, or is no zarr group; check the name.") from shown(error)
+            problem = f"{name!r} is not there, or is no zarr group; check the name."
+            raise MissingFileError(problem) from safe_cause(error)
 
 
 def _refuse_odd_files(place: str) -> None:

@@ -56,10 +56,11 @@ class EmbeddingFiles:
     """
 
     def __init__(self, output: Path, *, overwrite: bool) -> None:
-        output = output.resolve() if output.is_symlink() else output  # the link stays
-        self.output, self.overwrite = output, overwrite
         if output.suffix not in (".zarr", ".h5ad"):
             raise OptionError(f"output={str(output)!r} ends with neither .zarr nor .h5ad; name the kind of file so.")
+        self._is_zarr, self._said = output.suffix == ".zarr", f"output={str(output)!r}"
+        output = output.resolve() if output.is_symlink() else output  # the link stays
+        self.output, self.overwrite = output, overwrite
         check_folder("output", output.parent)
         self.folder = output.with_name(f".{output.name}.embedding")
         self._lock = self.folder.with_name(f"{self.folder.name}.lock")
@@ -81,17 +82,14 @@ class EmbeddingFiles:
         put_back(output)
         if not output.exists():
             return None
-        folder = output.suffix == ".zarr"
-        if output.is_dir() != folder:
-            what = "a file, but zarr makes a folder" if folder else "a folder, but h5ad is a file"
-            raise OptionError(f"output={str(output)!r} is {what}; choose another name.")
-        if folder and not any(output.iterdir()):
+        if output.is_dir() != self._is_zarr:
+            what = "a file, but zarr makes a folder" if self._is_zarr else "a folder, but h5ad is a file"
+            raise OptionError(f"{self._said} is {what}; choose another name.")
+        if self._is_zarr and not any(output.iterdir()):
             return None
-        found = _zarr_mark(output) if folder else _h5ad_mark(output)
+        found = _zarr_mark(output) if self._is_zarr else _h5ad_mark(output)
         if found is None:
-            raise OptionError(
-                f"output={str(output)!r} exists and is not an embedding that scforge wrote; choose another name."
-            )
+            raise OptionError(f"{self._said} exists and is not an embedding that scforge wrote; choose another name.")
         return found
 
     @contextlib.contextmanager
@@ -147,7 +145,7 @@ class EmbeddingFiles:
                 return []  # another process has finished, or will
             if damaged := self._damaged(n_blocks):
                 return damaged
-            made = self._result if self.output.suffix == ".zarr" else self._write_h5ad(plan)
+            made = self._result if self._is_zarr else self._write_h5ad(plan)
             self._check_taken(plan)
             swap_in(made, self.output)
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -172,7 +170,7 @@ class EmbeddingFiles:
     def _check_taken(self, plan: dict[str, Any]) -> None:
         if not self.overwrite and self.mark() not in (None, _hash(plan)):
             raise OptionError(
-                f"output={str(self.output)!r} exists and was made of other cells or by another model; choose another "
+                f"{self._said} exists and was made of other cells or by another model; choose another "
                 "name, or pass overwrite=True (--overwrite)."
             )
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 from scforge._io import read_settled
 from scforge.data.checks import check_adata, inherited_batch_key
@@ -16,10 +16,11 @@ from scforge.estimators.front_classes import class_in_place_of
 from scforge.estimators.model_content import card_of, content_of
 from scforge.estimators.registries import bare_registry
 from scforge.estimators.saving import load_weights, read_adata, read_folder, write_folder
+from scforge.estimators.sharing import load_found
 from scforge.estimators.tuning import Tuning
 from scforge.finetuning.seen import SeenCells
 from scforge.hub.copying import origin_of
-from scforge.hub.finding import is_registry_name
+from scforge.hub.finding import find_model, is_registry_name
 
 if TYPE_CHECKING:
     import torch
@@ -127,7 +128,8 @@ class FolderMethods:
         Parameters
         ----------
         dir_path
-            The folder; or ``"scforge://name"``, which is passed to :meth:`Encoder.from_pretrained`.
+            The folder; or ``"scforge://name"``, a model of the registry. :meth:`Encoder.from_pretrained` also takes a
+            repository of the hub.
         adata
             Data to go on with; unless it is set up already, it is set up as the training data were, without the columns
             of obs that it lacks. None takes the training data, if they were saved with the model; False takes none:
@@ -167,8 +169,8 @@ class FolderMethods:
         if accelerator is not None:
             device = _device_of(accelerator, device)
         if is_registry_name(dir_path):
-            shared: Any = cls
-            return shared.from_pretrained(dir_path, adata, device=device)
+            said = f"dir_path={dir_path!r}"
+            return cast("Self", load_found(cls, find_model(dir_path, said=said), said, adata, device=device))
 
         def read() -> Any:
             config, vocab, weights = read_folder(dir_path)

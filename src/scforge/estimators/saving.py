@@ -13,6 +13,7 @@ from torch import nn
 
 from scforge._io import atomic_folder, check_inside, read_settled, sha256_of
 from scforge.data.h5ad import write_h5ad
+from scforge.data.remote import is_url
 from scforge.data.sources import read_h5ad
 from scforge.data.vocab import GeneVocab
 from scforge.data.vocab_files import MOST_BYTES
@@ -116,6 +117,11 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
     OptionError
         If an architecture, tokenizer, objective or task is not registered.
     """
+    if is_url(path):
+        raise MissingFileError(
+            f"dir_path={os.fspath(path)!r} is no folder; get a model of the hub or the registry with "
+            "Encoder.from_pretrained."
+        )
     return read_settled(path, lambda: _read(Path(path)))
 
 

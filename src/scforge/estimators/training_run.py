@@ -84,6 +84,16 @@ def run_training(
     check_positive("gradient_clip_val", gradient_clip_val, or_zero=True, hint="0 does not clip")
     if checkpoint_every_n_steps is not None:
         check_count("checkpoint_every_n_steps", checkpoint_every_n_steps, "steps")
+    if model.spec.tuning is not None and model.spec.tuning.base.get("reference"):
+        if precision in ("16-true", "bf16-true"):
+            raise OptionError(
+                f"precision={precision!r} rounds the weights that a query model shares with its reference; take "
+                f"{precision.replace('true', 'mixed')!r}."
+            )
+        if options.get("strategy") == "fsdp":
+            raise OptionError(
+                "strategy='fsdp' would change what a query model shares with its reference; take 'ddp' or one device."
+            )
     if checkpoint_dir is None and (resume == _AUTO or overwrite):
         name = "resume='auto'" if resume == _AUTO else "overwrite=True"
         raise OptionError(f"{name} needs checkpoint_dir, the folder of the training.")
@@ -109,15 +119,6 @@ def run_training(
                 raise OptionError(f"batch_size='auto', but the data module has {name}={getattr(data, name)}; give one.")
             stack.callback(setattr, data, "batch_size", None)
             data.batch_size = saved.get("batch_size") or find_batch_size(model.module, data, device)
-        if (
-            precision in ("16-true", "bf16-true")
-            and model.spec.tuning is not None
-            and model.spec.tuning.base.get("reference")
-        ):
-            raise OptionError(
-                f"precision={precision!r} rounds the weights that a query model shares with its reference; take "
-                f"{precision.replace('true', 'mixed')!r}."
-            )
         if precision == _AUTO:
             precision = saved.get("precision") or choose_precision(model.module, data, device, processes)
         if max_epochs is None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from scforge.errors import HubError, MissingFileError, OptionError, ScforgeError, first_line, shown
+from scforge.errors import HubError, MissingFileError, OptionError, ScforgeError, first_line, safe_cause
 from scforge.hub.client import shown_endpoint
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def hub_errors(said: str, repo_id: str, revision: str | None = None, *, writing:
         with _said(said, repo_id, revision, writing=writing):
             yield
     except ScforgeError as error:
-        raise error from shown(error.__cause__)
+        raise error from safe_cause(error.__cause__)
 
 
 def answered[T](said: str, ask: Callable[[], T]) -> T:

@@ -91,10 +91,13 @@ def find_registered(text: str, said: str) -> RegisteredModel:
     if not _NAME.fullmatch(name) or (at and not version):
         raise OptionError(f"{said} is no name of a model; write it as scforge://name or scforge://name@version.")
     if name not in entries:
+        advice = did_you_mean(name, entries) or (
+            "; convert a downloaded checkpoint of another package, e.g. Geneformer's, with "
+            "Encoder.from_checkpoint(folder) or scforge convert-checkpoint"
+        )
         raise OptionError(
-            f"{said} is not in the registry{did_you_mean(name, entries)} (known: {listing(entries)}; more come "
-            f"from the file that {_VARIABLE} names). Make a model of another package's downloaded checkpoint, e.g. "
-            "Geneformer's, with Encoder.from_checkpoint(folder) or scforge convert-checkpoint."
+            f"{said} is not in the registry (known: {listing(entries)}; more come from the file that {_VARIABLE} "
+            f"names){advice}."
         )
     entry, file = entries[name]
     versions: dict[str, Any] = entry["versions"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scforge._checks import check_count
-from scforge.errors import DataError
+from scforge.errors import DataError, OptionError
 from scforge.pl._style import COLOURS, KINDS, check_columns, new_axes, spread
 
 if TYPE_CHECKING:
@@ -225,8 +225,8 @@ def in_silico_ranking(
     Parameters
     ----------
     table
-        What :meth:`scforge.models.Encoder.perturb_in_silico` returns, of one group. Genes without `metric` are left
-        out.
+        What :meth:`scforge.models.Encoder.perturb_in_silico` returns; of several groups, the rows of one. Genes
+        without `metric` are left out.
     metric
         Column to rank by, ``"shift_z"`` or ``"goal_z"``. Where the table has ``<metric>_untrained``, it is the second
         marker.
@@ -244,7 +244,9 @@ def in_silico_ranking(
     Raises
     ------
     DataError
-        If a column is not there, or no gene has a value.
+        If a column is not there, no gene has a value, or the table has several groups.
+    OptionError
+        If `metric` is another one.
 
     Examples
     --------
@@ -254,8 +256,13 @@ def in_silico_ranking(
     >>> [label.get_text() for label in ax.get_yticklabels()]
     ['LYZ', 'ACTB']
     """
+    if metric not in ("shift_z", "goal_z"):
+        raise OptionError(f"metric={metric!r} is not known; choose 'shift_z' or 'goal_z'.")
     check_columns("table", table, ("gene", metric))
     check_count("n_genes", n_genes, "genes")
+    if "group" in table and table["group"].nunique() > 1:
+        group = table["group"].iloc[0]
+        raise DataError(f"table has several groups; draw one of them, e.g. table[table['group'] == {group!r}].")
     top = table.dropna(subset=[metric]).sort_values(metric, ascending=False, kind="stable").head(n_genes)
     if not len(top):
         raise DataError(f"table has no gene with a value of {metric!r}; perturb more cells, or set n_permutations.")

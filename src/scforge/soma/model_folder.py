@@ -102,7 +102,7 @@ def _check_sums(folder: Path, sums: Mapping[str, str] | None, content: Mapping[s
     if not (folder / WEIGHTS).is_file():
         return
     if sums is None:
-        warn(f"{str(folder)!r} has no checksums, so damage to its weights may go unseen; train or copy it again.")
+        warn(f"{str(folder)!r} has no checksums, so damage to its weights may go unseen; save it again.")
         return
     for name, found in ((CONFIG, _sum(content)), (WEIGHTS, sha256_of(folder / WEIGHTS))):
         if sums[name] != found:

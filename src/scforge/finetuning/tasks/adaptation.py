@@ -92,7 +92,7 @@ class Adaptation(Task):
                 f"but {why}."
             )
         n, vectors = self.n_reference, batch_vectors(encoder)
-        if n is not None and vectors is not None:
+        if n is not None and vectors is not None and vectors.requires_grad and len(vectors) > n:
             # Here, as a copy of a module has no hooks. Embeddings have no weight decay, so a vector without gradient
             # stays as it is.
             new = (torch.arange(len(vectors)) >= n).unsqueeze(1)
