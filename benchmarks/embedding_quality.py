@@ -44,7 +44,7 @@ from scforge.errors import ScforgeError
 from scforge.estimators.defaults import recipe_for
 from scforge.eval import embedding_baselines
 from scforge.models import Encoder, ScDiVa
-from scforge.training.objectives.registry import OBJECTIVES
+from scforge.training.objectives.base import OBJECTIVES
 
 BATCH = "{batch_key}"
 """Stands for the data set's ``batch_key``; a method that has it among its arguments needs batches."""

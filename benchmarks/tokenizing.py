@@ -22,7 +22,7 @@ from scipy import sparse
 
 import scforge
 from scforge.data import CellBlock, CellSource, GeneVocab
-from scforge.data.selection import gene_medians
+from scforge.data.statistics import gene_medians
 from scforge.tokenizers import Masking, Tokenizer, get_tokenizer
 
 N_BINS = 51

@@ -21,7 +21,7 @@ import scforge
 from scforge.cli import main
 from scforge.config.schema import ModelConfig
 from scforge.data import GeneVocab, convert
-from scforge.data.convert_plan import Layout
+from scforge.data.conversion import Layout
 
 N_CELLS, N_GENES = 60, 80
 

@@ -29,8 +29,8 @@ REGISTRIES = [
     ("scforge.finetuning.base", "TASKS"),
     ("scforge.foreign.base", "FAMILIES"),
     ("scforge.models.registry", "MODELS"),
-    ("scforge.tokenizers.registry", "TOKENIZERS"),
-    ("scforge.training.objectives.registry", "OBJECTIVES"),
+    ("scforge.tokenizers.base", "TOKENIZERS"),
+    ("scforge.training.objectives.base", "OBJECTIVES"),
 ]
 
 

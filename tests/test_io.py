@@ -300,7 +300,7 @@ def test_cells_on_a_full_disk(tmp_path):
     """HDF5 would crash the process."""
     script = (
         "import resource, signal, sys\nimport anndata, numpy as np\nfrom scforge._io import atomic_path\n"
-        "from scforge.data.h5ad import write_h5ad\n"
+        "from scforge.data.readers import write_h5ad\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
         "adata = anndata.AnnData(np.ones((300, 40)))\nadata.raw = adata.copy()\n"
         "for most in [0, 90, 3000, 9000, 50_000, 100_000]:\n"

@@ -12,7 +12,7 @@ from scipy import sparse
 
 import scforge.testing.tokenizers
 from scforge.data import CellBlock, GeneVocab
-from scforge.data.random import content_keys
+from scforge.data.cells import content_keys
 from scforge.errors import OptionError
 from scforge.testing import check_tokenizer
 from scforge.tokenizers import Masking, RaggedTokens, Tokenizer

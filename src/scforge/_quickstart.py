@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scforge._io import atomic_path, check_folder
-from scforge.data.h5ad import write_h5ad
+from scforge.data.readers import write_h5ad
 from scforge.errors import NotTrainedWarning
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The command line: thin, and quick to start (nothing heavy is imported before a command runs)."""
+"""The command line: one parser, and one function a command."""
 
 from __future__ import annotations
 
@@ -10,13 +10,452 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from scforge.cli_foreign import add_convert_checkpoint
-from scforge.cli_sharing import add_pull, add_push
-from scforge.cli_soma import add_soma
-from scforge.cli_tasks import INTERRUPTED, add_evaluate, add_finetune, add_predict, check_places
-from scforge.errors import ConfigError, OptionError, ScforgeError, ScforgeWarning
+from scforge.errors import ConfigError, MissingFileError, OptionError, ScforgeError, ScforgeWarning, listing
 
-__all__ = ["main"]
+_OPTIONS = (
+    *("version", "tokens_medians", "ensembl_map", "gene_names", "pooling", "embedding_layer"),
+    *("vocab", "args", "cls_value", "normalize", "part"),
+)
+"""Flags that are options of a family, under their names in Python."""
+
+
+def add_convert_checkpoint(command: argparse.ArgumentParser) -> None:
+    """Add the flags of ``scforge convert-checkpoint``."""
+    command.add_argument("source", metavar="SOURCE", help="folder or file of the checkpoint")
+    command.add_argument("-o", "--output", required=True, metavar="DIR", help="folder of the model to make")
+    command.add_argument("--family", metavar="NAME", help="geneformer, scgpt, ... (default: what recognises it)")
+    command.add_argument("--version", metavar="NAME", help="Geneformer: V1 or V2 (default: by its positions)")
+    command.add_argument(
+        "--tokens-medians", metavar="PLACE", help="Geneformer: folder or table of its dictionaries (default: SOURCE)"
+    )
+    command.add_argument("--ensembl-map", metavar="FILE", help="Geneformer: former Ensembl ids to current ones")
+    command.add_argument("--gene-names", metavar="FILE", help="Geneformer: symbols to Ensembl ids")
+    command.add_argument(
+        "--pooling",
+        metavar="NAME",
+        help="Geneformer: genes (default of V1), cls (of V2) or mean; scFoundation: depths (default) or mean",
+    )
+    command.add_argument(
+        "--embedding-layer", type=int, metavar="N", help="Geneformer: embed from N layers below the last (1)"
+    )
+    command.add_argument("--vocab", metavar="FILE", help="scGPT: its vocab.json; scFoundation: its panel of genes")
+    command.add_argument("--args", metavar="FILE", help="scGPT: its args.json")
+    command.add_argument("--cls-value", type=float, metavar="VALUE", help="scGPT: value of CLS (default: pad_value)")
+    command.add_argument(
+        "--normalize", action="store_true", default=None, help="scGPT: embeddings of length 1, as its embed_data"
+    )
+    command.add_argument("--part", metavar="NAME", help="scFoundation: cell, gene or rde")
+    command.add_argument("--overwrite", action="store_true", help="replace the model in --output; other files stay")
+    command.set_defaults(run=_convert_checkpoint)
+
+
+def _convert_checkpoint(arguments: argparse.Namespace) -> None:
+    from scforge._io import check_writable
+    from scforge.estimators import Encoder
+
+    check_writable("output", arguments.output)
+    given = {name: getattr(arguments, name) for name in _OPTIONS}
+    options = {name: value for name, value in given.items() if value is not None}
+    model = Encoder.from_checkpoint(arguments.source, arguments.family, **options)
+    model.save(arguments.output, overwrite=arguments.overwrite)
+    print(f"Wrote {arguments.output}: {model.spec.architecture}, {model.vocab}")
+
+
+_OF_CARD = ("licence", "data", "citation", "metrics")
+_OF_REPO = ("private", "revision", "commit_message", "create_pr")
+
+
+def _push(arguments: argparse.Namespace) -> None:
+    from scforge.estimators.sharing_files import push_folder
+
+    names = (*_OF_REPO, *_OF_CARD, "base")
+    print(push_folder(arguments.folder, arguments.repo_id, **{name: getattr(arguments, name) for name in names}))
+
+
+def _pull(arguments: argparse.Namespace) -> None:
+    from scforge.estimators.sharing_files import pull_folder
+
+    names = ("revision", "cache_dir", "local_files_only", "overwrite")
+    print(pull_folder(arguments.name, arguments.output, **{name: getattr(arguments, name) for name in names}))
+
+
+def add_push(command: argparse.ArgumentParser) -> None:
+    """Add the flags of ``scforge push``."""
+    command.add_argument("folder", metavar="DIR", help="folder of a model, or of adapters")
+    command.add_argument("repo_id", metavar="REPO", help="org/name; made if there is none")
+    command.add_argument(
+        "--private", action=argparse.BooleanOptionalAction, help="of a new repository (default: as the hub is set)"
+    )
+    command.add_argument("--revision", metavar="BRANCH", help="branch to write to (default: the main one)")
+    command.add_argument("--message", dest="commit_message", metavar="TEXT", help="first line of the commit")
+    command.add_argument("--pr", dest="create_pr", action="store_true", help="open a pull request, and write nothing")
+    command.add_argument("--licence", metavar="NAME", help="for the card, e.g. apache-2.0")
+    command.add_argument("--data", nargs="+", metavar="NAME", help="for the card: what the model was trained on")
+    command.add_argument("--citation", metavar="TEXT", help="for the card: how to cite the model")
+    command.add_argument("--metrics", metavar="FILE", help="for the card: out.csv of scforge evaluate, with baselines")
+    command.add_argument("--base", metavar="NAME", help="of adapters: org/name of the model that they sit on")
+    command.set_defaults(run=_push, prints_result=True)
+
+
+def add_pull(command: argparse.ArgumentParser) -> None:
+    """Add the flags of ``scforge pull``."""
+    command.add_argument("name", metavar="NAME", help="org/name, hf://org/name@revision, or scforge://name@version")
+    command.add_argument("-o", "--output", metavar="DIR", help="folder to write (default: it stays in the cache)")
+    command.add_argument("--revision", metavar="NAME", help="branch, tag or commit (default: the main branch)")
+    command.add_argument("--cache-dir", metavar="DIR", help="another cache than that of the hub")
+    command.add_argument("--offline", dest="local_files_only", action="store_true", help="look in the cache only")
+    command.add_argument("--overwrite", action="store_true", help="replace the model in --output; other files stay")
+    command.set_defaults(run=_pull, prints_result=True)
+
+
+_OF_READING = ("kind", "field", "gene_column", "text_column")
+_OF_TRAINING = (
+    *("validation", "validation_size", "embedding_dim", "pwff_hidden_dim", "num_layers", "num_heads", "dropout_rate"),
+    *("seq_len", "sig_reg", "max_epochs", "max_steps", "batch_size", "optimizer", "lr", "gradient_checkpointing"),
+    *("device", "precision", "checkpoint_every_n_steps", "resume", "overwrite", "seed"),
+)
+_OF_EMBEDDING = ("duplicates", "batch_size", "device", "overwrite")
+
+
+def add_soma(soma: argparse.ArgumentParser) -> None:
+    """Add ``train`` and ``embed``."""
+    commands = soma.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_train(commands.add_parser("train", help="train a model on the bytes of files"))
+    _add_embed(commands.add_parser("embed", help="embed files, records or descriptions; a table of gene vectors"))
+
+
+def _given_to_soma(arguments: argparse.Namespace, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return the flags that were set; defaults stand in Python."""
+    values = {name: getattr(arguments, name) for name in names}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _train_soma(arguments: argparse.Namespace) -> None:
+    from scforge.soma import train
+
+    options = _given_to_soma(arguments, (*_OF_TRAINING, *_OF_READING))
+    trained = train(arguments.files, arguments.output, progress_bar=not arguments.quiet, **options)
+    what = "held-out" if "validation_bits_per_byte" in trained.history else "training"
+    print(f"Wrote {trained.path}: {trained.bits_per_byte:.3f} bits per byte on {what} bytes")
+
+
+def _embed_soma(arguments: argparse.Namespace) -> None:
+    from scforge.soma import embed
+
+    options = _given_to_soma(arguments, (*_OF_EMBEDDING, *_OF_READING))
+    table = embed(arguments.files, arguments.model, arguments.output, progress_bar=not arguments.quiet, **options)
+    if not arguments.quiet:
+        print(f"Wrote {arguments.output}: {len(table):,} vectors of {table.shape[1]} numbers")
+
+
+def _add_reading(command: argparse.ArgumentParser) -> None:
+    command.add_argument("files", nargs="+", metavar="FILE", help="FASTA, csv or tsv, or any other file; .gz as well")
+    command.add_argument(
+        "--kind", choices=("auto", "bytes", "fasta", "table"), help="how files are read (auto: by their suffix)"
+    )
+    command.add_argument("--field", metavar="NAME", help="field of FASTA headers with the names, e.g. gene_symbol")
+    command.add_argument("--gene-column", metavar="COLUMN", help="column of a table with the names (gene)")
+    command.add_argument("--text-column", metavar="COLUMN", help="column of a table with the texts (text)")
+
+
+def _add_train(command: argparse.ArgumentParser) -> None:
+    _add_reading(command)
+    command.add_argument("-o", "--output", required=True, metavar="DIR", help="folder of the training")
+    command.add_argument("--validation", nargs="+", metavar="FILE", help="files to hold out (default: a share)")
+    command.add_argument("--validation-size", type=float, metavar="SHARE", help="share of the bytes to hold out (0.1)")
+    command.add_argument("--embedding-dim", type=int, metavar="N", help="width (192)")
+    command.add_argument("--pwff-hidden-dim", type=int, metavar="N", help="hidden units (four times the width)")
+    command.add_argument("--num-layers", type=int, metavar="N", help="layers (4)")
+    command.add_argument("--num-heads", type=int, metavar="N", help="heads (4)")
+    command.add_argument("--dropout-rate", type=float, metavar="SHARE", help="dropout (0)")
+    command.add_argument("--seq-len", type=int, metavar="N", help="bytes of a sequence (256)")
+    command.add_argument("--sig-reg", type=float, metavar="WEIGHT", help="weight of SIGReg (0; as published: 0.02)")
+    command.add_argument("--epochs", dest="max_epochs", type=int, metavar="N", help="most epochs (by the bytes)")
+    command.add_argument("--max-steps", type=int, metavar="N", help="most steps")
+    command.add_argument("--batch-size", type=int, metavar="N", help="sequences a step (16)")
+    command.add_argument("--optimizer", metavar="NAME", help="adamw (default), adam, sgd or muon")
+    command.add_argument("--lr", type=float, metavar="RATE", help="peak learning rate (0.002; muon: 0.01)")
+    command.add_argument("--gradient-checkpointing", action="store_true", default=None, help="less memory, slower")
+    command.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if any)")
+    command.add_argument("--precision", metavar="NAME", help="precision, e.g. bf16-mixed (default: 32-true)")
+    command.add_argument("--checkpoint-every-n-steps", type=int, metavar="N", help="save within epochs as well")
+    command.add_argument("--seed", type=int, metavar="N", help="seed of weights, order and split (0)")
+    command.add_argument(
+        "--resume", metavar="auto|STATE", help="go on: with the latest state, if any, or with this one"
+    )
+    command.add_argument("--overwrite", action="store_true", help="replace the training in --output")
+    command.add_argument("--quiet", action="store_true", help="no progress bar")
+    command.set_defaults(run=_train_soma)
+
+
+def _add_embed(command: argparse.ArgumentParser) -> None:
+    _add_reading(command)
+    command.add_argument("-m", "--model", required=True, metavar="DIR", help="folder of scforge soma train")
+    command.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="table.parquet, table.npz or table.csv, a row a name"
+    )
+    command.add_argument("--duplicates", choices=("error", "mean"), help="names that stand more than once (error)")
+    command.add_argument("--batch-size", type=int, metavar="N", help="sequences at once (32)")
+    command.add_argument("--device", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if any)")
+    command.add_argument("--overwrite", action="store_true", help="replace the output")
+    command.add_argument("--quiet", action="store_true", help="no progress bar and no summary at the end")
+    command.set_defaults(run=_embed_soma)
+
+
+_OF_TASKS = ("trained_on", "base_model")
+_OF_EMBEDDINGS = (
+    "obsm_keys",
+    "labels_key",
+    "batch_key",
+    "groups_key",
+    "seeds",
+    "intervals",
+    "untrained",
+    "network",
+    "gene_key",
+)
+_FLAGS = {
+    "--base-model": "finetune.base_model",
+    "--data": "data.paths",
+    "--task": "finetune.task",
+    "--labels-key": "finetune.labels_key",
+    "--batch-key": "finetune.batch_key",
+    "--perturbation-key": "finetune.perturbation_key",
+    "--control": "finetune.control",
+    "--validation-size": "finetune.validation_size",
+    "--test-size": "finetune.test_size",
+    "--split-by": "finetune.split_by",
+    "--split-key": "finetune.split_key",
+    "--freeze": "finetune.freeze",
+    "--lora": "finetune.lora",
+    "--eval": "finetune.evaluate",
+    "--max-epochs": "training.max_epochs",
+    "--seed": "seed",
+    "--output": "output.checkpoint_dir",
+}
+"""Flags of ``scforge finetune`` to options of a YAML file."""
+
+
+def check_places(source: str, output: str | None = None, endings: Sequence[str] = (), *, place: str = "") -> None:
+    """Raise for a file that is not there, or an output of another kind, before seconds are spent on imports."""
+    path = Path(source)
+    is_name = "://" in source or any(sign in source for sign in "*?[")
+    if path.suffix == ".h5ad" and not is_name and not path.exists():
+        from scforge.data.readers import similar_file
+
+        raise MissingFileError(f"{place}the file {source!r} does not exist{similar_file(path)}")
+    if output is not None and Path(output).suffix not in endings:
+        kinds = listing(ending for ending in endings if ending)
+        raise OptionError(f"output={output!r} (-o) does not end in one of {kinds}; give such a name.")
+
+
+class _MayStandAlone(argparse.Action):
+    """A flag with or without a value: KEY=VALUE behind it is no value of it, but an override as elsewhere."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, nargs="?", const=True)
+
+    def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, *_: Any) -> None:
+        if _is_override(values):
+            namespace.overrides = [*namespace.overrides, values]
+            values = self.const
+        setattr(namespace, self.dest, values)
+
+
+def _is_override(value: Any) -> bool:
+    key, equals, _ = str(value).partition("=")
+    return bool(equals) and all(name.isidentifier() for name in key.split("."))
+
+
+def _layers(text: str) -> bool | int | str:
+    if _is_override(text):
+        return text
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of layers; give one, or nothing for the head alone")
+    return int(text)
+
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, also where a training then kept what it had, so that a script does not continue."""
+
+
+def _finetune(arguments: argparse.Namespace) -> int:
+    from scforge.estimators.config_start import first_process_speaks
+    from scforge.estimators.finetuning_from_config import finetune_from_config, finetuning_config, finetuning_report
+
+    config = finetuning_config(arguments.config, arguments.overrides, flags=_flags_of(arguments))
+    options = {"resume": arguments.resume, "overwrite": arguments.overwrite}
+    speaks = first_process_speaks()
+    result = finetune_from_config(config, progress_bar=not arguments.quiet, **options)
+    if speaks:
+        print("\n".join(finetuning_report(result, config)))
+    return INTERRUPTED if result.model._stopped else 0
+
+
+def _flags_of(arguments: argparse.Namespace) -> dict[str, tuple[str, Any]]:
+    """Return the flags that were set, each with its option and its value."""
+    values = {flag: getattr(arguments, flag.lstrip("-").replace("-", "_")) for flag in _FLAGS}
+    return {flag: (_FLAGS[flag], value) for flag, value in values.items() if value is not None}
+
+
+def _predict(arguments: argparse.Namespace) -> None:
+    check_places(arguments.source, arguments.output, [".csv", ".h5ad"])
+    from scforge.estimators.predicting import predict_to
+
+    options = {name: getattr(arguments, name) for name in ("threshold", "majority_voting", "soft", "key_added")}
+    options = {name: value for name, value in options.items() if value is not None and value is not False}
+    options |= _options(arguments.overrides, options)
+    options |= {name: getattr(arguments, name) for name in ("batch_size", "device", "overwrite")}
+    done = predict_to(arguments.model, arguments.source, arguments.output, **options)
+    if not arguments.quiet:
+        print(f"Predicted {done}: {arguments.output}")
+
+
+def _options(overrides: list[str], given: dict[str, Any]) -> dict[str, Any]:
+    """Read ``threshold=0.5`` and the like, the values as YAML."""
+    from scforge.config.load import parse_yaml
+
+    options: dict[str, Any] = {}
+    for override in overrides:
+        name, equals, text = override.partition("=")
+        if not equals or not name.isidentifier() or name in {*given, "batch_size", "device", "overwrite"}:
+            raise OptionError(f"{override!r} is no option of the task's predict; write it as name=value, once.")
+        options[name] = parse_yaml(text, where=override)[0]
+    return options
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    if (arguments.source is None) == (arguments.data is None):
+        raise OptionError("name the cells once: as FILE, or with --data FILE.")
+    names = (*("benchmarks", "batch_size", "device", "seed", "overwrite"), *_OF_TASKS, *_OF_EMBEDDINGS)
+    options = {name: getattr(arguments, name) for name in names}
+    against = [int(name) if name.isdigit() else name for name in arguments.against or ()]
+    if against and not arguments.baselines:
+        raise OptionError("--against names baselines and --no-baselines asks for none; give one of them.")
+    source = arguments.data if arguments.source is None else arguments.source
+    check_places(source, None, [])
+    from scforge.estimators.evaluating_files import evaluate_to
+    from scforge.eval.report import Report
+
+    options |= {"baselines": against or arguments.baselines, "progress_bar": not arguments.quiet}
+    found = evaluate_to(arguments.model, source, arguments.output, **options)
+    print(found if isinstance(found, Report) else found.round(4).to_string())
+    if arguments.output is not None:
+        print(f"Written: {arguments.output}")
+
+
+def _add_overrides(command: argparse.ArgumentParser, words: str) -> None:
+    # Extended, not set: flags add to them, too.
+    command.add_argument("overrides", nargs="*", action="extend", default=[], metavar="KEY=VALUE", help=words)
+
+
+def add_finetune(command: argparse.ArgumentParser) -> None:
+    """Add the flags of ``scforge finetune``."""
+    command.add_argument("--config", metavar="FILE", help="YAML or TOML file with a section finetune; flags count more")
+    command.add_argument(
+        "--base-model", metavar="MODEL", help="the model to fine-tune: folder, org/name or scforge://name"
+    )
+    command.add_argument("--data", metavar="FILE", help="h5ad file, or a store")
+    command.add_argument("--task", metavar="NAME", help="annotation, integration, perturbation, regression, ...")
+    command.add_argument("--labels-key", metavar="COLUMN", help="column of obs with the labels")
+    command.add_argument("--batch-key", metavar="COLUMN", help="column of obs with the batches")
+    command.add_argument("--perturbation-key", metavar="COLUMN", help="column of obs with the perturbations")
+    command.add_argument("--control", metavar="LABEL", help="how cells without perturbation are called there")
+    command.add_argument("--validation-size", type=float, metavar="SHARE", help="share of the cells (0.1)")
+    command.add_argument("--test-size", type=float, metavar="SHARE", help="share of the cells, for --eval (0.1)")
+    command.add_argument("--split-by", metavar="COLUMN", help="hold out whole groups, e.g. donors")
+    command.add_argument("--split-key", metavar="COLUMN", help="column of obs that says train, validation or test")
+    command.add_argument(
+        "--freeze", action=_MayStandAlone, type=_layers, metavar="N", help="train the head alone, or leave N layers"
+    )
+    command.add_argument("--lora", action="store_true", default=None, help="train low-rank adapters, not the weights")
+    command.add_argument("--max-epochs", type=int, metavar="N", help="most epochs (default: by task and cells)")
+    command.add_argument("--seed", type=int, metavar="N", help="seed of split, head and order (0)")
+    command.add_argument(
+        "--eval", action=_MayStandAlone, metavar="NAME", help="score the cells of --test-size, beside baselines"
+    )
+    command.add_argument("-o", "--output", metavar="DIR", help="folder of the training (default: DATA_TASK)")
+    command.add_argument(
+        "--resume", metavar="auto|STATE", help="go on: with the latest state, if any, or with this one"
+    )
+    command.add_argument("--overwrite", action="store_true", help="replace the training in --output")
+    command.add_argument("--quiet", action="store_true", help="no progress bar")
+    _add_overrides(command, "e.g. training.lr=1e-4 finetune.lora.r=16")
+    command.set_defaults(run=_finetune)
+
+
+def add_predict(command: argparse.ArgumentParser) -> None:
+    """Add the flags of ``scforge predict``."""
+    command.add_argument("source", metavar="FILE", help="h5ad file, store, pattern or URL")
+    command.add_argument(
+        "-m", "--model", required=True, metavar="MODEL", help="fine-tuned: folder, org/name or scforge://name"
+    )
+    command.add_argument("-o", "--output", required=True, metavar="FILE", help="out.h5ad (the cells) or out.csv")
+    command.add_argument("--threshold", type=float, metavar="SHARE", help='less certain cells become "unassigned"')
+    command.add_argument(
+        "--majority-voting", action=_MayStandAlone, metavar="COLUMN", help="also a vote in each cluster (of COLUMN)"
+    )
+    command.add_argument("--soft", action="store_true", help="probabilities of all classes")
+    command.add_argument("--key-added", metavar="NAME", help="column of obs to write")
+    command.add_argument("--batch-size", type=int, default=256, metavar="N", help="cells at once (%(default)s)")
+    command.add_argument("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if any)")
+    command.add_argument("--overwrite", action="store_true", help="replace the output")
+    command.add_argument("--quiet", action="store_true", help="no summary at the end")
+    _add_overrides(command, "further options of the task's predict")
+    command.set_defaults(run=_predict)
+
+
+def add_evaluate(command: argparse.ArgumentParser) -> None:
+    """Add the flags of ``scforge evaluate``."""
+    command.add_argument("source", nargs="?", metavar="FILE", help="cells: an h5ad file, or a data set, e.g. pbmc3k")
+    command.add_argument("--data", metavar="FILE", help="the same")
+    command.add_argument(
+        *("-m", "--model"),
+        required=True,
+        action="append",
+        metavar="MODEL",
+        help="folder, org/name or scforge://name; again for another row",
+    )
+    command.add_argument("-o", "--output", metavar="PLACE", help="write the figures (out.csv) or a report (a folder)")
+    command.add_argument(
+        "--benchmarks",
+        nargs="+",
+        metavar="NAME",
+        help="score the embedding by these (default: a fine-tuned model by its task, others by cell_type_probe, scib "
+        "and geometry)",
+    )
+    command.add_argument(
+        "--against",
+        nargs="+",
+        metavar="NAME",
+        help="baselines of embeddings, e.g. pca harmony (default: all; scvi takes minutes)",
+    )
+    command.add_argument("--obsm-keys", nargs="+", default=(), metavar="KEY", help="embeddings in FILE, each a row")
+    command.add_argument("--labels-key", metavar="COLUMN", help="column of obs with the cell types")
+    command.add_argument("--batch-key", metavar="COLUMN", help="column of obs with the batches")
+    command.add_argument("--groups-key", metavar="COLUMN", help="column of obs with donors, which folds hold out whole")
+    command.add_argument("--network", metavar="FILE", help="true edges, for the benchmark gene_network")
+    command.add_argument("--gene-key", metavar="COLUMN", help="column of var with the gene names of --network")
+    command.add_argument("--seeds", type=int, default=3, metavar="N", help="seeds of folds (%(default)s)")
+    command.add_argument(
+        "--intervals", action=argparse.BooleanOptionalAction, default=True, help="intervals and tests of embeddings"
+    )
+    command.add_argument(
+        "--untrained", action=argparse.BooleanOptionalAction, default=True, help="a row of random weights"
+    )
+    command.add_argument(
+        "--baselines", action=argparse.BooleanOptionalAction, default=True, help="beside the model, where possible"
+    )
+    command.add_argument("--trained-on", metavar="FILE", help="cells of the fine-tuning, if FILE has others")
+    command.add_argument("--base-model", metavar="MODEL", help="model before fine-tuning, for its frozen embedding")
+    command.add_argument("--batch-size", type=int, default=256, metavar="N", help="cells at once (%(default)s)")
+    command.add_argument("--device", default="auto", metavar="DEVICE", help="cpu, cuda, cuda:1 (default: a GPU if any)")
+    command.add_argument("--seed", type=int, default=0, metavar="N", help="seed of baselines (%(default)s)")
+    command.add_argument("--overwrite", action="store_true", help="replace the output")
+    command.add_argument("--quiet", action="store_true", help="no lines on how far it is")
+    command.set_defaults(run=_evaluate)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -142,7 +581,7 @@ def _embed(arguments: argparse.Namespace) -> None:
 
 def _inspect(arguments: argparse.Namespace) -> None:
     from scforge.data import inspect_h5ad, inspect_store
-    from scforge.data.store_files import may_be_store
+    from scforge.data.store import may_be_store
 
     if may_be_store(arguments.file):
         print(inspect_store(arguments.file, verify=arguments.verify))

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from scforge.config import Config, load_config
-from scforge.config._messages import known_names
-from scforge.config.aliases import ALIASES, apply_aliases
+from scforge.config.aliases import ALIASES, apply_aliases, known_names
 from scforge.errors import ConfigError
 
 

@@ -10,9 +10,8 @@ import jsonschema
 import pytest
 
 from scforge.config import Config, config_schema, init_config, list_recipes, load_config, recipe_path
-from scforge.config._messages import known_names
-from scforge.config._yaml import parse_yaml
-from scforge.config.aliases import ALIASES
+from scforge.config.aliases import ALIASES, known_names
+from scforge.config.load import parse_yaml
 from scforge.errors import ConfigError
 
 HERE = Path(__file__).parent

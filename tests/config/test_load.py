@@ -13,8 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scforge.config import Config, dump_config, load_config
-from scforge.config._messages import known_names
-from scforge.config.synonyms import SYNONYMS
+from scforge.config.aliases import SYNONYMS, known_names
 from scforge.errors import ConfigError
 
 DATA = "data: {paths: cells.h5ad}\n"

@@ -8,7 +8,7 @@ import pytest
 from scforge.data import GeneVocab
 from scforge.testing import check_tokenizer
 from scforge.tokenizers import get_tokenizer, list_tokenizers
-from scforge.tokenizers.registry import TOKENIZERS
+from scforge.tokenizers.base import TOKENIZERS
 
 COMMON = [{}, {"append_cls": False}, {"append_eos": True}, {"append_cls": False, "append_eos": True}, {"max_len": 9}]
 # Vectors of some genes of the vocabularies below.

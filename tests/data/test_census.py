@@ -13,7 +13,7 @@ from scipy import sparse
 
 from scforge.config import load_config
 from scforge.data import CellOrder, CensusQuery, GeneVocab, convert, open_cells
-from scforge.data.windows import Window
+from scforge.data.sampling import Window
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning
 from scforge.estimators.from_config import train_from_config
 

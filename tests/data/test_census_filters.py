@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from scforge.data import CensusQuery
-from scforge.data.census_filters import conditions, joined
+from scforge.data.census import conditions, joined
 from scforge.errors import OptionError
 
 

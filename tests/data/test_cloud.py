@@ -12,8 +12,9 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import CellOrder, StoreCells, convert, open_cells, open_streams, remote
-from scforge.data.zarr_groups import open_group
+from scforge.data import CellOrder, StoreCells, convert, open_cells, open_streams
+from scforge.data import readers as remote
+from scforge.data.readers import open_group
 from scforge.errors import DataError, MissingFileError, OptionError
 
 pytest.importorskip("s3fs", reason="the client of S3 comes with the extra cloud")

@@ -15,9 +15,9 @@ from scipy import sparse, stats
 
 from scforge import _io
 from scforge.data import GeneVocab, StoreInfo, convert, measure_medians, open_cells
-from scforge.data.convert_plan import Layout
-from scforge.data.store_files import DATASET, read_measured, read_vocab
-from scforge.data.stream_matrix import Matrix
+from scforge.data.conversion import Layout
+from scforge.data.readers import Matrix
+from scforge.data.store import DATASET, read_measured, read_vocab
 from scforge.errors import DataError, GeneMismatchError, ModelFileError, OptionError, ScforgeWarning
 
 N_GENES = 60

@@ -14,7 +14,7 @@ import pytest
 from scipy import sparse
 
 from scforge.data import StoreInfo, convert
-from scforge.data.convert_plan import Layout, parse_bytes
+from scforge.data.conversion import Layout, parse_bytes
 from scforge.errors import DataError, OptionError
 
 CONVERT = """
@@ -113,7 +113,7 @@ def test_a_full_disk(tmp_path, monkeypatch, megabytes):
     mount(f"size={megabytes}M")
     try:
         with monkeypatch.context() as patch:
-            patch.setattr("scforge.data.convert_steps.check_space", lambda *_: None)
+            patch.setattr("scforge.data.conversion.check_space", lambda *_: None)
             with pytest.raises(DataError, match=r"s\.zarr' is full \(.*\): .* are free, and .* run the same conv"):
                 convert(tmp_path / "a.h5ad", target)
         assert not target.exists()

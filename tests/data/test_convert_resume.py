@@ -13,8 +13,8 @@ import pytest
 from scipy import sparse
 
 from scforge.data import StoreInfo, convert
-from scforge.data.journal import Journal, Staging, locked
-from scforge.data.store_files import open_store_group, partial_path, read_vocab
+from scforge.data.conversion import Journal, Staging, locked
+from scforge.data.store import open_store_group, partial_path, read_vocab
 from scforge.errors import DataError, OptionError
 
 KILLS = """
@@ -22,8 +22,8 @@ import dataclasses, json, os, random, signal, sys, time
 from pathlib import Path
 import annbatch  # what takes long to import, once
 from scforge.data import StoreInfo, convert
-from scforge.data.convert_plan import Layout
-from scforge.data.stream_matrix import Matrix
+from scforge.data.conversion import Layout
+from scforge.data.readers import Matrix
 from scforge.errors import DataError, MissingFileError
 
 folder, n_kills = Path(sys.argv[1]), int(sys.argv[2])
@@ -125,7 +125,7 @@ def begun(sources, tmp_path, monkeypatch) -> Path:
         raise Stop
 
     with monkeypatch.context() as patch:
-        patch.setattr("scforge.data.convert_steps.load_cells", stop)
+        patch.setattr("scforge.data.conversion.load_cells", stop)
         with pytest.raises(Stop):
             convert(sources, tmp_path / "s.zarr")
     return tmp_path / "s.zarr"
@@ -143,7 +143,7 @@ def test_it_goes_on_where_it_was(sources, begun, tmp_path, monkeypatch):
         file.write(b"half a segment")
     (staging.folder / ".journal.abc.json").write_text("{")
     with monkeypatch.context() as patch:
-        patch.setattr("scforge.data.stream_files.FileStream.chunks", unread)
+        patch.setattr("scforge.data.readers.FileStream.chunks", unread)
         info = convert(sources, begun)
     assert info.content_hash == convert(sources, tmp_path / "t.zarr").content_hash
     assert not list(begun.parent.glob(".*"))

@@ -7,10 +7,9 @@ from scipy import sparse
 
 from scforge.cli import main
 from scforge.data import CellBlock, GeneMap, inspect_h5ad, measure_medians, open_cells
-from scforge.data.checks import counts_of
-from scforge.data.compressed import compressed_problem, sound_csr
-from scforge.data.duplicates import sum_columns
-from scforge.data.h5ad import open_h5ad
+from scforge.data.checks import compressed_problem, counts_of, sound_csr
+from scforge.data.genes import sum_columns
+from scforge.data.readers import open_h5ad
 from scforge.data.sources import read_h5ad
 from scforge.errors import DataError
 

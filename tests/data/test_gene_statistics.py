@@ -18,10 +18,8 @@ from scforge.data import (
     measure_medians,
     open_cells,
 )
-from scforge.data.entropies import gene_entropies
-from scforge.data.h5ad import Matrix
-from scforge.data.medians import _N_BINS
-from scforge.data.selection import gene_medians
+from scforge.data.readers import Matrix
+from scforge.data.statistics import _N_BINS, gene_entropies, gene_medians
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
 
 

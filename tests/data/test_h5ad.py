@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import sparse
 
-from scforge.data.h5ad import Matrix, open_h5ad
+from scforge.data.readers import Matrix, open_h5ad
 from scforge.errors import DataError, MissingFileError
 
 STORED = {"csr": sparse.csr_matrix, "csc": sparse.csc_matrix, "dense": lambda x: x.toarray()}

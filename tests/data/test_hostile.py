@@ -205,7 +205,7 @@ LEADS_ELSEWHERE = {
 
 @pytest.mark.parametrize(("change", "message"), LEADS_ELSEWHERE.values(), ids=LEADS_ELSEWHERE)
 def test_h5ad_that_leads_elsewhere(change, message, tiny_adata, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("scforge.data.h5ad._PARTS", 2000)
+    monkeypatch.setattr("scforge.data.readers._PARTS", 2000)
     secret, path = tmp_path / "secret", tmp_path / "a.h5ad"
     secret.write_bytes(b"S3" * 60)
     with h5py.File(f"{secret}.h5", "w") as other:
@@ -255,7 +255,7 @@ def test_sizes_that_no_memory_holds(tiny_adata, tmp_path, monkeypatch):
                 del file["obs/batch/categories"]
                 made = file["obs/batch"].create_dataset("categories", dtype=h5py.string_dtype(), **huge)
                 made.attrs.update(attributes)
-    monkeypatch.setattr("scforge.data.stream_memory.available_memory", lambda: 10**9)
+    monkeypatch.setattr("scforge.data.readers.available_memory", lambda: 10**9)
     for part in ("indices", "data"):
         tiny_adata.write_h5ad(path)
         with h5py.File(path, "r+") as file:
@@ -344,7 +344,7 @@ def test_credentials_are_not_written(web, tiny_adata, tmp_path, capsys):
 )
 @pytest.mark.parametrize("name", ["a.h5ad", "a.zarr"])
 def test_what_a_web_server_answers(name, answer, message, web, tiny_adata, monkeypatch):
-    monkeypatch.setattr("scforge.data.remote.FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr("scforge.data.readers.FIRST_WAIT_S", 0.01)
     folder, url, said = web
     tiny_adata.write_h5ad(folder / "a.h5ad")
     said.update(answer)
@@ -364,7 +364,7 @@ def test_what_a_web_server_answers(name, answer, message, web, tiny_adata, monke
 @pytest.mark.parametrize("name", ["a.h5ad", "s.zarr"])
 def test_a_server_that_drips_is_given_up(name, web, tiny_adata, tmp_path, monkeypatch):
     for limit in ("TRY_S", "PIECE_S"):
-        monkeypatch.setattr(f"scforge.data.remote.{limit}", 0.5)
+        monkeypatch.setattr(f"scforge.data.readers.{limit}", 0.5)
     folder, url, said = web
     tiny_adata.write_h5ad(folder / "a.h5ad")
     convert(tiny_adata, folder / "s.zarr", progress=False)
@@ -471,6 +471,6 @@ def test_processes_that_share_a_cache_wait(tiny_adata, tmp_path):
 def test_a_cache_in_a_read_only_folder(tiny_adata, tmp_path, monkeypatch):
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
     convert(tmp_path / "a.h5ad", tmp_path / "s.zarr", progress=False)
-    monkeypatch.setattr("scforge.data.stream_cache.os.access", lambda path, mode: False)
+    monkeypatch.setattr("scforge.data.sources.os.access", lambda path, mode: False)
     assert len(open_cells(tmp_path / "a.h5ad", cache=tmp_path / "s.zarr")) == 60
     assert not (tmp_path / ".s.zarr.lock").exists()

@@ -7,7 +7,7 @@ import pytest
 from scipy import sparse
 
 from scforge.data import GeneMap, GeneVocab, OverlapReport, map_genes, open_cells, select_genes
-from scforge.data.mapping import map_names
+from scforge.data.genes import map_names
 from scforge.errors import DataError, GeneMismatchError, OptionError, ScforgeWarning
 
 

@@ -7,10 +7,7 @@ import pandas as pd
 import pytest
 
 from scforge.data import GeneVocab, convert_gene_ids, list_vocabs
-from scforge.data.gene_tables import gene_table
-from scforge.data.id_kinds import OTHER_NAMES, recognise_ids
-from scforge.data.named import NAMED_VOCABS, open_vocab
-from scforge.data.naming import strip_version
+from scforge.data.vocab import NAMED_VOCABS, OTHER_NAMES, gene_table, open_vocab, recognise_ids, strip_version
 from scforge.errors import OptionError, ScforgeWarning
 
 

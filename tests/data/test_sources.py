@@ -8,7 +8,7 @@ import pytest
 from scipy import sparse
 
 from scforge.data import read_h5ad
-from scforge.data.duplicates import join_columns
+from scforge.data.genes import join_columns
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning
 
 

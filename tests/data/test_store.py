@@ -10,7 +10,7 @@ import pytest
 from scipy import sparse
 
 from scforge.data import CellBlock, CellOrder, GeneVocab, StoreCells, Window, convert, open_cells
-from scforge.data.convert_plan import Layout
+from scforge.data.conversion import Layout
 from scforge.errors import DataError, GeneMismatchError, ScforgeWarning
 
 ALL = [f"gene{i}" for i in range(80)]

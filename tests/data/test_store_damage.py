@@ -10,7 +10,7 @@ import pytest
 from scipy import sparse
 
 from scforge.data import CellOrder, StoreCells
-from scforge.data.picking import first_damaged, row_checks
+from scforge.data.checks import first_damaged, row_checks
 from scforge.errors import DataError, MissingFileError
 
 

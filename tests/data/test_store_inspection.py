@@ -13,8 +13,7 @@ import zarr
 
 from scforge.cli import main
 from scforge.data import GeneVocab, StoreCells, StoreInfo, convert, inspect_store, open_cells
-from scforge.data.store_files import is_store, open_store_group, partial_path, read_measured, read_vocab
-from scforge.data.store_hash import dataset_hash
+from scforge.data.store import dataset_hash, is_store, open_store_group, partial_path, read_measured, read_vocab
 from scforge.errors import DataError, MissingFileError
 
 

@@ -8,9 +8,8 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import stream_memory
-from scforge.data.stream_memory import available_memory
-from scforge.data.streams import open_streams
+from scforge.data import readers as stream_memory
+from scforge.data.readers import available_memory, open_streams
 from scforge.errors import DataError, MissingFileError, OptionError
 
 FORMS = {"csr": sparse.csr_matrix, "csc": sparse.csc_matrix, "dense": lambda x: x.toarray()}

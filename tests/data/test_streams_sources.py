@@ -189,7 +189,7 @@ def test_more_than_fits_into_memory(tiny_adata, tmp_path, monkeypatch):
     message = r"60 cells with [\d,]+ counts need about 0\.\d MB .* and there are 0\.0 MB .*scforge convert.*cache="
     with pytest.raises(DataError, match=message):
         open_cells(tmp_path / "a.h5ad", memory=1000)
-    monkeypatch.setattr("scforge.data.stream_memory.available_memory", lambda: 3000)
+    monkeypatch.setattr("scforge.data.readers.available_memory", lambda: 3000)
     with pytest.raises(DataError, match="available, of which half may be used"):
         open_cells(tmp_path / "a.h5ad")
     assert len(open_cells(tmp_path / "a.h5ad", memory="1GB")) == 60
@@ -206,7 +206,7 @@ def test_files_that_do_not_fit_are_converted_for_training(tiny_adata, tmp_path, 
     assert trained_from(tmp_path / "a.h5ad").chunk_size == 1
     assert not (tmp_path / "cache").exists()
     with monkeypatch.context() as patch:
-        patch.setattr("scforge.data.stream_memory.available_memory", lambda: 3000)
+        patch.setattr("scforge.data.readers.available_memory", lambda: 3000)
         assert len(trained_from(tmp_path / "a.h5ad")) == 60
     (store,) = (tmp_path / "cache" / "scforge" / "stores").glob("*.zarr")
     assert f"so they are converted once into {store}; cache names another place." in caplog.text

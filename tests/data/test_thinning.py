@@ -5,8 +5,8 @@ import pytest
 from scipy import sparse, stats
 
 from scforge.data import CellBlock, CellSource
-from scforge.data.random import cell_keys, content_keys, uniform
-from scforge.data.thinning import thin
+from scforge.data.cells import cell_keys, content_keys, uniform
+from scforge.training.objectives._views import thin
 
 PLAIN = {"keep": (0.5, 0.5), "gene_dropout": (0.0, 0.0), "seed": 0, "epoch": 0, "view": 0}
 

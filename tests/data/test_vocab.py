@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy import sparse
 
 from scforge.data import GeneMap, GeneVocab
-from scforge.data.naming import id_kind, strip_version
+from scforge.data.vocab import id_kind, strip_version
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError
 
 

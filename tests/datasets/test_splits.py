@@ -23,7 +23,7 @@ from scforge.datasets import (
     read_split,
     write_split,
 )
-from scforge.datasets.split_rules import check_rule
+from scforge.datasets.splits import check_rule
 from scforge.errors import DataError, MissingFileError, OptionError
 
 SOURCE = Path(__file__).parents[3] / "shared" / "data" / "cells"
@@ -216,6 +216,6 @@ def test_files_that_are_no_split(tmp_path: Path) -> None:
 
 def test_a_changed_file_of_the_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = dataclasses.replace(get_card("pbmc3k"), splits={1: "0" * 64})
-    monkeypatch.setattr("scforge.datasets.split_files.get_card", lambda name: changed)
+    monkeypatch.setattr("scforge.datasets.splits.get_card", lambda name: changed)
     with pytest.raises(DataError, match="the shipped split pbmc3k-v1 is not the file that its card tells of"):
         get_split("pbmc3k")

@@ -17,8 +17,8 @@ from scforge.cli import main
 from scforge.eval.base import BENCHMARKS
 from scforge.finetuning.base import TASKS
 from scforge.models.registry import MODELS
-from scforge.tokenizers.registry import TOKENIZERS
-from scforge.training.objectives.registry import OBJECTIVES
+from scforge.tokenizers.base import TOKENIZERS
+from scforge.training.objectives.base import OBJECTIVES
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = (

@@ -107,7 +107,7 @@ def test_one_h5ad_file(run, files, tmp_path, many_adata) -> None:
 def test_an_h5ad_that_does_not_fit(run, files, monkeypatch, caplog) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setattr("scforge.estimators.config_data._LARGE", 0)
-    monkeypatch.setattr("scforge.data.stream_memory.available_memory", lambda: 3000)
+    monkeypatch.setattr("scforge.data.readers.available_memory", lambda: 3000)
     text = "data: {paths: [a.h5ad], preprocessing: {hvg_selection: 40}}\ntraining: {max_epochs: 1, accelerator: cpu}\n"
     Path("large.yaml").write_text(text)
     told = []

@@ -17,7 +17,7 @@ import anndata as ad
 import pytest
 
 from scforge.config import Config, load_config
-from scforge.config._messages import known_names
+from scforge.config.aliases import known_names
 from scforge.data import GeneVocab
 from scforge.errors import ConfigError
 from scforge.estimators import Encoder, config_data, finetuning_from_config, from_config

@@ -18,8 +18,8 @@ from scforge.estimators import Encoder, ScDiVa
 from scforge.models import list_models
 from scforge.models.registry import MODELS
 from scforge.tokenizers import ContinuousProjectionTokenizer, list_tokenizers, register_tokenizer
-from scforge.tokenizers.registry import TOKENIZERS
-from scforge.training.loggers import TableLogger
+from scforge.tokenizers.base import TOKENIZERS
+from scforge.training.monitoring import TableLogger
 from scforge.training.objectives import list_objectives
 
 

@@ -416,7 +416,7 @@ def test_warnings_point_at_the_line_of_the_user(cells: ad.AnnData, monkeypatch: 
     with pytest.warns(NotTrainedWarning, match="fine-tuning begins with random weights") as caught:
         model.finetune("annotation", labels_key="group", **QUICK)
     assert {Path(one.filename).name for one in caught} == {Path(__file__).name}
-    monkeypatch.setattr("scforge.training.objectives._collapse._LINE", np.inf)  # any embedding has collapsed
+    monkeypatch.setattr("scforge.training.objectives._views._LINE", np.inf)  # any embedding has collapsed
     with pytest.warns(ScforgeWarning, match="the embedding has collapsed") as caught:
         model.train(**QUICK)
     assert {Path(one.filename).name for one in caught} == {Path(__file__).name}

@@ -16,12 +16,10 @@ from scforge.errors import MissingFileError, ModelFileError, NotTrainedWarning, 
 from scforge.estimators import Encoder
 from scforge.estimators.card import is_own_card
 from scforge.estimators.sharing_files import pull_folder
-from scforge.eval.report import Measured, Report, Row
-from scforge.eval.statistics import Comparison
-from scforge.foreign.base import Foreign
-from scforge.foreign.name_map import NameMap, Rule
+from scforge.eval.report import Comparison, Measured, Report, Row
+from scforge.foreign.base import Foreign, NameMap, Rule
 from scforge.hub import resolve, upload
-from scforge.hub.copying import copy_model
+from scforge.hub.finding import copy_model
 
 # huggingface_hub sends large files with an argument that its HTTP client has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")

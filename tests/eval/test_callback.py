@@ -12,8 +12,7 @@ import torch
 from scforge.data import GeneVocab
 from scforge.errors import DataError, MissingFileError, OptionError, ScforgeWarning
 from scforge.eval import Benchmark, BenchmarkCallback, Evaluation, register_benchmark
-from scforge.eval.base import BENCHMARKS
-from scforge.eval.evaluation import ScoredCells, resolve, to_evaluation
+from scforge.eval.base import BENCHMARKS, ScoredCells, resolve, to_evaluation
 from scforge.models import Encoder
 
 CELL_TYPES = {"cell_type_annotation": {"n_folds": 3, "n_neighbors": 5}}

@@ -9,8 +9,8 @@ from scipy import stats
 
 from scforge.errors import DataError, MissingFileError, OptionError
 from scforge.eval import PerturbationPrediction, cell_eval_scores, distances, energy_distance
-from scforge.eval.log_scale import log_normalised
-from scforge.eval.pertpy_distances import mean_distance
+from scforge.eval.expression import log_normalised
+from scforge.eval.perturbation_metrics import mean_distance
 
 KEYS = {"perturbation_key": "target", "control": "control"}
 

@@ -17,8 +17,7 @@ from sklearn.preprocessing import StandardScaler
 
 from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.eval import CellTypeAnnotation, CellTypeProbe, Geometry, LabelPrediction, get_benchmark, is_collapsed
-from scforge.eval.cell_type_probe import _Plan
-from scforge.eval.label_prediction import check_embedding
+from scforge.eval.label_prediction import _Plan, check_embedding
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from scipy import sparse
 
 from scforge.errors import DataError, ScforgeWarning
 from scforge.eval import check_disjoint, check_features, check_no_copies
-from scforge.eval.leaks import check_same_rows
-from scforge.eval.log_scale import log_normalised
+from scforge.eval.expression import log_normalised
+from scforge.eval.generation import check_same_rows
 
 KEYS = {"perturbation_key": "target", "control": "control"}
 

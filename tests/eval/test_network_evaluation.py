@@ -11,7 +11,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 
 from scforge.errors import DataError, OptionError
 from scforge.eval import GeneNetwork, evaluate_network, get_benchmark, network_baselines, network_curves
-from scforge.eval.simple_networks import coexpression_edges, degree_edges, mean_expression_edges
+from scforge.eval.networks import coexpression_edges, degree_edges, mean_expression_edges
 
 SOURCES = [f"gene{i}" for i in range(0, 12)]
 TFS = ["gene0", "gene5", "gene75"]

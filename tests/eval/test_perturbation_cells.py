@@ -11,9 +11,9 @@ from sklearn.decomposition import PCA
 
 from scforge.errors import DataError
 from scforge.eval import KnownEffects, WantedEffects, baseline_effects
-from scforge.eval.log_scale import log_normalised
-from scforge.eval.perturbation_baselines import gene_scores, linear_effects
-from scforge.eval.perturbation_cells import Effect, EffectKeys, PerturbedCells
+from scforge.eval.expression import log_normalised
+from scforge.eval.perturbation import gene_scores, linear_effects
+from scforge.eval.perturbation_metrics import Effect, EffectKeys, PerturbedCells
 
 KEYS = EffectKeys("target", "control", "type")
 DELTAS = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 3.0]])

@@ -8,8 +8,8 @@ from scipy import sparse, stats
 
 from scforge.errors import DataError, OptionError
 from scforge.eval import de_genes, de_weights, discrimination_scores, score_deltas, technical_duplicate
-from scforge.eval.perturbation_discrimination import own_genes
-from scforge.eval.pseudobulk import effects_of, moments_of
+from scforge.eval.expression import effects_of, moments_of
+from scforge.eval.perturbation_metrics import own_genes
 
 
 def effects(n_perturbations: int = 6) -> tuple[np.ndarray, np.ndarray]:

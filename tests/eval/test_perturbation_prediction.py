@@ -10,9 +10,9 @@ from scipy import stats
 
 from scforge.errors import DataError, OptionError
 from scforge.eval import PerturbationPrediction, TechnicalDuplicate, energy_distance, technical_duplicate
-from scforge.eval.log_scale import log_normalised
+from scforge.eval.expression import log_normalised
 from scforge.eval.perturbation_metrics import score_deltas
-from scforge.eval.statistics import interval
+from scforge.eval.report import interval
 
 LABELS = ("g0", "g1", "g2", "g3")
 

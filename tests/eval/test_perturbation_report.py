@@ -7,9 +7,9 @@ import pytest
 
 from scforge.errors import DataError, OptionError
 from scforge.eval import KnownEffects, WantedEffects, baseline_effects, evaluate_perturbations
-from scforge.eval.log_scale import log_normalised
-from scforge.eval.perturbation_cells import EffectKeys, PerturbedCells
-from scforge.eval.perturbation_report import perturbation_baselines
+from scforge.eval.expression import log_normalised
+from scforge.eval.perturbation import perturbation_baselines
+from scforge.eval.perturbation_metrics import EffectKeys, PerturbedCells
 
 KEYS = {"perturbation_key": "target", "control": "control"}
 HELD_OUT = ("g0+g1", "g2+g3", "g1+g2")

@@ -9,13 +9,13 @@ from scipy import sparse
 
 from scforge.data import GeneVocab, open_cells
 from scforge.errors import DataError, ScforgeWarning
-from scforge.eval.expression import ExpressionSpace, log_expression
-from scforge.eval.prediction_baselines import (
+from scforge.eval.baselines import (
     BaselineInputs,
     classification_baselines,
     multi_label_baselines,
     regression_baselines,
 )
+from scforge.eval.expression import ExpressionSpace, log_expression
 
 TRAIN, TEST = np.arange(0, 200), np.arange(200, 300)
 TRUTH = np.arange(300) % 2

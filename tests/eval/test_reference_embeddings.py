@@ -6,10 +6,10 @@ import pytest
 import scanpy as sc
 import torch
 
-import scforge.eval.reference_embeddings as room
+import scforge.eval.baselines as room
 from scforge.errors import DataError, OptionError
 from scforge.eval import embedding_baselines, integration_baselines, pca_embedding
-from scforge.eval.reference_embeddings import check_baselines, harmony_embedding
+from scforge.eval.baselines import check_baselines, harmony_embedding
 
 
 def gap(embedding: np.ndarray, adata: ad.AnnData, key: str) -> float:

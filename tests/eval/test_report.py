@@ -16,8 +16,7 @@ import pytest
 
 from scforge.errors import DataError, OptionError
 from scforge.eval import Benchmark, LabelPrediction, Report, compare, evaluate
-from scforge.eval.report import Measured, Row
-from scforge.eval.statistics import Comparison, compare_paired
+from scforge.eval.report import Comparison, Measured, Row, compare_paired
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from scipy import stats
 from sklearn.metrics import accuracy_score, f1_score
 
 from scforge.eval.base import Benchmark, half_samples
-from scforge.eval.statistics import bootstrap_weights, compare_paired, interval, weighted_f1
+from scforge.eval.report import bootstrap_weights, compare_paired, interval, weighted_f1
 
 
 @pytest.mark.parametrize(("n", "options", "least"), [(100, {}, 0.88), (6, {"n_units": 6}, 0.91)])

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from scforge.finetuning import FineTunedModule, PredictionHead
-from scforge.finetuning.calibration import CalibratedHead, fit_temperature, normalised_entropy, probabilities_of
-from scforge.finetuning.heads import Standardise
+from scforge.finetuning.heads import CalibratedHead, Standardise, fit_temperature, normalised_entropy, probabilities_of
 from scforge.models import GenePoolingModel
 
 

@@ -13,8 +13,7 @@ from scipy import sparse
 
 from scforge.data.cells import CellSource
 from scforge.errors import ModelFileError
-from scforge.finetuning.marks import CellMarks
-from scforge.finetuning.seen import SeenCells
+from scforge.finetuning.held_out import CellMarks, SeenCells
 from scforge.finetuning.splits import Split
 
 N, G = 30, 12

@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from scforge.errors import DataError, OptionError
-from scforge.finetuning.voting import majority_vote, resolution_for
+from scforge.finetuning.tasks.annotation import majority_vote, resolution_for
 
 
 @pytest.mark.parametrize("min_share", [0.0, 0.7, 1.0])

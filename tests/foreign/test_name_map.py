@@ -25,8 +25,7 @@ from scforge.foreign import (
     read_checkpoint,
     register_family,
 )
-from scforge.foreign.base import FAMILIES
-from scforge.foreign.reading import read_weights
+from scforge.foreign.base import FAMILIES, read_weights
 from scforge.models import TransformerEncoder
 
 

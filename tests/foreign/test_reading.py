@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from scforge.errors import MissingFileError, ModelFileError
-from scforge.foreign.reading import read_dictionary, read_json, read_torch, read_weights
+from scforge.foreign.base import read_dictionary, read_json, read_torch, read_weights
 
 RAN: list[str] = []
 

@@ -13,8 +13,7 @@ import pytest
 
 from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError, ScforgeError, ScforgeWarning
 from scforge.hub import resolve, upload
-from scforge.hub.copying import copy_model
-from scforge.hub.finding import find_model, is_hub_name
+from scforge.hub.finding import copy_model, find_model, is_hub_name
 
 # huggingface_hub sends large files with an argument that its HTTP client has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")

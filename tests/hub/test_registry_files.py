@@ -13,7 +13,7 @@ import pytest
 from scforge.errors import MissingFileError, ModelFileError, OptionError
 from scforge.estimators import Encoder
 from scforge.hub import known_models
-from scforge.hub.registry_files import find_registered
+from scforge.hub.finding import find_registered
 
 SHIPPED = {"pbmc3k-light": "Light encoder trained on PBMC 3k, for tests and tutorials"}
 A, B = "a" * 40, "b" * 40

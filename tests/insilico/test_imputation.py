@@ -11,7 +11,7 @@ from scforge.data import GeneVocab, open_cells
 from scforge.insilico import predict_counted, predict_uncounted
 from scforge.models.protocol import ModelOutput
 from scforge.tokenizers import get_tokenizer
-from scforge.training.objectives.registry import get_objective
+from scforge.training.objectives.base import get_objective
 
 OBJECTIVE = get_objective("masked_value_prediction", mask_ratio=0.5)
 

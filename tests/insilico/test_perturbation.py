@@ -12,7 +12,7 @@ from scipy import sparse
 
 from scforge.data import CellBlock, GeneVocab, open_cells
 from scforge.insilico import Perturbation, PerturbedCells
-from scforge.insilico.perturbation import with_counts
+from scforge.insilico.screening import with_counts
 from scforge.tokenizers import get_tokenizer
 
 N_GENES = 6

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
 from scforge.models import AutoregressiveTransformer
+from scforge.models.components.attention import token_positions
 from scforge.models.components.pooling import POOLINGS as POOL_FUNCTIONS
-from scforge.models.components.positions import token_positions
-from scforge.training.objectives.registry import get_objective
+from scforge.training.objectives.base import get_objective
 
 V, BINS, S = 40, 6, 9
 POOLINGS = ["cls", "mean", "last"]

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from scforge.errors import OptionError
-from scforge.models.components.count_losses import (
+from scforge.models.components.heads import (
     COUNT_LOSSES,
     check_count_targets,
     count_loss,

@@ -8,7 +8,7 @@ import torch
 from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
 from scforge.models import MaskedAutoencoder
-from scforge.models.components.count_losses import COUNT_LOSSES
+from scforge.models.components.heads import COUNT_LOSSES
 
 SMALL = {"encoder_dim": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_heads": 2}
 POSITIONS = ["none", "learned", "rotary"]

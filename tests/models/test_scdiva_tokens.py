@@ -153,7 +153,7 @@ def test_the_loss_is_what_is_documented(hide, tokens_of, made, profiles, monkeyp
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
     expected = gradients(output.loss)
-    monkeypatch.setattr("scforge.models.scdiva_tokens._NUMBERS", {"cpu": 3 * VOCAB})  # in parts
+    monkeypatch.setattr("scforge.models.scdiva._LOGITS_AT_ONCE", {"cpu": 3 * VOCAB})  # in parts
     without = model(**hidden, return_logits=False)
     for part in output.losses:
         torch.testing.assert_close(without.losses[part], output.losses[part])

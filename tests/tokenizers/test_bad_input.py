@@ -10,10 +10,10 @@ import torch
 from scipy import sparse
 
 from scforge.data import GeneVocab
-from scforge.data.mapping import GeneMap
+from scforge.data.genes import GeneMap
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeError
 from scforge.tokenizers import Masking, RankValueTokenizer, get_tokenizer, list_tokenizers
-from scforge.tokenizers._binning import bin_entries
+from scforge.tokenizers.binned_expression import bin_entries
 
 N_GENES = 50
 VOCAB = (

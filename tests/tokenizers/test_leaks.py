@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from scforge.data import CellSource, GeneVocab
 from scforge.models import TransformerEncoder
 from scforge.tokenizers import get_tokenizer, list_tokenizers
-from scforge.tokenizers.registry import TOKENIZERS
+from scforge.tokenizers.base import TOKENIZERS
 from scforge.training import MaskedGenePrediction
 
 N_GENES, N_STEPS, BATCH, N_TEST = 60, 140, 32, 512

@@ -14,7 +14,7 @@ from scipy import sparse
 
 from scforge.data import CellBlock, GeneVocab
 from scforge.tokenizers import Masking, get_tokenizer, list_tokenizers
-from scforge.tokenizers.registry import TOKENIZERS
+from scforge.tokenizers.base import TOKENIZERS
 
 # The same examples in every run, so that nobody's change fails on a chance find of another's.
 thorough = settings(derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow])

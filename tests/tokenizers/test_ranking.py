@@ -6,8 +6,9 @@ from scipy import sparse
 
 from scforge.data import CellBlock, GeneVocab
 from scforge.errors import OptionError
-from scforge.tokenizers import RaggedTokens, _ranking, get_tokenizer
-from scforge.tokenizers.batch import pad
+from scforge.tokenizers import RaggedTokens, get_tokenizer
+from scforge.tokenizers import rank_value as _ranking
+from scforge.tokenizers.base import pad
 from scforge.tokenizers.rank_value import RankValueTokenizer
 
 N_GENES = 700

@@ -18,7 +18,7 @@ import torch
 from scforge.data import open_cells
 from scforge.estimators import Encoder
 from scforge.training import CellDataModule
-from scforge.training.loading import BatchLoader
+from scforge.training.datamodule import BatchLoader
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +45,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from lightning.pytorch.callbacks import Callback
 from scforge.estimators import Encoder
-from scforge.training.loggers import make_loggers
+from scforge.training.monitoring import make_loggers
 
 torch.set_num_threads(1)
 model_options, training = json.loads(sys.argv[2]), json.loads(sys.argv[3])

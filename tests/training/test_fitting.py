@@ -12,8 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from scforge.errors import OptionError, ScforgeWarning, TrainingError
-from scforge.training.callbacks import SaveBest
-from scforge.training.fitting import default_max_epochs
+from scforge.training.fit import SaveBest, default_max_epochs
 
 
 class Spy(Callback):
@@ -194,7 +193,7 @@ def test_a_line_an_epoch_in_a_log_and_a_bar_in_a_notebook(setup, capsys, caplog,
     assert re.fullmatch(r"Epoch 1/2: validation_loss \S+, train_loss \S+, about 0:00:\d\d left\.", first)
     assert last.startswith("Epoch 2/2: ")
     with monkeypatch.context() as patch:
-        patch.setattr("scforge.training.progress.in_notebook", lambda: True)
+        patch.setattr("scforge.training.monitoring.in_notebook", lambda: True)
         setup.fit(max_epochs=2, progress_bar=True)
     shown = capsys.readouterr().err
     assert all(part in shown for part in ("10/10", "Epoch 2/2", "validation_loss"))

@@ -10,7 +10,7 @@ import torch
 from scforge.errors import OptionError
 from scforge.finetuning import FineTunedModule, PredictionHead
 from scforge.models import GenePoolingModel, TransformerEncoder
-from scforge.training.layers import GradualUnfreezing, freeze_layers, layer_groups, learning_rate_factors
+from scforge.training.plan import GradualUnfreezing, freeze_layers, layer_groups, learning_rate_factors
 
 N_LAYERS = 3
 

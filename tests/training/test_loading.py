@@ -14,7 +14,7 @@ import torch
 from scforge.data import CellOrder, ClassBalance, StoreCells, open_cells
 from scforge.errors import DataError, OptionError
 from scforge.tokenizers import get_tokenizer
-from scforge.training.loading import BatchLoader, default_threads
+from scforge.training.datamodule import BatchLoader, default_threads
 
 ORDERS = {
     "plain": {"batch_size": 40},

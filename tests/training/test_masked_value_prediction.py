@@ -12,7 +12,7 @@ from scforge.data import CellSource, GeneVocab
 from scforge.errors import OptionError, TrainingError
 from scforge.models import GenePoolingModel, MaskedAutoencoder, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
-from scforge.tokenizers._depth import DEPTH_TOKENS
+from scforge.tokenizers.continuous_projection import DEPTH_TOKENS
 from scforge.training import MaskedValuePrediction
 
 G, HELD_OUT = 60, 150

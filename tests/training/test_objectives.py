@@ -24,7 +24,7 @@ from scforge.training import (
     token_entropy,
 )
 from scforge.training.objectives import token_frequencies
-from scforge.training.objectives.registry import OBJECTIVES
+from scforge.training.objectives.base import OBJECTIVES
 
 G, EXPRESSED, HELD_OUT = 60, 20, 150
 VOCAB = GeneVocab.from_genes([f"g{i}" for i in range(G)])

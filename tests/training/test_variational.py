@@ -14,8 +14,8 @@ from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.models import Encoder, ScDiVaModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
 from scforge.training import Variational
-from scforge.training.means import EpochMeans
 from scforge.training.objectives.variational import dense_profiles
+from scforge.training.plan import EpochMeans
 
 N_GENES, LATENT = 80, 3
 

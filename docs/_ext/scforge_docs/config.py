@@ -9,12 +9,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from scforge.config import Config, config_schema
-from scforge.config._messages import section_of
-from scforge.config.aliases import ALIASES
-from scforge.config.finetune_section import TASK_ALIASES
+from scforge.config.aliases import ALIASES, section_of
+from scforge.config.schema import TASK_ALIASES
 from scforge.finetuning.adapters import lora_options
 from scforge.finetuning.base import TASKS
-from scforge.training.objectives.registry import OBJECTIVES
+from scforge.training.objectives.base import OBJECTIVES
 from scforge.training.optimizers import SCHEDULES, make_schedule
 from scforge_docs.docstrings import code, inline, parameters, summary, table
 from scforge_docs.options import PARTS, default_words, describe, option_rows, registered

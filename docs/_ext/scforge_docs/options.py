@@ -15,8 +15,8 @@ from scforge.config import MaskingConfig, ModelConfig
 from scforge.eval.base import BENCHMARKS
 from scforge.finetuning.base import TASKS
 from scforge.models.registry import MODELS
-from scforge.tokenizers.registry import TOKENIZERS
-from scforge.training.objectives.registry import OBJECTIVES
+from scforge.tokenizers.base import TOKENIZERS
+from scforge.training.objectives.base import OBJECTIVES
 from scforge_docs.docstrings import code, inline, parameters_of, summary
 
 __all__ = ["PARTS", "Part", "default_words", "describe", "option_rows", "registered"]

@@ -1,14 +1,80 @@
-"""Other places where a configuration file may set an option."""
+"""Aliases of options, and messages about the lines of a configuration file."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import difflib
+import re
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, get_args
 
-from scforge.config._messages import shown
-from scforge.errors import ConfigError
+from pydantic import BaseModel, ValidationError
 
-__all__ = ["ALIASES", "AliasError", "apply_aliases"]
+from scforge.errors import SECRET, ConfigError, listing, redacted
+
+if TYPE_CHECKING:
+    import yaml
+    from pydantic.fields import FieldInfo
+    from pydantic_core import ErrorDetails
+
+
+_OTHERS = {
+    "data.batch_key": "batch batch_col batch_column",
+    "data.gene_key": "gene_col gene_column gene_name_col gene_names",
+    "data.gene_vocab": "genes vocab vocab_file vocab_path vocabulary",
+    "data.labels_key": "cell_type_key celltype_key label label_key labels",
+    "data.max_genes": "max_length n_genes seq_len seq_length sequence_length",
+    "data.num_threads": "dataloader_num_workers n_threads n_workers num_proc num_workers threads workers",
+    "data.paths": "adata data_path file files h5ad input path",
+    "data.preprocessing.hvg_selection": "hvg n_hvg n_hvgs n_top_genes num_hvg",
+    "data.split.by": "split_by split_key",
+    "eval.every_n_epochs": "eval_every every_n_epoch",
+    "finetune.base_model": "backbone base_checkpoint pretrained pretrained_model",
+    "finetune.freeze": "freeze_backbone freeze_encoder frozen",
+    "finetune.lora": "adapter adapters lora_config peft",
+    "model.architecture": "arch architecture_name model_name model_type",
+    "model.dropout": "attention_probs_dropout_prob dropout_prob dropout_rate hidden_dropout_prob",
+    "model.ffn_dim": "d_ff d_hid dim_feedforward feedforward_dim intermediate_size mlp_dim",
+    "model.hidden_dim": "d_model dim embed_dim embedding_dim embsize hidden hidden_size n_embd width",
+    "model.max_seq_len": "max_position_embeddings",
+    "model.num_heads": "heads n_head n_heads nhead nheads num_attention_heads",
+    "model.num_layers": "depth layers n_layer n_layers nlayers num_hidden_layers",
+    "objective.name": "loss pretraining_objective pretraining_task task",
+    "output.checkpoint_dir": "checkpoint_path checkpoints ckpt_dir default_root_dir output_dir save_dir save_path",
+    "output.log_dir": "logdir logging_dir",
+    "output.loggers": "log_with logger report_to",
+    "output.project": "project_name wandb_project",
+    "output.run_name": "experiment_name wandb_name",
+    "output.save_top_k": "n_checkpoints save_total_limit",
+    "seed": "random_seed random_state rng_seed",
+    "tokenizer.masking.mask_ratio": "mask_prob mask_probability mlm_prob mlm_probability",
+    "tokenizer.strategy": "tokenizer_name tokenizer_type",
+    "training.accelerator": "accelerators device",
+    "training.accumulate_grad_batches": "accumulate accumulation_steps grad_accum_steps gradient_accumulation_steps",
+    "training.batch_size": "batchsize bs per_device_train_batch_size train_batch_size",
+    "training.checkpoint_every_n_steps": "checkpoint_every save_every save_every_n_steps save_interval save_steps",
+    "training.compile": "torch_compile",
+    "training.devices": "gpu gpus n_devices n_gpu n_gpus ngpus num_devices num_gpus",
+    "training.early_stopping_patience": "early_stop_patience patience",
+    "training.ema_decay": "ema",
+    "training.gradient_checkpointing": "activation_checkpointing",
+    "training.gradient_clip_val": "clip clip_grad clip_grad_norm grad_clip gradient_clip max_grad_norm",
+    "training.log_every_n_steps": "log_every log_interval logging_steps",
+    "training.max_epochs": "epoch epochs n_epoch n_epochs num_epochs num_train_epochs",
+    "training.max_steps": "iterations max_iter max_iters n_steps num_steps num_train_steps steps total_steps",
+    "training.num_nodes": "n_nodes nnodes nodes",
+    "training.optimizer.lr": "base_lr learning_rate max_lr peak_lr",
+    "training.optimizer.weight_decay": "decay l2 wd",
+    "training.precision": "amp amp_dtype bf16 dtype fp16 mixed_precision",
+    "training.scheduler.name": "lr_schedule lr_scheduler lr_scheduler_type schedule",
+    "training.scheduler.warmup_steps": "n_warmup_steps num_warmup_steps warmup",
+    "training.strategy": "distributed_strategy distribution_strategy parallel",
+    "training.validation_size": "test_size val_fraction val_size val_split valid_size validation_split",
+}
+
+SYNONYMS = {synonym: option for option, synonyms in _OTHERS.items() for synonym in synonyms.split()}
+"""Name that other tools use to the dotted name of the option here."""
 
 
 class AliasError(ConfigError):
@@ -151,3 +217,278 @@ def _use_gpus(content: dict[str, Any], n_gpus: Any) -> None:
         )
     content["training"]["accelerator"] = "gpu" if accelerator in (None, "auto") else accelerator
     _put(content, "training.devices", n_gpus, alias="training.num_gpus")
+
+
+_SPELLINGS = [
+    *[(alias.split("."), canonical.split(".")) for alias, canonical in ALIASES.items()],
+    (["finetune", "data"], ["data"]),
+    (["training", "num_gpus"], ["training", "accelerator"]),
+]
+"""Ways to write an option, and the option."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file, or an override.
+
+    Attributes
+    ----------
+    where
+        What to call it in a message.
+    root
+        Its content as PyYAML composed it; None of an empty one.
+    keys
+        Keys that lead to `root`: none in a file, ``("training", "lr")`` in the override ``training.lr=1``.
+    """
+
+    where: str
+    root: yaml.Node | None
+    keys: tuple[str, ...] = ()
+
+    def find(self, location: Sequence[int | str]) -> tuple[int, int | None]:
+        """Return how many parts of a location are found here, and the line of the last of them.
+
+        Lines are counted from 1; None where there is none, as in an override.
+        """
+        depth, line = self._walk(location)
+        for alias, canonical in _SPELLINGS:
+            if list(location[: len(canonical)]) == canonical:
+                found, its_line = self._walk([*alias, *location[len(canonical) :]])
+                if found >= len(alias) and found - len(alias) + len(canonical) > depth:
+                    depth, line = found - len(alias) + len(canonical), its_line
+        return depth, None if self.keys else line
+
+    def name_of(self, location: Sequence[int | str]) -> str | None:
+        """Return the dotted name by which a location is written here, or None if it is not."""
+        names: list[Sequence[int | str]] = [location]
+        names += [alias for alias, canonical in _SPELLINGS if list(location) == canonical]
+        found = [name for name in names if self._walk(name)[0] == len(name)]
+        return ".".join(str(part) for part in found[0]) if found else None
+
+    def _walk(self, location: Sequence[int | str]) -> tuple[int, int | None]:
+        if tuple(location[: len(self.keys)]) != self.keys:
+            return 0, None
+        depth, line, node = len(self.keys), None, self.root
+        for part in location[len(self.keys) :]:
+            step = _step(node, part)
+            if step is None:
+                break
+            node, line = step
+            depth += 1
+        return depth, line
+
+
+class Places:
+    """The sources of a configuration, the strongest last.
+
+    Parameters
+    ----------
+    sources
+        The file, and the overrides in their order; none of a configuration that was made in Python.
+    """
+
+    def __init__(self, sources: Iterable[Source] = ()) -> None:
+        self.sources = list(sources)
+
+    def of(self, location: Sequence[int | str]) -> str:
+        """Return the place of a location as the beginning of a message.
+
+        Parameters
+        ----------
+        location
+            Keys from the outermost section on. Where it stands nowhere, the place of its section is told.
+        """
+        best, text = -1, ""
+        for source in self.sources:
+            depth, line = source.find(location)
+            if source.keys and depth < len(source.keys):
+                continue  # about another option
+            if depth >= best:
+                best, text = depth, f"{source.where}: " if line is None else f"{source.where}, line {line}: "
+        return text
+
+    def name_of(self, location: Sequence[int | str]) -> str | None:
+        """Return the name by which an option was set, which may be an alias; None if it was not."""
+        names = [source.name_of(location) for source in reversed(self.sources)]
+        return next((name for name in names if name is not None), None)
+
+    def __eq__(self, other: object) -> bool:
+        # Where options stood makes no difference between configurations.
+        return isinstance(other, Places)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _step(node: yaml.Node | None, part: int | str) -> tuple[Any, int] | None:
+    """Return what stands at a key or an index of a node, and its line."""
+    import yaml
+
+    if isinstance(node, yaml.MappingNode):
+        # Merged keys stand before those of the section itself, which are stronger.
+        for key, value in reversed(node.value):
+            if isinstance(key, yaml.ScalarNode) and key.value == str(part):
+                return value, key.start_mark.line + 1
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return node.value[part], node.value[part].start_mark.line + 1
+    return None
+
+
+_REPR = reprlib.Repr(maxlevel=2, maxdict=3, maxlist=3, maxstring=60, maxother=60, maxlong=40)
+_STORAGE_OPTIONS = "storage_options"
+_PLAIN_KEY = re.compile(r"[\w-]+")
+
+_PLAIN = {
+    "bool_parsing": "is not true or false",
+    "bool_type": "is not true or false",
+    "finite_number": "is not a finite number",
+    "float_parsing": "is not a number",
+    "float_type": "is not a number",
+    "int_from_float": "is not a whole number",
+    "int_parsing": "is not an integer",
+    "int_parsing_size": "is not an integer of usual size",
+    "int_type": "is not an integer",
+    "list_type": "is not a list",
+    "model_type": "is not a section with options",
+    "string_too_short": "is empty",
+    "string_type": "is not text; put it in quotes",
+    "too_short": "is empty",
+}
+_LIMITS = {
+    "greater_than": ("gt", "must be greater than"),
+    "greater_than_equal": ("ge", "must be at least"),
+    "less_than": ("lt", "must be less than"),
+    "less_than_equal": ("le", "must be at most"),
+}
+
+
+def shown(value: object) -> str:
+    """Return `value` for a message: on one line, and short however large it is."""
+    return " ".join(_REPR.repr(value).split())
+
+
+def config_error(error: ValidationError, schema: type[BaseModel], places: Places | None = None) -> ConfigError:
+    """Return the first mistake that pydantic found in `schema` as a sentence, with the number of the others.
+
+    Parameters
+    ----------
+    error
+        What pydantic says.
+    schema
+        The sections that were checked.
+    places
+        Where the options stand.
+    """
+    details = error.errors(include_url=False)
+    place = "" if places is None else places.of(details[0]["loc"])
+    sentence = place + _sentence(details[0], schema)
+    if len(details) == 1:
+        return ConfigError(f"{sentence}.")
+    others = f"{len(details) - 1} more option{'s' if len(details) > 2 else ''}"
+    return ConfigError(f"{sentence} (and {others} cannot be used).")
+
+
+def without_secrets(content: Any, *, options: bool = False) -> Any:
+    """Return the content of a configuration without credentials: in URLs, and in text of ``storage_options``."""
+    if isinstance(content, Mapping):
+        return {
+            name: without_secrets(value, options=options or name == _STORAGE_OPTIONS) for name, value in content.items()
+        }
+    if isinstance(content, list | tuple):
+        return [without_secrets(value, options=options) for value in content]
+    if isinstance(content, str):
+        return SECRET if options and "://" not in content else redacted(content)
+    return content
+
+
+def dotted_name(location: Iterable[int | str]) -> str:
+    """Return ``training.optimizer.lr`` or ``data.paths[0]`` for a location in a configuration."""
+    name = ""
+    for part in location:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        else:
+            name += ("." if name else "") + (part if _PLAIN_KEY.fullmatch(part) else shown(part))
+    return name
+
+
+def known_names(schema: type[BaseModel], prefix: str = "") -> list[str]:
+    """Return the dotted names of all options of `schema`, those of its sections included."""
+    names: list[str] = []
+    for name, field in schema.model_fields.items():
+        names.append(prefix + name)
+        if (section := section_of(field)) is not None:
+            names += known_names(section, f"{prefix}{name}.")
+    return names
+
+
+def section_of(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section that an option is, or may be; None for other options."""
+    choices = get_args(field.annotation) or (field.annotation,)
+    return next((one for one in choices if isinstance(one, type) and issubclass(one, BaseModel)), None)
+
+
+def _sentence(detail: ErrorDetails, schema: type[BaseModel]) -> str:
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    name = dotted_name(detail["loc"])
+    value = without_secrets(value, options="storage_option" in name)
+    option = f"{name}={shown(value)}"
+    if kind == "extra_forbidden":
+        names = known_names(schema)
+        section = name.rpartition(".")[0]
+        siblings = [known.rpartition(".")[2] for known in names if known.rpartition(".")[0] == section]
+        return unknown_option(name, value, schema, siblings, "a known option")
+    if kind == "missing":
+        if name.startswith("finetune."):
+            return f"{name} is missing; name both, e.g. finetune: {{base_model: checkpoints/final, task: annotation}}"
+        return f"{name} is missing; every configuration names its data, e.g. data: {{paths: [cells.h5ad]}}"
+    if kind == "literal_error":
+        known = re.findall(r"'([^']*)'", context["expected"])
+        return f"{option} is not known{_hint(_nearest(str(value), known))} (known: {listing(known)})"
+    if kind in _LIMITS:
+        limit, words = _LIMITS[kind]
+        return f"{option} is out of range; it {words} {context[limit]}"
+    if kind == "invalid_key":
+        section = dotted_name(detail["loc"][:-1]) or "a configuration"
+        return f"{section} has the key {shown(value)}, which is not the name of an option"
+    if kind == "value_error":
+        return f"{option} {context['error']}"
+    words = _PLAIN.get(kind) or "cannot be used: " + " ".join(detail["msg"].split()).rstrip(".")
+    return f"{option} {words}"
+
+
+def unknown_option(name: str, value: object, schema: type[BaseModel], siblings: list[str], has: str) -> str:
+    """Return the sentence about an option that there is not, with the one that may be meant.
+
+    Parameters
+    ----------
+    name, value
+        Dotted name of the option, and its value.
+    schema
+        The sections that may have it.
+    siblings
+        Names of the options that may stand in its place.
+    has
+        Whose options those are.
+    """
+    section, _, key = name.rpartition(".")
+    near = _nearest(key, siblings)
+    # A name that the schema knows, as an alias, may still be none of this architecture.
+    known = [option for option in known_names(schema) if option.rpartition(".")[2] == key and option != name]
+    meant = SYNONYMS.get(key.lower())
+    meant = None if meant == name else meant
+    if meant is not None and meant.split(".")[0] == section.split(".")[0]:
+        known = []
+    # The same name elsewhere, what other tools call it, and only then what is spelled alike.
+    suggestion = next(iter(known), None) or meant or (near and f"{section}.{near}".lstrip("."))
+    listed = listing(siblings, most=8 if suggestion else 24)
+    return f"{name}={shown(value)} is not {has}{_hint(suggestion)} ({section or 'a configuration'} has: {listed})"
+
+
+def _nearest(word: str, known: list[str]) -> str | None:
+    # "bf16" is meant as the usual "bf16-mixed", though "bf16-true" shares a larger part of its letters.
+    longer = [name for name in known if word and name.startswith(word)]
+    return next(iter(longer or difflib.get_close_matches(word.lower(), known, n=1)), None)
+
+
+def _hint(suggestion: str | None) -> str:
+    return f"; did you mean {suggestion!r}?" if suggestion else ""

@@ -11,8 +11,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from scforge._io import atomic_write_text
-from scforge.config._messages import section_of
-from scforge.config.aliases import ALIASES
+from scforge.config.aliases import ALIASES, section_of
 from scforge.config.recipes import recipe_path
 from scforge.config.schema import Config
 from scforge.errors import ConfigError

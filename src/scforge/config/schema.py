@@ -1,44 +1,721 @@
-"""What may stand in a configuration file: one pydantic class a section.
-
-A default stands here only where the loop or the data room needs one. Options of an architecture, a tokenizer or an
-objective have their defaults in that class's constructor, which receives what the user set (``user_options``).
-"""
+"""The sections and options of a configuration, with their defaults."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from scforge._checks import check_mask_ratio
-from scforge.config._fields import Float, Int, OpenSection, Positive, Section, Share, Text
-from scforge.config._places import Places
-from scforge.config.aliases import apply_aliases
-from scforge.config.data_section import DataConfig, PreprocessingConfig, SamplingConfig, SplitConfig
-from scforge.config.finetune_section import FinetuneConfig
-from scforge.config.output_section import EvalConfig, OutputConfig
-from scforge.config.training_section import OptimizerConfig, SchedulerConfig, TrainingConfig
-from scforge.errors import OptionError
+from scforge.config.aliases import Places, apply_aliases
+from scforge.errors import SECRET, OptionError
 
-__all__ = [
-    "Config",
-    "DataConfig",
-    "EvalConfig",
-    "FinetuneConfig",
-    "MaskingConfig",
-    "ModelConfig",
-    "ObjectiveConfig",
-    "OptimizerConfig",
-    "OutputConfig",
-    "PreprocessingConfig",
-    "SamplingConfig",
-    "SchedulerConfig",
-    "Section",
-    "SplitConfig",
-    "TokenizerConfig",
-    "TrainingConfig",
+
+def _no_bool(value: Any) -> Any:
+    # Python counts True as 1, so ``batch_size: yes`` would train with batches of one cell.
+    if isinstance(value, bool):
+        raise ValueError("is not a number")
+    return value
+
+
+def _path_text(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+Int = Annotated[int, BeforeValidator(_no_bool)]
+Positive = Annotated[int, BeforeValidator(_no_bool), Field(ge=1)]
+Float = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
+Share = Annotated[float, BeforeValidator(_no_bool), Field(ge=0, le=1)]
+Text = Annotated[str, Field(min_length=1)]
+Path = Annotated[str, BeforeValidator(_path_text), Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, and assignments are checked like a file."""
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_default(cls, raw: Any) -> Any:
+        # A section whose keys are all commented out is None in YAML.
+        return {} if raw is None else raw
+
+    def user_set(self) -> dict[str, Any]:
+        """Return what the user set, nested sections as dictionaries, in the order of the schema."""
+        content: dict[str, Any] = {}
+        for name, value in self:
+            if isinstance(value, Section):
+                inner = value.user_set()
+                if inner or name in self.model_fields_set:
+                    content[name] = inner
+            elif name in self.model_fields_set:
+                content[name] = value
+        return content
+
+
+class OpenSection(Section):
+    """A section that also holds the options of the class it names; that class's constructor checks them."""
+
+    model_config = ConfigDict(extra="allow")
+    _not_options: ClassVar[frozenset[str]] = frozenset()
+
+    def user_options(self) -> dict[str, Any]:
+        """Return the options that the user set, for the constructor of the named class."""
+        return {key: value for key, value in self.user_set().items() if key not in self._not_options}
+
+
+_CENSUS = "cellxgene_census"
+
+
+def _normalize(value: Any) -> Any:
+    if value == "scran":
+        raise ValueError(
+            "is not supported: its size factors are pooled over cells, and tokenizers see one cell at a time; "
+            "remove the key, which scales to the library size"
+        )
+    return value
+
+
+def _size(value: Any) -> Any:
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value is None or whole or (isinstance(value, str) and value.strip()):
+        return value
+    raise ValueError("is not an amount of memory such as '16GB', or a number of bytes")
+
+
+def _filters(value: Any) -> Any:
+    if value is None or isinstance(value, dict) or (isinstance(value, str) and value.strip()):
+        return value
+    raise ValueError("is neither columns with their values, such as {tissue: [lung, heart]}, nor a SOMA value_filter")
+
+
+class PreprocessingConfig(Section):
+    """Choice of genes, and the values of genes that the model is given.
+
+    The tokenizer makes them of raw counts, cell by cell, in training and in inference: its options are saved.
+
+    Parameters
+    ----------
+    hvg_selection
+        Number of highly variable genes to keep; 0 keeps all. None takes what suits the architecture.
+    keep_genes
+        Genes that are among them however they vary.
+    normalize
+        ``"library_size"`` scales the counts of a cell to `target_sum`, ``"none"`` does not.
+    target_sum
+        What the counts of a cell sum up to; None for 10,000.
+    log1p
+        Whether the logarithm is taken.
+
+    Examples
+    --------
+    >>> PreprocessingConfig(hvg_selection=2000)
+    PreprocessingConfig(hvg_selection=2000, keep_genes=[], normalize='library_size', target_sum=None, log1p=True)
+    """
+
+    hvg_selection: Annotated[Int, Field(ge=0)] | None = None
+    keep_genes: list[str] = Field(default_factory=list)
+    normalize: Annotated[Literal["library_size", "none"], BeforeValidator(_normalize)] = "library_size"
+    target_sum: Annotated[Float, Field(gt=0)] | None = None
+    log1p: bool = True
+
+    @field_validator("target_sum")
+    @classmethod
+    def _needs_scaling(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("normalize") == "none":
+            raise ValueError("has no use with normalize='none'; remove one of the two")
+        return value
+
+
+class SamplingConfig(Section):
+    """Draws of training cells by class, with replacement, instead of each cell once an epoch.
+
+    None takes the default of :class:`scforge.training.CellDataModule`.
+
+    Parameters
+    ----------
+    balance_key
+        Column of ``obs`` with the classes. None draws each cell once.
+    warmup_epochs
+        Epochs over which the strength goes from `start` to `end`.
+    start, end
+        Strength: 0 draws classes as often as they are, 1 equally often.
+
+    Examples
+    --------
+    >>> config = SamplingConfig(balance_key="cell_type", warmup_epochs=5)
+    >>> config.balance_key, config.end is None
+    ('cell_type', True)
+    """
+
+    balance_key: Text | None = None
+    warmup_epochs: Annotated[Int, Field(ge=0)] | None = None
+    start: Share | None = None
+    end: Share | None = None
+
+    @field_validator("warmup_epochs", "start", "end")
+    @classmethod
+    def _needs_key(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is not None and info.data.get("balance_key", "") is None:
+            raise ValueError("has no use without balance_key, the column of obs with the classes; add it beside")
+        return value
+
+
+class SplitConfig(Section):
+    """How validation cells are held out; ``training.validation_size`` says how many.
+
+    Parameters
+    ----------
+    by
+        ``"cell"``, or a column of ``obs`` with groups, e.g. donors, that are held out as a whole.
+
+    Examples
+    --------
+    >>> SplitConfig(by="donor").by, SplitConfig().by
+    ('donor', 'cell')
+    """
+
+    by: Text = "cell"
+
+
+class DataConfig(Section):
+    """Where the cells come from, which genes count, and how cells become batches.
+
+    Parameters
+    ----------
+    source
+        ``"local"`` for `paths`, ``"cellxgene_census"`` for a query of the Census.
+    paths
+        One or more h5ad or zarr files, stores, patterns of paths, or URLs of these. One may be given as text.
+    organism
+        Organism of the Census. None takes ``"homo_sapiens"``.
+    filters
+        Which cells of the Census: columns of ``obs`` with a value or a list of values, or a SOMA ``value_filter``.
+    census_version
+        Release of the Census, e.g. ``"2025-01-30"``. None takes ``"stable"``.
+    uri
+        SOMA experiment, or a folder laid out as the Census is, to query in its place.
+    obs_columns
+        Columns of ``obs`` to have at hand, besides those that other options name. None: all of local cells, none of
+        the Census.
+    storage_options
+        Options of the file system of URLs, as of fsspec; for the Census those of TileDB.
+    modality
+        Modality of a MuData.
+    memory
+        Most memory that local cells may take, e.g. ``"16GB"``.
+    cache
+        Store that local cells are converted into once, and read from. None converts cells that do not fit into memory,
+        into ``~/.cache/scforge/stores`` (or ``$XDG_CACHE_HOME``).
+    gene_vocab
+        ``"from_data"``, a shipped vocabulary such as ``"human_protein_coding"``, or a vocabulary file.
+    max_genes
+        Genes kept per cell, the most expressed. None takes the tokenizer's default. Also accepted as
+        ``tokenizer.max_genes``.
+    layer
+        Layer with raw counts. None reads ``adata.X``, or ``"raw"`` of the Census.
+    gene_key
+        Column of ``var`` with the gene names. None reads ``adata.var_names``, or what fits best in the Census.
+    batch_key, labels_key
+        Columns of ``obs`` with the batch and the label of each cell.
+    preprocessing
+        Choice of genes.
+    sampling
+        Draws by class.
+    split
+        How validation cells are held out.
+    max_tokens_per_batch
+        Tokens that a batch holds at most, padding included; cells of like length come together then. Also accepted
+        as ``training.max_tokens_per_batch``.
+    num_threads
+        Threads that tokenise ahead; 0 does all in the training thread. Also accepted as ``data.num_workers``.
+    pin_memory
+        Put batches into memory that a CUDA device copies from. None does so if there is one.
+
+    Examples
+    --------
+    >>> config = DataConfig(paths="cells.h5ad", batch_key="donor", preprocessing={"hvg_selection": 2000})
+    >>> config.paths, config.preprocessing.hvg_selection, config.gene_vocab
+    (['cells.h5ad'], 2000, 'from_data')
+    >>> DataConfig(source="cellxgene_census", filters={"tissue": "lung"}).paths is None
+    True
+    """
+
+    source: Literal["local", "cellxgene_census"] = "local"
+    paths: Annotated[list[Path] | None, Field(min_length=1, validate_default=True)] = None
+    organism: Text | None = None
+    filters: Annotated[Any, BeforeValidator(_filters)] = None
+    census_version: Text | None = None
+    uri: Path | None = None
+    obs_columns: list[Text] | None = None
+    storage_options: dict[str, Any] | None = None
+    modality: Text | None = None
+    memory: Annotated[Any, BeforeValidator(_size)] = None
+    cache: Path | None = None
+    gene_vocab: Path = "from_data"
+    max_genes: Positive | None = None
+    layer: Text | None = None
+    gene_key: Text | None = None
+    batch_key: Text | None = None
+    labels_key: Text | None = None
+    preprocessing: PreprocessingConfig = Field(default_factory=PreprocessingConfig)
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    split: SplitConfig = Field(default_factory=SplitConfig)
+    max_tokens_per_batch: Positive | None = None
+    num_threads: Annotated[Int, Field(ge=0)] | None = None
+    pin_memory: bool | None = None
+
+    @field_validator("paths", mode="before")
+    @classmethod
+    def _paths(cls, value: Any, info: ValidationInfo) -> Any:
+        census = info.data.get("source") == _CENSUS
+        if value is None and not census:
+            raise PydanticCustomError("missing", "Field required")
+        if value is not None and census:
+            raise ValueError(f"has no use with data.source={_CENSUS!r}; remove one of the two")
+        return [value] if isinstance(value, str | os.PathLike) else value
+
+    @field_validator("paths", "uri", "storage_options")
+    @classmethod
+    def _whole_credentials(cls, value: Any) -> Any:
+        if any(mark in str(value) for mark in (f"://{SECRET}@", f"?{SECRET}", f"'{SECRET}'")):
+            raise ValueError("needs a credential, which scforge does not write into files; give all of it again")
+        return value
+
+    @field_validator("obs_columns", mode="before")
+    @classmethod
+    def _one_column(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("organism", "filters", "census_version", "uri", "modality", "memory", "cache")
+    @classmethod
+    def _of_its_source(cls, value: Any, info: ValidationInfo) -> Any:
+        local = info.field_name in ("modality", "memory", "cache")
+        if value is not None and info.data.get("source", "") == (_CENSUS if local else "local"):
+            needed = "local" if local else _CENSUS
+            raise ValueError(f"has no use without data.source={needed!r}; set that, or remove the key")
+        return value
+
+
+# Validators of their own instead of ``int | str``, which reports a mistake twice, once for each type.
+def _batch_size(value: Any) -> Any:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if value is None or value == "auto" or (whole and value >= 1):
+        return value
+    if whole:
+        raise ValueError("is out of range; it must be at least 1")
+    if isinstance(value, str) and value.strip().isdecimal() and int(value) >= 1:
+        return int(value)
+    raise ValueError("is neither a whole number of cells nor 'auto', which takes as many as fit into memory")
+
+
+def _devices(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool) and (value >= 1 or value == -1):
+        return value
+    if isinstance(value, str) and (value == "auto" or all(part.strip().isdecimal() for part in value.split(","))):
+        return value
+    raise ValueError("is neither a number of devices, nor -1 for all, nor 'auto', nor indices such as '0,1'")
+
+
+BatchSize = Annotated[
+    Any,
+    BeforeValidator(_batch_size),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"const": "auto"}, {"type": "null"}]}),
 ]
+Devices = Annotated[
+    Any,
+    BeforeValidator(_devices),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": -1}, {"type": "string"}]}),
+]
+
+
+class OptimizerConfig(Section):
+    """The optimizer; None takes the default of the objective.
+
+    Parameters
+    ----------
+    name
+        ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"``, which orthogonalises the steps of the matrices inside the
+        layers.
+    lr
+        Highest learning rate. Also accepted as ``training.lr``.
+    weight_decay
+        Weight decay.
+
+    Examples
+    --------
+    >>> OptimizerConfig(name="muon", lr=1e-3).lr
+    0.001
+    """
+
+    name: Literal["adamw", "adam", "sgd", "muon"] = "adamw"
+    lr: Annotated[Float, Field(gt=0)] | None = None
+    weight_decay: Annotated[Float, Field(ge=0)] | None = None
+
+
+class SchedulerConfig(Section):
+    """The course of the learning rate; None takes the default of the objective.
+
+    Parameters
+    ----------
+    name
+        Name of the schedule.
+    warmup_steps
+        Optimizer steps until the highest learning rate.
+
+    Examples
+    --------
+    >>> SchedulerConfig(name="cosine_warmup", warmup_steps=500).warmup_steps
+    500
+    """
+
+    name: Literal["cosine_warmup", "cosine", "linear_warmup", "linear", "one_cycle", "constant"] | None = None
+    warmup_steps: Annotated[Int, Field(ge=0)] | None = None
+
+
+class TrainingConfig(Section):
+    """The training run; None takes the default of the objective, or what suits the data.
+
+    Parameters
+    ----------
+    batch_size
+        Cells per step and device; ``"auto"`` tries how many fit into memory.
+    max_epochs, max_steps
+        Where training ends, whichever comes first.
+    validation_size
+        Share of cells held out for validation, in [0, 1).
+    early_stopping
+        Stop when the validation loss no longer falls.
+    early_stopping_patience
+        Epochs without an improvement until then.
+    precision
+        Precision of the arithmetic, as Lightning names it; ``"auto"`` takes bfloat16 where it is faster.
+    accelerator, devices
+        Hardware: kind, and number of devices of a machine (or ``"auto"``, or a list of indices as text, ``"0,1"``).
+        ``training.num_gpus`` sets both.
+    num_nodes
+        Machines, with as many devices each.
+    strategy
+        How several devices share the work: ``"ddp"`` gives each a whole model, ``"fsdp"`` a share of the weights;
+        ``"auto"`` takes ``"ddp"`` where there are several.
+    gradient_clip_val
+        Largest norm of the gradient; 0 does not clip.
+    accumulate_grad_batches
+        Batches whose gradients are added up before a step, so that a step sees so many times the cells.
+    gradient_checkpointing
+        Compute layers again in the backward pass instead of keeping their states: less memory, more time.
+    layer_lr_decay
+        Learning rate of a layer over that of the layer above it, e.g. 0.8. None trains all alike.
+    gradual_unfreezing
+        Train the top layer first, and one more below it every so many epochs. None trains all from the start.
+    compile
+        Compile the model with ``torch.compile``: a slow first step, faster ones after it.
+    ema_decay
+        Keep an average of the weights over the steps, of which this share is carried on in each, e.g. 0.999.
+    log_every_n_steps
+        Steps between two lines of the log.
+    checkpoint_every_n_steps
+        Steps between two states that a run can be resumed from, besides the one at the end of an epoch.
+    optimizer, scheduler
+        Optimizer and course of the learning rate.
+
+    Examples
+    --------
+    >>> config = TrainingConfig(max_epochs=20, batch_size="auto", optimizer={"lr": 1e-4})
+    >>> config.max_epochs, config.optimizer.lr, config.gradient_clip_val
+    (20, 0.0001, 1.0)
+    """
+
+    batch_size: BatchSize = None
+    max_epochs: Positive | None = None
+    max_steps: Positive | None = None
+    validation_size: Annotated[Float, Field(ge=0, lt=1)] = 0.1
+    early_stopping: bool = True
+    early_stopping_patience: Positive | None = None
+    precision: Literal["auto", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true"] | None = None
+    accelerator: Literal["auto", "cpu", "gpu", "cuda", "mps"] = "auto"
+    devices: Devices = 1
+    num_nodes: Positive = 1
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    gradient_clip_val: Annotated[Float, Field(ge=0)] = 1.0
+    accumulate_grad_batches: Positive = 1
+    gradient_checkpointing: bool | None = None
+    layer_lr_decay: Annotated[Float, Field(gt=0, le=1)] | None = None
+    gradual_unfreezing: Positive | None = None
+    compile: bool = False
+    ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = None
+    log_every_n_steps: Positive = 10
+    checkpoint_every_n_steps: Positive | None = None
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
+
+
+TASK_ALIASES = {
+    "batch_integration": "integration",
+    "cell_type_annotation": "annotation",
+    "perturbation_prediction": "perturbation",
+}
+"""What a task is also called to the name in the registry."""
+
+EVALUATIONS = {"perturbbench": "perturbation"}
+"""What an evaluation is also called to the task whose evaluation it is."""
+
+
+def _task(value: str) -> str:
+    return TASK_ALIASES.get(value, value)
+
+
+def _freeze(value: Any) -> Any:
+    if isinstance(value, bool) or (isinstance(value, int) and value >= 1):
+        return value
+    raise ValueError("is neither true, false nor a number of layers")
+
+
+def _lora(value: Any) -> Any:
+    if isinstance(value, bool) or (isinstance(value, Mapping) and all(isinstance(key, str) for key in value)):
+        return value
+    raise ValueError("is neither true, false nor a section with options such as {r: 8}")
+
+
+def _evaluate(value: Any) -> Any:
+    if isinstance(value, bool) or (isinstance(value, str) and value):
+        return EVALUATIONS.get(value, value) if isinstance(value, str) else value
+    raise ValueError("is neither true, false nor the name of an evaluation")
+
+
+Freeze = Annotated[
+    Any, BeforeValidator(_freeze), WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "integer", "minimum": 1}]})
+]
+Lora = Annotated[
+    Any, BeforeValidator(_lora), WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "object"}], "default": False})
+]
+Evaluate = Annotated[
+    Any, BeforeValidator(_evaluate), WithJsonSchema({"anyOf": [{"type": "boolean"}, {"type": "string"}]})
+]
+Part = Annotated[Float, Field(ge=0, lt=1)]
+
+
+class FinetuneConfig(OpenSection):
+    """Fine-tuning of a trained model for a task. Any other key is an option of the task, e.g. ``class_weights``.
+
+    Architecture, tokenizer and genes are those of the base model; batches, epochs and learning rates stand in
+    ``training``, and the cells in ``data``.
+
+    Parameters
+    ----------
+    base_model
+        The model that is fine-tuned: its folder, a repository of the hub (``org/name``), or ``scforge://name``.
+    task
+        Registered name of the task, e.g. ``"annotation"``.
+    labels_key, batch_key
+        Columns of ``obs`` that the task is about. None takes those of the section ``data``.
+    validation_size, test_size
+        Shares of the cells that choose the best epoch, and that the model never sees until it is evaluated.
+    split_by
+        Column of ``obs`` with groups, e.g. donors, that are held out as a whole. None splits by cell.
+    split_key
+        Column of ``obs`` that says ``"train"``, ``"validation"`` or ``"test"``, in place of a random split.
+    freeze
+        True trains the head alone; a number leaves the embeddings and so many layers as they are.
+    lora
+        True, or options: train low-rank adapters in place of the weights.
+    head
+        Options of the head: ``hidden_dim`` and ``dropout``.
+    evaluate
+        Score the cells of ``test_size`` in the end, beside baselines. The name of an evaluation, e.g.
+        ``"perturbbench"``, has to be of the task.
+    **options
+        Options of the task, checked by its constructor.
+
+    Examples
+    --------
+    >>> FinetuneConfig(base_model="ck/final", task="cell_type_annotation", class_weights="balanced").user_options()
+    {'class_weights': 'balanced'}
+    """
+
+    _not_options: ClassVar[frozenset[str]] = frozenset(
+        {
+            *("base_model", "task", "labels_key", "batch_key", "validation_size", "test_size", "split_by", "split_key"),
+            *("freeze", "lora", "head", "evaluate"),
+        }
+    )
+
+    base_model: Path
+    task: Annotated[Text, AfterValidator(_task)]
+    labels_key: Text | None = None
+    batch_key: Text | None = None
+    validation_size: Part = 0.1
+    test_size: Part = 0.1
+    split_by: Text | None = None
+    split_key: Text | None = None
+    freeze: Freeze = False
+    lora: Lora = False
+    head: dict[Text, Any] | None = None
+    evaluate: Evaluate = False
+
+    @field_validator("test_size")
+    @classmethod
+    def _leaves_cells(cls, value: float, info: ValidationInfo) -> float:
+        validation_size = info.data.get("validation_size", 0.0)
+        if value + validation_size >= 1:
+            raise ValueError(f"and validation_size={validation_size:g} leave no cell to train on; lower one of them")
+        return value
+
+    @field_validator("split_key")
+    @classmethod
+    def _one_split(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("split_by") is not None:
+            raise ValueError(f"has no use beside split_by={info.data['split_by']!r}; keep one of them")
+        return value
+
+
+def _benchmarks(value: Any) -> Any:
+    if value is None:
+        return None
+    benchmarks = [value] if isinstance(value, str | Mapping) else value
+    if not isinstance(benchmarks, list):
+        raise ValueError("is not a list of benchmarks")
+    for benchmark in benchmarks:
+        named = isinstance(benchmark, Mapping) and len(benchmark) == 1 and _is_named(*next(iter(benchmark.items())))
+        if not named and not (isinstance(benchmark, str) and benchmark):
+            raise ValueError(
+                "holds something that is no benchmark; give each as its name, or as its name with options below, "
+                "e.g. [cell_type_annotation: {dataset: held_out}]"
+            )
+    return benchmarks
+
+
+def _is_named(name: Any, options: Any) -> bool:
+    keys_are_text = options is None or (isinstance(options, Mapping) and all(isinstance(key, str) for key in options))
+    return isinstance(name, str) and bool(name) and keys_are_text
+
+
+_BENCHMARK = {"anyOf": [{"type": "string"}, {"type": "object", "minProperties": 1, "maxProperties": 1}]}
+Benchmarks = Annotated[
+    Any,
+    BeforeValidator(_benchmarks),
+    WithJsonSchema({"anyOf": [{"type": "array", "items": _BENCHMARK}, *_BENCHMARK["anyOf"], {"type": "null"}]}),
+]
+
+
+class OutputConfig(Section):
+    """What is written, and where; None writes nothing.
+
+    Parameters
+    ----------
+    log_dir
+        Folder of the training log.
+    loggers
+        What keeps the log: ``"csv"``, ``"tensorboard"``, ``"wandb"``, one or a list. None takes ``"csv"`` where there
+        is a `log_dir`.
+    project
+        Project of Weights & Biases that the run belongs to.
+    run_name
+        Name of the run in TensorBoard and in Weights & Biases.
+    wandb_mode
+        ``"online"``; ``"offline"``, which keeps the log in `log_dir` to be sent later; or ``"disabled"``.
+    checkpoint_dir
+        Folder of checkpoints and of the trained model. Where neither it nor `embedding` is set, ``scforge train`` takes
+        ``checkpoints/NAME`` of a file ``NAME.yaml``, and ``scforge finetune`` ``DATA_TASK``.
+    save_top_k
+        Epochs to keep as models, those with the lowest validation loss; -1 keeps all.
+    keep_last
+        States to keep that a run can be resumed from, the latest ones.
+    embedding
+        h5ad file to write with the data and ``obsm["X_scforge"]``.
+
+    Examples
+    --------
+    >>> config = OutputConfig(log_dir="logs", loggers="tensorboard", checkpoint_dir="checkpoints")
+    >>> config.loggers, config.save_top_k
+    (['tensorboard'], 1)
+    """
+
+    log_dir: Path | None = None
+    loggers: list[Literal["csv", "tensorboard", "wandb"]] | None = None
+    project: Text | None = None
+    run_name: Text | None = None
+    wandb_mode: Literal["online", "offline", "disabled"] | None = None
+    checkpoint_dir: Path | None = None
+    save_top_k: Annotated[Int, Field(ge=-1)] = 1
+    keep_last: Positive = 1
+    embedding: Path | None = None
+
+    @field_validator("loggers", mode="before")
+    @classmethod
+    def _one_logger(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("loggers")
+    @classmethod
+    def _needs_folder(cls, value: list[str] | None, info: ValidationInfo) -> list[str] | None:
+        if value and info.data.get("log_dir", "") is None:
+            raise ValueError("has no use without output.log_dir, the folder of the log; add it beside")
+        return value
+
+    @field_validator("project", "run_name", "wandb_mode")
+    @classmethod
+    def _needs_logger(cls, value: str | None, info: ValidationInfo) -> str | None:
+        takers = ["wandb", "tensorboard"] if info.field_name == "run_name" else ["wandb"]
+        loggers = info.data.get("loggers", takers) or []
+        if value is not None and not set(takers) & set(loggers):
+            raise ValueError(f"has no use without a logger that takes it; add {takers[0]!r} to output.loggers")
+        return value
+
+    @field_validator("embedding")
+    @classmethod
+    def _h5ad(cls, value: str | None) -> str | None:
+        if value is not None and not value.endswith(".h5ad"):
+            raise ValueError("is not the name of an h5ad file; let it end in '.h5ad'")
+        return value
+
+
+class EvalConfig(Section):
+    """Benchmarks that are run on the held-out cells while training goes on; their figures stand beside the loss.
+
+    Parameters
+    ----------
+    benchmarks
+        Registered names, or names with options: ``[cell_type_annotation: {labels_key: cell_type}]``. The option
+        ``dataset`` names one of `datasets`, whose cells take the place of the held-out ones.
+    every_n_epochs
+        Epochs from one evaluation to the next; the last epoch is always evaluated.
+    datasets
+        Name of a data set to its h5ad file.
+
+    Examples
+    --------
+    >>> config = EvalConfig(benchmarks={"cell_type_annotation": {"labels_key": "cell_type"}}, every_n_epochs=5)
+    >>> config.benchmarks
+    [{'cell_type_annotation': {'labels_key': 'cell_type'}}]
+    """
+
+    benchmarks: Benchmarks = None
+    every_n_epochs: Positive = 1
+    datasets: dict[Text, Path] = Field(default_factory=dict)
+
+    @field_validator("every_n_epochs", "datasets")
+    @classmethod
+    def _needs_benchmarks(cls, value: Any, info: ValidationInfo) -> Any:
+        # An empty list is a way to switch off what a file asks for.
+        if info.data.get("benchmarks", "") is None:
+            raise ValueError("has no use without eval.benchmarks; add them beside, e.g. [cell_type_annotation]")
+        return value
 
 
 def _mask_ratio(value: Any) -> Any:

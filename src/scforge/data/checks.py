@@ -1,4 +1,4 @@
-"""Checks of what a user hands in: each failure is one sentence that names the argument, the value and the fix."""
+"""Check the counts and columns of an AnnData; numba kernels that copy rows of CSR matrices."""
 
 from __future__ import annotations
 
@@ -6,27 +6,170 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import h5py
+import numba
 import numpy as np
 from scipy import sparse
 
-from scforge.data.compressed import compressed_problem, sound_csr
+from scforge._constants import TARGET_SUM
 from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
 
 if TYPE_CHECKING:
     import pandas as pd
     from anndata import AnnData
 
-__all__ = [
-    "check_adata",
-    "check_is_adata",
-    "check_obs_column",
-    "counts_of",
-    "inherited_batch_key",
-    "names_each_cell",
-    "value_problem",
-    "warn_if_transformed",
-    "warn_if_transposed",
-]
+
+REPAIR = "write the file again, or build the matrix anew"
+"""What to do about a damaged matrix."""
+
+
+def sound_csr(matrix: Any, where: str) -> sparse.csr_matrix:
+    """Return `matrix` as CSR, itself if it is one.
+
+    Raises
+    ------
+    DataError
+        If its parts do not fit together; `where` says in the message what it is, e.g. ``"adata.X"``.
+    """
+    if problem := compressed_problem(matrix):
+        raise DataError(f"{where} is damaged: {problem}; {REPAIR}.")
+    if isinstance(matrix, sparse.csr_matrix) and len(matrix.data) == len(matrix.indices) == matrix.indptr[-1]:
+        return matrix
+    return sparse.csr_matrix(matrix)
+
+
+def compressed_problem(matrix: Any) -> str | None:
+    """Return what is wrong with the parts of a matrix, or None; one that is not compressed has none."""
+    if not sparse.issparse(matrix) or matrix.format not in ("csr", "csc"):
+        return None
+    for name in ("data", "indices", "indptr"):
+        part = getattr(matrix, name)
+        # What anndata reads from a damaged file may be no array.
+        if not isinstance(part, np.ndarray) or part.ndim != 1 or (name != "data" and part.dtype.kind not in "iu"):
+            return f"{name} is no list of numbers"
+    n_major, n_minor = matrix.shape if matrix.format == "csr" else matrix.shape[::-1]
+    if len(matrix.indptr) != n_major + 1:
+        return f"it has {len(matrix.indptr)} boundaries (indptr) and needs {n_major + 1}"
+    n_entries = min(len(matrix.indices), len(matrix.data))
+    return boundary_problem(matrix.indptr, n_entries) or index_problem(matrix.indices[: matrix.indptr[-1]], n_minor)
+
+
+def boundary_problem(indptr: np.ndarray, n_entries: int, *, first: int = 0) -> str | None:
+    """Return what is wrong with boundaries that start at `first`, where there are `n_entries`, or None."""
+    if (indptr[1:] < indptr[:-1]).any():
+        return "its boundaries (indptr) do not ascend"
+    if int(indptr[0]) != first or int(indptr[-1]) > n_entries:
+        return f"its boundaries (indptr) run from {indptr[0]} to {indptr[-1]}, but there are {n_entries} entries"
+    return None
+
+
+def index_problem(indices: np.ndarray, n_minor: int) -> str | None:
+    """Return which index is out of range, or None."""
+    if not len(indices):
+        return None
+    low, high = int(indices.min()), int(indices.max())
+    if low >= 0 and high < n_minor:
+        return None
+    return f"it has the index {low if low < 0 else high}, which is not from 0 to {n_minor - 1}"
+
+
+def row_sums(matrix: sparse.csr_matrix) -> np.ndarray:
+    """Return the sum of each row, float64 whatever the dtype of the matrix, shape (number of rows,)."""
+    return np.asarray(matrix.sum(axis=1, dtype=np.float64)).ravel()
+
+
+def log1p_cp10k_rows(counts: sparse.csr_matrix, totals: np.ndarray) -> sparse.csr_matrix:
+    """Return log1p of counts per 10,000 of each cell, a new float32 matrix of the same shape.
+
+    Parameters
+    ----------
+    counts
+        Counts, shape (N, G).
+    totals
+        Total counts of each cell, shape (N,).
+    """
+    values = counts.astype(np.float32, copy=True)
+    values.data *= np.repeat((TARGET_SUM / totals).astype(np.float32), np.diff(values.indptr))
+    np.log1p(values.data, out=values.data)
+    return values
+
+
+CHECK = "scforge_check"
+"""Column of obs of a store with the check number of each cell (:func:`row_checks`)."""
+
+
+def row_checks(counts: sparse.csr_matrix) -> np.ndarray:
+    """Return a check number of each row, uint32, shape (B,), made of its number of entries and its sums.
+
+    It is 0x9E3779B1 * sum of the genes + 0x85EBCA77 * sum of the counts + number of entries, modulo 2^32. zarr checks a
+    chunk only if all of it is read, and takes a missing one for zeros; this finds both, for a tenth of a microsecond.
+    """
+    checks = np.empty(counts.shape[0], dtype=np.uint32)
+    _checks(counts.indptr, counts.indices, counts.data, checks)
+    return checks
+
+
+def first_damaged(counts: sparse.csr_matrix, expected: np.ndarray) -> int:
+    """Return the first row whose check number is another than expected, or -1."""
+    return int(_first_damaged(counts.indptr, counts.indices, counts.data, expected))
+
+
+def pick_genes(counts: sparse.csr_matrix, columns: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Keep the columns that have a place, which must ascend with the columns: then no row has to be sorted.
+
+    Parameters
+    ----------
+    counts
+        Sorted rows.
+    columns
+        New place of each column, or -1, int32.
+
+    Returns
+    -------
+    Row boundaries, int64, shape (B + 1,); places, int32, and counts, float32, shape (Z,).
+    """
+    indptr = np.empty(len(counts.indptr), dtype=np.int64)
+    genes = np.empty(len(counts.indices), dtype=np.int32)
+    kept = np.empty(len(counts.indices), dtype=np.float32)
+    _pick(counts.indptr, counts.indices, counts.data, columns, indptr, genes, kept)
+    return indptr, genes[: indptr[-1]], kept[: indptr[-1]]
+
+
+@numba.njit(cache=True, nogil=True)
+def _check(start, stop, indices, data):
+    genes, counts = np.uint64(0), np.uint64(0)
+    for entry in range(np.uint64(start), np.uint64(stop)):
+        genes += np.uint64(indices[entry])
+        counts += np.uint64(data[entry])
+    return np.uint32(genes * np.uint64(0x9E3779B1) + counts * np.uint64(0x85EBCA77) + np.uint64(stop - start))
+
+
+@numba.njit(cache=True, nogil=True)
+def _checks(indptr, indices, data, checks):
+    for row in range(len(checks)):
+        checks[row] = _check(indptr[row], indptr[row + 1], indices, data)
+
+
+@numba.njit(cache=True, nogil=True)
+def _first_damaged(indptr, indices, data, expected):
+    for row in range(len(expected)):
+        if _check(indptr[row], indptr[row + 1], indices, data) != expected[row]:
+            return row
+    return -1
+
+
+@numba.njit(cache=True, nogil=True)
+def _pick(indptr, indices, data, columns, out_indptr, genes, counts):
+    out = 0
+    out_indptr[0] = 0
+    for row in range(len(indptr) - 1):
+        for entry in range(indptr[row], indptr[row + 1]):
+            place = columns[indices[entry]]
+            # Written in any case and taken back if the gene is not wanted: no processor could guess which are.
+            genes[out] = place
+            counts[out] = data[entry]
+            out += place >= 0
+        out_indptr[row + 1] = out
+
 
 _FEW_VALUES = 50
 """Different numbers, fractions among them, that may well be batches: time points, doses."""

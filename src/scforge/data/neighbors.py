@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import sparse
 
-from scforge.data.compressed import log1p_cp10k_rows
+from scforge.data.checks import log1p_cp10k_rows
 from scforge.errors import DataError
 
 if TYPE_CHECKING:

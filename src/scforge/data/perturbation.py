@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scforge.data.windows import ranges
+from scforge.data.sampling import ranges
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 
 if TYPE_CHECKING:

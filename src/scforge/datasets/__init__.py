@@ -6,17 +6,17 @@ from scforge._lazy import lazy_names
 
 _NAMES = {
     "DatasetCard": "scforge.datasets.cards",
-    "Split": "scforge.datasets.split_files",
+    "Split": "scforge.datasets.splits",
     "SplitRule": "scforge.datasets.cards",
     "check_independent": "scforge.datasets.loading",
     "get_card": "scforge.datasets.cards",
-    "get_split": "scforge.datasets.split_files",
+    "get_split": "scforge.datasets.splits",
     "list_cards": "scforge.datasets.cards",
     "load": "scforge.datasets.loading",
-    "make_split": "scforge.datasets.split_rules",
+    "make_split": "scforge.datasets.splits",
     "pbmc3k": "scforge.datasets._pbmc3k",
-    "read_split": "scforge.datasets.split_files",
-    "write_split": "scforge.datasets.split_files",
+    "read_split": "scforge.datasets.splits",
+    "write_split": "scforge.datasets.splits",
 }
 
 __all__ = [

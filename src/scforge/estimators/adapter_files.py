@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from scforge._io import atomic_folder, check_inside, read_settled, sha256_of
-from scforge.data.weights_reading import read_shapes, read_weights, refuse_not_finite, refuse_pickle
 from scforge.errors import MissingFileError, ModelFileError, OptionError, listing
 from scforge.estimators.card_facts import CardFacts, base_of, facts_of
 from scforge.estimators.finetuning_run import set_up
@@ -23,7 +22,8 @@ from scforge.estimators.folder_formats import ADAPTER, lacking, read_description
 from scforge.estimators.registries import bare_registry
 from scforge.estimators.shape_check import check_adapter
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, is_adapter, merge_lora, merged
-from scforge.finetuning.seen import SeenCells
+from scforge.finetuning.held_out import SeenCells
+from scforge.models._weights import read_shapes, read_weights, refuse_not_finite, refuse_pickle
 
 if TYPE_CHECKING:
     from anndata import AnnData

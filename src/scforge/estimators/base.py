@@ -23,8 +23,8 @@ from scforge._constants import AUTO_KEY, OBSM_KEY, QUERY_KEY, UNS_KEY
 from scforge._registry import check_options
 from scforge.data.cells import Cells
 from scforge.data.checks import check_adata, check_obs_column, warn_if_transposed
+from scforge.data.readers import is_collection
 from scforge.data.sources import open_cells
-from scforge.data.stream_remote import is_collection
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError, warn
 from scforge.estimators.card import described, provenance
@@ -33,8 +33,8 @@ from scforge.estimators.folder_methods import FolderMethods
 from scforge.estimators.mudata import MuDataModel
 from scforge.estimators.registries import datamodule_registry
 from scforge.estimators.spec import ModelSpec
-from scforge.finetuning.module import FineTunedModule
-from scforge.finetuning.seen import SeenCells
+from scforge.finetuning.heads import FineTunedModule
+from scforge.finetuning.held_out import SeenCells
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.datamodule import CellDataModule

@@ -19,9 +19,8 @@ from anndata import AnnData
 from scforge._checks import check_bool, check_count
 from scforge._constants import AUTO_KEY, UNS_KEY
 from scforge.data.cells import Cells
-from scforge.data.remote import is_url
+from scforge.data.readers import is_query, is_url
 from scforge.data.sources import open_cells
-from scforge.data.streams import is_query
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, warn
 from scforge.estimators.base import CellModel
 from scforge.estimators.bulk_files import EmbeddingFiles

@@ -176,7 +176,7 @@ class EmbeddingFiles:
 
     def _begin(self, plan: dict[str, Any], make: Callable[[], AnnData]) -> None:
         """Make the folder, unless it is there already with the same plan."""
-        from scforge.data.zarr_groups import open_group
+        from scforge.data.readers import open_group
 
         begun = self._begun()
         if begun is not None and begun != plan:
@@ -258,7 +258,7 @@ class EmbeddingFiles:
         from anndata import AnnData
         from anndata.io import read_elem, write_elem
 
-        from scforge.data.zarr_groups import open_group
+        from scforge.data.readers import open_group
 
         path = self.folder / "result.h5ad"
         group = open_group(self._result)

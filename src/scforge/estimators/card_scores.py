@@ -105,8 +105,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, said: str = "metrics") -> tuple
 def _report(table: pd.DataFrame, said: str) -> Report:
     """Return the report whose lines a table has, as far as they say it."""
     from scforge.eval.base import BENCHMARKS
-    from scforge.eval.report import KINDS, Measured, Report, Row
-    from scforge.eval.statistics import Comparison
+    from scforge.eval.report import KINDS, Comparison, Measured, Report, Row
 
     if missing := sorted(_LONG - set(table.columns)):
         raise OptionError(

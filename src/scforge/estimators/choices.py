@@ -17,9 +17,8 @@ from scipy import sparse
 
 from scforge._constants import UNS_KEY
 from scforge.data.cells import Cells, CellSource
-from scforge.data.gene_tables import SPECIES, gene_table
-from scforge.data.mapping import GeneMap, gene_names
-from scforge.data.vocab import GeneVocab
+from scforge.data.genes import GeneMap, gene_names
+from scforge.data.vocab import SPECIES, GeneVocab, gene_table
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
 from scforge.finetuning.labels import text_of
 from scforge.models.components.gene_vectors import check_filled

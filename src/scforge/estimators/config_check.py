@@ -15,13 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from scforge._io import check_folder, put_back
 from scforge.config.schema import Config, DataConfig
-from scforge.data.h5ad import similar_file
-from scforge.data.named import open_vocab
-from scforge.data.remote import is_url
+from scforge.data.readers import is_url, open_streams, similar_file
 from scforge.data.sources import open_cells
-from scforge.data.store_files import is_store, partial_path
-from scforge.data.streams import open_streams
-from scforge.data.vocab import FROM_DATA, GeneVocab
+from scforge.data.store import is_store, partial_path
+from scforge.data.vocab import FROM_DATA, GeneVocab, open_vocab
 from scforge.datasets.cards import DatasetCard, get_card, list_cards
 from scforge.datasets.loading import find_file
 from scforge.errors import (
@@ -39,11 +36,11 @@ from scforge.estimators.finetune_check import check_finetuning, described, named
 from scforge.estimators.spec import ModelSpec, named_options
 from scforge.estimators.vocabulary import n_top_genes_of
 from scforge.models._utils import count_parameters
-from scforge.tokenizers.registry import TOKENIZERS
-from scforge.training.objectives.registry import get_objective
+from scforge.tokenizers.base import TOKENIZERS
+from scforge.training.objectives.base import get_objective
 
 if TYPE_CHECKING:
-    from scforge.eval.evaluation import Evaluation
+    from scforge.eval.base import Evaluation
 
 __all__ = ["benchmark_callbacks", "check_config", "check_settings", "model_of"]
 

@@ -13,10 +13,9 @@ from anndata import AnnData
 from scforge.config.schema import Config, DataConfig
 from scforge.data.cells import Cells
 from scforge.data.checks import check_obs_column
-from scforge.data.sources import open_cells, read_h5ad
+from scforge.data.readers import open_streams
+from scforge.data.sources import AUTO, open_cells, read_h5ad, store_of_large
 from scforge.data.store import StoreCells
-from scforge.data.stream_cache import AUTO, store_of_large
-from scforge.data.streams import open_streams
 from scforge.data.vocab import GeneVocab
 from scforge.training.datamodule import CellDataModule
 

@@ -7,13 +7,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from scforge.config._messages import shown, unknown_option
+from scforge.config.aliases import shown, unknown_option
 from scforge.config.schema import Config, ModelConfig
 from scforge.errors import ConfigError, OptionError, ScforgeError, warn
 from scforge.estimators.defaults import Recipe, recipe_for
 from scforge.models.registry import MODELS, option_names, own_names
-from scforge.tokenizers.registry import TOKENIZERS
-from scforge.training.objectives.registry import OBJECTIVES
+from scforge.tokenizers.base import TOKENIZERS
+from scforge.training.objectives.base import OBJECTIVES
 
 __all__ = ["check_names", "chosen", "model_options", "objective_of", "placed", "tokenizer_of"]
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from scforge.config._fields import Section
-from scforge.config._messages import without_secrets
-from scforge.config._yaml import dump_yaml
-from scforge.config.schema import Config, FinetuneConfig, MaskingConfig, ModelConfig
+from scforge.config.aliases import without_secrets
+from scforge.config.load import dump_yaml
+from scforge.config.schema import Config, FinetuneConfig, MaskingConfig, ModelConfig, Section
 from scforge.estimators.config_check import model_of
 from scforge.estimators.config_parts import check_names, chosen, model_options
 from scforge.estimators.encoder import Encoder
@@ -16,7 +15,7 @@ from scforge.estimators.finetune_check import ELSEWHERE, OF_THE_BASE, TUNING_OF_
 from scforge.estimators.vocabulary import n_top_genes_of
 from scforge.finetuning.base import TASKS, with_adapters
 from scforge.models.registry import MODELS, own_names
-from scforge.tokenizers.registry import TOKENIZERS
+from scforge.tokenizers.base import TOKENIZERS
 from scforge.training.datamodule import CellDataModule
 from scforge.training.objectives.base import TrainingDefaults
 

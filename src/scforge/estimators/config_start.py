@@ -17,8 +17,8 @@ from scforge._version import __version__
 from scforge.config.load import dump_config
 from scforge.config.schema import Config
 from scforge.errors import ConfigError, OptionError, redacted
+from scforge.training.checkpoint import FINAL, RunFolder, check_state
 from scforge.training.devices import ensure_devices
-from scforge.training.run_folder import FINAL, RunFolder, check_state
 
 if TYPE_CHECKING:
     from scforge.estimators.encoder import Encoder

@@ -14,9 +14,8 @@ import torch
 from scforge._checks import check_seed
 from scforge._constants import QUERY_KEY
 from scforge._registry import check_options
-from scforge.data.arguments import listed_names
 from scforge.data.cells import column_of
-from scforge.data.vocab import GeneVocab
+from scforge.data.vocab import GeneVocab, listed_names
 from scforge.errors import OptionError, warn
 from scforge.estimators.base import FROM_DATA, CellModel
 from scforge.estimators.defaults import recipe_for
@@ -31,13 +30,11 @@ from scforge.estimators.training_run import run_training
 from scforge.estimators.tuning import Tuning
 from scforge.estimators.vocabulary import n_top_genes_of, needed_statistics, vocab_of_adata, vocab_of_cells
 from scforge.models.components.gene_vectors import check_filled
-from scforge.tokenizers.base import Tokenizer
-from scforge.tokenizers.registry import TOKENIZERS
+from scforge.tokenizers.base import TOKENIZERS, Tokenizer
+from scforge.training.checkpoint import SavingError
 from scforge.training.datamodule import CellDataModule
-from scforge.training.objectives.base import Objective
-from scforge.training.objectives.registry import OBJECTIVES, get_objective
+from scforge.training.objectives.base import OBJECTIVES, Objective, get_objective
 from scforge.training.plan import NotFiniteError, TrainingPlan
-from scforge.training.resuming import SavingError
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -15,8 +15,8 @@ from scforge._progress import announce
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.estimators.base import CellModel
 from scforge.eval.base import check_column
-from scforge.eval.geometry import is_collapsed
 from scforge.eval.harness import evaluate, write_metrics
+from scforge.eval.label_prediction import is_collapsed
 from scforge.training.predict import embed
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from scforge.estimators.encoder import Encoder
-    from scforge.eval.evaluation import Entry
+    from scforge.eval.base import Entry
     from scforge.eval.report import Kind, Report
     from scforge.tokenizers.base import Tokenizer
 

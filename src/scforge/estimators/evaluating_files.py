@@ -20,7 +20,7 @@ from scforge.estimators.predicting import checked_output, in_memory, load_tuned,
 from scforge.eval.report import Report
 
 if TYPE_CHECKING:
-    from scforge.eval.evaluation import Entry
+    from scforge.eval.base import Entry
 
 __all__ = ["evaluate_to"]
 

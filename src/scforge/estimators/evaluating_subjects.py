@@ -11,7 +11,7 @@ import pandas as pd
 from scforge._registry import check_options
 from scforge.errors import OptionError, listing
 from scforge.estimators.evaluating import each_model, evaluate_embeddings, untrained_module
-from scforge.eval.evaluation import Evaluation, to_evaluation
+from scforge.eval.base import Evaluation, to_evaluation
 from scforge.eval.harness import entries_of, write_metrics
 from scforge.models.protocol import GeneratingModule
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
     from scforge.estimators.encoder import Encoder
-    from scforge.eval.evaluation import Entry
+    from scforge.eval.base import Entry
     from scforge.eval.report import Kind, Report
 
 __all__ = ["OPTIONS", "evaluate_models"]
@@ -181,9 +181,7 @@ def _networks(
     intervals: bool,
 ) -> Report:
     """Score how alike the gene embeddings of transcription factors and of their targets are."""
-    from scforge.eval.network_evaluation import evaluate_network
-    from scforge.eval.network_files import read_network
-    from scforge.eval.network_scores import edges_from_embeddings
+    from scforge.eval.networks import edges_from_embeddings, evaluate_network, read_network
     from scforge.insilico.gene_embeddings import input_gene_embeddings
 
     assert network is not None
@@ -236,7 +234,7 @@ def _generated(
     batch_size: int,
 ) -> Report:
     """Score the cells that models generate against cells that they have not seen."""
-    from scforge.eval.generation_report import evaluate_generation
+    from scforge.eval.generation import evaluate_generation
 
     every = each_model(models)
     made = {

@@ -10,7 +10,7 @@ from anndata import AnnData
 from scvi.data.fields import CategoricalObsField, LayerField
 
 from scforge.data.checks import counts_of, warn_if_transformed
-from scforge.data.mapping import gene_names
+from scforge.data.genes import gene_names
 from scforge.errors import DataError, did_you_mean, listing
 
 __all__ = ["GeneField", "ObsField", "check_places"]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from scforge.config._messages import shown, unknown_option
-from scforge.config.finetune_section import FinetuneConfig
-from scforge.config.schema import Config
+from scforge.config.aliases import shown, unknown_option
+from scforge.config.schema import Config, FinetuneConfig
 from scforge.errors import ConfigError, OptionError
 from scforge.estimators.config_parts import placed
 from scforge.estimators.model_folder import check_model_folder

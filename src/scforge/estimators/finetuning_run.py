@@ -14,16 +14,15 @@ from anndata import AnnData
 
 from scforge._checks import check_seed
 from scforge._registry import check_options
-from scforge.data.arguments import named_column
 from scforge.data.cells import Cells
 from scforge.data.checks import inherited_batch_key
+from scforge.data.vocab import named_column
 from scforge.errors import DataError, OptionError
 from scforge.estimators.spec import named_options
 from scforge.estimators.tuning import Tuning, check_freeze
 from scforge.finetuning.adapters import base_state, digest_of, load_base, lora_options, merged
 from scforge.finetuning.base import TASKS, Task, get_task
-from scforge.finetuning.marks import CellMarks
-from scforge.finetuning.seen import SeenCells
+from scforge.finetuning.held_out import CellMarks, SeenCells
 from scforge.finetuning.splits import Split, check_shares, split_for, split_from
 from scforge.models.components.gene_vectors import check_filled
 from scforge.training.datamodule import CellDataModule

@@ -18,9 +18,8 @@ from scforge.estimators.registries import bare_registry
 from scforge.estimators.saving import load_weights, read_adata, read_folder, write_folder
 from scforge.estimators.sharing import load_found
 from scforge.estimators.tuning import Tuning
-from scforge.finetuning.seen import SeenCells
-from scforge.hub.copying import origin_of
-from scforge.hub.finding import find_model, is_registry_name
+from scforge.finetuning.held_out import SeenCells
+from scforge.hub.finding import find_model, is_registry_name, origin_of
 
 if TYPE_CHECKING:
     import torch

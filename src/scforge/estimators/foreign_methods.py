@@ -280,7 +280,7 @@ class ForeignMethods:
         >>> sorted(os.listdir("as_geneformer"))
         ['config.json', 'gene_median_dictionary.pkl', 'model.safetensors', 'token_dictionary.pkl']
         """
-        from scforge.foreign.geneformer_export import to_geneformer
+        from scforge.foreign.geneformer import to_geneformer
 
         to_geneformer(cast("CellModel", self), path, overwrite=overwrite)
 

@@ -12,7 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from scforge._constants import OBSM_KEY
 from scforge._io import atomic_path
 from scforge.config.schema import Config, OutputConfig
-from scforge.data.h5ad import write_h5ad
+from scforge.data.readers import write_h5ad
 from scforge.errors import ConfigError
 from scforge.estimators.config_check import benchmark_callbacks, check_settings
 from scforge.estimators.config_data import embedded_adata, make_datamodule, open_source
@@ -20,7 +20,7 @@ from scforge.estimators.config_parts import model_options, objective_of, placed,
 from scforge.estimators.config_start import KeepConfig, check_gpus, check_run
 from scforge.estimators.encoder import Encoder
 from scforge.estimators.front_classes import class_of_architecture
-from scforge.training.run_folder import FINAL
+from scforge.training.checkpoint import FINAL
 
 if TYPE_CHECKING:
     from scforge.data.cells import Cells
@@ -182,7 +182,7 @@ def _model(source: AnnData | Cells, config: Config) -> tuple[Encoder, CellDataMo
 def _loggers(output: OutputConfig) -> Any:
     if output.log_dir is None or output.loggers == []:
         return False
-    from scforge.training.loggers import make_loggers
+    from scforge.training.monitoring import make_loggers
 
     return make_loggers(
         ["csv"] if output.loggers is None else output.loggers,

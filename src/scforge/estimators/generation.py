@@ -19,7 +19,7 @@ from scipy import sparse
 
 from scforge._checks import check_count, check_positive, check_seed
 from scforge._constants import UNS_KEY
-from scforge.data.mapping import GeneMap
+from scforge.data.genes import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
 from scforge.estimators.choices import unknown_genes

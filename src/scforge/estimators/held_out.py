@@ -9,7 +9,7 @@ import numpy as np
 
 from scforge.errors import DataError, OptionError, warn
 from scforge.finetuning.base import Task
-from scforge.finetuning.marks import CellMarks, fingerprints
+from scforge.finetuning.held_out import CellMarks, fingerprints
 from scforge.finetuning.splits import Split
 
 if TYPE_CHECKING:

@@ -11,12 +11,9 @@ import numpy as np
 import torch
 
 from scforge.data.cells import Cells, CellSource
-from scforge.data.census_cells import SomaCells
-from scforge.data.store import StoreCells
-from scforge.data.store_files import StoreInfo, is_store
-from scforge.data.stream_adata import table_digest
-from scforge.data.stream_remote import ZarrPlace
-from scforge.data.streams import open_streams
+from scforge.data.census import SomaCells
+from scforge.data.readers import ZarrPlace, open_streams, table_digest
+from scforge.data.store import StoreCells, StoreInfo, is_store
 from scforge.errors import OptionError
 from scforge.estimators.base import CellModel
 

@@ -6,11 +6,10 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scforge.data.remote import is_url
+from scforge.data.readers import is_url
 from scforge.errors import MissingFileError
-from scforge.hub.finding import FoundModel, find_model, is_hub_name, is_registry_name
-from scforge.hub.shared_files import kind_of_folder
-from scforge.training.run_folder import RunFolder
+from scforge.hub.finding import FoundModel, find_model, is_hub_name, is_registry_name, kind_of_folder
+from scforge.training.checkpoint import RunFolder
 
 if TYPE_CHECKING:
     from anndata import AnnData

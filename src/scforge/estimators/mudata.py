@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from mudata import MuData
 
-from scforge.data.stream_stored import check_modality, shared_columns
+from scforge.data.readers import check_modality, shared_columns
 from scforge.errors import DataError, GeneMismatchError, OptionError, did_you_mean, listing
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from scforge.estimators.choices import (
     ready,
     widely_expressed,
 )
-from scforge.insilico.perturbation import Perturbation
-from scforge.insilico.screening import centroid, screen, with_rates
+from scforge.insilico.screening import Perturbation, centroid, screen, with_rates
 from scforge.training.predict import embed
 
 if TYPE_CHECKING:

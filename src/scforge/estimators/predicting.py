@@ -11,7 +11,7 @@ import pandas as pd
 from anndata import AnnData
 
 from scforge._io import atomic_path, check_writable
-from scforge.data.h5ad import write_h5ad
+from scforge.data.readers import write_h5ad
 from scforge.data.sources import read_h5ad
 from scforge.errors import OptionError
 from scforge.estimators.config_data import embedded_adata

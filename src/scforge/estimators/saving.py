@@ -12,16 +12,14 @@ from safetensors.torch import save_file
 from torch import nn
 
 from scforge._io import atomic_folder, check_inside, read_settled, sha256_of
-from scforge.data.h5ad import write_h5ad
-from scforge.data.remote import is_url
+from scforge.data.readers import is_url, write_h5ad
 from scforge.data.sources import read_h5ad
-from scforge.data.vocab import GeneVocab
-from scforge.data.vocab_files import MOST_BYTES
-from scforge.data.weights_reading import PICKLES, read_shapes, read_weights, refuse_not_finite, refuse_pickle
+from scforge.data.vocab import MOST_BYTES, GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, listing, warn
 from scforge.estimators.folder_formats import MODEL, lacking, read_description, sealed
 from scforge.estimators.shape_check import check_fit, misfit, shapes_of
-from scforge.finetuning.seen import SeenCells
+from scforge.finetuning.held_out import SeenCells
+from scforge.models._weights import PICKLES, read_shapes, read_weights, refuse_not_finite, refuse_pickle
 
 if TYPE_CHECKING:
     from anndata import AnnData

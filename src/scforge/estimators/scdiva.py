@@ -26,7 +26,7 @@ from scforge.estimators.scdiva_outputs import (
     predictor_of_labels,
     trains_latent,
 )
-from scforge.training.objectives.registry import get_objective
+from scforge.training.objectives.base import get_objective
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

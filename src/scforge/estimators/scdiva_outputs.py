@@ -18,7 +18,7 @@ from torch import nn
 
 from scforge._constants import TARGET_SUM
 from scforge.errors import OptionError, did_you_mean, listing
-from scforge.finetuning.context import Predictor
+from scforge.finetuning.base import Predictor
 from scforge.finetuning.tasks.annotation import Annotation
 from scforge.models.protocol import ModelOutput
 from scforge.training.predict import run_over

@@ -27,8 +27,8 @@ from scforge.estimators.tuning import Tuning
 from scforge.finetuning.adapters import is_adapter
 from scforge.finetuning.base import TASKS
 from scforge.models.registry import MODELS
-from scforge.tokenizers.registry import TOKENIZERS
-from scforge.training.objectives.registry import OBJECTIVES
+from scforge.tokenizers.base import TOKENIZERS
+from scforge.training.objectives.base import OBJECTIVES
 
 __all__ = [
     "UNUSABLE",

@@ -22,9 +22,14 @@ from scforge.estimators.adapter_files import save_adapter
 from scforge.estimators.card_facts import CardFacts, Origin, facts_of
 from scforge.estimators.folder_formats import ADAPTER, read_description
 from scforge.estimators.model_content import card_of
-from scforge.hub.finding import FoundModel, find_model, is_registry_name
-from scforge.hub.registry_files import find_registered
-from scforge.hub.shared_files import described_kind, kind_of_folder
+from scforge.hub.finding import (
+    FoundModel,
+    described_kind,
+    find_model,
+    find_registered,
+    is_registry_name,
+    kind_of_folder,
+)
 from scforge.hub.uploading import send_model
 
 if TYPE_CHECKING:

@@ -14,9 +14,7 @@ from scforge.estimators.card_scores import is_long, scores_of
 from scforge.estimators.model_folder import check_holds_model
 from scforge.estimators.saving import read_folder
 from scforge.estimators.sharing import place_of, push_model
-from scforge.hub.copying import copy_model
-from scforge.hub.finding import find_model
-from scforge.hub.shared_files import check_shared, kind_of_folder
+from scforge.hub.finding import check_shared, copy_model, find_model, kind_of_folder
 from scforge.hub.uploading import tell_left_behind, upload
 
 if TYPE_CHECKING:

@@ -16,20 +16,18 @@ from torch import nn
 
 from scforge._checks import check_count
 from scforge._registry import check_defines
-from scforge.config._messages import config_error
+from scforge.config.aliases import config_error
 from scforge.config.schema import ModelConfig
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, listing
 from scforge.estimators.defaults import Recipe
 from scforge.estimators.tuning import Tuning
-from scforge.models.components.count_losses import COUNT_LOSSES, is_truncated
 from scforge.models.components.gene_vectors import fill_gene_vectors
+from scforge.models.components.heads import COUNT_LOSSES, is_truncated
 from scforge.models.registry import MODELS, check_model_options, get_model, option_names, own_names
-from scforge.tokenizers.base import Tokenizer
+from scforge.tokenizers.base import TOKENIZERS, Tokenizer, get_tokenizer
 from scforge.tokenizers.entropy_ranked import serialisation_weights
-from scforge.tokenizers.registry import TOKENIZERS, get_tokenizer
-from scforge.training.objectives.base import Objective
-from scforge.training.objectives.registry import get_objective
+from scforge.training.objectives.base import Objective, get_objective
 
 __all__ = ["ModelSpec", "default_options", "named_options"]
 

@@ -21,13 +21,12 @@ from scforge.estimators.adapter_files import AdapterMethods
 from scforge.estimators.evaluating_subjects import OPTIONS, evaluate_models
 from scforge.estimators.finetuning_run import finetune
 from scforge.estimators.held_out import HeldOutMethods
-from scforge.finetuning.base import Task
-from scforge.finetuning.context import EvaluationContext, Predictor
-from scforge.training.strategies import is_sharded
+from scforge.finetuning.base import EvaluationContext, Predictor, Task
+from scforge.training.devices import is_sharded
 
 if TYPE_CHECKING:
     from scforge.estimators.encoder import Encoder
-    from scforge.eval.evaluation import Entry
+    from scforge.eval.base import Entry
     from scforge.eval.report import Report
     from scforge.training.datamodule import CellDataModule
 

@@ -24,15 +24,19 @@ from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, TrainingError, first_line
 from scforge.estimators.saving import load_weights, read_folder
 from scforge.estimators.vocabulary import SAMPLED_CELLS
-from scforge.training.callbacks import SaveBest
+from scforge.training.checkpoint import (
+    RunFolder,
+    Saving,
+    SavingError,
+    check_settings,
+    check_state,
+    read_state,
+    write_state,
+)
 from scforge.training.datamodule import CellDataModule
-from scforge.training.devices import n_processes, root_device
-from scforge.training.fitting import FitResult, default_max_epochs, fit
-from scforge.training.modes import checkpointed, compiled
+from scforge.training.devices import checkpointed, compiled, n_processes, root_device
+from scforge.training.fit import FitResult, SaveBest, choose_precision, default_max_epochs, find_batch_size, fit
 from scforge.training.plan import NotFiniteError, TrainingPlan
-from scforge.training.resuming import Saving, SavingError, check_settings
-from scforge.training.run_folder import RunFolder, check_state, read_state, write_state
-from scforge.training.tuning import choose_precision, find_batch_size
 
 if TYPE_CHECKING:
     from scforge.estimators.encoder import Encoder

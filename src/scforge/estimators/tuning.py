@@ -12,9 +12,9 @@ from scforge._checks import check_count
 from scforge.errors import ModelFileError, OptionError
 from scforge.finetuning.adapters import inject_lora
 from scforge.finetuning.base import Task, get_task
-from scforge.finetuning.module import FineTunedModule
-from scforge.training.layers import freeze_layers
+from scforge.finetuning.heads import FineTunedModule
 from scforge.training.objectives.base import Objective
+from scforge.training.plan import freeze_layers
 
 __all__ = ["Tuning"]
 

@@ -6,14 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from scforge.data.cells import CellSource
-from scforge.data.entropies import gene_entropies
-from scforge.data.id_kinds import n_of_species
-from scforge.data.mapping import gene_names, map_names, names_place
-from scforge.data.named import open_vocab
-from scforge.data.selection import gene_medians, kept_genes, select_genes, variable_genes
-from scforge.data.vocab import FROM_DATA, GeneVocab
+from scforge.data.genes import gene_names, map_names, names_place
+from scforge.data.statistics import gene_entropies, gene_medians, kept_genes, select_genes, variable_genes
+from scforge.data.vocab import FROM_DATA, GeneVocab, n_of_species, open_vocab
 from scforge.errors import OptionError, warn
-from scforge.tokenizers.registry import TOKENIZERS
+from scforge.tokenizers.base import TOKENIZERS
 
 if TYPE_CHECKING:
     from anndata import AnnData

@@ -1,21 +1,37 @@
-"""What a model has to beat."""
+"""Baselines: PCA, Harmony and scVI embeddings, and simple predictors of labels and values."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import io
+import logging
+import math
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
+from scipy import sparse
 
+from scforge._checks import check_bool, check_count, check_seed
 from scforge._constants import TARGET_SUM
+from scforge._progress import announce, duration
+from scforge.data.cells import choose_rows
 from scforge.data.checks import counts_of
-from scforge.errors import DataError, OptionError
+from scforge.data.neighbors import harmonised
+from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
 from scforge.eval.base import check_column
+from scforge.eval.expression import ExpressionSpace, log_expression
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["pca_embedding", "variable_genes"]
+    from scforge.data.cells import Cells
+
 
 _MIN_CELLS = 3
 """Cells that a gene has to be in."""
@@ -149,3 +165,494 @@ def variable_genes(
     work.obs = work.obs[[]].copy()
     work.var["highly_variable"] = chosen
     return work[:, chosen].copy()
+
+
+BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi", "random")
+_SHARE, _BATCH_SIZE, _MOST_EPOCHS = 0.9, 128, 400
+"""Training cells of scVI, cells a step, and epochs: its defaults."""
+_PATIENCE = 15
+"""Epochs without a better held-out ELBO after which scVI stops; its own default is 45."""
+_SECONDS_BETWEEN = 15
+"""Between two lines that say where the training of scVI is."""
+_WARM_UP = 50
+"""Most epochs over which the weight of scVI's KL term rises to 1; its own 400 would end after training has stopped."""
+
+
+def embedding_baselines(
+    adata: AnnData,
+    names: Sequence[str | int] = ("hvg", "pca", "harmony", "scvi"),
+    *,
+    batch_key: str | None = None,
+    layer: str | None = None,
+    n_comps: int = 50,
+    n_top_genes: int = 2_000,
+    seed: int = 0,
+    scvi_max_epochs: int | None = None,
+    progress_bar: bool = False,
+) -> dict[str, np.ndarray]:
+    """Embed cells by methods that learn nothing from other cells; all see the same highly variable genes.
+
+    Parameters
+    ----------
+    adata
+        Annotated data with raw counts; not changed. All its cells are fitted, and no label is looked at.
+    names
+        Some of:
+
+        ``"hvg"``
+            The log-normalised highly variable genes themselves, dense.
+        ``"pca"``, ``"pca_scaled"``
+            Principal components of those, without and with scaling to unit variance (:func:`pca_embedding`).
+        ``"harmony"``
+            The components of ``"pca"`` after Harmony; needs `batch_key`.
+        ``"scvi"``
+            The latent space of scVI (:func:`scvi_embedding`), corrected for `batch_key` if there is one.
+        ``"random"``
+            Standard normal numbers: what chance gives.
+
+        A whole number is for so many principal components, as two baselines: without scaling and with.
+    batch_key
+        Column of obs with the batches. Highly variable genes are those of many batches then, for all methods alike;
+        Harmony and scVI correct for it.
+    layer
+        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+    n_comps
+        Number of principal components, and of dimensions of ``"random"``; one less than there are cells, or genes to
+        choose from, where that is fewer.
+    n_top_genes
+        Number of highly variable genes; all, if there are fewer.
+    seed
+        Seed of all of them.
+    scvi_max_epochs
+        Most epochs of scVI; None for its own number, 400 for up to 20,000 cells and then 8 million cells seen.
+    progress_bar
+        Show a line for each baseline, with its time.
+
+    Returns
+    -------
+    Name to embedding, float32, shape (N, D), in the order of `names`. Those of a number D are called
+    ``"PCA, D components"`` and ``"PCA of scaled genes, D components"``.
+
+    Raises
+    ------
+    OptionError
+        If a name is unknown or named twice, Harmony is asked for without `batch_key`, or there cannot be so many
+        components.
+    DataError
+        If there are no raw counts, or `batch_key` is no column or holds one batch or missing values.
+
+    References
+    ----------
+    Korsunsky et al. (2019), Nature Methods 16, 1289-1296 (Harmony); Lopez et al. (2018), Nature Methods 15, 1053-1058
+    (scVI).
+
+    Examples
+    --------
+    >>> import scforge
+    >>> found = embedding_baselines(scforge.datasets.pbmc3k()[:200], ["pca", "random"], n_comps=10)
+    >>> {name: embedding.shape for name, embedding in found.items()}
+    {'pca': (200, 10), 'random': (200, 10)}
+    """
+    check_baselines(adata, names, batch_key=batch_key)
+    check_count("n_comps", n_comps, "components")
+    check_count("n_top_genes", n_top_genes, "genes")
+    check_seed(seed)
+    check_bool("progress_bar", progress_bar)
+    genes: dict[str, Any] = {"n_top_genes": n_top_genes, "layer": layer, "batch_key": batch_key}
+    chosen = variable_genes(adata, **genes)
+    dims = min(n_comps, min(chosen.shape) - 1)
+    if dims < 1:
+        raise DataError(
+            f"one gene of {adata.n_vars} is left, which is too few for baselines; take more cells or genes."
+        )
+    known: dict[tuple[int, bool], np.ndarray] = {}
+
+    def components(n_comps: int, scale: bool = False) -> np.ndarray:
+        if (n_comps, scale) not in known:
+            known[n_comps, scale] = pca_embedding(adata, n_comps=n_comps, scale=scale, seed=seed, **genes)
+        return known[n_comps, scale]
+
+    found: dict[str, np.ndarray] = {}
+    for name in names:
+        start = time.perf_counter()
+        if name == "hvg":
+            found[name] = chosen.X.toarray()
+        elif name in ("pca", "pca_scaled"):
+            found[str(name)] = components(dims, name == "pca_scaled")
+        elif name == "harmony":
+            assert batch_key is not None
+            found[name] = harmony_embedding(components(dims), adata.obs, batch_key, seed=seed)
+        elif name == "scvi":
+            if progress_bar:
+                others = [other for other in names if other != "scvi"] or ["pca"]
+                flags = " ".join(map(str, others))
+                announce(
+                    f"baseline 'scvi': training scVI on {adata.n_obs:,} cells, the slowest of the baselines; to leave "
+                    f"it out: baselines={others} (--against {flags}) ..."
+                )
+            found[name] = scvi_embedding(
+                *(adata, batch_key),
+                layer=layer,
+                n_top_genes=n_top_genes,
+                max_epochs=scvi_max_epochs,
+                seed=seed,
+                progress_bar=progress_bar,
+            )
+        elif name == "random":
+            found[name] = np.random.default_rng(seed).standard_normal((adata.n_obs, dims), dtype=np.float32)
+        else:
+            found[f"PCA, {name} components"] = components(int(name))
+            found[f"PCA of scaled genes, {name} components"] = components(int(name), True)
+        if progress_bar:
+            announce(f"baseline {name!r}: {duration(time.perf_counter() - start)}")
+    return found
+
+
+def check_baselines(adata: AnnData, names: Sequence[str | int], *, batch_key: str | None = None) -> None:
+    """Raise where :func:`embedding_baselines` would for these names, before any time is spent.
+
+    Raises
+    ------
+    OptionError, DataError
+        As there, save that counts are not looked at.
+    """
+    if isinstance(names, str | int):
+        raise OptionError(f"baselines={names!r} is not a list of baselines; write [{names!r}].")
+    if min(adata.shape) < 3:
+        raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; take more of them.")
+    for name in names:
+        if isinstance(name, str):
+            if name not in BASELINES:
+                raise OptionError(
+                    f"baselines names {name!r}, which is none{did_you_mean(name, BASELINES)} "
+                    f"(there are: {listing(BASELINES)}, and numbers of principal components)"
+                )
+        else:
+            check_count("baselines", name, "principal components")
+            check_n_comps(name, adata)
+        if list(names).count(name) > 1:
+            raise OptionError(f"baselines names {name!r} twice; name it once.")
+        if name == "harmony" and batch_key is None:
+            raise OptionError("baselines names 'harmony', which corrects batches; give batch_key, or leave it out.")
+        if batch_key is not None and name != "random":
+            check_column("batch_key", batch_key, adata.obs)
+        if name in ("harmony", "scvi") and batch_key is not None:
+            if adata.obs[batch_key].isna().any():
+                raise DataError(f"obs[{batch_key!r}] has missing values; give each cell a batch for {name!r}.")
+            if name == "harmony" and adata.obs[batch_key].nunique() < 2:
+                raise DataError(f"obs[{batch_key!r}] holds one batch, so there is nothing for 'harmony' to correct.")
+
+
+def harmony_embedding(components: np.ndarray, obs: pd.DataFrame, batch_key: str, *, seed: int = 0) -> np.ndarray:
+    """Return principal components after Harmony with its defaults, float32, shape (N, D)."""
+    return harmonised(components, obs[batch_key].astype(str).to_numpy(), seed=seed)
+
+
+def scvi_embedding(
+    adata: AnnData,
+    batch_key: str | None = None,
+    *,
+    layer: str | None = None,
+    n_top_genes: int = 2_000,
+    max_epochs: int | None = None,
+    seed: int = 0,
+    progress_bar: bool = False,
+) -> np.ndarray:
+    """Return the latent means of scVI, trained on these cells, float32, shape (N, 10).
+
+    All is as scvi-tools has it by default, save for when training ends. A tenth of the cells is held out, and training
+    stops after 15 epochs without a better ELBO of these. The weight of the KL term rises over the first 50 epochs, a
+    quarter of all epochs at most, in place of 400, and nothing stops before that is done. The weights are those of the
+    epoch with the best ELBO since; scvi-tools would keep the last ones.
+
+    Parameters
+    ----------
+    adata, layer, n_top_genes
+        As in :func:`embedding_baselines`.
+    batch_key
+        Column of obs that scVI corrects for, or None.
+    max_epochs
+        Most epochs; None for scVI's own number, as in :func:`embedding_baselines`.
+    seed
+        Seed of the weights, of the order of the cells and of those that are held out.
+    progress_bar
+        Show a line every so often.
+    """
+    import scvi
+    import torch
+
+    work = variable_genes(adata, n_top_genes=n_top_genes, layer=layer, batch_key=batch_key)
+    work.X = work.layers.pop("counts")
+    work.obs["batch"] = pd.Categorical(["all"] * adata.n_obs if batch_key is None else adata.obs[batch_key].astype(str))
+    # scvi-tools would draw the held-out cells by a seed of its own, which is none unless somebody sets it.
+    order = np.random.default_rng(seed).permutation(adata.n_obs)
+    n_train = math.ceil(_SHARE * adata.n_obs)
+    # The batch norm of scVI takes no batch of one cell.
+    splitting = {"external_indexing": [order[:n_train], order[n_train:]], "drop_last": n_train % _BATCH_SIZE == 1}
+    if max_epochs is None:
+        max_epochs = max(1, min(_MOST_EPOCHS, round(_MOST_EPOCHS * 20_000 / adata.n_obs)))
+    warm_up = min(_WARM_UP, max_epochs // 4)
+    best = _best_epoch(warm_up, progress_bar=progress_bar)
+    with _quiet("scvi", "lightning.pytorch", "lightning.fabric"), warnings.catch_warnings(), torch.random.fork_rng():
+        warnings.simplefilter("ignore")  # what scvi-tools and Lightning advise is not up to the user
+        torch.manual_seed(seed)
+        scvi.model.SCVI.setup_anndata(work, batch_key="batch")
+        model: Any = scvi.model.SCVI(work)
+        model.train(
+            max_epochs,
+            batch_size=_BATCH_SIZE,
+            datasplitter_kwargs=splitting,
+            plan_kwargs={"n_epochs_kl_warmup": warm_up},
+            early_stopping=True,
+            early_stopping_patience=_PATIENCE,
+            early_stopping_warmup_epochs=warm_up,
+            callbacks=[best],
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            logger=False,
+        )
+        if best.weights:
+            model.module.load_state_dict(best.weights)
+        latent = model.get_latent_representation()
+    return np.asarray(latent, dtype=np.float32)
+
+
+def _best_epoch(warm_up: int, *, progress_bar: bool) -> Any:
+    """Return a callback of Lightning whose ``weights`` are those of the best held-out ELBO after so many epochs.
+
+    With `progress_bar` it shows where it is; scvi-tools' own remarks are hidden.
+
+    scvi-tools has one that writes each better model to disk.
+    """
+    from lightning.pytorch.callbacks import Callback
+
+    screen = sys.stdout
+
+    class BestEpoch(Callback):
+        lowest = math.inf
+
+        def __init__(self) -> None:
+            self.weights: dict[str, Any] = {}
+            self.start = self.shown = time.perf_counter()
+
+        def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+            now = time.perf_counter()
+            if progress_bar and now - self.shown > _SECONDS_BETWEEN:
+                self.shown, n_epochs = now, trainer.current_epoch + 1
+                with redirect_stdout(screen):
+                    announce(
+                        f"baseline 'scvi': epoch {n_epochs} of at most {trainer.max_epochs}, "
+                        f"{duration((now - self.start) / n_epochs)} an epoch"
+                    )
+            elbo = float(trainer.callback_metrics["elbo_validation"])
+            if trainer.current_epoch >= warm_up and elbo < self.lowest:
+                self.lowest = elbo
+                self.weights = {name: value.clone() for name, value in pl_module.module.state_dict().items()}
+
+    return BestEpoch()
+
+
+@contextmanager
+def _quiet(*names: str) -> Iterator[None]:
+    """Let only errors of these loggers through, and nothing that is printed: scvi-tools prints why it stopped."""
+    loggers = [logging.getLogger(name) for name in names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+_N_NEIGHBORS = 15
+_RIDGE = np.logspace(-2, 4, 13)
+"""Penalties that ridge regression chooses among, by leave-one-out cross-validation on the training cells."""
+
+
+@dataclass(frozen=True)
+class BaselineInputs:
+    """What baselines see of training cells and of scored cells.
+
+    Attributes
+    ----------
+    rows
+        Rows of the training cells that baselines are fitted on, int64, shape (M,).
+    components
+        Principal components of the variable genes: of the training cells (M, D), and of the scored cells (N, D).
+    genes
+        The scaled variable genes, CSR: (M, H) and (N, H).
+    embeddings
+        Further representations, by the name of the baseline that learns from them: (M, D) and (N, D).
+    """
+
+    rows: np.ndarray
+    components: tuple[np.ndarray, np.ndarray]
+    genes: tuple[sparse.csr_matrix, sparse.csr_matrix]
+    embeddings: dict[str, tuple[np.ndarray, np.ndarray]]
+
+    @classmethod
+    def of(
+        cls,
+        train_cells: Cells,
+        train_rows: np.ndarray,
+        cells: Cells,
+        rows: np.ndarray,
+        *,
+        max_cells: int = 50_000,
+        seed: int = 0,
+    ) -> BaselineInputs:
+        """Choose genes and find components on the training cells, and see all cells through them.
+
+        Parameters
+        ----------
+        train_cells, train_rows
+            The training cells, and which of them.
+        cells, rows
+            The scored cells over the same vocabulary, and which of them.
+        max_cells
+            Fit baselines on at most so many training cells, drawn at random.
+        seed
+            Seed of that and of the components.
+
+        Raises
+        ------
+        DataError
+            If the vocabularies differ, or there are too few training cells.
+
+        Warns
+        -----
+        ScforgeWarning
+            If not all training cells are taken.
+        """
+        check_count("max_cells", max_cells, "cells")
+        if train_cells.vocab is not None and cells.vocab is not None and train_cells.vocab.genes != cells.vocab.genes:
+            raise DataError("cells are over another vocabulary than train_cells; open both over the same genes.")
+        chosen = choose_rows(len(train_cells), max_cells, rows=train_rows, seed=seed)
+        if len(chosen) < len(train_rows):
+            warn(f"baselines are fitted on {len(chosen):,} of the {len(train_rows):,} training cells.")
+        expression = log_expression(train_cells, chosen), log_expression(cells, rows)
+        space = ExpressionSpace.fit(expression[0], seed=seed)
+        return cls(
+            rows=chosen,
+            components=(space.components(expression[0]), space.components(expression[1])),
+            genes=(space.scaled(expression[0]), space.scaled(expression[1])),
+            embeddings={},
+        )
+
+
+def classification_baselines(inputs: BaselineInputs, classes: np.ndarray, n_classes: int) -> dict[str, np.ndarray]:
+    """Return the probability of each class for each scored cell, float64, shape (N, C), by the name of the baseline.
+
+    ``logistic_regression_pca`` and ``knn_pca`` (15 neighbours) see 50 principal components;
+    ``logistic_regression_genes`` is CellTypist's model (Dominguez Conde et al. 2022: one logistic regression for each
+    class, L2, C = 1, on scaled log1p CP10K) over the variable genes; ``majority_class`` knows the shares of the
+    classes. Each further embedding gets a logistic regression of its standardised dimensions.
+
+    Parameters
+    ----------
+    inputs
+        What the baselines see.
+    classes
+        Class of each training cell, 0 to C - 1, shape (M,).
+    n_classes
+        Number of classes C.
+    """
+    from sklearn.multiclass import OneVsRestClassifier
+    from sklearn.neighbors import KNeighborsClassifier
+
+    def probabilities(model: Any, features: tuple[Any, Any]) -> np.ndarray:
+        full = np.zeros((features[1].shape[0], n_classes))
+        known = np.unique(classes)
+        if len(known) == 1:
+            full[:, known] = 1.0
+        elif features[1].shape[0]:
+            full[:, known] = model.fit(features[0], classes).predict_proba(features[1])
+        return full
+
+    shares = np.bincount(classes, minlength=n_classes) / max(1, len(classes))
+    neighbors = KNeighborsClassifier(min(_N_NEIGHBORS, len(classes)))
+    return {
+        "logistic_regression_pca": probabilities(_logistic(), inputs.components),
+        "knn_pca": probabilities(neighbors, inputs.components),
+        "logistic_regression_genes": probabilities(OneVsRestClassifier(_logistic(scale=False)), inputs.genes),
+        **{name: probabilities(_logistic(), both) for name, both in inputs.embeddings.items()},
+        "majority_class": np.tile(shares, (inputs.components[1].shape[0], 1)),
+    }
+
+
+def regression_baselines(inputs: BaselineInputs, target: np.ndarray) -> dict[str, np.ndarray]:
+    """Return a prediction for each scored cell, float64, shape (N,), by the name of the baseline.
+
+    ``ridge_pca`` and ``knn_pca`` see 50 principal components, ``mean`` the mean of the training cells. Each further
+    embedding gets a ridge regression of its standardised dimensions. Penalties are chosen on the training cells.
+
+    Parameters
+    ----------
+    inputs
+        What the baselines see.
+    target
+        Target of each training cell, shape (M,).
+    """
+    from sklearn.neighbors import KNeighborsRegressor
+
+    def predicted(model: Any, features: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        if not len(features[1]):
+            return np.zeros(0)
+        return np.asarray(model.fit(features[0], target).predict(features[1]), dtype=np.float64)
+
+    return {
+        "ridge_pca": predicted(_ridge(), inputs.components),
+        "knn_pca": predicted(KNeighborsRegressor(min(_N_NEIGHBORS, len(target))), inputs.components),
+        **{name: predicted(_ridge(), both) for name, both in inputs.embeddings.items()},
+        "mean": np.full(inputs.components[1].shape[0], float(np.mean(target))),
+    }
+
+
+def multi_label_baselines(inputs: BaselineInputs, targets: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the probability of each label for each scored cell, float64, shape (N, C), by the name of the baseline.
+
+    One logistic regression a label on 50 principal components (``logistic_regression_pca``) and on each further
+    embedding; ``label_frequency`` knows the share of the training cells that have a label.
+
+    Parameters
+    ----------
+    inputs
+        What the baselines see.
+    targets
+        Whether each training cell has each label, bool, shape (M, C).
+    """
+
+    def probabilities(features: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        columns = []
+        for has in targets.T:
+            if has.all() or not has.any() or not len(features[1]):
+                columns.append(np.full(len(features[1]), float(has.all())))
+            else:
+                columns.append(_logistic().fit(features[0], has).predict_proba(features[1])[:, 1])
+        return np.stack(columns, axis=1)
+
+    return {
+        "logistic_regression_pca": probabilities(inputs.components),
+        **{name: probabilities(both) for name, both in inputs.embeddings.items()},
+        "label_frequency": np.tile(targets.mean(axis=0), (len(inputs.components[1]), 1)),
+    }
+
+
+def _logistic(*, scale: bool = True) -> Any:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    model = LogisticRegression(max_iter=2_000)
+    return make_pipeline(StandardScaler(), model) if scale else model
+
+
+def _ridge() -> Any:
+    from sklearn.linear_model import RidgeCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    return make_pipeline(StandardScaler(), RidgeCV(_RIDGE))

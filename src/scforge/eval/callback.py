@@ -17,8 +17,7 @@ from torch import nn
 
 from scforge._checks import check_count
 from scforge.errors import OptionError, ScforgeError, warn
-from scforge.eval.base import Benchmark
-from scforge.eval.evaluation import Entry, Evaluation, ScoredCells, resolve, to_evaluation
+from scforge.eval.base import Benchmark, Entry, Evaluation, ScoredCells, resolve, to_evaluation
 from scforge.training.datamodule import CellDataModule
 from scforge.training.predict import embed
 

@@ -1,7 +1,4 @@
-"""Log-normalised expression, and the components of it that baselines learn from.
-
-Shapes: N cells, G genes of the vocabulary, H variable genes, D components.
-"""
+"""Normalized expression, its means by condition, and pseudobulks."""
 
 from __future__ import annotations
 
@@ -13,12 +10,115 @@ from scipy import sparse
 
 from scforge._checks import check_count, check_seed
 from scforge._constants import TARGET_SUM
-from scforge.errors import DataError, OptionError
+from scforge.data.cells import Cells
+from scforge.data.checks import sound_csr
+from scforge.errors import DataError, OptionError, did_you_mean, listing
 
 if TYPE_CHECKING:
-    from scforge.data.cells import Cells
+    from anndata import AnnData
 
-__all__ = ["ExpressionSpace", "log_expression"]
+
+_ROOM = 1.01
+"""Rounding that a total of 10,000 may show."""
+
+_ROOM_OF_MADE = 10.0
+"""What is predicted on the log scale need not have a total of 10,000; who compares it with real cells sees more."""
+
+_SAME_TOTAL = 1e-3
+"""How little totals of cells differ that were scaled to the same one; over a part of the genes they differ."""
+
+
+def log_normalised(
+    adata: AnnData, layer: str | None = None, *, argument: str = "adata", made: bool = False
+) -> sparse.csr_matrix:
+    """Return log1p CP10K of counts, or of values that are that already.
+
+    Whole numbers are counts. Other values are log1p CP10K if ``expm1`` of them has a total of 10,000 in each cell, or
+    less where the data hold part of the genes only.
+
+    Parameters
+    ----------
+    adata
+        The cells.
+    layer
+        Key in ``adata.layers``; None reads ``adata.X``.
+    argument
+        What `adata` is called in messages.
+    made
+        Whether values are predicted: their totals may vary about 10,000, by ten times at most in the median.
+
+    Returns
+    -------
+    CSR without stored zeros, float64 if the values are, else float32, shape (N, G).
+
+    Raises
+    ------
+    DataError
+        If values are missing, negative, or of another scale, or the cells are in a file and not in memory.
+    """
+    where = f"X of {argument}" if layer is None else f"layers[{layer!r}] of {argument}"
+    if layer is not None and layer not in adata.layers:
+        known = [key for key in adata.layers if key is not None]
+        raise DataError(f"layer={layer!r} is no layer of {argument}{did_you_mean(layer, known)} ({listing(known)}).")
+    if adata.isbacked:
+        raise DataError(f"{argument} is backed by a file, and is read as a whole; pass it as adata.to_memory().")
+    matrix = adata.X if layer is None else adata.layers[layer]
+    if matrix is None:
+        raise DataError(f"{where} is None; put counts or log1p of counts per 10,000 there.")
+    # SciPy knows no sparse matrices of half precision.
+    matrix = matrix.astype(np.float32) if matrix.dtype == np.float16 else matrix
+    matrix = sound_csr(matrix if sparse.issparse(matrix) else sparse.csr_matrix(np.asarray(matrix)), where)
+    if not matrix.has_canonical_format:
+        # A value in two parts is their sum, also under a logarithm.
+        matrix = matrix.copy()
+        matrix.sum_duplicates()
+    kind = np.float64 if matrix.dtype == np.float64 else np.float32
+    values = matrix.data.astype(np.float64)
+    if not np.isfinite(values).all():
+        raise DataError(f"{where} holds {int((~np.isfinite(values)).sum())} missing or infinite values; mend them.")
+    if len(values) and values.min() < 0:
+        raise DataError(
+            f"{where} holds negative values (smallest: {values.min():g}), which are neither counts nor log1p of counts "
+            "per 10,000; undo the scaling, cut predictions at 0, or give predicted effects as a DataFrame."
+        )
+    rows = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
+    if (values == np.floor(values)).all():
+        total = np.bincount(rows, values, minlength=matrix.shape[0])
+        values = np.log1p(values * (TARGET_SUM / np.maximum(total, 1.0))[rows])
+    else:
+        _check_scale(values, rows, matrix.shape[0], where, made=made)
+    logs = sparse.csr_matrix((values.astype(kind), matrix.indices, matrix.indptr), shape=matrix.shape)
+    if not values.all():
+        logs = logs.copy()  # the indices are those of `adata`
+        logs.eliminate_zeros()
+    return logs
+
+
+def _check_scale(values: np.ndarray, rows: np.ndarray, n_cells: int, where: str, *, made: bool) -> None:
+    fix = "give counts, or sc.pp.normalize_total(adata, target_sum=1e4) and sc.pp.log1p(adata)"
+    plain = np.expm1(np.minimum(values, 50.0))
+    # Counts have ones among them; scaled to a total, all cells would need one of exactly 10,000 for that.
+    if np.abs(plain - np.round(plain)).max() < 1e-3 and abs(plain[plain > 0].min() - 1) < 1e-3:
+        raise DataError(f"{where} holds log1p of counts that were not normalised; {fix}.")
+    total = np.bincount(rows, plain, minlength=n_cells)
+    total = total[total > 0]
+    middle = float(np.median(total)) if len(total) else TARGET_SUM
+    most, room = (middle, _ROOM_OF_MADE) if made else (total.max(), _ROOM)
+    if most > room * TARGET_SUM:
+        raise DataError(
+            f"{where} holds values that are neither counts nor log1p of counts per 10,000 (expm1 of a cell has a "
+            f"total of {most:.4g}); {fix}."
+        )
+    # Predicted cells may be one profile many times, so their totals are compared with those of real cells instead.
+    if not made and len(total) > 1 and np.ptp(total) < _SAME_TOTAL * middle and abs(middle / TARGET_SUM - 1) > 0.01:
+        raise DataError(f"{where} is normalised to about {middle:,.0f} per cell and not to 10,000; {fix}.")
+
+
+def totals_of(logs: sparse.csr_matrix) -> np.ndarray:
+    """Return the total of ``expm1`` of each cell, float64, shape (N,)."""
+    plain = sparse.csr_matrix((np.expm1(logs.data.astype(np.float64)), logs.indices, logs.indptr), shape=logs.shape)
+    return np.asarray(plain.sum(axis=1)).ravel()
+
 
 _MIN_CELLS = 3
 _MOST = 10.0
@@ -142,3 +242,131 @@ class ExpressionSpace:
     def components(self, expression: sparse.csr_matrix) -> np.ndarray:
         """Return the principal components of cells, float32, shape (N, D)."""
         return np.asarray(self.pca.transform(self.scaled(expression)), dtype=np.float32)
+
+
+_BLOCK = 4096
+"""Cells that are read at once."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and spread of the log1p CP10K values of groups of cells.
+
+    Attributes
+    ----------
+    n
+        Cells of each group, int64, shape (P,).
+    mean
+        Float64, shape (P, G); 0 for a group without cells.
+    variance
+        With n - 1 in the denominator, float64, shape (P, G); 0 for a group of fewer than two cells.
+    """
+
+    n: np.ndarray
+    mean: np.ndarray
+    variance: np.ndarray
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What perturbations do to the mean of their cells.
+
+    Attributes
+    ----------
+    deltas
+        Mean log1p CP10K of the perturbed cells less that of their controls, float64, shape (Q, G).
+    scores
+        Welch's t of each gene, float64, shape (Q, G); 0 where neither side varies.
+    n_cells, n_controls
+        Cells behind each of the two means, int64, shape (Q,).
+    freedom
+        Degrees of freedom of each t after Welch and Satterthwaite, float64, shape (Q, G); 0 where neither side varies.
+    """
+
+    deltas: np.ndarray
+    scores: np.ndarray
+    n_cells: np.ndarray
+    n_controls: np.ndarray
+    freedom: np.ndarray
+
+    @property
+    def p_values(self) -> np.ndarray:
+        """Two-sided p values of Welch's t-test, float64, shape (Q, G); 1 where it is not defined.
+
+        It is not defined for a gene that does not vary, and where a side has one cell only, the spread of which is not
+        known.
+        """
+        from scipy import stats
+
+        known = (self.freedom > 0) & (np.minimum(self.n_cells, self.n_controls) > 1)[:, None]
+        found = np.ones_like(self.scores)
+        found[known] = 2 * stats.t.sf(np.abs(self.scores[known]), self.freedom[known])
+        return found
+
+
+def moments(cells: Cells, rows: np.ndarray, codes: np.ndarray, n_groups: int) -> Moments:
+    """Return mean and variance of groups of cells, read a few thousand at a time.
+
+    Parameters
+    ----------
+    cells
+        The cells, over a vocabulary.
+    rows
+        Those that take part, ascending, int64, shape (N,).
+    codes
+        Group of each of them, from 0 to `n_groups` - 1, shape (N,).
+    n_groups
+        Number of groups P.
+    """
+    assert cells.vocab is not None
+    n_genes = cells.vocab.n_genes
+    total, squares = np.zeros((n_groups, n_genes)), np.zeros((n_groups, n_genes))
+    for start in range(0, len(rows), _BLOCK):
+        taken = slice(start, start + _BLOCK)
+        _add(total, squares, log_expression(cells, rows[taken]), codes[taken])
+    return _moments(total, squares, np.bincount(codes, minlength=n_groups))
+
+
+def moments_of(expression: sparse.csr_matrix, codes: np.ndarray, n_groups: int) -> Moments:
+    """Return mean and variance of groups of the rows of a matrix of shape (N, G); a code of -1 takes no part."""
+    total, squares = (np.zeros((n_groups, expression.shape[1])) for _ in range(2))
+    chosen = codes >= 0
+    _add(total, squares, expression[chosen], codes[chosen])
+    return _moments(total, squares, np.bincount(codes[chosen], minlength=n_groups))
+
+
+def effects_of(groups: Moments, perturbed: np.ndarray, controls: np.ndarray) -> Effects:
+    """Compare groups of perturbed cells with their controls.
+
+    Parameters
+    ----------
+    groups
+        Mean and variance of all groups.
+    perturbed, controls
+        Numbers of the perturbed groups and, for each, of its controls, shape (Q,).
+    """
+    deltas = groups.mean[perturbed] - groups.mean[controls]
+    errors = [groups.variance[side] / np.maximum(groups.n[side], 1)[:, None] for side in (perturbed, controls)]
+    spread = errors[0] + errors[1]
+    scores = np.divide(deltas, np.sqrt(spread), out=np.zeros_like(deltas), where=spread > 0)
+    parts = sum(
+        np.square(error) / np.maximum(groups.n[side] - 1, 1)[:, None]
+        for error, side in zip(errors, (perturbed, controls), strict=True)
+    )
+    freedom = np.divide(np.square(spread), parts, out=np.zeros_like(deltas), where=parts > 0)
+    return Effects(deltas, scores, groups.n[perturbed], groups.n[controls], freedom)
+
+
+def _add(total: np.ndarray, squares: np.ndarray, expression: sparse.csr_matrix, codes: np.ndarray) -> None:
+    n_cells = len(codes)
+    members = sparse.csr_matrix((np.ones(n_cells), (codes, np.arange(n_cells))), shape=(len(total), n_cells))
+    total += (members @ expression).toarray()
+    squares += (members @ expression.multiply(expression).tocsr()).toarray()
+
+
+def _moments(total: np.ndarray, squares: np.ndarray, n: np.ndarray) -> Moments:
+    mean = total / np.maximum(n, 1)[:, None]
+    # Rounding must not make a variance negative.
+    variance = np.maximum(squares - n[:, None] * mean**2, 0.0) / np.maximum(n - 1, 1)[:, None]
+    variance[n < 2] = 0.0
+    return Moments(n.astype(np.int64), mean, variance)

@@ -1,11 +1,9 @@
-"""How like real cells generated cells are, gene by gene and as a population.
-
-Shapes: N cells, G genes, D components, R draws.
-"""
+"""Benchmarks of generated cells, with checks for copies of training cells."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +12,18 @@ import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_count, check_seed
-from scforge.errors import DataError, listing, warn
+from scforge._constants import TARGET_SUM, UNS_KEY
+from scforge.data.checks import counts_of, value_problem
+from scforge.data.perturbation import PerturbationKeys, parse_perturbations
+from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.base import Benchmark, check_column, register_benchmark
-from scforge.eval.log_scale import log_normalised
+from scforge.eval.expression import log_normalised, totals_of
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["Generation", "mmd_squared"]
+    from scforge.eval.report import Kind, Report
+
 
 FEWEST_CELLS = 20
 _FOLDS = 5
@@ -347,3 +349,585 @@ def _check_same_genes(made: AnnData, reference: AnnData) -> None:
             f"{len(of_made)} genes are in the generated cells only and {len(of_real)} in the real ones only (first: "
             f"{str([*of_made, *of_real][0])!r}); take the genes of both, as evaluate_generation does."
         )
+
+
+_FEWEST_GENES_OF_A_CELL = 10
+"""A cell with fewer expressed genes may well look like another one."""
+
+_TELLING_SHARE = 0.01
+"""Share of the cells that may be the same by chance."""
+
+_DECIMALS = 3
+_SAME = 1e-4
+_FEWEST_ROWS = 5
+_BLOCK = 512
+
+
+def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | AnnData, *, what: str = "cells") -> None:
+    """Raise where something is both in the training and in the test data.
+
+    Parameters
+    ----------
+    train, test
+        Identifiers, e.g. names of cells, donors or perturbations; or AnnData, whose ``obs_names`` are compared and,
+        over the genes that both have, the expression of their cells in ``X``.
+    what
+        What the identifiers are of, for the message.
+
+    Raises
+    ------
+    DataError
+        If an identifier is in both, or more than 1 % of the test cells have the same expression as a training cell.
+
+    Warns
+    -----
+    ScforgeWarning
+        If fewer have. Cells with fewer than 10 expressed genes are not looked at.
+
+    Examples
+    --------
+    >>> check_disjoint(["a", "b"], ["b", "c"], what="donors")
+    Traceback (most recent call last):
+        ...
+    scforge.errors.DataError: 1 of 2 test donors are training donors, too (first: 'b'); take them out of one of the two.
+    """
+    ids = [pd.Index(_ids(some)) for some in (train, test)]
+    if (both := ids[1].isin(ids[0])).any():
+        raise DataError(
+            f"{int(both.sum())} of {len(ids[1])} test {what} are training {what}, too (first: "
+            f"{str(ids[1][both][0])!r}); take them out of one of the two."
+        )
+    if _is_adata(train) and _is_adata(test):
+        genes = test.var_names[test.var_names.isin(train.var_names)]  # type: ignore[union-attr]
+        one, other = (_matrix(some)[:, some.var_names.get_indexer(genes)] for some in (train, test))  # type: ignore[union-attr]
+        check_same_rows(one, other, what=what)
+
+
+def check_same_rows(train: sparse.csr_matrix, test: sparse.csr_matrix, *, what: str = "cells") -> None:
+    """Raise where more than 1 % of the rows of `test`, each of which is a cell, are rows of `train`; warn below.
+
+    Values count as the same if they round to the same three decimals.
+    """
+    # Logs that scanpy made are those of the same counts made here but for rounding.
+    found, looked_at = row_hashes(test, decimals=_DECIMALS)
+    known, telling = row_hashes(train, decimals=_DECIMALS)
+    same = np.isin(found, known[telling]) & looked_at
+    if not same.any():
+        return
+    message = f"{int(same.sum())} of {len(same)} test {what} have the same expression of all genes as a training cell"
+    if same.mean() > _TELLING_SHARE:
+        raise DataError(f"{message}: they are copies under another name; take them out of one of the two.")
+    warn(f"{message}; look whether they are copies.")
+
+
+def check_no_copies(
+    made: sparse.csr_matrix, real: sparse.csr_matrix, *, what: str = "predicted cells", argument: str = "predictions"
+) -> None:
+    """Raise where what was predicted is a copy of what was to be predicted.
+
+    Parameters
+    ----------
+    made, real
+        Expression of predicted and of held-out cells (or profiles, one a row) on the same scale, CSR, shapes (N, G) and
+        (M, G). Values count as the same if they round to the same three decimals.
+    what
+        What the rows are, for the message.
+    argument
+        Where they come from, for the message.
+
+    Raises
+    ------
+    DataError
+        If more than 1 % of the rows of `made` are rows of `real`; rows with fewer than 10 genes are not looked at.
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> real, other = (sparse.csr_matrix(rng.poisson(3.0, size=(20, 40)).astype("float32")) for _ in range(2))
+    >>> check_no_copies(other, real)
+    >>> check_no_copies(real, real)
+    Traceback (most recent call last):
+        ...
+    scforge.errors.DataError: ...
+    """
+    found, looked_at = row_hashes(made, decimals=_DECIMALS)
+    known, telling = row_hashes(real, decimals=_DECIMALS)
+    same = np.isin(found, known[telling]) & looked_at
+    if len(same) and same.mean() > _TELLING_SHARE:
+        raise DataError(
+            f"{int(same.sum())} of {len(same)} {what} of {argument} are copies of held-out cells (first: row "
+            f"{int(np.flatnonzero(same)[0])}); a prediction may not see what it is scored on."
+        )
+
+
+def check_features(
+    features: pd.DataFrame,
+    real: AnnData,
+    *,
+    perturbation_key: str,
+    control: str,
+    separator: str | None = "+",
+    argument: str = "gene_features",
+) -> None:
+    """Raise where the features of a held-out perturbation were made from its own cells.
+
+    The mean embedding of the cells under a perturbation is not known before the experiment. A regression that is fed
+    with it, in place of something known of the gene, reads the answer.
+
+    Parameters
+    ----------
+    features
+        One row a perturbation or target, by name; any columns.
+    real
+        Held-out cells.
+    perturbation_key, control, separator
+        Columns of obs, as for :func:`evaluate_perturbations`.
+    argument
+        What `features` is called in the message.
+
+    Raises
+    ------
+    DataError
+        If a row is the mean, or the mean less that of the controls, of ``X``, of a layer (of counts also of their
+        log1p CP10K) or of an entry of ``obsm`` over the cells of that perturbation, up to a factor; or, for at least
+        five perturbations, if a column is any column of such means up to a factor and an offset. Columns of fewer than
+        five values, e.g. indicators, are too easily met by chance to be told.
+
+    Examples
+    --------
+    >>> import anndata
+    >>> rng, names = np.random.default_rng(0), np.repeat(["control", "A", "B"], 10)
+    >>> obs = pd.DataFrame({"target": names}, index=[f"cell{i}" for i in range(30)])
+    >>> real = anndata.AnnData(rng.normal(size=(30, 12)), obs)
+    >>> keys = {"perturbation_key": "target", "control": "control"}
+    >>> check_features(pd.DataFrame(rng.normal(size=(2, 12)), index=["A", "B"]), real, **keys)
+    >>> check_features(real.to_df().groupby(names).mean(), real, **keys)
+    Traceback (most recent call last):
+        ...
+    scforge.errors.DataError: gene_features has for 'A' the mean of X over the held-out cells under 'A' themselves...
+    """
+    keys = PerturbationKeys(perturbation_key, control=control, separator=separator)
+    parsed = parse_perturbations(real.obs, keys)
+    cells_of: dict[str, list[int]] = {}
+    for row, targets in enumerate(parsed.targets):
+        cells_of.setdefault((separator or "+").join(targets), []).append(row)
+    controls = cells_of.pop("", [])
+    named = [(str(name), row) for row, name in enumerate(features.index) if str(name) in cells_of]
+    if not named:
+        return
+    values = features.to_numpy(dtype=np.float64)
+    for where, matrix in _representations(real):
+        plain = _mean(matrix, controls)
+        means = np.array([_mean(matrix, cells_of[name]) for name, _ in named])
+        own = values[[row for _, row in named]]
+        copied = []
+        if own.shape == means.shape:
+            copied = [i for i in range(len(named)) if _same(own[i], means[i]) or _same(own[i], means[i] - plain)]
+        if not copied and _same_columns(own, means):
+            copied = [0]
+        if copied:
+            name = named[copied[0]][0]
+            raise DataError(
+                f"{argument} has for {name!r} the mean of {where} over the held-out cells under {name!r} themselves, "
+                "which nobody knows before the experiment; give features of the gene that need no such cells."
+            )
+
+
+def row_hashes(matrix: sparse.csr_matrix, *, decimals: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Return a hash of each row, uint64, and which rows have enough genes to be told from others, bool, shape (N,).
+
+    Parameters
+    ----------
+    matrix
+        Shape (N, G).
+    decimals
+        Round values to these first; None takes them as float32.
+    """
+    matrix = matrix.tocsr().copy()
+    matrix.sum_duplicates()
+    values = matrix.data.astype(np.float64) if decimals is None else np.round(matrix.data.astype(np.float64), decimals)
+    matrix = sparse.csr_matrix((values, matrix.indices, matrix.indptr), shape=matrix.shape)
+    matrix.eliminate_zeros()
+    # An order-free sum of a hash of each pair of gene and value, modulo 2^64.
+    mixed = pd.util.hash_array(matrix.data.astype(np.float32).view(np.uint32).astype(np.uint64))
+    mixed = pd.util.hash_array(mixed ^ pd.util.hash_array(matrix.indices.astype(np.uint64)))
+    rows = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
+    sums = np.zeros(matrix.shape[0], dtype=np.uint64)
+    np.add.at(sums, rows, mixed)
+    return sums, np.diff(matrix.indptr) >= _FEWEST_GENES_OF_A_CELL
+
+
+def _ids(some: Iterable[object] | AnnData) -> list[object]:
+    return list(some.obs_names) if _is_adata(some) else list(some)  # type: ignore[union-attr]
+
+
+def _is_adata(some: object) -> bool:
+    import anndata
+
+    return isinstance(some, anndata.AnnData)
+
+
+def _matrix(adata: AnnData) -> sparse.csr_matrix:
+    matrix = adata.X.astype(np.float32) if adata.X.dtype == np.float16 else adata.X
+    return matrix.tocsr() if sparse.issparse(matrix) else sparse.csr_matrix(np.asarray(matrix))
+
+
+def _representations(adata: AnnData) -> list[tuple[str, np.ndarray | sparse.csr_matrix]]:
+    found = [(f"obsm[{key!r}]", np.asarray(adata.obsm[key])) for key in adata.obsm]
+    found += [(f"layers[{key!r}]", adata.layers[key]) for key in adata.layers if key is not None]
+    if adata.X is not None:
+        found.append(("X", adata.X))
+    for key in [None, *(key for key in adata.layers if key is not None)]:
+        matrix = adata.X if key is None else adata.layers[key]
+        if matrix is not None and value_problem(matrix.data if sparse.issparse(matrix) else np.ravel(matrix)) is None:
+            where = "X" if key is None else f"layers[{key!r}]"
+            found.append((f"the log1p CP10K of {where}", log_normalised(adata, key, argument="real")))
+    return [(where, matrix) for where, matrix in found if len(matrix.shape) == 2]
+
+
+def _mean(matrix: np.ndarray | sparse.csr_matrix, rows: list[int]) -> np.ndarray:
+    if not rows:
+        return np.zeros(matrix.shape[1])
+    return np.asarray(matrix[np.array(rows)].mean(axis=0), dtype=np.float64).ravel()
+
+
+def _same(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether two vectors are the same up to a factor; without one where a direction is soon met by chance."""
+    lengths = np.linalg.norm(one) * np.linalg.norm(other)
+    if not np.isfinite(lengths) or lengths == 0:
+        return False
+    if len(one) < 3:
+        return bool(np.allclose(one, other, rtol=_SAME, atol=0))
+    return bool(one @ other / lengths > 1 - _SAME**2)
+
+
+def _same_columns(ours: np.ndarray, means: np.ndarray) -> bool:
+    """Return whether a column is one of the others, scaled and shifted, e.g. standardised."""
+    if len(ours) < _FEWEST_ROWS or not np.isfinite(ours).all():
+        return False
+    one, other = (_unit_columns(values) for values in (ours, means))
+    blocks = (one[:, start : start + _BLOCK].T @ other for start in range(0, one.shape[1], _BLOCK))
+    return any(bool(np.abs(alike).max(initial=0.0) > 1 - _SAME**2) for alike in blocks)
+
+
+def _unit_columns(values: np.ndarray) -> np.ndarray:
+    """Return centred columns of length 1, of those that take enough values to be told from others."""
+    values = values[:, np.isfinite(values).all(axis=0)]
+    size = np.abs(values).max(axis=0, initial=0.0)
+    steps = np.diff(np.sort(values, axis=0), axis=0) > 1e-6 * size
+    centred = values[:, steps.sum(axis=0) >= _FEWEST_ROWS - 1]
+    centred = centred - centred.mean(axis=0)
+    return centred / np.linalg.norm(centred, axis=0)
+
+
+CEILING = "training cells"
+_FEWEST_GENES = 10
+
+_MISSING = 0.01
+"""Share of the counts that genes may hold which are not there, so that the total is still about right."""
+
+_OFF = 0.2
+"""How far totals of log-normalised cells may be from those of the real cells, as a share."""
+
+
+def generation_baselines(
+    train: AnnData,
+    n_cells: int | None = None,
+    *,
+    labels: Sequence[str] | pd.Series | None = None,
+    labels_key: str | None = None,
+    layer: str | None = None,
+    seed: int = 0,
+) -> dict[str, AnnData]:
+    """Make cells from training cells without a model.
+
+    ``"training cells"``
+        Training cells themselves, as far as there are enough each once: a ceiling, not a baseline, since it is real
+        data of another split. Where they are better than real cells can be told from each other, nothing is left to
+        gain; a model that repeats its training cells reaches it, too.
+    ``"independent genes"``
+        Each gene takes its log1p CP10K from a training cell of its own: every gene is right, no two go together.
+    ``"mean and Poisson"``
+        Counts drawn about the mean share of each gene, times the library size of a training cell: every cell is of the
+        same kind.
+
+    Parameters
+    ----------
+    train
+        Training cells with raw counts.
+    n_cells
+        Number of cells; not needed with `labels`.
+    labels
+        Draw each cell among the training cells of this label.
+    labels_key
+        Column of ``train.obs`` with the labels.
+    layer
+        Key in ``train.layers`` with raw counts; None reads ``train.X``.
+    seed
+        Seed.
+
+    Returns
+    -------
+    Name to cells, `n_cells` each, with log1p CP10K in ``X`` (CSR, float32) and the labels in ``obs[labels_key]``.
+
+    Raises
+    ------
+    DataError
+        If there are no raw counts, or a label has no training cell.
+    OptionError
+        If neither `n_cells` nor `labels` with `labels_key` are given.
+
+    Examples
+    --------
+    >>> import anndata, numpy as np
+    >>> def cells(seed):
+    ...     counts = np.random.default_rng(seed).poisson(np.arange(1, 31), size=(80, 30)).astype("float32")
+    ...     adata = anndata.AnnData(counts)
+    ...     adata.obs_names = [f"{seed}-{i}" for i in range(80)]
+    ...     return adata
+    >>> made = generation_baselines(cells(0), n_cells=20)
+    >>> {name: part.shape for name, part in made.items()}
+    {'training cells': (20, 30), 'independent genes': (20, 30), 'mean and Poisson': (20, 30)}
+    """
+    import anndata
+
+    if (labels is None) == (n_cells is None) or (labels is None) != (labels_key is None):
+        raise OptionError(
+            f"n_cells={n_cells!r} and labels_key={labels_key!r} do not fit; give n_cells, or labels with labels_key."
+        )
+    rng = np.random.default_rng(check_seed(seed))
+    counts = counts_of(train, layer).astype(np.float64)
+    if labels is None:
+        check_count("n_cells", n_cells, "cells")
+        wanted, known = np.zeros(int(n_cells or 0), dtype=object), np.zeros(train.n_obs, dtype=object)
+        obs = pd.DataFrame(index=[f"cell{row}" for row in range(len(wanted))])
+    else:
+        check_column("labels_key", str(labels_key), train.obs)
+        wanted, known = np.asarray(labels).astype(str), train.obs[labels_key].astype(str).to_numpy()
+        obs = pd.DataFrame({labels_key: wanted}, index=[f"cell{row}" for row in range(len(wanted))])
+    if missing := sorted(set(wanted) - set(known)):
+        raise DataError(
+            f"no training cell has the label {listing(missing, most=3)} of obs[{labels_key!r}]; leave those cells out."
+        )
+    totals = np.asarray(counts.sum(axis=1)).ravel()
+    logs = log_normalised(train, layer, argument="train")
+    parts: dict[str, list[sparse.csr_matrix]] = {CEILING: [], "independent genes": [], "mean and Poisson": []}
+    places = []
+    for label in dict.fromkeys(wanted):
+        rows, n = np.flatnonzero(known == label), int((wanted == label).sum())
+        places.append(np.flatnonzero(wanted == label))
+        parts[CEILING].append(logs[rng.choice(rows, n, replace=n > len(rows))])
+        parts["independent genes"].append(_independent(logs[rows].tocsc(), n, rng))
+        share = np.asarray(counts[rows].sum(axis=0)).ravel() / totals[rows].sum()
+        parts["mean and Poisson"].append(_poisson(share, totals[rng.choice(rows, n)], rng))
+    back = np.argsort(np.concatenate(places), kind="stable")
+    return {
+        name: anndata.AnnData(sparse.vstack(blocks, format="csr")[back].astype(np.float32), obs.copy(), train.var[[]])
+        for name, blocks in parts.items()
+    }
+
+
+def evaluate_generation(
+    generated: AnnData | Mapping[str, AnnData],
+    real: AnnData,
+    train: AnnData,
+    *,
+    labels_key: str | None = None,
+    layer: str | None = None,
+    kinds: Mapping[str, Kind] | None = None,
+    n_comps: int = 50,
+    max_cells: int = 1_000,
+    seeds: Sequence[int] = (0,),
+    intervals: bool = True,
+    title: str = "Generated cells compared",
+) -> Report:
+    """Score generated cells against real ones, beside :func:`generation_baselines` of the training cells.
+
+    Library sizes are those over all genes of each data set; then only genes count that all of them have. So counts have
+    to be over all genes. ``mmd`` and ``c2st`` look at the same number of cells of each method and of the real ones, the
+    fewest that one of them has.
+
+    Parameters
+    ----------
+    generated
+        Cells of one method, or of several by name; counts or log1p CP10K in ``X``, as of
+        :meth:`scforge.models.Encoder.generate`.
+    real
+        Real cells that no method has seen, raw counts.
+    train
+        Real cells that the methods have learned from, raw counts.
+    labels_key
+        Column of obs of all of them, for figures of each label.
+    layer
+        Key in ``layers`` of `real` and `train` with raw counts; None reads ``X``.
+    kinds
+        Name to what it is (:class:`~scforge.eval.Row`), e.g. ``"untrained"``; a model, if not told.
+    n_comps, max_cells
+        As in :class:`Generation`.
+    seeds
+        Seeds of what is drawn for ``mmd`` and ``c2st``; the first is that of the baselines, too.
+    intervals
+        Add 95 % intervals, and tests against the best baseline.
+    title
+        Heading of the report.
+
+    Returns
+    -------
+    The report: figures of :class:`Generation` of each method and baseline.
+
+    Raises
+    ------
+    DataError
+        If real cells are training cells, under other names, too; generated cells are copies of the real ones; counts
+        are over part of the genes; or data are on another scale.
+    OptionError
+        If an option makes no sense, or a kind names no method.
+
+    Examples
+    --------
+    >>> import anndata, numpy as np
+    >>> def cells(seed):
+    ...     counts = np.random.default_rng(seed).poisson(np.arange(1, 31), size=(80, 30)).astype("float32")
+    ...     adata = anndata.AnnData(counts)
+    ...     adata.obs_names = [f"{seed}-{i}" for i in range(80)]
+    ...     return adata
+    >>> report = evaluate_generation({"mine": cells(0)}, cells(1), cells(2), n_comps=5, intervals=False)
+    >>> [row.name for row in report.rows]
+    ['mine', 'training cells', 'independent genes', 'mean and Poisson']
+    """
+    from scforge.eval.harness import compare
+
+    made = dict(generated) if isinstance(generated, Mapping) else {"generated": generated}
+    if not len(seeds):
+        raise OptionError("seeds=() leaves nothing to run; give at least one seed.")
+    if unknown := [name for name in kinds or {} if name not in made]:
+        raise OptionError(f"kinds names {listing(unknown)}, not among the generated cells ({listing(made)}).")
+    check_disjoint(train.obs_names, real.obs_names)
+    names = real.var_names
+    for some in (train, *made.values()):
+        names = names[names.isin(some.var_names)]
+    if len(names) < _FEWEST_GENES:
+        raise DataError(
+            f"{len(names)} genes are in real, train and all generated cells, fewer than {_FEWEST_GENES}; give all of "
+            "them the same var_names."
+        )
+    if labels_key is None:
+        baselines = generation_baselines(train, real.n_obs, layer=layer, seed=seeds[0])
+    else:
+        check_column("labels_key", labels_key, real.obs)
+        kept = ~real.obs[labels_key].isna().to_numpy()
+        if not kept.all():
+            warn(f"{int((~kept).sum())} real cells without obs[{labels_key!r}] are left out.")
+            real = real[kept]
+        wanted = real.obs[labels_key].astype(str)
+        baselines = generation_baselines(train, labels=wanted, labels_key=labels_key, layer=layer, seed=seeds[0])
+    if both := set(made) & set(baselines):
+        raise OptionError(f"generated names {listing(sorted(both))}, which is a baseline; choose another name.")
+    reference = _on_genes(real, "the real cells", names, layer)
+    cells = {name: _on_genes(some, f"the cells of {name!r}", names, made=True) for name, some in made.items()}
+    learned = _on_genes(train, "train", names, layer)
+    check_same_rows(learned.X, reference.X)
+    _check_complete(train, "train", real, layer, layer)
+    _check_complete(real, "the real cells", train, layer, layer)
+    notes = []
+    for name, some in cells.items():
+        _check_complete(made[name], f"the cells of {name!r}", real, None, layer)
+        notes += _scale_notes(name, made[name], some.X, reference.X)
+        check_no_copies(some.X, reference.X, what="generated cells", argument=f"generated[{name!r}]")
+    cells |= {name: some[:, names].copy() for name, some in baselines.items()}
+    told = dict.fromkeys(made, "model") | dict(kinds or {})
+    told |= {name: "ceiling" if name == CEILING else "baseline" for name in baselines}
+    check_count("max_cells", max_cells, "cells")
+    n_cells = min(max_cells, reference.n_obs, *(some.n_obs for some in cells.values()))
+    if n_cells < FEWEST_CELLS:
+        fewest = min(cells, key=lambda name: cells[name].n_obs)
+        raise DataError(
+            f"mmd and c2st would look at {n_cells} cells of each (max_cells={max_cells}, {reference.n_obs} real cells, "
+            f"{cells[fewest].n_obs} of {fewest!r}); give at least {FEWEST_CELLS}."
+        )
+    report = compare(
+        Generation(labels_key, n_comps, n_cells, int(seeds[0])),
+        cells,
+        reference,
+        kinds=told,  # type: ignore[arg-type]
+        seeds=seeds,
+        intervals=intervals,
+        title=title,
+    )
+    report.facts |= {"real cells": real.n_obs, "training cells": train.n_obs, "genes": len(names)}
+    report.facts |= {"cells of each in mmd and c2st": n_cells}
+    report.notes += notes
+    report.notes.append(
+        f"Figures are over {len(names)} of {real.n_vars} genes of the real cells, those that all cells have, on log1p "
+        f"CP{TARGET_SUM:,.0f}."
+    )
+    return report
+
+
+def _on_genes(adata: AnnData, what: str, names: pd.Index, layer: str | None = None, *, made: bool = False) -> AnnData:
+    """Return log1p CP10K of some genes, in their order; library sizes are over all genes."""
+    import anndata
+
+    if not adata.var_names.is_unique:
+        raise DataError(f"{what} have genes twice; make var_names unique.")
+    logs = log_normalised(adata, layer, argument=what, made=made)[:, adata.var_names.get_indexer(names)]
+    return anndata.AnnData(logs, obs=adata.obs.copy(), var=pd.DataFrame(index=names))
+
+
+def _check_complete(adata: AnnData, what: str, whole: AnnData, layer: str | None, layer_of_whole: str | None) -> None:
+    """Raise where counts are over part of the genes of others, so that their totals are no library sizes."""
+    lacking = ~whole.var_names.isin(adata.var_names)
+    if not lacking.any() or value_problem(_values(adata, layer)) is not None:
+        return
+    logs = log_normalised(whole, layer_of_whole, argument="the others")
+    share = float(totals_of(logs[:, np.flatnonzero(lacking)]).sum() / totals_of(logs).sum())
+    if share > _MISSING:
+        raise DataError(
+            f"{what} are counts without {int(lacking.sum())} genes that hold {share:.0%} of the counts of others, so "
+            "that their totals are no library sizes; give all genes, or log1p of counts per 10,000 of all genes."
+        )
+
+
+def _scale_notes(name: str, adata: AnnData, logs: sparse.csr_matrix, real: sparse.csr_matrix) -> list[str]:
+    """Raise where logarithms are far from the totals of the real cells; say so where their scale is known."""
+    if value_problem(_values(adata, None)) is None:
+        return []
+    usual, expected = (float(np.median(totals_of(some))) for some in (logs, real))
+    if abs(usual - expected) <= _OFF * expected:
+        return []
+    found = f"expm1 of the cells of {name!r} has a median total of {usual:,.0f}, that of real cells {expected:,.0f}"
+    # What scforge generates is on this scale, however wrong it is.
+    if "generated" in adata.uns.get(UNS_KEY, {}):
+        return [f"{found}: they have too much or too little of all genes together."]
+    raise DataError(
+        f"{found} over the same genes, so that they are not both log1p CP10K; give raw counts, or "
+        "sc.pp.normalize_total(adata, target_sum=1e4) and sc.pp.log1p(adata) over all genes."
+    )
+
+
+def _values(adata: AnnData, layer: str | None) -> np.ndarray:
+    return sparse.csr_matrix(adata.X if layer is None else adata.layers[layer]).data
+
+
+def _independent(logs: sparse.csc_matrix, n_cells: int, rng: np.random.Generator) -> sparse.csr_matrix:
+    """Draw each gene of each cell from any cell: the number of cells with it, which of them, and its values."""
+    n_train, n_genes = logs.shape
+    sizes = np.diff(logs.indptr)
+    drawn = rng.binomial(n_cells, sizes / n_train)
+    rows = [rng.choice(n_cells, n, replace=False) for n in drawn]
+    values = [
+        logs.data[start + rng.integers(0, size, n)] if n else np.empty(0, logs.dtype)
+        for start, size, n in zip(logs.indptr[:-1], sizes, drawn, strict=True)
+    ]
+    columns = np.repeat(np.arange(n_genes), drawn)
+    return sparse.csr_matrix((np.concatenate(values), (np.concatenate(rows), columns)), shape=(n_cells, n_genes))
+
+
+def _poisson(share: np.ndarray, totals: np.ndarray, rng: np.random.Generator) -> sparse.csr_matrix:
+    """Draw counts about the same shares, and return their log1p CP10K."""
+    blocks = []
+    for start in range(0, len(totals), 1_000):
+        counts = rng.poisson(totals[start : start + 1_000, None] * share).astype(np.float64)
+        library = np.maximum(counts.sum(axis=1, keepdims=True), 1.0)
+        blocks.append(sparse.csr_matrix(np.log1p(counts * (TARGET_SUM / library))))
+    return sparse.vstack(blocks, format="csr")

@@ -1,36 +1,170 @@
-"""How well predicted effects of perturbations fit measured ones: always on deltas, never on absolute expression.
-
-Shapes: Q perturbations (in a context), G genes, K genes of the largest effect.
-
-All-gene correlations of absolute expression are near 1 for a model that predicts no effect at all (on the Norman data
-.99, beside .51 for deltas), so there is none here.
-"""
+"""Metrics of predicted perturbation responses, also those of pertpy and cell-eval."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import io
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 import pandas as pd
 from scipy import sparse
 
 from scforge._checks import check_count
-from scforge.errors import DataError
-from scforge.eval.perturbation_discrimination import effect_ranks
-from scforge.eval.pseudobulk import effects_of, moments_of
+from scforge.data.checks import check_is_adata
+from scforge.data.perturbation import PerturbationKeys, parse_perturbations
+from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, listing
+from scforge.eval.base import check_column
+from scforge.eval.expression import Effects, Moments, effects_of, log_normalised, moments_of
 
-__all__ = [
-    "METRICS",
-    "calibrated",
-    "comparable",
-    "de_genes",
-    "de_weights",
-    "halves",
-    "of_whole",
-    "score_deltas",
-    "technical_duplicate",
-    "top_genes",
-]
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+
+DISCRIMINATION = ("l1", "l2", "cosine")
+"""The distances."""
+
+
+def discrimination_scores(
+    predicted: np.ndarray,
+    measured: np.ndarray,
+    metric: str = "l1",
+    left_out: np.ndarray | None = None,
+    contexts: Sequence[object] | None = None,
+) -> np.ndarray:
+    """Return the perturbation discrimination score of the Virtual Cell Challenge, as cell-eval has it.
+
+    With r the number of measured effects that are nearer to the prediction than its own one, it is ``1 - r / Q``: 1 is
+    perfect, ``1 / Q`` the least, and ``(1 + 1 / Q) / 2`` chance. Ties count half, where cell-eval takes any order.
+
+    Parameters
+    ----------
+    predicted, measured
+        Effects, shape (Q, G).
+    metric
+        ``"l1"``, ``"l2"`` or ``"cosine"``.
+    left_out
+        Genes that are not looked at for a prediction, bool, shape (Q, G); cell-eval leaves the perturbed gene out,
+        which a model knows to change (:func:`own_genes`).
+    contexts
+        Context of each effect, Q of them: each is compared with those of its own, the number of which is then Q above.
+        Without, there is one only.
+
+    Returns
+    -------
+    Float64, shape (Q,); NaN without another effect in the context.
+
+    Raises
+    ------
+    OptionError
+        If the metric is unknown.
+    DataError
+        If the shapes differ.
+
+    Examples
+    --------
+    >>> effects = np.eye(4)
+    >>> discrimination_scores(effects, effects).tolist(), discrimination_scores(effects * 0, effects).tolist()
+    ([1.0, 1.0, 1.0, 1.0], [0.625, 0.625, 0.625, 0.625])
+    """
+    if metric not in DISCRIMINATION:
+        raise OptionError(f"metric={metric!r} is none of {listing(DISCRIMINATION)}.")
+    predicted, measured = np.asarray(predicted, dtype=np.float64), np.asarray(measured, dtype=np.float64)
+    if predicted.shape != measured.shape or (left_out is not None and np.shape(left_out) != measured.shape):
+        shapes = [predicted.shape, measured.shape] + ([] if left_out is None else [np.shape(left_out)])
+        raise DataError(f"predicted, measured and left_out have the shapes {listing(shapes)}; give the same for all.")
+    found = np.full(len(measured), np.nan)
+    for rows in within_contexts(contexts, len(measured)):
+        if len(rows) > 1:
+            own = None if left_out is None else left_out[rows]
+            found[rows] = _scores(_distances(predicted[rows], measured[rows], metric, own))
+    return found
+
+
+def within_contexts(contexts: Sequence[object] | None, n_effects: int) -> list[np.ndarray]:
+    """Return the rows of the effects of each context, int64; of all, where there are no contexts.
+
+    Raises
+    ------
+    DataError
+        If there is not one context for each effect.
+    """
+    if contexts is None:
+        return [np.arange(n_effects)]
+    if len(contexts) != n_effects:
+        raise DataError(f"contexts has {len(contexts)} entries for {n_effects} effects; give one for each.")
+    codes = pd.factorize(pd.Series(list(contexts), dtype=object), use_na_sentinel=False)[0]
+    return [np.flatnonzero(codes == code) for code in range(int(codes.max(initial=-1)) + 1)]
+
+
+def effect_ranks(predicted: np.ndarray, known: np.ndarray, contexts: Sequence[object] | None) -> np.ndarray:
+    """Return the normalised rank of the own effect in its context; that of prediction i is ``known[i]``."""
+    found = np.empty(len(predicted))
+    for rows in within_contexts(contexts, len(predicted)):
+        found[rows] = _ranks_of_all(predicted[rows], known[rows])
+    return found
+
+
+def _scores(distances: np.ndarray) -> np.ndarray:
+    mine = np.diagonal(distances)[:, None]
+    near = np.isclose(distances, mine, rtol=1e-12, atol=1e-12)
+    nearer = ((distances < mine) & ~near).sum(axis=1) + 0.5 * (near.sum(axis=1) - 1)
+    return 1 - nearer / len(distances)
+
+
+def own_genes(targets: list[tuple[str, ...]], genes: np.ndarray) -> np.ndarray:
+    """Return which genes are the targets of each perturbation, bool, shape (Q, G)."""
+    number = {str(gene): column for column, gene in enumerate(genes)}
+    found = np.zeros((len(targets), len(genes)), dtype=bool)
+    for row, some in enumerate(targets):
+        found[row, [number[target] for target in some if target in number]] = True
+    return found
+
+
+def _distances(predicted: np.ndarray, measured: np.ndarray, metric: str, left_out: np.ndarray | None) -> np.ndarray:
+    """Return the distance of each prediction to each measured effect, shape (Q, Q)."""
+    from scipy.spatial.distance import cdist
+
+    none = np.empty(0, dtype=np.int64)
+    without = [none if left_out is None else np.flatnonzero(left_out[row]) for row in range(len(predicted))]
+    # The few genes that are left out are taken off, rather than distances computed anew for each prediction.
+    if metric != "cosine":
+        found = cdist(predicted, measured, "cityblock" if metric == "l1" else "sqeuclidean")
+        for row, genes in enumerate(without):
+            away = np.abs(predicted[row, genes] - measured[:, genes])
+            found[row] -= (away if metric == "l1" else np.square(away)).sum(axis=1)
+        return found if metric == "l1" else np.sqrt(np.maximum(found, 0.0))
+    found = predicted @ measured.T
+    lengths = np.tile(np.square(measured).sum(axis=1), (len(predicted), 1))
+    own = np.square(predicted).sum(axis=1)
+    for row, genes in enumerate(without):
+        found[row] -= measured[:, genes] @ predicted[row, genes]
+        lengths[row] -= np.square(measured[:, genes]).sum(axis=1)
+        own[row] -= np.square(predicted[row, genes]).sum()
+    lengths = np.sqrt(np.maximum(lengths, 0.0) * np.maximum(own, 0.0)[:, None])
+    # No effect has no direction: it is as far from all as what is at a right angle.
+    return 1 - np.divide(found, lengths, out=np.zeros_like(lengths), where=lengths > 0)
+
+
+def _ranks_of_all(predicted: np.ndarray, known: np.ndarray) -> np.ndarray:
+    if len(known) < 2:
+        return np.full(len(predicted), np.nan)
+    similarity = _unit(predicted) @ _unit(known).T
+    own = np.diagonal(similarity)[:, None]
+    near = np.isclose(similarity, own, rtol=0, atol=1e-9)
+    above = ((similarity > own) & ~near).sum(axis=1) + 0.5 * (near.sum(axis=1) - 1)
+    return above / (len(known) - 1)
+
+
+def _unit(values: np.ndarray) -> np.ndarray:
+    lengths = np.linalg.norm(values, axis=1, keepdims=True)
+    return np.divide(values, lengths, out=np.zeros_like(values), where=lengths > 0)
+
 
 METRICS = {
     "pearson_delta": True,
@@ -396,3 +530,529 @@ def _centred(values: np.ndarray) -> np.ndarray:
     flat = np.ptp(values, axis=1) <= 1e-12 * np.abs(values).max(axis=1, initial=0.0)
     centred[flat] = 0.0
     return centred
+
+
+ALL = "all"
+"""Name of the context where there is one only."""
+
+
+class Effect(NamedTuple):
+    """A perturbation in a context."""
+
+    targets: tuple[str, ...]
+    context: str
+
+
+@dataclass(frozen=True)
+class EffectKeys:
+    """Where an AnnData says what was done to a cell.
+
+    Attributes
+    ----------
+    perturbation_key, control, separator
+        As in :class:`~scforge.data.PerturbationKeys`.
+    context_key
+        Column of obs with the context, e.g. the cell type; None: there is one only.
+    layer
+        Key in layers with the counts or log-normalised values; None reads X.
+    """
+
+    perturbation_key: str
+    control: str
+    context_key: str | None = None
+    separator: str | None = "+"
+    layer: str | None = None
+
+    def name_of(self, targets: Sequence[str]) -> str:
+        """Return the label of a perturbation."""
+        return (self.separator or "+").join(targets)
+
+    def effect(self, label: str, context: str = ALL) -> Effect:
+        """Return the effect that a label means."""
+        keys = PerturbationKeys(self.perturbation_key, control=self.control, separator=self.separator)
+        labels = pd.DataFrame({self.perturbation_key: [label, self.control]})
+        return Effect(parse_perturbations(labels, keys).targets[0], context)
+
+
+@dataclass(frozen=True)
+class PerturbedCells:
+    """Cells with what was done to them.
+
+    Attributes
+    ----------
+    expression
+        log1p CP10K, CSR, float32 or float64, shape (N, G).
+    genes
+        Names, G of them.
+    names
+        Names of the cells, N of them.
+    effects
+        What was done to the perturbed ones, sorted, Q of them.
+    contexts
+        Names of the contexts, sorted, C of them.
+    groups
+        Number of the effect of each cell; Q plus the number of the context for controls, int64, shape (N,).
+    """
+
+    expression: sparse.csr_matrix
+    genes: pd.Index
+    names: pd.Index
+    effects: tuple[Effect, ...]
+    contexts: tuple[str, ...]
+    groups: np.ndarray
+
+    @classmethod
+    def read(cls, adata: AnnData, keys: EffectKeys, *, argument: str, made: bool = False) -> PerturbedCells:
+        """Read them.
+
+        Parameters
+        ----------
+        adata
+            Counts, or log1p of counts per 10,000.
+        keys
+            Its columns.
+        argument
+            What it is called in messages.
+        made
+            Whether the cells are predicted ones, which need no controls and no exact total, and are read from X where
+            they lack the layer.
+
+        Raises
+        ------
+        DataError
+            If a column is missing or incomplete, genes have no names of their own, or the values are of another kind.
+        """
+        check_is_adata(adata, argument=argument)
+        check_column("perturbation_key", keys.perturbation_key, adata.obs)
+        if adata.var_names.has_duplicates:
+            twice = adata.var_names[adata.var_names.duplicated()]
+            raise DataError(f"{argument}.var_names has {listing(twice[:3])} more than once; name each gene once.")
+        labels = adata.obs[[keys.perturbation_key]].astype(object)
+        if made:
+            # Predicted controls are not needed, but only labels with the control among them are read.
+            labels = pd.concat([labels, pd.DataFrame({keys.perturbation_key: [keys.control]}, index=["control"])])
+        parsed = parse_perturbations(
+            labels, PerturbationKeys(keys.perturbation_key, control=keys.control, separator=keys.separator)
+        )
+        targets = parsed.targets[: adata.n_obs]
+        if keys.context_key is None:
+            places = [ALL] * adata.n_obs
+        else:
+            check_column("context_key", keys.context_key, adata.obs)
+            column = adata.obs[keys.context_key]
+            if n_missing := int(column.isna().sum()):
+                raise DataError(
+                    f"{argument}.obs[{keys.context_key!r}] has no value for {n_missing} of {adata.n_obs} cells; label "
+                    "them or leave them out."
+                )
+            places = column.astype(str).tolist()
+        # Models predict into X, whatever layer the measured values are in.
+        layer = None if made and keys.layer not in adata.layers else keys.layer
+        pairs = [Effect(some, place) for some, place in zip(targets, places, strict=True)]
+        effects = tuple(sorted({pair for pair in pairs if pair.targets}))
+        contexts = tuple(sorted(set(places)))
+        number = {effect: i for i, effect in enumerate(effects)}
+        number |= {Effect((), place): len(effects) + i for i, place in enumerate(contexts)}
+        return cls(
+            log_normalised(adata, layer, argument=argument, made=made),
+            adata.var_names,
+            adata.obs_names,
+            effects,
+            contexts,
+            np.array([number[pair] for pair in pairs], dtype=np.int64),
+        )
+
+    @property
+    def controls(self) -> np.ndarray:
+        """Group of the controls of each effect, int64, shape (Q,)."""
+        return np.array([len(self.effects) + self.contexts.index(e.context) for e in self.effects], dtype=np.int64)
+
+    @property
+    def n_groups(self) -> int:
+        """Number of groups, Q + C."""
+        return len(self.effects) + len(self.contexts)
+
+    def over(self, genes: pd.Index, *, argument: str) -> PerturbedCells:
+        """Return the cells over these genes, in this order.
+
+        Raises
+        ------
+        DataError
+            If one is missing.
+        """
+        columns = self.genes.get_indexer(genes)
+        if (missing := columns < 0).any():
+            raise DataError(
+                f"{argument} lacks {int(missing.sum())} of {len(genes)} genes (first: {str(genes[missing][0])!r}"
+                f"{did_you_mean(genes[missing][0], self.genes[:5000])}); leave them out of the measured cells too, or "
+                "use evaluate_perturbations, which scores the genes that all have."
+            )
+        matrix = self.expression[:, columns].tocsr()
+        return PerturbedCells(matrix, genes, self.names, self.effects, self.contexts, self.groups)
+
+    def moments(self) -> Moments:
+        """Return mean and variance of each group."""
+        return moments_of(self.expression, self.groups, self.n_groups)
+
+    def measured(self, groups: Moments, *, argument: str) -> Effects:
+        """Return the effects against the controls of the same context.
+
+        Raises
+        ------
+        DataError
+            If there is none, or a context has no controls.
+        """
+        if not self.effects:
+            raise DataError(f"{argument} has no perturbed cells, only controls; there is no effect to measure.")
+        without = sorted({e.context for e, n in zip(self.effects, groups.n[self.controls], strict=True) if not n})
+        if without:
+            raise DataError(
+                f"{argument} has no control cell in the contexts {listing(without)}; add controls of its own there."
+            )
+        return effects_of(groups, np.arange(len(self.effects)), self.controls)
+
+
+_PROFILES = ("full", "minimal", "vcc", "de", "anndata", "pds")
+
+
+def cell_eval_scores(
+    predicted: AnnData,
+    real: AnnData,
+    *,
+    perturbation_key: str,
+    control: str,
+    context_key: str | None = None,
+    separator: str | None = "+",
+    layer: str | None = None,
+    profile: str = "full",
+    skip_metrics: Sequence[str] = (),
+    n_threads: int = 1,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Score predicted cells with cell-eval.
+
+    Both are handed over as log1p CP10K (cell-eval itself would scale counts to the median of their totals). Needs
+    ``pip install 'scforge[eval]'``.
+
+    Parameters
+    ----------
+    predicted
+        Predicted cells of all perturbations that were measured; its controls are those that effects are seen from.
+        Without controls, those of `real` are taken.
+    real
+        Measured cells with controls, over the same genes in any order.
+    perturbation_key, control, context_key, separator, layer
+        As for :class:`PerturbationPrediction`. Contexts are scored one by one, because cell-eval knows none.
+    profile
+        ``"full"``, ``"minimal"``, ``"vcc"`` (the Virtual Cell Challenge), ``"de"``, ``"anndata"`` or ``"pds"``.
+    skip_metrics
+        Names of metrics of cell-eval that are left out.
+    n_threads
+        Threads of its tests of differential expression.
+
+    Returns
+    -------
+    cell-eval's two tables: one row a perturbation (with a context: the column ``context`` first), and its summary
+    (count, mean, spread and quantiles in the column ``statistic``) of each metric.
+
+    Raises
+    ------
+    MissingFileError
+        If cell-eval is not installed.
+    DataError
+        If a perturbation, control or gene is missing in `predicted`, or a figure cannot be computed.
+    OptionError
+        If the profile is unknown.
+
+    See Also
+    --------
+    PerturbationPrediction : ours: ``pearson_delta``, ``mse`` (cell-eval's ``mse_delta``), ``mae`` (``mae_delta``) and
+        ``discrimination_*`` are the same figures, unless controls are of several contexts.
+
+    Examples
+    --------
+    >>> import anndata, numpy as np
+    >>> def experiment(seed, genes):
+    ...     names = np.repeat(["control", *(f"gene{gene}" for gene in genes)], 30)
+    ...     counts = np.random.default_rng(seed).poisson(5.0, size=(len(names), 20)).astype("float32")
+    ...     for number, gene in enumerate(genes, start=1):
+    ...         counts[30 * number : 30 * (number + 1), gene] *= 3
+    ...     obs = pd.DataFrame({"target": names}, index=[f"{seed}-{i}" for i in range(len(names))])
+    ...     return anndata.AnnData(counts, obs, pd.DataFrame(index=[f"gene{i}" for i in range(20)]))
+    >>> keys = {"perturbation_key": "target", "control": "control"}
+    >>> predicted, real = experiment(0, [3, 4]), experiment(1, [3, 4])
+    >>> table, summary = cell_eval_scores(predicted, real, **keys, profile="minimal")
+    >>> bool(summary.set_index("statistic").loc["mean", "pearson_delta"] > 0.5)
+    True
+    """
+    if profile not in _PROFILES:
+        raise OptionError(f"profile={profile!r} is none of {listing(_PROFILES)}.")
+    check_count("n_threads", n_threads, "threads")
+    with warnings.catch_warnings():
+        # Its dependencies warn about each other.
+        warnings.simplefilter("ignore")
+        package = _package()
+    keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
+    measured = PerturbedCells.read(real, keys, argument="real")
+    made = PerturbedCells.read(predicted, keys, argument="predicted", made=True).over(
+        measured.genes, argument="predicted"
+    )
+    tables: list[pd.DataFrame] = []
+    summaries: list[pd.DataFrame] = []
+    for context in sorted({effect.context for effect in measured.effects}):
+        one = _adata(measured, context, keys, [e for e in measured.effects if e.context == context])
+        other = _adata(made, context, keys, [e for e in measured.effects if e.context == context], measured)
+        table, summary = _run(package, other, one, profile, list(skip_metrics), n_threads)
+        for frame, found in ((table, tables), (summary, summaries)):
+            if context_key is not None:
+                frame.insert(0, "context", context)
+            found.append(frame)
+    return pd.concat(tables, ignore_index=True), pd.concat(summaries, ignore_index=True)
+
+
+def _package() -> Any:
+    try:
+        return import_module("cell_eval")
+    except ModuleNotFoundError as error:
+        if error.name != "cell_eval":
+            raise
+        raise MissingFileError("cell-eval is not installed; pip install 'scforge[eval]'.") from error
+
+
+def _adata(
+    cells: PerturbedCells, context: str, keys: EffectKeys, effects: list[Effect], fallback: PerturbedCells | None = None
+) -> AnnData:
+    """Return the cells of a context as cell-eval reads them."""
+    import anndata
+    import numpy as np
+    from scipy import sparse
+
+    groups = [np.flatnonzero(cells.groups == _group(cells, effect)) for effect in effects]
+    without = [keys.name_of(effect.targets) for effect, rows in zip(effects, groups, strict=True) if not len(rows)]
+    if without:
+        raise DataError(f"predicted has no cells of {listing(without)} (context {context!r}); predict all of real.")
+    source = cells
+    plain = np.flatnonzero(cells.groups == _group(cells, Effect((), context)))
+    if not len(plain) and fallback is not None:
+        source, plain = fallback, np.flatnonzero(fallback.groups == _group(fallback, Effect((), context)))
+    if not len(plain):
+        raise DataError(f"real has no control cell in the context {context!r}; add controls of its own there.")
+    parts = [cells.expression[rows] for rows in groups] + [source.expression[plain]]
+    labels = np.repeat(
+        [keys.name_of(effect.targets) for effect in effects] + [keys.control], [part.shape[0] for part in parts]
+    )
+    obs = pd.DataFrame({"target": labels.astype(object)}, index=[f"cell {i}" for i in range(len(labels))])
+    matrix = sparse.vstack(parts, format="csr")
+    return anndata.AnnData(
+        matrix, obs=obs, var=pd.DataFrame(index=cells.genes.astype(str)), uns={"control": keys.control}
+    )
+
+
+def _group(cells: PerturbedCells, effect: Effect) -> int:
+    if effect.targets:
+        return cells.effects.index(effect) if effect in cells.effects else -1
+    return len(cells.effects) + cells.contexts.index(effect.context) if effect.context in cells.contexts else -1
+
+
+def _run(
+    package: Any, predicted: AnnData, real: AnnData, profile: str, skip: list[str], n_threads: int
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        evaluator = package.MetricsEvaluator(
+            predicted,
+            real,
+            control_pert=real.uns["control"],
+            pert_col="target",
+            num_threads=n_threads,
+            outdir=folder,
+            skip_de=profile in ("anndata", "pds"),
+        )
+        table, summary = evaluator.compute(
+            profile=profile, skip_metrics=skip or None, write_csv=False, break_on_error=True
+        )
+    return table.to_pandas(), summary.to_pandas()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep its progress bars to itself, and the warnings of its dependencies."""
+    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+_BLOCK = 1 << 24
+"""Distances that are held at once."""
+
+
+def mean_distance(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the mean Euclidean distance between all pairs of rows of two arrays, shapes (N, D) and (M, D)."""
+    from scipy.spatial.distance import cdist
+
+    rows = max(1, _BLOCK // max(len(other), 1))
+    total = sum(float(cdist(one[start : start + rows], other).sum()) for start in range(0, len(one), rows))
+    return total / (len(one) * len(other))
+
+
+def energy_distance(
+    one: np.ndarray,
+    other: np.ndarray,
+    *,
+    within: tuple[float | None, float | None] = (None, None),
+    unbiased: bool = False,
+) -> float:
+    """Return the energy distance between two groups of cells.
+
+    With x, x' of the one group and y, y' of the other, ``2 E|x - y| - E|x - x'| - E|y - y'|`` with Euclidean distances,
+    means over all pairs, each cell with itself among them (Szekely and Rizzo 2013; the E-distance of Peidli et al., Nat
+    Methods 2024, takes squared distances). This is ``edistance`` of pertpy. It is 0 for the same cells, and positive
+    for two samples of the same distribution, the more so the fewer cells there are.
+
+    Parameters
+    ----------
+    one, other
+        Coordinates, shapes (N, D) and (M, D).
+    within
+        The mean distances within each group, each cell with itself among them, where they are known.
+    unbiased
+        Leave the distance of each cell to itself out: 0 on average for two samples of the same distribution, however
+        few cells there are, and NaN for a group of one cell.
+
+    Returns
+    -------
+    The distance, in the unit of the coordinates.
+
+    Raises
+    ------
+    DataError
+        If a group is empty or has other coordinates than the other.
+
+    Examples
+    --------
+    >>> energy_distance(np.zeros((3, 2)), np.ones((4, 2)) * [3.0, 4.0])
+    10.0
+    """
+    one, other = np.asarray(one, dtype=np.float64), np.asarray(other, dtype=np.float64)
+    if not len(one) or not len(other) or one.shape[1:] != other.shape[1:]:
+        raise DataError(
+            f"the groups have the shapes {one.shape} and {other.shape}; give cells with the same coordinates."
+        )
+    first, second = (
+        mean_distance(group, group) if known is None else known
+        for group, known in zip((one, other), within, strict=True)
+    )
+    if unbiased:
+        if min(len(one), len(other)) < 2:
+            return float("nan")
+        first, second = first * len(one) / (len(one) - 1), second * len(other) / (len(other) - 1)
+    return 2 * mean_distance(one, other) - first - second
+
+
+def distances(
+    real: AnnData,
+    predictions: AnnData | Mapping[str, AnnData],
+    *,
+    perturbation_key: str,
+    control: str,
+    context_key: str | None = None,
+    separator: str | None = "+",
+    metric: str = "edistance",
+    obsm_key: str | None = None,
+    layer: str | None = None,
+) -> pd.DataFrame:
+    """Return how far predicted cells are from the measured ones of the same perturbation, by pertpy.
+
+    Parameters
+    ----------
+    real
+        Measured cells, with controls.
+    predictions
+        Predicted cells; several by name.
+    perturbation_key, control, context_key, separator
+        Columns of obs, as for :func:`evaluate_perturbations`.
+    metric
+        Name of a distance of :class:`pertpy.tl.Distance`, e.g. ``"edistance"``, ``"mmd"`` or ``"wasserstein"``.
+    obsm_key
+        Coordinates in obsm, e.g. an embedding of all cells by the same model; None takes log1p CP10K over the genes
+        that all have, which is slow for distances between cells.
+    layer
+        Key in layers with counts or log1p CP10K; None reads X.
+
+    Returns
+    -------
+    One row for each method and effect: ``method``, ``perturbation``, ``context`` and ``distance``. The method
+    ``"control"``, what controls are away, is the baseline: a prediction that is not nearer has learnt nothing.
+
+    Raises
+    ------
+    OptionError
+        If pertpy does not know the metric.
+    DataError
+        If coordinates are missing, or an effect is not predicted.
+
+    Examples
+    --------
+    >>> import anndata
+    >>> def experiment(seed, genes):
+    ...     names = np.repeat(["control", *(f"gene{gene}" for gene in genes)], 30)
+    ...     counts = np.random.default_rng(seed).poisson(5.0, size=(len(names), 20)).astype("float32")
+    ...     for number, gene in enumerate(genes, start=1):
+    ...         counts[30 * number : 30 * (number + 1), gene] *= 3
+    ...     obs = pd.DataFrame({"target": names}, index=[f"{seed}-{i}" for i in range(len(names))])
+    ...     return anndata.AnnData(counts, obs, pd.DataFrame(index=[f"gene{i}" for i in range(20)]))
+    >>> keys = {"perturbation_key": "target", "control": "control"}
+    >>> table = distances(experiment(0, [3]), experiment(1, [3]), **keys)
+    >>> table.sort_values("distance")["method"].tolist()
+    ['prediction', 'control']
+    """
+    from pertpy.tools import Distance
+
+    try:
+        away: Callable[[np.ndarray, np.ndarray], float] = Distance(cast("Any", metric), obsm_key="coordinates")
+    except ValueError as error:
+        raise OptionError(
+            f"metric={metric!r} is no distance of pertpy; see pertpy.tl.Distance for its names."
+        ) from error
+    keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
+    named = dict(predictions) if isinstance(predictions, Mapping) else {"prediction": predictions}
+    measured = PerturbedCells.read(real, keys, argument="real")
+    made = {name: PerturbedCells.read(adata, keys, argument=name, made=True) for name, adata in named.items()}
+    if obsm_key is None:
+        genes = measured.genes
+        for cells in made.values():
+            genes = genes[genes.isin(cells.genes)]
+        if not len(genes):
+            raise DataError(
+                "the predicted and the measured cells have no gene in common; use the same names in var_names."
+            )
+        of_real = measured.over(genes, argument="real").expression.toarray()
+        of_made = {name: cells.over(genes, argument=name).expression.toarray() for name, cells in made.items()}
+    else:
+        of_real = _coordinates(real, obsm_key, "real")
+        of_made = {name: _coordinates(adata, obsm_key, name) for name, adata in named.items()}
+    rows = []
+    for number, effect in enumerate(measured.effects):
+        target = of_real[measured.groups == number]
+        plain = of_real[measured.groups == measured.controls[number]]
+        if not len(plain):
+            raise DataError(
+                f"real has no control cell in the context {effect.context!r}; add controls of its own there."
+            )
+        found = {"control": plain}
+        for name, cells in made.items():
+            if effect not in cells.effects:
+                raise DataError(
+                    f"{name} lacks {keys.name_of(effect.targets)!r} (context {effect.context!r}); predict it, "
+                    "or leave it out of the measured cells."
+                )
+            found[name] = of_made[name][cells.groups == cells.effects.index(effect)]
+        rows += [
+            (name, keys.name_of(effect.targets), effect.context, float(away(group, target)))
+            for name, group in found.items()
+        ]
+    return pd.DataFrame(rows, columns=["method", "perturbation", "context", "distance"])
+
+
+def _coordinates(adata: AnnData, obsm_key: str, argument: str) -> np.ndarray:
+    if obsm_key not in adata.obsm:
+        raise DataError(f"obsm_key={obsm_key!r} is not in {argument}.obsm ({listing(adata.obsm)}); compute it first.")
+    return np.asarray(adata.obsm[obsm_key], dtype=np.float64)

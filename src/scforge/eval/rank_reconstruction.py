@@ -16,7 +16,7 @@ from scipy import sparse
 from scforge._checks import check_count, check_seed
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.base import Benchmark, register_benchmark
-from scforge.eval.statistics import bootstrap_weights
+from scforge.eval.report import bootstrap_weights
 
 if TYPE_CHECKING:
     from scforge.eval.report import Kind, Report

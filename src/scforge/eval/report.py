@@ -1,26 +1,257 @@
-"""A table of scores that does not print a model without its baselines, and says in words what it shows."""
+"""Reports of benchmarks: differences with intervals, verdicts, tables as text and HTML."""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import html
+import io
 import json
 import math
 import os
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import pandas as pd
 
 from scforge._io import atomic_folder, atomic_path
 from scforge.errors import OptionError
-from scforge.eval.statistics import Comparison, holm
 
 if TYPE_CHECKING:
     from scforge.eval.base import Benchmark
 
-__all__ = ["Kind", "Measured", "Report", "Row"]
+
+_ENOUGH = 100
+"""Draws from which on percentiles tell more than a t distribution does."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How one method does against another.
+
+    Attributes
+    ----------
+    baseline
+        The other method.
+    difference
+        Its figure taken from that of the method.
+    low, high
+        95 % interval of the difference; NaN without draws.
+    p_value
+        Of no difference, two-sided; NaN without draws.
+    error
+        Standard error of the difference; NaN where only the interval is known.
+    degrees
+        Degrees of freedom of the test.
+    """
+
+    baseline: str
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    error: float = math.nan
+    degrees: float = math.inf
+
+    def interval(self, alpha: float = 0.05) -> tuple[float, float]:
+        """Return the interval that excludes 0 exactly where the p-value is below `alpha`."""
+        from scipy.stats import t
+
+        error = (self.high - self.low) / 2 / t.isf(0.025, math.inf) if math.isnan(self.error) else self.error
+        half = float(t.isf(alpha / 2, self.degrees)) * error
+        return self.difference - half, self.difference + half
+
+
+def interval(
+    value: float, draws: np.ndarray, level: float = 0.95, *, n_units: int | None = None
+) -> tuple[float, float]:
+    """Return an interval around a figure from how it varies over draws of the data.
+
+    The draws are taken as deviations from their own mean, since figures on resampled data may all lie somewhat too low.
+    With 100 draws or more, and as many units, the interval runs between percentiles of the deviations (the percentile
+    bootstrap, Efron and Tibshirani 1993), with fewer it is that of Student's t. Bootstraps of few units vary too
+    little, which is made up for (Hesterberg 2015).
+
+    Parameters
+    ----------
+    value
+        The figure.
+    draws
+        The figure on resampled data, shape (R,); NaN where it was not defined there.
+    level
+        Coverage.
+    n_units
+        Number of independent units that were drawn among, e.g. donors; None for cells.
+
+    Returns
+    -------
+    Lower and upper end; NaN where fewer than two draws, or fewer than half of them, are numbers.
+
+    Examples
+    --------
+    >>> [round(end, 3) for end in interval(0.5, np.linspace(0.3, 0.5, 1001))]
+    [0.405, 0.595]
+    """
+    found = draws[np.isfinite(draws)]
+    if not np.isfinite(value) or len(found) < 2 or 2 * len(found) < len(draws):
+        return float("nan"), float("nan")
+    degrees = _degrees(found, n_units)
+    if degrees < 1:
+        return float("nan"), float("nan")
+    if degrees >= _ENOUGH - 1:
+        low, high = np.quantile(found - found.mean(), [(1 - level) / 2, (1 + level) / 2])
+    else:
+        from scipy.stats import t
+
+        high = float(t.ppf((1 + level) / 2, degrees)) * _spread(found, n_units)
+        low = -high
+    return float(value + low), float(value + high)
+
+
+def compare_paired(
+    baseline: str,
+    value: float,
+    other: float,
+    draws: np.ndarray | None,
+    other_draws: np.ndarray | None,
+    *,
+    n_units: int | None = None,
+) -> Comparison:
+    """Compare two methods on the same draws of the data.
+
+    The test is Student's t of the difference over its standard deviation between draws, which estimates the error of
+    the difference on all data, for the bootstrap as for halves drawn without replacement. The interval is that of the
+    same test, so that it excludes 0 where p is below 0.05.
+
+    Parameters
+    ----------
+    baseline
+        Name of the other method.
+    value, other
+        The figures of both.
+    draws, other_draws
+        The figures on the same resampled data, shape (R,) each; None where there are none.
+    n_units
+        As for :func:`interval`; they limit the degrees of freedom.
+
+    Examples
+    --------
+    >>> same = np.random.default_rng(0).normal(size=200)
+    >>> compare_paired("PCA", 0.9, 0.8, same, same + np.random.default_rng(1).normal(0, 0.02, 200)).p_value < 0.001
+    True
+    """
+    nothing = float("nan")
+    difference = value - other
+    if draws is None or other_draws is None or not np.isfinite(difference):
+        return Comparison(baseline, difference, nothing, nothing, nothing)
+    both = np.asarray(draws) - np.asarray(other_draws)
+    if np.isnan(interval(difference, both, n_units=n_units)[0]):
+        return Comparison(baseline, difference, nothing, nothing, nothing)
+    both = both[np.isfinite(both)]
+    spread, degrees = _spread(both, n_units), _degrees(both, n_units)
+    if spread == 0.0:
+        return Comparison(baseline, difference, difference, difference, 1.0 if difference == 0.0 else nothing)
+    from scipy.stats import t
+
+    p_value = float(2 * t.sf(abs(difference) / spread, degrees))
+    found = Comparison(baseline, difference, nothing, nothing, p_value, spread, degrees)
+    low, high = found.interval()
+    return replace(found, low=low, high=high)
+
+
+def _degrees(draws: np.ndarray, n_units: int | None) -> int:
+    return len(draws) - 1 if n_units is None else min(len(draws), n_units) - 1
+
+
+def _spread(draws: np.ndarray, n_units: int | None) -> float:
+    """Return the standard deviation of draws, made up for few units: that of a bootstrap is of n, not n - 1."""
+    factor = 1.0 if n_units is None else np.sqrt(n_units / (n_units - 1))
+    return float(draws.std(ddof=1) * factor)
+
+
+def holm(p_values: Sequence[float]) -> np.ndarray:
+    """Return p-values corrected for their number (Holm 1979), float64; NaN is no test and stays.
+
+    Examples
+    --------
+    >>> holm([0.01, 0.04, float("nan"), 0.03]).tolist()
+    [0.03, 0.06, nan, 0.06]
+    """
+    found = np.asarray(p_values, dtype=np.float64)
+    corrected = np.full(len(found), np.nan)
+    tests = np.flatnonzero(np.isfinite(found))
+    order = tests[np.argsort(found[tests], kind="stable")]
+    factors = len(order) - np.arange(len(order))
+    corrected[order] = np.minimum(np.maximum.accumulate(found[order] * factors), 1.0)
+    return corrected
+
+
+def bootstrap_weights(n_rows: int, n: int, *, seed: int, groups: np.ndarray | None = None) -> np.ndarray:
+    """Return how often each row is drawn, with replacement.
+
+    Parameters
+    ----------
+    n_rows
+        Number of rows.
+    n
+        Number of draws R.
+    seed
+        Seed.
+    groups
+        Group of each row, whole numbers from 0; whole groups are drawn. None draws rows.
+
+    Returns
+    -------
+    int64, shape (R, n_rows).
+
+    Examples
+    --------
+    >>> bootstrap_weights(4, 2, seed=0).sum(axis=1).tolist()
+    [4, 4]
+    """
+    n_units = n_rows if groups is None else int(groups.max()) + 1
+    rng = np.random.default_rng(seed)
+    counts = rng.multinomial(n_units, np.full(n_units, 1 / n_units), size=n)
+    return counts if groups is None else counts[:, groups]
+
+
+def weighted_f1(truth: np.ndarray, predicted: np.ndarray, n_classes: int, weights: np.ndarray) -> np.ndarray:
+    """Return macro-F1 and accuracy for each set of weights of the cells.
+
+    The mean of F1 is over the classes that have a true cell of positive weight.
+
+    Parameters
+    ----------
+    truth, predicted
+        Classes from 0 to `n_classes` - 1, shape (N,).
+    n_classes
+        Number of classes.
+    weights
+        Weight of each cell, shape (R, N).
+
+    Returns
+    -------
+    Float64, shape (R, 2).
+
+    Examples
+    --------
+    >>> weighted_f1(np.array([0, 0, 1]), np.array([0, 1, 1]), 2, np.ones((1, 3))).round(3).tolist()
+    [[0.667, 0.667]]
+    """
+    places = truth * n_classes + predicted
+    figures = np.empty((len(weights), 2))
+    for draw, weight in enumerate(weights):
+        table = np.bincount(places, weight, n_classes**2).reshape(n_classes, n_classes)
+        right, of_truth = np.diagonal(table), table.sum(axis=1)
+        both = of_truth + table.sum(axis=0)
+        f1 = np.divide(2 * right, both, out=np.zeros(n_classes), where=both > 0)
+        figures[draw] = f1[of_truth > 0].mean(), right.sum() / table.sum()
+    return figures
+
 
 Kind = Literal["model", "supervised", "untrained", "baseline", "ceiling"]
 KINDS: tuple[Kind, ...] = ("model", "supervised", "untrained", "baseline", "ceiling")
@@ -282,14 +513,10 @@ class Report:
 
     def __repr__(self) -> str:
         """Return the verdicts and a table that fits a terminal; :meth:`to_markdown` returns everything."""
-        from scforge.eval.rendering import to_text
-
         return to_text(self) if self._problem() is None else f"{self.title}: {self._problem()}"
 
     def _repr_html_(self) -> str | None:
         """Return the verdicts and tables for a notebook."""
-        from scforge.eval.rendering import to_fragment
-
         return to_fragment(self) if self._problem() is None and self.rows else None
 
     def _repr_markdown_(self) -> str | None:
@@ -297,15 +524,11 @@ class Report:
 
     def to_markdown(self) -> str:
         """Return the report as Markdown; the best figure of each metric is bold."""
-        from scforge.eval.rendering import to_markdown
-
         self.check()
         return to_markdown(self)
 
     def to_html(self) -> str:
         """Return the report as one page of HTML, with plots in it."""
-        from scforge.eval.rendering import to_html
-
         self.check()
         return to_html(self)
 
@@ -362,3 +585,188 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
+
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.2rem; margin-top: 2rem; }
+table { border-collapse: collapse; font-size: 0.85rem; display: block; overflow-x: auto; }
+th, td { padding: 0.3rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child, th:nth-child(2), td:nth-child(2) { text-align: left; }
+th { background: #f5f5f5; vertical-align: bottom; } tr.model td { background: #eef4fb; }
+.best { font-weight: bold; } img { max-width: 100%; } .verdicts li { margin: 0.3rem 0; }
+"""
+
+# Colours that a light and a dark notebook can show.
+_STYLE_OF_FRAGMENT = """
+.scforge-report { font-size: 0.95em; line-height: 1.45; }
+.scforge-report h2 { font-size: 1.05em; margin: 1em 0 0.3em; }
+.scforge-report table { border-collapse: collapse; display: block; overflow-x: auto; font-size: 0.9em; }
+.scforge-report th, .scforge-report td { padding: 0.2em 0.6em; text-align: right; white-space: nowrap; }
+.scforge-report th:nth-child(-n+2), .scforge-report td:nth-child(-n+2) { text-align: left; }
+.scforge-report table tr { background: none; border-bottom: 1px solid rgba(128, 128, 128, 0.3); }
+.scforge-report table tr.model td { background: rgba(0, 114, 178, 0.12); }
+.scforge-report .best { font-weight: bold; }
+"""
+
+
+def to_markdown(report: Report) -> str:
+    """Return a report as Markdown."""
+    lines = [f"# {report.title}", ""]
+    lines += [f"- {name}: {value}" for name, value in report.facts.items()]
+    if verdicts := report.verdicts():
+        lines += ["", *(f"- **{sentence}**" for sentence in verdicts)]
+    for benchmark in report.benchmarks:
+        if len(report.benchmarks) > 1:
+            lines += ["", f"## {benchmark}"]
+        header, body = _cells(report, benchmark)
+        lines += ["", f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+        for _, row in body:
+            lines.append(f"| {' | '.join(f'**{text}**' if best else text for text, best in row)} |")
+    lines += ["", *report.notes]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def to_text(report: Report, width: int = 100) -> str:
+    """Return the verdicts of a report, and of each benchmark the columns that fit into `width` characters."""
+    lines = [report.title]
+    lines += [
+        textwrap.fill(one, width, initial_indent="- ", subsequent_indent="  ", break_on_hyphens=False)
+        for one in report.verdicts()
+    ]
+    n_left_out = 0
+    for benchmark in report.benchmarks:
+        header, body = _cells(report, benchmark)
+        columns = [[name, *(row[i][0] for _, row in body)] for i, name in enumerate(header)]
+        columns = [one for one in columns if any(one[1:]) and one[0] not in ("dimensions", "seconds")]
+        sizes = [max(map(len, column)) for column in columns]
+        n_shown = next((i for i in range(len(sizes), 3, -1) if sum(sizes[:i]) + 2 * i <= width), 3)
+        n_left_out += len(columns) - n_shown
+        lines += ["", benchmark] if benchmark else [""]
+        for row in zip(*columns[:n_shown], strict=True):
+            texts = [text.ljust(sizes[i]) if i < 2 else text.rjust(sizes[i]) for i, text in enumerate(row)]
+            lines.append("  ".join(texts).rstrip())
+    if n_left_out:
+        lines += ["", f"Columns not shown: {n_left_out}; see to_frame(), to_markdown(), or write(folder)."]
+    return "\n".join(lines)
+
+
+def to_fragment(report: Report) -> str:
+    """Return a report as the HTML of a notebook's cell: facts and notes are folded."""
+    facts = "".join(f"<p>{html.escape(note)}</p>" for note in report.notes)
+    return (
+        f"<div class='scforge-report'><style>{_STYLE_OF_FRAGMENT}</style>"
+        f"<b>{html.escape(report.title)}</b>\n" + "\n".join([*_verdicts(report), *_tables(report)]) + "\n"
+        f"<details><summary>Facts and notes</summary>{_facts(report)}{facts}</details></div>"
+    )
+
+
+def to_html(report: Report) -> str:
+    """Return a report as one page of HTML that needs no other file."""
+    parts = [f"<h1>{html.escape(report.title)}</h1>", _facts(report), *_verdicts(report)]
+    parts += _tables(report, pictures=True)
+    parts += [f"<p>{html.escape(note)}</p>" for note in report.notes]
+    title = html.escape(report.title)
+    return (
+        f"<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
+        f"<style>{_STYLE}</style></head>\n<body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
+
+
+def _facts(report: Report) -> str:
+    facts = (f"<li>{html.escape(str(name))}: {html.escape(str(value))}</li>" for name, value in report.facts.items())
+    return f"<ul>{''.join(facts)}</ul>"
+
+
+def _verdicts(report: Report) -> list[str]:
+    verdicts = report.verdicts()
+    return [f"<ul class='verdicts'>{''.join(f'<li>{html.escape(one)}</li>' for one in verdicts)}</ul>"] * bool(verdicts)
+
+
+def _tables(report: Report, *, pictures: bool = False) -> list[str]:
+    """Return heading and table of each benchmark; with a picture of the main score where one method can be better."""
+    parts, frame = [], report.to_frame()
+    for benchmark in report.benchmarks:
+        if benchmark:
+            parts.append(f"<h2>{html.escape(benchmark)}</h2>")
+        header, body = _cells(report, benchmark)
+        parts.append(f"<table><tr>{''.join(f'<th>{html.escape(name)}</th>' for name in header)}</tr>")
+        for kind, row in body:
+            cells = (f"<td{' class=best' if best else ''}>{html.escape(text)}</td>" for text, best in row)
+            parts.append(f"<tr class='{kind}'>{''.join(cells)}</tr>")
+        parts.append("</table>")
+        about = report.about(benchmark)
+        if pictures and about.ranks:
+            parts.append(_picture(frame[frame["benchmark"] == benchmark], about))
+    return parts
+
+
+def _cells(report: Report, benchmark: str) -> tuple[list[str], list[tuple[str, list[tuple[str, bool]]]]]:
+    """Return the header, and of each row its kind and its texts, each with whether it is the best of its column."""
+    rows, about = report.of(benchmark), report.about(benchmark)
+    has_dims = any(row.n_dims is not None for row in rows)
+    has_interval = any(not math.isnan(row.intervals.get(about.main, (math.nan,))[0]) for row in rows)
+    has_spread = any(not math.isnan(row.spreads.get(about.main, math.nan)) for row in rows)
+    has_seconds = any(row.seconds is not None for row in rows)
+    shown = [name for name in about.metrics if any(name in row.scores for row in rows)]
+    shown.sort(key=lambda name: name != about.main)
+    header = ["method", "kind", *(["dimensions"] if has_dims else [])]
+    for metric in shown:
+        header.append(f"{metric} ↓" if metric in about.lower_is_better else metric)
+        if metric == about.main and has_interval:
+            header.append("95 % interval")
+        if metric == about.main and has_spread:
+            header.append("sd of seeds")
+    if has_seconds:
+        header.append("seconds")
+    best = {metric: _best(rows, metric, about) for metric in shown}
+    body: list[tuple[str, list[tuple[str, bool]]]] = []
+    for row in rows:
+        texts = [(row.name, False), (row.kind, False)]
+        if has_dims:
+            texts.append(("" if row.n_dims is None else str(row.n_dims), False))
+        for metric in shown:
+            value = row.scores.get(metric, math.nan)
+            texts.append((_number(value), about.ranks and value == best[metric] and row.kind != "ceiling"))
+            if metric == about.main and has_interval:
+                low, high = row.intervals.get(metric, (math.nan, math.nan))
+                texts.append(("" if math.isnan(low) else f"{_number(low)} to {_number(high)}", False))
+            if metric == about.main and has_spread:
+                texts.append((_number(row.spreads.get(metric, math.nan)), False))
+        if has_seconds:
+            texts.append(("" if row.seconds is None else f"{row.seconds:.0f}", False))
+        body.append((row.kind, texts))
+    return header, body
+
+
+def _best(rows: list[Row], metric: str, about: Measured) -> float:
+    """Return the best figure of a metric; a ceiling does not compete."""
+    values = [row.scores.get(metric, math.nan) for row in rows if row.kind != "ceiling"]
+    return max((value for value in values if not math.isnan(value)), key=lambda v: about.sign(metric) * v, default=0.0)
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return ""
+    if abs(value) >= 1_000:
+        return f"{value:,.0f}"
+    return f"{value:.3f}" if abs(value) >= 0.0005 or value == 0.0 else f"{value:.3g}"
+
+
+def _picture(frame: pd.DataFrame, about: Measured) -> str:
+    """Draw the figures of a benchmark, those of the main metric first, and return them as an image tag."""
+    import matplotlib.pyplot as plt
+
+    from scforge.pl.scores import metrics as draw
+
+    figure, ax = plt.subplots(figsize=(7, 1.2 + 0.32 * frame["method"].nunique()), layout="constrained")
+    try:
+        draw(frame, metrics=about.main, lower_is_better=about.lower_is_better, ax=ax)
+        if benchmark := frame["benchmark"].iloc[0]:
+            ax.set_xlabel(f"{ax.get_xlabel()}, of {benchmark}")
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", dpi=110)
+    finally:
+        plt.close(figure)
+    picture = base64.b64encode(buffer.getvalue()).decode()
+    return f"<img alt='{html.escape(about.main)}' src='data:image/png;base64,{picture}'>"

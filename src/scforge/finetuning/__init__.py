@@ -5,11 +5,11 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
-    "Evaluated": "scforge.finetuning.context",
-    "EvaluationContext": "scforge.finetuning.context",
-    "FineTunedModule": "scforge.finetuning.module",
+    "Evaluated": "scforge.finetuning.base",
+    "EvaluationContext": "scforge.finetuning.base",
+    "FineTunedModule": "scforge.finetuning.heads",
     "PredictionHead": "scforge.finetuning.heads",
-    "Predictor": "scforge.finetuning.context",
+    "Predictor": "scforge.finetuning.base",
     "Split": "scforge.finetuning.splits",
     "Task": "scforge.finetuning.base",
     "get_task": "scforge.finetuning.base",

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from scforge.errors import warn
-from scforge.eval.prediction_baselines import BaselineInputs
+from scforge.eval.baselines import BaselineInputs
 
 if TYPE_CHECKING:
-    from scforge.finetuning.context import EvaluationContext
+    from scforge.finetuning.base import EvaluationContext
 
 __all__ = ["FROZEN", "baseline_inputs"]
 

@@ -1,22 +1,81 @@
-"""Heads on cell embeddings.
-
-Shapes: B cells, D dimensions, K outputs.
-"""
+"""Prediction heads on an encoder: the module, linear probes and calibration."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from scipy.optimize import minimize_scalar
+from scipy.special import log_softmax, softmax
 from torch import nn
 
 from scforge._checks import check_count, check_share
 from scforge._registry import check_options
 from scforge.errors import OptionError
+from scforge.models._utils import evaluating
+from scforge.models.protocol import ModelOutput
+from scforge.training.predict import embed
 
-__all__ = ["HEAD_OPTIONS", "PredictionHead", "Standardise", "check_head"]
+if TYPE_CHECKING:
+    from scforge.data.cells import CellSource
+    from scforge.finetuning.base import Task
+    from scforge.tokenizers.base import Tokenizer
+
+
+class FineTunedModule(nn.Module):
+    """An architecture, and a head that takes its cell embeddings.
+
+    Parameters
+    ----------
+    encoder
+        The architecture.
+    head
+        ``forward(embeddings, batch)`` takes (B, D) and the batch, and returns (B, K).
+
+    Attributes
+    ----------
+    frozen
+        Whether the whole encoder stays as it is; it does not drop anything out then.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> class Head(nn.Linear):
+    ...     def forward(self, embeddings, batch):
+    ...         return super().forward(embeddings)
+    >>> encoder = scforge.models.GenePoolingModel(50, hidden_dim=8)
+    >>> module = FineTunedModule(encoder, Head(8, 3))
+    >>> ids, mask = torch.tensor([[5, 9]]), torch.ones(1, 2)
+    >>> module(ids, mask, values=torch.ones(1, 2)).logits.shape
+    torch.Size([1, 3])
+    """
+
+    def __init__(self, encoder: nn.Module, head: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+        self.head = head
+        self.frozen = False
+
+    def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> torch.Tensor:
+        """Return cell embeddings, shape (B, D)."""
+        return self.encoder.encode(input_ids=input_ids, attention_mask=attention_mask, **batch)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, **batch: Any) -> ModelOutput:
+        """Return the outputs of the head as ``logits``, shape (B, K), and ``embeddings``, shape (B, D)."""
+        whole = {"input_ids": input_ids, "attention_mask": attention_mask, **batch}
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
+            embeddings = self.encode(**whole)
+        return ModelOutput(logits=self.head(embeddings, whole), embeddings=embeddings)
+
+    def train(self, mode: bool = True) -> FineTunedModule:
+        """Switch dropout and the like on or off, but for an encoder that is frozen."""
+        super().train(mode)
+        if self.frozen:
+            self.encoder.eval()
+        return self
+
 
 HEAD_OPTIONS = ("hidden_dim", "dropout")
 _SMALLEST = 1e-6
@@ -95,3 +154,164 @@ class PredictionHead(nn.Module):
     def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any] | None = None) -> torch.Tensor:
         """Return outputs, shape (B, K)."""
         return self.out(self.dropout(self.hidden(self.standardise(embeddings))))
+
+
+_LOG_RANGE = (float(np.log(1e-2)), float(np.log(1e2)))
+
+
+class CalibratedHead(PredictionHead):
+    """A head for classes with a temperature, which is fitted after training and saved with the weights.
+
+    ``forward`` returns logits as they are, so that further training does not depend on the temperature; divide them by
+    it to get calibrated ones.
+
+    Attributes
+    ----------
+    temperature
+        Float32 scalar, 1 until it is fitted.
+    """
+
+    temperature: torch.Tensor
+
+    def __init__(self, n_in: int, n_out: int, *, hidden_dim: int = 0, dropout: float = 0.1) -> None:
+        super().__init__(n_in, n_out, hidden_dim=hidden_dim, dropout=dropout)
+        self.register_buffer("temperature", torch.ones(()))
+
+
+def fit_temperature(logits: np.ndarray, classes: np.ndarray) -> float:
+    """Return the temperature that makes the classes of held-out cells likeliest (Guo et al. 2017, section 4.2).
+
+    Where all held-out cells are predicted right, the likeliest temperature is zero, and all confidence one. So the
+    targets are those of Platt (1999): a cell has its class with the probability (N + 1) / (N + 2).
+
+    Parameters
+    ----------
+    logits
+        Of cells that were not trained on, shape (N, C).
+    classes
+        Their classes, shape (N,).
+
+    Returns
+    -------
+    A number from 0.01 to 100; 1 if there is no cell.
+
+    Examples
+    --------
+    >>> sure_of_everything = np.array([[8.0, 0.0], [8.0, 0.0], [8.0, 0.0]])
+    >>> fit_temperature(sure_of_everything, np.array([0, 0, 1])) > 8
+    True
+    """
+    n_cells, n_classes = logits.shape
+    if not n_cells:
+        return 1.0
+    targets = np.full(logits.shape, 1 / ((n_cells + 2) * (n_classes - 1)))
+    targets[np.arange(n_cells), classes] = (n_cells + 1) / (n_cells + 2)
+    exact = logits.astype(np.float64)
+
+    def loss(log_temperature: float) -> float:
+        return float(-(targets * log_softmax(exact / np.exp(log_temperature), axis=1)).sum() / n_cells)
+
+    found = minimize_scalar(loss, bounds=_LOG_RANGE, method="bounded", options={"xatol": 1e-4})
+    return float(np.exp(found.x))
+
+
+def probabilities_of(logits: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+    """Return the probability of each class, float64, shape (N, C)."""
+    return softmax(logits.astype(np.float64) / temperature, axis=1)
+
+
+def normalised_entropy(probabilities: np.ndarray) -> np.ndarray:
+    """Return the entropy of each row divided by that of C equal probabilities, in [0, 1], shape (N,)."""
+    logs = np.log(probabilities, out=np.zeros_like(probabilities), where=probabilities > 0)
+    return np.clip(-(probabilities * logs).sum(axis=1) / np.log(probabilities.shape[1]), 0.0, 1.0)
+
+
+type Fit = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""Takes features of cells (N, F), and returns weights (K, F) and biases (K,)."""
+
+
+def probe(module: FineTunedModule, cells: CellSource, tokenizer: Tokenizer, task: Task, fit: Fit | None) -> None:
+    """Set the standardisation of a :class:`~scforge.finetuning.PredictionHead`, and its last layer if `fit` is given.
+
+    Parameters
+    ----------
+    module
+        The module, with a :class:`~scforge.finetuning.PredictionHead`.
+    cells
+        Training cells that have a target.
+    tokenizer, task
+        As for :func:`scforge.training.predict.embed`.
+    fit
+        Fits the linear model on what the last layer sees: the standardised embeddings, or the hidden layer.
+    """
+    head: PredictionHead = module.head
+    embeddings = embed(module, cells, tokenizer, objective=task)
+    head.standardise.set_from(embeddings)
+    if fit is None:
+        return
+    device = head.out.weight.device
+    with torch.inference_mode(), evaluating(head):
+        features = head.hidden(head.standardise(torch.from_numpy(embeddings).to(device))).cpu().numpy()
+    weights, biases = fit(features)
+    with torch.no_grad():
+        head.out.weight.copy_(torch.from_numpy(weights))
+        head.out.bias.copy_(torch.from_numpy(biases))
+
+
+def fit_logistic(
+    features: np.ndarray, classes: np.ndarray, n_classes: int, class_weights: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return weights (C, F) and biases (C,) of a logistic regression (L2, C = 1).
+
+    A class without a cell gets no weights, and the smallest bias.
+
+    Parameters
+    ----------
+    features
+        Shape (N, F).
+    classes
+        Class of each cell, shape (N,).
+    n_classes
+        Number of classes C.
+    class_weights
+        Weight of each class, shape (C,); None for 1.
+    """
+    from sklearn.linear_model import LogisticRegression
+
+    weights, biases = np.zeros((n_classes, features.shape[1])), np.zeros(n_classes)
+    known = np.unique(classes)
+    if len(known) < 2:
+        biases[known] = 1.0
+        return weights, biases
+    of_cells = None if class_weights is None else class_weights[classes]
+    model = LogisticRegression(max_iter=2_000).fit(features, classes, sample_weight=of_cells)
+    two = len(known) == 2
+    # Of two classes scikit-learn has the difference only.
+    weights[known] = np.concatenate([-model.coef_, model.coef_]) / 2 if two else model.coef_
+    intercepts = np.concatenate([-model.intercept_, model.intercept_]) / 2 if two else model.intercept_
+    biases[:] = intercepts.min()
+    biases[known] = intercepts
+    return weights, biases
+
+
+def fit_separate_logistic(features: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return weights (C, F) and biases (C,) of one logistic regression a label; `targets` is bool, shape (N, C)."""
+    from sklearn.linear_model import LogisticRegression
+
+    weights, biases = np.zeros((targets.shape[1], features.shape[1])), np.zeros(targets.shape[1])
+    for label, has in enumerate(targets.T):
+        if has.all() or not has.any():
+            share = (has.sum() + 1) / (len(has) + 2)
+            biases[label] = np.log(share / (1 - share))
+            continue
+        model = LogisticRegression(max_iter=2_000).fit(features, has)
+        weights[label], biases[label] = model.coef_[0], model.intercept_[0]
+    return weights, biases
+
+
+def fit_ridge(features: np.ndarray, target: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return weights (1, F) and bias (1,) of a ridge regression, its penalty chosen by leave-one-out."""
+    from sklearn.linear_model import RidgeCV
+
+    model = RidgeCV(np.logspace(-2, 4, 13)).fit(features, target)
+    return np.atleast_2d(model.coef_), np.atleast_1d(model.intercept_)

@@ -1,7 +1,4 @@
-"""Columns of obs as the labels of tasks.
-
-Shapes: N cells.
-"""
+"""Labels and classes of cells."""
 
 from __future__ import annotations
 
@@ -11,12 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scforge._constants import UNS_KEY
 from scforge.errors import DataError, OptionError
 
 if TYPE_CHECKING:
     import pandas as pd
+    from anndata import AnnData
 
-__all__ = ["UNKNOWN", "UNLABELLED", "check_classes", "check_key", "codes_of", "text_labels", "text_of"]
+
+def write_probabilities(adata: AnnData, key: str, table: pd.DataFrame) -> None:
+    """Write a table of one column a class into ``obsm["<key>_probabilities"]``, and the names of its columns into uns.
+
+    An h5ad file takes no table with a name such as ``"NK/T"``.
+    """
+    adata.obsm[f"{key}_probabilities"] = np.asarray(table)
+    names = np.array([str(name) for name in table.columns], dtype=object)
+    adata.uns[UNS_KEY] = {**adata.uns.get(UNS_KEY, {}), f"{key}_classes": names}
+
 
 UNLABELLED, UNKNOWN = -1, -2
 """Codes of cells without label, and of cells whose label a model does not know."""

@@ -5,21 +5,21 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
-    "AsIs": "scforge.foreign.name_map",
+    "AsIs": "scforge.foreign.base",
     "Family": "scforge.foreign.base",
-    "FoldedRow": "scforge.foreign.name_map",
+    "FoldedRow": "scforge.foreign.base",
     "Foreign": "scforge.foreign.base",
-    "LeftOut": "scforge.foreign.name_map",
-    "NameMap": "scforge.foreign.name_map",
-    "RowsInOrder": "scforge.foreign.name_map",
-    "Rule": "scforge.foreign.name_map",
-    "Stacked": "scforge.foreign.name_map",
-    "Transform": "scforge.foreign.name_map",
-    "Transposed": "scforge.foreign.name_map",
+    "LeftOut": "scforge.foreign.base",
+    "NameMap": "scforge.foreign.base",
+    "RowsInOrder": "scforge.foreign.base",
+    "Rule": "scforge.foreign.base",
+    "Stacked": "scforge.foreign.base",
+    "Transform": "scforge.foreign.base",
+    "Transposed": "scforge.foreign.base",
     "list_families": "scforge.foreign.base",
     "read_checkpoint": "scforge.foreign.base",
     "register_family": "scforge.foreign.base",
-    "to_geneformer": "scforge.foreign.geneformer_export",
+    "to_geneformer": "scforge.foreign.geneformer",
 }
 
 __all__ = [  # noqa: RUF022 -- in the order in which one meets them

@@ -16,9 +16,18 @@ import torch
 
 from scforge.data.vocab import GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line, listing
-from scforge.foreign.base import Foreign, register_family
-from scforge.foreign.name_map import LeftOut, NameMap, Rule, Stacked, Transposed
-from scforge.foreign.reading import first_file, read_json, read_weights
+from scforge.foreign.base import (
+    Foreign,
+    LeftOut,
+    NameMap,
+    Rule,
+    Stacked,
+    Transposed,
+    first_file,
+    read_json,
+    read_weights,
+    register_family,
+)
 
 __all__ = ["ScDiVa", "scdiva_names"]
 

@@ -15,9 +15,16 @@ from typing import Any
 from scforge._constants import MASK_TOKEN, PAD_TOKEN
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, first_line, listing
-from scforge.foreign.base import Foreign, register_family
-from scforge.foreign.name_map import LeftOut, NameMap, RowsInOrder, Rule
-from scforge.foreign.reading import read_torch, state_dict_in
+from scforge.foreign.base import (
+    Foreign,
+    LeftOut,
+    NameMap,
+    RowsInOrder,
+    Rule,
+    read_torch,
+    register_family,
+    state_dict_in,
+)
 from scforge.tokenizers.continuous_projection import ContinuousProjectionTokenizer
 
 __all__ = ["ScFoundation", "scfoundation_names"]

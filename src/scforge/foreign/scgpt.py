@@ -17,9 +17,17 @@ from scforge._checks import check_bool
 from scforge._constants import CLS_TOKEN, MASK_TOKEN, PAD_TOKEN
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing
-from scforge.foreign.base import Foreign, register_family
-from scforge.foreign.name_map import LeftOut, NameMap, RowsInOrder, Rule
-from scforge.foreign.reading import first_file, read_json, read_weights
+from scforge.foreign.base import (
+    Foreign,
+    LeftOut,
+    NameMap,
+    RowsInOrder,
+    Rule,
+    first_file,
+    read_json,
+    read_weights,
+    register_family,
+)
 
 __all__ = ["ScGPT", "scgpt_names", "scgpt_vocab"]
 

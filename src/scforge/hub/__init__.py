@@ -5,7 +5,7 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
-    "known_models": "scforge.hub.registry_files",
+    "known_models": "scforge.hub.finding",
     "resolve": "scforge.hub.finding",
     "upload": "scforge.hub.uploading",
 }

@@ -1,34 +1,319 @@
-"""Finding the folder of a model by what a user calls it."""
+"""Find models by name: folders, repositories of the hub, and the registry."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
+import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.resources import as_file, files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from scforge._checks import check_bool
-from scforge._io import check_folder
+from scforge._io import atomic_folder, check_folder, check_inside, read_json, read_settled, sha256_of
 from scforge.errors import (
     MissingFileError,
     ModelFileError,
     OptionError,
     ScforgeError,
+    did_you_mean,
     first_line,
     listing,
     warn,
 )
-from scforge.hub.client import checked_token, hub_api, hub_endpoint, is_offline, shown_endpoint
-from scforge.hub.copying import origin_of
-from scforge.hub.hub_errors import answered, hub_errors, info_of, no_answer, silence_errors
-from scforge.hub.registry_files import SCHEME, find_registered
-from scforge.hub.shared_files import SHARED_FILES, described_kind, kind_of, kind_of_folder
-
-__all__ = ["FoundModel", "find_model", "is_hub_name", "is_registry_name", "resolve"]
+from scforge.hub.client import (
+    answered,
+    checked_token,
+    hub_api,
+    hub_endpoint,
+    hub_errors,
+    info_of,
+    is_offline,
+    no_answer,
+    shown_endpoint,
+    silence_errors,
+)
 
 logger = logging.getLogger("scforge")
+
+Kind = Literal["model", "adapter"]
+
+_NEEDED: dict[Kind, tuple[str, ...]] = {
+    "model": ("config.json", "vocab.json", "model.safetensors"),
+    "adapter": ("adapter.json", "adapter.safetensors"),
+}
+_BESIDE = ("README.md", "split.safetensors")
+SHARED_FILES = (*_NEEDED["model"], *_NEEDED["adapter"], *_BESIDE)
+"""All files that are ever sent or fetched; ``split.safetensors`` says which cells a fine-tuned model has seen."""
+ORIGIN_FILE = "origin.json"
+"""What a folder on this machine was copied from; never sent."""
+
+
+def kind_of(names: Iterable[str]) -> Kind | None:
+    """Return what files of these names are together, or None if a file is missing.
+
+    Examples
+    --------
+    >>> kind_of(["adapter.json", "adapter.safetensors", "notes.txt"])
+    'adapter'
+    >>> kind_of(["config.json", "pytorch_model.bin"]) is None
+    True
+    """
+    there = set(names)
+    return next((kind for kind, needed in _NEEDED.items() if there.issuperset(needed)), None)
+
+
+def kind_of_folder(folder: Path) -> Kind | None:
+    """Return what a folder holds, or None."""
+    return kind_of(path.name for path in folder.iterdir() if path.is_file())
+
+
+def check_shared(folder: Path) -> None:
+    """Raise :class:`~scforge.errors.ModelFileError` if a file to share is a link out of its folder, or a pipe."""
+    for name in SHARED_FILES:
+        check_inside(folder, name)
+
+
+def description_of(folder: Path) -> Path | None:
+    """Return the file that describes the model or the adapter in a folder, with checksums of the others, or None."""
+    kind = kind_of_folder(folder)
+    return None if kind is None else folder / _NEEDED[kind][0]
+
+
+def described_kind() -> str:
+    """Return which files make a model or an adapter, for a message."""
+    return " or ".join(f"{kind} ({listing(needed)})" for kind, needed in _NEEDED.items())
+
+
+type Origin = tuple[str | None, str | None]
+"""Repository and commit, None for what was on no hub."""
+
+
+def copy_model(
+    folder: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    origin: Origin = (None, None),
+) -> Path:
+    """Copy the shared files of a model or an adapter; links of the cache become files.
+
+    Parameters
+    ----------
+    folder
+        What :func:`scforge.hub.resolve` returned.
+    output
+        Folder to make. It appears whole or not at all.
+    overwrite
+        Replace the model in a folder that exists; files that are not of scforge stay.
+    origin
+        Where the model is from, for :func:`origin_of`.
+
+    Raises
+    ------
+    OptionError
+        If `output` exists.
+    """
+    source = Path(folder)
+    with atomic_folder(output, overwrite=overwrite, argument="output") as place:
+
+        def copy() -> None:
+            check_shared(source)
+            for name in SHARED_FILES:
+                (place / name).unlink(missing_ok=True)
+                if (source / name).exists():
+                    shutil.copyfile(source / name, place / name)
+
+        read_settled(source, copy)
+        if not any(place.iterdir()):
+            raise MissingFileError(f"folder={str(folder)!r} holds no file of a model; give the folder of one.")
+        description = description_of(place)
+        if None not in origin and description is not None:
+            content = {"repo_id": origin[0], "commit": origin[1], "sha256": sha256_of(description)}
+            (place / ORIGIN_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return Path(output)
+
+
+def origin_of(folder: Path) -> Origin:
+    """Return where a folder was copied from; of one that holds another model by now, nothing.
+
+    Raises
+    ------
+    ModelFileError
+        If the file that says so cannot be read.
+    """
+    path, description = folder / ORIGIN_FILE, description_of(folder)
+    if description is None or not path.is_file():
+        return None, None
+    try:
+        content = read_json(path)
+        repo_id, commit, digest = (content[name] for name in ("repo_id", "commit", "sha256"))
+        if not all(isinstance(value, str) for value in (repo_id, commit, digest)):
+            raise TypeError("a repository, a commit and a checksum are texts")
+    except (ValueError, LookupError, TypeError) as error:
+        raise ModelFileError(
+            f"{str(path)!r} does not say where the folder was fetched; pull it again, or remove that file."
+        ) from error
+    return (repo_id, commit) if digest == sha256_of(description) else (None, None)
+
+
+SCHEME = "scforge://"
+_FORMAT = 1
+_VARIABLE = "SCFORGE_MODELS"
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+
+@dataclass(frozen=True)
+class RegisteredModel:
+    """What a name stands for: a revision of a repository, or a folder.
+
+    Attributes
+    ----------
+    name, version
+        The name, and its version.
+    repo_id, revision
+        Repository on the hub, and the commit; None for a folder.
+    folder
+        Folder of the model; None for a repository.
+    is_shipped
+        Whether the name is of the registry in the package, and so the same everywhere.
+    """
+
+    name: str
+    version: str
+    repo_id: str | None = None
+    revision: str | None = None
+    folder: Path | None = None
+    is_shipped: bool = False
+
+
+def known_models() -> dict[str, str]:
+    """Return the names that ``scforge://`` knows, each with its description.
+
+    They stand in the registry file that ships with scforge, and in files of the same format that the environment
+    variable ``SCFORGE_MODELS`` names (several with the separator of ``PATH``). Of a name in several files the first
+    counts, those of ``SCFORGE_MODELS`` before the shipped one.
+
+    Returns
+    -------
+    Name to description, e.g. for ``resolve("scforge://name")``.
+
+    Raises
+    ------
+    MissingFileError, ModelFileError
+        If a file is not there, or is no registry.
+
+    Examples
+    --------
+    >>> known_models()
+    {'pbmc3k-light': 'Light encoder trained on PBMC 3k, for tests and tutorials'}
+    """
+    return {name: entry["description"] for name, (entry, _) in _entries().items()}
+
+
+def find_registered(text: str, said: str) -> RegisteredModel:
+    """Return what ``scforge://name[@version]`` stands for; without a version, the newest.
+
+    Parameters
+    ----------
+    text
+        The name with its scheme.
+    said
+        Beginning of a message.
+
+    Raises
+    ------
+    OptionError
+        If the name or the version is not known.
+    MissingFileError, ModelFileError
+        If a registry file cannot be used.
+    """
+    name, at, version = text.removeprefix(SCHEME).partition("@")
+    entries = _entries()
+    if not _NAME.fullmatch(name) or (at and not version):
+        raise OptionError(f"{said} is no name of a model; write it as scforge://name or scforge://name@version.")
+    if name not in entries:
+        advice = did_you_mean(name, entries) or (
+            "; convert a downloaded checkpoint of another package, e.g. Geneformer's, with "
+            "Encoder.from_checkpoint(folder) or scforge convert-checkpoint"
+        )
+        raise OptionError(
+            f"{said} is not in the registry (known: {listing(entries)}; more come from the file that {_VARIABLE} "
+            f"names){advice}."
+        )
+    entry, file = entries[name]
+    versions: dict[str, Any] = entry["versions"]
+    version = version or entry["latest"]
+    if version not in versions:
+        raise OptionError(
+            f"{said} has no version {version!r}{did_you_mean(version, versions)} (known: {listing(versions)})"
+        )
+    place = versions[version]
+    if "folder" in place:
+        is_shipped = file.parent == Path(str(files("scforge.hub")))
+        return RegisteredModel(name, version, folder=file.parent / place["folder"], is_shipped=is_shipped)
+    return RegisteredModel(name, version, repo_id=place["repo_id"], revision=place["revision"])
+
+
+def _entries() -> dict[str, tuple[dict[str, Any], Path]]:
+    """Return the entries of all registry files, each with its file."""
+    entries: dict[str, tuple[dict[str, Any], Path]] = {}
+    own = [Path(name) for name in os.environ.get(_VARIABLE, "").split(os.pathsep) if name]
+    for path in own:
+        if not path.is_file():
+            raise MissingFileError(f"{_VARIABLE}={str(path)!r} is no file; name a registry file, or unset it.")
+    with as_file(files("scforge.hub").joinpath("registry.json")) as shipped:
+        for path in (*own, shipped):
+            for name, entry in _read(path, f"{_VARIABLE}={str(path)!r}").items():
+                entries.setdefault(name, (entry, path))
+    return entries
+
+
+def _read(path: Path, said: str) -> dict[str, dict[str, Any]]:
+    try:
+        found = read_json(path)
+        version, models = found["format"], found["models"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelFileError(
+            f"{said} is no registry of models: {first_line(error)}; it is JSON with 'format' and 'models'."
+        ) from error
+    if type(version) is not int or version < 1:
+        raise ModelFileError(f"{said} has format={version!r}, which is no number of one; write 'format': {_FORMAT}.")
+    if version > _FORMAT:
+        raise ModelFileError(f"{said} has format {version}, and this scforge reads up to {_FORMAT}; update scforge.")
+    if not isinstance(models, dict):
+        raise ModelFileError(f"{said} has models that are no mapping of names; write 'models': {{name: ...}}.")
+    for name, entry in models.items():
+        if not _NAME.fullmatch(name) or not _is_entry(entry):
+            raise ModelFileError(
+                f"{said} has an entry {name!r} that cannot be used; it needs description, latest (one of versions) and "
+                "versions, each with repo_id and revision (a commit, 40 digits), or with folder."
+            )
+    return models
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or set(entry) != {"description", "latest", "versions"}:
+        return False
+    versions = entry["versions"]
+    if not isinstance(entry["description"], str) or not isinstance(versions, dict) or not versions:
+        return False
+    wanted = ({"repo_id", "revision"}, {"folder"})
+    fits = all(
+        isinstance(place, dict)
+        and set(place) in wanted
+        and all(isinstance(one, str) and one for one in place.values())
+        # A branch or a tag can move, and then a version would stand for something else.
+        and ("folder" in place or _COMMIT.fullmatch(place["revision"]) is not None)
+        for place in versions.values()
+    )
+    return fits and isinstance(entry["latest"], str) and entry["latest"] in versions
+
 
 _HUB = "hf://"
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

@@ -13,9 +13,17 @@ from typing import TYPE_CHECKING
 from scforge._checks import check_bool
 from scforge._io import parse_json
 from scforge.errors import HubError, MissingFileError, ModelFileError, OptionError, listing, redacted
-from scforge.hub.client import checked_token, hub_api, is_offline, read_remote, shown_endpoint
-from scforge.hub.hub_errors import answered, hub_errors, info_of
-from scforge.hub.shared_files import ORIGIN_FILE, SHARED_FILES, check_shared, described_kind, kind_of_folder
+from scforge.hub.client import (
+    answered,
+    checked_token,
+    hub_api,
+    hub_errors,
+    info_of,
+    is_offline,
+    read_remote,
+    shown_endpoint,
+)
+from scforge.hub.finding import ORIGIN_FILE, SHARED_FILES, check_shared, described_kind, kind_of_folder
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, HfApi, ModelInfo

@@ -5,8 +5,8 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
-    "Perturbation": "scforge.insilico.perturbation",
-    "PerturbedCells": "scforge.insilico.perturbation",
+    "Perturbation": "scforge.insilico.screening",
+    "PerturbedCells": "scforge.insilico.screening",
     "attention_between_genes": "scforge.insilico.attention",
     "contextual_gene_embeddings": "scforge.insilico.gene_embeddings",
     "input_gene_embeddings": "scforge.insilico.gene_embeddings",

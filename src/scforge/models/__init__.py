@@ -14,7 +14,7 @@ _NAMES = {
     "MLPEncoder": "scforge.models.mlp",
     "MaskedAutoencoder": "scforge.models.masked_autoencoder",
     "ModelOutput": "scforge.models.protocol",
-    "ScDiVaConfig": "scforge.models.scdiva_config",
+    "ScDiVaConfig": "scforge.models.scdiva",
     "ScDiVaModel": "scforge.models.scdiva",
     "ScDiVa": "scforge.estimators.scdiva",
     "TransformerEncoder": "scforge.models.transformer_encoder",

@@ -15,14 +15,11 @@ from scforge._checks import check_count, check_positive
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
 from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
-from scforge.models.components.attention import KeyValueCache
-from scforge.models.components.bins import between_rows, waves
+from scforge.models.components.attention import KeyValueCache, token_positions
 from scforge.models.components.cross_entropy import token_loss
-from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
-from scforge.models.components.heads import BinPredictionHead, MaskedGenePredictionHead
-from scforge.models.components.next_token import cell_loss, of_next_token
+from scforge.models.components.embeddings import GeneExpressionEmbedding, between_rows, check_shapes, waves
+from scforge.models.components.heads import BinPredictionHead, MaskedGenePredictionHead, cell_loss, of_next_token
 from scforge.models.components.pooling import POOLINGS, last_pool
-from scforge.models.components.positions import token_positions
 from scforge.models.components.transformer import TransformerStack
 from scforge.models.generation import generate_cells
 from scforge.models.protocol import ModelOutput

@@ -14,12 +14,12 @@ from scforge._checks import check_count
 from scforge._constants import IGNORE_LABEL, N_SPECIAL
 from scforge.errors import OptionError
 from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
+from scforge.models.components.attention import token_positions
 from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
 from scforge.models.components.gene_vectors import token_bag
 from scforge.models.components.heads import MaskedGenePredictionHead
 from scforge.models.components.pooling import mean_pool
-from scforge.models.components.positions import token_positions
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
 from scforge.models.scdiva_parts import LOG_VARIANCES, BatchIntegrationHead

@@ -1,33 +1,1071 @@
-"""ScDiVa: a transformer over genes with a variational read-out.
-
-Shapes: B cells, S tokens, G genes, H hidden, L latent, T cell types, V vocabulary.
-"""
+"""ScDiVa: a transformer that generates cells by denoising masked genes and values."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, overload
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from scforge._constants import PAD_ID
-from scforge.models._utils import build_from_config
+from scforge._checks import check_bool, check_count, check_positive, check_seed, check_share
+from scforge._constants import MASK_ID, N_SPECIAL, PAD_ID
+from scforge.errors import DataError, OptionError
+from scforge.models._utils import build_from_config, check_choice, count_parameters, evaluating
+from scforge.models.components.embeddings import check_shapes
+from scforge.models.components.heads import ExpressionPredictionHead
+from scforge.models.components.transformer import Dropout, TransformerStack
+from scforge.models.generation import GeneratedCells, _draw, _softmax
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model
-from scforge.models.scdiva_config import ScDiVaConfig
-from scforge.models.scdiva_denoiser import ScDiVaDenoiser
 from scforge.models.scdiva_parts import (
+    AnnotationHead,
+    BatchIntegrationHead,
+    GeneEmbedding,
+    ValueEncoder,
+    VariationalLayer,
     classification_loss,
+    init_scdiva,
     kl_divergence,
     mean_over_cells,
     reconstruction_loss,
     total_loss,
 )
-from scforge.models.scdiva_tokens import Seen, gene_logits, gene_losses
 
 if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
 
-__all__ = ["ScDiVaConfig", "ScDiVaModel"]
+
+NEVER = -100.0
+"""Logit of genes that cannot be: special tokens, and genes that stand elsewhere in the cell."""
+
+_LOGITS_AT_ONCE = {"cpu": 2**22}
+_LOGITS_AT_ONCE_ON_GPU = 2**28
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is seen of a batch of tokens; all of shape (B, S).
+
+    Attributes
+    ----------
+    ids
+        Token ids, int64.
+    tokens
+        True for tokens, bool.
+    values
+        Expression values, float; 0 where there is none to be seen.
+    has_gene
+        True for genes whose identity is seen.
+    has_value
+        True where the value is seen.
+    hidden_value
+        True for tokens whose value is hidden.
+    hidden
+        True where anything is hidden.
+    """
+
+    ids: torch.Tensor
+    tokens: torch.Tensor
+    values: torch.Tensor
+    has_gene: torch.Tensor
+    has_value: torch.Tensor
+    hidden_value: torch.Tensor
+    hidden: torch.Tensor
+
+    def blocked(self, vocab_size: int, n_special: int) -> torch.Tensor:
+        """Return which tokens no hidden one can be: special ones, and genes that are seen; bool, (B, V)."""
+        blocked = torch.zeros((self.ids.shape[0], vocab_size), dtype=torch.bool, device=self.ids.device)
+        blocked = blocked.scatter(1, self.ids.masked_fill(~self.has_gene, PAD_ID), True)
+        return blocked | (torch.arange(vocab_size, device=self.ids.device) < n_special)
+
+    def first(self, most: int) -> Attended | None:
+        """Return the first `most` tokens of each cell, hidden ones before others; None where all are taken."""
+        if self.ids.shape[1] <= most:
+            return None
+        last = 2 * (~self.tokens).to(torch.uint8) + (~self.hidden).to(torch.uint8)
+        places = torch.argsort(last, dim=1, stable=True)[:, :most].sort(dim=1).values
+        return Attended(places, self.ids.shape[1])
+
+
+@dataclass(frozen=True)
+class Attended:
+    """The places of the tokens that are attended to, int64, (B, K), and the number S of places."""
+
+    places: torch.Tensor
+    width: int
+
+    def take(self, tensor_bs: torch.Tensor) -> torch.Tensor:
+        """From (B, S) to (B, K)."""
+        return tensor_bs.gather(1, self.places)
+
+    def put_back(self, states_bkh: torch.Tensor) -> torch.Tensor:
+        """From (B, K, H) to (B, S, H), zeros at the rest."""
+        states = states_bkh.new_zeros((states_bkh.shape[0], self.width, states_bkh.shape[2]))
+        return states.scatter(1, self.places.unsqueeze(-1).expand_as(states_bkh), states_bkh)
+
+    def put_back_weights(self, weights_bnkk: torch.Tensor) -> torch.Tensor:
+        """From (B, N, K, K) to (B, N, S, S), zeros at the rest."""
+        n_heads = weights_bnkk.shape[1]
+        rows = torch.stack([self.put_back(weights_bnkk[:, head]) for head in range(n_heads)], dim=1)
+        columns = [self.put_back(rows[:, head].transpose(1, 2)).transpose(1, 2) for head in range(n_heads)]
+        return torch.stack(columns, dim=1)
+
+    def of(self, seen: Seen) -> Seen:
+        """Return what is seen of the tokens that are attended to."""
+        return Seen(**{name: self.take(tensor) for name, tensor in vars(seen).items()})
+
+    def has(self) -> torch.Tensor:
+        """Return which places are attended to, bool, (B, S)."""
+        nowhere = torch.zeros((self.places.shape[0], self.width), dtype=torch.bool, device=self.places.device)
+        return nowhere.scatter(1, self.places, True)
+
+
+def what_is_seen(
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    values: torch.Tensor | None,
+    masked_positions: torch.Tensor | None,
+    masked_values: torch.Tensor | None,
+    n_special: int,
+) -> Seen:
+    """Part a batch into what is seen and what is hidden.
+
+    Parameters
+    ----------
+    input_ids, attention_mask, values
+        Shape (B, S); without values every gene has the value 1.
+    masked_positions
+        Nonzero where the identity of a token is hidden, (B, S), or None.
+    masked_values
+        Nonzero where its value is hidden, (B, S); None: where the identity is.
+    n_special
+        Ids below this one are those of special tokens.
+    """
+    check_shapes(
+        input_ids,
+        attention_mask=attention_mask,
+        values=values,
+        masked_positions=masked_positions,
+        masked_values=masked_values,
+    )
+    tokens = attention_mask != 0
+    nothing = torch.zeros_like(tokens)
+    no_gene = nothing if masked_positions is None else tokens & (masked_positions != 0)
+    no_value = no_gene if masked_values is None else tokens & (masked_values != 0)
+    gene = tokens & (input_ids >= n_special)
+    has_value = (gene | no_gene) & ~no_value
+    values = torch.ones_like(input_ids, dtype=torch.float32) if values is None else values.float()
+    return Seen(
+        ids=input_ids,
+        tokens=tokens,
+        values=values.masked_fill(~has_value, 0.0),
+        has_gene=gene & ~no_gene,
+        has_value=has_value,
+        hidden_value=no_value,
+        hidden=no_gene | no_value,
+    )
+
+
+def gene_logits(
+    states_bsh: torch.Tensor, table_vh: torch.Tensor, prior_v: torch.Tensor | None, seen: Seen, n_special: int
+) -> torch.Tensor:
+    """Return how likely each token is each gene: the product of its state and of the vector of the gene, (B, S, V).
+
+    Products are divided by the square root of H. Special tokens, and genes that are seen at another token of the cell,
+    have the logit ``NEVER``.
+    """
+    logits = scores_of(states_bsh, table_vh, prior_v)
+    blocked = seen.blocked(len(table_vh), n_special).unsqueeze(1)
+    own = seen.ids.masked_fill(~seen.has_gene, PAD_ID).unsqueeze(-1)
+    of_own = torch.where(seen.has_gene.unsqueeze(-1), logits.gather(2, own), NEVER)
+    return logits.masked_fill(blocked, NEVER).scatter(2, own, of_own)
+
+
+def gene_losses(
+    states_bsh: torch.Tensor,
+    table_vh: torch.Tensor,
+    prior_v: torch.Tensor | None,
+    seen: Seen,
+    labels_bs: torch.Tensor,
+    chosen_bs: torch.Tensor,
+    n_special: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross entropy of the gene at the chosen tokens, (M,), and the number of the cell of each, (M,).
+
+    What cannot be is left out of the softmax, so there is no credit for knowing it. The logits are made some tokens at
+    a time, and made again in the backward pass where they are many.
+    """
+    cells_m = chosen_bs.nonzero()[:, 0]
+    labels_m = labels_bs[chosen_bs]
+    own_m = torch.where(seen.has_gene, seen.ids, labels_bs)[chosen_bs]
+    blocked_bv = seen.blocked(len(table_vh), n_special)
+
+    def losses_of(states: torch.Tensor, labels: torch.Tensor, own: torch.Tensor, cells: torch.Tensor) -> torch.Tensor:
+        blocked = blocked_bv[cells].scatter(1, own.unsqueeze(1), False).scatter(1, labels.unsqueeze(1), False)
+        logits = scores_of(states, table_vh, prior_v).float().masked_fill(blocked, float("-inf"))
+        return F.cross_entropy(logits, labels, reduction="none")
+
+    states_mh = states_bsh[chosen_bs]
+    step = max(1, _LOGITS_AT_ONCE.get(states_mh.device.type, _LOGITS_AT_ONCE_ON_GPU) // len(table_vh))
+    again = len(states_mh) > step and torch.is_grad_enabled()
+    parts = []
+    for start in range(0, len(states_mh), step):
+        part = slice(start, start + step)
+        given = (states_mh[part], labels_m[part], own_m[part], cells_m[part])
+        parts.append(checkpoint(losses_of, *given, use_reentrant=False) if again else losses_of(*given))
+    return (torch.cat(parts) if parts else states_mh.new_zeros(0, dtype=torch.float32)), cells_m
+
+
+def scores_of(states: torch.Tensor, table_vh: torch.Tensor, prior_v: torch.Tensor | None) -> torch.Tensor:
+    """Return states (..., H) times vectors of genes, over the square root of H, plus the prior, shape (..., V)."""
+    scores = F.linear(states / math.sqrt(states.shape[-1]), table_vh.to(states.dtype))
+    return scores if prior_v is None else scores + prior_v.to(scores.dtype)
+
+
+_TASKS = ["annotation", "batch_integration"]
+
+_NEARLY_ZERO = 1e-2
+"""Mean square of a vector after its norm, which is 1 unless what came in was about as small as the epsilon."""
+
+
+class States(NamedTuple):
+    """What the transformer makes of cells.
+
+    ``readout``: states of LAT, (B, H). ``tokens``: states of the tokens, (B, S, H), zeros where none is attended to.
+    ``attended``: where one is, bool, (B, S). ``table``: vectors of all tokens, (V, H), if asked for.
+    ``hidden_states`` and ``attentions``: as in :class:`scforge.models.ModelOutput`.
+    """
+
+    readout: torch.Tensor
+    tokens: torch.Tensor
+    attended: torch.Tensor
+    table: torch.Tensor | None
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    attentions: tuple[torch.Tensor, ...] | None = None
+
+
+class ScDiVaBody(nn.Module):
+    """All layers of :class:`scforge.models.ScDiVaModel`, and what they compute besides its loss."""
+
+    gene_weights: torch.Tensor | None
+    token_prior: torch.Tensor | None
+    length_quantiles: torch.Tensor | None
+
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_dim: int = 1024,
+        num_layers: int = 24,
+        num_heads: int = 16,
+        ffn_dim: int | None = None,
+        dropout: float = 0.1,
+        max_tokens: int = 1200,
+        *,
+        mode: str = "tokens",
+        norm_style: str = "post",
+        norm: str = "layer",
+        activation: str = "gelu",
+        bias: bool = True,
+        final_norm: bool | None = None,
+        latent_dim: int = 128,
+        num_cell_types: int = 0,
+        n_batches: int = 0,
+        variational: bool = True,
+        denoising: bool = False,
+        layer_norm_eps: float = 1e-12,
+        position_embedding: str = "none",
+        n_special: int = N_SPECIAL,
+        gradient_checkpointing: bool = False,
+        unpad: bool | None = None,
+    ) -> None:
+        super().__init__()
+        check_choice("mode", mode, ["tokens", "vector"])
+        check_choice("norm_style", norm_style, ["post", "pre"])
+        check_choice("position_embedding", position_embedding, ["none", "rotary"])
+        check_share("dropout", dropout)
+        check_count("n_special", n_special, "special tokens")
+        for argument, count, what in (
+            ("max_tokens", max_tokens, "tokens"),
+            ("num_cell_types", num_cell_types, "cell types"),
+            ("n_batches", n_batches, "batches"),
+        ):
+            check_count(argument, count, what, least=0)
+        if vocab_size <= n_special:
+            raise OptionError(f"vocab_size={vocab_size} leaves no gene beside n_special={n_special}; raise it.")
+        self.vocab_size, self.num_genes, self.n_special = vocab_size, vocab_size - n_special, n_special
+        self.hidden_dim, self.latent_dim, self.max_tokens = hidden_dim, latent_dim, max_tokens
+        self.mode = mode if max_tokens else "vector"
+        self.num_cell_types, self.n_batches = num_cell_types, n_batches
+        self.variational = check_bool("variational", variational)
+        self.denoising = check_bool("denoising", denoising)
+        tokens = self.mode == "tokens"
+        self.uses_order = tokens and position_embedding == "rotary"
+        self.gene_embedding = GeneEmbedding(self.num_genes, hidden_dim, dropout, layer_norm_eps, norm)
+        self.special_embedding = nn.Embedding(n_special, hidden_dim) if tokens else None
+        self.value_encoder = ValueEncoder(hidden_dim) if tokens else None
+        self.dropout = Dropout(dropout)
+        self.encoder = TransformerStack(
+            hidden_dim,
+            num_layers,
+            num_heads,
+            ffn_dim,
+            dropout,
+            activation,
+            layer_norm_eps,
+            norm_first=norm_style == "pre",
+            rotary=position_embedding == "rotary",
+            gradient_checkpointing=gradient_checkpointing,
+            unpad=unpad,
+            norm=norm,
+            bias=bias,
+            final_norm=final_norm,
+        )
+        self.variational_layer = VariationalLayer(hidden_dim, latent_dim, variational=variational)
+        self.annotation_head = AnnotationHead(latent_dim, hidden_dim, num_cell_types) if num_cell_types else None
+        self.batch_integration_head = BatchIntegrationHead(latent_dim, hidden_dim, self.num_genes, n_batches)
+        self.value_head = ExpressionPredictionHead(hidden_dim) if denoising else None
+        self.apply(init_scdiva)
+        both = tokens and denoising
+        self.hidden_value = nn.Parameter(nn.init.normal_(torch.empty(hidden_dim), std=0.02)) if both else None
+        self.register_buffer("gene_weights", torch.ones(self.num_genes) if tokens else None)
+        self.register_buffer("token_prior", torch.zeros(vocab_size) if tokens else None)
+        self.register_buffer("length_quantiles", torch.zeros(101) if denoising else None)
+
+    @overload
+    def encode(
+        self, input_ids: torch.Tensor, attention_mask: None = None, values: None = None
+    ) -> dict[str, torch.Tensor]: ...
+
+    @overload
+    def encode(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        values: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor: ...
+
+    def encode(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Return the cell embeddings of a batch of tokens, (B, L), or what :meth:`infer` returns of a profile."""
+        found = self.infer(input_ids, attention_mask, values, **kwargs)
+        return found if attention_mask is None else found["mu"]
+
+    def infer(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
+        *,
+        masked_positions: torch.Tensor | None = None,
+        masked_values: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> dict[str, torch.Tensor]:
+        """Return ``latent``, ``mu`` and ``logvar`` of cells, float32, each (B, L).
+
+        In training the latent is drawn, in evaluation it is the mean. The variance is ``exp(logvar)``. The arguments
+        are those of :meth:`forward`.
+        """
+        if attention_mask is None:
+            readout = self._dense_states(input_ids)
+        else:
+            seen = self._seen(input_ids, attention_mask, values, masked_positions, masked_values)
+            readout = self.states(seen).readout
+        return dict(zip(("latent", "mu", "logvar"), self.variational_layer(readout), strict=True))
+
+    def decode(self, latent: torch.Tensor, batch: torch.Tensor | int | None = None) -> torch.Tensor:
+        """Return the expression of all genes, (B, G), of latents (B, L), in a batch, or in the mean of all (None)."""
+        return self.batch_integration_head(latent, batch)
+
+    def classify(self, latent: torch.Tensor) -> torch.Tensor:
+        """Return logits of cell types, (B, T), of latents (B, L).
+
+        Raises
+        ------
+        OptionError
+            If the model has no annotation head.
+        """
+        if self.annotation_head is None:
+            raise OptionError("the model has num_cell_types=0 and so no annotation head; make it with num_cell_types.")
+        return self.annotation_head(latent)
+
+    @torch.no_grad()
+    def predict(
+        self,
+        input_ids: torch.Tensor,
+        task: str = "annotation",
+        *,
+        attention_mask: torch.Tensor | None = None,
+        values: torch.Tensor | None = None,
+        batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Predict from the mean of the latent, without dropout and gradients.
+
+        Parameters
+        ----------
+        input_ids
+            Profile, float, (B, G), or with `attention_mask` and `values` token ids, (B, S).
+        task
+            ``"annotation"``: logits of cell types, (B, T); ``"batch_integration"``: expression, (B, G).
+        batch
+            Batch in which expression is wanted; None for the mean of all.
+        """
+        check_choice("task", task, _TASKS)
+        with evaluating(self):
+            mu = self.infer(input_ids, attention_mask, values, **kwargs)["mu"]
+            return self.classify(mu) if task == "annotation" else self.decode(mu, batch)
+
+    def token_table(self) -> torch.Tensor:
+        """Return the vectors of all tokens after the norm, without a value, (V, H).
+
+        In mode ``"vector"``, which has no special tokens, theirs are zeros.
+        """
+        genes = self.gene_embedding.weight + self.gene_embedding.bias
+        if self.special_embedding is None:
+            return F.pad(self.gene_embedding.norm(genes), (0, 0, self.n_special, 0))
+        return self.gene_embedding.norm(torch.cat([self.special_embedding.weight, genes]))
+
+    def _seen(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        values: torch.Tensor | None,
+        masked_positions: torch.Tensor | None = None,
+        masked_values: torch.Tensor | None = None,
+    ) -> Seen:
+        return what_is_seen(input_ids, attention_mask, values, masked_positions, masked_values, self.n_special)
+
+    def _summed(self, seen: Seen) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weighted sum of all genes of which identity and value are seen, (B, H), and where it has none."""
+        values_bs = seen.values.masked_fill(~(seen.has_gene & seen.has_value), 0.0)
+        summed_bh = self.gene_embedding.bag((seen.ids - self.n_special).clamp(min=0), values_bs)
+        return summed_bh, ~(values_bs != 0).any(dim=1, keepdim=True)
+
+    def _readout(self, seen: Seen) -> torch.Tensor:
+        """Return LAT, the sum after the norm, (B, H)."""
+        assert self.special_embedding is not None
+        summed_bh, nothing_b1 = self._summed(seen)
+        # A norm of (nearly) zero would have gradients without bounds; the vector of padding is of no other use.
+        summed_bh = summed_bh + nothing_b1 * self.special_embedding.weight[PAD_ID]
+        return self.gene_embedding.dropout(self.gene_embedding.norm(summed_bh))
+
+    def _alone(
+        self, summed_bh: torch.Tensor, nothing_b1: torch.Tensor, *, output_hidden_states: bool = False
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | None]:
+        """Run the transformer on one vector a cell; return its state, (B, H), and if asked for those of the layers.
+
+        Without a gene the vector is the bias, which starts at zero, where each norm has a gradient without bounds. So
+        such a cell passes none to the bias, and while the norm leaves (nearly) zero none to the transformer either.
+        """
+        vector_bh = self.gene_embedding.norm(torch.where(nothing_b1, summed_bh.detach(), summed_bh))
+        zero_b1 = nothing_b1 & (vector_bh.square().mean(dim=1, keepdim=True) < _NEARLY_ZERO)
+        vector_b1h = self.gene_embedding.dropout(vector_bh).unsqueeze(1)
+        out = self.encoder(vector_b1h, output_hidden_states=output_hidden_states)
+        state_bh = out.hidden[:, 0]
+        return torch.where(zero_b1, state_bh.detach(), state_bh), out.hidden_states
+
+    def _embed(self, seen: Seen, table_vh: torch.Tensor | None) -> torch.Tensor:
+        """Return the vectors of tokens, (B, K, H)."""
+        assert self.special_embedding is not None
+        assert self.value_encoder is not None
+        if table_vh is None:
+            genes = F.embedding((seen.ids - self.n_special).clamp(min=0), self.gene_embedding.weight)
+            special = self.special_embedding(seen.ids.clamp(max=self.n_special - 1))
+            is_special = (seen.ids < self.n_special).unsqueeze(-1)
+            vectors = self.gene_embedding.norm(torch.where(is_special, special, genes + self.gene_embedding.bias))
+        else:
+            vectors = F.embedding(seen.ids, table_vh)
+        vectors = vectors + self.value_encoder(seen.values) * seen.has_value.unsqueeze(-1)
+        if self.hidden_value is not None:
+            vectors = vectors + seen.hidden_value.unsqueeze(-1) * self.hidden_value
+        return self.dropout(vectors)
+
+    def states(
+        self, seen: Seen, *, table: bool = False, output_hidden_states: bool = False, output_attentions: bool = False
+    ) -> States:
+        """Run the transformer on tokens; `table`: also return the vectors of all tokens.
+
+        Raises
+        ------
+        OptionError
+            If attention weights are asked for in mode ``"vector"``.
+        """
+        # (An exported graph has to do for batches of all sizes.)
+        many = torch.compiler.is_compiling() or seen.ids.numel() > self.vocab_size
+        table_vh = self.token_table() if table or (many and self.mode == "tokens") else None
+        if self.mode == "vector":
+            if output_attentions:
+                raise OptionError("output_attentions=True needs mode='tokens'; one vector attends to nothing else.")
+            state_bh, layers = self._alone(*self._summed(seen), output_hidden_states=output_hidden_states)
+            shape = (-1, seen.ids.shape[1], -1)
+            further = None if layers is None else tuple(layer.expand(shape) for layer in layers)
+            return States(state_bh, state_bh.unsqueeze(1).expand(shape), seen.tokens, table_vh, further)
+        readout_bh = self._readout(seen)
+        kept = seen.first(self.max_tokens)
+        part = seen if kept is None else kept.of(seen)
+        states_bkh = torch.cat([readout_bh.unsqueeze(1), self._embed(part, table_vh)], dim=1)
+        tokens_bk = F.pad(part.tokens, (1, 0), value=True)
+        wanted = {"output_hidden_states": output_hidden_states, "output_attentions": output_attentions}
+        out = self.encoder(states_bkh, tokens_bk, **wanted)
+        states, weights = out.hidden_states, out.attentions
+        put = (lambda state: state) if kept is None else kept.put_back
+        put_weights = (lambda part: part) if kept is None else kept.put_back_weights
+        return States(
+            readout=out.hidden[:, 0],
+            tokens=put(out.hidden[:, 1:]),
+            attended=seen.tokens if kept is None else seen.tokens & kept.has(),
+            table=table_vh,
+            hidden_states=None if states is None else tuple(put(state[:, 1:]) for state in states),
+            attentions=None if weights is None else tuple(put_weights(part[:, :, 1:, 1:]) for part in weights),
+        )
+
+    def _dense_states(self, x_bg: torch.Tensor) -> torch.Tensor:
+        """Run the transformer on profiles; return the read-out, (B, H)."""
+        if x_bg.ndim != 2 or x_bg.shape[1] != self.num_genes or not x_bg.is_floating_point():
+            raise OptionError(
+                f"a profile of {x_bg.dtype} and shape {tuple(x_bg.shape)} was given; give floats (B, {self.num_genes}) "
+                "for the genes of the model, or tokens with their attention_mask."
+            )
+        # (On other devices the check would wait for them.)
+        if x_bg.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(x_bg.isfinite().all()):
+            cell = int((~x_bg.isfinite().all(dim=1)).nonzero()[0, 0])
+            raise DataError(f"the profile of cell {cell} holds NaN or infinity; give log1p of counts per 10,000.")
+        nothing_b1 = ~(x_bg != 0).any(dim=1, keepdim=True)
+        if self.mode == "vector":
+            return self._alone(self.gene_embedding.project(x_bg), nothing_b1)[0]
+        readout_bh = self.gene_embedding(x_bg)
+        part = self.serialise(x_bg)
+        if not torch.compiler.is_compiling() and bool(nothing_b1.any()):
+            readout_bh = torch.where(nothing_b1, self._readout(part), readout_bh)
+        table_vh = self.token_table() if part.ids.numel() > self.vocab_size else None
+        states_bkh = torch.cat([readout_bh.unsqueeze(1), self._embed(part, table_vh)], dim=1)
+        return self.encoder(states_bkh, F.pad(part.tokens, (1, 0), value=True)).hidden[:, 0]
+
+    def serialise(self, x: torch.Tensor) -> Seen:
+        """Return the genes of profiles that become tokens: the first `max_tokens` by value times weight of the gene.
+
+        Equal ones stand in the order of the genes. The weights are those of :meth:`init_gene_weights`.
+
+        Parameters
+        ----------
+        x
+            Profiles, (B, G); genes above 0 are expressed.
+        """
+        assert self.gene_weights is not None
+        expressed_bg = x > 0
+        score_bg = (x * self.gene_weights.to(x.dtype)).masked_fill(~expressed_bg, float("-inf"))
+        width = min(self.max_tokens, self.num_genes)
+        if not torch.compiler.is_compiling():
+            width = min(width, max(1, int(expressed_bg.sum(dim=1).max())) if len(x) else 1)
+        genes_bk = score_bg.sort(dim=1, descending=True, stable=True).indices[:, :width]
+        tokens_bk = expressed_bg.gather(1, genes_bk)
+        ids_bk = (genes_bk + self.n_special).masked_fill(~tokens_bk, PAD_ID)
+        return what_is_seen(ids_bk, tokens_bk, x.gather(1, genes_bk), None, None, self.n_special)
+
+    @torch.no_grad()
+    def init_gene_weights(self, weights: torch.Tensor) -> None:
+        """Set the weights, (G,), by which the genes of a profile are put in order; in mode ``"vector"`` unused."""
+        weights = torch.as_tensor(weights)
+        if tuple(weights.shape) != (self.num_genes,):
+            raise OptionError(
+                f"weights has the shape {tuple(weights.shape)}; give one number a gene, {self.num_genes}."
+            )
+        if self.gene_weights is not None:
+            self.gene_weights.copy_(weights)
+
+    @torch.no_grad()
+    def init_expression_prior(self, mean: torch.Tensor) -> None:
+        """Start the expression that the latent is decoded to at the mean of each gene, (G,)."""
+        self.batch_integration_head.decoder.bias.copy_(mean)
+
+    def num_parameters(self, *, trainable_only: bool = True) -> int:
+        """Return the number of parameters; with `trainable_only` frozen ones do not count."""
+        return count_parameters(self, trainable_only=trainable_only)
+
+
+_VALUES_AT_ONCE = 2**24
+"""Logits at a time."""
+
+
+@torch.no_grad()
+def unmask_cells(
+    model: ScDiVaDenoiser,
+    n_cells: int,
+    prompt: Mapping[str, torch.Tensor] | None = None,
+    *,
+    n_tokens: int | torch.Tensor | None = None,
+    n_steps: int = 16,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    first_cell: int = 0,
+    first_id: int | None = None,
+    mask_id: int = MASK_ID,
+) -> GeneratedCells:
+    """Draw cells by unmasking, see :meth:`scforge.models.ScDiVaModel.generate`."""
+    check_count("n_cells", n_cells, "cells")
+    check_count("n_steps", n_steps, "steps")
+    check_positive("temperature", temperature)
+    check_seed(seed)
+    if top_k is not None:
+        check_count("top_k", top_k, "genes")
+    if not model.denoising:
+        raise OptionError("denoising=False leaves nothing to generate cells with; train with 'masked_diffusion'.")
+    draws = [_generator(seed, first_cell + cell) for cell in range(n_cells)]
+    ids_bp, values_bp, mask_bp = _checked_prompt(model, n_cells, prompt, first_id, mask_id)
+    lengths_b = _lengths(model, n_tokens, mask_bp.sum(dim=1), draws, first_id)
+    device = model.gene_embedding.weight.device
+    cells = _Cells(model, ids_bp, values_bp, mask_bp, lengths_b.to(device), mask_id)
+    step = 0
+    with evaluating(model):
+        while cells.unfinished():
+            cells.look()
+            if cells.no_gene_bs.any():
+                random = _random_numbers(draws, cells.no_gene_bs.cpu(), lengths_b).to(device)
+                cells.unmask(min(1.0, (step + 1) / n_steps), random, temperature, top_k)
+            step += 1
+    return cells.tokens()
+
+
+class _Cells:
+    """Cells of which ever less is hidden."""
+
+    def __init__(
+        self,
+        model: ScDiVaDenoiser,
+        ids_bp: torch.Tensor,
+        values_bp: torch.Tensor,
+        mask_bp: torch.Tensor,
+        lengths_b: torch.Tensor,
+        mask_id: int,
+    ) -> None:
+        self.model = model
+        device = lengths_b.device
+        more = (0, int(lengths_b.max()) - ids_bp.shape[1])
+        given_bs = F.pad(mask_bp.to(device), more)
+        places = torch.arange(given_bs.shape[1], device=device)
+        self.tokens_bs = places < lengths_b.unsqueeze(1)
+        self.no_gene_bs = self.tokens_bs & ~given_bs
+        self.ids_bs = F.pad(ids_bp.to(device), more).masked_fill(self.no_gene_bs, mask_id)
+        values_bs = F.pad(values_bp.to(device), more)
+        self.no_value_bs = self.no_gene_bs | (given_bs & values_bs.isnan())
+        self.values_bs = values_bs.masked_fill(self.no_value_bs, 0.0)
+        self.n_hidden_b = self.no_gene_bs.sum(dim=1)
+
+    def unfinished(self) -> bool:
+        """Return whether anything is hidden."""
+        return bool((self.no_gene_bs | self.no_value_bs).any())
+
+    def look(self) -> None:
+        """Run the model, and take the values that it predicts where the gene is known."""
+        self.seen: Seen = what_is_seen(
+            self.ids_bs,
+            self.tokens_bs,
+            self.values_bs,
+            self.no_gene_bs,
+            self.no_value_bs,
+            self.model.n_special,
+        )
+        self.states = self.model.states(self.seen, table=True)
+        known_bs = self.no_value_bs & ~self.no_gene_bs
+        if known_bs.any():
+            self.values_bs[known_bs] = self.model.values_of(self.states, self.ids_bs, known_bs).clamp(min=0.0)
+            self.no_value_bs = self.no_value_bs & ~known_bs
+
+    def unmask(self, share: float, random_bs2: torch.Tensor, temperature: float, top_k: int | None) -> None:
+        """Draw a gene for every hidden token, and keep the surest, so that `share` of all is unmasked."""
+        gene_m, log_share_m = self._drawn(random_bs2[..., 0][self.no_gene_bs], temperature, top_k)
+        gene_bs = self.ids_bs.masked_scatter(self.no_gene_bs, gene_m)
+        # Gumbel noise that fades, as in MaskGIT (Chang et al. 2022): at first nearly any, in the end the surest.
+        noise_bs = -(-random_bs2[..., 1].clamp(min=1e-12).log()).log()
+        sure_bs = torch.full_like(noise_bs, float("-inf")).masked_scatter(self.no_gene_bs, log_share_m)
+        sure_bs = sure_bs + temperature * (1.0 - share) * noise_bs
+        order_bs = sure_bs.argsort(dim=1, descending=True, stable=True)
+        hidden_bs = self.no_gene_bs.gather(1, order_bs)
+        new_bs = hidden_bs & _first_of_its_kind(gene_bs.gather(1, order_bs).masked_fill(~hidden_bs, -1))
+        left_b = (self.n_hidden_b.double() * (1.0 - share)).floor().long()
+        n_now_b1 = (self.no_gene_bs.sum(dim=1) - left_b).unsqueeze(1)
+        new_bs = new_bs & (new_bs.long().cumsum(dim=1) <= n_now_b1)
+        new_bs = torch.zeros_like(new_bs).scatter(1, order_bs, new_bs)
+        self.ids_bs = torch.where(new_bs, gene_bs, self.ids_bs)
+        self.no_gene_bs = self.no_gene_bs & ~new_bs
+
+    def _drawn(
+        self, random_m: torch.Tensor, temperature: float, top_k: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a gene for each hidden token, int64, and the logarithm of its share, float64, both (M,)."""
+        table_vh = self.states.table
+        assert table_vh is not None
+        blocked_bv = self.seen.blocked(len(table_vh), self.model.n_special)
+        cells_m = self.no_gene_bs.nonzero()[:, 0]
+        states_mh = self.states.tokens[self.no_gene_bs]
+        genes, shares = [], []
+        step = max(1, _VALUES_AT_ONCE // len(table_vh))
+        for start in range(0, len(states_mh), step):
+            part = slice(start, start + step)
+            logits = scores_of(states_mh[part], table_vh, self.model.token_prior)
+            share_mv = _softmax(logits, ~blocked_bv[cells_m[part]], temperature, top_k)
+            genes.append(_draw(share_mv, random_m[part]))
+            shares.append(share_mv.gather(1, genes[-1].unsqueeze(1)).squeeze(1).log())
+        return torch.cat(genes), torch.cat(shares)
+
+    def tokens(self) -> GeneratedCells:
+        """Return the cells."""
+        ids = self.ids_bs.masked_fill(~self.tokens_bs, PAD_ID)
+        return GeneratedCells(ids, self.values_bs.float(), torch.zeros_like(ids), self.tokens_bs)
+
+
+def _first_of_its_kind(genes_bs: torch.Tensor) -> torch.Tensor:
+    """Return whether no earlier place of the row has the same number, bool, (B, S)."""
+    sorted_bs, order_bs = genes_bs.sort(dim=1, stable=True)
+    first_bs = torch.ones_like(sorted_bs, dtype=torch.bool)
+    first_bs[:, 1:] = sorted_bs.diff(dim=1) != 0
+    return torch.zeros_like(first_bs).scatter(1, order_bs, first_bs)
+
+
+def _generator(seed: int, cell: int) -> torch.Generator:
+    """Return the random numbers of a cell, which depend on nothing else."""
+    digest = hashlib.blake2b(f"unmask {seed} {cell}".encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+
+
+def _random_numbers(draws: list[torch.Generator], hidden_bs: torch.Tensor, lengths_b: torch.Tensor) -> torch.Tensor:
+    """Return two numbers in [0, 1) for each token of the cells of which anything is hidden, float64, (B, S, 2)."""
+    numbers = torch.zeros((*hidden_bs.shape, 2), dtype=torch.float64)
+    for cell, generator in enumerate(draws):
+        if hidden_bs[cell].any():
+            n_tokens = int(lengths_b[cell])
+            numbers[cell, :n_tokens] = torch.rand((n_tokens, 2), generator=generator, dtype=torch.float64)
+    return numbers.clamp_(max=1.0 - 1e-12)
+
+
+def _lengths(
+    model: ScDiVaDenoiser,
+    n_tokens: int | torch.Tensor | None,
+    given_b: torch.Tensor,
+    draws: list[torch.Generator],
+    first_id: int | None,
+) -> torch.Tensor:
+    """Return the number of tokens of each cell, int64, (B,)."""
+    most = model.num_genes + (first_id is not None)
+    if model.mode == "tokens":
+        most = min(most, model.max_tokens)
+    if int(given_b.max()) > most:
+        raise OptionError(f"prompt has {int(given_b.max())} tokens, but the model takes {most} of a cell; give fewer.")
+    if n_tokens is None:
+        quantiles = model.length_quantiles
+        if quantiles is None or not bool(quantiles.any()):
+            raise OptionError("n_tokens=None needs a model that knows lengths of cells; give n_tokens, or train it.")
+        places = torch.stack([torch.rand((), generator=draw, dtype=torch.float64) for draw in draws]) * 100
+        low = places.floor().long().clamp(max=99)
+        quantiles = quantiles.double().cpu()
+        lengths = torch.lerp(quantiles[low], quantiles[low + 1], places - low).round().long()
+        return torch.maximum(lengths.clamp(min=1, max=most), given_b)
+    lengths = torch.as_tensor(n_tokens).cpu()
+    if lengths.is_floating_point() or lengths.dtype == torch.bool or lengths.ndim > 1:
+        raise OptionError(f"n_tokens={n_tokens!r} is no whole number; give one, or one for each cell.")
+    if lengths.ndim == 1 and len(lengths) != len(draws):
+        raise OptionError(f"n_tokens has {len(lengths)} numbers for n_cells={len(draws)}; give one for each.")
+    lengths = lengths.long().expand(len(draws))
+    if bool((lengths < given_b.clamp(min=1)).any()) or int(lengths.max()) > most:
+        raise OptionError(
+            f"n_tokens={int(lengths.min())} to {int(lengths.max())} is not between the {int(given_b.max())} tokens of "
+            f"prompt and the {most} that the model takes; give a number between, at least 1."
+        )
+    return lengths
+
+
+def _checked_prompt(
+    model: ScDiVaDenoiser,
+    n_cells: int,
+    prompt: Mapping[str, torch.Tensor] | None,
+    first_id: int | None,
+    mask_id: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return ids, values (NaN where they are to be drawn) and mask of what cells begin with, (B, P), tokens first."""
+    if not 0 < mask_id < model.n_special:
+        raise OptionError(f"mask_id={mask_id} is none of the {model.n_special} special tokens; give that of MASK.")
+    ids, values = torch.empty((n_cells, 0), dtype=torch.int64), torch.empty((n_cells, 0))
+    mask = torch.empty((n_cells, 0), dtype=torch.bool)
+    if prompt is not None:
+        if not isinstance(prompt, Mapping) or "input_ids" not in prompt:
+            raise OptionError("prompt is no mapping with 'input_ids'; give a batch of the tokenizer.")
+        ids = torch.as_tensor(prompt["input_ids"]).cpu().long()
+        values, mask = prompt.get("values"), prompt.get("attention_mask")
+        values = torch.full(ids.shape, float("nan")) if values is None else torch.as_tensor(values).cpu().float()
+        mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else torch.as_tensor(mask).cpu() != 0
+        if ids.ndim not in (1, 2) or (ids.ndim == 2 and len(ids) != n_cells):
+            raise OptionError(f"prompt has ids of shape {tuple(ids.shape)}; give (P,), or ({n_cells}, P) for n_cells.")
+        for name, tensor in (("values", values), ("attention_mask", mask)):
+            if tensor.shape != ids.shape:
+                raise OptionError(f"prompt has {name} of shape {tuple(tensor.shape)} for ids of {tuple(ids.shape)}.")
+        ids, values, mask = (part.expand(n_cells, ids.shape[-1]) for part in (ids, values, mask))
+    if first_id is not None and not (ids.shape[1] and bool((ids[:, 0] == first_id).all())):
+        ids, values = F.pad(ids, (1, 0), value=first_id), F.pad(values, (1, 0))
+        mask = F.pad(mask, (1, 0), value=True)
+    place = torch.argsort((~mask).to(torch.uint8), dim=1, stable=True)
+    ids, values, mask = (part.gather(1, place) for part in (ids, values, mask))
+    gene = (ids >= model.n_special) & (ids < model.vocab_size)
+    first = torch.zeros_like(mask)
+    first[:, :1] = first_id is not None
+    if bool((mask & ~gene & ~first).any()):
+        raise OptionError(f"prompt has the token {int(ids[mask & ~gene & ~first][0])}, which is no gene; leave it out.")
+    if not bool(_first_of_its_kind(ids.masked_fill(~mask, -1))[mask].all()):
+        raise OptionError("prompt has a gene twice in a cell; give each once.")
+    wrong = mask & gene & (values.isinf() | (values < 0))
+    if bool(wrong.any()):
+        raise OptionError(f"prompt has the value {float(values[wrong][0])}; give log1p of counts, or NaN to draw it.")
+    width = int(mask.sum(dim=1).max()) if mask.numel() else 0
+    values = values.masked_fill(~(mask & gene), 0.0)
+    return ids.masked_fill(~mask, PAD_ID)[:, :width], values[:, :width], mask[:, :width]
+
+
+class ScDiVaDenoiser(ScDiVaBody):
+    """The part of :class:`scforge.models.ScDiVaModel` that ``denoising=True`` is for."""
+
+    def values_of(self, states: States, genes_bs: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
+        """Return the predicted values of the chosen tokens, given their genes, (M,)."""
+        assert states.table is not None
+        assert self.value_head is not None
+        vectors_mh = states.table[genes_bs[chosen_bs]]
+        return self.value_head(states.tokens[chosen_bs] + vectors_mh).float()
+
+    def _expected_values(self, states: States, seen: Seen, logits_bsv: torch.Tensor) -> torch.Tensor | None:
+        """Return the predicted value of every token; of a hidden gene that of the mean vector of what it may be."""
+        if self.value_head is None or states.table is None:
+            return None
+        table = states.table
+        mean_bsh = logits_bsv.softmax(dim=-1) @ table.to(logits_bsv.dtype)
+        own_bsh = table[seen.ids.masked_fill(~seen.has_gene, PAD_ID)].to(mean_bsh.dtype)
+        vectors_bsh = torch.where(seen.has_gene.unsqueeze(-1), own_bsh, mean_bsh)
+        return self.value_head(states.tokens + vectors_bsh).float()
+
+    def predict_values(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        values: torch.Tensor | None = None,
+        *,
+        masked_values: torch.Tensor,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Return the values of genes that are known, and whose values are hidden, (B, S), zeros elsewhere.
+
+        Parameters
+        ----------
+        input_ids, attention_mask, values
+            See :meth:`forward`.
+        masked_values
+            Nonzero where the value is to be predicted, shape (B, S); more than `max_tokens` of a cell have no room.
+
+        Raises
+        ------
+        OptionError
+            If the model has no head for it, or a cell has too many.
+        """
+        if not self.denoising:
+            raise OptionError("denoising=False leaves nothing to predict values with; train with 'masked_diffusion'.")
+        seen = self._seen(input_ids, attention_mask, values, None, masked_values)
+        states = self.states(seen, table=True)
+        chosen_bs = seen.hidden_value & seen.has_gene
+        if bool((chosen_bs & ~states.attended).any()):
+            raise OptionError(
+                f"masked_values hides more than max_tokens={self.max_tokens} values of a cell; ask for less."
+            )
+        predicted_bs = torch.zeros_like(seen.values)
+        predicted_bs[chosen_bs] = self.values_of(states, seen.ids, chosen_bs).to(predicted_bs.dtype)
+        return predicted_bs
+
+    @torch.no_grad()
+    def init_lengths(self, quantiles: torch.Tensor) -> None:
+        """Set the 101 percentiles of the number of tokens of a cell, from which ``generate`` draws lengths."""
+        quantiles = torch.as_tensor(quantiles)
+        if self.length_quantiles is None or tuple(quantiles.shape) != (101,):
+            raise OptionError(f"quantiles has the shape {tuple(quantiles.shape)}; give 101 to a denoising model.")
+        self.length_quantiles.copy_(quantiles)
+
+    @torch.no_grad()
+    def init_token_prior(self, token_counts: torch.Tensor) -> None:
+        """Start the prediction of genes at the token frequencies, of counts (V,); unused in mode ``"vector"``."""
+        if self.token_prior is not None:
+            smoothed = token_counts.double() + 1.0
+            self.token_prior.copy_((smoothed / smoothed.sum()).log())
+
+    def init_value_prior(self, mean: float) -> None:
+        """Start the prediction of hidden values from the mean of those to predict."""
+        if self.value_head is not None:
+            nn.init.constant_(self.value_head.decoder.bias, mean)
+
+    def generate(
+        self,
+        n_cells: int,
+        prompt: Mapping[str, torch.Tensor] | None = None,
+        *,
+        n_tokens: int | torch.Tensor | None = None,
+        n_steps: int = 16,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        first_cell: int = 0,
+        first_id: int | None = None,
+        mask_id: int = MASK_ID,
+    ) -> GeneratedCells:
+        """Draw cells by iterative unmasking.
+
+        In the beginning all tokens but the prompt are hidden. In each step a gene is drawn for every hidden token, and
+        the surest are kept, as many as bring the hidden ones down evenly over the steps; in the next step they get the
+        value that is predicted for them. No gene comes twice in a cell. The random numbers of a cell depend on `seed`
+        and its number alone.
+
+        Parameters
+        ----------
+        n_cells
+            Number of cells B.
+        prompt
+            What is known of the cells: ``input_ids``, (P,) for all cells or (B, P), and if given ``values`` (NaN where
+            they are to be predicted; without them all are) and ``attention_mask``, of the same shape.
+        n_tokens
+            Tokens of a cell, prompt and `first_id` included, or of each, int64, (B,); None draws from the lengths that
+            the model was trained on.
+        n_steps
+            Steps of the unmasking; a few more where draws collide.
+        temperature
+            Logits are divided by it, and the noise of the order is multiplied by it.
+        top_k
+            Draw among so many of the likeliest genes only.
+        seed
+            Seed of what is drawn.
+        first_cell
+            Number of the first cell, where cells are generated in several calls.
+        first_id
+            Special token that all cells begin with, where the tokenizer puts one there.
+        mask_id
+            Id of MASK.
+
+        Raises
+        ------
+        OptionError
+            If the model was made without ``denoising=True``, or an argument cannot be used.
+        """
+        options = {"n_tokens": n_tokens, "n_steps": n_steps, "temperature": temperature, "top_k": top_k}
+        return unmask_cells(
+            self, n_cells, prompt, **options, seed=seed, first_cell=first_cell, first_id=first_id, mask_id=mask_id
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScDiVaConfig:
+    """Sizes and options of a ScDiVa model, by the names that its publication uses.
+
+    Parameters
+    ----------
+    num_genes
+        Number of genes G.
+    hidden_size, num_hidden_layers, num_attention_heads
+        Width H, layers and heads of the encoder.
+    intermediate_size
+        Width of the feed-forward layers; four times `hidden_size` if None.
+    latent_dim
+        Width L of the latent.
+    num_cell_types
+        Cell types of the annotation head; 0 for none.
+    n_batches
+        Batches that the expression decoder knows; 0 for none.
+    dropout
+        Dropout on embeddings and residual branches.
+    layer_norm_eps
+        Epsilon of the norms.
+    mode, norm_style, max_tokens, norm, activation, bias, final_norm, variational, denoising, position_embedding
+        See :class:`scforge.models.ScDiVaModel`.
+
+    Examples
+    --------
+    >>> import torch
+    >>> with torch.device("meta"):
+    ...     model = ScDiVaConfig.base(num_cell_types=100, mode="vector").build()
+    >>> model.num_parameters()
+    343921540
+    """
+
+    num_genes: int = 20_000
+    hidden_size: int = 1024
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    intermediate_size: int | None = None
+    latent_dim: int = 128
+    num_cell_types: int = 0
+    n_batches: int = 0
+    dropout: float = 0.1
+    layer_norm_eps: float = 1e-12
+    mode: str = "tokens"
+    norm_style: str = "post"
+    max_tokens: int = 1200
+    norm: str = "layer"
+    activation: str = "gelu"
+    bias: bool = True
+    final_norm: bool | None = None
+    variational: bool = True
+    denoising: bool = False
+    position_embedding: str = "none"
+
+    @classmethod
+    def base(cls, **changes: Any) -> ScDiVaConfig:
+        """Return the base size, nominally 350 million parameters; `changes` go over it.
+
+        Parameters
+        ----------
+        **changes
+            Fields of the class with other values.
+        """
+        return cls(**changes)
+
+    @classmethod
+    def large(cls, **changes: Any) -> ScDiVaConfig:
+        """Return the large size, nominally 1.5 billion parameters (1.74 with feed-forward layers four times as wide).
+
+        `intermediate_size` of three times `hidden_size` makes it 1.47 billion.
+
+        Parameters
+        ----------
+        **changes
+            Fields of the class with other values.
+
+        Examples
+        --------
+        >>> ScDiVaConfig.large(num_cell_types=10).num_hidden_layers
+        32
+        """
+        sizes = {"num_genes": 30_000, "hidden_size": 2048, "num_hidden_layers": 32, "num_attention_heads": 32}
+        return cls(**{**sizes, "latent_dim": 256, **changes})
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of :class:`scforge.models.ScDiVaModel`, with the usual special tokens."""
+        options = asdict(self)
+        renamed = {
+            "hidden_size": "hidden_dim",
+            "num_hidden_layers": "num_layers",
+            "num_attention_heads": "num_heads",
+            "intermediate_size": "ffn_dim",
+        }
+        options = {renamed.get(name, name): value for name, value in options.items() if name != "num_genes"}
+        return {"vocab_size": self.num_genes + N_SPECIAL, **options}
+
+    def build(self) -> ScDiVaModel:
+        """Make the model."""
+        return ScDiVaModel(**self.options())
+
 
 _OWN_BETA = 1e-3
 """Weight of the divergence where the latent learns from hidden genes alone."""

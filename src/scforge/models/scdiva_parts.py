@@ -13,8 +13,7 @@ from scforge._checks import check_count, check_positive
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
 from scforge.models._utils import check_choice
-from scforge.models.components.dropout import Dropout
-from scforge.models.components.transformer import NORMS
+from scforge.models.components.transformer import NORMS, Dropout
 
 __all__ = [
     "AnnotationHead",

@@ -14,6 +14,7 @@ from scforge._checks import check_bool, check_count, check_positive
 from scforge._constants import IGNORE_LABEL
 from scforge.errors import OptionError
 from scforge.models._utils import build_from_config, check_choice, count_parameters, init_weights
+from scforge.models.components.attention import token_positions
 from scforge.models.components.cross_entropy import token_loss
 from scforge.models.components.embeddings import GeneExpressionEmbedding, check_shapes
 from scforge.models.components.heads import (
@@ -23,7 +24,6 @@ from scforge.models.components.heads import (
     MaskedGenePredictionHead,
 )
 from scforge.models.components.pooling import POOLINGS, depth_pool
-from scforge.models.components.positions import token_positions
 from scforge.models.components.transformer import StackOutput, TransformerStack
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import register_model

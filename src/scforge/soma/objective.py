@@ -15,8 +15,8 @@ from torch import nn
 
 from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, SIGRegConfig
 from scforge.soma.v1.torch import Model, SIGReg, compute_loss
+from scforge.training.monitoring import EpochProgress
 from scforge.training.objectives.base import TrainingDefaults
-from scforge.training.progress import EpochProgress
 
 __all__ = ["ByteProgress", "NextByte"]
 

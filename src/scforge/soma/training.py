@@ -25,11 +25,18 @@ from scforge.soma.objective import ByteProgress, NextByte
 from scforge.soma.placing import device_of
 from scforge.soma.v1.configs import ModelConfig, SIGRegConfig, check_config
 from scforge.soma.v1.torch import Model
+from scforge.training.checkpoint import (
+    RunFolder,
+    Saving,
+    SavingError,
+    check_settings,
+    check_state,
+    read_state,
+    write_state,
+)
 from scforge.training.devices import out_of_memory
-from scforge.training.fitting import FitResult, default_max_epochs, fit
+from scforge.training.fit import FitResult, default_max_epochs, fit
 from scforge.training.plan import NotFiniteError, TrainingPlan
-from scforge.training.resuming import Saving, SavingError, check_settings
-from scforge.training.run_folder import RunFolder, check_state, read_state, write_state
 
 __all__ = ["TrainedModel", "train"]
 

@@ -1,39 +1,158 @@
-"""What an architecture of your own must keep to, checked in one call of your tests.
-
-Shapes: B cells, S tokens of the longest cell, H hidden, V vocabulary.
-"""
+"""Check that an architecture keeps the rules."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from scforge._constants import N_SPECIAL
+from scforge._constants import CLS_ID, IGNORE_LABEL, MASK_ID, N_SPECIAL
 from scforge._registry import check_options
 from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
+from scforge.models.components.gene_vectors import GeneVectorEmbedding
 from scforge.models.protocol import ModelOutput
 from scforge.models.registry import MODELS, check_model_options, get_model
-from scforge.testing._model_support import (
-    VOCAB_SIZE,
-    Batch,
-    Subject,
-    encode,
-    per_token,
-    require_close,
-    require_equal,
-    subject_of,
-    took_part,
-    widened,
-)
 from scforge.testing._rules import apply_rules, require
 
-__all__ = ["check_model"]
+Batch = dict[str, torch.Tensor]
+
+N_TOKENS, VOCAB_SIZE = 12, 60
+_BLANKS = {"labels": IGNORE_LABEL, "bin_labels": IGNORE_LABEL}
+_LENGTHS = (12, 12, 9, 5, 3)
+_N_BINS = 5
+_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model on trial: in evaluation mode, without gradients, for each rule.
+
+    ``again`` makes one of other weights. ``tokens`` is a batch to encode, ``masked`` the same with hidden tokens, and
+    ``shown`` has labels at all tokens and hides none.
+    """
+
+    model: nn.Module
+    again: Callable[[], nn.Module]
+    tokens: Batch
+    masked: Batch
+    shown: Batch
+
+
+def subject_of(model: nn.Module, remake: Callable[[], nn.Module] | None) -> Subject:
+    """Return what the rules look at; `model` itself is left alone."""
+    vocab_size = getattr(model, "vocab_size", VOCAB_SIZE)
+    if vocab_size < N_SPECIAL + N_TOKENS:
+        raise OptionError(f"vocab_size={vocab_size} is too small to be checked; make the model with {VOCAB_SIZE}.")
+    model = jittered(_filled(copy.deepcopy(model).cpu()))
+
+    def again() -> nn.Module:
+        return jittered(_filled(remake()) if remake is not None else copy.deepcopy(model), std=0.1).eval()
+
+    return Subject(model, again, *_batches(model, vocab_size))
+
+
+def jittered(model: nn.Module, std: float = 0.02) -> nn.Module:
+    """Move all weights a little: some start at zero on purpose, and then nothing passes through them."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn_like(parameter), alpha=std)
+    return model
+
+
+def _filled(model: nn.Module) -> nn.Module:
+    """Give embeddings of gene vectors that wait for their vectors some."""
+    for part in model.modules():
+        if isinstance(part, GeneVectorEmbedding) and not part.scale:
+            vectors = torch.randn(part.vocab_size, part.vectors.embedding_dim)
+            vectors[: part.n_learned] = torch.nan
+            part.fill(vectors)
+    return model
+
+
+def _batches(model: nn.Module, vocab_size: int) -> tuple[Batch, Batch, Batch]:
+    generator = torch.Generator().manual_seed(1)
+    n_cells = len(_LENGTHS)
+    mask = torch.arange(N_TOKENS) < torch.tensor(_LENGTHS)[:, None]
+    ids = torch.stack([torch.randperm(vocab_size - N_SPECIAL, generator=generator)[:N_TOKENS] for _ in range(n_cells)])
+    ids += N_SPECIAL
+    ids[:, 0] = CLS_ID
+    genes = mask & (ids != CLS_ID)
+    n_bins = min(getattr(model, "n_bins", _N_BINS), _N_BINS)
+    tokens = {
+        "input_ids": ids * mask,
+        "attention_mask": mask,
+        # Whole numbers, as some models take them for counts.
+        "values": torch.randint(1, 9, ids.shape, generator=generator).float() * genes,
+        "bin_ids": torch.randint(1, n_bins, ids.shape, generator=generator) * genes,
+    }
+    if "condition" in inspect.signature(model.forward).parameters:
+        tokens["condition"] = torch.arange(n_cells) % (1 + int(getattr(model, "n_conditions", 0) or 0))
+    hidden = torch.zeros_like(mask)
+    hidden[:, 1], hidden[:3, 4] = True, True
+    masked = tokens | {
+        "input_ids": tokens["input_ids"].masked_fill(hidden, MASK_ID),
+        "values": tokens["values"].masked_fill(hidden, 0.0),
+        "bin_ids": tokens["bin_ids"].masked_fill(hidden, 0),
+        "masked_positions": hidden,
+        **_labels(tokens, hidden),
+    }
+    return tokens, masked, tokens | {"masked_positions": torch.zeros_like(mask), **_labels(tokens, mask)}
+
+
+def _labels(tokens: Batch, chosen: torch.Tensor) -> Batch:
+    return {
+        "labels": tokens["input_ids"].masked_fill(~chosen, IGNORE_LABEL),
+        "bin_labels": tokens["bin_ids"].masked_fill(~chosen, IGNORE_LABEL),
+        "value_labels": tokens["values"].masked_fill(~chosen, 0.0),
+    }
+
+
+def _per_token(batch: Batch) -> Batch:
+    """Return what has the shape (B, S)."""
+    return {key: tensor for key, tensor in batch.items() if tensor.ndim == 2}
+
+
+def _widened(batch: Batch, width: int) -> Batch:
+    """Return a batch with more padding, or with less if `width` is negative."""
+    return batch | {
+        key: nn.functional.pad(tensor, (0, width), value=_BLANKS.get(key, 0))
+        for key, tensor in _per_token(batch).items()
+    }
+
+
+def _encode(model: nn.Module, batch: Batch) -> torch.Tensor:
+    with torch.no_grad():
+        embeddings: torch.Tensor = model.encode(**batch)
+    return embeddings
+
+
+def _took_part(parameter: torch.Tensor) -> bool:
+    """Return whether a parameter has a gradient that is not zero."""
+    return parameter.grad is not None and bool(parameter.grad.any())
+
+
+def _require_close(one: torch.Tensor, two: torch.Tensor, sentence: str, *, tolerance: float = _TOLERANCE) -> None:
+    """Raise unless two tensors are the same but for rounding."""
+    require(one.shape == two.shape, f"{sentence} (its shape: {tuple(one.shape)} and {tuple(two.shape)}).")
+    one, two = one.detach().double(), two.detach().double()
+    require(one.isfinite().all() and two.isfinite().all(), f"{sentence} (there are numbers that are not finite).")
+    if one.numel():
+        most = float((one - two).abs().max())
+        require(most <= tolerance * (1 + float(two.abs().max())), f"{sentence} (by {most:.2g}).")
+
+
+def _require_equal(before: Any, after: Any, sentence: str) -> None:
+    """Raise unless two batches are the same."""
+    for key in before:
+        require(key in after and torch.equal(before[key], after[key]), f"{sentence} ({key!r}).")
+
 
 _TOKENS = ("input_ids", "attention_mask", "values")
 _SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4}
@@ -160,21 +279,21 @@ def _rule_without_logits(subject: Subject) -> None:
     expected = subject.model(**subject.masked).loss
     loss = subject.model(**subject.masked, return_logits=False).loss
     require(loss is not None, "there is no loss with return_logits=False.")
-    require_close(loss, expected, "return_logits=False changes the loss")
+    _require_close(loss, expected, "return_logits=False changes the loss")
 
 
 def _rule_batch_is_left_alone(subject: Subject) -> None:
     before = {key: tensor.clone() for key, tensor in subject.masked.items()}
     subject.model(**subject.masked)
-    require_equal(before, subject.masked, "forward changes the batch that it is given")
+    _require_equal(before, subject.masked, "forward changes the batch that it is given")
     before = {key: tensor.clone() for key, tensor in subject.tokens.items()}
-    encode(subject.model, subject.tokens)
-    require_equal(before, subject.tokens, "encode changes the batch that it is given")
+    _encode(subject.model, subject.tokens)
+    _require_equal(before, subject.tokens, "encode changes the batch that it is given")
 
 
 def _rule_encode(subject: Subject) -> None:
-    embeddings = encode(subject.model, subject.tokens)
-    require_close(subject.model(**subject.tokens).embeddings, embeddings, "forward and encode embed cells differently")
+    embeddings = _encode(subject.model, subject.tokens)
+    _require_close(subject.model(**subject.tokens).embeddings, embeddings, "forward and encode embed cells differently")
 
 
 def _rule_determinism(subject: Subject) -> None:
@@ -183,13 +302,13 @@ def _rule_determinism(subject: Subject) -> None:
         torch.manual_seed(seed)
         with torch.no_grad():
             output = model(**subject.masked)
-        outputs.append([encode(model, subject.tokens), output.embeddings, output.logits, output.loss])
+        outputs.append([_encode(model, subject.tokens), output.embeddings, output.logits, output.loss])
     for part, one, two in zip(("embeddings", "embeddings", "logits", "loss"), *outputs, strict=True):
         require(torch.equal(one, two), f"the {part} are random in evaluation mode.")
 
 
 def _rule_cells(subject: Subject) -> None:
-    embeddings = encode(subject.model, subject.tokens).double()
+    embeddings = _encode(subject.model, subject.tokens).double()
     nearest = float(torch.pdist(embeddings).min())
     length = float(embeddings.norm(dim=1).max())
     require(nearest > 1e-5 * length, "cells of other genes have the same embedding.")
@@ -210,14 +329,14 @@ def _rule_labels(subject: Subject) -> None:
         one, two = subject.model(**batch), subject.model(**other)
     for part in ("logits", "embeddings", "expression"):
         if getattr(one, part) is not None:
-            require_close(getattr(two, part), getattr(one, part), f"labels leak into the {part}", tolerance=1e-6)
+            _require_close(getattr(two, part), getattr(one, part), f"labels leak into the {part}", tolerance=1e-6)
 
 
 def _rule_gradients(subject: Subject) -> None:
     _backward(subject.model.train(), subject)
     for name, parameter in subject.model.named_parameters():
         if parameter.requires_grad:
-            require(took_part(parameter), f"the parameter {name!r} takes no part in the loss.")
+            require(_took_part(parameter), f"the parameter {name!r} takes no part in the loss.")
             require(parameter.grad.isfinite().all(), f"the gradient of {name!r} is not finite.")
 
 
@@ -230,31 +349,31 @@ def _backward(model: nn.Module, subject: Subject) -> None:
 
 def _rule_padding(subject: Subject) -> None:
     model, tokens, masked = subject.model, subject.tokens, subject.masked
-    mask, expected = tokens["attention_mask"], encode(model, tokens)
-    require_close(encode(model, widened(tokens, 3)), expected, "more padding changes the embeddings")
+    mask, expected = tokens["attention_mask"], _encode(model, tokens)
+    _require_close(_encode(model, _widened(tokens, 3)), expected, "more padding changes the embeddings")
     for row, length in enumerate(mask.sum(dim=1).tolist()):
-        alone = widened({key: tensor[row : row + 1] for key, tensor in tokens.items()}, length - mask.shape[1])
+        alone = _widened({key: tensor[row : row + 1] for key, tensor in tokens.items()}, length - mask.shape[1])
         sentence = f"cell {row} alone has another embedding than among others"
-        require_close(encode(model, alone), expected[row : row + 1], sentence)
+        _require_close(_encode(model, alone), expected[row : row + 1], sentence)
     for key, other in (("input_ids", N_SPECIAL + 7), ("values", 5.0), ("bin_ids", 1)):
         changed = tokens | {key: tokens[key].masked_fill(~mask, other)}
-        require_close(encode(model, changed), expected, f"{key!r} at padding change the embeddings")
+        _require_close(_encode(model, changed), expected, f"{key!r} at padding change the embeddings")
     with torch.no_grad():
-        one, two = model(**masked), model(**widened(masked, 3))
-    require_close(two.loss, one.loss, "more padding changes the loss")
+        one, two = model(**masked), model(**_widened(masked, 3))
+    _require_close(two.loss, one.loss, "more padding changes the loss")
     logits = two.logits[:, : mask.shape[1]]
-    require_close(logits[mask], one.logits[mask], "more padding changes the logits of tokens")
+    _require_close(logits[mask], one.logits[mask], "more padding changes the logits of tokens")
 
 
 def _rule_masks(subject: Subject) -> None:
-    model, expected = subject.model, encode(subject.model, subject.tokens)
+    model, expected = subject.model, _encode(subject.model, subject.tokens)
     with torch.no_grad():
         loss = model(**subject.masked).loss
         for dtype in (torch.int64, torch.uint8, torch.float32):
             mask = {"attention_mask": subject.tokens["attention_mask"].to(dtype)}
             sentence = f"a mask of {dtype} means something else than one of torch.bool"
-            require_close(encode(model, subject.tokens | mask), expected, sentence)
-            require_close(model(**subject.masked | mask).loss, loss, sentence)
+            _require_close(_encode(model, subject.tokens | mask), expected, sentence)
+            _require_close(model(**subject.masked | mask).loss, loss, sentence)
 
 
 def _rule_order(subject: Subject) -> None:
@@ -262,9 +381,9 @@ def _rule_order(subject: Subject) -> None:
         return
     # The genes of a cell change places; CLS stays in front, and padding behind.
     order = torch.stack([_shuffled(int(n), len(row)) for n, row in _lengths(subject.tokens)])
-    moved = subject.tokens | {key: tensor.gather(1, order) for key, tensor in per_token(subject.tokens).items()}
+    moved = subject.tokens | {key: tensor.gather(1, order) for key, tensor in _per_token(subject.tokens).items()}
     sentence = "uses_order is False but genes in another order change the embeddings"
-    require_close(encode(subject.model, moved), encode(subject.model, subject.tokens), sentence)
+    _require_close(_encode(subject.model, moved), _encode(subject.model, subject.tokens), sentence)
 
 
 def _lengths(batch: Batch) -> zip[Any]:
@@ -280,14 +399,14 @@ def _shuffled(n_tokens: int, width: int) -> torch.Tensor:
 def _rule_empty_cell(subject: Subject) -> None:
     model, row = subject.model, 2
     others = torch.arange(len(subject.tokens["input_ids"])) != row
-    expected = encode(model, subject.tokens)
-    embeddings = encode(model, _emptied(subject.tokens, row))
+    expected = _encode(model, subject.tokens)
+    embeddings = _encode(model, _emptied(subject.tokens, row))
     require(embeddings.isfinite().all(), "the embedding of a cell without tokens is not finite.")
-    require_close(embeddings[others], expected[others], "a cell without tokens changes the embeddings of others")
+    _require_close(embeddings[others], expected[others], "a cell without tokens changes the embeddings of others")
     alone = {key: tensor[row : row + 1] for key, tensor in _emptied(subject.tokens, row).items()}
     for width in (0, 3):
         sentence = "a cell without tokens has another embedding alone than among others"
-        require_close(encode(model, widened(alone, width)), embeddings[row : row + 1], sentence)
+        _require_close(_encode(model, _widened(alone, width)), embeddings[row : row + 1], sentence)
     loss = model.train()(**_emptied(subject.masked, row)).loss
     _require_finite(loss, "where a cell has no tokens")
     loss.backward()
@@ -298,7 +417,7 @@ def _rule_empty_cell(subject: Subject) -> None:
 
 def _emptied(batch: Batch, row: int) -> Batch:
     empty = {key: tensor.clone() for key, tensor in batch.items()}
-    for key, tensor in per_token(empty).items():
+    for key, tensor in _per_token(empty).items():
         tensor[row] = -100 if key in ("labels", "bin_labels") else 0
     return empty
 
@@ -310,7 +429,7 @@ def _rule_weights(subject: Subject) -> None:
     again = subject.again()
     again.load_state_dict(load(save(weights)), strict=True)
     sentence = "a model with the same weights embeds cells differently; all that counts must stand in state_dict()"
-    require_close(encode(again, subject.tokens), encode(subject.model, subject.tokens), sentence, tolerance=1e-6)
+    _require_close(_encode(again, subject.tokens), _encode(subject.model, subject.tokens), sentence, tolerance=1e-6)
 
 
 def _rule_lora(subject: Subject) -> None:
@@ -320,25 +439,25 @@ def _rule_lora(subject: Subject) -> None:
     layers = [name for name, part in model.named_modules() if isinstance(part, nn.Linear) and not any(part.children())]
     if not layers:
         return
-    plain = encode(model, tokens)
+    plain = _encode(model, tokens)
     _backward(model, subject)
-    used = [name for name in layers if took_part(model.get_submodule(name).weight)]
+    used = [name for name in layers if _took_part(model.get_submodule(name).weight)]
     model.zero_grad(set_to_none=True)
     config = LoraConfig(r=2, lora_alpha=16, target_modules=layers, init_lora_weights=False)
     adapted = get_peft_model(copy.deepcopy(model), config).eval()
     inner = adapted.get_base_model()
-    with_lora = encode(inner, tokens)
+    with_lora = _encode(inner, tokens)
     require(not torch.allclose(with_lora, plain, atol=1e-4), "LoRA adapters do not change the embeddings.")
     _backward(inner, subject)
     for name in used:
-        reached = took_part(inner.get_submodule(name).lora_B["default"].weight)
+        reached = _took_part(inner.get_submodule(name).lora_B["default"].weight)
         require(reached, f"a LoRA adapter of {name!r} does nothing; call the layer instead of reading its weight.")
     with adapted.disable_adapter():
-        require_close(
-            encode(inner, tokens), plain, "with disabled LoRA adapters the embeddings are not those of before"
+        _require_close(
+            _encode(inner, tokens), plain, "with disabled LoRA adapters the embeddings are not those of before"
         )
     merged = adapted.merge_and_unload()
-    require_close(encode(merged, tokens), with_lora, "merging LoRA adapters into the weights changes the embeddings")
+    _require_close(_encode(merged, tokens), with_lora, "merging LoRA adapters into the weights changes the embeddings")
 
 
 class _Encode(nn.Module):
@@ -358,8 +477,8 @@ def _rule_export(subject: Subject) -> None:
     fewer = {key: tensor[1:4] for key, tensor in batch.items()}
     with torch.no_grad():
         embeddings = program.module()(**fewer)
-    require_close(
-        embeddings, encode(subject.model, fewer), "exported for any number of cells, encode gives other numbers"
+    _require_close(
+        embeddings, _encode(subject.model, fewer), "exported for any number of cells, encode gives other numbers"
     )
 
 

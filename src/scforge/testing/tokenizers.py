@@ -1,7 +1,4 @@
-"""What a tokenizer of your own must keep to, checked in one call of your tests.
-
-Shapes: B cells, S tokens of the longest cell, G genes of the vocabulary.
-"""
+"""Check that a tokenizer keeps the rules."""
 
 from __future__ import annotations
 
@@ -17,27 +14,68 @@ from scipy import sparse
 
 from scforge._constants import IGNORE_LABEL
 from scforge._registry import check_options
-from scforge.data.cells import CellSource
-from scforge.data.mapping import GeneMap
+from scforge.data.cells import CellBlock, CellSource
+from scforge.data.genes import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.testing._rules import BrokenRuleError, apply_rules, require
-from scforge.testing._support import (
-    EQUAL,
-    N_GENES,
-    all_cells,
-    genes_of,
-    require_same,
-    small_cells,
-    taken,
-    tokens_of,
-)
-from scforge.tokenizers.base import Tokenizer
-from scforge.tokenizers.batch import TokenBatch
+from scforge.tokenizers.base import TOKENIZERS, TokenBatch, Tokenizer
 from scforge.tokenizers.masking import Masking
-from scforge.tokenizers.registry import TOKENIZERS
 
-__all__ = ["check_tokenizer"]
+Batch = dict[str, torch.Tensor]
+
+N_GENES = 60
+EQUAL = np.arange(4, 8)
+"""Rows of :func:`_small_cells` with the same genes, each with one count."""
+
+
+def _small_cells(vocab: GeneVocab) -> CellSource:
+    generator = np.random.default_rng(0)
+    n_genes = vocab.n_genes
+    counts = np.zeros((16, n_genes))
+    counts[1, -1], counts[2] = 3, generator.integers(1, 9, n_genes)
+    for row in range(3, 16):
+        genes = generator.choice(n_genes, min(40, n_genes), replace=False)
+        counts[row, genes] = generator.geometric(0.3, len(genes)) * generator.choice([1, 1, 1, 30], len(genes))
+    counts[3, :3] = [1, 2**20, 2**31][-n_genes:]
+    counts[EQUAL] = counts[EQUAL[0]] > 0
+    counts[8] = np.arange(1, n_genes + 1)
+    return CellSource(sparse.csr_matrix(counts.astype(np.float32)), counts.sum(axis=1))
+
+
+def _tokens_of(
+    tokenizer: Tokenizer, cells: CellSource | CellBlock | sparse.csr_matrix, gene_ids: Any = None, **options: Any
+) -> Batch:
+    return cast(Batch, tokenizer(_all_cells(cells) if isinstance(cells, CellSource) else cells, gene_ids, **options))
+
+
+def _taken(tokenizer: Tokenizer, cells: CellSource) -> np.ndarray:
+    """Return which genes can be tokens, bool, shape (G,): a strategy may leave genes out of all cells."""
+    config, n_genes = tokenizer.config(), tokenizer.vocab.n_genes
+    long = type(tokenizer)(tokenizer.vocab, **{**config, "max_len": n_genes + 99}) if "max_len" in config else tokenizer
+    return np.isin(np.arange(n_genes), _genes_of(long, _tokens_of(long, cells), 2))
+
+
+def _all_cells(cells: CellSource) -> CellBlock:
+    return cells.block(np.arange(len(cells)))
+
+
+def _require_same(one: Batch, two: Batch, sentence: str) -> None:
+    """Raise unless two batches are equal up to padding."""
+    require(set(one) == set(two), f"{sentence} (its keys: {sorted(one)} and {sorted(two)}).")
+    for key in one:
+        pair = [batch[key] for batch in (one, two)]
+        width = max(tensor.shape[1] for tensor in pair)
+        a, b = (torch.nn.functional.pad(tensor, (0, width - tensor.shape[1])) for tensor in pair)
+        differs = (a != b).any(dim=1)
+        require(not differs.any(), f"{sentence} ({key!r} differs in cell {int(differs.int().argmax())}).")
+
+
+def _genes_of(tokenizer: Tokenizer, batch: Batch, row: int) -> np.ndarray:
+    """Return the gene indices of the tokens of one cell, in their order."""
+    ids = batch["input_ids"][row].numpy()
+    return ids[ids >= tokenizer.vocab.n_special] - tokenizer.vocab.n_special
+
 
 _LABELS = {"labels", "bin_labels", "value_labels", "masked_positions"}
 _KINDS = {"input_ids": torch.int64, "attention_mask": torch.bool, "values": torch.float32}
@@ -73,7 +111,7 @@ def check_tokenizer(tokenizer: str | type[Tokenizer] | Tokenizer, **options: Any
     >>> check_tokenizer(scforge.tokenizers.get_tokenizer("binned_expression", vocab, n_bins=7))
     """
     made = _make(tokenizer, options)
-    apply_rules(type(made).__name__, _RULES, made, small_cells(made.vocab))
+    apply_rules(type(made).__name__, _RULES, made, _small_cells(made.vocab))
 
 
 def _make(tokenizer: str | type[Tokenizer] | Tokenizer, options: dict[str, Any]) -> Tokenizer:
@@ -95,7 +133,7 @@ def _make(tokenizer: str | type[Tokenizer] | Tokenizer, options: dict[str, Any])
 
 
 def _rule_batch(tokenizer: Tokenizer, cells: CellSource) -> None:
-    batch = tokens_of(tokenizer, cells)
+    batch = _tokens_of(tokenizer, cells)
     keys = set(batch)
     require(set(_KINDS) <= keys, f"the batch lacks {sorted(set(_KINDS) - keys)}.")
     require(not keys & _LABELS, f"the batch holds {sorted(keys & _LABELS)}, which masking alone makes.")
@@ -109,7 +147,7 @@ def _rule_batch(tokenizer: Tokenizer, cells: CellSource) -> None:
 
 
 def _rule_padding(tokenizer: Tokenizer, cells: CellSource) -> None:
-    batch = tokens_of(tokenizer, cells)
+    batch = _tokens_of(tokenizer, cells)
     mask, ids = batch["attention_mask"], batch["input_ids"]
     require(not (mask[:, 1:] & ~mask[:, :-1]).any(), "padding stands before a token.")
     require(torch.equal(mask, ids != 0), "attention_mask is not true exactly where there is a token.")
@@ -122,7 +160,7 @@ def _rule_padding(tokenizer: Tokenizer, cells: CellSource) -> None:
 
 
 def _rule_special_tokens(tokenizer: Tokenizer, cells: CellSource) -> None:
-    vocab, batch = tokenizer.vocab, tokens_of(tokenizer, cells)
+    vocab, batch = tokenizer.vocab, _tokens_of(tokenizer, cells)
     ids, lengths = batch["input_ids"], batch["attention_mask"].sum(dim=1)
     require(int(ids.min()) >= 0 and int(ids.max()) < len(vocab), "a token id is not in the vocabulary.")
     require(not (ids == vocab.mask_id).any(), "MASK is among the tokens, which masking alone may put there.")
@@ -138,10 +176,10 @@ def _rule_special_tokens(tokenizer: Tokenizer, cells: CellSource) -> None:
 
 
 def _rule_genes(tokenizer: Tokenizer, cells: CellSource) -> None:
-    batch = tokens_of(tokenizer, cells)
-    dense = cells.counts.toarray() * taken(tokenizer, cells)
+    batch = _tokens_of(tokenizer, cells)
+    dense = cells.counts.toarray() * _taken(tokenizer, cells)
     for row in range(len(cells)):
-        genes = genes_of(tokenizer, batch, row)
+        genes = _genes_of(tokenizer, batch, row)
         require(len(np.unique(genes)) == len(genes), f"a gene is twice among the tokens of cell {row}.")
         missing = np.setdiff1d(np.flatnonzero(dense[row]), genes)
         full = len(genes) >= tokenizer.most_genes
@@ -149,17 +187,17 @@ def _rule_genes(tokenizer: Tokenizer, cells: CellSource) -> None:
             full or not len(missing), f"an expressed gene is not among the tokens of cell {row}, though it would fit."
         )
     half = np.arange(0, tokenizer.vocab.n_genes, 2)
-    some = tokens_of(tokenizer, cells.counts[:, half], np.array(tokenizer.vocab.genes)[half])
+    some = _tokens_of(tokenizer, cells.counts[:, half], np.array(tokenizer.vocab.genes)[half])
     for row in range(len(cells)):
-        extra = np.setdiff1d(genes_of(tokenizer, some, row), half)
+        extra = np.setdiff1d(_genes_of(tokenizer, some, row), half)
         require(not len(extra), "a gene that the data do not have is among the tokens.")
 
 
 def _rule_lengths(tokenizer: Tokenizer, cells: CellSource) -> None:
-    batch = tokens_of(tokenizer, cells)
+    batch = _tokens_of(tokenizer, cells)
     lengths, told = batch["attention_mask"].sum(dim=1).numpy(), tokenizer.lengths(cells.n_expressed)
     # A strategy that leaves some genes out can only tell how many tokens there may be.
-    wrong = lengths != told if taken(tokenizer, cells).all() else lengths > told
+    wrong = lengths != told if _taken(tokenizer, cells).all() else lengths > told
     for row in np.flatnonzero(wrong)[:1]:
         require(False, f"lengths() says {told[row]} tokens but cell {row} has {lengths[row]}.")
     most, limit = tokenizer.max_tokens(), tokenizer.max_len
@@ -168,28 +206,28 @@ def _rule_lengths(tokenizer: Tokenizer, cells: CellSource) -> None:
 
 
 def _rule_alone(tokenizer: Tokenizer, cells: CellSource) -> None:
-    whole = tokens_of(tokenizer, cells)
+    whole = _tokens_of(tokenizer, cells)
     for row in range(len(cells)):
-        alone = tokens_of(tokenizer, cells.take(np.array([row])))
+        alone = _tokens_of(tokenizer, cells.take(np.array([row])))
         cut = {key: tensor[row : row + 1] for key, tensor in whole.items()}
-        require_same(alone, cut, f"cell {row} alone has other tokens than in a block")
+        _require_same(alone, cut, f"cell {row} alone has other tokens than in a block")
     order = np.random.default_rng(2).permutation(len(cells))
     moved = {key: tensor[order] for key, tensor in whole.items()}
-    require_same(tokens_of(tokenizer, cells.block(order)), moved, "the order of the cells changes their tokens")
+    _require_same(_tokens_of(tokenizer, cells.block(order)), moved, "the order of the cells changes their tokens")
 
 
 def _rule_repeatable(tokenizer: Tokenizer, cells: CellSource) -> None:
-    first = tokens_of(tokenizer, cells)
-    require_same(first, tokens_of(tokenizer, cells), "a second call gives other tokens")
+    first = _tokens_of(tokenizer, cells)
+    _require_same(first, _tokens_of(tokenizer, cells), "a second call gives other tokens")
     copy: Tokenizer = pickle.loads(pickle.dumps(tokenizer))
-    require_same(first, tokens_of(copy, cells), "a pickled copy gives other tokens")
+    _require_same(first, _tokens_of(copy, cells), "a pickled copy gives other tokens")
     # Torch is asked first, as numba may change its number when it starts threads of its own.
     torch_threads, numba_threads = torch.get_num_threads(), numba.get_num_threads()
     try:
         for n_threads in (1, 2):
             numba.set_num_threads(min(n_threads, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
             torch.set_num_threads(n_threads)
-            require_same(first, tokens_of(tokenizer, cells), f"{n_threads} threads give other tokens")
+            _require_same(first, _tokens_of(tokenizer, cells), f"{n_threads} threads give other tokens")
     finally:
         numba.set_num_threads(numba_threads)
         torch.set_num_threads(torch_threads)
@@ -200,16 +238,16 @@ def _rule_truncation(tokenizer: Tokenizer, cells: CellSource) -> None:
     most = min(7, vocab.n_genes // 2)
     if "max_len" not in config or most == 0:
         return
-    whole = tokens_of(tokenizer, cells)
-    n_around = int(whole["attention_mask"][2].sum()) - len(genes_of(tokenizer, whole, 2))
+    whole = _tokens_of(tokenizer, cells)
+    n_around = int(whole["attention_mask"][2].sum()) - len(_genes_of(tokenizer, whole, 2))
     # Where all genes weigh the same, the order of a strategy that weighs them is that of the counts.
     flat = vocab if vocab.medians is None else vocab.with_medians(np.ones(vocab.n_genes))
     flat = flat if vocab.entropies is None else flat.with_entropies(np.full(vocab.n_genes, 0.5))
     short = type(tokenizer)(flat, **{**config, "max_len": most + n_around})
-    batch, dense = tokens_of(short, cells), cells.counts.toarray() * taken(tokenizer, cells)
+    batch, dense = _tokens_of(short, cells), cells.counts.toarray() * _taken(tokenizer, cells)
     n_tokens = int(batch["attention_mask"].sum(dim=1).max())
     require(n_tokens <= most + n_around, f"a cell has {n_tokens} tokens although max_len={most + n_around}.")
-    kept = [genes_of(short, batch, row) for row in range(len(cells))]
+    kept = [_genes_of(short, batch, row) for row in range(len(cells))]
     long = [row for row in range(len(cells)) if np.count_nonzero(dense[row]) > 2 * most and row not in EQUAL]
     plain = [np.array_equal(np.sort(kept[row]), np.flatnonzero(dense[row])[: len(kept[row])]) for row in long]
     require(not plain or not all(plain), "truncation keeps the genes that come first in the vocabulary.")
@@ -223,45 +261,45 @@ def _rule_truncation(tokenizer: Tokenizer, cells: CellSource) -> None:
 def _rule_columns(tokenizer: Tokenizer, cells: CellSource) -> None:
     vocab, counts = tokenizer.vocab, cells.counts
     names = np.array(vocab.genes, dtype=object)
-    expected = tokens_of(tokenizer, counts)
-    require_same(expected, tokens_of(tokenizer, cells), "a matrix gives other tokens than a block")
-    require_same(expected, tokens_of(tokenizer, counts, names), "naming the columns changes the tokens")
+    expected = _tokens_of(tokenizer, counts)
+    _require_same(expected, _tokens_of(tokenizer, cells), "a matrix gives other tokens than a block")
+    _require_same(expected, _tokens_of(tokenizer, counts, names), "naming the columns changes the tokens")
     order = np.random.default_rng(3).permutation(vocab.n_genes)
-    permuted = tokens_of(tokenizer, counts[:, order], GeneMap.of(names[order], vocab))
-    require_same(expected, permuted, "permuted columns give other tokens")
+    permuted = _tokens_of(tokenizer, counts[:, order], GeneMap.of(names[order], vocab))
+    _require_same(expected, permuted, "permuted columns give other tokens")
     other_names = {"version suffixes": names + ".7", "symbols": np.array(vocab.symbols or names, dtype=object)}
     for kind, others in other_names.items():
         # A name may stand for another gene (a shared symbol), or for none (a version behind what is no Ensembl id).
         others = np.where(vocab.gene_indices(others) == np.arange(vocab.n_genes), others, names)
-        require_same(expected, tokens_of(tokenizer, counts, others), f"{kind} give other tokens")
-        repeated = tokens_of(tokenizer, _halves(counts), np.concatenate([others, names]))
-        require_same(expected, repeated, "two columns of one gene are not summed")
+        _require_same(expected, _tokens_of(tokenizer, counts, others), f"{kind} give other tokens")
+        repeated = _tokens_of(tokenizer, _halves(counts), np.concatenate([others, names]))
+        _require_same(expected, repeated, "two columns of one gene are not summed")
 
 
 def _rule_foreign_genes(tokenizer: Tokenizer, cells: CellSource) -> None:
     names = [*tokenizer.vocab.genes, "not a gene", "nor this"]
     foreign = np.random.default_rng(4).integers(0, 50, (len(cells), 2)).astype(np.float32)
-    wide = tokens_of(tokenizer, sparse.csr_matrix(sparse.hstack([cells.counts, foreign])), names)
-    expected = tokens_of(tokenizer, cells.counts, names[:-2], totals=cells.totals + foreign.sum(axis=1))
-    require_same(expected, wide, "genes outside the vocabulary change more than the library size")
+    wide = _tokens_of(tokenizer, sparse.csr_matrix(sparse.hstack([cells.counts, foreign])), names)
+    expected = _tokens_of(tokenizer, cells.counts, names[:-2], totals=cells.totals + foreign.sum(axis=1))
+    _require_same(expected, wide, "genes outside the vocabulary change more than the library size")
 
 
 def _rule_matrices(tokenizer: Tokenizer, cells: CellSource) -> None:
     counts = cells.counts.copy()
-    expected = tokens_of(tokenizer, counts)
+    expected = _tokens_of(tokenizer, counts)
     small = counts[4:].minimum(255)
     for matrix, dtypes in ((counts, "float64 int64 uint32"), (small, "uint8 int16 uint16 int32")):
-        same = tokens_of(tokenizer, matrix)
+        same = _tokens_of(tokenizer, matrix)
         for dtype in dtypes.split():
-            require_same(same, tokens_of(tokenizer, matrix.astype(dtype)), f"counts as {dtype} give other tokens")
-    wide, block = _halves(counts), all_cells(cells)
+            _require_same(same, _tokens_of(tokenizer, matrix.astype(dtype)), f"counts as {dtype} give other tokens")
+    wide, block = _halves(counts), _all_cells(cells)
     # Each count in two entries that do not stand together, one of them often zero.
     messy = sparse.csr_matrix((wide.data, wide.indices % counts.shape[1], wide.indptr), shape=counts.shape)
     given = [messy.data, messy.indices, messy.indptr, block.indptr, block.genes, block.counts, block.totals, block.rows]
     before = [array.copy() for array in given]
     sentence = "explicit zeros, unsorted or repeated indices give other tokens"
-    require_same(expected, tokens_of(tokenizer, messy), sentence)
-    tokens_of(tokenizer, block)
+    _require_same(expected, _tokens_of(tokenizer, messy), sentence)
+    _tokens_of(tokenizer, block)
     tokenizer.ragged(block)
     # SciPy gives a matrix other arrays where it sums repeated entries in place.
     unchanged = messy.data is given[0] and all(np.array_equal(a, b) for a, b in zip(before, given, strict=True))
@@ -287,11 +325,11 @@ def _rule_config(tokenizer: Tokenizer, cells: CellSource) -> None:
     require(copy == config, "config() is another after it was written as JSON.")
     again = type(tokenizer)(tokenizer.vocab, **copy)
     require(again.config() == config, "the options of config() do not come back from the constructor.")
-    require_same(tokens_of(tokenizer, cells), tokens_of(again, cells), "its config() makes one with other tokens")
+    _require_same(_tokens_of(tokenizer, cells), _tokens_of(again, cells), "its config() makes one with other tokens")
 
 
 def _rule_ragged(tokenizer: Tokenizer, cells: CellSource) -> None:
-    batch, ragged = tokens_of(tokenizer, cells), tokenizer.ragged(all_cells(cells))
+    batch, ragged = _tokens_of(tokenizer, cells), tokenizer.ragged(_all_cells(cells))
     mask = batch["attention_mask"]
     arrays = {"input_ids": ragged.ids, "values": ragged.values, **ragged.extras}
     require(set(arrays) == set(batch) - {"attention_mask"}, f"ragged() has the keys {sorted(arrays)}.")
@@ -303,17 +341,17 @@ def _rule_ragged(tokenizer: Tokenizer, cells: CellSource) -> None:
 def _rule_order(tokenizer: Tokenizer, cells: CellSource) -> None:
     if tokenizer.ordered_by_gene or tokenizer.vocab.n_genes < 8:
         return
-    batches = [tokens_of(tokenizer, cells.block(np.arange(len(cells)), draw=draw)) for draw in range(8)]
-    orders = [genes_of(tokenizer, batch, row) for batch in batches for row in EQUAL.tolist()]
+    batches = [_tokens_of(tokenizer, cells.block(np.arange(len(cells)), draw=draw)) for draw in range(8)]
+    orders = [_genes_of(tokenizer, batch, row) for batch in batches for row in EQUAL.tolist()]
     alike = all(np.array_equal(orders[0], other) for other in orders)
     require(not alike, "genes with equal counts stand in one order in every cell; set ordered_by_gene = True.")
     # In this cell the count of a gene is its place in the vocabulary.
-    ranks = [np.corrcoef(np.arange(len(genes)), genes)[0, 1] for genes in (genes_of(tokenizer, b, 8) for b in batches)]
+    ranks = [np.corrcoef(np.arange(len(genes)), genes)[0, 1] for genes in (_genes_of(tokenizer, b, 8) for b in batches)]
     require(abs(np.mean(ranks)) < 0.5, "a gene stands where its count puts it; set ordered_by_gene = True.")
 
 
 def _rule_masking(tokenizer: Tokenizer, cells: CellSource) -> None:
-    batch = tokens_of(tokenizer, cells)
+    batch = _tokens_of(tokenizer, cells)
     masking = Masking(tokenizer.vocab, mask_ratio=0.4, mask_token_prob=1.0, random_token_prob=0.0)
     masked = masking(cast(TokenBatch, batch), np.arange(len(cells)), epoch=0, hidden_last=tokenizer.ordered_by_gene)
     hidden = masked["labels"] != IGNORE_LABEL

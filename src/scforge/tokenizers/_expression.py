@@ -1,32 +1,116 @@
-"""Expression values of a block of cells, and which genes of a cell are kept.
-
-Shapes: B cells, Z entries of all cells together.
-"""
+"""Kernels that several tokenizers share: sort, normalize and sample the expressed genes of a cell."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import numba
 import numpy as np
 
 from scforge._checks import check_positive
 from scforge._constants import TARGET_SUM
-from scforge.data.cells import CellBlock
-from scforge.data.random import content_keys, uniform
+from scforge.data.cells import CellBlock, content_keys, uniform
 from scforge.errors import OptionError
-from scforge.tokenizers._sorting import make_scratch, sort_descending
 
-__all__ = [
-    "MEMO",
-    "TRANSFORMS",
-    "check_transform",
-    "expression",
-    "keep",
-    "kept_indptr",
-    "log1p_cp10k",
-    "log1p_in_place",
-    "reorder",
-    "transformed",
-]
+_PATIENCE = 8
+"""Moves an entry, on average, that the insertion sort may need before a general sort takes over."""
+
+
+@numba.njit(cache=True, nogil=True)
+def make_scratch(most):
+    """Return working memory to sort up to `most` keys: the keys, their float32 form, starts of buckets, the order."""
+    n_buckets = 64
+    while n_buckets < most:
+        n_buckets *= 2
+    return (
+        np.empty(max(most, 1), dtype=np.float64),
+        np.empty(max(most, 1), dtype=np.float32),
+        np.empty(2 * n_buckets + 2, dtype=np.int32),
+        np.empty(max(most, 1), dtype=np.uint64),
+    )
+
+
+@numba.njit(cache=True, nogil=True)
+def finish_sort(packed, size):
+    """Sort the first `size` entries, which buckets have nearly sorted; all are uint64."""
+    one: Any = np.uint64(1)
+    patience = np.int64(_PATIENCE) * np.int64(size)
+    last = packed[0]
+    for p in range(one, size):
+        entry = packed[p]
+        if entry > last:
+            last = entry
+            continue
+        q = p
+        while q > 0 and packed[q - one] > entry:
+            packed[q] = packed[q - one]
+            q -= one
+        packed[q] = entry
+        patience -= np.int64(p - q)
+        if patience < 0:
+            packed[:size] = np.sort(packed[:size])
+            break
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def sort_descending(scratch, n):
+    """Sort the first `n` keys of the scratch from high to low, equal keys in their order.
+
+    Keys are numbers of at least 0 and not NaN. The low 32 bits of entry ``p`` of the order are the position of the key
+    that comes in place ``p``.
+    """
+    keys, rounded, starts, packed = scratch
+    if n == 0:
+        return
+    bits = rounded.view(np.uint32)
+    size = np.uint64(n)
+    for i in range(size):
+        rounded[i] = keys[i]
+    low, high = bits[0], bits[0]
+    for i in range(size):
+        low, high = min(low, bits[i]), max(high, bits[i])
+    n_buckets = np.uint32(128)
+    while n_buckets < 2 * size:
+        n_buckets *= np.uint32(2)
+    shift = np.uint32(0)
+    while ((high - low) >> shift) >= n_buckets:
+        shift += np.uint32(1)
+    last = ((high - low) >> shift) + np.uint32(1)
+
+    starts[: last + np.uint32(1)] = 0
+    for i in range(size):
+        starts[((high - bits[i]) >> shift) + np.uint32(1)] += 1
+    before = np.int32(0)
+    for bucket in range(last + np.uint32(1)):
+        before += starts[bucket]
+        starts[bucket] = before
+    for i in range(size):
+        below = high - bits[i]
+        place = np.uint32(starts[below >> shift])
+        packed[place] = (np.uint64(below) << np.uint64(32)) | np.uint64(i)
+        starts[below >> shift] = place + 1
+
+    finish_sort(packed, size)
+
+    # Keys that are equal as float32 may differ as float64.
+    one: Any = np.uint64(1)
+    mask = np.uint64(0xFFFFFFFF)
+    for p in range(one, size):
+        entry = packed[p]
+        if (entry >> np.uint64(32)) != (packed[p - one] >> np.uint64(32)):
+            continue
+        key = keys[entry & mask]
+        q = p
+        while (
+            q > 0
+            and (packed[q - one] >> np.uint64(32)) == (entry >> np.uint64(32))
+            and keys[packed[q - one] & mask] < key
+        ):
+            packed[q] = packed[q - one]
+            q -= one
+        packed[q] = entry
+
 
 MEMO = 256
 """Counts of a cell whose values are computed once: nearly all entries of a cell are such small counts."""
@@ -210,3 +294,51 @@ def _reorder(indptr, counts, keys, longest, order):
         sort_descending(scratch, size)
         for i in range(size):
             order[start + i] = start + np.int64(scratch[3][i] & np.uint64(0xFFFFFFFF))
+
+
+def with_zeros(
+    block: CellBlock, n_genes: int, columns: Sequence[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """List all measured genes of each cell, in the order of the vocabulary.
+
+    Parameters
+    ----------
+    block
+        The cells. Where it does not say which genes were measured, all were.
+    n_genes
+        Genes of the vocabulary.
+    columns
+        What is known of the entries of `block`, arrays of shape (Z,).
+
+    Returns
+    -------
+    Row boundaries, int64, shape (B + 1,); gene of each entry, int32, shape (B * M,); the columns, with zeros where a
+    cell has no count of a gene.
+    """
+    measured = np.arange(n_genes) if block.measured is None else np.flatnonzero(block.measured)
+    indptr, genes, entries = _with_zeros(block.indptr, block.genes, measured.astype(np.int32))
+    counted = entries >= 0
+    filled = []
+    for column in columns:
+        full = np.zeros(len(genes), dtype=column.dtype)
+        full[counted] = column[entries[counted]]
+        filled.append(full)
+    return indptr, genes, filled
+
+
+@numba.njit(cache=True, nogil=True)
+def _with_zeros(indptr, genes, measured):
+    n_cells, size = len(indptr) - 1, len(measured)
+    out_genes = np.empty(n_cells * size, dtype=np.int32)
+    entries = np.empty(n_cells * size, dtype=np.int64)
+    for cell in range(n_cells):
+        entry = indptr[cell]
+        for i in range(size):
+            out = cell * size + i
+            out_genes[out] = measured[i]
+            if entry < indptr[cell + 1] and genes[entry] == measured[i]:
+                entries[out] = entry
+                entry += 1
+            else:
+                entries[out] = -1
+    return np.arange(n_cells + 1) * size, out_genes, entries

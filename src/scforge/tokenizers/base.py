@@ -1,32 +1,301 @@
-"""What a tokenizer is.
-
-Shapes: B cells, S tokens of the longest cell of the batch, Z tokens of all cells together, V tokens of the vocabulary.
-"""
+"""The base class of tokenizers, their batches of tokens, and the registry."""
 
 from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
+import numba
 import numpy as np
+import torch
+from scipy import sparse
 
 from scforge._checks import check_bool, check_count
 from scforge._constants import CLS_TOKEN, EOS_TOKEN
+from scforge._registry import Registry, check_options
 from scforge.data.cells import CellBlock
-from scforge.data.compressed import row_sums
-from scforge.data.mapping import GeneMap
-from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, OptionError
+from scforge.data.checks import REPAIR, compressed_problem, row_sums, value_problem
+from scforge.data.genes import GeneMap, how_to_convert
+from scforge.data.vocab import GeneVocab, recognise_ids
+from scforge.errors import DataError, GeneMismatchError, OptionError, listing
 from scforge.tokenizers._expression import keep
-from scforge.tokenizers._input import checked_counts, checked_map, checked_totals
-from scforge.tokenizers.batch import RaggedTokens, TokenBatch, frame, pad
 
-if TYPE_CHECKING:
-    from scipy import sparse
 
-__all__ = ["Tokenizer"]
+class TokenBatch(TypedDict):
+    """A batch of tokenised cells: the keyword arguments of a model's ``forward`` and ``encode``.
+
+    ``input_ids``
+        Token ids, int64, shape (B, S); PAD (0) behind the last token of a cell.
+    ``attention_mask``
+        True for tokens, False for padding, bool, shape (B, S).
+    ``values``
+        Expression value of each token, float32, shape (B, S); 0 at CLS, EOS, padding and masked positions.
+    ``bin_ids``
+        Expression bin of each token, int64, shape (B, S); 0 for genes without counts, and where `values` is 0. Made by
+        strategies that bin.
+    ``attention_bias``
+        Number to add to the attention scores of each token as a key, float32, shape (B, S); 0 where nothing is added.
+        Made by strategies that offer it.
+    ``labels``
+        Token ids to predict, int64, shape (B, S); -100 where there is nothing to predict. Made by masking alone.
+    ``bin_labels``
+        Bins to predict, int64, shape (B, S); -100 where there is nothing to predict. Made by masking alone, where there
+        are `bin_ids`.
+    ``value_labels``
+        Values that masking hid, float32, shape (B, S); 0 elsewhere. Made by masking alone.
+    ``masked_positions``
+        True where a token was chosen for prediction, bool, shape (B, S). Made by masking alone.
+
+    Examples
+    --------
+    >>> import numpy as np, torch
+    >>> from scforge.data import GeneVocab
+    >>> from scforge.tokenizers import get_tokenizer
+    >>> tokenizer = get_tokenizer("binned_expression", GeneVocab.from_genes(["A", "B", "C"]), n_bins=3, side="one")
+    >>> batch = tokenizer(np.array([[1, 0, 3], [0, 2, 0]]))
+    >>> sorted(batch), batch["attention_mask"].tolist()
+    (['attention_mask', 'bin_ids', 'input_ids', 'values'], [[True, True, True], [True, True, False]])
+    >>> ids = torch.tensor([[3, 4, 6]])
+    >>> by_hand = TokenBatch(input_ids=ids, attention_mask=ids != 0, values=torch.tensor([[0.0, 1.5, 2.5]]))
+    """
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    values: torch.Tensor
+    bin_ids: NotRequired[torch.Tensor]
+    attention_bias: NotRequired[torch.Tensor]
+    labels: NotRequired[torch.Tensor]
+    bin_labels: NotRequired[torch.Tensor]
+    value_labels: NotRequired[torch.Tensor]
+    masked_positions: NotRequired[torch.Tensor]
+
+
+class RaggedTokens(NamedTuple):
+    """Tokens of several cells one after the other, without padding.
+
+    Parameters
+    ----------
+    indptr
+        Where each cell begins and the last one ends, int64, shape (B + 1,).
+    ids
+        Token ids, int32, shape (Z,).
+    values
+        Expression values, float32, shape (Z,).
+    extras
+        What else a strategy tells of its tokens (``bin_ids``, ``attention_bias``), arrays of shape (Z,).
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> indptr, ids = np.array([0, 2, 3]), np.array([4, 6, 5], dtype=np.int32)
+    >>> tokens = RaggedTokens(indptr, ids, np.array([1.0, 3.0, 2.0], dtype=np.float32))
+    >>> [cell.tolist() for cell in np.split(tokens.ids, tokens.indptr[1:-1])]
+    [[4, 6], [5]]
+    """
+
+    indptr: np.ndarray
+    ids: np.ndarray
+    values: np.ndarray
+    extras: Mapping[str, np.ndarray] = MappingProxyType({})
+
+
+def frame(tokens: RaggedTokens, first: int, last: int) -> RaggedTokens:
+    """Put the tokens `first` before and `last` behind each cell; -1 puts none."""
+    if first < 0 and last < 0:
+        return tokens
+    before, around = int(first >= 0), int(first >= 0) + int(last >= 0)
+
+    def framed(array: np.ndarray, head: int, tail: int) -> np.ndarray:
+        out = np.empty(len(array) + around * (len(tokens.indptr) - 1), dtype=array.dtype)
+        _frame(tokens.indptr, array, before, around, head, tail, out)
+        return out
+
+    return RaggedTokens(
+        tokens.indptr + around * np.arange(len(tokens.indptr)),
+        framed(tokens.ids, first, last),
+        framed(tokens.values, 0, 0),
+        {name: framed(array, 0, 0) for name, array in tokens.extras.items()},
+    )
+
+
+def concatenate(parts: Sequence[RaggedTokens]) -> RaggedTokens:
+    """Return the cells of all `parts` in one."""
+    shifts = np.cumsum([0, *[part.indptr[-1] for part in parts]])
+    return RaggedTokens(
+        np.concatenate([[0], *[part.indptr[1:] + shift for part, shift in zip(parts, shifts, strict=False)]]),
+        np.concatenate([part.ids for part in parts]),
+        np.concatenate([part.values for part in parts]),
+        {name: np.concatenate([part.extras[name] for part in parts]) for name in parts[0].extras},
+    )
+
+
+def pad(tokens: RaggedTokens, first: int = -1, last: int = -1) -> TokenBatch:
+    """Pad ragged tokens to the longest cell (at least one position), with `first` and `last` around each as in `frame`.
+
+    Integers become int64 and numbers float32.
+    """
+    before, around = int(first >= 0), int(first >= 0) + int(last >= 0)
+    longest = max(1, int(np.diff(tokens.indptr).max(initial=0)) + around)
+    # Memory comes from NumPy, which asks for large pages: fresh small pages would cost as much as the tokenising.
+    ids = np.empty((len(tokens.indptr) - 1, longest), dtype=np.int64)
+    mask = np.empty(ids.shape, dtype=np.bool_)
+    _pad_ids(tokens.indptr, tokens.ids, first, last, ids, mask)
+    batch: dict[str, Any] = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
+    for name, array in {"values": tokens.values, **tokens.extras}.items():
+        kind = np.int64 if array.dtype.kind in "iub" else np.float32
+        out = np.empty(ids.shape, dtype=kind)
+        _pad(tokens.indptr, array, before, out)
+        batch[name] = torch.from_numpy(out)
+    return cast(TokenBatch, batch)
+
+
+@numba.njit(cache=True, nogil=True)
+def _frame(indptr, array, before, around, head, tail, out):
+    position = 0
+    for cell in range(len(indptr) - 1):
+        if before:
+            out[position] = head
+            position += 1
+        for entry in range(indptr[cell], indptr[cell + 1]):
+            out[position] = array[entry]
+            position += 1
+        if around > before:
+            out[position] = tail
+            position += 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _pad_ids(indptr, ids, first, last, out, mask):
+    for cell in range(len(indptr) - 1):
+        position = 0
+        if first >= 0:
+            out[cell, 0] = first
+            position = 1
+        for entry in range(indptr[cell], indptr[cell + 1]):
+            out[cell, position] = ids[entry]
+            position += 1
+        if last >= 0:
+            out[cell, position] = last
+            position += 1
+        mask[cell, :position] = True
+        mask[cell, position:] = False
+        out[cell, position:] = 0
+
+
+@numba.njit(cache=True, nogil=True)
+def _pad(indptr, array, before, out):
+    for cell in range(len(indptr) - 1):
+        start, size = indptr[cell], indptr[cell + 1] - indptr[cell]
+        out[cell, :before] = 0
+        for entry in range(size):
+            out[cell, before + entry] = array[start + entry]
+        out[cell, before + size :] = 0
+
+
+_CHUNK = 2**15
+"""Values that are looked at together, so that they stay in the cache."""
+
+
+def checked_counts(cells: Any) -> sparse.csr_matrix:
+    """Return counts as a CSR matrix of shape (B, number of columns), or raise unless they are raw counts."""
+    kind = type(cells).__name__
+    if hasattr(cells, "var_names"):
+        raise OptionError(f"cells is of type {kind!r}; call tokenizer(adata.X, adata.var_names).")
+    if not sparse.issparse(cells) and not isinstance(cells, np.ndarray):
+        raise OptionError(f"cells is of type {kind!r}; pass counts as a sparse matrix or a NumPy array.")
+    if cells.ndim != 2:
+        raise DataError(f"cells has the shape {cells.shape}, but (cells, genes) is needed; pass one row a cell.")
+    if cells.dtype.kind not in "biuf":
+        raise DataError(f"cells has the dtype {cells.dtype}, but raw counts are needed; convert it first.")
+    if problem := compressed_problem(cells):
+        raise DataError(f"cells is damaged: {problem}; {REPAIR}.")
+    cells = cells.astype(_plain(cells.dtype), copy=False)
+    matrix = cells if isinstance(cells, sparse.csr_matrix) else sparse.csr_matrix(cells)
+    _check_values(matrix.data)
+    return matrix
+
+
+def checked_totals(totals: Any, n_cells: int) -> np.ndarray:
+    """Return library sizes, float64, shape (B,), or raise unless there is a finite one for each cell."""
+    try:
+        array = np.asarray(totals)
+    except ValueError as error:  # lists of unequal length
+        raise DataError("totals is not a list of numbers; give the library size of each cell.") from error
+    if array.dtype.kind not in "biuf":
+        raise DataError(f"totals has the dtype {array.dtype}; give the library size of each cell as a number.")
+    if array.shape != (n_cells,):
+        raise DataError(f"totals has the shape {array.shape} but there are {n_cells} cells; give one number a cell.")
+    bad = ~(np.isfinite(array) & (array >= 0))
+    if bad.any():
+        raise DataError(f"totals holds {array[bad][0]:g}, which is no library size; give zero or a positive number.")
+    return array.astype(np.float64, copy=False)
+
+
+def checked_map(gene_ids: Any, vocab: GeneVocab, n_columns: int) -> GeneMap:
+    """Return which column is which gene, or raise unless `gene_ids` fits the vocabulary and the columns."""
+    names = None
+    if isinstance(gene_ids, GeneMap):
+        gene_map = gene_ids
+        highest = gene_map.columns.max(initial=-1)
+        if gene_map.n_genes != vocab.n_genes or highest >= vocab.n_genes:
+            raise DataError(
+                f"gene_ids is a GeneMap onto {max(gene_map.n_genes, highest + 1)} genes but the vocabulary has "
+                f"{vocab.n_genes}; make it with GeneMap.of(names, tokenizer.vocab)."
+            )
+    elif isinstance(gene_ids, str) or not isinstance(gene_ids, Iterable):
+        raise OptionError(f"gene_ids={gene_ids!r} is not a list of names; give the name of the gene of each column.")
+    else:
+        names = [str(name) for name in gene_ids]
+        gene_map = GeneMap.of(names, vocab)
+    if len(gene_map.columns) != n_columns:
+        raise DataError(
+            f"gene_ids names {len(gene_map.columns)} genes but cells has {n_columns} columns; name each column once."
+        )
+    if n_columns and gene_map.columns.max() < 0:
+        raise GeneMismatchError(
+            f"gene_ids has none of the {vocab.n_genes} genes of the vocabulary{_kinds(names, vocab)}"
+        )
+    return gene_map
+
+
+def _kinds(names: list[str] | None, vocab: GeneVocab) -> str:
+    """Say what names look like that are none of the vocabulary's, and what to do."""
+    if names is None:
+        return "; make it with GeneMap.of(names, tokenizer.vocab)."
+    kind, expected = recognise_ids(names), recognise_ids(vocab.genes)
+    hint = how_to_convert(kind, expected) or "map the names to those of the vocabulary first"
+    return (
+        f": it holds {kind} such as {listing(names[:2])}, the vocabulary {expected} such as "
+        f"{listing(vocab.genes[:2])}; {hint}."
+    )
+
+
+def _plain(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype that can be summed and be in a sparse matrix."""
+    if dtype.kind == "b":
+        return np.dtype(np.uint8)
+    if dtype.kind == "f":
+        return np.dtype(np.float32 if dtype.itemsize <= 4 else np.float64)
+    return dtype.newbyteorder("=")
+
+
+def _check_values(data: np.ndarray) -> None:
+    if not len(data) or data.dtype.kind == "u":
+        return
+    # A missing value makes both of them missing, and each comparison false.
+    lowest, highest = data.min(), data.max()
+    if lowest >= 0 and (data.dtype.kind == "i" or (highest <= np.finfo(np.float32).max and _are_whole(data))):
+        return
+    problem = value_problem(data) or f"holds values that are too large (largest: {highest:g})"
+    raise DataError(f"cells {problem}, but raw counts are needed; pass the matrix that holds them.")
+
+
+def _are_whole(data: np.ndarray) -> bool:
+    parts = (data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK))
+    return all(bool((part == np.floor(part)).all()) for part in parts)
 
 
 class Tokenizer(ABC):
@@ -301,3 +570,97 @@ class Tokenizer(ABC):
 
 _MOST_TOKENS = 2**31
 _TOKEN_OF = {"append_cls": CLS_TOKEN, "append_eos": EOS_TOKEN}
+
+
+TOKENIZERS: Registry[type[Tokenizer]] = Registry(
+    "tokenizer",
+    group="scforge.tokenizers",
+    base="scforge.tokenizers.Tokenizer",
+    builtin={
+        "binned_expression": "scforge.tokenizers.binned_expression",
+        "continuous_projection": "scforge.tokenizers.continuous_projection",
+        "entropy_ranked": "scforge.tokenizers.entropy_ranked",
+        "gene_embedding": "scforge.tokenizers.gene_embedding",
+        "rank_value": "scforge.tokenizers.rank_value",
+    },
+)
+
+
+def register_tokenizer(name: str) -> Callable[[Any], Any]:
+    """Register a :class:`~scforge.tokenizers.Tokenizer` class as `name` (class decorator).
+
+    Parameters
+    ----------
+    name
+        Registry key, e.g. ``"rank_value"``.
+
+    Returns
+    -------
+    A decorator that registers a class and hands it back.
+
+    Raises
+    ------
+    OptionError
+        If `name` belongs to another class.
+
+    Examples
+    --------
+    >>> from scforge.data import GeneVocab
+    >>> from scforge.tokenizers import RankValueTokenizer
+    >>> @register_tokenizer("top_512")
+    ... class Top512(RankValueTokenizer):
+    ...     default_max_len = 512
+    >>> get_tokenizer("top_512", GeneVocab.from_genes(["A", "B"]), use_medians=False).max_len
+    512
+    """
+    return TOKENIZERS.register(name)
+
+
+def list_tokenizers() -> list[str]:
+    """Return the names of all tokenizers.
+
+    Returns
+    -------
+    Built-in names, registered ones, and those that installed packages offer as entry points, sorted.
+
+    Examples
+    --------
+    >>> list_tokenizers()
+    ['binned_expression', 'continuous_projection', 'entropy_ranked', 'gene_embedding', 'rank_value']
+    """
+    return TOKENIZERS.names()
+
+
+def get_tokenizer(name: str, vocab: GeneVocab, **options: Any) -> Tokenizer:
+    """Make the tokenizer registered as `name`.
+
+    Parameters
+    ----------
+    name
+        Registry key, e.g. ``"rank_value"``.
+    vocab
+        The genes.
+    **options
+        Options of its constructor.
+
+    Returns
+    -------
+    The tokenizer; call it with counts.
+
+    Raises
+    ------
+    OptionError
+        If the name, or an option, is unknown.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from scforge.data import GeneVocab
+    >>> vocab = GeneVocab.from_genes(["CD3D", "LYZ", "MS4A1"])
+    >>> tokenizer = get_tokenizer("continuous_projection", vocab, max_len=3)
+    >>> tokenizer(np.array([[1, 0, 5]]))["input_ids"].tolist(), tokenizer.max_tokens()
+    ([[3, 4, 6]], 3)
+    """
+    cls = TOKENIZERS.get(name)
+    check_options("tokenizer option", name, options, cls.option_names())
+    return cls(vocab, **options)

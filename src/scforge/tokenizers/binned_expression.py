@@ -1,24 +1,213 @@
-"""Genes with their expression in bins, as scGPT (Cui et al. 2024) presents a cell."""
+"""The tokenizer of scGPT: genes with expression in bins of each cell's quantiles."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numba
 import numpy as np
+from scipy import sparse
 
-from scforge._checks import check_bool, check_seed
-from scforge.data.cells import CellBlock
-from scforge.data.random import content_keys
+from scforge._checks import check_bool, check_count, check_seed
+from scforge.data.cells import CellBlock, content_keys, uniform
 from scforge.data.vocab import GeneVocab
-from scforge.errors import OptionError
-from scforge.tokenizers._binning import bin_entries, check_binning
-from scforge.tokenizers._expression import keep, log1p_cp10k
-from scforge.tokenizers._zeros import with_zeros
-from scforge.tokenizers.base import Tokenizer
-from scforge.tokenizers.batch import RaggedTokens
-from scforge.tokenizers.registry import register_tokenizer
+from scforge.errors import DataError, OptionError
+from scforge.tokenizers._expression import keep, log1p_cp10k, with_zeros
+from scforge.tokenizers.base import RaggedTokens, Tokenizer, register_tokenizer
 
-__all__ = ["BinnedExpressionTokenizer"]
+SIDES = ("both", "one", "tahoe")
+
+_MOST_BINS = 65_536
+
+_TABLE = 1024
+"""Whole counts below this are binned by a table of how often each occurs in the cell, which needs no sorting."""
+
+
+def check_binning(n_bins: int, side: str) -> None:
+    """Raise unless there are at least three bins, and `side` is known."""
+    check_count("n_bins", n_bins, "bins", least=3)
+    if n_bins > _MOST_BINS:
+        raise OptionError(f"n_bins={n_bins} is too many; give at most {_MOST_BINS}.")
+    if side not in SIDES:
+        raise OptionError(f"side={side!r} is not known; choose 'both', 'one' or 'tahoe'.")
+
+
+def quantile_bins(
+    counts: sparse.csr_matrix, *, n_bins: int = 51, side: str = "both", random_state: int = 0
+) -> sparse.csr_matrix:
+    """Bin the nonzero entries of each cell by its own quantiles, like scGPT's preprocessing.
+
+    Parameters
+    ----------
+    counts
+        Counts, or any increasing function of them, shape (B, n_vars); not negative.
+    n_bins
+        Number of bins, the one for zeros included.
+    side
+        ``"both"``: entries that span several bins are spread over them at random; ``"one"``: they get the highest of
+        these bins; ``"tahoe"``: the lowest, as in Tahoe-x1.
+    random_state
+        Seed for ``"both"``. The bins are those of scGPT's code after ``np.random.seed(random_state)``: one number for
+        each nonzero entry, cell after cell.
+
+    Returns
+    -------
+    Bins from 1 to ``n_bins - 1``, int64, with the entries of `counts`, whose indices are sorted and duplicates summed.
+
+    Raises
+    ------
+    DataError
+        If `counts` holds a value that is negative or not a number.
+
+    Examples
+    --------
+    >>> cell = sparse.csr_matrix([[0, 1, 1, 1, 2, 3, 5, 8, 0, 13]])
+    >>> quantile_bins(cell, side="one").toarray()
+    array([[ 0, 15, 15, 15, 22, 29, 36, 43,  0, 50]])
+    >>> quantile_bins(cell, random_state=0).toarray()
+    array([[ 0,  7,  5,  6, 22, 29, 36, 43,  0, 50]])
+    """
+    check_binning(n_bins, side)
+    matrix = sparse.csr_matrix(counts, copy=True)
+    matrix.sum_duplicates()
+    matrix.eliminate_zeros()
+    if not np.isfinite(matrix.data).all() or (len(matrix.data) and matrix.data.min() < 0):
+        raise DataError("counts holds negative or missing values; pass counts, or values that increase with them.")
+    draws = np.random.RandomState(random_state).rand(matrix.nnz if side == "both" else 0)
+    data = matrix.data if matrix.dtype in (np.float32, np.float64) else matrix.data.astype(np.float64)
+    bins = bin_entries(matrix.indptr.astype(np.int64), data, n_bins, side, draws=draws)
+    return sparse.csr_matrix((bins.astype(np.int64), matrix.indices, matrix.indptr), shape=matrix.shape)
+
+
+def bin_entries(
+    indptr: np.ndarray,
+    counts: np.ndarray,
+    n_bins: int,
+    side: str,
+    *,
+    draws: np.ndarray | None = None,
+    keys: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return the bin of each entry, int32, shape (Z,).
+
+    Parameters
+    ----------
+    indptr, counts
+        Row boundaries and positive entries.
+    n_bins, side
+        See :func:`quantile_bins`.
+    draws
+        Random number of each entry for ``"both"``, shape (Z,); or else
+    keys
+        random key of each cell, shape (B,).
+    """
+    edges = np.linspace(0, 1, n_bins - 1)
+    nothing = np.empty(0, dtype=np.float64)
+    no_keys = np.empty(0, dtype=np.uint64)
+    bins = np.empty(len(counts), dtype=np.int32)
+    _bin(
+        indptr,
+        counts,
+        edges,
+        SIDES.index(side),
+        nothing if draws is None else draws,
+        no_keys if keys is None else keys,
+        bins,
+    )
+    return bins
+
+
+@numba.njit(cache=True, nogil=True, error_model="numpy")
+def _bin(indptr, counts, shares, side, draws, keys, bins):
+    table = np.empty(_TABLE + 1, dtype=np.int64)
+    below_of = np.empty(_TABLE + 1, dtype=np.int32)
+    reached_of = np.empty(_TABLE + 1, dtype=np.int32)
+    edges = np.empty(len(shares), dtype=np.float64)
+    drawn = side == 0
+    for cell in range(len(indptr) - 1):
+        start, stop = np.uint64(indptr[cell]), np.uint64(indptr[cell + 1])
+        n = stop - start
+        if n == 0:
+            continue
+        lowest = highest = counts[start]
+        whole = True
+        for entry in range(start, stop):
+            lowest = min(lowest, counts[entry])
+            highest = max(highest, counts[entry])
+            whole = whole and np.floor(counts[entry]) == counts[entry]
+        small = whole and lowest >= 0 and highest < _TABLE
+        ranked = counts[start:stop] if small else np.sort(counts[start:stop])
+        if small:
+            table[: np.uint64(highest) + np.uint64(2)] = 0
+            for entry in range(start, stop):
+                table[np.uint64(counts[entry]) + np.uint64(1)] += 1
+            _edges_of_table(table, np.int64(highest), np.int64(n), shares, edges)
+            _digitize_table(np.int64(highest), edges, below_of, reached_of)
+        else:
+            _edges_of_sorted(ranked, shares, edges)
+        for entry in range(start, stop):
+            if small:
+                below = below_of[np.uint64(counts[entry])]
+                reached = reached_of[np.uint64(counts[entry])]
+            else:
+                below = np.int32(np.searchsorted(edges, np.float64(counts[entry])))
+                reached = np.int32(np.searchsorted(edges, np.float64(counts[entry]), side="right"))
+            if side == 1 or (drawn and below == reached):
+                bins[entry] = reached
+            elif drawn:
+                draw = draws[entry] if len(draws) else uniform(keys[cell], entry - start)
+                bins[entry] = np.int32(np.ceil(draw * (below - reached) + reached))
+            else:
+                bins[entry] = below + 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _between(low, high, share):
+    """Interpolate as NumPy's quantile does, to the last bit: the difference has the precision of the data."""
+    return high - (high - low) * (1.0 - share) if share >= 0.5 else low + (high - low) * share
+
+
+@numba.njit(cache=True, nogil=True)
+def _edges_of_sorted(ranked, shares, edges):
+    last = len(ranked) - 1
+    for i in range(len(shares)):
+        position = last * shares[i]
+        lower: int = min(int(np.floor(position)), last)
+        edges[i] = _between(ranked[lower], ranked[min(lower + 1, last)], position - np.floor(position))
+
+
+@numba.njit(cache=True, nogil=True)
+def _edges_of_table(table, highest, n, shares, edges):
+    """As :func:`_edges_of_sorted`, from the number of entries with the count ``c`` in ``table[c + 1]``."""
+    last = n - 1
+    count = 0
+    upto = table[1]  # entries with at most `count`
+    above = 0
+    for i in range(len(shares)):
+        position = last * shares[i]
+        lower: int = min(int(np.floor(position)), last)
+        while upto <= lower:
+            count += 1
+            upto += table[count + 1]
+        above = count
+        reach = upto
+        while reach <= min(lower + 1, last):
+            above += 1
+            reach += table[above + 1]
+        edges[i] = _between(np.float64(count), np.float64(above), position - np.floor(position))
+
+
+@numba.njit(cache=True, nogil=True)
+def _digitize_table(highest, edges, below_of, reached_of):
+    below, reached = 0, 0
+    for count in range(highest + 1):
+        while below < len(edges) and edges[below] < count:
+            below += 1
+        while reached < len(edges) and edges[reached] <= count:
+            reached += 1
+        below_of[count] = below
+        reached_of[count] = reached
+
 
 _STREAM = 0x62696E73  # "bins": its random numbers are others than those of masks, samples and views
 

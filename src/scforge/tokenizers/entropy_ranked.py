@@ -12,11 +12,8 @@ from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
-from scforge.tokenizers._expression import MEMO, kept_indptr, log1p_in_place
-from scforge.tokenizers._sorting import make_scratch, sort_descending
-from scforge.tokenizers.base import Tokenizer
-from scforge.tokenizers.batch import RaggedTokens
-from scforge.tokenizers.registry import register_tokenizer
+from scforge.tokenizers._expression import MEMO, kept_indptr, log1p_in_place, make_scratch, sort_descending
+from scforge.tokenizers.base import RaggedTokens, Tokenizer, register_tokenizer
 
 __all__ = ["EntropyRankedTokenizer", "serialisation_weights"]
 

@@ -1,26 +1,244 @@
-"""Genes whose identity is a pretrained vector, as TranscriptFormer, UCE and scGenePT present them."""
+"""The tokenizer of cells whose genes have vectors from elsewhere, such as text or protein embeddings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import logging
+import os
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 
 from scforge._checks import check_bool
 from scforge.data.cells import CellBlock
-from scforge.data.vocab import GeneVocab
-from scforge.errors import OptionError
-from scforge.tokenizers._gene_table import match_vectors, read_table
-from scforge.tokenizers.batch import RaggedTokens
+from scforge.data.vocab import GeneVocab, id_kind
+from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, first_line, listing, warn
+from scforge.tokenizers.base import RaggedTokens, register_tokenizer
 from scforge.tokenizers.continuous_projection import ContinuousProjectionTokenizer
-from scforge.tokenizers.registry import register_tokenizer
 
 if TYPE_CHECKING:
-    from scforge.tokenizers._gene_table import GeneTable
+    import pandas as pd
 
-__all__ = ["GeneEmbeddingTokenizer"]
+logger = logging.getLogger("scforge")
+
+type GeneTable = str | os.PathLike[str] | pd.DataFrame | Mapping[str, Any]
+"""A file, a data frame indexed by gene name, or a dictionary from gene name to vector."""
+
+_FEW = 0.5
+"""Share of the vocabulary below which a warning is given."""
+
+
+def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
+    """Return the gene names and the vectors of a table, float32, shape (N, D).
+
+    Raises
+    ------
+    OptionError
+        If `table` is none of the kinds that can be read.
+    MissingFileError
+        If the file does not exist.
+    DataError
+        If the content is not a table of finite numbers with a name for each row.
+    """
+    import pandas as pd
+
+    if isinstance(table, pd.DataFrame):
+        return _checked(*_of_frame(table, "table"), "table")
+    if isinstance(table, Mapping):
+        return _checked(list(table), _stack(list(table), list(table.values()), "table"), "table")
+    if not isinstance(table, str | os.PathLike):
+        raise OptionError(
+            f"table is of type {type(table).__name__!r}; pass a file, a data frame indexed by gene name, or a dict."
+        )
+    path, where = Path(table), f"table={str(table)!r}"
+    if path.suffix not in _READERS:
+        raise OptionError(f"{where} is of no known format; save the vectors as {' or '.join(_READERS)}.")
+    if not path.is_file():
+        raise MissingFileError(f"{where} does not exist; give the file with the gene vectors.")
+    return _checked(*_READERS[path.suffix](path, where), where)
+
+
+def match_vectors(names: Sequence[str], vectors: np.ndarray, vocab: GeneVocab) -> np.ndarray:
+    """Return the vector of each token, float32, shape (V, D), with rows of NaN for tokens without one.
+
+    Parameters
+    ----------
+    names
+        Name of the gene of each row: Ensembl ids, with or without version, or symbols.
+    vectors
+        Shape (N, D).
+    vocab
+        The genes.
+
+    Raises
+    ------
+    GeneMismatchError
+        If no name is a gene of the vocabulary.
+    DataError
+        If rows of one gene differ, or all genes have the same vector.
+    """
+    genes = vocab.gene_indices(names)
+    found = np.flatnonzero(genes >= 0)
+    if not len(found):
+        raise GeneMismatchError(
+            f"table has none of the {vocab.n_genes} genes of the vocabulary: it holds {id_kind(names)} such as "
+            f"{listing(names[:2])}, the vocabulary {vocab.kind} such as {listing(vocab.genes[:2])}; "
+            "name the genes alike."
+        )
+    tokens = genes[found] + vocab.n_special
+    matched = np.full((len(vocab), vectors.shape[1]), np.nan, dtype=np.float32)
+    matched[tokens] = vectors[found]
+    differs = (matched[tokens] != vectors[found]).any(axis=1)
+    if differs.any():
+        gene = genes[found][differs][0]
+        rows = [names[row] for row in found[genes[found] == gene]]
+        raise DataError(
+            f"table has several vectors for the gene {vocab.genes[gene]!r}, in the rows {listing(rows)}; keep one."
+        )
+    known = matched[np.unique(tokens)]
+    if (known == known[0]).all():
+        raise DataError("table gives the same vector to all genes of the vocabulary, so it cannot tell them apart.")
+    report = f"table has vectors for {len(known):,} of the {vocab.n_genes:,} genes of the vocabulary"
+    logger.info("%s.", report)
+    if len(known) < _FEW * vocab.n_genes:
+        warn(f"{report} ({len(known) / vocab.n_genes:.0%}).")
+    return matched
+
+
+def _checked(names: Iterable[Any], vectors: np.ndarray, where: str) -> tuple[list[str], np.ndarray]:
+    genes = [str(name) for name in names]
+    vectors = np.asarray(vectors)
+    if vectors.dtype.kind not in "biuf" or vectors.ndim != 2 or not vectors.size:
+        raise DataError(
+            f"{where} holds vectors of dtype {vectors.dtype} and shape {vectors.shape}; "
+            "numbers of shape (genes, dimensions) are needed."
+        )
+    if len(genes) != len(vectors):
+        raise DataError(f"{where} has {len(genes)} gene names but {len(vectors)} vectors; give each vector its name.")
+    with np.errstate(over="ignore"):
+        vectors = vectors.astype(np.float32, copy=False)
+    bad = ~np.isfinite(vectors).all(axis=1)
+    if bad.any():
+        raise DataError(
+            f"{where} has missing or infinite numbers in the vectors of {int(bad.sum())} genes "
+            f"(first: {genes[int(bad.argmax())]!r}); leave genes without a vector out."
+        )
+    return genes, vectors
+
+
+def _stack(names: Sequence[Any], rows: Sequence[Any], where: str) -> np.ndarray:
+    """Stack one vector a gene; all must have one size."""
+    arrays = [row.detach().cpu().float().numpy() if isinstance(row, torch.Tensor) else row for row in rows]
+    try:
+        arrays = [np.asarray(array) for array in arrays]
+    except ValueError as error:  # lists in lists of unequal length
+        raise DataError(f"{where} holds something else than one vector a gene: {first_line(error)}.") from error
+    for name, array in zip(names, arrays, strict=True):
+        if array.ndim != 1:
+            what = f"{array.item()!r}" if array.ndim == 0 else f"an array of shape {array.shape}"
+            raise DataError(f"{where} has {what} for the gene {str(name)!r}; give each gene one list of numbers.")
+        if array.shape != arrays[0].shape:
+            raise DataError(
+                f"{where} has a vector of shape {array.shape} for the gene {str(name)!r}, but of shape "
+                f"{arrays[0].shape} for {str(names[0])!r}; all vectors need one size."
+            )
+    return np.stack(arrays) if arrays else np.empty((0, 0))
+
+
+def _of_npz(path: Path, where: str) -> tuple[Iterable[Any], np.ndarray]:
+    if not zipfile.is_zipfile(path):
+        raise DataError(f"{where} is not an npz file; write it with np.savez(path, genes=names, vectors=vectors).")
+    try:
+        with np.load(path, allow_pickle=False) as content:
+            if missing := [name for name in ("genes", "vectors") if name not in content.files]:
+                raise DataError(f"{where} lacks the array {missing[0]!r} (it has: {listing(content.files)})")
+            names, vectors = content["genes"], content["vectors"]
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        if isinstance(error, DataError):
+            raise
+        # Arrays of Python objects are pickles, which could run code.
+        raise DataError(
+            f"{where} cannot be read: {first_line(error)}; save the names as text with np.array(names, dtype=str)."
+        ) from error
+    if not isinstance(names, np.ndarray) or not isinstance(vectors, np.ndarray):
+        raise DataError(f"{where} does not hold arrays; write it with np.savez(path, genes=names, vectors=vectors).")
+    if names.ndim != 1 or names.dtype.kind not in "US":
+        raise DataError(
+            f"{where} has 'genes' of dtype {names.dtype} and shape {names.shape}; a list of names is needed."
+        )
+    return names.astype(str).tolist(), vectors
+
+
+def _of_parquet(path: Path, where: str) -> tuple[Iterable[Any], np.ndarray]:
+    import pandas as pd
+
+    try:
+        frame = pd.read_parquet(path)
+    except (OSError, ValueError) as error:  # pyarrow's errors are both
+        raise DataError(f"{where} cannot be read as parquet: {first_line(error)}.") from error
+    return _of_frame(frame, where)
+
+
+def _of_frame(frame: pd.DataFrame, where: str) -> tuple[Iterable[Any], np.ndarray]:
+    """Names are the index, or the one column of text; the rest are numbers, or one column of vectors."""
+    import pandas as pd
+
+    numbers = [place for place, dtype in enumerate(frame.dtypes) if dtype.kind in "biuf"]
+    others = [place for place in range(frame.shape[1]) if place not in set(numbers)]
+    nested = [place for place in others if len(frame) and isinstance(frame.iloc[0, place], list | tuple | np.ndarray)]
+    texts = [place for place in others if place not in nested]
+    indexed = not pd.api.types.is_numeric_dtype(frame.index.dtype)
+    if len(texts) + indexed != 1:
+        shown = listing([frame.columns[place] for place in texts])
+        found = f"columns without numbers ({shown}) beside the index" if indexed else f"as columns of text: {shown}"
+        raise DataError(
+            f"{where} must have gene names once, as its index or as its one column of text; it has {found}."
+        )
+    names = frame.index.to_series() if indexed else frame.iloc[:, texts[0]]
+    if names.isna().any():
+        raise DataError(f"{where} has {int(names.isna().sum())} rows without a gene name; name or drop them.")
+    if not nested:
+        return names, frame.iloc[:, numbers].to_numpy(dtype=np.float32, na_value=np.nan)
+    if len(nested) > 1 or numbers:
+        raise DataError(
+            f"{where} has the column of vectors {str(frame.columns[nested[0]])!r} beside other columns of numbers; "
+            "keep one of the two."
+        )
+    return names, _stack(names.tolist(), frame.iloc[:, nested[0]].tolist(), where)
+
+
+def _of_safetensors(path: Path, where: str) -> tuple[Iterable[Any], np.ndarray]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a dict
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{where} cannot be read as safetensors: {first_line(error)}.") from error
+    if "genes" not in metadata:
+        if any(tensor.ndim != 1 for tensor in tensors.values()):
+            raise DataError(
+                f"{where} holds a matrix but no gene names; put them as a JSON list under 'genes' into its metadata."
+            )
+        return list(tensors), _stack(list(tensors), list(tensors.values()), where)
+    try:
+        names = json.loads(metadata["genes"])
+    except ValueError as error:
+        raise DataError(
+            f"{where} has 'genes' in its metadata that are not a JSON list: {first_line(error)}."
+        ) from error
+    if not isinstance(names, list) or len(tensors) != 1:
+        raise DataError(f"{where} must hold one matrix and, in its metadata, one JSON list of the gene names.")
+    return names, next(iter(tensors.values())).float().numpy()
+
+
+_READERS = {".npz": _of_npz, ".parquet": _of_parquet, ".safetensors": _of_safetensors}
 
 
 @register_tokenizer("gene_embedding")

@@ -1,15 +1,21 @@
-"""What there is to compute on."""
+"""Devices, strategies of several processes, and compiled or checkpointed modules."""
 
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.tensor import DTensor
 
-from scforge.errors import OptionError
-
-__all__ = ["ensure_devices", "n_processes", "out_of_memory", "root_device"]
+from scforge._checks import check_bool
+from scforge.errors import OptionError, did_you_mean, listing
+from scforge.models.components.transformer import TransformerBlock, TransformerStack
 
 
 def ensure_devices(accelerator: str, devices: Any) -> None:
@@ -70,3 +76,157 @@ def root_device(accelerator: str, devices: Any) -> torch.device:
     if accelerator in ("auto", "gpu", "mps") and torch.backends.mps.is_available():
         return torch.device("mps")
     return torch.device("cpu")
+
+
+STRATEGIES = ("auto", "ddp", "fsdp")
+
+
+def make_strategy(name: str, *, n_processes: int | None) -> Any:
+    """Return what Lightning's Trainer takes as its strategy.
+
+    Parameters
+    ----------
+    name
+        ``"auto"`` (DDP if there is more than one process), ``"ddp"`` or ``"fsdp"``.
+    n_processes
+        Number of processes, or None if it is not known yet.
+
+    Raises
+    ------
+    OptionError
+        If `name` is not known.
+    """
+    if name not in STRATEGIES:
+        raise OptionError(
+            f"strategy={name!r} is not known{did_you_mean(name, STRATEGIES)} (known: {listing(STRATEGIES)})"
+        )
+    if name == "fsdp":
+        # Each process reads other cells, so all of them are data-parallel.
+        size: Any = "auto" if n_processes is None else n_processes
+        return ModelParallelStrategy(data_parallel_size=size, tensor_parallel_size=1, save_distributed_checkpoint=False)
+    if n_processes == 1:
+        return "auto"  # there is nothing to share
+    if name == "ddp" or n_processes is not None:
+        # An embedding that a loss does not use may have parameters of its own.
+        return DDPStrategy(find_unused_parameters=True)
+    return "auto"
+
+
+def shard(module: nn.Module, mesh: Any) -> None:
+    """Shard a module over the processes of a device mesh: each layer of a transformer by itself, then the rest.
+
+    A layer is gathered just before it computes and let go right after, so that a process holds its share of the
+    parameters, gradients and optimizer states, and one whole layer at a time.
+    """
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    for part in list(module.modules()):
+        for name, parameter in list(part.named_parameters(recurse=False)):
+            if parameter.ndim == 0:  # a number cannot be shared out; one in a list can
+                setattr(part, name, nn.Parameter(parameter.detach().reshape(1), parameter.requires_grad))
+        if isinstance(part, TransformerStack):
+            # Groups of cells of like length are computed one after the other, and a process with more groups than the
+            # others would wait for them forever.
+            part.unpad = False
+    for part in module.modules():
+        if isinstance(part, TransformerBlock):
+            fully_shard(part, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    # Some objectives ask for embeddings alone, or for a latent and what is behind it.
+    for name in ("encode", "infer", "decode", "classify", "project"):
+        if hasattr(module, name):
+            register_fsdp_forward_method(module, name)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether each process has a share of the module only."""
+    return any(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+def copy_of_weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy of the weights on the CPU; of a sharded module whole ones, on the first process only.
+
+    All processes have to call it. Numbers of a sharded module are in lists of one.
+    """
+    if is_sharded(module):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return {name: value.clone() for name, value in get_model_state_dict(module, options=options).items()}
+    return {name: value.detach().cpu().clone() for name, value in module.state_dict().items()}
+
+
+@contextmanager
+def compiled(module: nn.Module, wanted: bool) -> Iterator[None]:
+    """Compile the layers of a transformer with torch.compile, or another module as a whole, if `wanted`.
+
+    Layers are alike, so that one is compiled and all use it; names of weights stay as they are.
+
+    Raises
+    ------
+    OptionError
+        If there is no compiler.
+    """
+    check_bool("compile", wanted)
+    if not wanted:
+        yield
+        return
+    on_cpu = next(module.parameters()).device.type == "cpu"
+    if on_cpu and shutil.which(os.environ.get("CXX", "g++")) is None and shutil.which("clang++") is None:
+        raise OptionError(
+            "compile=True needs a C++ compiler such as g++, and there is none; install one, or leave it out."
+        )
+    blocks = [part for part in module.modules() if isinstance(part, TransformerBlock)]
+    for block in blocks or [module]:
+        block.compile()
+    if not blocks and hasattr(module, "encode"):
+        module.encode = torch.compile(module.encode)  # some objectives ask for embeddings alone
+    try:
+        yield
+    finally:
+        for block in blocks or [module]:
+            block._compiled_call_impl = None
+        module.__dict__.pop("encode", None)
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Put back, after a trial, what a forward pass may change: random numbers, and buffers such as of batch norms."""
+    devices = [parameter.device for parameter in module.parameters()][:1]
+    cuda = [device for device in devices if device.type == "cuda"]
+    before = {name: value.detach().clone() for name, value in module.named_buffers()}
+    try:
+        with torch.random.fork_rng(devices=cuda):
+            yield
+    finally:
+        with torch.no_grad():
+            for name, value in module.named_buffers():
+                value.copy_(before[name])
+
+
+@contextmanager
+def checkpointed(module: nn.Module, wanted: bool | None) -> Iterator[None]:
+    """Compute the activations of each layer again in the backward pass, or keep them; None leaves it to the model.
+
+    Raises
+    ------
+    OptionError
+        If the architecture cannot.
+    """
+    if wanted is None:
+        yield
+        return
+    check_bool("gradient_checkpointing", wanted)
+    parts = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
+    if wanted and not parts:
+        raise OptionError(
+            f"gradient_checkpointing=True, but {type(module).__name__} cannot compute layers again; leave it out."
+        )
+    before = [part.gradient_checkpointing for part in parts]
+    for part in parts:
+        part.gradient_checkpointing = wanted
+    try:
+        yield
+    finally:
+        for part, value in zip(parts, before, strict=True):
+            part.gradient_checkpointing = value

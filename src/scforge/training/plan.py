@@ -1,23 +1,159 @@
-"""The one LightningModule: it knows modules, objectives and optimizers, and neither genes nor tokens."""
+"""The LightningModule that trains every architecture with every objective."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
-from scforge._checks import check_count, check_positive
+from scforge._checks import check_count, check_positive, check_share
 from scforge.errors import OptionError, TrainingError
-from scforge.training.layers import learning_rate_factors
-from scforge.training.means import EpochMeans
+from scforge.models.components.transformer import TransformerStack
+from scforge.training.devices import shard
 from scforge.training.objectives.base import Objective
 from scforge.training.optimizers import make_optimizer, make_schedule, warmup_length
-from scforge.training.strategies import shard
 
-__all__ = ["NotFiniteError", "TrainingPlan"]
+
+class EpochMeans:
+    """Adds figures up step by step; the sums stay on their device, so that no step waits for them."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+        self._cells = 0
+
+    def add(self, figures: dict[str, torch.Tensor], n_cells: int) -> None:
+        """Add the figures of a step, means over its `n_cells` cells, each a tensor of a shape of its own."""
+        self._cells += n_cells
+        for name, value in figures.items():
+            value = value.detach()
+            exact = torch.float32 if value.device.type == "mps" else torch.float64
+            weighed = value.to(exact) * n_cells
+            self._sums[name] = self._sums[name].to(value.device) + weighed if name in self._sums else weighed
+
+    def take(self, total: Callable[[torch.Tensor], torch.Tensor] | None = None) -> dict[str, np.ndarray]:
+        """Return the means, over the cells of all processes if `total` adds up over them, and begin anew."""
+        if not self._sums:
+            return {}
+        names = sorted(self._sums)
+        flat = [self._sums[name].flatten() for name in names]
+        sums = torch.cat([*flat, torch.full_like(flat[0][:1], self._cells)])
+        if total is not None:
+            sums = total(sums)
+        means = (sums[:-1] / sums[-1]).cpu().numpy()
+        parts = np.split(means, np.cumsum([len(one) for one in flat])[:-1])
+        shapes = [tuple(self._sums[name].shape) for name in names]
+        self._sums, self._cells = {}, 0
+        return {name: part.reshape(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums so far, JSON-safe."""
+        return {"sums": {name: value.tolist() for name, value in self._sums.items()}, "cells": self._cells}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with sums."""
+        self._sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in state["sums"].items()}
+        self._cells = int(state["cells"])
+
+
+def layer_groups(module: nn.Module) -> list[list[nn.Parameter]]:
+    """Return the parameters of each layer, from the input to the output.
+
+    With transformer layers: the embeddings and whatever else stands before the first layer, each layer of the first
+    stack, and what stands behind. Without: each part with a weight matrix and the norms before it.
+    """
+    stack = next((part for part in module.modules() if isinstance(part, TransformerStack)), None)
+    groups: list[list[nn.Parameter]] = [[]]
+    if stack is not None:
+        of_layer = {id(p): number for number, layer in enumerate(stack.layers) for p in layer.parameters()}
+        groups = [[] for _ in range(len(stack.layers) + 2)]
+        seen = False
+        for parameter in module.parameters():
+            number = of_layer.get(id(parameter))
+            seen = seen or number is not None
+            beside = len(groups) - 1 if seen else 0
+            groups[beside if number is None else number + 1].append(parameter)
+        return groups
+    complete = False
+    for part in module.modules():
+        own = list(part.parameters(recurse=False))
+        if own and complete:
+            groups.append([])
+            complete = False
+        groups[-1] += own
+        complete = complete or any(parameter.ndim > 1 for parameter in own)
+    return groups
+
+
+def freeze_layers(module: nn.Module, n_layers: int) -> None:
+    """Freeze the embeddings and the first `n_layers` layers.
+
+    Raises
+    ------
+    OptionError
+        If there are fewer layers.
+    """
+    groups = layer_groups(module)
+    check_count("freeze", n_layers, "layers")
+    if n_layers > len(groups) - 2:
+        raise OptionError(
+            f"freeze={n_layers} but there are {len(groups) - 2} layers; freeze fewer, or all of the encoder with "
+            "freeze=True."
+        )
+    for group in groups[: n_layers + 1]:
+        for parameter in group:
+            parameter.requires_grad_(False)
+
+
+def learning_rate_factors(module: nn.Module, decay: float | None) -> dict[int, float]:
+    """Return the factor of the learning rate of each parameter, by its ``id``: `decay` for each layer below the top.
+
+    Discriminative learning rates, as in Howard and Ruder (2018).
+    """
+    if decay is None:
+        return {}
+    check_share("layer_lr_decay", decay)
+    if not decay:
+        raise OptionError("layer_lr_decay=0 would train the top layer alone; freeze the encoder for that.")
+    groups = layer_groups(module)
+    top = len(groups) - 1
+    return {id(p): decay ** (top - number) for number, group in enumerate(groups) for p in group}
+
+
+class GradualUnfreezing(Callback):
+    """Trains the top layer first, and one more layer below it every few epochs (Howard and Ruder, 2018).
+
+    A layer whose turn has not come loses its gradient right before a step, so that processes that share a training need
+    not agree on anything, and a training that goes on needs no memory of this.
+
+    Parameters
+    ----------
+    every_n_epochs
+        Epochs between two layers.
+    """
+
+    def __init__(self, every_n_epochs: int) -> None:
+        check_count("gradual_unfreezing", every_n_epochs, "epochs")
+        self.every_n_epochs = every_n_epochs
+
+    def on_before_optimizer_step(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Drop the gradients of layers whose turn has not come."""
+        groups = layer_groups(pl_module.module)
+        n_trained = 1 + trainer.current_epoch // self.every_n_epochs
+        for group in groups[: max(0, len(groups) - n_trained)]:
+            for parameter in group:
+                parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: what is trained depends on the epoch alone."""
+        return {}
 
 
 class NotFiniteError(TrainingError):
@@ -46,7 +182,7 @@ class TrainingPlan(lightning.LightningModule):
     schedule, warmup_steps
         See :func:`scforge.training.optimizers.make_schedule`.
     layer_lr_decay
-        See :func:`scforge.training.layers.learning_rate_factors`; None gives all layers the same learning rate.
+        See :func:`scforge.training.plan.learning_rate_factors`; None gives all layers the same learning rate.
 
     Attributes
     ----------

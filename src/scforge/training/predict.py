@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from scforge.data.cells import CellBlock, Cells
-from scforge.data.order import CellOrder
+from scforge.data.sampling import CellOrder
 from scforge.errors import OptionError, TrainingError
 from scforge.models._utils import evaluating
 from scforge.tokenizers.base import Tokenizer
-from scforge.training.loading import BatchLoader
+from scforge.training.datamodule import BatchLoader
 from scforge.training.objectives.base import Objective
 
 __all__ = ["embed", "run_over"]

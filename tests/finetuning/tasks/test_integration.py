@@ -12,12 +12,11 @@ from sklearn.neighbors import NearestNeighbors
 
 from scforge.errors import DataError, OptionError
 from scforge.estimators import Encoder
-from scforge.eval.without_batches import BATCH, BIO, integration_baselines
+from scforge.eval.scib import BATCH, BIO, integration_baselines
 from scforge.finetuning import get_task
-from scforge.finetuning.tasks._integration_head import IntegrationHead
-from scforge.finetuning.tasks._integration_losses import align, negative_binomial
+from scforge.finetuning.tasks.integration import IntegrationHead, align, negative_binomial
 from scforge.models.components import SIGReg
-from scforge.models.components.count_losses import count_loss
+from scforge.models.components.heads import count_loss
 
 QUIET = {"progress_bar": False, "accelerator": "cpu", "num_threads": 0}
 
@@ -171,7 +170,7 @@ def test_the_decoder_takes_over_a_reference():
 @pytest.mark.slow
 def test_evaluation(integrated, monkeypatch):
     monkeypatch.setattr(
-        "scforge.finetuning.tasks._integration_scores.integration_baselines",
+        "scforge.finetuning.tasks.integration.integration_baselines",
         lambda adata, key, seed: {"pca": adata.X.toarray()[:, :40]},
     )
     table = integrated.evaluate()

@@ -11,7 +11,7 @@ from scforge.data import GeneVocab
 from scforge.errors import DataError, OptionError
 from scforge.finetuning import get_task
 from scforge.finetuning.splits import Split
-from scforge.finetuning.tasks import _perturbation_report as report
+from scforge.finetuning.tasks import perturbation as report
 from scforge.models import Encoder
 
 GENES = [f"gene{i}" for i in range(30)]

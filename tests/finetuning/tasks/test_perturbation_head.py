@@ -7,8 +7,7 @@ from torch import nn
 
 from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
-from scforge.finetuning.tasks._perturbation_fit import Observed, _left_out, fit_linear
-from scforge.finetuning.tasks._perturbation_head import gene_features, gene_table
+from scforge.finetuning.tasks._perturbation_model import Observed, _left_out, fit_linear, gene_features, gene_table
 from scforge.models import get_model, list_models
 from scforge.models.components import GeneVectorEmbedding
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from scforge.errors import ScforgeWarning
-from scforge.training.means import EpochMeans
-from scforge.training.objectives._collapse import geometry, geometry_moments, warn_of_collapse
+from scforge.training.objectives._views import geometry, geometry_moments, warn_of_collapse
+from scforge.training.plan import EpochMeans
 
 
 def of_steps(*steps: torch.Tensor) -> dict[str, float]:

@@ -14,7 +14,7 @@ from scforge.data.cells import CellBlock, Cells
 from scforge.errors import OptionError, TrainingError
 from scforge.finetuning.base import Task, register_task, with_adapters
 from scforge.finetuning.labels import check_key
-from scforge.finetuning.tasks._integration_head import Unchanged
+from scforge.finetuning.tasks.integration import Unchanged
 from scforge.models.scdiva_parts import batch_vectors
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective, TrainingDefaults
@@ -22,7 +22,7 @@ from scforge.training.objectives.base import Objective, TrainingDefaults
 if TYPE_CHECKING:
     from anndata import AnnData
 
-    from scforge.finetuning.context import Evaluated, EvaluationContext, Predictor
+    from scforge.finetuning.base import Evaluated, EvaluationContext, Predictor
 
 __all__ = ["Adaptation"]
 

@@ -1,7 +1,4 @@
-"""Annotation: one class a cell, such as its type.
-
-Shapes: B cells of a batch, N cells, C classes, D dimensions.
-"""
+"""Annotate cell types: train a classifier, calibrate, predict and score it."""
 
 from __future__ import annotations
 
@@ -9,34 +6,270 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from scforge._checks import check_bool, check_positive, check_share
+from scforge.data.cells import column_of
 from scforge.data.checks import names_each_cell
 from scforge.errors import DataError, OptionError, TrainingError, listing, warn
-from scforge.finetuning.base import Task, register_task
-from scforge.finetuning.calibration import CalibratedHead, fit_temperature
-from scforge.finetuning.heads import check_head
-from scforge.finetuning.labels import UNLABELLED, check_classes, check_key, codes_of, text_labels
-from scforge.finetuning.metrics import confusion_figures
-from scforge.finetuning.probing import fit_logistic, probe
+from scforge.eval.baselines import classification_baselines
+from scforge.finetuning.base import Evaluated, Task, register_task
+from scforge.finetuning.baselines import baseline_inputs
+from scforge.finetuning.heads import (
+    CalibratedHead,
+    check_head,
+    fit_logistic,
+    fit_temperature,
+    normalised_entropy,
+    probabilities_of,
+    probe,
+)
+from scforge.finetuning.labels import (
+    UNKNOWN,
+    UNLABELLED,
+    check_classes,
+    check_key,
+    codes_of,
+    text_labels,
+    write_probabilities,
+)
+from scforge.finetuning.metrics import calibration_error, class_table, confusion_figures, confusion_of
 from scforge.finetuning.splits import Split, warn_of_unlearned
-from scforge.finetuning.tasks._annotation_scores import evaluate_classes
-from scforge.finetuning.tasks._annotation_writing import predict_classes
 from scforge.training.objectives.base import TrainingDefaults
 
 if TYPE_CHECKING:
-    import pandas as pd
     from anndata import AnnData
 
     from scforge.data.cells import Cells, CellSource
-    from scforge.finetuning.context import Evaluated, EvaluationContext, Predictor
-    from scforge.finetuning.module import FineTunedModule
+    from scforge.finetuning.base import EvaluationContext, Predictor
+    from scforge.finetuning.heads import FineTunedModule
     from scforge.tokenizers.base import Tokenizer
 
-__all__ = ["Annotation"]
+
+HETEROGENEOUS = "Heterogeneous"
+"""What cells of a cluster are called of which no label has the share that was asked for."""
+
+_RESOLUTIONS = ((5_000, 5.0), (20_000, 10.0), (40_000, 15.0), (100_000, 20.0), (200_000, 25.0))
+_N_NEIGHBORS = 15
+
+
+def resolution_for(n_cells: int) -> float:
+    """Return the resolution that CellTypist (1.7) clusters so many cells with.
+
+    Examples
+    --------
+    >>> [resolution_for(n) for n in (4_999, 5_000, 1_000_000)]
+    [5.0, 10.0, 30.0]
+    """
+    return next((resolution for limit, resolution in _RESOLUTIONS if n_cells < limit), 30.0)
+
+
+def over_cluster(embedding: np.ndarray, *, resolution: float | None = None, seed: int = 0) -> np.ndarray:
+    """Return many small Leiden clusters of cells, as text, shape (N,).
+
+    Parameters
+    ----------
+    embedding
+        Shape (N, D).
+    resolution
+        Of Leiden; None takes that of :func:`resolution_for`.
+    seed
+        Seed of the neighbours and of Leiden.
+    """
+    import anndata
+    import scanpy as sc
+
+    n_cells = len(embedding)
+    if n_cells < 3:  # no graph
+        return np.array([str(i) for i in range(n_cells)])
+    cells = anndata.AnnData(obs=pd.DataFrame(index=[str(i) for i in range(n_cells)]), obsm={"X": embedding})
+    sc.pp.neighbors(cells, n_neighbors=min(_N_NEIGHBORS, n_cells - 1), use_rep="X", random_state=seed)
+    sc.tl.leiden(
+        cells,
+        resolution=resolution_for(n_cells) if resolution is None else resolution,
+        flavor="igraph",
+        n_iterations=2,
+        directed=False,
+        random_state=seed,
+    )
+    return np.asarray(cells.obs["leiden"], dtype=object).astype(str)
+
+
+def majority_vote(labels: np.ndarray, clusters: pd.Series | np.ndarray, *, min_share: float = 0.0) -> np.ndarray:
+    """Return for each cell the label that most cells of its cluster have, as text, shape (N,).
+
+    The rule of CellTypist's ``majority_vote``: of equally frequent labels the first by name, and "Heterogeneous" where
+    the most frequent label has less than `min_share` of the cluster.
+
+    Parameters
+    ----------
+    labels
+        Label of each cell, shape (N,).
+    clusters
+        Cluster of each cell, shape (N,).
+    min_share
+        In [0, 1]; 0 gives every cluster a label.
+
+    Raises
+    ------
+    DataError
+        If a cell has no cluster.
+
+    Examples
+    --------
+    >>> majority_vote(np.array(["B", "B", "T", "T"]), np.array([0, 0, 0, 1])).tolist()
+    ['B', 'B', 'B', 'T']
+    """
+    check_share("min_share", min_share)
+    codes, names = pd.factorize(clusters)
+    if (codes < 0).any():
+        raise DataError(
+            f"majority_voting: {int((codes < 0).sum())} of {len(codes)} cells have no cluster; give them one."
+        )
+    label_codes, label_names = pd.factorize(np.asarray(labels, dtype=object), sort=True)
+    votes = np.zeros((len(names), len(label_names)), dtype=np.int64)
+    np.add.at(votes, (codes, label_codes), 1)
+    winners = np.asarray(label_names, dtype=object)[votes.argmax(axis=1)]
+    shares = votes.max(axis=1) / votes.sum(axis=1)
+    winners[shares < min_share] = HETEROGENEOUS
+    return winners[codes].astype(str)
+
+
+UNASSIGNED = "unassigned"
+"""What cells are called whose confidence is below the threshold."""
+
+
+def class_probabilities(predictor: Predictor, rows: np.ndarray | None = None) -> np.ndarray:
+    """Return calibrated probabilities of each class, float64, shape (N, C)."""
+    temperature = float(predictor.module.head.temperature)
+    return probabilities_of(predictor.outputs(rows), temperature)
+
+
+def predict_classes(
+    task: Annotation,
+    predictor: Predictor,
+    adata: AnnData | None,
+    *,
+    key_added: str | None,
+    soft: bool,
+    threshold: float | None,
+    majority_voting: bool | str,
+    min_share: float,
+) -> pd.DataFrame:
+    """See :meth:`scforge.finetuning.tasks.annotation.Annotation.predict`."""
+    check_bool("soft", soft)
+    if threshold is not None:
+        check_share("threshold", threshold)
+    if not isinstance(majority_voting, bool | str):
+        raise OptionError(
+            f"majority_voting={majority_voting!r} is neither True, False nor the name of a column of obs."
+        )
+    check_share("min_share", min_share)
+    clusters = _clusters_given(predictor, adata, majority_voting)
+    if threshold is not None and float(predictor.module.head.temperature) == 1.0:
+        warn(
+            f"threshold={threshold}: the confidence of this model is not calibrated: it had no validation cells "
+            "or is a state of its training, and may be too high; use what finetune returned, with validation_size > 0."
+        )
+    probabilities = class_probabilities(predictor)
+    names = np.array(task.known_classes, dtype=object)
+    labels, confidence = names[probabilities.argmax(axis=1)], probabilities.max(axis=1)
+    categories = list(task.known_classes)
+    if threshold is not None:
+        labels[confidence < threshold] = UNASSIGNED
+        categories += [UNASSIGNED] * (UNASSIGNED not in categories)
+    index = pd.RangeIndex(len(labels)) if adata is None else adata.obs_names
+    found = pd.DataFrame(
+        {
+            "label": pd.Categorical(labels, categories=categories),
+            "confidence": confidence.astype(np.float32),
+            "entropy": normalised_entropy(probabilities).astype(np.float32),
+        },
+        index=index,
+    )
+    if majority_voting is not False:
+        if clusters is None:
+            clusters = over_cluster(predictor.embedding())
+        voted = majority_vote(labels, clusters, min_share=min_share)
+        more = [HETEROGENEOUS] * (min_share > 0 and HETEROGENEOUS not in categories)
+        found["voted"] = pd.Categorical(voted, categories=[*categories, *more])
+    table = pd.DataFrame(probabilities.astype(np.float32), index=index, columns=task.known_classes)
+    if adata is not None:
+        _write(adata, found, f"scforge_{task.labels_key}", key_added)
+        if soft:
+            write_probabilities(adata, key_added or f"scforge_{task.labels_key}", table)
+    return table if soft else found
+
+
+def _clusters_given(predictor: Predictor, adata: AnnData | None, majority_voting: bool | str) -> pd.Series | None:
+    if isinstance(majority_voting, bool):
+        return None
+    if adata is not None:
+        return column_of(adata.obs, majority_voting)
+    return predictor.cells.column(majority_voting)
+
+
+def _write(adata: AnnData, found: pd.DataFrame, usual: str, key_added: str | None) -> None:
+    key = key_added or usual
+    for name in found:
+        adata.obs[key if name == "label" else f"{key}_{name}"] = found[name]
+    if key_added is None:
+        for name in ("confidence", "entropy"):  # of the latest annotator, which may be one of several
+            adata.obs[f"scforge_{name}"] = found[name]
+
+
+def evaluate_classes(task: Annotation, context: EvaluationContext) -> Evaluated:
+    """See :meth:`scforge.finetuning.tasks.annotation.Annotation.evaluate`."""
+    column = context.cells.column(task.labels_key).iloc[context.rows]
+    codes = task.codes_of(column)
+    rows, truth = context.rows[codes >= 0], codes[codes >= 0]
+    if not len(rows):
+        raise DataError(
+            f"labels_key={task.labels_key!r} has no label that the model knows among the {len(codes)} scored cells "
+            f"(it knows: {listing(task.known_classes)}); rename the labels of the data."
+        )
+    methods = {"scforge": class_probabilities(context.predictor, rows)}
+    inputs = baseline_inputs(context, rows)
+    if inputs is not None:
+        assert context.train_cells is not None
+        training = task.codes_of(context.train_cells.column(task.labels_key).iloc[inputs.rows])
+        methods |= classification_baselines(inputs, training, len(task.known_classes))
+    counts = {
+        "n_scored": len(rows),
+        "n_unknown_label": int((codes == UNKNOWN).sum()),
+        "n_unlabelled": int((codes == UNLABELLED).sum()),
+    }
+    table = {name: {**_figures(truth, found), **counts} for name, found in methods.items()}
+    confusion = confusion_of(truth, methods["scforge"].argmax(axis=1), len(task.known_classes))
+    names = pd.Index(task.known_classes, name=task.labels_key)
+    return Evaluated(
+        pd.DataFrame.from_dict(table, orient="index").rename_axis("method"),
+        {
+            "per_class": pd.DataFrame(class_table(confusion), index=names),
+            "confusion": _pairs(confusion, task.known_classes),
+        },
+    )
+
+
+def _pairs(confusion: np.ndarray, classes: list[str]) -> pd.DataFrame:
+    """Return a confusion matrix as a table that an h5ad file takes: names of classes may hold a slash."""
+    names = np.array(classes, dtype=object)
+    n_classes = len(names)
+    return pd.DataFrame(
+        {"label": np.repeat(names, n_classes), "predicted": np.tile(names, n_classes), "n_cells": confusion.ravel()}
+    )
+
+
+def _figures(truth: np.ndarray, probabilities: np.ndarray) -> dict[str, float]:
+    predicted = probabilities.argmax(axis=1)
+    return {
+        **confusion_figures(confusion_of(truth, predicted, probabilities.shape[1])),
+        "calibration_error": calibration_error(probabilities.max(axis=1), predicted == truth),
+    }
+
 
 BALANCED = "balanced"
 _MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "")
@@ -318,7 +551,7 @@ class Annotation(Task):
         Figures: ``accuracy``, ``balanced_accuracy``, ``macro_f1``, ``weighted_f1``, and ``calibration_error`` (expected
         calibration error of the confidence, 15 bins). Tables: ``per_class`` (precision, recall, F1 and support) and
         ``confusion`` (the number of cells of each label and prediction, one row a pair). Baselines: see
-        :func:`scforge.eval.prediction_baselines.classification_baselines`, and ``frozen_embedding``, the logistic
+        :func:`scforge.eval.baselines.classification_baselines`, and ``frozen_embedding``, the logistic
         regression on the embedding of the model before fine-tuning.
 
         Raises

@@ -1,37 +1,268 @@
-"""Integration: an embedding in which batches agree and biology stays.
-
-Shapes: B cells, D dimensions, G genes.
-"""
+"""Integrate batches: adversarial and distance losses that remove batch effects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pandas as pd
 import torch
+from scipy import sparse
 from torch import nn
+from torch.nn import functional as F
 
 from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource
-from scforge.data.thinning import thin
-from scforge.errors import DataError, OptionError, TrainingError
-from scforge.finetuning.base import Task, register_task
+from scforge.errors import DataError, ModelFileError, OptionError, TrainingError, listing, warn
+from scforge.eval.scib import integration_baselines, integration_scores
+from scforge.finetuning.base import Evaluated, Task, register_task
+from scforge.finetuning.baselines import FROZEN
 from scforge.finetuning.labels import check_classes, check_key, codes_of, text_labels
-from scforge.finetuning.tasks._integration_head import IntegrationHead
-from scforge.finetuning.tasks._integration_losses import align, negative_binomial
-from scforge.finetuning.tasks._integration_scores import evaluate_integration
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
+from scforge.training.objectives._views import thin
 from scforge.training.objectives.base import TrainingDefaults
 
 if TYPE_CHECKING:
-    import pandas as pd
     from anndata import AnnData
 
-    from scforge.finetuning.context import Evaluated, EvaluationContext, Predictor
+    from scforge.finetuning.base import EvaluationContext, Predictor
 
-__all__ = ["Integration"]
+
+_NOTHING = -30.0
+"""Logit of a token that no cell has: its share is nothing in 32 bits."""
+
+
+class Unchanged(nn.Module):
+    """Passes embeddings on."""
+
+    def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any] | None = None) -> torch.Tensor:
+        """Return the embeddings, shape (B, D)."""
+        return embeddings
+
+
+class IntegrationHead(nn.Module):
+    """A decoder of expression that is told the batch of a cell, so that the embedding need not tell it.
+
+    The share of gene g in the counts of a cell of batch e is ``softmax(W GELU(LayerNorm(A z + b_e)))_g``, and its
+    counts are negative binomial around share times library size, with one dispersion a gene (as in scVI, Lopez et al.
+    2018, Nature Methods 15, 1053).
+
+    Parameters
+    ----------
+    n_latent, n_tokens
+        Dimensions D and size V of the vocabulary.
+    n_batches
+        Number of batches E.
+    n_reference
+        Train nothing but the vectors of the batches behind so many first ones, which with the rest of the decoder stay
+        as they are; None trains all.
+    hidden_dim
+        Width H of the decoder.
+    """
+
+    def __init__(
+        self,
+        n_latent: int,
+        n_tokens: int,
+        n_batches: int,
+        *,
+        n_reference: int | None = None,
+        hidden_dim: int = 128,
+    ) -> None:
+        super().__init__()
+        n_fixed = 0 if n_reference is None else n_reference
+        self.inner = nn.Linear(n_latent, hidden_dim)
+        self.norm = nn.LayerNorm(hidden_dim)
+        self.out = nn.Linear(hidden_dim, n_tokens)
+        self.log_dispersion = nn.Parameter(torch.zeros(n_tokens))
+        self.fixed_batches = nn.Parameter(0.1 * torch.randn(n_fixed, hidden_dim))
+        self.batches = nn.Parameter(0.1 * torch.randn(n_batches - n_fixed, hidden_dim))
+        if n_reference is not None:
+            self.requires_grad_(False)
+            self.batches.requires_grad_(True)
+
+    @torch.no_grad()
+    def start_at(self, counts: np.ndarray, n_special: int) -> None:
+        """Start at the shares of the genes in all counts, shape (V - n_special,), whatever the embedding."""
+        shares = (counts + 0.1) / (counts + 0.1).sum()
+        self.out.bias.copy_(torch.from_numpy(np.concatenate([np.full(n_special, _NOTHING), np.log(shares)])))
+        self.out.weight.mul_(0.1)
+
+    @torch.no_grad()
+    def take_over(self, reference: IntegrationHead, names: Sequence[str]) -> None:
+        """Take the decoder of a reference; new batches start at the mean of its batches `names`."""
+        vectors = reference.batch_vectors()
+        if len(vectors) != len(names) or len(self.fixed_batches) != len(names):
+            raise ModelFileError(f"the decoder of the reference model does not have the batches {listing(names)}.")
+        state = {
+            name: value
+            for name, value in reference.state_dict().items()
+            if not name.startswith(("batches", "fixed_batches"))
+        }
+        own = {name: value for name, value in self.state_dict().items() if name not in state}
+        self.load_state_dict({**own, **state})
+        self.fixed_batches.copy_(vectors)
+        self.batches.copy_(vectors.mean(dim=0).expand_as(self.batches))
+
+    def batch_vectors(self) -> torch.Tensor:
+        """Return the vector of each batch, shape (E, H)."""
+        return torch.cat([self.fixed_batches, self.batches])
+
+    def decode(self, embeddings: torch.Tensor, codes: torch.Tensor) -> torch.Tensor:
+        """Return the logit of the share of each token, shape (B, V).
+
+        Parameters
+        ----------
+        embeddings
+            Shape (B, D).
+        codes
+            Batch of each cell, int64, shape (B,); -1 for one that is not known, which takes the mean of all batches.
+        """
+        vectors = self.batch_vectors()
+        # The code -1 finds the mean at the end.
+        vectors = torch.cat([vectors, vectors.mean(dim=0, keepdim=True)])
+        return self.out(F.gelu(self.norm(self.inner(embeddings) + vectors[codes])))
+
+    def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any] | None = None) -> torch.Tensor:
+        """Return the expression of each cell as the mean batch would show it, log1p CP10K, shape (B, V)."""
+        codes = torch.full((len(embeddings),), -1, dtype=torch.int64, device=embeddings.device)
+        return (1e4 * self.decode(embeddings, codes).float().softmax(dim=-1)).log1p()
+
+
+_FEWEST_CELLS = 8
+"""Cells of a batch in a step under which its distribution is not looked at."""
+
+_LOG_DISPERSIONS = (-7.0, 9.0)
+
+
+def align(sigreg: SIGReg, z_bd: torch.Tensor, codes: torch.Tensor, n_batches: int, *, fresh: bool) -> torch.Tensor:
+    """Return SIGReg within each batch, so that all batches are pulled onto the same Gaussian, scalar.
+
+    Parameters
+    ----------
+    sigreg
+        The statistic.
+    z_bd
+        Embeddings, shape (B, D).
+    codes
+        Batch of each cell, int64, shape (B,); cells of the code -1 are taken together as one more batch.
+    n_batches
+        Number of batches E.
+    fresh
+        Take new directions, in place of the same ones each time.
+
+    Returns
+    -------
+    Mean over batches, weighted by their cells; batches of fewer than 8 cells in this step do not count.
+    """
+    generator = None if fresh else torch.Generator().manual_seed(0)
+    noise = torch.randn(z_bd.shape[-1], sigreg.slices, generator=generator).to(z_bd.device)
+    member_be = F.one_hot(torch.where(codes < 0, n_batches, codes), n_batches + 1).to(torch.float32)
+    sizes = member_be.sum(dim=0)
+    statistic_e = sigreg.of_groups(z_bd, noise, (member_be / sizes.clamp_min(1.0)).T)
+    weights = sizes * (sizes >= _FEWEST_CELLS)
+    return (statistic_e * weights).sum() / weights.sum().clamp_min(1.0)
+
+
+def negative_binomial(
+    logits: torch.Tensor, counts: torch.Tensor, log_dispersion: torch.Tensor, measured: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the mean negative log-likelihood of a count, up to what does not depend on the model, scalar.
+
+    With m = share times library size and r the dispersion: ``(y + r) log(r + m) - r log r - y log m + lgamma(r) -
+    lgamma(y + r)`` (Lopez et al. 2018).
+
+    Parameters
+    ----------
+    logits
+        Logit of the share of each gene, shape (B, G).
+    counts
+        Shape (B, G).
+    log_dispersion
+        Logarithm of r, shape (G,).
+    measured
+        Genes that the data have, bool, shape (G,); the others have no share, and do not count. None: all.
+    """
+    logits = logits.float()
+    if measured is not None:
+        logits = logits.masked_fill(~measured, -torch.inf)
+    library = counts.sum(dim=-1, keepdim=True).clamp_min(1.0)
+    # The logarithm of nothing would be minus infinity times a count of 0.
+    log_mean = (logits.log_softmax(dim=-1) + library.log()).clamp_min(-30.0)
+    r = log_dispersion.clamp(*_LOG_DISPERSIONS).exp()
+    per_count = torch.lgamma(r) - torch.lgamma(counts + r) - r * r.log()
+    loss = (counts + r) * (r + log_mean.exp()).log() - counts * log_mean + per_count
+    return loss.mean() if measured is None else (loss * measured).mean() * (len(measured) / measured.sum().clamp_min(1))
+
+
+def evaluate_integration(task: Integration, context: EvaluationContext) -> Evaluated:
+    """Score how batches mix and cell types stay apart, beside PCA, Harmony, scVI and the embedding before fine-tuning.
+
+    All methods are scored on the same cells. PCA, Harmony and scVI are fitted on the training cells and the scored ones
+    together, which favors them: PCA and scVI could embed new cells, and Symphony does so for Harmony, but that is not
+    done here. Without labels, scores of biology are missing.
+
+    Figures: ``bio``, ``batch``, ``total`` and what they are means of, see
+    :func:`scforge.eval.scib.integration_scores`.
+
+    Raises
+    ------
+    OptionError
+        If no column with cell types is known.
+    DataError
+        If the scored cells are of one batch or one cell type.
+
+    Warns
+    -----
+    ScforgeWarning
+        If a baseline is missing.
+    """
+    if task.labels_key is None:
+        raise OptionError(
+            'labels_key=None, but integration is scored by cell types; pass finetune("integration", labels_key=...), '
+            "which trains without them all the same."
+        )
+    rows = context.rows
+    methods = {"scforge": context.predictor.embedding(rows)}
+    if context.base is not None:
+        methods[FROZEN] = context.base.embedding(rows)
+    if context.baselines:
+        if context.base is None:
+            warn(
+                "the model before fine-tuning is not at hand, so its embedding is missing; pass base=, the model or "
+                "its folder."
+            )
+        methods |= _baselines(task, context)
+    obs = pd.DataFrame({key: context.cells.column(key).iloc[rows] for key in (task.labels_key, task.batch_key)})
+    scores = {
+        name: integration_scores(embedding, obs, labels_key=task.labels_key, batch_key=task.batch_key)
+        for name, embedding in methods.items()
+    }
+    return Evaluated(pd.DataFrame.from_dict(scores, orient="index").rename_axis("method"))
+
+
+def _baselines(task: Integration, context: EvaluationContext) -> dict[str, np.ndarray]:
+    """Embed the scored cells by methods that were fitted on them and on the training cells."""
+    import anndata
+
+    scored, parts = context.rows, [(context.cells, context.rows)]
+    if context.train_cells is not None and context.train_rows is not None:
+        parts.append((context.train_cells, context.train_rows))
+    counts = sparse.vstack([_counts(cells, rows) for cells, rows in parts], format="csr")
+    batches = pd.concat([cells.column(task.batch_key).iloc[rows].astype(str) for cells, rows in parts])
+    names = pd.RangeIndex(len(batches)).astype(str)  # scored and training cells may have the same
+    adata = anndata.AnnData(counts, obs=pd.DataFrame({task.batch_key: batches.to_numpy()}, index=names))
+    found = integration_baselines(adata, task.batch_key, seed=context.seed)
+    return {name: embedding[: len(scored)] for name, embedding in found.items()}
+
+
+def _counts(cells: Cells, rows: np.ndarray) -> sparse.csr_matrix:
+    block = cells.block(np.asarray(rows))
+    assert cells.vocab is not None
+    return sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=(len(block), cells.vocab.n_genes))
+
 
 KEY = "X_scforge_integrated"
 _KEEP, _GENE_DROPOUT = (0.3, 1.0), (0.0, 0.4)

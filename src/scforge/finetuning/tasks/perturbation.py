@@ -1,34 +1,45 @@
-"""Perturbation: how expression changes when genes are perturbed that the model never saw perturbed.
-
-Shapes: B cells of a batch, T targets of a perturbation, V tokens, P effects (a perturbation in a context), R rank.
-"""
+"""Predict the response of cells to perturbations, and compare with baselines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
 from scforge._checks import check_count
-from scforge._constants import PAD_ID
-from scforge.errors import DataError, OptionError, TrainingError, listing
-from scforge.finetuning.base import Task, register_task
+from scforge._constants import PAD_ID, UNS_KEY
+from scforge.data.cells import Cells, choose_rows
+from scforge.errors import DataError, OptionError, TrainingError, did_you_mean, listing
+from scforge.eval.expression import Effects, effects_of, log_expression, moments
+from scforge.eval.perturbation import N_COMPONENTS, KnownEffects, WantedEffects, baseline_effects
+from scforge.eval.perturbation_metrics import (
+    METRICS,
+    calibrated,
+    comparable,
+    de_genes,
+    score_deltas,
+    technical_duplicate,
+)
+from scforge.finetuning.base import Evaluated, Task, register_task
 from scforge.finetuning.heads import check_head
 from scforge.finetuning.labels import check_key
-from scforge.finetuning.tasks._perturbation_conditions import Conditions, hold_out
-from scforge.finetuning.tasks._perturbation_data import BoundEffects
-from scforge.finetuning.tasks._perturbation_fit import Observed, blocks_of, fit_linear
-from scforge.finetuning.tasks._perturbation_head import (
+from scforge.finetuning.tasks._perturbation_model import (
     MOST_FEATURES,
+    BoundEffects,
+    Conditions,
+    Observed,
     PerturbationHead,
+    blocks_of,
+    fit_linear,
     gene_features,
     gene_table,
+    hold_out,
     table_shape,
 )
-from scforge.models._utils import check_choice
+from scforge.models._utils import check_choice, evaluating
 from scforge.training.objectives.base import TrainingDefaults
 from scforge.training.predict import embed
 
@@ -36,14 +47,399 @@ if TYPE_CHECKING:
     import pandas as pd
     from anndata import AnnData
 
-    from scforge.data.cells import CellBlock, Cells, CellSource
+    from scforge.data.cells import CellBlock, CellSource
     from scforge.data.vocab import GeneVocab
-    from scforge.finetuning.context import Evaluated, EvaluationContext, Predictor
-    from scforge.finetuning.module import FineTunedModule
+    from scforge.finetuning.base import EvaluationContext, Predictor
+    from scforge.finetuning.heads import FineTunedModule
     from scforge.finetuning.splits import Split
     from scforge.tokenizers.base import Tokenizer
 
-__all__ = ["Perturbation"]
+
+MOST_INPUTS = 2048
+"""Controls of a context that a prediction is the mean over."""
+
+
+class Pair(NamedTuple):
+    """A perturbation in a context."""
+
+    targets: tuple[str, ...]
+    context: str
+
+
+def predict_effects(
+    task: Perturbation,
+    predictor: Predictor,
+    *,
+    perturbations: Sequence[str] | None,
+    contexts: Sequence[str] | None,
+    n_cells: int | None,
+) -> AnnData:
+    """Predict mean expression under perturbations.
+
+    Parameters
+    ----------
+    task
+        The task.
+    predictor
+        The model over cells, the controls of which are its inputs.
+    perturbations
+        Names, combinations joined by `separator`; None takes those of the cells that the model was not trained on.
+    contexts
+        Names of contexts; None takes those in which the perturbations are among the cells, or if `perturbations` are
+        given, all that have controls.
+    n_cells
+        Most controls of a context that the prediction is the mean over; None takes up to 2,048.
+
+    Returns
+    -------
+    One row for each perturbation in each context, over the genes of the model: ``X``, the predicted mean log1p CP10K
+    (float32; the mean of the controls plus the effect, and not below 0), ``layers["delta"]``, the effect, ``obs`` with
+    ``perturbation``, ``context``, ``n_controls`` and ``is_seen`` (whether it was trained on), ``var`` with ``measured``
+    (whether the cells have the gene; where not, the mean of the controls is not known and ``X`` is NaN, the effect is
+    there all the same), and the units in ``uns["scforge"]["predicted"]``.
+
+    Raises
+    ------
+    OptionError
+        If a name is unknown, or there is nothing to predict.
+    DataError
+        If there are no controls, or no column that says which cells are.
+    """
+    import pandas as pd
+    from anndata import AnnData
+
+    if n_cells is not None:
+        check_count("n_cells", n_cells, "controls")
+    cells = predictor.cells
+    assert cells.vocab is not None
+    try:
+        cells.column(task.perturbation_key)
+    except DataError as error:
+        raise DataError(
+            f"perturbation_key={task.perturbation_key!r} is not a column of obs of these cells; where none of them is "
+            f"perturbed, set adata.obs[{task.perturbation_key!r}] = {task.control!r}."
+        ) from error
+    conditions = task.conditions(cells.column)
+    controls = rows_by_context(conditions, np.flatnonzero(conditions.controls))
+    pairs = _wanted(task, conditions, controls, perturbations, contexts)
+    used = {
+        name: choose_rows(len(cells), n_cells or MOST_INPUTS, rows=controls[name])
+        for name in {p.context for p in pairs}
+    }
+    deltas = effects_for(task, predictor, pairs, used)
+    means = control_means(cells, controls)
+    absolute = np.maximum(np.array([means[pair.context] for pair in pairs]) + deltas, 0.0)
+    measured = np.ones(cells.vocab.n_genes, dtype=bool) if cells.measured is None else cells.measured
+    absolute[:, ~measured] = np.nan
+    obs = pd.DataFrame(
+        {
+            "perturbation": pd.Categorical([task.name_of(pair.targets) for pair in pairs]),
+            "context": pd.Categorical([pair.context for pair in pairs]),
+            "n_controls": [len(used[pair.context]) for pair in pairs],
+            "is_seen": [task.is_seen(*pair) for pair in pairs],
+        },
+        index=[_row_name(task, pair) for pair in pairs],
+    )
+    var = pd.DataFrame({"measured": measured}, index=list(cells.vocab.genes))
+    made = AnnData(absolute.astype(np.float32), obs=obs, var=var)
+    made.layers["delta"] = deltas.astype(np.float32)
+    made.uns[UNS_KEY] = {
+        "predicted": {
+            "X": "mean of log1p of counts per 10,000",
+            "delta": "difference of X to the controls of the context",
+            "control": task.control,
+            "perturbation_key": task.perturbation_key,
+        }
+    }
+    return made
+
+
+def _row_name(task: Perturbation, pair: Pair) -> str:
+    name = task.name_of(pair.targets)
+    return name if task.context_key is None else f"{name} in {pair.context}"
+
+
+def rows_by_context(conditions: Conditions, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the rows of each context that has some."""
+    found = {name: rows[conditions.context[rows] == code] for code, name in enumerate(conditions.contexts)}
+    return {name: some for name, some in found.items() if len(some)}
+
+
+def _wanted(
+    task: Perturbation,
+    conditions: Conditions,
+    controls: Mapping[str, np.ndarray],
+    perturbations: Sequence[str] | None,
+    contexts: Sequence[str] | None,
+) -> list[Pair]:
+    """Return the effects to predict, each once."""
+    for name in contexts or ():
+        if name not in controls:
+            raise OptionError(
+                f"contexts names {name!r}, where there is no control cell{did_you_mean(name, controls)} "
+                f"(there are some in: {listing(controls)})"
+            )
+    if perturbations is None:
+        present = conditions.pairs(np.arange(len(conditions.perturbation)))
+        pairs = [Pair(task.parts(name), place) for name, where in present.items() for place in where]
+        pairs = [pair for pair in pairs if not task.is_seen(*pair) and (contexts is None or pair.context in contexts)]
+        if not pairs:
+            raise OptionError(
+                "perturbations=None, but the cells have no perturbation that the model was not trained on; name some."
+            )
+        if without := sorted({pair.context for pair in pairs} - {*controls}):
+            raise DataError(
+                f"the contexts {listing(without)} have no control cell, which a prediction begins with; add controls."
+            )
+        return pairs
+    if isinstance(perturbations, str) or not len(perturbations):
+        raise OptionError(f"perturbations={perturbations!r} is not a list of names; give e.g. ['STAT1'].")
+    targets = [task.parts(name) for name in perturbations]
+    if () in targets:
+        name = perturbations[targets.index(())]
+        raise OptionError(f"perturbations names {name!r}, which is the control; leave it out.")
+    return list(dict.fromkeys(Pair(some, place) for some in targets for place in contexts or controls))
+
+
+@torch.inference_mode()
+def effects_for(
+    task: Perturbation, predictor: Predictor, pairs: Sequence[Pair], inputs: Mapping[str, np.ndarray]
+) -> np.ndarray:
+    """Return the predicted effects, means over the inputs of the context, float64, shape (Q, G)."""
+    vocab = predictor.cells.vocab
+    assert vocab is not None
+    encoded = task.encode_targets([pair.targets for pair in pairs], vocab)
+    head: PerturbationHead = predictor.module.head
+    device = head.basis.device
+    found = np.empty((len(pairs), vocab.n_genes))
+    with evaluating(head):
+        for place in sorted({pair.context for pair in pairs}):
+            z_bd = torch.from_numpy(predictor.embedding(inputs[place])).to(device)
+            for row in (i for i, pair in enumerate(pairs) if pair.context == place):
+                given = {name: value[row : row + 1].expand(len(z_bd), -1).to(device) for name, value in encoded.items()}
+                mean = head.coefficients(z_bd, given["perturbed_tokens"], given["perturbed_targets"]).mean(dim=0)
+                found[row] = (mean @ head.basis)[vocab.n_special :].float().cpu().numpy()
+    return found
+
+
+def control_means(cells: Cells, controls: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the mean log1p CP10K of the controls of each context, float64, shape (G,)."""
+    names = sorted(controls)
+    rows = np.concatenate([controls[name] for name in names])
+    codes = np.repeat(np.arange(len(names)), [len(controls[name]) for name in names])
+    order = np.argsort(rows)
+    return dict(zip(names, moments(cells, rows[order], codes[order], len(names)).mean, strict=True))
+
+
+def evaluate_effects(task: Perturbation, context: EvaluationContext) -> Evaluated:
+    """Score effects of perturbations that the model was not trained on, on means of their cells.
+
+    The controls among the scored cells are what effects are measured against; the other controls of the same data are
+    the inputs of the model. Where a context has no others, half of its controls are inputs.
+
+    Returns
+    -------
+    The mean of each metric of :func:`~scforge.eval.perturbation_metrics.score_deltas` over perturbations, for the
+    model, each of :func:`~scforge.eval.perturbation.baseline_effects`, and ``technical_duplicate``; the
+    tables ``per_perturbation``, and ``calibrated`` (0: the mean of the training effects, 1: the duplicate; over the
+    effects that have enough cells for a duplicate). Without baselines, ``no_change`` and, where the training cells are
+    at hand, ``train_mean`` stay.
+
+    Raises
+    ------
+    DataError
+        If no scored cell has a perturbation that the model was not trained on, or there are too few controls.
+    """
+    import pandas as pd
+
+    cells = context.predictor.cells
+    assert cells.vocab is not None
+    conditions = task.conditions(cells.column)
+    scored = context.rows[conditions.perturbation[context.rows] >= 0]
+    pairs = [
+        pair
+        for name, where in conditions.pairs(scored).items()
+        for pair in (Pair(task.parts(name), place) for place in where)
+        if not task.is_seen(*pair)
+    ]
+    if not pairs:
+        raise DataError(
+            "none of the scored cells has a perturbation that the model was not trained on; hold some out "
+            "(heldout=[...]), or pass other cells."
+        )
+    inputs, tested = _divide_controls(conditions, context, {pair.context for pair in pairs})
+    real = _Real.of(conditions, cells, scored, pairs, tested)
+    genes = _measured(context.predictor, context.train)
+    known = None if context.train is None else _known(task, context, inputs)
+    predictions = {"scforge": effects_for(task, context.predictor, pairs, inputs)[:, genes]}
+    predictions |= _baselines(task, context, pairs, inputs, known, genes, cells.vocab)
+    effects, scores = real.effects.deltas[:, genes], real.effects.scores[:, genes]
+    changed = de_genes(real.effects.p_values[:, genes])
+    center = predictions.get("train_mean")
+    places = [pair.context for pair in pairs]
+    tables = {name: score_deltas(made, effects, scores, changed, center, places) for name, made in predictions.items()}
+    tables["technical_duplicate"] = technical_duplicate(
+        log_expression(cells, real.rows)[:, genes],
+        real.groups,
+        real.controls,
+        center,
+        places,
+        seed=context.seed,
+    )
+    described = pd.DataFrame(
+        {
+            "perturbation": [task.name_of(pair.targets) for pair in pairs],
+            "context": [pair.context for pair in pairs],
+            "n_cells": real.effects.n_cells,
+            "n_controls": real.effects.n_controls,
+        }
+    )
+    metrics = pd.DataFrame({name: table.mean() for name, table in tables.items()}).T[list(METRICS)]
+    whole = [pd.concat([described.assign(method=name), table], axis=1) for name, table in tables.items()]
+    found = {"per_perturbation": pd.concat(whole, ignore_index=True)}
+    if "train_mean" in metrics.index:
+        same = comparable(found["per_perturbation"], "technical_duplicate")
+        means = same.groupby("method")[list(METRICS)].mean().reindex(metrics.index)
+        found["calibrated"] = calibrated(means, "train_mean", "technical_duplicate")
+    return Evaluated(metrics, found)
+
+
+class _Real(NamedTuple):
+    """Measured effects, and the cells behind them: `rows`, their `groups`, and the group of `controls` of each."""
+
+    effects: Effects
+    rows: np.ndarray
+    groups: np.ndarray
+    controls: np.ndarray
+
+    @classmethod
+    def of(
+        cls,
+        conditions: Conditions,
+        cells: Cells,
+        scored: np.ndarray,
+        pairs: Sequence[Pair],
+        tested: Mapping[str, np.ndarray],
+    ) -> _Real:
+        """Measure effects of `pairs` in the cells `scored`, against the controls `tested` of their context."""
+        places = sorted({pair.context for pair in pairs})
+        number = {pair: place for place, pair in enumerate(pairs)}
+        of_cells = [
+            number.get(Pair(conditions.targets[p], conditions.contexts[c]), -1)
+            for p, c in zip(conditions.perturbation[scored], conditions.context[scored], strict=True)
+        ]
+        rows = np.concatenate([scored, *(tested[place] for place in places)])
+        groups = np.concatenate(
+            [of_cells, *(np.full(len(tested[place]), len(pairs) + i) for i, place in enumerate(places))]
+        ).astype(np.int64)
+        order = np.argsort(rows)
+        order = order[groups[order] >= 0]
+        rows, groups = rows[order], groups[order]
+        controls = np.array([len(pairs) + places.index(pair.context) for pair in pairs])
+        found = moments(cells, rows, groups, len(pairs) + len(places))
+        return cls(effects_of(found, np.arange(len(pairs)), controls), rows, groups, controls)
+
+
+def _divide_controls(
+    conditions: Conditions, context: EvaluationContext, needed: set[str]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return the controls that are inputs, and those that effects are measured against, of each needed context."""
+    controls = np.flatnonzero(conditions.controls)
+    tested = rows_by_context(conditions, np.intersect1d(controls, context.rows))
+    inputs = rows_by_context(conditions, np.setdiff1d(controls, context.rows))
+    rng = np.random.default_rng(context.seed)
+    few = [name for name in sorted(needed) if len(tested.get(name, ())) < (1 if name in inputs else 2)]
+    if few:
+        raise DataError(
+            f"the contexts {listing(few)} have too few control cells to measure effects against among the scored "
+            "cells; add controls of the same experiment."
+        )
+    for name in sorted(needed - {*inputs}):
+        shuffled = rng.permutation(tested[name])
+        inputs[name] = np.sort(shuffled[: len(shuffled) // 2])
+        tested[name] = np.sort(shuffled[len(shuffled) // 2 :])
+    inputs = {name: choose_rows(len(conditions.perturbation), MOST_INPUTS, rows=rows) for name, rows in inputs.items()}
+    return inputs, tested
+
+
+def _measured(*predictors: Predictor | None) -> np.ndarray:
+    """Return the genes that the cells of all predictors have, int64."""
+    vocab = next(predictor.cells.vocab for predictor in predictors if predictor is not None)
+    assert vocab is not None
+    measured = np.ones(vocab.n_genes, dtype=bool)
+    for predictor in predictors:
+        if predictor is not None and predictor.cells.measured is not None:
+            measured &= predictor.cells.measured
+    return np.flatnonzero(measured)
+
+
+def _known(task: Perturbation, context: EvaluationContext, inputs: Mapping[str, np.ndarray]) -> KnownEffects:
+    """Measure the effects of the training cells alone, over all genes that these have."""
+    assert context.train is not None
+    assert context.train_rows is not None
+    cells = context.train.cells
+    conditions = task.conditions(cells.column)
+    rows = context.train_rows
+    controls = rows_by_context(conditions, rows[conditions.controls[rows]])
+    pairs = [Pair(task.parts(name), place) for name, where in conditions.pairs(rows).items() for place in where]
+    of_training = _Real.of(conditions, cells, rows[conditions.perturbation[rows] >= 0], pairs, controls)
+    means = control_means(cells, controls)
+    elsewhere = {name: some for name, some in inputs.items() if name not in means}
+    if elsewhere:
+        scored = context.predictor.cells
+        seen = np.True_ if scored.measured is None else scored.measured
+        means |= {name: np.where(seen, mean, np.nan) for name, mean in control_means(scored, elsewhere).items()}
+    genes = _measured(context.train)
+    return KnownEffects(
+        targets=tuple(pair.targets for pair in pairs),
+        contexts=tuple(pair.context for pair in pairs),
+        deltas=of_training.effects.deltas[:, genes],
+        controls={name: mean[genes] for name, mean in means.items()},
+    )
+
+
+def _baselines(
+    task: Perturbation,
+    context: EvaluationContext,
+    pairs: Sequence[Pair],
+    inputs: Mapping[str, np.ndarray],
+    known: KnownEffects | None,
+    genes: np.ndarray,
+    vocab: GeneVocab,
+) -> dict[str, np.ndarray]:
+    if known is None:
+        return {"no_change": np.zeros((len(pairs), len(genes)))}
+    targets = sorted({target for some in (*known.targets, *(pair.targets for pair in pairs)) for target in some})
+    # A baseline knows what the training tells of a gene, also where the scored data lack it.
+    trained = _measured(context.train)
+    number = {int(gene): place for place, gene in enumerate(trained)}
+    indices = {target: int(index) for target, index in zip(targets, vocab.gene_indices(targets), strict=True)}
+    head: PerturbationHead = context.predictor.module.head
+    features = head.features[vocab.n_special :, :N_COMPONENTS].cpu().numpy().astype(np.float64)
+    spread = features.std(axis=0)
+    # In units of their spread: the penalty of the linear model is for features of that size.
+    features = np.divide(features, spread, out=np.zeros_like(features), where=spread > 0)
+    wanted = WantedEffects(
+        targets=tuple(pair.targets for pair in pairs),
+        contexts=tuple(pair.context for pair in pairs),
+        genes={target: number[index] for target, index in indices.items() if index in number},
+        gene_features={target: features[index] for target, index in indices.items() if index >= 0},
+        context_features=_context_features(context, inputs) if task.context_key is not None else {},
+    )
+    common = np.isin(trained, genes)
+    found = {name: made[:, common] for name, made in baseline_effects(known, wanted).items()}
+    return found if context.baselines else {name: found[name] for name in ("no_change", "train_mean")}
+
+
+def _context_features(context: EvaluationContext, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return components of the mean embedding of the controls of contexts, of the model before fine-tuning."""
+    predictor = context.predictor if context.base is None else context.base
+    means = np.array([predictor.embedding(rows).mean(axis=0) for rows in inputs.values()], dtype=np.float64)
+    left, values, _ = np.linalg.svd(means - means.mean(axis=0), full_matrices=False)
+    scores = (left * values)[:, :N_COMPONENTS]
+    scale = max(float(scores.std()), 1e-12)
+    return dict(zip(inputs, scores / scale, strict=True))
+
 
 _PROBED_CELLS = 256
 """Controls of a context that the linear model is fitted with."""
@@ -370,8 +766,6 @@ class Perturbation(Task):
         n_cells: int | None = None,
     ) -> AnnData:
         """Predict mean expression under perturbations; see :func:`predict_effects`."""
-        from scforge.finetuning.tasks._perturbation_predict import predict_effects
-
         if key_added is not None:
             raise OptionError(
                 f"key_added={key_added!r}: the task 'perturbation' writes nothing into adata, it returns an AnnData of "
@@ -381,8 +775,6 @@ class Perturbation(Task):
 
     def evaluate(self, context: EvaluationContext) -> Evaluated:
         """Score effects of held-out perturbations; see :func:`evaluate_effects`."""
-        from scforge.finetuning.tasks._perturbation_report import evaluate_effects
-
         return evaluate_effects(self, context)
 
 

@@ -16,14 +16,12 @@ from torch import nn
 
 from scforge._checks import check_bool, check_positive
 from scforge.errors import DataError, OptionError, TrainingError
-from scforge.eval.prediction_baselines import regression_baselines
-from scforge.finetuning.base import Task, register_task
+from scforge.eval.baselines import regression_baselines
+from scforge.finetuning.base import Evaluated, Task, register_task
 from scforge.finetuning.baselines import baseline_inputs
-from scforge.finetuning.context import Evaluated
-from scforge.finetuning.heads import PredictionHead, check_head
+from scforge.finetuning.heads import PredictionHead, check_head, fit_ridge, probe
 from scforge.finetuning.labels import check_key
 from scforge.finetuning.metrics import regression_figures
-from scforge.finetuning.probing import fit_ridge, probe
 from scforge.training.objectives.base import TrainingDefaults
 
 if TYPE_CHECKING:
@@ -31,8 +29,8 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
     from scforge.data.cells import Cells, CellSource
-    from scforge.finetuning.context import EvaluationContext, Predictor
-    from scforge.finetuning.module import FineTunedModule
+    from scforge.finetuning.base import EvaluationContext, Predictor
+    from scforge.finetuning.heads import FineTunedModule
     from scforge.tokenizers.base import Tokenizer
 
 __all__ = ["Regression"]

@@ -1,8 +1,7 @@
 """Building blocks that architectures share."""
 
 from scforge.models.components.attention import KeyValueCache, SelfAttention, generate_causal_mask
-from scforge.models.components.dropout import Dropout
-from scforge.models.components.embeddings import GeneExpressionEmbedding
+from scforge.models.components.embeddings import GeneExpressionEmbedding, SoftBins, ValueMLP
 from scforge.models.components.gene_vectors import GeneVectorBag, GeneVectorEmbedding, fill_gene_vectors
 from scforge.models.components.heads import (
     BinPredictionHead,
@@ -12,8 +11,7 @@ from scforge.models.components.heads import (
 )
 from scforge.models.components.pooling import cls_pool, depth_pool, last_pool, mean_pool
 from scforge.models.components.sigreg import SIGReg
-from scforge.models.components.transformer import TransformerBlock, TransformerStack
-from scforge.models.components.value_encoders import SoftBins, ValueMLP
+from scforge.models.components.transformer import Dropout, TransformerBlock, TransformerStack
 
 __all__ = [
     "BinPredictionHead",

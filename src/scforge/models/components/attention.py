@@ -1,7 +1,4 @@
-"""Attention: one scaled-dot-product attention for all architectures.
-
-Shapes: B cells, S tokens, T keys, H hidden, N heads, D = H / N.
-"""
+"""Attention of queries to keys with padding, causal and prefix masks; positions and rotary embeddings."""
 
 from __future__ import annotations
 
@@ -11,9 +8,39 @@ from torch.nn import functional as F
 
 from scforge._checks import check_count
 from scforge.errors import OptionError
-from scforge.models.components.rotary import rotate
 
-__all__ = ["KeyValueCache", "SelfAttention", "attention_mask_of", "generate_causal_mask"]
+
+def token_positions(tokens_bs: torch.Tensor) -> torch.Tensor:
+    """Return the position of each token among the tokens of its cell, int64, shape (B, S).
+
+    Parameters
+    ----------
+    tokens_bs
+        True for tokens, bool, in any pattern.
+
+    Examples
+    --------
+    >>> token_positions(torch.tensor([[False, True, True]]))
+    tensor([[0, 0, 1]])
+    """
+    return (tokens_bs.long().cumsum(dim=1) - 1).clamp(min=0)
+
+
+_LONGEST_WAVE = 10_000.0
+
+
+def rotation_of(positions: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return the cosines and sines of positions, float32, shape (2, ..., 1, D / 2); the 1 is for the heads."""
+    half = torch.arange(head_dim // 2, device=positions.device, dtype=torch.float32)
+    angles = positions.float().unsqueeze(-1) * _LONGEST_WAVE ** (-2.0 * half / head_dim)
+    return torch.stack([angles.cos(), angles.sin()]).unsqueeze(-2)
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Rotate queries or keys of shape (..., N, D) in float32; they keep their dtype."""
+    cos, sin = rotation
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def generate_causal_mask(seq_len: int, device: torch.device | None = None) -> torch.Tensor:
@@ -208,7 +235,7 @@ class SelfAttention(nn.Module):
         causal
             Let each token see those up to itself; without a mask only.
         rotation
-            Of :func:`scforge.models.components.rotary.rotation_of`.
+            Of :func:`scforge.models.components.attention.rotation_of`.
         cache
             Earlier keys and values to which these tokens are added, and the number of the layer.
 

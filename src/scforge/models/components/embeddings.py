@@ -1,7 +1,4 @@
-"""From tokens to vectors.
-
-Shapes: B cells, S tokens, H hidden.
-"""
+"""Embeddings of genes and of their values."""
 
 from __future__ import annotations
 
@@ -9,15 +6,126 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from scforge._checks import check_bool, check_count, check_positive
 from scforge.errors import OptionError
 from scforge.models._utils import check_choice
-from scforge.models.components.dropout import Dropout
 from scforge.models.components.gene_vectors import token_embedding
-from scforge.models.components.value_encoders import SoftBins, ValueMLP
+from scforge.models.components.transformer import Dropout
 
-__all__ = ["POSITION_EMBEDDINGS", "GeneExpressionEmbedding", "check_shapes"]
+_AMPLITUDE = 0.5
+
+
+def waves(n_rows: int, dim: int) -> torch.Tensor:
+    """Return vectors of which neighbours are alike, float32, shape (n_rows, dim): sines and cosines of the row.
+
+    The longest wave is twice the table, so that low and high rows lie apart; the shortest spans four rows.
+
+    Examples
+    --------
+    >>> waves(51, 8).shape
+    torch.Size([51, 8])
+    """
+    n_waves = (dim + 1) // 2
+    longest, shortest = 2.0 * n_rows, 4.0
+    lengths = longest * (shortest / longest) ** torch.linspace(0.0, 1.0, n_waves)
+    angles = 2.0 * torch.pi * torch.arange(n_rows).unsqueeze(1) / lengths
+    return _AMPLITUDE * torch.cat([angles.sin(), angles.cos()], dim=1)[:, :dim]
+
+
+def between_rows(table: nn.Embedding, values_bs: torch.Tensor) -> torch.Tensor:
+    """Look up numbers in a table, shape (B, S, H): between two rows, what lies between their vectors.
+
+    Numbers below the first row, or above the last, count as that.
+
+    Examples
+    --------
+    >>> table = nn.Embedding.from_pretrained(torch.tensor([[0.0], [2.0], [10.0]]))
+    >>> between_rows(table, torch.tensor([[1.0, 1.25, -3.0, 7.0]])).flatten()
+    tensor([ 2.,  4.,  0., 10.])
+    """
+    values_bs = values_bs.to(torch.float32).clamp(0, table.num_embeddings - 1)
+    lower_bs = values_bs.floor()
+    share_bs1 = (values_bs - lower_bs).unsqueeze(-1)
+    lower_bsh = table(lower_bs.long())
+    upper_bsh = table(values_bs.ceil().long())
+    return torch.lerp(lower_bsh, upper_bsh, share_bs1.to(lower_bsh.dtype))
+
+
+class _Biased(nn.Linear):
+    """Starts with biases, as torch does: without, the norm behind two layers would make all values alike."""
+
+    initialises_itself = True
+
+
+class ValueMLP(nn.Module):
+    """Linear, ReLU, Linear, LayerNorm of a value that is cut off at `most`, as in scGPT (Cui et al. 2024).
+
+    Parameters
+    ----------
+    hidden_dim
+        Width H.
+    layer_norm_eps
+        Epsilon of the layer norm.
+    most
+        Larger values count as this.
+
+    Examples
+    --------
+    >>> ValueMLP(hidden_dim=8)(torch.rand(2, 5)).shape
+    torch.Size([2, 5, 8])
+    """
+
+    def __init__(self, hidden_dim: int, layer_norm_eps: float = 1e-5, most: float = 512.0) -> None:
+        super().__init__()
+        check_count("hidden_dim", hidden_dim, "dimensions")
+        check_positive("most", most)
+        self.most = most
+        self.linear_in = _Biased(1, hidden_dim)
+        self.linear_out = nn.Linear(hidden_dim, hidden_dim)
+        self.layer_norm = nn.LayerNorm(hidden_dim, eps=layer_norm_eps)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return vectors of shape (B, S, H) for values of shape (B, S)."""
+        x = values.unsqueeze(-1).clamp(max=self.most).to(self.linear_in.weight.dtype)
+        return self.layer_norm(self.linear_out(F.relu(self.linear_in(x))))
+
+
+class SoftBins(nn.Module):
+    """A mean of learned vectors of K bins, with weights that are learned from the value, as in scFoundation.
+
+    With ``x = leaky_relu(Linear(value))``, of slope 0.1 below zero, the weights are ``softmax(alpha * x + Linear(x))``
+    (Hao et al. 2024, the embedding of expression values).
+
+    Parameters
+    ----------
+    hidden_dim
+        Width H.
+    n_bins
+        Number of bins K.
+    alpha
+        Weight of the first layer beside the second.
+
+    Examples
+    --------
+    >>> SoftBins(hidden_dim=8, n_bins=4)(torch.rand(2, 5)).shape
+    torch.Size([2, 5, 8])
+    """
+
+    def __init__(self, hidden_dim: int, n_bins: int, alpha: float = 1.0) -> None:
+        super().__init__()
+        check_count("n_value_bins", n_bins, "bins", least=2)
+        self.alpha = alpha
+        self.linear_in = nn.Linear(1, n_bins)
+        self.linear_out = nn.Linear(n_bins, n_bins)
+        self.bins = nn.Embedding(n_bins, hidden_dim)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return vectors of shape (B, S, H) for values of shape (B, S)."""
+        x = F.leaky_relu(self.linear_in(values.unsqueeze(-1).to(self.linear_in.weight.dtype)), 0.1)
+        return (self.alpha * x + self.linear_out(x)).softmax(dim=-1) @ self.bins.weight
+
 
 POSITION_EMBEDDINGS = ("learned", "rotary", "none")
 VALUE_ENCODERS = ("linear", "mlp", "soft_bins")

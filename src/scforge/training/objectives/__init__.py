@@ -13,9 +13,9 @@ _NAMES = {
     "NextGenePrediction": "scforge.training.objectives.next_gene_prediction",
     "Objective": "scforge.training.objectives.base",
     "Variational": "scforge.training.objectives.variational",
-    "get_objective": "scforge.training.objectives.registry",
-    "list_objectives": "scforge.training.objectives.registry",
-    "register_objective": "scforge.training.objectives.registry",
+    "get_objective": "scforge.training.objectives.base",
+    "list_objectives": "scforge.training.objectives.base",
+    "register_objective": "scforge.training.objectives.base",
 }
 
 __all__ = [  # noqa: RUF022 -- in the order in which one meets them

@@ -1,18 +1,150 @@
-"""Random views of cells: counts thinned, genes hidden."""
+"""Views of a cell: counts that are downsampled, and whether embeddings collapse."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numba
+import numpy as np
+import torch
 
 from scforge._checks import check_share
-from scforge.data.cells import CellBlock
-from scforge.data.thinning import thin
-from scforge.errors import OptionError
-from scforge.tokenizers.base import Tokenizer
-from scforge.tokenizers.batch import TokenBatch, concatenate, pad
+from scforge.data.cells import CellBlock, cell_keys, uniform, word
+from scforge.errors import OptionError, warn
+from scforge.tokenizers.base import TokenBatch, Tokenizer, concatenate, pad
 from scforge.training.objectives.base import Objective
 
-__all__ = ["SeesViews"]
+_SINGLY = 8.0
+"""Counts up to which each trial has a random number of its own; of more, 64 share some."""
+_NORMAL_ABOVE = 1000.0
+"""Counts above which the binomial is drawn from its normal approximation (relative error of its spread < 0.1 %)."""
+
+
+@numba.njit(cache=True)
+def _binomial(n, p, key, position):
+    """Draw from Binomial(n, p); return the draw and the next position of the random sequence."""
+    if n > _NORMAL_ABOVE:
+        radius = np.sqrt(-2.0 * np.log(1.0 - uniform(key, position)))
+        angle = 2.0 * np.pi * uniform(key, position + np.uint64(1))
+        draw = np.rint(n * p + np.sqrt(n * p * (1.0 - p)) * radius * np.cos(angle))
+        return min(max(draw, 0.0), n), position + np.uint64(2)
+    if n > _SINGLY:
+        return _trials(np.int64(n), p, key, position)
+    draw = 0.0
+    for _ in range(int(n)):
+        draw += 1.0 if uniform(key, position) < p else 0.0
+        position += np.uint64(1)
+    return draw, position
+
+
+@numba.njit(cache=True)
+def _trials(n, p, key, position):
+    """Draw from Binomial(n, p), 64 trials at a time.
+
+    Bit k of each word belongs to trial k. A trial compares its random number with `p` bit by bit, the highest first,
+    and is decided at the first that differs, so that half of the trials are decided with each word.
+    """
+    if p >= 1.0:
+        return np.float64(n), position
+    threshold = np.uint64(p * 9007199254740992.0)  # 53 bits
+    kept = np.uint64(0)
+    for start in range(0, n, 64):
+        size = min(n - start, 64)
+        open_ = np.uint64(0xFFFFFFFFFFFFFFFF) >> np.uint64(64 - size)
+        digit = np.uint64(53)
+        while open_ != 0 and digit > 0:
+            digit -= np.uint64(1)
+            bits = word(key, position)
+            position += np.uint64(1)
+            if (threshold >> digit) & np.uint64(1):
+                kept += _ones(open_ & ~bits)
+                open_ &= bits
+            else:
+                open_ &= ~bits
+    return np.float64(kept), position
+
+
+@numba.njit(cache=True)
+def _ones(bits):
+    """Count the ones among 64 bits, by sums of neighbouring fields (Warren 2012, Hacker's Delight, 5-1)."""
+    bits -= (bits >> np.uint64(1)) & np.uint64(0x5555555555555555)
+    bits = (bits & np.uint64(0x3333333333333333)) + ((bits >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    bits = (bits + (bits >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return (bits * np.uint64(0x0101010101010101)) >> np.uint64(56)
+
+
+@numba.njit(cache=True)
+def _thin(indptr, genes, counts, totals, keys, keep_low, keep_high, drop_low, drop_high, log_uniform):
+    n_cells = len(indptr) - 1
+    out_indptr = np.zeros(n_cells + 1, dtype=np.int64)
+    out_genes = np.empty(len(genes), dtype=np.int32)
+    out_counts = np.empty(len(counts), dtype=np.float32)
+    out_totals = np.empty(n_cells, dtype=np.float64)
+    size = 0
+    for cell in range(n_cells):
+        key = keys[cell]
+        draw = uniform(key, np.uint64(0))
+        keep = keep_low * (keep_high / keep_low) ** draw if log_uniform else keep_low + (keep_high - keep_low) * draw
+        drop = drop_low + (drop_high - drop_low) * uniform(key, np.uint64(1))
+        position = np.uint64(2)
+        before, after = 0.0, 0.0
+        for entry in range(indptr[cell], indptr[cell + 1]):
+            count = np.float64(counts[entry])
+            draw, position = _binomial(count, keep, key, position)
+            before += count
+            after += draw
+            hidden = uniform(key, position) < drop
+            position += np.uint64(1)
+            if draw > 0 and not hidden:
+                out_genes[size] = genes[entry]
+                out_counts[size] = draw
+                size += 1
+        # The genes outside the vocabulary are thinned as one, which has the same distribution.
+        rest, position = _binomial(max(totals[cell] - before, 0.0), keep, key, position)
+        out_totals[cell] = max(after + rest, 1.0)
+        out_indptr[cell + 1] = size
+    return out_indptr, out_genes[:size].copy(), out_counts[:size].copy(), out_totals
+
+
+def thin(
+    block: CellBlock,
+    *,
+    keep: tuple[float, float],
+    gene_dropout: tuple[float, float],
+    seed: int,
+    epoch: int,
+    view: int,
+    log_uniform: bool = False,
+) -> CellBlock:
+    """Return one random view of each cell.
+
+    Parameters
+    ----------
+    block
+        Cells with whole-numbered counts.
+    keep
+        Range from which the share of counts to keep is drawn, one for each cell; above zero if `log_uniform`.
+    gene_dropout
+        Range from which the rate of hidden genes is drawn, one for each cell. A hidden gene is not in the view, but
+        its counts stay in the library size.
+    seed, epoch, view
+        What the random numbers depend on, besides the cell.
+    log_uniform
+        Draw the logarithm of the share evenly, rather than the share: as many cells are seen at a tenth to a third of
+        their depth as at a third to all of it.
+
+    Returns
+    -------
+    Block of the same cells, with fewer counts and genes.
+    """
+    keys = cell_keys(block.rows, seed=seed, epoch=epoch, stream=view + 1)
+    indptr, genes, counts, totals = _thin(
+        block.indptr, block.genes, block.counts, block.totals, keys, float(keep[0]), float(keep[1]),
+        float(gene_dropout[0]), float(gene_dropout[1]), log_uniform,
+    )  # fmt: skip
+    # Each view is a draw of its own for a tokenizer that samples.
+    return replace(block, indptr=indptr, genes=genes, counts=counts, totals=totals, draw=(block.draw << 16) + view)
 
 
 class SeesViews(Objective):
@@ -49,3 +181,134 @@ class SeesViews(Objective):
             for view, block in enumerate(blocks)
         ]
         return pad(concatenate(parts))
+
+
+_COVARIANCE, _DIRECTION, _CELLS = "geometry_covariance", "geometry_direction", "geometry_cells"
+
+_FEWEST_CELLS = 8
+"""Cells of a step, in the mean, under which they span too little for a covariance."""
+
+_FEWEST_DIMS = 3
+"""Dimensions of the smallest embedding whose effective rank tells something: of two, one may be all that is needed."""
+
+_LINE = 1.01
+"""Effective rank under which cells lie on a line: other directions have less than a thousandth of the variance."""
+
+_NARROW, _THIN = 0.99, 1.5
+"""Mean cosine above which, and effective rank under which, cells lie on a line far from the origin."""
+
+_POINT = 0.9999
+"""Mean cosine above which cells lie in a point: what tells them apart is less than 1% of their length."""
+
+
+def geometry_moments(z_bd: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return figures of embeddings whose means over the cells of an epoch :func:`geometry` takes.
+
+    The covariance is that within the step: the embedding as a whole moves while it is trained, which over an epoch
+    would look like a direction in which cells differ.
+
+    Parameters
+    ----------
+    z_bd
+        Embeddings, shape (B, D).
+
+    Returns
+    -------
+    The covariance of the cells, shape (D, D), their mean direction, shape (D,), and the number of the cells of the
+    step, scalar; all float32 and detached.
+    """
+    with torch.autocast(z_bd.device.type, enabled=False):
+        z_bd = z_bd.detach().float()
+        centred_bd = z_bd - z_bd.mean(dim=0)
+        covariance = centred_bd.T @ centred_bd / len(z_bd)
+        direction = torch.nn.functional.normalize(z_bd, dim=1).mean(dim=0)
+        return {_COVARIANCE: covariance, _DIRECTION: direction, _CELLS: z_bd.new_tensor(float(len(z_bd)))}
+
+
+def geometry(means: dict[str, np.ndarray]) -> dict[str, float]:
+    """Take the figures of :func:`geometry_moments` out of the means of an epoch, and return what they say.
+
+    Returns
+    -------
+    ``effective_rank``
+        exp of the entropy of the eigenvalues of the covariance, divided by their sum (Roy and Vetterli 2007): 1 if
+        cells lie on a line, D if they differ alike in all directions, 0 if they do not differ.
+    ``mean_cosine``
+        Mean cosine of two cells drawn at random, the squared length of the mean direction: 1 if all point the same way.
+
+    Neither where steps have fewer than 8 cells in the mean, e.g. in validation by few cells, as these look collapsed
+    whatever the embedding is; nor if it is not finite.
+    """
+    covariance, direction, cells = (means.pop(name) for name in (_COVARIANCE, _DIRECTION, _CELLS))
+    if cells < _FEWEST_CELLS or not (np.isfinite(covariance).all() and np.isfinite(direction).all()):
+        return {}
+    return {"effective_rank": _effective_rank(covariance), "mean_cosine": float(np.sum(direction**2))}
+
+
+def _effective_rank(covariance: np.ndarray) -> float:
+    eigenvalues = np.linalg.eigvalsh(covariance.astype(np.float64))
+    positive = eigenvalues[eigenvalues > 0]
+    if not len(positive):
+        return 0.0
+    shares = positive / positive.sum()
+    return float(np.exp(-np.sum(shares * np.log(shares))))
+
+
+def warn_of_collapse(figures: Mapping[str, float], n_dims: int) -> bool:
+    """Warn if the figures of :func:`geometry` are those of an embedding that has collapsed.
+
+    So it is if one of these holds:
+
+    - Cells lie on a line: the effective rank is below 1.01 of at least 3 dimensions. A little above it need be no
+      collapse: cells of two kinds that lie far apart reach 1.05.
+    - Cells lie on a line far from the origin: the mean cosine is above 0.99 and the effective rank below 1.5, of at
+      least 3 dimensions. A mean cosine above 0.99 alone is no collapse: an embedding that nothing centres may stand
+      anywhere, and keep cells apart in many dimensions there.
+    - Cells lie in a point: the mean cosine is above 0.9999 in at least 2 dimensions, so that what tells cells apart is
+      less than 1% of their length.
+
+    Parameters
+    ----------
+    figures
+        With ``effective_rank`` and ``mean_cosine``; without them nothing has collapsed.
+    n_dims
+        Number of dimensions D.
+
+    Returns
+    -------
+    Whether it has collapsed. Of several processes, which all know the same figures, the first one warns. An objective
+    remembers the answer, so as to ask no more in the same training.
+    """
+    if "effective_rank" not in figures or "mean_cosine" not in figures:
+        return False
+    rank, cosine = figures["effective_rank"], figures["mean_cosine"]
+    on_a_line = n_dims >= _FEWEST_DIMS and (rank < _LINE or (rank < _THIN and cosine > _NARROW))
+    in_a_point = n_dims > 1 and cosine > _POINT
+    if not (on_a_line or in_a_point):
+        return False
+    if _is_first_process():
+        warn(
+            f"the embedding has collapsed: its effective rank is {rank:.2f} of {n_dims} dimensions and the mean cosine "
+            f"of two cells is {cosine:.4f}; train with a larger weight of "
+            "'joint_embedding', a smaller agreement of 'neighbor_denoising', or a smaller lr."
+        )
+    return True
+
+
+class CollapseWatch:
+    """The geometry of an embedding epoch by epoch, with one warning if it collapses."""
+
+    def __init__(self) -> None:
+        self._collapsed = False
+
+    def figures(self, means: dict[str, np.ndarray]) -> dict[str, float]:
+        """Take the moments out of the means of an epoch; return what :func:`geometry` says of them."""
+        n_dims = len(means[_DIRECTION])
+        found = geometry(means)
+        self._collapsed = self._collapsed or warn_of_collapse(found, n_dims)
+        return found
+
+
+def _is_first_process() -> bool:
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not there or torch.distributed.get_rank() == 0

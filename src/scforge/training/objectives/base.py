@@ -1,4 +1,4 @@
-"""What an objective is."""
+"""The base class of objectives, and their registry."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from scforge._registry import Registry, check_options
 from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.errors import TrainingError
 from scforge.models.protocol import ModelOutput
-from scforge.tokenizers.base import Tokenizer
-from scforge.tokenizers.batch import TokenBatch
+from scforge.tokenizers.base import TokenBatch, Tokenizer
 
 if TYPE_CHECKING:
     import pandas as pd
-
-__all__ = ["Objective", "TrainingDefaults", "loss_of", "name_of", "output_of"]
 
 
 @dataclass(frozen=True)
@@ -219,3 +217,93 @@ def loss_of(module: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     if loss is None:
         raise TrainingError(f"{type(module).__name__}.forward returned no loss although labels were given.")
     return loss
+
+
+OBJECTIVES: Registry[type[Objective]] = Registry(
+    "objective",
+    group="scforge.objectives",
+    builtin={
+        "joint_embedding": "scforge.training.objectives.joint_embedding",
+        "masked_diffusion": "scforge.training.objectives.masked_diffusion",
+        "masked_gene_prediction": "scforge.training.objectives.masked_gene_prediction",
+        "masked_value_prediction": "scforge.training.objectives.masked_value_prediction",
+        "neighbor_denoising": "scforge.training.objectives.neighbor_denoising",
+        "next_gene_prediction": "scforge.training.objectives.next_gene_prediction",
+        "variational": "scforge.training.objectives.variational",
+    },
+    base="scforge.training.Objective",
+)
+
+
+def register_objective(name: str) -> Callable[[Any], Any]:
+    """Register an :class:`~scforge.training.Objective` class as `name` (class decorator).
+
+    Parameters
+    ----------
+    name
+        Registry key, e.g. ``"my_objective"``.
+
+    Returns
+    -------
+    The decorator.
+
+    Raises
+    ------
+    OptionError
+        If `name` belongs to another class.
+
+    Examples
+    --------
+    >>> from scforge.training import MaskedGenePrediction
+    >>> @register_objective("half_masked")
+    ... class HalfMasked(MaskedGenePrediction):
+    ...     def __init__(self, *, mask_ratio=0.5):
+    ...         super().__init__(mask_ratio=mask_ratio)
+    >>> get_objective("half_masked").mask_ratio
+    0.5
+    """
+    return OBJECTIVES.register(name)
+
+
+def list_objectives() -> list[str]:
+    """Return the names of all objectives.
+
+    Returns
+    -------
+    Names that :func:`get_objective` and ``Encoder(objective=...)`` take, sorted.
+
+    Examples
+    --------
+    >>> list_objectives()  # doctest: +ELLIPSIS
+    ['joint_embedding', 'masked_diffusion', ..., 'next_gene_prediction', 'variational']
+    """
+    return OBJECTIVES.names()
+
+
+def get_objective(name: str, **options: Any) -> Objective:
+    """Make the objective registered as `name`.
+
+    Parameters
+    ----------
+    name
+        Registry key, e.g. ``"joint_embedding"``.
+    **options
+        Options of its constructor.
+
+    Returns
+    -------
+    The objective.
+
+    Raises
+    ------
+    OptionError
+        If the name, or an option, is unknown.
+
+    Examples
+    --------
+    >>> get_objective("masked_gene_prediction", mask_ratio=0.3).mask_ratio
+    0.3
+    """
+    cls = OBJECTIVES.get(name)
+    check_options("objective option", name, options, cls.option_names())
+    return cls(**options)

@@ -18,12 +18,9 @@ from scforge.data.neighbors import harmonised, principal_components
 from scforge.errors import DataError, OptionError, warn
 from scforge.models.components.sigreg import SIGReg
 from scforge.tokenizers.base import Tokenizer
-from scforge.training.objectives._batches import TellsBatches
-from scforge.training.objectives._classes import check_classes, check_key
-from scforge.training.objectives._collapse import CollapseWatch, geometry_moments
-from scforge.training.objectives._views import SeesViews
-from scforge.training.objectives.base import TrainingDefaults, name_of
-from scforge.training.objectives.registry import register_objective
+from scforge.training.objectives._conditioning import TellsBatches, check_classes, check_key
+from scforge.training.objectives._views import CollapseWatch, SeesViews, geometry_moments
+from scforge.training.objectives.base import TrainingDefaults, name_of, register_objective
 
 __all__ = ["JointEmbedding"]
 

@@ -16,16 +16,13 @@ from torch import nn
 
 from scforge._checks import check_bool, check_count, check_positive
 from scforge._constants import IGNORE_LABEL, TARGET_SUM
-from scforge.data.cells import CellBlock, CellSource, choose_rows
-from scforge.data.random import cell_keys, uniform
-from scforge.data.thinning import thin
+from scforge.data.cells import CellBlock, CellSource, cell_keys, choose_rows, uniform
 from scforge.errors import OptionError, TrainingError, warn
 from scforge.tokenizers._expression import log1p_cp10k
 from scforge.tokenizers.base import Tokenizer
-from scforge.training.objectives._batches import TellsBatches
-from scforge.training.objectives._classes import check_classes, check_key
-from scforge.training.objectives.base import TrainingDefaults, name_of, output_of
-from scforge.training.objectives.registry import register_objective
+from scforge.training.objectives._conditioning import TellsBatches, check_classes, check_key
+from scforge.training.objectives._views import thin
+from scforge.training.objectives.base import TrainingDefaults, name_of, output_of, register_objective
 from scforge.training.objectives.variational import (
     active_units,
     check_thinning,

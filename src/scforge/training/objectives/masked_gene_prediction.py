@@ -13,8 +13,7 @@ from scforge.data.cells import CellBlock, CellSource
 from scforge.errors import OptionError
 from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.masking import Masking
-from scforge.training.objectives.base import Objective, TrainingDefaults, loss_of, name_of
-from scforge.training.objectives.registry import register_objective
+from scforge.training.objectives.base import Objective, TrainingDefaults, loss_of, name_of, register_objective
 from scforge.training.objectives.token_frequencies import token_counts
 
 __all__ = ["MaskedGenePrediction"]

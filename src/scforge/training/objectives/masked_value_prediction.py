@@ -17,15 +17,12 @@ from torch import nn
 
 from scforge._checks import check_positive
 from scforge._constants import IGNORE_LABEL
-from scforge.data.cells import CellBlock, CellSource
-from scforge.data.random import cell_keys, uniform
+from scforge.data.cells import CellBlock, CellSource, cell_keys, uniform
 from scforge.errors import OptionError, TrainingError
-from scforge.models.components.count_losses import COUNT_LOSSES, check_count_targets
-from scforge.tokenizers.base import Tokenizer
-from scforge.tokenizers.batch import TokenBatch
+from scforge.models.components.heads import COUNT_LOSSES, check_count_targets
+from scforge.tokenizers.base import TokenBatch, Tokenizer
 from scforge.tokenizers.masking import Masking
-from scforge.training.objectives.base import Objective, TrainingDefaults, name_of, output_of
-from scforge.training.objectives.registry import register_objective
+from scforge.training.objectives.base import Objective, TrainingDefaults, name_of, output_of, register_objective
 
 __all__ = ["MaskedValuePrediction"]
 

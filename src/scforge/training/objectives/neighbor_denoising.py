@@ -15,19 +15,15 @@ from scipy import sparse
 from torch import nn
 
 from scforge._checks import check_count, check_positive
-from scforge.data.cells import CellBlock, Cells, CellSource, choose_chunks
+from scforge.data.cells import CellBlock, Cells, CellSource, cell_keys, choose_chunks
 from scforge.data.neighbors import harmonised, mutual_neighbors, neighbor_weights, principal_components
-from scforge.data.random import cell_keys
 from scforge.errors import DataError, OptionError, warn
 from scforge.models._utils import check_choice
 from scforge.models.scdiva_parts import kl_divergence
 from scforge.tokenizers.base import Tokenizer
-from scforge.training.objectives._batches import TellsBatches
-from scforge.training.objectives._classes import check_classes, check_key
-from scforge.training.objectives._collapse import CollapseWatch, geometry_moments
-from scforge.training.objectives._views import SeesViews
-from scforge.training.objectives.base import TrainingDefaults, name_of
-from scforge.training.objectives.registry import register_objective
+from scforge.training.objectives._conditioning import TellsBatches, check_classes, check_key
+from scforge.training.objectives._views import CollapseWatch, SeesViews, geometry_moments
+from scforge.training.objectives.base import TrainingDefaults, name_of, register_objective
 from scforge.training.objectives.variational import dense_profiles, start_at_means, whole_profiles
 
 __all__ = ["NeighborDenoising"]

@@ -17,14 +17,11 @@ from torch import nn
 
 from scforge._checks import check_bool, check_share
 from scforge._constants import IGNORE_LABEL, TARGET_SUM
-from scforge.data.cells import CellBlock, Cells, CellSource, choose_rows
-from scforge.data.random import cell_keys, uniform
+from scforge.data.cells import CellBlock, Cells, CellSource, cell_keys, choose_rows, uniform
 from scforge.errors import DataError, OptionError, TrainingError, listing
-from scforge.tokenizers.base import Tokenizer
-from scforge.tokenizers.batch import TokenBatch
-from scforge.training.objectives._classes import check_classes, check_key, classes_found, classes_of, numbers_of
-from scforge.training.objectives.base import Objective, TrainingDefaults, loss_of
-from scforge.training.objectives.registry import register_objective
+from scforge.tokenizers.base import TokenBatch, Tokenizer
+from scforge.training.objectives._conditioning import check_classes, check_key, classes_found, classes_of, numbers_of
+from scforge.training.objectives.base import Objective, TrainingDefaults, loss_of, register_objective
 from scforge.training.objectives.token_frequencies import token_counts
 
 if TYPE_CHECKING:

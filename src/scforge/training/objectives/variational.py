@@ -14,16 +14,13 @@ from torch import nn
 
 from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource
-from scforge.data.thinning import thin
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.models.scdiva_parts import classification_loss, kl_divergence, reconstruction_loss
 from scforge.tokenizers._expression import log1p_cp10k
-from scforge.tokenizers.base import Tokenizer
-from scforge.tokenizers.batch import RaggedTokens, pad
-from scforge.training.objectives._batches import TellsBatches
-from scforge.training.objectives._classes import check_classes, check_key, classes_found
-from scforge.training.objectives.base import TrainingDefaults, name_of
-from scforge.training.objectives.registry import register_objective
+from scforge.tokenizers.base import RaggedTokens, Tokenizer, pad
+from scforge.training.objectives._conditioning import TellsBatches, check_classes, check_key, classes_found
+from scforge.training.objectives._views import thin
+from scforge.training.objectives.base import TrainingDefaults, name_of, register_objective
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,0 +1,771 @@
+"""Match the genes of the data to a vocabulary, and report how many match."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from scipy import sparse
+
+from scforge._checks import check_count, check_share
+from scforge.data.checks import check_adata, counts_of, sound_csr
+from scforge.data.vocab import (
+    ANNOTATION,
+    SPECIES,
+    GeneVocab,
+    converted_genes,
+    listed_names,
+    open_vocab,
+    recognise_ids,
+    strip_version,
+)
+from scforge.errors import DataError, GeneMismatchError, ScforgeWarning, did_you_mean, listing, warn
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from anndata import AnnData
+
+    from scforge.data.readers import CellStream
+
+
+def sum_columns(matrix: sparse.csr_matrix, columns: np.ndarray, n_columns: int) -> sparse.csr_matrix:
+    """Return `matrix` with other columns: sorted, those that become one summed, those at -1 left out.
+
+    Parameters
+    ----------
+    matrix
+        Shape (n_cells, n_vars).
+    columns
+        For each column its new place, or -1, integer, shape (n_vars,).
+    n_columns
+        Number of new columns.
+
+    Returns
+    -------
+    Canonical matrix of shape (n_cells, n_columns) without explicit zeros, in the dtype of `matrix`; small integers
+    that are summed become int64.
+
+    Raises
+    ------
+    DataError
+        If the parts of `matrix` do not fit together, or `columns` is of another matrix.
+    """
+    matrix = sound_csr(matrix, "matrix")
+    if matrix.shape[1] != len(columns):
+        raise DataError(f"matrix has {matrix.shape[1]} columns but columns names {len(columns)}; give one for each.")
+    places = columns[matrix.indices]
+    keep = places >= 0
+    kept_before = np.concatenate([[0], np.cumsum(keep)])
+    mapped = sparse.csr_matrix(
+        (matrix.data[keep], places[keep], kept_before[matrix.indptr]), shape=(matrix.shape[0], n_columns)
+    )
+    if mapped.dtype.kind in "iu" and not mapped.has_canonical_format:
+        mapped = mapped.astype(np.int64)  # a sum may not fit into e.g. uint8
+    mapped.sum_duplicates()
+    mapped.eliminate_zeros()
+    return mapped
+
+
+def n_summed(columns: np.ndarray) -> int:
+    """Return how many columns are summed into another one, given the place of each (-1: none)."""
+    used = columns[columns >= 0]
+    return len(used) - len(np.unique(used))
+
+
+def warn_summed(names: np.ndarray, columns: np.ndarray, where: str) -> None:
+    """Warn if columns are summed: how many, and which name comes first.
+
+    Parameters
+    ----------
+    names
+        Name of each column, shape (n_vars,).
+    columns
+        Place of each column, shape (n_vars,); -1 where it is not used.
+    where
+        What holds the names, e.g. ``"adata.var_names"``.
+    """
+    used = np.flatnonzero(columns >= 0)
+    _, first = np.unique(columns[used], return_index=True)
+    again = np.delete(used, first)
+    if len(again):
+        warn(
+            f"{where} names genes that other columns name as well: the counts of {len(again)} columns "
+            f"(first: {str(names[again[0]])!r}) are summed with those."
+        )
+
+
+def join_columns(adata: AnnData, where: str) -> AnnData:
+    """Return `adata` with each of its ``var_names`` once; X and layers are summed, and a warning says so.
+
+    Of ``var`` the first row of each name is kept; ``varm`` and ``varp``, which cannot be summed, are left out.
+    """
+    import anndata
+    import pandas as pd
+
+    columns, unique = pd.factorize(adata.var_names)
+    warn_summed(np.asarray(adata.var_names), columns, where)
+
+    def joined(matrix: object) -> sparse.csr_matrix:
+        return sum_columns(matrix, columns, len(unique))
+
+    result = anndata.AnnData(
+        None if adata.X is None else joined(adata.X),
+        obs=adata.obs,
+        var=adata.var[~adata.var_names.duplicated()],
+        uns=dict(adata.uns),
+        obsm=dict(adata.obsm),
+        # anndata lists X among the layers, as None.
+        layers={key: joined(layer) for key, layer in adata.layers.items() if key is not None},
+    )
+    if adata.raw is not None:
+        result.raw = adata.raw.to_adata()
+    return result
+
+
+MIN_OVERLAP = 0.1
+"""Smallest share of a model's genes that a data set must have."""
+
+_R_REPLACES = re.compile(r"[^A-Za-z0-9_]")
+"""Characters for which R writes a dot in names, and the dot itself."""
+
+WARN_OVERLAP = 0.5
+"""Share of a model's genes below which a warning is given."""
+
+WARN_OUTSIDE = 0.2
+"""Share of the counts outside of a vocabulary above which a warning is given."""
+
+
+def names_place(gene_key: str | None) -> str:
+    """Return what holds the gene names: ``adata.var_names`` or a column of ``adata.var``."""
+    return "adata.var_names" if gene_key is None else f"adata.var[{gene_key!r}]"
+
+
+def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
+    """Return the gene names of `adata` as an array of str, shape (n_vars,).
+
+    Raises
+    ------
+    DataError
+        If ``adata.var`` has no column `gene_key`, or names are missing. Repeated names are no mistake: the counts of
+        their columns are summed when they are mapped.
+    """
+    return names_of(adata.var, gene_key)
+
+
+def names_of(var: pd.DataFrame, gene_key: str | None = None) -> np.ndarray:
+    """Return the gene names in a table of genes, as :func:`gene_names` does."""
+    where = names_place(gene_key)
+    if gene_key is None:
+        names = var.index
+    elif gene_key in var:
+        names = var[gene_key]
+    else:
+        columns = list(var.columns)
+        raise DataError(
+            f"gene_key={gene_key!r} is not a column of adata.var{did_you_mean(gene_key, columns)} "
+            f"(adata.var has: {listing(columns)})"
+        )
+    missing = np.asarray(names.isna())
+    if missing.any():
+        raise DataError(f"{where} has {int(missing.sum())} missing gene names; fill them or drop those genes.")
+    return np.asarray(names, dtype=object).astype(str)
+
+
+@dataclass(frozen=True)
+class GeneMap:
+    """Which column of a data set is which gene of a vocabulary.
+
+    Attributes
+    ----------
+    columns
+        For each column of the data its index among the genes of the vocabulary, -1 where it has none. Int32, shape
+        (n_vars,).
+    n_genes
+        Number of genes of the vocabulary.
+    notes
+        What was done to find genes by other names than those that the vocabulary knows.
+
+    Examples
+    --------
+    >>> from scipy.sparse import csr_matrix
+    >>> from scforge.data import GeneVocab
+    >>> gene_map = GeneMap.of(["LYZ", "no gene", "CD3D", "LYZ"], GeneVocab.from_genes(["CD3D", "LYZ", "MS4A1"]))
+    >>> gene_map.columns.tolist(), gene_map.n_matched, gene_map.n_summed
+    ([1, -1, 0, 1], 2, 1)
+    >>> gene_map.apply(csr_matrix([[1, 7, 2, 3]])).toarray().tolist()
+    [[2, 4, 0]]
+    """
+
+    columns: np.ndarray
+    n_genes: int
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, names: Iterable[str], vocab: GeneVocab) -> GeneMap:
+        """Look up the name of each column.
+
+        Where hardly any name is known, because one side has Ensembl ids and the other symbols of the same species, ids
+        and symbols are matched by the annotation that ships. Names that differ from a gene of the vocabulary only in
+        characters that R replaces by a dot (``HLA.A``, ``NKX6.1``) are taken for it.
+
+        Parameters
+        ----------
+        names
+            Name of each column, shape (n_vars,).
+        vocab
+            The vocabulary.
+
+        Returns
+        -------
+        The map.
+        """
+        names = [str(name) for name in listed_names("names", names)]
+        columns = vocab.gene_indices(names)
+        notes = []
+        if (columns >= 0).sum() < MIN_OVERLAP * min(vocab.n_genes, len(names)):
+            columns, said = _by_annotation(names, columns, vocab)
+            notes += said
+        columns, said = _by_dots(names, columns, vocab)
+        return cls(columns, vocab.n_genes, (*notes, *said))
+
+    @property
+    def n_matched(self) -> int:
+        """Number of vocabulary genes that the data have."""
+        return len(np.unique(self.columns[self.columns >= 0]))
+
+    @property
+    def n_summed(self) -> int:
+        """Number of columns whose counts are summed with those of an earlier column, because they mean one gene."""
+        return n_summed(self.columns)
+
+    @property
+    def measured(self) -> np.ndarray:
+        """True for the vocabulary genes that the data have, bool, shape (n_genes,)."""
+        return self.measured_of(slice(None))
+
+    def measured_of(self, columns: np.ndarray | slice) -> np.ndarray:
+        """Return True for the vocabulary genes that some columns (a mask or a slice) have, bool, shape (n_genes,)."""
+        return np.isin(np.arange(self.n_genes), self.columns[columns])
+
+    @cached_property
+    def ascends(self) -> bool:
+        """Whether columns that have a gene are in the order of the vocabulary, each gene once."""
+        used = self.columns[self.columns >= 0]
+        return bool((used[1:] > used[:-1]).all())
+
+    @property
+    def overlap(self) -> float:
+        """Share of the vocabulary's genes that the data have."""
+        return self.n_matched / self.n_genes
+
+    def apply(self, counts: sparse.csr_matrix) -> sparse.csr_matrix:
+        """Return `counts` with vocabulary columns: sorted, duplicates summed, genes outside left out.
+
+        Parameters
+        ----------
+        counts
+            Shape (n_cells, n_vars).
+
+        Returns
+        -------
+        Matrix of shape (n_cells, n_genes) and the dtype of `counts`; small integers that are summed become int64.
+        """
+        return sum_columns(counts, self.columns, self.n_genes)
+
+
+def map_names(
+    names: np.ndarray,
+    vocab: GeneVocab,
+    *,
+    min_overlap: float = MIN_OVERLAP,
+    whole: bool = False,
+    var: pd.DataFrame | None = None,
+    gene_key: str | None = None,
+) -> GeneMap:
+    """Map gene names onto a vocabulary.
+
+    Parameters
+    ----------
+    names
+        Gene names of the data, shape (n_vars,).
+    vocab
+        The vocabulary.
+    min_overlap
+        Smallest share of the vocabulary's genes (or, with `whole`, of the smaller of the two sets) to accept.
+    whole
+        The vocabulary is a whole annotation, e.g. all protein-coding genes, of which no data set measures all.
+    var, gene_key
+        ``adata.var`` and the column in use: when the overlap is too small, the message names a column that fits.
+
+    Raises
+    ------
+    GeneMismatchError
+        If too few genes of the vocabulary are among `names`.
+    OptionError
+        If `min_overlap` is no share.
+
+    Warns
+    -----
+    ScforgeWarning
+        If less than half of the genes are there, if columns are summed because they mean one gene, or if names were
+        matched by the annotation that ships or in spite of R's dots.
+    """
+    check_share("min_overlap", min_overlap)
+    gene_map = GeneMap.of(names, vocab)
+    possible = min(vocab.n_genes, len(names)) if whole else vocab.n_genes
+    share = gene_map.n_matched / possible
+    where = names_place(gene_key)
+    if share < min_overlap or gene_map.n_matched == 0:
+        kind, expected = recognise_ids(names), recognise_ids(vocab.genes)
+        needed = max(gene_map.n_matched + 1, min_overlap * possible)
+        hint = _better_column(var, vocab, gene_key, needed) or _way_out(kind, expected)
+        raise GeneMismatchError(
+            f"{where} has only {gene_map.n_matched} of the {vocab.n_genes} genes of the vocabulary: it holds "
+            f"{kind} such as {listing(names[:2])}, the vocabulary {expected} such as "
+            f"{listing(vocab.genes[:2])}; {hint}."
+        )
+    for said in gene_map.notes:
+        better = _better_column(var, vocab, gene_key, gene_map.n_matched + 1)
+        warn(f"{where}: {said}{f'; {better}' if better else ''}.")
+    if share < WARN_OVERLAP:
+        warn(
+            f"{where} has {gene_map.n_matched} of the {vocab.n_genes} genes of the vocabulary ({share:.0%}); "
+            "the others count as not expressed."
+        )
+    warn_summed(names, gene_map.columns, where)
+    return gene_map
+
+
+def _by_annotation(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[np.ndarray, list[str]]:
+    """Match Ensembl ids with symbols, or symbols with Ensembl ids, where a table knows both."""
+    kind, expected = recognise_ids(names), recognise_ids(vocab.genes)
+    if how_to_convert(kind, expected) is None:
+        return columns, []
+    species, target = kind.split(" ")[0], "ensembl" if expected.endswith("Ensembl ids") else "symbol"
+    found = converted_genes(names, target, species, keep_unknown=True)
+    converted = vocab.gene_indices(str(name) for name in found)
+    n_found = int((converted >= 0).sum())
+    if n_found <= (columns >= 0).sum():
+        return columns, []
+    genes = set(vocab.genes)
+    lost = [name for name, ids in found.ambiguous.items() if genes.intersection(ids)]
+    unclear = f"; {listing(lost, most=3)} mean several genes and were left out" if lost else ""
+    return converted, [f"{n_found:,} {kind} were matched with {expected} by the genes of {ANNOTATION}{unclear}"]
+
+
+def _by_dots(names: list[str], columns: np.ndarray, vocab: GeneVocab) -> tuple[np.ndarray, list[str]]:
+    """Match names in which R has replaced characters by dots, on either side, where that leaves no doubt."""
+    lost = [row for row, name in enumerate(names) if columns[row] < 0 and _R_REPLACES.search(name)]
+    if not lost:
+        return columns, []
+    taken = set(columns.tolist())
+    known: dict[str, dict[int, str]] = {}
+    for genes in (vocab.genes, vocab.symbols or ()):
+        for index, gene in enumerate(genes):
+            if index not in taken and _R_REPLACES.search(gene):
+                known.setdefault(_R_REPLACES.sub(".", gene), {})[index] = gene
+    dotted = Counter(_R_REPLACES.sub(".", names[row]) for row in lost)
+    columns, matched = columns.copy(), []
+    for row in lost:
+        name, spelled = names[row], _R_REPLACES.sub(".", names[row])
+        if len(known.get(spelled, {})) == dotted[spelled] == 1:
+            ((index, gene),) = known[spelled].items()
+            if spelled in (name, gene):  # one of them was written by R
+                columns[row] = index
+                matched.append(f"{name!r} is {gene!r}")
+    if not matched:
+        return columns, []
+    return columns, [f"{len(matched):,} names were matched that R wrote with dots ({', '.join(matched[:2])})"]
+
+
+def warn_counts_outside(kept: float, vocab: GeneVocab) -> None:
+    """Warn if many counts lie outside of an annotation; of chosen genes that is expected."""
+    if kept < 1 - WARN_OUTSIDE and not vocab.chosen_from_data:
+        warn(
+            f"{1 - kept:.0%} of the counts lie in genes outside of the vocabulary ({vocab.release}); "
+            "scforge.data.map_genes(adata, vocab) shows which."
+        )
+
+
+def _better_column(var: pd.DataFrame | None, vocab: GeneVocab, gene_key: str | None, needed: float) -> str | None:
+    """Name the column of ``adata.var`` that fits the vocabulary best, or None if none has the genes needed."""
+    if var is None:
+        return None
+    matches = {
+        key: int((np.unique(vocab.gene_indices(names)) >= 0).sum())
+        for key, names in text_columns(var).items()
+        if key != gene_key
+    }
+    best = max(matches, key=lambda key: matches[key], default=None)
+    if matches.get(best, 0) < needed:
+        return None
+    name = names_place(best)
+    # A saved model keeps its gene_key, so the names of new data must come to where it looks for them.
+    return (
+        f"{name} has {matches[best]} of them: pass gene_key={best!r} to setup_anndata, "
+        f"or for a trained model set {names_place(gene_key)} = {name}"
+    )
+
+
+def text_columns(var: pd.DataFrame) -> dict[str | None, np.ndarray]:
+    """Return what may be gene names in a table of genes: its index (None) and its columns of text."""
+    text = [column for column in var.columns if var[column].dtype.kind not in "biufcmM"]
+    columns: dict[str | None, np.ndarray] = {None: np.asarray(var.index.astype(str))}
+    return columns | {column: np.asarray(var[column], dtype=object).astype(str) for column in text}
+
+
+def _way_out(kind: str, expected: str) -> str:
+    """Say what to do about names of one kind where the vocabulary has those of another."""
+    species, wanted = kind.split(" ")[0], expected.split(" ")[0]
+    if {species, wanted} == set(SPECIES):
+        return (
+            f"genes of {species} need a vocabulary of their species, vocab='{species}_protein_coding' (in a YAML file "
+            "data.gene_vocab), or 'human_mouse', which takes both"
+        )
+    if conversion := how_to_convert(kind, expected):
+        return f"{conversion} and name the new column with gene_key"
+    if kind == expected and species in SPECIES:
+        return "the names are of one kind, so the genes differ: take data that measure these, or a model of other genes"
+    return "map the gene ids of the data to those of the vocabulary first"
+
+
+def how_to_convert(kind: str, expected: str) -> str | None:
+    """Say how names of one kind become the other names of the same genes; None where no table knows."""
+    species, wanted = kind.split(" ")[0], expected.split(" ")[0]
+    if species != wanted or species not in SPECIES or kind == expected:
+        return None
+    target = "ensembl" if expected.endswith("Ensembl ids") else "symbol"
+    return f"convert them with scforge.data.convert_gene_ids(names, to={target!r}, species={species!r})"
+
+
+def stream_genes(stream: CellStream, gene_key: str | None = None) -> np.ndarray:
+    """Return the gene names of a source, array of str, shape (n_genes,).
+
+    Raises
+    ------
+    DataError
+        If it has no such column, or names are missing.
+    """
+    try:
+        return names_of(stream.var, gene_key)
+    except DataError as error:
+        if stream.name == "adata":
+            raise
+        raise DataError(f"{stream.name!r}: {error}") from error
+
+
+def check_shared(names: Sequence[tuple[str, np.ndarray]], *, what: str = "gene names") -> None:
+    """Raise unless sources share genes with the first, as sources do that name them alike.
+
+    Parameters
+    ----------
+    names
+        Name of each source, and its gene names.
+    what
+        What they are called in the message.
+
+    Raises
+    ------
+    GeneMismatchError
+        If one shares less than a tenth of its genes, or of those of the first source if they are fewer.
+    """
+    (first, known), *others = names
+    for source, found in others:
+        shared = len(np.intersect1d(known, found))
+        if shared < MIN_OVERLAP * min(len(known), len(found)):
+            kinds = recognise_ids(found), recognise_ids(known)
+            raise GeneMismatchError(
+                f"{source!r} shares {shared} {what} with {first!r}: they hold {kinds[0]} such as "
+                f"{listing(found[:2])} and {kinds[1]} such as {listing(known[:2])}; "
+                "name the genes alike before joining files."
+            )
+
+
+def union_vocab(streams: Sequence[CellStream], gene_key: str | None = None) -> GeneVocab:
+    """Return a vocabulary of all genes of all sources, in the order in which they come.
+
+    Raises
+    ------
+    DataError
+        If gene names cannot be used.
+    GeneMismatchError
+        If sources share hardly any gene, e.g. because one has symbols and the other Ensembl ids.
+    """
+    names = [stream_genes(stream, gene_key) for stream in streams]
+    check_shared([(stream.name, found) for stream, found in zip(streams, names, strict=True)])
+    return GeneVocab(tuple(dict.fromkeys(strip_version(name) for found in names for name in found)))
+
+
+def map_streams(
+    streams: Sequence[CellStream],
+    vocab: GeneVocab | None,
+    *,
+    gene_key: str | None = None,
+    min_overlap: float = MIN_OVERLAP,
+    whole: bool | None = None,
+) -> tuple[GeneVocab, list[GeneMap]]:
+    """Map the genes of each source onto one vocabulary.
+
+    Parameters
+    ----------
+    streams
+        The sources.
+    vocab
+        The vocabulary; None takes all genes of all sources.
+    gene_key
+        Column of var with the gene names; None reads ``var_names``.
+    min_overlap, whole
+        As for :func:`scforge.data.genes.map_names`; `whole` is None: what the release of the vocabulary tells.
+
+    Raises
+    ------
+    DataError
+        If gene names cannot be used.
+    GeneMismatchError
+        If too few genes of the vocabulary are in a source, or sources share hardly any gene.
+
+    Warns
+    -----
+    ScforgeWarning
+        As :func:`scforge.data.genes.map_names` does, with the name of the source.
+    """
+    if vocab is None:
+        vocab, min_overlap, whole = union_vocab(streams, gene_key), 0.0, True
+    elif whole is None:
+        whole = not vocab.chosen_from_data
+    maps = []
+    for stream in streams:
+        names = stream_genes(stream, gene_key)
+        with _named(stream):
+            mapped = map_names(names, vocab, min_overlap=min_overlap, whole=whole, var=stream.var, gene_key=gene_key)
+        maps.append(mapped)
+    return vocab, maps
+
+
+@contextlib.contextmanager
+def _named(stream: CellStream) -> Iterator[None]:
+    """Put the name of a file before what is told of its genes, which says ``adata`` whatever the source."""
+    prefix = "" if stream.name == "adata" else f"{stream.name!r}: "
+    told: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always", ScforgeWarning)
+            yield
+    except GeneMismatchError as error:
+        raise GeneMismatchError(f"{prefix}{error}") from error
+    for warning in told:
+        warn(f"{prefix}{warning.message}", warning.category)
+
+
+@dataclass(frozen=True)
+class OverlapReport:
+    """How well the genes of a data set fit a vocabulary; ``print(report)`` shows it as a table.
+
+    Attributes
+    ----------
+    where
+        What holds the gene names: ``"adata.var_names"`` or a column of ``adata.var``.
+    id_kind
+        What the names are, e.g. ``"human Ensembl ids"`` or ``"mouse gene symbols"``.
+    vocab, vocab_hash, vocab_kind
+        Release and hash of the vocabulary, and what its names are.
+    n_genes_data, n_genes_vocab
+        Number of columns of the data and of genes of the vocabulary.
+    n_columns_matched
+        Number of columns of the data that are genes of the vocabulary.
+    n_matched
+        Number of genes of the vocabulary that the data have.
+    n_columns_summed
+        Number of columns that mean a gene of an earlier column; their counts are summed.
+    counts_kept
+        Share of all counts that lie in genes of the vocabulary; NaN where the data hold no counts.
+    top_missing
+        Names outside of the vocabulary with the most counts, each with its share of all counts.
+    gene_map
+        Which column is which gene.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> vocab = scforge.data.GeneVocab.from_genes(["CD3D", "LYZ", "NO_SUCH_GENE"])
+    >>> report = scforge.data.map_genes(scforge.datasets.pbmc3k(), vocab)
+    >>> report.n_matched, round(report.overlap, 2), report.id_kind
+    (2, 0.67, 'human gene symbols')
+    >>> report.to_frame()["gene"][:2].tolist()
+    ['MALAT1', 'TMSB4X']
+    """
+
+    where: str
+    id_kind: str
+    vocab: str
+    vocab_hash: str
+    vocab_kind: str
+    n_genes_data: int
+    n_genes_vocab: int
+    n_columns_matched: int
+    n_matched: int
+    n_columns_summed: int
+    counts_kept: float
+    top_missing: tuple[tuple[str, float], ...]
+    gene_map: GeneMap = field(repr=False, compare=False)
+
+    @property
+    def overlap(self) -> float:
+        """Share of the genes of the vocabulary that the data have."""
+        return self.n_matched / self.n_genes_vocab
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the figures, one number or text each; a list of such dicts makes a data frame.
+
+        Examples
+        --------
+        >>> import pandas as pd, scforge
+        >>> adata = scforge.datasets.pbmc3k()
+        >>> reports = [map_genes(adata, "human_protein_coding", gene_key=key) for key in (None, "gene_ids")]
+        >>> pd.DataFrame([report.to_dict() for report in reports])[["id_kind", "n_matched"]]
+                      id_kind  n_matched
+        0  human gene symbols      12380
+        1   human Ensembl ids      13236
+        """
+        figures = asdict(self)
+        del figures["gene_map"], figures["top_missing"]
+        return {**figures, "overlap": self.overlap}
+
+    def to_frame(self) -> pd.DataFrame:
+        """Return ``top_missing`` as a data frame with the columns ``gene`` and ``share_of_counts``."""
+        import pandas as pd
+
+        return pd.DataFrame(list(self.top_missing), columns=["gene", "share_of_counts"])
+
+    def __str__(self) -> str:
+        missing = ", ".join(f"{name} ({share:.1%})" for name, share in self.top_missing)
+        rows = {
+            "gene names": f"{self.id_kind} in {self.where}",
+            "vocabulary": f"{self.vocab} ({self.vocab_kind})",
+            "genes of the data": _part(self.n_columns_matched, self.n_genes_data, "are in the vocabulary"),
+            "genes of the vocabulary": _part(self.n_matched, self.n_genes_vocab, "are in the data"),
+            "columns summed": f"{self.n_columns_summed:,}",
+            "counts kept": "unknown, there are no counts" if np.isnan(self.counts_kept) else f"{self.counts_kept:.1%}",
+            "most counts outside": missing or "none",
+        }
+        return "\n".join(f"{name:<25}{value}" for name, value in rows.items())
+
+
+def map_genes(
+    adata: AnnData,
+    vocab: str | os.PathLike[str] | GeneVocab,
+    *,
+    layer: str | None = None,
+    gene_key: str | None = None,
+    min_overlap: float = MIN_OVERLAP,
+    n_top: int = 10,
+) -> OverlapReport:
+    """Report how well the genes of `adata` fit a vocabulary.
+
+    Parameters
+    ----------
+    adata
+        Annotated data with raw counts; not changed.
+    vocab
+        A vocabulary, the file of one, or the name of a shipped one (see :func:`scforge.data.list_vocabs`).
+    layer
+        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+    gene_key
+        Column of ``adata.var`` with the gene names; None reads ``adata.var_names``. Ensembl ids that end in ``_PAR_Y``
+        match nothing, see :class:`scforge.data.GeneVocab`.
+    min_overlap
+        Smallest share of the vocabulary's genes to accept; of an annotation, which no data set measures as a whole,
+        smallest share of the smaller of the two sets.
+    n_top
+        Number of missing genes to name.
+
+    Returns
+    -------
+    The report; ``report.gene_map.columns`` has the gene of each column.
+
+    Raises
+    ------
+    DataError
+        If the counts or the gene names cannot be used.
+    GeneMismatchError
+        If too few genes fit. The message says what the names look like, what was expected, and which column of
+        ``adata.var`` or which vocabulary fits.
+    OptionError
+        If there is no such vocabulary, or `min_overlap` is no share.
+
+    Warns
+    -----
+    ScforgeWarning
+        If columns are summed because they mean one gene, if less than half of the genes are there, or if more than a
+        fifth of the counts lie outside of a vocabulary that was not chosen from data.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> print(map_genes(scforge.datasets.pbmc3k(), "human_protein_coding", n_top=2))
+    gene names               human gene symbols in adata.var_names
+    vocabulary               human_protein_coding, CELLxGENE schema 7.1.2 (human Ensembl ids)
+    genes of the data        12,380 of 16,634 (74.4%) are in the vocabulary
+    genes of the vocabulary  12,380 of 20,120 (61.5%) are in the data
+    columns summed           0
+    counts kept              93.0%
+    most counts outside      MALAT1 (2.5%), GNB2L1 (0.3%)
+    """
+    check_adata(adata)
+    check_count("n_top", n_top, "genes", least=0)
+    vocab = open_vocab(vocab)
+    counts = counts_of(adata, layer)
+    names = gene_names(adata, gene_key)
+    gene_map = map_names(
+        names, vocab, min_overlap=min_overlap, whole=not vocab.chosen_from_data, var=adata.var, gene_key=gene_key
+    )
+    sums = np.asarray(counts.sum(axis=0, dtype=np.float64)).ravel()
+    report = overlap_report(names, sums, vocab, gene_map, where=names_place(gene_key), n_top=n_top)
+    warn_counts_outside(report.counts_kept, vocab)
+    return report
+
+
+def overlap_report(
+    names: np.ndarray,
+    sums: np.ndarray | None,
+    vocab: GeneVocab,
+    gene_map: GeneMap,
+    *,
+    where: str,
+    n_top: int,
+) -> OverlapReport:
+    """Make the report from the names of the columns and their sums, shape (n_vars,); None where there are no counts."""
+    inside = gene_map.columns >= 0
+    kept, missing = float("nan"), []
+    if sums is not None and (total := sums.sum()) > 0:
+        kept = float(sums[inside].sum() / total)
+        outside = np.flatnonzero(~inside & (sums > 0))
+        most = outside[np.argsort(-sums[outside], kind="stable")[:n_top]]
+        missing = [(str(names[column]), float(sums[column] / total)) for column in most]
+    return OverlapReport(
+        where=where,
+        id_kind=recognise_ids(names),
+        vocab=vocab.release,
+        vocab_hash=vocab.hash,
+        vocab_kind=recognise_ids(vocab.genes),
+        n_genes_data=len(names),
+        n_genes_vocab=vocab.n_genes,
+        n_columns_matched=int(inside.sum()),
+        n_matched=gene_map.n_matched,
+        n_columns_summed=gene_map.n_summed,
+        counts_kept=kept,
+        top_missing=tuple(missing),
+        gene_map=gene_map,
+    )
+
+
+def _part(some: int, whole: int, what: str) -> str:
+    return f"{some:,} of {whole:,} ({some / whole:.1%}) {what}"

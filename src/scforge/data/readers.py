@@ -1,0 +1,1711 @@
+"""Read the counts, obs and var of h5ad and zarr files, here or behind a URL, in blocks of rows."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import gc
+import glob
+import hashlib
+import json
+import logging
+import lzma
+import math
+import os
+import re
+import sys
+import tarfile
+import time
+import zipfile
+import zlib
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from http import HTTPStatus
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import h5py
+import numpy as np
+import zarr
+from fsspec.asyn import get_loop, sync
+from fsspec.implementations.asyn_wrapper import AsyncFileSystemWrapper
+from scipy import sparse
+from zarr import storage
+
+from scforge._io import new_h5, put_back
+from scforge.data.checks import REPAIR, boundary_problem, check_adata, counts_of, index_problem, row_sums, value_problem
+from scforge.errors import (
+    SECRET,
+    DataError,
+    MissingFileError,
+    OptionError,
+    ScforgeError,
+    did_you_mean,
+    first_line,
+    listing,
+    redacted,
+    safe_cause,
+)
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from anndata import AnnData
+    from fsspec import AbstractFileSystem
+
+logger = logging.getLogger("scforge")
+
+_LOCAL = (
+    *(OSError, EOFError, LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError),
+    *(AssertionError, ImportError, MemoryError, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile, zlib.error),
+)
+"""What h5py, zarr, its codecs, anndata and fsspec raise for missing, odd, damaged or huge parts."""
+
+LATER = {408, 425, 429, *range(500, 600)}
+"""Answers of a web server that may be others a little later."""
+
+_CLIENTS = {
+    "aiohttp": ("ClientError",),
+    "anndata._io.specs.registry": ("IORegistryError",),  # a way of storing that this anndata does not know
+    "botocore.exceptions": ("BotoCoreError", "ClientError"),
+    "gcsfs.retry": ("HttpError",),
+    "google.auth.exceptions": ("GoogleAuthError",),
+    "httpx": ("HTTPError",),
+    "httpx2": ("HTTPError",),
+    "requests": ("RequestException",),
+}
+"""Modules of remote stores, and their errors, which are of no common family."""
+
+
+def reading_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of reading, those of the clients that are loaded among them."""
+    return (*_LOCAL, *_clients(*_CLIENTS))
+
+
+def _clients(*modules: str) -> list[type[Exception]]:
+    """Return the errors of those of the modules that are loaded."""
+    return [
+        getattr(sys.modules[module], name)
+        for module in modules
+        if module in sys.modules
+        for name in _CLIENTS[module]
+        if hasattr(sys.modules[module], name)
+    ]
+
+
+def refusal(error: BaseException) -> tuple[int, str] | None:
+    """Return the status with which a web server refused something, and what that means; None for another error.
+
+    fsspec says of most of them that there is no such file, with the true one behind it.
+    """
+    found: BaseException | None = error
+    while found is not None and not isinstance(getattr(found, "status", None), int):
+        found = found.__cause__
+    status = getattr(found, "status", 404)
+    if status in (404, 410):
+        return None
+    if status < 400:
+        return status, "the server redirects without end; check the URL"
+    phrase = HTTPStatus(status).phrase if status in HTTPStatus else "unknown"
+    fix = "check the URL"
+    if status in (401, 403):
+        fix = "check the credentials in the URL or in storage_options"
+    elif status in LATER:
+        fix = "try again later"
+    return status, f"the server answers {status} ({phrase}); {fix}"
+
+
+@contextlib.contextmanager
+def reading(what: str, *, how: str = "", fix: str = "") -> Iterator[None]:
+    """Turn an error of reading into one sentence.
+
+    Parameters
+    ----------
+    what
+        What is read, e.g. ``"'X' of 'cells.h5ad'"``.
+    how
+        As what it is read, e.g. ``"as an h5ad file"``.
+    fix
+        What to do about damage.
+
+    Raises
+    ------
+    MissingFileError
+        If the file is not there.
+    DataError
+        For any other error of reading.
+    """
+    try:
+        yield
+    except ScforgeError:
+        raise
+    except FileNotFoundError as error:
+        if told := refusal(error):
+            raise DataError(f"{what} cannot be read: {told[1]}.") from safe_cause(error)
+        behind = error.__cause__
+        lost = isinstance(behind, (TimeoutError, *_clients("aiohttp"))) and not hasattr(behind, "status")
+        if lost and isinstance(behind, Exception):
+            raise DataError(
+                f"{what} cannot be reached ({first_line(behind)}); check the URL and the connection."
+            ) from safe_cause(error)
+        raise MissingFileError(f"{what} does not exist; check the name.") from safe_cause(error)
+    except PermissionError as error:
+        raise DataError(
+            f"{what} may not be read ({first_line(error)}); "
+            "check the permissions, or the credentials in storage_options."
+        ) from safe_cause(error)
+    except TimeoutError as error:
+        raise DataError(f"{what} cannot be reached in time; check the connection and try again.") from safe_cause(error)
+    except reading_errors() as error:
+        if told := refusal(error):
+            raise DataError(f"{what} cannot be read: {told[1]}.") from safe_cause(error)
+        read, tail = (f"read {how}" if how else "read"), (f"; {fix}" if fix else "")
+        raise DataError(f"{what} cannot be {read}: {first_line(error)}{tail}.") from safe_cause(error)
+
+
+TRIES = 5
+"""How often one piece is asked for before reading gives up."""
+
+FIRST_WAIT_S = 0.2
+"""Seconds before the second try; each further wait is twice as long."""
+
+TRY_S = 60.0
+"""Seconds that one try may take."""
+
+PIECE_S = 120.0
+"""Seconds after which one piece is not asked for again: a server that sends a byte now and then never ends."""
+
+_CONNECT_S, _READ_S = 10, 30
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+::)*[A-Za-z][A-Za-z0-9+.-]+://")
+_FINAL = (
+    *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
+    *(KeyError, ValueError, TypeError, IndexError, AttributeError),
+)
+"""Errors that another try does not mend."""
+
+
+def is_url(place: Any) -> bool:
+    r"""Return whether `place` is text that names a scheme, as ``"s3://bucket/cells.h5ad"`` does, or several.
+
+    Examples
+    --------
+    >>> is_url("s3://bucket/store.zarr"), is_url("cells.h5ad"), is_url(r"C:\cells.h5ad")
+    (True, False, False)
+    """
+    return isinstance(place, str) and _SCHEME.match(place) is not None
+
+
+def without_query(url: str) -> str:
+    """Return a URL up to its query, which only web servers have: elsewhere ``?`` is part of a pattern."""
+    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
+
+
+def remote_file_system(
+    url: str, storage_options: Mapping[str, Any] | None = None, *, asynchronous: bool = False
+) -> tuple[AbstractFileSystem, str]:
+    """Return the file system of a URL and the path on it; no connection is made yet.
+
+    Parameters
+    ----------
+    url
+        Any URL that fsspec knows.
+    storage_options
+        Options of its file system, e.g. ``{"key": ..., "secret": ..., "endpoint_url": ...}`` for S3.
+    asynchronous
+        For use inside an event loop, as zarr does.
+
+    Raises
+    ------
+    OptionError
+        If nothing installed reads such URLs, an option is unknown, or a credential was left out, see
+        :func:`scforge.errors.redacted`.
+    """
+    from fsspec.core import url_to_fs
+    from fsspec.registry import available_protocols
+
+    if f"://{SECRET}@" in url or f"?{SECRET}" in url or f"'{SECRET}'" in repr(storage_options):
+        raise OptionError(f"{url!r} needs a credential, which scforge does not write into files; give all of it again.")
+    scheme, known = url.partition("://")[0], available_protocols()
+    with reading(repr(url)):
+        try:
+            options = _with_limits(scheme, dict(storage_options or {}))
+            found = url_to_fs(url, **options, asynchronous=asynchronous)
+        except ImportError as error:
+            raise OptionError(
+                f"{url!r} needs a package that is not installed ({first_line(error)}); "
+                'install the clients of S3 and Google Cloud with: pip install "scforge[cloud]".'
+            ) from safe_cause(error)
+        except (ValueError, TypeError) as error:
+            if "::" not in scheme and scheme not in known:
+                raise OptionError(
+                    f"{url!r} starts with the unknown scheme {scheme!r}{did_you_mean(scheme, known)} "
+                    "(fsspec knows s3, gs, https and others)"
+                ) from safe_cause(error)
+            problem = f"storage_options cannot be used for {url!r}: {first_line(error)}."
+            raise OptionError(problem) from safe_cause(error)
+    return found
+
+
+def _with_limits(scheme: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return `options` with limits on waiting and on the client's own retries, where the user set none."""
+    if scheme in ("s3", "s3a"):
+        limits = {"connect_timeout": _CONNECT_S, "read_timeout": _READ_S, "retries": {"total_max_attempts": 1}}
+        options["config_kwargs"] = {**limits, **options.get("config_kwargs", {})}
+    elif scheme in ("http", "https"):
+        from aiohttp import ClientTimeout
+
+        limits = {"timeout": ClientTimeout(total=TRY_S, sock_connect=_CONNECT_S, sock_read=_READ_S)}
+        options["client_kwargs"] = {**limits, **options.get("client_kwargs", {})}
+    return options
+
+
+async def ask_again[Result](ask: Callable[[], Awaitable[Result]], what: str) -> Result:
+    """Ask again after errors of the connection.
+
+    Raises
+    ------
+    DataError
+        If the last try fails, too, or access is refused.
+    """
+    wait, until = FIRST_WAIT_S, time.monotonic() + PIECE_S
+    for number in range(1, TRIES + 1):
+        try:
+            return await asyncio.wait_for(ask(), TRY_S)
+        except PermissionError as error:
+            raise DataError(
+                f"{what} may not be read ({first_line(error)}); check the credentials in storage_options."
+            ) from safe_cause(error)
+        except _FINAL:
+            raise
+        except reading_errors() as error:
+            told = refusal(error)
+            last = number == TRIES or time.monotonic() > until
+            if told and (last or told[0] not in LATER):
+                raise DataError(f"{what} cannot be read: {told[1]}.") from safe_cause(error)
+            if last:
+                raise DataError(
+                    f"{what} cannot be reached, tried {number} times ({first_line(error)}); "
+                    "check the connection and storage_options, and run this again."
+                ) from safe_cause(error)
+            logger.debug("Reading again in %g s: %s", wait, redacted(f"{what}: {error}"))
+        await asyncio.sleep(wait)
+        wait *= 2
+    raise AssertionError("the last try returns or raises")
+
+
+def persistent(file: Any, what: str) -> Any:
+    """Return a file of fsspec that asks several times for each block that it lacks, and takes no part of one for it."""
+    if (blocks := getattr(file, "cache", None)) is None or getattr(blocks, "fetcher", None) is None:
+        return file  # of a disk, or of memory
+    fetch = blocks.fetcher
+
+    def whole(start: int, stop: int) -> bytes:
+        found = fetch(start, stop)
+        if len(found) < (wanted := min(stop, blocks.size) - start):
+            raise OSError(f"{wanted:,} bytes were asked for, and {len(found):,} came")
+        return found
+
+    def again(start: int, stop: int) -> bytes:
+        # h5py holds its lock meanwhile: a thread that collects garbage of h5py would wait for it, and be waited for.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            return sync(get_loop(), ask_again, lambda: asyncio.to_thread(whole, start, stop), what)
+        finally:
+            if collects:
+                gc.enable()
+
+    blocks.fetcher = again
+    return file
+
+
+_CODECS = {
+    *("adler32", "bitround", "blosc", "bytes", "bz2", "crc32", "crc32c", "delta", "endian", "fletcher32", "gzip"),
+    *("jenkins_lookup3", "lz4", "lzma", "packbits", "pcodec", "sharding_indexed", "shuffle", "transpose"),
+    *("vlen-bytes", "vlen-utf8", "zlib", "zstd"),
+}
+"""Codecs of zarr v2 and v3 that numbers and text need. Others, pickle first of all, can run code when they decode."""
+
+_MAY_NAME_CODECS = ("zarr.json", ".zarray", ".zmetadata")
+
+
+def open_group(
+    place: str | os.PathLike[str], storage_options: Mapping[str, Any] | None = None, *, mode: Any = "r"
+) -> zarr.Group:
+    """Open a zarr group; what is read behind a URL is read in pieces, each tried several times.
+
+    Parameters
+    ----------
+    place
+        Folder or URL.
+    storage_options
+        See :func:`scforge.data.readers.remote_file_system`.
+    mode
+        As for :func:`zarr.open_group`.
+
+    Raises
+    ------
+    MissingFileError
+        If there is no group.
+    DataError
+        If the server cannot be reached, access is refused, or the metadata cannot be used. Arrays that are opened
+        later raise the same. If the folder holds a pipe or a device.
+    OptionError
+        If nothing installed reads such URLs.
+    """
+    name = os.fspath(place)
+    store: storage.LocalStore | storage.FsspecStore
+    if is_url(name):
+        fs, path = remote_file_system(name, storage_options, asynchronous=True)
+        if not fs.async_impl:
+            fs = AsyncFileSystemWrapper(fs, asynchronous=True)
+        elif hasattr(fs, "retries"):
+            # s3fs retries three deep; a server that is down would take it minutes to believe.
+            fs.retries = 1
+        store = RemoteStore(fs, read_only=mode == "r", path=path.rstrip("/"))
+    else:
+        _refuse_odd_files(name)
+        store = LocalStore(name, read_only=mode == "r")
+    with reading(repr(name), how="as a zarr folder"):
+        try:
+            return zarr.open_group(store, mode=mode)
+        except FileNotFoundError as error:
+            problem = f"{name!r} is not there, or is no zarr group; check the name."
+            raise MissingFileError(problem) from safe_cause(error)
+
+
+def _refuse_odd_files(place: str) -> None:
+    """Raise if a folder holds a pipe or a device: zarr, and zarrs besides, would wait for their end forever."""
+    waiting = [place]
+    while waiting:
+        # What cannot be listed is reported when it is read.
+        with contextlib.suppress(OSError), os.scandir(waiting.pop()) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    waiting.append(entry.path)
+                elif not entry.is_file(follow_symlinks=False):
+                    path = Path(entry.path)
+                    if path.exists() and not path.is_file() and not path.is_dir():
+                        raise DataError(f"{entry.path!r} is not a regular file; copy the data again.")
+
+
+# zarrs reads from a store of this name itself, which is much faster.
+class LocalStore(storage.LocalStore):
+    """A folder whose metadata may name harmless codecs only."""
+
+    async def get(self, key: str, prototype: Any = None, byte_range: Any = None) -> Any:
+        """Return bytes of `key`."""
+        return _checked(self, key, await super().get(key, prototype, byte_range))
+
+    def get_sync(self, key: str, *, prototype: Any = None, byte_range: Any = None) -> Any:
+        """Return bytes of `key`."""
+        return _checked(self, key, super().get_sync(key, prototype=prototype, byte_range=byte_range))
+
+
+class RemoteStore(storage.FsspecStore):
+    """A store that asks again for what a broken connection did not bring, with harmless codecs only."""
+
+    def _name(self, key: str = "") -> str:
+        return repr(self.fs.unstrip_protocol(f"{self.path}/{key}".rstrip("/")))
+
+    async def get(self, key: str, prototype: Any, byte_range: Any = None) -> Any:
+        """Return bytes of `key`."""
+        get = super().get
+        return _checked(self, key, await ask_again(lambda: get(key, prototype, byte_range), self._name(key)))
+
+    async def get_partial_values(self, prototype: Any, key_ranges: Iterable[Any]) -> Any:
+        """Return bytes of several keys."""
+        ranges, get = list(key_ranges), super().get_partial_values
+        return await ask_again(lambda: get(prototype, ranges), self._name())
+
+    async def exists(self, key: str) -> bool:
+        """Return whether there is a `key`."""
+        exists = super().exists
+        return await ask_again(lambda: exists(key), self._name(key))
+
+    async def set(self, key: str, value: Any, byte_range: Any = None) -> None:
+        """Write `key`, whole: a try that broke off leaves nothing behind."""
+        write = super().set
+        await ask_again(lambda: write(key, value, byte_range), self._name(key))
+
+
+def _checked(store: Any, key: str, content: Any) -> Any:
+    """Return what a store has under `key`, unless it is metadata that names another codec than the harmless ones."""
+    if content is None or key.rpartition("/")[2] not in _MAY_NAME_CODECS:
+        return content
+    try:
+        described = json.loads(content.to_bytes())
+    except (ValueError, RecursionError):
+        return content  # zarr cannot read it either, and says so
+    for codec in _codecs(described):
+        if str(codec).removeprefix("numcodecs.") not in _CODECS:
+            raise DataError(
+                f"{key!r} of {str(store)!r} names the codec {str(codec)[:100]!r}, which may run code and is not used; "
+                "write the data again with a current anndata."
+            )
+    return content
+
+
+def _codecs(described: Any) -> Iterator[Any]:
+    """Yield the names of all codecs in the metadata of a node, and in what it has of the nodes below it."""
+    waiting = [described]
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, dict):
+            continue
+        for key in ("codecs", "index_codecs", "filters", "compressor"):
+            found = node.get(key)
+            for codec in found if isinstance(found, list) else [found] if found is not None else []:
+                if isinstance(codec, dict):
+                    yield codec.get("name", codec.get("id"))
+                    yield codec.get("id", codec.get("name"))
+                    waiting.append(codec.get("configuration"))
+                else:
+                    yield codec
+        consolidated = node.get("consolidated_metadata")
+        for below in (node.get("metadata"), consolidated.get("metadata") if isinstance(consolidated, dict) else None):
+            waiting += below.values() if isinstance(below, dict) else []
+
+
+_ENTRY = 8
+"""Bytes of a count in memory: itself, its gene, and what is needed while they are gathered."""
+
+_CELL = 200
+"""Bytes of a cell: its name, its library size, and some columns of obs."""
+
+_SMALL = 2**26
+"""Bytes of a part that is read without a look at what is available."""
+
+_UNLIMITED = 2**60
+"""What control groups of the first version say where there is no limit is more than this."""
+
+
+def check_memory(streams: Sequence[CellStream], memory: int | str | None = None) -> None:
+    """Raise unless the cells fit into `memory`, see :func:`lack_of_memory`.
+
+    Raises
+    ------
+    DataError
+        If they do not.
+    """
+    if lack := lack_of_memory(streams, memory):
+        raise DataError(
+            f"{lack}; read them from disk: run scforge convert SOURCE -o store.zarr once and open store.zarr, or pass "
+            'cache="store.zarr", which does both.'
+        )
+
+
+def lack_of_memory(streams: Sequence[CellStream], memory: int | str | None = None) -> str | None:
+    """Say how far cells exceed `memory`, e.g. ``"16GB"``, or half of what is available; None if they fit."""
+    from scforge.data.convert import parse_bytes
+
+    there = available_memory() if memory is None else parse_bytes("memory", memory)
+    if there is None:
+        return None
+    most = there // 2 if memory is None else there
+    n_cells, n_entries = sum(stream.n_cells for stream in streams), sum(stream.n_entries for stream in streams)
+    needed = n_entries * _ENTRY + n_cells * _CELL
+    if needed <= most:
+        return None
+    half = " available, of which half may be used" if memory is None else " allowed by memory="
+    return (
+        f"{n_cells:,} cells with {n_entries:,} counts need about {_size(needed)} of memory, and there are "
+        f"{_size(there)}{half}"
+    )
+
+
+def check_stored(stored: Any, what: str, *, whole: bool = True) -> None:
+    """Raise unless a part of an h5ad file or a zarr folder fits into memory, or each piece of it that is unpacked.
+
+    Raises
+    ------
+    DataError
+        If it does not.
+    """
+    there, needed = available_memory(), _stored_bytes(stored, whole)
+    if there is not None and needed > max(there, _SMALL):
+        raise DataError(
+            f"{what} would take {_size(needed)} of memory, and {_size(there)} are available; write the file again if "
+            "it is damaged, or use a machine with more memory."
+        )
+
+
+def _stored_bytes(stored: Any, whole: bool) -> int:
+    """Return the size of an array in memory (or of a piece of it), or of all arrays in a group."""
+    if not hasattr(stored, "dtype"):
+        return sum(_stored_bytes(stored[name], whole) for name in stored)
+    shapes = ((stored.shape or ()) if whole else (), stored.chunks or ())
+    return max(map(math.prod, shapes)) * stored.dtype.itemsize
+
+
+def available_memory() -> int | None:
+    """Return how many bytes this process may still take, at most; None where the system does not tell."""
+    return min(_limits(), default=None)
+
+
+def _limits() -> Iterator[int]:
+    """Yield what the machine has, and what the control groups of a container or a job leave of it."""
+    meminfo = _numbers(Path("/proc/meminfo"))
+    if "MemAvailable:" in meminfo:
+        yield meminfo["MemAvailable:"] * 1024
+    elif hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        yield os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for folder in _control_groups(Path("/sys/fs/cgroup"), _text(Path("/proc/self/cgroup"))):
+        for most, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            limit, taken = _text(folder / most).strip(), _text(folder / used).strip()
+            if limit.isdigit() and taken.isdigit() and int(limit) < _UNLIMITED:
+                # What the page cache holds of files is given back when it is needed.
+                stat = _numbers(folder / "memory.stat")
+                files = stat.get("inactive_file", 0) + stat.get("active_file", 0)
+                yield max(0, int(limit) - int(taken) + files)
+
+
+def _control_groups(root: Path, described: str) -> Iterator[Path]:
+    """Yield the folders of the control groups of this process, inner ones first; inside a container `root` is one."""
+    for line in described.splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "memory" if controllers else root
+        place = base / group.strip("/")
+        yield place
+        yield from (parent for parent in place.parents if parent.is_relative_to(base))
+
+
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the lines of a file of the system as numbers by name."""
+    words = [line.split() for line in _text(path).splitlines()]
+    return {line[0]: int(line[1]) for line in words if len(line) > 1 and line[1].isdigit()}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # no such file on this system
+        return ""
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / 1e9:.1f} GB" if n_bytes >= 10**8 else f"{n_bytes / 1e6:.1f} MB"
+
+
+ENTRIES = 2**22
+"""Entries that are held at a time, some 100 MB with what is made of them."""
+
+ROWS = 2**16
+"""Most rows of a piece: the boundaries of empty rows alone may be many."""
+
+_CSC_WINDOW = 8
+"""How many pieces of a CSC matrix are gathered in one reading of it, which is all of it: some 800 MB at the most."""
+
+
+def is_array(stored: Any) -> bool:
+    """Whether something in an h5ad file or a zarr folder is an array, and no group."""
+    return hasattr(stored, "dtype")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A matrix in an h5ad file or a zarr folder.
+
+    Attributes
+    ----------
+    stored
+        The group or the array (h5py or zarr).
+    kind
+        ``"csr"``, ``"csc"`` or ``"dense"``.
+    shape
+        Number of cells and of genes.
+    place
+        What the matrix is, for messages, e.g. ``"'X' of 'cells.h5ad'"``.
+    """
+
+    stored: Any
+    kind: str
+    shape: tuple[int, int]
+    place: str
+
+    @classmethod
+    def of(cls, stored: Any, source: str | None = None) -> Matrix:
+        """Recognise how a matrix is stored; `source` names the file in messages.
+
+        Raises
+        ------
+        DataError
+            If it is no matrix of numbers, or its parts do not fit together.
+        """
+        name = repr(stored.name.removeprefix("/"))
+        place = f"{name} of {source or stored.file.filename!r}"
+        if is_array(stored):
+            if stored.shape is None or len(stored.shape) != 2 or stored.dtype.kind not in "biuf":
+                raise DataError(f"{place} is no matrix of numbers (shape {stored.shape}, {stored.dtype}).")
+            check_stored(stored, f"a piece of {place}", whole=False)
+            return cls(stored, "dense", tuple(stored.shape), place)
+        encoding = str(stored.attrs.get("encoding-type", stored.attrs.get("h5sparse_format", "")))
+        kind = encoding.removesuffix("_matrix")
+        if kind not in ("csr", "csc") or not {"data", "indices", "indptr"} <= set(stored):
+            raise DataError(f"{place} is stored as {encoding!r}; a CSR, CSC or dense matrix is needed.")
+        try:
+            n_rows, n_columns = map(int, stored.attrs.get("shape", stored.attrs.get("h5sparse_shape")))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"{place} is damaged: it has no shape of two numbers; {REPAIR}.") from error
+        matrix = cls(stored, kind, (n_rows, n_columns), place)
+        if min(matrix.shape) < 0:
+            matrix._damaged(f"its shape is {matrix.shape}")
+        matrix._check_parts()
+        return matrix
+
+    def _check_parts(self) -> None:
+        """Raise unless data, indices and indptr are lists of numbers of lengths that fit; they are not read yet."""
+        for name, kinds in {"data": "biuf", "indices": "iu", "indptr": "iu"}.items():
+            part = self.stored[name]
+            if not is_array(part) or part.shape is None or len(part.shape) != 1 or part.dtype.kind not in kinds:
+                self._damaged(f"{name} is no list of numbers")
+            check_stored(part, f"a piece of {name} of {self.place}", whole=False)
+        n_indices = self._parts["indices"].shape[0]
+        if self.n_stored != n_indices:
+            self._damaged(f"it has {self.n_stored} values and {n_indices} indices")
+        n_boundaries, needed = self._parts["indptr"].shape[0], self._major_minor[0] + 1
+        if n_boundaries != needed:
+            self._damaged(f"it has {n_boundaries} boundaries (indptr) and needs {needed}")
+        first, last = (int(self._read("indptr", place, place + 1)[0]) for place in (0, needed - 1))
+        if first != 0 or last != self.n_stored:
+            self._damaged(f"its boundaries (indptr) run from {first} to {last}, but there are {self.n_stored} entries")
+
+    @cached_property
+    def _parts(self) -> dict[str, Any]:
+        """Data, indices and indptr; the rows of a dense matrix under an empty name."""
+        if self.kind == "dense":
+            return {"": self.stored}
+        return {name: _complete(self.stored[name]) for name in ("data", "indices", "indptr")}
+
+    @property
+    def n_stored(self) -> int:
+        """Number of entries that are stored; of a dense matrix all."""
+        return self.shape[0] * self.shape[1] if self.kind == "dense" else int(self._parts["data"].shape[0])
+
+    @property
+    def _major_minor(self) -> tuple[int, int]:
+        """Number of compressed rows (or columns), and of what the indices name."""
+        return self.shape if self.kind == "csr" else self.shape[::-1]
+
+    def _damaged(self, problem: str | None) -> None:
+        if problem is not None:
+            raise DataError(f"{self.place} is damaged: {problem}; {REPAIR}.")
+
+    def _read(self, part: str, start: int, stop: int | None) -> np.ndarray:
+        """Return a piece of data, indices or indptr, or rows of a dense matrix (`part` is empty)."""
+        with reading(f"{part} in {self.place}" if part else self.place):
+            return np.asarray(self._parts[part][start:stop])
+
+    def _boundaries(self, start: int = 0, stop: int | None = None, *, first: int | None = 0) -> np.ndarray:
+        """Return some of the boundaries, of which the first is known unless `first` is None."""
+        boundaries = self._read("indptr", start, stop).astype(np.int64)
+        first = int(boundaries[0]) if first is None else first
+        self._damaged(boundary_problem(boundaries, self.n_stored, first=first))
+        self._damaged("a boundary (indptr) is negative" if first < 0 else None)
+        return boundaries
+
+    def _indices(self, start: int, stop: int) -> np.ndarray:
+        indices = self._read("indices", start, stop)
+        self._damaged(index_problem(indices, self._major_minor[1]))
+        return indices
+
+    def entries(self, size: int = ENTRIES) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield all stored entries in the order of the file.
+
+        Yields
+        ------
+        Rows, columns and values, each of shape (k,) with k at most `size` or one dense row.
+        """
+        if self.kind == "dense":
+            step = max(1, size // max(self.shape[1], 1))
+            for start in range(0, self.shape[0], step):
+                block = self._read("", start, start + step)
+                rows, columns = np.nonzero(block)
+                yield rows + start, columns, block[rows, columns]
+            return
+        boundaries = self._boundaries()
+        for start in range(0, int(boundaries[-1]), size):
+            minor, values = self._indices(start, start + size), self._read("data", start, start + size)
+            stop = start + len(values)
+            first = int(np.searchsorted(boundaries, start, side="right")) - 1
+            last = int(np.searchsorted(boundaries, stop, side="left"))
+            inside = np.clip(boundaries[first : last + 1], start, stop)
+            major = np.repeat(np.arange(first, last), np.diff(inside))
+            yield (major, minor, values) if self.kind == "csr" else (minor, major, values)
+
+    def row_chunks(self, size: int = ENTRIES, *, start: int = 0) -> Iterator[tuple[int, sparse.csr_matrix]]:
+        """Yield the cells in order, some rows at a time, as ``(first row, CSR matrix of all columns)``.
+
+        A CSC matrix is read once for every eight times `size` entries that it has, because its cells lie scattered
+        over the file.
+
+        Parameters
+        ----------
+        size
+            Most entries of a piece, unless one row has more.
+        start
+            First row. What lies before it is not read, save of a CSC matrix.
+        """
+        if self.kind == "dense":
+            step = min(max(1, size // self.shape[1]), ROWS)
+            for row in range(start, self.shape[0], step):
+                yield row, sparse.csr_matrix(_sparse_type(self._read("", row, row + step)))
+        elif self.kind == "csr":
+            yield from self._csr_chunks(size, start)
+        else:
+            yield from self._csc_chunks(size, start)
+
+    def _csr_chunks(self, size: int, start: int) -> Iterator[tuple[int, sparse.csr_matrix]]:
+        n_cells, n_genes = self.shape
+        last: int | None = None if start else 0
+        while start < n_cells:
+            boundaries = self._boundaries(start, start + ROWS + 1, first=last)
+            stop = _rows_within(boundaries, 0, size)
+            first, last = int(boundaries[0]), int(boundaries[stop])
+            values = _sparse_type(self._read("data", first, last))
+            parts = (values, self._indices(first, last), boundaries[: stop + 1] - first)
+            yield start, sparse.csr_matrix(parts, shape=(stop, n_genes))
+            start += stop
+
+    def _csc_chunks(self, size: int, start: int) -> Iterator[tuple[int, sparse.csr_matrix]]:
+        n_cells, n_genes = self.shape
+        filled = np.zeros(n_cells, dtype=np.int64)
+        for rows, _, _ in self.entries(size):
+            filled += np.bincount(rows, minlength=n_cells)
+        before = np.concatenate([[0], np.cumsum(filled)])
+        while start < n_cells:
+            stop = _rows_within(before, start, _CSC_WINDOW * size)
+            window = self._csc_rows(size, start, stop, int(before[stop] - before[start]))
+            row = start
+            while row < stop:
+                after = min(_rows_within(before, row, size), row + ROWS, stop)
+                yield row, sparse.csr_matrix(window[row - start : after - start], shape=(after - row, n_genes))
+                row = after
+            start = stop
+
+    def _csc_rows(self, size: int, start: int, stop: int, n_entries: int) -> sparse.csr_matrix:
+        """Return the rows from `start` to `stop`, which have `n_entries` entries, as CSR."""
+        rows, columns = (np.empty(n_entries, dtype=np.int32) for _ in range(2))
+        values = _sparse_type(np.empty(n_entries, dtype=self._parts["data"].dtype))
+        filled = 0
+        for all_rows, all_columns, all_values in self.entries(size):
+            here = np.flatnonzero((all_rows >= start) & (all_rows < stop))
+            place = slice(filled, filled + len(here))
+            rows[place], columns[place], values[place] = all_rows[here] - start, all_columns[here], all_values[here]
+            filled += len(here)
+        return sparse.csr_matrix((values, (rows, columns)), shape=(stop - start, self.shape[1]))
+
+
+def _complete(stored: Any) -> Any:
+    """Return an array that does not make up what is missing: zarr takes a chunk that is gone for zeros."""
+    if not hasattr(stored, "with_config"):  # of h5py
+        return stored
+    import zarr
+
+    if zarr.config.get("array.read_missing_chunks", None) is None:  # a zarr that has no choice
+        return stored
+    return stored.with_config({"read_missing_chunks": False})
+
+
+def _rows_within(before: np.ndarray, start: int, size: int) -> int:
+    """Return the row up to which there are at most `size` entries from row `start` on, or the next row."""
+    return max(start + 1, int(np.searchsorted(before, before[start] + size, side="right")) - 1)
+
+
+def _sparse_type(values: np.ndarray) -> np.ndarray:
+    """Return values in a type that SciPy's sparse matrices know: no half precision, no other byte order."""
+    if values.dtype == np.float16:
+        return values.astype(np.float32)
+    return values.astype(values.dtype.newbyteorder("="), copy=False)
+
+
+_DEPTH, _PARTS = 64, 100_000
+"""How deep an AnnData may be nested, and how many parts it may have; links that make a loop have no end."""
+
+
+@contextlib.contextmanager
+def open_h5ad(path: str | os.PathLike[str], modality: str | None = None) -> Iterator[StoredAdata]:
+    """Open an h5ad file, or one modality of an h5mu file, for reading piece by piece.
+
+    Raises
+    ------
+    MissingFileError
+        If there is no such file.
+    DataError
+        If it is no h5ad file, or has no cells or no genes.
+    OptionError
+        If there is no such modality.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise MissingFileError(f"the file {str(path)!r} does not exist{similar_file(path)}")
+    if not path.is_file():
+        raise DataError(f"{str(path)!r} is not a file; name an h5ad file.")
+    with open_hdf5(path, str(path)) as file:
+        yield StoredAdata.of(str(path), file, modality)
+
+
+@contextlib.contextmanager
+def open_hdf5(file: Any, name: str) -> Iterator[h5py.File]:
+    """Open an HDF5 file (path or open file) that holds all of its content itself; `name` is that of the messages.
+
+    Raises
+    ------
+    DataError
+        If it is no HDF5 file, or has parts that lie in other files, or has no end.
+    """
+    with contextlib.ExitStack() as opened:
+        with reading(repr(name), how="as an h5ad file"):
+            stored = opened.enter_context(h5py.File(file, "r"))
+            # Links within the file are followed only once it is known that nothing leads out of it.
+            if _check_parts(stored, name, follow=False):
+                _check_parts(stored, name, follow=True)
+        yield stored
+
+
+def _check_parts(file: h5py.File, name: str, *, follow: bool) -> bool:
+    """Raise if a part lies in another file, or there are too many; return whether there are links to follow."""
+    waiting: list[tuple[h5py.Group, int]] = [(file, 0)]
+    n_parts, linked = 0, False
+    while waiting:
+        group, depth = waiting.pop()
+        for key in group:
+            n_parts += 1
+            place = f"{group.name.rstrip('/')}/{key}"
+            link = group.get(key, getlink=True)
+            if isinstance(link, h5py.SoftLink):
+                linked = True
+                if not follow:
+                    continue
+            elif not isinstance(link, h5py.HardLink):
+                raise _other_file(place, name)
+            part = group.get(key)
+            if isinstance(part, h5py.Group):
+                waiting.append((part, depth + 1))
+            elif isinstance(part, h5py.Dataset) and (part.external or part.is_virtual):
+                raise _other_file(place, name)
+            if depth >= _DEPTH or n_parts > _PARTS:
+                raise DataError(
+                    f"{name!r} is nested more than {_DEPTH} deep, or has more than {_PARTS:,} parts, as with a link to "
+                    "itself; write the file again with anndata."
+                )
+    return linked
+
+
+def _other_file(place: str, name: str) -> DataError:
+    return DataError(
+        f"{place!r} of {name!r} lies in another file, which scforge does not open; if you trust it, make a file that "
+        "holds all of it with anndata.read_h5ad(path).write_h5ad(new_path)."
+    )
+
+
+def similar_file(path: Path) -> str:
+    """Return ``"; did you mean 'x'?"`` for the file with the nearest name in the same folder, or a full stop."""
+    try:
+        # The common ending makes all names alike, so it does not count.
+        others = {other.stem: other.name for other in path.parent.iterdir() if other.suffix == path.suffix}
+    except OSError:  # the folder is not there either
+        return "."
+    near = difflib.get_close_matches(path.stem, others, n=1, cutoff=0.7)
+    return f"; did you mean {others[near[0]]!r}?" if near else "."
+
+
+def write_h5ad(path: str | os.PathLike[str], adata: AnnData) -> None:
+    """Write cells as ``adata.write_h5ad`` does; that the disk is full is an OSError, see :func:`scforge._io.new_h5`."""
+    from anndata.io import write_elem
+
+    adata.strings_to_categoricals()
+    if adata.raw is not None:
+        adata.strings_to_categoricals(adata.raw.var)
+    with new_h5(path) as file:
+        write_elem(file, "/", adata)
+
+
+def checked_chunks(matrix: Matrix, start: int = 0) -> Iterator[tuple[int, sparse.csr_matrix]]:
+    """Yield the rows of a matrix from `start` on, see :meth:`Matrix.row_chunks`, after checking that they are counts.
+
+    Raises
+    ------
+    DataError
+        If a value is no whole number of at least zero, or a cell has no count.
+    """
+    for first, chunk in matrix.row_chunks(start=start):
+        if problem := value_problem(chunk.data):
+            raise DataError(
+                f"{matrix.place} {problem} in the rows from {first} on, but raw counts are needed; "
+                "name the layer that holds them."
+            )
+        totals = row_sums(chunk)
+        if not totals.all():
+            raise DataError(
+                f"{matrix.place} has cells without any count (first: row {first + int((totals == 0).argmax())}); "
+                "remove them with sc.pp.filter_cells(adata, min_counts=1)."
+            )
+        yield first, chunk
+
+
+def estimated_entries(matrix: Matrix) -> int:
+    """Return how many entries above zero a matrix has; of a dense one what its first rows let expect."""
+    if matrix.kind != "dense":
+        return matrix.n_stored
+    _, chunk = next(matrix.row_chunks())
+    return int(np.ceil(chunk.nnz / chunk.shape[0] * matrix.shape[0]))
+
+
+_AGAIN = "write the file again"
+
+
+_NO_TABLES = {
+    "h5py": "cannot be read as an h5ad file: it has no tables obs and var of a current anndata; "
+    "write it again with anndata.read_h5ad(path).write_h5ad(path).",
+    "zarr": "cannot be read as an AnnData: it has no tables obs and var; name a folder that adata.write_zarr has made.",
+}
+
+
+@dataclass(frozen=True)
+class StoredAdata:
+    """An open AnnData on disk.
+
+    Attributes
+    ----------
+    path
+        Path or URL, for messages.
+    file
+        The open file, or a group in it (h5py or zarr).
+    """
+
+    path: str
+    file: Any
+
+    @classmethod
+    def of(cls, path: str, file: Any, modality: str | None = None) -> StoredAdata:
+        """Check that an open file holds an AnnData, or a MuData with the modality.
+
+        Raises
+        ------
+        DataError
+            If it does not.
+        OptionError
+            If a modality is needed or named in vain.
+        """
+        if "mod" in file and not is_array(file["mod"]):
+            check_modality(modality, list(file["mod"]), path)
+            opened: StoredAdata = StoredModality(path, file[f"mod/{modality}"], file, str(modality))
+        elif modality is not None:
+            raise OptionError(f"modality={modality!r} was given but {path!r} has no modalities; leave it out.")
+        else:
+            opened = cls(path, file)
+        tables = [opened.file.get(name) for name in ("obs", "var")]
+        if not all(table is not None and not is_array(table) and "_index" in table.attrs for table in tables):
+            raise DataError(f"{path!r} {_NO_TABLES[type(file).__module__.split('.')[0]]}")
+        return opened
+
+    @cached_property
+    def var(self) -> pd.DataFrame:
+        """The table of genes."""
+        return self._table("var", "table of genes")
+
+    @cached_property
+    def obs_names(self) -> pd.Index:
+        """Names of the cells."""
+        import pandas as pd
+
+        what = f"the names of the cells (obs) of {self.path!r}"
+        with reading(what, fix=_AGAIN):
+            names = _read(self.file["obs"][self.file["obs"].attrs["_index"]], what)
+            return pd.Index(np.asarray(names, dtype=object).astype(str))
+
+    @property
+    def n_obs(self) -> int:
+        """Number of rows of the table of cells."""
+        with reading(f"the names of the cells (obs) of {self.path!r}", fix=_AGAIN):
+            names = self.file["obs"][self.file["obs"].attrs["_index"]]
+            if not is_array(names) and "values" in names:  # text with a mask of what is missing
+                names = names["values"]
+            return int(names.shape[0]) if is_array(names) else len(self.obs_names)
+
+    @property
+    def obs_columns(self) -> list[str]:
+        """Names of the columns of obs, in their order."""
+        with reading(f"the table of cells (obs) of {self.path!r}", fix=_AGAIN):
+            return [str(column) for column in self.file["obs"].attrs["column-order"]]
+
+    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """Return the table of cells, or some columns of it.
+
+        Raises
+        ------
+        DataError
+            If there is no such column, or it cannot be read.
+        """
+        import pandas as pd
+
+        if columns is None:
+            return self._table("obs", "table of cells")
+        if missing := [column for column in columns if column not in self.obs_columns]:
+            raise missing_column(missing[0], self.path, self.obs_columns)
+        group = self.file["obs"]
+        if "__categories" in group:  # of an anndata before 0.8, which kept them apart
+            return self._table("obs", "table of cells")[list(columns)]
+        what = f"the table of cells (obs) of {self.path!r}"
+        with reading(what, fix=_AGAIN):
+            read = {column: _read(group[column], what) for column in columns}
+            return pd.DataFrame(read, index=self.obs_names)
+
+    def _table(self, name: str, what: str) -> pd.DataFrame:
+        import pandas as pd
+
+        with reading(f"the {what} ({name}) of {self.path!r}", fix=_AGAIN):
+            table = _read(self.file[name], f"the {what} ({name}) of {self.path!r}")
+        if not isinstance(table, pd.DataFrame):
+            raise DataError(f"{name} of {self.path!r} is no {what}; write the file again with anndata.")
+        return table
+
+    @property
+    def layers(self) -> list[str]:
+        """Names of the layers."""
+        group = self.file.get("layers")
+        return [] if group is None or is_array(group) else list(group)
+
+    def has(self, name: str) -> bool:
+        """Whether the file has a part of that name, e.g. ``"X"`` or ``"raw/X"``."""
+        # A matrix that is not there may be stored as an empty one.
+        return name in self.file and not (is_array(self.file[name]) and self.file[name].shape in (None, ()))
+
+    def matrix(self, layer: str | None = None) -> Matrix:
+        """Return a layer, or X if `layer` is None.
+
+        Raises
+        ------
+        DataError
+            If it is not there, or no matrix of numbers.
+        """
+        if layer is not None and layer not in self.layers:
+            raise DataError(
+                f"layer={layer!r} is not in the layers of {self.path!r}{did_you_mean(layer, self.layers)} "
+                f"(layers: {listing(self.layers)}; layer=None reads X)"
+            )
+        name = "X" if layer is None else f"layers/{layer}"
+        if not self.has(name):
+            raw = " or use raw, which adata.raw.to_adata() makes an AnnData of" if self.has("raw/X") else ""
+            raise DataError(
+                f"{self.path!r} has no {name}; name a layer with counts{raw} (layers: {listing(self.layers)})."
+            )
+        with reading(f"{name!r} of {self.path!r}"):
+            matrix = Matrix.of(self.file[name], self.path)
+        if matrix.shape[1] != len(self.var) or not min(matrix.shape):
+            raise DataError(
+                f"{name} of {self.path!r} has {matrix.shape[0]} cells x {matrix.shape[1]} genes, and the table of "
+                f"genes {len(self.var)} rows; a matrix with cells and as many genes is needed."
+            )
+        return matrix
+
+
+@dataclass(frozen=True)
+class StoredModality(StoredAdata):
+    """A modality of a MuData on disk, whose table of cells has the columns of the whole MuData behind its own.
+
+    Attributes
+    ----------
+    whole
+        The open file.
+    modality
+        Name of the modality.
+    """
+
+    whole: Any
+    modality: str
+
+    @cached_property
+    def _shared(self) -> pd.DataFrame:
+        """Columns of the MuData's obs for the cells of this modality."""
+        whole = StoredAdata(self.path, self.whole)
+        own = super().obs_columns
+        return shared_columns(whole.obs(), self.modality, self.obs_names, own)
+
+    @property
+    def obs_columns(self) -> list[str]:
+        """Names of the columns of obs: those of the modality, then those of the MuData."""
+        return [*super().obs_columns, *self._shared.columns]
+
+    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """Return the table of cells, or some columns of it."""
+        own = super().obs_columns
+        if columns is None:
+            columns = self.obs_columns
+        if missing := [column for column in columns if column not in self.obs_columns]:
+            raise missing_column(missing[0], self.path, self.obs_columns)
+        table = StoredAdata(self.path, self.file).obs([column for column in columns if column in own])
+        return table.join(self._shared[[column for column in columns if column not in own]])[list(columns)]
+
+
+def _read(stored: Any, what: str) -> Any:
+    from anndata.io import read_elem
+
+    check_stored(stored, what)
+    return read_elem(stored)
+
+
+def check_modality(modality: str | None, modalities: Sequence[str], source: str) -> None:
+    """Raise unless `modality` is one of those of a MuData."""
+    if modality is None:
+        raise OptionError(f"{source!r} is a MuData; name a modality with modality= (it has: {listing(modalities)}).")
+    if modality not in modalities:
+        raise OptionError(
+            f"modality={modality!r} is not in {source!r}{did_you_mean(modality, modalities)} "
+            f"(it has: {listing(modalities)})"
+        )
+
+
+def shared_columns(obs: pd.DataFrame, modality: str, names: pd.Index, own: Sequence[str]) -> pd.DataFrame:
+    """Return the columns of a MuData's obs for the cells `names` of a modality.
+
+    A column that MuData has copied from a modality is named ``"modality:column"``. Those of other modalities are left
+    out, as are those of columns that the modality has itself.
+    """
+    prefix = f"{modality}:"
+    taken = {column: str(column).removeprefix(prefix) for column in obs.columns}
+    keep = {column: name for column, name in taken.items() if ":" not in name and name not in own}
+    return obs.loc[~obs.index.duplicated(), list(keep)].rename(columns=keep).reindex(names)
+
+
+def missing_column(column: str, source: str, columns: Sequence[str]) -> DataError:
+    """Return the error of a column of obs that is not there."""
+    shown = [name for name in columns if not str(name).startswith("_scvi_")]
+    return DataError(
+        f"obs of {source!r} has no column {column!r}{did_you_mean(column, shown)} (it has: {listing(shown)})"
+    )
+
+
+class AdataStream:
+    """An AnnData in memory, as :class:`scforge.data.readers.CellStream`.
+
+    Parameters
+    ----------
+    adata
+        The AnnData.
+    layer
+        Key in ``adata.layers``; None reads ``adata.X``.
+    shared
+        Further columns of obs, of the MuData that it is a modality of, in the order of its cells.
+    """
+
+    name = "adata"
+
+    def __init__(self, adata: AnnData, layer: str | None = None, *, shared: pd.DataFrame | None = None) -> None:
+        check_adata(adata)
+        self.adata, self._layer, self._shared = adata, layer, shared
+        self.n_cells: int = adata.n_obs
+
+    @classmethod
+    def of_mudata(cls, mdata: Any, modality: str | None, layer: str | None = None) -> AdataStream:
+        """Take one modality of a MuData in memory, with the columns of ``mdata.obs`` behind its own."""
+        check_modality(modality, list(mdata.mod), "mdata")
+        adata = mdata.mod[modality]
+        shared = shared_columns(mdata.obs, str(modality), adata.obs_names, list(adata.obs.columns))
+        return cls(adata, layer, shared=shared)
+
+    @property
+    def var(self) -> pd.DataFrame:
+        """The table of genes."""
+        return self.adata.var
+
+    @cached_property
+    def counts(self) -> sparse.csr_matrix:
+        """Counts of all cells and genes, checked."""
+        return counts_of(self.adata, self._layer)
+
+    @property
+    def n_entries(self) -> int:
+        """Number of counts above zero, about."""
+        return self.counts.nnz
+
+    @cached_property
+    def _obs(self) -> pd.DataFrame:
+        return self.adata.obs if self._shared is None else self.adata.obs.join(self._shared)
+
+    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """Return the table of cells, or some columns of it."""
+        if columns is None:
+            return self._obs
+        if missing := [column for column in columns if column not in self._obs]:
+            raise missing_column(missing[0], self.name, list(self._obs.columns))
+        return self._obs[list(columns)]
+
+    def chunks(self, start: int = 0) -> Iterator[tuple[int, sparse.csr_matrix]]:
+        """Yield rows from `start` on, as ``(first row, CSR matrix of all genes)``."""
+        counts = self.counts
+        while start < self.n_cells:
+            end = int(np.searchsorted(counts.indptr, counts.indptr[start] + ENTRIES, side="right")) - 1
+            stop = min(max(end, start + 1), start + ROWS)
+            yield start, counts[start:stop]
+            start = stop
+
+    def fingerprint(self) -> dict[str, int | float | str]:
+        """Return what tells these cells from others: digests of counts, names and obs."""
+        digest = hashlib.blake2b(digest_size=16)
+        for part in (self.counts.indptr.astype(np.int64), self.counts.indices, self.counts.data):
+            digest.update(str(part.dtype).encode())
+            digest.update(np.ascontiguousarray(part))
+        return {
+            "counts": digest.hexdigest(),
+            "obs": table_digest(self._obs),
+            "var": table_digest(self.var),
+            "n_cells": self.n_cells,
+            "n_genes": self.adata.n_vars,
+        }
+
+
+def table_digest(table: pd.DataFrame) -> str:
+    """Return a digest of a table and its index; columns that scvi-tools adds do not count."""
+    import pandas as pd
+
+    kept = table[[column for column in table.columns if not str(column).startswith("_scvi_")]]
+    digest = hashlib.blake2b("\0".join(map(str, kept.columns)).encode(), digest_size=16)
+    digest.update(pd.util.hash_pandas_object(kept.astype(str), index=True).to_numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Place(Protocol):
+    """Where an AnnData is stored, and how it is opened; `name` is `address` without credentials."""
+
+    name: str
+    address: str
+
+    def open(self) -> AbstractContextManager[StoredAdata]:
+        """Open it for reading."""
+
+    def identity(self) -> dict[str, int | float | str]:
+        """Return what changes when the file does."""
+
+
+class H5adPlace:
+    """An h5ad file, or a modality of an h5mu file."""
+
+    def __init__(self, path: Path, modality: str | None = None) -> None:
+        self.path, self.modality = path, modality
+        self.name = self.address = str(path)
+
+    def open(self) -> AbstractContextManager[StoredAdata]:
+        """Open it for reading."""
+        return open_h5ad(self.path, self.modality)
+
+    def identity(self) -> dict[str, int | float | str]:
+        """Return size and time of change."""
+        found = self.path.stat()
+        return {"size": found.st_size, "mtime_ns": found.st_mtime_ns}
+
+
+class FileStream:
+    """An AnnData on disk or behind a URL, as :class:`scforge.data.readers.CellStream`.
+
+    It is opened anew for each question, so that it can be handed to another process.
+    """
+
+    def __init__(self, place: Place, layer: str | None = None) -> None:
+        self._place, self._layer, self.name, self.address = place, layer, place.name, place.address
+        with reading(repr(place.name), fix="write the file again"), place.open() as opened:
+            matrix = opened.matrix(layer)
+            self.n_cells, self._n_genes = matrix.shape
+            self._var = opened.var
+            if opened.n_obs != self.n_cells:
+                raise DataError(
+                    f"{matrix.place} has {self.n_cells} cells, and the table of cells (obs) {opened.n_obs} rows; "
+                    "write the file again."
+                )
+
+    @property
+    def var(self) -> pd.DataFrame:
+        """The table of genes."""
+        return self._var
+
+    @cached_property
+    def n_entries(self) -> int:
+        """Number of counts above zero, about."""
+        with self._place.open() as opened:
+            return estimated_entries(opened.matrix(self._layer))
+
+    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """Return the table of cells, or some columns of it."""
+        with self._place.open() as opened:
+            return opened.obs(columns)
+
+    def chunks(self, start: int = 0) -> Iterator[tuple[int, sparse.csr_matrix]]:
+        """Yield rows from `start` on, as ``(first row, CSR matrix of all genes)``."""
+        with self._place.open() as opened:
+            yield from checked_chunks(opened.matrix(self._layer), start)
+
+    def fingerprint(self) -> dict[str, int | float | str]:
+        """Return what tells this file from others, and from itself after a change."""
+        return {**self._place.identity(), "n_cells": self.n_cells, "n_genes": self._n_genes}
+
+
+class BackedStream(FileStream):
+    """A backed AnnData: counts are those of its file, tables those in memory, which may have changed."""
+
+    def __init__(self, adata: AnnData, layer: str | None = None) -> None:
+        super().__init__(H5adPlace(Path(adata.filename)), layer)
+        self._adata, self._var = adata, adata.var
+
+    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """Return the table of cells, or some columns of it."""
+        obs = self._adata.obs
+        if columns is None:
+            return obs
+        if missing := [column for column in columns if column not in obs]:
+            raise missing_column(missing[0], self.name, list(obs.columns))
+        return obs[list(columns)]
+
+    def fingerprint(self) -> dict[str, int | float | str]:
+        """Return what tells these cells from others."""
+        return {**super().fingerprint(), "obs": table_digest(self._adata.obs), "var": table_digest(self._adata.var)}
+
+
+_BLOCK = 2**22
+"""Bytes that are fetched of an h5ad file at a time; 32 such blocks are kept."""
+
+_MARKS = ("ETag", "etag", "md5Hash", "LastModified", "mtime", "created")
+"""What file systems say of a file that changes with it, the surest first."""
+
+_FILES = (".h5ad", ".h5mu")
+_COLLECTION = "annbatch-preshuffled"
+
+_ZARR_METADATA = ("zarr.json", ".zgroup", ".zattrs")
+"""Files of which a zarr folder has one."""
+
+
+def _file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path on it, without what it remembers of folders: they may change."""
+    system, path = remote_file_system(url, options)
+    system.invalidate_cache()
+    return system, path
+
+
+def expand_url(url: str, options: Mapping[str, Any] | None = None) -> list[str]:
+    """Return the URLs that a pattern stands for, in order of their names.
+
+    Raises
+    ------
+    MissingFileError
+        If there are none.
+    """
+    system, path = _file_system(url, options)
+    with reading(repr(url)):
+        found = sorted(system.unstrip_protocol(one) for one in system.glob(path))
+    if not found:
+        raise MissingFileError(f"no file fits the pattern {url!r}; check the folder and the ending.")
+    return found
+
+
+def is_zarr(place: str, options: Mapping[str, Any] | None = None) -> bool:
+    """Whether a path or URL is a zarr folder, and no file."""
+    if not is_url(place):
+        return Path(place).is_dir()
+    if Path(without_query(place)).suffix in (*_FILES, ".zarr"):
+        return place.endswith(".zarr")
+    system, path = _file_system(place, options)
+    with reading(repr(place)):
+        return any(system.exists(f"{path.rstrip('/')}/{name}") for name in _ZARR_METADATA)
+
+
+def is_collection(place: str, options: Mapping[str, Any] | None = None) -> bool:
+    """Whether a path or URL is a store of scforge, or another collection of annbatch."""
+    if is_url(place):
+        if Path(without_query(place)).suffix in _FILES:
+            return False
+        system, path = _file_system(place, options)
+        with reading(repr(place)):
+            name = f"{path.rstrip('/')}/zarr.json"
+            content = system.cat_file(name) if system.exists(name) else b"{}"
+    else:
+        put_back(place)
+        metadata = Path(place, "zarr.json")
+        content = metadata.read_bytes() if metadata.is_file() else b"{}"
+    with reading(repr(place), how="as a zarr folder"):
+        return json.loads(content).get("attributes", {}).get("encoding-type") == _COLLECTION
+
+
+class ZarrPlace:
+    """An AnnData in a zarr folder, here or behind a URL, or one modality of a MuData in it."""
+
+    def __init__(self, path: str, modality: str | None = None, options: Mapping[str, Any] | None = None) -> None:
+        self.name = redacted(path) if is_url(path) else path
+        self.address, self._modality, self._options = path, modality, dict(options or {})
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[StoredAdata]:
+        """Open it for reading."""
+        if not is_url(self.address) and not any((Path(self.address) / name).exists() for name in _ZARR_METADATA):
+            raise DataError(f"{self.name!r} is a folder without zarr metadata; name an h5ad file or a zarr folder.")
+        yield StoredAdata.of(self.name, open_group(self.address, self._options), self._modality)
+
+    def identity(self) -> dict[str, int | float | str]:
+        """Return the size of all files, and a digest of their names, sizes and times of change (or ETags)."""
+        url = self.address if is_url(self.address) else f"file://{Path(self.address).resolve()}"
+        system, path = _file_system(url, self._options if is_url(self.address) else None)
+        digest, size = hashlib.blake2b(digest_size=16), 0
+        with reading(repr(self.name)):
+            for name, found in sorted(system.find(path, detail=True).items()):
+                size += int(found["size"])
+                digest.update(f"{name.removeprefix(path)}\0{found['size']}\0{_mark(found)}\n".encode())
+        return {"size": size, "files": digest.hexdigest()}
+
+
+class UrlPlace:
+    """An h5ad file behind a URL, or one modality of an h5mu file."""
+
+    def __init__(self, url: str, modality: str | None = None, options: Mapping[str, Any] | None = None) -> None:
+        self.name, self.address, self._modality, self._options = redacted(url), url, modality, dict(options or {})
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[StoredAdata]:
+        """Open it for reading, through a cache of the blocks used last."""
+        system, path = _file_system(self.address, self._options)
+        with contextlib.ExitStack() as opened:
+            with reading(repr(self.name), how="as an h5ad file"):
+                file = opened.enter_context(system.open(path, "rb", block_size=_BLOCK, cache_type="blockcache"))
+                file = persistent(file, repr(self.name))
+            stored = opened.enter_context(open_hdf5(file, self.name))
+            yield StoredAdata.of(self.name, stored, self._modality)
+
+    def identity(self) -> dict[str, int | float | str]:
+        """Return size and ETag, or what else the file system tells of a file."""
+        system, path = _file_system(self.address, self._options)
+        with reading(repr(self.name)):
+            found = system.info(path)
+        return {"size": int(found["size"]), "mark": _mark(found)}
+
+
+def _mark(found: Mapping[str, Any]) -> str:
+    return next((str(found[name]) for name in _MARKS if found.get(name) is not None), "")
+
+
+_OTHER_FORMATS = {
+    ".csv": "a table of text",
+    ".tsv": "a table of text",
+    ".txt": "a table of text",
+    ".mtx": "a folder of 10x Genomics",
+    ".loom": "a loom file",
+    ".h5": "an HDF5 file, perhaps of 10x Genomics",
+    ".rds": "an R object",
+    ".zip": "an archive",
+    ".tar": "an archive",
+    ".gz": "a compressed file",
+}
+_READERS = {
+    ".csv": "scanpy.read_csv",
+    ".tsv": "scanpy.read_text",
+    ".txt": "scanpy.read_text",
+    ".mtx": "scanpy.read_10x_mtx",
+    ".loom": "anndata.io.read_loom",
+    ".h5": "scanpy.read_10x_h5",
+}
+
+
+class CellStream(Protocol):
+    """Cells that are read piece by piece, with all genes of their source.
+
+    Attributes
+    ----------
+    name
+        Path or URL as given, or ``"adata"``; for messages and to say where a cell comes from.
+    n_cells
+        Number of cells.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> (stream,) = scforge.data.open_streams(scforge.datasets.pbmc3k())
+    >>> [(start, counts.shape) for start, counts in stream.chunks(start=2000)]
+    [(2000, (700, 16634))]
+    >>> stream.obs(["cell_type"]).shape
+    (2700, 1)
+    """
+
+    name: str
+    n_cells: int
+
+    @property
+    def var(self) -> pd.DataFrame:
+        """The table of genes; its index holds the ``var_names``."""
+
+    @property
+    def n_entries(self) -> int:
+        """Number of counts above zero, about."""
+
+    def obs(self, columns: Sequence[str] | None = None) -> pd.DataFrame:
+        """Return the table of cells (index: their names), or some columns of it.
+
+        Parameters
+        ----------
+        columns
+            Names of columns; None takes all.
+
+        Returns
+        -------
+        One row a cell.
+
+        Raises
+        ------
+        DataError
+            If there is no such column.
+        """
+
+    def chunks(self, start: int = 0) -> Iterator[tuple[int, sparse.csr_matrix]]:
+        """Yield ``(first row, CSR matrix over all genes)`` from row `start` on.
+
+        A piece has at most 4,194,304 entries (unless one cell has more) and 65,536 cells, all of which have counts.
+
+        Parameters
+        ----------
+        start
+            Row to begin with.
+
+        Yields
+        ------
+        The number of the first row of a piece, and its counts.
+
+        Raises
+        ------
+        DataError
+            If the values are no counts, or the file is damaged.
+        """
+
+    def fingerprint(self) -> dict[str, int | float | str]:
+        """Return what tells this source from others, and from itself after a change; JSON can hold it."""
+
+
+def open_streams(
+    source: Any,
+    *,
+    layer: str | None = None,
+    modality: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[CellStream]:
+    """Open sources of cells for reading piece by piece.
+
+    Parameters
+    ----------
+    source
+        An AnnData in memory or backed by its file; a MuData, or an h5mu file, with `modality`; the path of an h5ad
+        file or of an AnnData-zarr folder; a pattern of paths such as ``"data/*.h5ad"``, whose files are taken in
+        order of their names; a URL that fsspec knows (``s3://``, ``gs://``, ``file://``, ``memory://``); a
+        :class:`scforge.data.CensusQuery`; or a list of those.
+    layer
+        Layer with raw counts; None reads X.
+    modality
+        Modality of a MuData.
+    storage_options
+        Options of the remote file system, e.g. credentials, see :mod:`fsspec`.
+
+    Returns
+    -------
+    One stream a source; of a pattern one a file.
+
+    Raises
+    ------
+    MissingFileError
+        If a file does not exist, or no file fits a pattern.
+    OptionError
+        If a file is named twice, a modality is missing, or `source` is nothing of these.
+    DataError
+        If a file cannot be read.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> (stream,) = open_streams(scforge.datasets.pbmc3k())
+    >>> stream.name, stream.n_cells, len(stream.var)
+    ('adata', 2700, 16634)
+    """
+    places = list(source) if isinstance(source, list | tuple) else [source]
+    if not places:
+        raise OptionError("source=[] names no file; name at least one.")
+    opened: list[CellStream] = []
+    for place in places:
+        if is_query(place):
+            opened += place.streams()
+        elif isinstance(place, str | os.PathLike):
+            opened += [
+                FileStream(_place(path, modality, storage_options), layer)
+                for path in _expanded(os.fspath(place), storage_options)
+            ]
+        else:
+            opened.append(_open_object(place, layer, modality))
+    names = [identity_of(stream) for stream in opened]
+    if len(set(names)) < len(names):
+        twice = next(stream.name for i, stream in enumerate(opened) if names[i] in names[:i])
+        raise OptionError(f"source names {twice!r} twice; name each file once.")
+    return opened
+
+
+def is_query(source: Any) -> bool:
+    """Whether `source` opens its cells itself, as a :class:`scforge.data.CensusQuery` does."""
+    return all(callable(getattr(type(source), name, None)) for name in ("open", "streams"))
+
+
+def identity_of(stream: CellStream) -> object:
+    """Return what two streams of the same cells have in common: the whole path, the URL, or the object."""
+    if isinstance(stream, AdataStream):
+        return id(stream.adata)
+    name = stream.address if isinstance(stream, FileStream) else stream.name
+    return name if "://" in name else str(Path(name).resolve())
+
+
+def _open_object(source: Any, layer: str | None, modality: str | None) -> CellStream:
+    from anndata import AnnData
+    from mudata import MuData
+
+    if isinstance(source, MuData):
+        return AdataStream.of_mudata(source, modality, layer)
+    if not isinstance(source, AnnData):
+        raise OptionError(
+            f"source is of type {type(source).__name__!r}; "
+            "pass an AnnData, a MuData, the path or URL of h5ad or zarr, or a list of those."
+        )
+    if modality is not None:
+        raise OptionError(f"modality={modality!r} was given for an AnnData, which has no modalities; leave it out.")
+    if not source.isbacked:
+        return AdataStream(source, layer)
+    if source.is_view:
+        raise DataError(
+            f"adata is a part of an AnnData backed by {str(source.filename)!r}; read it with adata = adata.to_memory()."
+        )
+    return BackedStream(source, layer)
+
+
+def _expanded(place: str, options: Mapping[str, Any] | None) -> list[str]:
+    """Return the files that a pattern stands for, in order of their names; a path as it is."""
+    if place.startswith("file://"):
+        place = place.removeprefix("file://")
+    if is_url(place):
+        return expand_url(place, options) if glob.has_magic(without_query(place)) else [place]
+    if not glob.has_magic(place) or Path(place).exists():
+        return [place]
+    root = Path(Path(place).anchor)
+    found = sorted(str(path) for path in root.glob(str(Path(place).relative_to(root))))
+    if not found:
+        raise MissingFileError(f"no file fits the pattern {place!r}; check the folder and the ending.")
+    return found
+
+
+def _place(place: str, modality: str | None, options: Mapping[str, Any] | None) -> Place:
+    """Return how a path or URL is opened."""
+    path = Path(place)
+    if not is_url(place):
+        put_back(path)
+        if not path.exists():
+            raise MissingFileError(f"the file {place!r} does not exist{similar_file(path)}")
+    if is_zarr(place, options):
+        return ZarrPlace(place, modality, options)
+    if path.suffix in _OTHER_FORMATS:
+        reader = _READERS.get(path.suffix, "what made it")
+        raise DataError(
+            f"{place!r} is {_OTHER_FORMATS[path.suffix]}, not h5ad or zarr; "
+            f"read it with {reader} and write it with adata.write_h5ad."
+        )
+    return UrlPlace(place, modality, options) if is_url(place) else H5adPlace(path, modality)

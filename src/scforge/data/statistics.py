@@ -1,0 +1,642 @@
+"""Statistics of genes: highly variable genes, medians of expression and entropies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+import pandas as pd
+from scipy import sparse
+
+from scforge._checks import check_count
+from scforge._constants import TARGET_SUM
+from scforge.data.cells import CellBlock, CellSource
+from scforge.data.checks import check_adata, check_obs_column, counts_of, row_sums, value_problem
+from scforge.data.genes import (
+    MIN_OVERLAP,
+    GeneMap,
+    gene_names,
+    map_names,
+    names_of,
+    names_place,
+    sum_columns,
+    warn_summed,
+)
+from scforge.data.readers import open_h5ad
+from scforge.data.sources import open_cells
+from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names, open_vocab, strip_version
+from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+
+_BINS, _FEWEST_OF_BIN = 20, 20
+"""Bins of mean expression, and genes that those of the highest share at least."""
+
+
+def select_genes(
+    adata: AnnData,
+    *,
+    layer: str | None = None,
+    gene_key: str | None = None,
+    n_top_genes: int | None = None,
+    min_cells: int = 3,
+    batch_key: str | None = None,
+    within: GeneVocab | None = None,
+    keep_genes: Sequence[str] = (),
+) -> GeneVocab:
+    """Make a vocabulary of the genes of `adata` that a model should see.
+
+    Parameters
+    ----------
+    adata
+        Annotated data with raw counts; not changed.
+    layer, gene_key
+        Where the counts and the gene names are.
+    n_top_genes
+        Keep this many highly variable genes, found as by :func:`scanpy.pp.highly_variable_genes` with
+        ``flavor="seurat"`` on log1p CP10K values, within batches if there is a `batch_key`; bins of the most expressed
+        genes are joined until they hold 20, so that a gene that is alone there can be chosen. None keeps all detected
+        genes.
+    min_cells
+        Leave out genes detected in fewer cells.
+    batch_key
+        Column of ``adata.obs``.
+    within
+        Choose among the genes of this vocabulary, and keep what it knows of them.
+    keep_genes
+        Names of genes that are among them in any case, e.g. hallmark genes; they count among `n_top_genes`.
+
+    Returns
+    -------
+    Vocabulary in the order of ``adata.var``. Columns that mean one gene are summed before genes are chosen.
+
+    Raises
+    ------
+    DataError
+        If the counts, the gene names or the `batch_key` cannot be used, or no gene is left.
+    OptionError
+        If `n_top_genes` is not a positive number, or `keep_genes` names a gene that is not there.
+
+    Warns
+    -----
+    ScforgeWarning
+        If columns are summed, or a batch has one cell.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> select_genes(scforge.datasets.pbmc3k(), n_top_genes=100).n_genes
+    100
+    """
+    counts = counts_of(adata, layer)
+    names = gene_names(adata, gene_key)
+    check_obs_column(adata, batch_key, argument="batch_key")
+    if n_top_genes is not None:
+        check_count("n_top_genes", n_top_genes, "genes")
+    # Library sizes are those of all genes, also of those that are left out.
+    totals = row_sums(counts)
+    genes, columns = _distinct(names, within)
+    if len(genes) < len(names):
+        warn_summed(names, columns, names_place(gene_key))
+        counts = sum_columns(counts, columns, len(genes))
+    candidates = np.flatnonzero(np.bincount(counts.indices[counts.data > 0], minlength=len(genes)) >= min_cells)
+    if not len(candidates):
+        raise DataError(
+            f"no gene is detected in {min_cells} cells, of {adata.n_obs}; use more cells, or name the genes, e.g. "
+            "vocab=GeneVocab.from_adata(adata)."
+        )
+    kept = np.array([], dtype=np.int64)
+    if len(keep_genes):
+        there = GeneVocab.from_genes([str(gene) for gene in genes]) if within is None else within.subset(genes)
+        kept = kept_genes(keep_genes, there, "adata" if within is None else f"both adata and {within.release!r}")
+    batches = None if batch_key is None else np.asarray(adata.obs[batch_key], dtype=object).astype(str)
+    chosen = _chosen(counts, totals, candidates, n_top_genes, batches, kept)
+    if within is None:
+        return GeneVocab.from_genes([str(gene) for gene in genes[chosen]])
+    release = within.release if within.chosen_from_data else f"{within.release}, {FROM_DATA}"
+    return replace(within.subset(genes[chosen]), release=release)
+
+
+def variable_genes(
+    cells: CellSource,
+    n_top_genes: int,
+    *,
+    batch_key: str | None = None,
+    min_cells: int = 3,
+    keep_genes: Sequence[str] = (),
+) -> GeneVocab:
+    """Choose highly variable genes of cells as :func:`select_genes` does, e.g. of a sample of a store.
+
+    Parameters
+    ----------
+    cells
+        Cells over a vocabulary. Library sizes are those over all genes of the data.
+    n_top_genes, batch_key, min_cells, keep_genes
+        See :func:`select_genes`.
+
+    Returns
+    -------
+    The part of the vocabulary of `cells`, with what it knows of its genes.
+    """
+    check_count("n_top_genes", n_top_genes, "genes")
+    assert cells.vocab is not None
+    candidates = np.flatnonzero(np.bincount(cells.counts.indices, minlength=cells.counts.shape[1]) >= min_cells)
+    if not len(candidates):
+        raise DataError(f"no gene is detected in {min_cells} cells, of {len(cells)}; use more cells.")
+    kept = kept_genes(keep_genes, cells.vocab, "the cells")
+    batches = None if batch_key is None else np.asarray(cells.column(batch_key), dtype=object).astype(str)
+    chosen = _chosen(cells.counts, cells.totals, candidates, n_top_genes, batches, kept)
+    vocab = cells.vocab
+    release = vocab.release if vocab.chosen_from_data else f"{vocab.release}, {FROM_DATA}"
+    return replace(vocab.subset(chosen), release=release)
+
+
+def _distinct(names: np.ndarray, within: GeneVocab | None) -> tuple[np.ndarray, np.ndarray]:
+    """Return the genes in the order of their first column, and for each column the position of its gene (-1: none).
+
+    Genes are names without version, or indices into the vocabulary `within`.
+    """
+    keys = np.array([strip_version(name) for name in names]) if within is None else GeneMap.of(names, within).columns
+    known = np.ones(len(names), dtype=bool) if within is None else keys >= 0
+    columns = np.full(len(names), -1, dtype=np.int64)
+    columns[known], genes = pd.factorize(keys[known])
+    return genes, columns
+
+
+def _chosen(
+    counts: sparse.csr_matrix,
+    totals: np.ndarray,
+    candidates: np.ndarray,
+    n_top_genes: int | None,
+    batches: np.ndarray | None,
+    kept: np.ndarray,
+) -> np.ndarray:
+    """Return which genes to take, in ascending order: those kept, and the most variable candidates beside them."""
+    if n_top_genes is None:
+        return np.union1d(candidates, kept)
+    others = np.setdiff1d(candidates, kept)
+    n_others = max(n_top_genes - len(kept), 0)
+    if n_others < len(others):
+        # All candidates are ranked, so that what is kept changes nothing but which genes make room for it.
+        ranked = candidates[_by_variability(counts, totals, candidates, n_top_genes, batches)]
+        others = ranked[~np.isin(ranked, kept)][:n_others]
+    return np.union1d(others, kept)
+
+
+def _by_variability(
+    counts: sparse.csr_matrix, totals: np.ndarray, candidates: np.ndarray, n_top_genes: int, batches: np.ndarray | None
+) -> np.ndarray:
+    """Return positions among the candidates, the most variable first.
+
+    As scanpy's ``flavor="seurat"`` has it, save for the bins of few genes. The normalised dispersion of n genes of a
+    bin cannot exceed (n - 1) / sqrt(n), and scanpy sets that of one gene to 1, so that a hormone that alone is most
+    expressed would be left out.
+    """
+    values = sparse.csr_matrix(counts[:, candidates], dtype=np.float64)
+    values.data *= np.repeat(TARGET_SUM / np.maximum(totals, 1.0), np.diff(values.indptr))
+    groups = [np.arange(len(totals))] if batches is None else [np.flatnonzero(batches == b) for b in np.unique(batches)]
+    if alone := [str(batches[rows[0]]) for rows in groups if batches is not None and len(rows) == 1]:
+        warn(f"batch_key names {listing(alone)} for one cell each, which have no part in the choice of variable genes.")
+    scores = [_normalised_dispersions(values[rows]) for rows in groups if len(rows) > 1] or [np.zeros(len(candidates))]
+    n_batches = np.zeros(len(candidates))
+    for score in scores:
+        found = np.flatnonzero(score > -np.inf)  # not of genes that no cell of the batch expresses
+        n_batches[found[np.argsort(-score[found], kind="stable")[:n_top_genes]]] += 1
+    return np.lexsort((-np.mean([np.nan_to_num(score, nan=0.0, neginf=-1e6) for score in scores], axis=0), -n_batches))
+
+
+def _normalised_dispersions(values: sparse.csr_matrix) -> np.ndarray:
+    """Return the log of variance over mean, in standard deviations of genes of like mean; NaN for genes of no cell."""
+    from sklearn.utils.sparsefuncs import mean_variance_axis
+
+    n_cells, n_genes = values.shape
+    scores = np.full(n_genes, np.nan)
+    mean, variance = mean_variance_axis(values, axis=0)
+    found = np.flatnonzero(mean > 0)
+    mean, variance = mean[found], variance[found] * n_cells / (n_cells - 1)
+    dispersions = pd.Series(np.log(np.where(variance > 0, variance / mean, np.nan)))
+    bins = pd.cut(np.log1p(mean), _BINS, labels=False)
+    n_above = np.bincount(bins, minlength=_BINS)[::-1].cumsum()[::-1]
+    last = np.flatnonzero(n_above >= min(_FEWEST_OF_BIN, len(found)))[-1]
+    of_bin = dispersions.groupby(np.minimum(bins, last))
+    normalised = ((dispersions - of_bin.transform("mean")) / of_bin.transform("std")).fillna(1.0)
+    scores[found] = np.where(dispersions.isna(), -np.inf, normalised)  # last, what is the same in all cells
+    return scores
+
+
+def kept_genes(names: Iterable[str], vocab: GeneVocab, what: str) -> np.ndarray:
+    """Return the indices of genes to keep whatever their variability, in ascending order."""
+    listed = listed_names("keep_genes", names)
+    found = GeneMap.of(listed, vocab).columns
+    if unknown := [name for name, index in zip(listed, found, strict=True) if index < 0]:
+        known = [*vocab.genes, *(vocab.symbols or ())]
+        raise OptionError(
+            f"keep_genes names {listing(unknown)}, not among the genes of {what}"
+            f"{did_you_mean(unknown[0], known) or '; leave them out.'}"
+        )
+    return np.unique(found)
+
+
+def gene_medians(counts: sparse.csr_matrix, totals: np.ndarray) -> np.ndarray:
+    """Return the median of the nonzero CP10K values of each gene, as Geneformer scales its ranks.
+
+    Parameters
+    ----------
+    counts
+        Counts, shape (N, G).
+    totals
+        Library size of each cell, shape (N,).
+
+    Returns
+    -------
+    Medians, float64, shape (G,); 1 for a gene that no cell expresses.
+    """
+    scale = TARGET_SUM / totals
+    by_gene = sparse.csc_matrix(counts, copy=True)
+    by_gene.eliminate_zeros()
+    values = by_gene.data * scale[by_gene.indices]
+    medians = np.ones(counts.shape[1])
+    for gene, (start, stop) in enumerate(zip(by_gene.indptr[:-1], by_gene.indptr[1:], strict=True)):
+        if stop > start:
+            medians[gene] = np.median(values[start:stop])
+    return medians
+
+
+_RATIO = 1.02
+"""Ratio of the edges of a bin; a value differs from the middle of its bin by less than 1 %."""
+
+_LOWEST = 1e-5
+"""Smallest value: one count of a cell with a thousand million of them."""
+
+_IN_MEMORY = 4096
+"""Cells of a block of an AnnData."""
+
+_N_BINS = int(np.ceil(np.log(TARGET_SUM / _LOWEST) / np.log(_RATIO))) + 1
+
+
+class StreamingMedians:
+    """Median of the nonzero CP10K values of each gene, from blocks of cells that come one after the other.
+
+    A histogram for each gene with bins of equal ratio: its size does not grow with the number of cells (4.2 kB a gene),
+    the order of the blocks does not matter, and the relative error is below 1 %.
+
+    Parameters
+    ----------
+    n_genes
+        Number of genes of the vocabulary.
+
+    Examples
+    --------
+    >>> from scipy import sparse
+    >>> counts = sparse.csr_matrix([[1, 9], [2, 8], [3, 0]])
+    >>> medians = StreamingMedians(n_genes=2)
+    >>> medians.update(CellBlock.from_csr(counts, totals=np.full(3, 100)))
+    >>> np.allclose(medians.medians(), [200, 850], rtol=0.01)  # of 100, 200, 300 and of 900, 800
+    True
+    """
+
+    def __init__(self, n_genes: int) -> None:
+        self.n_genes = n_genes
+        self._counts = np.zeros((n_genes, _N_BINS), dtype=np.uint32)
+
+    def update(self, block: CellBlock) -> None:
+        """Add the cells of a block.
+
+        Parameters
+        ----------
+        block
+            The cells; every cell once.
+
+        Raises
+        ------
+        DataError
+            If a gene is not among the `n_genes`, or a count is larger than the total of its cell.
+        """
+        if len(block.genes) and int(block.genes.max()) >= self.n_genes:
+            raise DataError(f"block has the gene {block.genes.max()} but there are n_genes={self.n_genes}.")
+        if not _fill(self._counts, block.indptr, block.genes, block.counts, block.totals):
+            raise DataError(
+                "block has a count that is not above zero and at most the total of its cell (itself at most 1e9); "
+                "pass raw counts and the totals over all genes."
+            )
+
+    def merge(self, other: StreamingMedians) -> None:
+        """Add the cells that `other` has seen, e.g. in another process."""
+        if other.n_genes != self.n_genes:
+            raise DataError(f"other has {other.n_genes} genes but this has {self.n_genes}; use one vocabulary.")
+        self._counts += other._counts
+
+    def medians(self) -> np.ndarray:
+        """Return the medians, float64, shape (n_genes,); 1 for a gene that no cell expresses."""
+        parts = [_middle(self._counts[start : start + 1024]) for start in range(0, self.n_genes, 1024)]
+        return np.concatenate(parts)
+
+
+def _middle(histogram: np.ndarray) -> np.ndarray:
+    """Return the median of each row of a histogram, shape (g, n_bins); 1 where it is empty."""
+    below = np.cumsum(histogram, axis=1, dtype=np.int64)
+    n = below[:, -1]
+    # Of an even number of values the median is the mean of the two in the middle, as NumPy has it.
+    low, high = ((below > ((n - shift) // 2)[:, None]).argmax(axis=1) for shift in (1, 0))
+    return np.where(n > 0, (_centre(low) + _centre(high)) / 2, 1.0)
+
+
+def _centre(bins: np.ndarray) -> np.ndarray:
+    """Return the value of a bin whose largest relative error is the smallest."""
+    low = _LOWEST * _RATIO ** bins.astype(np.float64)
+    return 2 * low * _RATIO / (1 + _RATIO)
+
+
+@numba.njit(cache=True, nogil=True)
+def _fill(histogram, indptr, genes, counts, totals):
+    n_cells = len(indptr) - 1
+    for cell in range(n_cells):
+        most = totals[cell] * (1.0 + 1e-6)  # counts are float32, which rounds
+        least = totals[cell] * _LOWEST / TARGET_SUM
+        for entry in range(indptr[cell], indptr[cell + 1]):
+            if not (0.0 < counts[entry] <= most and least <= counts[entry]):
+                return False
+    # Gene by gene: the histograms of all genes are too large for the caches of a processor.
+    stops = np.zeros(len(histogram) + 1, dtype=np.int64)
+    for entry in range(indptr[0], indptr[n_cells]):
+        stops[genes[entry] + 1] += 1
+    stops = np.cumsum(stops)
+    places = np.empty(stops[-1], dtype=np.int16)
+    scale = 1.0 / np.log(_RATIO)
+    logs = np.log(np.arange(1, 256)) * scale  # most counts are small
+    for cell in range(n_cells):
+        log_factor = np.log(TARGET_SUM / totals[cell] / _LOWEST) * scale if totals[cell] > 0 else 0.0
+        for entry in range(indptr[cell], indptr[cell + 1]):
+            count = counts[entry]
+            small = count < 256 and count == int(count)
+            place = int(log_factor + (logs[int(count) - 1] if small else np.log(count) * scale))
+            places[stops[genes[entry]]] = min(max(place, 0), histogram.shape[1] - 1)
+            stops[genes[entry]] += 1
+    first = 0
+    for gene in range(len(histogram)):
+        for place in places[first : stops[gene]]:
+            histogram[gene, place] += 1
+        first = stops[gene]
+    return True
+
+
+def measure_medians(
+    source: AnnData | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    vocab: str | os.PathLike[str] | GeneVocab,
+    *,
+    layer: str | None = None,
+    gene_key: str | None = None,
+    min_overlap: float = MIN_OVERLAP,
+) -> GeneVocab:
+    """Return a vocabulary with the median of each gene, as Geneformer scales its ranks (nonzero CP10K values).
+
+    Parameters
+    ----------
+    source
+        An AnnData in memory, whose medians are exact; or one or several h5ad files, which are read once, piece by
+        piece, whatever their size, and whose medians are right to 1 % (see :class:`StreamingMedians`).
+    vocab
+        A vocabulary, the file of one, or the name of a shipped one. Medians that it has are replaced.
+    layer
+        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+    gene_key
+        Column of ``adata.var`` with the gene names; None reads ``adata.var_names``.
+    min_overlap
+        Smallest share of genes to accept, see :func:`scforge.data.map_genes`.
+
+    Returns
+    -------
+    The vocabulary with medians; 1 for a gene that no cell expresses. Values are counts per 10,000 of *all* counts of
+    the cell, also of those outside of the vocabulary.
+
+    Raises
+    ------
+    MissingFileError
+        If a file does not exist.
+    DataError
+        If a file is no h5ad, or its counts or gene names cannot be used.
+    GeneMismatchError
+        If too few genes of the vocabulary are in a file.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> vocab = measure_medians(scforge.datasets.pbmc3k(), "human_protein_coding")
+    >>> vocab.medians[vocab.gene_indices(["LYZ", "CD3D"])].round(1).tolist()
+    [9.6, 10.3]
+    """
+    vocab = open_vocab(vocab)
+    if isinstance(source, str | os.PathLike | Sequence):
+        streamed = StreamingMedians(vocab.n_genes)
+        visit_blocks(streamed.update, source, vocab, layer=layer, gene_key=gene_key, min_overlap=min_overlap)
+        return vocab.with_medians(streamed.medians())
+    cells = cells_in_memory(source, vocab, layer=layer, gene_key=gene_key, min_overlap=min_overlap)
+    return vocab.with_medians(gene_medians(cells.counts, cells.totals))
+
+
+def cells_in_memory(source: AnnData, vocab: GeneVocab, **options: Any) -> CellSource:
+    """Return the cells of an AnnData over the genes of a vocabulary; options are those of `open_cells`."""
+    check_adata(source, argument="source")
+    cells = open_cells(source, vocab, **options)
+    assert isinstance(cells, CellSource)
+    return cells
+
+
+def visit_blocks(
+    visit: Callable[[CellBlock], None],
+    source: AnnData | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    vocab: GeneVocab,
+    *,
+    layer: str | None,
+    gene_key: str | None,
+    min_overlap: float,
+) -> None:
+    """Call `visit` with all cells of an AnnData or of h5ad files, block by block, over the genes of a vocabulary."""
+    if not isinstance(source, str | os.PathLike | Sequence):
+        cells = cells_in_memory(source, vocab, layer=layer, gene_key=gene_key, min_overlap=min_overlap)
+        for start in range(0, len(cells), _IN_MEMORY):
+            visit(cells.block(np.arange(start, min(start + _IN_MEMORY, len(cells)))))
+        return
+    paths = [source] if isinstance(source, str | os.PathLike) else list(source)
+    if not paths:
+        raise OptionError("source=[] names no file; name at least one h5ad file.")
+    for path in paths:
+        _visit_file(visit, Path(path), vocab, layer, gene_key, min_overlap)
+
+
+def _visit_file(
+    visit: Callable[[CellBlock], None],
+    path: Path,
+    vocab: GeneVocab,
+    layer: str | None,
+    gene_key: str | None,
+    least: float,
+) -> None:
+    with open_h5ad(path) as opened:
+        var, matrix = opened.var, opened.matrix(layer)
+        names = names_of(var, gene_key)
+        gene_map = map_names(
+            names, vocab, min_overlap=least, whole=not vocab.chosen_from_data, var=var, gene_key=gene_key
+        )
+        for start, chunk in matrix.row_chunks():
+            where = f"{str(path)!r}, {'X' if layer is None else f'layers[{layer!r}]'}"
+            if problem := value_problem(chunk.data):
+                raise DataError(f"{where} {problem}, but raw counts are needed; name the layer that holds them.")
+            totals = row_sums(chunk)
+            if not totals.all():
+                raise DataError(
+                    f"{where} has cells without any count (first: row {start + int((totals == 0).argmax())}); "
+                    "remove them with sc.pp.filter_cells(adata, min_counts=1)."
+                )
+            visit(CellBlock.from_csr(gene_map.apply(chunk), totals))
+
+
+class StreamingEntropies:
+    """Normalised Shannon entropy of each gene over cells, from blocks of cells that come one after the other.
+
+    With x the CP10K values of a gene in n cells and p = x / sum(x), the entropy is ``-sum(p log p) / log n``: 1 for a
+    gene that all cells express alike, 0 for one that a single cell expresses. It equals
+    ``(log S - T / S) / log n`` with ``S = sum(x)`` and ``T = sum(x log x)``, so two numbers a gene are kept, and the
+    order of the blocks does not matter but for rounding.
+
+    Parameters
+    ----------
+    n_genes
+        Number of genes of the vocabulary.
+
+    Examples
+    --------
+    >>> from scipy import sparse
+    >>> counts = sparse.csr_matrix([[1, 9], [1, 0], [1, 0], [1, 0]])
+    >>> entropies = StreamingEntropies(n_genes=2)
+    >>> entropies.update(CellBlock.from_csr(counts, totals=np.full(4, 10)))
+    >>> entropies.entropies().tolist()
+    [1.0, 0.0]
+    """
+
+    def __init__(self, n_genes: int) -> None:
+        self.n_genes = n_genes
+        self.n_cells = 0
+        self._sums = np.zeros((2, n_genes))
+
+    def update(self, block: CellBlock) -> None:
+        """Add the cells of a block.
+
+        Parameters
+        ----------
+        block
+            The cells; every cell once.
+
+        Raises
+        ------
+        DataError
+            If a gene is not among the `n_genes`, or a count is larger than the total of its cell.
+        """
+        if len(block.genes) and int(block.genes.max()) >= self.n_genes:
+            raise DataError(f"block has the gene {block.genes.max()} but there are n_genes={self.n_genes}.")
+        added = np.zeros_like(self._sums)
+        if not _add(added, block.indptr, block.genes, block.counts, block.totals):
+            raise DataError(
+                "block has a count that is not above zero and at most the total of its cell; "
+                "pass raw counts and the totals over all genes."
+            )
+        self._sums += added
+        self.n_cells += len(block)
+
+    def merge(self, other: StreamingEntropies) -> None:
+        """Add the cells that `other` has seen, e.g. in another process."""
+        if other.n_genes != self.n_genes:
+            raise DataError(f"other has {other.n_genes} genes but this has {self.n_genes}; use one vocabulary.")
+        self._sums += other._sums
+        self.n_cells += other.n_cells
+
+    def entropies(self) -> np.ndarray:
+        """Return the entropies, float64 in [0, 1], shape (n_genes,); 1 for a gene that no cell expresses."""
+        entropies = np.ones(self.n_genes)
+        sums, products = self._sums
+        there = sums > 0
+        # In nats; a single cell has none, whatever it is divided by.
+        nats = np.log(sums[there]) - products[there] / sums[there]
+        entropies[there] = np.clip(nats / np.log(max(self.n_cells, 2)), 0.0, 1.0)
+        return entropies
+
+
+@numba.njit(cache=True, nogil=True)
+def _add(sums, indptr, genes, counts, totals):
+    for cell in range(len(indptr) - 1):
+        most = totals[cell] * (1.0 + 1e-6)  # counts are float32, which rounds
+        for entry in range(indptr[cell], indptr[cell + 1]):
+            if not 0.0 < counts[entry] <= most:
+                return False
+            value = counts[entry] / totals[cell] * TARGET_SUM
+            sums[0, genes[entry]] += value
+            sums[1, genes[entry]] += value * np.log(value)
+    return True
+
+
+def gene_entropies(cells: CellSource) -> np.ndarray:
+    """Return the entropies of the genes over cells in memory, float64, shape (G,); see :class:`StreamingEntropies`."""
+    streamed = StreamingEntropies(cells.counts.shape[1])
+    for start in range(0, len(cells), 4096):
+        streamed.update(cells.block(np.arange(start, min(start + 4096, len(cells)))))
+    return streamed.entropies()
+
+
+def measure_entropies(
+    source: AnnData | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    vocab: str | os.PathLike[str] | GeneVocab,
+    *,
+    layer: str | None = None,
+    gene_key: str | None = None,
+    min_overlap: float = MIN_OVERLAP,
+) -> GeneVocab:
+    """Return a vocabulary with the entropy of each gene over cells, from 0 (one cell has all of it) to 1.
+
+    The tokenizer ``"entropy_ranked"`` puts genes of low entropy, which tell cells apart, before housekeeping genes.
+    A model measures what it needs of its training cells by itself; this is for vocabularies that several models share.
+
+    Parameters
+    ----------
+    source
+        An AnnData in memory; or one or several h5ad files, which are read once, piece by piece, whatever their size.
+    vocab
+        A vocabulary, the file of one, or the name of a shipped one. Entropies that it has are replaced.
+    layer
+        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
+    gene_key
+        Column of ``adata.var`` with the gene names; None reads ``adata.var_names``.
+    min_overlap
+        Smallest share of genes to accept, see :func:`scforge.data.map_genes`.
+
+    Returns
+    -------
+    The vocabulary with entropies; 1 for a gene that no cell expresses. Values are counts per 10,000 of *all* counts of
+    the cell, also of those outside of the vocabulary; the formula is at :class:`StreamingEntropies`.
+
+    Raises
+    ------
+    MissingFileError
+        If a file does not exist.
+    DataError
+        If a file is no h5ad, or its counts or gene names cannot be used.
+    GeneMismatchError
+        If too few genes of the vocabulary are in a file.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> vocab = measure_entropies(scforge.datasets.pbmc3k(), "human_protein_coding")
+    >>> vocab.entropies[vocab.gene_indices(["RPL13", "LYZ", "PPBP"])].round(2).tolist()
+    [0.99, 0.82, 0.36]
+    """
+    vocab = open_vocab(vocab)
+    streamed = StreamingEntropies(vocab.n_genes)
+    visit_blocks(streamed.update, source, vocab, layer=layer, gene_key=gene_key, min_overlap=min_overlap)
+    return vocab.with_entropies(streamed.entropies())

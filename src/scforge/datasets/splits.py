@@ -1,0 +1,503 @@
+"""Versioned splits of datasets: shipped files and rules."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scforge._io import atomic_write_bytes
+from scforge.datasets.cards import Amount, DatasetCard, SplitRule, get_card
+from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, listing
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from anndata import AnnData
+
+
+PARTS = ("train", "validation", "test")
+LEFT_OUT = "left_out"
+_HEADER = ("cell", "part")
+_NOBODY: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Split:
+    """Cells of a data set for training, validation and test, by their ids.
+
+    Attributes
+    ----------
+    name, version
+        The data set, and the version of its split.
+    train, validation, test
+        Names of cells (``obs_names``), object, sorted. None is in two parts, and no part is empty.
+    left_out
+        Cells that are in no part, e.g. those without a perturbation.
+
+    Raises
+    ------
+    DataError
+        If a part is empty, or a cell is in two parts.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> names = np.array([f"cell{i}" for i in range(5)])
+    >>> split = Split("my_cells", 1, train=names[:3], validation=names[3:4], test=names[4:])
+    >>> len(split), split.test.tolist()
+    (5, ['cell4'])
+    """
+
+    name: str
+    version: int
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+    left_out: np.ndarray = field(default_factory=lambda: np.array(_NOBODY, dtype=object))
+
+    def __post_init__(self) -> None:
+        for part in (*PARTS, LEFT_OUT):
+            object.__setattr__(self, part, np.sort(np.asarray(getattr(self, part), dtype=object)))
+        for part in PARTS:
+            if not len(getattr(self, part)):
+                raise DataError(f"the split {self.name!r} has no cell for {part}; hold out another amount.")
+        where: dict[str, str] = {}
+        for part in (*PARTS, LEFT_OUT):
+            for cell in getattr(self, part):
+                if cell in where:
+                    raise DataError(
+                        f"the split {self.name!r} has the cell {cell!r} in {where[cell]} and in {part}; a cell belongs "
+                        "to one part."
+                    )
+                where[cell] = part
+
+    def __len__(self) -> int:
+        return sum(len(getattr(self, part)) for part in (*PARTS, LEFT_OUT))
+
+    def labels(self, adata: AnnData) -> pd.Series:
+        """Return the part of each cell, e.g. for ``adata.obs["split"]``.
+
+        Parameters
+        ----------
+        adata
+            The data set, or some of its cells.
+
+        Returns
+        -------
+        Categorical with the parts that the cells have, N rows; missing where a cell was left out.
+
+        Raises
+        ------
+        DataError
+            If a cell is not one of the data set.
+        """
+        import pandas as pd
+
+        of = {cell: part for part in (*PARTS, LEFT_OUT) for cell in getattr(self, part)}
+        unknown = [cell for cell in adata.obs_names if cell not in of]
+        if unknown:
+            raise DataError(
+                f"adata has {len(unknown)} cells that the split {self.name!r} does not know ({listing(unknown, most=3)}"
+                "); pass the data set that the split is of."
+            )
+        found = [None if of[cell] == LEFT_OUT else of[cell] for cell in adata.obs_names]
+        used = [part for part in PARTS if part in found]
+        return pd.Series(pd.Categorical(found, categories=used), index=adata.obs_names, name="split")
+
+    def rows(self, adata: AnnData, part: str) -> np.ndarray:
+        """Return the rows of `adata` that are in a part, int64, ascending.
+
+        Parameters
+        ----------
+        adata
+            The data set, or some of its cells.
+        part
+            ``"train"``, ``"validation"`` or ``"test"``.
+
+        Raises
+        ------
+        OptionError
+            If there is no such part.
+        DataError
+            If a cell is not one of the data set, or none is in the part.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()
+        >>> split = scforge.datasets.get_split("pbmc3k")
+        >>> adata[split.rows(adata, "test")].n_obs == len(split.test)
+        True
+        """
+        if part not in PARTS:
+            raise OptionError(f"part={part!r} is none of {listing(PARTS)}{did_you_mean(part, PARTS)}.")
+        rows = np.flatnonzero(np.asarray(self.labels(adata) == part))
+        if not len(rows):
+            raise DataError(f"no cell of adata is in {part!r} of the split {self.name!r}; pass the whole data set.")
+        return rows
+
+    def check_covers(self, adata: AnnData) -> None:
+        """Raise :class:`~scforge.errors.DataError` unless the cells of `adata` are those of the split, all of them.
+
+        Parameters
+        ----------
+        adata
+            The data set.
+
+        Raises
+        ------
+        DataError
+            If cells of the split are missing, unknown, or there twice.
+        """
+        missing = len(self) - len(self.labels(adata))
+        if missing or not adata.obs_names.is_unique:
+            raise DataError(
+                f"adata has {adata.n_obs} cells but the split {self.name!r} has {len(self)}; pass the whole data set, "
+                "each cell once."
+            )
+
+
+def get_split(name: str, adata: AnnData | None = None, version: int = 1) -> Split:
+    """Return the split of a data set: the shipped one, or the one that the rule of its card makes.
+
+    Parameters
+    ----------
+    name
+        One of :func:`~scforge.datasets.list_cards`.
+    adata
+        The whole data set. Needed where no split of it ships with the package; otherwise the split is checked against
+        it.
+    version
+        A split never changes; another way to split is another version.
+
+    Returns
+    -------
+    The split.
+
+    Raises
+    ------
+    OptionError
+        If there is no card of that name, no such version, or `adata` is needed.
+    DataError
+        If the cells of `adata` are not those of the split, or a held-out group or perturbation has training cells.
+
+    Examples
+    --------
+    >>> split = get_split("pbmc3k")
+    >>> len(split.train), len(split.validation), len(split.test)
+    (1892, 269, 539)
+    """
+    card = get_card(name)
+    if version in card.splits:
+        content = resources.files("scforge.datasets").joinpath("splits", f"{name}-v{version}.csv.gz").read_bytes()
+        if hashlib.sha256(content).hexdigest() != card.splits[version]:
+            raise DataError(
+                f"the shipped split {name}-v{version} is not the file that its card tells of; install scforge anew."
+            )
+        split = _parse(content, name, version, f"{name}-v{version}.csv.gz")
+        if adata is not None:
+            split.check_covers(adata)
+            check_rule(split, card, adata)
+        return split
+    if card.splits or version != 1:
+        raise OptionError(
+            f"version={version!r} of the split {name!r} is unknown; take one of {listing(card.splits or [1])}."
+        )
+    if adata is None:
+        raise OptionError(
+            f"adata=None: no split of {name!r} ships with the package; pass the data set, and the rule of its card "
+            "makes the same split on every machine."
+        )
+    return make_split(card, adata)
+
+
+def write_split(split: Split, path: str | os.PathLike[str]) -> None:
+    """Write a split as gzipped CSV with the columns ``cell`` and ``part``; :func:`read_split` reads it.
+
+    Parameters
+    ----------
+    split
+        The split.
+    path
+        File to write.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> split = get_split("pbmc3k")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_split(split, f"{folder}/mine.csv.gz")
+    ...     again = read_split(f"{folder}/mine.csv.gz")
+    >>> again.name, bool((again.test == split.test).all())
+    ('mine', True)
+    """
+    rows = sorted((cell, part) for part in (*PARTS, LEFT_OUT) for cell in getattr(split, part))
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(_HEADER)
+    writer.writerows(rows)
+    # Without the time, so that the same split is the same file.
+    atomic_write_bytes(path, gzip.compress(text.getvalue().encode(), mtime=0))
+
+
+def read_split(path: str | os.PathLike[str], *, name: str | None = None, version: int = 1) -> Split:
+    """Read a split that :func:`write_split` wrote.
+
+    Parameters
+    ----------
+    path
+        The file.
+    name
+        Name of its data set; None takes the name of the file.
+    version
+        Its version.
+
+    Returns
+    -------
+    The split.
+
+    Raises
+    ------
+    MissingFileError
+        If there is no such file.
+    DataError
+        If it is no split, a part is empty, or a cell is in two parts.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> split = Split("my_cells", 1, train=["a", "b"], validation=["c"], test=["d"])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     write_split(split, f"{folder}/mine.csv.gz")
+    ...     read_split(f"{folder}/mine.csv.gz", name="my_cells").train.tolist()
+    ['a', 'b']
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise MissingFileError(f"path={str(path)!r} does not exist; check the path.")
+    return _parse(path.read_bytes(), path.name.split(".")[0] if name is None else name, version, path.name)
+
+
+def _parse(content: bytes, name: str, version: int, file: str) -> Split:
+    try:
+        lines: Iterable[list[str]] = csv.reader(io.StringIO(gzip.decompress(content).decode()))
+        header, *rows = lines
+    except (gzip.BadGzipFile, EOFError, UnicodeDecodeError, ValueError) as error:
+        raise DataError(f"{file!r} is no gzipped CSV of cells and parts; write it with write_split.") from error
+    parts: dict[str, list[str]] = {part: [] for part in (*PARTS, LEFT_OUT)}
+    if tuple(header) != _HEADER or any(len(row) != 2 or row[1] not in parts for row in rows):
+        raise DataError(
+            f"{file!r} has not the columns cell and part (one of {listing(parts)}); write it with write_split."
+        )
+    for cell, part in rows:
+        parts[part].append(cell)
+    made = {part: np.array(cells, dtype=object) for part, cells in parts.items()}
+    return Split(name, version, **made)
+
+
+HELD_OUT = ("test", "validation")
+_BETWEEN = " in "
+
+
+def make_split(card: DatasetCard, adata: AnnData, *, version: int = 1) -> Split:
+    """Divide a data set by the rule of its card.
+
+    Parameters
+    ----------
+    card
+        The card; its ``split`` says how.
+    adata
+        The whole data set.
+    version
+        Another number draws others.
+
+    Returns
+    -------
+    The split. It depends on the names of the cells and on the columns that the rule reads, not on the order of the
+    cells.
+
+    Raises
+    ------
+    OptionError
+        If the card has no rule.
+    DataError
+        If a column is missing, names of cells are not unique, or there is too little to hold out.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> card, adata = scforge.datasets.get_card("pbmc3k"), scforge.datasets.pbmc3k()
+    >>> split = make_split(card, adata, version=2)
+    >>> len(split.train), len(split.validation), len(split.test)
+    (1892, 269, 539)
+    """
+    rule = card.split
+    if rule is None:
+        raise OptionError(f"the card {card.name!r} has no rule to split by; give it one, split=SplitRule(...).")
+    if not adata.obs_names.is_unique:
+        raise DataError("the names of the cells of adata are not unique; call adata.obs_names_make_unique() first.")
+    for key in filter(None, (rule.column, rule.context_key)):
+        if key not in adata.obs:
+            known = list(adata.obs)
+            raise DataError(
+                f"the split of {card.name!r} needs the column {key!r} of obs{did_you_mean(key, known)} "
+                f"(obs has: {listing(known)})."
+            )
+    salt = f"{card.name}-v{version}"
+    divide = {"stratified": _stratified, "groups": _groups, "perturbations": _perturbations}[rule.kind]
+    parts = divide(rule, card, adata, salt)
+    names = np.asarray(adata.obs_names, dtype=object)
+    split = Split(card.name, version, **{part: names[parts == part] for part in (*PARTS, LEFT_OUT)})
+    check_rule(split, card, adata)
+    return split
+
+
+def check_rule(split: Split, card: DatasetCard, adata: AnnData) -> None:
+    """Raise :class:`~scforge.errors.DataError` if what the rule of a card holds out whole has cells in two parts.
+
+    Parameters
+    ----------
+    split
+        The split of all cells of `adata`.
+    card
+        Its ``split`` says what is held out: whole groups, or perturbations (in a context).
+    adata
+        The data set.
+    """
+    rule = card.split
+    if rule is None or rule.kind == "stratified":
+        return
+    units = _units(rule, card, adata.obs)
+    labels = split.labels(adata).astype(object)
+    counted = units.notna() & labels.notna()
+    parts = labels[counted].groupby(units[counted]).unique()
+    torn = [unit for unit, where in parts.items() if len(where) > 1]
+    if torn:
+        raise DataError(
+            f"the split {split.name!r} has cells of {listing(torn, most=3)} in more than one part; hold out all cells "
+            f"of a value of {rule.column!r}."
+        )
+
+
+def _units(rule: SplitRule, card: DatasetCard, obs: pd.DataFrame) -> pd.Series:
+    """Return what is held out whole, of each cell: text, missing for controls and where there is no value."""
+    import pandas as pd
+
+    values = obs[rule.column].astype(object).where(obs[rule.column].notna())
+    values = values.map(str, na_action="ignore")
+    if rule.kind == "groups":
+        return values
+    if rule.separator is not None:
+        # A_B and B_A are the same genes.
+        names = {value: _sorted(value, rule.separator, card.control) for value in values.dropna().unique()}
+        values = values.map(names, na_action="ignore")
+    units = values.where(values != str(card.control))
+    if rule.context_key is not None:
+        units = units + _BETWEEN + obs[rule.context_key].astype(object).map(str, na_action="ignore")
+    return pd.Series(units, index=obs.index)
+
+
+def _sorted(value: str, separator: str, control: str | None) -> str:
+    parts = [part for part in value.split(separator) if part != control]
+    return separator.join(sorted(parts)) or str(control)
+
+
+def _rank(salt: str, name: str) -> str:
+    return hashlib.sha256(f"{salt}:{name}".encode()).hexdigest()
+
+
+def _drawn(units: list[str], amounts: dict[str, Amount], salt: str, what: str) -> dict[str, str]:
+    """Return the part of the units that are held out."""
+    held: dict[str, str] = {}
+    for part, amount in amounts.items():
+        if isinstance(amount, tuple):
+            absent = [unit for unit in amount if unit not in units]
+            if absent:
+                raise DataError(
+                    f"{part}: {listing(absent)} is not in the column {what!r}{did_you_mean(absent[0], units)} "
+                    f"(there are: {listing(units)})"
+                )
+            held |= dict.fromkeys(amount, part)
+    free = sorted((unit for unit in units if unit not in held), key=lambda unit: (_rank(salt, unit), unit))
+    for part, amount in amounts.items():
+        if not isinstance(amount, tuple):
+            number = max(1, round(amount * len(units))) if amount < 1 else int(amount)
+            held |= dict.fromkeys(free[:number], part)
+            free = free[number:]
+    if not set(units) - set(held) or len(set(held.values())) < len(amounts):
+        raise DataError(
+            f"the column {what!r} has {len(units)} values to hold out from, too few for {amounts} with some left to "
+            "train on."
+        )
+    return held
+
+
+def _cut(ids: np.ndarray, shares: dict[str, float], salt: str) -> np.ndarray:
+    """Return the part of each cell of a stratum: shares of them, drawn by hash; at least one each of three or more."""
+    order = np.array(sorted(range(len(ids)), key=lambda row: (_rank(salt, str(ids[row])), ids[row])), dtype=np.int64)
+    parts = np.full(len(ids), "train", dtype=object)
+    start = 0
+    for part, share in shares.items():
+        number = max(round(share * len(ids)), int(len(ids) > len(shares)))
+        parts[order[start : start + number]] = part
+        start += number
+    return parts
+
+
+def _stratified(rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) -> np.ndarray:
+    ids = np.asarray(adata.obs_names, dtype=object)
+    codes = adata.obs[rule.column].astype("category").cat.codes.to_numpy()
+    parts = np.full(len(ids), "train", dtype=object)
+    for code in np.unique(codes):  # -1: cells without a value
+        rows = np.flatnonzero(codes == code)
+        parts[rows] = _cut(ids[rows], {part: float(getattr(rule, part)) for part in HELD_OUT}, salt)
+    return parts
+
+
+def _groups(rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) -> np.ndarray:
+    units = _units(rule, card, adata.obs)
+    held = _drawn(sorted(units.dropna().unique()), {part: getattr(rule, part) for part in HELD_OUT}, salt, rule.column)
+    return np.array([held.get(u, "train") if isinstance(u, str) else LEFT_OUT for u in units], dtype=object)
+
+
+def _perturbations(rule: SplitRule, card: DatasetCard, adata: AnnData, salt: str) -> np.ndarray:
+    obs = adata.obs
+    units = _units(rule, card, obs)
+    known = sorted(units.dropna().unique())
+    if rule.separator is not None:
+        combined = [unit for unit in known if rule.separator in unit.split(_BETWEEN)[0]]
+        if not combined:
+            raise DataError(
+                f"no value of {rule.column!r} joins two perturbations by {rule.separator!r}; check how the data name "
+                "combinations."
+            )
+        known = combined
+    held = _drawn(known, {part: getattr(rule, part) for part in HELD_OUT}, salt, rule.column)
+    parts = np.array([held.get(u, "train") if isinstance(u, str) else LEFT_OUT for u in units], dtype=object)
+    control = np.asarray(obs[rule.column].astype(object).map(str, na_action="ignore") == str(card.control))
+    if not control.any():
+        raise DataError(
+            f"no cell has {rule.column}={card.control!r}, the control of {card.name!r}; rename the control cells."
+        )
+    ids = np.asarray(adata.obs_names, dtype=object)
+    contexts = np.full(len(ids), "", dtype=object)
+    if rule.context_key is not None:
+        named = obs[rule.context_key].notna().to_numpy()
+        contexts = np.asarray(obs[rule.context_key].astype(str), dtype=object)
+        parts[~named] = LEFT_OUT
+        control = control & named
+    for context in sorted(set(contexts[control])):
+        here = contexts == context
+        rows = np.flatnonzero(control & here)
+        shares = {part: rule.control_share for part in HELD_OUT if (parts[here] == part).any()}
+        parts[rows] = _cut(ids[rows], shares, salt)
+    return parts

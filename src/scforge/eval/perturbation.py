@@ -1,0 +1,1264 @@
+"""Benchmark of predicted perturbation responses, its baselines and limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import anndata
+import numpy as np
+import pandas as pd
+from scipy import sparse
+
+from scforge._checks import check_count, check_seed
+from scforge._constants import UNS_KEY
+from scforge.data.checks import value_problem
+from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.eval.base import Benchmark, register_benchmark
+from scforge.eval.expression import Effects, Moments, effects_of, moments_of
+from scforge.eval.generation import check_disjoint, check_features, check_no_copies, check_same_rows
+from scforge.eval.harness import compare
+from scforge.eval.perturbation_metrics import (
+    ALL,
+    DISCRIMINATION,
+    METRICS,
+    Effect,
+    EffectKeys,
+    PerturbedCells,
+    de_genes,
+    discrimination_scores,
+    energy_distance,
+    halves,
+    mean_distance,
+    of_whole,
+    own_genes,
+    score_deltas,
+)
+from scforge.eval.report import Kind, Report, bootstrap_weights
+
+if TYPE_CHECKING:
+    from anndata import AnnData
+
+
+PENALTY = 0.1
+N_COMPONENTS = 10
+
+
+@dataclass(frozen=True)
+class KnownEffects:
+    """Effects that were measured on training cells.
+
+    Attributes
+    ----------
+    targets
+        Names of what was perturbed, of each effect, N tuples.
+    contexts
+        Context of each effect, e.g. the cell type, N names; all the same where there is one only.
+    deltas
+        Change of the mean log1p CP10K against the controls of the context, float, shape (N, G).
+    controls
+        Mean log1p CP10K of the controls of each context, also of contexts without effects, shape (G,) each. In those
+        without effects, which may come from other data, NaN for genes that were not measured.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> known = KnownEffects((("A",),), ("T cell",), np.array([[0.5, -1.0]]), {"T cell": np.array([1.0, 2.0])})
+    >>> known.deltas.shape, known.controls["T cell"].shape
+    ((1, 2), (2,))
+    """
+
+    targets: tuple[tuple[str, ...], ...]
+    contexts: tuple[str, ...]
+    deltas: np.ndarray
+    controls: Mapping[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        if not len(self.targets) == len(self.contexts) == len(self.deltas) > 0:
+            raise DataError(
+                f"there are {len(self.targets)} targets, {len(self.contexts)} contexts and {len(self.deltas)} effects; "
+                "give one of each for at least one effect."
+            )
+
+    def within(self, context: str) -> np.ndarray:
+        """Return the effects in a context, of all contexts if it has none, int64."""
+        own = [i for i, name in enumerate(self.contexts) if name == context]
+        return np.array(own or range(len(self.contexts)), dtype=np.int64)
+
+    def of(self, targets: tuple[str, ...], context: str) -> np.ndarray:
+        """Return the mean effect of a perturbation in a context, elsewhere if it is not known there; else NaN, (G,)."""
+        same = [i for i, some in enumerate(self.targets) if some == targets]
+        here = [i for i in same if self.contexts[i] == context]
+        if not same:
+            return np.full(self.deltas.shape[1], np.nan)
+        return self.deltas[here or same].mean(axis=0)
+
+    def mean(self, context: str) -> np.ndarray:
+        """Return the mean effect in a context (of all, if it has none), shape (G,)."""
+        return self.deltas[self.within(context)].mean(axis=0)
+
+
+@dataclass(frozen=True)
+class WantedEffects:
+    """What is to be predicted.
+
+    Attributes
+    ----------
+    targets, contexts
+        As in :class:`KnownEffects`, Q of each.
+    genes
+        Number of the gene (column of the effects) that a target is, where it is one.
+    gene_features
+        Vector of a target that a model has, shape (D,) each.
+    context_features
+        Vector of a context that a model has, shape (D,) each.
+
+    Examples
+    --------
+    >>> wanted = WantedEffects(targets=(("A", "B"),), contexts=("T cell",), genes={"A": 0, "B": 1})
+    >>> wanted.targets[0]
+    ('A', 'B')
+    """
+
+    targets: tuple[tuple[str, ...], ...]
+    contexts: tuple[str, ...]
+    genes: Mapping[str, int] = field(default_factory=dict)
+    gene_features: Mapping[str, np.ndarray] = field(default_factory=dict)
+    context_features: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np.ndarray]:
+    """Return what each baseline predicts.
+
+    Parameters
+    ----------
+    known
+        Effects of the training.
+    wanted
+        What to predict.
+
+    Returns
+    -------
+    Deltas, float64, shape (Q, G), NaN where only `controls` of a context that lack the gene could tell, of
+
+    ``no_change``
+        Nothing happens.
+    ``train_mean``
+        The mean of all training effects in the same context, or in all contexts if there are none.
+    ``overall_mean``
+        The mean of all training effects in all contexts. Only where the mean of a wanted context is another one.
+    ``control_mean``
+        The mean of the controls of all contexts, in place of those of its own.
+    ``perturbation_mean``
+        The mean effect of the same perturbation in other contexts. Only where a wanted one has some.
+    ``additive``
+        The sum of the effects of the parts of a combination; a part without an effect of its own counts as the mean
+        of the single ones. Only where a combination is wanted.
+    ``linear_pca``, ``linear_embedding``
+        :func:`linear_effects` with what the training effects, and the model, know of the perturbed genes. For a
+        perturbation that was seen in other contexts: of the contexts.
+    ``nearest``
+        The effect of the training perturbation with the most similar genes in :func:`gene_scores` (cosine); for a
+        perturbation that was seen in other contexts, its effect in the context with the nearest controls.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> deltas = np.array([[1.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
+    >>> known = KnownEffects((("A",), ("B",)), ("all", "all"), deltas, {"all": np.ones(3)})
+    >>> made = baseline_effects(known, WantedEffects((("A", "B"),), ("all",)))
+    >>> made["train_mean"].tolist(), made["additive"].tolist()
+    ([[0.5, 1.0, 0.0]], [[1.0, 2.0, 0.0]])
+    """
+    scores = gene_scores(known)
+    of_genes = {name: scores[gene] for name, gene in wanted.genes.items()}
+    found = {
+        "no_change": np.zeros((len(wanted.targets), known.deltas.shape[1])),
+        "train_mean": np.array([known.mean(context) for context in wanted.contexts]),
+        "control_mean": _control_mean(known, wanted),
+    }
+    if len(set(known.contexts)) > 1 and not {*wanted.contexts}.isdisjoint(known.contexts):
+        found["overall_mean"] = np.tile(known.deltas.mean(axis=0), (len(wanted.targets), 1))
+    if any(some in known.targets for some in wanted.targets):
+        found["perturbation_mean"] = _or_mean(known, wanted, [known.of(*one) for one in _pairs(wanted)])
+    if any(len(some) > 1 for some in wanted.targets):
+        found["additive"] = _additive(known, wanted)
+    found["linear_pca"] = _linear(known, wanted, of_genes, _context_scores(known))
+    found["linear_embedding"] = _linear(known, wanted, wanted.gene_features, wanted.context_features)
+    found["nearest"] = _nearest(known, wanted, of_genes)
+    return found
+
+
+def gene_scores(known: KnownEffects, n_comps: int = N_COMPONENTS) -> np.ndarray:
+    """Return scores of genes in the PCA of the expression under all training perturbations, float64, shape (G, D).
+
+    Genes are the observations, the mean expression of each group of cells is a variable, as in the linear model of
+    Ahlmann-Eltze et al. 2025; D is `n_comps`, or less where there are fewer effects.
+    """
+    expression = np.array([known.controls[name] for name in known.contexts]) + known.deltas
+    plain = np.array([known.controls[name] for name in sorted(set(known.contexts))])
+    of_genes = np.concatenate([plain, expression]).T
+    of_genes = of_genes - of_genes.mean(axis=0)
+    left, values, _ = np.linalg.svd(of_genes, full_matrices=False)
+    return (left * values)[:, :n_comps]
+
+
+def linear_effects(
+    deltas: np.ndarray, genes: np.ndarray, seen: np.ndarray, wanted: np.ndarray, *, penalty: float = PENALTY
+) -> np.ndarray:
+    """Predict effects by the bilinear model of Ahlmann-Eltze, Huber and Anders (Nat Methods 2025).
+
+    With Y the training effects (genes x perturbations) less their mean b over perturbations, A features of genes, B
+    features of perturbations (one column each) and I the identity::
+
+        W = (A'A + penalty I)^-1 A' Y B' (B B' + penalty I)^-1,    prediction = A W B_wanted + b
+
+    Parameters
+    ----------
+    deltas
+        Training effects, shape (N, G).
+    genes
+        Features of all genes, shape (G, D).
+    seen, wanted
+        Features of the training perturbations, (N, E), and of those to predict, (Q, E); rows of NaN where there are
+        none. Such a training perturbation counts for b alone, such a wanted one is predicted to be b.
+    penalty
+        Of both ridge regressions.
+
+    Returns
+    -------
+    Float64, shape (Q, G).
+    """
+    center = deltas.mean(axis=0)
+    fitted = np.isfinite(seen).all(axis=1)
+    predicted = np.tile(center, (len(wanted), 1))
+    known = np.isfinite(wanted).all(axis=1)
+    if not fitted.any() or not known.any():
+        return predicted
+    y_gn, b_en = (deltas[fitted] - center).T, seen[fitted].T
+    of_genes = np.linalg.solve(genes.T @ genes + penalty * np.eye(genes.shape[1]), genes.T @ y_gn @ b_en.T)
+    weights = np.linalg.solve(b_en @ b_en.T + penalty * np.eye(len(b_en)), of_genes.T).T
+    predicted[known] += (genes @ weights @ wanted[known].T).T
+    return predicted
+
+
+def _pairs(wanted: WantedEffects) -> list[tuple[tuple[str, ...], str]]:
+    return list(zip(wanted.targets, wanted.contexts, strict=True))
+
+
+def _or_mean(known: KnownEffects, wanted: WantedEffects, effects: list[np.ndarray]) -> np.ndarray:
+    """Put the mean training effect where an effect is not known."""
+    return np.array(
+        [
+            known.mean(context) if np.isnan(effect).any() else effect
+            for effect, context in zip(effects, wanted.contexts, strict=True)
+        ]
+    )
+
+
+def _control_mean(known: KnownEffects, wanted: WantedEffects) -> np.ndarray:
+    mean = np.mean(list(known.controls.values()), axis=0)
+    return np.array([mean - known.controls[context] for context in wanted.contexts])
+
+
+def _additive(known: KnownEffects, wanted: WantedEffects) -> np.ndarray:
+    found = []
+    for targets, context in _pairs(wanted):
+        singles = [i for i in known.within(context) if len(known.targets[i]) == 1]
+        typical = known.deltas[singles].mean(axis=0) if singles else known.mean(context)
+        parts = [known.of((target,), context) for target in targets]
+        found.append(np.sum([typical if np.isnan(part).any() else part for part in parts], axis=0))
+    return np.array(found)
+
+
+def _sums(targets: tuple[tuple[str, ...], ...], features: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the sum of the features of the targets of each perturbation; NaN where one has none, shape (., D)."""
+    n_dims = len(next(iter(features.values()))) if features else 1
+    nothing = np.full(n_dims, np.nan)
+    return np.array([np.sum([features.get(target, nothing) for target in some], axis=0) for some in targets])
+
+
+def _context_scores(known: KnownEffects) -> dict[str, np.ndarray]:
+    """Return components of the controls of contexts, which the wanted effects may be in, too."""
+    names = sorted(known.controls)
+    means = np.array([known.controls[name] for name in names])
+    means = means[:, np.isfinite(means).all(axis=0)]
+    left, values, _ = np.linalg.svd(means - means.mean(axis=0), full_matrices=False)
+    scores = (left * values)[:, :N_COMPONENTS]
+    return dict(zip(names, scores, strict=True))
+
+
+def _linear(
+    known: KnownEffects,
+    wanted: WantedEffects,
+    gene_features: Mapping[str, np.ndarray],
+    context_features: Mapping[str, np.ndarray],
+) -> np.ndarray:
+    genes = gene_scores(known)
+    seen = _sums(known.targets, gene_features)
+    asked = _sums(wanted.targets, gene_features)
+    found = np.empty((len(wanted.targets), known.deltas.shape[1]))
+    for place, (targets, context) in enumerate(_pairs(wanted)):
+        same = np.array([i for i, some in enumerate(known.targets) if some == targets], dtype=np.int64)
+        if len(same):
+            by_context = _sums(tuple((name,) for name in known.contexts), context_features)[same]
+            own = _sums(((context,),), context_features)
+            found[place] = linear_effects(known.deltas[same], genes, by_context, own)[0]
+        else:
+            rows = known.within(context)
+            found[place] = linear_effects(known.deltas[rows], genes, seen[rows], asked[place : place + 1])[0]
+    return found
+
+
+def _nearest(known: KnownEffects, wanted: WantedEffects, features: Mapping[str, np.ndarray]) -> np.ndarray:
+    seen, asked = _sums(known.targets, features), _sums(wanted.targets, features)
+    found = []
+    for own, (targets, context) in zip(asked, _pairs(wanted), strict=True):
+        same = [i for i, some in enumerate(known.targets) if some == targets]
+        rows = np.array([i for i in known.within(context) if np.isfinite(seen[i]).all()], dtype=np.int64)
+        if same:
+            # Over the genes that both measured.
+            away = [np.nansum((known.controls[known.contexts[i]] - known.controls[context]) ** 2) for i in same]
+            found.append(known.deltas[same[int(np.argmin(away))]])
+        elif len(rows) and np.isfinite(own).all():
+            lengths = np.linalg.norm(seen[rows], axis=1) * np.linalg.norm(own)
+            similar = np.divide(seen[rows] @ own, lengths, out=np.zeros(len(rows)), where=lengths > 0)
+            found.append(known.deltas[rows[int(np.argmax(similar))]])
+        else:
+            found.append(known.mean(context))
+    return np.array(found)
+
+
+_N_VARIABLE = 2_000
+_MOST_FITTED = 20_000
+
+
+@dataclass(frozen=True)
+class CellSpace:
+    """Principal components of log1p CP10K, in which an effect on the mean is a shift.
+
+    Attributes
+    ----------
+    genes
+        The genes of the largest variance, int64, shape (V,).
+    mean
+        Their mean, shape (V,).
+    axes
+        Orthonormal axes, shape (D, V).
+    """
+
+    genes: np.ndarray
+    mean: np.ndarray
+    axes: np.ndarray
+
+    @classmethod
+    def fit(cls, expression: sparse.csr_matrix, *, n_comps: int, seed: int) -> CellSpace:
+        """Find them on the 2,000 genes of the largest variance, of at most 20,000 cells drawn at random."""
+        from sklearn.decomposition import PCA
+        from sklearn.utils.sparsefuncs import mean_variance_axis
+
+        rows = np.random.default_rng(seed).permutation(expression.shape[0])[:_MOST_FITTED]
+        expression = expression[np.sort(rows)].astype(np.float64)
+        _, variance = mean_variance_axis(expression, axis=0)
+        genes = np.sort(np.argsort(-variance, kind="stable")[:_N_VARIABLE])
+        n_comps = min(n_comps, min(expression.shape[0], len(genes)) - 1)
+        if n_comps < 1:
+            raise DataError(
+                f"{expression.shape[0]} cells with {len(genes)} genes are too few for components; add cells."
+            )
+        pca = PCA(n_comps, svd_solver="arpack", random_state=seed).fit(expression[:, genes])
+        return cls(genes, pca.mean_, pca.components_)
+
+    def cells(self, expression: sparse.csr_matrix) -> np.ndarray:
+        """Return the coordinates of cells, float64, shape (N, D)."""
+        return np.asarray(expression[:, self.genes] @ self.axes.T - self.mean @ self.axes.T, dtype=np.float64)
+
+    def shift(self, deltas: np.ndarray) -> np.ndarray:
+        """Return what effects on the mean are there, shape (Q, D)."""
+        return deltas[:, self.genes] @ self.axes.T
+
+
+@dataclass
+class Reference:
+    """Measured effects with what figures need; see :class:`PerturbationPrediction`.
+
+    Attributes
+    ----------
+    cells
+        The measured cells, over the scored genes.
+    effects
+        The measured effects.
+    changed
+        Genes that change, bool, shape (Q, G).
+    own_genes
+        Perturbed genes, bool, shape (Q, G).
+    center
+        Mean training effect in the context of each effect, shape (Q, G); None without training cells.
+    base
+        The same as a prediction.
+    ceiling
+        What stands for a second experiment.
+    """
+
+    cells: PerturbedCells
+    effects: Effects
+    changed: np.ndarray
+    own_genes: np.ndarray
+    center: np.ndarray | None
+    base: pd.DataFrame | None
+    ceiling: Any
+    space: CellSpace
+    controls: dict[str, np.ndarray]
+    coordinates: np.ndarray
+    of_controls: dict[str, np.ndarray]
+    max_cells: int
+    seed: int
+    spreads: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        real: AnnData,
+        train: AnnData | None,
+        keys: EffectKeys,
+        *,
+        n_top_genes: int | None,
+        n_comps: int,
+        max_cells: int,
+        seed: int,
+        ceiling: Any,
+    ) -> Reference:
+        """Measure what there is to measure.
+
+        Raises
+        ------
+        DataError
+            If a context has no controls, or the training lacks a gene.
+        """
+        cells = PerturbedCells.read(real, keys, argument="real")
+        groups = cells.moments()
+        cells.measured(groups, argument="real")
+        if n_top_genes is not None and n_top_genes < len(cells.genes):
+            # Ahlmann-Eltze et al. score the genes that are highest in the controls, too.
+            share = groups.n[len(cells.effects) :].astype(np.float64)
+            highest = np.argsort(-(share @ groups.mean[len(cells.effects) :]), kind="stable")[:n_top_genes]
+            cells = cells.over(cells.genes[np.sort(highest)], argument="real")
+            groups = cells.moments()
+        effects = cells.measured(groups, argument="real")
+        plain = {name: groups.mean[len(cells.effects) + i] for i, name in enumerate(cells.contexts)}
+        center = base = None
+        fitted, starts = cells, cells
+        if train is not None:
+            fitted = PerturbedCells.read(train, keys, argument="train").over(cells.genes, argument="train")
+            starts = fitted
+            known = known_effects(fitted, {effect.context for effect in cells.effects})
+            center = np.array([known.mean(effect.context) for effect in cells.effects])
+            labels = [(keys.name_of(e.targets), e.context) for e in cells.effects]
+            index = pd.MultiIndex.from_tuples(labels) if keys.context_key else pd.Index([name for name, _ in labels])
+            base = pd.DataFrame(center, index=index, columns=cells.genes)
+            plain = dict(known.controls)
+        space = CellSpace.fit(fitted.expression, n_comps=n_comps, seed=seed)
+        rng = np.random.default_rng(seed)
+        of_controls = {}
+        for i, name in enumerate(starts.contexts):
+            rows = np.flatnonzero(starts.groups == len(starts.effects) + i)
+            if name in plain and len(rows):
+                of_controls[name] = space.cells(starts.expression[_some(rows, max_cells, rng)])
+        return cls(
+            cells,
+            effects,
+            de_genes(effects.p_values),
+            own_genes([effect.targets for effect in cells.effects], np.asarray(cells.genes)),
+            center,
+            base,
+            ceiling,
+            space,
+            plain,
+            space.cells(cells.expression),
+            of_controls,
+            max_cells,
+            seed,
+        )
+
+    def plain(self, context: str) -> np.ndarray:
+        """Return the mean of the controls that predictions start from, shape (G,)."""
+        return self.controls[context]
+
+    def energy(self, deltas: np.ndarray, made: PerturbedCells | None) -> np.ndarray:
+        """Return the energy distance of each effect; of shifted controls where no cells are predicted, shape (Q,)."""
+        shifts = self.space.shift(deltas)
+        found = np.empty(len(deltas))
+        for number, effect in enumerate(self.cells.effects):
+            # The same cells for all methods, whatever was scored before.
+            rng = np.random.default_rng((self.seed, number))
+            target = self.coordinates[_some(np.flatnonzero(self.cells.groups == number), self.max_cells, rng)]
+            if number not in self.spreads:
+                self.spreads[number] = mean_distance(target, target)
+            if made is None:
+                predicted = self.of_controls[effect.context] + shifts[number]
+            else:
+                rows = np.flatnonzero(made.groups == made.effects.index(effect))
+                predicted = self.space.cells(made.expression[_some(rows, self.max_cells, rng)])
+            found[number] = energy_distance(predicted, target, within=(None, self.spreads[number]), unbiased=True)
+        return found
+
+    def duplicate(
+        self, figures: Callable[[np.ndarray, Effects, np.ndarray, Reference], pd.DataFrame], *, n_splits: int
+    ) -> pd.DataFrame:
+        """Score one half of the cells as a prediction of the other, brought to whole groups where there is a formula.
+
+        See :func:`technical_duplicate`; the energy distance between halves, too, is left as it is.
+        """
+        cells, rng = self.cells, np.random.default_rng(self.seed)
+        n_effects, perturbed = len(cells.effects), np.arange(len(cells.effects))
+        sizes = np.bincount(cells.groups, minlength=cells.n_groups)
+        tables = []
+        for _ in range(n_splits):
+            half = halves(cells.groups, sizes, rng)
+            both: Moments = moments_of(cells.expression, cells.groups + cells.n_groups * half, 2 * cells.n_groups)
+            one = effects_of(both, perturbed, cells.controls).deltas
+            other = effects_of(both, perturbed + cells.n_groups, cells.controls + cells.n_groups)
+            table = of_whole(figures(one, other, de_genes(other.p_values), self))
+            energy = np.full(n_effects, np.nan)
+            for number in perturbed[sizes[:n_effects] > 1]:
+                own = cells.groups == number
+                sides = [_some(np.flatnonzero(own & (half == side)), self.max_cells, rng) for side in (0, 1)]
+                energy[number] = energy_distance(*(self.coordinates[rows] for rows in sides), unbiased=True)
+            tables.append(table.assign(energy_distance=energy))
+        mean = sum(tables[1:], start=tables[0]) / n_splits
+        mean.loc[(sizes[perturbed] < 2) | (sizes[cells.controls] < 2)] = np.nan
+        return mean
+
+
+def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
+    """Measure the effects in training cells.
+
+    Parameters
+    ----------
+    train
+        The cells.
+    contexts
+        Where something is to be predicted.
+
+    Raises
+    ------
+    DataError
+        If there is no effect, or a context lacks controls.
+    """
+    groups = train.moments()
+    effects = train.measured(groups, argument="train")
+    plain = {
+        name: groups.mean[len(train.effects) + i]
+        for i, name in enumerate(train.contexts)
+        if groups.n[len(train.effects) + i]
+    }
+    if without := sorted(contexts - {*plain}):
+        raise DataError(
+            f"train has no control cell in the contexts {listing(without)}, where predictions and baselines start; "
+            "give a part of the controls there to train, and the others to real."
+        )
+    return KnownEffects(
+        tuple(effect.targets for effect in train.effects),
+        tuple(effect.context for effect in train.effects),
+        effects.deltas,
+        plain,
+    )
+
+
+def _some(rows: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
+    return rows if len(rows) <= most else np.sort(rng.permutation(rows)[:most])
+
+
+_CALIBRATED = ("pearson_delta", "wmse")
+
+
+@dataclass(frozen=True)
+class TechnicalDuplicate:
+    """Stands for a second experiment, in place of a prediction: what is left to reach under the noise of few cells.
+
+    See :func:`technical_duplicate` for how halves of the cells tell it.
+
+    Attributes
+    ----------
+    n_splits
+        Splits into halves, of which the mean is taken.
+
+    Examples
+    --------
+    >>> TechnicalDuplicate(n_splits=3)
+    TechnicalDuplicate(n_splits=3)
+    """
+
+    n_splits: int = 5
+
+
+@register_benchmark("perturbation_prediction")
+class PerturbationPrediction(Benchmark):
+    """How well effects of perturbations are predicted that the training did not see.
+
+    What is predicted is either cells, as an AnnData with the columns below, or the effects themselves: a DataFrame with
+    one row a perturbation (with a context: an index of perturbation and context), one column a gene, and the change of
+    the mean log1p CP10K. Effects of predicted cells are seen from the predicted controls of the context; if there are
+    none, from those of the training, without a training from the measured ones.
+
+    The figures are means over effects of
+
+    - those of :func:`score_deltas`, with genes that change by Welch's t-test at a false discovery rate of 5 %,
+    - ``discrimination_l1``, ``_l2`` and ``_cosine`` (:func:`~scforge.eval.discrimination_scores`, over all effects
+      of the context that are scored, without the perturbed genes),
+    - ``energy_distance`` between predicted and measured cells on principal components of the training cells
+      (:func:`~scforge.eval.energy_distance`; unbiased; a predicted
+      effect without cells is added to controls; left out where a group has one cell),
+    - ``calibrated_pearson_delta`` and ``calibrated_wmse``: :func:`calibrated` figures, 0 for the mean effect of the
+      training and 1 for a second experiment, over the effects that have enough cells for one. NaN without a training
+      (:meth:`trained_on`), or where a second experiment would do no better than that mean.
+
+    Parameters
+    ----------
+    perturbation_key
+        Column of obs with the perturbation.
+    control
+        Its label of controls.
+    context_key
+        Column of obs with the context, e.g. the cell type; effects are seen from controls of the same one.
+    separator
+        What joins the targets of a combination; None takes labels as they are.
+    layer
+        Key in layers with counts or log1p CP10K; None reads X.
+    n_top_genes
+        Score only so many genes: those with the highest mean in the controls. None scores all.
+    n_comps
+        Principal components of the energy distance; fewer where there are not so many.
+    max_cells
+        Most cells of a group in the energy distance.
+    seed
+        Of the cells that these are, and of halves.
+
+    References
+    ----------
+    Ahlmann-Eltze et al. (Nat Methods 2025), Mejia et al. (arXiv:2506.22641), Wu et al. (arXiv:2408.10609).
+
+    Examples
+    --------
+    >>> import anndata, numpy as np, pandas as pd
+    >>> names = np.repeat(["control", "A", "B"], 30)
+    >>> counts = np.random.default_rng(0).poisson(5.0, size=(90, 20)).astype("float32")
+    >>> counts[30:60, 0] *= 3
+    >>> counts[60:, 1] *= 3
+    >>> cells = anndata.AnnData(counts, pd.DataFrame({"target": names}, index=[f"cell{i}" for i in range(90)]))
+    >>> scores = PerturbationPrediction("target", "control").run(cells, cells)
+    >>> round(scores["pearson_delta"], 2), scores["rank"]
+    (1.0, 0.0)
+    """
+
+    subject: ClassVar[str] = "perturbation"
+    metrics = (
+        *METRICS,
+        *(f"discrimination_{name}" for name in DISCRIMINATION),
+        "energy_distance",
+        *(f"calibrated_{name}" for name in _CALIBRATED),
+    )
+    lower_is_better = frozenset({*(name for name, more in METRICS.items() if not more), "energy_distance"})
+    main = "pearson_delta"
+    n_draws: ClassVar[int] = 1_000
+
+    def __init__(
+        self,
+        perturbation_key: str,
+        control: str,
+        context_key: str | None = None,
+        separator: str | None = "+",
+        layer: str | None = None,
+        n_top_genes: int | None = None,
+        n_comps: int = 50,
+        max_cells: int = 500,
+        seed: int = 0,
+    ) -> None:
+        if n_top_genes is not None:
+            check_count("n_top_genes", n_top_genes, "genes", least=2)
+        check_count("n_comps", n_comps, "components")
+        check_count("max_cells", max_cells, "cells", least=2)
+        self.keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
+        self.n_top_genes = n_top_genes
+        self.n_comps = n_comps
+        self.max_cells = max_cells
+        self.seed = check_seed(seed)
+        self._train: AnnData | None = None
+        # What was read last: the seed and the data it belongs to, and the tables of what was scored against it.
+        self._kept: tuple[int, Any, Reference] | None = None
+        self._tables: list[tuple[Any, pd.DataFrame]] = []
+
+    def trained_on(self, train: AnnData) -> PerturbationPrediction:
+        """Tell the benchmark the training cells: for components, for the mean effect, and for controls.
+
+        Parameters
+        ----------
+        train
+            Cells with the same columns, controls among them.
+
+        Returns
+        -------
+        The benchmark itself.
+        """
+        self._train, self._kept, self._tables = train, None, []
+        return self
+
+    def check(self, reference: AnnData) -> None:
+        """Raise :class:`~scforge.errors.DataError` where no effect can be measured."""
+        self._reference(reference)
+
+    def run(self, made: AnnData | pd.DataFrame | TechnicalDuplicate, reference: AnnData) -> dict[str, float]:
+        """Return the mean of each figure over effects; NaN as :meth:`table` says.
+
+        Raises
+        ------
+        DataError
+            If the data cannot be read, or an effect is not predicted.
+        """
+        figures = self._means(made, reference, None)
+        return {name: float(value) for name, value in figures.iloc[0].items()}
+
+    def resampled(
+        self, made: AnnData | pd.DataFrame | TechnicalDuplicate, reference: AnnData, *, n: int, seed: int
+    ) -> pd.DataFrame | None:
+        """Return the figures over perturbations drawn with replacement; of contexts, where there is one perturbation.
+
+        None where there is one effect only.
+        """
+        effects = self._reference(reference).cells.effects
+        if len(effects) < 2:
+            return None
+        groups = self._perturbations(effects)
+        weights = bootstrap_weights(len(effects), n, seed=seed, groups=groups if groups.max() else None)
+        return self._means(made, reference, weights)
+
+    def n_units(self, reference: AnnData) -> int:
+        """Return the number of perturbations; of contexts, where there is one perturbation."""
+        effects = self._reference(reference).cells.effects
+        groups = self._perturbations(effects)
+        return int(groups.max()) + 1 if groups.max() else len(effects)
+
+    def _perturbations(self, effects: Sequence[Effect]) -> np.ndarray:
+        """Return the number of the perturbation of each effect."""
+        return pd.factorize(pd.Series([self.keys.name_of(effect.targets) for effect in effects]))[0]
+
+    def table(self, made: AnnData | pd.DataFrame | TechnicalDuplicate, reference: AnnData) -> pd.DataFrame:
+        """Return the figures of each effect.
+
+        Returns
+        -------
+        One row an effect: ``perturbation``, ``context``, ``n_cells``, ``n_controls`` and the metrics without the
+        calibrated ones, which are of means. NaN: where a figure is not defined (:func:`score_deltas`), and for a
+        technical duplicate of an effect with fewer than two cells.
+        """
+        known = self._reference(reference)
+        for other, table in self._tables:
+            # Second experiments with as many splits are the same.
+            both = isinstance(made, TechnicalDuplicate) and isinstance(other, TechnicalDuplicate)
+            if other is made or (both and other == made):
+                return table
+        described = pd.DataFrame(
+            {
+                "perturbation": [self.keys.name_of(effect.targets) for effect in known.cells.effects],
+                "context": [effect.context for effect in known.cells.effects],
+                "n_cells": known.effects.n_cells,
+                "n_controls": known.effects.n_controls,
+            }
+        )
+        if isinstance(made, TechnicalDuplicate):
+            figures = known.duplicate(self._figures, n_splits=made.n_splits)
+        else:
+            deltas, cells = self._predicted(made, known)
+            figures = self._figures(deltas, known.effects, known.changed, known)
+            figures["energy_distance"] = known.energy(deltas, cells)
+        table = pd.concat([described, figures], axis=1)
+        self._tables.append((made, table))
+        return table
+
+    def deltas(self, made: AnnData | pd.DataFrame, reference: AnnData) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """Return predicted and measured effects, one row an effect and one column a gene, e.g. for a plot."""
+        known = self._reference(reference)
+        predicted, _ = self._predicted(made, known)
+        names = [(self.keys.name_of(effect.targets), effect.context) for effect in known.cells.effects]
+        index = pd.MultiIndex.from_tuples(names, names=["perturbation", "context"])
+        both = (predicted, known.effects.deltas)
+        one, other = (pd.DataFrame(values, index=index, columns=known.cells.genes) for values in both)
+        return one, other
+
+    def _figures(self, predicted: np.ndarray, measured: Effects, changed: np.ndarray, known: Reference) -> pd.DataFrame:
+        contexts = [effect.context for effect in known.cells.effects]
+        table = score_deltas(predicted, measured.deltas, measured.scores, changed, known.center, contexts)
+        for metric in DISCRIMINATION:
+            table[f"discrimination_{metric}"] = discrimination_scores(
+                predicted, measured.deltas, metric, known.own_genes, contexts
+            )
+        return table
+
+    def _means(self, made: Any, reference: AnnData, weights: np.ndarray | None) -> pd.DataFrame:
+        """Return weighted means over effects, one row for each set of weights, shape (R, Q)."""
+        table = self.table(made, reference)
+        weights = np.ones((1, len(table))) if weights is None else weights
+        plain = [name for name in self.metrics if name in table]
+        found = pd.DataFrame(_weighted(table[plain].to_numpy(dtype=np.float64), weights), columns=plain)
+        for name in _CALIBRATED:
+            found[f"calibrated_{name}"] = self._calibrated(name, table, reference, weights)
+        return found[list(self.metrics)]
+
+    def _calibrated(self, name: str, table: pd.DataFrame, reference: AnnData, weights: np.ndarray) -> np.ndarray:
+        known = self._reference(reference)
+        if known.base is None:
+            return np.full(len(weights), np.nan)
+        ceiling = self.table(known.ceiling, reference)[name].to_numpy()
+        columns = np.stack(
+            [table[name].to_numpy(), self.table(known.base, reference)[name].to_numpy(), ceiling], axis=1
+        )
+        columns[np.isnan(ceiling)] = np.nan
+        score, base, top = _weighted(columns, weights).T
+        room = (top - base) * (1 if METRICS[name] else -1)
+        return np.divide(score - base, top - base, out=np.full(len(weights), np.nan), where=room > 0)
+
+    def _reference(self, reference: AnnData) -> Reference:
+        if self._kept is None or self._kept[0] != self.seed or self._kept[1] is not reference:
+            self._tables = []
+            known = Reference.of(
+                reference,
+                self._train,
+                self.keys,
+                n_top_genes=self.n_top_genes,
+                n_comps=self.n_comps,
+                max_cells=self.max_cells,
+                seed=self.seed,
+                ceiling=TechnicalDuplicate(),
+            )
+            self._kept = (self.seed, reference, known)
+        return self._kept[2]
+
+    def _predicted(self, made: Any, known: Reference) -> tuple[np.ndarray, PerturbedCells | None]:
+        """Return predicted effects in the order of the measured ones, shape (Q, G), and the cells, if there are."""
+        if isinstance(made, pd.DataFrame):
+            return _rows(made, known.cells.effects, known.cells.genes, self.keys), None
+        cells = PerturbedCells.read(made, self.keys, argument="predictions", made=True)
+        cells = cells.over(known.cells.genes, argument="predictions")
+        places = _places({effect: i for i, effect in enumerate(cells.effects)}, known.cells.effects, self.keys)
+        groups = cells.moments()
+        found = np.empty((len(places), len(known.cells.genes)))
+        for row, (place, effect) in enumerate(zip(places, known.cells.effects, strict=True)):
+            own = len(cells.effects) + cells.contexts.index(effect.context)
+            plain = groups.mean[own] if groups.n[own] else known.plain(effect.context)
+            found[row] = groups.mean[place] - plain
+        return found, cells
+
+
+def _weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Return means over rows that are numbers, shape (R, metrics); NaN where none is drawn."""
+    known = np.isfinite(values)
+    total = weights @ known
+    sums = weights @ np.where(known, values, 0.0)
+    return np.divide(sums, total, out=np.full(sums.shape, np.nan), where=total > 0)
+
+
+def _rows(made: pd.DataFrame, effects: tuple[Effect, ...], genes: pd.Index, keys: EffectKeys) -> np.ndarray:
+    if made.index.nlevels != (1 if keys.context_key is None else 2):
+        wanted = "one row a perturbation" if keys.context_key is None else "an index of perturbation and context"
+        raise DataError(f"predictions has an index of {made.index.nlevels} levels; give {wanted}.")
+    if not made.columns.is_unique or not made.index.is_unique:
+        raise DataError("predictions has a perturbation or a gene more than once; give each effect and gene once.")
+    columns = made.columns.get_indexer(genes)
+    if (missing := columns < 0).any():
+        raise DataError(
+            f"predictions lacks {int(missing.sum())} of {len(genes)} genes (first: {str(genes[missing][0])!r}); leave "
+            "them out of the measured cells too, or use evaluate_perturbations, which scores the genes that all have."
+        )
+    labels = [(label, ALL) if keys.context_key is None else label for label in made.index]
+    number = {keys.effect(str(label), str(context)): i for i, (label, context) in enumerate(labels)}
+    if len(number) < len(labels):
+        effects_of_rows = [keys.effect(str(label), str(context)) for label, context in labels]
+        twice = next(effect for i, effect in enumerate(effects_of_rows) if number[effect] != i)
+        raise DataError(
+            f"predictions has {len(labels) - len(number)} rows that mean the same effect as another (first: "
+            f"{keys.name_of(twice.targets)!r}); give each effect once."
+        )
+    return made.to_numpy(dtype=np.float64)[np.ix_(_places(number, effects, keys), columns)]
+
+
+def _places(number: Mapping[Effect, int], effects: tuple[Effect, ...], keys: EffectKeys) -> list[int]:
+    without = [
+        keys.name_of(e.targets) + ("" if e.context == ALL else f" in {e.context}") for e in effects if e not in number
+    ]
+    if without:
+        raise DataError(
+            f"predictions lacks {len(without)} of {len(effects)} effects ({listing(without, most=5)}); predict all "
+            "that were measured, or leave them out of the measured cells."
+        )
+    return [number[effect] for effect in effects]
+
+
+_CEILING = "technical_duplicate"
+_FEW_GENES = 0.5
+_MOST_RATIO = 1.2
+"""Totals of cells over the same genes differ by less if they were scaled alike."""
+
+
+def evaluate_perturbations(
+    real: AnnData,
+    predictions: AnnData | pd.DataFrame | Mapping[str, AnnData | pd.DataFrame],
+    *,
+    train: AnnData,
+    perturbation_key: str,
+    control: str,
+    context_key: str | None = None,
+    separator: str | None = "+",
+    layer: str | None = None,
+    gene_features: pd.DataFrame | Mapping[str, pd.DataFrame] | None = None,
+    n_top_genes: int | None = None,
+    kinds: Mapping[str, Kind] | None = None,
+    seeds: Sequence[int] = (0,),
+    intervals: bool = True,
+    title: str = "Effects of perturbations, predicted",
+) -> Report:
+    """Score predicted effects beside every baseline on the same held-out cells, and beside a second experiment.
+
+    Baselines (:func:`baseline_effects`) see `train` alone. Leaks are looked for first: cells and effects that are in
+    the training, too, predictions that are copies of held-out cells, and features that were made from them.
+
+    Parameters
+    ----------
+    real
+        Held-out cells: of perturbations (in a context) that `train` does not have, and controls that are not in
+        `train`. Counts, or log1p of counts per 10,000.
+    predictions
+        Predicted cells, with the columns `perturbation_key` and `context_key`, or predicted effects, as
+        :class:`PerturbationPrediction` takes them, or what ``model.predict()`` of the task ``"perturbation"`` returns;
+        several methods by name.
+    train
+        Training cells with their controls, from which baselines are computed.
+    perturbation_key, control, context_key, separator, layer, n_top_genes
+        As for :class:`PerturbationPrediction`.
+    gene_features
+        Vectors of the targets that a model knows, e.g. its gene embeddings, one row a target, for the linear baseline
+        ``linear_embedding``; several by name for ``linear_<name>``.
+    kinds
+        Method to ``"model"`` or ``"untrained"``; models, unless told otherwise.
+    seeds, intervals, title
+        As for :func:`compare`.
+
+    Returns
+    -------
+    The report. Its notes say which genes were left out because a method or the training lacks them.
+
+    Raises
+    ------
+    DataError
+        If the data cannot be read, an effect is not predicted, or there is a leak.
+    OptionError
+        If a method has the name of a baseline.
+
+    Warns
+    -----
+    ScforgeWarning
+        If single test cells look like training cells.
+
+    Examples
+    --------
+    >>> genes, names = list("ABCDEFGHIJ"), np.repeat(["control", "A", "B", "C", "D"], 30)
+    >>> counts = np.random.default_rng(0).poisson(5 + 10 * (names[:, None] == genes), (2, 150, 10)).astype("float32")
+    >>> obs = pd.DataFrame({"target": names}, index=[f"cell{i}" for i in range(150)])
+    >>> one, other = (anndata.AnnData(made, obs, pd.DataFrame(index=genes)) for made in counts)
+    >>> test, keys = np.r_[:15, 90:150], {"perturbation_key": "target", "control": "control"}
+    >>> report = evaluate_perturbations(one[test], other[test], train=one[15:90], **keys, intervals=False)
+    >>> report.to_table()["pearson_delta"].loc[["prediction", "train_mean"]].idxmax()
+    'prediction'
+    """
+    keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
+    named = (
+        {"prediction": predictions} if isinstance(predictions, anndata.AnnData | pd.DataFrame) else dict(predictions)
+    )
+    if not named:
+        raise OptionError("predictions={} names no method; give at least one.")
+    named = {name: _effects_of_task(one, keys) for name, one in named.items()}
+    features = {} if gene_features is None else gene_features
+    features = {"embedding": features} if isinstance(features, pd.DataFrame) else dict(features)
+    held_out = PerturbedCells.read(real, keys, argument="real")
+    trained = PerturbedCells.read(train, keys, argument="train")
+    check_disjoint(trained.names, held_out.names, what="cells")
+    check_disjoint(_titles(trained.effects, keys), _titles(held_out.effects, keys), what="effects")
+    for name, frame in features.items():
+        check_features(
+            frame,
+            real,
+            perturbation_key=perturbation_key,
+            control=control,
+            separator=separator,
+            argument=f"gene_features[{name!r}]",
+        )
+    if unknown := [name for name in kinds or {} if name not in named]:
+        raise OptionError(
+            f"kinds names {listing(unknown)}, which predictions does not have{did_you_mean(unknown[0], list(named))}; "
+            f"its methods are {listing(named)}."
+        )
+    _check_train_counts(train, real, layer)
+    whole = trained
+    genes, notes = _common_genes(held_out.genes, trained.genes, named)
+    held_out, trained = held_out.over(genes, argument="real"), trained.over(genes, argument="train")
+    check_same_rows(trained.expression, held_out.expression)
+    _check_totals(trained, held_out)
+    made = {name: _aligned(one, name, genes, keys, held_out, real.n_vars) for name, one in named.items()}
+    kept_out = _adata(held_out, keys)
+    benchmark = PerturbationPrediction(perturbation_key, control, context_key, separator, n_top_genes=n_top_genes)
+    benchmark.trained_on(_adata(trained, keys)).check(kept_out)
+    measured_titles = {*_titles(held_out.effects, keys)}
+    for name, one in made.items():
+        _check_effects(benchmark, name, one, kept_out)
+        if more := [title for title in _titles(_predicted(one, keys), keys) if title not in measured_titles]:
+            notes.append(
+                f"{name} predicts more than was measured (effects: {len(more)}), which is not scored: "
+                f"{listing(more, most=5)}."
+            )
+        if not isinstance(one, pd.DataFrame):
+            own = (one.obs[perturbation_key].astype(str) == control).any()
+            notes.append(f"Effects of {name} are seen from {'its own' if own else 'the training'} controls.")
+    # What is scored is no reason to know less of the training.
+    baselines = {
+        name: frame[genes] for name, frame in perturbation_baselines(whole, held_out.effects, keys, features).items()
+    }
+    targets = {target for effect in held_out.effects for target in effect.targets}
+    if n_missing := len(targets - {str(gene) for gene in whole.genes}):
+        notes.append(
+            f"{len(targets) - n_missing} of {len(targets)} targets are genes of the data; baselines that go by the "
+            "target's gene predict the mean training effect for the others."
+        )
+    if taken := [name for name in made if name in baselines or name == _CEILING]:
+        raise OptionError(f"predictions names {listing(taken)}, which are names of baselines; rename them.")
+    report = compare(
+        benchmark,
+        {**made, **baselines, _CEILING: TechnicalDuplicate()},
+        kept_out,
+        kinds={
+            **dict.fromkeys(made, "model"),
+            **(kinds or {}),
+            **dict.fromkeys(baselines, "baseline"),
+            _CEILING: "ceiling",
+        },
+        seeds=seeds,
+        intervals=intervals,
+        title=title,
+    )
+    report.facts |= {
+        "effects scored": len(held_out.effects),
+        "effects in the training": len(trained.effects),
+        "held-out cells": int((held_out.groups < len(held_out.effects)).sum()),
+        "held-out controls": int((held_out.groups >= len(held_out.effects)).sum()),
+        "training cells": len(trained.groups),
+        "genes": min(len(genes), n_top_genes or len(genes)),
+    }
+    report.notes += notes
+    if real.n_vars != train.n_vars:
+        report.notes.append(
+            f"real has {real.n_vars} genes and train {train.n_vars}; counts are scaled by their total over the genes "
+            "of each."
+        )
+    report.notes.append(
+        "Effects are changes of the mean log1p CP10K against controls of the same context. Baselines saw the training "
+        f"cells alone. {_CEILING} is one half of the held-out cells as a prediction of the other, brought to whole "
+        "groups. Calibrated figures: 0 is the mean training effect, 1 that second experiment."
+    )
+    return report
+
+
+def perturbation_baselines(
+    train: PerturbedCells, effects: Sequence[Effect], keys: EffectKeys, features: Mapping[str, pd.DataFrame]
+) -> dict[str, pd.DataFrame]:
+    """Return what each baseline predicts, in the form that :class:`PerturbationPrediction` takes.
+
+    Parameters
+    ----------
+    train
+        Training cells.
+    effects
+        What to predict, Q of them.
+    keys
+        How effects are called.
+    features
+        Vectors of targets, for linear models.
+    """
+    known = known_effects(train, {effect.context for effect in effects})
+    targets = tuple(effect.targets for effect in effects)
+    contexts = tuple(effect.context for effect in effects)
+    number = {str(gene): column for column, gene in enumerate(train.genes)}
+    genes = {name: number[name] for some in targets + known.targets for name in some if name in number}
+    found = baseline_effects(known, WantedEffects(targets, contexts, genes))
+    del found["linear_embedding"]
+    for name, frame in features.items():
+        wanted = WantedEffects(targets, contexts, genes, _reduced(frame))
+        found[f"linear_{name}"] = baseline_effects(known, wanted)["linear_embedding"]
+    index = _index(effects, keys)
+    return {name: pd.DataFrame(deltas, index=index, columns=train.genes) for name, deltas in found.items()}
+
+
+def _reduced(features: pd.DataFrame) -> dict[str, np.ndarray]:
+    """Return the leading components of features, of unit variance: what the penalty of the linear model is for."""
+    values = features.to_numpy(dtype=np.float64)
+    if not np.isfinite(values).all() or not features.index.is_unique:
+        raise DataError("gene_features holds values that are not numbers, or a target twice; give one row a target.")
+    left, sizes, _ = np.linalg.svd(values - values.mean(axis=0), full_matrices=False)
+    scores = (left * sizes)[:, : min(N_COMPONENTS, values.shape[1])]
+    spread = scores.std(axis=0)
+    scores = np.divide(
+        scores, spread, out=np.zeros_like(scores), where=spread > 1e-9 * max(spread.max(initial=0), 1e-300)
+    )
+    return dict(zip(features.index.astype(str), scores, strict=True))
+
+
+def _effects_of_task(one: AnnData | pd.DataFrame, keys: EffectKeys) -> AnnData | pd.DataFrame:
+    """Return the effects, if this is what the task of perturbations predicts; else the same."""
+    if isinstance(one, pd.DataFrame) or "predicted" not in one.uns.get(UNS_KEY, {}) or "delta" not in one.layers:
+        return one
+    labels = [one.obs["perturbation"].astype(str)]
+    if keys.context_key is not None:
+        labels.append(one.obs["context"].astype(str))
+    index = pd.Index(labels[0]) if len(labels) == 1 else pd.MultiIndex.from_arrays(labels)
+    return pd.DataFrame(np.asarray(one.layers["delta"], dtype=np.float64), index=index, columns=one.var_names)
+
+
+def _titles(effects: Sequence[Effect], keys: EffectKeys) -> list[str]:
+    return [
+        keys.name_of(effect.targets) + (f" in {effect.context}" if keys.context_key is not None else "")
+        for effect in effects
+    ]
+
+
+def _index(effects: Sequence[Effect], keys: EffectKeys) -> pd.Index:
+    labels = [keys.name_of(effect.targets) for effect in effects]
+    if keys.context_key is None:
+        return pd.Index(labels)
+    return pd.MultiIndex.from_arrays([labels, [effect.context for effect in effects]])
+
+
+def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> tuple[pd.Index, list[str]]:
+    """Return the genes that all have, in the order of the measured cells, and sentences on what is missing."""
+    columns = {"train": train} | {
+        name: one.columns if isinstance(one, pd.DataFrame) else one.var_names for name, one in named.items()
+    }
+    genes, notes = real, []
+    for name, some in columns.items():
+        if len(missing := real[~real.isin(some)]):
+            notes.append(
+                f"{name} lacks {len(missing)} of the {len(real)} measured genes (first: {str(missing[0])!r}), which "
+                "are not scored."
+            )
+            genes = genes[genes.isin(some)]
+    if len(genes) < max(2, _FEW_GENES * len(real)):
+        raise DataError(
+            f"only {len(genes)} of {len(real)} measured genes are in all of {listing(columns)}; use the same names in "
+            "var_names, or take real over the genes that are predicted (after normalising it)."
+        )
+    return genes, notes
+
+
+def _check_train_counts(train: AnnData, real: AnnData, layer: str | None) -> None:
+    if train.n_vars < real.n_vars and value_problem(_values(train.X if layer is None else train.layers[layer])) is None:
+        raise DataError(
+            f"train holds counts of {train.n_vars} genes and real has {real.n_vars}, so that the totals of the "
+            "training cells are not known; give train with all genes, or log1p of counts per 10,000, scaled before "
+            "genes were left out."
+        )
+
+
+def _check_totals(train: PerturbedCells, real: PerturbedCells) -> None:
+    """Raise where the controls of the same contexts are of another scale."""
+    places = sorted({effect.context for effect in real.effects} & {*train.contexts} & {*real.contexts})
+    one, other = (
+        _total(cells.expression[np.isin(cells.groups, [len(cells.effects) + cells.contexts.index(p) for p in places])])
+        for cells in (train, real)
+    )
+    if min(one, other) > 0 and max(one, other) > _MOST_RATIO * min(one, other):
+        raise DataError(
+            f"over the common genes controls of train have a median total of {one:,.0f} and those of real of "
+            f"{other:,.0f}; scale both to 10,000 over the same genes, or give counts of all genes."
+        )
+
+
+def _total(expression: sparse.csr_matrix) -> float:
+    return float(np.median(np.asarray(expression.expm1().sum(axis=1)))) if expression.shape[0] else 0.0
+
+
+def _values(matrix: Any) -> np.ndarray:
+    return matrix.data if sparse.issparse(matrix) else np.ravel(matrix)
+
+
+def _aligned(
+    one: AnnData | pd.DataFrame, name: str, genes: pd.Index, keys: EffectKeys, held_out: PerturbedCells, n_measured: int
+) -> AnnData | pd.DataFrame:
+    """Return a prediction over the scored genes, after a look whether it is a copy of the answer."""
+    if isinstance(one, pd.DataFrame):
+        return one[genes] if one.columns.is_unique else one
+    matrix = one.X if keys.layer is None else one.layers.get(keys.layer, one.X)
+    if matrix is not None and one.n_vars < n_measured and value_problem(_values(matrix)) is None:
+        raise DataError(
+            f"predictions[{name!r}] holds counts of {one.n_vars} genes, fewer than were measured, so that their "
+            "total is not known; give log1p of counts per 10,000."
+        )
+    cells = PerturbedCells.read(one, keys, argument=f"predictions[{name!r}]", made=True)
+    cells = cells.over(genes, argument=f"predictions[{name!r}]")
+    perturbed = cells.expression[cells.groups < len(cells.effects)]
+    _check_scale_of_made(perturbed, held_out.expression[held_out.groups < len(held_out.effects)], name)
+    check_no_copies(
+        perturbed,
+        held_out.expression[held_out.groups < len(held_out.effects)],
+        argument=f"predictions[{name!r}]",
+    )
+    return _adata(cells, keys)
+
+
+def _check_scale_of_made(made: sparse.csr_matrix, real: sparse.csr_matrix, name: str) -> None:
+    """Raise where predicted cells are of another scale.
+
+    A mean profile on the log scale has a smaller total than its cells, but the same sum of logarithms: only where both
+    differ is the scale another one.
+    """
+    if not made.shape[0]:
+        return
+    totals = _total(made), _total(real)
+    sums = [float(some.sum()) / some.shape[0] for some in (made, real)]
+    if all(min(pair) > 0 and max(pair) > _MOST_RATIO * min(pair) for pair in (totals, sums)):
+        raise DataError(
+            f"over the common genes cells of predictions[{name!r}] have a median total of {totals[0]:,.0f} and those "
+            f"of real of {totals[1]:,.0f}; give log1p of counts per 10,000, or effects as a DataFrame."
+        )
+
+
+def _check_effects(benchmark: PerturbationPrediction, name: str, one: AnnData | pd.DataFrame, real: AnnData) -> None:
+    """Raise where predicted effects are the measured ones."""
+    predicted, measured = (table.to_numpy() for table in benchmark.deltas(one, real))
+    size = np.abs(measured).max(axis=1)
+    same = (np.abs(predicted - measured).max(axis=1) <= 1e-4 * size) & (size > 0)
+    if same.any():
+        raise DataError(
+            f"predictions[{name!r}] has for {int(same.sum())} of {len(same)} effects what was measured in the held-out "
+            "cells, gene by gene; a prediction may not see what it is scored on."
+        )
+
+
+def _predicted(one: AnnData | pd.DataFrame, keys: EffectKeys) -> list[Effect]:
+    if isinstance(one, pd.DataFrame):
+        labels = [(label, ALL) if keys.context_key is None else label for label in one.index]
+        return [keys.effect(str(label), str(context)) for label, context in labels]
+    plain = replace(keys, layer=None)
+    return list(PerturbedCells.read(one, plain, argument="predictions", made=True).effects)
+
+
+def _adata(cells: PerturbedCells, keys: EffectKeys) -> AnnData:
+    """Return log-normalised cells as AnnData with the columns of `keys`, except that the values are in X."""
+    groups = [*cells.effects, *(Effect((), name) for name in cells.contexts)]
+    labels = [keys.name_of(group.targets) if group.targets else keys.control for group in groups]
+    obs = pd.DataFrame(index=cells.names)
+    obs[keys.perturbation_key] = pd.Categorical.from_codes(*_codes(labels, cells.groups))
+    if keys.context_key is not None:
+        obs[keys.context_key] = pd.Categorical.from_codes(*_codes([group.context for group in groups], cells.groups))
+    return anndata.AnnData(cells.expression, obs=obs, var=pd.DataFrame(index=cells.genes))
+
+
+def _codes(labels: list[str], groups: np.ndarray) -> tuple[np.ndarray, list[str]]:
+    codes, unique = pd.factorize(np.array(labels, dtype=object))
+    return codes[groups], [str(name) for name in unique]

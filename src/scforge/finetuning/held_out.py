@@ -1,0 +1,263 @@
+"""Which cells a model has learned labels of: fingerprints of counts, and splits."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from scforge._io import check_inside
+from scforge.errors import ModelFileError
+from scforge.finetuning.splits import PARTS, Split
+
+if TYPE_CHECKING:
+    from scforge.data.cells import Cells
+
+
+_PIECE = 1 << 14
+_ODD = tuple(np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_NO_NAME = 0
+_ALL_GENES, _UNKNOWN_GENES = 0, -1
+
+
+def fingerprints(cells: Cells) -> np.ndarray:
+    """Return a number for each cell that depends on its counts over the genes of the model alone, int64, shape (N,).
+
+    Each gene with its count is mixed as in SplitMix64 (Steele et al. 2014), and the mixed numbers are added up.
+    """
+    found = np.zeros(len(cells), dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for start in range(0, len(cells), _PIECE):
+            block = cells.block(np.arange(start, min(start + _PIECE, len(cells))))
+            mixed = (block.genes.astype(np.uint64) + np.uint64(1)) * _ODD[0]
+            mixed ^= np.ascontiguousarray(block.counts, dtype=np.float32).view(np.uint32).astype(
+                np.uint64
+            ) << np.uint64(20)
+            for shift, factor in ((30, _ODD[1]), (27, _ODD[2])):
+                mixed = (mixed ^ (mixed >> np.uint64(shift))) * factor
+            mixed ^= mixed >> np.uint64(31)
+            ends = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+            found[start : start + len(block)] = ends[block.indptr[1:]] - ends[block.indptr[:-1]]
+    return found.view(np.int64)
+
+
+@dataclass(frozen=True)
+class CellMarks:
+    """What cells are known by, a number each.
+
+    Attributes
+    ----------
+    numbers
+        Fingerprints, int64, shape (N,); see :func:`fingerprints`. They tell only where the same genes were measured.
+    names
+        Hashes of the names of the cells, int64, shape (N,); 0 for a cell without name, or one that is just numbered.
+    panels
+        Hashes of which genes of the model were measured, int64, shape (N,); 0 for all, -1 where it is not known.
+    """
+
+    numbers: np.ndarray
+    names: np.ndarray
+    panels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @classmethod
+    def of(cls, cells: Cells) -> CellMarks:
+        """Return the marks of cells over the genes of the model."""
+        return cls(fingerprints(cells), _names(cells), np.full(len(cells), _panel(cells), dtype=np.int64))
+
+    @classmethod
+    def none(cls) -> CellMarks:
+        """Return the marks of no cells."""
+        return cls(*np.zeros((3, 0), dtype=np.int64))
+
+    def take(self, rows: np.ndarray) -> CellMarks:
+        """Return those of the cells at `rows`."""
+        return CellMarks(self.numbers[rows], self.names[rows], self.panels[rows])
+
+    def union(self, others: CellMarks) -> CellMarks:
+        """Return those of all cells of both, each once."""
+        if not len(others):
+            return self
+        both = np.concatenate([self.table, others.table], axis=1)
+        return CellMarks(*np.ascontiguousarray(np.unique(both, axis=1)))
+
+    def among(self, others: CellMarks) -> np.ndarray:
+        """Return which of these cells are among others, bool, shape (N,): the same counts, or the same name.
+
+        Names tell only where other genes were measured, as then the same cell has other counts.
+        """
+        found = np.isin(self.numbers, others.numbers)
+        for panel in np.unique(self.panels):
+            mine, names = self.panels == panel, others._names_elsewhere(panel)
+            found[mine] |= np.isin(self.names[mine], names[names != _NO_NAME])
+        return found
+
+    def undecided(self, others: CellMarks) -> np.ndarray:
+        """Return which of these cells may be among others though neither counts nor names tell, bool, shape (N,)."""
+        found = np.zeros(len(self), dtype=bool)
+        for panel in np.unique(self.panels):
+            mine, names = self.panels == panel, others._names_elsewhere(panel)
+            found[mine] = (self.names[mine] == _NO_NAME) & bool(len(names)) | bool((names == _NO_NAME).any())
+        return found & ~self.among(others)
+
+    def _names_elsewhere(self, panel: int) -> np.ndarray:
+        """Return the names of cells whose fingerprints are not comparable with those of a panel."""
+        return self.names if panel == _UNKNOWN_GENES else self.names[self.panels != panel]
+
+    @property
+    def table(self) -> np.ndarray:
+        """All of it, int64, shape (3, N)."""
+        return np.stack([self.numbers, self.names, self.panels])
+
+
+def _hash(content: bytes) -> int:
+    """Return 64 bits of a hash, above 0."""
+    return (int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") >> 1) or 1
+
+
+def _names(cells: Cells) -> np.ndarray:
+    obs = getattr(cells, "obs", None)
+    if obs is None or obs.index.dtype.kind in "iu":
+        return np.full(len(cells), _NO_NAME, dtype=np.int64)
+    names = (str(name) for name in obs.index)
+    found = (_NO_NAME if name.isdecimal() else _hash(name.encode()) for name in names)
+    return np.fromiter(found, dtype=np.int64, count=len(cells))
+
+
+def _panel(cells: Cells) -> int:
+    if cells.measured is None:
+        return _ALL_GENES if cells.overlap == 1.0 else _UNKNOWN_GENES
+    return _ALL_GENES if cells.measured.all() else _hash(np.packbits(cells.measured).tobytes())
+
+
+_FILE = "split.safetensors"
+_DIGEST = "sha256"
+_MARKS = ("names", "panel", "learned")
+
+
+@dataclass(frozen=True)
+class SeenCells:
+    """The cells of a fine-tuning, and what each was for.
+
+    Attributes
+    ----------
+    rows
+        Rows of the parts in the cells of the fine-tuning.
+    marks
+        What all these cells are known by, N of them.
+    learned
+        What cells are known by whose labels were learned besides: by fine-tunings before this one, or from another
+        data module; M of them.
+    """
+
+    rows: Split
+    marks: CellMarks
+    learned: CellMarks = field(default_factory=CellMarks.none)
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """Fingerprints of the cells of the fine-tuning, int64, shape (N,)."""
+        return self.marks.numbers
+
+    @property
+    def trained(self) -> CellMarks:
+        """Marks of the cells that the fine-tuning trained on, or that chose its best epoch."""
+        return self.marks.take(np.concatenate([self.rows.train, self.rows.validation]))
+
+    def with_learned(self, marks: CellMarks) -> SeenCells:
+        """Return the same, with further cells whose labels were learned."""
+        return replace(self, learned=self.learned.union(marks))
+
+    def split_of(self, numbers: np.ndarray) -> Split | None:
+        """Return the split of cells with these fingerprints, if they are those of the fine-tuning, in any order.
+
+        Further cells take no part. None if a cell that was trained on is missing.
+        """
+        if np.array_equal(numbers, self.numbers):
+            return self.rows
+        parts: dict[str, np.ndarray] = {}
+        taken = np.zeros(len(numbers), dtype=bool)
+        for part in PARTS:  # of cells that are alike, one that was trained on decides
+            wanted = self.numbers[getattr(self.rows, part)]
+            if part == "train" and not np.isin(wanted, numbers).all():
+                return None
+            parts[part] = np.flatnonzero(np.isin(numbers, wanted) & ~taken)
+            taken[parts[part]] = True
+        return Split(**parts)
+
+    def learned_from(self, numbers: np.ndarray) -> np.ndarray:
+        """Return which cells were trained on, or chose the best epoch, bool."""
+        rows = np.concatenate([self.rows.train, self.rows.validation])
+        return np.isin(numbers, self.numbers[rows])
+
+    def tested(self, numbers: np.ndarray) -> np.ndarray:
+        """Return which cells were held out for the test, bool."""
+        return np.isin(numbers, self.numbers[self.rows.test]) & ~self.learned_from(numbers)
+
+    @property
+    def digest(self) -> str:
+        """Checksum of the split and its cells."""
+        total = hashlib.sha256(np.ascontiguousarray(self.numbers).data)
+        for part in PARTS:
+            total.update(np.ascontiguousarray(getattr(self.rows, part), dtype=np.int64).data)
+            total.update(b"|")
+        return total.hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write them into a model folder."""
+        from safetensors.numpy import save_file
+
+        tensors = {part: np.asarray(getattr(self.rows, part), dtype=np.int64) for part in PARTS}
+        more = {"names": self.marks.names, "panel": self.marks.panels[:1], "learned": self.learned.table}
+        metadata = {_DIGEST: _digest_of(more)}
+        save_file({**tensors, "cells": self.numbers, **more}, folder / _FILE, metadata=metadata)
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike[str], digest: str | None) -> SeenCells | None:
+        """Read what :meth:`save` wrote into a folder, None if there is nothing.
+
+        A folder of scforge before names and earlier fine-tunings were kept has neither.
+
+        Raises
+        ------
+        ModelFileError
+            If the file is not the one that was saved.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        path = Path(folder) / _FILE
+        if digest is None:
+            return None
+        check_inside(path.parent, _FILE)
+        try:
+            with safe_open(path, "numpy") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping
+                metadata = file.metadata() or {}
+            rows, numbers = Split(**{part: tensors[part] for part in PARTS}), tensors["cells"]
+            if _DIGEST not in metadata:
+                unknown = np.zeros_like(numbers)
+                found, intact = cls(rows, CellMarks(numbers, unknown, unknown)), True
+            else:
+                more = {name: tensors[name] for name in _MARKS}
+                panels = np.repeat(more["panel"], len(numbers))
+                found = cls(rows, CellMarks(numbers, more["names"], panels), CellMarks(*more["learned"]))
+                intact = metadata[_DIGEST] == _digest_of(more)
+        except (OSError, KeyError, TypeError, SafetensorError) as error:
+            raise ModelFileError(f"{str(path)!r} cannot be read: {error}; copy the model again.") from error
+        if not intact or found.digest != digest:
+            raise ModelFileError(f"{str(path)!r} is corrupted: its checksum is another one; copy the model again.")
+        return found
+
+
+def _digest_of(tensors: dict[str, np.ndarray]) -> str:
+    total = hashlib.sha256()
+    for name in _MARKS:
+        total.update(np.ascontiguousarray(tensors[name]).data)
+        total.update(b"|")
+    return total.hexdigest()

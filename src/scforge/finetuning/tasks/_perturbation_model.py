@@ -1,0 +1,696 @@
+"""Conditions of a perturbation experiment, its training data, and the head that predicts responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from scforge._constants import PAD_ID
+from scforge.data.cells import Cells, CellSource, cell_keys, choose_rows
+from scforge.data.perturbation import PerturbationKeys, parse_perturbations
+from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.eval.expression import Moments, effects_of, moments
+from scforge.eval.perturbation_metrics import de_weights
+from scforge.finetuning.heads import Standardise
+from scforge.finetuning.labels import text_labels
+from scforge.finetuning.splits import Split, check_shares
+from scforge.models.components.gene_vectors import GeneVectorEmbedding
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+CONTROL, UNLABELLED = -1, -2
+"""Codes of control cells, and of cells without a label."""
+
+ALL = "all"
+"""Name of the context where there is one only."""
+
+_TEST_CONTROLS = 1 / 3
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Perturbation and context of cells.
+
+    Attributes
+    ----------
+    names
+        Names of the perturbations, with sorted parts.
+    targets
+        Targets of each.
+    contexts
+        Names of the contexts.
+    perturbation
+        Number of the perturbation of each cell, -1 for controls, -2 for cells without a label, int64, shape (N,).
+    context
+        Number of the context of each cell, int64, shape (N,); that of a cell without one is -2, and so is its
+        `perturbation`.
+    """
+
+    names: tuple[str, ...]
+    targets: tuple[tuple[str, ...], ...]
+    contexts: tuple[str, ...]
+    perturbation: np.ndarray
+    context: np.ndarray
+
+    @classmethod
+    def read(
+        cls,
+        column: Callable[[str], pd.Series],
+        *,
+        perturbation_key: str,
+        control: str,
+        separator: str | None,
+        context_key: str | None,
+    ) -> Conditions:
+        """Read them out of columns of obs.
+
+        Raises
+        ------
+        DataError
+            If a column is missing, cannot be read, or has no control.
+        """
+        import pandas as pd
+
+        labels = column(perturbation_key)
+        labelled = np.asarray(labels.notna())
+        context = np.zeros(len(labels), dtype=np.int64)
+        contexts: tuple[str, ...] = (ALL,)
+        if context_key is not None:
+            of_cells = text_labels(column(context_key), key=context_key, argument="context_key")
+            context = np.array(of_cells.codes, dtype=np.int64)
+            contexts = tuple(str(name) for name in of_cells.categories)
+            labelled = labelled & (context >= 0)
+        keys = PerturbationKeys(perturbation_key, control=control, separator=separator)
+        parsed = parse_perturbations(pd.DataFrame({perturbation_key: labels[labelled]}), keys)
+        targets = sorted(set(parsed.targets) - {()})
+        number = {some: i for i, some in enumerate(targets)} | {(): CONTROL}
+        perturbation = np.full(len(labels), UNLABELLED, dtype=np.int64)
+        perturbation[labelled] = [number[some] for some in parsed.targets]
+        context[~labelled] = UNLABELLED
+        names = tuple((separator or "+").join(some) for some in targets)
+        return cls(names, tuple(targets), contexts, perturbation, context)
+
+    @property
+    def usable(self) -> np.ndarray:
+        """Cells with a label, bool, shape (N,)."""
+        return self.perturbation != UNLABELLED
+
+    @property
+    def perturbed(self) -> np.ndarray:
+        """Perturbed cells, bool, shape (N,)."""
+        return self.perturbation >= 0
+
+    @property
+    def controls(self) -> np.ndarray:
+        """Control cells, bool, shape (N,)."""
+        return self.perturbation == CONTROL
+
+    def pairs(self, rows: np.ndarray) -> dict[str, list[str]]:
+        """Return the perturbations of cells, and the contexts in which each is."""
+        rows = rows[self.perturbation[rows] >= 0]
+        found = np.unique(np.stack([self.perturbation[rows], self.context[rows]], axis=1), axis=0)
+        pairs: dict[str, list[str]] = {}
+        for perturbation, context in found.tolist():
+            pairs.setdefault(self.names[perturbation], []).append(self.contexts[context])
+        return pairs
+
+
+def hold_out(
+    conditions: Conditions,
+    *,
+    by_context: bool,
+    named: Sequence[str] | None,
+    argument: str,
+    known: Callable[[str], bool] | None,
+    validation_size: float,
+    test_size: float,
+    seed: int,
+) -> Split:
+    """Hold out whole perturbations, or whole contexts.
+
+    A third of the controls of each context is tested against; all are of the training if nothing is tested.
+
+    Parameters
+    ----------
+    conditions
+        Of all cells.
+    by_context
+        Hold out contexts, rather than perturbations.
+    named
+        Names of what is tested; None draws a share of `test_size`.
+    argument
+        What `named` is called in messages.
+    known
+        Says whether a target has a vector without being seen in training, e.g. because it is a gene of the model.
+        Others are drawn only while a perturbation with the same target is left. None: all are.
+    validation_size, test_size
+        Shares of the perturbations, or contexts; at least one each if above 0, and of validation only if two are left.
+    seed
+        Of what is drawn.
+
+    Raises
+    ------
+    OptionError
+        If a name is unknown, or nothing is left to train on.
+    DataError
+        If no cell is perturbed, or a context has too few controls.
+    """
+    check_shares(validation_size, test_size)
+    names = conditions.contexts if by_context else conditions.names
+    known = None if by_context else known
+    codes = np.where(conditions.perturbed, conditions.context if by_context else conditions.perturbation, UNLABELLED)
+    present = [int(code) for code in np.unique(codes[codes >= 0])]
+    what = "context" if by_context else "perturbation"
+    if not present:
+        raise DataError("no cell is perturbed, all are controls; there is nothing to learn from.")
+    rng = np.random.default_rng(seed)
+    order = [int(code) for code in rng.permutation(present)]
+    if named is None:
+        test = _draw(order, test_size, len(present), known, conditions.targets)
+    else:
+        test = _numbers(names, present, named, argument)
+    rest = [code for code in order if code not in test]
+    if not rest or (named is None and test_size and not test):
+        raise OptionError(
+            f"holding out {listing(names[code] for code in test or order)} leaves no {what} to train on (there is: "
+            f"{listing(names[code] for code in present)}); name fewer in {argument}, or set test_size=0 to train on "
+            "all."
+        )
+    validation: list[int] = []
+    if len(rest) > 1:
+        validation = _draw(rest, validation_size, len(present), known, conditions.targets)
+    train = [code for code in rest if code not in validation]
+    assert train
+    assert len({*train, *validation, *test}) == len(train) + len(validation) + len(test) == len(present)
+    input_controls, test_controls = _split_controls(conditions, rng)
+    if not test:
+        # Nothing is tested against them.
+        input_controls = conditions.controls
+    parts = [np.isin(codes, some) for some in (train, validation, test)]
+    return Split(
+        train=np.flatnonzero(parts[0] | input_controls),
+        validation=np.flatnonzero(parts[1]),
+        test=np.flatnonzero(parts[2] | test_controls) if test else np.empty(0, dtype=np.int64),
+    )
+
+
+def _numbers(names: Sequence[str], present: list[int], named: Sequence[str], argument: str) -> list[int]:
+    number = {names[code]: code for code in present}
+    for name in named:
+        if name not in number:
+            raise OptionError(
+                f"{argument} names {name!r}, which no perturbed cell has{did_you_mean(name, number)} "
+                f"(there is: {listing(number)})"
+            )
+    return sorted({number[name] for name in named})
+
+
+def _draw(
+    order: list[int], share: float, n_all: int, known: Callable[[str], bool] | None, targets: Sequence[tuple[str, ...]]
+) -> list[int]:
+    """Take a share of all from the front of `order`, at least one, and leave at least one."""
+    wanted = min(max(1, round(share * n_all)), len(order) - 1) if share else 0
+    if known is None:
+        return order[:wanted]
+    drawn: list[int] = []
+    for code in order:
+        if len(drawn) == wanted:
+            break
+        unknown = {target for target in targets[code] if not known(target)}
+        left = [targets[other] for other in order if other not in {code, *drawn}]
+        if unknown <= {target for some in left for target in some}:
+            drawn.append(code)
+    return drawn
+
+
+def _split_controls(conditions: Conditions, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Return which controls are inputs of the training, and which are tested against, bool, shape (N,)."""
+    tested = np.zeros(len(conditions.perturbation), dtype=bool)
+    few = []
+    for code, name in enumerate(conditions.contexts):
+        rows = np.flatnonzero(conditions.controls & (conditions.context == code))
+        if len(rows) < 2 and (conditions.perturbed & (conditions.context == code)).any():
+            few.append(name)
+        tested[rng.permutation(rows)[: round(len(rows) * _TEST_CONTROLS) or len(rows) // 2]] = True
+    if few:
+        raise DataError(
+            f"the contexts {listing(few)} have fewer than 2 control cells, so that effects cannot be measured there; "
+            "leave their cells out, or choose another context_key."
+        )
+    return conditions.controls & ~tested, tested
+
+
+_MOST_CONTROLS = 2048
+"""Controls of a context among which inputs are drawn."""
+
+_STREAM = 0x6374726C  # "ctrl"
+
+
+@dataclass(frozen=True)
+class BoundEffects:
+    """Effects in the cells of a training, and its controls.
+
+    Attributes
+    ----------
+    conditions
+        Of all cells.
+    groups
+        Perturbation and context of each effect, int64, shape (P, 2).
+    group
+        Number of the effect that a cell belongs to, -1 for none, int64, shape (N,).
+    trained
+        Effects of training cells, bool, shape (P,).
+    deltas
+        Change of the mean log1p CP10K against the training controls of the context, float32, shape (P, G).
+    weights
+        Weights of genes in the error of each effect, float32, shape (P, G).
+    n_cells
+        Cells of each effect, int64, shape (P,).
+    pool
+        Training controls, in memory.
+    inputs
+        Rows of `pool` of each context.
+    """
+
+    conditions: Conditions
+    groups: np.ndarray
+    group: np.ndarray
+    trained: np.ndarray
+    deltas: np.ndarray
+    weights: np.ndarray
+    n_cells: np.ndarray
+    pool: CellSource
+    inputs: tuple[np.ndarray, ...]
+
+    @classmethod
+    def of(cls, cells: Cells, conditions: Conditions, train_rows: np.ndarray, *, weighted: bool) -> BoundEffects:
+        """Measure effects; each is that of training cells or of held-out ones, never of both.
+
+        Raises
+        ------
+        OptionError
+            If a perturbation is in training and in held-out cells.
+        DataError
+            If there is nothing to learn from, or a context has no controls to begin with.
+        """
+        in_training = np.zeros(len(cells), dtype=bool)
+        in_training[train_rows] = True
+        perturbed = np.flatnonzero(conditions.perturbed)
+        pairs = np.stack([conditions.perturbation[perturbed], conditions.context[perturbed]], axis=1)
+        groups, codes = np.unique(pairs, axis=0, return_inverse=True)
+        codes = codes.ravel()
+        n_trained = np.bincount(codes, weights=in_training[perturbed], minlength=len(groups))
+        n_cells = np.bincount(codes, minlength=len(groups))
+        partly = (n_trained > 0) & (n_trained < n_cells)
+        if partly.any():
+            raise OptionError(
+                f"the split puts cells of the perturbations {listing(_names(conditions, groups[partly]))} both into "
+                "training and elsewhere; hold out whole perturbations, as finetune does without split_key."
+            )
+        if not (n_trained > 0).any():
+            raise DataError("no training cell is perturbed, so that there is no effect to learn; check the split.")
+        controls = np.flatnonzero(conditions.controls & in_training)
+        without = sorted({*groups[:, 1].tolist()} - {*conditions.context[controls].tolist()})
+        if without:
+            raise DataError(
+                f"no training cell of the contexts {listing(conditions.contexts[code] for code in without)} is a "
+                "control, which effects are measured against; leave these contexts out, or split otherwise."
+            )
+        group = np.full(len(cells), -1, dtype=np.int64)
+        group[perturbed] = codes
+        measured = _moments(cells, conditions, perturbed, codes, controls, len(groups))
+        effects = effects_of(measured, np.arange(len(groups)), len(groups) + groups[:, 1])
+        seen = np.ones(effects.deltas.shape[1], dtype=bool) if cells.measured is None else cells.measured
+        weights = np.zeros(effects.deltas.shape, dtype=np.float32)
+        weights[:, seen] = de_weights(effects.scores[:, seen]) if weighted else 1.0
+        weights /= weights.mean(axis=1, keepdims=True)
+        chosen = [
+            choose_rows(len(cells), _MOST_CONTROLS, rows=controls[conditions.context[controls] == code])
+            for code in range(len(conditions.contexts))
+        ]
+        pooled = np.sort(np.concatenate(chosen))
+        return cls(
+            conditions=conditions,
+            groups=groups,
+            group=group,
+            trained=n_trained > 0,
+            deltas=effects.deltas.astype(np.float32),
+            weights=weights,
+            n_cells=effects.n_cells,
+            pool=cells.sample(len(pooled), rows=pooled),
+            inputs=tuple(np.searchsorted(pooled, rows) for rows in chosen),
+        )
+
+    def targets_of(self, group: int) -> tuple[str, ...]:
+        """Return the targets of an effect."""
+        return self.conditions.targets[int(self.groups[group, 0])]
+
+    def draw(self, rows: np.ndarray, *, epoch: int, seed: int) -> np.ndarray:
+        """Return a random training control of the context of each perturbed cell, as rows of the pool, (B,)."""
+        keys = cell_keys(rows, seed=seed, epoch=epoch, stream=_STREAM)
+        contexts = self.conditions.context[rows]
+        drawn = np.empty(len(rows), dtype=np.int64)
+        for context in np.unique(contexts):
+            here = contexts == context
+            candidates = self.inputs[context]
+            drawn[here] = candidates[(keys[here] % np.uint64(len(candidates))).astype(np.int64)]
+        return drawn
+
+
+def _names(conditions: Conditions, groups: np.ndarray) -> list[str]:
+    return sorted({conditions.names[perturbation] for perturbation in groups[:, 0].tolist()})
+
+
+def _moments(
+    cells: Cells, conditions: Conditions, perturbed: np.ndarray, codes: np.ndarray, controls: np.ndarray, n: int
+) -> Moments:
+    """Return mean and variance of the effects' cells, and behind them those of the controls of each context."""
+    rows = np.concatenate([perturbed, controls])
+    of_rows = np.concatenate([codes, n + conditions.context[controls]])
+    order = np.argsort(rows)
+    return moments(cells, rows[order], of_rows[order], n + len(conditions.contexts))
+
+
+MOST_FEATURES = 64
+
+
+class PerturbationHead(nn.Module):
+    """Effect of a perturbation on a cell, a sum over what is perturbed, of low rank.
+
+    With z the standardised embedding of a control cell, e_g the features of a perturbed gene and v_g a vector of its
+    own, which only targets of the training have::
+
+        c = sum over perturbed g of (b + W e_g + v_g),    delta = (c + C z + mlp(z, c)) U
+
+    so that a combination starts as the sum of its parts, and an unseen gene is what its features tell. The last layer
+    of the perceptron starts at zero.
+
+    Parameters
+    ----------
+    n_latent
+        Width D of the embeddings.
+    n_tokens
+        Tokens V; effects are over all of them, those that are no gene stay 0.
+    n_features
+        Features F of a gene.
+    n_targets
+        Targets of the training.
+    rank
+        Rank R of the effects.
+    hidden_dim
+        Width of the perceptron; 0 for none.
+    dropout
+        Dropout in it.
+    """
+
+    features: torch.Tensor
+
+    def __init__(
+        self,
+        n_latent: int,
+        n_tokens: int,
+        n_features: int,
+        n_targets: int,
+        rank: int,
+        *,
+        hidden_dim: int,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.standardise = Standardise(n_latent)
+        self.register_buffer("features", torch.zeros(n_tokens, n_features))
+        self.base = nn.Parameter(torch.zeros(rank))
+        self.of_features = nn.Linear(n_features, rank, bias=False)
+        # The first row is for targets without a vector of their own.
+        self.own = nn.Embedding(n_targets + 1, rank, padding_idx=0)
+        self.of_cell = nn.Linear(n_latent, rank, bias=False)
+        self.basis = nn.Parameter(torch.zeros(rank, n_tokens))
+        for part in (self.of_features, self.own, self.of_cell):
+            nn.init.zeros_(part.weight)
+        self.mlp: nn.Sequential | None = None
+        if hidden_dim:
+            last = nn.Linear(hidden_dim, rank)
+            nn.init.zeros_(last.weight)
+            nn.init.zeros_(last.bias)
+            self.mlp = nn.Sequential(nn.Linear(n_latent + rank, hidden_dim), nn.GELU(), nn.Dropout(dropout), last)
+
+    def forward(self, embeddings: torch.Tensor, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Return effects, shape (B, V).
+
+        Parameters
+        ----------
+        embeddings
+            Of control cells, shape (B, D).
+        batch
+            ``perturbed_tokens`` and ``perturbed_targets``, int64, shape (B, T): token of each target (PAD for none),
+            and its number among those of the training, from 1 (0 for none).
+        """
+        return self.coefficients(embeddings, batch["perturbed_tokens"], batch["perturbed_targets"]) @ self.basis
+
+    def coefficients(self, embeddings: torch.Tensor, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the coordinates of effects in the basis, shape (B, R)."""
+        z_bd = self.standardise(embeddings)
+        n_targets = ((tokens != PAD_ID) | (targets != 0)).sum(dim=1, keepdim=True).to(z_bd.dtype)
+        features_bf = self.features[tokens].sum(dim=1).to(z_bd.dtype)
+        c_br = n_targets * self.base + self.of_features(features_bf) + self.own(targets).sum(dim=1)
+        found = c_br + self.of_cell(z_bd)
+        return found if self.mlp is None else found + self.mlp(torch.cat([z_bd, c_br], dim=1))
+
+
+def gene_table(module: nn.Module) -> nn.Module:
+    """Return the embedding of genes of an architecture; the architecture itself where it has a ``token_table``.
+
+    Raises
+    ------
+    OptionError
+        If it has none.
+    """
+    if callable(getattr(module, "token_table", None)):
+        return module
+    parts = list(module.modules())
+    # A GeneVectorEmbedding has a plain one inside, for tokens without a vector.
+    for part in parts:
+        if isinstance(part, GeneVectorEmbedding):
+            return part
+    for part in parts:
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.padding_idx == PAD_ID:
+            return part
+    raise OptionError(
+        f"{type(module).__name__} has no embedding of genes with padding_idx={PAD_ID}, by which the task "
+        "'perturbation' knows what is perturbed; choose another architecture."
+    )
+
+
+def table_shape(table: nn.Module) -> tuple[int, int]:
+    """Return the number of tokens V and the width H of an embedding of genes."""
+    if callable(made := getattr(table, "token_table", None)):
+        n_tokens, width = made().shape
+        return n_tokens, width
+    if isinstance(table, GeneVectorEmbedding):
+        return table.vocab_size, table.learned.embedding_dim
+    return table.num_embeddings, table.embedding_dim
+
+
+@torch.no_grad()
+def gene_features(table: nn.Module, n_special: int, n_features: int) -> torch.Tensor:
+    """Return principal components of gene embeddings with a mean square length of 1, zeros for special tokens.
+
+    Returns
+    -------
+    Float32, shape (V, F); zero columns where there are fewer components.
+    """
+    n_tokens, _ = table_shape(table)
+    weight = next(table.parameters())
+    if isinstance(table, GeneVectorEmbedding):
+        # (A bag of one token is the embedding of that token.)
+        vectors = GeneVectorEmbedding.forward(table, torch.arange(n_tokens, device=weight.device))
+    elif callable(made := getattr(table, "token_table", None)):
+        vectors = made()
+    else:
+        vectors = weight
+    genes = vectors[n_special:].float()
+    genes = genes - genes.mean(dim=0)
+    _, axes = torch.linalg.eigh(genes.T @ genes)
+    scores = genes @ axes.flip(1)[:, :n_features]
+    length = scores.square().sum(dim=1).mean().sqrt()
+    features = torch.zeros(n_tokens, n_features, device=weight.device)
+    if length > 0:
+        features[n_special:, : scores.shape[1]] = scores / length
+    return features
+
+
+_BASE = 100.0
+"""Prior variance of the effect that all targets share: next to no shrinkage."""
+
+_PENALTIES = (1000.0, 100.0, 10.0, 1.0, 0.1, 0.01)
+_SCALES = (0.0, 0.1, 1.0, 10.0)
+_MOST_COMPARED = 512
+"""Effects among which scales and penalty are chosen; where there are more, among some of the blocks."""
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Training effects, and what they are explained by.
+
+    Attributes
+    ----------
+    deltas
+        Shape (N, V).
+    n_cells
+        Cells behind each effect, shape (N,).
+    members
+        1 for the targets of each effect, shape (N, T).
+    features
+        Sum of the features of its targets, shape (N, F).
+    cells
+        Mean standardised embedding of the controls of its context, shape (N, D).
+    blocks
+        What is held out together when scales are compared, integers, shape (N,).
+    """
+
+    deltas: np.ndarray
+    n_cells: np.ndarray
+    members: np.ndarray
+    features: np.ndarray
+    cells: np.ndarray
+    blocks: np.ndarray
+
+
+@dataclass(frozen=True)
+class LinearStart:
+    """A linear model: parameters of :class:`PerturbationHead`, whose shapes they have.
+
+    Attributes
+    ----------
+    base, of_features, own, of_cell, basis
+        The parameters.
+    scales
+        Prior variance of the part that features explain, that of the part that cells explain, and the penalty.
+    """
+
+    base: np.ndarray
+    of_features: np.ndarray
+    own: np.ndarray
+    of_cell: np.ndarray
+    basis: np.ndarray
+    scales: tuple[float, float, float]
+
+
+def blocks_of(groups: np.ndarray, trained: np.ndarray, *, by_context: bool) -> np.ndarray:
+    """Return what is left out together to compare scales: what was held out, perturbations or contexts.
+
+    Parameters
+    ----------
+    groups
+        Perturbation and context of each effect, integers, shape (P, 2).
+    trained
+        Those that are trained on, bool, shape (P,).
+    by_context
+        Contexts were held out by name. Otherwise they were if a held-out perturbation is trained on elsewhere.
+
+    Returns
+    -------
+    Block of each of the N trained effects, shape (N,). Where the training has only one of what was held out, e.g. one
+    context, blocks are of the other kind: its perturbations.
+    """
+    own = groups[trained]
+    axis = int(by_context or np.isin(groups[~trained, 0], own[:, 0]).any())
+    several = [len(np.unique(own[:, side])) > 1 for side in (0, 1)]
+    return own[:, axis if several[axis] or not several[1 - axis] else 1 - axis]
+
+
+def fit_linear(observed: Observed, rank: int) -> LinearStart:
+    """Fit the linear part of the head by ridge regression.
+
+    The basis is that of the principal components of the effects, not centred. In it the effects are regressed on the
+    number of targets, the features of the targets, the targets themselves and the cells. How far features and cells
+    count, down to not at all, and the penalty, which is divided by the number of cells of an effect, are those with
+    the least error when one block after the other is left out: so a model without use for them predicts the mean.
+
+    Parameters
+    ----------
+    observed
+        The training effects.
+    rank
+        Rank R of the basis; rows of zeros where there are fewer effects.
+    """
+    deltas = observed.deltas.astype(np.float64)
+    _, values, axes = np.linalg.svd(deltas, full_matrices=False)
+    kept = int((values[:rank] > 1e-10 * max(values[0], 1e-300)).sum())
+    basis = np.zeros((rank, deltas.shape[1]))
+    basis[:kept] = axes[:kept]
+    scores = deltas @ basis.T
+    kernels = _kernels(observed)
+    noise = observed.n_cells.mean() / np.maximum(observed.n_cells, 1)
+    of_features, of_cells, penalty = _choose(kernels, noise, scores, observed)
+    kernel = _BASE * kernels[0] + of_features * kernels[1] + kernels[2] + of_cells * kernels[3]
+    dual = np.linalg.solve(kernel + penalty * np.diag(noise), scores)
+    own = np.zeros((observed.members.shape[1] + 1, rank))
+    own[1:] = observed.members.T @ dual
+    n_dims = observed.cells.shape[1]
+    return LinearStart(
+        base=_BASE * observed.members.sum(axis=1) @ dual,
+        of_features=of_features * dual.T @ observed.features,
+        own=own,
+        of_cell=of_cells / n_dims * dual.T @ observed.cells,
+        basis=basis,
+        scales=(of_features, of_cells, penalty),
+    )
+
+
+def _kernels(observed: Observed) -> list[np.ndarray]:
+    """Return the covariances that the four parts of the model give the effects, each of shape (N, N)."""
+    counts = observed.members.sum(axis=1)
+    return [
+        np.outer(counts, counts),
+        observed.features @ observed.features.T,
+        observed.members @ observed.members.T,
+        observed.cells @ observed.cells.T / observed.cells.shape[1],
+    ]
+
+
+def _choose(
+    kernels: list[np.ndarray], noise: np.ndarray, scores: np.ndarray, observed: Observed
+) -> tuple[float, float, float]:
+    """Return the scales and the penalty with the least error on blocks that are left out."""
+    blocks = observed.blocks
+    if len(np.unique(blocks)) < 2:
+        # A single effect: nothing to compare scales with.
+        return 0.0, 0.0, 1.0
+    if len(blocks) > _MOST_COMPARED:
+        order = np.random.default_rng(0).permutation(np.unique(blocks))
+        sizes = np.cumsum(np.bincount(blocks)[order])
+        chosen = np.isin(blocks, order[: max(2, int(np.searchsorted(sizes, _MOST_COMPARED)))])
+        kernels = [kernel[np.ix_(chosen, chosen)] for kernel in kernels]
+        noise, scores, blocks = noise[chosen], scores[chosen], blocks[chosen]
+    cells_differ = np.ptp(observed.cells, axis=0).any()
+    tried = product(_SCALES if observed.features.any() else (0.0,), _SCALES if cells_differ else (0.0,), _PENALTIES)
+    best, least = (0.0, 0.0, 1.0), np.inf
+    for of_features, of_cells, penalty in tried:
+        kernel = _BASE * kernels[0] + of_features * kernels[1] + kernels[2] + of_cells * kernels[3]
+        error = _left_out(np.linalg.inv(kernel + penalty * np.diag(noise)), scores, blocks)
+        if error < least * (1 - 1e-9):
+            best, least = (of_features, of_cells, penalty), error
+    return best
+
+
+def _left_out(inverse: np.ndarray, scores: np.ndarray, blocks: np.ndarray) -> float:
+    """Return the squared error of blocks that are predicted from the others, without fitting anew.
+
+    For kernel ridge regression with ``A = (K + noise)^-1`` the residuals of a left-out block S are
+    ``A[S, S]^-1 (A Y)[S]``.
+    """
+    dual = inverse @ scores
+    error = 0.0
+    for block in np.unique(blocks):
+        rows = np.flatnonzero(blocks == block)
+        error += float(np.square(np.linalg.solve(inverse[np.ix_(rows, rows)], dual[rows])).sum())
+    return error

@@ -1,0 +1,911 @@
+"""Checkpoints of a training: best weights, states to resume from, and the folder of a run."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import os
+import random
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping
+from lightning.pytorch.strategies import ModelParallelStrategy
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from scforge._checks import check_share
+from scforge._io import check_folder, read_json, remove_folder, sha256_of
+from scforge._version import __version__
+from scforge.errors import (
+    MissingFileError,
+    ModelFileError,
+    OptionError,
+    ScforgeError,
+    TrainingError,
+    first_line,
+    listing,
+    warn,
+)
+from scforge.training.datamodule import CellDataModule
+from scforge.training.devices import copy_of_weights
+from scforge.training.plan import NotFiniteError
+
+logger = logging.getLogger("scforge")
+
+
+class GracefulStop(Callback):
+    """Turns the first Ctrl-C into a stop after the current step; the second one breaks off that step.
+
+    Parameters
+    ----------
+    saves
+        Whether there is a place for the state of the training. SIGTERM (under SLURM SIGUSR1 as well) then waits until
+        the state is saved; otherwise it ends the process as ever.
+
+    Attributes
+    ----------
+    stopped
+        Whether Ctrl-C stopped the training.
+    signal
+        The signal that asks this process to end, once its state is saved; None if there was none.
+    """
+
+    def __init__(self, *, saves: bool = False) -> None:
+        self.saves = saves
+        self.stopped = False
+        self.signal: int | None = None
+        self._at_once = True
+        self._before: dict[int, Any] = {}
+
+    @property
+    def cuts(self) -> bool:
+        """Whether Ctrl-C has cut an epoch short that can be gone on with."""
+        return self.stopped and self.saves
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Listen for Ctrl-C, where signals can be listened for."""
+        # Gradients that are added up over batches, and several processes, have to come to the end of a step together.
+        self._at_once = trainer.world_size == 1 and trainer.accumulate_grad_batches == 1
+
+        def interrupted(signum: int, frame: Any) -> None:
+            self.stopped = True
+            if self._at_once:
+                trainer.should_stop = True
+            self._restore(signal.SIGINT)
+
+        self._listen(signal.SIGINT, interrupted)
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Listen for the end of the process; Lightning has set its own handlers by now."""
+
+        def ending(signum: int, frame: Any) -> None:
+            self.signal = signum
+
+        if self.saves:
+            self._listen(signal.SIGTERM, ending)
+            if "SLURM_JOB_ID" in os.environ:
+                self._listen(signal.SIGUSR1, ending)
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Let all processes stop at the same step."""
+        self._agree(trainer)
+        if self.stopped and not trainer.fit_loop._should_accumulate():
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Let all processes stop after the same validation."""
+        self._agree(trainer)
+        if self.stopped:
+            trainer.should_stop = True
+
+    def _agree(self, trainer: lightning.Trainer) -> None:
+        if trainer.world_size > 1:
+            self.stopped = trainer.strategy.reduce_boolean_decision(self.stopped, all=False)
+            ends = trainer.strategy.reduce_boolean_decision(self.signal is not None, all=False)
+            self.signal = (self.signal or signal.SIGTERM) if ends else None
+
+    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        """Hand the signals back."""
+        self._restore(*self._before)
+
+    def on_exception(self, *args: Any) -> None:
+        """Hand the signals back; Lightning calls no teardown after an error."""
+        self._restore(*self._before)
+
+    def _listen(self, signum: int, handler: Callable[[int, Any], None]) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._before[signum] = signal.signal(signum, handler)
+
+    def _restore(self, *signums: int) -> None:
+        for signum in list(signums):
+            before = self._before.pop(signum, None)
+            if before is not None:
+                with contextlib.suppress(ValueError):  # not the main thread
+                    signal.signal(signum, before)
+
+
+def kept_weights(trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, torch.Tensor]:
+    """Return a copy of the weights that a training is about: their moving average if there is one.
+
+    All processes have to call it; see :func:`scforge.training.devices.copy_of_weights`.
+    """
+    average = next((one for one in trainer.callbacks if isinstance(one, MovingAverage)), None)
+    return copy_of_weights(pl_module.module) if average is None else average.copy()
+
+
+def worst(mode: str) -> float:
+    """Return what any figure is better than, in the mode ``"min"`` or ``"max"``."""
+    return math.inf if mode == "min" else -math.inf
+
+
+def is_better(value: float, other: float, mode: str) -> bool:
+    """Whether a figure is better than another."""
+    return value < other if mode == "min" else value > other
+
+
+class BestWeights(Callback):
+    """Keeps a copy of the weights of the best epoch.
+
+    Parameters
+    ----------
+    monitor
+        Name of the figure that says which is the best, e.g. ``"validation_loss"``.
+    mode
+        ``"min"`` or ``"max"``.
+
+    Attributes
+    ----------
+    epoch, value, state
+        Of the best epoch so far; `state` is None before the first epoch has ended.
+    """
+
+    def __init__(self, monitor: str, mode: str = "min") -> None:
+        self.monitor = monitor
+        self.mode = mode
+        self.epoch = -1
+        self.value = worst(mode)
+        self.state: dict[str, torch.Tensor] | None = None
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
+        """End in the way that runs a validation where `max_steps` cuts an epoch short."""
+        if trainer.global_step == trainer.max_steps:
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Copy the weights if they are better than all before."""
+        value = float(trainer.callback_metrics.get(self.monitor, worst(self.mode)))
+        if is_better(value, self.value, self.mode):
+            self.epoch, self.value = trainer.current_epoch, value
+            self.state = kept_weights(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the best epoch, its figure and its weights."""
+        return {"epoch": self.epoch, "value": self.value, "state": self.state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what was best before."""
+        self.epoch, self.value, self.state = state_dict["epoch"], state_dict["value"], state_dict["state"]
+
+
+class MovingAverage(Callback):
+    """Keeps an exponential moving average of the weights; it is what is validated and kept.
+
+    After step t the average is ``d * average + (1 - d) * weights`` with ``d = min(decay, (1 + t) / (10 + t))``, so that
+    it does not begin with the random weights (as in TensorFlow's and timm's moving averages).
+
+    Parameters
+    ----------
+    decay
+        Between 0 and 1, e.g. 0.999.
+    """
+
+    def __init__(self, decay: float) -> None:
+        check_share("ema_decay", decay)
+        if decay in (0, 1):
+            raise OptionError(f"ema_decay={decay!r} averages nothing; give a number between 0 and 1, e.g. 0.999.")
+        self.decay = decay
+        self.steps = 0
+        self._seen = 0
+        self._average: dict[str, torch.Tensor] | None = None
+        self._raw: dict[str, torch.Tensor] | None = None
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """Return a copy of the average on the CPU."""
+        assert self._average is not None
+        return {name: value.detach().cpu().clone() for name, value in self._average.items()}
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Begin with the weights, or put what was loaded where the weights are."""
+        weights = pl_module.module.state_dict()
+        source = weights if self._average is None else self._average
+        self._average = {name: source[name].detach().to(value.device).clone() for name, value in weights.items()}
+        self._seen = trainer.global_step
+
+    @torch.no_grad()
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Move the average towards the weights after a step of the optimizer."""
+        if trainer.global_step == self._seen:
+            return  # a batch whose gradients are only added up
+        self._seen = trainer.global_step
+        self.steps += 1
+        keep = min(self.decay, (1 + self.steps) / (10 + self.steps))
+        assert self._average is not None
+        for name, value in pl_module.module.state_dict().items():
+            if value.is_floating_point():
+                self._average[name].lerp_(value, 1.0 - keep)
+            else:
+                self._average[name].copy_(value)
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Validate the average."""
+        if self._average is not None:
+            self._raw = {name: value.detach().clone() for name, value in pl_module.module.state_dict().items()}
+            pl_module.module.load_state_dict(self._average)
+
+    def put_back(self, pl_module: lightning.LightningModule) -> None:
+        """Go on training the weights themselves, once all callbacks have seen the average that was validated."""
+        if self._raw is not None:
+            pl_module.module.load_state_dict(self._raw)
+            self._raw = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the average and the number of its steps."""
+        return {"steps": self.steps, "average": self._average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with an average."""
+        self.steps, self._average = state_dict["steps"], state_dict["average"]
+
+
+_FORMAT = 1
+
+
+class Preempted(Exception):
+    """A signal asked the process to end, and the state is saved."""
+
+
+class SavingError(TrainingError):
+    """A state that could not be written.
+
+    Attributes
+    ----------
+    result
+        The :class:`~scforge.training.FitResult` of the training up to there.
+    """
+
+    result: Any = None
+
+
+@dataclass(frozen=True)
+class Saving:
+    """Where the state of a training goes, and what it goes on with.
+
+    Attributes
+    ----------
+    write
+        Called on the first process with a name, e.g. ``"step=00000120"``, the state and the weights; None saves
+        nothing.
+    every_n_steps
+        Save after so many optimizer steps as well; a state is saved at the end of each epoch anyway.
+    best
+        Makes the callback that keeps the best epochs, of the name of the figure that says which these are, and
+        ``"min"`` or ``"max"``; None keeps none.
+    settings
+        What must not change until the training goes on, JSON-safe.
+    resume
+        A state to go on with.
+    begin
+        Called on the first process right before the first step.
+    """
+
+    write: Callable[[str, dict[str, Any], dict[str, torch.Tensor]], None] | None = None
+    every_n_steps: int | None = None
+    best: Callable[[str, str], Callback] | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    resume: dict[str, Any] | None = None
+    begin: Callable[[], None] | None = None
+
+    def is_over(self, max_epochs: int, max_steps: int, patience: int | None) -> bool:
+        """Return whether the training that is to go on has come to its end; `patience` is that of early stopping."""
+        if self.resume is None or self.resume["finished"] is None:
+            return False
+        stopped = [state for key, state in self.resume["callbacks"].items() if key.startswith("StopAfterWarmup")]
+        if self.resume["finished"] == "early" and stopped and (patience is None or patience > stopped[0]["patience"]):
+            return False
+        epochs_left = max_epochs == -1 or self.resume["epoch"] < max_epochs
+        steps_left = max_steps == -1 or self.resume["step"] < max_steps
+        return self.resume["finished"] == "early" or not (epochs_left and steps_left)
+
+
+class SaveState(Checkpoint):
+    """Saves the state of a training as it goes, and puts a saved one back before the first step.
+
+    It has to come last, after whatever may end the training; Lightning calls what is a ``Checkpoint`` last.
+
+    Parameters
+    ----------
+    saving
+        Where to, and what to go on with.
+    data
+        The data module of the training.
+    stop
+        Says when the training has to end.
+    """
+
+    def __init__(self, saving: Saving, *, data: CellDataModule, stop: GracefulStop) -> None:
+        self.saving = saving
+        self.data = data
+        self.stop = stop
+        self._seen = 0
+
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        """Tell what is needed before the optimizer is made."""
+        if self.saving.resume is None:
+            return
+        pl_module.total_steps = self.saving.resume["total_steps"]
+        with restoring():
+            self.data.go_on_with(self.saving.resume["data"])
+        # The first epoch may be shorter, and Lightning asks a loader once how many batches it has.
+        trainer.reload_dataloaders_every_n_epochs = 1
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Put back what does not depend on the moment: optimizer, schedule, counters, callbacks."""
+        state = self.saving.resume
+        if state is None:
+            return
+        with restoring():
+            _load_optimizer(trainer, pl_module, state["optimizer"])
+            for config, saved in zip(trainer.lr_scheduler_configs, state["schedules"], strict=True):
+                config.scheduler.load_state_dict(saved)
+            trainer.precision_plugin.load_state_dict(state["precision"])
+            pl_module.train_means.load_state_dict(state["means"][trainer.global_rank])
+            _set_counters(trainer, epoch=state["epoch"], step=state["step"])
+            for key, callback in self._stateful(trainer).items():
+                if key in state["callbacks"]:
+                    saved = dict(state["callbacks"][key])
+                    if isinstance(callback, EarlyStopping):
+                        saved["patience"] = callback.patience  # it may have been changed
+                    callback.load_state_dict(saved)
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Put back the random numbers, right before the first step."""
+        if trainer.is_global_zero and self.saving.begin is not None:
+            self.saving.begin()
+        self._seen = trainer.global_step
+        if self.saving.resume is not None:
+            with restoring():
+                _set_random_state(self.saving.resume["random"][trainer.global_rank])
+
+    def on_train_batch_end(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Save where it is due, or where the training has to end."""
+        step, every = trainer.global_step, self.saving.every_n_steps
+        at_end = trainer.is_last_batch or step == trainer.max_steps
+        if self.saving.write is None or at_end or trainer.fit_loop._should_accumulate():
+            return  # at the end of an epoch the state is saved after the validation
+        ends = self.stop.signal is not None
+        due = every is not None and step // every > self._seen // every
+        self._seen = step
+        if due or ends or trainer.should_stop:
+            self._save(trainer, pl_module, epoch=trainer.current_epoch, finished=None)
+        if ends:
+            raise Preempted
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Save the end of a whole epoch."""
+        epoch, at_most = trainer.current_epoch + 1, trainer.global_step == trainer.max_steps
+        if self.saving.write is None or not (trainer.is_last_batch or at_most):
+            return  # an epoch that was cut short goes on from its middle
+        finished = None
+        if epoch == trainer.max_epochs or at_most:
+            finished = "limit"
+        elif any(_has_stopped(callback) for callback in trainer.callbacks):
+            finished = "early"
+        self._seen = trainer.global_step
+        self._save(trainer, pl_module, epoch=epoch, finished=finished)
+        if self.stop.signal is not None:
+            raise Preempted
+
+    def _save(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *, epoch: int, finished: str | None
+    ) -> None:
+        weights = copy_of_weights(pl_module.module)
+        if not all(bool(torch.isfinite(value).all()) for value in weights.values()):
+            # On a GPU losses are looked at now and then only, see TrainingPlan.
+            raise NotFiniteError(
+                f"the weights are no numbers any more in step {trainer.global_step}, and are not saved; lower the "
+                "learning rate (lr), or check the counts for extreme values."
+            )
+        state = {
+            "format": _FORMAT,
+            "scforge_version": __version__,
+            "settings": dict(self.saving.settings),
+            "epoch": epoch,
+            "step": trainer.global_step,
+            "total_steps": pl_module.total_steps,
+            "finished": finished,
+            "optimizer": _optimizer_state(trainer, pl_module),
+            "schedules": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            "precision": trainer.precision_plugin.state_dict(),
+            # The means of a process are added to those of the others at the end of the epoch only.
+            "means": _gathered(trainer, pl_module.train_means.state_dict()),
+            "callbacks": {key: callback.state_dict() for key, callback in self._stateful(trainer).items()},
+            "data": self.data.position(begins_epoch=epoch > trainer.current_epoch),
+            "random": _gathered(trainer, _random_state()),
+        }
+        name = f"step={trainer.global_step:08d}"
+        if trainer.is_global_zero and self.saving.write is not None:
+            self.saving.write(name, state, weights)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Take the moving average out again, now that all callbacks have seen it."""
+        for one in trainer.callbacks:
+            if isinstance(one, MovingAverage):
+                one.put_back(pl_module)
+
+    def _stateful(self, trainer: lightning.Trainer) -> dict[str, Callback]:
+        keyed: dict[str, Callback] = {}
+        for callback in trainer.callbacks:
+            if callback is self or not callback.state_dict():
+                continue
+            if callback.state_key in keyed:
+                raise OptionError(
+                    f"callbacks has two of {callback.state_key!r} with a state to save; give them different state_key."
+                )
+            keyed[callback.state_key] = callback
+        return keyed
+
+
+def check_settings(saved: Mapping[str, Any], now: Mapping[str, Any], *, where: str) -> None:
+    """Raise if a training is not the one that a state is of.
+
+    Raises
+    ------
+    OptionError
+        Naming what differs.
+    """
+    names = [name for name in [*saved, *(set(now) - set(saved))] if saved.get(name) != now.get(name)]
+    if not names:
+        return
+    shown = ", ".join(f"{name}={_short(saved.get(name))} there, {_short(now.get(name))} here" for name in names[:4])
+    more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    raise OptionError(
+        f"resume: the training in {where!r} had other settings ({shown}{more}); "
+        "use those to go on with it, or another folder (or overwrite=True) to start anew."
+    )
+
+
+def _has_stopped(callback: Callback) -> bool:
+    return isinstance(callback, EarlyStopping) and (
+        callback.stopped_epoch > 0 or callback.wait_count >= callback.patience
+    )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _set_counters(trainer: lightning.Trainer, *, epoch: int, step: int) -> None:
+    """Let Lightning's loops count on from here."""
+    loop = trainer.fit_loop
+    for progress in (loop.epoch_progress.current, loop.epoch_progress.total):
+        progress.ready = progress.started = progress.processed = progress.completed = epoch
+    steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+    steps.ready = steps.completed = step
+    loop.epoch_loop._batches_that_stepped = step
+
+
+def _optimizer_state(trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> dict[str, Any]:
+    optimizer = trainer.optimizers[0]
+    if isinstance(trainer.strategy, ModelParallelStrategy):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return get_optimizer_state_dict(pl_module.module, optimizer, options=options)
+    return optimizer.state_dict()
+
+
+def _load_optimizer(trainer: lightning.Trainer, pl_module: lightning.LightningModule, state: dict[str, Any]) -> None:
+    optimizer = trainer.optimizers[0]
+    if isinstance(trainer.strategy, ModelParallelStrategy):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
+
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(pl_module.module, optimizer, state, options=options)
+    else:
+        optimizer.load_state_dict(state)
+
+
+def _gathered(trainer: lightning.Trainer, value: Any) -> list[Any]:
+    if trainer.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def _random_state() -> dict[str, Any]:
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": np.random.get_state(legacy=False),
+        "python": random.getstate(),
+    }
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    else:
+        warn(
+            f"The state is of {len(state['cuda'])} GPUs, and there are {torch.cuda.device_count()}; random numbers on "
+            "them begin anew."
+        )
+    numpy_state = state["numpy"]
+    inner = {**numpy_state["state"], "key": np.asarray(numpy_state["state"]["key"])}
+    np.random.set_state({**numpy_state, "state": inner})
+    random.setstate(state["python"])
+
+
+@contextmanager
+def restoring() -> Iterator[None]:
+    """Say in a sentence that the content of a state does not fit; its checksum finds accidents, not this."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, ScforgeError):
+            raise
+        raise ModelFileError(
+            f"resume: the state of the training does not fit it ({first_line(error)}); take another state, or train "
+            "anew in another folder (or with overwrite=True)."
+        ) from error
+
+
+_CONTENT: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("settings", "optimizer", "precision", "callbacks", "data"), (dict,)),
+    **dict.fromkeys(("schedules", "means", "random"), (list,)),
+    **{"epoch": (int,), "step": (int,), "total_steps": (int, NoneType), "finished": (str, NoneType)},
+}
+"""What a state consists of, and the types."""
+
+
+def check_format(state: Any, *, where: str) -> None:
+    """Raise if a state is of a later version, or lacks a part.
+
+    Raises
+    ------
+    TrainingError
+        If it is of a later version.
+    TypeError
+        If it is no state, saying what it lacks.
+    """
+    if not isinstance(state, dict):
+        raise TypeError(f"it is a {type(state).__name__}")
+    if state.get("format") != _FORMAT:
+        raise TrainingError(
+            f"the state of the training in {where!r} is of scforge {state.get('scforge_version')}, this is "
+            f"{__version__}; go on with that version."
+        )
+    if wrong := [name for name, kinds in _CONTENT.items() if not isinstance(state.get(name, ...), kinds)]:
+        raise TypeError(f"it lacks {listing(wrong)}")
+    if odd := [name for name in ("epoch", "step") if state[name] < 0]:
+        raise TypeError(f"{odd[0]} is {state[odd[0]]}")
+
+
+_TENSOR, _ITEMS, _TUPLE = "__tensor__", "__items__", "__tuple__"
+
+
+def pack(content: Any, *, where: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Split `content` into what JSON can hold and the tensors in it.
+
+    Parameters
+    ----------
+    content
+        Mappings, lists, tuples, plain values, tensors and arrays, nested as they like.
+    where
+        What to call it in an error, and the prefix of the tensors' names.
+
+    Returns
+    -------
+    JSON-safe content, and tensors (on the CPU, contiguous) by name.
+
+    Raises
+    ------
+    TrainingError
+        If there is anything else in it.
+
+    Examples
+    --------
+    >>> plain, tensors = pack({"step": 3, 0: (torch.ones(2), None)}, where="state")
+    >>> list(tensors)
+    ['state.0']
+    >>> unpack(plain, tensors)
+    {'step': 3, 0: (tensor([1., 1.]), None)}
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _pack(content, where, tensors), tensors
+
+
+def unpack(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """Return what :func:`pack` was given."""
+    if isinstance(plain, list):
+        return [unpack(value, tensors) for value in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if _TENSOR in plain:
+        return tensors[plain[_TENSOR]]
+    if _TUPLE in plain:
+        return tuple(unpack(value, tensors) for value in plain[_TUPLE])
+    if _ITEMS in plain:
+        return {key: unpack(value, tensors) for key, value in plain[_ITEMS]}
+    return {key: unpack(value, tensors) for key, value in plain.items()}
+
+
+def _pack(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        value = torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, torch.Tensor):
+        # Tensors that share memory cannot stand in one file of safetensors, hence the copy.
+        key = f"{name.partition('.')[0]}.{len(tensors)}"
+        tensors[key] = value.detach().cpu().contiguous().clone()
+        return {_TENSOR: key}
+    if isinstance(value, Mapping):
+        items = [(key, _pack(part, f"{name}.{key}", tensors)) for key, part in value.items()]
+        plain = all(isinstance(key, str) and not key.startswith("__") for key, _ in items)
+        if not all(isinstance(key, str | int) for key, _ in items):
+            raise TrainingError(f"{name} has a key that is neither text nor a whole number, which cannot be saved.")
+        return dict(items) if plain else {_ITEMS: [list(item) for item in items]}
+    if isinstance(value, list | tuple):
+        parts = [_pack(part, f"{name}.{i}", tensors) for i, part in enumerate(value)]
+        return parts if isinstance(value, list) else {_TUPLE: parts}
+    raise TrainingError(
+        f"{name} is of type {type(value).__name__!r}, which cannot be saved in a checkpoint; keep numbers, text, "
+        "lists, dictionaries and tensors in the state of a callback."
+    )
+
+
+FINAL = "final"
+"""Name of the trained model in the folder of a training."""
+
+_STATE, _TENSORS, _LOCK, _PART = "state.json", "state.safetensors", ".lock", "training"
+_PARTS = ("step=*", "epoch=*", FINAL)
+
+
+def write_state(folder: Path, state: dict[str, Any]) -> None:
+    """Write the state of a training into a model folder that is being made."""
+    place = folder / _PART
+    place.mkdir()
+    plain, tensors = pack(state, where="state")
+    save_file(tensors, place / _TENSORS)
+    content = {"sha256": {_TENSORS: sha256_of(place / _TENSORS), "state": _sum(plain)}, "state": plain}
+    (place / _STATE).write_text(json.dumps(content), encoding="utf-8")
+
+
+def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read the state of a training.
+
+    Raises
+    ------
+    MissingFileError
+        If there is none.
+    ModelFileError
+        If it is damaged.
+    """
+    place = Path(folder) / _PART
+    if not (place / _STATE).is_file() or not (place / _TENSORS).is_file():
+        raise MissingFileError(
+            f"resume={str(folder)!r} holds no state of a training; give a folder such as checkpoints/step=00000100, or "
+            "'auto' for the last one in checkpoint_dir."
+        )
+    try:
+        content = read_json(place / _STATE, finite=False)
+        for name, found in ((_TENSORS, sha256_of(place / _TENSORS)), ("state", _sum(content["state"]))):
+            if found != content["sha256"][name]:
+                file = place / (_TENSORS if name == _TENSORS else _STATE)
+                raise ModelFileError(f"{str(file)!r} is corrupted: its checksum is not the one in {_STATE}.")
+        state = unpack(content["state"], load_file(place / _TENSORS))
+        check_format(state, where=str(folder))
+    except (ValueError, LookupError, TypeError, RecursionError, SafetensorError) as error:
+        if isinstance(error, ModelFileError):
+            raise
+        raise ModelFileError(f"{str(place / _STATE)!r} is no state of a training: {first_line(error)}.") from error
+    return state
+
+
+def check_state(path: Path, run: RunFolder | None = None) -> None:
+    """Raise unless `path` is the folder of a state; cheap, as nothing is read.
+
+    Parameters
+    ----------
+    path
+        What a user gave as `resume`.
+    run
+        The folder of the training that is to go on.
+
+    Raises
+    ------
+    MissingFileError
+        Saying what could have been meant.
+    """
+    if not path.is_dir():
+        raise MissingFileError(
+            f"resume={str(path)!r} does not exist (--resume); give the folder of a state, e.g. ckpt/step=00000100, "
+            "or 'auto'."
+        )
+    if (path / _PART).is_dir():
+        return
+    states = RunFolder(path).states()
+    ways = ["--resume auto"] if run is not None and states and path.resolve() == run.path.resolve() else []
+    ways += [os.fspath(state) for state in states[-1:]]
+    meant = f"did you mean {', or '.join(ways)}?" if ways else "give one such as ckpt/step=00000100, or 'auto'."
+    raise MissingFileError(f"resume={str(path)!r} holds no state of a training (--resume); {meant}")
+
+
+def _sum(plain: Any) -> str:
+    return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
+
+
+class RunFolder:
+    """The folder in which one training at a time keeps what it saves.
+
+    Parameters
+    ----------
+    path
+        The folder; it need not exist.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        check_folder("checkpoint_dir", path)
+        self.path = Path(path)
+
+    def parts(self) -> list[Path]:
+        """Return what trainings have left here."""
+        return sorted(part for pattern in _PARTS for part in self.path.glob(pattern) if part.is_dir())
+
+    def models(self) -> list[Path]:
+        """Return the folders of models: of states, of the best epochs, and last the trained one."""
+        parts = [part for pattern in _PARTS for part in sorted(self.path.glob(pattern))]
+        return [part for part in parts if (part / "config.json").is_file()]
+
+    def states(self) -> list[Path]:
+        """Return the folders of states, the oldest first."""
+        return sorted(part for part in self.path.glob("step=*") if part.is_dir())
+
+    def latest(self, read: Callable[[Path], Any] = lambda path: None) -> tuple[Path, dict[str, Any], Any] | None:
+        """Return the last state that is whole, or None if there is none at all.
+
+        Parameters
+        ----------
+        read
+            Called with the folder of a state; returns the model in it, or raises if that is damaged.
+
+        Returns
+        -------
+        The folder, the state, and what `read` returned.
+
+        Raises
+        ------
+        ModelFileError
+            If there are states, but none that is whole.
+        """
+        states = self.states()
+        for path in reversed(states):
+            try:
+                model = read(path)
+                return path, read_state(path), model
+            except (MissingFileError, ModelFileError) as error:
+                if path == states[0]:
+                    raise ModelFileError(
+                        f"checkpoint_dir={str(self.path)!r} has no state that is whole ({error}); pass overwrite=True "
+                        "(--overwrite) to start anew."
+                    ) from error
+                warn(f"{error} The state before it is taken.")
+        return None
+
+    def holds(self, state: Path) -> bool:
+        """Return whether the folder of a state lies in here."""
+        return self.path.resolve() in (state.parent.resolve(), state.resolve().parent)
+
+    def check_free(self, *, goes_on: bool = False) -> None:
+        """Raise if a training has left something here.
+
+        Parameters
+        ----------
+        goes_on
+            Whether the training goes on with the last state in here, or starts where there is none yet: one may have
+            ended after its first epoch was kept, and before its first state was saved.
+
+        Raises
+        ------
+        OptionError
+            Saying what can be done.
+        """
+        found = self.parts()
+        if goes_on and (self.states() or all(part.name.startswith("epoch=") for part in found)):
+            return
+        if found:
+            raise OptionError(
+                f"checkpoint_dir={str(self.path)!r} holds a training already ({found[-1].name}); pass resume='auto' "
+                "(--resume auto) to go on with it, overwrite=True (--overwrite) to replace it, or another folder."
+            )
+
+    def clear(self, *, states_only: bool = False) -> None:
+        """Remove what trainings have left here."""
+        for part in self.states() if states_only else self.parts():
+            remove_folder(part)
+
+    def go_back_to(self, step: int, n_epochs: int) -> None:
+        """Remove what a training left behind a state of it, as it will come again: later states, and later epochs."""
+        for kind, most in (("step", step), ("epoch", n_epochs - 1)):
+            for part in self.path.glob(f"{kind}=*"):
+                number = part.name.removeprefix(f"{kind}=")
+                if part.is_dir() and number.isdecimal() and int(number) > most:
+                    logger.info("%s came later, and is removed.", part)
+                    remove_folder(part)
+
+    def keep_last(self, n: int) -> None:
+        """Remove all states but the last `n`."""
+        for part in self.states()[:-n]:
+            remove_folder(part)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other trainings out while this one runs; the lock ends with the process, however it ends.
+
+        Raises
+        ------
+        OptionError
+            If another training holds the folder, or it cannot be written to.
+        """
+        lock = FileLock(self.path / _LOCK)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock.acquire(blocking=False)
+        except Timeout:
+            raise OptionError(
+                f"checkpoint_dir={str(self.path)!r} is in use by another training; wait for it, or choose another "
+                "folder."
+            ) from None
+        except OSError as error:
+            raise OptionError(
+                f"checkpoint_dir={str(self.path)!r} cannot be written to: {error.strerror or error}; choose another "
+                "folder."
+            ) from error
+        try:
+            self._sweep()
+            yield
+        finally:
+            lock.release()
+
+    def _sweep(self) -> None:
+        """Remove what processes that were killed have left half done."""
+        for pattern in (".step=*", ".epoch=*", f".{FINAL}.*"):
+            for part in self.path.glob(pattern):
+                if part.is_dir():
+                    shutil.rmtree(part, ignore_errors=True)
+                else:
+                    part.unlink(missing_ok=True)

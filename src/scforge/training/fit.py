@@ -1,0 +1,697 @@
+"""Fit a plan with Lightning's Trainer; find batch size and precision."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import math
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lightning
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import Callback, EarlyStopping
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import nn
+
+from scforge._checks import check_bool, check_count, check_share
+from scforge.data.readers import available_memory
+from scforge.errors import OptionError, TrainingError, warn
+from scforge.training.checkpoint import (
+    BestWeights,
+    GracefulStop,
+    MovingAverage,
+    Preempted,
+    SaveState,
+    Saving,
+    SavingError,
+    is_better,
+    kept_weights,
+    restoring,
+    worst,
+)
+from scforge.training.datamodule import CellDataModule
+from scforge.training.devices import (
+    copy_of_weights,
+    ensure_devices,
+    is_sharded,
+    make_strategy,
+    n_processes,
+    out_of_memory,
+    unchanged,
+)
+from scforge.training.monitoring import EpochProgress, History, Monitor, PurgingTensorBoardLogger
+from scforge.training.objectives.base import TrainingDefaults
+from scforge.training.plan import GradualUnfreezing, NotFiniteError, TrainingPlan
+
+logger = logging.getLogger("scforge")
+
+
+class StopAfterWarmup(EarlyStopping):
+    """Early stopping that does not count the epochs in which the learning rate still rises: the loss may rise too.
+
+    Parameters
+    ----------
+    monitor, mode
+        Name of the figure, and whether ``"min"`` or ``"max"`` is better.
+    patience
+        Epochs without improvement to wait.
+    """
+
+    def __init__(self, monitor: str, *, mode: str = "min", patience: int) -> None:
+        # Else Lightning would look at the end of the epoch, and not leave out the epochs of the warm-up. The plan
+        # itself ends a training whose loss is not a number.
+        super().__init__(monitor, mode=mode, patience=patience, check_finite=False, check_on_train_epoch_end=False)
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Count an epoch."""
+        if trainer.global_step > pl_module.warmed_up_at:
+            super().on_validation_end(trainer, pl_module)
+
+
+class SaveBest(Callback):
+    """Saves the model after each epoch that is among the best, and removes what is not any more.
+
+    Parameters
+    ----------
+    save
+        Called on the first process with the name of a folder, e.g. ``"epoch=03"``, the number of epochs done, and the
+        weights.
+    remove
+        Called there with the name of a folder saved before.
+    top_k
+        How many to keep; -1 keeps all.
+    monitor, mode
+        Name of the figure, and whether ``"min"`` or ``"max"`` is better.
+    first_epoch
+        Number of epochs trained before, so that a second training goes on with the numbers.
+    """
+
+    def __init__(
+        self,
+        save: Callable[[str, int, dict[str, torch.Tensor]], None],
+        remove: Callable[[str], None],
+        *,
+        top_k: int,
+        monitor: str,
+        mode: str = "min",
+        first_epoch: int = 0,
+    ) -> None:
+        self.save = save
+        self.remove = remove
+        self.top_k = top_k
+        self.monitor = monitor
+        self.mode = mode
+        self.first_epoch = first_epoch
+        self.kept: list[tuple[float, str]] = []
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Save the epoch if it is among the `top_k` best."""
+        if not trainer.is_last_batch and any(isinstance(one, GracefulStop) and one.cuts for one in trainer.callbacks):
+            return  # Ctrl-C cut the epoch short, and it will come again
+        value = float(trainer.callback_metrics.get(self.monitor, worst(self.mode)))
+        if len(self.kept) == self.top_k and not is_better(value, self.kept[-1][0], self.mode):
+            return
+        name = f"epoch={self.first_epoch + trainer.current_epoch:02d}"
+        weights = kept_weights(trainer, pl_module)
+        if trainer.is_global_zero:
+            self.save(name, trainer.current_epoch + 1, weights)
+        sign = 1 if self.mode == "min" else -1
+        self.kept = sorted([*self.kept, (value, name)], key=lambda one: (sign * one[0], one[1]))
+        if self.top_k < 0:
+            return
+        for _, surplus in self.kept[self.top_k :]:
+            if trainer.is_global_zero:
+                self.remove(surplus)
+        self.kept = self.kept[: self.top_k]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return which epochs are kept."""
+        return {"kept": [list(one) for one in self.kept]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the epochs that were kept."""
+        self.kept = [(value, name) for value, name in state_dict["kept"]]
+
+
+_MOST = 1024
+_FEWEST_STEPS = 8
+_FASTER = 1.1
+"""How much faster 16 bits have to be to be worth their rounding."""
+
+
+def find_batch_size(
+    module: nn.Module, data: CellDataModule, device: torch.device, *, share: float = 0.5, most: int = _MOST
+) -> int:
+    """Return the largest power of two of cells whose training step fits into memory.
+
+    The longest cells of the data are tried. On a CPU, where nothing fails before the machine does, the memory of a step
+    is what autograd keeps for the backward pass of a few cells, scaled up. At least 8 steps an epoch are left.
+
+    Parameters
+    ----------
+    module
+        The module; it is left as it was.
+    data
+        A data module that is bound to a tokenizer and an objective.
+    device
+        Where the training will run.
+    share
+        Share of the free memory that a step may take, on a CPU.
+    most
+        Largest number of cells to try.
+
+    Returns
+    -------
+    Number of cells, a power of two, at most `most`.
+
+    Raises
+    ------
+    TrainingError
+        If a batch of one cell does not fit.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:60, :300].copy())
+    >>> tokenizer = scforge.tokenizers.get_tokenizer("continuous_projection", cells.vocab)
+    >>> sizes = {"hidden_dim": 8, "pooling": "weighted_sum", "latent_dim": 4}
+    >>> module = scforge.models.GenePoolingModel(len(cells.vocab), **sizes)
+    >>> data = scforge.training.CellDataModule(cells, tokenizer, scforge.training.JointEmbedding())
+    >>> find_batch_size(module, data, torch.device("cpu"), most=4)
+    4
+    """
+    check_share("share", share)
+    limit = max(1, min(most, len(data.train_rows) // _FEWEST_STEPS))
+    sizes = [1 << power for power in range(limit.bit_length()) if 1 << power <= limit]
+    found = _by_trying(module, data, device, sizes) if device.type == "cuda" else _by_size(module, data, sizes, share)
+    if found is None:
+        raise TrainingError(
+            "memory ran out with a batch of one cell; lower the tokenizer's max_len (data.max_genes), or pass "
+            "gradient_checkpointing=True (training.gradient_checkpointing)."
+        )
+    logger.info("Batches have %d cells (batch_size='auto').", found)
+    return found
+
+
+def choose_precision(module: nn.Module, data: CellDataModule, device: torch.device, processes: int | None = 1) -> str:
+    """Return ``"bf16-mixed"`` where a training step is faster so, else ``"32-true"``.
+
+    A GPU that knows bfloat16 is faster so. On a CPU three steps of each are timed on the same batch, and 10 % count;
+    random numbers and weights stay as they were.
+
+    Parameters
+    ----------
+    module
+        The module; it is left as it was.
+    data
+        A data module that is bound to a tokenizer and an objective.
+    device
+        Where the training will run.
+    processes
+        How many will train; None if that is not known.
+
+    Raises
+    ------
+    OptionError
+        If steps of several processes would have to be timed.
+    """
+    if device.type == "cuda":
+        return "bf16-mixed" if torch.cuda.is_bf16_supported() else "32-true"
+    if processes != 1:
+        raise OptionError("precision='auto' measures one process; name the precision, e.g. 'bf16-mixed', for several.")
+    if device.type != "cpu":
+        return "32-true"
+    batch_size = data.batch_size or (data.objective.defaults.batch_size if data.objective else 1)
+    batch = _batch(data, min(batch_size, len(data.train_rows)), device)
+    seconds = {}
+    for precision in ("32-true", "bf16-mixed"):
+        times = []
+        for _ in range(4):
+            start = time.perf_counter()
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+                _step(module.to(device), data, batch)
+            times.append(time.perf_counter() - start)
+        seconds[precision] = min(times[1:])  # the first one also makes plans and kernels
+    gain = seconds["32-true"] / seconds["bf16-mixed"]
+    chosen = "bf16-mixed" if gain >= _FASTER else "32-true"
+    logger.info("A step in bf16 is %.2f times as fast: precision=%r.", gain, chosen)
+    return chosen
+
+
+def _by_size(module: nn.Module, data: CellDataModule, sizes: list[int], share: float) -> int | None:
+    there = available_memory()
+    if there is None:
+        return max(size for size in sizes if size <= data.objective.defaults.batch_size)  # type: ignore[union-attr]
+    few, more = sizes[min(1, len(sizes) - 1)], sizes[min(3, len(sizes) - 1)]
+    kept = {size: _kept_bytes(module, data, size) for size in {few, more}}
+    per_cell = (kept[more] - kept[few]) / (more - few) if more > few else kept[few] / few
+    # A backward pass holds the gradients of a layer beside what it has not used yet.
+    fitting = [size for size in sizes if 1.5 * per_cell * size <= share * there]
+    return max(fitting, default=None)
+
+
+def _kept_bytes(module: nn.Module, data: CellDataModule, size: int) -> int:
+    kept: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        _step(module, data, _batch(data, size, torch.device("cpu")))
+    return sum(kept.values())
+
+
+def _by_trying(module: nn.Module, data: CellDataModule, device: torch.device, sizes: list[int]) -> int | None:
+    found = None
+    module.to(device)
+    for size in sizes:
+        try:
+            _step(module, data, _batch(data, size, device))
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            break
+        finally:
+            torch.cuda.empty_cache()
+        found = size
+    return found
+
+
+def _batch(data: CellDataModule, size: int, device: torch.device) -> dict[str, Any]:
+    """Return a training batch of the longest cells."""
+    assert data.objective is not None
+    assert data.tokenizer is not None
+    rows = data.train_rows
+    longest = rows[np.argsort(data.bound.n_expressed[rows], kind="stable")[-size:]]
+    batch = data.objective.prepare(data.bound.block(np.sort(longest)), data.tokenizer, epoch=0, seed=data.seed)
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def _step(module: nn.Module, data: CellDataModule, batch: dict[str, Any]) -> None:
+    """Compute a step, and leave neither gradients nor drawn numbers behind."""
+    assert data.objective is not None
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    mode = module.training
+    module.train()
+    try:
+        with unchanged(module):
+            loss, _ = data.objective.loss(module, batch)
+            torch.autograd.grad(loss, parameters, allow_unused=True)
+    finally:
+        module.train(mode)
+
+
+_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+_REFERENCE_CELLS = 2_500
+_FEWEST_EPOCHS = 3
+_FEW_CELLS = 50
+_MOST_TIMES = 10
+_trained_alone = False
+"""Whether this process has had a training on one device, which Lightning's further processes would repeat."""
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a training left behind.
+
+    Attributes
+    ----------
+    history
+        Name of a figure to one value an epoch.
+    best_epoch
+        Epoch whose weights the module now has; -1 if no epoch ended.
+    stopped
+        Whether the user stopped it with Ctrl-C.
+    interrupted
+        Whether a second Ctrl-C broke off a step.
+    n_epochs
+        Epochs that ended, one that Ctrl-C cut short included.
+    device
+        Where it ran.
+    weights
+        The weights, on the first process, where the module is left in parts (FSDP); else None.
+    signal
+        Number of a signal that asks the process to end, now that the state is saved; None if there is none.
+
+    Examples
+    --------
+    >>> history = {"train_loss": [2.0, 1.0], "validation_loss": [2.1, 1.4]}
+    >>> device = torch.device("cpu")
+    >>> result = FitResult(history, best_epoch=1, stopped=False, interrupted=False, n_epochs=2, device=device)
+    >>> result.history["validation_loss"][result.best_epoch]
+    1.4
+    """
+
+    history: dict[str, list[float]]
+    best_epoch: int
+    stopped: bool
+    interrupted: bool
+    n_epochs: int
+    device: torch.device
+    weights: dict[str, torch.Tensor] | None = None
+    signal: int | None = None
+
+
+def default_max_epochs(defaults: TrainingDefaults, n_cells: int) -> int:
+    """Return about as many steps as the objective's epochs mean on 2,500 cells, within reason.
+
+    Examples
+    --------
+    >>> from scforge.training import JointEmbedding
+    >>> [default_max_epochs(JointEmbedding.defaults, n) for n in (250, 2_430, 25_000, 1_000_000)]
+    [400, 42, 4, 3]
+    """
+    epochs = math.ceil(defaults.max_epochs * _REFERENCE_CELLS / n_cells)
+    most = _MOST_TIMES * defaults.max_epochs if defaults.most_epochs is None else defaults.most_epochs
+    return max(_FEWEST_EPOCHS, min(epochs, most))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence Lightning's remarks on hardware and on loaders that are as they should be."""
+    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric", "lightning")]
+    rank_zero = [logging.getLogger(f"lightning.{part}.utilities.rank_zero") for part in ("pytorch", "fabric")]
+    levels = {log: log.level for log in loggers + rank_zero}
+    for log in levels:
+        log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            # A frozen encoder stays in it on purpose.
+            warnings.filterwarnings("ignore", message=".*in eval mode at the start of training.*")
+            # Lightning's own use of a part of torch that torch has renamed.
+            warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+            warnings.filterwarnings("ignore", message=".*is smaller than the logging interval.*")
+            warnings.filterwarnings("ignore", message=".*find_unused_parameters=True was specified.*")
+            warnings.filterwarnings("ignore", category=UserWarning, message=".*Total length of.*across ranks is zero.*")
+            yield
+    finally:
+        for log, level in levels.items():
+            log.setLevel(level)
+
+
+def fit(
+    plan: TrainingPlan,
+    data: CellDataModule,
+    *,
+    max_epochs: int | None = None,
+    max_steps: int = -1,
+    early_stopping: bool = True,
+    early_stopping_patience: int = 10,
+    gradual_unfreezing: int | None = None,
+    ema_decay: float | None = None,
+    strategy: str = "auto",
+    progress_bar: bool = True,
+    log_every_n_steps: int = 10,
+    saving: Saving | None = None,
+    callbacks: Sequence[Callback] = (),
+    **trainer_options: Any,
+) -> FitResult:
+    """Train, and leave the module with the weights of its best epoch.
+
+    Parameters
+    ----------
+    plan, data
+        What to train on what.
+    max_epochs
+        Most epochs; None chooses by the number of cells, see :func:`default_max_epochs`, and -1 leaves it to
+        `max_steps`.
+    max_steps
+        Most optimizer steps; -1 for no limit.
+    early_stopping
+        Stop when the validation loss (or the figure that the objective names) has not improved for
+        `early_stopping_patience` epochs after the warm-up of the learning rate. Needs validation cells.
+    early_stopping_patience
+        Epochs without improvement to wait.
+    gradual_unfreezing
+        Epochs between two layers, see :class:`scforge.training.plan.GradualUnfreezing`; None trains all.
+    ema_decay
+        Validate and keep an exponential moving average of the weights; None keeps the weights themselves.
+    strategy
+        ``"auto"``, ``"ddp"`` or ``"fsdp"``.
+    progress_bar
+        Show a bar.
+    log_every_n_steps
+        Optimizer steps between two rows of the loggers.
+    saving
+        Where the state of the training is saved, and what it goes on with; None for nowhere and nothing.
+    callbacks
+        Further Lightning callbacks.
+    **trainer_options
+        For :class:`lightning.Trainer`, e.g. ``accelerator``, ``devices``, ``precision``, ``logger``.
+
+    Returns
+    -------
+    What the training left behind.
+
+    Raises
+    ------
+    OptionError
+        If an argument cannot be used.
+    TrainingError
+        If a loss is not a number, or a state cannot be saved; the module has the weights of the best epoch then, if
+        there is one, and the error a ``result``. Or if memory runs out; the module is as it was before then.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> cells = scforge.data.open_cells(scforge.datasets.pbmc3k()[:60, :300].copy())
+    >>> tokenizer = scforge.tokenizers.get_tokenizer("continuous_projection", cells.vocab)
+    >>> sizes = {"hidden_dim": 8, "pooling": "weighted_sum", "latent_dim": 4}
+    >>> module = scforge.models.GenePoolingModel(len(cells.vocab), **sizes)
+    >>> objective = scforge.training.JointEmbedding()
+    >>> data = scforge.training.CellDataModule(cells, tokenizer, objective, batch_size=20)
+    >>> plan = scforge.training.TrainingPlan(module, objective)
+    >>> result = fit(plan, data, max_epochs=2, progress_bar=False, accelerator="cpu", logger=False)
+    >>> result.n_epochs, len(result.history["validation_loss"])
+    (2, 2)
+    """
+    if max_epochs is not None and not (max_epochs == -1 and max_steps > 0):
+        check_count("max_epochs", max_epochs, "epochs")
+    if max_steps != -1:
+        check_count("max_steps", max_steps, "steps")
+    check_bool("early_stopping", early_stopping)
+    check_bool("progress_bar", progress_bar)
+    check_count("early_stopping_patience", early_stopping_patience, "epochs")
+    check_count("log_every_n_steps", log_every_n_steps, "steps")
+    if (n_train := len(data.train_rows)) < _FEW_CELLS:
+        few = f"The model learns from {n_train} cells, fewer than {_FEW_CELLS}: too few to know others by; give more."
+        warn(few)
+    if max_epochs is None:
+        max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if max_steps < 0 else -1
+    for one in (callbacks := [callbacks] if isinstance(callbacks, Callback) else list(callbacks)):
+        if not isinstance(one, Callback):
+            raise OptionError(f"callbacks has one of type {type(one).__name__!r}; give callbacks of lightning.pytorch.")
+    _check_loggers(trainer_options.get("logger"))
+    has_validation = len(data.validation_rows) > 0 and trainer_options.get("limit_val_batches") != 0
+    # Without held-out cells only the loss says something: figures of training cells are those of a model that changes.
+    aim = plan.objective
+    monitor, mode = (f"validation_{aim.monitor}", aim.monitor_mode) if has_validation else ("train_loss", "min")
+    saving = Saving() if saving is None else saving
+    history, best = History(), BestWeights(monitor, mode)
+    stop = GracefulStop(saves=saving.write is not None)
+    # History stands first so that a loss that is not a number ends the run before anything is saved.
+    own: list[Callback] = [history]
+    if ema_decay is not None:
+        if strategy == "fsdp":
+            raise OptionError(
+                f"ema_decay={ema_decay!r} needs the whole model in each process; leave out one of the two."
+            )
+        own.append(MovingAverage(ema_decay))
+    own += [best, stop]
+    if gradual_unfreezing is not None:
+        own.append(GradualUnfreezing(gradual_unfreezing))
+    if progress_bar:
+        own.append(EpochProgress())
+    if early_stopping and has_validation:
+        own.append(StopAfterWarmup(monitor, mode=mode, patience=early_stopping_patience))
+    if saving.best is not None:
+        own.append(saving.best(monitor, mode))
+    if trainer_options.get("logger"):
+        own.append(Monitor(history, every_n_steps=log_every_n_steps, settings=dict(saving.settings)))
+    state = SaveState(saving, data=data, stop=stop)
+    plan.begin()
+    if saving.is_over(max_epochs, max_steps, early_stopping_patience if early_stopping else None):
+        assert saving.resume is not None
+        with restoring():
+            history.load_state_dict(saving.resume["callbacks"]["History"])
+            best.load_state_dict(saving.resume["callbacks"]["BestWeights"])
+            return _left(plan, history, best, torch.device("cpu"))
+    if data.max_tokens_per_batch is not None:
+        # Epochs have different numbers of batches then, and Lightning asks a loader once how many it has.
+        trainer_options.setdefault("reload_dataloaders_every_n_epochs", 1)
+    if saving.resume is not None:
+        listed = trainer_options.get("logger")
+        for one in listed if isinstance(listed, list | tuple) else [listed]:
+            if isinstance(one, PurgingTensorBoardLogger):
+                one.go_on_behind(saving.resume["step"])
+    with _quiet():
+        trainer = _trainer(
+            max_epochs=max_epochs,
+            max_steps=max_steps,
+            callbacks=[*own, *callbacks, state],
+            strategy=strategy,
+            log_every_n_steps=log_every_n_steps,
+            **trainer_options,
+        )
+        interrupted, error = _run(trainer, plan, data)
+    result = _left(
+        plan, history, best, trainer.strategy.root_device, trainer=trainer, stop=stop, failed=error is not None
+    )
+    if stop.stopped or interrupted:
+        n_epochs = result.n_epochs
+        kept = (
+            f"the weights of epoch {best.epoch + 1} ({monitor} {best.value:.4g})" if n_epochs else "the current weights"
+        )
+        logger.warning("Training was stopped by Ctrl-C in epoch %d; the model has %s.", n_epochs + interrupted, kept)
+    result = dataclasses.replace(result, interrupted=interrupted)
+    if error is not None:
+        error.result = result
+        raise error
+    return result
+
+
+def _check_loggers(logger: Any) -> None:
+    for one in logger if isinstance(logger, list | tuple) else [logger]:
+        if isinstance(one, str):
+            raise OptionError(
+                f"logger={one!r} is a name; pass logger=scforge.training.make_loggers([{one!r}], 'logs')."
+            )
+        if one is not None and not isinstance(one, bool | Logger):
+            raise OptionError(
+                f"logger is of type {type(one).__name__!r}; pass a Lightning logger, a list of them, or None."
+            )
+
+
+def _left(
+    plan: TrainingPlan,
+    history: History,
+    best: BestWeights,
+    device: torch.device,
+    *,
+    trainer: lightning.Trainer | None = None,
+    stop: GracefulStop | None = None,
+    failed: bool = False,
+) -> FitResult:
+    """Give the module its best weights, and say what there is."""
+    weights = None
+    if trainer is not None and isinstance(trainer.strategy, ModelParallelStrategy):
+        # After an error the other processes may not be there to give their shares.
+        weights = best.state if best.state is not None or failed else copy_of_weights(plan.module)
+    elif best.state is not None:
+        plan.module.load_state_dict(best.state)
+    plan.module.eval()
+    return FitResult(
+        history=history.epochs,
+        best_epoch=best.epoch,
+        stopped=stop is not None and stop.stopped,
+        interrupted=False,
+        n_epochs=history.n_epochs,
+        device=device,
+        weights=weights,
+        signal=None if stop is None else stop.signal,
+    )
+
+
+def _trainer(*, strategy: str, accelerator: str = "auto", devices: Any = 1, num_nodes: int = 1, **options: Any) -> Any:
+    global _trained_alone
+    ensure_devices(accelerator, devices)
+    processes = n_processes(accelerator, devices, num_nodes)
+    if processes == 1:
+        _trained_alone = True
+    elif _trained_alone and processes is not None and not ("WORLD_SIZE" in os.environ or SLURMEnvironment.detect()):
+        raise OptionError(
+            f"devices={devices!r}, but this script has trained on one device before: the other processes run it again "
+            "from its beginning, and would train there, too; train on all devices from the first call on, or start "
+            f"the script with torchrun --nproc-per-node {processes}."
+        )
+    made = make_strategy(strategy, n_processes=processes)
+    try:
+        # SLURM's signal is answered by saving our own state; Lightning would save one of its own and requeue the job.
+        slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
+        plugins = [SLURMEnvironment(auto_requeue=False)] if slurm else []
+        return lightning.Trainer(
+            logger=options.pop("logger", None) or False,
+            plugins=[*plugins, *(options.pop("plugins", None) or [])],
+            accelerator=accelerator,
+            devices=devices,
+            num_nodes=num_nodes,
+            strategy=made,
+            enable_checkpointing=True,  # SaveState is the one
+            enable_progress_bar=False,
+            enable_model_summary=options.pop("enable_model_summary", False),
+            num_sanity_val_steps=0,
+            use_distributed_sampler=False,
+            **options,
+        )
+    except (MisconfigurationException, RuntimeError, TypeError, ValueError) as error:
+        raise OptionError(f"an option of training cannot be used: {' '.join(str(error).split())}") from error
+
+
+def _run(
+    trainer: lightning.Trainer, plan: TrainingPlan, data: CellDataModule
+) -> tuple[bool, NotFiniteError | SavingError | None]:
+    """Fit; return whether a second Ctrl-C interrupted it, and why it could not go on.
+
+    An error that has nothing to do with the training itself leaves the module as it was before.
+    """
+    before = {name: value.detach().cpu().clone() for name, value in plan.module.state_dict().items()}
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
+    # Modules that were used for inference are in eval mode, and Lightning leaves them so.
+    plan.train()
+
+    def as_before() -> None:
+        if is_sharded(plan.module):
+            return  # whole weights do not fit into shares
+        plan.module.float().load_state_dict(before)
+        plan.module.eval()
+
+    try:
+        trainer.fit(plan, datamodule=data)
+    except Preempted:
+        return False, None
+    except (NotFiniteError, SavingError) as error:
+        if isinstance(error, NotFiniteError):
+            as_before()  # unless there is a best epoch, whose weights come later; those of the last step may be absurd
+        return False, error
+    except BaseException as error:
+        if isinstance(error, SystemExit) and isinstance(error.__context__, KeyboardInterrupt):
+            return True, None  # Lightning answers Ctrl-C by leaving the process
+        as_before()
+        if out_of_memory(error):
+            raise TrainingError(_memory_hint(data)) from error
+        raise
+    finally:
+        # Lightning ignores further Ctrl-Cs after one, and puts back what it found before GracefulStop does.
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                if handler is not None:
+                    signal.signal(number, handler)
+    return False, None
+
+
+def _memory_hint(data: CellDataModule) -> str:
+    assert data.objective is not None
+    assert data.tokenizer is not None
+    tokens = data.objective.max_tokens(data.tokenizer)
+    size = data.batch_size or data.objective.defaults.batch_size
+    batch = f"{size} cells" if data.max_tokens_per_batch is None else f"{data.max_tokens_per_batch} tokens"
+    return (
+        f"memory ran out with batches of {batch} (cells have up to {tokens} tokens); lower batch_size "
+        "(training.batch_size) and raise accumulate_grad_batches as much, lower the tokenizer's max_len "
+        "(data.max_genes), or pass gradient_checkpointing=True (training.gradient_checkpointing)."
+    )

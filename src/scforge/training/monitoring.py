@@ -1,0 +1,514 @@
+"""Loggers, history of metrics, progress and throughput of a training."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import importlib.util
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from scforge._io import atomic_path, check_folder
+from scforge._progress import announce, in_notebook
+from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.training.checkpoint import SavingError
+from scforge.training.devices import unchanged
+from scforge.training.objectives.base import Objective
+from scforge.training.plan import NotFiniteError
+
+LOGGERS = ("csv", "tensorboard", "wandb")
+_WANDB_MODES = ("online", "offline", "disabled")
+
+
+class TableLogger(Logger):
+    """Writes ``metrics.csv`` into a folder: a row for each step that is logged, a column for each figure.
+
+    A training that goes on from a saved state removes the rows behind it first, so that no step stands there twice.
+
+    Parameters
+    ----------
+    folder
+        Where to write; it is made.
+
+    Examples
+    --------
+    >>> logger = TableLogger("logs")
+    >>> logger.log_metrics({"train_loss": 2.5}, step=0)
+    >>> logger.save()
+    >>> print((Path("logs") / "metrics.csv").read_text().strip())
+    step,train_loss
+    0,2.5
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        super().__init__()
+        check_folder("log_dir", folder)
+        self.folder = Path(folder)
+        self.path = self.folder / "metrics.csv"
+        self.n_rows = 0
+        self._columns: list[str] | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the logger."""
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        """There is one table a folder."""
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """The folder."""
+        return str(self.folder)
+
+    def begin(self, n_rows: int = 0) -> None:
+        """Begin a table, or go on with one of which the first rows count; the table of another training is set aside.
+
+        Raises
+        ------
+        DataError
+            If there is another file in its place.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        found = _read(self.path) if self.path.exists() else []
+        rows = found[:n_rows]
+        if found and not n_rows:
+            number = next(n for n in itertools.count(1) if not (self.folder / f"metrics_{n}.csv").exists())
+            self.path.rename(self.folder / f"metrics_{number}.csv")
+        self._columns = list(rows[0]) if rows else ["step"]
+        self.n_rows = len(rows)
+        self._rewrite(rows)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Add a row."""
+        if self._columns is None:
+            self.begin()
+        assert self._columns is not None
+        if new := [name for name in metrics if name not in self._columns]:
+            rows = _read(self.path)
+            self._columns += new
+            self._rewrite(rows)
+        with self.path.open("a", newline="", encoding="utf-8") as handle:
+            writer = csv.DictWriter(handle, self._columns, restval="")
+            writer.writerow({"step": step, **{name: float(value) for name, value in metrics.items()}})
+        self.n_rows += 1
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the settings of the training beside the table, as ``settings.json``."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with atomic_path(self.folder / "settings.json") as temporary:
+            temporary.write_text(json.dumps(dict(params), indent=2, default=str) + "\n", encoding="utf-8")
+
+    def _rewrite(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        assert self._columns is not None
+        with atomic_path(self.path) as temporary, temporary.open("w", newline="", encoding="utf-8") as handle:
+            writer = csv.DictWriter(handle, self._columns, restval="")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+class PurgingTensorBoardLogger(TensorBoardLogger):
+    """TensorBoard's, which hides what came behind the state that a training goes on from."""
+
+    def go_on_behind(self, step: int) -> None:
+        """Hide what comes after a step; call it before anything is logged."""
+        self._kwargs["purge_step"] = step + 1
+
+
+def make_loggers(
+    names: Sequence[str],
+    log_dir: str | os.PathLike[str],
+    *,
+    project: str | None = None,
+    run_name: str | None = None,
+    wandb_mode: str | None = None,
+) -> list[Logger]:
+    """Make loggers by name.
+
+    Parameters
+    ----------
+    names
+        Of ``"csv"``, ``"tensorboard"`` and ``"wandb"``.
+    log_dir
+        Folder of the logs.
+    project, run_name
+        What Weights & Biases calls the project and the run; TensorBoard takes `run_name`, too.
+    wandb_mode
+        ``"online"``, ``"offline"`` (to send later with ``wandb sync``) or ``"disabled"``; None leaves it to wandb.
+
+    Returns
+    -------
+    Loggers for :func:`fit` and ``Encoder.train``, in the order of `names`.
+
+    Raises
+    ------
+    OptionError
+        If a name is not known, or a package is missing.
+
+    Examples
+    --------
+    >>> [type(logger).__name__ for logger in make_loggers(["csv"], "logs")]
+    ['TableLogger']
+    """
+    loggers: list[Logger] = []
+    for name in names:
+        if name not in LOGGERS:
+            raise OptionError(
+                f"loggers={list(names)!r} has {name!r}, which is not known{did_you_mean(name, LOGGERS)} "
+                f"(known: {listing(LOGGERS)})"
+            )
+    if wandb_mode is not None and wandb_mode not in _WANDB_MODES:
+        raise OptionError(f"wandb_mode={wandb_mode!r} is not known (known: {listing(_WANDB_MODES)}).")
+    check_folder("log_dir", log_dir)
+    if "csv" in names:
+        loggers.append(TableLogger(log_dir))
+    if "tensorboard" in names:
+        _check_installed("tensorboard", "tensorboard", "tensorboard")
+        loggers.append(PurgingTensorBoardLogger(save_dir=str(log_dir), name="tensorboard", version=run_name or ""))
+    if "wandb" in names:
+        _check_installed("wandb", "wandb", "wandb")
+        Path(log_dir).mkdir(parents=True, exist_ok=True)
+        given = {"mode": wandb_mode} if wandb_mode is not None else {}
+        loggers.append(WandbLogger(name=run_name, project=project or "scforge", save_dir=str(log_dir), **given))
+    return loggers
+
+
+def _check_installed(name: str, module: str, extra: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise OptionError(f"loggers names {name!r}, which is not installed; pip install 'scforge[{extra}]'.")
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        with path.open(newline="", encoding="utf-8") as handle:
+            # A process that was killed may have left half a row.
+            return [row for row in csv.DictReader(handle) if None not in row.values() and row["step"].isdecimal()]
+    except (KeyError, UnicodeDecodeError, csv.Error) as error:
+        raise DataError(f"{str(path)!r} is not a table of a training; choose another log_dir.") from error
+
+
+class StepClock:
+    """Says how long the steps of a training will still take, at the rate of those that this process took."""
+
+    def __init__(self) -> None:
+        self._start, self._first = 0.0, 0
+
+    def begin(self, step: int) -> None:
+        """Start with `step` steps taken."""
+        self._start, self._first = time.perf_counter(), step
+
+    def seconds_left(self, step: int, total: int | None) -> float | None:
+        """Return an estimate of the wall time until all steps are done, or None."""
+        done = step - self._first
+        if not total or done <= 0 or not math.isfinite(total):
+            return None
+        return (time.perf_counter() - self._start) / done * max(0, total - step)
+
+
+class EpochProgress(Callback):
+    """One progress bar over all steps, with the losses and the time left behind it.
+
+    Where the output is a file, as on a cluster, there is a line an epoch instead.
+    """
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+        self._lines = False
+        self._clock = StepClock()
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Open the bar."""
+        if not trainer.is_global_zero:
+            return
+        self._clock.begin(trainer.global_step)
+        if not in_notebook() and not sys.stderr.isatty():
+            self._lines = True
+            return
+        # The notebook bar needs ipywidgets; without it tqdm.auto would only warn.
+        if importlib.util.find_spec("ipywidgets"):
+            from tqdm.auto import tqdm
+        else:
+            from tqdm import tqdm
+
+        total = pl_module.total_steps
+        self._bar = tqdm(total=total, initial=trainer.global_step, desc="Training", unit="step")
+
+    def on_train_batch_end(self, trainer: lightning.Trainer, *args: Any, **kwargs: Any) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            self._bar.update(trainer.global_step - self._bar.n)
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Show the losses."""
+        losses = {k: f"{float(v):.4g}" for k, v in trainer.callback_metrics.items() if k.endswith("_loss")}
+        most = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
+        epoch = f"Epoch {trainer.current_epoch + 1}{most}"
+        if self._bar is not None:
+            self._bar.set_description(epoch)
+            self._bar.set_postfix(losses)
+        elif self._lines:
+            shown = ", ".join(f"{name} {value}" for name, value in losses.items())
+            left = self._clock.seconds_left(trainer.global_step, pl_module.total_steps)
+            tail = "" if left is None else f", about {datetime.timedelta(seconds=round(left))} left"
+            announce(f"{epoch}: {shown}{tail}.")
+
+    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        """Close the bar."""
+        self._close()
+
+    def on_exception(self, *args: Any) -> None:
+        """Close the bar; Lightning calls no teardown after an error."""
+        self._close()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class History(Callback):
+    """Keeps the figures of each epoch and stops a training whose loss is not a number.
+
+    It has to come first among the callbacks, so that such a training ends before anything is saved.
+
+    Attributes
+    ----------
+    epochs
+        Name to one value an epoch, NaN where a figure was not taken; also ``seconds``, the wall time since training
+        began.
+    n_epochs
+        Number of epochs that ended.
+    """
+
+    def __init__(self) -> None:
+        self.epochs: dict[str, list[float]] = {}
+        self.n_epochs = 0
+        self._start = time.perf_counter()
+        self._before = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Wall time of the training so far, that of earlier processes included."""
+        return self._before + time.perf_counter() - self._start
+
+    def on_fit_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Start the clock."""
+        self._start = time.perf_counter()
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Take down the figures of the epoch (validation has run by now)."""
+        means = pl_module.train_figures()
+        trainer.callback_metrics.update({f"train_{name}": torch.tensor(value) for name, value in means.items()})
+        figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        figures |= {f"train_{name}": value for name, value in means.items()}
+        if not pl_module.validated:  # what stands there is of an earlier epoch
+            figures = {name: value for name, value in figures.items() if not name.startswith("validation_")}
+        pl_module.validated = False
+        for name, value in figures.items():
+            if name.endswith("_loss") and not math.isfinite(value):
+                raise NotFiniteError(
+                    f"{name} is {value} in epoch {trainer.current_epoch}; lower the learning rate (lr) "
+                    "or check the counts for extreme values."
+                )
+        figures |= {name: float(value) for name, value in pl_module.figures.items()}
+        pl_module.figures.clear()
+        figures["seconds"] = self.seconds
+        for name, value in figures.items():
+            self.epochs.setdefault(name, [math.nan] * self.n_epochs).append(value)
+        self.n_epochs += 1
+        for values in self.epochs.values():
+            values.extend([math.nan] * (self.n_epochs - len(values)))
+
+    def last(self) -> dict[str, float]:
+        """Return the figures of the last epoch that were taken."""
+        return {name: values[-1] for name, values in self.epochs.items() if not math.isnan(values[-1])}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the figures and the clock."""
+        return {"epochs": self.epochs, "n_epochs": self.n_epochs, "seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with figures."""
+        self.epochs = {name: list(values) for name, values in state_dict["epochs"].items()}
+        self.n_epochs, self._before = state_dict["n_epochs"], state_dict["seconds"]
+
+
+_SIZE = {"cpu": 1024, "cuda": 8192}
+_SECONDS = 0.1
+
+
+def flops_per_token(module: nn.Module, objective: Objective, batch: dict[str, torch.Tensor]) -> float:
+    """Return the floating-point operations of a training step on `batch`, per token that is no padding.
+
+    Random numbers of the training stay as they were.
+    """
+    with unchanged(module), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        objective.loss(module, batch)
+    return 3.0 * counter.get_total_flops() / max(1, int(batch["attention_mask"].sum()))
+
+
+def peak_flops(device: torch.device, precision: str) -> float:
+    """Return the operations a second of a large matrix product on a device."""
+    size = _SIZE.get(device.type, 2048)
+    kinds = {"bf16": torch.bfloat16, "16-": torch.float16}
+    dtype = next((kind for name, kind in kinds.items() if str(precision).startswith(name)), torch.float32)
+    left, right = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    out = left @ right
+    best = 0.0
+    end = time.perf_counter() + _SECONDS
+    while time.perf_counter() < end or not best:
+        _wait(device)
+        start = time.perf_counter()
+        torch.mm(left, right, out=out)
+        _wait(device)
+        best = max(best, 2.0 * size**3 / (time.perf_counter() - start))
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Monitor(Callback):
+    """Gives the loggers a row every few steps and one at the end of each epoch.
+
+    A row of a step has ``step_loss`` (of its last batch), ``learning_rate``, ``gradient_norm``, ``cells_per_second``,
+    ``tokens_per_second`` (of all processes, padding not counted), ``waiting`` (share of the time in which the model
+    waits for a batch), ``utilisation`` (operations of the model over those that matrix products reach there; see
+    :mod:`scforge.training.monitoring`) and ``seconds_left``. A row of an epoch has what the history has.
+
+    Parameters
+    ----------
+    history
+        The figures of the epochs.
+    every_n_steps
+        Optimizer steps between two rows.
+    settings
+        What the loggers are told of the training.
+    """
+
+    def __init__(self, history: History, *, every_n_steps: int, settings: dict[str, Any]) -> None:
+        self.history = history
+        self.every_n_steps = every_n_steps
+        self.settings = settings
+        self._clock = StepClock()
+        self._per_token, self._peak = 0.0, 0.0
+        self._rows = 0
+        self._loggers: list[Any] = []
+        self._lr = 0.0
+        self._seen = 0
+        self._began = self._stopped = self._waited = 0.0
+        self._cells = 0
+        self._tokens: Any = 0
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Begin the tables, or go on with them."""
+        self._loggers = trainer.loggers
+        self._seen = trainer.global_step
+        self._clock.begin(trainer.global_step)
+        for one in trainer.loggers:
+            if trainer.is_global_zero and isinstance(one, TableLogger):
+                one.begin(self._rows)
+            one.log_hyperparams(self.settings)
+        self._clear(trainer)
+
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the operations of the first batch, before the clock starts."""
+        self._lr = trainer.optimizers[0].param_groups[0]["lr"]  # the schedule moves it before the row is written
+        if trainer.loggers and not self._per_token:
+            self._per_token = flops_per_token(pl_module.module, pl_module.objective, batch)
+            self._peak = peak_flops(trainer.strategy.root_device, trainer.precision)
+            self._clear(trainer)
+
+    def on_train_batch_end(
+        self,
+        trainer: lightning.Trainer,
+        pl_module: lightning.LightningModule,
+        outputs: Any,
+        batch: dict[str, torch.Tensor],
+        batch_idx: int,
+    ) -> None:
+        """Count, and give a row where it is due."""
+        if trainer.loggers:
+            self._cells += pl_module.objective.n_cells(batch)
+            self._tokens = self._tokens + batch["attention_mask"].sum()
+            step = trainer.global_step
+            due = step // self.every_n_steps > self._seen // self.every_n_steps
+            self._seen = step
+            if due:
+                self._log(trainer, self._row(trainer, pl_module, outputs))
+                self._clear(trainer)
+
+    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Stop the clock."""
+        self._stopped = time.perf_counter()
+
+    def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Let it go on."""
+        self._began += time.perf_counter() - self._stopped
+
+    def on_train_epoch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Give the row of the epoch."""
+        self._log(trainer, {"epoch": float(trainer.current_epoch), **self.history.last()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how many rows there are; others may write some, too."""
+        tables = [one for one in self._loggers if isinstance(one, TableLogger)]
+        return {"rows": tables[0].n_rows if tables else 0}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on behind so many rows."""
+        self._rows = state_dict["rows"]
+
+    def _clear(self, trainer: lightning.Trainer) -> None:
+        self._began = self._stopped = time.perf_counter()
+        self._waited, self._cells, self._tokens = trainer.datamodule.waited, 0, 0
+
+    def _row(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any) -> dict[str, float]:
+        loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+        loss_value = float(loss) * trainer.accumulate_grad_batches  # Lightning divides it
+        tokens = float(self._tokens) * trainer.world_size  # reading it waits for the device
+        seconds = time.perf_counter() - self._began
+        row = {
+            "epoch": float(trainer.current_epoch),
+            "step_loss": loss_value,
+            "learning_rate": float(self._lr),
+            "gradient_norm": float(pl_module.gradient_norm),
+            "cells_per_second": self._cells * trainer.world_size / seconds,
+            "tokens_per_second": tokens / seconds,
+            "waiting": max(0.0, trainer.datamodule.waited - self._waited) / seconds,
+            "utilisation": tokens / seconds * self._per_token / (self._peak * trainer.world_size),
+        }
+        left = self._clock.seconds_left(trainer.global_step, pl_module.total_steps)
+        return row if left is None else {**row, "seconds_left": left}
+
+    def _log(self, trainer: lightning.Trainer, row: dict[str, float]) -> None:
+        for one in trainer.loggers:
+            try:
+                one.log_metrics(row, step=trainer.global_step)
+            except OSError as error:
+                raise SavingError(
+                    f"logger {type(one).__name__} cannot write ({error.strerror or error}); make room and go on."
+                ) from error
