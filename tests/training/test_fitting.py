@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 
 from scforge.errors import OptionError, ScforgeWarning, TrainingError
-from scforge.training.fit import SaveBest, default_max_epochs
+from scforge.training.fitting import SaveBest, default_max_epochs
 
 
 class Spy(Callback):

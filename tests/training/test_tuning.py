@@ -8,7 +8,7 @@ import torch
 from scforge.errors import OptionError, TrainingError
 from scforge.training import find_batch_size
 from scforge.training.devices import checkpointed, compiled
-from scforge.training.fit import _kept_bytes, choose_precision
+from scforge.training.fitting import _kept_bytes, choose_precision
 from scforge.training.monitoring import flops_per_token, peak_flops
 
 CPU = torch.device("cpu")
@@ -20,15 +20,15 @@ def test_more_memory_means_more_cells(masked_setup, monkeypatch):
     assert 0 < one < four
     sizes = []
     for there in (one, 4 * one, 2**40):
-        monkeypatch.setattr("scforge.training.fit.available_memory", lambda there=there: 3 * there)
+        monkeypatch.setattr("scforge.training.fitting.available_memory", lambda there=there: 3 * there)
         sizes.append(find_batch_size(module, data, CPU))
     assert sizes[0] <= sizes[1] <= sizes[2] == 4  # 50 cells in at least 8 steps
     assert sizes[0] < sizes[2]
-    monkeypatch.setattr("scforge.training.fit.available_memory", lambda: 10)
+    monkeypatch.setattr("scforge.training.fitting.available_memory", lambda: 10)
     with pytest.raises(TrainingError, match=r"memory ran out with a batch of one cell; lower .*max_len"):
         find_batch_size(module, data, CPU)
     for faster, precision in ((0.0, "bf16-mixed"), (1e9, "32-true")):
-        monkeypatch.setattr("scforge.training.fit._FASTER", faster)
+        monkeypatch.setattr("scforge.training.fitting._FASTER", faster)
         assert choose_precision(module, data, CPU) == precision
 
 

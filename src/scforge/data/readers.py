@@ -499,7 +499,7 @@ def check_memory(streams: Sequence[CellStream], memory: int | str | None = None)
 
 def lack_of_memory(streams: Sequence[CellStream], memory: int | str | None = None) -> str | None:
     """Say how far cells exceed `memory`, e.g. ``"16GB"``, or half of what is available; None if they fit."""
-    from scforge.data.convert import parse_bytes
+    from scforge.data.conversion import parse_bytes
 
     there = available_memory() if memory is None else parse_bytes("memory", memory)
     if there is None:

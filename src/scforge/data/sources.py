@@ -146,7 +146,7 @@ def joined_obs(streams: Sequence[CellStream], columns: Sequence[str] | None) -> 
     DataError
         If a source lacks a column, or one holds text where another holds numbers.
     """
-    from scforge.data.convert import CellNames, check_columns, join_tables
+    from scforge.data.conversion import CellNames, check_columns, join_tables
     from scforge.data.store import SOURCE, TOTAL
 
     if len(streams) == 1:
@@ -241,7 +241,7 @@ def convert_once(
     DataError
         If a source lacks a column.
     """
-    from scforge.data.convert import convert
+    from scforge.data.conversion import convert
     from scforge.data.store import StoreInfo, is_store
 
     if is_url(os.fspath(cache)):

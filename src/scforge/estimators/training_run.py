@@ -35,7 +35,7 @@ from scforge.training.checkpoint import (
 )
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import checkpointed, compiled, n_processes, root_device
-from scforge.training.fit import FitResult, SaveBest, choose_precision, default_max_epochs, find_batch_size, fit
+from scforge.training.fitting import FitResult, SaveBest, choose_precision, default_max_epochs, find_batch_size, fit
 from scforge.training.plan import NotFiniteError, TrainingPlan
 
 if TYPE_CHECKING:

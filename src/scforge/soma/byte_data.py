@@ -168,7 +168,7 @@ class ByteBatches:
 
 
 class ByteData(lightning.LightningDataModule):
-    """Training and held-out bytes, as :func:`scforge.training.fit.fit` takes them.
+    """Training and held-out bytes, as :func:`scforge.training.fitting.fit` takes them.
 
     Parameters
     ----------

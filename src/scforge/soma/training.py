@@ -35,7 +35,7 @@ from scforge.training.checkpoint import (
     write_state,
 )
 from scforge.training.devices import out_of_memory
-from scforge.training.fit import FitResult, default_max_epochs, fit
+from scforge.training.fitting import FitResult, default_max_epochs, fit
 from scforge.training.plan import NotFiniteError, TrainingPlan
 
 __all__ = ["TrainedModel", "train"]
