@@ -5,13 +5,16 @@ from __future__ import annotations
 import html
 import inspect
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
 import torch
 from anndata import AnnData
+from mudata import MuData
 from scvi import REGISTRY_KEYS
 from scvi.data import AnnDataManager
 from scvi.data._constants import _MANAGER_UUID_KEY, _SCVI_UUID_KEY
@@ -22,19 +25,33 @@ from scforge._checks import check_count
 from scforge._constants import AUTO_KEY, OBSM_KEY, QUERY_KEY, UNS_KEY
 from scforge._registry import check_options
 from scforge.data.cells import Cells
-from scforge.data.checks import check_adata, check_obs_column, warn_if_transposed
-from scforge.data.readers import is_collection
+from scforge.data.checks import check_adata, check_obs_column, inherited_batch_key, warn_if_transposed
+from scforge.data.readers import check_modality, is_collection
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, NotTrainedWarning, OptionError, warn
-from scforge.estimators.card import described, provenance
+from scforge.errors import (
+    DataError,
+    GeneMismatchError,
+    ModelFileError,
+    NotTrainedWarning,
+    OptionError,
+    first_line,
+    warn,
+)
+from scforge.estimators.card import described, model_card, provenance
+from scforge.estimators.card_facts import CardFacts, Origin
 from scforge.estimators.fields import GeneField, ObsField, check_places
-from scforge.estimators.folder_methods import FolderMethods
-from scforge.estimators.mudata import MuDataModel
-from scforge.estimators.registries import datamodule_registry
+from scforge.estimators.folder_methods import check_prefix
+from scforge.estimators.front_classes import class_in_place_of
+from scforge.estimators.mudata import LAST, adopted, shared
+from scforge.estimators.registries import bare_registry, datamodule_registry
+from scforge.estimators.saving import load_weights, write_folder
 from scforge.estimators.spec import ModelSpec
+from scforge.estimators.tuning import Tuning
 from scforge.finetuning.heads import FineTunedModule
 from scforge.finetuning.held_out import SeenCells
+from scforge.hub.finding import origin_of
+from scforge.models._utils import count_parameters
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.datamodule import CellDataModule
@@ -43,7 +60,6 @@ from scforge.training.predict import embed
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["FROM_DATA", "CellModel", "positions"]
 
 FROM_DATA = "from_data"
 
@@ -91,7 +107,7 @@ class _Front(BaseModelMetaClass):
         return isinstance(inspect.getattr_static(cls, name, None), _Absent)
 
 
-class CellModel(FolderMethods, MuDataModel, BaseModelClass, metaclass=_Front):
+class CellModel(BaseModelClass, metaclass=_Front):
     """Base of the front classes, on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
 
     A subclass makes ``_spec``, ``_tokenizer`` and ``module`` in its constructor, which takes what :meth:`load` hands
@@ -446,6 +462,318 @@ class CellModel(FolderMethods, MuDataModel, BaseModelClass, metaclass=_Front):
             before = self.history_[name][name].tolist() if name in self.history_ else []
             index = pd.RangeIndex(len(before) + len(values), name="epoch")
             self.history_[name] = pd.DataFrame({name: [*before, *values]}, index=index)
+
+    _facts: CardFacts = CardFacts()
+    _origin: Origin | None = None
+    _base: CellModel | None = None
+
+    def save(
+        self,
+        dir_path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        save_anndata: bool = False,
+        scvi_format: bool = False,
+        prefix: str | None = None,
+    ) -> None:
+        """Save the model to a folder: weights (safetensors), description (JSON), vocabulary (JSON), model card.
+
+        Parameters
+        ----------
+        dir_path
+            Folder to make. It appears whole or not at all.
+        overwrite
+            Replace the model in a folder that exists; files that are not of scforge stay.
+        save_anndata
+            Also write the training data, as ``adata.h5ad``, which :meth:`load` reads again.
+        scvi_format
+            Also write what ``scvi.hub.HubModel`` needs: ``model.pt``, which holds the weights a second time, and
+            ``_scvi_required_metadata.json``. :meth:`load` reads neither. scvi-tools unpickles such files without a
+            check, so open only folders of people you trust with it.
+        prefix
+            Not supported: a folder holds one model, so give each a folder of its own.
+
+        Examples
+        --------
+        >>> import os, scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> model.save("light", overwrite=True)
+        >>> sorted(os.listdir("light"))
+        ['README.md', 'config.json', 'model.safetensors', 'vocab.json']
+        """
+        check_prefix(dir_path, prefix)
+        if save_anndata and self.adata is None:
+            raise OptionError("save_anndata=True but the model was loaded without adata.")
+
+        def extra(folder: Path) -> None:
+            if scvi_format:
+                from scforge.estimators.scvi_hub import write_scvi_files
+
+                write_scvi_files(self, folder)
+
+        self._write(dir_path, overwrite=overwrite, adata=self.adata if save_anndata else None, extra=extra)
+        self._origin = self._origin_at(dir_path)
+
+    def _write(
+        self,
+        dir_path: str | os.PathLike[str],
+        *,
+        overwrite: bool = True,
+        adata: AnnData | None = None,
+        extra: Any = None,
+        weights: dict[str, torch.Tensor] | None = None,
+        card: str | None = None,
+    ) -> None:
+        """Write a model folder with these weights, or those of the module, and this card, or the usual one."""
+        write_folder(
+            dir_path,
+            module=self.module,
+            vocab=self._spec.vocab,
+            content=self._content(),
+            seen=self._seen,
+            card=self._card() if card is None else card,
+            overwrite=overwrite,
+            adata=adata,
+            extra=extra,
+            weights=weights,
+        )
+
+    def _current_origin(self) -> Origin | None:
+        """Return where the model can be had, None if it was trained since, or is nowhere."""
+        origin = self._origin
+        return origin if origin is not None and origin.n_epochs == self.n_epochs_ else None
+
+    def _origin_at(self, folder: str | os.PathLike[str]) -> Origin:
+        """Return that the model is in a folder, besides where it is already."""
+        return replace(self._current_origin() or Origin(), folder=Path(folder).resolve(), n_epochs=self.n_epochs_)
+
+    def _card_facts(self) -> CardFacts:
+        """Return what is known of a model as it is now, also by the model that it was fine-tuned from."""
+        facts = self._facts
+        if facts.n_epochs != self.n_epochs_:
+            facts = replace(facts, table="", scores=())
+        below = self._base
+        if below is None:
+            return facts
+        base = below._current_origin()
+        if base is not None and base.name is not None and not (facts.base is not None and facts.base.is_given):
+            facts = replace(facts, base=Origin(base.name, base.revision))
+        return replace(facts, checkpoint=facts.checkpoint or below._card_facts().checkpoint)
+
+    def _base_origin(self, folder: Path) -> dict[str, Any] | None:
+        """Return where the model before fine-tuning is to be had, for adapters in `folder`; None if it is nowhere.
+
+        A folder is named by the way there, so that both can be moved together, if the model has no name on a hub.
+        """
+        named, base = self._card_facts().base, None if self._base is None else self._base._current_origin()
+        if named is not None:
+            return named.to_json()
+        if base is None or base.folder is None:
+            return None
+        way = os.path.relpath(base.folder, folder.resolve())
+        return Origin(f"./{Path(way).as_posix()}").to_json()
+
+    def _content(self) -> dict[str, Any]:
+        """Return the description of a model, JSON-safe."""
+        facts = self._card_facts().to_json()
+        return {
+            "class": type(self).__name__,
+            **self._spec.to_json(),
+            "setup": dict(self.registry_["setup_args"]),
+            "seed": self.seed,
+            "is_trained": self.is_trained_,
+            "n_epochs": self.n_epochs_,
+            "history": {name: frame[name].tolist() for name, frame in self.history_.items()},
+            **({"card": facts} if facts else {}),
+        }
+
+    def _card(self, *, name: str | None = None, is_adapter: bool = False) -> str:
+        """Return the text of ``README.md``.
+
+        Parameters
+        ----------
+        name
+            How others load it; None for the folder that the card is in.
+        is_adapter
+            Whether the folder has the adapters alone.
+        """
+        last = {key: frame[key].iloc[-1] for key, frame in self.history_.items() if len(frame)}
+        return model_card(
+            self._spec,
+            n_epochs=self.n_epochs_,
+            is_trained=bool(self.is_trained_),
+            parameters=count_parameters(self.module, trainable_only=is_adapter),
+            last_figures=last,
+            facts=self._card_facts(),
+            name=name,
+            is_adapter=is_adapter,
+        )
+
+    @classmethod
+    def _of_folder(
+        cls,
+        dir_path: str | os.PathLike[str],
+        config: Mapping[str, Any],
+        vocab: GeneVocab,
+        weights: dict[str, torch.Tensor],
+        *,
+        adata: AnnData | None,
+        device: str | torch.device,
+    ) -> Any:
+        """Make the model of what was read from a folder."""
+        made_by = config["class"]
+        found = class_in_place_of(cls, made_by, config["architecture"]["name"])
+        if found is None:
+            raise ModelFileError(
+                f"dir_path={str(dir_path)!r} holds a model of the class {made_by!r}; "
+                f"load it with scforge.models.{made_by}.load."
+            )
+        cls = found
+        setup = config["setup"]
+        registry = bare_registry(cls.__name__, setup) if adata is None else None
+        if adata is not None:
+            adata = cls._set_up_as(adata, setup)
+            check_adata(adata)
+            if cls._setup_of(adata) is None:
+                labels = setup["labels_key"]
+                present = {
+                    "batch_key": inherited_batch_key(adata.obs, setup["batch_key"]),
+                    "labels_key": labels if labels in adata.obs else None,
+                }
+                own = {key: value for key, value in setup.items() if key != "modality"}
+                cls.setup_anndata(adata, **(own | present))
+        tuning = Tuning.from_json(config.get("tuning"), source=str(dir_path))
+        model = cls._of_parts(config, vocab, adata=adata, registry=registry, seed=config["seed"], tuning=tuning)
+        load_weights(model.module, weights, source=str(dir_path))
+        try:
+            model.to_device(device)
+        except (AssertionError, RuntimeError) as error:
+            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
+        model._seen = None if tuning is None else SeenCells.load(dir_path, tuning.split.get("cells"))
+        model.is_trained_ = config["is_trained"]
+        model._extend_history(config["history"])
+        model.n_epochs_ = config["n_epochs"]
+        model._facts = CardFacts.from_json(config.get("card"), source=str(dir_path))
+        name, revision = origin_of(Path(dir_path))
+        model._origin = replace(model._origin_at(dir_path), name=name, revision=revision)
+        return model
+
+    @classmethod
+    def _of_parts(cls, parts: Mapping[str, Any], vocab: GeneVocab, **options: Any) -> Any:
+        """Make a model of what :meth:`ModelSpec.to_json` says, with random weights."""
+        architecture = dict(parts["architecture"])
+        names = architecture.pop("name"), parts["tokenizer"], parts["objective"]
+        adata = options.pop("adata", None)
+        return cls(adata, *names, vocab=vocab, n_top_genes=0, **options, **architecture)
+
+    @classmethod
+    def setup_mudata(
+        cls,
+        mdata: MuData,
+        modality: str = "rna",
+        layer: str | None = None,
+        gene_key: str | None = None,
+        batch_key: str | None = None,
+        labels_key: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Tell the model where things are in one modality of `mdata`, and check them.
+
+        The model then takes `mdata` wherever it takes an AnnData, and works on ``mdata.mod[modality]``: that is its
+        ``adata``, and that is where the embedding is written, ``mdata.mod[modality].obsm["X_scforge"]``.
+
+        Parameters
+        ----------
+        mdata
+            Multimodal data; one modality has raw counts of genes.
+        modality
+            Name of that modality.
+        layer
+            Key in its ``layers`` with raw counts; None reads its ``X``.
+        gene_key
+            Column of its ``var`` with the gene names; None reads its ``var_names``.
+        batch_key, labels_key
+            Columns of its ``obs``, as in :meth:`setup_anndata`. A column that only ``mdata.obs`` has is copied into
+            the ``obs`` of the modality; ``"rna:donor"`` and ``"donor"`` mean the same.
+        **kwargs
+            As in :meth:`setup_anndata`.
+
+        Raises
+        ------
+        OptionError
+            If `mdata` is no MuData, or has no such modality.
+        DataError
+            If counts, gene names or columns of the modality cannot be used.
+
+        Notes
+        -----
+        Models of scvi-tools register fields of several modalities on the MuData. This one needs one modality, so it is
+        registered on that, and a model that was trained on a MuData embeds an AnnData, too.
+
+        Examples
+        --------
+        >>> import mudata, scforge
+        >>> adata = scforge.datasets.pbmc3k()
+        >>> mdata = mudata.MuData({"rna": adata})
+        >>> scforge.models.Encoder.setup_mudata(mdata, modality="rna", labels_key="cell_type")
+        >>> model = scforge.models.Encoder(mdata)
+        >>> model.adata is adata
+        True
+        """
+        if not isinstance(mdata, MuData):
+            raise OptionError(f"mdata is of type {type(mdata).__name__!r}; call setup_anndata for an AnnData.")
+        check_modality(modality, list(mdata.mod), "mdata")
+        if mdata.is_view:
+            raise DataError("mdata is a view of another MuData; copy it first with mdata = mdata.copy().")
+        adata = mdata.mod[modality]
+        keys = {
+            name: adopted(mdata, modality, name, key)
+            for name, key in {"batch_key": batch_key, "labels_key": labels_key}.items()
+        }
+        try:
+            cls.setup_anndata(adata, layer=layer, gene_key=gene_key, **keys, **kwargs)  # type: ignore[attr-defined]
+        except GeneMismatchError:
+            raise
+        except DataError as error:
+            raise DataError(f"modality={modality!r}: {error}") from error
+        manager = cls._get_most_recent_anndata_manager(adata)  # type: ignore[attr-defined]
+        manager.update_setup_method_args({"modality": modality})
+        mdata.uns[LAST] = modality
+
+    @classmethod
+    def _adata_of(cls, data: Any, modality: str | None = None) -> Any:
+        """Return the modality of a MuData that the model works on; anything else as it is.
+
+        `modality` is that of the training data, which counts unless another one is set up and it is not.
+        """
+        if not isinstance(data, MuData):
+            return data
+        ready = [name for name, adata in data.mod.items() if cls._setup_of(adata)]  # type: ignore[attr-defined]
+        last = data.uns.get(LAST)
+        for name in (modality, last, ready[0] if len(ready) == 1 else None):
+            if name in ready:
+                return data.mod[name]
+        if modality is None:
+            call = f"{cls.__name__}.setup_mudata(mdata, modality={(last or 'rna')!r})"
+            raise OptionError(f"mdata is not set up, or is a copy of one that was; call {call} first.")
+        check_modality(modality, list(data.mod), "mdata")
+        return data.mod[modality]
+
+    @classmethod
+    def _set_up_as(cls, data: Any, setup: dict[str, Any]) -> Any:
+        """Set a MuData up as the training data were, unless it is; return its modality, or anything else as it is."""
+        if not isinstance(data, MuData):
+            return data
+        adata: AnnData = cls._adata_of(data, setup.get("modality"))
+        if cls._setup_of(adata) is None:  # type: ignore[attr-defined]
+            keys = {key: setup[key] for key in ("batch_key", "labels_key")}
+            known = {*adata.obs, *shared(data, setup["modality"])}
+            present = {key: column if column in known else None for key, column in keys.items()}
+            cls.setup_mudata(data, **(setup | present))
+        return adata
 
 
 def _family(cls: type[CellModel]) -> Iterator[type[CellModel]]:

@@ -34,7 +34,6 @@ from scforge.training.predict import embed
 if TYPE_CHECKING:
     from scforge.data.census import CensusQuery
 
-__all__ = ["EmbeddingInfo", "embed_to"]
 
 _BLOCK = 8192
 """Cells of a block: few enough for little memory, many enough that cells of like length find each other."""

@@ -30,7 +30,6 @@ from scforge.errors import DataError, OptionError, first_line
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["EmbeddingFiles"]
 
 _MARK = "scforge_embedding"
 """Attribute of the root of an output: the hash of its plan. Nothing else may be replaced."""

@@ -15,7 +15,6 @@ from scforge.models._utils import count_parameters
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["described", "is_own_card", "model_card", "provenance"]
 
 _SHOWN = 8
 _MARK = "<!-- Written by scforge ({}). -->\n"

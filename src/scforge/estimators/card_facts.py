@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +13,8 @@ from scforge.estimators.card_scores import Score, scores_of
 if TYPE_CHECKING:
     import pandas as pd
 
-    from scforge.estimators.base import CellModel
     from scforge.eval.report import Report
     from scforge.foreign.base import Foreign
-
-__all__ = ["CardFacts", "Origin", "base_of", "facts_of"]
 
 
 @dataclass(frozen=True)
@@ -43,17 +39,6 @@ class Origin:
     folder: Path | None = None
     n_epochs: int = 0
     is_given: bool = False
-
-    @classmethod
-    def of(cls, model: CellModel | None) -> Origin | None:
-        """Return where a model can be had, None if it was trained since, or is nowhere."""
-        origin = None if model is None else model._origin
-        return origin if origin is not None and origin.n_epochs == model.n_epochs_ else None  # type: ignore[union-attr]
-
-    @classmethod
-    def at(cls, model: CellModel, folder: str | os.PathLike[str]) -> Origin:
-        """Return that the model is in a folder, besides where it is already."""
-        return replace(cls.of(model) or cls(), folder=Path(folder).resolve(), n_epochs=model.n_epochs_)
 
     def to_json(self) -> dict[str, Any]:
         """Return name and revision."""
@@ -189,34 +174,6 @@ class CardFacts:
         if not fits or not isinstance(facts.n_epochs, int | None):
             raise ModelFileError(f"the card in the description of {source!r} cannot be read; copy it again.")
         return facts
-
-
-def facts_of(model: CellModel) -> CardFacts:
-    """Return what is known of a model as it is now, also by the model that it was fine-tuned from."""
-    facts = model._facts
-    if facts.n_epochs != model.n_epochs_:
-        facts = replace(facts, table="", scores=())
-    below = getattr(model, "_base", None)
-    if below is None:
-        return facts
-    base = Origin.of(below)
-    if base is not None and base.name is not None and not (facts.base is not None and facts.base.is_given):
-        facts = replace(facts, base=Origin(base.name, base.revision))
-    return replace(facts, checkpoint=facts.checkpoint or facts_of(below).checkpoint)
-
-
-def base_of(model: CellModel, folder: Path) -> dict[str, Any] | None:
-    """Return where the model before fine-tuning is to be had, for adapters in `folder`; None if it is nowhere.
-
-    A folder is named by the way there, so that both can be moved together, if the model has no name on a hub.
-    """
-    named, base = facts_of(model).base, Origin.of(getattr(model, "_base", None))
-    if named is not None:
-        return named.to_json()
-    if base is None or base.folder is None:
-        return None
-    way = os.path.relpath(base.folder, folder.resolve())
-    return Origin(f"./{Path(way).as_posix()}").to_json()
 
 
 def _is_text(value: Any) -> bool:

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from scforge.eval.report import Report
 
-__all__ = ["Score", "is_long", "scores_of"]
 
 _MODEL = "scforge"
 _TITLE = re.compile(r"^(#+) ", re.MULTILINE)

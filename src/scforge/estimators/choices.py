@@ -26,20 +26,6 @@ from scforge.models.components.gene_vectors import check_filled
 if TYPE_CHECKING:
     from scforge.estimators.base import CellModel
 
-__all__ = [
-    "Source",
-    "State",
-    "cell_groups",
-    "cells_in_state",
-    "column_genes",
-    "gene_combinations",
-    "gene_numbers",
-    "note",
-    "ready",
-    "unknown_genes",
-    "widely_expressed",
-    "written_over_columns",
-]
 
 type Source = AnnData | Cells | str | os.PathLike[str]
 """What cells are read from."""

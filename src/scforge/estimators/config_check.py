@@ -42,7 +42,6 @@ from scforge.training.objectives.base import get_objective
 if TYPE_CHECKING:
     from scforge.eval.base import Evaluation
 
-__all__ = ["benchmark_callbacks", "check_config", "check_settings", "model_of"]
 
 _UNKNOWN_GENES = 2_048
 """Genes of a model whose vocabulary comes from the data: at least what a tokenizer keeps of a cell by default."""

@@ -22,7 +22,6 @@ from scforge.training.datamodule import CellDataModule
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["embedded_adata", "make_datamodule", "open_source"]
 
 logger = logging.getLogger("scforge")
 

@@ -15,8 +15,6 @@ from scforge.models.registry import MODELS, option_names, own_names
 from scforge.tokenizers.base import TOKENIZERS
 from scforge.training.objectives.base import OBJECTIVES
 
-__all__ = ["check_names", "chosen", "model_options", "objective_of", "placed", "tokenizer_of"]
-
 _MASKED = "masked_gene_prediction"
 
 

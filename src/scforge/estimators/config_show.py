@@ -19,8 +19,6 @@ from scforge.tokenizers.base import TOKENIZERS
 from scforge.training.datamodule import CellDataModule
 from scforge.training.objectives.base import TrainingDefaults
 
-__all__ = ["show_config"]
-
 _BALANCE = {"warmup_epochs": "balance_epochs", "start": "balance_start", "end": "balance_end"}
 _OF_THE_DATA = ("max_seq_len", "gene_vectors")
 """Options of an architecture that follow from the vocabulary where the user does not set them."""

@@ -23,16 +23,6 @@ from scforge.training.devices import ensure_devices
 if TYPE_CHECKING:
     from scforge.estimators.encoder import Encoder
 
-__all__ = [
-    "CONFIG_FILE",
-    "KeepConfig",
-    "best_epoch",
-    "check_gpus",
-    "check_run",
-    "first_process_speaks",
-    "training_report",
-    "written_files",
-]
 
 CONFIG_FILE = "config.yaml"
 """Name of the configuration in ``output.checkpoint_dir``."""

@@ -3,44 +3,112 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
 import lightning
+import numpy as np
+import pandas as pd
 import torch
+from anndata import AnnData
+from scipy import sparse
 
-from scforge._checks import check_seed
-from scforge._constants import QUERY_KEY
+from scforge._checks import check_bool, check_count, check_seed, check_share
+from scforge._constants import QUERY_KEY, UNS_KEY
+from scforge._io import read_settled
 from scforge._registry import check_options
-from scforge.data.cells import column_of
+from scforge.data.cells import Cells, column_of
 from scforge.data.vocab import GeneVocab, listed_names
-from scforge.errors import OptionError, warn
+from scforge.errors import (
+    DataError,
+    NotTrainedWarning,
+    OptionError,
+    first_line,
+    warn,
+)
+from scforge.estimators.adapter_files import load_adapter, save_adapter
 from scforge.estimators.base import FROM_DATA, CellModel
+from scforge.estimators.card_facts import CardFacts
+from scforge.estimators.choices import (
+    Source,
+    cell_groups,
+    cells_in_state,
+    column_genes,
+    gene_combinations,
+    gene_numbers,
+    note,
+    ready,
+    widely_expressed,
+    written_over_columns,
+)
 from scforge.estimators.defaults import recipe_for
-from scforge.estimators.foreign_methods import ForeignMethods
-from scforge.estimators.generation import GenerationMethods
-from scforge.estimators.interpretation import InterpretationMethods
-from scforge.estimators.reference import ReferenceMethods
-from scforge.estimators.sharing import SharingMethods
+from scforge.estimators.evaluating_subjects import OPTIONS, evaluate_models
+from scforge.estimators.finetuning_run import finetune
+from scforge.estimators.folder_methods import check_prefix, device_of
+from scforge.estimators.foreign_methods import expected_of
+from scforge.estimators.front_classes import class_of_architecture
+from scforge.estimators.generation import generate_with
+from scforge.estimators.held_out import is_scored_by_labels, warn_of_undecided
+from scforge.estimators.interpretation import predicting
+from scforge.estimators.perturbing import USUAL_CELLS, check_activated, lowest_fdr, starting
+from scforge.estimators.reference import (
+    UNASSIGNED,
+    own_cells,
+    weighted_vote,
+    with_batches_of,
+    with_room,
+)
+from scforge.estimators.registries import bare_registry
+from scforge.estimators.saving import load_weights, read_adata, read_folder
+from scforge.estimators.shape_check import shapes_of
+from scforge.estimators.sharing import load_found, push_model
 from scforge.estimators.spec import ModelSpec, named_options
-from scforge.estimators.task_methods import TaskMethods
+from scforge.estimators.task_methods import NAME, options_of
 from scforge.estimators.training_run import run_training
 from scforge.estimators.tuning import Tuning
 from scforge.estimators.vocabulary import n_top_genes_of, needed_statistics, vocab_of_adata, vocab_of_cells
+from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, merge_lora, merged
+from scforge.finetuning.base import EvaluationContext, Predictor, Task
+from scforge.finetuning.held_out import CellMarks, fingerprints
+from scforge.finetuning.labels import check_key, text_labels
+from scforge.finetuning.splits import Split
+
+from scforge.foreign.base import Foreign, read_checkpoint
+from scforge.hub.finding import find_model, is_registry_name
+from scforge.insilico.attention import attention_between_genes
+from scforge.insilico.gene_embeddings import contextual_gene_embeddings, input_gene_embeddings
+from scforge.insilico.imputation import knows_zeros, predict_counted, predict_uncounted
+from scforge.insilico.screening import Perturbation, centroid, screen, with_rates
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import TOKENIZERS, Tokenizer
 from scforge.training.checkpoint import SavingError
 from scforge.training.datamodule import CellDataModule
+from scforge.training.devices import is_sharded
 from scforge.training.objectives.base import OBJECTIVES, Objective, get_objective
 from scforge.training.plan import NotFiniteError, TrainingPlan
+from scforge.training.predict import embed
 
 if TYPE_CHECKING:
+    from scforge.foreign.geneformer import Dictionary
     import pandas as pd
+    import torch
     from anndata import AnnData
 
-__all__ = ["Encoder"]
+    from scforge.data.cells import Cells
+    from scforge.estimators.base import CellModel
+    from scforge.eval.base import Entry
+    from scforge.eval.report import Report
+    from scforge.tokenizers.base import Tokenizer
+    from scforge.training.datamodule import CellDataModule
+    from scforge.training.objectives.base import Objective
+
+
+logger = logging.getLogger("scforge")
 
 _OF_DATA_AND_PLAN = (
     *("datamodule", "max_tokens_per_batch", "validation_size", "num_threads"),
@@ -64,9 +132,7 @@ _OF_OTHERS = {
 """Arguments that users of scvi-tools, and of Lightning, try, and what to do here."""
 
 
-class Encoder(
-    TaskMethods, ReferenceMethods, InterpretationMethods, GenerationMethods, SharingMethods, ForeignMethods, CellModel
-):
+class Encoder(CellModel):
     """Train an architecture on single cells and embed cells with it.
 
     Parameters
@@ -396,6 +462,1952 @@ class Encoder(
         objective.learn_from(self.module)
         data.bind(self._tokenizer, objective, first_epoch=self.n_epochs_, cells=self._open(data.cells))
         return data
+
+    def learned_labels_of(self, cells: Cells) -> np.ndarray:
+        """Return which cells' labels the model learned from, in any fine-tuning that led to it.
+
+        Cells are known again by their counts; where other genes are measured than in the fine-tuning, by their names.
+
+        Parameters
+        ----------
+        cells
+            Cells over the genes of the model, as from :meth:`cells`.
+
+        Returns
+        -------
+        Bool, shape (N,).
+
+        Warns
+        -----
+        ScforgeWarning
+            If genes and names are missing, so that cells of a fine-tuning may not be known again.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> learned = annotator.learned_labels_of(annotator.cells())
+        >>> learned.shape, bool(learned.all())
+        ((800,), False)
+        """
+        learned = self._learned
+        if learned is None:
+            return np.zeros(len(cells), dtype=bool)
+        marks = CellMarks.of(cells)
+        warn_of_undecided(marks.undecided(learned))
+        return marks.among(learned)
+
+    @property
+    def _learned(self) -> CellMarks | None:
+        """Marks of all cells whose labels the model learned from; None if there are none."""
+        if self._seen is None:
+            return None
+        learned: CellMarks = self._seen.learned
+        task = self.spec.build_objective()
+        if isinstance(task, Task) and task.learns_labels:
+            learned = learned.union(self._seen.trained)
+        return learned if len(learned) else None
+
+    def _rows_of_split(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the cells to train and to validate on, of a model with a task."""
+        if self.spec.tuning is None:
+            return {}
+        if options.get("validation_size") is not None:
+            raise OptionError("validation_size was chosen by finetune, and stays; leave it out.")
+        split = self._known_split()
+        if split is None:
+            raise DataError("the cells are not those of the fine-tuning, or not all of them; call finetune(adata=...).")
+        return {"train_rows": split.train, "validation_rows": split.validation}
+
+    def _learn_from_others(self, data: CellDataModule) -> None:
+        """Remember the cells of a data module that a fine-tuned model is trained on.
+
+        Raises
+        ------
+        OptionError
+            If its evaluation is about some of them.
+        """
+        if self._seen is None:
+            return
+        marks = CellMarks.of(self._open(data.cells))
+        learned = np.concatenate([data.train_rows, data.validation_rows])
+        if n_tested := int(self._seen.tested(marks.numbers)[learned].sum()):
+            raise OptionError(
+                f"datamodule has {n_tested} cells that the fine-tuning held out for testing; leave these out of "
+                "train_rows and validation_rows, or call finetune again."
+            )
+        if self.spec.build_objective().learns_labels:
+            self._seen = self._seen.with_learned(marks.take(learned))
+
+    def _rows_to_score(self, cells: Cells, *, within: bool) -> tuple[np.ndarray, Split | None]:
+        """Return the rows of cells that the model did not learn from; and their split, if these are its cells."""
+        if self._seen is None:
+            return np.arange(len(cells)), None
+        marks = CellMarks.of(cells)
+        split = self._seen.split_of(marks.numbers)
+        of_others = self._seen.learned if is_scored_by_labels(self.spec.build_objective()) else CellMarks.none()
+        learned, unclear = marks.among(of_others), marks.undecided(of_others)
+        if split is not None and (within or len(marks) == len(self._seen.numbers)):
+            if not len(split.test):
+                # load_query_data has no test_size.
+                more = "" if self.spec.tuning.base.get("reference") else ", or test_size=0.1"
+                raise OptionError(f"the fine-tuning held no cells out for testing; pass other cells{more}.")
+            rows = split.test[~learned[split.test]]
+            n_learned, n_all, what = int(learned[split.test].sum()), len(split.test), "cells held out for testing"
+        else:
+            learned |= marks.among(self._seen.trained)
+            unclear |= marks.undecided(self._seen.trained)
+            rows = np.flatnonzero(self._seen.tested(marks.numbers) & ~learned if within else ~learned)
+            n_learned, n_all, what = int(learned.sum()), len(learned), "cells"
+        if not len(rows):
+            raise OptionError(
+                f"the model learned from {n_learned} of these {n_all} {what}, and none is left; "
+                "pass cells that it did not see."
+            )
+        if n_learned:
+            warn(f"The model learned from {n_learned} of the {n_all} {what}; they are not scored.")
+        warn_of_undecided(unclear[rows])
+        return rows, split
+
+    def _known_split(self) -> Split | None:
+        """Return the split of the fine-tuning; None where the model does not have those cells."""
+        source = self.adata if self._data is None else self._data.cells
+        if self._seen is None or source is None:
+            return None
+        return self._seen.split_of(fingerprints(self._open(source)))
+
+    _base: Encoder | None = None
+
+    def finetune(
+        self,
+        task: str | Mapping[str, Any],
+        adata: AnnData | str | os.PathLike[str] | None = None,
+        *,
+        labels_key: str | None = None,
+        batch_key: str | None = None,
+        validation_size: float = 0.1,
+        test_size: float = 0.1,
+        split_by: str | None = None,
+        split_key: str | None = None,
+        freeze: bool | int = False,
+        lora: bool | Mapping[str, Any] = False,
+        head: Mapping[str, Any] | None = None,
+        max_epochs: int | None = None,
+        seed: int | None = None,
+        **options: Any,
+    ) -> Encoder:
+        """Train a copy of the model, with a head for a task.
+
+        Parameters
+        ----------
+        task
+            Name of a registered task (``scforge.finetuning.list_tasks()``), or a dict with ``name`` and its options.
+        adata
+            Cells to learn from, as for :meth:`get_latent_representation`; None for those of the training.
+        labels_key, batch_key
+            Columns of obs; None for those of ``setup_anndata``.
+        validation_size, test_size
+            Shares of the cells that choose the best epoch, and that the model never sees until :meth:`evaluate`.
+        split_by
+            Column of obs with groups, such as donors, that are held out as a whole; None splits by cell, each class
+            keeping its share.
+        split_key
+            Column of obs that says ``"train"``, ``"validation"`` or ``"test"``, in place of a random split.
+        freeze
+            True trains the head alone, a number leaves the embeddings and so many layers as they are.
+        lora
+            True, or a dict of ``r``, ``alpha``, ``dropout``, ``targets`` and ``use_dora``: train low-rank adapters in
+            place of the weights, see :func:`scforge.finetuning.lora_options`.
+        head
+            Options of the head, ``hidden_dim`` and ``dropout``.
+        max_epochs
+            Most epochs; None chooses by task and number of cells.
+        seed
+            Seed of split, head and order; None for that of the model.
+        **options
+            Options of the task, and of :meth:`train`, e.g. ``lr``, ``layer_lr_decay``, ``gradual_unfreezing``,
+            ``precision``, ``checkpoint_dir``.
+
+        Returns
+        -------
+        The fine-tuned model; this one stays as it is.
+
+        Raises
+        ------
+        OptionError
+            If an argument cannot be used.
+        DataError
+            If the columns cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> annotator.spec.tuning.task, model.spec.tuning is None
+        ('annotation', True)
+        """
+        if not self.is_trained_:
+            warn("The model is not trained; fine-tuning begins with random weights.", NotTrainedWarning)
+        tuned = finetune(
+            self,
+            task,
+            adata,
+            labels_key=labels_key,
+            batch_key=batch_key,
+            validation_size=validation_size,
+            test_size=test_size,
+            split_by=split_by,
+            split_key=split_key,
+            freeze=freeze,
+            lora=lora,
+            head=head,
+            seed=seed,
+            options=options,
+        )
+        tuned.train(max_epochs, **options)
+        return tuned
+
+    def predict(
+        self,
+        adata: AnnData | Cells | str | os.PathLike[str] | None = None,
+        *,
+        key_added: str | None = None,
+        batch_size: int = 256,
+        **options: Any,
+    ) -> Any:
+        """Predict with a fine-tuned model, and write the outcome into `adata`.
+
+        Parameters
+        ----------
+        adata
+            Cells, as for :meth:`get_latent_representation`; None for those of the fine-tuning.
+        key_added
+            Where to write, in place of the usual names.
+        batch_size
+            Cells a batch.
+        **options
+            Options of the task, e.g. ``threshold`` and ``majority_voting`` of ``"annotation"``.
+
+        Returns
+        -------
+        What the task predicts, most often a data frame with one row a cell.
+
+        Raises
+        ------
+        OptionError
+            If the model was not fine-tuned, or an argument cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> list(annotator.predict(threshold=0.2))
+        ['label', 'confidence', 'entropy']
+        >>> bool(adata.obs["scforge_cell_type"].notna().all())
+        True
+        """
+        task = self._task("predict")
+        if key_added is None and self._obsm_key == QUERY_KEY:
+            key_added = QUERY_KEY
+        check_options("option of predict", self.spec.tuning.task, options, options_of(task.predict))
+        source = self._source(adata)
+        predictor = self._predictor(self._open(source), batch_size)
+        return task.predict(predictor, source if isinstance(source, AnnData) else None, key_added=key_added, **options)
+
+    def evaluate(
+        self,
+        adata: AnnData | Cells | str | os.PathLike[str] | None = None,
+        *,
+        benchmarks: Entry | Sequence[Entry] | None = None,
+        baselines: bool | Sequence[int | str] = True,
+        base: Encoder | None = None,
+        key_added: str = "metrics",
+        batch_size: int = 256,
+        seed: int = 0,
+        **options: Any,
+    ) -> pd.DataFrame | Report:
+        """Score the model beside baselines: the predictions of a fine-tuned one, or the embedding.
+
+        Without `benchmarks` a fine-tuned model is scored by its task, beside baselines that learned from the same
+        cells. With them, and of a model without a task, the embedding is scored, beside those of baselines on the same
+        cells (:func:`~scforge.estimators.evaluate_embeddings`). ``gene_network`` scores the gene embeddings, and
+        ``generation`` cells that the model generates.
+
+        Parameters
+        ----------
+        adata
+            Cells with the answer; None for those of the training, of a fine-tuned model those that the fine-tuning held
+            out (``test_size``). Of the cells of the fine-tuning only these are scored, also where the cells are given.
+        benchmarks
+            Names (:func:`scforge.eval.list_benchmarks`), ``{name: {option: value}}`` or benchmarks that score the
+            embedding. None scores the task; where there is none, ``cell_type_probe``, ``scib`` and ``geometry``.
+        baselines
+            Compute baselines; those of a task need the cells of the fine-tuning. For embeddings they may be named, e.g.
+            ``["pca", "scvi"]``.
+        base
+            The model before fine-tuning, for the baseline of its frozen embedding; None takes the one that
+            :meth:`finetune` was called on, where that is in memory.
+        key_added
+            Key in ``adata.uns["scforge"]`` for the table; further tables get ``<key_added>_<table>``.
+        batch_size
+            Cells a batch.
+        seed
+            Seed of what is random in baselines of a task.
+        **options
+            For benchmarks: ``labels_key``, ``batch_key``, ``groups_key``, ``seeds``, ``intervals``, ``untrained``,
+            ``obsm_keys``, ``title`` and ``progress_bar``; ``network`` and ``gene_key`` for ``gene_network``
+            (:func:`~scforge.estimators.evaluate_models`).
+
+        Returns
+        -------
+        For a task one row a method, ``"scforge"`` first, one column a figure. For embeddings the
+        :class:`~scforge.eval.Report`.
+
+        Raises
+        ------
+        OptionError
+            If there are no held-out cells, or an option is unknown.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> table = annotator.evaluate()
+        >>> table.index[0], "accuracy" in table
+        ('scforge', True)
+        """
+        if benchmarks is not None or self.spec.tuning is None:
+            check_options("option of evaluate", "the embedding", options, OPTIONS)
+            if seed != 0 or base is not None:
+                given = f"seed={seed!r}" if seed != 0 else "base"
+                raise OptionError(f"{given} is for the task of a fine-tuned model; give benchmarks seeds=(0, 1, 2).")
+            source = self._source(adata)
+            if not isinstance(source, AnnData):
+                raise OptionError("adata must be an AnnData where an embedding is scored; read the cells first.")
+            return evaluate_models(
+                {NAME: self},
+                source,
+                benchmarks=benchmarks,
+                baselines=baselines,
+                batch_size=batch_size,
+                key_added=key_added,
+                **options,
+            )
+        check_options("option of evaluate", f"the task {self.spec.tuning.task!r}", options, [])
+        task = self._task("evaluate")
+        task.check_evaluate()
+        beside = check_bool("baselines", baselines)
+        check_seed(seed)
+        own = self.adata if self._data is None else self._data.cells
+        source = self._source(adata)
+        cells = self._open(source)
+        rows, split = self._rows_to_score(cells, within=source is own)
+        if split is not None:
+            own = source  # the cells of the fine-tuning, maybe in another object
+        elif own is not None and source is not own:
+            split = self._known_split()
+        base = self._base if base is None else base
+        train = None
+        if own is not None and split is not None:
+            train = self._predictor(self._open(own), batch_size)
+        elif beside:
+            warn("The cells of the fine-tuning are not at hand, so there are no baselines; load the model with them.")
+        # Baselines see all genes that the cells to score and those of the fine-tuning were opened over.
+        genes = None if isinstance(source, AnnData | str | os.PathLike) else source.vocab
+        whole = None if train is None else self._over_all_genes(own, genes)
+        context = EvaluationContext(
+            predictor=self._predictor(cells, batch_size),
+            rows=rows,
+            train=train,
+            train_rows=None if split is None or train is None else split.train,
+            base=None if base is None else base._predictor(base._open(source), batch_size),
+            base_train=None if base is None or train is None else base._predictor(base._open(own), batch_size),
+            cells=cells if whole is None else whole if source is own else self._over_all_genes(source, whole.vocab),
+            train_cells=whole,
+            baselines=beside and train is not None,
+            seed=seed,
+        )
+        evaluated = task.evaluate(context)
+        if isinstance(source, AnnData):
+            tables = {f"{key_added}_{name}": table for name, table in evaluated.tables.items()}
+            source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key_added: evaluated.metrics, **tables}
+        return evaluated.metrics
+
+    def _own_task(self) -> Task | None:
+        """Return the task that the model predicts without fine-tuning, by heads of its architecture; None for none."""
+        return None
+
+    def _task(self, method: str) -> Task:
+        """Return the task, or raise if there is none."""
+        if self.spec.tuning is None:
+            raise OptionError(f'the model has no task, so it cannot {method}; call model.finetune("annotation") first.')
+        if not self.is_trained_ and method != "finetune":
+            warn("The model is not trained; its predictions are random.", NotTrainedWarning)
+        task = self.spec.build_objective()
+        assert isinstance(task, Task)
+        return task
+
+    def _predictor(self, cells: Cells, batch_size: int) -> Predictor:
+        check_count("batch_size", batch_size, "cells")
+        return Predictor(self.module, self.tokenizer, self.spec.build_objective(), cells, batch_size)
+
+    def _over_all_genes(self, source: Any, vocab: GeneVocab | None) -> Cells:
+        """Open cells over these genes (None: all of an AnnData, else those of the model), for baselines."""
+        if vocab is not None:
+            return self._open(source, vocab=vocab, min_overlap=0.0)
+        return self._open(source, vocab=None) if isinstance(source, AnnData) else self._open(source)
+
+    def _calibrate(self, data: CellDataModule, *, after_failure: bool = False) -> None:
+        """Let the task adapt its head to validation cells; after a failure, what fails here is no more than told."""
+        if self.spec.tuning is None or not len(data.validation_rows) or not self.is_trained_:
+            return
+        if is_sharded(self.module):  # the first process alone has the whole model
+            return
+        task = self.spec.build_objective()
+        task.bind(data.bound, data.train_rows)
+        predictor = Predictor(self.module, self.tokenizer, task, data.bound)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                task.calibrate(predictor, data.validation_rows)
+        except Exception as error:
+            if not after_failure:
+                raise
+            said = f"the confidence of the model could not be calibrated: {first_line(error)}"
+            warn(said)
+
+    def save_adapter(self, dir_path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Save what fine-tuning with ``lora`` has learned: the adapters and the head, 0.2 to 0.4 MB of a light encoder.
+
+        Parameters
+        ----------
+        dir_path
+            Folder to make. It appears whole or not at all.
+        overwrite
+            Replace the model in a folder that exists; files that are not of scforge stay.
+
+        Raises
+        ------
+        OptionError
+            If the model has no adapters.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> annotator.save_adapter("blood_adapter", overwrite=True)
+        >>> again = scforge.models.Encoder.load_adapter(model, "blood_adapter", adata)
+        >>> again.predict()["label"].equals(annotator.predict()["label"])
+        True
+        """
+        self._task("save_adapter")
+        save_adapter(self, dir_path, overwrite=overwrite)
+
+    @classmethod
+    def load_adapter(
+        cls, base: Encoder, dir_path: str | os.PathLike[str], adata: AnnData | None = None, *, share: bool = True
+    ) -> Encoder:
+        """Put adapters and a head that :meth:`save_adapter` wrote on the model that they were trained on.
+
+        Parameters
+        ----------
+        base
+            The model that was fine-tuned.
+        dir_path
+            The folder.
+        adata
+            Data to go on with.
+        share
+            Use the weights of `base` in place of a copy, so that many adapters on one base take no more memory.
+
+        Returns
+        -------
+        The fine-tuned model.
+
+        Raises
+        ------
+        MissingFileError, ModelFileError
+            If the folder cannot be used, or was made with another base.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> annotator.save_adapter("blood_adapter", overwrite=True)
+        >>> again = scforge.models.Encoder.load_adapter(model, "blood_adapter", adata)
+        >>> again.spec.tuning.task
+        'annotation'
+        """
+        return read_settled(dir_path, lambda: load_adapter(cls, base, dir_path, adata, share=share))
+
+    def merge_adapter(self) -> None:
+        """Add the adapters to the weights: the same predictions, at the cost of a model without adapters.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> before = annotator.predict()["label"]
+        >>> annotator.merge_adapter()
+        >>> annotator.predict()["label"].equals(before)
+        True
+        """
+        self._task("merge_adapter")
+        if not has_lora(self.backbone):
+            raise OptionError("the model has no adapters to merge; fine-tune with lora=True.")
+        merge_lora(self.backbone)
+        self.backbone.requires_grad_(True)
+        self._spec = replace(self._spec, tuning=replace(self._spec.tuning, lora=None))
+
+    @contextmanager
+    def adapter_disabled(self) -> Iterator[None]:
+        """Compute as before fine-tuning, without the adapters, e.g. ``with annotator.adapter_disabled(): ...``.
+
+        Yields
+        ------
+        Nothing; the adapters are back when the block ends.
+
+        Raises
+        ------
+        OptionError
+            If the model has no adapters.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
+        >>> with annotator.adapter_disabled():
+        ...     before = annotator.get_latent_representation()
+        >>> bool((before == model.get_latent_representation()).all())
+        True
+        """
+        if not has_lora(self.backbone):
+            raise OptionError("the model has no adapters to disable; fine-tune with lora=True.")
+        with adapters_disabled(self.backbone):
+            yield
+
+    @classmethod
+    def load_query_data(
+        cls,
+        query: Source,
+        reference_model: Encoder | str | os.PathLike[str],
+        *,
+        batch_key: str | None = None,
+        lora: bool | Mapping[str, Any] = True,
+        validation_size: float = 0.1,
+        seed: int | None = None,
+    ) -> Encoder:
+        """Return a model of query cells that has the weights of a reference model and embeds them as it does.
+
+        No training is needed. With a reference of ``neighbor_denoising``, the default, ``train()`` leaves the encoder
+        as it is, so the embedding stays comparable with the one that the reference model wrote. It learns nothing but
+        vectors of the query's new batches in the decoder, as in scArches (Lotfollahi et al. 2022, Nature Biotechnology
+        40, 121-130).
+
+        Other objectives, and references that were fine-tuned for ``"integration"``, have to adapt the encoder:
+        ``train()`` fits adapters to the query, and the embedding leaves the space of the reference. It is then written
+        to ``obsm["X_scforge_query"]``, a warning says so, and the reference has to be embedded again by the query
+        model.
+
+        A batch of the query that is called as one of the reference is taken for that one, which is logged.
+
+        Parameters
+        ----------
+        query
+            Cells, as for :meth:`get_latent_representation`. Genes are matched by name, and the share of the model's
+            genes that were found is logged; labels are not needed.
+        reference_model
+            A trained model, or one that was fine-tuned for ``"integration"``, or its folder. It is never changed.
+        batch_key
+            Column of obs with the batches of the query; None for that of its set-up, or else of the reference. For
+            references whose decoder is told batches.
+        lora
+            Options of the adapters, see :meth:`finetune`; of no use where the encoder stays as it is.
+        validation_size
+            Share of the query that chooses the best epoch.
+        seed
+            Seed of that choice and of the adapters; None for that of the reference.
+
+        Returns
+        -------
+        The query model. It saves, loads and goes on training as others do.
+
+        Raises
+        ------
+        GeneMismatchError
+            If the query has too few genes of the reference.
+        DataError
+            If the query has no column `batch_key`.
+        OptionError
+            If the reference was fine-tuned for a task that needs labels, or an argument cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:200, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> query = scforge.datasets.pbmc3k()[200:260, :300].copy()
+        >>> query_model = scforge.models.Encoder.load_query_data(query, model)
+        >>> query_model.get_latent_representation().shape
+        (60, 32)
+        """
+        reference = cls.load(reference_model) if isinstance(reference_model, str | os.PathLike) else reference_model
+        if not isinstance(reference, cls):
+            raise OptionError(
+                f"reference_model is of type {type(reference_model).__name__!r}; pass an {cls.__name__} or its folder."
+            )
+        if not reference.is_trained_:
+            raise OptionError("reference_model is not trained; train it, or load one that is.")
+        tuning = reference.spec.tuning
+        if tuning is not None and tuning.task not in ("adaptation", "integration"):
+            raise OptionError(
+                f"reference_model was fine-tuned for {tuning.task!r}, which needs labels to train; call its predict "
+                "with the query, or pass the model before that fine-tuning."
+            )
+        integrated = tuning is not None and tuning.task == "integration"
+        aim: Any = reference.spec.build_pretraining()
+        stays = aim.maps_queries and not integrated
+        if isinstance(lora, Mapping) if stays else not lora:
+            why = f"{reference.spec.objective!r} leaves the encoder as it is" if stays else "nothing is left to train"
+            raise OptionError(f"lora={lora!r} is of no use, as {why}; leave it out.")
+        known = tuning.task_options if integrated else aim.config() if stays else {}
+        if batch_key is not None and not known.get("batches"):
+            raise OptionError(
+                f"batch_key={batch_key!r} is of no use for a reference whose decoder is told no batches; leave it out, "
+                "or integrate the reference first: setup_anndata(batch_key=...) before it is made, or "
+                'reference.finetune("integration", batch_key=...).'
+            )
+        source = reference._source(query)
+        cells = reference._open(source)
+        found: dict[str, Any] = {}
+        if known.get("batches"):
+            setup = reference._setup_of(source) if isinstance(source, AnnData) else None
+            key = batch_key or (setup or {}).get("batch_key") or known["batch_key"]
+            # Cells can be mapped without a batch; they are decoded in the mean of all.
+            if batch_key is not None or integrated or (cells.obs is not None and key in cells.obs):
+                found = with_batches_of(cells, key, known["batches"])
+        base, task = reference, dict[str, Any](name="adaptation")
+        if integrated:
+            task = {"name": "integration", **known, **found, "n_reference": len(known["batches"])}
+        elif stays:
+            base = with_room(reference, found) if found else reference
+            task["n_reference"] = len(known["batches"] or [])
+        model: Encoder = finetune(
+            base,
+            task,
+            source,
+            labels_key=None,
+            batch_key=None,
+            validation_size=validation_size,
+            test_size=0.0,
+            split_by=None,
+            split_key=None,
+            freeze=stays,
+            lora=False if stays else lora,
+            head=None,
+            seed=seed,
+            options={},
+        )
+        if integrated:
+            head: Any = model.module.head
+            head.take_over(reference.module.head, known["batches"])
+        made = model.spec.tuning
+        assert made is not None
+        digest = digest_of(merged(reference.backbone))  # not that of the copy with room for batches
+        model._spec = replace(model.spec, tuning=replace(made, base={**made.base, "sha256": digest, "reference": True}))
+        model.is_trained_, model._base = True, reference
+        logger.info(
+            "The query has %.1f %% of the genes of the reference model, and %.1f %% of its counts lie in them.",
+            100 * cells.overlap,
+            100 * cells.counts_kept,
+        )
+        return model
+
+    def transfer_labels(
+        self,
+        query: Source | None = None,
+        *,
+        labels_key: str | None = None,
+        n_neighbors: int = 50,
+        key_added: str | None = None,
+        threshold: float | None = None,
+        reference: Encoder | Source | None = None,
+        batch_size: int = 256,
+    ) -> pd.DataFrame:
+        """Give each query cell the label of the reference cells around it.
+
+        Each of the `n_neighbors` nearest reference cells votes with the weight ``exp(-d^2 / (2 s^2))``, with d its
+        distance and s the mean distance of the neighbours. The uncertainty is one minus the share of the winning label,
+        as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130). Its kernel is another one:
+        ``exp(-d (std / 2)^2)``, with the standard deviation of the distances, hardly tells neighbours apart where an
+        embedding has small numbers; the one here does not depend on their unit. This model embeds both, reference and
+        query, so that distances are within one space. Writes ``obs["scforge_<labels_key>_transferred"]`` (categories)
+        and ``obs["scforge_<labels_key>_transferred_uncertainty"]`` (float32), apart from what :meth:`predict` writes.
+
+        Parameters
+        ----------
+        query
+            Cells to label, as for :meth:`get_latent_representation`; None for those of a model that
+            :meth:`load_query_data` made. Labels that they have are not looked at.
+        labels_key
+            Column of obs of the reference with the labels; None for that of ``setup_anndata``. Reference cells without
+            label do not vote.
+        n_neighbors
+            Reference cells that vote; fewer where there are fewer.
+        key_added
+            Name of the column, in place of ``"scforge_<labels_key>_transferred"``; the other is called
+            ``"<key_added>_uncertainty"``.
+        threshold
+            Cells of higher uncertainty are called ``"unassigned"``. Cells of a class that the reference does not have
+            are more uncertain only where they lie between its classes.
+        reference
+            The labelled cells, or a model that has them. None: those that this model was trained on, or of a query
+            model those of its reference.
+        batch_size
+            Cells a batch.
+
+        Returns
+        -------
+        Columns ``label`` and ``uncertainty``, one row a cell.
+
+        Raises
+        ------
+        DataError
+            If the reference has no such column, or fewer than two labels.
+        OptionError
+            If reference or query are not at hand, or an argument cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:200, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> query = scforge.datasets.pbmc3k()[200:260, :300].copy()
+        >>> list(model.transfer_labels(query))
+        ['label', 'uncertainty']
+        >>> "scforge_cell_type_transferred_uncertainty" in query.obs
+        True
+        """
+        check_count("n_neighbors", n_neighbors, "cells")
+        check_count("batch_size", batch_size, "cells")
+        if threshold is not None:
+            check_share("threshold", threshold)
+        if key_added is not None:
+            check_key("key_added", key_added)
+        is_query = self.spec.tuning is not None and self.spec.tuning.base.get("reference", False)
+        if query is None and not is_query:
+            raise OptionError("query=None, but the model was not made by load_query_data; pass the cells to label.")
+        source = self._source(query)
+        owner = reference if isinstance(reference, type(self)) else self._base if is_query else self
+        labels_key = labels_key or (owner or self)._setup.get("labels_key")
+        if labels_key is None:
+            raise OptionError("labels_key=None, but the reference was set up without labels; name a column of its obs.")
+        given = owner is not reference and reference is not None
+        opener = self if owner is reference else owner or self
+        reference_cells = opener._open(opener._source(reference) if given else own_cells(owner))
+        labels = text_labels(reference_cells.column(labels_key), key=labels_key)
+        rows = np.flatnonzero(labels.codes >= 0)
+        if len(np.unique(labels.codes[rows])) < 2:
+            raise DataError(
+                f"labels_key={labels_key!r} has fewer than two labels among the reference cells, so there is nothing "
+                "to tell apart; choose another column."
+            )
+        landmarks = self._predictor(reference_cells, batch_size).embedding(rows)
+        cells = self._open(source)
+        embedding = self._predictor(cells, batch_size).embedding()
+        votes = weighted_vote(landmarks, np.asarray(labels.codes)[rows], embedding, len(labels.categories), n_neighbors)
+        winner = votes.argmax(axis=1)
+        uncertainty = (1.0 - votes[np.arange(len(votes)), winner]).clip(0.0, 1.0).astype(np.float32)
+        names = np.array(labels.categories, dtype=object)
+        found = names[winner]
+        categories = list(names)
+        if threshold is not None:
+            found = np.where(uncertainty > threshold, UNASSIGNED, found)
+            categories += [UNASSIGNED] if UNASSIGNED not in categories else []
+        adata = source if isinstance(source, AnnData) else None
+        index = pd.RangeIndex(len(found)) if adata is None else adata.obs_names
+        table = pd.DataFrame(
+            {"label": pd.Categorical(found, categories=categories), "uncertainty": uncertainty}, index=index
+        )
+        if adata is not None:
+            key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
+            adata.obs[key] = table["label"]
+            adata.obs[f"{key}_uncertainty"] = table["uncertainty"]
+        return table
+
+    def get_gene_embeddings(
+        self,
+        adata: Source | None = None,
+        *,
+        contextual: bool = False,
+        layer: int = -1,
+        max_cells: int = 10_000,
+        seed: int = 0,
+        batch_size: int = 256,
+        key_added: str | None = "X_scforge_genes",
+    ) -> pd.DataFrame:
+        """Return a vector for each gene that the model knows.
+
+        Parameters
+        ----------
+        adata
+            Cells whose genes are given vectors, and with `contextual` whose tokens these are means of; None for those
+            of the training, if the model has them.
+        contextual
+            False: what the model embeds the token of a gene by. True: the mean state of this token over the cells in
+            which it is one, after all layers.
+        layer
+            With `contextual`, the layer; -1 for the last.
+        max_cells
+            With `contextual`, cells to take, drawn at random.
+        seed
+            Seed of that draw.
+        batch_size
+            Cells a batch.
+        key_added
+            Key in ``adata.varm``; genes that the model does not know have NaN there. None writes nothing.
+
+        Returns
+        -------
+        Float32, shape (G, H), index: the genes of the model. With `contextual` NaN for genes that no cell expresses.
+
+        Raises
+        ------
+        OptionError
+            If the architecture has no states of tokens, or an argument cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> vectors = model.get_gene_embeddings()
+        >>> vectors.shape == (model.vocab.n_genes, 8)
+        True
+        >>> adata.varm["X_scforge_genes"].shape
+        (300, 8)
+        """
+        model = self
+        check_count("max_cells", max_cells, "cells")
+        check_count("batch_size", batch_size, "cells")
+        has_cells = adata is not None or model.adata is not None or model._data is not None
+        if check_bool("contextual", contextual):
+            source = ready(model, adata, "gene embeddings are")
+            some = model._open(source).sample(max_cells, seed=check_seed(seed))
+            vectors, _ = contextual_gene_embeddings(
+                model.backbone,
+                some,
+                model.tokenizer,
+                objective=model.spec.build_objective(),
+                batch_size=batch_size,
+                layer=layer,
+            )
+        else:
+            source = ready(model, adata, "gene embeddings are", needs_cells=has_cells)
+            vectors = input_gene_embeddings(model.backbone, model.tokenizer)
+        if key_added is not None and isinstance(source, AnnData):
+            columns = column_genes(model, source)
+            source.varm[key_added] = np.where((columns >= 0)[:, None], vectors[columns], np.float32(np.nan))
+        return pd.DataFrame(vectors, index=pd.Index(model.vocab.genes, dtype=str))
+
+    def get_attention(
+        self,
+        adata: Source | None = None,
+        *,
+        layer: int = -1,
+        heads: str | int = "mean",
+        top_k: int = 20,
+        min_cells: int = 3,
+        max_cells: int = 1000,
+        max_genes: int = 5000,
+        seed: int = 0,
+        batch_size: int = 32,
+        key_added: str | None = "scforge_attention",
+    ) -> sparse.csr_matrix:
+        """Return how much genes look at each other, as a sparse graph: a mean over cells.
+
+        Attention is no causal network. It says what the model reads where it computes the state of a gene.
+
+        Parameters
+        ----------
+        adata
+            Cells; None for those of the training.
+        layer
+            Layer; -1 for the last.
+        heads
+            ``"mean"`` or ``"max"`` over the heads, or the number of one.
+        top_k
+            Genes to keep for each gene: those it looks at most.
+        min_cells
+            Cells in which two genes must both be tokens.
+        max_cells
+            Cells to take, drawn at random.
+        max_genes
+            Genes to take at most, the most widely expressed; memory grows with its square.
+        seed
+            Seed of the draw.
+        batch_size
+            Cells a batch; fewer where they have many tokens, since weights take the square of that.
+        key_added
+            Key in ``adata.varp`` for the same over ``adata.var_names``. None writes nothing.
+
+        Returns
+        -------
+        Float32, shape (G, G), in the order of ``model.vocab.genes``: row i, column j is the attention of gene i to gene
+        j, a mean over the cells in which both are tokens, without what genes pay to themselves.
+
+        Raises
+        ------
+        OptionError
+            If the architecture has no attention, or an argument cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> sizes = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2}
+        >>> model = scforge.models.Encoder(adata, "transformer_encoder", **sizes)
+        >>> model.train(1, progress_bar=False)
+        >>> graph = model.get_attention(top_k=3)
+        >>> graph.shape == (model.vocab.n_genes, model.vocab.n_genes)
+        True
+        >>> adata.varp["scforge_attention"].shape
+        (300, 300)
+        """
+        model = self
+        counts = {"max_cells": max_cells, "batch_size": batch_size, "min_cells": min_cells}
+        for name, value in counts.items():
+            check_count(name, value, "cells")
+        for name, value in {"top_k": top_k, "max_genes": max_genes}.items():
+            check_count(name, value, "genes")
+        source = ready(model, adata, "attention is")
+        some = model._open(source).sample(max_cells, seed=check_seed(seed))
+        graph = attention_between_genes(
+            model.backbone,
+            some,
+            model.tokenizer,
+            objective=model.spec.build_objective(),
+            layer=layer,
+            heads=heads,
+            top_k=top_k,
+            min_cells=min_cells,
+            max_genes=max_genes,
+            batch_size=batch_size,
+        )
+        if key_added is not None and isinstance(source, AnnData):
+            source.varp[key_added] = written_over_columns(graph, column_genes(model, source), both=True)
+        return graph
+
+    def impute(
+        self,
+        adata: Source | None = None,
+        *,
+        genes: Sequence[str] | None = None,
+        seed: int = 0,
+        batch_size: int = 256,
+        key_added: str | None = "imputed",
+    ) -> pd.DataFrame:
+        """Predict the expression of genes where a cell has no counts of them, measured or not.
+
+        For models of ``masked_value_prediction`` and ``masked_diffusion``. All counted genes of a cell are seen. Values
+        are in the unit of those of the tokenizer: log1p CP10K for ``continuous_projection`` and ``rank_value``, counts
+        with ``transform="counts"``, numbers of bins for ``binned_expression``.
+
+        Parameters
+        ----------
+        adata
+            Cells; None for those of the training.
+        genes
+            Genes to predict; None for all that the model knows.
+        seed
+            Seed of which genes are asked about together.
+        batch_size
+            Cells a batch.
+        key_added
+            Key in ``adata.layers``: the same over ``adata.var_names``, dense, NaN for genes that were not asked for or
+            that the model does not know. None writes nothing.
+
+        Returns
+        -------
+        Float32, shape (N, number of genes), counted genes with their value; four bytes a number.
+
+        Raises
+        ------
+        OptionError
+            If the model predicts no expression.
+        GeneMismatchError
+            If the model does not know a gene.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> sizes = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2, "expression_head": "value"}
+        >>> objective = {"name": "masked_value_prediction", "zero_targets": 1.0}
+        >>> model = scforge.models.Encoder(adata, "transformer_encoder", objective=objective, **sizes)
+        >>> model.train(1, progress_bar=False)
+        >>> model.impute(genes=["ISG15", "TNFRSF4"]).shape
+        (60, 2)
+        """
+        model = self
+        source, objective = predicting(model, adata, batch_size, seed)
+        if not knows_zeros(objective, model.tokenizer):
+            has_option = "zero_targets" in objective.option_names()
+            advice = (
+                "train with objective={'name': 'masked_value_prediction', 'zero_targets': 1.0} to tell both apart."
+                if has_option
+                else "get_normalized_expression, whose decoder learned from the zeros, too, tells both apart."
+            )
+            warn(
+                f"the model never saw a gene that is off among those it predicted{' (zero_targets=0)' * has_option}, "
+                f"so it predicts the value that a gene has where it is expressed; {advice}"
+            )
+        wanted = model.vocab.genes if genes is None else genes
+        numbers = gene_numbers(model, wanted, source=source)
+        values = predict_uncounted(
+            model.backbone,
+            model._open(source),
+            model.tokenizer,
+            objective,
+            numbers,
+            seed=seed,
+            batch_size=batch_size,
+        )
+        index = pd.RangeIndex(len(values))
+        if isinstance(source, AnnData):
+            index = source.obs_names
+            if key_added is not None:
+                place = np.full(model.vocab.n_genes + 1, -1)  # the last one: columns without a gene
+                place[numbers] = np.arange(len(numbers))
+                columns = place[column_genes(model, source)]
+                source.layers[key_added] = np.where(columns >= 0, values[:, columns], np.float32(np.nan))
+        return pd.DataFrame(values, index=index, columns=model.vocab.decode(numbers + model.vocab.n_special))
+
+    def denoise(
+        self,
+        adata: Source | None = None,
+        *,
+        n_folds: int = 5,
+        seed: int = 0,
+        batch_size: int = 256,
+        key_added: str | None = "denoised",
+    ) -> sparse.csr_matrix:
+        """Predict the expression of counted genes from the other genes of the cell.
+
+        For models of ``masked_value_prediction`` and ``masked_diffusion``. The genes are dealt into folds; those of
+        each are hidden in turn and predicted from the rest, so that no value is predicted from itself. Units are those
+        of :meth:`impute`; bins that are quantiles of a cell are those of its visible genes.
+
+        Parameters
+        ----------
+        adata
+            Cells; None for those of the training.
+        n_folds
+            Number of folds.
+        seed
+            Seed of which genes are in which fold.
+        batch_size
+            Cells a batch.
+        key_added
+            Key in ``adata.layers``: the same over ``adata.var_names``. None writes nothing.
+
+        Returns
+        -------
+        Float32, shape (N, G), in the order of ``model.vocab.genes``, with an entry for each count.
+
+        Raises
+        ------
+        OptionError
+            If the model predicts no expression, or an argument cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> sizes = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2, "expression_head": "value"}
+        >>> model = scforge.models.Encoder(adata, "transformer_encoder", objective="masked_value_prediction", **sizes)
+        >>> model.train(1, progress_bar=False)
+        >>> denoised = model.denoise()
+        >>> denoised.shape == (60, model.vocab.n_genes)
+        True
+        """
+        model = self
+        check_count("n_folds", n_folds, "folds", least=2)
+        source, objective = predicting(model, adata, batch_size, seed)
+        values = predict_counted(
+            model.backbone,
+            model._open(source),
+            model.tokenizer,
+            objective,
+            n_folds=n_folds,
+            seed=seed,
+            batch_size=batch_size,
+        )
+        if key_added is not None and isinstance(source, AnnData):
+            source.layers[key_added] = written_over_columns(values, column_genes(model, source), both=False)
+        return values
+
+    def perturb_in_silico(
+        self,
+        adata: Source | None = None,
+        genes: Sequence[str] | str | None = None,
+        mode: str = "delete",
+        *,
+        groups: str | None = None,
+        goal: Mapping[str, Any] | tuple[str, Any] | None = None,
+        start: Mapping[str, Any] | tuple[str, Any] | None = None,
+        combinations: bool | int = False,
+        max_cells: int = 1000,
+        n_permutations: int = 100,
+        untrained: bool = True,
+        seed: int = 0,
+        batch_size: int = 256,
+        key_added: str | None = "in_silico",
+    ) -> pd.DataFrame:
+        """Change the counts of genes in cells, and measure how far the embedding of the cells moves.
+
+        The idea is that of Geneformer (Theodoris et al. 2023). Counts are changed before they become tokens, so it
+        works with every tokenizer and architecture. ``"delete"`` sets a gene to 0 in the cells that express it.
+        ``"overexpress"`` makes it the highest gene of every cell (the first, where a tokenizer ranks; with
+        ``"entropy_ranked"`` as far as no more counts than the rest of the cell has make it so). ``"activate"`` gives
+        it, in cells without it, as many counts as is usual where it is expressed. The library size of a cell changes by
+        as many counts, as if they had been changed in the data; so a deletion gives the embedding of the same AnnData
+        with that count set to 0.
+
+        **What the p-values say.** Cells are no replicates here: one gene moves all cells alike, and every perturbation
+        moves them somewhat. So the null is that a gene does no more than other genes of like expression. For each gene,
+        `n_permutations` other genes of like mean expression are perturbed in the same way, each in up to 100 of the
+        cells that it applies to (a deletion: that express it). ``p_value`` is the share of them that shift the cells at
+        least as far, ``goal_p_value`` that of those that move them as far to one side, doubled; the gene itself counts
+        as one, so none is below ``1 / (n_permutations + 1)``. Where fewer genes are left than are tested
+        (``genes=None``), these are compared with each other: then p-values are ranks, no false discovery rate can be
+        small, and ``shift_z`` is what to sort by. The highest genes of all have no others like them, so that theirs
+        means less. Tokenizers that draw (``side="both"``, truncation by a sample) add their noise to all shifts.
+
+        **What they do not say.** Like mean expression is not a like dose: a gene that few cells express highly loses
+        more counts where it is deleted than one that all cells express weakly, and has a small p-value in a model with
+        random weights as well. ``shift_z_untrained`` is the z-score of the gene in such a model, with the same controls
+        and cells; only what stands above it was learned. And a gene that stands out alone cannot have an
+        ``fdr`` below the number of tests divided by ``n_permutations + 1`` (with a goal twice that); the table says how
+        low it can be in ``attrs["lowest_fdr"]``, and a warning where that is above 0.1.
+
+        Parameters
+        ----------
+        adata
+            Cells; None for those of the training. As for :meth:`get_latent_representation`.
+        genes
+            Names of genes that the model knows. None takes those that at least 1 % of the cells express, the 2,000 most
+            widely expressed at most.
+        mode
+            ``"delete"``, ``"overexpress"`` or ``"activate"``.
+        groups
+            Column of obs: perturb, and compare, within each group. Cells without a group are left out.
+        goal
+            A column of obs and a value, e.g. ``{"cell_type": "B"}``: also measure whether cells move towards the
+            mean direction of the cells with that value.
+        start
+            The same for the cells to perturb. None takes all, or with a goal all that are not there.
+        combinations
+            2 perturbs all pairs of `genes` (a deletion: where both are expressed; an activation: where neither is).
+        max_cells
+            Cells to perturb, drawn at random, in all or in each group; also those that the goal is the mean of.
+        n_permutations
+            Other genes to compare each with; 0 for no p-values.
+        untrained
+            Compute ``shift_z_untrained`` (and ``goal_z_untrained``), the z-scores of the same genes in the same
+            architecture with random weights. It takes as long again; False leaves it out.
+        seed
+            Seed of what is drawn.
+        batch_size
+            Cells a batch.
+        key_added
+            Key in ``adata.uns["scforge"]`` for the table (``"results"``) and what it was made with. None writes
+            nothing.
+
+        Returns
+        -------
+        One row a gene (or pair: ``gene``, ``gene_2``) and group, by falling shift (with a goal, by falling goal
+        shift). ``n_cells``: cells it was perturbed in. ``shift``, ``shift_sd``: mean and standard deviation over these
+        of 1 - the cosine between the embedding before and after; NaN without cells. ``shift_z``: the shift in standard
+        deviations of the compared genes, NaN in fewer than 3 cells. ``shift_z_untrained``: as above. ``p_value``,
+        ``fdr``: as above, and by Benjamini and Hochberg over all rows.
+        With a goal ``goal_shift`` (change of the cosine to the goal; above 0 is closer), ``goal_shift_sd``,
+        ``goal_z``, ``goal_z_untrained``, ``goal_p_value`` and ``goal_fdr``.
+
+        Raises
+        ------
+        GeneMismatchError
+            If the model does not know a gene.
+        DataError
+            If cells, groups or states cannot be found, or a gene to activate is expressed nowhere.
+        OptionError
+            If an argument cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> table = model.perturb_in_silico(genes=["ISG15"], n_permutations=0)
+        >>> len(table)
+        1
+        """
+        model = self
+        for name, value in {"max_cells": max_cells, "batch_size": batch_size}.items():
+            check_count(name, value, "cells")
+        check_count("n_permutations", n_permutations, "genes", least=0)
+        check_bool("untrained", untrained)
+        check_seed(seed)
+        source = ready(model, adata, "how cells move is")
+        perturbation = Perturbation(mode)
+        numbers = None if genes is None else gene_numbers(model, genes, source=source)
+        if numbers is None and combinations is not False:
+            raise OptionError("combinations=2 needs genes, as there are too many pairs of all; name some.")
+        cells = model._open(source)
+        embed_cells = partial(
+            embed,
+            model.module,
+            tokenizer=model.tokenizer,
+            objective=model.spec.build_objective(),
+            batch_size=batch_size,
+        )
+        embeddings: dict[str, Callable[[Cells], np.ndarray]] = {"": embed_cells}
+        if untrained and n_permutations:
+            try:
+                embeddings["untrained"] = untrained(model, batch_size)
+            except OptionError as error:
+                warn(f"untrained=True is left out: {error}")
+        chosen, there = cells_in_state(cells, "start", start), cells_in_state(cells, "goal", goal)
+        chosen = starting(chosen, there, len(cells))
+        towards = dict.fromkeys(embeddings)
+        if there is not None:
+            at_goal = cells.sample(max_cells, rows=np.flatnonzero(there), seed=seed)
+            towards = {name: centroid(embed_them(at_goal)) for name, embed_them in embeddings.items()}
+        if numbers is None:
+            numbers = widely_expressed(model.vocab, cells.sample(max_cells, rows=np.flatnonzero(chosen), seed=seed))
+        perturbation = Perturbation.of(mode, cells.sample(USUAL_CELLS, seed=seed), model.tokenizer)
+        check_activated(perturbation, numbers, model.vocab.genes)
+        sets = gene_combinations(numbers, combinations)
+        tables = []
+        for group, rows in cell_groups(cells, groups, chosen):
+            some = cells.sample(max_cells, rows=rows, seed=seed)
+            moved = {
+                name: screen(
+                    some, embed_them, perturbation, sets, goal=towards[name], n_controls=n_permutations, seed=seed
+                )
+                for name, embed_them in embeddings.items()
+            }
+            table = moved.pop("")
+            for name, random in moved.items():
+                for z in ("shift_z", "goal_z"):
+                    if z in table:
+                        table.insert(int(table.columns.get_loc(z)) + 1, f"{z}{name}", random[z])
+            named = {
+                name: model.vocab.decode(sets[:, i] + model.vocab.n_special)
+                for i, name in enumerate(("gene", "gene_2")[: sets.shape[1]])
+            }
+            tables.append(pd.DataFrame(named if group is None else {**named, "group": group}).join(table))
+        if not tables:
+            raise DataError(
+                f"no cell to perturb has a group in obs[{groups!r}]; choose another column, or other cells."
+            )
+        results = with_rates(pd.concat(tables, ignore_index=True))
+        by = "shift" if there is None else "goal_shift"
+        results = results.sort_values(by, ascending=False, kind="stable", ignore_index=True)
+        asked: dict[str, Any] = {
+            "mode": mode,
+            "groups": groups,
+            "max_cells": max_cells,
+            "n_permutations": n_permutations,
+            "seed": seed,
+        }
+        asked |= {name: None if state is None else str(state) for name, state in {"goal": goal, "start": start}.items()}
+        if n_permutations:
+            results.attrs["lowest_fdr"] = asked["lowest_fdr"] = lowest_fdr(results, n_permutations)
+        note(model, source, key_added, asked, results=results)
+        return results
+
+    def generate(
+        self,
+        n_cells: int | None = None,
+        *,
+        prompt: Sequence[str] | Mapping[str, float] | AnnData | None = None,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+        condition: str | Sequence[str | None] | None = None,
+        max_len: int | None = None,
+        n_steps: int | None = None,
+        batch_size: int = 256,
+    ) -> AnnData:
+        """Draw new cells: gene by gene (``"autoregressive_transformer"``), or by unmasking (``"scdiva"``).
+
+        Parameters
+        ----------
+        n_cells
+            Number of cells; None for those of an AnnData as `prompt`.
+        prompt
+            What the cells begin with: a list of genes, a mapping of genes to values (log1p CP10K; the nearest bin is
+            taken where there are bins), or cells to go on with. None for nothing.
+        temperature
+            Below 1 the likely becomes likelier.
+        top_k
+            Draw among so many of the likeliest genes only.
+        seed
+            Seed of what is drawn. A cell depends on the seed and on its number, not on `n_cells` or `batch_size` (but
+            for rounding).
+        condition
+            Class of all cells, or of each, of an objective with ``condition_key``; None for any.
+        max_len
+            Most tokens of a cell, CLS and EOS included; None for as many as the model allows. By unmasking, as many as
+            each cell gets; None draws numbers as they are in the training cells, of which the model learned the first
+            genes only that it has room for (``max_tokens``).
+        n_steps
+            By unmasking, the steps in which all genes of a cell are drawn; None for 16.
+        batch_size
+            Cells at a time.
+
+        Returns
+        -------
+        The cells over the genes of the model: ``X`` with log1p CP10K, of bins their mean (CSR, float32), then also
+        ``layers["bins"]``, ``obs["n_genes"]``, the classes in ``obs`` if there is a `condition`, and what they were
+        made with in ``uns["scforge"]["generated"]``.
+
+        Raises
+        ------
+        OptionError
+            If the architecture generates no cells, or an argument cannot be used.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, "autoregressive_transformer", hidden_dim=8, num_layers=1)
+        >>> model.train(1, progress_bar=False)
+        >>> model.generate(5).n_obs
+        5
+        """
+        return generate_with(
+            self,
+            n_cells,
+            prompt=prompt,
+            condition=condition,
+            batch_size=batch_size,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+            max_len=max_len,
+            n_steps=n_steps,
+        )
+
+    _facts: CardFacts
+
+    @classmethod
+    def load(
+        cls,
+        dir_path: str | os.PathLike[str],
+        adata: AnnData | Literal[False] | None = None,
+        *,
+        device: str | torch.device = "cpu",
+        accelerator: str | None = None,
+        prefix: str | None = None,
+    ) -> Self:
+        """Load a model that :meth:`save` wrote, with this scforge or an earlier one.
+
+        Nothing in the folder is run, and no pickle in it is opened.
+
+        Parameters
+        ----------
+        dir_path
+            The folder; or ``"scforge://name"``, a model of the registry. :meth:`Encoder.from_pretrained` also takes a
+            repository of the hub.
+        adata
+            Data to go on with; unless it is set up already, it is set up as the training data were, without the columns
+            of obs that it lacks. None takes the training data, if they were saved with the model; False takes none:
+            pass the cells to :meth:`get_latent_representation`.
+        device
+            Where to put the module.
+        accelerator
+            The same in the words of scvi-tools: ``"cpu"``, ``"gpu"``, ``"mps"`` or ``"auto"``; `device` is left out
+            then, or the number of the GPU.
+        prefix
+            Not supported, see :meth:`save`.
+
+        Returns
+        -------
+        The model.
+
+        Raises
+        ------
+        MissingFileError, ModelFileError
+            If the folder, or what is in it, cannot be used.
+        GeneMismatchError
+            If `adata` has too few genes of the model.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> model.save("light", overwrite=True)
+        >>> again = scforge.models.Encoder.load("light", adata)
+        >>> bool((again.get_latent_representation() == model.get_latent_representation()).all())
+        True
+        """
+        check_prefix(dir_path, prefix)
+        if accelerator is not None:
+            device = device_of(accelerator, device)
+        if is_registry_name(dir_path):
+            said = f"dir_path={dir_path!r}"
+            return cast("Self", load_found(cls, find_model(dir_path, said=said), said, adata, device=device))
+
+        def read() -> Any:
+            config, vocab, weights = read_folder(dir_path)
+            cells = read_adata(dir_path, config) if adata is None else None if adata is False else adata
+            return cls._of_folder(dir_path, config, vocab, weights, adata=cells, device=device)
+
+        return read_settled(dir_path, read)
+
+    @staticmethod
+    def load_registry(dir_path: str | os.PathLike[str], prefix: str | None = None) -> dict[str, Any]:
+        """Return the registry of a saved model, as scvi-tools has it: which class it is and how it was set up.
+
+        Parameters
+        ----------
+        dir_path
+            The folder.
+        prefix
+            Not supported, see :meth:`save`.
+
+        Returns
+        -------
+        The registry, without the fields of an AnnData.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
+        >>> scforge.models.Encoder(adata, hidden_dim=8).save("light", overwrite=True)
+        >>> registry = scforge.models.Encoder.load_registry("light")
+        >>> registry["model_name"], registry["setup_args"]["labels_key"]
+        ('Encoder', 'cell_type')
+        """
+        check_prefix(dir_path, prefix)
+        config, _, _ = read_folder(dir_path)
+        return bare_registry(config["class"], config["setup"])
+
+    def export(
+        self,
+        path: str | os.PathLike[str],
+        format: str = "onnx",
+        *,
+        max_len: int | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        """Write the computation of the cell embedding, for programs that have neither scforge nor, with ONNX, PyTorch.
+
+        The folder holds ``model.onnx`` (or ``model.pt2``), ``vocab.json``, and ``export.json`` with the tokenizer, the
+        inputs and the hash of the vocabulary. Any number of cells and of tokens can be given to the exported model. It
+        is compared with :meth:`get_latent_representation`'s own computation before the folder appears.
+
+        Parameters
+        ----------
+        path
+            Folder to make. It appears whole or not at all.
+        format
+            ``"onnx"``, or ``"torch"`` for :func:`torch.export.load`.
+        max_len
+            Most tokens of a cell that can be given; None takes what the model was made for.
+        overwrite
+            Replace the model in a folder that exists; files that are not of scforge stay.
+
+        Raises
+        ------
+        OptionError
+            If an argument cannot be used, a package is missing, or the architecture cannot be exported.
+        ModelFileError
+            If the exported model computes other embeddings, in which case nothing is written.
+
+        Examples
+        --------
+        >>> import os, scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> model.export("exported", "torch", overwrite=True)
+        >>> sorted(os.listdir("exported"))
+        ['export.json', 'model.pt2', 'vocab.json']
+        """
+        from scforge.estimators.exporting import export_model
+
+        export_model(self, path, format, max_len=max_len, overwrite=overwrite)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        commit_message: str | None = None,
+        create_pr: bool = False,
+        licence: str | None = None,
+        data: str | Sequence[str] | None = None,
+        metrics: Report | pd.DataFrame | None = None,
+        citation: str | None = None,
+        adapter_only: bool = False,
+        base: str | None = None,
+    ) -> str:
+        """Send the model to the Hugging Face Hub: weights, description, vocabulary and model card, in one commit.
+
+        Parameters
+        ----------
+        repo_id
+            Repository, ``"org/name"``; it is made if there is none.
+        private
+            Whether only you and your organisation see it; None leaves it to the hub's settings.
+        token
+            A token that may write; None takes ``HF_TOKEN`` or that of ``hf auth login``.
+        revision
+            Branch to write to, which is made if there is none; None for the main branch.
+        commit_message
+            First line of the commit.
+        create_pr
+            Propose the model in a pull request in place of writing it.
+        licence
+            Identifier of the licence, e.g. ``"apache-2.0"``, or its name. Without one the card says that none is
+            stated.
+        data
+            What the model was trained on, or a list of it; names of data sets on the hub become links.
+        metrics
+            What :meth:`evaluate` returned: figures beside those of baselines.
+        citation
+            How to cite the model.
+        adapter_only
+            Send the adapters and the head of a model that was fine-tuned with ``lora`` alone, and the name of the model
+            that they sit on.
+        base
+            That name, a repository or ``"scforge://name"``; it is not checked, and counts for this push. None takes
+            where the model before fine-tuning came from, or was sent to.
+
+        Returns
+        -------
+        URL of the repository, or of the pull request.
+
+        Raises
+        ------
+        OptionError
+            If an argument cannot be used, or the token may not write.
+        HubError
+            If the hub cannot be reached, or fails.
+        NotTrainedWarning
+            If the model is not trained.
+
+        Notes
+        -----
+        Cells are never sent. Of a fine-tuned model ``split.safetensors`` is, which holds fingerprints (hashes of
+        counts) of the cells that it has seen. Licence, data, figures and citation stay with the model: :meth:`save`
+        writes them, too.
+
+        Examples
+        --------
+        >>> model.push_to_hub("org/light", licence="apache-2.0", data="PBMC 3k")  # doctest: +SKIP
+        >>> annotator.push_to_hub("org/blood", metrics=annotator.evaluate(), adapter_only=True)  # doctest: +SKIP
+        """
+        told = {"licence": licence, "data": data, "citation": citation, "metrics": metrics}
+        return push_model(
+            self,
+            repo_id,
+            told=told,
+            adapter_only=adapter_only,
+            base=base,
+            private=private,
+            token=token,
+            revision=revision,
+            commit_message=commit_message,
+            create_pr=create_pr,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name_or_folder: str | os.PathLike[str],
+        adata: AnnData | None = None,
+        *,
+        revision: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
+        base: Encoder | str | os.PathLike[str] | None = None,
+        device: str | torch.device = "cpu",
+    ) -> Encoder:
+        """Load a model, or adapters with the model that they sit on, by name; fetch what is not here.
+
+        Nothing that is fetched is run, and no pickle is opened or even fetched.
+
+        Parameters
+        ----------
+        name_or_folder
+            A folder, a repository of the hub, or a name of the registry, as for :func:`scforge.hub.resolve`.
+        adata
+            Data to go on with, as for :meth:`load`.
+        revision, cache_dir, token, local_files_only
+            As for :func:`scforge.hub.resolve`. Of adapters they count for the model below them, too, save `revision`.
+        base
+            The model that adapters sit on, or its name. None takes the name that is stored with them.
+        device
+            Where to put the module.
+
+        Returns
+        -------
+        The model.
+
+        Raises
+        ------
+        MissingFileError
+            If there is no such folder, repository or revision, or it cannot be fetched.
+        ModelFileError
+            If what is there is not a model of scforge, is damaged, or adapters sit on another model.
+        OptionError
+            If a name is not known, a token is refused, or it is not known what adapters sit on.
+        HubError
+            If the hub fails.
+
+        Examples
+        --------
+        >>> model = Encoder.from_pretrained("org/light", revision="v1")  # doctest: +SKIP
+        >>> annotator = Encoder.from_pretrained("org/blood", adata)  # doctest: +SKIP
+        """
+        access: dict[str, Any] = {"cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
+        said = f"name_or_folder={os.fspath(name_or_folder)!r}"
+        found = find_model(name_or_folder, said=said, revision=revision, **access)
+        return load_found(cls, found, said, adata, base=base, device=device, access=access)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | os.PathLike[str],
+        family: str | None = None,
+        *,
+        adata: AnnData | None = None,
+        device: str | torch.device = "cpu",
+        **options: Any,
+    ) -> Self:
+        """Make a model of a published checkpoint.
+
+        Every weight of the checkpoint is used, or named in the map of its family as left out and why; none of the model
+        is random. The model is one like any other: it embeds, trains on, is fine-tuned and saved.
+
+        Parameters
+        ----------
+        path
+            Folder or file of the checkpoint.
+        family
+            One of :func:`scforge.foreign.list_families`; None takes the one that recognises it.
+        adata
+            Cells to go on with, which are set up with :meth:`setup_anndata` unless they are already. None: pass cells
+            to :meth:`get_latent_representation`.
+        device
+            Where to put the module.
+        **options
+            What the family needs besides; see :meth:`from_geneformer`, :meth:`from_scgpt`, :meth:`from_scfoundation`.
+
+        Returns
+        -------
+        The model, with the weights of the checkpoint.
+
+        Raises
+        ------
+        MissingFileError, ModelFileError
+            If the checkpoint, or what belongs to it, cannot be used.
+        OptionError
+            If no family recognises it, or an option cannot be used.
+        GeneMismatchError
+            If `adata` has too few genes of the model.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> adata = scforge.datasets.pbmc3k()
+        >>> model = scforge.models.Encoder.from_checkpoint("Geneformer-V2-104M", adata=adata)  # doctest: +SKIP
+        >>> model.get_latent_representation()  # doctest: +SKIP
+        """
+        return cls._of_foreign(read_checkpoint(path, family, **options), adata, device)
+
+    @classmethod
+    def from_geneformer(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        tokens_medians: pd.DataFrame | str | os.PathLike[str] | Sequence[Any] | None = None,
+        version: str | None = None,
+        ensembl_map: Dictionary | None = None,
+        gene_names: Dictionary | None = None,
+        pooling: str | None = None,
+        embedding_layer: int | None = None,
+        adata: AnnData | None = None,
+        device: str | torch.device = "cpu",
+    ) -> Self:
+        """Make a model of a published Geneformer.
+
+        Parameters
+        ----------
+        path
+            Folder with ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``.
+        tokens_medians
+            The published dictionaries: the folder of their pickle files, of which nothing but text and numbers is
+            unpickled; or two files or dictionaries, gene to token and gene to median, as a tuple; or a table as
+            :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer` takes it. None looks for them in `path`.
+        version
+            ``"V1"`` (2,048 genes) or ``"V2"`` (4,096 tokens with CLS and EOS); None goes by the number of positions and
+            tokens.
+        ensembl_map
+            Former Ensembl ids to current ones: a dictionary, its file, or a table with ``ensembl_id`` and ``gene_id``.
+        gene_names
+            Symbols to Ensembl ids, so that cells may have symbols: a dictionary, its file, or a table with ``symbol``
+            and ``gene_id``.
+        pooling
+            ``"genes"``: the mean over genes, as Geneformer's own code embeds cells with V1; ``"cls"``, as it does with
+            V2; ``"mean"``: over all tokens, CLS and EOS included. None goes by the version.
+        embedding_layer
+            Take the embedding from so many layers below the last; None takes 1, as Geneformer's own code. Pass 0 for
+            fine-tuning, so that the last layer has a use.
+        adata, device
+            See :meth:`from_checkpoint`.
+
+        Returns
+        -------
+        The model, with the weights of the checkpoint.
+
+        Raises
+        ------
+        MissingFileError, ModelFileError, DataError, OptionError, GeneMismatchError
+            See :meth:`from_checkpoint`.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> model = scforge.models.Encoder.from_geneformer("Geneformer-V2-104M")  # doctest: +SKIP
+        >>> model.get_latent_representation(adata)  # doctest: +SKIP
+        """
+        options = {
+            "tokens_medians": tokens_medians,
+            "version": version,
+            "ensembl_map": ensembl_map,
+            "gene_names": gene_names,
+            "pooling": pooling,
+            "embedding_layer": embedding_layer,
+        }
+        return cls.from_checkpoint(path, "geneformer", adata=adata, device=device, **options)
+
+    @classmethod
+    def from_scgpt(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        vocab: str | os.PathLike[str] | Mapping[str, int] | None = None,
+        args: str | os.PathLike[str] | Mapping[str, Any] | None = None,
+        cls_value: float | None = None,
+        normalize: bool = False,
+        adata: AnnData | None = None,
+        device: str | torch.device = "cpu",
+    ) -> Self:
+        """Make a model of a published scGPT.
+
+        Parameters
+        ----------
+        path
+            Folder with ``best_model.pt``, ``vocab.json`` and ``args.json``, or the file of the weights, which may have
+            the names that flash attention gives them.
+        vocab
+            Gene symbol to token id: a JSON file or a dictionary; None takes ``vocab.json`` beside the weights.
+        args
+            Options of the training: a JSON file or a dictionary; None takes ``args.json`` beside the weights.
+        cls_value
+            Value of the CLS token. None takes ``pad_value`` of `args`, as scGPT does in its pretraining and to embed
+            cells; 0 is what its fine-tuning scripts take.
+        normalize
+            Divide each embedding by its length, as scGPT's ``embed_data`` does. Cosines are the same either way.
+        adata, device
+            See :meth:`from_checkpoint`.
+
+        Returns
+        -------
+        The model, with the weights of the checkpoint.
+
+        Raises
+        ------
+        MissingFileError, ModelFileError, DataError, OptionError, GeneMismatchError
+            See :meth:`from_checkpoint`.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> model = scforge.models.Encoder.from_scgpt("scGPT_human", adata=adata)  # doctest: +SKIP
+        >>> model.get_latent_representation()  # doctest: +SKIP
+
+        Notes
+        -----
+        The embedding is the state of CLS.
+        """
+        options = {"vocab": vocab, "args": args, "cls_value": cls_value, "normalize": normalize}
+        return cls.from_checkpoint(path, "scgpt", adata=adata, device=device, **options)
+
+    @classmethod
+    def from_scfoundation(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        vocab: str | os.PathLike[str] | Sequence[str] | None = None,
+        part: str = "cell",
+        pooling: str = "depths",
+        adata: AnnData | None = None,
+        device: str | torch.device = "cpu",
+    ) -> Self:
+        """Make a model of the encoder of a published scFoundation, with its embedding of genes and values.
+
+        The decoder, a Performer that predicts all genes of the panel, is left out, so the model embeds cells and can be
+        fine-tuned, but does not predict expression.
+
+        Parameters
+        ----------
+        path
+            The file ``models.ckpt``, or its folder.
+        vocab
+            The panel of genes: the published table with ``gene_name`` and ``index``, or the names in order; None takes
+            the table beside the weights.
+        part
+            Which of the models in the file: ``"cell"``, ``"gene"`` or ``"rde"``.
+        pooling
+            ``"depths"``: the states of the two tokens of depth, and the largest and the mean over genes, next to each
+            other, as scFoundation embeds cells; or another of ``transformer_encoder``.
+        adata, device
+            See :meth:`from_checkpoint`.
+
+        Returns
+        -------
+        The model, with the weights of the checkpoint.
+
+        Raises
+        ------
+        MissingFileError, ModelFileError, DataError, OptionError, GeneMismatchError
+            See :meth:`from_checkpoint`.
+
+        Examples
+        --------
+        >>> import scforge
+        >>> model = scforge.models.Encoder.from_scfoundation("models.ckpt", adata=adata)  # doctest: +SKIP
+        >>> model.get_latent_representation()  # doctest: +SKIP
+        """
+        options = {"vocab": vocab, "part": part, "pooling": pooling}
+        return cls.from_checkpoint(path, "scfoundation", adata=adata, device=device, **options)
+
+    def export_to_transformers(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+        """Write the model as a folder that ``transformers.BertForMaskedLM.from_pretrained`` loads.
+
+        See :func:`scforge.foreign.to_geneformer`.
+
+        Parameters
+        ----------
+        path
+            Folder to make.
+        overwrite
+            Replace the model in a folder that exists; files that are not of scforge stay.
+
+        Raises
+        ------
+        OptionError
+            If the model has something that BERT has not, or `path` exists.
+
+        Examples
+        --------
+        >>> import os, scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> options = {"position_embedding": "learned", "norm_first": False, "use_expression_values": False}
+        >>> sizes = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2}
+        >>> model = scforge.models.Encoder(adata, "transformer_encoder", **options, **sizes)
+        >>> model.export_to_transformers("as_geneformer", overwrite=True)
+        >>> sorted(os.listdir("as_geneformer"))
+        ['config.json', 'gene_median_dictionary.pkl', 'model.safetensors', 'token_dictionary.pkl']
+        """
+        from scforge.foreign.geneformer import to_geneformer
+
+        to_geneformer(self, path, overwrite=overwrite)
+
+    @classmethod
+    def _of_foreign(cls, found: Foreign, adata: AnnData | None, device: str | torch.device) -> Self:
+        """Make a model of a checkpoint that was read, of the front class that goes with its architecture."""
+        special = class_of_architecture(found.architecture["name"])
+        kind = cast("type[CellModel]", special if issubclass(special, cls) else cls)
+        setup = {"layer": None, "gene_key": None, "batch_key": None, "labels_key": None}
+        registry = None
+        if adata is None:
+            registry = bare_registry(kind.__name__, setup)
+        elif kind._setup_of(adata) is None:
+            kind.setup_anndata(adata)
+        parts = {"architecture": found.architecture, "tokenizer": found.tokenizer, "objective": found.objective}
+        # Before memory is taken for a module of the size that a config claims.
+        expected = expected_of(found)
+        weights = None if expected is None else found.weights(expected)
+        model = kind._of_parts(parts, found.vocab, adata=adata, registry=registry, seed=0)
+        if weights is None:
+            weights = found.weights(shapes_of(model.module))
+        load_weights(model.module, weights, source=found.source)
+        try:
+            model.to_device(device)
+        except (AssertionError, RuntimeError) as error:
+            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
+        model.is_trained_ = True  # elsewhere
+        model._facts = CardFacts.of_checkpoint(found)
+        return cast("Self", model)
 
 
 def _parts_of(tokenizer: Tokenizer) -> str:

@@ -23,12 +23,11 @@ if TYPE_CHECKING:
     from anndata import AnnData
     from torch import nn
 
-    from scforge.estimators.encoder import Encoder
+    from scforge.estimators.base import CellModel
     from scforge.eval.base import Entry
     from scforge.eval.report import Kind, Report
     from scforge.tokenizers.base import Tokenizer
 
-__all__ = ["BENCHMARKS_OF_EMBEDDINGS", "each_model", "evaluate_embeddings", "untrained_embedding", "untrained_module"]
 
 BENCHMARKS_OF_EMBEDDINGS = ("cell_type_probe", "scib", "geometry")
 """What an embedding is scored by, unless told otherwise."""
@@ -42,7 +41,7 @@ _KEYS = ("labels_key", "batch_key", "groups_key")
 
 
 def evaluate_embeddings(
-    models: Mapping[str, Encoder | Sequence[Encoder]],
+    models: Mapping[str, CellModel | Sequence[CellModel]],
     adata: AnnData,
     *,
     benchmarks: Entry | Sequence[Entry] | None = None,
@@ -200,8 +199,8 @@ def evaluate_embeddings(
 
 
 def check_names(
-    every: Mapping[str, Encoder],
-    models: Mapping[str, Sequence[Encoder]],
+    every: Mapping[str, CellModel],
+    models: Mapping[str, Sequence[CellModel]],
     obsm_keys: str | Sequence[str],
     *,
     untrained: bool,
@@ -233,7 +232,7 @@ def _fit_to(
     return notes
 
 
-def untrained_embedding(model: Encoder, adata: AnnData, *, batch_size: int = 256, seed: int = 0) -> np.ndarray:
+def untrained_embedding(model: CellModel, adata: AnnData, *, batch_size: int = 256, seed: int = 0) -> np.ndarray:
     """Embed cells with the architecture of a model before any training, float32, shape (N, D).
 
     Raises
@@ -246,7 +245,7 @@ def untrained_embedding(model: Encoder, adata: AnnData, *, batch_size: int = 256
     return embed(module, model.cells(adata), tokenizer, objective=objective, batch_size=batch_size)
 
 
-def untrained_module(model: Encoder, *, seed: int = 0) -> tuple[nn.Module, Tokenizer]:
+def untrained_module(model: CellModel, *, seed: int = 0) -> tuple[nn.Module, Tokenizer]:
     """Return the architecture of a model with random weights, where the model is, and a tokenizer for it.
 
     Raises
@@ -258,17 +257,17 @@ def untrained_module(model: Encoder, *, seed: int = 0) -> tuple[nn.Module, Token
     return module.to(next(model.module.parameters()).device), tokenizer
 
 
-def each_model(models: Mapping[str, Encoder | Sequence[Encoder]]) -> dict[str, Encoder]:
+def each_model(models: Mapping[str, CellModel | Sequence[CellModel]]) -> dict[str, CellModel]:
     """Return each training by a name of its own; of one model in several trainings ``name_0``, ``name_1``, ..."""
     lists = _lists(models).items()
     return {f"{name}_{i}" if len(some) > 1 else name: one for name, some in lists for i, one in enumerate(some)}
 
 
-def _lists(models: Mapping[str, Encoder | Sequence[Encoder]]) -> dict[str, list[Encoder]]:
+def _lists(models: Mapping[str, CellModel | Sequence[CellModel]]) -> dict[str, list[CellModel]]:
     return {name: [some] if isinstance(some, CellModel) else list(some) for name, some in models.items()}
 
 
-def _keys(models: Mapping[str, Encoder], adata: AnnData, given: Mapping[str, str | None]) -> dict[str, str | None]:
+def _keys(models: Mapping[str, CellModel], adata: AnnData, given: Mapping[str, str | None]) -> dict[str, str | None]:
     """Return the columns of obs: those given, else those of the set-ups, where the cells have them."""
     keys = dict(given)
     for name in _KEYS:
@@ -285,18 +284,18 @@ def _baselines(batch_key: str | None) -> list[int | str]:
     return [name for name in _BASELINES if name != "harmony" or batch_key is not None]
 
 
-def knows_labels(model: Encoder) -> bool:
+def knows_labels(model: CellModel) -> bool:
     """Return whether a model learned from labels of cells, in a fine-tuning or beside its pretraining."""
     return model._learned is not None or _pretraining_labels(model) is not None
 
 
-def _pretraining_labels(model: Encoder) -> str | None:
+def _pretraining_labels(model: CellModel) -> str | None:
     """Return the column of obs whose labels a model learned in its pretraining; None for none."""
     key: str | None = getattr(model.spec.build_pretraining(), "labels_key", None)
     return key
 
 
-def _unseen(models: Mapping[str, Encoder], adata: AnnData) -> np.ndarray | None:
+def _unseen(models: Mapping[str, CellModel], adata: AnnData) -> np.ndarray | None:
     """Return the rows of cells whose labels no model learned from; None for all."""
     kept = np.ones(adata.n_obs, dtype=bool)
     for name, model in models.items():
@@ -315,7 +314,7 @@ def _unseen(models: Mapping[str, Encoder], adata: AnnData) -> np.ndarray | None:
 
 
 def _facts(
-    models: Mapping[str, Sequence[Encoder]], adata: AnnData, n_scored: int, keys: Mapping[str, str | None]
+    models: Mapping[str, Sequence[CellModel]], adata: AnnData, n_scored: int, keys: Mapping[str, str | None]
 ) -> dict[str, Any]:
     facts: dict[str, Any] = {"cells": f"{n_scored:,} of {adata.n_obs:,}, {adata.n_vars:,} genes"}
     for name, key in keys.items():
@@ -328,7 +327,7 @@ def _facts(
     return facts
 
 
-def _explanations(models: Mapping[str, Encoder], adata: AnnData, obsm_keys: Sequence[str]) -> list[str]:
+def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Sequence[str]) -> list[str]:
     """Return what a reader has to know of what each row has seen."""
     said = ["All baselines have seen the expression of all cells, and no label."]
     supervised = [name for name, model in models.items() if model._learned is not None]

@@ -22,7 +22,6 @@ from scforge.eval.report import Report
 if TYPE_CHECKING:
     from scforge.eval.base import Entry
 
-__all__ = ["evaluate_to"]
 
 type Folder = str | os.PathLike[str]
 

@@ -18,11 +18,10 @@ from scforge.models.protocol import GeneratingModule
 if TYPE_CHECKING:
     from anndata import AnnData
 
-    from scforge.estimators.encoder import Encoder
+    from scforge.estimators.base import CellModel
     from scforge.eval.base import Entry
     from scforge.eval.report import Kind, Report
 
-__all__ = ["OPTIONS", "evaluate_models"]
 
 OPTIONS = (
     *("labels_key", "batch_key", "groups_key", "seeds", "intervals", "untrained", "obsm_keys", "title"),
@@ -42,7 +41,7 @@ _ELSEWHERE = {
 
 
 def evaluate_models(
-    models: Mapping[str, Encoder | Sequence[Encoder]],
+    models: Mapping[str, CellModel | Sequence[CellModel]],
     adata: AnnData,
     *,
     benchmarks: Entry | Sequence[Entry] | None = None,
@@ -136,7 +135,7 @@ def evaluate_models(
 
 
 def _check_other(
-    one: Evaluation, models: Mapping[str, Encoder | Sequence[Encoder]], adata: AnnData, network: Any
+    one: Evaluation, models: Mapping[str, CellModel | Sequence[CellModel]], adata: AnnData, network: Any
 ) -> None:
     """Raise, before any time is spent, where a benchmark of another subject than embeddings cannot be run."""
     if one.subject in _ELSEWHERE:
@@ -170,7 +169,7 @@ def _kinds(models: Mapping[str, Any], *, untrained: bool) -> dict[str, Kind]:
 
 
 def _networks(
-    models: Mapping[str, Encoder | Sequence[Encoder]],
+    models: Mapping[str, CellModel | Sequence[CellModel]],
     adata: AnnData,
     evaluation: Evaluation,
     network: str | os.PathLike[str] | pd.DataFrame | None,
@@ -225,7 +224,7 @@ def _names_of(adata: AnnData, gene_key: str | None) -> dict[str, str]:
 
 
 def _generated(
-    models: Mapping[str, Encoder | Sequence[Encoder]],
+    models: Mapping[str, CellModel | Sequence[CellModel]],
     adata: AnnData,
     evaluation: Evaluation,
     *,

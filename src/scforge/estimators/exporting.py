@@ -36,7 +36,6 @@ from scforge.models.scdiva_parts import GeneEmbedding
 if TYPE_CHECKING:
     from scforge.estimators.base import CellModel
 
-__all__ = ["export_model"]
 
 _FORMAT = 1
 _FILES = {"onnx": "model.onnx", "torch": "model.pt2"}

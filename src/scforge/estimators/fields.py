@@ -13,8 +13,6 @@ from scforge.data.checks import counts_of, warn_if_transformed
 from scforge.data.genes import gene_names
 from scforge.errors import DataError, did_you_mean, listing
 
-__all__ = ["GeneField", "ObsField", "check_places"]
-
 
 class GeneField(LayerField):
     """Raw counts with the names of their genes. Genes are matched by name, so another data set may have others.

@@ -14,18 +14,6 @@ from scforge.estimators.tuning import check_freeze
 from scforge.finetuning.base import TASKS, Task
 from scforge.finetuning.heads import check_head
 
-__all__ = [
-    "ELSEWHERE",
-    "FOUND_IN_CELLS",
-    "OF_THE_BASE",
-    "TUNING_OF_TASKS",
-    "check_finetuning",
-    "columns_of",
-    "described",
-    "finetune_section",
-    "named_columns",
-]
-
 OF_THE_BASE = ("tokenizer", "objective", "model", "data.gene_vocab", "data.max_genes", "data.preprocessing")
 ELSEWHERE = {
     "data.pin_memory": "leave it out",

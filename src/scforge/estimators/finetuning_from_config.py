@@ -31,7 +31,6 @@ from scforge.models._utils import count_parameters
 if TYPE_CHECKING:
     from scforge.data.cells import Cells
 
-__all__ = ["FinetuningResult", "finetune_from_config", "finetuning_config", "finetuning_report"]
 
 logger = logging.getLogger("scforge")
 

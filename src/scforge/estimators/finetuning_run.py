@@ -29,15 +29,14 @@ from scforge.training.datamodule import CellDataModule
 from scforge.training.predict import embed
 
 if TYPE_CHECKING:
-    from scforge.estimators.encoder import Encoder
+    from scforge.estimators.base import CellModel
 
-__all__ = ["finetune", "make_split", "set_up"]
 
 _OF_DATA = ("batch_size", "max_tokens_per_batch", "num_threads")
 
 
 def finetune(
-    model: Encoder,
+    model: CellModel,
     task: str | Mapping[str, Any],
     source: Any,
     *,
@@ -52,7 +51,7 @@ def finetune(
     head: Mapping[str, Any] | None,
     seed: int | None,
     options: dict[str, Any],
-) -> Encoder:
+) -> CellModel:
     """Do what :meth:`scforge.models.Encoder.finetune` says, up to a model that is ready to train with ``options``."""
     check_shares(validation_size, test_size)
     validation_size, test_size = float(validation_size), float(test_size)
@@ -63,7 +62,7 @@ def finetune(
     source = model._source(source)
     setup = (model._setup_of(source) if isinstance(source, AnnData) else None) or model._setup
     name, task_options = _task_options(
-        task, options, {"labels_key": labels_key, "batch_key": batch_key, "head": head}, setup
+        model, task, options, {"labels_key": labels_key, "batch_key": batch_key, "head": head}, setup
     )
     cells = model._open(source)
     how: dict[str, Any] = {
@@ -108,7 +107,7 @@ def finetune(
 
 
 def _task_options(
-    task: str | Mapping[str, Any], options: dict[str, Any], common: dict[str, Any], setup: Mapping[str, Any]
+    model: CellModel, task: str | Mapping[str, Any], options: dict[str, Any], common: dict[str, Any], setup: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any]]:
     """Return name and options of the task; take its options out of `options`, which train gets."""
     if not isinstance(task, str | Mapping) or (not isinstance(task, str) and "name" not in task):
@@ -117,9 +116,7 @@ def _task_options(
     cls = TASKS.get(name)
     known = cls.option_names()
     check_options("task option", name, found, known)
-    from scforge.estimators.encoder import Encoder
-
-    of_train = [key for key in inspect.signature(Encoder.train).parameters if key not in ("self", "trainer_options")]
+    of_train = [key for key in inspect.signature(type(model).train).parameters if key not in ("self", "trainer_options")]
     of_trainer = set(inspect.signature(lightning.Trainer).parameters)
     check_options(
         "option of finetune", name, [key for key in options if key not in of_trainer], sorted({*known, *of_train})
@@ -192,7 +189,7 @@ def _of_rows(cells: Cells, rows: np.ndarray) -> Callable[[str], pd.Series]:
 
 
 def set_up(
-    model: Encoder, adata: AnnData, setup: Mapping[str, Any], labels_key: str | None, batch_key: str | None
+    model: CellModel, adata: AnnData, setup: Mapping[str, Any], labels_key: str | None, batch_key: str | None
 ) -> AnnData:
     """Set an AnnData up for the fine-tuned model, with the columns it is about."""
     there = model._setup_of(adata)

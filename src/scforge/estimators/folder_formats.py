@@ -23,8 +23,6 @@ from scforge._io import read_json
 from scforge._version import __version__
 from scforge.errors import ModelFileError, first_line
 
-__all__ = ["ADAPTER", "MODEL", "Kind", "lacking", "read_description", "sealed"]
-
 _CHECKSUM = "checksum"
 _NUMBER = "$number"
 """A number that JSON has no word for: ``{"$number": "nan"}``."""

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from scforge.data.cells import Cells
     from scforge.training.datamodule import CellDataModule
 
-__all__ = ["outputs_of", "train_arguments", "train_from_config", "training_arguments"]
 
 _ARGUMENTS = {
     "training": [

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__all__ = ["class_in_place_of", "class_named", "class_of_architecture"]
-
 _PLACES = {"Encoder": "scforge.estimators.encoder", "ScDiVa": "scforge.estimators.scdiva"}
 _OF_ARCHITECTURES = {"scdiva": "ScDiVa"}
 """Architectures whose front class can do more than ``Encoder``."""

@@ -9,7 +9,7 @@ import math
 import numbers
 import reprlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -35,97 +35,11 @@ if TYPE_CHECKING:
     from scforge.tokenizers.base import Tokenizer
     from scforge.training.objectives.base import Objective
 
-__all__ = [
-    "GenerationMethods",
-    "class_numbers",
-    "generate_adata",
-    "generate_with",
-    "prompt_of_cells",
-    "prompt_of_genes",
-]
 
 Prompt = dict[str, torch.Tensor]
 
 _LEARNS = {"scdiva": "masked_diffusion"}
 """What an architecture learns to generate cells by, where it is not the next gene."""
-
-
-class GenerationMethods:
-    """What a front class adds to :class:`~scforge.estimators.base.CellModel` for making new cells."""
-
-    def generate(
-        self,
-        n_cells: int | None = None,
-        *,
-        prompt: Sequence[str] | Mapping[str, float] | AnnData | None = None,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        seed: int = 0,
-        condition: str | Sequence[str | None] | None = None,
-        max_len: int | None = None,
-        n_steps: int | None = None,
-        batch_size: int = 256,
-    ) -> AnnData:
-        """Draw new cells: gene by gene (``"autoregressive_transformer"``), or by unmasking (``"scdiva"``).
-
-        Parameters
-        ----------
-        n_cells
-            Number of cells; None for those of an AnnData as `prompt`.
-        prompt
-            What the cells begin with: a list of genes, a mapping of genes to values (log1p CP10K; the nearest bin is
-            taken where there are bins), or cells to go on with. None for nothing.
-        temperature
-            Below 1 the likely becomes likelier.
-        top_k
-            Draw among so many of the likeliest genes only.
-        seed
-            Seed of what is drawn. A cell depends on the seed and on its number, not on `n_cells` or `batch_size` (but
-            for rounding).
-        condition
-            Class of all cells, or of each, of an objective with ``condition_key``; None for any.
-        max_len
-            Most tokens of a cell, CLS and EOS included; None for as many as the model allows. By unmasking, as many as
-            each cell gets; None draws numbers as they are in the training cells, of which the model learned the first
-            genes only that it has room for (``max_tokens``).
-        n_steps
-            By unmasking, the steps in which all genes of a cell are drawn; None for 16.
-        batch_size
-            Cells at a time.
-
-        Returns
-        -------
-        The cells over the genes of the model: ``X`` with log1p CP10K, of bins their mean (CSR, float32), then also
-        ``layers["bins"]``, ``obs["n_genes"]``, the classes in ``obs`` if there is a `condition`, and what they were
-        made with in ``uns["scforge"]["generated"]``.
-
-        Raises
-        ------
-        OptionError
-            If the architecture generates no cells, or an argument cannot be used.
-
-        Examples
-        --------
-        >>> import scforge
-        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
-        >>> scforge.models.Encoder.setup_anndata(adata)
-        >>> model = scforge.models.Encoder(adata, "autoregressive_transformer", hidden_dim=8, num_layers=1)
-        >>> model.train(1, progress_bar=False)
-        >>> model.generate(5).n_obs
-        5
-        """
-        return generate_with(
-            cast("CellModel", self),
-            n_cells,
-            prompt=prompt,
-            condition=condition,
-            batch_size=batch_size,
-            temperature=temperature,
-            top_k=top_k,
-            seed=seed,
-            max_len=max_len,
-            n_steps=n_steps,
-        )
 
 
 def generate_with(

@@ -17,8 +17,6 @@ from scforge.data.store import StoreCells, StoreInfo, is_store
 from scforge.errors import OptionError
 from scforge.estimators.base import CellModel
 
-__all__ = ["model_identity", "source_identity"]
-
 
 def model_identity(model: CellModel) -> str:
     """Return the SHA-256 of what an embedding depends on: weights, vocabulary, names and options of the parts."""

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from scforge.estimators.encoder import Encoder
 
-__all__ = ["check_holds_model", "check_model_folder", "is_shared_name", "load_named"]
 
 _EXAMPLE = "e.g. ckpt/final"
 

@@ -9,8 +9,6 @@ import torch
 from scforge.errors import OptionError, first_line
 from scforge.estimators.base import CellModel
 
-__all__ = ["device_for", "move_to"]
-
 
 def device_for(device: str | torch.device) -> torch.device:
     """Return a device; ``"auto"`` is a GPU if there is one, of several processes on a machine each another."""

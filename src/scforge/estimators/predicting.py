@@ -20,8 +20,6 @@ from scforge.estimators.model_folder import load_named
 from scforge.estimators.placing import device_for, move_to
 from scforge.finetuning.base import Task
 
-__all__ = ["checked_output", "in_memory", "load_tuned", "predict_to", "write"]
-
 _TABLE, _CELLS = ".csv", ".h5ad"
 
 

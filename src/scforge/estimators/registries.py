@@ -7,8 +7,6 @@ from typing import Any
 from scforge.errors import OptionError
 from scforge.training.datamodule import CellDataModule
 
-__all__ = ["bare_registry", "datamodule_registry"]
-
 
 def bare_registry(model: str, setup: dict[str, Any]) -> dict[str, Any]:
     """Return a registry that says where things are, of the class named `model`."""

@@ -24,7 +24,6 @@ from scforge.models._weights import PICKLES, read_shapes, read_weights, refuse_n
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["load_weights", "read_adata", "read_folder", "write_folder"]
 
 _CONFIG, _VOCAB, _WEIGHTS, _CARD = "config.json", "vocab.json", "model.safetensors", "README.md"
 _SPLIT, ADATA = "split.safetensors", "adata.h5ad"

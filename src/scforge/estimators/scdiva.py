@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from scforge.finetuning.base import Task
     from scforge.training.datamodule import CellDataModule
 
-__all__ = ["ScDiVa"]
 
 _ARCHITECTURE = "scdiva"
 _EXPRESSION = "scforge_normalized"

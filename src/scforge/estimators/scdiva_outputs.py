@@ -25,27 +25,16 @@ from scforge.training.predict import run_over
 
 if TYPE_CHECKING:
     from scforge.data.cells import Cells
-    from scforge.estimators.encoder import Encoder
+    from scforge.estimators.base import CellModel
     from scforge.training.objectives.base import Objective
 
-__all__ = [
-    "batch_numbers",
-    "check_decodes",
-    "check_variational",
-    "decoded",
-    "labels_task",
-    "posterior",
-    "prediction_options",
-    "predictor_of_labels",
-    "trains_latent",
-]
 
 _LEFT_OUT = ("self", "predictor", "adata", "key_added")
 _FOLLOWS = "adaptation"
 """The one task that trains a model on by what it was pretrained for, all heads included."""
 
 
-def check_variational(model: Encoder) -> None:
+def check_variational(model: CellModel) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless the variances of a model were trained."""
     aim = model.spec.build_pretraining()
     if not model.spec.model_options["variational"]:
@@ -63,13 +52,13 @@ def check_variational(model: Encoder) -> None:
     _check_follows(model, "return_dist=True")
 
 
-def trains_latent(model: Encoder) -> bool:
+def trains_latent(model: CellModel) -> bool:
     """Return whether what the model was made for trains its latent: masked diffusion only as it reconstructs."""
     aim = model.spec.build_pretraining()
     return bool(getattr(aim, "reconstruction_weight", 1.0)) or not getattr(aim, "denoises_values", False)
 
 
-def check_decodes(model: Encoder) -> None:
+def check_decodes(model: CellModel) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless the decoder of a model was trained."""
     if not getattr(model.spec.build_pretraining(), "reconstruction_weight", 0.0):
         raise OptionError(
@@ -79,7 +68,7 @@ def check_decodes(model: Encoder) -> None:
     _check_follows(model, "predicted expression")
 
 
-def _check_follows(model: Encoder, what: str) -> None:
+def _check_follows(model: CellModel, what: str) -> None:
     tuning = model.spec.tuning
     if tuning is not None and tuning.task != _FOLLOWS:
         raise OptionError(
@@ -88,7 +77,7 @@ def _check_follows(model: Encoder, what: str) -> None:
         )
 
 
-def posterior(model: Encoder, cells: Cells, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+def posterior(model: CellModel, cells: Cells, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Return means and variances of the posterior of each cell, float32, each of shape (N, L)."""
 
     def compute(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -101,7 +90,7 @@ def posterior(model: Encoder, cells: Cells, batch_size: int) -> tuple[np.ndarray
 
 
 def decoded(
-    model: Encoder,
+    model: CellModel,
     cells: Cells,
     genes: np.ndarray,
     batches: np.ndarray | None,
@@ -189,7 +178,7 @@ def prediction_options(task: Any) -> list[str]:
     return [name for name in inspect.signature(task.predict).parameters if name not in _LEFT_OUT]
 
 
-def predictor_of_labels(model: Encoder, cells: Cells, batch_size: int) -> Predictor:
+def predictor_of_labels(model: CellModel, cells: Cells, batch_size: int) -> Predictor:
     """Return the annotation head of the architecture over cells, as tasks take it."""
     classifier = _Classifier(_module(model))
     return Predictor(classifier, model.tokenizer, model.spec.build_pretraining(), cells, batch_size)
@@ -223,12 +212,12 @@ class _Classifier(nn.Module):
         return ModelOutput(logits=self.encoder.classify(latent), embeddings=latent)
 
 
-def _run(model: Encoder, cells: Cells, compute: Any, batch_size: int) -> np.ndarray:
+def _run(model: CellModel, cells: Cells, compute: Any, batch_size: int) -> np.ndarray:
     objective = model.spec.build_objective()
     return run_over(_module(model), cells, model.tokenizer, compute, objective=objective, batch_size=batch_size)
 
 
-def _module(model: Encoder) -> Any:
+def _module(model: CellModel) -> Any:
     return model.backbone
 
 

@@ -26,16 +26,13 @@ from scforge.errors import ModelFileError, first_line
 if TYPE_CHECKING:
     from anndata import AnnData
 
-    from scforge.estimators.base import CellModel
-
-__all__ = ["Encoder", "HubLoader", "ScDiVa", "write_scvi_files"]
 
 _MODEL, _METADATA, _ADATA = "model.pt", "_scvi_required_metadata.json", "adata.h5ad"
 _VERSIONS = {"scvi_version": "scvi-tools", "anndata_version": "anndata"}
 _FILES = ("config.json", "vocab.json", "split.safetensors")
 
 
-def write_scvi_files(model: CellModel, folder: Path) -> None:
+def write_scvi_files(model: Any, folder: Path) -> None:
     """Add ``model.pt`` and ``_scvi_required_metadata.json`` to a folder that holds a model.
 
     ``model.pt`` has the parts that scvi-tools expects: ``model_state_dict``, ``var_names`` and ``attr_dict`` with

@@ -30,18 +30,6 @@ from scforge.models.registry import MODELS
 from scforge.tokenizers.base import TOKENIZERS
 from scforge.training.objectives.base import OBJECTIVES
 
-__all__ = [
-    "UNUSABLE",
-    "Shapes",
-    "TooManyError",
-    "check_adapter",
-    "check_fit",
-    "described_shapes",
-    "misfit",
-    "refuse_counts",
-    "shapes_of",
-]
-
 Shapes = Mapping[str, tuple[int, ...]]
 
 UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)

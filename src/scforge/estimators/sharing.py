@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,9 +18,8 @@ from scforge._checks import check_bool
 from scforge._io import atomic_write_text
 from scforge.errors import MissingFileError, ModelFileError, NotTrainedWarning, OptionError, warn
 from scforge.estimators.adapter_files import save_adapter
-from scforge.estimators.card_facts import CardFacts, Origin, facts_of
+from scforge.estimators.card_facts import CardFacts, Origin
 from scforge.estimators.folder_formats import ADAPTER, read_description
-from scforge.estimators.model_content import card_of
 from scforge.hub.finding import (
     FoundModel,
     described_kind,
@@ -33,162 +31,10 @@ from scforge.hub.finding import (
 from scforge.hub.uploading import send_model
 
 if TYPE_CHECKING:
-    import pandas as pd
     import torch
     from anndata import AnnData
 
-    from scforge.estimators.encoder import Encoder
-    from scforge.eval.report import Report
-
-__all__ = ["SharingMethods", "load_found", "place_of", "push_model"]
-
-
-class SharingMethods:
-    """Methods around the hub."""
-
-    _facts: CardFacts
-    _origin: Origin | None
-
-    def push_to_hub(
-        self: Any,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        commit_message: str | None = None,
-        create_pr: bool = False,
-        licence: str | None = None,
-        data: str | Sequence[str] | None = None,
-        metrics: Report | pd.DataFrame | None = None,
-        citation: str | None = None,
-        adapter_only: bool = False,
-        base: str | None = None,
-    ) -> str:
-        """Send the model to the Hugging Face Hub: weights, description, vocabulary and model card, in one commit.
-
-        Parameters
-        ----------
-        repo_id
-            Repository, ``"org/name"``; it is made if there is none.
-        private
-            Whether only you and your organisation see it; None leaves it to the hub's settings.
-        token
-            A token that may write; None takes ``HF_TOKEN`` or that of ``hf auth login``.
-        revision
-            Branch to write to, which is made if there is none; None for the main branch.
-        commit_message
-            First line of the commit.
-        create_pr
-            Propose the model in a pull request in place of writing it.
-        licence
-            Identifier of the licence, e.g. ``"apache-2.0"``, or its name. Without one the card says that none is
-            stated.
-        data
-            What the model was trained on, or a list of it; names of data sets on the hub become links.
-        metrics
-            What :meth:`evaluate` returned: figures beside those of baselines.
-        citation
-            How to cite the model.
-        adapter_only
-            Send the adapters and the head of a model that was fine-tuned with ``lora`` alone, and the name of the model
-            that they sit on.
-        base
-            That name, a repository or ``"scforge://name"``; it is not checked, and counts for this push. None takes
-            where the model before fine-tuning came from, or was sent to.
-
-        Returns
-        -------
-        URL of the repository, or of the pull request.
-
-        Raises
-        ------
-        OptionError
-            If an argument cannot be used, or the token may not write.
-        HubError
-            If the hub cannot be reached, or fails.
-        NotTrainedWarning
-            If the model is not trained.
-
-        Notes
-        -----
-        Cells are never sent. Of a fine-tuned model ``split.safetensors`` is, which holds fingerprints (hashes of
-        counts) of the cells that it has seen. Licence, data, figures and citation stay with the model: :meth:`save`
-        writes them, too.
-
-        Examples
-        --------
-        >>> model.push_to_hub("org/light", licence="apache-2.0", data="PBMC 3k")  # doctest: +SKIP
-        >>> annotator.push_to_hub("org/blood", metrics=annotator.evaluate(), adapter_only=True)  # doctest: +SKIP
-        """
-        told = {"licence": licence, "data": data, "citation": citation, "metrics": metrics}
-        return push_model(
-            self,
-            repo_id,
-            told=told,
-            adapter_only=adapter_only,
-            base=base,
-            private=private,
-            token=token,
-            revision=revision,
-            commit_message=commit_message,
-            create_pr=create_pr,
-        )
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        name_or_folder: str | os.PathLike[str],
-        adata: AnnData | None = None,
-        *,
-        revision: str | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        token: str | bool | None = None,
-        local_files_only: bool = False,
-        base: Encoder | str | os.PathLike[str] | None = None,
-        device: str | torch.device = "cpu",
-    ) -> Encoder:
-        """Load a model, or adapters with the model that they sit on, by name; fetch what is not here.
-
-        Nothing that is fetched is run, and no pickle is opened or even fetched.
-
-        Parameters
-        ----------
-        name_or_folder
-            A folder, a repository of the hub, or a name of the registry, as for :func:`scforge.hub.resolve`.
-        adata
-            Data to go on with, as for :meth:`load`.
-        revision, cache_dir, token, local_files_only
-            As for :func:`scforge.hub.resolve`. Of adapters they count for the model below them, too, save `revision`.
-        base
-            The model that adapters sit on, or its name. None takes the name that is stored with them.
-        device
-            Where to put the module.
-
-        Returns
-        -------
-        The model.
-
-        Raises
-        ------
-        MissingFileError
-            If there is no such folder, repository or revision, or it cannot be fetched.
-        ModelFileError
-            If what is there is not a model of scforge, is damaged, or adapters sit on another model.
-        OptionError
-            If a name is not known, a token is refused, or it is not known what adapters sit on.
-        HubError
-            If the hub fails.
-
-        Examples
-        --------
-        >>> model = Encoder.from_pretrained("org/light", revision="v1")  # doctest: +SKIP
-        >>> annotator = Encoder.from_pretrained("org/blood", adata)  # doctest: +SKIP
-        """
-        access: dict[str, Any] = {"cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
-        said = f"name_or_folder={os.fspath(name_or_folder)!r}"
-        found = find_model(name_or_folder, said=said, revision=revision, **access)
-        return load_found(cls, found, said, adata, base=base, device=device, access=access)
+    from scforge.estimators.base import CellModel
 
 
 def push_model(
@@ -225,9 +71,9 @@ def push_model(
     try:
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / "model"
-            text = card_of(model, name=repo_id, is_adapter=adapter_only) if card is None else card
+            text = model._card(name=repo_id, is_adapter=adapter_only) if card is None else card
             if check_bool("adapter_only", adapter_only):
-                _check_base(facts_of(model).base)
+                _check_base(model._card_facts().base)
                 save_adapter(model, folder, overwrite=False)
                 atomic_write_text(folder / "README.md", text)
             else:
@@ -239,7 +85,7 @@ def push_model(
         model._facts = before
     if not adapter_only and not options.get("create_pr"):
         model._origin = replace(
-            Origin.of(model) or Origin(), name=repo_id, revision=sent.commit, n_epochs=model.n_epochs_
+            model._current_origin() or Origin(), name=repo_id, revision=sent.commit, n_epochs=model.n_epochs_
         )
     return sent.url
 
@@ -250,10 +96,10 @@ def load_found(
     said: str,
     adata: AnnData | Literal[False] | None = None,
     *,
-    base: Encoder | str | os.PathLike[str] | None = None,
+    base: CellModel | str | os.PathLike[str] | None = None,
     device: str | torch.device = "cpu",
     access: dict[str, Any] | None = None,
-) -> Encoder:
+) -> CellModel:
     """Load what was found: a model, or adapters with their model.
 
     Parameters
@@ -291,7 +137,7 @@ def _load_base(
     base: str | os.PathLike[str] | None,
     device: str | torch.device,
     access: dict[str, Any],
-) -> Encoder:
+) -> CellModel:
     """Load the model that adapters sit on."""
     revision = None
     where = f"base={base!r}"
@@ -347,7 +193,7 @@ def _named(base: str, model: Any) -> Origin:
         raise OptionError(f"base={base!r} is no name that others can use; give 'org/name' or 'scforge://name'.")
     if model.spec.tuning is None:
         raise OptionError(f"base={base!r} has no use where the model was not fine-tuned; leave it out.")
-    known = Origin.of(model._base)
+    known = None if model._base is None else model._base._current_origin()
     revision = known.revision if known is not None and known.name == base else None
     return Origin(base, revision, is_given=True)
 

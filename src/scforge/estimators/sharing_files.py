@@ -20,8 +20,6 @@ from scforge.hub.uploading import tell_left_behind, upload
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["pull_folder", "push_folder"]
-
 
 def push_folder(
     folder: str | os.PathLike[str],

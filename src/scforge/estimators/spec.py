@@ -29,8 +29,6 @@ from scforge.tokenizers.base import TOKENIZERS, Tokenizer, get_tokenizer
 from scforge.tokenizers.entropy_ranked import serialisation_weights
 from scforge.training.objectives.base import Objective, get_objective
 
-__all__ = ["ModelSpec", "default_options", "named_options"]
-
 logger = logging.getLogger("scforge")
 
 _TAKEN = frozenset(

@@ -39,9 +39,8 @@ from scforge.training.fitting import FitResult, SaveBest, choose_precision, defa
 from scforge.training.plan import NotFiniteError, TrainingPlan
 
 if TYPE_CHECKING:
-    from scforge.estimators.encoder import Encoder
+    from scforge.estimators.base import CellModel
 
-__all__ = ["run_training"]
 
 logger = logging.getLogger("scforge")
 
@@ -56,7 +55,7 @@ type _Found = tuple[Path, dict[str, Any], tuple[dict[str, Any], GeneVocab, dict[
 
 
 def run_training(
-    model: Encoder,
+    model: CellModel,
     data: CellDataModule,
     plan: TrainingPlan,
     *,
@@ -206,7 +205,7 @@ def _fitted(plan: TrainingPlan, data: CellDataModule, **options: Any) -> tuple[F
         return error.result, error
 
 
-def _take_over(model: Encoder, result: FitResult) -> None:
+def _take_over(model: CellModel, result: FitResult) -> None:
     """Let the model know what the training was."""
     if result.weights:  # the module was left in parts
         model.module = model.spec.build_module().eval()
@@ -232,7 +231,7 @@ def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, o
 
 
 def _freeing(
-    model: Encoder, folder: RunFolder, found: _Found | None, resume: Any, *, overwrite: bool
+    model: CellModel, folder: RunFolder, found: _Found | None, resume: Any, *, overwrite: bool
 ) -> Callable[[], None]:
     """Return what makes room in the folder right before the first step, or raise if that must not be."""
     if found is not None and folder.holds(found[0]):
@@ -256,7 +255,7 @@ def _check_resumable(options: Mapping[str, Any]) -> None:
             )
 
 
-def _writer(model: Encoder, folder: RunFolder, keep_last: int) -> Any:
+def _writer(model: CellModel, folder: RunFolder, keep_last: int) -> Any:
     before = model.n_epochs_
 
     def write(name: str, state: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
@@ -282,7 +281,7 @@ def _not_written(folder: RunFolder, name: str, error: Exception) -> SavingError:
     )
 
 
-def _best(model: Encoder, folder: RunFolder, top_k: int) -> Any:
+def _best(model: CellModel, folder: RunFolder, top_k: int) -> Any:
     """Return what makes a callback that keeps the best epochs as model folders."""
     before = model.n_epochs_
 
@@ -305,7 +304,7 @@ def _best(model: Encoder, folder: RunFolder, top_k: int) -> Any:
 
 
 @contextlib.contextmanager
-def _as_trained(model: Encoder, n_epochs: int) -> Any:
+def _as_trained(model: CellModel, n_epochs: int) -> Any:
     before = model.is_trained_, model.n_epochs_
     model.is_trained_, model.n_epochs_ = True, n_epochs
     try:
@@ -314,7 +313,7 @@ def _as_trained(model: Encoder, n_epochs: int) -> Any:
         model.is_trained_, model.n_epochs_ = before
 
 
-def _settings(model: Encoder, data: CellDataModule, plan: TrainingPlan, **further: Any) -> dict[str, Any]:
+def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **further: Any) -> dict[str, Any]:
     """Return what decides the outcome of a training, JSON-safe."""
     parts = model.spec.to_json()
     named = {f"{part}.{name}": value for part, options in parts.items() for name, value in options.items()}

@@ -16,8 +16,6 @@ from scforge.finetuning.heads import FineTunedModule
 from scforge.training.objectives.base import Objective
 from scforge.training.plan import freeze_layers
 
-__all__ = ["Tuning"]
-
 
 @dataclass(frozen=True)
 class Tuning:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from scforge.data.cells import Cells
     from scforge.training.datamodule import CellDataModule
 
-__all__ = ["SAMPLED_CELLS", "n_top_genes_of", "needed_statistics", "vocab_of_adata", "vocab_of_cells"]
 
 SAMPLED_CELLS = 100_000
 """Training cells, drawn at random, that choices are made from where there are more: they fit into memory."""
