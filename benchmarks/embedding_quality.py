@@ -41,7 +41,7 @@ from scipy.sparse import csr_matrix
 
 from scforge._io import atomic_path, atomic_write_text
 from scforge.errors import ScforgeError
-from scforge.estimators.defaults import recipe_for
+from scforge.estimators.spec import recipe_for
 from scforge.eval import embedding_baselines
 from scforge.models import Encoder, ScDiVa
 from scforge.training.objectives.base import OBJECTIVES

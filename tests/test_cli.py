@@ -144,7 +144,7 @@ def test_mistakes_in_options(told, monkeypatch, override: str, part: str) -> Non
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     if "gpu" in override:
-        monkeypatch.setattr("scforge.estimators.from_config.open_source", lambda data: pytest.fail("cells were read"))
+        monkeypatch.setattr("scforge.workflows.train.open_source", lambda data: pytest.fail("cells were read"))
     assert part in told("train", "--quiet", "--config", "config.yaml", override)
 
 
@@ -152,7 +152,7 @@ def test_a_full_disk_is_one_line(told, monkeypatch) -> None:
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("scforge.estimators.saving.save_file", full)
+    monkeypatch.setattr("scforge.estimators.serialize.save_file", full)
     assert "No space left" in told("train", "--quiet", "--config", "config.yaml", "output.checkpoint_dir=ck")
     assert not [path for path in Path("ck").iterdir() if path.name not in (".lock", "config.yaml")]
 

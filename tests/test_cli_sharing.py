@@ -18,7 +18,7 @@ import yaml
 
 from scforge.cli import main
 from scforge.estimators import Encoder
-from scforge.estimators.evaluating_files import evaluate_to
+from scforge.workflows.evaluate import evaluate_to
 
 # huggingface_hub sends large files with an argument that its HTTP client has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")

@@ -92,8 +92,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(config=config, **options)
         return SimpleNamespace(model=SimpleNamespace(_stopped=False))
 
-    monkeypatch.setattr("scforge.estimators.finetuning_from_config.finetune_from_config", finetune)
-    monkeypatch.setattr("scforge.estimators.finetuning_from_config.finetuning_report", lambda *args: [])
+    monkeypatch.setattr("scforge.workflows.finetune.finetune_from_config", finetune)
+    monkeypatch.setattr("scforge.workflows.finetune.finetuning_report", lambda *args: [])
     return seen
 
 
@@ -127,7 +127,7 @@ def test_overrides_behind_a_flag_that_needs_no_value(
 
 def test_options_behind_a_vote(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = {}
-    monkeypatch.setattr("scforge.estimators.predicting.predict_to", lambda *args, **options: seen.update(options))
+    monkeypatch.setattr("scforge.workflows.predict.predict_to", lambda *args, **options: seen.update(options))
     assert run("predict cells.h5ad -m base -o out.csv --majority-voting min_share=0.5 soft=true") == 0
     assert (seen["majority_voting"], seen["min_share"], seen["soft"]) == (True, 0.5, True)
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import scforge
 from scforge.estimators.model_content import card_of
+
+import scforge
 from scforge.eval import LabelPrediction, evaluate
 
 NAME = "scforge://pbmc3k-light"

@@ -66,14 +66,14 @@ _OF_REPO = ("private", "revision", "commit_message", "create_pr")
 
 
 def _push(arguments: argparse.Namespace) -> None:
-    from scforge.estimators.sharing_files import push_folder
+    from scforge.workflows.models import push_folder
 
     names = (*_OF_REPO, *_OF_CARD, "base")
     print(push_folder(arguments.folder, arguments.repo_id, **{name: getattr(arguments, name) for name in names}))
 
 
 def _pull(arguments: argparse.Namespace) -> None:
-    from scforge.estimators.sharing_files import pull_folder
+    from scforge.workflows.models import pull_folder
 
     names = ("revision", "cache_dir", "local_files_only", "overwrite")
     print(pull_folder(arguments.name, arguments.output, **{name: getattr(arguments, name) for name in names}))
@@ -282,8 +282,8 @@ INTERRUPTED = 130
 
 
 def _finetune(arguments: argparse.Namespace) -> int:
-    from scforge.estimators.config_start import first_process_speaks
-    from scforge.estimators.finetuning_from_config import finetune_from_config, finetuning_config, finetuning_report
+    from scforge.workflows.finetune import finetune_from_config, finetuning_config, finetuning_report
+    from scforge.workflows.train import first_process_speaks
 
     config = finetuning_config(arguments.config, arguments.overrides, flags=_flags_of(arguments))
     options = {"resume": arguments.resume, "overwrite": arguments.overwrite}
@@ -302,7 +302,7 @@ def _flags_of(arguments: argparse.Namespace) -> dict[str, tuple[str, Any]]:
 
 def _predict(arguments: argparse.Namespace) -> None:
     check_places(arguments.source, arguments.output, [".csv", ".h5ad"])
-    from scforge.estimators.predicting import predict_to
+    from scforge.workflows.predict import predict_to
 
     options = {name: getattr(arguments, name) for name in ("threshold", "majority_voting", "soft", "key_added")}
     options = {name: value for name, value in options.items() if value is not None and value is not False}
@@ -336,8 +336,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         raise OptionError("--against names baselines and --no-baselines asks for none; give one of them.")
     source = arguments.data if arguments.source is None else arguments.source
     check_places(source, None, [])
-    from scforge.estimators.evaluating_files import evaluate_to
     from scforge.eval.report import Report
+    from scforge.workflows.evaluate import evaluate_to
 
     options |= {"baselines": against or arguments.baselines, "progress_bar": not arguments.quiet}
     found = evaluate_to(arguments.model, source, arguments.output, **options)
@@ -498,8 +498,8 @@ def _train(arguments: argparse.Namespace) -> int:
         config.output.checkpoint_dir = str(Path("checkpoints") / Path(arguments.config).stem)
     for index, path in enumerate(config.data.paths or []):
         check_places(path, place=config._places.of(["data", "paths", index]))
-    from scforge.estimators import train_from_config
-    from scforge.estimators.config_start import first_process_speaks, training_report
+    from scforge.workflows import train_from_config
+    from scforge.workflows.train import first_process_speaks, training_report
 
     options = {"resume": arguments.resume, "overwrite": arguments.overwrite}
     speaks = first_process_speaks()
@@ -523,7 +523,7 @@ def _config_show(arguments: argparse.Namespace) -> None:
     from scforge.config import load_config
 
     config = load_config(arguments.file, arguments.overrides)
-    from scforge.estimators import show_config
+    from scforge.workflows import show_config
 
     print(show_config(config), end="")
 
@@ -532,7 +532,7 @@ def _config_check(arguments: argparse.Namespace) -> None:
     from scforge.config import load_config
 
     config = load_config(arguments.file, arguments.overrides)
-    from scforge.estimators import check_config
+    from scforge.workflows import check_config
 
     print(f"{arguments.file} is fine: {check_config(config)}.")
 
@@ -570,7 +570,7 @@ def _convert(arguments: argparse.Namespace) -> None:
 
 def _embed(arguments: argparse.Namespace) -> None:
     check_places(arguments.source, arguments.output, [".zarr", ".h5ad"])
-    from scforge.estimators import embed_to
+    from scforge.workflows import embed_to
 
     names = ("key", "batch_size", "rank", "world_size", "device", "overwrite")
     options = {name: getattr(arguments, name) for name in names}

@@ -15,7 +15,7 @@ from scforge.config import load_config
 from scforge.data import CellOrder, CensusQuery, GeneVocab, convert, open_cells
 from scforge.data.sampling import Window
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning
-from scforge.estimators.from_config import train_from_config
+from scforge.workflows.train import train_from_config
 
 tiledbsoma = pytest.importorskip("tiledbsoma", reason="the clients of the Census have an environment of their own")
 import pyarrow as pa  # noqa: E402 -- comes with them

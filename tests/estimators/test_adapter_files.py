@@ -14,7 +14,7 @@ import torch
 from scforge._io import sha256_of
 from scforge.errors import MissingFileError, ModelFileError
 from scforge.estimators import Encoder
-from scforge.estimators.folder_formats import ADAPTER, read_description, sealed
+from scforge.estimators.serialize import ADAPTER, read_description, sealed
 
 FIRST = Path(__file__).parents[1] / "fixtures" / "format_1"
 CONFIG, WEIGHTS, SPLIT = "adapter.json", "adapter.safetensors", "split.safetensors"

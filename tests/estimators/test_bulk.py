@@ -20,8 +20,10 @@ from scforge import _io
 from scforge.cli import main
 from scforge.data import open_cells
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, NotTrainedWarning, OptionError
-from scforge.estimators import EmbeddingInfo, Encoder, bulk, embed_to
-from scforge.estimators.bulk_files import EmbeddingFiles
+from scforge.estimators import Encoder
+from scforge.workflows import EmbeddingInfo, embed_to
+from scforge.workflows import embed as bulk
+from scforge.workflows.embed import EmbeddingFiles
 
 BLOCK = 100  # of the 700 cells of `store`
 
@@ -292,7 +294,8 @@ def test_which_process_this_is():
 PROCESS = """
 import sys, time
 import torch
-from scforge.estimators import bulk_files, embed_to
+from scforge.estimators import bulk_files
+from scforge.workflows import embed_to
 torch.set_num_threads(1)
 model, store, output, hang = sys.argv[1:]
 write, calls = bulk_files.atomic_write_text, []

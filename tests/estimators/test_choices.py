@@ -10,7 +10,7 @@ from scipy import sparse
 
 from scforge.data import open_cells
 from scforge.errors import DataError
-from scforge.estimators.choices import cells_in_state
+from scforge.estimators.interpret import cells_in_state
 
 
 @pytest.mark.parametrize(

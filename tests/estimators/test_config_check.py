@@ -12,8 +12,9 @@ import pytest
 
 from scforge.config import Config, list_recipes, load_config, recipe_path
 from scforge.errors import ConfigError, DataError, MissingFileError, OptionError, ScforgeError, ScforgeWarning
-from scforge.estimators import Encoder, check_config, show_config, train_from_config
-from scforge.estimators.config_check import check_settings
+from scforge.estimators import Encoder
+from scforge.workflows import check_config, show_config, train_from_config
+from scforge.workflows.check import check_settings
 
 TEXT = """
 data:

@@ -13,8 +13,9 @@ import pytest
 from scforge.cli import main
 from scforge.config import load_config
 from scforge.data import GeneVocab, StoreCells
-from scforge.estimators import Encoder, train_from_config
+from scforge.estimators import Encoder
 from scforge.training import CellDataModule
+from scforge.workflows import train_from_config
 
 TEXT = """
 data:
@@ -106,7 +107,7 @@ def test_one_h5ad_file(run, files, tmp_path, many_adata) -> None:
 
 def test_an_h5ad_that_does_not_fit(run, files, monkeypatch, caplog) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
-    monkeypatch.setattr("scforge.estimators.config_data._LARGE", 0)
+    monkeypatch.setattr("scforge.workflows.train._LARGE", 0)
     monkeypatch.setattr("scforge.data.readers.available_memory", lambda: 3000)
     text = "data: {paths: [a.h5ad], preprocessing: {hvg_selection: 40}}\ntraining: {max_epochs: 1, accelerator: cpu}\n"
     Path("large.yaml").write_text(text)
@@ -140,7 +141,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("override", "part"), MISTAKES, ids=[key for key, _ in MISTAKES])
 def test_mistakes_are_one_line(told, store, many_adata, monkeypatch, override: str, part: str) -> None:
-    monkeypatch.setattr("scforge.estimators.training_run.fit", lambda *_, **__: pytest.fail("training began"))
+    monkeypatch.setattr("scforge.estimators.training.fit", lambda *_, **__: pytest.fail("training began"))
     Path(".s.zarr.partial").mkdir()
     many_adata[:50].write_h5ad("a.h5ad")
     Path("config.yaml").write_text(TEXT.format(path=store))

@@ -20,8 +20,11 @@ from scforge.config import Config, load_config
 from scforge.config.aliases import known_names
 from scforge.data import GeneVocab
 from scforge.errors import ConfigError
-from scforge.estimators import Encoder, config_data, finetuning_from_config, from_config
+from scforge.estimators import Encoder
 from scforge.training import CellDataModule
+from scforge.workflows import finetune as finetuning_from_config
+from scforge.workflows import train as config_data
+from scforge.workflows import train as from_config
 
 BASE = """
 data: {paths: [cells.h5ad], preprocessing: {hvg_selection: 0}}

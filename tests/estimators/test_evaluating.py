@@ -10,9 +10,10 @@ import pytest
 from scforge.cli import main
 from scforge.config import load_config
 from scforge.errors import DataError, OptionError, ScforgeWarning
-from scforge.estimators import Encoder, check_config, evaluate_embeddings, evaluate_to, train_from_config
+from scforge.estimators import Encoder, evaluate_embeddings
 from scforge.eval import Benchmark, evaluate, pca_embedding, register_benchmark
 from scforge.eval.base import BENCHMARKS
+from scforge.workflows import check_config, evaluate_to, train_from_config
 
 QUICK = {"baselines": ["pca"], "intervals": False, "seeds": (0,)}
 TRAINING = {"max_epochs": 1, "batch_size": 32, "progress_bar": False, "accelerator": "cpu"}

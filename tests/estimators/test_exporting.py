@@ -14,7 +14,8 @@ import torch
 
 from scforge.data import open_cells
 from scforge.errors import ModelFileError, OptionError, ScforgeWarning
-from scforge.estimators import Encoder, exporting
+from scforge.estimators import Encoder
+from scforge.estimators import export as exporting
 from scforge.models.registry import MODELS
 
 TRANSFORMER = {"hidden_dim": 16, "num_layers": 2, "num_heads": 2, "ffn_dim": 32, "n_top_genes": 300}

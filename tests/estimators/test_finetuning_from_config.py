@@ -13,8 +13,9 @@ import pytest
 from scforge.config import load_config, recipe_path
 from scforge.data import convert
 from scforge.errors import ConfigError, MissingFileError, OptionError
-from scforge.estimators import Encoder, evaluate_to, finetune_from_config, predict_to, train_from_config
-from scforge.estimators.finetuning_from_config import FinetuningResult, finetuning_report
+from scforge.estimators import Encoder
+from scforge.workflows import evaluate_to, finetune_from_config, predict_to, train_from_config
+from scforge.workflows.finetune import FinetuningResult, finetuning_report
 
 TEXT = """
 data: {paths: [cells.h5ad]}

@@ -15,8 +15,9 @@ import torch
 
 from scforge.config import list_recipes, load_config, recipe_path
 from scforge.errors import ConfigError, MissingFileError, OptionError, ScforgeWarning
-from scforge.estimators import Encoder, train_from_config
+from scforge.estimators import Encoder
 from scforge.models.registry import MODELS
+from scforge.workflows import train_from_config
 
 SMALL = """
 data: {paths: [cells.h5ad]}
@@ -140,7 +141,7 @@ def test_log_embedding_and_benchmarks(run) -> None:
 def test_a_folder_that_does_not_fit_is_told_before_the_cells_are_read(run, options, message, monkeypatch) -> None:
     for name in ("ck/step=00000004/training", "ck/final", "other/step=1/training"):
         Path(name).mkdir(parents=True)
-    monkeypatch.setattr("scforge.estimators.from_config.open_source", lambda data: pytest.fail("cells were read"))
+    monkeypatch.setattr("scforge.workflows.train.open_source", lambda data: pytest.fail("cells were read"))
     Path("config.yaml").write_text(f"{SMALL}output:\n  checkpoint_dir: ck\n")
     with pytest.raises((OptionError, MissingFileError), match=message):
         train_from_config(load_config("config.yaml"), progress_bar=False, **options)

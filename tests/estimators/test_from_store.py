@@ -89,7 +89,7 @@ def test_genes_are_chosen_from_training_cells(data, store, many_adata, monkeypat
         return some
 
     monkeypatch.setattr(StoreCells, "sample", spy)
-    monkeypatch.setattr("scforge.estimators.vocabulary.SAMPLED_CELLS", 300)
+    monkeypatch.setattr("scforge.estimators.spec.SAMPLED_CELLS", 300)
     assert Encoder(datamodule=data(), **LIGHT).vocab.n_genes == 40
     assert set(sampled) == {(300, 300, True)}
     assert Encoder(datamodule=data(), **(LIGHT | {"n_top_genes": 0})).vocab == StoreCells.open(store).vocab

@@ -12,9 +12,10 @@ import pytest
 
 from scforge.config import load_config
 from scforge.errors import GeneMismatchError, MissingFileError, OptionError
-from scforge.estimators import Encoder, train_from_config
+from scforge.estimators import Encoder
 from scforge.models.components import GeneVectorEmbedding
 from scforge.tokenizers import RankValueTokenizer
+from scforge.workflows import train_from_config
 
 D = 6
 GENES = [f"gene{i}" for i in range(80)]

@@ -10,7 +10,8 @@ import pytest
 
 from scforge.config import load_config
 from scforge.errors import OptionError
-from scforge.estimators import Encoder, train_from_config
+from scforge.estimators import Encoder
+from scforge.workflows import train_from_config
 
 SMALL = {"encoder_dim": 8, "encoder_layers": 1, "encoder_heads": 2, "decoder_layers": 1}
 COUNTS = {"name": "continuous_projection", "transform": "counts"}

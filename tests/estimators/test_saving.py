@@ -22,7 +22,7 @@ from scforge.errors import (
     ScforgeWarning,
 )
 from scforge.estimators import Encoder
-from scforge.estimators.folder_formats import MODEL, sealed
+from scforge.estimators.serialize import MODEL, sealed
 
 FILES = ["README.md", "config.json", "model.safetensors", "vocab.json"]
 NEEDED = ["architecture", "tokenizer", "objective", "setup", "seed", "is_trained", "n_epochs", "history", "sha256"]
@@ -233,7 +233,7 @@ def test_a_save_that_fails_leaves_the_old_model(model: Encoder, folder: Path, mo
     def fails(*args: object, **kwargs: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("scforge.estimators.saving.save_file", fails)
+    monkeypatch.setattr("scforge.estimators.serialize.save_file", fails)
     with pytest.raises(OSError, match="disk full"):
         model.save(folder, overwrite=True)
     assert bytes_of(folder) == before

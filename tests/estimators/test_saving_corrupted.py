@@ -18,7 +18,7 @@ import torch
 from scforge._io import sha256_of
 from scforge.errors import MissingFileError, ModelFileError
 from scforge.estimators import Encoder
-from scforge.estimators.folder_formats import MODEL, read_description, sealed
+from scforge.estimators.serialize import MODEL, read_description, sealed
 
 CONFIG, VOCAB, WEIGHTS = "config.json", "vocab.json", "model.safetensors"
 MOST_MEMORY = 100 * 2**20

@@ -21,7 +21,7 @@ import pytest
 from scforge._io import parse_json
 from scforge.errors import ModelFileError, OptionError
 from scforge.estimators import Encoder
-from scforge.estimators.folder_formats import _DEFAULTS, ADAPTER, MODEL, read_description, sealed
+from scforge.estimators.serialize import _DEFAULTS, ADAPTER, MODEL, read_description, sealed
 from scforge.estimators.spec import _TAKEN, default_options
 from scforge.models import list_models
 from scforge.models.gene_pooling import GenePoolingModel

@@ -14,12 +14,13 @@ import torch
 from scforge.cli import main
 from scforge.config import load_config, recipe_path
 from scforge.errors import GeneMismatchError, ModelFileError, NotTrainedWarning, OptionError
-from scforge.estimators import Encoder, ScDiVa, predict_to, train_from_config
-from scforge.estimators.evaluating import knows_labels
-from scforge.estimators.front_classes import class_in_place_of, class_of_architecture
-from scforge.estimators.model_folder import load_named
+from scforge.estimators import Encoder, ScDiVa
+from scforge.estimators.evaluate import knows_labels
+from scforge.estimators.setup import class_in_place_of, class_of_architecture
 from scforge.tokenizers import serialisation_weights
 from scforge.training import CellDataModule
+from scforge.workflows import predict_to, train_from_config
+from scforge.workflows.models import load_named
 
 SMALL = {"n_top_genes": 40, "hidden_dim": 16, "num_layers": 1, "num_heads": 2, "latent_dim": 4, "max_tokens": 16}
 FAST = {"batch_size": 20, "lr": 1e-2, "validation_size": 0.0}

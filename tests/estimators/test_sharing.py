@@ -15,11 +15,11 @@ import yaml
 from scforge.errors import MissingFileError, ModelFileError, NotTrainedWarning, OptionError
 from scforge.estimators import Encoder
 from scforge.estimators.card import is_own_card
-from scforge.estimators.sharing_files import pull_folder
 from scforge.eval.report import Comparison, Measured, Report, Row
 from scforge.foreign.base import Foreign, NameMap, Rule
 from scforge.hub import resolve, upload
 from scforge.hub.finding import copy_model
+from scforge.workflows.models import pull_folder
 
 # huggingface_hub sends large files with an argument that its HTTP client has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw:DeprecationWarning")

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 import scforge
 from scforge.cli import main
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, ScforgeError
-from scforge.estimators import Encoder, foreign_methods
+from scforge.estimators import Encoder
+from scforge.estimators import serialize as foreign_methods
 
 V1 = {"hidden_size": 256, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512}
 POSITIONS = {"V1": 2048, "V2": 4096}

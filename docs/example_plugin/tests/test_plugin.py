@@ -7,13 +7,13 @@ from anndata import AnnData
 from scipy import sparse
 
 from scforge.config import load_config
-from scforge.estimators import train_from_config
 from scforge.eval import get_benchmark, list_benchmarks
 from scforge.finetuning import list_tasks
 from scforge.models import Encoder, list_models
 from scforge.testing import check_model, check_tokenizer
 from scforge.tokenizers import list_tokenizers
 from scforge.training import list_objectives
+from scforge.workflows import train_from_config
 
 PARTS = {
     "tokenizer": {"name": "example_tokenizer", "power": 0.4},

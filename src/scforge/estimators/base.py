@@ -38,16 +38,21 @@ from scforge.errors import (
     first_line,
     warn,
 )
-from scforge.estimators.card import described, model_card, provenance
-from scforge.estimators.card_facts import CardFacts, Origin
-from scforge.estimators.fields import GeneField, ObsField, check_places
-from scforge.estimators.folder_methods import check_prefix
-from scforge.estimators.front_classes import class_in_place_of
-from scforge.estimators.mudata import LAST, adopted, shared
-from scforge.estimators.registries import bare_registry, datamodule_registry
-from scforge.estimators.saving import load_weights, write_folder
-from scforge.estimators.spec import ModelSpec
-from scforge.estimators.tuning import Tuning
+from scforge.estimators.card import CardFacts, Origin, described, model_card, provenance
+from scforge.estimators.serialize import load_weights, write_folder
+from scforge.estimators.setup import (
+    LAST,
+    GeneField,
+    ObsField,
+    adopted,
+    bare_registry,
+    check_places,
+    check_prefix,
+    class_in_place_of,
+    datamodule_registry,
+    shared,
+)
+from scforge.estimators.spec import ModelSpec, Tuning
 from scforge.finetuning.heads import FineTunedModule
 from scforge.finetuning.held_out import SeenCells
 from scforge.hub.finding import origin_of
@@ -294,8 +299,13 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def _obsm_key(self) -> str:
         """Key of the embedding in obsm: one of its own where a query model has left the space of its reference."""
         tuning = self._spec.tuning
-        adapted = tuning is not None and tuning.base.get("reference") and tuning.freeze is not True
+        adapted = tuning is not None and self._is_query and tuning.freeze is not True
         return QUERY_KEY if adapted and self.n_epochs_ else OBSM_KEY
+
+    @property
+    def _is_query(self) -> bool:
+        """Whether the model was made by ``load_query_data``."""
+        return self._spec.tuning is not None and bool(self._spec.tuning.base.get("reference"))
 
     @property
     def objective(self) -> str:
@@ -734,12 +744,12 @@ class CellModel(BaseModelClass, metaclass=_Front):
             for name, key in {"batch_key": batch_key, "labels_key": labels_key}.items()
         }
         try:
-            cls.setup_anndata(adata, layer=layer, gene_key=gene_key, **keys, **kwargs)  # type: ignore[attr-defined]
+            cls.setup_anndata(adata, layer=layer, gene_key=gene_key, **keys, **kwargs)
         except GeneMismatchError:
             raise
         except DataError as error:
             raise DataError(f"modality={modality!r}: {error}") from error
-        manager = cls._get_most_recent_anndata_manager(adata)  # type: ignore[attr-defined]
+        manager = cls._get_most_recent_anndata_manager(adata)
         manager.update_setup_method_args({"modality": modality})
         mdata.uns[LAST] = modality
 
@@ -751,7 +761,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         """
         if not isinstance(data, MuData):
             return data
-        ready = [name for name, adata in data.mod.items() if cls._setup_of(adata)]  # type: ignore[attr-defined]
+        ready = [name for name, adata in data.mod.items() if cls._setup_of(adata)]
         last = data.uns.get(LAST)
         for name in (modality, last, ready[0] if len(ready) == 1 else None):
             if name in ready:
@@ -768,7 +778,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         if not isinstance(data, MuData):
             return data
         adata: AnnData = cls._adata_of(data, setup.get("modality"))
-        if cls._setup_of(adata) is None:  # type: ignore[attr-defined]
+        if cls._setup_of(adata) is None:
             keys = {key: setup[key] for key in ("batch_key", "labels_key")}
             known = {*adata.obs, *shared(data, setup["modality"])}
             present = {key: column if column in known else None for key, column in keys.items()}

@@ -31,53 +31,60 @@ from scforge.errors import (
     first_line,
     warn,
 )
-from scforge.estimators.adapter_files import load_adapter, save_adapter
 from scforge.estimators.base import FROM_DATA, CellModel
-from scforge.estimators.card_facts import CardFacts
-from scforge.estimators.choices import (
-    Source,
-    cell_groups,
-    cells_in_state,
-    column_genes,
-    gene_combinations,
-    gene_numbers,
-    note,
-    ready,
-    widely_expressed,
-    written_over_columns,
-)
-from scforge.estimators.defaults import recipe_for
-from scforge.estimators.evaluating_subjects import OPTIONS, evaluate_models
-from scforge.estimators.finetuning_run import finetune
-from scforge.estimators.folder_methods import check_prefix, device_of
-from scforge.estimators.foreign_methods import expected_of
-from scforge.estimators.front_classes import class_of_architecture
-from scforge.estimators.generation import generate_with
-from scforge.estimators.held_out import is_scored_by_labels, warn_of_undecided
-from scforge.estimators.interpretation import predicting
-from scforge.estimators.perturbing import USUAL_CELLS, check_activated, lowest_fdr, starting
-from scforge.estimators.reference import (
+from scforge.estimators.card import CardFacts
+from scforge.estimators.evaluate import OPTIONS, evaluate_models
+from scforge.estimators.finetune import (
+    NAME,
     UNASSIGNED,
+    finetune,
+    is_scored_by_labels,
+    load_adapter,
+    options_of,
     own_cells,
+    save_adapter,
+    warn_of_undecided,
     weighted_vote,
     with_batches_of,
     with_room,
 )
-from scforge.estimators.registries import bare_registry
-from scforge.estimators.saving import load_weights, read_adata, read_folder
-from scforge.estimators.shape_check import shapes_of
-from scforge.estimators.sharing import load_found, push_model
-from scforge.estimators.spec import ModelSpec, named_options
-from scforge.estimators.task_methods import NAME, options_of
-from scforge.estimators.training_run import run_training
-from scforge.estimators.tuning import Tuning
-from scforge.estimators.vocabulary import n_top_genes_of, needed_statistics, vocab_of_adata, vocab_of_cells
+from scforge.estimators.generate import generate_with
+from scforge.estimators.hub import load_found, push_model
+from scforge.estimators.interpret import (
+    USUAL_CELLS,
+    Source,
+    cell_groups,
+    cells_in_state,
+    check_activated,
+    column_genes,
+    gene_combinations,
+    gene_numbers,
+    lowest_fdr,
+    note,
+    predicting,
+    ready,
+    starting,
+    widely_expressed,
+    written_over_columns,
+)
+from scforge.estimators.serialize import expected_of, load_weights, read_adata, read_folder, shapes_of
+from scforge.estimators.setup import bare_registry, check_prefix, class_of_architecture, device_of
+from scforge.estimators.spec import (
+    ModelSpec,
+    Tuning,
+    n_top_genes_of,
+    named_options,
+    needed_statistics,
+    recipe_for,
+    vocab_of_adata,
+    vocab_of_cells,
+)
+from scforge.estimators.training import run_training
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, merge_lora, merged
 from scforge.finetuning.base import EvaluationContext, Predictor, Task
 from scforge.finetuning.held_out import CellMarks, fingerprints
 from scforge.finetuning.labels import check_key, text_labels
 from scforge.finetuning.splits import Split
-
 from scforge.foreign.base import Foreign, read_checkpoint
 from scforge.hub.finding import find_model, is_registry_name
 from scforge.insilico.attention import attention_between_genes
@@ -94,7 +101,6 @@ from scforge.training.plan import NotFiniteError, TrainingPlan
 from scforge.training.predict import embed
 
 if TYPE_CHECKING:
-    from scforge.foreign.geneformer import Dictionary
     import pandas as pd
     import torch
     from anndata import AnnData
@@ -103,6 +109,7 @@ if TYPE_CHECKING:
     from scforge.estimators.base import CellModel
     from scforge.eval.base import Entry
     from scforge.eval.report import Report
+    from scforge.foreign.geneformer import Dictionary
     from scforge.tokenizers.base import Tokenizer
     from scforge.training.datamodule import CellDataModule
     from scforge.training.objectives.base import Objective
@@ -540,7 +547,8 @@ class Encoder(CellModel):
                 f"datamodule has {n_tested} cells that the fine-tuning held out for testing; leave these out of "
                 "train_rows and validation_rows, or call finetune again."
             )
-        if self.spec.build_objective().learns_labels:
+        task: Any = self.spec.build_objective()  # of a fine-tuned model
+        if task.learns_labels:
             self._seen = self._seen.with_learned(marks.take(learned))
 
     def _rows_to_score(self, cells: Cells, *, within: bool) -> tuple[np.ndarray, Split | None]:
@@ -549,12 +557,13 @@ class Encoder(CellModel):
             return np.arange(len(cells)), None
         marks = CellMarks.of(cells)
         split = self._seen.split_of(marks.numbers)
-        of_others = self._seen.learned if is_scored_by_labels(self.spec.build_objective()) else CellMarks.none()
+        task: Any = self.spec.build_objective()  # of a fine-tuned model
+        of_others = self._seen.learned if is_scored_by_labels(task) else CellMarks.none()
         learned, unclear = marks.among(of_others), marks.undecided(of_others)
         if split is not None and (within or len(marks) == len(self._seen.numbers)):
             if not len(split.test):
                 # load_query_data has no test_size.
-                more = "" if self.spec.tuning.base.get("reference") else ", or test_size=0.1"
+                more = "" if self._is_query else ", or test_size=0.1"
                 raise OptionError(f"the fine-tuning held no cells out for testing; pass other cells{more}.")
             rows = split.test[~learned[split.test]]
             n_learned, n_all, what = int(learned[split.test].sum()), len(split.test), "cells held out for testing"
@@ -721,6 +730,7 @@ class Encoder(CellModel):
         task = self._task("predict")
         if key_added is None and self._obsm_key == QUERY_KEY:
             key_added = QUERY_KEY
+        assert self.spec.tuning is not None  # it has a task
         check_options("option of predict", self.spec.tuning.task, options, options_of(task.predict))
         source = self._source(adata)
         predictor = self._predictor(self._open(source), batch_size)
@@ -879,7 +889,7 @@ class Encoder(CellModel):
             return
         if is_sharded(self.module):  # the first process alone has the whole model
             return
-        task = self.spec.build_objective()
+        task: Any = self.spec.build_objective()
         task.bind(data.bound, data.train_rows)
         predictor = Predictor(self.module, self.tokenizer, task, data.bound)
         try:
@@ -984,6 +994,7 @@ class Encoder(CellModel):
             raise OptionError("the model has no adapters to merge; fine-tune with lora=True.")
         merge_lora(self.backbone)
         self.backbone.requires_grad_(True)
+        assert self._spec.tuning is not None  # it has adapters
         self._spec = replace(self._spec, tuning=replace(self._spec.tuning, lora=None))
 
     @contextmanager
@@ -1103,7 +1114,7 @@ class Encoder(CellModel):
         if isinstance(lora, Mapping) if stays else not lora:
             why = f"{reference.spec.objective!r} leaves the encoder as it is" if stays else "nothing is left to train"
             raise OptionError(f"lora={lora!r} is of no use, as {why}; leave it out.")
-        known = tuning.task_options if integrated else aim.config() if stays else {}
+        known = tuning.task_options if tuning is not None and integrated else aim.config() if stays else {}
         if batch_key is not None and not known.get("batches"):
             raise OptionError(
                 f"batch_key={batch_key!r} is of no use for a reference whose decoder is told no batches; leave it out, "
@@ -1111,7 +1122,7 @@ class Encoder(CellModel):
                 'reference.finetune("integration", batch_key=...).'
             )
         source = reference._source(query)
-        cells = reference._open(source)
+        cells: Any = reference._open(source)
         found: dict[str, Any] = {}
         if known.get("batches"):
             setup = reference._setup_of(source) if isinstance(source, AnnData) else None
@@ -1229,7 +1240,7 @@ class Encoder(CellModel):
             check_share("threshold", threshold)
         if key_added is not None:
             check_key("key_added", key_added)
-        is_query = self.spec.tuning is not None and self.spec.tuning.base.get("reference", False)
+        is_query = self._is_query
         if query is None and not is_query:
             raise OptionError("query=None, but the model was not made by load_query_data; pass the cells to label.")
         source = self._source(query)
@@ -1716,7 +1727,7 @@ class Encoder(CellModel):
         embeddings: dict[str, Callable[[Cells], np.ndarray]] = {"": embed_cells}
         if untrained and n_permutations:
             try:
-                embeddings["untrained"] = untrained(model, batch_size)
+                embeddings["untrained"] = untrained_embedder(model, batch_size)
             except OptionError as error:
                 warn(f"untrained=True is left out: {error}")
         chosen, there = cells_in_state(cells, "start", start), cells_in_state(cells, "goal", goal)
@@ -1985,7 +1996,7 @@ class Encoder(CellModel):
         >>> sorted(os.listdir("exported"))
         ['export.json', 'model.pt2', 'vocab.json']
         """
-        from scforge.estimators.exporting import export_model
+        from scforge.estimators.export import export_model
 
         export_model(self, path, format, max_len=max_len, overwrite=overwrite)
 

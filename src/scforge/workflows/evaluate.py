@@ -1,4 +1,4 @@
-"""Evaluations of models in folders, on cells in files: ``scforge evaluate``."""
+"""Evaluate models, from files to a report."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from anndata import AnnData
 from scforge._io import atomic_path, check_folder, check_writable
 from scforge.errors import OptionError, listing
 from scforge.estimators.encoder import Encoder
-from scforge.estimators.evaluating_subjects import evaluate_models
-from scforge.estimators.model_folder import is_shared_name, load_named
-from scforge.estimators.placing import device_for, move_to
-from scforge.estimators.predicting import checked_output, in_memory, load_tuned, write
+from scforge.estimators.evaluate import evaluate_models
 from scforge.eval.report import Report
+from scforge.workflows.embed import device_for, move_to
+from scforge.workflows.models import is_shared_name, load_named
+from scforge.workflows.predict import checked_output, in_memory, load_tuned, write
 
 if TYPE_CHECKING:
     from scforge.eval.base import Entry

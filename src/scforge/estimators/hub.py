@@ -1,10 +1,4 @@
-"""Models on the Hugging Face Hub: what a front class has to do with :mod:`scforge.hub`.
-
-``huggingface_hub.ModelHubMixin`` is not used. It keeps the arguments of a constructor as ``config.json`` and calls the
-constructor with them again; here the description is a file with versions and checksums, the constructor needs the
-vocabulary beside it, and an adapter needs another model. The mixin also downloads by file name without looking at what
-else a repository is, and takes what is in the cache without a word where a token is refused.
-"""
+"""Push models to the Hugging Face Hub, and load what was found there."""
 
 from __future__ import annotations
 
@@ -17,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from scforge._checks import check_bool
 from scforge._io import atomic_write_text
 from scforge.errors import MissingFileError, ModelFileError, NotTrainedWarning, OptionError, warn
-from scforge.estimators.adapter_files import save_adapter
-from scforge.estimators.card_facts import CardFacts, Origin
-from scforge.estimators.folder_formats import ADAPTER, read_description
+from scforge.estimators.card import CardFacts, Origin
+from scforge.estimators.finetune import save_adapter
+from scforge.estimators.serialize import ADAPTER, read_description
 from scforge.hub.finding import (
     FoundModel,
     described_kind,

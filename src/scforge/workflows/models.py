@@ -1,4 +1,4 @@
-"""Folders that are sent and fetched as they are: ``scforge push`` and ``scforge pull``."""
+"""Find the models that the command line names; push and pull folders."""
 
 from __future__ import annotations
 
@@ -8,17 +8,93 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from scforge._io import check_folder, check_writable
+from scforge.data.readers import is_url
 from scforge.errors import DataError, MissingFileError, OptionError, first_line
-from scforge.estimators.card import is_own_card
-from scforge.estimators.card_scores import is_long, scores_of
-from scforge.estimators.model_folder import check_holds_model
-from scforge.estimators.saving import read_folder
-from scforge.estimators.sharing import place_of, push_model
-from scforge.hub.finding import check_shared, copy_model, find_model, kind_of_folder
+from scforge.estimators.card import is_long, is_own_card, scores_of
+from scforge.estimators.hub import place_of, push_model
+from scforge.estimators.serialize import read_folder
+from scforge.hub.finding import (
+    FoundModel,
+    check_shared,
+    copy_model,
+    find_model,
+    is_hub_name,
+    is_registry_name,
+    kind_of_folder,
+)
 from scforge.hub.uploading import tell_left_behind, upload
+from scforge.training.checkpoint import RunFolder
 
 if TYPE_CHECKING:
     import pandas as pd
+    from anndata import AnnData
+
+    from scforge.estimators.encoder import Encoder
+
+
+_EXAMPLE = "e.g. ckpt/final"
+
+
+def is_shared_name(path: str | os.PathLike[str]) -> bool:
+    """Return whether a name is of the hub or the registry, and not of a folder here."""
+    return is_registry_name(path) or is_hub_name(path)
+
+
+def check_model_folder(path: str | os.PathLike[str], said: str) -> Path:
+    """Return the folder of a model; fetch it first if it is on the hub.
+
+    Parameters
+    ----------
+    path
+        What the user gave: a folder, ``"org/name"``, ``"hf://org/name@revision"`` or ``"scforge://name@version"``.
+    said
+        How the user gave it, the beginning of a message: ``"model='ckpt' (--model)"``.
+
+    Raises
+    ------
+    MissingFileError
+        If there is none, saying what could have been meant.
+    ModelFileError, OptionError, HubError
+        If it cannot be fetched.
+    """
+    return _found(path, said).folder
+
+
+def load_named(path: str | os.PathLike[str], said: str, adata: AnnData | None = None) -> Encoder:
+    """Load the model, or the adapters with their model, that a user names; arguments as for `check_model_folder`."""
+    from scforge.estimators.encoder import Encoder
+    from scforge.estimators.hub import load_found
+
+    return load_found(Encoder, _found(path, said, adapters=True), said, False if adata is None else adata)
+
+
+def _found(path: str | os.PathLike[str], said: str, *, adapters: bool = False) -> FoundModel:
+    if is_shared_name(path):
+        found = find_model(path, said=said)
+        if not adapters and kind_of_folder(found.folder) == "adapter":
+            raise MissingFileError(f"{said} has adapters only; name the model that they sit on.")
+        return found
+    folder = Path(path)
+    if not folder.is_dir():
+        if is_url(path):
+            raise MissingFileError(
+                f"{said} is a URL; give the folder of a model, {_EXAMPLE}, a repository of the hub (org/name), or a "
+                "name of the registry (scforge://name)."
+            )
+        what = "is a file" if folder.exists() else "does not exist"
+        raise MissingFileError(f"{said} {what}; give the folder of a model, {_EXAMPLE}, or hf://org/name of the hub.")
+    if adapters and kind_of_folder(folder) == "adapter":
+        return FoundModel(folder)
+    check_holds_model(folder, said)
+    return FoundModel(folder)
+
+
+def check_holds_model(folder: Path, said: str) -> None:
+    """Raise :class:`~scforge.errors.MissingFileError` if a folder has no model, saying which could have been meant."""
+    if not (folder / "config.json").exists():
+        if models := RunFolder(folder).models():
+            raise MissingFileError(f"{said} is the folder of a training; did you mean {str(models[-1])!r}?")
+        raise MissingFileError(f"{said} holds no model; give the folder of one, {_EXAMPLE}.")
 
 
 def push_folder(

@@ -1,7 +1,4 @@
-"""The computation of the cell embedding alone, as an ONNX model or a program of ``torch.export``.
-
-Shapes: B cells, S tokens, G genes of the vocabulary, D dimensions of the embedding.
-"""
+"""Export the computation of the embedding with ONNX or torch.export."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a configuration to a fine-tuned, saved model: what ``scforge finetune`` does."""
+"""Fine-tune a model as a configuration says."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ from scforge.config.aliases import ALIASES
 from scforge.config.load import load_config
 from scforge.config.schema import Config
 from scforge.errors import OptionError, did_you_mean, listing
-from scforge.estimators.config_check import check_settings
-from scforge.estimators.config_data import open_source
-from scforge.estimators.config_parts import placed
-from scforge.estimators.config_start import best_epoch, check_gpus, check_run, written_files
 from scforge.estimators.encoder import Encoder
-from scforge.estimators.finetune_check import FOUND_IN_CELLS, columns_of, finetune_section, named_columns
-from scforge.estimators.from_config import outputs_of, train_arguments, training_arguments
-from scforge.estimators.model_folder import load_named
 from scforge.models._utils import count_parameters
+from scforge.workflows.check import FOUND_IN_CELLS, check_settings, columns_of, finetune_section, named_columns, placed
+from scforge.workflows.models import load_named
+from scforge.workflows.train import (
+    best_epoch,
+    check_gpus,
+    check_run,
+    open_source,
+    outputs_of,
+    train_arguments,
+    training_arguments,
+    written_files,
+)
 
 if TYPE_CHECKING:
     from scforge.data.cells import Cells
-
 
 logger = logging.getLogger("scforge")
 
@@ -97,7 +101,7 @@ def finetune_from_config(
     config
         See :func:`scforge.config.load_config`; with a section ``finetune``.
     progress_bar, resume, overwrite
-        See :func:`scforge.estimators.train_from_config`.
+        See :func:`scforge.workflows.train_from_config`.
 
     Returns
     -------

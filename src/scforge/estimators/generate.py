@@ -1,7 +1,4 @@
-"""From tokens that a module generates to AnnData.
-
-Shapes: B cells, P tokens of the longest prompt, G genes of the vocabulary.
-"""
+"""Generate cells from prompts and classes."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from scforge._constants import UNS_KEY
 from scforge.data.genes import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
-from scforge.estimators.choices import unknown_genes
+from scforge.estimators.interpret import unknown_genes
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.protocol import GeneratingModule
 

@@ -1,4 +1,4 @@
-"""Predictions of fine-tuned models, from files into files: ``scforge predict``."""
+"""Predict with a fine-tuned model, from file to file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from scforge._io import atomic_path, check_writable
 from scforge.data.readers import write_h5ad
 from scforge.data.sources import read_h5ad
 from scforge.errors import OptionError
-from scforge.estimators.config_data import embedded_adata
 from scforge.estimators.encoder import Encoder
-from scforge.estimators.model_folder import load_named
-from scforge.estimators.placing import device_for, move_to
 from scforge.finetuning.base import Task
+from scforge.workflows.embed import device_for, move_to
+from scforge.workflows.models import load_named
+from scforge.workflows.train import embedded_adata
 
 _TABLE, _CELLS = ".csv", ".h5ad"
 

@@ -1,4 +1,4 @@
-"""One training of a front class: what ``Encoder.train`` does."""
+"""One training of a model: resume it, save its states and its best epochs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from scforge._io import remove_folder
 from scforge._progress import announce
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, TrainingError, first_line
-from scforge.estimators.saving import load_weights, read_folder
-from scforge.estimators.vocabulary import SAMPLED_CELLS
+from scforge.estimators.serialize import load_weights, read_folder
+from scforge.estimators.spec import SAMPLED_CELLS
 from scforge.training.checkpoint import (
     RunFolder,
     Saving,
@@ -40,7 +40,6 @@ from scforge.training.plan import NotFiniteError, TrainingPlan
 
 if TYPE_CHECKING:
     from scforge.estimators.base import CellModel
-
 
 logger = logging.getLogger("scforge")
 
@@ -87,7 +86,7 @@ def run_training(
     check_positive("gradient_clip_val", gradient_clip_val, or_zero=True, hint="0 does not clip")
     if checkpoint_every_n_steps is not None:
         check_count("checkpoint_every_n_steps", checkpoint_every_n_steps, "steps")
-    if model.spec.tuning is not None and model.spec.tuning.base.get("reference"):
+    if model._is_query:
         if precision in ("16-true", "bf16-true"):
             raise OptionError(
                 f"precision={precision!r} rounds the weights that a query model shares with its reference; take "

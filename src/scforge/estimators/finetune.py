@@ -1,0 +1,434 @@
+"""Make fine-tuned models and query models, write and read adapters, and vote for labels."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import lightning
+import numpy as np
+import pandas as pd
+import torch
+from anndata import AnnData
+from safetensors.torch import save_file
+from torch import nn
+
+from scforge._checks import check_seed
+from scforge._io import atomic_folder, check_inside, sha256_of
+from scforge._registry import check_options
+from scforge.data.cells import Cells
+from scforge.data.checks import inherited_batch_key
+from scforge.data.vocab import named_column
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing, warn
+from scforge.estimators.card import CardFacts
+from scforge.estimators.serialize import ADAPTER, check_adapter, lacking, read_description, sealed
+from scforge.estimators.setup import bare_registry
+from scforge.estimators.spec import Tuning, check_freeze, named_options
+from scforge.finetuning.adapters import base_state, digest_of, is_adapter, load_base, lora_options, merged
+from scforge.finetuning.base import TASKS, Task, get_task
+from scforge.finetuning.held_out import CellMarks, SeenCells
+from scforge.finetuning.labels import check_key, text_labels
+from scforge.finetuning.splits import Split, check_shares, split_for, split_from
+from scforge.models._weights import read_shapes, read_weights, refuse_not_finite, refuse_pickle
+from scforge.models.components.gene_vectors import check_filled
+from scforge.models.scdiva_parts import batch_vectors
+from scforge.training.datamodule import CellDataModule
+from scforge.training.predict import embed
+
+if TYPE_CHECKING:
+    from scforge.estimators.base import CellModel
+
+
+logger = logging.getLogger("scforge")
+
+
+def is_scored_by_labels(task: Task) -> bool:
+    """Return whether the scores of a task need labels."""
+    return task.learns_labels or getattr(task, "labels_key", None) is not None
+
+
+def warn_of_undecided(unclear: np.ndarray) -> None:
+    """Warn of cells that may be cells of the fine-tuning."""
+    if unclear.any():
+        warn(
+            f"{int(unclear.sum())} of the {len(unclear)} cells may be cells of a fine-tuning: other genes are missing "
+            "in one of the two, so counts do not tell, and there are no names of cells to compare; pass cells that "
+            "the model did not see."
+        )
+
+
+NAME = "scforge"
+_LEFT_OUT = ("self", "predictor", "adata", "key_added", "context")
+
+
+def options_of(method: Any) -> list[str]:
+    """Return the names of the options that a method of a task takes."""
+    return [name for name in inspect.signature(method).parameters if name not in _LEFT_OUT]
+
+
+_OF_DATA = ("batch_size", "max_tokens_per_batch", "num_threads")
+
+
+def finetune(
+    model: CellModel,
+    task: str | Mapping[str, Any],
+    source: Any,
+    *,
+    labels_key: str | None,
+    batch_key: str | None,
+    validation_size: float,
+    test_size: float,
+    split_by: str | None,
+    split_key: str | None,
+    freeze: bool | int,
+    lora: bool | Mapping[str, Any],
+    head: Mapping[str, Any] | None,
+    seed: int | None,
+    options: dict[str, Any],
+) -> CellModel:
+    """Do what :meth:`scforge.models.Encoder.finetune` says, up to a model that is ready to train with ``options``."""
+    check_shares(validation_size, test_size)
+    validation_size, test_size = float(validation_size), float(test_size)
+    check_freeze(freeze, lora, options.get("gradual_unfreezing"))
+    freeze = freeze if isinstance(freeze, bool) else int(freeze)  # numbers of NumPy cannot be saved
+    check_filled(model.module)
+    seed = model.seed if seed is None else check_seed(seed)
+    source = model._source(source)
+    setup = (model._setup_of(source) if isinstance(source, AnnData) else None) or model._setup
+    name, task_options = _task_options(
+        model, task, options, {"labels_key": labels_key, "batch_key": batch_key, "head": head}, setup
+    )
+    cells = model._open(source)
+    how: dict[str, Any] = {
+        "validation_size": validation_size,
+        "test_size": test_size,
+        "split_by": split_by,
+        "split_key": split_key,
+        "seed": seed,
+    }
+    split = make_split(get_task(name, **task_options), cells, **how)
+    seen = SeenCells(split, CellMarks.of(cells), model._learned or CellMarks.none())
+    column = _of_rows(cells, split.train)
+    task_options |= get_task(name, **task_options).options_from(column)
+    get_task(name, **task_options).check_split(cells.column, split)
+    encoder = merged(model.backbone)
+    n_latent = embed(
+        model.module, cells, model.tokenizer, objective=model.spec.build_objective(), rows=split.train[:1]
+    ).shape[1]
+    tuning = Tuning(
+        task=name,
+        task_options=get_task(name, **task_options).config(),
+        n_latent=n_latent,
+        lora=lora_options(encoder, lora),
+        freeze=freeze,
+        split={**how, "cells": seen.digest},
+        base={"sha256": digest_of(encoder), "n_epochs": model.n_epochs_},
+    )
+    data: dict[str, Any] = {}
+    if isinstance(source, AnnData):
+        data["adata"] = set_up(model, source, setup, labels_key, batch_key)
+    else:
+        given = {key: options.pop(key) for key in _OF_DATA if options.get(key) not in (None, "auto")}
+        data["datamodule"] = CellDataModule(
+            cells, train_rows=split.train, validation_rows=split.validation, seed=seed, **given
+        )
+    parts = replace(model.spec, tuning=None).to_json()
+    tuned = type(model)._of_parts(parts, model.vocab, seed=seed, tuning=tuning, **data)
+    load_base(tuned.backbone, base_state(encoder))
+    tuned.module.to(model.device)
+    tuned._seen, tuned._base = seen, model
+    return tuned
+
+
+def _task_options(
+    model: CellModel,
+    task: str | Mapping[str, Any],
+    options: dict[str, Any],
+    common: dict[str, Any],
+    setup: Mapping[str, Any],
+) -> tuple[str, dict[str, Any]]:
+    """Return name and options of the task; take its options out of `options`, which train gets."""
+    if not isinstance(task, str | Mapping) or (not isinstance(task, str) and "name" not in task):
+        raise OptionError(f"task={task!r} is neither a name nor a dict with 'name' and options; see list_tasks().")
+    name, found = named_options("task", dict(task) if isinstance(task, Mapping) else task, "")
+    cls = TASKS.get(name)
+    known = cls.option_names()
+    check_options("task option", name, found, known)
+    of_train = [
+        key for key in inspect.signature(type(model).train).parameters if key not in ("self", "trainer_options")
+    ]
+    of_trainer = set(inspect.signature(lightning.Trainer).parameters)
+    check_options(
+        "option of finetune", name, [key for key in options if key not in of_trainer], sorted({*known, *of_train})
+    )
+    for key in list(options):
+        if key in known:
+            if key in found:
+                raise OptionError(f"{key} is given in task and beside it; give it once.")
+            found[key] = options.pop(key)
+    if "validation_size" in options or "datamodule" in options:
+        raise OptionError("datamodule is of no use to finetune; pass the cells, or the path of a store, as adata.")
+    for key, value in common.items():
+        if value is None:
+            continue
+        if key not in known:
+            raise OptionError(f"{key}={value!r} is of no use to the task {name!r}; leave it out.")
+        if key in found:
+            raise OptionError(f"{key} is given in task and beside it; give it once.")
+        found[key] = value
+    for key in cls.keys:
+        if found.get(key) is None and setup.get(key) is not None:
+            found[key] = setup[key]
+    return name, found
+
+
+def make_split(
+    task: Task,
+    cells: Cells,
+    *,
+    validation_size: float,
+    test_size: float,
+    split_by: str | None,
+    split_key: str | None,
+    seed: int,
+) -> Split:
+    """Split cells, over the genes of the model, as the task wants it."""
+    task.vocab = cells.vocab
+    names = {value: name for name in task.keys if isinstance(value := getattr(task, name, None), str)}
+
+    def column(key: str) -> pd.Series:
+        return named_column(cells, key, argument=names.get(key))
+
+    usable = task.usable(column)
+    if usable is not None and not np.any(usable):
+        said = " and ".join(f"{name}={value!r}" for value, name in names.items())
+        raise DataError(f"{said or 'the task'} leaves no cell to train on; choose another column or other cells.")
+    if split_key is not None:
+        if split_by is not None:
+            raise OptionError(f"split_by={split_by!r} has no use beside split_key={split_key!r}; give one of them.")
+        return split_from(named_column(cells, split_key, argument="split_key"), usable, key=split_key)
+    own = task.split(column, validation_size=validation_size, test_size=test_size, split_by=split_by, seed=seed)
+    if own is not None:
+        return own
+    return split_for(
+        len(cells),
+        validation_size=validation_size,
+        test_size=test_size,
+        seed=seed,
+        usable=usable,
+        strata=task.strata(column),
+        groups=None if split_by is None else named_column(cells, split_by, argument="split_by"),
+    )
+
+
+def _of_rows(cells: Cells, rows: np.ndarray) -> Callable[[str], pd.Series]:
+    def column(key: str) -> pd.Series:
+        return cells.column(key).iloc[rows]
+
+    return column
+
+
+def set_up(
+    model: CellModel, adata: AnnData, setup: Mapping[str, Any], labels_key: str | None, batch_key: str | None
+) -> AnnData:
+    """Set an AnnData up for the fine-tuned model, with the columns it is about."""
+    there = model._setup_of(adata)
+    wanted = {
+        "layer": setup.get("layer"),
+        "gene_key": setup.get("gene_key"),
+        "labels_key": labels_key or setup.get("labels_key"),
+        "batch_key": batch_key or inherited_batch_key(adata.obs, setup.get("batch_key")),
+    }
+    for key in ("labels_key", "batch_key"):
+        if wanted[key] is not None and wanted[key] not in adata.obs:
+            wanted[key] = None  # of the data that the base model was trained on
+    batch = wanted["batch_key"]
+    if batch is not None and adata.obs[batch].isna().any():
+        wanted["batch_key"] = None  # cells without batch may take no part in a task, but cannot be registered
+    if there is None or any(there.get(key) != value for key, value in wanted.items()):
+        type(model).setup_anndata(adata, **wanted)
+    return adata
+
+
+type Source = AnnData | Cells | str | os.PathLike[str]
+
+UNASSIGNED = "unassigned"
+
+
+def own_cells(owner: CellModel | None) -> Any:
+    """Return the cells of the reference model."""
+    if owner is None:
+        raise OptionError(
+            "the reference is not at hand, because the query model was loaded; pass reference=, its labelled cells or "
+            "the reference model."
+        )
+    if owner.adata is None and owner._data is None:
+        raise OptionError("the reference model was loaded without its cells; pass them as reference=.")
+    return owner._source(None)
+
+
+def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
+    """Return the options of a decoder that knows the batches of a query, too."""
+    batches = text_labels(cells.column(check_key("batch_key", key)), key=key, argument="batch_key").categories
+    if shared := [str(name) for name in batches if name in known]:
+        logger.info(
+            "Batches of the query in obs[%r] that the reference knows, and that are taken for its own: %s. Rename "
+            "those that are others.",
+            key,
+            listing(shared),
+        )
+    return {"batch_key": key, "batches": [*known, *(str(name) for name in batches if name not in known)]}
+
+
+def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
+    """Return a copy of a model whose decoder knows further batches, which begin at the mean of its own."""
+    spec, own = reference.spec, merged(reference.backbone)
+    sizes = {**spec.model_options, "n_batches": len(found["batches"])}
+    objective = {**spec.objective_options, **found}
+    parts = replace(spec, tuning=None, model_options=sizes, objective_options=objective).to_json()
+    model: CellModel = type(reference)._of_parts(
+        parts, reference.vocab, seed=reference.seed, registry=reference.registry_
+    )
+    vectors = batch_vectors(own)
+    assert vectors is not None
+    name = next(name for name, parameter in own.named_parameters() if parameter is vectors)
+    new = vectors.detach().mean(dim=0).expand(len(found["batches"]) - len(vectors), -1)
+    model.module.load_state_dict({**own.state_dict(), name: torch.cat([vectors.detach(), new])})
+    model.module.to(reference.device)
+    model.is_trained_, model.n_epochs_, model._seen = True, reference.n_epochs_, reference._seen
+    return model
+
+
+def weighted_vote(
+    landmarks: np.ndarray, codes: np.ndarray, cells: np.ndarray, n_classes: int, n_neighbors: int
+) -> np.ndarray:
+    """Return the share of each class in the votes of the nearest landmarks.
+
+    A vote weighs ``exp(-d^2 / (2 s^2))``, with d the distance and s its mean over the neighbours of the cell.
+
+    Parameters
+    ----------
+    landmarks
+        Embedding of the reference cells, shape (M, D).
+    codes
+        Their classes, integer, shape (M,).
+    cells
+        Embedding of the query cells, shape (N, D).
+    n_classes
+        Number of classes C.
+    n_neighbors
+        Neighbours K that vote.
+
+    Returns
+    -------
+    Float64, shape (N, C); rows sum to 1.
+
+    Examples
+    --------
+    >>> landmarks = np.array([[0.0], [1.0], [10.0]])
+    >>> weighted_vote(landmarks, np.array([0, 0, 1]), np.array([[0.5]]), 2, 2)
+    array([[1., 0.]])
+    """
+    from sklearn.neighbors import NearestNeighbors
+
+    search = NearestNeighbors(n_neighbors=min(n_neighbors, len(landmarks))).fit(landmarks)
+    distances, neighbours = search.kneighbors(cells)
+    # Cells that lie on all their neighbours count each the same.
+    scale = np.maximum(distances.mean(axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    weights = np.exp(-0.5 * np.square(distances / scale))
+    places = np.arange(len(cells))[:, None] * n_classes + codes[neighbours]
+    votes = np.bincount(places.ravel(), weights.ravel(), minlength=len(cells) * n_classes)
+    votes = votes.reshape(len(cells), n_classes)
+    return votes / votes.sum(axis=1, keepdims=True)
+
+
+_CONFIG, _WEIGHTS, _SPLIT = "adapter.json", "adapter.safetensors", "split.safetensors"
+_CONTENT = {"tuning": dict, "vocab": str, "seed": int, "n_epochs": int, "history": dict, "sha256": str}
+"""What loading reads of the description, and its type."""
+
+
+def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrite: bool) -> None:
+    """Do what :meth:`scforge.models.Encoder.save_adapter` says."""
+    tuning = model.spec.tuning
+    if tuning is None or tuning.lora is None:
+        raise OptionError("the model has no adapters to save; fine-tune with lora=True, or save all of it with save().")
+    state = {
+        name: value.detach().cpu().contiguous()
+        for name, value in model.module.state_dict().items()
+        if name.startswith("head.") or is_adapter(name)
+    }
+    with atomic_folder(dir_path, overwrite=overwrite) as folder:
+        if model._seen is not None:
+            model._seen.save(folder)
+        save_file(state, folder / _WEIGHTS, metadata={"format": "pt"})
+        content = {
+            "architecture": model.spec.architecture,
+            "vocab": model.vocab.hash,
+            "tuning": tuning.to_json(),
+            "seed": model.seed,
+            "n_epochs": model.n_epochs_,
+            "history": {name: frame[name].tolist() for name, frame in model.history_.items()},
+            "sha256": sha256_of(folder / _WEIGHTS),
+            "base": model._base_origin(Path(dir_path)),
+            "card": replace(model._card_facts(), base=None).to_json(),
+        }
+        (folder / _CONFIG).write_text(sealed(ADAPTER, content), encoding="utf-8")
+
+
+def load_adapter(
+    cls: Any, base: CellModel, dir_path: str | os.PathLike[str], adata: AnnData | None, *, share: bool
+) -> CellModel:
+    """Do what :meth:`scforge.models.Encoder.load_adapter` says."""
+    cls = type(base) if issubclass(type(base), cls) else cls
+    folder = Path(dir_path)
+    if not (folder / _CONFIG).is_file() or not (folder / _WEIGHTS).is_file():
+        raise MissingFileError(
+            f"dir_path={str(dir_path)!r} holds no adapter; give the folder that save_adapter() wrote."
+        )
+    for name in (_CONFIG, _WEIGHTS, _SPLIT):
+        check_inside(folder, name)
+    refuse_pickle(folder / _WEIGHTS)
+    content = read_description(ADAPTER, folder / _CONFIG)
+    if wrong := lacking(content, _CONTENT):
+        raise ModelFileError(f"{str(folder / _CONFIG)!r} lacks {listing(wrong)}; copy the adapter again.")
+    n_epochs, history, vocab, seed = (content[key] for key in ("n_epochs", "history", "vocab", "seed"))
+    shapes = read_shapes(folder / _WEIGHTS)
+    if (folder / _SPLIT).is_file():
+        read_shapes(folder / _SPLIT)
+    if sha256_of(folder / _WEIGHTS) != content["sha256"]:
+        raise ModelFileError(f"{str(folder / _WEIGHTS)!r} is corrupted: its checksum is another one; copy it again.")
+    encoder = merged(base.backbone)
+    said = content["tuning"].get("base")
+    of_base = said.get("sha256") if isinstance(said, dict) else None
+    if vocab != base.vocab.hash or digest_of(encoder) != of_base:
+        raise ModelFileError(
+            f"the adapter {str(dir_path)!r} was trained on another base model (other weights or genes); load that one."
+        )
+    tuning = check_adapter(base.spec, content["tuning"], shapes, n_base=len(encoder.state_dict()), source=str(dir_path))
+    weights = read_weights(folder / _WEIGHTS)
+    adata = base.adata if adata is None else cls._set_up_as(adata, base._setup)
+    if adata is not None and cls._setup_of(adata) is None:
+        adata = set_up(
+            base, adata, base._setup, tuning.task_options.get("labels_key"), tuning.task_options.get("batch_key")
+        )
+    registry = bare_registry(cls.__name__, dict(base._setup)) if adata is None else None
+    parts = replace(base.spec, tuning=None).to_json()
+    # The same memory, but parameters of their own, which can be frozen, or put on another device.
+    shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in encoder.parameters()} if share else {}
+    on_base = replace(tuning, backbone=copy.deepcopy(encoder, shared))
+    model: CellModel = cls._of_parts(parts, base.vocab, adata=adata, registry=registry, seed=seed, tuning=on_base)
+    model._spec = replace(model._spec, tuning=tuning)  # another module of this description is a new one
+    refuse_not_finite(weights, model.module, source=str(dir_path))
+    model.module.load_state_dict(weights, strict=False)
+    model.module.to(torch.device(base.device)).eval()
+    model.is_trained_, model.n_epochs_, model._base = True, n_epochs, base
+    model._seen = SeenCells.load(folder, tuning.split.get("cells"))
+    model._extend_history(history)
+    model._facts = CardFacts.from_json(content.get("card"), source=str(dir_path))
+    return model

@@ -1,0 +1,262 @@
+"""Fields and registries of scvi-tools, and how MuData and saved models find their class and set-up."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from anndata import AnnData
+from mudata import MuData
+from scvi.data.fields import CategoricalObsField, LayerField
+
+from scforge.data.checks import counts_of, warn_if_transformed
+from scforge.data.genes import gene_names
+from scforge.data.readers import shared_columns
+from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.training.datamodule import CellDataModule
+
+if TYPE_CHECKING:
+    pass
+    pass
+
+
+class GeneField(LayerField):
+    """Raw counts with the names of their genes. Genes are matched by name, so another data set may have others.
+
+    Parameters
+    ----------
+    registry_key
+        Key of the field in the registry.
+    layer
+        Key in ``adata.layers``, or None for ``adata.X``.
+    gene_key
+        Column of ``adata.var``, or None for ``adata.var_names``.
+    """
+
+    GENE_KEY = "gene_key"
+
+    def __init__(self, registry_key: str, layer: str | None, gene_key: str | None) -> None:
+        super().__init__(registry_key, layer, is_count_data=False, correct_data_format=False)
+        self.gene_key = gene_key
+
+    def validate_field(self, adata: AnnData) -> None:
+        """Raise unless the layer holds counts and every gene has a name; warn where they look transformed."""
+        warn_if_transformed(counts_of(adata, self.attr_key), self.attr_key)
+        gene_names(adata, self.gene_key)
+
+    def register_field(self, adata: AnnData) -> dict[str, Any]:
+        """Register the field."""
+        self.validate_field(adata)
+        return {self.N_OBS_KEY: adata.n_obs, self.N_VARS_KEY: adata.n_vars, self.GENE_KEY: self.gene_key}
+
+    def transfer_field(self, state_registry: dict[str, Any], adata_target: AnnData, **kwargs: Any) -> dict[str, Any]:
+        """Register another data set, whatever genes it has: they are mapped by name when cells are read."""
+        return self.register_field(adata_target)
+
+
+class ObsField(CategoricalObsField):
+    """A column of obs with categories; a missing value has the code -1 where that is allowed.
+
+    Parameters
+    ----------
+    registry_key
+        Key of the field in the registry.
+    obs_key
+        Column of ``adata.obs``.
+    allow_missing
+        Whether cells may have no value (labels may, batches may not).
+    """
+
+    def __init__(self, registry_key: str, obs_key: str, *, allow_missing: bool) -> None:
+        super().__init__(registry_key, obs_key)
+        self.allow_missing = allow_missing
+
+    def register_field(self, adata: AnnData) -> dict[str, Any]:
+        """Write the codes into obs and register the categories."""
+        return self._register(adata, known=[])
+
+    def transfer_field(self, state_registry: dict[str, Any], adata_target: AnnData, **kwargs: Any) -> dict[str, Any]:
+        """Register another data set; categories not seen before come behind the known ones."""
+        return self._register(adata_target, known=list(state_registry[self.CATEGORICAL_MAPPING_KEY]))
+
+    def _register(self, adata: AnnData, known: list[Any]) -> dict[str, Any]:
+        self.validate_field(adata)
+        column = adata.obs[self._original_attr_key]
+        missing = int(column.isna().sum())
+        if missing and not self.allow_missing:
+            raise DataError(
+                f"adata.obs[{self._original_attr_key!r}] has no value for {missing} of {adata.n_obs} cells; "
+                "fill it in or leave those cells out."
+            )
+        categories = np.asarray(column.astype("category").cat.categories, dtype=object)
+        mapping = [*known, *[category for category in categories if category not in set(known)]]
+        adata.obs[self.attr_key] = pd.Categorical(np.asarray(column, dtype=object), categories=mapping).codes
+        return {
+            self.CATEGORICAL_MAPPING_KEY: np.array(mapping, dtype=object),
+            self.ORIGINAL_ATTR_KEY: self._original_attr_key,
+        }
+
+
+def check_places(adata: AnnData, setup: dict[str, Any], front: str) -> None:
+    """Raise unless an AnnData without a set-up of its own has counts and gene names where the training data had them.
+
+    Parameters
+    ----------
+    adata
+        The cells.
+    setup
+        Arguments of the set-up of the training data.
+    front
+        Name of the front class, for the message.
+
+    Raises
+    ------
+    DataError
+        If it lacks the layer, or the column of var.
+    """
+    for argument, table, where in (("layer", adata.layers, "adata.layers"), ("gene_key", adata.var, "adata.var")):
+        key, known = setup[argument], [name for name in table if name is not None]
+        if key is not None and key not in known:
+            raise DataError(
+                f"{argument}={key!r}, where the training data have them, is not in {where} of these cells"
+                f"{did_you_mean(key, known)} (there is: {listing(known)}); call {front}.setup_anndata(adata, "
+                "...) on them to say where their counts and gene names are."
+            )
+
+
+LAST = "_scvi_scforge_modality"
+"""Key in ``mdata.uns`` with the modality that was set up last."""
+
+
+def shared(mdata: MuData, modality: str) -> Any:
+    """Return the columns that all modalities share, for the cells of one."""
+    adata = mdata.mod[modality]
+    return shared_columns(mdata.obs, modality, adata.obs_names, list(adata.obs.columns))
+
+
+def adopted(mdata: MuData, modality: str, argument: str, key: str | None) -> str | None:
+    """Return the name of a column in the obs of the modality, after copying it there if only ``mdata.obs`` has it."""
+    if key is None:
+        return None
+    adata = mdata.mod[modality]
+    if key in adata.obs:
+        return key
+    name = key.removeprefix(f"{modality}:")
+    if name not in adata.obs:
+        known_to_all = shared(mdata, modality)
+        if name not in known_to_all:
+            known = [str(column) for column in (*adata.obs, *known_to_all) if not str(column).startswith("_scvi_")]
+            raise DataError(
+                f"{argument}={key!r} is a column neither of mdata.mod[{modality!r}].obs nor of mdata.obs"
+                f"{did_you_mean(name, known)} (there is: {listing(known)})"
+            )
+        adata.obs[name] = known_to_all[name]
+    return name
+
+
+def bare_registry(model: str, setup: dict[str, Any]) -> dict[str, Any]:
+    """Return a registry that says where things are, of the class named `model`."""
+    return {
+        "scvi_version": None,
+        "model_name": model,
+        "setup_args": setup,
+        "setup_method_name": "setup_anndata",
+        "field_registries": {},
+    }
+
+
+def datamodule_registry(
+    model: str, adata: Any, data: CellDataModule, registry: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the registry of a data module, which says where things are in like data.
+
+    Raises
+    ------
+    OptionError
+        If there is an `adata`, too, or `data` is no data module.
+    """
+    if adata is not None:
+        raise OptionError("adata and datamodule both bring cells; give one of them.")
+    if not isinstance(data, CellDataModule):
+        raise OptionError(
+            f"datamodule is of type {type(data).__name__!r}; make one with scforge.training.CellDataModule(cells)."
+        )
+    setup = {"layer": None, "gene_key": None, "batch_key": data.batch_key, "labels_key": data.labels_key}
+    return bare_registry(model, setup) if registry is None else registry
+
+
+_PLACES = {"Encoder": "scforge.estimators.encoder", "ScDiVa": "scforge.estimators.scdiva"}
+_OF_ARCHITECTURES = {"scdiva": "ScDiVa"}
+"""Architectures whose front class can do more than ``Encoder``."""
+
+
+def class_named(name: str) -> Any:
+    """Return the front class of this name; None if scforge has none.
+
+    Examples
+    --------
+    >>> class_named("ScDiVa").__name__, class_named("SCVI")
+    ('ScDiVa', None)
+    """
+    place = _PLACES.get(name)
+    return None if place is None else getattr(importlib.import_module(place), name)
+
+
+def class_of_architecture(architecture: str | None) -> Any:
+    """Return the front class that goes with an architecture.
+
+    Examples
+    --------
+    >>> [class_of_architecture(name).__name__ for name in ("scdiva", "gene_pooling", None)]
+    ['ScDiVa', 'Encoder', 'Encoder']
+    """
+    return class_named(_OF_ARCHITECTURES.get(architecture or "", "Encoder"))
+
+
+def class_in_place_of(cls: Any, name: str, architecture: str) -> Any:
+    """Return the front class that makes the model of a folder where `cls` was asked to.
+
+    Parameters
+    ----------
+    cls
+        The class whose ``load`` was called.
+    name
+        The class that the folder says.
+    architecture
+        Its architecture.
+
+    Returns
+    -------
+    The class of the folder where it is one of `cls`; `cls` where it is one of that class and made for the architecture;
+    else None.
+    """
+    if name == cls.__name__:
+        return cls
+    made_by = class_named(name)
+    if made_by is not None and issubclass(made_by, cls):
+        return made_by
+    special = class_of_architecture(architecture)
+    return cls if made_by is not None and issubclass(special, cls) and issubclass(cls, made_by) else None
+
+
+def check_prefix(dir_path: str | os.PathLike[str], prefix: str | None) -> None:
+    """Raise OptionError if scvi-tools' `prefix` is given."""
+    if prefix is not None:
+        own = Path(dir_path) / str(prefix).strip("_-. ")
+        raise OptionError(f"prefix={prefix!r}, but a folder holds one model; pass dir_path={str(own)!r} in its place.")
+
+
+def device_of(accelerator: str, device: Any) -> Any:
+    """Return the device that scvi-tools' `accelerator` and `device` name."""
+    import torch
+
+    if accelerator == "auto":
+        accelerator = "gpu" if torch.cuda.is_available() else "cpu"
+    kinds = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}
+    if accelerator not in kinds:
+        raise OptionError(f"accelerator={accelerator!r} is not known (known: 'auto', {', '.join(map(repr, kinds))}).")
+    return f"{kinds[accelerator]}:{device}" if isinstance(device, int) and accelerator != "cpu" else kinds[accelerator]

@@ -1,0 +1,843 @@
+"""Check and show configurations."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import inspect
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+import torch
+from torch.overrides import TorchFunctionMode
+
+from scforge._io import check_folder, put_back
+from scforge.config.aliases import shown, unknown_option, without_secrets
+from scforge.config.load import dump_yaml
+from scforge.config.schema import Config, DataConfig, FinetuneConfig, MaskingConfig, ModelConfig, Section
+from scforge.data.readers import is_url, open_streams, similar_file
+from scforge.data.sources import open_cells
+from scforge.data.store import is_store, partial_path
+from scforge.data.vocab import FROM_DATA, GeneVocab, open_vocab
+from scforge.datasets.cards import DatasetCard, get_card, list_cards
+from scforge.datasets.loading import find_file
+from scforge.errors import (
+    ConfigError,
+    GeneMismatchError,
+    MissingFileError,
+    OptionError,
+    ScforgeError,
+    did_you_mean,
+    listing,
+    warn,
+)
+from scforge.estimators.encoder import Encoder
+from scforge.estimators.serialize import read_folder
+from scforge.estimators.spec import ModelSpec, Recipe, check_freeze, n_top_genes_of, named_options, recipe_for
+from scforge.finetuning.base import TASKS, Task, with_adapters
+from scforge.finetuning.heads import check_head
+from scforge.models._utils import count_parameters
+from scforge.models.registry import MODELS, option_names, own_names
+from scforge.tokenizers.base import TOKENIZERS
+from scforge.training.datamodule import CellDataModule
+from scforge.training.objectives.base import OBJECTIVES, TrainingDefaults, get_objective
+from scforge.workflows.models import check_model_folder
+
+if TYPE_CHECKING:
+    from scforge.eval.base import Evaluation
+
+
+_MASKED = "masked_gene_prediction"
+
+
+def chosen(config: Config) -> Recipe:
+    """Return the defaults of the architecture of a configuration, under its name."""
+    return recipe_for(config.model.architecture, config.model.user_options())
+
+
+def model_options(config: Config) -> dict[str, Any]:
+    """Return the options of the architecture that the user set, without :func:`_unread` ones."""
+    unread = _unread(config)
+    return {name: value for name, value in config.model.user_options().items() if name not in unread}
+
+
+def _unread(config: Config) -> list[str]:
+    """Return fields that most architectures share, that the user set and that this architecture does not take."""
+    architecture = chosen(config).architecture
+    known = option_names(architecture)
+    if known is None:
+        return []
+    own = getattr(MODELS.get(architecture), "config_names", {})
+    shared = set(ModelConfig.model_fields) & set(config.model.user_options())
+    return sorted(name for name in shared if own.get(name, name) not in known)
+
+
+def tokenizer_of(config: Config) -> dict[str, Any]:
+    """Return name and options of the tokenizer, as far as the user set them."""
+    options = config.tokenizer.user_options()
+    if config.data.max_genes is not None:
+        options["max_len"] = config.data.max_genes
+    options |= {name: value for name, value in _values_of(config).items() if name not in options}
+    return options if config.tokenizer.strategy is None else {"name": config.tokenizer.strategy, **options}
+
+
+def _values_of(config: Config) -> dict[str, Any]:
+    """Return the options of a tokenizer that make the values of genes that ``data.preprocessing`` asks for."""
+    asked = config.data.preprocessing
+    transform = _TRANSFORMS[asked.normalize, asked.log1p]
+    usual = transform == _TRANSFORMS["library_size", True]
+    options: dict[str, Any] = {} if usual else {"transform": transform}
+    return options if asked.target_sum is None else {**options, "target_sum": asked.target_sum}
+
+
+_TRANSFORMS = {
+    ("library_size", True): "log1p_cp10k",
+    ("library_size", False): "cp10k",
+    ("none", True): "log1p_counts",
+    ("none", False): "counts",
+}
+
+
+def _check_values(config: Config, tokenizer: str) -> None:
+    """Raise if the tokenizer does not make the values of genes that ``data.preprocessing`` asks for."""
+    known, given = TOKENIZERS.get(tokenizer).option_names(), config.tokenizer.user_options()
+    for option, value in _values_of(config).items():
+        section = config.data.preprocessing
+        key = option if option == "target_sum" else "normalize" if section.normalize == "none" else "log1p"
+        said = f"{config.place_of(f'data.preprocessing.{key}')}data.preprocessing.{key}={shown(getattr(section, key))}"
+        if option not in known:
+            raise ConfigError(
+                f"{said} has no use with the tokenizer {tokenizer!r}, which makes values of its own; remove it, or "
+                "choose 'continuous_projection' or 'rank_value'."
+            )
+        if given.get(option, value) != value:
+            raise ConfigError(f"{said} and tokenizer.{option}={given[option]!r} contradict each other; keep one.")
+
+
+def objective_of(config: Config) -> dict[str, Any]:
+    """Return name and options of the objective; the options of masking stand in the tokenizer's section."""
+    options = config.objective.user_options()
+    masking = config.tokenizer.masking.user_set() if "masking" in config.tokenizer.model_fields_set else {}
+    name = config.objective.name or (_masked_objective(config) if masking else None)
+    if masking and "mask_ratio" not in OBJECTIVES.get(str(name)).option_names():
+        raise ConfigError(
+            f"{config.place_of('tokenizer.masking')}tokenizer.masking is set but the objective {name!r} masks nothing; "
+            f"remove it, or set objective.name to {_MASKED!r}."
+        )
+    for key in sorted(set(masking) & set(options)):
+        if masking[key] != options[key]:
+            raise ConfigError(
+                f"{config.place_of(f'objective.{key}')}tokenizer.masking.{key}={masking[key]} and "
+                f"objective.{key}={options[key]} mean the same; keep one of them."
+            )
+    options = {**masking, **options}
+    return options if name is None else {"name": name, **options}
+
+
+def check_names(config: Config) -> None:
+    """Raise unless architecture, tokenizer and objective are registered, and have the options that are set.
+
+    Raises
+    ------
+    OptionError
+        If a name is not known.
+    ConfigError
+        If there is no such option.
+    """
+    default = chosen(config)
+    names = (
+        ("model.architecture", MODELS, default.architecture),
+        ("tokenizer.strategy", TOKENIZERS, config.tokenizer.strategy or default.tokenizer),
+        ("objective.name", OBJECTIVES, objective_of(config).get("name", default.objective)),
+    )
+    for option, registry, name in names:
+        try:
+            registry.get(name)
+        except OptionError as error:
+            raise OptionError(config.place_of(option) + str(error)) from error
+    (_, _, architecture), (_, _, tokenizer), (_, _, objective) = names
+    known = option_names(architecture)
+    if known is not None:
+        own = getattr(MODELS.get(architecture), "config_names", {})
+        shared = [name for name in known if name not in own.values()] + list(own)
+        unknown = [option for option in model_options(config) if own.get(option, option) not in known]
+        _refuse(config, "model", unknown, shared, architecture)
+        for name in _unread(config):
+            said = f"model.{name}={shown(getattr(config.model, name))}"
+            place = config.place_of(f"model.{name}")
+            warn(f"{place}{said} has no effect, as {architecture!r} has no such option.")
+    for section, name, options in (
+        ("tokenizer", tokenizer, TOKENIZERS.get(tokenizer).option_names()),
+        ("objective", objective, OBJECTIVES.get(objective).option_names()),
+    ):
+        unknown = [option for option in getattr(config, section).user_options() if option not in options]
+        _refuse(config, section, unknown, options, name)
+    _check_values(config, tokenizer)
+    with placed(config):
+        own_names(architecture, model_options(config))
+    if config.model.vocab_size is not None:
+        raise ConfigError(
+            f"{config.place_of('model.vocab_size')}model.vocab_size={config.model.vocab_size} follows from the genes; "
+            "remove it, and choose them with data.gene_vocab and data.preprocessing.hvg_selection."
+        )
+
+
+_SAID = {
+    "architecture": "model.architecture",
+    "balance_by": "data.sampling.balance_key",
+    "dropped": "tokenizer.dropped",
+    "keep_genes": "data.preprocessing.keep_genes",
+    "max_len": "data.max_genes",
+    "n_top_genes": "data.preprocessing.hvg_selection",
+    "objective": "objective.name",
+    "schedule": "training.scheduler.name",
+    "split_by": "data.split.by",
+    "tokenizer": "tokenizer.strategy",
+    "vocab": "data.gene_vocab",
+}
+"""Arguments of the front class to where a configuration has them."""
+
+_SECTIONS = ("finetune", "model", "tokenizer", "objective", "data", "training")
+
+
+@contextlib.contextmanager
+def placed(config: Config) -> Iterator[None]:
+    """Put the place of the option before the message of an error that begins with ``option=value``."""
+    try:
+        yield
+    except ScforgeError as error:
+        place = _place(config, str(error))
+        if not place:
+            raise
+        raise type(error)(place + str(error)) from error
+
+
+def _place(config: Config, message: str) -> str:
+    begin = re.match(r"(\w+)=", message)
+    if begin is None:
+        return ""
+    name = begin[1]
+    written = config.user_set()
+    holders = [section for section in _SECTIONS if name in written.get(section, {})]
+    if holders:
+        return config.place_of(f"{holders[0]}.{name}")
+    return config.place_of(_SAID[name]) if name in _SAID else ""
+
+
+def _refuse(config: Config, section: str, unknown: list[str], known: list[str], owner: str) -> None:
+    for option in unknown:
+        name = f"{section}.{option}"
+        value = getattr(config, section).user_options()[option]
+        text = unknown_option(name, value, Config, known, f"an option of {owner!r}")
+        raise ConfigError(f"{config.place_of(name)}{text}.")
+
+
+def _masked_objective(config: Config) -> str:
+    """Return the objective that masking is meant for where none is named: that of the architecture, if it masks."""
+    default = chosen(config).objective
+    return default if "mask_ratio" in OBJECTIVES.get(default).option_names() else _MASKED
+
+
+OF_THE_BASE = ("tokenizer", "objective", "model", "data.gene_vocab", "data.max_genes", "data.preprocessing")
+ELSEWHERE = {
+    "data.pin_memory": "leave it out",
+    "data.sampling": "weigh classes with finetune.class_weights",
+    "data.split": "name the column in finetune.split_by",
+    "training.validation_size": "set finetune.validation_size",
+}
+"""Sections and options without use in a fine-tuning, to what to do instead."""
+
+TUNING_OF_TASKS = ("labels_key", "batch_key", "head")
+"""Options of the section that only some tasks have."""
+
+FOUND_IN_CELLS = {"perturbation": ("perturbation_key", "control")}
+"""Options of tasks that are looked for in the cells where they are not set."""
+
+
+def finetune_section(config: Config) -> FinetuneConfig:
+    """Return the section ``finetune``.
+
+    Raises
+    ------
+    ConfigError
+        If there is none.
+    """
+    if config.finetune is None:
+        raise ConfigError(
+            "the configuration has no section finetune; add finetune: {base_model: checkpoints/final, task: "
+            "annotation}, or train a new model with scforge train."
+        )
+    return config.finetune
+
+
+def check_finetuning(config: Config) -> None:
+    """Check the section ``finetune``, and that the other sections go with it; quick.
+
+    Raises
+    ------
+    ConfigError, OptionError
+        If something is not known, or does not go together.
+    MissingFileError
+        If there is no base model.
+    """
+    section = finetune_section(config)
+    _refuse_what_is_settled(config)
+    place = config.place_of("finetune.base_model")
+    check_model_folder(section.base_model, f"{place}finetune.base_model={section.base_model!r} (--base-model)")
+    try:
+        task = TASKS.get(section.task)
+    except OptionError as error:
+        raise OptionError(config.place_of("finetune.task") + str(error)) from error
+    _check_options(config, section, task)
+    with placed(config):
+        check_freeze(section.freeze, section.lora, config.training.gradual_unfreezing)
+        check_head(section.head)
+    if isinstance(section.evaluate, str) and section.evaluate != section.task:
+        raise ConfigError(
+            f"{config.place_of('finetune.evaluate')}finetune.evaluate={section.evaluate!r} is no evaluation of the "
+            f"task {section.task!r}; set it to true (--eval) for its own."
+        )
+    if section.evaluate and not section.test_size and section.split_key is None:
+        raise ConfigError(
+            f"{config.place_of('finetune.test_size')}finetune.test_size=0 leaves no cells to evaluate on; set it above "
+            "0, or remove finetune.evaluate (--eval)."
+        )
+
+
+def columns_of(config: Config) -> dict[str, str]:
+    """Return the options of a fine-tuning that name a column of obs, those of the section ``data`` included.
+
+    Keys that the task does not have, are left out.
+    """
+    section = finetune_section(config)
+    known = TASKS.get(section.task).option_names()
+    named: dict[str, Any] = {}
+    for key in ("labels_key", "batch_key"):
+        own = getattr(section, key)
+        # A file may name columns that its benchmarks need, and not its task.
+        named[key] = own if own is not None else getattr(config.data, key) if key in known else None
+    return {key: value for key, value in named.items() if value is not None}
+
+
+def named_columns(config: Config) -> list[str]:
+    """Return all columns of obs that the section ``finetune`` needs."""
+    section = finetune_section(config)
+    options = section.user_options()
+    of_task = [options.get(key) for key in TASKS.get(section.task).keys]
+    lists = [value for key, value in options.items() if key.endswith("_keys") and isinstance(value, list)]
+    named = [*columns_of(config).values(), section.split_by, section.split_key, *of_task, *sum(lists, [])]
+    return list(dict.fromkeys(name for name in named if isinstance(name, str)))
+
+
+def described(config: Config) -> str:
+    """Return what would be fine-tuned, in a few words; reads the base model.
+
+    Raises
+    ------
+    ConfigError
+        If the task lacks an option that neither the configuration nor the base model has.
+    """
+    section = finetune_section(config)
+    folder = check_model_folder(section.base_model, f"finetune.base_model={section.base_model!r}")
+    base, vocab, _ = read_folder(folder)
+    cls = TASKS.get(section.task)
+    given = {**base["setup"], **section.user_options(), **columns_of(config)}
+    for option in cls.needed_options():
+        if given.get(option) is None and option not in FOUND_IN_CELLS.get(section.task, ()):
+            raise ConfigError(
+                f"{config.place_of('finetune.task')}the task {section.task!r} needs {option}; set finetune.{option} "
+                f"(--{option.replace('_', '-')})."
+            )
+    how = "" if section.lora is False else " with adapters"
+    how = " of the head" if section.freeze is True else how
+    name = base["architecture"]["name"]
+    return f"{section.task}, by fine-tuning{how} on {name} of {section.base_model} with {vocab.n_genes:,} genes"
+
+
+def _refuse_what_is_settled(config: Config) -> None:
+    written = config.user_set()
+    for name in (*OF_THE_BASE, *ELSEWHERE):
+        section, _, key = name.partition(".")
+        value = written.get(section)
+        value = value if not key or value is None else value.get(key)
+        if value is None or value == {}:
+            continue
+        reason = (
+            "is settled by the base model of a fine-tuning; remove it"
+            if name in OF_THE_BASE
+            else f"has no use in a fine-tuning; {ELSEWHERE[name]}"
+        )
+        raise ConfigError(f"{config.place_of(name)}{name}={shown(value)} {reason}.")
+
+
+def _check_options(config: Config, section: FinetuneConfig, task: type[Task]) -> None:
+    fields, known = list(FinetuneConfig.model_fields), task.option_names()
+    written = section.user_set()
+    for key in TUNING_OF_TASKS:
+        if written.get(key) is not None and key not in known:
+            raise ConfigError(
+                f"{config.place_of(f'finetune.{key}')}finetune.{key}={written[key]!r} is of no use to the task "
+                f"{section.task!r}; remove it."
+            )
+    siblings = [*fields, *[name for name in known if name not in fields]]
+    for key, value in section.user_options().items():
+        if key not in known:
+            name = f"finetune.{key}"
+            text = unknown_option(name, value, Config, siblings, f"an option of {section.task!r}")
+            raise ConfigError(f"{config.place_of(name)}{text}.")
+
+
+_UNKNOWN_GENES = 2_048
+"""Genes of a model whose vocabulary comes from the data: at least what a tokenizer keeps of a cell by default."""
+
+
+def check_config(config: Config) -> str:
+    """Check what can be checked without reading the cells, and without a GPU.
+
+    Names, options and sizes of architecture, tokenizer and objective, and whether they fit, or the base model and the
+    task; files, their columns, and folders; benchmarks and loggers.
+
+    Parameters
+    ----------
+    config
+        See :func:`scforge.config.load_config`.
+
+    Returns
+    -------
+    What would be trained, in a few words.
+
+    Raises
+    ------
+    ScforgeError
+        With the first mistake.
+
+    Examples
+    --------
+    >>> import scforge
+    >>> from scforge.config import load_config, recipe_path
+    >>> scforge.datasets.pbmc3k().write_h5ad("cells.h5ad")
+    >>> check_config(load_config(recipe_path("light"), ["data.paths=cells.h5ad"]))
+    'gene_pooling on tokens of continuous_projection, trained by neighbor_denoising, about 1.0 million parameters'
+    """
+    check_settings(config)
+    benchmark_callbacks(config, absent=_absent(config))
+    if config.data.source == "local":
+        _check_columns(config)
+    if config.finetune is not None:
+        return described(config)
+    spec, known = model_of(config)
+    with placed(config), torch.device("meta"), _Unfilled():
+        module = spec.build_module()
+    size = f", about {count_parameters(module) / 1e6:.1f} million parameters" if known else ""
+    return f"{spec.architecture} on tokens of {spec.tokenizer}, trained by {spec.objective}{size}"
+
+
+def check_settings(config: Config, *, replaces: bool = False) -> None:
+    """Check names, options, files and folders; quick, so that no mistake comes to light after minutes of reading.
+
+    Parameters
+    ----------
+    config
+        See :func:`scforge.config.load_config`.
+    replaces
+        Whether ``output.embedding`` may be a file that exists.
+
+    Raises
+    ------
+    ConfigError, OptionError
+        If something is not known, or does not go together.
+    MissingFileError
+        If a file does not exist.
+    """
+    if config.finetune is None:
+        check_names(config)
+    else:
+        check_finetuning(config)
+    output = config.output
+    if config.training.checkpoint_every_n_steps is not None and output.checkpoint_dir is None:
+        raise ConfigError(
+            f"{config.place_of('training.checkpoint_every_n_steps')}training.checkpoint_every_n_steps="
+            f"{config.training.checkpoint_every_n_steps} has no use without output.checkpoint_dir; set both."
+        )
+    embedding = None if output.embedding is None else os.fspath(Path(output.embedding).parent)
+    cache = None if config.data.cache is None else os.fspath(Path(config.data.cache).parent)
+    folders = {"output.log_dir": output.log_dir, "output.checkpoint_dir": output.checkpoint_dir}
+    for option, folder in (folders | {"output.embedding": embedding, "data.cache": cache}).items():
+        if folder is not None:
+            _check_writable(config, option, folder)
+    for package in output.loggers or []:
+        if package != "csv" and importlib.util.find_spec(package) is None:
+            raise OptionError(
+                f"{config.place_of('output.loggers')}output.loggers names {package!r}, which is not installed; "
+                f"pip install 'scforge[{package}]'."
+            )
+    _check_embedding(config, replaces=replaces)
+    for index, path in enumerate(config.data.paths or []):
+        _check_file(config, ["data", "paths", index], path)
+    for name, path in config.eval.datasets.items():
+        _check_file(config, ["eval", "datasets", name], path)
+    if config.data.gene_vocab != FROM_DATA:
+        with placed(config):
+            open_vocab(config.data.gene_vocab)
+
+
+def _absent(config: Config) -> dict[str, DatasetCard]:
+    """Return the cards of data sets that benchmarks name and that are not on this machine; warn about each."""
+    absent: dict[str, DatasetCard] = {}
+    for entry in config.eval.benchmarks or []:
+        ((_, options),) = entry.items() if isinstance(entry, Mapping) else [("", None)]
+        name = (options or {}).get("dataset")
+        if name not in list_cards() or name in {*config.eval.datasets, *absent} or Path(name).exists():
+            continue
+        try:
+            find_file(name)
+        except MissingFileError as error:
+            place = config.place_of("eval.benchmarks")
+            warn(f"{place}{error} Training needs it.")
+            absent[name] = get_card(name)
+    return absent
+
+
+def benchmark_callbacks(config: Config, *, absent: Mapping[str, DatasetCard] | None = None) -> list[Any]:
+    """Return the callback that runs the benchmarks of a configuration, or nothing.
+
+    `absent` are cards of data sets whose files are elsewhere, for a callback that is not run.
+
+    Raises
+    ------
+    OptionError, MissingFileError
+        If a benchmark, an option of it or a data set is not known.
+    """
+    section = config.eval
+    if not section.benchmarks:
+        return []
+    from scforge.eval.callback import BenchmarkCallback
+
+    try:
+        callback = BenchmarkCallback(
+            section.benchmarks,
+            every_n_epochs=section.every_n_epochs,
+            datasets={**section.datasets, **(absent or {})},
+            labels_key=config.data.labels_key,
+            batch_key=config.data.batch_key,
+        )
+    except ScforgeError as error:
+        raise type(error)(config.place_of("eval.benchmarks") + str(error)) from error
+    _check_benchmarks(config, callback.evaluations)
+    return [callback]
+
+
+def _check_benchmarks(config: Config, evaluations: list[Evaluation]) -> None:
+    """Find what benchmarks lack, which the training would refuse when all cells are read."""
+    place = config.place_of("eval.benchmarks")
+    keys = {"labels_key": config.data.labels_key, "batch_key": config.data.batch_key}
+    for one in evaluations:
+        if missing := one.missing(keys):
+            raise ConfigError(
+                f"{place}the benchmark {one.name!r} needs a column of obs, {missing[0]}; set data.{missing[0]}, or "
+                f"{missing[0]} below the benchmark."
+            )
+    size = "training.validation_size" if config.finetune is None else "finetune.validation_size"
+    if (config.training if config.finetune is None else config.finetune).validation_size == 0:
+        raise ConfigError(
+            f"{config.place_of(size)}{size}=0 leaves no cells for a validation, after which eval.benchmarks run; set "
+            f"{size} above 0, or remove them."
+        )
+    entries = [entry for entry in config.eval.benchmarks if isinstance(entry, Mapping)]
+    used = [options["dataset"] for entry in entries for options in entry.values() if "dataset" in (options or {})]
+    for name in config.eval.datasets:
+        if name not in used:
+            raise ConfigError(
+                f"{config.place_of(f'eval.datasets.{name}')}eval.datasets.{name} is used by no benchmark"
+                f"{did_you_mean(name, used)}; name it as the dataset of one, or remove it."
+            )
+
+
+class _Unfilled(TorchFunctionMode):
+    """Leaves random weights undrawn: drawing those of the meta device imports a compiler, which takes seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        drawn = getattr(func, "__name__", "") in ("normal_", "uniform_")
+        tensor = args[0] if args else kwargs.get("tensor")
+        return tensor if drawn and tensor is not None and tensor.is_meta else func(*args, **kwargs)
+
+
+def _check_writable(config: Config, option: str, folder: str) -> None:
+    try:
+        check_folder(option, folder)
+    except OptionError as error:
+        raise OptionError(config.place_of(option) + str(error)) from error
+    place = next(path for path in (Path(folder).absolute(), *Path(folder).absolute().parents) if path.exists())
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise OptionError(
+            f"{config.place_of(option)}{option}={folder!r}: {str(place)!r} cannot be written into; "
+            "choose another folder, or change its permissions."
+        )
+
+
+def _check_embedding(config: Config, *, replaces: bool) -> None:
+    """Refuse to write an embedding over the cells, or over a file that nobody said may go."""
+    if config.output.embedding is None:
+        return
+    output = Path(config.output.embedding)
+    place = output.resolve()
+    said = f"{config.place_of('output.embedding')}output.embedding={str(output)!r}"
+    named = [("data.paths", config.data.paths or []), ("eval.datasets", list(config.eval.datasets.values()))]
+    for option, paths in named:
+        files = [Path(path).resolve() for path in paths if not is_url(path)]
+        if any(file == place or place.match(str(file)) for file in files):  # or what a pattern would find
+            raise ConfigError(f"{said} is one of {option}, and would be overwritten; give another name.")
+    if output.exists() and not replaces:
+        raise ConfigError(f"{said} exists; give another name, or pass overwrite=True (--overwrite) to replace it.")
+
+
+def _check_file(config: Config, location: list[str | int], path: str) -> None:
+    if is_url(path) or any(mark in path for mark in "*?["):
+        return
+    put_back(path)
+    if not Path(path).exists() and not partial_path(path).exists():
+        place = config._places.of(location)
+        raise MissingFileError(f"{place}the file {path!r} does not exist{similar_file(Path(path))}")
+
+
+def _check_columns(config: Config) -> None:
+    """Look for the layer and the columns that are named, in files and stores that are here."""
+    data = config.data
+    paths = data.paths or []
+    if any(is_url(path) for path in paths):
+        return
+    named = [data.batch_key, data.labels_key, data.sampling.balance_key, *(data.obs_columns or [])]
+    named += [] if data.split.by == "cell" else [data.split.by]
+    named += [] if config.finetune is None else named_columns(config)
+    columns = list(dict.fromkeys(name for name in named if name is not None))
+    with placed(config):
+        if len(paths) == 1 and (is_store(paths[0]) or partial_path(paths[0]).exists()):
+            open_cells(paths[0], obs=columns, layer=data.layer, gene_key=data.gene_key, modality=data.modality)
+            return
+        for stream in open_streams(paths, layer=data.layer, modality=data.modality):
+            stream.obs(columns)
+            if data.gene_key is not None and data.gene_key not in stream.var:
+                raise OptionError(
+                    f"gene_key={data.gene_key!r} is not a column of var of {stream.name!r}"
+                    f"{did_you_mean(data.gene_key, stream.var.columns)} (var has: {listing(stream.var.columns)})"
+                )
+
+
+def model_of(config: Config) -> tuple[ModelSpec, bool]:
+    """Return the model of a configuration over a stand-in of its genes, and whether their number is known."""
+    default = chosen(config)
+    tokenizer = named_options("tokenizer", tokenizer_of(config), default.tokenizer)
+    objective, options = named_options("objective", objective_of(config), default.objective)
+    vocab, known = _genes(config.data, default.n_top_genes, tokenizer[1])
+    if TOKENIZERS.get(tokenizer[0]).needs_medians and vocab.medians is None:
+        vocab = vocab.with_medians(np.ones(vocab.n_genes))
+    if TOKENIZERS.get(tokenizer[0]).needs_entropies and vocab.entropies is None:
+        vocab = vocab.with_entropies(np.ones(vocab.n_genes))
+    with placed(config):
+        # Options that are found in the cells, e.g. classes, are of no matter here.
+        found = get_objective(objective, **options).options_from(lambda key: pd.Series(["a", "b"], dtype="category"))
+        try:
+            return _resolved(config, vocab, tokenizer, (objective, options | found)), known
+        except GeneMismatchError:
+            if config.data.gene_vocab != FROM_DATA:
+                raise
+        # The genes of a table of vectors cannot be compared with those of cells that are not read.
+        plain = {name: value for name, value in tokenizer[1].items() if name != "table"}
+        return _resolved(config, vocab, (tokenizer[0], plain), (objective, options | found)), False
+
+
+def _resolved(config: Config, vocab: GeneVocab, tokenizer: Any, objective: Any) -> ModelSpec:
+    options = model_options(config)
+    return ModelSpec.resolve(chosen(config), vocab, tokenizer=tokenizer, objective=objective, options=options)[0]
+
+
+def _genes(data: DataConfig, n_default: int | None, tokenizer: dict[str, Any]) -> tuple[GeneVocab, bool]:
+    n_genes = data.preprocessing.hvg_selection
+    if n_genes is None:
+        n_genes = n_top_genes_of(data.gene_vocab, n_default)
+    if data.gene_vocab != FROM_DATA:
+        vocab = open_vocab(data.gene_vocab)
+        return vocab.subset(range(min(n_genes, vocab.n_genes))) if n_genes else vocab, True
+    known = bool(n_genes)
+    n_genes = n_genes or max(_UNKNOWN_GENES, tokenizer.get("max_len") or 0)
+    return GeneVocab.from_genes([f"gene{number}" for number in range(n_genes)]), known
+
+
+_BALANCE = {"warmup_epochs": "balance_epochs", "start": "balance_start", "end": "balance_end"}
+_OF_THE_DATA = ("max_seq_len", "gene_vectors")
+"""Options of an architecture that follow from the vocabulary where the user does not set them."""
+_OF_TOKENIZER = ("normalize", "target_sum", "log1p")
+"""Options of preprocessing that the tokenizer shows as its own."""
+
+
+def show_config(config: Config) -> str:
+    """Return a configuration as YAML, with the defaults of the sections, and of the classes that they name.
+
+    What the user set is marked. What depends on the data stands there as a comment, so the text can be read again, and
+    means the same.
+
+    Parameters
+    ----------
+    config
+        See :func:`scforge.config.load_config`.
+
+    Returns
+    -------
+    The YAML text.
+
+    Raises
+    ------
+    ScforgeError
+        If architecture, tokenizer and objective are not known, or do not fit; or the task, or the base model.
+
+    Examples
+    --------
+    >>> from scforge.config import load_config, recipe_path
+    >>> print(show_config(load_config(recipe_path("light"), ["seed=3"])))  # doctest: +ELLIPSIS
+    data:
+      source: local
+      paths: [data.h5ad]  # set
+      # organism:
+      ...
+    seed: 3  # set
+    <BLANKLINE>
+    """
+    written = config.user_set()
+    content = {name: _plain(section) for name, section in config if name != "eval" or config.eval.benchmarks}
+    if config.finetune is None:
+        check_names(config)
+        del content["finetune"]
+        _fill(content, config, written)
+    else:
+        check_finetuning(config)
+        _fill_finetuning(content, config)
+    return "\n".join(_lines(without_secrets(content), written)) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    return {name: _plain(inner) for name, inner in value} if isinstance(value, Section) else value
+
+
+def _fill(content: dict[str, Any], config: Config, written: dict[str, Any]) -> None:
+    """Put the defaults of the named classes into `content`, and move what the user set to where it is shown."""
+    spec, _ = model_of(config)
+    aim, made = spec.build_objective(), spec.tokenizer_options
+    architecture = MODELS.get(spec.architecture)
+
+    model = _constructor_defaults(architecture) | spec.model_options
+    asked = own_names(spec.architecture, model_options(config))
+    for name in (*_OF_THE_DATA, *aim.model_options()):
+        if name not in asked:
+            model.pop(name, None)
+    shared = {own: name for name, own in getattr(architecture, "config_names", {}).items()}
+    content["model"] = {"architecture": spec.architecture, **_renamed(model, shared)}
+    if "model" in written:
+        set_ = _renamed(own_names(spec.architecture, written["model"]), shared)
+        written["model"] = set_
+
+    options = {name: value for name, value in made.items() if name not in ("max_len", "dropped")}
+    content["tokenizer"] = {"strategy": spec.tokenizer, **options}
+    data = content["data"]
+    data["max_genes"] = made["max_len"] or TOKENIZERS.get(spec.tokenizer).default_max_len
+    for name in _OF_TOKENIZER:
+        if name not in written["data"].get("preprocessing", {}):
+            del data["preprocessing"][name]
+    if data["preprocessing"]["hvg_selection"] is None:
+        data["preprocessing"]["hvg_selection"] = n_top_genes_of(config.data.gene_vocab, chosen(config).n_top_genes) or 0
+    if data["sampling"]["balance_key"] is not None:
+        given = inspect.signature(CellDataModule).parameters
+        for name, argument in _BALANCE.items():
+            if data["sampling"][name] is None:
+                data["sampling"][name] = given[argument].default
+
+    found = {name for name in spec.objective_options if name == "conditions"} - set(config.objective.user_options())
+    learned = {name: value for name, value in spec.objective_options.items() if name not in found}
+    masking = {name: learned.pop(name) for name in MaskingConfig.model_fields if name in learned}
+    content["objective"] = {"name": spec.objective, **learned}
+    if masking:
+        content["tokenizer"]["masking"] = masking
+        for name in masking:
+            if name in written.get("objective", {}):
+                holder = written.setdefault("tokenizer", {}).setdefault("masking", {})
+                holder[name] = written["objective"].pop(name)
+
+    _fill_training(content, aim.defaults)
+
+
+def _fill_finetuning(content: dict[str, Any], config: Config) -> None:
+    """Leave out what the base model settles, and put in the defaults of the task."""
+    for name in (*OF_THE_BASE, *ELSEWHERE):
+        section, _, key = name.partition(".")
+        (content[section] if key else content).pop(key or section, None)
+    tuning = content["finetune"] | columns_of(config)
+    task = TASKS.get(tuning["task"])
+    options = {name: parameter.default for name, parameter in inspect.signature(task).parameters.items()}
+    shown = {name: value for name, value in tuning.items() if name in FinetuneConfig.model_fields}
+    for name, default in options.items():  # in the order of the task, whoever set them
+        default = None if default is inspect.Parameter.empty else default
+        shown[name] = default if tuning.get(name) is None else tuning[name]
+    for name in set(TUNING_OF_TASKS) - set(options):
+        shown.pop(name)
+    content["finetune"] = shown
+    _fill_training(content, with_adapters(task.defaults) if tuning.get("lora") else task.defaults)
+
+
+def _fill_training(content: dict[str, Any], defaults: TrainingDefaults) -> None:
+    training, data = content["training"], content["data"]
+    if training["batch_size"] is None and data["max_tokens_per_batch"] is None:
+        training["batch_size"] = defaults.batch_size
+    if training["optimizer"]["name"] == "adamw":
+        _default(training["optimizer"], lr=defaults.lr, weight_decay=defaults.weight_decay)
+    _default(training["scheduler"], name=defaults.schedule)
+    given = inspect.signature(Encoder.train).parameters
+    _default(training, early_stopping_patience=given["early_stopping_patience"].default)
+    if content["output"]["log_dir"] is not None:
+        _default(content["output"], loggers=["csv"])
+
+
+def _default(section: dict[str, Any], **values: Any) -> None:
+    section.update({name: value for name, value in values.items() if section[name] is None})
+
+
+def _constructor_defaults(cls: type) -> dict[str, Any]:
+    """Return what an architecture takes where nothing is said: the defaults of its constructor, or of all."""
+    fields = ModelConfig.model_fields
+    options: dict[str, Any] = {}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD or name == "vocab_size":
+            continue
+        if parameter.default is not parameter.empty:
+            options[name] = parameter.default
+        elif name in fields:
+            options[name] = fields[name].default
+    return options
+
+
+def _renamed(options: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+    return {names.get(name, name): value for name, value in options.items()}
+
+
+def _lines(content: dict[str, Any], written: Any, indent: str = "") -> list[str]:
+    """Return lines of YAML: None as a comment, and a mark behind what is in `written`."""
+    lines: list[str] = []
+    for name, value in content.items():
+        is_set = isinstance(written, dict) and name in written
+        if isinstance(value, dict) and value:
+            lines += [f"{indent}{name}:", *_lines(value, written[name] if is_set else None, f"{indent}  ")]
+        elif value is None:
+            lines.append(f"{indent}# {name}:")
+        else:
+            lines.append(f"{indent}{_text(name)}: {_text(value)}{'  # set' if is_set else ''}")
+    return lines
+
+
+def _text(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    # In a list, because a document of text alone is not quoted as it has to be behind a key.
+    return dump_yaml([list(value) if isinstance(value, tuple) else value], one_line=True).strip()[1:-1]

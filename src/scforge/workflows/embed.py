@@ -1,0 +1,685 @@
+"""Embed files and stores of any size, by several processes, and resume."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import h5py
+import numpy as np
+import torch
+from anndata import AnnData
+from filelock import FileLock, Timeout
+
+from scforge._checks import check_bool, check_count
+from scforge._constants import AUTO_KEY, UNS_KEY
+from scforge._io import atomic_write_text, check_folder, check_writable, new_h5, put_back, read_json, swap_in
+from scforge.data.cells import Cells, CellSource
+from scforge.data.census import SomaCells
+from scforge.data.readers import ZarrPlace, is_query, is_url, open_streams, table_digest
+from scforge.data.sources import open_cells
+from scforge.data.store import StoreCells, StoreInfo, is_store
+from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, first_line, warn
+from scforge.estimators.base import CellModel
+from scforge.models.components.gene_vectors import check_filled
+from scforge.training.predict import embed
+from scforge.workflows.models import load_named
+from scforge.workflows.train import embedded_adata
+
+if TYPE_CHECKING:
+    from scforge.data.census import CensusQuery
+
+
+def device_for(device: str | torch.device) -> torch.device:
+    """Return a device; ``"auto"`` is a GPU if there is one, of several processes on a machine each another."""
+    if device != "auto":
+        try:
+            return torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise OptionError(
+                f"device={device!r} is not the name of a device; give 'auto', 'cpu' or 'cuda'."
+            ) from error
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    return torch.device("cuda", int(local) % torch.cuda.device_count())
+
+
+def move_to(model: CellModel, device: torch.device) -> None:
+    """Put a model there, or raise :class:`~scforge.errors.OptionError`."""
+    if model.device == device:
+        return
+    try:
+        model.to_device(device)
+    except (AssertionError, RuntimeError) as error:
+        raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}.") from error
+
+
+def model_identity(model: CellModel) -> str:
+    """Return the SHA-256 of what an embedding depends on: weights, vocabulary, names and options of the parts."""
+    digest = hashlib.sha256(json.dumps(model.spec.to_json(), sort_keys=True).encode())
+    digest.update(model.vocab.hash.encode())
+    for name, value in sorted(model.module.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\0".encode())
+        # NumPy has no bfloat16.
+        digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def source_identity(source: Any, cells: Cells, *, layer: str | None, gene_key: str | None) -> dict[str, Any]:
+    """Return what changes when the cells do; JSON can hold it.
+
+    Of a store it is the hash of its content, of files their sizes and times of change (so that nothing is read twice),
+    of cells in memory a digest of them.
+
+    Parameters
+    ----------
+    source
+        What the user named.
+    cells
+        What was opened.
+    layer, gene_key
+        Where counts and names of genes were read from.
+
+    Raises
+    ------
+    OptionError
+        If the cells are of a kind that cannot be told from others.
+    """
+    if isinstance(cells, StoreCells):
+        if is_store(cells.place):
+            return {"content_hash": StoreInfo.read(cells.place).content_hash}
+        return {"files": ZarrPlace(cells.place).identity()}
+    if isinstance(cells, SomaCells):
+        return {"place": cells.place, "joinids": hashlib.sha256(cells.joinids).hexdigest()}
+    if isinstance(source, str | os.PathLike | list | tuple):
+        fingerprints = [stream.fingerprint() for stream in open_streams(source, layer=layer)]
+        return {"files": fingerprints, "layer": layer, "gene_key": gene_key}
+    if isinstance(cells, CellSource):
+        digest = hashlib.sha256(np.ascontiguousarray(cells.totals, dtype=np.float64))
+        for part in (cells.counts.indptr.astype(np.int64), cells.counts.indices.astype(np.int64), cells.counts.data):
+            digest.update(np.ascontiguousarray(part))
+        return {"counts": digest.hexdigest(), "obs": None if cells.obs is None else table_digest(cells.obs)}
+    raise OptionError(
+        f"source is of type {type(source).__name__!r}, which cannot be told from other cells; give a path, a store or "
+        "an AnnData."
+    )
+
+
+_MARK = "scforge_embedding"
+"""Attribute of the root of an output: the hash of its plan. Nothing else may be replaced."""
+
+_ENCODING = {"encoding-type": "array", "encoding-version": "0.2.0"}
+_AGAIN = "pass overwrite=True (--overwrite) to start again"
+
+
+class EmbeddingFiles:
+    """The output of an embedding, and the folder in which it grows.
+
+    Parameters
+    ----------
+    output
+        Path that ends with ``.zarr`` or ``.h5ad``.
+    overwrite
+        Replace another embedding at `output`, or an unfinished one that differs.
+
+    Raises
+    ------
+    OptionError
+        If `output` is no such path, or something else is there.
+    """
+
+    def __init__(self, output: Path, *, overwrite: bool) -> None:
+        if output.suffix not in (".zarr", ".h5ad"):
+            raise OptionError(f"output={str(output)!r} ends with neither .zarr nor .h5ad; name the kind of file so.")
+        self._is_zarr, self._said = output.suffix == ".zarr", f"output={str(output)!r}"
+        output = output.resolve() if output.is_symlink() else output  # the link stays
+        self.output, self.overwrite = output, overwrite
+        check_folder("output", output.parent)
+        self.folder = output.with_name(f".{output.name}.embedding")
+        self._lock = self.folder.with_name(f"{self.folder.name}.lock")
+        self._result, self._blocks = self.folder / "result", self.folder / "blocks"
+        self._array: Any = None
+        self._noted: set[int] = set()
+        check_writable("output", output)
+        self.mark()
+
+    def mark(self) -> str | None:
+        """Return the hash of the plan of what is at the output; None if nothing is, or an empty folder.
+
+        Raises
+        ------
+        OptionError
+            If something else is there, which no embedding may replace.
+        """
+        output = self.output
+        put_back(output)
+        if not output.exists():
+            return None
+        if output.is_dir() != self._is_zarr:
+            what = "a file, but zarr makes a folder" if self._is_zarr else "a folder, but h5ad is a file"
+            raise OptionError(f"{self._said} is {what}; choose another name.")
+        if self._is_zarr and not any(output.iterdir()):
+            return None
+        found = _zarr_mark(output) if self._is_zarr else _h5ad_mark(output)
+        if found is None:
+            raise OptionError(f"{self._said} exists and is not an embedding that scforge wrote; choose another name.")
+        return found
+
+    @contextlib.contextmanager
+    def at_work(self, plan: dict[str, Any], rank: int, world_size: int, make: Callable[[], AnnData]) -> Iterator[bool]:
+        """Take part in an embedding, and begin it if nobody has; yield False if it is finished already.
+
+        Parameters
+        ----------
+        plan
+            What is embedded with what, JSON-safe; has ``key``, ``n_cells``, ``n_latent`` and ``block_size``.
+        rank, world_size
+            Which process this is, and of how many.
+        make
+            Makes the AnnData that the embedding becomes a part of.
+
+        Raises
+        ------
+        OptionError
+            If another embedding is at the output or was begun there, or another process does the same work.
+        """
+        with contextlib.ExitStack() as held:
+            with self._locked():
+                # Of several processes the last may come when the others have finished: it must not begin again.
+                if self.is_complete(plan) and not (self.overwrite and world_size == 1):
+                    if not any(self._workers()):
+                        shutil.rmtree(self.folder, ignore_errors=True)  # of a process killed after its last step
+                    yield False
+                    return
+                self._check_taken(plan)
+                self._begin(plan, make)
+                held.enter_context(self._worker(rank, world_size))
+            yield True
+
+    def done(self) -> set[int]:
+        """Return the numbers of the blocks that are done."""
+        return {int(path.name) for path in self._blocks.iterdir() if path.name.isdecimal()}
+
+    def write(self, block: int, embedding: np.ndarray) -> None:
+        """Write the embedding of a block of cells, float32, shape (cells of the block, D), and note that it is done."""
+        start = block * self._array.chunks[0]
+        self._array[start : start + len(embedding)] = embedding
+        atomic_write_text(self._blocks / str(block), json.dumps({"crc32": zlib.crc32(np.ascontiguousarray(embedding))}))
+        self._noted.add(block)
+
+    def finish(self, plan: dict[str, Any], n_blocks: int) -> list[int]:
+        """Put the output in its place if all blocks are done; return the blocks that have to be done again.
+
+        Blocks that this process has not written are read and compared with their checksums; those that are damaged are
+        taken out of the journal.
+        """
+        with self._locked():
+            if not self._result.exists() or len(self.done()) < n_blocks:
+                return []  # another process has finished, or will
+            if damaged := self._damaged(n_blocks):
+                return damaged
+            made = self._result if self._is_zarr else self._write_h5ad(plan)
+            self._check_taken(plan)
+            swap_in(made, self.output)
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return []
+
+    def is_complete(self, plan: dict[str, Any]) -> bool:
+        """Whether the output is there, made as `plan` says."""
+        return self.mark() == _hash(plan)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Wait for the lock of the output, and hold it."""
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(self._lock):
+            try:
+                yield
+            finally:
+                if not self.folder.exists():
+                    # Whoever waits for it looks at the output next.
+                    self._lock.unlink(missing_ok=True)
+
+    def _check_taken(self, plan: dict[str, Any]) -> None:
+        if not self.overwrite and self.mark() not in (None, _hash(plan)):
+            raise OptionError(
+                f"{self._said} exists and was made of other cells or by another model; choose another "
+                "name, or pass overwrite=True (--overwrite)."
+            )
+
+    def _begin(self, plan: dict[str, Any], make: Callable[[], AnnData]) -> None:
+        """Make the folder, unless it is there already with the same plan."""
+        from scforge.data.readers import open_group
+
+        begun = self._begun()
+        if begun is not None and begun != plan:
+            if not self.overwrite:
+                names = [name for name in plan if begun.get(name) != plan[name]]
+                raise OptionError(
+                    f"an unfinished embedding in {str(self.folder)!r} has another {names[0]}: it was begun "
+                    f"{_difference(names[0], begun, plan)}; give the same to go on with it, or {_AGAIN}."
+                )
+            self._check_alone()
+            begun = None
+        if begun is None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._blocks.mkdir(parents=True)
+            _write_frame(self._result, make(), plan)
+            atomic_write_text(self.folder / "plan.json", json.dumps(plan))
+        for path in self._blocks.glob(".*"):
+            path.unlink(missing_ok=True)  # of a process that was killed while it noted a block
+        self._array = open_group(self._result, mode="r+")[f"obsm/{plan['key']}"]
+
+    def _begun(self) -> dict[str, Any] | None:
+        try:
+            return json.loads((self.folder / "plan.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            if self.overwrite:
+                return {}
+            raise DataError(
+                f"{str(self.folder / 'plan.json')!r} is damaged ({first_line(error)}); {_AGAIN}."
+            ) from error
+
+    def _workers(self) -> Iterator[tuple[int, int]]:
+        """Yield rank and number of processes of each process at work."""
+        for path in self.folder.glob("worker-*.lock"):
+            if numbers := re.fullmatch(r"worker-(\d+)-of-(\d+)\.lock", path.name):
+                try:
+                    with FileLock(path, blocking=False):
+                        path.unlink()  # of a process that has ended
+                except Timeout:
+                    yield int(numbers[1]), int(numbers[2])
+
+    def _check_alone(self) -> None:
+        for rank, world_size in self._workers():
+            raise OptionError(
+                f"process {rank} of {world_size} is at work on {str(self.output)!r}; wait until it is done, or stop it."
+            )
+
+    def _worker(self, rank: int, world_size: int) -> FileLock:
+        """Return the lock of this process, after a look at the others."""
+        for other, others in self._workers():
+            if others != world_size or other == rank:
+                raise OptionError(
+                    f"process {other} of {others} is at work on {str(self.output)!r}, and this is process {rank} of "
+                    f"{world_size}; give each process a rank of its own and all the same world_size."
+                )
+        return FileLock(self.folder / f"worker-{rank}-of-{world_size}.lock", blocking=False)
+
+    def _damaged(self, n_blocks: int) -> list[int]:
+        """Return the blocks, of other processes or earlier ones, that are not what was written, and forget them."""
+        size = self._array.chunks[0]
+        damaged = []
+        for block in sorted(set(range(n_blocks)) - self._noted):
+            note = self._blocks / str(block)
+            found = zlib.crc32(np.ascontiguousarray(self._array[block * size : (block + 1) * size]))
+            try:
+                expected = json.loads(note.read_text(encoding="utf-8"))["crc32"]
+            except (ValueError, KeyError, TypeError):
+                expected = None
+            if found == expected:
+                self._noted.add(block)
+            else:
+                note.unlink()
+                damaged.append(block)
+        return damaged
+
+    def _write_h5ad(self, plan: dict[str, Any]) -> Path:
+        """Write the result as h5ad, block by block."""
+        from anndata import AnnData
+        from anndata.io import read_elem, write_elem
+
+        from scforge.data.readers import open_group
+
+        path = self.folder / "result.h5ad"
+        group = open_group(self._result)
+        size = self._array.chunks[0]
+        with new_h5(path) as file:
+            write_elem(file, "/", AnnData(obs=read_elem(group["obs"]), uns=read_elem(group["uns"])))
+            written = file["obsm"].create_dataset(plan["key"], shape=self._array.shape, dtype=np.float32)
+            written.attrs.update(_ENCODING)
+            for start in range(0, len(written), size):
+                written[start : start + size] = self._array[start : start + size]
+            file.attrs[_MARK] = _hash(plan)
+        return path
+
+
+def _write_frame(path: Path, adata: AnnData, plan: dict[str, Any]) -> None:
+    """Write an AnnData-zarr whose embedding has no values yet."""
+    import zarr
+    from anndata.io import write_elem
+
+    root = zarr.open_group(path, mode="w", zarr_format=3)
+    write_elem(root, "/", adata)
+    shape, chunks = (plan["n_cells"], plan["n_latent"]), (plan["block_size"], plan["n_latent"])
+    obsm: Any = root["obsm"]
+    array = obsm.create_array(plan["key"], shape=shape, chunks=chunks, dtype=np.float32)
+    array.attrs.update(_ENCODING)
+    root.attrs[_MARK] = _hash(plan)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
+        zarr.consolidate_metadata(root.store)
+
+
+def _zarr_mark(path: Path) -> str | None:
+    try:
+        found = read_json(path / "zarr.json", finite=False)["attributes"][_MARK]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return str(found)
+
+
+def _h5ad_mark(path: Path) -> str | None:
+    try:
+        with h5py.File(path, "r") as file:
+            found = file.attrs.get(_MARK)
+    except OSError:
+        return None
+    return None if found is None else str(found)
+
+
+def _hash(plan: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
+
+
+def _difference(name: str, begun: dict[str, Any], plan: dict[str, Any]) -> str:
+    if name == "model":
+        return "with other weights, options or genes"
+    if name == "source":
+        return "of other cells, or they have changed since"
+    return f"with {name}={begun.get(name)!r}, not {plan[name]!r}"
+
+
+_BLOCK = 8192
+"""Cells of a block: few enough for little memory, many enough that cells of like length find each other."""
+
+
+@dataclass(frozen=True)
+class EmbeddingInfo:
+    """What a process did for an embedding; ``print(info)`` shows it.
+
+    Attributes
+    ----------
+    output
+        The file or folder.
+    key
+        Key in ``obsm`` there.
+    n_cells, n_latent
+        Cells and dimensions of the whole embedding.
+    n_embedded
+        Cells that this process embedded in this call.
+    seconds
+        How long that took.
+    complete
+        Whether the output is there; if not, other processes are still at work.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> info = EmbeddingInfo(Path("out.zarr"), "X_scforge", 2700, 32, 2700, seconds=1.5, complete=True)
+    >>> info.n_cells, info.complete
+    (2700, True)
+    """
+
+    output: Path
+    key: str
+    n_cells: int
+    n_latent: int
+    n_embedded: int
+    seconds: float
+    complete: bool
+
+    def __str__(self) -> str:
+        rate = self.n_embedded / max(self.seconds, 1e-9)
+        done = f"{self.n_embedded:,} of {self.n_cells:,} cells embedded in this run"
+        done += f" in {self.seconds:,.1f} s ({rate:,.0f} cells/s)" if self.n_embedded else ""
+        shape = f"{self.n_cells:,} cells x {self.n_latent:,} dimensions"
+        where = f"obsm[{self.key!r}] of {self.output}"
+        if self.complete:
+            return f"{done}; {where} is complete: {shape}, with obs and without the genes and counts of the source."
+        return f"{done}; {where} ({shape}) appears when the other processes are done."
+
+
+def embed_to(
+    model: CellModel | str | os.PathLike[str],
+    source: AnnData | Cells | CensusQuery | str | os.PathLike[str] | list[str],
+    output: str | os.PathLike[str],
+    *,
+    key: str = AUTO_KEY,
+    batch_size: int = 256,
+    block_size: int = _BLOCK,
+    rank: int | None = None,
+    world_size: int | None = None,
+    overwrite: bool = False,
+    progress_bar: bool = True,
+    device: str | torch.device = "auto",
+) -> EmbeddingInfo:
+    """Embed cells into a file, as ``scforge embed`` does.
+
+    The cells are cut into blocks, of which one at a time is in memory. Several processes, which need not know of each
+    other, take turns: block k belongs to process k modulo `world_size`. Whoever ends last puts the output in its place,
+    so it appears whole or not at all. Until then it grows in a hidden folder beside, from which the same call goes on
+    if a process was killed, also with another number of processes. Where the output is complete already, nothing is
+    done.
+
+    Parameters
+    ----------
+    model
+        A model, or the folder of one.
+    source
+        Cells: a store, which stays on disk; or what else :func:`scforge.data.open_cells` takes, which each process
+        reads into its memory.
+    output
+        ``.zarr`` or ``.h5ad``: an AnnData with ``obs`` as in the source, the embedding (float32, shape (N, D)) in
+        ``obsm[key]``, and in ``uns["scforge"][key]`` what it was made with. It has no genes, as the source may be far
+        larger than memory; to plot a gene, copy ``obsm[key]`` into the cells of the source, whose order is the same.
+        Several processes need to see the same folder.
+    key
+        Key in ``obsm``; ``"auto"`` as for :meth:`Encoder.get_latent_representation`.
+    batch_size
+        Cells that go through the model at once.
+    block_size
+        Cells of a block, and of a chunk of the output. A process that is killed loses less than one.
+    rank, world_size
+        Which process this is, from 0, and of how many. None: what ``torchrun`` or ``srun`` says, else 0 of 1.
+    overwrite
+        Replace an embedding of other cells or by another model, finished or not. One process also makes one again that
+        is the same.
+    progress_bar
+        Show a bar; of several processes that of the first.
+    device
+        Where to compute; ``"auto"`` takes a CUDA device if there is one, each process of a machine its own.
+
+    Returns
+    -------
+    What this process did.
+
+    Raises
+    ------
+    OptionError
+        If an argument cannot be used, something else is at `output`, or what was begun there is of other cells or by
+        another model.
+    MissingFileError, ModelFileError
+        If the model or the source is not there, or is damaged.
+    GeneMismatchError
+        If `source` has too few genes of the model.
+
+    Warns
+    -----
+    NotTrainedWarning
+        If the model is not trained.
+
+    Examples
+    --------
+    >>> import anndata, scforge
+    >>> adata = scforge.datasets.pbmc3k()
+    >>> scforge.models.Encoder.setup_anndata(adata)
+    >>> model = scforge.models.Encoder(adata)
+    >>> model.train(max_epochs=1, progress_bar=False)
+    >>> info = embed_to(model, adata, "embedded.zarr", progress_bar=False)
+    >>> anndata.read_zarr("embedded.zarr").obsm["X_scforge"].shape
+    (2700, 32)
+    """
+    rank, world_size = _which_process(rank, world_size)
+    check_count("batch_size", batch_size, "cells")
+    check_count("block_size", block_size, "cells")
+    if not isinstance(key, str) or not key or "/" in key:
+        raise OptionError(f"key={key!r} is not a name in obsm; give text without a slash.")
+    if is_url(output):
+        raise OptionError(f"output={output!r} is a URL; give a path, and copy the result from there.")
+    files = EmbeddingFiles(Path(output), overwrite=check_bool("overwrite", overwrite))
+    where = device_for(device)
+    if not isinstance(model, CellModel):
+        model = _load(model)
+    check_filled(model.module)
+    key = model._obsm_key if key == AUTO_KEY else key
+    if not model.is_trained_:
+        warn("The model is not trained; its embedding is random.", NotTrainedWarning)
+    try:
+        cells = _open(model, source)
+    except GeneMismatchError as error:
+        problem, _, way_out = str(error).rpartition("; ")
+        if "_protein_coding'" not in way_out:
+            raise
+        # Who trains may take another vocabulary; a trained model brings its own.
+        raise GeneMismatchError(
+            f"{problem}; the model (--model) knows genes of its own species only, so give cells of that species, or a "
+            "model that was trained on this one."
+        ) from error
+    if not len(cells):
+        raise DataError("source has no cells to embed.")
+    before = model.device
+    move_to(model, where)
+    try:
+        return _Worker(model, cells, batch_size).work(
+            files,
+            {
+                "model": model_identity(model),
+                "source": source_identity(source, cells, **_setup(model)),
+                "key": key,
+                "n_cells": len(cells),
+                "block_size": block_size,
+            },
+            rank,
+            world_size,
+            hidden=not check_bool("progress_bar", progress_bar) or rank != 0,
+        )
+    finally:
+        move_to(model, before)
+
+
+def _load(path: str | os.PathLike[str]) -> CellModel:
+    """Load a model; say so if its folder is that of a whole training."""
+    return load_named(path, f"model={str(path)!r} (--model)")
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """One process of an embedding."""
+
+    model: CellModel
+    cells: Cells
+    batch_size: int
+
+    def embed(self, rows: np.ndarray) -> np.ndarray:
+        """Return the embedding of the cells at `rows`, float32, shape (len(rows), D)."""
+        model = self.model
+        objective = model.spec.build_objective()
+        try:
+            return embed(
+                model.module, self.cells, model.tokenizer, objective=objective, batch_size=self.batch_size, rows=rows
+            )
+        except torch.OutOfMemoryError as error:
+            raise OptionError(
+                f"batch_size={self.batch_size} needs more memory than the device {str(model.device)!r} has; pass a "
+                "smaller one (--batch-size)."
+            ) from error
+
+    def work(
+        self, files: EmbeddingFiles, plan: dict[str, Any], rank: int, world_size: int, *, hidden: bool
+    ) -> EmbeddingInfo:
+        """Embed the blocks of this process that are not done yet, and finish if it is the last."""
+        from tqdm import tqdm
+
+        plan["n_latent"] = self.embed(np.zeros(1, dtype=np.int64)).shape[1]
+        plan = json.loads(json.dumps(plan))  # as it is read from the journal
+        n_cells, size = plan["n_cells"], plan["block_size"]
+        blocks = [np.arange(start, min(start + size, n_cells)) for start in range(0, n_cells, size)]
+        n_embedded, began = 0, time.perf_counter()
+        with files.at_work(plan, rank, world_size, lambda: self._frame(plan)) as needed:
+            mine = range(rank, len(blocks), world_size) if needed else range(0)
+            todo = sorted(set(mine) - files.done()) if needed else []
+            total, left = (sum(len(blocks[block]) for block in some) for some in (mine, todo))
+            with tqdm(total=total, initial=total - left, desc="Embedding", unit="cell", disable=hidden or None) as bar:
+                while needed:
+                    for block in todo:
+                        files.write(block, self.embed(blocks[block]))
+                        n_embedded += len(blocks[block])
+                        bar.update(len(blocks[block]))
+                    # Also with nothing to do: all may be done, but for the last step.
+                    todo = files.finish(plan, len(blocks))
+                    needed = bool(todo)
+        return EmbeddingInfo(
+            output=files.output,
+            key=plan["key"],
+            n_cells=n_cells,
+            n_latent=plan["n_latent"],
+            n_embedded=n_embedded,
+            seconds=time.perf_counter() - began,
+            complete=files.is_complete(plan),
+        )
+
+    def _frame(self, plan: dict[str, Any]) -> AnnData:
+        """Return what the output holds besides the embedding."""
+        adata = embedded_adata(self.cells, np.empty((len(self.cells), 0), dtype=np.float32), plan["key"])
+        made_with = self.model._provenance(self.cells, plan["n_latent"])
+        return AnnData(obs=adata.obs, uns={UNS_KEY: {plan["key"]: made_with}})
+
+
+def _open(model: CellModel, source: Any) -> Cells:
+    """Open the cells over the genes of the model."""
+    if is_query(source):
+        return open_cells(source, model.vocab)
+    if isinstance(source, list | tuple):
+        return open_cells(source, model.vocab, **_setup(model))
+    return model.cells(source)
+
+
+def _setup(model: CellModel) -> dict[str, Any]:
+    """Return where counts and names of genes were in the training data."""
+    setup = model.registry_["setup_args"]
+    return {"layer": setup.get("layer"), "gene_key": setup.get("gene_key")}
+
+
+def _which_process(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Return which process this is, and of how many, as given or as a launcher says."""
+    if (rank is None) != (world_size is None):
+        raise OptionError(f"rank={rank!r} and world_size={world_size!r} belong together; give both or neither.")
+    found: tuple[Any, Any] = (rank, world_size)
+    if rank is None:
+        # SLURM says SLURM_NTASKS to the script of a job, too, which is one process; the other name srun says alone.
+        for names in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")):
+            if all(os.environ.get(name, "").isdecimal() for name in names):
+                found = (int(os.environ[names[0]]), int(os.environ[names[1]]))
+                break
+        else:
+            return 0, 1
+    check_count("world_size", found[1], "processes")
+    check_count("rank", found[0], "a process", least=0)
+    if found[0] >= found[1]:
+        raise OptionError(f"rank={found[0]} is not below world_size={found[1]}; ranks count from 0.")
+    return int(found[0]), int(found[1])

@@ -1,0 +1,466 @@
+"""Train a model as a configuration says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from anndata import AnnData
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.callbacks import Callback
+
+from scforge._constants import OBSM_KEY
+from scforge._io import atomic_path, atomic_write_text
+from scforge._version import __version__
+from scforge.config.load import dump_config
+from scforge.config.schema import Config, DataConfig, OutputConfig
+from scforge.data.cells import Cells
+from scforge.data.checks import check_obs_column
+from scforge.data.readers import open_streams, write_h5ad
+from scforge.data.sources import AUTO, open_cells, read_h5ad, store_of_large
+from scforge.data.store import StoreCells
+from scforge.data.vocab import GeneVocab
+from scforge.errors import ConfigError, OptionError, redacted
+from scforge.estimators.encoder import Encoder
+from scforge.estimators.setup import class_of_architecture
+from scforge.training.checkpoint import FINAL, RunFolder, check_state
+from scforge.training.datamodule import CellDataModule
+from scforge.training.devices import ensure_devices
+from scforge.workflows.check import (
+    benchmark_callbacks,
+    check_settings,
+    model_options,
+    objective_of,
+    placed,
+    tokenizer_of,
+)
+
+logger = logging.getLogger("scforge")
+
+_LARGE = 2**28
+"""Bytes of files that may not fit into memory, however well they are packed."""
+
+
+def open_source(data: DataConfig, vocab: GeneVocab | None = None, *, columns: Sequence[str] = ()) -> AnnData | Cells:
+    """Open the cells: an AnnData of plain h5ad files, which an embedding can be written into, or cells elsewhere.
+
+    Parameters
+    ----------
+    data
+        The section.
+    vocab
+        Genes of a model that is there already; None takes those that the section names.
+    columns
+        Columns of obs to have at hand, besides those that the section names.
+    """
+    if data.source != "local":
+        from scforge.data.census import CensusQuery
+
+        given = {
+            "organism": data.organism,
+            "filters": data.filters,
+            "census_version": data.census_version,
+            "uri": data.uri,
+            "layer": data.layer,
+            "gene_key": data.gene_key,
+            "tiledb_config": data.storage_options,
+        }
+        query = CensusQuery(
+            obs=_columns(data, columns) or [], **{name: value for name, value in given.items() if value is not None}
+        )
+        return query.open(_vocab(data) if vocab is None else vocab)
+    paths = data.paths or []
+    elsewhere = (data.cache, data.memory, data.modality, data.storage_options)
+    store: Path | None = None
+    plain = all(path.endswith(".h5ad") and Path(path).is_file() for path in paths) and elsewhere == (None,) * 4
+    if plain and sum(Path(path).stat().st_size for path in paths) > _LARGE:
+        streams = open_streams(paths, layer=data.layer)
+        store = store_of_large(streams, layer=data.layer, gene_key=data.gene_key, modality=None)
+    if plain and store is None:
+        logger.info("Reading %s into memory.", ", ".join(paths))
+        adata = read_h5ad(paths)
+        for column in data.obs_columns or []:
+            check_obs_column(adata, column, argument="data.obs_columns")
+        return adata
+    return open_cells(
+        paths,
+        _vocab(data) if vocab is None else vocab,
+        layer=data.layer,
+        gene_key=data.gene_key,
+        modality=data.modality,
+        obs=_columns(data, columns),
+        memory=data.memory,
+        cache=data.cache or store or AUTO,
+        storage_options=data.storage_options,
+    )
+
+
+def make_datamodule(cells: Cells, config: Config) -> CellDataModule:
+    """Make the data module that the configuration describes."""
+    data, training = config.data, config.training
+    given = {
+        # How many fit into memory is tried out when training begins.
+        "batch_size": None if training.batch_size == "auto" else training.batch_size,
+        "max_tokens_per_batch": data.max_tokens_per_batch,
+        "balance_by": data.sampling.balance_key,
+        "balance_epochs": data.sampling.warmup_epochs,
+        "balance_start": data.sampling.start,
+        "balance_end": data.sampling.end,
+        "batch_key": data.batch_key,
+        "labels_key": data.labels_key,
+        "split_by": None if data.split.by == "cell" else data.split.by,
+        "num_threads": data.num_threads,
+        "pin_memory": data.pin_memory,
+    }
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return CellDataModule(cells, validation_size=training.validation_size, seed=config.seed, **options)
+
+
+def embedded_adata(cells: Cells, embedding: np.ndarray, key: str) -> AnnData:
+    """Return an AnnData with what is known of each cell and its embedding, but without counts."""
+    obs = getattr(cells, "obs", None)
+    obs = pd.DataFrame(index=pd.RangeIndex(len(cells))) if obs is None else obs.copy()
+    obs.index = pd.Index(cells.names() if isinstance(cells, StoreCells) else obs.index.astype(str))
+    return AnnData(obs=obs, obsm={key: embedding})
+
+
+def _vocab(data: DataConfig) -> str | None:
+    return None if data.gene_vocab == "from_data" else data.gene_vocab
+
+
+def _columns(data: DataConfig, more: Sequence[str]) -> list[str] | None:
+    """Return the columns of obs that are needed; None for all."""
+    if data.obs_columns is None and data.source == "local":
+        return None
+    split = None if data.split.by == "cell" else data.split.by
+    named = [data.batch_key, data.labels_key, data.sampling.balance_key, split]
+    return list(dict.fromkeys([*(data.obs_columns or []), *more, *[column for column in named if column is not None]]))
+
+
+CONFIG_FILE = "config.yaml"
+"""Name of the configuration in ``output.checkpoint_dir``."""
+
+_AUTO = "auto"
+
+
+class KeepConfig(Callback):
+    """Writes the configuration beside the checkpoints once training begins, so that it can be repeated.
+
+    Parameters
+    ----------
+    config
+        The configuration, overrides included.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.path = Path(str(config.output.checkpoint_dir)) / CONFIG_FILE
+        self.text = f"# What this training was told, overrides included (scforge {__version__}).\n{dump_config(config)}"
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Write it, on the first process; the folder belongs to this training by now."""
+        if trainer.is_global_zero:
+            atomic_write_text(self.path, self.text)
+
+
+def check_gpus(config: Config) -> None:
+    """Raise unless there are as many GPUs as the configuration asks for.
+
+    Raises
+    ------
+    OptionError
+        Naming the option as the user did.
+    """
+    training = config.training
+    try:
+        ensure_devices(training.accelerator, training.devices)
+    except OptionError as error:
+        option = "devices" if config.name_of("training.devices") else "accelerator"
+        name = config.name_of(f"training.{option}") or f"training.{option}"
+        raise OptionError(
+            f"{config.place_of(f'training.{option}')}{name}={getattr(training, option)!r} cannot be had "
+            f"({str(error).rstrip('.')}); without GPUs, set training.num_gpus=0 or training.accelerator=cpu "
+            "training.devices=1."
+        ) from error
+
+
+def check_run(config: Config, *, resume: Any, overwrite: bool, first: bool = True) -> None:
+    """Check whether a training may begin, or go on, before the cells are read.
+
+    Parameters
+    ----------
+    config, resume, overwrite
+        See :func:`scforge.workflows.train_from_config`.
+    first
+        Whether this is the first of several processes, which alone looks whether the folder is free.
+
+    Raises
+    ------
+    ConfigError, OptionError
+        If the two contradict each other, have no folder to work on, or the folder holds another run.
+    MissingFileError
+        If there is no state to go on with.
+    """
+    folder = config.output.checkpoint_dir
+    if resume is not None and overwrite:
+        raise OptionError(
+            f"resume={str(resume)!r} and overwrite=True (--resume and --overwrite) contradict each other; keep one."
+        )
+    if resume == _AUTO and folder is None:
+        raise ConfigError("resume='auto' looks into output.checkpoint_dir, which is not set; set it.")
+    if overwrite and folder is None and config.output.embedding is None:
+        raise ConfigError("overwrite=True (--overwrite) has nothing to replace; set output.checkpoint_dir.")
+    run = None if folder is None else RunFolder(folder)
+    state = Path(resume) if resume is not None and resume != _AUTO else None
+    if state is not None:
+        check_state(state, run)
+    if run is None or overwrite or not first or (state is not None and run.holds(state)):
+        return
+    try:
+        run.check_free(goes_on=resume == _AUTO)
+    except OptionError as error:
+        raise OptionError(config.place_of("output.checkpoint_dir") + str(error)) from error
+
+
+def training_report(model: Encoder, config: Config) -> list[str]:
+    """Return what a training has come to, and where it is: a line each.
+
+    Parameters
+    ----------
+    model
+        What :func:`scforge.workflows.train_from_config` returned.
+    config
+        What it was given.
+    """
+    lines = [str(model).splitlines()[0], *best_epoch(model, "loss", "min"), *written_files(config)]
+    if config.output.checkpoint_dir is not None:
+        source = shlex.quote(redacted((config.data.paths or ["CELLS.h5ad"])[0]))
+        model_folder = shlex.quote(str(Path(config.output.checkpoint_dir) / FINAL))
+        lines.append(f"Next:        scforge embed {source} -m {model_folder} -o embedded.zarr")
+    return lines
+
+
+def best_epoch(model: Encoder, figure: str, mode: str) -> list[str]:
+    """Return a line about the epoch whose weights a model has, or none.
+
+    Parameters
+    ----------
+    model
+        A trained model.
+    figure
+        What chose the epoch, without the part of the cells: ``"loss"``, ``"macro_f1"``.
+    mode
+        ``"min"`` or ``"max"``.
+    """
+    monitor = f"validation_{figure}"
+    if monitor not in model.history:
+        monitor, mode = "train_loss", "min"
+    if monitor not in model.history:
+        return []
+    values = model.history[monitor][monitor].to_numpy(dtype=float)
+    if not np.isfinite(values).any():
+        return []
+    best = int(np.nanargmin(values) if mode == "min" else np.nanargmax(values))
+    return [f"Best epoch:  {best + 1} of {len(values)} ({monitor} {values[best]:.4g})"]
+
+
+def written_files(config: Config) -> list[str]:
+    """Return where a training has left what: a line each."""
+    output, lines = config.output, []
+    if output.checkpoint_dir is not None:
+        folder = RunFolder(output.checkpoint_dir)
+        lines.append(f"Model:       {folder.path / FINAL}")
+        if states := folder.states():
+            lines.append(f"State:       {states[-1]}")
+        if (folder.path / CONFIG_FILE).is_file():
+            lines.append(f"Settings:    {folder.path / CONFIG_FILE}")
+    if output.log_dir is not None and output.loggers != []:
+        lines.append(f"Log:         {output.log_dir}")
+    if output.embedding is not None:
+        lines.append(f"Embedding:   {output.embedding}")
+    return lines
+
+
+def first_process_speaks() -> bool:
+    """Let only the first of several processes say something; return whether this is the one."""
+    if rank_zero_only.rank == 0:
+        return True
+    logging.getLogger("scforge").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    return False
+
+
+_ARGUMENTS = {
+    "training": [
+        "max_epochs",
+        "max_steps",
+        "early_stopping",
+        "early_stopping_patience",
+        "precision",
+        "accelerator",
+        "devices",
+        "num_nodes",
+        "strategy",
+        "gradient_clip_val",
+        "accumulate_grad_batches",
+        "gradient_checkpointing",
+        "layer_lr_decay",
+        "gradual_unfreezing",
+        "compile",
+        "ema_decay",
+        "log_every_n_steps",
+        "checkpoint_every_n_steps",
+    ],
+    "output": ["checkpoint_dir", "save_top_k", "keep_last"],
+}
+"""Options that arguments of ``Encoder.train`` are named after; where the user set none, its default holds."""
+
+
+def train_from_config(
+    config: Config,
+    *,
+    progress_bar: bool = True,
+    resume: str | os.PathLike[str] | None = None,
+    overwrite: bool = False,
+) -> Encoder:
+    """Read the cells, train, and write what ``config.output`` asks for.
+
+    Parameters
+    ----------
+    config
+        See :func:`scforge.config.load_config`.
+    progress_bar
+        Show a bar while training.
+    resume
+        ``"auto"`` goes on with the latest state in ``output.checkpoint_dir``, and starts where there is none; or the
+        path of a state. None starts, and refuses a folder that holds another run.
+    overwrite
+        Replace the run in ``output.checkpoint_dir``, and the file ``output.embedding``.
+
+    Returns
+    -------
+    The trained model. With ``output.checkpoint_dir`` it is saved there as ``final``, beside the best epochs and the
+    configuration (``config.yaml``). Without, nothing is saved, while ``scforge train``, which returns no model, takes
+    ``checkpoints/NAME`` of a file ``NAME.yaml``. Of several processes only the first writes.
+
+    Raises
+    ------
+    ConfigError, OptionError
+        If an option cannot be used.
+    MissingFileError, DataError
+        If the cells cannot be read or used.
+
+    Examples
+    --------
+    >>> from scforge.config import load_config
+    >>> train_from_config(load_config("recipe.yaml"))  # doctest: +SKIP
+    """
+    if config.finetune is not None:
+        raise ConfigError(
+            f"{config.place_of('finetune')}the configuration has a section finetune; run it with scforge finetune "
+            "--config, or remove the section to train a new model."
+        )
+    # A typo should not come to light after minutes of reading.
+    check_settings(config, replaces=overwrite or resume is not None)
+    check_run(config, resume=resume, overwrite=overwrite, first=not rank_zero_only.rank)
+    check_gpus(config)
+    arguments = training_arguments(config, train_arguments(config), resume=resume, overwrite=overwrite)
+    source = open_source(config.data)
+    model, module = _model(source, config)
+    model.train(datamodule=module, **arguments, progress_bar=progress_bar)
+    if not rank_zero_only.rank:
+        outputs_of(model, source, config)
+    return model
+
+
+def training_arguments(
+    config: Config, arguments: dict[str, Any], *, resume: str | os.PathLike[str] | None, overwrite: bool
+) -> dict[str, Any]:
+    """Add to the arguments of ``Encoder.train`` how to begin, and what keeps the configuration."""
+    added: dict[str, Any] = {} if resume is None else {"resume": resume}
+    if config.output.checkpoint_dir is not None:
+        added["callbacks"] = [*arguments["callbacks"], KeepConfig(config)]
+        if overwrite:
+            added["overwrite"] = True
+    return {**arguments, **added}
+
+
+def outputs_of(model: Encoder, source: AnnData | Cells, config: Config) -> None:
+    """Write the model, and the embedding of its cells, where the configuration says so."""
+    output = config.output
+    if output.checkpoint_dir is not None:
+        model.save(Path(output.checkpoint_dir) / FINAL, overwrite=True)
+    if output.embedding is not None:
+        embedding = model.get_latent_representation()
+        adata = source if isinstance(source, AnnData) else embedded_adata(source, embedding, OBSM_KEY)
+        _write(adata, output.embedding)
+
+
+def train_arguments(config: Config) -> dict[str, Any]:
+    """Return the arguments of ``Encoder.train`` that a configuration gives, loggers and callbacks among them."""
+    training, output = config.training, config.output
+    written = config.user_set()
+    arguments = {
+        name: written[section][name]
+        for section, names in _ARGUMENTS.items()
+        for name in names
+        if written.get(section, {}).get(name) is not None
+    }
+    if training.batch_size == "auto":
+        arguments["batch_size"] = "auto"
+    return arguments | {
+        "optimizer": training.optimizer.name,
+        "lr": training.optimizer.lr,
+        "weight_decay": training.optimizer.weight_decay,
+        "schedule": training.scheduler.name,
+        "warmup_steps": training.scheduler.warmup_steps,
+        "logger": _loggers(output),
+        "callbacks": benchmark_callbacks(config),
+    }
+
+
+def _model(source: AnnData | Cells, config: Config) -> tuple[Encoder, CellDataModule]:
+    data = config.data
+    parts = (config.model.architecture, tokenizer_of(config), objective_of(config))
+    front = class_of_architecture(config.model.architecture)
+    options = {
+        "vocab": data.gene_vocab,
+        "n_top_genes": data.preprocessing.hvg_selection,
+        "keep_genes": data.preprocessing.keep_genes,
+        "seed": config.seed,
+        **model_options(config),
+    }
+    with placed(config):
+        if isinstance(source, AnnData):
+            front.setup_anndata(
+                source, layer=data.layer, gene_key=data.gene_key, batch_key=data.batch_key, labels_key=data.labels_key
+            )
+            model = front(source, *parts, **options)
+            return model, make_datamodule(model.cells(), config)
+        module = make_datamodule(source, config)
+        return front(None, *parts, datamodule=module, **options), module
+
+
+def _loggers(output: OutputConfig) -> Any:
+    if output.log_dir is None or output.loggers == []:
+        return False
+    from scforge.training.monitoring import make_loggers
+
+    return make_loggers(
+        ["csv"] if output.loggers is None else output.loggers,
+        output.log_dir,
+        project=output.project,
+        run_name=output.run_name,
+        wandb_mode=output.wandb_mode,
+    )
+
+
+def _write(adata: Any, path: str) -> None:
+    with atomic_path(path) as temporary:
+        write_h5ad(temporary, adata)
