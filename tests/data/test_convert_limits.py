@@ -14,7 +14,8 @@ import pytest
 from scipy import sparse
 
 from scforge.data import StoreInfo, convert
-from scforge.data.conversion import Layout, parse_bytes
+from scforge.data.conversion import Layout
+from scforge.data.readers import parse_bytes
 from scforge.errors import DataError, OptionError
 
 CONVERT = """

@@ -18,8 +18,9 @@ from scforge.data import (
     measure_medians,
     open_cells,
 )
+from scforge.data.conversion import _N_BINS
 from scforge.data.readers import Matrix
-from scforge.data.statistics import _N_BINS, gene_entropies, gene_medians
+from scforge.data.statistics import gene_entropies, gene_medians
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
 
 

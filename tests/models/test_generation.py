@@ -132,7 +132,7 @@ def test_prompt():
 @pytest.mark.parametrize("positions", ["learned", "rotary", "none"])
 def test_prompts_of_any_length_are_read_at_once(positions: str, monkeypatch: pytest.MonkeyPatch):
     """Cells that go on from any of their own tokens are the same cells."""
-    monkeypatch.setattr("scforge.models.generation._AT_ONCE", 5)
+    monkeypatch.setattr("scforge.models.autoregressive._AT_ONCE", 5)
     model = make(position_embedding=positions, n_conditions=2)
     whole = model.generate(6, condition=1, **ENDS)
     n_steps = whole.input_ids.shape[1]

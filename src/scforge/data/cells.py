@@ -12,20 +12,19 @@ from scipy import sparse
 
 from scforge.data.checks import row_sums, sound_csr
 from scforge.data.genes import MIN_OVERLAP, map_names
-from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.data.sampling import _mix_keys
+from scforge.errors import (
+    DataError,
+    OptionError,
+    did_you_mean,
+    listing,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from scforge.data.census import SomaCells
     from scforge.data.sampling import Window
-    from scforge.data.store import StoreCells
     from scforge.data.vocab import GeneVocab
-
-
-def cell_keys(rows: np.ndarray, *, seed: int, epoch: int, stream: int = 0) -> np.ndarray:
-    """Return one random 64-bit key for each cell, uint64, shape (B,), as the start of its own random numbers."""
-    return _mix_keys(np.asarray(rows, dtype=np.int64), np.uint64(seed), np.uint64(epoch), np.uint64(stream))
 
 
 def content_keys(block: CellBlock, *, seed: int, stream: int = 0) -> np.ndarray:
@@ -48,36 +47,6 @@ def _digest(indptr, genes, bits, keys):
             gene = (np.uint64(genes[entry]) + np.uint64(1)) * golden
             digest += (gene ^ (gene >> np.uint64(29))) * (np.uint64(bits[entry]) * other + golden)
         keys[cell] = digest
-
-
-@numba.njit(cache=True)
-def _hash(state):
-    """Scramble 64 bits (the finaliser of splitmix64: Steele, Lea and Flood 2014)."""
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return state ^ (state >> np.uint64(31))
-
-
-@numba.njit(cache=True)
-def _mix_keys(rows, seed, epoch, stream):
-    golden = np.uint64(0x9E3779B97F4A7C15)
-    keys = np.empty(len(rows), dtype=np.uint64)
-    base = _hash(_hash(_hash(seed + golden) + epoch + golden) + stream + golden)
-    for i in range(len(rows)):
-        keys[i] = _hash(base + np.uint64(rows[i]) * golden)
-    return keys
-
-
-@numba.njit(cache=True)
-def word(key, position):
-    """Return the 64 random bits at `position` of the random sequence of `key`."""
-    return _hash(key + (position + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-
-
-@numba.njit(cache=True)
-def uniform(key, position):
-    """Return the number at `position` of the random sequence of `key`, in [0, 1)."""
-    return np.float64(word(key, position) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
 @dataclass(frozen=True)
@@ -416,9 +385,19 @@ def choose_chunks(
     return choose_rows(n_cells, n, rows=np.concatenate([parts[chunk] for chunk in enough]), seed=seed)
 
 
-def sample_chunks(
-    cells: StoreCells | SomaCells, n: int, *, rows: np.ndarray | None = None, seed: int = 0
-) -> CellSource:
+class ChunkedCells(Cells, Protocol):
+    """Cells that are read in chunks, from disk or over the network."""
+
+    @property
+    def chunk_size(self) -> int:
+        """Cells of a chunk."""
+
+    @property
+    def obs(self) -> pd.DataFrame:
+        """Annotations of the cells, shape (N, columns)."""
+
+
+def sample_chunks(cells: ChunkedCells, n: int, *, rows: np.ndarray | None = None, seed: int = 0) -> CellSource:
     """Return at most `n` random cells (of those at `rows`) in memory, drawn as chunks, which are read in one go."""
     chosen = choose_chunks(len(cells), n, cells.chunk_size, rows=rows, seed=seed)
     block, vocab = cells.block(chosen), cells.vocab
@@ -442,3 +421,13 @@ def column_of(obs: pd.DataFrame | None, key: str) -> pd.Series:
             f"{key!r} is not a column of obs of these cells{did_you_mean(key, columns)} (there is: {listing(columns)})"
         )
     return obs[key]
+
+
+def named_column(cells: Cells, key: str, *, argument: str | None) -> pd.Series:
+    """Return a column of obs of cells; where there is none, the message names the argument that asked for it."""
+    try:
+        return cells.column(key)
+    except DataError as error:
+        if argument is None or not str(error).startswith(repr(key)):
+            raise
+        raise DataError(f"{argument}={error}") from error

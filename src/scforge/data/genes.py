@@ -16,7 +16,7 @@ import numpy as np
 from scipy import sparse
 
 from scforge._checks import check_count, check_share
-from scforge.data.checks import check_adata, counts_of, sound_csr
+from scforge.data.checks import check_adata, counts_of, gene_names, names_of, names_place, sound_csr
 from scforge.data.vocab import (
     ANNOTATION,
     SPECIES,
@@ -27,7 +27,7 @@ from scforge.data.vocab import (
     recognise_ids,
     strip_version,
 )
-from scforge.errors import DataError, GeneMismatchError, ScforgeWarning, did_you_mean, listing, warn
+from scforge.errors import DataError, GeneMismatchError, ScforgeWarning, listing, warn
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -141,42 +141,6 @@ WARN_OVERLAP = 0.5
 
 WARN_OUTSIDE = 0.2
 """Share of the counts outside of a vocabulary above which a warning is given."""
-
-
-def names_place(gene_key: str | None) -> str:
-    """Return what holds the gene names: ``adata.var_names`` or a column of ``adata.var``."""
-    return "adata.var_names" if gene_key is None else f"adata.var[{gene_key!r}]"
-
-
-def gene_names(adata: AnnData, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names of `adata` as an array of str, shape (n_vars,).
-
-    Raises
-    ------
-    DataError
-        If ``adata.var`` has no column `gene_key`, or names are missing. Repeated names are no mistake: the counts of
-        their columns are summed when they are mapped.
-    """
-    return names_of(adata.var, gene_key)
-
-
-def names_of(var: pd.DataFrame, gene_key: str | None = None) -> np.ndarray:
-    """Return the gene names in a table of genes, as :func:`gene_names` does."""
-    where = names_place(gene_key)
-    if gene_key is None:
-        names = var.index
-    elif gene_key in var:
-        names = var[gene_key]
-    else:
-        columns = list(var.columns)
-        raise DataError(
-            f"gene_key={gene_key!r} is not a column of adata.var{did_you_mean(gene_key, columns)} "
-            f"(adata.var has: {listing(columns)})"
-        )
-    missing = np.asarray(names.isna())
-    if missing.any():
-        raise DataError(f"{where} has {int(missing.sum())} missing gene names; fill them or drop those genes.")
-    return np.asarray(names, dtype=object).astype(str)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,15 @@ from scipy import sparse
 from zarr import storage
 
 from scforge._io import new_h5, put_back
-from scforge.data.checks import REPAIR, boundary_problem, check_adata, counts_of, index_problem, row_sums, value_problem
+from scforge.data.checks import (
+    REPAIR,
+    boundary_problem,
+    check_adata,
+    counts_of,
+    index_problem,
+    row_sums,
+    value_problem,
+)
 from scforge.errors import (
     SECRET,
     DataError,
@@ -54,6 +62,27 @@ if TYPE_CHECKING:
     import pandas as pd
     from anndata import AnnData
     from fsspec import AbstractFileSystem
+
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def parse_bytes(argument: str, value: Any) -> int:
+    """Return a size in bytes, given as a number or as e.g. ``"4GB"`` (powers of ten) or ``"4GiB"`` (powers of two).
+
+    Examples
+    --------
+    >>> parse_bytes("memory", "1.5GB"), parse_bytes("memory", "512 MiB")
+    (1500000000, 536870912)
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", value, flags=re.IGNORECASE)
+        if match and match[2].lower() in _UNITS and float(match[1]) > 0:
+            return int(float(match[1]) * _UNITS[match[2].lower()])
+    elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    raise OptionError(f"{argument}={value!r} is no size; give e.g. '4GB', or a number of bytes.")
+
 
 logger = logging.getLogger("scforge")
 
@@ -499,7 +528,7 @@ def check_memory(streams: Sequence[CellStream], memory: int | str | None = None)
 
 def lack_of_memory(streams: Sequence[CellStream], memory: int | str | None = None) -> str | None:
     """Say how far cells exceed `memory`, e.g. ``"16GB"``, or half of what is available; None if they fit."""
-    from scforge.data.conversion import parse_bytes
+    pass
 
     there = available_memory() if memory is None else parse_bytes("memory", memory)
     if there is None:

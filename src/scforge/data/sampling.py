@@ -7,13 +7,51 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import numba
 import numpy as np
 
 from scforge._checks import check_bool, check_count, check_seed, check_share
-from scforge.data.cells import cell_keys
 from scforge.errors import OptionError
+
+if TYPE_CHECKING:
+    pass
+
+
+@numba.njit(cache=True)
+def _hash(state):
+    """Scramble 64 bits (the finaliser of splitmix64: Steele, Lea and Flood 2014)."""
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+@numba.njit(cache=True)
+def _mix_keys(rows, seed, epoch, stream):
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    keys = np.empty(len(rows), dtype=np.uint64)
+    base = _hash(_hash(_hash(seed + golden) + epoch + golden) + stream + golden)
+    for i in range(len(rows)):
+        keys[i] = _hash(base + np.uint64(rows[i]) * golden)
+    return keys
+
+
+@numba.njit(cache=True)
+def word(key, position):
+    """Return the 64 random bits at `position` of the random sequence of `key`."""
+    return _hash(key + (position + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+
+
+@numba.njit(cache=True)
+def uniform(key, position):
+    """Return the number at `position` of the random sequence of `key`, in [0, 1)."""
+    return np.float64(word(key, position) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+
+
+def cell_keys(rows: np.ndarray, *, seed: int, epoch: int, stream: int = 0) -> np.ndarray:
+    """Return one random 64-bit key for each cell, uint64, shape (B,), as the start of its own random numbers."""
+    return _mix_keys(np.asarray(rows, dtype=np.int64), np.uint64(seed), np.uint64(epoch), np.uint64(stream))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from scipy import sparse
 from scforge._checks import check_count, check_share
 from scforge._io import put_back
 from scforge.data.cells import Cells, CellSource
-from scforge.data.checks import REPAIR, check_adata, compressed_problem, row_sums, value_problem
+from scforge.data.checks import REPAIR, check_adata, compressed_problem, names_of, names_place, row_sums, value_problem
 from scforge.data.genes import (
     MIN_OVERLAP,
     GeneMap,
@@ -28,8 +28,6 @@ from scforge.data.genes import (
     join_columns,
     map_names,
     map_streams,
-    names_of,
-    names_place,
     overlap_report,
     text_columns,
     union_vocab,

@@ -33,10 +33,7 @@ from scforge.errors import (
 )
 
 if TYPE_CHECKING:
-    import pandas as pd
     from anndata import AnnData
-
-    from scforge.data.cells import Cells
 
 
 ANNOTATION = "CELLxGENE schema 7.1.2"
@@ -330,8 +327,7 @@ class GeneVocab:
     @classmethod
     def from_adata(cls, adata: AnnData, *, gene_key: str | None = None) -> GeneVocab:
         """Make a vocabulary of all genes of `adata`, named by ``adata.var[gene_key]`` or ``adata.var_names``."""
-        from scforge.data.checks import check_is_adata
-        from scforge.data.genes import gene_names
+        from scforge.data.checks import check_is_adata, gene_names
 
         check_is_adata(adata)
         return cls(tuple(dict.fromkeys(strip_version(name) for name in gene_names(adata, gene_key))))
@@ -959,13 +955,3 @@ def n_missing(names: Iterable[object]) -> int:
     import pandas as pd
 
     return sum(name is None or name is pd.NA or name != name for name in names)
-
-
-def named_column(cells: Cells, key: str, *, argument: str | None) -> pd.Series:
-    """Return a column of obs of cells; where there is none, the message names the argument that asked for it."""
-    try:
-        return cells.column(key)
-    except DataError as error:
-        if argument is None or not str(error).startswith(repr(key)):
-            raise
-        raise DataError(f"{argument}={error}") from error

@@ -64,6 +64,7 @@ from scforge.estimators.interpret import (
     predicting,
     ready,
     starting,
+    untrained_embedder,
     widely_expressed,
     written_over_columns,
 )

@@ -22,9 +22,8 @@ from torch import nn
 from scforge._checks import check_seed
 from scforge._io import atomic_folder, check_inside, sha256_of
 from scforge._registry import check_options
-from scforge.data.cells import Cells
+from scforge.data.cells import Cells, named_column
 from scforge.data.checks import inherited_batch_key
-from scforge.data.vocab import named_column
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing, warn
 from scforge.estimators.card import CardFacts
 from scforge.estimators.serialize import ADAPTER, check_adapter, lacking, read_description, sealed

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from scforge.data.cells import Cells
     from scforge.estimators.base import CellModel
-    from scforge.models.generation import GeneratedCells
+    from scforge.models.protocol import GeneratedCells
     from scforge.tokenizers.base import Tokenizer
     from scforge.training.objectives.base import Objective
 
@@ -147,7 +147,7 @@ def generate_adata(
         Number of cells B.
     prompt
         ``input_ids``, ``values`` and ``attention_mask`` of shape (B, P), see
-        :func:`scforge.models.generation.generate_cells`.
+        :func:`scforge.models.autoregressive.generate_cells`.
     condition
         Number of the class of each cell, int64, shape (B,).
     batch_size

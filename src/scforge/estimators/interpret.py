@@ -17,7 +17,8 @@ from scipy import sparse
 from scforge._checks import check_count, check_seed
 from scforge._constants import UNS_KEY
 from scforge.data.cells import Cells, CellSource
-from scforge.data.genes import GeneMap, gene_names
+from scforge.data.checks import gene_names
+from scforge.data.genes import GeneMap
 from scforge.data.vocab import SPECIES, GeneVocab, gene_table
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
 from scforge.finetuning.labels import text_of

@@ -13,8 +13,7 @@ from anndata import AnnData
 from mudata import MuData
 from scvi.data.fields import CategoricalObsField, LayerField
 
-from scforge.data.checks import counts_of, warn_if_transformed
-from scforge.data.genes import gene_names
+from scforge.data.checks import counts_of, gene_names, warn_if_transformed
 from scforge.data.readers import shared_columns
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.training.datamodule import CellDataModule

@@ -19,7 +19,8 @@ from scforge._registry import check_defines
 from scforge.config.aliases import config_error
 from scforge.config.schema import ModelConfig
 from scforge.data.cells import CellSource
-from scforge.data.genes import gene_names, map_names, names_place
+from scforge.data.checks import gene_names, names_place
+from scforge.data.genes import map_names
 from scforge.data.statistics import gene_entropies, gene_medians, kept_genes, select_genes, variable_genes
 from scforge.data.vocab import FROM_DATA, GeneVocab, n_of_species, open_vocab
 from scforge.errors import ModelFileError, OptionError, listing, warn

@@ -16,8 +16,7 @@ from scipy import sparse
 
 from scforge._checks import check_bool, check_count, check_positive, check_seed
 from scforge._constants import TARGET_SUM
-from scforge.data.checks import check_adata, check_is_adata, counts_of
-from scforge.data.genes import gene_names
+from scforge.data.checks import check_adata, check_is_adata, counts_of, gene_names
 from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing
 from scforge.eval.base import Benchmark, register_benchmark
 from scforge.eval.harness import compare

@@ -9,7 +9,7 @@ _NAMES = {
     "Encoder": "scforge.estimators.encoder",
     "CellModule": "scforge.models.protocol",
     "GeneratingModule": "scforge.models.protocol",
-    "GeneratedCells": "scforge.models.generation",
+    "GeneratedCells": "scforge.models.protocol",
     "GenePoolingModel": "scforge.models.gene_pooling",
     "MLPEncoder": "scforge.models.mlp",
     "MaskedAutoencoder": "scforge.models.masked_autoencoder",

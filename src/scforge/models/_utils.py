@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from scforge._registry import check_options
-from scforge.errors import OptionError, listing
+from scforge.errors import OptionError, TrainingError, listing
 
 if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
@@ -142,3 +142,26 @@ def build_from_config[M: nn.Module](
                 raise OptionError(f"{cls.__name__} needs the option {name!r}; give it a value.")
             options[name] = getattr(config, name)
     return cls(vocab_size=config.vocab_size, **options)
+
+
+def _softmax(
+    logits_bv: torch.Tensor, allowed_bv: torch.Tensor, temperature: float, top_k: int | None = None
+) -> torch.Tensor:
+    """Return the probabilities of the allowed entries, float64, shape (B, V); zeros in a row without any."""
+    if not bool(logits_bv.isfinite().all()):
+        raise TrainingError("the model predicts numbers that are not finite; train it again with a lower lr.")
+    logits_bv = logits_bv.double().masked_fill(~allowed_bv, float("-inf"))
+    if top_k is not None and top_k < logits_bv.shape[1]:
+        likeliest_bk = logits_bv.topk(top_k, dim=1).indices
+        among_bv = torch.zeros_like(allowed_bv).scatter(1, likeliest_bk, True)
+        logits_bv = logits_bv.masked_fill(~among_bv, float("-inf"))
+    # Taken off before the division, which may be by next to nothing.
+    logits_bv = (logits_bv - logits_bv.amax(dim=1, keepdim=True)) / temperature
+    return logits_bv.softmax(dim=1).nan_to_num(0.0)
+
+
+def _draw(shares_bv: torch.Tensor, random_b: torch.Tensor) -> torch.Tensor:
+    """Draw an entry of each row by inverting its distribution function, int64, shape (B,)."""
+    sums_bv = shares_bv.cumsum(dim=1)
+    aim_b1 = (random_b * sums_bv[:, -1]).unsqueeze(1)
+    return torch.searchsorted(sums_bv, aim_b1, right=True).squeeze(1).clamp(max=shares_bv.shape[1] - 1)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
-    from scforge.models.generation import GeneratedCells
+
+    pass
 
 __all__ = ["CellModule", "GeneratingModule", "ModelOutput"]
 
@@ -206,3 +207,33 @@ class GeneratingModule(CellModule, Protocol):
         Tokens, values and bins, see :class:`~scforge.models.GeneratedCells`.
         """
         ...
+
+
+class GeneratedCells(NamedTuple):
+    """Tokens of generated cells, padded to the longest, shape (B, S).
+
+    Parameters
+    ----------
+    input_ids
+        Token ids, int64, 0 (PAD) at padding.
+    values
+        What the bins stand for, float32, 0 at special tokens and padding.
+    bin_ids
+        Expression bins, int64, 0 at special tokens and padding.
+    attention_mask
+        True for tokens, bool.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from scforge.models import AutoregressiveTransformer
+    >>> model = AutoregressiveTransformer(vocab_size=24, hidden_dim=8, num_layers=1, num_heads=2, n_bins=5)
+    >>> cells = model.generate(3, max_len=6, seed=0)
+    >>> cells.input_ids.shape, cells.input_ids[:, 0].tolist()
+    (torch.Size([3, 6]), [3, 3, 3])
+    """
+
+    input_ids: torch.Tensor
+    values: torch.Tensor
+    bin_ids: torch.Tensor
+    attention_mask: torch.Tensor

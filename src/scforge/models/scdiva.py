@@ -16,12 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from scforge._checks import check_bool, check_count, check_positive, check_seed, check_share
 from scforge._constants import MASK_ID, N_SPECIAL, PAD_ID
 from scforge.errors import DataError, OptionError
-from scforge.models._utils import build_from_config, check_choice, count_parameters, evaluating
+from scforge.models._utils import _draw, _softmax, build_from_config, check_choice, count_parameters, evaluating
 from scforge.models.components.embeddings import check_shapes
 from scforge.models.components.heads import ExpressionPredictionHead
 from scforge.models.components.transformer import Dropout, TransformerStack
-from scforge.models.generation import GeneratedCells, _draw, _softmax
-from scforge.models.protocol import ModelOutput
+from scforge.models.protocol import GeneratedCells, ModelOutput
 from scforge.models.registry import register_model
 from scforge.models.scdiva_parts import (
     AnnotationHead,

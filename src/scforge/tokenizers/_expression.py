@@ -10,7 +10,8 @@ import numpy as np
 
 from scforge._checks import check_positive
 from scforge._constants import TARGET_SUM
-from scforge.data.cells import CellBlock, content_keys, uniform
+from scforge.data.cells import CellBlock, content_keys
+from scforge.data.sampling import uniform
 from scforge.errors import OptionError
 
 _PATIENCE = 8

@@ -9,7 +9,8 @@ import numpy as np
 from scipy import sparse
 
 from scforge._checks import check_bool, check_count, check_seed
-from scforge.data.cells import CellBlock, content_keys, uniform
+from scforge.data.cells import CellBlock, content_keys
+from scforge.data.sampling import uniform
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, OptionError
 from scforge.tokenizers._expression import keep, log1p_cp10k, with_zeros

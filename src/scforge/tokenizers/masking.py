@@ -14,7 +14,7 @@ import torch
 
 from scforge._checks import check_mask_ratio, check_seed, check_share
 from scforge._constants import IGNORE_LABEL, MASK_ID, N_SPECIAL
-from scforge.data.cells import cell_keys, uniform
+from scforge.data.sampling import cell_keys, uniform
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.tokenizers.base import TokenBatch

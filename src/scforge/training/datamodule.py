@@ -16,10 +16,9 @@ import numpy as np
 import torch
 
 from scforge._checks import check_bool, check_count, check_seed
-from scforge.data.cells import CellBlock, Cells
+from scforge.data.cells import CellBlock, Cells, named_column
 from scforge.data.sampling import Balance, CellOrder, CellWeights, ClassBalance
 from scforge.data.splits import split_cells
-from scforge.data.vocab import named_column
 from scforge.errors import DataError, OptionError, TrainingError
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from scforge._constants import PAD_ID
-from scforge.data.cells import Cells, CellSource, cell_keys, choose_rows
+from scforge.data.cells import Cells, CellSource, choose_rows
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
+from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.eval.expression import Moments, effects_of, moments
 from scforge.eval.perturbation_metrics import de_weights

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from scforge._checks import check_share
-from scforge.data.cells import CellBlock, cell_keys, uniform, word
+from scforge.data.cells import CellBlock
+from scforge.data.sampling import cell_keys, uniform, word
 from scforge.errors import OptionError, warn
 from scforge.tokenizers.base import TokenBatch, Tokenizer, concatenate, pad
 from scforge.training.objectives.base import Objective

@@ -16,7 +16,8 @@ from torch import nn
 
 from scforge._checks import check_bool, check_count, check_positive
 from scforge._constants import IGNORE_LABEL, TARGET_SUM
-from scforge.data.cells import CellBlock, CellSource, cell_keys, choose_rows, uniform
+from scforge.data.cells import CellBlock, CellSource, choose_rows
+from scforge.data.sampling import cell_keys, uniform
 from scforge.errors import OptionError, TrainingError, warn
 from scforge.tokenizers._expression import log1p_cp10k
 from scforge.tokenizers.base import Tokenizer

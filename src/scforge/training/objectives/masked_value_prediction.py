@@ -17,7 +17,8 @@ from torch import nn
 
 from scforge._checks import check_positive
 from scforge._constants import IGNORE_LABEL
-from scforge.data.cells import CellBlock, CellSource, cell_keys, uniform
+from scforge.data.cells import CellBlock, CellSource
+from scforge.data.sampling import cell_keys, uniform
 from scforge.errors import OptionError, TrainingError
 from scforge.models.components.heads import COUNT_LOSSES, check_count_targets
 from scforge.tokenizers.base import TokenBatch, Tokenizer

@@ -15,8 +15,9 @@ from scipy import sparse
 from torch import nn
 
 from scforge._checks import check_count, check_positive
-from scforge.data.cells import CellBlock, Cells, CellSource, cell_keys, choose_chunks
+from scforge.data.cells import CellBlock, Cells, CellSource, choose_chunks
 from scforge.data.neighbors import harmonised, mutual_neighbors, neighbor_weights, principal_components
+from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, OptionError, warn
 from scforge.models._utils import check_choice
 from scforge.models.scdiva_parts import kl_divergence

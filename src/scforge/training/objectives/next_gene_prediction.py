@@ -17,7 +17,8 @@ from torch import nn
 
 from scforge._checks import check_bool, check_share
 from scforge._constants import IGNORE_LABEL, TARGET_SUM
-from scforge.data.cells import CellBlock, Cells, CellSource, cell_keys, choose_rows, uniform
+from scforge.data.cells import CellBlock, Cells, CellSource, choose_rows
+from scforge.data.sampling import cell_keys, uniform
 from scforge.errors import DataError, OptionError, TrainingError, listing
 from scforge.tokenizers.base import TokenBatch, Tokenizer
 from scforge.training.objectives._conditioning import check_classes, check_key, classes_found, classes_of, numbers_of
