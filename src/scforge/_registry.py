@@ -46,15 +46,34 @@ class Registry[T]:
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[T], T]:
-        """Return a decorator that registers an object as `name` and hands it back.
+        """Register a class as `name` (class decorator).
 
-        An object of the same module and qualified name takes the place of the earlier one, so that a notebook cell
-        can be run again.
+        A class of the same module and name takes the place of the earlier one, so that a notebook cell can be run
+        again.
+
+        Parameters
+        ----------
+        name
+            What the class is called in Python, in configurations and on the command line.
+
+        Returns
+        -------
+        A decorator that registers a class and returns it.
 
         Raises
         ------
         OptionError
-            If `name` belongs to another object.
+            If `name` belongs to another class.
+
+        Examples
+        --------
+        >>> from scforge.data import GeneVocab
+        >>> from scforge.tokenizers import RankValueTokenizer, get_tokenizer, register_tokenizer
+        >>> @register_tokenizer("top_512")
+        ... class Top512(RankValueTokenizer):
+        ...     default_max_len = 512
+        >>> get_tokenizer("top_512", GeneVocab.from_genes(["A", "B"]), use_medians=False).max_len
+        512
         """
 
         def decorator(obj: T) -> T:
@@ -93,7 +112,18 @@ class Registry[T]:
         return self._entries[name]
 
     def names(self) -> list[str]:
-        """Return all names, sorted, without importing what they stand for."""
+        """Return all names: built-in ones, registered ones, and those that plugins offer.
+
+        Returns
+        -------
+        The names, sorted. Nothing is imported for it.
+
+        Examples
+        --------
+        >>> from scforge.tokenizers import list_tokenizers
+        >>> list_tokenizers()
+        ['binned_expression', 'continuous_projection', 'entropy_ranked', 'gene_embedding', 'rank_value']
+        """
         return sorted({*self._builtin, *self._entries, *self._plugins()})
 
     def __contains__(self, name: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -297,51 +297,7 @@ BENCHMARKS: Registry[type[Benchmark]] = Registry(
     },
 )
 
-
-def register_benchmark(name: str) -> Callable[[Any], Any]:
-    """Register a :class:`Benchmark` class as `name` (class decorator).
-
-    Parameters
-    ----------
-    name
-        Registry key, e.g. ``"my_benchmark"``.
-
-    Returns
-    -------
-    The decorator.
-
-    Raises
-    ------
-    OptionError
-        If `name` belongs to another class.
-
-    Examples
-    --------
-    >>> @register_benchmark("spread")
-    ... class Spread(Benchmark):
-    ...     metrics = ("total_variance",)
-    ...
-    ...     def run(self, made, reference):
-    ...         return {"total_variance": float(np.var(made, axis=0).sum())}
-    >>> get_benchmark("spread").run(np.array([[0.0], [2.0]]), None)
-    {'total_variance': 1.0}
-    """
-    return BENCHMARKS.register(name)
-
-
-def list_benchmarks() -> list[str]:
-    """Return the names of all benchmarks.
-
-    Returns
-    -------
-    Names that :func:`get_benchmark` takes, sorted.
-
-    Examples
-    --------
-    >>> [name for name in list_benchmarks() if name.startswith("cell_type")]
-    ['cell_type_annotation', 'cell_type_probe']
-    """
-    return BENCHMARKS.names()
+register_benchmark, list_benchmarks = BENCHMARKS.register, BENCHMARKS.names
 
 
 def get_benchmark(name: str, **options: Any) -> Benchmark:

@@ -324,50 +324,7 @@ TASKS: Registry[type[Task]] = Registry(
     },
 )
 
-
-def register_task(name: str) -> Callable[[Any], Any]:
-    """Register a :class:`Task` class as `name` (class decorator).
-
-    Parameters
-    ----------
-    name
-        Registry key, e.g. ``"my_task"``.
-
-    Returns
-    -------
-    The decorator.
-
-    Raises
-    ------
-    OptionError
-        If `name` belongs to another class.
-
-    Examples
-    --------
-    >>> from scforge.finetuning.tasks.regression import Regression
-    >>> @register_task("depth")
-    ... class Depth(Regression):
-    ...     def __init__(self, *, labels_key="n_counts"):
-    ...         super().__init__(labels_key=labels_key, loss_function="mse")
-    >>> get_task("depth").labels_key
-    'n_counts'
-    """
-    return TASKS.register(name)
-
-
-def list_tasks() -> list[str]:
-    """Return the names of all tasks.
-
-    Returns
-    -------
-    Names that :func:`get_task` and ``Encoder.finetune`` take, sorted.
-
-    Examples
-    --------
-    >>> list_tasks()
-    ['adaptation', 'annotation', 'integration', 'multi_label', 'perturbation', 'regression']
-    """
-    return TASKS.names()
+register_task, list_tasks = TASKS.register, TASKS.names
 
 
 def get_task(name: str, **options: Any) -> Task:

@@ -7,7 +7,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -763,52 +763,7 @@ FAMILIES: Registry[type[Family]] = Registry(
     },
 )
 
-
-def register_family(name: str) -> Callable[[Any], Any]:
-    """Register a family of checkpoints under `name` (class decorator).
-
-    Parameters
-    ----------
-    name
-        Registry key, e.g. ``"geneformer"``.
-
-    Returns
-    -------
-    The decorator.
-
-    Raises
-    ------
-    OptionError
-        If `name` belongs to another class.
-
-    Examples
-    --------
-    >>> @register_family("mine")
-    ... class Mine:
-    ...     def recognises(self, source):
-    ...         return (source / "mine.json").exists()
-    ...
-    ...     def read(self, source, *, medians=None):
-    ...         raise NotImplementedError("return a Foreign: names, sizes and weights")
-    >>> "mine" in list_families()
-    True
-    """
-    return FAMILIES.register(name)
-
-
-def list_families() -> list[str]:
-    """Return the names of all families of checkpoints, sorted.
-
-    Returns
-    -------
-    Names that :func:`read_checkpoint` takes as `family`.
-
-    Examples
-    --------
-    >>> list_families()
-    ['geneformer', 'scdiva', 'scfoundation', 'scgpt']
-    """
-    return FAMILIES.names()
+register_family, list_families = FAMILIES.register, FAMILIES.names
 
 
 def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, **options: Any) -> Foreign:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from scforge._registry import Registry, check_options
@@ -32,51 +31,7 @@ MODELS: Registry[Any] = Registry(
     },
 )
 
-
-def register_model(name: str) -> Callable[[Any], Any]:
-    """Register an architecture under `name` (class decorator).
-
-    Parameters
-    ----------
-    name
-        Registry key, e.g. ``"transformer_encoder"``.
-
-    Returns
-    -------
-    A decorator that registers a class and hands it back.
-
-    Raises
-    ------
-    OptionError
-        If `name` belongs to another class. (It is a ``ValueError``.)
-
-    Examples
-    --------
-    >>> from scforge.models import TransformerEncoder
-    >>> @register_model("rotary_encoder")
-    ... class RotaryEncoder(TransformerEncoder):
-    ...     def __init__(self, vocab_size, hidden_dim=8, num_layers=1, num_heads=2):
-    ...         super().__init__(vocab_size, hidden_dim, num_layers, num_heads, position_embedding="rotary")
-    >>> from scforge.config import ModelConfig
-    >>> get_model("rotary_encoder", ModelConfig(vocab_size=50, num_layers=2)).uses_order
-    True
-    """
-    return MODELS.register(name)
-
-
-def list_models() -> list[str]:
-    """Return the names of all architectures, sorted.
-
-    Returns
-    -------
-    Names of built-in architectures, of registered ones, and of those that installed packages offer as entry points.
-
-    Examples
-    --------
-    >>> list_models()
-    ['autoregressive_transformer', 'gene_pooling', 'masked_autoencoder', 'mlp', 'scdiva', 'transformer_encoder']
-    """
-    return MODELS.names()
+register_model, list_models = MODELS.register, MODELS.names
 
 
 def get_model(name: str, config: ModelConfig) -> nn.Module:

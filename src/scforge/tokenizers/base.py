@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
@@ -585,50 +585,7 @@ TOKENIZERS: Registry[type[Tokenizer]] = Registry(
     },
 )
 
-
-def register_tokenizer(name: str) -> Callable[[Any], Any]:
-    """Register a :class:`~scforge.tokenizers.Tokenizer` class as `name` (class decorator).
-
-    Parameters
-    ----------
-    name
-        Registry key, e.g. ``"rank_value"``.
-
-    Returns
-    -------
-    A decorator that registers a class and hands it back.
-
-    Raises
-    ------
-    OptionError
-        If `name` belongs to another class.
-
-    Examples
-    --------
-    >>> from scforge.data import GeneVocab
-    >>> from scforge.tokenizers import RankValueTokenizer
-    >>> @register_tokenizer("top_512")
-    ... class Top512(RankValueTokenizer):
-    ...     default_max_len = 512
-    >>> get_tokenizer("top_512", GeneVocab.from_genes(["A", "B"]), use_medians=False).max_len
-    512
-    """
-    return TOKENIZERS.register(name)
-
-
-def list_tokenizers() -> list[str]:
-    """Return the names of all tokenizers.
-
-    Returns
-    -------
-    Built-in names, registered ones, and those that installed packages offer as entry points, sorted.
-
-    Examples
-    --------
-    >>> list_tokenizers()
-    ['binned_expression', 'continuous_projection', 'entropy_ranked', 'gene_embedding', 'rank_value']
-    """
-    return TOKENIZERS.names()
+register_tokenizer, list_tokenizers = TOKENIZERS.register, TOKENIZERS.names
 
 
 def get_tokenizer(name: str, vocab: GeneVocab, **options: Any) -> Tokenizer:

@@ -234,50 +234,7 @@ OBJECTIVES: Registry[type[Objective]] = Registry(
     base="scforge.training.Objective",
 )
 
-
-def register_objective(name: str) -> Callable[[Any], Any]:
-    """Register an :class:`~scforge.training.Objective` class as `name` (class decorator).
-
-    Parameters
-    ----------
-    name
-        Registry key, e.g. ``"my_objective"``.
-
-    Returns
-    -------
-    The decorator.
-
-    Raises
-    ------
-    OptionError
-        If `name` belongs to another class.
-
-    Examples
-    --------
-    >>> from scforge.training import MaskedGenePrediction
-    >>> @register_objective("half_masked")
-    ... class HalfMasked(MaskedGenePrediction):
-    ...     def __init__(self, *, mask_ratio=0.5):
-    ...         super().__init__(mask_ratio=mask_ratio)
-    >>> get_objective("half_masked").mask_ratio
-    0.5
-    """
-    return OBJECTIVES.register(name)
-
-
-def list_objectives() -> list[str]:
-    """Return the names of all objectives.
-
-    Returns
-    -------
-    Names that :func:`get_objective` and ``Encoder(objective=...)`` take, sorted.
-
-    Examples
-    --------
-    >>> list_objectives()  # doctest: +ELLIPSIS
-    ['joint_embedding', 'masked_diffusion', ..., 'next_gene_prediction', 'variational']
-    """
-    return OBJECTIVES.names()
+register_objective, list_objectives = OBJECTIVES.register, OBJECTIVES.names
 
 
 def get_objective(name: str, **options: Any) -> Objective:
