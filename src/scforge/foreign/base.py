@@ -752,7 +752,7 @@ class Family(Protocol):
         ...
 
 
-FAMILIES: Registry[type[Family]] = Registry(
+FAMILIES: Registry[Any] = Registry(
     "family",
     group="scforge.checkpoints",
     builtin={
