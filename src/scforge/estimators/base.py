@@ -483,7 +483,6 @@ class CellModel(BaseModelClass, metaclass=_Front):
         *,
         overwrite: bool = False,
         save_anndata: bool = False,
-        scvi_format: bool = False,
         prefix: str | None = None,
     ) -> None:
         """Save the model to a folder: weights (safetensors), description (JSON), vocabulary (JSON), model card.
@@ -496,10 +495,6 @@ class CellModel(BaseModelClass, metaclass=_Front):
             Replace the model in a folder that exists; files that are not of scforge stay.
         save_anndata
             Also write the training data, as ``adata.h5ad``, which :meth:`load` reads again.
-        scvi_format
-            Also write what ``scvi.hub.HubModel`` needs: ``model.pt``, which holds the weights a second time, and
-            ``_scvi_required_metadata.json``. :meth:`load` reads neither. scvi-tools unpickles such files without a
-            check, so open only folders of people you trust with it.
         prefix
             Not supported: a folder holds one model, so give each a folder of its own.
 
@@ -517,14 +512,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         check_prefix(dir_path, prefix)
         if save_anndata and self.adata is None:
             raise OptionError("save_anndata=True but the model was loaded without adata.")
-
-        def extra(folder: Path) -> None:
-            if scvi_format:
-                from scforge.estimators.scvi_hub import write_scvi_files
-
-                write_scvi_files(self, folder)
-
-        self._write(dir_path, overwrite=overwrite, adata=self.adata if save_anndata else None, extra=extra)
+        self._write(dir_path, overwrite=overwrite, adata=self.adata if save_anndata else None)
         self._origin = self._origin_at(dir_path)
 
     def _write(

@@ -377,7 +377,7 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
             "base": model._base_origin(Path(dir_path)),
             "card": replace(model._card_facts(), base=None).to_json(),
         }
-        (folder / _CONFIG).write_text(sealed(ADAPTER, content), encoding="utf-8")
+        (folder / _CONFIG).write_text(sealed(content), encoding="utf-8")
 
 
 def load_adapter(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors.torch import save_file
@@ -40,10 +39,7 @@ from scforge.tokenizers.base import TOKENIZERS
 from scforge.training.objectives.base import OBJECTIVES
 
 if TYPE_CHECKING:
-    import pandas as pd
     from anndata import AnnData
-
-    type Dictionary = pd.DataFrame | str | os.PathLike[str] | Mapping[str, Any]
 
 
 _CHECKSUM = "checksum"
@@ -52,132 +48,48 @@ _NUMBER = "$number"
 _ODD = ("nan", "inf", "-inf")
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A kind of description: what it is called, its present format, and how a file of each earlier one is read."""
-
-    name: str
-    format: int
-    upgrades: Mapping[int, Callable[[dict[str, Any]], dict[str, Any]]]
-    complete: Callable[[dict[str, Any]], dict[str, Any]] = field(default=lambda content: content)
-    """What puts in what the first folders of the present format did not say."""
+FORMAT = 2
+MODEL, ADAPTER = "model", "adapter"
+"""Kinds of descriptions."""
 
 
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "autoregressive_transformer": {
-        **{"n_bins": 51, "hidden_dim": 512, "num_layers": 12, "num_heads": 8, "ffn_dim": None, "dropout": 0.1},
-        **{"max_seq_len": 2048, "pooling": "cls", "activation": "gelu", "use_expression_values": True},
-        **{"layer_norm_eps": 1e-12, "gene_loss_weight": 1.0, "expression_loss_weight": 1.0, "cell_loss_weight": 1.0},
-        **{"gene_vectors": None, "n_conditions": 0, "position_embedding": "learned", "norm_first": True},
-        **{"gradient_checkpointing": False, "unpad": None},
-    },
-    "gene_pooling": {
-        **{"hidden_dim": 512, "num_layers": 2, "ffn_dim": None, "latent_dim": None, "dropout": 0.1},
-        **{"max_seq_len": 2048, "pooling": "mean", "use_expression_values": True, "layer_norm_eps": 1e-12},
-        **{"gene_vectors": None, "n_batches": None, "decoder_dim": 128, "n_special": 4, "projector_dim": None},
-    },
-    "masked_autoencoder": {
-        **{"encoder_dim": 512, "encoder_layers": 12, "encoder_heads": 8, "ffn_dim": None, "dropout": 0.1},
-        **{"decoder_dim": None, "decoder_layers": 4, "decoder_heads": None, "max_seq_len": 2048, "pooling": "mean"},
-        **{"activation": "gelu", "use_expression_values": True, "layer_norm_eps": 1e-12, "gene_vectors": None},
-        **{"position_embedding": "none", "norm_first": True, "gradient_checkpointing": False, "unpad": None},
-        **{"value_loss": "mse"},
-    },
-    "mlp": {
-        **{"hidden_dim": 512, "num_layers": 1, "latent_dim": 32, "ffn_dim": None, "dropout": 0.0},
-        **{"layer_norm_eps": 1e-12, "gene_vectors": None, "n_batches": None, "decoder_dim": 128, "n_special": 4},
-        **{"projector_dim": None},
-    },
-    "scdiva": {
-        **{"hidden_dim": 1024, "num_layers": 24, "num_heads": 16, "ffn_dim": None, "dropout": 0.1, "max_tokens": 1200},
-        **{"mode": "tokens", "norm_style": "post", "norm": "layer", "activation": "gelu", "bias": True},
-        **{"final_norm": None, "latent_dim": 128, "num_cell_types": 0, "n_batches": 0, "variational": True},
-        **{"denoising": False, "layer_norm_eps": 1e-12, "position_embedding": "none", "n_special": 4},
-        **{"gradient_checkpointing": False, "unpad": None},
-    },
-    "transformer_encoder": {
-        **{"hidden_dim": 512, "num_layers": 12, "num_heads": 8, "ffn_dim": None, "dropout": 0.1},
-        **{"max_seq_len": 2048, "pooling": "cls", "activation": "gelu", "use_expression_values": True},
-        **{"layer_norm_eps": 1e-12, "gene_vectors": None, "position_embedding": "learned", "norm_first": True},
-        **{"tie_head": False, "expression_head": None, "n_bins": None, "expression_loss_weight": 1.0},
-        **{"gradient_checkpointing": False, "unpad": None, "gene_head": True, "head_activation": "gelu"},
-        **{"value_encoder": "linear", "n_value_bins": None, "value_bins_alpha": 1.0, "embedding_norm": "sum"},
-        **{"n_special": 0, "special_value": None, "mask_value": None, "final_norm": None, "embedding_layer": 0},
-    },
-}
-"""The defaults of the time of format 1 and of the first folders of format 2, which did not write them. They stay as
-they are when a constructor has others."""
-
-
-def _with_options(content: dict[str, Any]) -> dict[str, Any]:
-    """Spell out the options of an architecture that the first folders left to its constructor."""
-    options = content.get("architecture")
-    name = options.get("name") if isinstance(options, dict) else None
-    if not isinstance(options, dict) or not isinstance(name, str):
-        return content
-    unsaid = {option: value for option, value in _DEFAULTS.get(name, {}).items() if option not in options}
-    return {**content, "architecture": {**options, **unsaid}}
-
-
-def _model_from_1(content: dict[str, Any]) -> dict[str, Any]:
-    """Format 2 adds the checksum of the description; all that it says is said as before."""
-    return {**content, "format": 2}
-
-
-def _adapter_from_1(content: dict[str, Any]) -> dict[str, Any]:
-    """Format 2 adds the checksum of the description; all that it says is said as before."""
-    return {**content, "format": 2}
-
-
-MODEL = Kind("model", 2, {1: _model_from_1}, _with_options)
-ADAPTER = Kind("adapter", 2, {1: _adapter_from_1})
-
-
-def sealed(kind: Kind, content: Mapping[str, Any]) -> str:
+def sealed(content: Mapping[str, Any]) -> str:
     """Return the text of a description, with its format and its checksum."""
-    whole = {"format": kind.format, "scforge_version": __version__, **_encoded(dict(content))}
+    whole = {"format": FORMAT, "scforge_version": __version__, **_encoded(dict(content))}
     whole = json.loads(json.dumps(whole, allow_nan=False))  # as it will be read: keys are text
     return json.dumps({**whole, _CHECKSUM: _digest(whole)}, indent=2, allow_nan=False) + "\n"
 
 
-def read_description(kind: Kind, path: Path) -> dict[str, Any]:
-    """Return what a description of any format says, in the present one.
+def read_description(kind: str, path: Path) -> dict[str, Any]:
+    """Return what a description of a model or an adapter says.
 
     Raises
     ------
     ModelFileError
         If it is none, of a later format, or not what was saved.
     """
-    wrong = f"{str(path)!r} is not the description of an scforge {kind.name}"
+    wrong = f"{str(path)!r} is not the description of an scforge {kind}"
     try:
-        # Format 1 wrote numbers that are none as Python does.
-        content = read_json(path, finite=False)
+        content = read_json(path)
     except (ValueError, OSError) as error:
         raise ModelFileError(f"{wrong}: {first_line(error)}.") from error
     version = content.get("format") if isinstance(content, dict) else None
-    if type(version) is not int or version < 1:
+    if type(version) is not int or version < FORMAT:
         raise ModelFileError(f"{wrong}: it says no format.")
-    if version > kind.format:
+    if version > FORMAT:
         raise ModelFileError(
-            f"the {kind.name} {str(path.parent)!r} has format {version} (scforge {content.get('scforge_version')}), "
-            f"this is scforge {__version__} with format {kind.format}; update scforge."
+            f"the {kind} {str(path.parent)!r} has format {version} (scforge {content.get('scforge_version')}), "
+            f"this is scforge {__version__} with format {FORMAT}; update scforge."
         )
     stored = content.pop(_CHECKSUM, None)
     try:
-        if stored != (None if version == 1 and stored is None else _digest(content)):
+        if stored != _digest(content):
             raise ModelFileError(
-                f"{str(path)!r} is corrupted: its content does not fit the checksum in it; copy the {kind.name} again."
+                f"{str(path)!r} is corrupted: its content does not fit the checksum in it; copy the {kind} again."
             )
-        content = _decoded(content)
+        return cast("dict[str, Any]", _decoded(content))
     except RecursionError:
         raise ModelFileError(f"{wrong}: it is nested too deeply.") from None
-    except ValueError as error:
-        if isinstance(error, ModelFileError):
-            raise
-        raise ModelFileError(f"{wrong}: it holds a number that is not finite.") from error
-    for step in range(version, kind.format):
-        content = kind.upgrades[step](content)
-    return kind.complete(content)
 
 
 def lacking(content: Mapping[str, Any], kinds: Mapping[str, type]) -> list[str]:
@@ -194,7 +106,7 @@ def lacking(content: Mapping[str, Any], kinds: Mapping[str, type]) -> list[str]:
 
 
 def _digest(content: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=content["format"] == 1).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def _encoded(value: Any) -> Any:
@@ -217,7 +129,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What constructors raise for options that cannot be."""
-_MOST_TRIES = 40
 _MOST_ITEMS = 2**20
 
 
@@ -242,8 +153,7 @@ def check_fit(config: Mapping[str, Any], vocab: GeneVocab, found: Shapes, *, sou
     Raises
     ------
     ModelFileError
-        If the description cannot be one; else saying which weights differ, and which option does if one alone explains
-        it.
+        If the description cannot be one; else saying which weights differ.
     OptionError
         If the description names a part that is not registered.
     """
@@ -270,8 +180,7 @@ def check_fit(config: Mapping[str, Any], vocab: GeneVocab, found: Shapes, *, sou
         spec.build_objective()
         expected = described_shapes(spec, len(found))
     if expected is not None and (problem := misfit(expected, found)):
-        hint = _differing_option(spec, expected, found)
-        raise ModelFileError(f"the weights in {source!r} do not fit the architecture in its config: {problem}{hint}.")
+        raise ModelFileError(f"the weights in {source!r} do not fit the architecture in its config: {problem}.")
 
 
 def check_adapter(base: ModelSpec, content: Any, found: Shapes, *, n_base: int, source: str) -> Tuning:
@@ -414,52 +323,6 @@ def _bounded(n_tensors: int) -> Iterator[None]:
             hook.remove()
 
 
-def _differing_option(spec: ModelSpec, expected: Shapes, found: Shapes) -> str:
-    """Return which one option would have to differ for the weights to fit, as the end of a message."""
-    n_tokens = len(spec.vocab)
-    odd = [(expected[n], found[n]) for n in expected if n in found and expected[n] != found[n]]
-    pairs = {(e, f) for es, fs in odd if len(es) == len(fs) for e, f in zip(es, fs, strict=True) if e != f}
-    for wanted in {f for e, f in pairs if e == n_tokens}:
-        swapped = {n: tuple(wanted if size == n_tokens else size for size in shape) for n, shape in expected.items()}
-        if not misfit(swapped, found):
-            return f"; vocab.json has {n_tokens:,} tokens, and the weights are for {wanted:,}"
-    # Numbered parts: how many the description asks for, and how many there are.
-    asked, there = _numbered(expected), _numbered(found)
-    lengths = {(asked[prefix], there[prefix]) for prefix in asked if asked[prefix] != there[prefix]}
-    pairs |= lengths
-    defaults = {p.name: p.default for p in inspect.signature(MODELS.get(spec.architecture)).parameters.values()}
-    tries = 0
-    for option, value in (defaults | spec.model_options).items():
-        if isinstance(value, bool):
-            others: list[Any] = [not value]
-        else:
-            others = sorted({f for e, f in pairs if type(value) is int and e == value})
-            if lengths and "layers" in option and type(value) is int:  # a layer may be several numbered parts
-                others += [n for n in range(max(1, value - 8), value + 9) if n != value and n not in others]
-        for other in others:
-            tries += 1
-            if tries > _MOST_TRIES:
-                return ""
-            changed = replace(spec, model_options=spec.model_options | {option: other})
-            try:
-                shapes = described_shapes(changed, len(found))
-            except (TooManyError, *UNUSABLE):
-                continue
-            if shapes is not None and not misfit(shapes, found):
-                return f"; the config says {option}={value!r}, and the weights are of {option}={other!r}"
-    return ""
-
-
-def _numbered(shapes: Shapes) -> Counter[str]:
-    """Return the number of parts behind each prefix of names such as ``encoder.layers.3.norm.weight``."""
-    places = (re.match(r"(.*?\.)(\d{1,6})\.", name) for name in shapes)
-    most: Counter[str] = Counter()
-    for place in places:
-        if place is not None:
-            most[place[1]] = max(most[place[1]], int(place[2]) + 1)
-    return most
-
-
 def shapes_of(module: nn.Module) -> Shapes:
     """Return the shape of each weight of a module."""
     return {name: tuple(value.shape) for name, value in module.state_dict().items()}
@@ -534,7 +397,7 @@ def write_folder(
         if adata is not None:
             write_h5ad(folder / ADATA, adata)
         sums = {name: sha256_of(folder / name) for name in (_WEIGHTS, _VOCAB, *([] if adata is None else [ADATA]))}
-        (folder / _CONFIG).write_text(sealed(MODEL, {**content, "sha256": sums}), encoding="utf-8")
+        (folder / _CONFIG).write_text(sealed({**content, "sha256": sums}), encoding="utf-8")
         if extra is not None:
             extra(folder)
 
