@@ -174,7 +174,7 @@ _DESCRIPTIONS = ("config.json", "adapter.json", "export.json")
 _OWN = {
     *_DESCRIPTIONS,
     *("README.md", "vocab.json", "model.safetensors", "adapter.safetensors", "split.safetensors", "origin.json"),
-    *("weights.safetensors", "model.onnx", "model.pt2", "_scvi_required_metadata.json", "training"),
+    *("weights.safetensors", "model.onnx", "model.pt2", "training"),
     *("token_dictionary.pkl", "gene_median_dictionary.pkl"),
 }
 """What scforge writes into folders of models, save for what a description lists."""
@@ -306,8 +306,6 @@ def _put_in_place(path: Path, said: str) -> None:
     sums = {} if described is None else described.get("sha256")
     listed = set(sums if isinstance(sums, dict) else ())
     own = set() if described is None else _OWN | listed
-    if "_scvi_required_metadata.json" in there:
-        own.add("model.pt")
     others = [
         name
         for name in new.keys() & there.keys()
@@ -320,7 +318,6 @@ def _put_in_place(path: Path, said: str) -> None:
     stale = set()
     if described is not None and not new.keys().isdisjoint(_DESCRIPTIONS):
         stale = ((_OWN - _KEPT) | listed) & there.keys() - new.keys()
-        stale |= {"model.pt"} & there.keys() - new.keys() if "_scvi_required_metadata.json" in stale else set()
     (path / _NEW / _STALE).write_text(json.dumps(sorted(stale)), encoding="utf-8")
     _to_disk(path / _NEW / _STALE)
     _to_disk(path / _NEW)
