@@ -43,7 +43,7 @@ test-cz: ## Run the tests of the adapter to cz-benchmarks, with the real package
 	@PYTHON=$${PYTHON:-python3.12} $(INSTALL) test cz
 	$(ONE_THREAD) $(VENV)/bin/pytest tests/eval/test_cz_benchmarks.py $(ARGS)
 
-lint: ## Check style, imports between rooms, and types
+lint: ## Check style, imports between layers, and types
 	@$(INSTALL) dev
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check

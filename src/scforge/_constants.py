@@ -1,4 +1,4 @@
-"""Names and numbers that more than one room needs."""
+"""Names and numbers that more than one package needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lazy public names (PEP 562), so that importing a room costs nothing until something in it is used."""
+"""Lazy public names (PEP 562), so that importing a package costs nothing until something in it is used."""
 
 from __future__ import annotations
 
