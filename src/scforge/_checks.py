@@ -9,8 +9,6 @@ from typing import Any
 
 from scforge.errors import OptionError
 
-__all__ = ["check_bool", "check_count", "check_mask_ratio", "check_positive", "check_seed", "check_share"]
-
 
 def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> None:
     """Raise unless `value` is a whole number of at least `least`; `what` names what it counts.

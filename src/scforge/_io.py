@@ -23,24 +23,6 @@ from scforge.errors import ModelFileError, OptionError, first_line, listing
 if TYPE_CHECKING:
     import h5py
 
-__all__ = [
-    "atomic_folder",
-    "atomic_path",
-    "atomic_write_bytes",
-    "atomic_write_text",
-    "check_folder",
-    "check_inside",
-    "check_writable",
-    "new_h5",
-    "parse_json",
-    "put_back",
-    "read_json",
-    "read_settled",
-    "remove_folder",
-    "sha256_of",
-    "swap_in",
-]
-
 
 def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
     """Raise if `path`, where a folder is to be, or one above it is a file."""

@@ -6,8 +6,6 @@ import datetime
 import logging
 import sys
 
-__all__ = ["announce", "duration", "in_notebook"]
-
 logger = logging.getLogger("scforge")
 
 

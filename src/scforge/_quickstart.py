@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from scforge.estimators import Encoder
     from scforge.eval import Report
 
-__all__ = ["run"]
 
 logger = logging.getLogger("scforge")
 

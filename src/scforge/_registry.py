@@ -8,8 +8,6 @@ from importlib.metadata import EntryPoint, entry_points
 
 from scforge.errors import OptionError, ScforgeError, did_you_mean, listing
 
-__all__ = ["Registry", "check_defines", "check_options"]
-
 
 class Registry[T]:
     """Names to objects: built-in ones by module path, others by decorator or by entry point.

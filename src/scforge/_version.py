@@ -5,8 +5,6 @@ It is looked up when someone asks, because reading the metadata of packages take
 
 from __future__ import annotations
 
-__all__ = ["__version__"]
-
 __version__: str
 
 

@@ -16,8 +16,6 @@ from scforge.config.recipes import recipe_path
 from scforge.config.schema import Config
 from scforge.errors import ConfigError
 
-__all__ = ["config_schema", "init_config"]
-
 
 def init_config(
     recipe: str = "light", output: str | os.PathLike[str] | None = None, *, overwrite: bool = False

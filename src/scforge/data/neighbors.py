@@ -16,7 +16,6 @@ from scforge.errors import DataError
 if TYPE_CHECKING:
     from scforge.data.cells import CellSource
 
-__all__ = ["harmonised", "mutual_neighbors", "neighbor_weights", "principal_components"]
 
 _MOST_BATCHES = 10
 """Batches up to which all pairs of them are compared; their number grows with the square."""

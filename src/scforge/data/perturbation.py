@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from scipy import sparse
 
-__all__ = ["ParsedPerturbations", "PerturbationKeys", "parse_perturbations"]
-
 
 @dataclass(frozen=True)
 class PerturbationKeys:

@@ -12,7 +12,6 @@ from scforge.errors import DataError, OptionError
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["split_cells"]
 
 _TRIED_GROUPS = 200
 """Groups of which every choice is looked at; where there are more, the others are chosen at random before."""

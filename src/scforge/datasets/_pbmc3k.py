@@ -10,8 +10,6 @@ import numpy as np
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["pbmc3k"]
-
 
 def pbmc3k() -> AnnData:
     """Return the 10x PBMC 3k data: raw counts of 2,700 peripheral blood mononuclear cells of a healthy donor.

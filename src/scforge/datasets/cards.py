@@ -10,8 +10,6 @@ from typing import Any
 
 from scforge.errors import OptionError, did_you_mean, listing
 
-__all__ = ["DatasetCard", "SplitRule", "get_card", "list_cards"]
-
 RULES = ("stratified", "groups", "perturbations")
 
 type Amount = float | int | tuple[str, ...]

@@ -17,7 +17,6 @@ from scforge.errors import DataError, MissingFileError, did_you_mean, listing
 if TYPE_CHECKING:
     from anndata import AnnData
 
-__all__ = ["DATA_FOLDER", "check_independent", "find_file", "load"]
 
 DATA_FOLDER = "SCFORGE_DATA"
 """Environment variable with the folder of data sets that are known by their names."""

@@ -21,8 +21,6 @@ from scforge.eval.base import Benchmark, Entry, Evaluation, ScoredCells, resolve
 from scforge.training.datamodule import CellDataModule
 from scforge.training.predict import embed
 
-__all__ = ["BenchmarkCallback", "Evaluation"]
-
 
 class BenchmarkCallback(Callback):
     """Scores the embedding of held-out cells, or of other data sets, every few epochs.

@@ -21,7 +21,6 @@ from scforge.eval.report import bootstrap_weights
 if TYPE_CHECKING:
     from scforge.eval.report import Kind, Report
 
-__all__ = ["RankReconstruction", "evaluate_reconstruction", "gene_orders", "ranking_baselines"]
 
 _LONGEST = 4
 """Length of the longest runs of genes that BLEU counts."""

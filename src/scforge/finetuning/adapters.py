@@ -16,19 +16,6 @@ from scforge._registry import check_options
 from scforge.errors import ModelFileError, OptionError, did_you_mean, listing
 from scforge.models.components.transformer import TransformerBlock
 
-__all__ = [
-    "adapters_disabled",
-    "base_state",
-    "digest_of",
-    "has_lora",
-    "inject_lora",
-    "is_adapter",
-    "load_base",
-    "lora_options",
-    "merge_lora",
-    "merged",
-]
-
 _DEFAULTS: dict[str, Any] = {"r": 8, "alpha": 16.0, "dropout": 0.0, "targets": None, "use_dora": False}
 _NAME = "default"
 _MARKS = (".lora_A.", ".lora_B.", ".lora_magnitude_vector.", ".lora_embedding_")

@@ -13,7 +13,6 @@ from scforge.eval.baselines import BaselineInputs
 if TYPE_CHECKING:
     from scforge.finetuning.base import EvaluationContext
 
-__all__ = ["FROZEN", "baseline_inputs"]
 
 FROZEN = "frozen_embedding"
 """Name of the baseline that learns from the embedding of the model before fine-tuning."""

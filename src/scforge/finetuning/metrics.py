@@ -9,15 +9,6 @@ import warnings
 
 import numpy as np
 
-__all__ = [
-    "calibration_error",
-    "class_table",
-    "confusion_figures",
-    "confusion_of",
-    "multi_label_figures",
-    "regression_figures",
-]
-
 _N_BINS = 15
 
 

@@ -18,7 +18,6 @@ from scforge.errors import DataError, OptionError, listing, warn
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Split", "check_shares", "split_for", "split_from", "warn_of_unlearned", "with_each_in_training"]
 
 PARTS = ("train", "validation", "test")
 

@@ -29,8 +29,6 @@ from scforge.foreign.base import (
     register_family,
 )
 
-__all__ = ["ScDiVa", "scdiva_names"]
-
 _CONFIG = "config.json"
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin", "pytorch_model.pt", "model.bin", "model.pt")
 _ATTENTION = ("attn", "attention", "self_attn")

@@ -27,8 +27,6 @@ from scforge.foreign.base import (
 )
 from scforge.tokenizers.continuous_projection import ContinuousProjectionTokenizer
 
-__all__ = ["ScFoundation", "scfoundation_names"]
-
 _WEIGHTS, _PANEL = "models.ckpt", "OS_scRNA_gene_index.19264.tsv"
 _PARTS = ("cell", "gene", "rde")
 _LAYER, _OURS = "encoder.transformer_encoder.{i}.", "encoder.layers.{i}."

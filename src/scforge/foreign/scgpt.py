@@ -29,8 +29,6 @@ from scforge.foreign.base import (
     register_family,
 )
 
-__all__ = ["ScGPT", "scgpt_names", "scgpt_vocab"]
-
 _LARGEST = 1e30  # in single precision, too
 _WEIGHTS = ("best_model.pt", "model.pt", "model.safetensors")
 _VOCAB, _ARGS = "vocab.json", "args.json"

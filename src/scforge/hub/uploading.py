@@ -28,7 +28,6 @@ from scforge.hub.finding import ORIGIN_FILE, SHARED_FILES, check_shared, describ
 if TYPE_CHECKING:
     from huggingface_hub import CommitInfo, HfApi, ModelInfo
 
-__all__ = ["SentModel", "send_model", "tell_left_behind", "upload"]
 
 logger = logging.getLogger("scforge")
 

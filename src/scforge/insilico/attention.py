@@ -17,8 +17,6 @@ from scforge.insilico.gene_embeddings import offers, that_offer, visit
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 
-__all__ = ["attention_between_genes"]
-
 _NUMBERS = 2**26
 """Attention weights of a layer of a batch, at most (256 MB), unless one cell has more."""
 

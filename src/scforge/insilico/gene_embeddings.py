@@ -22,8 +22,6 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.training.objectives.base import Objective
 from scforge.training.predict import run_over
 
-__all__ = ["contextual_gene_embeddings", "input_gene_embeddings", "offers", "that_offer", "visit"]
-
 
 @torch.inference_mode()
 def input_gene_embeddings(module: nn.Module, tokenizer: Tokenizer) -> np.ndarray:

@@ -22,8 +22,6 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.tokenizers.binned_expression import BinnedExpressionTokenizer
 from scforge.training.objectives.base import Objective
 
-__all__ = ["check_predicts", "hide_genes", "knows_zeros", "predict_counted", "predict_uncounted"]
-
 _LEAST_HIDDEN = 32
 
 _Batch = dict[str, torch.Tensor]

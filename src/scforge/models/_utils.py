@@ -17,7 +17,6 @@ from scforge.errors import OptionError, TrainingError, listing
 if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
 
-__all__ = ["build_from_config", "check_choice", "count_parameters", "evaluating", "init_weights"]
 
 _INIT_STD = 0.02
 

@@ -27,8 +27,6 @@ from scforge.models.scdiva_parts import LOG_VARIANCES, BatchIntegrationHead
 if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
 
-__all__ = ["GenePoolingModel"]
-
 
 class _TokenStates(nn.Module):
     """A state for each token (residual feed-forward layers), then the mean over tokens."""

@@ -11,8 +11,6 @@ from scforge._constants import N_SPECIAL
 from scforge.models.gene_pooling import GenePoolingModel
 from scforge.models.registry import register_model
 
-__all__ = ["MLPEncoder"]
-
 
 @register_model("mlp")
 class MLPEncoder(GenePoolingModel):

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     pass
 
-__all__ = ["CellModule", "GeneratingModule", "ModelOutput"]
-
 
 @dataclass(frozen=True)
 class ModelOutput:

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from scforge.config.schema import ModelConfig
 
-__all__ = ["MODELS", "check_model_options", "get_model", "list_models", "option_names", "own_names", "register_model"]
 
 MODELS: Registry[Any] = Registry(
     "architecture",

@@ -15,21 +15,6 @@ from scforge.errors import OptionError
 from scforge.models._utils import check_choice
 from scforge.models.components.transformer import NORMS, Dropout
 
-__all__ = [
-    "AnnotationHead",
-    "BatchIntegrationHead",
-    "GeneEmbedding",
-    "ValueEncoder",
-    "VariationalLayer",
-    "batch_vectors",
-    "classification_loss",
-    "init_scdiva",
-    "kl_divergence",
-    "mean_over_cells",
-    "reconstruction_loss",
-    "total_loss",
-]
-
 _STD = 0.02
 LOG_VARIANCES = (-15.0, 15.0)
 

@@ -31,8 +31,6 @@ from scforge.models.registry import register_model
 if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
 
-__all__ = ["TransformerEncoder"]
-
 
 @register_model("transformer_encoder")
 class TransformerEncoder(nn.Module):

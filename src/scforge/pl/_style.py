@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["COLOURS", "KINDS", "check_columns", "frame_of", "new_axes", "spread"]
 
 # Okabe and Ito (2008), "Color Universal Design", without the yellow, which is too light for thin lines.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")

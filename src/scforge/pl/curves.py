@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["training_curves"]
-
 
 def training_curves(
     history: Mapping[str, pd.DataFrame] | Any,

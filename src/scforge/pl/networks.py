@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from anndata import AnnData
     from matplotlib.axes import Axes
 
-__all__ = ["attention_heatmap", "precision_recall"]
 
 _GREYS = (("0.25", "-"), ("0.55", "-"), ("0.25", "--"), ("0.55", "--"), ("0.25", ":"), ("0.55", ":"))
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["in_silico_ranking", "perturbation_ranks", "perturbation_scatter"]
 
 _CHANCE = {"rank": 0.5}
 """What a prediction has that knows nothing."""

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from anndata import AnnData
     from matplotlib.axes import Axes
 
-__all__ = ["calibration", "confusion_matrix"]
 
 _UNASSIGNED = "unassigned"
 _MOST_NUMBERS = 20

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["metrics", "scib_table"]
 
 _MARKERS = {"model": "o", "supervised": "s", "baseline": "o", "untrained": "X", "ceiling": "D"}
 _TOTALS = ("bio", "batch", "total")

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from anndata import AnnData
     from matplotlib.axes import Axes
 
-__all__ = ["embeddings"]
-
 
 def embeddings(
     adata: AnnData,

@@ -18,8 +18,6 @@ from scforge.errors import OptionError
 from scforge.soma.documents import Document
 from scforge.soma.v1.configs import V1_EOS_TOKEN_ID, V1_PAD_TOKEN_ID
 
-__all__ = ["ByteBatches", "ByteData", "Chunks", "hold_out"]
-
 
 class Chunks:
     """The chunks of documents, those that :func:`scforge.soma.v1.tokenizer.tokenize` makes of each.

@@ -14,8 +14,6 @@ from typing import Literal, NamedTuple
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.soma.fasta import is_packed, read_fasta, read_whole
 
-__all__ = ["KINDS", "Document", "check_names", "read_documents", "read_groups"]
-
 KINDS = ("auto", "bytes", "fasta", "table")
 """How files are read; ``"auto"`` decides by their suffixes."""
 

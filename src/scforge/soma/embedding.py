@@ -25,8 +25,6 @@ from scforge.soma.model_folder import read_model
 from scforge.soma.placing import device_of
 from scforge.soma.v1.torch import Model
 
-__all__ = ["embed", "gene_table", "write_table"]
-
 type ModelOrFolder = str | os.PathLike[str]
 
 _SUFFIXES = (".parquet", ".npz", ".csv")

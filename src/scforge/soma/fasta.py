@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from scforge.errors import DataError, MissingFileError, first_line
 
-__all__ = ["FastaRecord", "is_packed", "read_fasta", "read_whole"]
-
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 

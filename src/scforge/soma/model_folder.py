@@ -18,8 +18,6 @@ from scforge.soma.v1 import ARCHITECTURE_VERSION
 from scforge.soma.v1.configs import ModelConfig, check_config
 from scforge.soma.v1.torch import Model
 
-__all__ = ["CONFIG", "FINAL", "WEIGHTS", "read_model", "write_model"]
-
 WEIGHTS, CONFIG, README = "weights.safetensors", "config.json", "README.md"
 FINAL = "final"
 """Name of the trained model in the folder of a training."""

@@ -6,8 +6,6 @@ import torch
 
 from scforge.errors import OptionError
 
-__all__ = ["device_of"]
-
 
 def device_of(device: str) -> torch.device:
     """Return a device by its name; ``"auto"`` is a GPU if there is one.

@@ -7,8 +7,6 @@ from typing import Any
 
 from scforge.errors import DataError
 
-__all__ = ["flatten_dict", "remap", "unflatten_dict"]
-
 
 def remap(d: dict[str, Any], rename_map: Mapping[str, str], keys_to_delete: Iterable[str]) -> None:
     """Delete keys of `d`, then rename others, in place.

@@ -6,8 +6,6 @@ import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["BrokenRuleError", "apply_rules", "require"]
-
 
 class BrokenRuleError(Exception):
     """Says which rule was broken, and how."""

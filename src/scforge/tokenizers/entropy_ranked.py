@@ -15,8 +15,6 @@ from scforge.errors import OptionError
 from scforge.tokenizers._expression import MEMO, kept_indptr, log1p_in_place, make_scratch, sort_descending
 from scforge.tokenizers.base import RaggedTokens, Tokenizer, register_tokenizer
 
-__all__ = ["EntropyRankedTokenizer", "serialisation_weights"]
-
 _WEIGHTINGS = ("complement", "inverse")
 
 _LEAST_ENTROPY = 0.01

@@ -21,7 +21,6 @@ from scforge.errors import DataError, MissingFileError, OptionError, first_line,
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["MODEL_INPUT", "geneformer_columns", "geneformer_vocab"]
 
 MODEL_INPUT = {"V1": 2048, "V2": 4096}
 """Most tokens of a cell, special tokens included."""

@@ -19,8 +19,6 @@ from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError
 from scforge.tokenizers.base import TokenBatch
 
-__all__ = ["Masking"]
-
 _STREAM = 0x6D61736B  # "mask": its random numbers are others than those of the views
 _RATIO_STREAM = 0x72617469
 

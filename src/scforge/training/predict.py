@@ -20,8 +20,6 @@ from scforge.tokenizers.base import Tokenizer
 from scforge.training.datamodule import BatchLoader
 from scforge.training.objectives.base import Objective
 
-__all__ = ["embed", "run_over"]
-
 
 def embed(
     module: nn.Module,

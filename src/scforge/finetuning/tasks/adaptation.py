@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from scforge.finetuning.base import Evaluated, EvaluationContext, Predictor
 
-__all__ = ["Adaptation"]
-
 
 @register_task("adaptation")
 class Adaptation(Task):

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from scforge.finetuning.heads import FineTunedModule
     from scforge.tokenizers.base import Tokenizer
 
-__all__ = ["Regression"]
 
 _LOSSES: dict[str, Callable[..., torch.Tensor]] = {"huber": F.huber_loss, "mse": F.mse_loss}
 

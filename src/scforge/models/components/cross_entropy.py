@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from scforge._constants import IGNORE_LABEL
 
-__all__ = ["linear_cross_entropy", "mean_token_loss", "token_loss"]
-
 _NUMBERS = {"cpu": 2**22}
 """Logits at a time. On a CPU they stay within its cache."""
 _NUMBERS_ELSEWHERE = 2**28

@@ -17,8 +17,6 @@ from scforge._constants import PAD_ID
 from scforge._registry import check_options
 from scforge.errors import OptionError
 
-__all__ = ["GeneVectorBag", "GeneVectorEmbedding", "check_filled", "fill_gene_vectors", "token_bag", "token_embedding"]
-
 _STD = 0.02
 
 

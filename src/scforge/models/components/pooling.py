@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["POOLINGS", "cls_pool", "depth_pool", "last_pool", "mean_pool"]
-
 
 def cls_pool(hidden_states: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
     """Return the state of the first token of each cell, shape (B, H); zeros for a cell without tokens.

@@ -13,8 +13,6 @@ from torch import nn
 
 from scforge._checks import check_bool, check_count, check_positive
 
-__all__ = ["SIGReg"]
-
 
 class SIGReg(nn.Module):
     """Sketched isotropic Gaussian regularisation over cells (LeJEPA: Balestriero and LeCun 2025, arXiv:2511.08544).

@@ -11,32 +11,6 @@ from typing import Any, Final
 from scforge._checks import check_count, check_positive, check_share
 from scforge.errors import OptionError
 
-__all__ = [
-    "V1_BATCH_SIZE",
-    "V1_EMBEDDING_DIM",
-    "V1_EOS_TOKEN_ID",
-    "V1_MAX_SEQ_LEN",
-    "V1_MAX_WAVELENGTH",
-    "V1_NUM_HEADS",
-    "V1_NUM_LAYERS",
-    "V1_PAD_TOKEN_ID",
-    "V1_PWFF_HIDDEN_DIM",
-    "V1_SCALE_FACTOR",
-    "V1_SIG_REG_COEFFICIENT",
-    "V1_SIG_REG_POINTS",
-    "V1_SIG_REG_SLICES",
-    "V1_SIG_REG_T_MAX",
-    "V1_VOCAB_SIZE",
-    "EncoderConfig",
-    "LayerConfig",
-    "ModelConfig",
-    "PositionWiseFeedForwardConfig",
-    "SIGRegConfig",
-    "check_config",
-    "check_heads",
-    "check_scale_factor",
-]
-
 V1_EMBEDDING_DIM: Final = 2048
 V1_NUM_HEADS: Final = 8
 V1_NUM_LAYERS: Final = 24

@@ -13,8 +13,6 @@ from scforge._checks import check_count
 from scforge.errors import DataError
 from scforge.soma.v1.configs import V1_EOS_TOKEN_ID, V1_MAX_SEQ_LEN, V1_PAD_TOKEN_ID
 
-__all__ = ["TokenizedSequence", "tokenize", "tokenize_arrays"]
-
 
 class TokenizedSequence(NamedTuple):
     """One chunk of bytes as lists of `max_seq_len` numbers.

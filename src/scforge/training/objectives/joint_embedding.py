@@ -22,8 +22,6 @@ from scforge.training.objectives._conditioning import TellsBatches, check_classe
 from scforge.training.objectives._views import CollapseWatch, SeesViews, geometry_moments
 from scforge.training.objectives.base import TrainingDefaults, name_of, register_objective
 
-__all__ = ["JointEmbedding"]
-
 _FEWEST_CELLS = 2
 """Cells of a batch in a step under which they are no sample of it."""
 

@@ -33,8 +33,6 @@ from scforge.training.objectives.variational import (
     whole_profiles,
 )
 
-__all__ = ["MaskedDiffusion", "diffusion_times"]
-
 _STREAM = 0x64696666  # "diff": its random numbers are others than those of masks and views
 _SAMPLED_CELLS = 10_000
 _MOST_GENES = 1200

@@ -16,8 +16,6 @@ from scforge.tokenizers.masking import Masking
 from scforge.training.objectives.base import Objective, TrainingDefaults, loss_of, name_of, register_objective
 from scforge.training.objectives.token_frequencies import token_counts
 
-__all__ = ["MaskedGenePrediction"]
-
 
 @register_objective("masked_gene_prediction")
 class MaskedGenePrediction(Objective):

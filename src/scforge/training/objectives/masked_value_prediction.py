@@ -25,8 +25,6 @@ from scforge.tokenizers.base import TokenBatch, Tokenizer
 from scforge.tokenizers.masking import Masking
 from scforge.training.objectives.base import Objective, TrainingDefaults, name_of, output_of, register_objective
 
-__all__ = ["MaskedValuePrediction"]
-
 _TARGETS = {"value_labels", "bin_labels", "masked_positions"}
 _STREAM = 0x7A65726F  # "zero": its random numbers are others than those of masks
 _SAMPLED_CELLS = 1024

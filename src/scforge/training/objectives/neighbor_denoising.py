@@ -27,8 +27,6 @@ from scforge.training.objectives._views import CollapseWatch, SeesViews, geometr
 from scforge.training.objectives.base import TrainingDefaults, name_of, register_objective
 from scforge.training.objectives.variational import dense_profiles, start_at_means, whole_profiles
 
-__all__ = ["NeighborDenoising"]
-
 logger = logging.getLogger("scforge")
 
 _STREAM = 0x6E656172  # "near": the choice of a neighbour is drawn apart from views

@@ -28,7 +28,6 @@ from scforge.training.objectives.token_frequencies import token_counts
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["NextGenePrediction", "bin_means"]
 
 logger = logging.getLogger("scforge")
 

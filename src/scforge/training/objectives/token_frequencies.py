@@ -8,8 +8,6 @@ from scforge.data.cells import CellSource
 from scforge.errors import OptionError
 from scforge.tokenizers.base import Tokenizer
 
-__all__ = ["token_counts", "token_entropy"]
-
 _MOST_CELLS = 10_000
 """Cells that are counted at the most, drawn once."""
 

@@ -25,7 +25,6 @@ from scforge.training.objectives.base import TrainingDefaults, name_of, register
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Variational", "check_thinning", "dense_profiles", "start_at_means", "whole_profiles"]
 
 _ACTIVE = 0.01
 """Least variance over cells of the mean of a latent dimension that is in use (Burda et al. 2016)."""

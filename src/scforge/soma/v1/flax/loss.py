@@ -11,8 +11,6 @@ from scforge.soma.v1.configs import V1_PAD_TOKEN_ID
 from scforge.soma.v1.flax.model import Model, check_tokens, check_whole
 from scforge.soma.v1.flax.sigreg import SIGReg
 
-__all__ = ["compute_loss"]
-
 
 def compute_loss(model: Model, sig_reg: SIGReg, token_ids: Array, targets: Array) -> tuple[Array, Array]:
     """Return the cross entropy of the next bytes, padding left out, plus the regulariser; and the mean embedding.

@@ -16,8 +16,6 @@ from scforge.soma.v1.flax.modules.encoder import Encoder
 from scforge.soma.v1.flax.modules.layer import layer_norm
 from scforge.soma.v1.flax.serde import Serializable
 
-__all__ = ["Model", "check_tokens", "check_whole"]
-
 
 class Model(Serializable, nnx.Module):
     """Embedding of bytes, encoder, final LayerNorm, predictor of the next byte.

@@ -19,8 +19,6 @@ from safetensors.flax import load, save
 from scforge._io import atomic_write_bytes
 from scforge.errors import MissingFileError, ModelFileError, first_line, listing
 
-__all__ = ["Serde", "Serializable"]
-
 type _Path = tuple[Any, ...]
 
 _NAMES = {"embedding": "weight", "kernel": "weight", "scale": "gamma"}

@@ -13,8 +13,6 @@ from jax import Array
 
 from scforge.soma.v1.configs import SIGRegConfig, check_config
 
-__all__ = ["SIGReg"]
-
 
 class SIGReg(nnx.Module):
     """Compare the projections of each token on random directions with a normal distribution (Epps and Pulley 1983).

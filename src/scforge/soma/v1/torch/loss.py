@@ -13,8 +13,6 @@ from scforge.soma.v1.configs import V1_PAD_TOKEN_ID
 from scforge.soma.v1.torch.model import Model, check_tokens, check_whole
 from scforge.soma.v1.torch.sigreg import SIGReg
 
-__all__ = ["compute_loss"]
-
 
 def compute_loss(
     model: Model, sig_reg: SIGReg, token_ids: torch.Tensor, targets: torch.Tensor

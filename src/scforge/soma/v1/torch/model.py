@@ -15,8 +15,6 @@ from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, EncoderConfig, ModelConfig,
 from scforge.soma.v1.torch.modules.encoder import Encoder
 from scforge.soma.v1.torch.serde import Serializable
 
-__all__ = ["Model", "check_tokens", "check_whole"]
-
 
 class Model(Serializable, nn.Module):
     """Embedding, encoder, final norm, predictor.

@@ -19,8 +19,6 @@ from torch import nn
 from scforge._io import atomic_path
 from scforge.errors import MissingFileError, ModelFileError, first_line, listing
 
-__all__ = ["Serde", "Serializable", "load_safetensor_into"]
-
 
 class Serde[M: nn.Module]:
     """Writes and reads the weights of a module.

@@ -14,8 +14,6 @@ from torch.autograd.function import once_differentiable
 from scforge.errors import DataError
 from scforge.soma.v1.configs import SIGRegConfig, check_config
 
-__all__ = ["SIGReg"]
-
 _NUMBERS = {"cpu": 2**17}
 """Projections at a time. On a CPU they stay within its cache."""
 _NUMBERS_ELSEWHERE = 2**24

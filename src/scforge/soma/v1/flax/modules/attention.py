@@ -16,8 +16,6 @@ from jax import Array
 from scforge._checks import check_count, check_positive, check_share
 from scforge.soma.v1.configs import V1_MAX_WAVELENGTH, V1_SCALE_FACTOR, check_heads, check_scale_factor
 
-__all__ = ["MultiHeadAttention", "apply_rope"]
-
 
 def apply_rope(
     inputs: Array,

@@ -8,8 +8,6 @@ from jax import Array
 from scforge.soma.v1.configs import EncoderConfig, LayerConfig, check_config
 from scforge.soma.v1.flax.modules.layer import Layer
 
-__all__ = ["Encoder"]
-
 
 class Encoder(nnx.Module):
     """Layers one after another.

@@ -9,8 +9,6 @@ from scforge.soma.v1.configs import LayerConfig, PositionWiseFeedForwardConfig, 
 from scforge.soma.v1.flax.modules.attention import MultiHeadAttention
 from scforge.soma.v1.flax.modules.pwff import PositionWiseFeedForward
 
-__all__ = ["Layer", "layer_norm"]
-
 _EPSILON = 1e-5
 
 

@@ -7,8 +7,6 @@ from jax import Array
 
 from scforge.soma.v1.configs import PositionWiseFeedForwardConfig, check_config
 
-__all__ = ["PositionWiseFeedForward"]
-
 
 class PositionWiseFeedForward(nnx.Module):
     """Linear, GELU (the exact one, by erf), dropout, linear; each token alone.

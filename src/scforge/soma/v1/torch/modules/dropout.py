@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["Dropout", "draws_bits", "keep_mask", "keep_scale"]
-
 _STEPS = 2**16
 """Probabilities are multiples of one part in so many."""
 

@@ -14,8 +14,6 @@ from scforge.soma.v1.configs import EncoderConfig, LayerConfig, check_config
 from scforge.soma.v1.torch.modules.attention import rotation_of
 from scforge.soma.v1.torch.modules.layer import Layer
 
-__all__ = ["Encoder"]
-
 
 class Encoder(nn.Module):
     """Layers, one after the other.

@@ -13,8 +13,6 @@ from scforge.soma.v1.torch.modules.attention import MultiHeadAttention, Rotation
 from scforge.soma.v1.torch.modules.dropout import Dropout
 from scforge.soma.v1.torch.modules.pwff import PositionWiseFeedForward
 
-__all__ = ["Layer"]
-
 
 class Layer(nn.Module):
     """Pre-norm transformer layer.

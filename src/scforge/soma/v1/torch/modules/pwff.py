@@ -15,8 +15,6 @@ from torch.nn import functional as F
 from scforge.soma.v1.configs import PositionWiseFeedForwardConfig, check_config
 from scforge.soma.v1.torch.modules.dropout import Dropout, draws_bits, keep_mask, keep_scale
 
-__all__ = ["PositionWiseFeedForward"]
-
 
 class PositionWiseFeedForward(nn.Module):
     """Linear, GELU, dropout, linear, at each token by itself.

@@ -3,5 +3,3 @@
 from __future__ import annotations
 
 from scforge.soma.v1.torch.sigreg import SIGReg
-
-__all__ = ["SIGReg"]
