@@ -3,3 +3,5 @@
 from __future__ import annotations
 
 from scforge.soma.v1.torch.model import Model
+
+__all__ = ["Model"]

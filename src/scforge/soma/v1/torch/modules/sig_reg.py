@@ -3,3 +3,5 @@
 from __future__ import annotations
 
 from scforge.soma.v1.torch.sigreg import SIGReg
+
+__all__ = ["SIGReg"]
