@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
-import lightning
 import numpy as np
 import pandas as pd
 import torch
@@ -80,7 +78,7 @@ from scforge.estimators.spec import (
     vocab_of_adata,
     vocab_of_cells,
 )
-from scforge.estimators.training import run_training
+from scforge.estimators.training import run_training, train_options
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, merge_lora, merged
 from scforge.finetuning.base import EvaluationContext, Predictor, Task
 from scforge.finetuning.held_out import CellMarks, fingerprints
@@ -117,27 +115,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("scforge")
-
-_OF_DATA_AND_PLAN = (
-    *("datamodule", "max_tokens_per_batch", "validation_size", "num_threads"),
-    *("optimizer", "lr", "weight_decay", "schedule", "warmup_steps", "layer_lr_decay"),
-)
-"""Arguments of ``train`` that are used up when batches and the plan are made."""
-
-_OF_OTHERS = {
-    "plan_kwargs": "pass its options, e.g. lr=1e-3, to train itself",
-    "use_gpu": "pass accelerator='gpu' or accelerator='cpu'",
-    "learning_rate": "pass lr",
-    "train_size": "pass validation_size=1 - train_size",
-    "seed": "it is that of the model, Encoder(adata, seed=...)",
-    "datasplitter_kwargs": "pass validation_size, or datamodule=CellDataModule(...)",
-    "shuffle": "cells come in a new order in each epoch, leave it out",
-    "shuffle_set_split": "cells are held out at random, by the seed of the model; leave it out",
-    "enable_checkpointing": "pass checkpoint_dir=FOLDER to save states and the best epochs",
-    "use_distributed_sampler": "each process reads cells of its own anyway, leave it out",
-    "num_sanity_val_steps": "there are none, leave it out",
-}
-"""Arguments that users of scvi-tools, and of Lightning, try, and what to do here."""
 
 
 class Encoder(CellModel):
@@ -243,42 +220,21 @@ class Encoder(CellModel):
         self,
         max_epochs: int | None = None,
         *,
-        datamodule: CellDataModule | None = None,
         batch_size: int | str | None = None,
-        max_tokens_per_batch: int | None = None,
-        optimizer: str = "adamw",
         lr: float | None = None,
-        weight_decay: float | None = None,
-        schedule: str | None = None,
-        warmup_steps: int | None = None,
-        max_steps: int = -1,
         validation_size: float | None = None,
         early_stopping: bool = True,
-        early_stopping_patience: int = 10,
         accelerator: str = "auto",
         devices: int | str | list[int] = 1,
-        strategy: str = "auto",
-        num_nodes: int = 1,
         precision: str | None = None,
-        gradient_clip_val: float = 1.0,
-        accumulate_grad_batches: int = 1,
-        gradient_checkpointing: bool | None = None,
-        layer_lr_decay: float | None = None,
-        gradual_unfreezing: int | None = None,
-        compile: bool = False,
-        ema_decay: float | None = None,
-        num_threads: int | None = None,
-        progress_bar: bool = True,
-        logger: Any = None,
-        log_every_n_steps: int = 10,
         checkpoint_dir: str | os.PathLike[str] | None = None,
-        checkpoint_every_n_steps: int | None = None,
-        keep_last: int = 1,
-        save_top_k: int = 1,
         resume: str | os.PathLike[str] | None = None,
         overwrite: bool = False,
+        datamodule: CellDataModule | None = None,
         callbacks: Sequence[Any] = (),
-        **trainer_options: Any,
+        progress_bar: bool = True,
+        plan_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         """Train, or train on: a second call continues from the weights of the first.
 
@@ -289,78 +245,43 @@ class Encoder(CellModel):
         ----------
         max_epochs
             Most epochs; None chooses by objective and number of cells.
-        datamodule
-            Cells to train on in place of those that the model was made with; it brings what says how batches are made
-            (`batch_size`, `max_tokens_per_batch`, `validation_size`, `num_threads`).
         batch_size
-            Cells a step and process; ``"auto"`` takes the most that fit into memory.
-        max_tokens_per_batch
-            A batch holds as many cells of like length as fit into so many tokens, padding included.
-        optimizer
-            ``"adamw"``, ``"adam"``, ``"sgd"``, or ``"muon"`` for the matrices of the hidden layers (AdamW for the
-            rest).
-        lr, weight_decay, schedule
-            None takes the objective's defaults, as for `batch_size`. `schedule` is one of ``"cosine_warmup"``,
-            ``"cosine"``, ``"linear_warmup"``, ``"linear"``, ``"one_cycle"``, ``"constant"``.
-        warmup_steps
-            Steps until the peak of the learning rate; None takes a share of all steps.
-        max_steps
-            Most optimizer steps; -1 for no limit.
+            Cells a step and process; ``"auto"`` takes the most that fit into memory. None takes the objective's
+            default, as for `lr`.
+        lr
+            Learning rate at its peak.
         validation_size
             Share of cells held out, drawn with the model's seed, so the same cells in every call; None holds out 0.1.
-        early_stopping, early_stopping_patience
-            Stop when the validation loss has not improved for so many epochs after the warm-up of the learning rate.
-        accelerator, devices, num_nodes
+        early_stopping
+            Stop when the validation loss has not improved for ten epochs (``early_stopping_patience``).
+        accelerator, devices
             As in :class:`lightning.Trainer`.
-        strategy
-            ``"ddp"`` (a whole model in each process), ``"fsdp"`` (a share of it), or ``"auto"`` (DDP for several).
         precision
             As in :class:`lightning.Trainer`, or ``"auto"``: 16-bit brain floats where a short measurement shows that
-            they are faster. None computes in 32 bits. Query models need 32-bit weights: no ``"bf16-true"``.
-        gradient_clip_val
-            Largest norm of the gradient; 0 does not clip.
-        accumulate_grad_batches
-            Batches whose gradients are averaged for a step.
-        gradient_checkpointing
-            Compute activations again in the backward pass, which takes less memory and more time; None does as the
-            model was made.
-        layer_lr_decay
-            Learning rate of a layer over that of the layer above it, e.g. 0.8; None trains all alike.
-        gradual_unfreezing
-            Train the top layer first, and one more below it every so many epochs; None trains all from the start.
-        compile
-            Compile the layers with torch.compile.
-        ema_decay
-            Validate and keep an exponential moving average of the weights, e.g. 0.999; None does not.
-        num_threads
-            Threads that prepare batches while the model computes; 0 for none, None chooses.
-        progress_bar
-            Show a bar (in a log file: a line an epoch).
-        logger
-            Lightning loggers, e.g. of :func:`scforge.training.make_loggers`; None for none.
-        log_every_n_steps
-            Steps between two rows of the loggers.
+            they are faster. None computes in 32 bits.
         checkpoint_dir
-            Folder for states to go on with (``step=NNNNNNNN``) and for the best epochs (``epoch=NN``); all are model
-            folders. States are saved at the end of each epoch, and when the process is asked to end (SIGTERM).
-        checkpoint_every_n_steps
-            Save a state after so many steps, too.
-        keep_last, save_top_k
-            How many states, and how many of the best epochs to keep there; ``save_top_k=-1`` keeps all.
+            Folder for states to resume from and for the best epochs; all are model folders.
         resume
-            ``"auto"`` goes on with the last state in `checkpoint_dir`, if there is one, or the folder of a state. The
+            ``"auto"`` resumes from the last state in `checkpoint_dir`, if there is one; or the folder of a state. The
             model has to be made as before; the outcome is that of a training that was never interrupted.
         overwrite
             Replace what another training has left in `checkpoint_dir`.
+        datamodule
+            Cells to train on in place of those that the model was made with.
         callbacks
             Further Lightning callbacks, e.g. :class:`scforge.eval.BenchmarkCallback`.
-        **trainer_options
-            Further options of :class:`lightning.Trainer`.
+        progress_bar
+            Show a bar (in a log file: a line an epoch).
+        plan_kwargs
+            Options, as a dictionary, as scvi-tools takes those of its plan; the same as naming them here.
+        **options
+            The other options of :class:`scforge.training.TrainOptions`, e.g. `optimizer`, `schedule`, `ema_decay`,
+            `strategy`, `compile`, `logger`; and further ones of :class:`lightning.Trainer`.
 
         Raises
         ------
         OptionError
-            If an argument cannot be used, or a training is not the one to go on with.
+            If an argument cannot be used, or a training is not the one to resume.
         TrainingError
             If the loss is not a number, or a state cannot be saved (the model has the best weights so far then), or
             memory runs out.
@@ -375,37 +296,32 @@ class Encoder(CellModel):
         >>> model.n_epochs_, len(model.history_["validation_loss"])
         (1, 1)
         """
-        given = {name: value for name, value in locals().items() if name not in ("self", "trainer_options")}
-        if "enable_progress_bar" in trainer_options:  # as scvi-tools and its autotune call it
-            given["progress_bar"] = trainer_options.pop("enable_progress_bar")
-        unknown = set(trainer_options) - (set(inspect.signature(lightning.Trainer).parameters) - set(_OF_OTHERS))
-        own = [name for name in inspect.signature(Encoder.train).parameters if name not in ("self", "trainer_options")]
-        check_options("training option", "train", sorted(unknown), own, _OF_OTHERS)
+        given = {name: value for name, value in locals().items() if name not in ("self", "plan_kwargs", "options")}
+        how = train_options(given, options, plan_kwargs)
         check_filled(self.module)
         objective = self._spec.build_objective()
-        if isinstance(batch_size, str) and batch_size != "auto":
-            raise OptionError(f"batch_size={batch_size!r} is neither a number of cells nor 'auto'.")
+        if isinstance(how.batch_size, str) and how.batch_size != "auto":
+            raise OptionError(f"batch_size={how.batch_size!r} is neither a number of cells nor 'auto'.")
         data = self._training_data(
-            datamodule,
+            how.datamodule,
             objective,
-            validation_size=validation_size,
-            batch_size=None if batch_size == "auto" else batch_size,
-            max_tokens_per_batch=max_tokens_per_batch,
-            num_threads=num_threads,
+            validation_size=how.validation_size,
+            batch_size=None if how.batch_size == "auto" else how.batch_size,
+            max_tokens_per_batch=how.max_tokens_per_batch,
+            num_threads=how.num_threads,
         )
         plan = TrainingPlan(
             self.module,
             objective,
-            optimizer=optimizer,
-            lr=lr,
-            weight_decay=weight_decay,
-            schedule=schedule,
-            warmup_steps=warmup_steps,
-            layer_lr_decay=layer_lr_decay,
+            optimizer=how.optimizer,
+            lr=how.lr,
+            weight_decay=how.weight_decay,
+            schedule=how.schedule,
+            warmup_steps=how.warmup_steps,
+            layer_lr_decay=how.layer_lr_decay,
         )
-        of_run = {name: value for name, value in given.items() if name not in _OF_DATA_AND_PLAN}
         try:
-            run_training(self, data, plan, **of_run, **trainer_options)
+            run_training(self, data, plan, how)
         except (NotFiniteError, SavingError):
             self._calibrate(data, after_failure=True)  # for the best weights so far, which the model is left with
             raise

@@ -38,6 +38,7 @@ from scforge.models._weights import read_shapes, read_weights, refuse_not_finite
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.scdiva_parts import batch_vectors
 from scforge.training.datamodule import CellDataModule
+from scforge.training.options import TrainOptions
 from scforge.training.predict import embed
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def finetune(
     source = model._source(source)
     setup = (model._setup_of(source) if isinstance(source, AnnData) else None) or model._setup
     name, task_options = _task_options(
-        model, task, options, {"labels_key": labels_key, "batch_key": batch_key, "head": head}, setup
+        task, options, {"labels_key": labels_key, "batch_key": batch_key, "head": head}, setup
     )
     cells = model._open(source)
     how: dict[str, Any] = {
@@ -146,7 +147,6 @@ def finetune(
 
 
 def _task_options(
-    model: CellModel,
     task: str | Mapping[str, Any],
     options: dict[str, Any],
     common: dict[str, Any],
@@ -159,9 +159,7 @@ def _task_options(
     cls = TASKS.get(name)
     known = cls.option_names()
     check_options("task option", name, found, known)
-    of_train = [
-        key for key in inspect.signature(type(model).train).parameters if key not in ("self", "trainer_options")
-    ]
+    of_train = TrainOptions.names()
     of_trainer = set(inspect.signature(lightning.Trainer).parameters)
     check_options(
         "option of finetune", name, [key for key in options if key not in of_trainer], sorted({*known, *of_train})

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
 import json
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lightning
 import numpy as np
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
@@ -20,6 +22,7 @@ from safetensors import SafetensorError
 from scforge._checks import check_count, check_positive
 from scforge._io import remove_folder
 from scforge._progress import announce
+from scforge._registry import check_options
 from scforge.data.vocab import GeneVocab
 from scforge.errors import OptionError, TrainingError, first_line
 from scforge.estimators.serialize import load_weights, read_folder
@@ -36,6 +39,7 @@ from scforge.training.checkpoint import (
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import checkpointed, compiled, n_processes, root_device
 from scforge.training.fitting import FitResult, SaveBest, choose_precision, default_max_epochs, find_batch_size, fit
+from scforge.training.options import TrainOptions
 from scforge.training.plan import NotFiniteError, TrainingPlan
 
 if TYPE_CHECKING:
@@ -53,66 +57,78 @@ type _Found = tuple[Path, dict[str, Any], tuple[dict[str, Any], GeneVocab, dict[
 """The folder of a state, the state, and the model in that folder."""
 
 
-def run_training(
-    model: CellModel,
-    data: CellDataModule,
-    plan: TrainingPlan,
-    *,
-    max_epochs: int | None,
-    max_steps: int,
-    batch_size: int | str | None,
-    accelerator: str,
-    devices: int | str | list[int],
-    num_nodes: int,
-    precision: str | None,
-    gradient_clip_val: float,
-    accumulate_grad_batches: int,
-    gradient_checkpointing: bool | None,
-    compile: bool,
-    ema_decay: float | None,
-    checkpoint_dir: str | os.PathLike[str] | None,
-    checkpoint_every_n_steps: int | None,
-    keep_last: int,
-    save_top_k: int,
-    resume: str | os.PathLike[str] | None,
-    overwrite: bool,
-    callbacks: Sequence[Any],
-    **options: Any,
-) -> None:
-    """Do what :meth:`scforge.models.Encoder.train` says, with a data module that is bound."""
-    check_count("save_top_k", save_top_k, "epochs", least=-1)
-    check_count("keep_last", keep_last, "states")
-    check_count("accumulate_grad_batches", accumulate_grad_batches, "batches")
-    check_positive("gradient_clip_val", gradient_clip_val, or_zero=True, hint="0 does not clip")
-    if checkpoint_every_n_steps is not None:
-        check_count("checkpoint_every_n_steps", checkpoint_every_n_steps, "steps")
+_OF_OTHERS = {
+    "use_gpu": "pass accelerator='gpu' or accelerator='cpu'",
+    "learning_rate": "pass lr",
+    "train_size": "pass validation_size=1 - train_size",
+    "seed": "it is that of the model, Encoder(adata, seed=...)",
+    "datasplitter_kwargs": "pass validation_size, or datamodule=CellDataModule(...)",
+    "shuffle": "cells come in a new order in each epoch, leave it out",
+    "shuffle_set_split": "cells are held out at random, by the seed of the model; leave it out",
+    "enable_checkpointing": "pass checkpoint_dir=FOLDER to save states and the best epochs",
+    "use_distributed_sampler": "each process reads cells of its own anyway, leave it out",
+    "num_sanity_val_steps": "there are none, leave it out",
+}
+"""Arguments that users of scvi-tools, and of Lightning, try, and what to do here."""
+
+
+def train_options(
+    given: Mapping[str, Any], options: Mapping[str, Any], plan_kwargs: Mapping[str, Any] | None
+) -> TrainOptions:
+    """Return the options of a training: the arguments of ``Encoder.train``, and further ones by name."""
+    further = dict(options)
+    if "enable_progress_bar" in further:  # as scvi-tools and its autotune call it
+        given = {**given, "progress_bar": further.pop("enable_progress_bar")}
+    for name, value in (plan_kwargs or {}).items():
+        if name in further or given.get(name) not in (None, getattr(TrainOptions, name, None)):
+            raise OptionError(f"{name} is given in plan_kwargs and beside it; give it once.")
+        further[name] = value
+    own = TrainOptions.names()
+    of_trainer = set(inspect.signature(lightning.Trainer).parameters) - set(_OF_OTHERS) - set(own)
+    check_options("training option", "train", sorted(further.keys() - of_trainer), own, _OF_OTHERS)
+    trainer = {name: further.pop(name) for name in of_trainer & further.keys()}
+    return TrainOptions(**{**given, **further}, trainer_kwargs=trainer)
+
+
+def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how: TrainOptions) -> None:
+    """Train with a data module that is bound, or resume a training."""
+    precision, batch_size, max_epochs = how.precision, how.batch_size, how.max_epochs
+    check_count("save_top_k", how.save_top_k, "epochs", least=-1)
+    check_count("keep_last", how.keep_last, "states")
+    check_count("accumulate_grad_batches", how.accumulate_grad_batches, "batches")
+    check_positive("gradient_clip_val", how.gradient_clip_val, or_zero=True, hint="0 does not clip")
+    if how.checkpoint_every_n_steps is not None:
+        check_count("checkpoint_every_n_steps", how.checkpoint_every_n_steps, "steps")
     if model._is_query:
         if precision in ("16-true", "bf16-true"):
             raise OptionError(
                 f"precision={precision!r} rounds the weights that a query model shares with its reference; take "
                 f"{precision.replace('true', 'mixed')!r}."
             )
-        if options.get("strategy") == "fsdp":
+        if how.strategy == "fsdp":
             raise OptionError(
                 "strategy='fsdp' would change what a query model shares with its reference; take 'ddp' or one device."
             )
-    if checkpoint_dir is None and (resume == _AUTO or overwrite):
-        name = "resume='auto'" if resume == _AUTO else "overwrite=True"
+    if how.checkpoint_dir is None and (how.resume == _AUTO or how.overwrite):
+        name = "resume='auto'" if how.resume == _AUTO else "overwrite=True"
         raise OptionError(f"{name} needs checkpoint_dir, the folder of the training.")
-    folder = None if checkpoint_dir is None else RunFolder(checkpoint_dir)
+    folder = None if how.checkpoint_dir is None else RunFolder(how.checkpoint_dir)
     rank = rank_zero_only.rank or 0
     with contextlib.ExitStack() as stack:
         if folder is not None and rank == 0:
             stack.enter_context(folder.locked())
-        if folder is not None or resume is not None:
-            _check_resumable(options)
-        found = _found(folder, resume, overwrite=overwrite)
+        if folder is not None or how.resume is not None:
+            _check_resumable(how.trainer_kwargs)
+        found = _found(folder, how.resume, overwrite=how.overwrite)
         make_free = None
         if folder is not None and rank == 0:
-            make_free = _freeing(model, folder, found, resume, overwrite=overwrite)
+            make_free = _freeing(model, folder, found, how.resume, overwrite=how.overwrite)
         saved = {} if found is None else found[1]["settings"]
-        device, processes = root_device(accelerator, devices), n_processes(accelerator, devices, num_nodes)
-        stack.enter_context(checkpointed(model.module, gradient_checkpointing))
+        device, processes = (
+            root_device(how.accelerator, how.devices),
+            n_processes(how.accelerator, how.devices, how.num_nodes),
+        )
+        stack.enter_context(checkpointed(model.module, how.gradient_checkpointing))
         if batch_size == _AUTO:
             if processes != 1:
                 raise OptionError("batch_size='auto' tries one process; give the number of cells for several.")
@@ -124,20 +140,20 @@ def run_training(
         if precision == _AUTO:
             precision = saved.get("precision") or choose_precision(model.module, data, device, processes)
         if max_epochs is None:
-            max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if max_steps < 0 else -1
+            max_epochs = default_max_epochs(plan.objective.defaults, len(data.train_rows)) if how.max_steps < 0 else -1
         settings = _settings(
             model,
             data,
             plan,
             max_epochs=max_epochs,
-            max_steps=max_steps,
+            max_steps=how.max_steps,
             precision=precision or "32-true",
-            gradient_clip_val=gradient_clip_val,
-            accumulate_grad_batches=accumulate_grad_batches,
-            ema_decay=ema_decay,
-            gradual_unfreezing=options.get("gradual_unfreezing"),
+            gradient_clip_val=how.gradient_clip_val,
+            accumulate_grad_batches=how.accumulate_grad_batches,
+            ema_decay=how.ema_decay,
+            gradual_unfreezing=how.gradual_unfreezing,
             processes=processes,
-            **{name: str(options[name]) for name in _OF_OUTCOME if name in options},
+            **{name: str(how.trainer_kwargs[name]) for name in _OF_OUTCOME if name in how.trainer_kwargs},
         )
         if found is not None:
             path, state, (_, _, weights) = found
@@ -148,20 +164,20 @@ def run_training(
             plan.objective.initialise(model.module, some, model.tokenizer)
         model.train_indices_, model.validation_indices_ = data.train_rows, data.validation_rows
         saving = Saving(
-            write=None if folder is None else _writer(model, folder, keep_last),
-            every_n_steps=checkpoint_every_n_steps,
-            best=None if folder is None or save_top_k == 0 else _best(model, folder, save_top_k),
+            write=None if folder is None else _writer(model, folder, how.keep_last),
+            every_n_steps=how.checkpoint_every_n_steps,
+            best=None if folder is None or how.save_top_k == 0 else _best(model, folder, how.save_top_k),
             settings=settings,
             resume=None if found is None else found[1],
             begin=make_free,
         )
         if found is not None:
-            patience = options.get("early_stopping_patience") if options.get("early_stopping") else None
-            if saving.is_over(max_epochs, max_steps, patience):
+            patience = how.early_stopping_patience if how.early_stopping else None
+            if saving.is_over(max_epochs, how.max_steps, patience):
                 announce(f"The training in {path} is already complete: {state['epoch']} epochs, {state['step']} steps.")
             else:
                 announce(f"Resuming {path}: epoch {state['epoch'] + 1}, step {state['step']}.")
-        stack.enter_context(compiled(model.module, compile))
+        stack.enter_context(compiled(model.module, how.compile))
         stack.enter_context(torch.random.fork_rng(devices=[]))
         # Dropout and the directions of SIGReg; other than those of earlier trainings, and of other processes.
         torch.manual_seed(model.seed + model.n_epochs_ + 1_000_003 * rank)
@@ -169,17 +185,24 @@ def run_training(
             plan,
             data,
             max_epochs=max_epochs,
-            max_steps=max_steps,
-            ema_decay=ema_decay,
+            max_steps=how.max_steps,
+            ema_decay=how.ema_decay,
             saving=saving,
-            callbacks=callbacks,
-            accelerator=accelerator,
-            devices=devices,
-            num_nodes=num_nodes,
+            callbacks=how.callbacks,
+            accelerator=how.accelerator,
+            devices=how.devices,
+            num_nodes=how.num_nodes,
             precision=precision,
-            gradient_clip_val=gradient_clip_val or None,
-            accumulate_grad_batches=accumulate_grad_batches,
-            **options,
+            gradient_clip_val=how.gradient_clip_val or None,
+            accumulate_grad_batches=how.accumulate_grad_batches,
+            early_stopping=how.early_stopping,
+            early_stopping_patience=how.early_stopping_patience,
+            gradual_unfreezing=how.gradual_unfreezing,
+            strategy=how.strategy,
+            progress_bar=how.progress_bar,
+            logger=how.logger,
+            log_every_n_steps=how.log_every_n_steps,
+            **how.trainer_kwargs,
         )
     if folder is not None:
         model._trained_in.add(str(folder.path.resolve()))

@@ -36,7 +36,6 @@ from scforge.errors import (
     listing,
     warn,
 )
-from scforge.estimators.encoder import Encoder
 from scforge.estimators.serialize import read_folder
 from scforge.estimators.spec import ModelSpec, Recipe, check_freeze, n_top_genes_of, named_options, recipe_for
 from scforge.finetuning.base import TASKS, Task, with_adapters
@@ -46,6 +45,7 @@ from scforge.models.registry import MODELS, option_names, own_names
 from scforge.tokenizers.base import TOKENIZERS
 from scforge.training.datamodule import CellDataModule
 from scforge.training.objectives.base import OBJECTIVES, TrainingDefaults, get_objective
+from scforge.training.options import TrainOptions
 from scforge.workflows.models import check_model_folder
 
 if TYPE_CHECKING:
@@ -795,8 +795,7 @@ def _fill_training(content: dict[str, Any], defaults: TrainingDefaults) -> None:
     if training["optimizer"]["name"] == "adamw":
         _default(training["optimizer"], lr=defaults.lr, weight_decay=defaults.weight_decay)
     _default(training["scheduler"], name=defaults.schedule)
-    given = inspect.signature(Encoder.train).parameters
-    _default(training, early_stopping_patience=given["early_stopping_patience"].default)
+    _default(training, early_stopping_patience=TrainOptions.early_stopping_patience)
     if content["output"]["log_dir"] is not None:
         _default(content["output"], loggers=["csv"])
 

@@ -33,6 +33,7 @@ from scforge.estimators.setup import class_of_architecture
 from scforge.training.checkpoint import FINAL, RunFolder, check_state
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import ensure_devices
+from scforge.training.options import TrainOptions
 from scforge.workflows.check import (
     benchmark_callbacks,
     check_settings,
@@ -296,32 +297,6 @@ def first_process_speaks() -> bool:
     return False
 
 
-_ARGUMENTS = {
-    "training": [
-        "max_epochs",
-        "max_steps",
-        "early_stopping",
-        "early_stopping_patience",
-        "precision",
-        "accelerator",
-        "devices",
-        "num_nodes",
-        "strategy",
-        "gradient_clip_val",
-        "accumulate_grad_batches",
-        "gradient_checkpointing",
-        "layer_lr_decay",
-        "gradual_unfreezing",
-        "compile",
-        "ema_decay",
-        "log_every_n_steps",
-        "checkpoint_every_n_steps",
-    ],
-    "output": ["checkpoint_dir", "save_top_k", "keep_last"],
-}
-"""Options that arguments of ``Encoder.train`` are named after; where the user set none, its default holds."""
-
-
 def train_from_config(
     config: Config,
     *,
@@ -406,11 +381,12 @@ def train_arguments(config: Config) -> dict[str, Any]:
     """Return the arguments of ``Encoder.train`` that a configuration gives, loggers and callbacks among them."""
     training, output = config.training, config.output
     written = config.user_set()
+    # Where the user set nothing, the default of the training holds. The data module takes sizes of batches.
     arguments = {
         name: written[section][name]
-        for section, names in _ARGUMENTS.items()
-        for name in names
-        if written.get(section, {}).get(name) is not None
+        for section in ("training", "output")
+        for name in TrainOptions.names()
+        if name not in ("batch_size", "validation_size", "optimizer") and written.get(section, {}).get(name) is not None
     }
     if training.batch_size == "auto":
         arguments["batch_size"] = "auto"
