@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     import pandas as pd
     from anndata import AnnData
 
+
+_CHECKED: dict[int, tuple[Any, ...]] = {}
+"""Marks of the matrices whose counts were checked, by the id of the matrix; a changed matrix is checked again."""
 
 REPAIR = "write the file again, or build the matrix anew"
 """What to do about a damaged matrix."""
@@ -307,6 +311,9 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     """
     matrix = _matrix(adata, layer)
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
+    mark = _mark(matrix)
+    if mark is not None and _CHECKED.get(id(matrix)) == mark:
+        return matrix if isinstance(matrix, sparse.csr_matrix) else _as_csr(matrix, where)
     if not _is_numeric(matrix):
         raise DataError(f"{where} has the dtype {matrix.dtype}, but raw counts are needed; convert it first.")
     counts = _as_csr(matrix, where)
@@ -320,7 +327,22 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
             f"{where} has {len(empty)} cells without any count (first: {some}); "
             "remove them with sc.pp.filter_cells(adata, min_counts=1)."
         )
+    if mark is not None and (counts is matrix or not isinstance(matrix, sparse.csr_matrix)):
+        _CHECKED[id(matrix)] = mark
+        weakref.finalize(matrix, _CHECKED.pop, id(matrix), None)
     return counts
+
+
+def _mark(matrix: Any) -> tuple[Any, ...] | None:
+    """Return sums over the parts of a matrix in memory, which change with its values; None for other matrices."""
+    if type(matrix) is np.ndarray:
+        parts = [matrix.ravel(order="K")]
+    elif isinstance(matrix, sparse.csr_matrix | sparse.csc_matrix):
+        parts = [matrix.data, matrix.indices, matrix.indptr]
+    else:
+        return None
+    sums = ((part.dtype.str, part.size, float(part.sum(dtype=np.float64))) for part in parts)
+    return (matrix.shape, parts[0].dot(parts[0]).item(), *sums)
 
 
 def _matrix(adata: AnnData, layer: str | None) -> Any:
