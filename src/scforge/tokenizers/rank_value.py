@@ -48,7 +48,7 @@ def rank_packed(
     indptr, genes, counts, totals, inverse, single, distinct, table, n_buckets, longest, n_special,
     out_starts, out_sizes, out_ids, out_values,
 ):  # fmt: skip
-    """Write the highest genes of each cell, as ``_rank`` does.
+    """Write the highest genes of each cell.
 
     If `distinct`, equal keys of equal counts mean equal medians.
     """
@@ -244,18 +244,17 @@ def _rank_into(
     values: np.ndarray,
 ) -> None:
     """Write the `sizes` highest genes of each cell to `ids` and `values` from `starts` on."""
-    n_buckets = max(64, 1 << int(longest - 1).bit_length()) if longest else 64
     inverse, single, distinct = scales
-    table = _learn(block.indptr, block.genes, block.counts, single, n_buckets)
     if len(inverse) <= _MOST and block.counts.max(initial=0) < _MOST:
+        n_buckets = max(64, 1 << int(longest - 1).bit_length()) if longest else 64
+        table = _learn(block.indptr, block.genes, block.counts, single, n_buckets)
         rank_packed(
             block.indptr, block.genes, block.counts, block.totals, inverse, single, distinct, table, n_buckets,
             longest, n_special, starts, sizes, ids, values,
         )  # fmt: skip
         return
     _rank(
-        block.indptr, block.genes, block.counts, block.totals, inverse, single, table, n_buckets, longest, n_special,
-        starts, sizes, ids, values,
+        block.indptr, block.genes, block.counts, block.totals, inverse, n_special, starts, sizes, ids, values
     )  # fmt: skip
 
 
@@ -303,79 +302,20 @@ def _learn(indptr, genes, counts, single, n_buckets):
 
 
 @numba.njit(cache=True, nogil=True, error_model="numpy")
-def _rank(
-    indptr, genes, counts, totals, inverse, single, table, n_buckets, longest, n_special,
-    out_starts, out_sizes, out_ids, out_values,
-):  # fmt: skip
-    one: Any = np.uint64(1)
-    low32, shift32 = np.uint64(0xFFFFFFFF), np.uint64(32)
-    keys = np.empty(longest, dtype=np.float32)
-    bits = keys.view(np.uint32)
-    places = np.empty(longest + 1, dtype=np.int32)
-    starts = np.empty(n_buckets + 2, dtype=np.int32)
-    packed = np.empty(longest, dtype=np.uint64)
+def _rank(indptr, genes, counts, totals, inverse, n_special, out_starts, out_sizes, out_ids, out_values):
+    """Write the highest genes of each cell, as ``rank_packed`` does, of any number of genes and any counts; slower."""
     memo = np.empty(MEMO, dtype=np.float32)
-    lowest_bucket, slope = table[0], table[1]
     for cell in range(len(indptr) - 1):
-        start = np.uint64(indptr[cell])
-        size = np.uint64(indptr[cell + 1]) - start
-        if size == 0:
-            continue
-        for i in range(size):
-            keys[i] = counts[start + i] * single[np.uint32(genes[start + i])]
-
-        # Deal the keys into buckets, from high to low.
-        starts[:] = 0
-        for i in range(size):
-            place = np.uint32(
-                min(max(np.int32(bits[i] >> np.uint32(16)) - np.int32(FIRST), np.int32(0)), np.int32(TABLE_CELLS - 1))
-            )
-            within = np.float32(np.int32(bits[i] & np.uint32(0xFFFF)))
-            bucket = np.int32(lowest_bucket[place] - within * slope[place])
-            places[i] = bucket
-            starts[np.uint32(bucket) + np.uint32(1)] += 1
-        before = np.int32(0)
-        for b in range(np.uint32(n_buckets + 1)):
-            before += starts[b]
-            starts[b] = before
-        for i in range(size):
-            slot = np.uint32(starts[np.uint32(places[i])])
-            packed[slot] = (np.uint64(~bits[i]) << shift32) | np.uint64(i)
-            starts[np.uint32(places[i])] = slot + 1
-
-        finish_sort(packed, size)
-
-        # Compare close keys exactly. They are collected first, since no processor could guess which are close.
-        n_close = np.uint64(0)
-        for p in range(one, size):
-            places[n_close] = p
-            n_close += np.uint64((packed[p] >> shift32) - (packed[p - one] >> shift32) <= np.uint64(CLOSE))
-        share = 1.0 / max(totals[cell], 1.0)
-        for c in range(n_close):
-            at: Any = np.uint64(places[c])
-            entry = packed[at]
-            here, above = start + (entry & low32), start + (packed[at - one] & low32)
-            median = inverse[np.uint32(genes[here])]
-            if (counts[here] == counts[above]) & (median == inverse[np.uint32(genes[above])]):
-                continue  # equal, and in the order of the vocabulary
-            key = ((np.float64(counts[here]) * share) * TARGET_SUM) * median
-            q = at
-            while q > 0 and np.int64(entry >> shift32) - np.int64(packed[q - one] >> shift32) <= CLOSE:
-                above = start + (packed[q - one] & low32)
-                other = ((np.float64(counts[above]) * share) * TARGET_SUM) * inverse[np.uint32(genes[above])]
-                if other > key or (other == key and above < here):
-                    break
-                packed[q] = packed[q - one]
-                q -= one
-            packed[q] = entry
-
-        out = np.uint64(out_starts[cell])
-        stop = out + np.uint64(out_sizes[cell])
-        for p in range(stop - out):
-            here = start + (packed[p] & low32)
-            out_ids[out + p] = genes[here] + n_special
-            out_values[out + p] = counts[here]
-        log1p_in_place(out_values, out, stop, TARGET_SUM * share, memo)
+        start, share = indptr[cell], 1.0 / max(totals[cell], 1.0)
+        keys = np.empty(indptr[cell + 1] - start, dtype=np.float64)
+        for i in range(len(keys)):
+            keys[i] = -(((np.float64(counts[start + i]) * share) * TARGET_SUM) * inverse[genes[start + i]])
+        order = np.argsort(keys, kind="mergesort")
+        out = out_starts[cell]
+        for p in range(out_sizes[cell]):
+            out_ids[out + p] = genes[start + order[p]] + n_special
+            out_values[out + p] = counts[start + order[p]]
+        log1p_in_place(out_values, out, out + out_sizes[cell], TARGET_SUM * share, memo)
 
 
 @register_tokenizer("rank_value")
