@@ -1,14 +1,10 @@
-"""The house around the code: what is installed, what is pinned, what must not be in a file."""
-
 import re
 import subprocess
 import tomllib
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-
-import scforge
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -18,7 +14,6 @@ ALONE = ("census", "cz")  # extras with an environment of their own
 
 
 def name_of(requirement: str) -> str:
-    """Return the normalised name (PEP 503) of a requirement or pin."""
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
 
 
@@ -29,12 +24,6 @@ def tracked_files() -> list[Path]:
     except (OSError, subprocess.CalledProcessError):
         pytest.skip("not a git checkout")
     return [ROOT / name for name in listed.split("\0") if name and (ROOT / name).is_file()]
-
-
-def test_the_field_is_a_plain_dependency():
-    field = {"anndata", "huggingface-hub", "lightning", "mudata", "peft", "pertpy", "scanpy", "scib-metrics"}
-    assert field | {"matplotlib", "scvi-tools", "torch"} <= set(map(name_of, PROJECT["dependencies"]))
-    assert {"pytest", "nbmake"} <= set(map(name_of, GROUPS["test"]))
 
 
 def pins_of(name: str) -> list[str]:
@@ -59,14 +48,16 @@ def test_everything_installed_is_pinned():
         assert not missing, "renew with: make constraints"
 
 
+def test_known_unsafe_readers_are_not_installed():
+    floors = {"torch": "2.9.1", "zarr": "3.1.3", "zarrs": "0.2.0"}  # the last releases that are too old
+    required = {name_of(text): Requirement(text) for text in PROJECT["dependencies"]}
+    assert not [name for name, version in floors.items() if required[name].specifier.contains(version)]
+
+
 def test_extra_all_is_every_extra_that_goes_with_the_others():
     (everything,) = PROJECT["optional-dependencies"]["all"]
     named = set(re.search(r"\[(.*)\]", everything)[1].split(","))
     assert named == set(PROJECT["optional-dependencies"]) - {"all", *ALONE}
-
-
-def test_version_is_the_installed_one():
-    assert scforge.__version__ == version("scforge")
 
 
 # Written in pieces, so that this file does not match itself.
@@ -86,18 +77,7 @@ def test_no_file_names(pattern):
     assert not found
 
 
-def test_no_placeholder_is_left_in_the_docs():
-    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md"]
-    assert not [page.name for page in pages if "@@" in page.read_text(encoding="utf-8")]
-
-
 def test_warnings_point_at_the_line_of_the_user():
     # errors.warn finds that line whatever the depth; a number is wrong as soon as a function moves.
     found = [path for path in (ROOT / "src").rglob("*.py") if "stacklevel=" in path.read_text(encoding="utf-8")]
     assert [str(path.relative_to(ROOT)) for path in found] == []
-
-
-def test_files_that_the_design_names_exist():
-    named = set(re.findall(r"`([a-z_/]+\.py)`", (ROOT / "docs" / "design.md").read_text(encoding="utf-8")))
-    assert len(named) > 10
-    assert [name for name in sorted(named) if not (ROOT / "src" / "scforge" / name).is_file()] == []

@@ -1,7 +1,3 @@
-"""Mistakes of a newcomer: each is one sentence of scforge's own, with the argument, its value and the fix."""
-
-from __future__ import annotations
-
 from functools import partial
 
 import anndata as ad
@@ -11,15 +7,7 @@ import pytest
 from scipy import sparse
 
 from scforge.data import GeneVocab
-from scforge.errors import (
-    ConfigError,
-    DataError,
-    GeneMismatchError,
-    MissingFileError,
-    OptionError,
-    ScforgeError,
-    ScforgeWarning,
-)
+from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeError, ScforgeWarning
 from scforge.estimators import Encoder, ScDiVa
 from scforge.tokenizers import get_tokenizer
 
@@ -42,7 +30,6 @@ SETUP = [
     ({"label_key": "group"}, OptionError, "'label_key' is unknown to 'setup_anndata'; did you mean 'labels_key'? (kno"),
     ({"categorical_covariate_keys": ["batch"]}, OptionError, "scforge has no covariates, use batch_key."),
     ({"size_factor_key": "group"}, OptionError, "the size of a cell is the sum of its counts, leave it out."),
-    ({"batch_key": "Batch"}, DataError, "not a column of adata.obs; did you mean 'batch'? (adata.obs has: 'group', 'b"),
     ({"labels_key": "zzz"}, DataError, "labels_key='zzz' is not a column of adata.obs (adata.obs has: 'group', 'batch"),
     ({"gene_key": "ensemble"}, DataError, "gene_key='ensemble' is not a column of adata.var; did you mean 'ensembl'?"),
     ({"layer": "count"}, DataError, "'count' is not in adata.layers; did you mean 'counts'? (adata.layers has: 'count"),
@@ -62,11 +49,9 @@ def test_arguments_of_a_set_up(tiny_adata: ad.AnnData, front) -> None:
 COUNTS = [
     (lambda x: -x, "adata.X holds negative values (smallest: -"),
     (lambda x: x + np.where(np.arange(80) == 3, np.nan, 0), "adata.X holds 60 missing or infinite values"),
-    (lambda x: x + np.where(np.arange(80) == 3, np.inf, 0), "adata.X holds 60 missing or infinite values"),
     (np.log1p, "adata.X holds values that are not whole numbers (first: "),
     (lambda x: x.astype(object), "adata.X has the dtype object"),
     (lambda x: None, "adata.X is None"),
-    (lambda x: x[:0], "adata is empty ("),
     (lambda x: x[:, :0], "adata is empty ("),
     (lambda x: x * ~np.isin(np.arange(60), [3, 5])[:, None], "adata.X has 2 cells without any count (first: '3', '5')"),
 ]
@@ -83,16 +68,13 @@ def test_no_counts(tiny_adata: ad.AnnData, model: Encoder, change, part: str) ->
 
 
 def test_where_counts_are_is_told(tiny_adata: ad.AnnData) -> None:
-    counts = tiny_adata.copy()
+    counts, setup = tiny_adata.copy(), partial(Encoder.setup_anndata, tiny_adata)
     tiny_adata.X = tiny_adata.X * 0.5
-    tiny_adata.layers["scaled"] = tiny_adata.X.copy()
-    fails(lambda: Encoder.setup_anndata(tiny_adata), DataError, "undo the normalisation")
+    fails(setup, DataError, "undo the normalisation")
     tiny_adata.raw = counts
-    fails(lambda: Encoder.setup_anndata(tiny_adata), DataError, "adata.raw holds counts, pass adata.raw.to_adata()")
+    fails(setup, DataError, "adata.raw holds counts, pass adata.raw.to_adata()")
     tiny_adata.layers["counts"] = counts.X
-    for layer in (None, "scaled"):
-        setup = partial(Encoder.setup_anndata, tiny_adata, layer=layer)
-        fails(setup, DataError, "layer='counts' holds counts")
+    fails(setup, DataError, "layer='counts' holds counts")
     Encoder.setup_anndata(tiny_adata, layer="counts")
 
 
@@ -172,17 +154,13 @@ OPTIONS = [
     ((None, {"max_len": 0}), {}, OptionError, "max_len=0 leaves no room for a gene"),
     ((None, None, "joint"), {}, OptionError, "objective='joint' is not known (known: 'joint_embedding', 'masked_diff"),
     ((None, None, JOINT | {"view": 3}), {}, OptionError, "objective option 'view' is unknown to 'joint_embedding'; di"),
-    ((None, None, JOINT | {"views": 1}), {}, OptionError, "views=1 is not at least 2; give a number of views of a cel"),
     ((None, None, JOINT | {"keep_max": "1"}), {}, OptionError, "keep_max='1' is not a number from 0 to 1."),
     ((BERT, None, {"mask_ratio": 1.5}), {}, OptionError, "mask_ratio=1.5 is not between 0 and 1"),
-    ((BERT,), {"hiden_dim": 8}, OptionError, "option 'hiden_dim' is unknown to 'transformer_encoder'; did you mean 'h"),
     ((BERT,), {"hidden_dim": 10, "num_heads": 4}, OptionError, "hidden_dim=10 is not divisible by num_heads=4"),
-    ((BERT,), {"hidden_dim": -8}, ConfigError, "hidden_dim=-8 is out of range; it must be at least 1"),
     ((BERT,), {"pooling": "max"}, OptionError, "pooling='max' is not known (known: 'cls', 'depths', 'genes',"),
     ((BERT, {"max_len": 50}), {"max_seq_len": 20}, OptionError, "max_seq_len=20 is smaller than the 50 tokens"),
     ((), {"latent_dim": 0}, OptionError, "latent_dim=0 is not a positive number"),
     ((), {"seed": 10**25}, OptionError, f"seed={10**25} is too large; give a number below 2^63."),
-    ((), {"vocab": "human"}, OptionError, "vocab='human' is neither a shipped vocabulary nor a file"),
     ((), {"vocab": ["gene1"]}, OptionError, "vocab is a list; pass a name, a file, or GeneVocab.from_genes(names)."),
     ((), {"vocab": "human_protein_coding", "n_top_genes": 0}, GeneMismatchError, "has only 0 of the 20120 genes"),
 ]
@@ -191,13 +169,6 @@ OPTIONS = [
 @pytest.mark.parametrize(("parts", "options", "error", "message"), OPTIONS, ids=[o[-1][:40] for o in OPTIONS])
 def test_options_of_the_model(build, parts, options, error, message) -> None:
     fails(lambda: build(*parts, **options), error, message)
-
-
-def test_extremes_that_are_fine_or_nearly(trained, build, tiny_adata: ad.AnnData) -> None:
-    for architecture in (None, "transformer_encoder"):
-        assert trained(architecture, seed=2**63 - 1).is_trained_
-    hint = "no gene is detected in 3 cells, of 1; use more cells, or name the genes, e.g. vocab="
-    fails(lambda: build(adata=tiny_adata[:1].copy()), DataError, hint, "vocab=GeneVocab.from_adata(adata)")
 
 
 def test_a_tokenizer_in_place_of_its_options(build) -> None:
@@ -214,19 +185,16 @@ def test_a_tokenizer_in_place_of_its_options(build) -> None:
 
 TRAINING = [
     ({"max_epochs": 0}, "max_epochs=0 is not a positive number of epochs."),
-    ({"max_epochs": True}, "max_epochs=True is not a whole number of epochs."),
-    ({"batch_size": "8"}, "batch_size='8' is neither a number of cells nor 'auto'."),
-    ({"validation_size": float("nan")}, "validation_size=nan is not in [0, 1)."),
     ({"validation_size": 0.999}, "validation_size=0.999 leaves no cell of 60 for training; lower it."),
-    ({"lr": float("inf")}, "lr=inf is not a positive number."),
-    ({"schedule": "cosin"}, "schedule='cosin' is not known; did you mean 'cosine'?"),
     ({"optimizer": "adm"}, "optimizer='adm' is not known; did you mean 'adam'?"),
-    ({"early_stopping": "validation_loss"}, "early_stopping='validation_loss' is neither True nor False."),
     ({"checkpoint_dir": __file__}, "is a file; give the name of a folder."),
     ({"accelerator": "gpuu"}, "an option of training cannot be used: You selected an invalid accelerator name"),
     ({"epochs": 3}, "training option 'epochs' is unknown to 'train'; did you mean 'max_epochs'?"),
     ({"enable_checkpointing": True}, "'enable_checkpointing' is unknown to 'train'; pass checkpoint_dir=FOLDER"),
     ({"seed": 1}, "'seed' is unknown to 'train'; it is that of the model, Encoder(adata, seed=...)."),
+    ({"plan_kwargs": {"lr": 0.1}}, "'plan_kwargs' is unknown to 'train'; pass its options, e.g. lr=1e-3, to train"),
+    ({"use_gpu": True}, "'use_gpu' is unknown to 'train'; pass accelerator='gpu' or accelerator='cpu'."),
+    ({"learning_rate": 0.1}, "'learning_rate' is unknown to 'train'; pass lr."),
 ]
 
 
@@ -237,16 +205,11 @@ def test_options_of_training(build, quick, options, message) -> None:
     assert not model.is_trained_
 
 
-EMBEDDING = [
-    ({"batch_size": 0}, OptionError, "batch_size=0 is not"),
-    ({"batch_size": 1.5}, OptionError, "batch_size=1.5 is not"),
-    ({"key_added": ""}, OptionError, "key_added='' is not a name"),
-    ({"key_added": 3}, OptionError, "key_added=3 is not a name"),
-    ({"adata": "cells.h5ad"}, MissingFileError, "'cells.h5ad' does not exist"),
-    ({"adata": pd.DataFrame()}, OptionError, "adata is of type 'DataFrame'"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), EMBEDDING, ids=[message for *_, message in EMBEDDING])
-def test_options_of_an_embedding(model: Encoder, options, error, message) -> None:
-    fails(lambda: model.get_latent_representation(**options), error, message)
+def test_options_of_an_embedding(model: Encoder) -> None:
+    for options, error, message in (
+        ({"batch_size": 0}, OptionError, "batch_size=0 is not"),
+        ({"key_added": ""}, OptionError, "key_added='' is not a name"),
+        ({"adata": "cells.h5ad"}, MissingFileError, "'cells.h5ad' does not exist"),
+        ({"adata": pd.DataFrame()}, OptionError, "adata is of type 'DataFrame'"),
+    ):
+        fails(lambda options=options: model.get_latent_representation(**options), error, message)

@@ -1,7 +1,3 @@
-"""What is found out about a configuration before any cell is read, and what it says with all defaults."""
-
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Callable
@@ -32,7 +28,6 @@ output:
 
 @pytest.fixture
 def load(tiny_adata: ad.AnnData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
-    """Return a function that loads a configuration in a folder with cells."""
     monkeypatch.chdir(tmp_path)
     tiny_adata.write_h5ad("cells.h5ad")
     Path("recipe.yaml").write_text(TEXT)
@@ -48,24 +43,15 @@ def test_what_is_fine(load: Callable[..., Config], store: Path) -> None:
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["cells.h5ad", "recipe.yaml"]
 
 
-PARTS = "is not an option of 'transformer_encoder'; did you mean 'model."
 BENCHMARKS = "eval.benchmarks=[cell_type_annotation]"
 MISTAKES = [
-    ("model.architecture=tranformer", OptionError, "architecture='tranformer' is not known; "),
-    ("objective.name=masked", OptionError, "objective='masked' is not known ("),
-    ("model.d_model=3", ConfigError, "override 'model.d_model=3': model.d_model=3 " + PARTS + "hidden_dim'"),
     ("model.vocab_size=3", ConfigError, "model.vocab_size=3 follows from the genes; remove it"),
     ("tokenizer.max_length=3", ConfigError, "tokenizer.max_length=3 is not an option of 'rank_value'; did you mean 'd"),
-    ("objective.mask_rate=0.1", ConfigError, "objective.mask_rate=0.1 is not an option of 'masked_gene_prediction'; "),
     ("tokenizer.max_len=many", ConfigError, "override 'tokenizer.max_len=many': data.max_genes='many' is not an integ"),
     ("objective={name: joint_embedding, views: 0}", OptionError, "views=0 is not "),
     ("tokenizer.append_cls=3", OptionError, "append_cls=3 is neither True nor False"),
-    ("model.num_heads=3", OptionError, "hidden_dim=8 is not divisible by num_heads=3"),
-    ("model.max_seq_len=20", OptionError, "max_seq_len=20 is smaller than the 50 tokens"),
     ("model={expression_head: bin, n_bins: 9}", OptionError, "expression_head='bin' predicts bins, which"),
     ("data.paths=[cels.h5ad]", MissingFileError, "the file 'cels.h5ad' does not exist; did you mean 'cells.h5ad'?"),
-    ("data.paths=[data.h5ad]", MissingFileError, "the file 'data.h5ad' does not exist."),  # and no name is like it
-    ("data.layer=counts", DataError, "layer='counts' is not in the layers of 'cells.h5ad'"),
     ("data.labels_key=cell_type", DataError, "'cell_type'"),
     (("data.labels_key=cell_kind", "data.paths=[STORE]"), DataError, "cell_kind"),
     ("data.gene_key=symbol", OptionError, "gene_key='symbol' is not a column of var of 'cells.h5ad'; did"),
@@ -75,7 +61,6 @@ MISTAKES = [
     (("output.log_dir=logs", "output.loggers=wandb"), OptionError, "'wandb', which is not installed; pip install 'sc"),
     ("output.checkpoint_dir=closed", OptionError, "/closed' cannot be written into; choose another folder, or change"),
     ("output.checkpoint_dir=cells.h5ad", OptionError, "output.checkpoint_dir='cells.h5ad': 'cells.h5ad' is a file"),
-    ("eval.benchmarks=[label_predicton]", OptionError, "benchmark='label_predicton' is not known; did you mean 'la"),
     ("eval={benchmarks: [label_prediction], datasets: {a: b.h5ad}}", MissingFileError, "the file 'b.h5ad' does not"),
     ("data.labels_key=", ConfigError, "needs a column of obs, labels_key; set data.labels_key"),
     ("eval.benchmarks=[{batch_integration: {labels_key: a}}]", ConfigError, "needs a column of obs, batch_key; set da"),
@@ -83,7 +68,6 @@ MISTAKES = [
     ("eval.benchmarks=[{cell_type_annotation: {dataset: tabula_sapien}}]", OptionError, "did you mean 'tabula_sapiens"),
     ("output.embedding=./cells.h5ad", ConfigError, "output.embedding='cells.h5ad' is one of data.paths, and would"),
     (("data.paths=[./*.h5ad]", "output.embedding=new.h5ad"), ConfigError, "'new.h5ad' is one of data.paths"),
-    ("output.embedding=other.h5ad", ConfigError, "output.embedding='other.h5ad' exists; give another name"),
 ]
 
 
@@ -94,7 +78,6 @@ def test_mistakes(load, store: Path, monkeypatch, overrides, error: type[Scforge
     monkeypatch.setattr(os, "access", lambda path, mode: "closed" not in str(path) and access(path, mode))
     monkeypatch.setattr(util, "find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
     Path("closed").mkdir()
-    Path("other.h5ad").touch()
     overrides = [overrides] if isinstance(overrides, str) else [one.replace("STORE", str(store)) for one in overrides]
     with pytest.raises(error) as caught:
         check_config(load(BENCHMARKS, "data.labels_key=group", *overrides))
@@ -119,22 +102,14 @@ def test_what_is_told_but_no_mistake(load: Callable[..., Config], monkeypatch: p
         train_from_config(config)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "start"),
-    [
-        ("num_heads: 2", "d_model: 2", "recipe.yaml, line 9: model.d_model=2 is not an option"),
-        ("transformer_encoder", "transfomer", "recipe.yaml, line 6: architecture='transfomer' is not known"),
-        ("cells.h5ad", "none.h5ad", "recipe.yaml, line 3: the file 'none.h5ad' does not exist"),
-        ("max_genes: 50", "layer: a", "recipe.yaml, line 4: layer='a' is not in the layers"),
-        ("hidden_dim: 8", "hidden_dim: 9", "recipe.yaml, line 7: hidden_dim=9 is not divisible by num_heads=2"),
-        ("checkpoint_dir: ck", "log_dir: cells.h5ad", "recipe.yaml, line 11: output.log_dir='cells.h5ad': 'cells.h5ad"),
-    ],
-)
-def test_mistakes_have_a_place(load: Callable[..., Config], old: str, new: str, start: str) -> None:
-    Path("recipe.yaml").write_text(TEXT[1:].replace(old, new).replace("data:", "data:\n", 1))
-    with pytest.raises(ScforgeError) as caught:
-        check_config(load())
-    assert str(caught.value).startswith(start)
+def test_mistakes_have_a_place(load: Callable[..., Config]) -> None:
+    for old, new, start in (
+        ("num_heads: 2", "d_model: 2", r"^recipe\.yaml, line 8: model\.d_model=2 is not an option"),
+        ("transformer_encoder", "transfomer", r"^recipe\.yaml, line 5: architecture='transfomer' is not known"),
+    ):
+        Path("recipe.yaml").write_text(TEXT[1:].replace(old, new))
+        with pytest.raises(ScforgeError, match=start):
+            check_config(load())
 
 
 def tunable(config: Config) -> list[str]:
@@ -166,30 +141,16 @@ def test_show_marks_what_was_set(load: Callable[..., Config]) -> None:
     lines = show_config(load("seed=7", "eval.benchmarks=[{label_prediction: {max_cells: 9}}]")).splitlines()
     shown = """
   paths: [cells.h5ad]  # set
-  max_genes: 50  # set
   # layer:
-  strategy: rank_value
     mask_ratio: 0.25  # set
     mask_token_prob: 0.8
-  name: masked_gene_prediction
-  hidden_dim: 8  # set
-  dropout: 0.1
     lr: 0.5  # set
-    weight_decay: 0.01
-  early_stopping_patience: 10
   benchmarks: [{label_prediction: {max_cells: 9}}]  # set
-  checkpoint_dir: ck  # set
 seed: 7  # set"""
     assert set(shown[1:].splitlines()) <= set(lines)
     assert not [line for line in lines if "vocab_size" in line or "normalize:" in line or "log1p:" in line]
-
-
-def test_show_of_options_by_another_name(load: Callable[..., Config]) -> None:
-    lines = show_config(load("model={architecture: masked_autoencoder, hidden_dim: 16}")).splitlines()
-    assert {"  hidden_dim: 16  # set", "  num_layers: 1  # set", "  decoder_layers: 2"} <= set(lines)
-    assert not [line for line in lines if "encoder_dim: " in line and "decoder" not in line]
-    places = ["tokenizer.max_len=40", "objective.mask_ratio=0.3", "data.sampling.balance_key=group"]
-    lines = show_config(load(*places, "data.preprocessing.log1p=true")).splitlines()
-    shown = {"  max_genes: 40  # set", "    mask_ratio: 0.3  # set", "    start: 0.0", "    end: 1.0"}
-    assert shown | {"    log1p: true  # set"} <= set(lines)
-    assert not [line for line in lines if "normalize:" in line]
+    Path("recipe.yaml").write_text(TEXT)
+    by_another_name = ["model={architecture: masked_autoencoder, hidden_dim: 16}", "tokenizer.max_len=40"]
+    by_another_name += ["objective.mask_ratio=0.3", "data.sampling.balance_key=group", "data.preprocessing.log1p=true"]
+    shown = {"  hidden_dim: 16  # set", "  decoder_layers: 2", "  max_genes: 40  # set", "    mask_ratio: 0.3  # set"}
+    assert shown | {"    end: 1.0", "    log1p: true  # set"} <= set(show_config(load(*by_another_name)).splitlines())

@@ -1,7 +1,3 @@
-"""Every key of a configuration is read by something: a changed value changes what is built."""
-
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Callable, Sequence
@@ -41,7 +37,6 @@ TUNED = ["model=", "data.preprocessing=", "finetune={base_model: base, task: ann
 
 
 def arguments(made: Mock, *names: str) -> dict[str, Any]:
-    """Arguments of the last call, positional ones under names; empty if there was none."""
     call = made.call_args or mock.call()
     return dict(zip(names, call.args, strict=False)) | call.kwargs
 
@@ -84,10 +79,8 @@ class Built:
     @cached_property
     def opened(self) -> dict[str, Any]:
         """Arguments with which the cells are opened."""
-        query, cells = (
-            self.replaced("data.census.CensusQuery", Mock()),
-            self.replaced("estimators.config_data.open_cells"),
-        )
+        query = self.replaced("data.census.CensusQuery", Mock())
+        cells = self.replaced("estimators.config_data.open_cells")
         self.replaced("estimators.config_data.read_h5ad", ad.AnnData(obs={name: [0] for name in "ab"}))
         config_data.open_source(self.config.data)
         seen = arguments(query) | arguments(cells)
@@ -213,7 +206,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def build(files: Path, tiny_adata: ad.AnnData, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Built]:
-    """Return a function that makes what a configuration with changes is made into."""
     monkeypatch.chdir(files)
     if not Path("cells.h5ad").exists():
         tiny_adata.layers["counts"] = tiny_adata.X.copy()
@@ -256,7 +248,6 @@ def test_what_fits_into_memory_is_tried_out_by_the_training(build: Callable[[lis
     assert build([*SCORES, "eval.benchmarks=[]"]).train["callbacks"] == []
 
 
-# What else of a configuration reaches a fine-tuning.
 PASSED_ON = {
     **rows("data", {"max_tokens_per_batch": 512, "num_threads": 0}, "tuned", TUNED),
     **rows("training", {"batch_size": 20, "gradual_unfreezing": 2, "lr": 0.01, "max_epochs": 2}, "tuned", TUNED),
@@ -280,7 +271,6 @@ def test_fine_tuning_refuses_what_it_would_not_read(build: Callable[[list[str]],
 
 
 def test_defaults_of_the_schema_are_those_of_the_training(build: Callable[[list[str]], Built]) -> None:
-    """A default that stands in both places is one."""
     given = inspect.signature(Encoder.train).parameters
     config = build([]).config
     for section, names in from_config._ARGUMENTS.items():

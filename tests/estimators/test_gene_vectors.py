@@ -1,8 +1,3 @@
-"""The tokenizer `gene_embedding` in the front class: vectors reach the model, and a saved model needs no table."""
-
-from __future__ import annotations
-
-import json
 from pathlib import Path
 
 import anndata as ad
@@ -10,31 +5,19 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scforge.config import load_config
 from scforge.errors import GeneMismatchError, MissingFileError, OptionError
 from scforge.estimators import Encoder
 from scforge.models.components import GeneVectorEmbedding
 from scforge.tokenizers import RankValueTokenizer
-from scforge.workflows import train_from_config
 
 D = 6
 GENES = [f"gene{i}" for i in range(80)]
 VECTORS = pd.DataFrame(np.random.default_rng(0).normal(3.0, 2.0, (80, D)), index=GENES, dtype=np.float32)
 SMALL = {"gene_pooling": {"hidden_dim": 8}, "transformer_encoder": {"hidden_dim": 8, "num_layers": 1, "num_heads": 2}}
-every_case = pytest.mark.parametrize(
-    ("architecture", "objective", "options"),
-    [
-        ("gene_pooling", "joint_embedding", SMALL["gene_pooling"]),
-        ("gene_pooling", "masked_gene_prediction", SMALL["gene_pooling"] | {"pooling": "mean"}),
-        ("transformer_encoder", "masked_gene_prediction", SMALL["transformer_encoder"]),
-        ("transformer_encoder", "joint_embedding", SMALL["transformer_encoder"] | {"pooling": "cls"}),
-    ],
-)
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
-    """A file with the vectors of three quarters of the genes."""
     kept = VECTORS[np.arange(80) % 4 != 0]
     np.savez(tmp_path / "esm.npz", genes=kept.index.to_numpy(dtype=str), vectors=kept.to_numpy())
     return tmp_path / "esm.npz"
@@ -54,39 +37,31 @@ def changed(one: Encoder, other: Encoder) -> set[str]:
     return {name for name, value in part_of(one).state_dict().items() if not value.equal(after[name])}
 
 
-@pytest.mark.slow
-@every_case
-@pytest.mark.parametrize("freeze", [True, False])
-def test_training(architecture, objective, options, freeze, trained, build, table) -> None:
-    arguments = architecture, tokenizer(table, freeze=freeze), objective
+@pytest.mark.parametrize(
+    ("architecture", "objective", "pooling", "freeze", "missing"),
+    [
+        ("gene_pooling", "masked_gene_prediction", "mean", True, "learned"),
+        ("transformer_encoder", "joint_embedding", "cls", False, "drop"),
+    ],
+)
+def test_trained_and_saved_without_the_table(
+    architecture, objective, pooling, freeze, missing, trained, build, quick, table, tiny_adata, tmp_path: Path
+) -> None:
+    arguments = architecture, tokenizer(str(table), freeze=freeze, missing=missing), objective
+    options = SMALL[architecture] | {"pooling": pooling}
     before, model = build(*arguments, **options), trained(*arguments, **options, train={"lr": 0.05})
     assert changed(before, model) == {"projection.weight", "learned.weight"} | (set() if freeze else {"vectors.weight"})
     assert model._spec.model_options["gene_vectors"] == {"dim": D, "learned": 4 + 20, "frozen": freeze}
-    assert np.isfinite(model.get_latent_representation()).all()
-    assert "gene_vectors={'dim': 6" in repr(model)
-
-
-@pytest.mark.slow
-@every_case
-@pytest.mark.parametrize("missing", ["learned", "drop"])
-def test_a_saved_model_needs_no_table(
-    architecture, objective, options, missing, trained, quick, table, tiny_adata: ad.AnnData, tmp_path: Path
-) -> None:
-    model = trained(architecture, tokenizer(str(table), missing=missing), objective, **options)
-    before = model.get_latent_representation()
+    embedding = model.get_latent_representation()
     model.save(tmp_path / "model")
     table.unlink()
-    for again in (Encoder.load(tmp_path / "model", tiny_adata.copy()), Encoder.load(tmp_path / "model", tiny_adata)):
-        np.testing.assert_array_equal(again.get_latent_representation(tiny_adata, key_added=None), before)
-        assert again.tokenizer.config() == model.tokenizer.config()
-        assert again._spec == model._spec
-        assert changed(model, again) == set()
-    saved = json.loads((tmp_path / "model" / "config.json").read_text())
-    assert saved["tokenizer"]["table"] is None
-    assert str(table) not in json.dumps(saved)
+    again = Encoder.load(tmp_path / "model", tiny_adata)
+    np.testing.assert_array_equal(again.get_latent_representation(), embedding)
+    assert again.tokenizer.config() == model.tokenizer.config()
+    assert again._spec == model._spec
+    assert str(table) not in (tmp_path / "model" / "config.json").read_text()
     again.train(**quick)
     assert again.n_epochs_ == 4
-    assert changed(model, again) - {"learned.weight"} == {"projection.weight"}
 
 
 @pytest.mark.filterwarnings("ignore::scforge.errors.NotTrainedWarning")
@@ -99,41 +74,7 @@ def test_each_gene_has_its_own_vector(architecture, build, tiny_adata: ad.AnnDat
     first = embedding(VECTORS)
     np.testing.assert_array_equal(embedding(VECTORS.sample(frac=1, random_state=0)), first)
     assert np.abs(embedding(VECTORS.set_axis(np.roll(GENES, 1), axis=0)) - first).max() > 1e-3
-    # A common part and the unit of the vectors do not matter.
     np.testing.assert_allclose(embedding(100 * VECTORS + 7), first, atol=1e-4)
-
-
-def test_from_a_configuration(tiny_adata: ad.AnnData, table, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    tiny_adata.write_h5ad("cells.h5ad")
-    Path("recipe.yaml").write_text(
-        "data: {paths: cells.h5ad}\n"
-        "tokenizer: {strategy: gene_embedding, table: esm.npz, missing: drop, freeze: false}\n"
-        "model: {hidden_dim: 8, ffn_dim: 8}\n"
-        "training: {max_epochs: 1, batch_size: 16, accelerator: cpu}\n"
-        "output: {checkpoint_dir: ck}\n"
-    )
-    model = train_from_config(load_config("recipe.yaml"), progress_bar=False)
-    assert model.tokenizer.dropped == GENES[::4]
-    assert part_of(model).vectors.weight.requires_grad
-    table.unlink()
-    embedding = Encoder.load("ck/final", tiny_adata).get_latent_representation()
-    np.testing.assert_array_equal(embedding, model.get_latent_representation())
-    with pytest.raises(MissingFileError, match=r"table='esm.npz' does not exist"):
-        train_from_config(load_config("recipe.yaml"), progress_bar=False, overwrite=True)
-
-
-def test_vectors_with_an_attention_bias(trained, table, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
-    """As TranscriptFormer: the count of a gene draws attention to it."""
-    options = SMALL["transformer_encoder"]
-    embeddings = []
-    for bias in (True, False):
-        parts = tokenizer(table, transform="counts", clip=30.0, attention_bias=bias)
-        model = trained("transformer_encoder", parts, adata=tiny_adata.copy(), **options)
-        model.save(tmp_path / str(bias))
-        embeddings.append(Encoder.load(tmp_path / str(bias)).get_latent_representation(tiny_adata, key_added=None))
-        np.testing.assert_array_equal(embeddings[-1], model.get_latent_representation())
-    assert np.abs(embeddings[0] - embeddings[1]).max() > 1e-3
 
 
 def test_mistakes(build, quick, custom_architecture: str, table) -> None:
@@ -156,20 +97,13 @@ def test_mistakes(build, quick, custom_architecture: str, table) -> None:
 
 
 @pytest.mark.parametrize("architecture", ["gene_pooling", "transformer_encoder"])
-@pytest.mark.parametrize("name", ["rank_value", "continuous_projection", "gene_embedding"])
-def test_special_tokens_are_added_to_the_vocabulary(architecture, name, trained, tiny_adata, tmp_path, caplog) -> None:
-    caplog.set_level("INFO", logger="scforge")
+@pytest.mark.parametrize("name", ["rank_value", "gene_embedding"])
+def test_special_tokens_are_added_to_the_vocabulary(architecture, name, build, trained, tiny_adata, tmp_path) -> None:
     parts = {"name": name} | ({"table": VECTORS} if name == "gene_embedding" else {})
-    assert trained(architecture, parts, **SMALL[architecture]).vocab.special_tokens == (
-        "<pad>",
-        "<unk>",
-        "<mask>",
-        "<cls>",
-    )
-    assert "special tokens" not in caplog.text
+    usual = build(architecture, parts, **SMALL[architecture]).vocab.special_tokens
+    assert usual == ("<pad>", "<unk>", "<mask>", "<cls>")
     model = trained(architecture, {**parts, "append_eos": True}, **SMALL[architecture])
-    assert "adds the special tokens '<eos>' to the vocabulary" in caplog.text
-    assert model.vocab.special_tokens == ("<pad>", "<unk>", "<mask>", "<cls>", "<eos>")
+    assert model.vocab.special_tokens == (*usual, "<eos>")
     batch = model.tokenizer(model.cells().block(np.arange(3)))
     ends = batch["input_ids"].gather(1, batch["attention_mask"].sum(dim=1, keepdim=True) - 1)
     assert (ends == model.vocab.eos_id).all()

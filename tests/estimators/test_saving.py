@@ -1,59 +1,26 @@
-"""Model folders: what is loaded is what was saved, or one sentence says what is wrong with the folder."""
-
-from __future__ import annotations
-
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
+from unittest import mock
 
 import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
 
-from scforge.errors import (
-    GeneMismatchError,
-    MissingFileError,
-    ModelFileError,
-    OptionError,
-    ScforgeError,
-    ScforgeWarning,
-)
+from scforge.errors import GeneMismatchError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
-from scforge.estimators.serialize import MODEL, sealed
 
 FILES = ["README.md", "config.json", "model.safetensors", "vocab.json"]
-NEEDED = ["architecture", "tokenizer", "objective", "setup", "seed", "is_trained", "n_epochs", "history", "sha256"]
 
 
 @pytest.fixture
 def folder(model: Encoder, tmp_path: Path) -> Path:
-    """A saved model."""
     model.save(tmp_path / "model")
     return tmp_path / "model"
 
 
-def edit(folder: Path, **changes: object) -> None:
-    """Change entries of the description, and its checksum with them; None removes one."""
-    content = json.loads((folder / "config.json").read_text()) | changes
-    content = {key: value for key, value in content.items() if value is not None and key not in ("checksum", "format")}
-    (folder / "config.json").write_text(sealed(MODEL, content))
-
-
 def bytes_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def test_a_folder_of_four_plain_files(folder: Path) -> None:
-    assert sorted(path.name for path in folder.iterdir()) == FILES
-    assert list(folder.parent.iterdir()) == [folder], "no temporary folder is left"
-    card = (folder / "README.md").read_text()
-    assert "gene_pooling" in card
-    assert "neighbor_denoising" in card
-    (folder / "README.md").unlink()
-    Encoder.load(folder)
 
 
 @pytest.mark.parametrize("architecture", [None, "transformer_encoder"])
@@ -71,21 +38,9 @@ def test_equal_embeddings_whatever_the_order(architecture, trained, tiny_adata: 
         np.testing.assert_array_equal(without, after)
 
 
-@pytest.mark.slow
-def test_equal_embeddings_in_another_process(model: Encoder, folder: Path, tmp_path: Path) -> None:
-    embedding = model.get_latent_representation()
-    shuffled = model.adata[::-1, ::-1].copy()
-    shuffled.write_h5ad(tmp_path / "cells.h5ad")
-    script = (
-        "import anndata, numpy, scforge\n"
-        "adata = anndata.read_h5ad('cells.h5ad')\n"
-        "numpy.save('embedding.npy', scforge.models.Encoder.load('model', adata).get_latent_representation())\n"
-    )
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, capture_output=True, timeout=120)
-    np.testing.assert_allclose(np.load(tmp_path / "embedding.npy")[::-1], embedding, atol=1e-6)
-
-
 def test_everything_comes_back(model: Encoder, folder: Path, quick) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == FILES
+    (folder / "README.md").unlink()
     again = Encoder.load(folder, model.adata.copy())
     assert repr(again) == repr(model)
     assert (again.is_trained_, again.n_epochs_, again.seed) == (True, 2, 0)
@@ -220,34 +175,15 @@ def test_an_existing_folder_without_a_model(model: Encoder, tmp_path: Path, monk
             model.save(path, overwrite=True)
     assert {path.read_text() for path in (Path("project/README.md"), Path("notes.txt"))} == {"mine"}
     assert len(list(Path("project").iterdir())) == 1
-    Path("link").symlink_to("new")
-    Path("new").mkdir()
-    model.save("link")
-    assert Path("link").is_symlink()
-    assert sorted(path.name for path in Path("new").iterdir()) == FILES
 
 
 def test_a_save_that_fails_leaves_the_old_model(model: Encoder, folder: Path, monkeypatch) -> None:
     before = bytes_of(folder)
-
-    def fails(*args: object, **kwargs: object) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("scforge.estimators.serialize.save_file", fails)
+    monkeypatch.setattr("scforge.estimators.serialize.save_file", mock.Mock(side_effect=OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         model.save(folder, overwrite=True)
     assert bytes_of(folder) == before
     assert list(folder.parent.iterdir()) == [folder]
-
-
-@pytest.mark.slow
-def test_the_description_lacks_an_entry(folder: Path) -> None:
-    text = (folder / "config.json").read_text()
-    for key in NEEDED:
-        (folder / "config.json").write_text(text)
-        edit(folder, **{key: None})
-        with pytest.raises(ModelFileError, match=rf"config\.json' lacks '{key}'"):
-            Encoder.load(folder)
 
 
 def test_a_format_from_the_future(folder: Path) -> None:
@@ -257,26 +193,13 @@ def test_a_format_from_the_future(folder: Path) -> None:
         Encoder.load(folder)
 
 
-def test_weights_of_another_architecture(folder: Path) -> None:
-    architecture = json.loads((folder / "config.json").read_text())["architecture"]
-    edit(folder, architecture=architecture | {"num_layers": 2})
-    with pytest.raises(ModelFileError, match=r"do not fit the architecture in its config: missing '"):
-        Encoder.load(folder)
-    edit(folder, architecture={"name": "somebodys_model"})
-    with pytest.raises(OptionError, match=r"architecture='somebodys_model' is not known"):
-        Encoder.load(folder)
-
-
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
         ("nothing", {}, MissingFileError, r"^dir_path='.*; give the folder that model\.save\(\) wrote\.$"),
-        ("model/config.json", {}, MissingFileError, r"^dir_path='.*; give the folder that model\.save\(\) wrote\.$"),
-        ("model", {"device": "gpu"}, OptionError, "^device='gpu' cannot be used: "),
         ("model", {"device": "cuda:99"}, OptionError, "^device='cuda:99' cannot be used: "),
         ("model", {"accelerator": "tpu"}, OptionError, r"accelerator='tpu' is not known \(known: 'auto', 'cpu'"),
         ("model", {"adata": "cells.h5ad"}, OptionError, "adata is of type 'str'; read it with anndata.read_h5ad first"),
-        ("model", {"prefix": "run1_"}, OptionError, r"prefix='run1_', but a folder holds one .*dir_path='\S+/run1'"),
     ],
 )
 def test_what_cannot_be_loaded(folder: Path, name: str, options: dict, error: type[Exception], message: str) -> None:
@@ -295,16 +218,6 @@ def test_other_genes(folder: Path, tiny_adata: ad.AnnData) -> None:
     for call in (lambda: Encoder.load(folder, foreign), lambda: model.get_latent_representation(foreign)):
         with pytest.raises(GeneMismatchError, match=r"only 0 of the 40 genes .* map the gene ids of the data"):
             call()
-
-
-def test_another_kind_of_ids_names_the_column_that_fits(folder: Path, tiny_adata: ad.AnnData) -> None:
-    by_id = tiny_adata.copy()
-    by_id.var["symbol"] = np.asarray(by_id.var_names)
-    by_id.var_names = by_id.var["ensembl"].to_list()
-    with pytest.raises(ScforgeError, match=r"human Ensembl ids such as 'ENSG0+'") as caught:
-        Encoder.load(folder, by_id)
-    assert "adata.var['symbol'] has 40 of them: pass gene_key='symbol'" in str(caught.value)
-    assert "set adata.var_names = adata.var['symbol']" in str(caught.value)
 
 
 def test_words_of_scvi_tools_for_a_folder(model: Encoder, folder: Path) -> None:

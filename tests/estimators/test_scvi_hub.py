@@ -1,7 +1,3 @@
-"""Folders saved with ``scvi_format=True`` work in scvi-tools' own hub, and stay safe to read."""
-
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -10,12 +6,12 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from scforge.estimators.scvi_hub import HubLoader
 from scvi.hub import HubMetadata, HubModel
 from scvi.model.base import BaseModelClass
 
 from scforge.errors import DataError, ModelFileError
 from scforge.estimators import Encoder
-from scforge.estimators.scvi_hub import HubLoader
 
 
 @pytest.fixture
@@ -25,7 +21,6 @@ def folder(model: Encoder, tmp_path: Path) -> Path:
 
 
 def pulled(folder: Path) -> Path:
-    """Leave what ``HubModel.pull_from_huggingface_hub`` downloads, and the card."""
     kept = ("model.pt", "_scvi_required_metadata.json", "adata.h5ad", "README.md")
     for path in folder.iterdir():
         if path.name not in kept:

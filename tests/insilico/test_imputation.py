@@ -1,7 +1,3 @@
-"""Expression of hidden genes."""
-
-from __future__ import annotations
-
 import anndata as ad
 import numpy as np
 import pytest

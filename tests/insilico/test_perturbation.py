@@ -1,7 +1,3 @@
-"""Counts that are changed before cells become tokens."""
-
-from __future__ import annotations
-
 import anndata as ad
 import numpy as np
 import pandas as pd
@@ -68,7 +64,6 @@ def test_overexpressed_gene_ranks_first(name: str, options: dict, tiny_adata: ad
     for gene in (0, 40, 79):
         block = perturbation.apply(cells.block(np.arange(60)), np.full((60, 1), gene))
         assert set(tokenizer(block)["input_ids"][:, 1].tolist()) == {tiny_vocab.n_special + gene}
-    # What ranks first stays as it is.
     again = perturbation.apply(block, np.full((60, 1), gene))
     np.testing.assert_array_equal(again.counts, block.counts)
 
@@ -91,7 +86,6 @@ def test_activation_gives_usual_counts(tiny_vocab: GeneVocab):
 
 @pytest.mark.parametrize("weighting", ["complement", "inverse"])
 def test_overexpressed_genes_are_first_by_value_times_weight(weighting: str):
-    """If that takes no more counts than the rest of the cell has; and no fewer counts do."""
     generator = np.random.default_rng(0)
     dense = generator.poisson(3.0, (6, 20)).astype(np.float32)
     genes = [f"gene{i}" for i in range(20)]

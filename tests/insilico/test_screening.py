@@ -1,7 +1,3 @@
-"""How far cells move, beside genes of like expression."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import sparse
@@ -10,7 +6,7 @@ from scipy.stats import false_discovery_control, kstest
 from scforge.data import GeneVocab
 from scforge.data.cells import Cells, CellSource
 from scforge.insilico import Perturbation, mean_moves, screen
-from scforge.insilico.screening import centroid, draw_controls, units, with_rates
+from scforge.insilico.screening import centroid, units, with_rates
 
 N_GENES = 60
 
@@ -28,8 +24,6 @@ def cells() -> CellSource:
 
 
 class Linear:
-    """Embeds a cell by a sum of vectors of its genes; that of gene 0 is longer."""
-
     def __init__(self, strength: float = 6.0) -> None:
         self.vectors = np.random.default_rng(1).normal(scale=0.4, size=(N_GENES, 8))
         self.vectors[0] = [strength, 0, 0, 0, 0, 0, 0, 0]
@@ -45,10 +39,6 @@ def test_planted_gene_stands_out(cells: CellSource):
     goal = centroid(embed(cells)[100:])  # cells without gene 0
     genes = np.array([[0], [5], [9], [N_GENES - 1]])
     table = with_rates(screen(cells, embed, Perturbation("delete"), genes, goal=goal, n_controls=40))
-    assert table.columns.tolist() == [
-        *("n_cells", "shift", "shift_sd", "shift_z", "p_value", "fdr"),
-        *("goal_shift", "goal_shift_sd", "goal_z", "goal_p_value", "goal_fdr"),
-    ]
     assert table["n_cells"].tolist()[0] == 100
     assert table["p_value"][0] == pytest.approx(1 / 41)
     np.testing.assert_allclose(table["fdr"][:3], false_discovery_control(table["p_value"][:3]))
@@ -111,15 +101,3 @@ def test_a_gene_that_gets_counts_was_measured(cells: CellSource):
     assert screen(some, embed, perturbation, np.array([[N_GENES - 1]]), n_controls=5)["n_cells"][0] == 200
     assert all(seen)
     assert not measured[-1]
-
-
-def test_controls_are_like_what_is_tested():
-    rng = np.random.default_rng(0)
-    levels = np.concatenate([np.full(50, 1.0), np.full(50, 9.0)]) + rng.normal(scale=0.1, size=100)
-    both = draw_controls(np.array([[0], [99]]), levels, np.arange(1, 99), 30, rng)
-    assert len(np.unique(both)) == len(both) == 60
-    assert (levels[both] < 2).sum() == 30
-    pairs = draw_controls(np.array([[0, 99]]), levels, np.arange(1, 99), 30, rng)
-    assert len(np.unique(pairs, axis=0)) == 30
-    assert ((levels[pairs] < 2).sum(axis=1) == 1).all()
-    assert draw_controls(np.array([[0]]), levels, np.empty(0, dtype=int), 30, rng).shape == (0, 1)

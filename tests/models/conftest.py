@@ -1,7 +1,5 @@
 """A small ScDiVa, and cells for it as profiles, as tokens, and with hidden parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -12,7 +10,6 @@ from scforge.models import ScDiVaModel
 SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4, "latent_dim": 6}
 VOCAB, GENES = 60, 56
 MASK = 2
-
 type Batch = dict[str, torch.Tensor]
 
 

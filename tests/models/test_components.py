@@ -1,22 +1,14 @@
-"""Components and utilities; the examples of their documentation run in tests/seeds."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
 
+from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
-from scforge.models import (
-    init_weights,
-)
+from scforge.models import get_model, init_weights
 from scforge.models.components import (
     GeneExpressionEmbedding,
     MaskedGenePredictionHead,
-    SelfAttention,
-    TransformerBlock,
     cls_pool,
-    generate_causal_mask,
     last_pool,
     mean_pool,
 )
@@ -46,33 +38,6 @@ def test_head_starts_at_the_token_frequencies():
     torch.testing.assert_close(head(torch.randn(3, 8)).softmax(dim=-1), expected.expand(3, -1))
 
 
-def test_generate_causal_mask():
-    expected = torch.full((5, 5), -torch.inf).triu(1)
-    assert torch.equal(generate_causal_mask(5), expected)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 1)
-    assert encoder(torch.randn(2, 5, 8), mask=generate_causal_mask(5)).isfinite().all()
-
-
-def test_attention_equals_torch():
-    ours, torchs = SelfAttention(16, 4), nn.MultiheadAttention(16, 4, batch_first=True)
-    with torch.no_grad():
-        torchs.in_proj_weight.copy_(ours.qkv.weight)
-        torchs.in_proj_bias.copy_(ours.qkv.bias)
-        torchs.out_proj.weight.copy_(ours.out.weight)
-        torchs.out_proj.bias.copy_(ours.out.bias)
-    x = torch.randn(3, 7, 16)
-    padding = torch.arange(7) >= torch.tensor([7, 4, 2])[:, None]
-    expected, _ = torchs(x, x, x, key_padding_mask=padding, need_weights=False)
-    torch.testing.assert_close(ours(x, ~padding[:, None, None, :]), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_heads_must_divide_the_width():
-    with pytest.raises(OptionError, match="hidden_dim=30 is not divisible by num_heads=4"):
-        SelfAttention(30, 4)
-    with pytest.raises(ValueError, match="activation='tanh'"):
-        TransformerBlock(8, 2, activation="tanh")
-
-
 def test_init_weights():
     model = nn.ModuleList([nn.Embedding(5000, 512, padding_idx=0), nn.Linear(512, 512), nn.LayerNorm(512)])
     embedding, linear, norm = model
@@ -97,3 +62,12 @@ def test_pools_follow_the_mask(pool):
     for given in (mask, mask.float()):
         torch.testing.assert_close(pool(hidden, given), torch.stack([*rows, torch.zeros(8)]))
     torch.testing.assert_close(pool(hidden), torch.stack([kept(cell) for cell in hidden]))
+
+
+def test_gene_pooling_takes_the_default_pooling_of_a_configuration_as_the_mean():
+    config = ModelConfig(architecture="gene_pooling", vocab_size=20, hidden_dim=8, num_layers=1, pooling="cls")
+    torch.manual_seed(0)
+    model = get_model("gene_pooling", config).eval()
+    assert model.pooling == "mean"
+    ids, mask = torch.randint(4, 20, (2, 5)), torch.ones(2, 5, dtype=torch.bool)
+    assert torch.isfinite(model.encode(ids, mask)).all()

@@ -1,14 +1,10 @@
-"""Masked diffusion: what is hidden and how often, the weights, the loss, that nothing leaks, and that it learns."""
-
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 from scipy import sparse
 
 from scforge.data import CellSource, GeneVocab
-from scforge.data.sampling import cell_keys
+from scforge.data.cells import cell_keys
 from scforge.errors import DataError, OptionError, ScforgeWarning, TrainingError
 from scforge.models import ScDiVaModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
@@ -241,9 +237,7 @@ def test_random_data_stay_at_chance(position_embedding):
 
 
 @pytest.mark.parametrize("mode", ["vector", "tokens"])
-@pytest.mark.parametrize(
-    "objective", [MaskedDiffusion(), Variational(thinning=(1e-6, 1e-6))], ids=["masked", "thinned"]
-)
+@pytest.mark.parametrize("objective", [MaskedDiffusion(), Variational(thinning=(1e-6, 1e-6))])
 def test_cells_of_which_nothing_is_seen_can_be_trained_on(cells, tokenizer, objective, mode):
     torch.manual_seed(0)
     options = {"latent_dim": 4, "mode": mode, "denoising": isinstance(objective, MaskedDiffusion), "dropout": 0.0}

@@ -1,7 +1,3 @@
-"""Weight decay groups and learning-rate schedules."""
-
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
