@@ -401,10 +401,7 @@ model.save(folder + "/final", overwrite=True)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("epochs", "ends"),
-    [
-        (15, [signal.SIGKILL, signal.SIGTERM]),
-        pytest.param(200, [signal.SIGKILL] * 20, marks=pytest.mark.exhaustive),
-    ],
+    [(15, [signal.SIGKILL, signal.SIGTERM]), pytest.param(200, [signal.SIGKILL] * 20, marks=pytest.mark.exhaustive)],
 )
 def test_a_training_that_is_killed_has_the_weights_of_one_that_was_not(many_adata, tmp_path, monkeypatch, epochs, ends):
     generator = np.random.default_rng(time.time_ns())
