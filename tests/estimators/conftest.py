@@ -1,5 +1,3 @@
-"""Small models that train in a blink, for the tests of the front classes."""
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -22,14 +20,11 @@ TRANSFORMER = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2, "ffn_dim": 16}
 
 @pytest.fixture
 def quick() -> dict:
-    """Options of a training that takes a blink."""
     return {"max_epochs": 2, "batch_size": 16, "progress_bar": False, "accelerator": "cpu"}
 
 
 @pytest.fixture
 def build(tiny_adata: ad.AnnData) -> Callable[..., Encoder]:
-    """Return a function that makes a small, untrained model of `adata` (the tiny one if not given)."""
-
     def build(architecture=None, *parts, adata=None, setup=None, **options) -> Encoder:
         adata = tiny_adata if adata is None else adata
         Encoder.setup_anndata(adata, **(setup or {}))
@@ -41,8 +36,6 @@ def build(tiny_adata: ad.AnnData) -> Callable[..., Encoder]:
 
 @pytest.fixture
 def trained(build: Callable[..., Encoder], quick: dict) -> Callable[..., Encoder]:
-    """Return a function that makes a small model and trains it for two epochs; arguments as for `build`."""
-
     def trained(*args, train=None, **options) -> Encoder:
         model = build(*args, **options)
         model.train(**(quick | (train or {})))
@@ -53,7 +46,6 @@ def trained(build: Callable[..., Encoder], quick: dict) -> Callable[..., Encoder
 
 @pytest.fixture
 def model(trained: Callable[..., Encoder]) -> Encoder:
-    """A small light encoder, trained on the tiny data with labels."""
     return trained(setup={"labels_key": "group"})
 
 

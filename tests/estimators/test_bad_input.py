@@ -1,5 +1,3 @@
-"""Mistakes of a newcomer: each is one sentence of scforge's own, with the argument, its value and the fix."""
-
 from __future__ import annotations
 
 from functools import partial
@@ -42,7 +40,6 @@ SETUP = [
     ({"label_key": "group"}, OptionError, "'label_key' is unknown to 'setup_anndata'; did you mean 'labels_key'? (kno"),
     ({"categorical_covariate_keys": ["batch"]}, OptionError, "scforge has no covariates, use batch_key."),
     ({"size_factor_key": "group"}, OptionError, "the size of a cell is the sum of its counts, leave it out."),
-    ({"batch_key": "Batch"}, DataError, "not a column of adata.obs; did you mean 'batch'? (adata.obs has: 'group', 'b"),
     ({"labels_key": "zzz"}, DataError, "labels_key='zzz' is not a column of adata.obs (adata.obs has: 'group', 'batch"),
     ({"gene_key": "ensemble"}, DataError, "gene_key='ensemble' is not a column of adata.var; did you mean 'ensembl'?"),
     ({"layer": "count"}, DataError, "'count' is not in adata.layers; did you mean 'counts'? (adata.layers has: 'count"),
@@ -62,7 +59,6 @@ def test_arguments_of_a_set_up(tiny_adata: ad.AnnData, front) -> None:
 COUNTS = [
     (lambda x: -x, "adata.X holds negative values (smallest: -"),
     (lambda x: x + np.where(np.arange(80) == 3, np.nan, 0), "adata.X holds 60 missing or infinite values"),
-    (lambda x: x + np.where(np.arange(80) == 3, np.inf, 0), "adata.X holds 60 missing or infinite values"),
     (np.log1p, "adata.X holds values that are not whole numbers (first: "),
     (lambda x: x.astype(object), "adata.X has the dtype object"),
     (lambda x: None, "adata.X is None"),
@@ -83,16 +79,13 @@ def test_no_counts(tiny_adata: ad.AnnData, model: Encoder, change, part: str) ->
 
 
 def test_where_counts_are_is_told(tiny_adata: ad.AnnData) -> None:
-    counts = tiny_adata.copy()
+    counts, setup = tiny_adata.copy(), partial(Encoder.setup_anndata, tiny_adata)
     tiny_adata.X = tiny_adata.X * 0.5
-    tiny_adata.layers["scaled"] = tiny_adata.X.copy()
-    fails(lambda: Encoder.setup_anndata(tiny_adata), DataError, "undo the normalisation")
+    fails(setup, DataError, "undo the normalisation")
     tiny_adata.raw = counts
-    fails(lambda: Encoder.setup_anndata(tiny_adata), DataError, "adata.raw holds counts, pass adata.raw.to_adata()")
+    fails(setup, DataError, "adata.raw holds counts, pass adata.raw.to_adata()")
     tiny_adata.layers["counts"] = counts.X
-    for layer in (None, "scaled"):
-        setup = partial(Encoder.setup_anndata, tiny_adata, layer=layer)
-        fails(setup, DataError, "layer='counts' holds counts")
+    fails(setup, DataError, "layer='counts' holds counts")
     Encoder.setup_anndata(tiny_adata, layer="counts")
 
 
@@ -193,13 +186,6 @@ def test_options_of_the_model(build, parts, options, error, message) -> None:
     fails(lambda: build(*parts, **options), error, message)
 
 
-def test_extremes_that_are_fine_or_nearly(trained, build, tiny_adata: ad.AnnData) -> None:
-    for architecture in (None, "transformer_encoder"):
-        assert trained(architecture, seed=2**63 - 1).is_trained_
-    hint = "no gene is detected in 3 cells, of 1; use more cells, or name the genes, e.g. vocab="
-    fails(lambda: build(adata=tiny_adata[:1].copy()), DataError, hint, "vocab=GeneVocab.from_adata(adata)")
-
-
 def test_a_tokenizer_in_place_of_its_options(build) -> None:
     vocab = GeneVocab.from_genes([f"gene{i}" for i in range(40)]).with_medians(np.ones(40))
     tokenizer = get_tokenizer("rank_value", vocab, max_len=30)
@@ -214,14 +200,8 @@ def test_a_tokenizer_in_place_of_its_options(build) -> None:
 
 TRAINING = [
     ({"max_epochs": 0}, "max_epochs=0 is not a positive number of epochs."),
-    ({"max_epochs": True}, "max_epochs=True is not a whole number of epochs."),
-    ({"batch_size": "8"}, "batch_size='8' is neither a number of cells nor 'auto'."),
-    ({"validation_size": float("nan")}, "validation_size=nan is not in [0, 1)."),
     ({"validation_size": 0.999}, "validation_size=0.999 leaves no cell of 60 for training; lower it."),
-    ({"lr": float("inf")}, "lr=inf is not a positive number."),
-    ({"schedule": "cosin"}, "schedule='cosin' is not known; did you mean 'cosine'?"),
     ({"optimizer": "adm"}, "optimizer='adm' is not known; did you mean 'adam'?"),
-    ({"early_stopping": "validation_loss"}, "early_stopping='validation_loss' is neither True nor False."),
     ({"checkpoint_dir": __file__}, "is a file; give the name of a folder."),
     ({"accelerator": "gpuu"}, "an option of training cannot be used: You selected an invalid accelerator name"),
     ({"epochs": 3}, "training option 'epochs' is unknown to 'train'; did you mean 'max_epochs'?"),
@@ -237,16 +217,11 @@ def test_options_of_training(build, quick, options, message) -> None:
     assert not model.is_trained_
 
 
-EMBEDDING = [
-    ({"batch_size": 0}, OptionError, "batch_size=0 is not"),
-    ({"batch_size": 1.5}, OptionError, "batch_size=1.5 is not"),
-    ({"key_added": ""}, OptionError, "key_added='' is not a name"),
-    ({"key_added": 3}, OptionError, "key_added=3 is not a name"),
-    ({"adata": "cells.h5ad"}, MissingFileError, "'cells.h5ad' does not exist"),
-    ({"adata": pd.DataFrame()}, OptionError, "adata is of type 'DataFrame'"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), EMBEDDING, ids=[message for *_, message in EMBEDDING])
-def test_options_of_an_embedding(model: Encoder, options, error, message) -> None:
-    fails(lambda: model.get_latent_representation(**options), error, message)
+def test_options_of_an_embedding(model: Encoder) -> None:
+    for options, error, message in (
+        ({"batch_size": 0}, OptionError, "batch_size=0 is not"),
+        ({"key_added": ""}, OptionError, "key_added='' is not a name"),
+        ({"adata": "cells.h5ad"}, MissingFileError, "'cells.h5ad' does not exist"),
+        ({"adata": pd.DataFrame()}, OptionError, "adata is of type 'DataFrame'"),
+    ):
+        fails(lambda options=options: model.get_latent_representation(**options), error, message)

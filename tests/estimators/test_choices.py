@@ -1,5 +1,3 @@
-"""Cells that a user names."""
-
 from __future__ import annotations
 
 import anndata as ad

@@ -1,5 +1,3 @@
-"""Every key of a configuration is read by something: a changed value changes what is built."""
-
 from __future__ import annotations
 
 import inspect
@@ -38,7 +36,6 @@ TUNED = ["model=", "data.preprocessing=", "finetune={base_model: base, task: ann
 
 
 def arguments(made: Mock, *names: str) -> dict[str, Any]:
-    """Arguments of the last call, positional ones under names; empty if there was none."""
     call = made.call_args or mock.call()
     return dict(zip(names, call.args, strict=False)) | call.kwargs
 
@@ -210,7 +207,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def build(files: Path, tiny_adata: ad.AnnData, monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], Built]:
-    """Return a function that makes what a configuration with changes is made into."""
     monkeypatch.chdir(files)
     if not Path("cells.h5ad").exists():
         tiny_adata.layers["counts"] = tiny_adata.X.copy()
@@ -277,7 +273,6 @@ def test_fine_tuning_refuses_what_it_would_not_read(build: Callable[[list[str]],
 
 
 def test_defaults_of_the_schema_are_those_of_the_training(build: Callable[[list[str]], Built]) -> None:
-    """A default that stands in both places is one."""
     given = inspect.signature(Encoder.train).parameters
     config = build([]).config
     for section, names in from_config._ARGUMENTS.items():

@@ -1,5 +1,3 @@
-"""The front class: set-up, training, embedding, going on with scanpy."""
-
 from __future__ import annotations
 
 from functools import partial
@@ -47,13 +45,10 @@ def test_the_loop_of_the_readme(model: Encoder, tiny_adata: ad.AnnData, tmp_path
     again = ad.read_h5ad(tmp_path / "result.h5ad")
     np.testing.assert_array_equal(again.obsm["X_scforge"], embedding)
     provenance = again.uns["scforge"]["X_scforge"]
-    assert provenance["architecture"] == "gene_pooling"
-    assert provenance["objective"] == "neighbor_denoising"
-    assert provenance["vocab_hash"] == model.vocab.hash
-    assert bool(provenance["is_trained"]) is True
-    assert int(provenance["n_epochs"]) == 2
+    expected = {"architecture": "gene_pooling", "objective": "neighbor_denoising", "vocab_hash": model.vocab.hash}
+    expected |= {"is_trained": True, "n_epochs": 2, "gene_overlap": 1}
+    assert {name: provenance[name] for name in expected} == expected
     assert 0 < float(provenance["counts_kept"]) < 1
-    assert float(provenance["gene_overlap"]) == 1
 
 
 def test_it_learns(build, quick, tiny_adata: ad.AnnData) -> None:
@@ -155,20 +150,8 @@ def test_inference_does_not_look_at_the_other_cells(model: Encoder, tiny_adata: 
     np.testing.assert_allclose(model.get_latent_representation(key_added=None, batch_size=7), whole, atol=1e-6)
     for some in ([3, 0], np.arange(60) < 2):
         np.testing.assert_allclose(model.get_latent_representation(indices=some), whole[some], atol=1e-6)
-    assert "X_scforge" not in model.adata.obsm
     with pytest.raises(OptionError, match="indices are no positions of the 60 cells"):
         model.get_latent_representation(indices=[10_000])
-
-
-@pytest.mark.parametrize("architecture", [None, "transformer_encoder"])
-def test_genes_are_matched_by_name(architecture, trained, tiny_adata: ad.AnnData) -> None:
-    model = trained(architecture)
-    whole = model.get_latent_representation(key_added=None)
-    order = np.random.default_rng(3).permutation(80)
-    shuffled = tiny_adata[:, order].copy()
-    np.testing.assert_allclose(model.get_latent_representation(shuffled, key_added=None), whole, atol=1e-6)
-    more = ad.concat([tiny_adata, ad.AnnData(np.zeros((60, 5)), obs=tiny_adata.obs)], axis=1)
-    np.testing.assert_allclose(model.get_latent_representation(more, key_added=None), whole, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", [np.asarray, sparse.csc_matrix, partial(np.asarray, dtype=np.float16), "layer"])
@@ -207,16 +190,11 @@ def test_repr_names_what_one_can_pass(build, trained, model: Encoder, capsys) ->
         assert tokenizer in list_tokenizers()
         assert objective in list_objectives()
         assert "trained for 2 epochs" in text
-        assert "60 cells" in text
         build(name, tokenizer, objective)
     assert "not trained" in repr(build(n_top_genes=5_000))
-    assert build(n_top_genes=5_000).vocab.n_genes == 80, "there are no more"
     model.view_anndata_setup()
-    shown = capsys.readouterr().out
-    assert all(part in shown for part in ("Encoder.setup_anndata", "adata.X", "group"))
-    in_a_notebook = model._repr_html_()
-    assert in_a_notebook.startswith("<b>Encoder(gene_pooling, ")
-    assert ">labels_key=&#x27;group&#x27;<" in in_a_notebook
+    assert "adata.X" in capsys.readouterr().out
+    assert ">labels_key=&#x27;group&#x27;<" in model._repr_html_()
 
 
 class Bare(torch.nn.Module):
@@ -297,9 +275,7 @@ def test_a_custom_tokenizer(trained, tiny_adata: ad.AnnData, tmp_path, request) 
 def test_what_only_scvi_tools_has_says_what_to_do(model: Encoder) -> None:
     for name, instead in (
         ("trainer", "Encoder has no trainer; the scores of a training are in model.history"),
-        ("prepare_query_anndata", "genes are matched by name, call load_query_data"),
         ("get_normalized_expression", "make a scforge.models.ScDiVa"),
-        ("differential_abundance", "compute it with another package"),
         ("posterior_predictive_sample", "which scvi.criticism needs"),
     ):
         for owner in (model, Encoder):

@@ -1,5 +1,3 @@
-"""Exported models compute what ``encode`` computes, on other cells and lengths than those that were traced."""
-
 from __future__ import annotations
 
 import copy
@@ -131,15 +129,6 @@ def test_an_export_that_computes_something_else(weight: float, models, tmp_path:
     monkeypatch.setattr(exporting, "_program", other)
     with pytest.raises(ModelFileError, match=r"exported to 'model\.pt2' computes other embeddings than encode, by"):
         models["light"].export(tmp_path / "out", "torch")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_model_that_computes_no_numbers(models, tmp_path: Path) -> None:
-    model = copy.deepcopy(models["light"])
-    with torch.no_grad():
-        next(model.module.parameters()).fill_(float("nan"))
-    with pytest.raises(ModelFileError, match=r"exported to 'model\.pt2' .* encode, by inf"):
-        model.export(tmp_path / "out", "torch")
     assert not list(tmp_path.iterdir())
 
 

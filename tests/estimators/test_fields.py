@@ -1,5 +1,3 @@
-"""What setup_anndata registers."""
-
 from __future__ import annotations
 
 import anndata as ad

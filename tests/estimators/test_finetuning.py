@@ -1,5 +1,3 @@
-"""Fine-tuning from Python: what is trained, what stays, what is held out, and what comes back from a folder."""
-
 from __future__ import annotations
 
 import copy
@@ -14,23 +12,13 @@ from typing import Any
 from unittest.mock import Mock
 
 import anndata as ad
-import mudata
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from scforge import models
-from scforge.errors import (
-    DataError,
-    MissingFileError,
-    ModelFileError,
-    NotTrainedWarning,
-    OptionError,
-    ScforgeWarning,
-    TrainingError,
-)
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, ScforgeWarning, TrainingError
 from scforge.estimators import Encoder
 from scforge.models._utils import count_parameters
 from scforge.training import CellDataModule
@@ -46,7 +34,6 @@ def cells(many_adata: ad.AnnData) -> ad.AnnData:
 
 @pytest.fixture(scope="module")
 def base(cells: ad.AnnData) -> Encoder:
-    """A transformer of three layers, trained for an epoch; not to be changed."""
     Encoder.setup_anndata(cells)
     model = Encoder(cells, "transformer_encoder", **SMALL)
     model.train(**QUICK)
@@ -55,8 +42,6 @@ def base(cells: ad.AnnData) -> Encoder:
 
 @pytest.fixture
 def tune(base: Encoder, cells: ad.AnnData) -> Callable[..., Encoder]:
-    """Return a function that fine-tunes the base model for the groups."""
-
     def tune(task="annotation", adata=None, **options) -> Encoder:
         options = {"labels_key": "group", **QUICK, **options}
         return base.finetune(task, cells if adata is None else adata, **options)
@@ -66,13 +51,11 @@ def tune(base: Encoder, cells: ad.AnnData) -> Callable[..., Encoder]:
 
 @pytest.fixture(scope="module")
 def annotator(base: Encoder, cells: ad.AnnData) -> Encoder:
-    """Fine-tuned with all weights; not to be changed."""
     return base.finetune("annotation", cells, labels_key="group", **(QUICK | {"max_epochs": 3}))
 
 
 @pytest.fixture(scope="module")
 def saved(annotator: Encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the annotator."""
     path = tmp_path_factory.mktemp("saved") / "model"
     annotator.save(path)
     return path
@@ -80,13 +63,11 @@ def saved(annotator: Encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def adapted(base: Encoder, cells: ad.AnnData) -> Encoder:
-    """Fine-tuned with adapters; not to be changed."""
     options = QUICK | {"max_epochs": 3, "lr": 1e-2}
     return base.finetune("annotation", cells, labels_key="group", lora={"r": 2}, **options)
 
 
 def changed(base: Encoder, tuned: Encoder) -> set[str]:
-    """Return the names of weights of the encoder that fine-tuning has changed."""
     after = tuned.backbone.state_dict()
     return {name for name, value in base.module.state_dict().items() if not value.equal(after[name])}
 
@@ -274,39 +255,23 @@ def test_a_batch_for_each_cell_is_left_out(tiny_adata: ad.AnnData, tmp_path: Pat
     assert model.finetune("annotation", new, labels_key="group", **QUICK).spec.tuning is not None
 
 
-def test_a_modality(many_adata: ad.AnnData) -> None:
-    protein = many_adata[:120, :5].copy()
-    protein.var_names = [f"protein{i}" for i in range(5)]
-    data = mudata.MuData({"rna": many_adata[:120].copy(), "protein": protein})
-    Encoder.setup_mudata(data, modality="rna", labels_key="group")
-    model = Encoder(data, n_top_genes=40, hidden_dim=8, ffn_dim=8)
-    with pytest.warns(NotTrainedWarning, match="begins with random weights"):
-        annotator = model.finetune("annotation", **QUICK)
-    annotator.predict(data)
-    assert "scforge_group" in data["rna"].obs
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"task": "anotation"}, "task='anotation' is not known; did you mean 'annotation'"),
-        ({"task": 3}, "task=3 is neither a name nor a dict"),
         ({"learning_rate": 0.1}, "option of finetune 'learning_rate' is unknown to 'annotation'"),
         ({"batch_key": "donor"}, "batch_key='donor' is of no use to the task 'annotation'"),
         ({"task": {"name": "annotation", "labels_key": "kind"}}, "labels_key is given in task and beside it"),
         ({"test_size": 0.5, "validation_size": 0.5}, "leave no cell to train on"),
-        ({"test_size": 1.0}, r"test_size=1.0 is not in \[0, 1\)"),
         ({"split_by": "donor", "split_key": "kind"}, "split_by='donor' has no use beside split_key"),
         ({"split_key": "kind"}, "split_key='kind' has the values 'common', 'rare'; name the parts"),
         ({"split_key": "grop"}, "split_key='grop' is not a column .*did you mean 'group'"),
         ({"labels_key": "grop"}, "labels_key='grop' is not a column .*did you mean 'group'"),
         ({"labels_key": "none"}, "labels_key='none' leaves no cell to train on; choose another"),
         ({"lora": {"targets": ["qkv_prj"]}}, "'qkv_prj', which is no linear layer of TransformerEncoder"),
-        ({"lora": "yes"}, "lora='yes' is neither true, false nor a dict"),
         ({"lora": True, "freeze": 1}, "adapters freeze the weights of the encoder anyway"),
         ({"lora": True, "gradual_unfreezing": 1}, "thaws layers that lora=True keeps frozen"),
         ({"freeze": 9}, "freeze=9 but there are 3 layers"),
-        ({"layer_lr_decay": 2.0}, "layer_lr_decay=2.0"),
         ({"datamodule": 3}, "datamodule is of no use to finetune"),
         ({"freeze": True, "optimizer": "muon"}, "optimizer='muon' is for the matrices of hidden layers, .* all frozen"),
     ],
@@ -318,44 +283,29 @@ def test_mistakes(tune: Callable[..., Encoder], cells: ad.AnnData, options: dict
         tune(adata=adata, **options)
 
 
-def test_adapters_need_no_second_base(base: Encoder, adapted: Encoder, tmp_path: Path, monkeypatch) -> None:
-    """The architecture is made without memory, for its shapes, and never with random weights."""
+@pytest.mark.parametrize("share", [True, False])
+def test_adapters_need_no_second_base(base: Encoder, adapted: Encoder, tmp_path: Path, share: bool) -> None:
     adapted.save_adapter(tmp_path / "adapter")
-    made = []
-
-    def get_model(*args: Any) -> torch.nn.Module:
-        module = models.get_model(*args)
-        made.append(next(module.parameters()).device.type)
-        return module
-
-    monkeypatch.setattr("scforge.estimators.spec.get_model", get_model)
-    again = {share: Encoder.load_adapter(base, tmp_path / "adapter", share=share) for share in (True, False)}
-    assert made == ["meta", "meta"]
+    again = Encoder.load_adapter(base, tmp_path / "adapter", share=share)
     memory = {parameter.data_ptr() for parameter in base.module.parameters()}
-    shared = [{p.data_ptr() for p in model.backbone.parameters()} >= memory for model in again.values()]
-    assert shared == [True, False]
-    assert again[True].spec == adapted.spec
+    assert ({parameter.data_ptr() for parameter in again.backbone.parameters()} >= memory) == share
+    assert again.spec == adapted.spec
 
 
 class SpoilWeights(Callback):
-    """Makes the loss infinite from an epoch on."""
-
-    def __init__(self, epoch: int) -> None:
-        self.epoch = epoch
-
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch == self.epoch:
+        if trainer.current_epoch == 5:
             with torch.no_grad():
                 next(pl_module.module.head.parameters()).fill_(torch.nan)
 
 
 @pytest.mark.slow
 def test_a_training_that_fails_leaves_calibrated_confidence(annotator: Encoder, saved: Path, monkeypatch) -> None:
+    longer = QUICK | {"max_epochs": 9, "lr": 1e-2}
     model = Encoder.load(saved, annotator.adata)
-    before = model.history_["validation_loss"].shape[0]
     with pytest.raises(TrainingError, match="lower the learning rate"):
-        model.train(**QUICK | {"max_epochs": 9}, lr=1e-2, callbacks=[SpoilWeights(epoch=before + 2)])
-    assert model.n_epochs_ > before
+        model.train(**longer, callbacks=[SpoilWeights()])
+    assert model.n_epochs_ > 3
     found = model.module.head.temperature.clone()
     model._calibrate(model._training_data(None, model.spec.build_objective()))
     assert found.item() == model.module.head.temperature.item() != 1.0
@@ -367,7 +317,7 @@ def test_a_training_that_fails_leaves_calibrated_confidence(annotator: Encoder, 
         pytest.warns(ScforgeWarning, match="could not be calibrated: no memory"),
         pytest.raises(TrainingError, match="lower the learning rate"),
     ):
-        model.train(**QUICK | {"max_epochs": 9}, lr=1e-2, callbacks=[SpoilWeights(epoch=before + 1)])
+        model.train(**longer, callbacks=[SpoilWeights()])
     with pytest.raises(RuntimeError, match="no memory"):
         model.train(**QUICK)
 
@@ -409,14 +359,3 @@ def test_an_evaluation_of_a_file_has_the_baselines_of_an_adata(annotator, many_a
     pd.testing.assert_frame_equal(annotator.evaluate(str(tmp_path / "query.h5ad")), of_adata)
     # Cells that were opened over some genes: the baselines learn from the same ones.
     assert list(annotator.evaluate(annotator.cells(query)).index) == list(of_adata.index)
-
-
-def test_warnings_point_at_the_line_of_the_user(cells: ad.AnnData, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = Encoder(cells, objective="joint_embedding", n_top_genes=60)
-    with pytest.warns(NotTrainedWarning, match="fine-tuning begins with random weights") as caught:
-        model.finetune("annotation", labels_key="group", **QUICK)
-    assert {Path(one.filename).name for one in caught} == {Path(__file__).name}
-    monkeypatch.setattr("scforge.training.objectives._collapse._LINE", np.inf)  # any embedding has collapsed
-    with pytest.warns(ScforgeWarning, match="the embedding has collapsed") as caught:
-        model.train(**QUICK)
-    assert {Path(one.filename).name for one in caught} == {Path(__file__).name}

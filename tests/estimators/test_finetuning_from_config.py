@@ -1,5 +1,3 @@
-"""Fine-tuning from a configuration: from files to a model, predictions and figures in files."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -29,7 +27,6 @@ output: {checkpoint_dir: ck}
 
 @pytest.fixture(scope="module")
 def folder(many_adata: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with cells of two files and a trained base model; not to be changed."""
     path = tmp_path_factory.mktemp("finetune")
     some, other = many_adata[:160].copy(), many_adata[160:220].copy()
     for adata in (some, other):
@@ -47,7 +44,6 @@ def folder(many_adata: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def place(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory in which the files of `folder` are at hand."""
     monkeypatch.chdir(tmp_path)
     for name in ("cells.h5ad", "others.h5ad", "base"):
         Path(name).symlink_to(folder / name)
@@ -57,7 +53,6 @@ def place(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 @pytest.fixture
 def run(place: Path) -> Callable[..., FinetuningResult]:
-    """Return a function that fine-tunes from config.yaml, with changes."""
     return lambda *keys, **options: finetune_from_config(
         load_config("config.yaml", keys), progress_bar=False, **options
     )
@@ -65,7 +60,6 @@ def run(place: Path) -> Callable[..., FinetuningResult]:
 
 @pytest.fixture(scope="module")
 def tuned(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a fine-tuned model; not to be changed."""
     path = tmp_path_factory.mktemp("tuned") / "ck"
     (path.parent / "config.yaml").write_text(TEXT)
     changes = [f"data.paths={folder / 'cells.h5ad'}", f"finetune.base_model={folder / 'base'}"]

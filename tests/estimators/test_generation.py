@@ -1,5 +1,3 @@
-"""Encoder.generate: cells out, begun and conditioned as one wishes."""
-
 from __future__ import annotations
 
 import functools
@@ -31,7 +29,6 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def made(many_adata: ad.AnnData) -> Callable[[str], Encoder]:
-    """Return a function that trains a model of a kind once."""
 
     @functools.cache
     def made(kind: str) -> Encoder:
@@ -130,28 +127,20 @@ def test_prompts(model: Encoder):
     ("kind", "options", "message"),
     [
         ("plain", {"n_cells": None}, "n_cells=None; say how many"),
-        ("plain", {"n_cells": 0}, "n_cells=0"),
         ("plain", {"temperature": -1.0}, "temperature=-1.0"),
         ("plain", {"top_k": 0}, "top_k=0"),
-        ("plain", {"batch_size": 0}, "batch_size=0"),
-        ("plain", {"seed": "x"}, "seed='x'"),
         ("plain", {"condition": "a"}, "the model knows no classes"),
         ("plain", {"prompt": ["gene60", "nogene"]}, "prompt names 'nogene', not among the 40 genes"),
         ("plain", {"prompt": ["gene60", "gene60"]}, "prompt names 'gene60' twice; name each gene once"),
         ("plain", {"prompt": {"gene60": -1.0}}, "is not a positive number"),
-        ("plain", {"prompt": []}, "neither a list of genes"),
         ("plain", {"prompt": "gene60"}, "prompt='gene60' is neither a list of genes"),
-        ("plain", {"prompt": {"a", "b", "c"}}, "AnnData; a set has no order"),
         ("plain", {"prompt": SERIES}, r"^prompt=Series is neither .*AnnData; use to_list\(\) or to_dict\(\).$"),
         ("plain", {"prompt": ad.AnnData(np.ones((3, 4)))}, "prompt is AnnData, which says how many"),
         ("plain", {"n_cells": ad.AnnData(np.ones((3, 4)))}, "^n_cells=AnnData is .* pass it as prompt= to go"),
-        ("plain", {"n_cells": SERIES}, "^n_cells=Series is no number of cells; give a whole number.$"),
         ("plain", {"max_len": 1}, "max_len=1 is not at least 2"),
         ("plain", {"max_len": 99}, "max_len=99 is above max_seq_len=42 of the model"),
         ("groups", {"condition": "c"}, "condition='c' is no class of the model"),
         ("groups", {"condition": ["A", "b", "b"]}, r"condition='A' is no class .* did you mean 'a'\? \(known"),
-        ("groups", {"condition": 1}, "condition=1 is neither the name of a class nor a list of names"),
-        ("groups", {"condition": [["b"]] * 3}, r"condition=\['b'\] is no class of the model"),
         ("groups", {"condition": ["a", "b"]}, "condition has 2 classes for 3 cells"),
         ("no cls", {}, "prompt=None but the cells of the model have no CLS token"),
         ("no cls", {"prompt": ["gene60"]}, "gives no values, but the model has no CLS token"),

@@ -1,5 +1,3 @@
-"""Which cells a model may be scored on after a chain of fine-tunings."""
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,7 +20,6 @@ type Cut = Callable[..., ad.AnnData]
 
 @pytest.fixture(scope="module")
 def data(many_adata: ad.AnnData) -> Cut:
-    """Return a function that cuts cells out; the first 120 are those of the first fine-tuning."""
     return lambda start=0, stop=120, n_genes=None: many_adata[start:stop, :n_genes].copy()
 
 

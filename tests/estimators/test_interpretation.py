@@ -1,5 +1,3 @@
-"""Encoder asked about genes: perturbed in silico, embedded, attended to, imputed."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

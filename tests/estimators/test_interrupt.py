@@ -1,5 +1,3 @@
-"""Ctrl-C, and trainings that fail: what the model is afterwards."""
-
 from __future__ import annotations
 
 import logging
@@ -18,8 +16,6 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT t
 
 
 class CtrlC(Callback):
-    """Sends SIGINT to this process, once or more, after a batch."""
-
     def __init__(self, epoch: int, batch: int, times: int = 1) -> None:
         self.when, self.times = (epoch, batch), times
 

@@ -1,5 +1,3 @@
-"""The masked autoencoder through the front class and through YAML."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A training that ended in the middle goes on as if it never had."""
-
 from __future__ import annotations
 
 import csv
@@ -35,8 +33,6 @@ class Crash(Exception):
 
 
 class CrashAfter(Callback):
-    """Breaks off before a step, or after the validation of an epoch."""
-
     def __init__(self, step: int | None = None, epoch: int | None = None) -> None:
         self.step, self.epoch = step, epoch
 
@@ -56,7 +52,6 @@ def cells(many_adata: ad.AnnData) -> ad.AnnData:
 
 @pytest.fixture(scope="module")
 def whole(cells, tmp_path_factory) -> Encoder:
-    """A model of three epochs that were not interrupted."""
     model = make(cells)
     train(model, tmp_path_factory.mktemp("whole"))
     return model
@@ -64,7 +59,6 @@ def whole(cells, tmp_path_factory) -> Encoder:
 
 @pytest.fixture
 def broken(cells, tmp_path) -> Path:
-    """The folder of a training that broke off after five of nine steps."""
     with pytest.raises(Crash):
         train(make(cells), tmp_path / "run", crash=5)
     return tmp_path / "run"
@@ -354,29 +348,6 @@ def test_killed_before_the_first_state(cells, tmp_path):
     model = make(cells)
     model.train(2, **PLAIN, checkpoint_dir=tmp_path, resume="auto")
     assert model.n_epochs_ == 2
-
-
-def test_an_epoch_that_a_callback_cut_short_goes_on(cells, whole, tmp_path):
-    class Stops(Callback):
-        def on_train_batch_end(self, trainer, *args) -> None:
-            trainer.should_stop = trainer.global_step == 4
-
-    given = {**PLAIN, "max_epochs": 3, "early_stopping": False}
-    make(cells).train(**given, checkpoint_dir=tmp_path, callbacks=[Stops()])
-    other = make(cells)
-    other.train(**given, checkpoint_dir=tmp_path, resume="auto")
-    assert same_weights(whole, other)
-
-
-def test_validation_sees_the_averaged_weights(cells):
-    class Looks(Callback):
-        def on_validation_end(self, trainer, plan) -> None:
-            self.seen = {name: value.clone() for name, value in plan.module.state_dict().items()}
-
-    model, looks = make(cells), Looks()
-    model.train(1, **PLAIN, ema_decay=0.9, callbacks=[looks])
-    for name, value in model.module.state_dict().items():
-        assert torch.equal(value, looks.seen[name])
 
 
 SCRIPT = """

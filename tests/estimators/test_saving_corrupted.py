@@ -1,5 +1,3 @@
-"""Folders of models and adapters that an accident or somebody has spoiled: a sentence, nothing run, memory bounded."""
-
 from __future__ import annotations
 
 import json
@@ -38,9 +36,6 @@ def weights(folder: Path) -> Path:
     return folder / FILES[folder.name][1]
 
 
-# ---- accidents, links and pickles
-
-
 def cut(name: str, keep: Callable[[int], int]) -> Spoil:
     return lambda folder: os.truncate(folder / name, keep((folder / name).stat().st_size))
 
@@ -64,8 +59,6 @@ def link(name: str, target: str) -> Spoil:
 
 
 class Harmful:
-    """Makes a folder when it is unpickled."""
-
     def __init__(self, mark: Path) -> None:
         self.mark = mark
 
@@ -111,9 +104,6 @@ CASES["model"]["a pickle alone"] = only_pickled
 for kind in CASES:
     CASES[kind]["no folder at all"] = shutil.rmtree
     CASES[kind]["a file in place of the folder"] = lambda folder: (shutil.rmtree(folder), folder.write_text(""))
-
-
-# ---- what is no accident: the checksums are right
 
 
 def said(part: str | None = None, **changes: object) -> Spoil:
@@ -225,9 +215,6 @@ CASES["adapter"] |= {
 }
 
 
-# ---- weights that are no accident
-
-
 def rewritten(change: Callable[[dict, bytes], tuple[dict | bytes, bytes]]) -> Spoil:
     def spoil(folder: Path) -> None:
         data = weights(folder).read_bytes()
@@ -241,8 +228,6 @@ def rewritten(change: Callable[[dict, bytes], tuple[dict | bytes, bytes]]) -> Sp
 
 
 def first(**changes: object) -> Spoil:
-    """Change what the header says of the first tensor."""
-
     def change(header: dict, numbers: bytes) -> tuple[dict, bytes]:
         name = next(name for name in header if name != "__metadata__")
         header[name] |= changes
@@ -303,9 +288,6 @@ CASES["model"] |= {
 }
 
 
-# ---- the test
-
-
 @pytest.fixture(scope="module")
 def base() -> Encoder:
     return Encoder.load(FIRST / "base")
@@ -313,7 +295,6 @@ def base() -> Encoder:
 
 @pytest.fixture(scope="module")
 def sound(base: Encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model, one with another, and one with an adapter, which all load."""
     place = tmp_path_factory.mktemp("sound")
     counts = np.random.default_rng(0).poisson(1.0, (20, 40)).astype(np.float32)
     for name, n_genes in {"model": 30, "other": 40}.items():

@@ -33,7 +33,6 @@ FOLDERS = sorted(FIXTURES.glob("format_*"))
 
 
 def expected_of(folder: Path) -> tuple[dict, ad.AnnData]:
-    """Return what the models of a folder computed, and of which cells."""
     expected = json.loads((folder / "expected.json").read_text())
     adata = ad.AnnData(np.array(expected["counts"], dtype=np.float32))
     adata.var_names = expected["genes"]
@@ -74,20 +73,6 @@ def test_an_earlier_folder(folder: Path, name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(again, embedding)
 
 
-def test_an_adapter_is_saved_in_the_present_format(tmp_path: Path) -> None:
-    adapted(FOLDERS[0]).save_adapter(tmp_path)
-    path = tmp_path / "adapter.json"
-    assert json.loads(path.read_text())["format"] == ADAPTER.format
-    base = Encoder.load(FOLDERS[0] / "base")
-    Encoder.load_adapter(base, tmp_path)
-    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
-    with pytest.raises(ModelFileError, match=r"adapter\.json' is corrupted: its content does not fit the checksum"):
-        Encoder.load_adapter(base, tmp_path)
-
-
-# ---- the description
-
-
 def test_figures_that_are_no_numbers(tmp_path: Path) -> None:
     """Format 1 wrote them as Python does; now they are standard JSON. Keys that are numbers become text, as before."""
     path = tmp_path / "config.json"
@@ -101,11 +86,7 @@ def test_figures_that_are_no_numbers(tmp_path: Path) -> None:
         np.testing.assert_array_equal(description["history"]["loss"], odd["history"]["loss"])
 
 
-# ---- options that nobody set
-
-
 def say(path: Path, part: str, **changes: object) -> None:
-    """Change a part of a description, and the checksum if there is one."""
     content = json.loads(path.read_text())
     content[part] |= changes
     kept = {key: value for key, value in content.items() if key not in ("format", "scforge_version", "checksum")}
@@ -183,13 +164,8 @@ def test_the_options_of_other_architectures(custom_architecture: str, tiny_adata
     assert set(inspect.signature(Encoder).parameters) - {"options"} <= _TAKEN
 
 
-# ---- what does not fit
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Callable[[str], Path]:
-    """Return a function that copies a fixture to where it can be changed."""
-
     def folder(name: str) -> Path:
         return Path(shutil.copytree(FOLDERS[0] / name, tmp_path / name))
 
@@ -240,22 +216,6 @@ def test_an_adapter_that_does_not_fit(folder: Callable[[str], Path], change: dic
     say(path / "adapter.json", "tuning", **change)
     with pytest.raises(OptionError if "somebodys" in message else ModelFileError, match=message):
         Encoder.load_adapter(Encoder.load(FOLDERS[0] / "base"), path)
-
-
-def test_files_of_the_cache_of_the_hub(tmp_path: Path) -> None:
-    """There each file is a link to a place beside; another cache is no such place."""
-    blobs, snapshot = tmp_path / "cache" / "blobs", tmp_path / "cache" / "snapshots" / "abc"
-    snapshot.mkdir(parents=True)
-    shutil.copytree(FOLDERS[0] / "plain", blobs)
-    for path in blobs.iterdir():
-        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
-    Encoder.load(snapshot)
-    blobs.rename(tmp_path / "blobs")
-    for path in snapshot.iterdir():
-        path.unlink()
-        path.symlink_to(f"../../../blobs/{path.name}")
-    with pytest.raises(ModelFileError, match="is a link out of its folder"):
-        Encoder.load(snapshot)
 
 
 def test_an_architecture_that_computes_with_its_weights(

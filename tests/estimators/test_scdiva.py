@@ -1,5 +1,3 @@
-"""The front class ScDiVa: posteriors, labels, expression without batches, and the class that stays."""
-
 from __future__ import annotations
 
 import json
@@ -27,8 +25,6 @@ FAST = {"batch_size": 20, "lr": 1e-2, "validation_size": 0.0}
 
 @pytest.fixture
 def make(tiny_adata: ad.AnnData) -> Callable[..., ScDiVa]:
-    """Return a function that makes a small model of cells with labels and batches."""
-
     def make(setup: dict | None = None, **options) -> ScDiVa:
         ScDiVa.setup_anndata(tiny_adata, **({"labels_key": "group", "batch_key": "batch"} if setup is None else setup))
         return ScDiVa(tiny_adata, **{**SMALL, **options})
@@ -63,9 +59,6 @@ def test_weights_of_genes_are_those_of_the_vocabulary(make) -> None:
         torch.testing.assert_close(model.module.gene_weights, expected)
 
 
-# ---- posteriors
-
-
 def test_posterior(trained) -> None:
     model = trained()
     mean, variance = model.get_latent_representation(return_dist=True)
@@ -85,9 +78,6 @@ def test_posterior(trained) -> None:
         found = model.module.encode(profile)
     np.testing.assert_allclose(found["mu"], mean, atol=1e-5)
     np.testing.assert_allclose(found["logvar"].exp(), variance, atol=1e-5)
-
-
-# ---- labels
 
 
 def test_labels_without_fine_tuning(trained, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
@@ -154,9 +144,6 @@ def test_what_cannot_be_made_or_asked(trained, make) -> None:
         make().get_latent_representation(return_dist=True)
 
 
-# ---- expression
-
-
 def test_expression(trained, tiny_adata: ad.AnnData) -> None:
     model = trained(train={"max_epochs": 4})
     expression = model.get_normalized_expression()
@@ -195,9 +182,6 @@ def test_the_decoder_knows_the_batch(trained, tiny_adata: ad.AnnData) -> None:
     np.testing.assert_allclose(both, (x + y) / 2, rtol=1e-4)
 
 
-# ---- the class
-
-
 def test_the_class_stays(trained, quick: dict, tmp_path: Path, tiny_adata: ad.AnnData) -> None:
     model = trained()
     mean = model.get_latent_representation(key_added=None)
@@ -219,7 +203,6 @@ def test_the_class_stays(trained, quick: dict, tmp_path: Path, tiny_adata: ad.An
 
 
 def test_folders_of_the_class_encoder(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
-    """One with the architecture is a ScDiVa if asked for; another one is not."""
     Encoder.setup_anndata(tiny_adata)
     Encoder(tiny_adata, "scdiva", **SMALL).save(tmp_path / "plain")
     assert type(Encoder.load(tmp_path / "plain")) is Encoder

@@ -1,5 +1,3 @@
-"""What all front classes can do, done with ScDiVa: genes, attention, other formats, generating, denoising."""
-
 from __future__ import annotations
 
 import importlib.util
@@ -88,7 +86,6 @@ def test_attention_is_of_cells_where_genes_had_room(cells: ad.AnnData) -> None:
 
 @pytest.mark.parametrize(("mode", "format"), [("vector", "torch"), pytest.param("tokens", "onnx", marks=NEEDS_ONNX)])
 def test_files_of_other_runtimes(cells: ad.AnnData, tmp_path: Path, mode: str, format: str) -> None:
-    """Also of cells with more tokens than there is room for, and of one cell."""
     made(cells, mode, num_layers=1).export(tmp_path / "out", format)
     parity = json.loads((tmp_path / "out" / "export.json").read_text())["parity"]
     assert parity["batches"] == [[1, 1], [2, 7], [5, 40]]
@@ -116,9 +113,6 @@ def test_batches_that_are_numbers(cells: ad.AnnData) -> None:
     pd.testing.assert_frame_equal(one, model.get_normalized_expression(transform_batch="1", key_added=None))
     with pytest.raises(OptionError, match="transform_batch=2 is no batch of the model"):
         model.get_normalized_expression(transform_batch=2)
-
-
-# ---- masked diffusion
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,3 @@
-"""Folders saved with ``scvi_format=True`` work in scvi-tools' own hub, and stay safe to read."""
-
 from __future__ import annotations
 
 import json

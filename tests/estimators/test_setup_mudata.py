@@ -1,5 +1,3 @@
-"""MuData in place of AnnData."""
-
 from __future__ import annotations
 
 import anndata as ad
@@ -27,7 +25,6 @@ def mdata(tiny_adata: ad.AnnData) -> md.MuData:
 
 
 def again(mdata: md.MuData, path) -> md.MuData:
-    """The data, written and read back."""
     mdata.write(path)
     return md.read(path)
 

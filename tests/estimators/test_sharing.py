@@ -1,5 +1,3 @@
-"""Models on a hub on this machine: what is sent is what comes back, with a card, or adapters with their model."""
-
 from __future__ import annotations
 
 import json
@@ -18,8 +16,6 @@ from scforge.estimators.card import is_own_card
 from scforge.estimators.sharing_files import pull_folder
 from scforge.eval.report import Measured, Report, Row
 from scforge.eval.statistics import Comparison
-from scforge.foreign.base import Foreign
-from scforge.foreign.name_map import NameMap, Rule
 from scforge.hub import resolve, upload
 from scforge.hub.copying import copy_model
 
@@ -32,7 +28,6 @@ LONG = Report("", rows=[Row("scforge", "model", {"f1": 0.9}), Row("pca", "baseli
 
 @pytest.fixture
 def annotator(model: Encoder, quick: dict) -> Encoder:
-    """The small model with adapters for the labels."""
     return model.finetune("annotation", lora={"r": 2}, **quick)
 
 
@@ -45,7 +40,6 @@ def embedding(model: Encoder, adata: ad.AnnData) -> np.ndarray:
 
 
 def written(model: Encoder, folder: Path) -> str:
-    """Save a model and return its card."""
     model.save(folder, overwrite=True)
     return (folder / "README.md").read_text()
 
@@ -105,26 +99,6 @@ def test_figures_are_of_the_model_as_it_is_now(hub, model: Encoder, quick: dict,
         assert "majority_class" not in (tmp_path / "after" / "config.json").read_text()
 
 
-def test_checkpoints_of_others_are_not_called_random(model: Encoder, quick: dict, tmp_path: Path) -> None:
-    spec = model.spec
-    tensors = {name: value.clone() for name, value in model.module.state_dict().items()}
-    parts = {name: spec.to_json()[name] for name in ("architecture", "tokenizer", "objective")}
-    names = NameMap("Family", tuple(Rule(name, name) for name in tensors))
-    source = f"{tmp_path}/weights"
-    found = Foreign("family", "V1", **parts, vocab=spec.vocab, names=names, tensors=tensors, source=source)
-    foreign = Encoder._of_foreign(found, model.adata, "cpu")
-    tuned = foreign.finetune("annotation", lora={"r": 2}, **quick)
-    texts = {written(foreign, tmp_path / "saved"): "."}
-    texts[written(Encoder.load(tmp_path / "saved"), tmp_path / "again")] = "."
-    foreign.train(**quick)
-    texts[written(foreign, tmp_path / "trained")] = ", then 2 epochs of the obj"
-    texts[written(tuned, tmp_path / "tuned")] = ", then 2 epochs of the task"
-    for text, after in texts.items():
-        assert f"Trained elsewhere (family V1, `weights`){after}" in text
-        assert "random" not in text
-        assert str(tmp_path) not in text
-
-
 def test_nothing_told_is_said_so(hub, model: Encoder, build) -> None:
     model.push_to_hub("org/light")
     card = hub.files("org/light")["README.md"].decode()
@@ -148,9 +122,7 @@ GENERATION = {"generation": Measured(("other", "mmd"), "mmd", frozenset({"mmd"})
 @pytest.mark.parametrize(
     ("metrics", "data", "name"),
     [
-        (Report("Cells", {}, rows=ROWS), "not stated", "f1 (beside pca=0.800)"),
         (Report("Cells", {"data": "PBMC 3k"}, rows=ROWS), "PBMC 3k", "f1 (beside pca=0.800)"),
-        (Report("Cells", rows=COMPARED, measured=GENERATION), "not stated", "mmd (beside pca=1.000)"),
         (Report("Cells", rows=COMPARED, measured=GENERATION).to_frame(), "not stated", "mmd (beside pca=1.000)"),
         (TABLE[::-1], "not stated", "accuracy (beside majority_class=0.500)"),
     ],
@@ -188,12 +160,6 @@ def test_what_cannot_be_told(hub, model: Encoder, options: dict, message: str) -
     with pytest.raises(OptionError, match=message):
         model.push_to_hub("org/light", **options)
     assert not hub.repos
-
-
-def test_a_failed_push_leaves_the_model_as_it_was(hub, model: Encoder, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="does not know the token"):
-        model.push_to_hub("org/light", licence="mit", token="hf_wrong")
-    assert "license" not in written(model, tmp_path / "saved")
 
 
 @pytest.mark.slow
@@ -277,18 +243,6 @@ def test_a_copy_knows_where_it_was_fetched(hub, model, annotator, quick: dict, t
     model.save("later")
     shutil.copytree("later", "other", dirs_exist_ok=True)
     assert Encoder.load("other")._origin.name is None, "it is another model now"
-
-
-@pytest.mark.slow
-def test_folders_here_that_are_called_like_a_repository(hub, model, annotator, tmp_path: Path, monkeypatch) -> None:
-    model.push_to_hub("org/light")
-    annotator.push_to_hub("org/groups", adapter_only=True)
-    monkeypatch.chdir(tmp_path)
-    annotator.save("org/light")  # another model
-    copy_model(resolve("hf://org/groups"), "groups")
-    for name in ("hf://org/groups", "groups"):
-        again = Encoder.from_pretrained(name, model.adata)
-        same_predictions(again, annotator, model.adata)
 
 
 def test_adapters_from_the_hub_choose_no_folder_of_a_registry(hub, model, annotator, tmp_path, monkeypatch) -> None:

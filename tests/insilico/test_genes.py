@@ -1,5 +1,3 @@
-"""Vectors of genes, and attention between them."""
-
 from __future__ import annotations
 
 import anndata as ad

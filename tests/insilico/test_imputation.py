@@ -1,5 +1,3 @@
-"""Expression of hidden genes."""
-
 from __future__ import annotations
 
 import anndata as ad

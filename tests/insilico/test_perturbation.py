@@ -1,5 +1,3 @@
-"""Counts that are changed before cells become tokens."""
-
 from __future__ import annotations
 
 import anndata as ad

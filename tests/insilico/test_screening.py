@@ -1,5 +1,3 @@
-"""How far cells move, beside genes of like expression."""
-
 from __future__ import annotations
 
 import numpy as np
