@@ -10,7 +10,7 @@ import pytest
 from scforge.cli import main
 from scforge.config import load_config
 from scforge.errors import DataError, OptionError, ScforgeWarning
-from scforge.estimators import Encoder, check_config, evaluate_embeddings, evaluate_to, train_from_config
+from scforge.estimators import Encoder, evaluate_embeddings, evaluate_to, train_from_config
 from scforge.eval import Benchmark, register_benchmark
 from scforge.eval.base import BENCHMARKS
 
@@ -161,18 +161,11 @@ def test_one_file_of_a_benchmark_appears_everywhere(trained: Encoder, tmp_path: 
 
     trained.adata.write_h5ad("cells.h5ad")
     trained.save("model")
-    text = (
-        "data: {paths: [cells.h5ad], preprocessing: {hvg_selection: 60}}\n"
-        "model: {hidden_dim: 16, latent_dim: 8, ffn_dim: 16}\n"
-        "training: {max_epochs: 1, accelerator: cpu, batch_size: 32}\neval: {benchmarks: [spread]}\n"
-    )
+    text = "data: {paths: [cells.h5ad]}\ntraining: {max_epochs: 1, accelerator: cpu}\neval: {benchmarks: [spread]}\n"
     Path("recipe.yaml").write_text(text)
-    config = load_config("recipe.yaml")
-    check_config(config)
-    assert "spread_spread" in train_from_config(config, progress_bar=False).history
+    assert "spread_spread" in train_from_config(load_config("recipe.yaml"), progress_bar=False).history
     line = "evaluate cells.h5ad -m model --benchmarks spread --against pca -o report"
     assert main(line.split()) == 0
-    assert "spread" in Path("report/report.html").read_text()
     assert (pd.read_csv("report/report.csv")["metric"] == "spread").all()
 
 

