@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import anndata as ad
@@ -74,7 +72,7 @@ def custom_architecture() -> Iterator[str]:
             return self.forward(input_ids, attention_mask, values).embeddings
 
         @classmethod
-        def from_config(cls, config: ModelConfig) -> MyPooling:
+        def from_config(cls, config: ModelConfig) -> nn.Module:
             return cls(config.vocab_size, config.hidden_dim, num_layers=config.num_layers, dropout=config.dropout)
 
     yield "my_pooling"

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import copy
 import os
 import shutil
@@ -218,8 +216,6 @@ MISTAKES = [
     ({"rank": 1}, "rank=1 and world_size=None belong together"),
     ({"rank": 2, "world_size": 2}, "rank=2 is not below world_size=2"),
     ({"device": "cuda:77"}, "device='cuda:77' cannot be used"),
-    ({"source": "none.h5ad"}, "none.h5ad' does not exist"),
-    ({"model": "file.zarr"}, r"model='file.zarr' \(--model\) is a file; give the folder"),
     ({"model": "folder.h5ad"}, r"model='folder.h5ad' \(--model\) holds no model; give the folder"),
     ({"model": "ck"}, r"model='ck' \(--model\) is the folder of a training; did you mean 'ck/epoch=01'\?"),
 ]

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import importlib.util
 import os
 from collections.abc import Callable
@@ -47,20 +45,14 @@ def test_what_is_fine(load: Callable[..., Config], store: Path) -> None:
 PARTS = "is not an option of 'transformer_encoder'; did you mean 'model."
 BENCHMARKS = "eval.benchmarks=[cell_type_annotation]"
 MISTAKES = [
-    ("model.architecture=tranformer", OptionError, "architecture='tranformer' is not known; "),
-    ("objective.name=masked", OptionError, "objective='masked' is not known ("),
-    ("model.d_model=3", ConfigError, "override 'model.d_model=3': model.d_model=3 " + PARTS + "hidden_dim'"),
     ("model.vocab_size=3", ConfigError, "model.vocab_size=3 follows from the genes; remove it"),
     ("tokenizer.max_length=3", ConfigError, "tokenizer.max_length=3 is not an option of 'rank_value'; did you mean 'd"),
     ("objective.mask_rate=0.1", ConfigError, "objective.mask_rate=0.1 is not an option of 'masked_gene_prediction'; "),
     ("tokenizer.max_len=many", ConfigError, "override 'tokenizer.max_len=many': data.max_genes='many' is not an integ"),
     ("objective={name: joint_embedding, views: 0}", OptionError, "views=0 is not "),
     ("tokenizer.append_cls=3", OptionError, "append_cls=3 is neither True nor False"),
-    ("model.num_heads=3", OptionError, "hidden_dim=8 is not divisible by num_heads=3"),
-    ("model.max_seq_len=20", OptionError, "max_seq_len=20 is smaller than the 50 tokens"),
     ("model={expression_head: bin, n_bins: 9}", OptionError, "expression_head='bin' predicts bins, which"),
     ("data.paths=[cels.h5ad]", MissingFileError, "the file 'cels.h5ad' does not exist; did you mean 'cells.h5ad'?"),
-    ("data.paths=[data.h5ad]", MissingFileError, "the file 'data.h5ad' does not exist."),  # and no name is like it
     ("data.layer=counts", DataError, "layer='counts' is not in the layers of 'cells.h5ad'"),
     ("data.labels_key=cell_type", DataError, "'cell_type'"),
     (("data.labels_key=cell_kind", "data.paths=[STORE]"), DataError, "cell_kind"),
@@ -79,7 +71,6 @@ MISTAKES = [
     ("eval.benchmarks=[{cell_type_annotation: {dataset: tabula_sapien}}]", OptionError, "did you mean 'tabula_sapiens"),
     ("output.embedding=./cells.h5ad", ConfigError, "output.embedding='cells.h5ad' is one of data.paths, and would"),
     (("data.paths=[./*.h5ad]", "output.embedding=new.h5ad"), ConfigError, "'new.h5ad' is one of data.paths"),
-    ("output.embedding=other.h5ad", ConfigError, "output.embedding='other.h5ad' exists; give another name"),
 ]
 
 
@@ -90,7 +81,6 @@ def test_mistakes(load, store: Path, monkeypatch, overrides, error: type[Scforge
     monkeypatch.setattr(os, "access", lambda path, mode: "closed" not in str(path) and access(path, mode))
     monkeypatch.setattr(util, "find_spec", lambda name, *rest: None if name == "wandb" else find(name, *rest))
     Path("closed").mkdir()
-    Path("other.h5ad").touch()
     overrides = [overrides] if isinstance(overrides, str) else [one.replace("STORE", str(store)) for one in overrides]
     with pytest.raises(error) as caught:
         check_config(load(BENCHMARKS, "data.labels_key=group", *overrides))
@@ -120,7 +110,6 @@ def test_what_is_told_but_no_mistake(load: Callable[..., Config], monkeypatch: p
     [
         ("num_heads: 2", "d_model: 2", "recipe.yaml, line 9: model.d_model=2 is not an option"),
         ("transformer_encoder", "transfomer", "recipe.yaml, line 6: architecture='transfomer' is not known"),
-        ("checkpoint_dir: ck", "log_dir: cells.h5ad", "recipe.yaml, line 11: output.log_dir='cells.h5ad': 'cells.h5ad"),
     ],
 )
 def test_mistakes_have_a_place(load: Callable[..., Config], old: str, new: str, start: str) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -119,10 +117,8 @@ MISTAKES = [
     ("data.split.by=donr", "did you mean 'donor'?"),
     ("data.sampling.balance_key=knd", "did you mean 'kind'?"),
     ("data.sampling.start=0.5", "balance_key"),
-    ("data.layer=counts", "layer='counts' was chosen when the store"),
     ("data.modality=rna", "modality='rna' was chosen when the store"),
     ("data.max_tokens_per_batch=100", "NeighborDenoising needs random ones"),
-    ("data.gene_vocab=human_protein_coding", "20120 genes"),
     ("data.paths=no.zarr", "no.zarr"),
     ("data.paths='*.nothing'", "*.nothing"),
     ("data.paths=s.zarr", "s.zarr' is incomplete"),

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,9 +91,7 @@ def test_log_embedding_and_benchmarks(run) -> None:
     [
         ({}, r"config.yaml, line \d+: checkpoint_dir='ck' holds a training already"),
         ({"resume": "auto", "overwrite": True}, "--resume and --overwrite"),
-        ({"resume": "ck/step=9"}, "resume='ck/step=9' does not exist"),
         ({"resume": "ck"}, r"resume='ck' holds no state .*; did you mean --resume auto, or ck/step=00000004\?$"),
-        ({"resume": "ck/final"}, "resume='ck/final' holds no state .*; give one such as"),
         ({"resume": "other/step=1"}, "checkpoint_dir='ck' holds a training already"),
     ],
 )
@@ -234,8 +230,6 @@ MISTAKES = [
     (SMALL, ["tokenizer.masking.mask_ratio=0.2", "objective.name=joint_embedding"], "'joint_embedding' masks nothing"),
     (SMALL, ["tokenizer.transform=counts", UNDONE], r"log1p=False and tokenizer\.transform='counts' contradict"),
     (TRANSFORMER, ["tokenizer.strategy=binned_expression", UNDONE], "log1p=False has no use with the tokenizer 'bin"),
-    (TRANSFORMER, ["data.max_genes=50", "model.max_seq_len=20"], r"max_seq_len=20 is smaller .*data\.max_genes"),
-    (SMALL, ["output.checkpoint_dir=cells.h5ad"], r"output\.checkpoint_dir='cells.h5ad.*is a file; give the name of"),
     (SMALL, ["output.embedding=cells.h5ad/o.h5ad"], r"output\.embedding='cells.h5ad.*is a file; give the name of a"),
 ]
 

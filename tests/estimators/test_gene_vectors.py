@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -8,9 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scforge.config import load_config
 from scforge.errors import GeneMismatchError, MissingFileError, OptionError
-from scforge.estimators import Encoder, train_from_config
+from scforge.estimators import Encoder
 from scforge.models.components import GeneVectorEmbedding
 from scforge.tokenizers import RankValueTokenizer
 
@@ -97,26 +94,6 @@ def test_each_gene_has_its_own_vector(architecture, build, tiny_adata: ad.AnnDat
     assert np.abs(embedding(VECTORS.set_axis(np.roll(GENES, 1), axis=0)) - first).max() > 1e-3
     # A common part and the unit of the vectors do not matter.
     np.testing.assert_allclose(embedding(100 * VECTORS + 7), first, atol=1e-4)
-
-
-def test_from_a_configuration(tiny_adata: ad.AnnData, table, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    tiny_adata.write_h5ad("cells.h5ad")
-    Path("recipe.yaml").write_text(
-        "data: {paths: cells.h5ad}\n"
-        "tokenizer: {strategy: gene_embedding, table: esm.npz, missing: drop, freeze: false}\n"
-        "model: {hidden_dim: 8, ffn_dim: 8}\n"
-        "training: {max_epochs: 1, batch_size: 16, accelerator: cpu}\n"
-        "output: {checkpoint_dir: ck}\n"
-    )
-    model = train_from_config(load_config("recipe.yaml"), progress_bar=False)
-    assert model.tokenizer.dropped == GENES[::4]
-    assert part_of(model).vectors.weight.requires_grad
-    table.unlink()
-    embedding = Encoder.load("ck/final", tiny_adata).get_latent_representation()
-    np.testing.assert_array_equal(embedding, model.get_latent_representation())
-    with pytest.raises(MissingFileError, match=r"table='esm.npz' does not exist"):
-        train_from_config(load_config("recipe.yaml"), progress_bar=False, overwrite=True)
 
 
 def test_mistakes(build, quick, custom_architecture: str, table) -> None:

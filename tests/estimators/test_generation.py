@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -131,10 +129,8 @@ def test_prompts(model: Encoder):
         ("plain", {"prompt": "gene60"}, "prompt='gene60' is neither a list of genes"),
         ("plain", {"prompt": SERIES}, r"^prompt=Series is neither .*AnnData; use to_list\(\) or to_dict\(\).$"),
         ("plain", {"prompt": ad.AnnData(np.ones((3, 4)))}, "prompt is AnnData, which says how many"),
-        ("plain", {"n_cells": ad.AnnData(np.ones((3, 4)))}, "^n_cells=AnnData is .* pass it as prompt= to go"),
         ("plain", {"max_len": 1}, "max_len=1 is not at least 2"),
         ("plain", {"max_len": 99}, "max_len=99 is above max_seq_len=42 of the model"),
-        ("groups", {"condition": "c"}, "condition='c' is no class of the model"),
         ("groups", {"condition": ["A", "b", "b"]}, r"condition='A' is no class .* did you mean 'a'\? \(known"),
         ("groups", {"condition": ["a", "b"]}, "condition has 2 classes for 3 cells"),
         ("no cls", {}, "prompt=None but the cells of the model have no CLS token"),

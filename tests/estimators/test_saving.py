@@ -1,8 +1,7 @@
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
+from unittest import mock
 
 import anndata as ad
 import numpy as np
@@ -193,11 +192,15 @@ def test_an_existing_folder_without_a_model(model: Encoder, tmp_path: Path, monk
             model.save(path, overwrite=True)
     assert {path.read_text() for path in (Path("project/README.md"), Path("notes.txt"))} == {"mine"}
     assert len(list(Path("project").iterdir())) == 1
-    Path("link").symlink_to("new")
-    Path("new").mkdir()
-    model.save("link")
-    assert Path("link").is_symlink()
-    assert sorted(path.name for path in Path("new").iterdir()) == FILES
+
+
+def test_a_save_that_fails_leaves_the_old_model(model: Encoder, folder: Path, monkeypatch) -> None:
+    before = bytes_of(folder)
+    monkeypatch.setattr("scforge.estimators.saving.save_file", mock.Mock(side_effect=OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        model.save(folder, overwrite=True)
+    assert bytes_of(folder) == before
+    assert list(folder.parent.iterdir()) == [folder]
 
 
 def test_a_format_from_the_future(folder: Path) -> None:

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +13,6 @@ from scforge.errors import GeneMismatchError, ModelFileError, NotTrainedWarning,
 from scforge.estimators import Encoder, ScDiVa, train_from_config
 from scforge.estimators.evaluating import knows_labels
 from scforge.tokenizers import serialisation_weights
-from scforge.training import CellDataModule
 
 SMALL = {"n_top_genes": 40, "hidden_dim": 16, "num_layers": 1, "num_heads": 2, "latent_dim": 4, "max_tokens": 16}
 FAST = {"batch_size": 20, "lr": 1e-2, "validation_size": 0.0}
@@ -196,17 +193,6 @@ def test_folders_of_the_class_encoder(tiny_adata: ad.AnnData, tmp_path: Path) ->
     Encoder(tiny_adata, n_top_genes=20, hidden_dim=8).save(tmp_path / "light")
     with pytest.raises(ModelFileError, match=r"of the class 'Encoder'; load it with scforge\.models\.Enc"):
         ScDiVa.load(tmp_path / "light")
-
-
-def test_cells_of_a_data_module(tiny_adata: ad.AnnData, quick: dict) -> None:
-    Encoder.setup_anndata(tiny_adata)
-    cells = Encoder(tiny_adata, "scdiva", **SMALL).cells()
-    data = CellDataModule(cells, batch_size=20, batch_key="batch", labels_key="group")
-    model = ScDiVa(datamodule=data, supervised=True, **{**SMALL, "n_top_genes": None})
-    assert model.spec.objective_options["batches"] == ["x", "y"]
-    assert model.spec.objective_options["labels"] == ["a", "b"]
-    model.train(1, progress_bar=False, accelerator="cpu")
-    assert model.predict().shape == (60, 3)
 
 
 def test_the_recipe_and_the_command_line(folder: Path, tiny_adata: ad.AnnData) -> None:

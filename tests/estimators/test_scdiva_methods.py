@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -35,6 +33,14 @@ def made(cells: ad.AnnData, mode: str = "tokens", batch_key: str | None = None, 
     model = ScDiVa(cells, mode=mode, **{**SMALL, **options})
     model.is_trained_ = True
     return model
+
+
+def test_vectors_of_genes(cells: ad.AnnData) -> None:
+    model = made(cells)
+    part = model.module.gene_embedding
+    with torch.no_grad():
+        expected = part.norm(part.weight + part.bias)
+    np.testing.assert_allclose(model.get_gene_embeddings(), expected, atol=1e-6)
 
 
 def test_states_of_genes_are_of_cells_where_they_had_room(cells: ad.AnnData) -> None:
@@ -93,14 +99,6 @@ def test_what_is_made_of_a_model(cells: ad.AnnData, tmp_path: Path, mode: str) -
     assert model.finetune("annotation", lora=True, max_epochs=1, **QUICK).predict(cells).shape == (60, 3)
     for modes in ("delete", "activate"):
         assert len(model.perturb_in_silico(cells, ["gene0", "gene1"], modes, n_permutations=0, key_added=None)) == 2
-
-
-def test_batches_that_are_numbers(cells: ad.AnnData) -> None:
-    model = made(cells, batch_key="batch")
-    one = model.get_normalized_expression(transform_batch=1, key_added=None)
-    pd.testing.assert_frame_equal(one, model.get_normalized_expression(transform_batch="1", key_added=None))
-    with pytest.raises(OptionError, match="transform_batch=2 is no batch of the model"):
-        model.get_normalized_expression(transform_batch=2)
 
 
 @pytest.fixture(scope="module")

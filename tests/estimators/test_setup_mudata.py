@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import anndata as ad
 import mudata as md
 import numpy as np

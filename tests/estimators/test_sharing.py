@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -130,7 +128,6 @@ def test_figures_of_a_report(hub, model: Encoder, metrics: object, data: str, na
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"metrics": TABLE.rename(index={"scforge": "me"})}, "metrics has 0 rows called 'scforge'"),
         ({"metrics": LONG.drop(columns="kind")}, "metrics lacks the column 'kind'"),
         ({"metrics": LONG.replace("model", "mine")}, "has a row of the kind 'mine', which is none of"),
         ({"metrics": pd.concat([LONG.replace("scforge", name) for name in "ab"])}, "metrics has 2 models in"),
@@ -173,6 +170,12 @@ def test_adapters_bring_their_model(hub, model: Encoder, annotator: Encoder, qui
         Encoder.from_pretrained("org/groups", base="org/light")
     again.push_to_hub("org/again", adapter_only=True)
     assert json.loads(hub.files("org/again")["adapter.json"])["base"]["name"] == "org/light"
+
+
+def test_a_failed_push_leaves_the_model_as_it_was(hub, model: Encoder, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="does not know the token"):
+        model.push_to_hub("org/light", licence="mit", token="hf_wrong")
+    assert "license" not in written(model, tmp_path / "saved")
 
 
 def test_whole_fine_tuned_models_name_their_base(hub, model: Encoder, annotator: Encoder) -> None:

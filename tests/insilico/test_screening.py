@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import sparse
@@ -8,7 +6,6 @@ from scipy.stats import false_discovery_control, kstest
 from scforge.data import GeneVocab
 from scforge.data.cells import Cells, CellSource
 from scforge.insilico import Perturbation, mean_moves, screen
-from scforge.insilico.controls import draw_controls
 from scforge.insilico.screening import centroid, units, with_rates
 
 N_GENES = 60
@@ -106,15 +103,3 @@ def test_a_gene_that_gets_counts_was_measured(cells: CellSource):
     assert screen(some, embed, perturbation, np.array([[N_GENES - 1]]), n_controls=5)["n_cells"][0] == 200
     assert all(seen)
     assert not measured[-1]
-
-
-def test_controls_are_like_what_is_tested():
-    rng = np.random.default_rng(0)
-    levels = np.concatenate([np.full(50, 1.0), np.full(50, 9.0)]) + rng.normal(scale=0.1, size=100)
-    both = draw_controls(np.array([[0], [99]]), levels, np.arange(1, 99), 30, rng)
-    assert len(np.unique(both)) == len(both) == 60
-    assert (levels[both] < 2).sum() == 30
-    pairs = draw_controls(np.array([[0, 99]]), levels, np.arange(1, 99), 30, rng)
-    assert len(np.unique(pairs, axis=0)) == 30
-    assert ((levels[pairs] < 2).sum(axis=1) == 1).all()
-    assert draw_controls(np.array([[0]]), levels, np.empty(0, dtype=int), 30, rng).shape == (0, 1)
