@@ -127,7 +127,6 @@ def test_several_processes_take_turns(run, store, expected, tmp_path):
 
 @pytest.mark.parametrize("damaged", [None, "result/obsm/X_scforge/c/1", "blocks/1"])
 def test_goes_on_where_it_was(run, begin, damaged, model, store, expected, tmp_path):
-    """Also with a model from its folder, in other batches, as several processes; a damaged block is made again."""
     begin(3)
     assert not (tmp_path / "out.zarr").exists()
     model.save(tmp_path / "model")

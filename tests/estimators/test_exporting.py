@@ -13,11 +13,8 @@ from scforge.errors import ModelFileError, OptionError, ScforgeWarning
 from scforge.estimators import Encoder, exporting
 from scforge.models.registry import MODELS
 
-TRANSFORMER = {"hidden_dim": 16, "num_layers": 2, "num_heads": 2, "ffn_dim": 32, "n_top_genes": 300}
-KINDS = {
-    "light": (None, {"n_top_genes": 300, "hidden_dim": 16, "ffn_dim": 16}),
-    "transformer": ("transformer_encoder", TRANSFORMER),
-}
+KINDS = {"light": (None, {}), "transformer": ("transformer_encoder", {"num_layers": 2, "num_heads": 2})}
+SIZE = {"n_top_genes": 300, "hidden_dim": 16, "ffn_dim": 32}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +26,7 @@ def cells(pbmc: ad.AnnData) -> ad.AnnData:
 
 @pytest.fixture(scope="module")
 def models(cells: ad.AnnData) -> dict[str, Encoder]:
-    made = {name: Encoder(cells, architecture, **options) for name, (architecture, options) in KINDS.items()}
+    made = {name: Encoder(cells, architecture, **SIZE, **options) for name, (architecture, options) in KINDS.items()}
     for model in made.values():
         model.is_trained_ = True
         with torch.no_grad():
@@ -39,7 +36,6 @@ def models(cells: ad.AnnData) -> dict[str, Encoder]:
 
 
 def runner(folder: Path) -> Callable[[dict[str, torch.Tensor]], np.ndarray]:
-    """Return what computes with what was exported, as somebody without scforge does."""
     said = json.loads((folder / "export.json").read_text())
     names, dtypes = ([part[key] for part in said["inputs"]] for key in ("name", "dtype"))
 
@@ -54,9 +50,7 @@ def runner(folder: Path) -> Callable[[dict[str, torch.Tensor]], np.ndarray]:
 
     session = onnxruntime.InferenceSession(folder / said["file"], providers=["CPUExecutionProvider"])
     assert [part.name for part in session.get_inputs()] == names
-    return lambda batch: session.run(
-        ["cell_embedding"], {name: tensor.numpy() for name, tensor in zip(names, tensors(batch), strict=True)}
-    )[0]
+    return lambda batch: session.run(None, dict(zip(names, map(torch.Tensor.numpy, tensors(batch)), strict=True)))[0]
 
 
 @pytest.mark.slow
@@ -112,7 +106,6 @@ def test_arguments_that_cannot_be(options: dict, message: str, models, tmp_path:
 
 @pytest.mark.parametrize("weight", [0.5, float("nan")])
 def test_an_export_that_computes_something_else(weight: float, models, tmp_path: Path, monkeypatch) -> None:
-    """Nothing is written of a model whose file gives other numbers, here those of other weights, or none."""
     whole = exporting._program
 
     def other(model, encoder, *rest):

@@ -239,20 +239,6 @@ def test_cells_without_label_take_no_part(tune: Callable[..., Encoder], cells: a
     assert len(model.predict(adata)) == 200
 
 
-def test_a_batch_for_each_cell_is_left_out(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
-    """The base model has batches; of new cells each may be of another, which is no mistake of theirs."""
-    Encoder.setup_anndata(tiny_adata, batch_key="batch")
-    model = Encoder(tiny_adata, hidden_dim=8, latent_dim=4)
-    model.train(**QUICK)
-    model.save(tmp_path / "model")
-    new = tiny_adata.copy()
-    new.uns.clear()
-    new.obs["batch"] = [f"donor {i}" for i in range(new.n_obs)]
-    loaded = Encoder.load(tmp_path / "model", new.copy())
-    assert loaded.get_latent_representation(key_added=None).shape == (new.n_obs, 4)
-    assert model.finetune("annotation", new, labels_key="group", **QUICK).spec.tuning is not None
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -263,7 +249,6 @@ def test_a_batch_for_each_cell_is_left_out(tiny_adata: ad.AnnData, tmp_path: Pat
         ({"test_size": 0.5, "validation_size": 0.5}, "leave no cell to train on"),
         ({"split_by": "donor", "split_key": "kind"}, "split_by='donor' has no use beside split_key"),
         ({"split_key": "kind"}, "split_key='kind' has the values 'common', 'rare'; name the parts"),
-        ({"split_key": "grop"}, "split_key='grop' is not a column .*did you mean 'group'"),
         ({"labels_key": "grop"}, "labels_key='grop' is not a column .*did you mean 'group'"),
         ({"labels_key": "none"}, "labels_key='none' leaves no cell to train on; choose another"),
         ({"lora": {"targets": ["qkv_prj"]}}, "'qkv_prj', which is no linear layer of TransformerEncoder"),

@@ -64,7 +64,6 @@ def test_checkpoints(run, save_top_k: int) -> None:
 
 
 def test_max_steps_that_cut_an_epoch_short(run) -> None:
-    """Training on 54 cells takes 4 steps an epoch; what the last steps learned counts too."""
     keep = ["output.checkpoint_dir=ck", "output.save_top_k=-1"]
     model = run(SMALL, "training.max_steps=6", "training.max_epochs=9", *keep)
     assert len(model.history["validation_loss"]) == model.n_epochs_ == 2

@@ -127,13 +127,3 @@ def test_arguments_that_do_not_go_together(data, tiny_adata) -> None:
         assert "\n" not in str(told.value)
     with pytest.raises(OptionError, match="key_added"), pytest.warns(NotTrainedWarning):
         model.get_latent_representation(key_added="")
-
-
-def test_an_anndata_is_trained_with_a_data_module(build, quick, tiny_adata) -> None:
-    model = build()
-    quick.pop("batch_size")
-    made = CellDataModule(model.cells(), split_by="batch", validation_size=0.5, batch_size=16)
-    model.train(datamodule=made, **quick)
-    assert tiny_adata.obs["batch"].iloc[model.train_indices_].nunique() == 1
-    assert model.get_latent_representation().shape == (60, 4)
-    assert "X_scforge" in tiny_adata.obsm

@@ -119,14 +119,12 @@ def test_prompts(model: Encoder):
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("plain", {"n_cells": None}, "n_cells=None; say how many"),
         ("plain", {"temperature": -1.0}, "temperature=-1.0"),
         ("plain", {"top_k": 0}, "top_k=0"),
         ("plain", {"condition": "a"}, "the model knows no classes"),
         ("plain", {"prompt": ["gene60", "nogene"]}, "prompt names 'nogene', not among the 40 genes"),
         ("plain", {"prompt": ["gene60", "gene60"]}, "prompt names 'gene60' twice; name each gene once"),
         ("plain", {"prompt": {"gene60": -1.0}}, "is not a positive number"),
-        ("plain", {"prompt": "gene60"}, "prompt='gene60' is neither a list of genes"),
         ("plain", {"prompt": SERIES}, r"^prompt=Series is neither .*AnnData; use to_list\(\) or to_dict\(\).$"),
         ("plain", {"prompt": ad.AnnData(np.ones((3, 4)))}, "prompt is AnnData, which says how many"),
         ("plain", {"max_len": 1}, "max_len=1 is not at least 2"),

@@ -68,7 +68,6 @@ def weights(model: Encoder) -> dict[str, torch.Tensor]:
 
 
 def same_votes(table: pd.DataFrame, space: np.ndarray, points: np.ndarray, kinds: pd.Series, n_neighbors: int) -> None:
-    """Check labels against votes of the nearest cells, weighted by a Gaussian of their distances."""
     distances, nearest = NearestNeighbors(n_neighbors=n_neighbors).fit(space).kneighbors(points)
     kernel = np.exp(-(distances**2) / (2 * distances.mean(axis=1, keepdims=True) ** 2))
     codes, names = pd.factorize(np.asarray(kinds), sort=True)

@@ -45,11 +45,9 @@ def test_what_it_takes_where_nothing_is_said(tiny_adata: ad.AnnData) -> None:
     assert (spec.model_options["n_special"], spec.model_options["num_cell_types"]) == (spec.vocab.n_special, 0)
     Encoder.setup_anndata(tiny_adata)
     assert Encoder(tiny_adata, "scdiva").spec == spec
-
-
-def test_weights_of_genes_are_those_of_the_vocabulary(make) -> None:
+    ScDiVa.setup_anndata(tiny_adata)
     for weighting in ("complement", "inverse"):
-        model = make(tokenizer={"name": "entropy_ranked", "weighting": weighting})
+        model = ScDiVa(tiny_adata, tokenizer={"name": "entropy_ranked", "weighting": weighting}, **SMALL)
         expected = torch.from_numpy(serialisation_weights(model.vocab, weighting))
         torch.testing.assert_close(model.module.gene_weights, expected)
 
@@ -151,7 +149,6 @@ def test_expression(trained, tiny_adata: ad.AnnData) -> None:
 
 @pytest.mark.slow
 def test_the_decoder_knows_the_batch(trained, tiny_adata: ad.AnnData) -> None:
-    """A gene that one batch lacks is low as if of that batch, and the other way round."""
     counts = tiny_adata.X.toarray()
     counts[:, 0] = np.where(tiny_adata.obs["batch"] == "x", 60, 1)
     tiny_adata.X = counts

@@ -44,7 +44,6 @@ def test_vectors_of_genes(cells: ad.AnnData) -> None:
 
 
 def test_states_of_genes_are_of_cells_where_they_had_room(cells: ad.AnnData) -> None:
-    """A gene that is never among the first has none; that of others is no mean with zeros."""
     model = made(cells)
     states = model.get_gene_embeddings(contextual=True, key_added=None).to_numpy()
     tokens = model.tokenizer(model.cells(cells).block(np.arange(60)))
@@ -145,7 +144,6 @@ def test_prompts_decide_of_which_group_cells_are(model: ScDiVa, cells: ad.AnnDat
 
 
 def test_values_of_genes(model: ScDiVa, cells: ad.AnnData) -> None:
-    """Each from the others; nearer to the truth than to those of other cells."""
     denoised = model.denoise(cells)
     truth, counted = np.log1p(cells.X / cells.X.sum(axis=1, keepdims=True) * 1e4), cells.X > 0
     assert (denoised.toarray()[~counted] == 0).all()

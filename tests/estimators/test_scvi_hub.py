@@ -21,7 +21,6 @@ def folder(model: Encoder, tmp_path: Path) -> Path:
 
 
 def pulled(folder: Path) -> Path:
-    """Leave what ``HubModel.pull_from_huggingface_hub`` downloads, and the card."""
     kept = ("model.pt", "_scvi_required_metadata.json", "adata.h5ad", "README.md")
     for path in folder.iterdir():
         if path.name not in kept:

@@ -87,7 +87,6 @@ def test_activation_gives_usual_counts(tiny_vocab: GeneVocab):
 
 @pytest.mark.parametrize("weighting", ["complement", "inverse"])
 def test_overexpressed_genes_are_first_by_value_times_weight(weighting: str):
-    """If that takes no more counts than the rest of the cell has; and no fewer counts do."""
     generator = np.random.default_rng(0)
     dense = generator.poisson(3.0, (6, 20)).astype(np.float32)
     genes = [f"gene{i}" for i in range(20)]

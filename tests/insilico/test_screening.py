@@ -24,8 +24,6 @@ def cells() -> CellSource:
 
 
 class Linear:
-    """Embeds a cell by a sum of vectors of its genes; that of gene 0 is longer."""
-
     def __init__(self, strength: float = 6.0) -> None:
         self.vectors = np.random.default_rng(1).normal(scale=0.4, size=(N_GENES, 8))
         self.vectors[0] = [strength, 0, 0, 0, 0, 0, 0, 0]
