@@ -104,18 +104,14 @@ def test_what_is_told_but_no_mistake(load: Callable[..., Config], monkeypatch: p
         train_from_config(config)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "start"),
-    [
-        ("num_heads: 2", "d_model: 2", "recipe.yaml, line 9: model.d_model=2 is not an option"),
-        ("transformer_encoder", "transfomer", "recipe.yaml, line 6: architecture='transfomer' is not known"),
-    ],
-)
-def test_mistakes_have_a_place(load: Callable[..., Config], old: str, new: str, start: str) -> None:
-    Path("recipe.yaml").write_text(TEXT[1:].replace(old, new).replace("data:", "data:\n", 1))
-    with pytest.raises(ScforgeError) as caught:
-        check_config(load())
-    assert str(caught.value).startswith(start)
+def test_mistakes_have_a_place(load: Callable[..., Config]) -> None:
+    for old, new, start in (
+        ("num_heads: 2", "d_model: 2", r"^recipe\.yaml, line 8: model\.d_model=2 is not an option"),
+        ("transformer_encoder", "transfomer", r"^recipe\.yaml, line 5: architecture='transfomer' is not known"),
+    ):
+        Path("recipe.yaml").write_text(TEXT[1:].replace(old, new))
+        with pytest.raises(ScforgeError, match=start):
+            check_config(load())
 
 
 def tunable(config: Config) -> list[str]:

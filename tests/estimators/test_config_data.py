@@ -119,7 +119,6 @@ MISTAKES = [
     ("data.sampling.start=0.5", "balance_key"),
     ("data.modality=rna", "modality='rna' was chosen when the store"),
     ("data.max_tokens_per_batch=100", "NeighborDenoising needs random ones"),
-    ("data.paths=no.zarr", "no.zarr"),
     ("data.paths='*.nothing'", "*.nothing"),
     ("data.paths=s.zarr", "s.zarr' is incomplete"),
     ("data={paths: a.h5ad, cache: config.yaml}", "cache='config.yaml' is no store"),

@@ -247,7 +247,6 @@ def test_what_fits_into_memory_is_tried_out_by_the_training(build: Callable[[lis
     assert build([*SCORES, "eval.benchmarks=[]"]).train["callbacks"] == []
 
 
-# What else of a configuration reaches a fine-tuning.
 PASSED_ON = {
     **rows("data", {"max_tokens_per_batch": 512, "num_threads": 0}, "tuned", TUNED),
     **rows("training", {"batch_size": 20, "gradual_unfreezing": 2, "lr": 0.01, "max_epochs": 2}, "tuned", TUNED),

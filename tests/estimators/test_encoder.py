@@ -44,7 +44,6 @@ def test_it_learns(build, quick, tiny_adata: ad.AnnData) -> None:
     model = build()
     model.train(**(quick | {"max_epochs": 60, "validation_size": 0.0}))
     loss = model.history["train_loss"]["train_loss"]
-    # Half the logarithm of the error, the most of which is noise of counting.
     assert loss.iloc[-1] < loss.iloc[0] - 0.1
     embedding, group = model.get_latent_representation(), tiny_adata.obs["group"]
     knn = KNeighborsClassifier(5).fit(embedding[:40], group[:40])

@@ -83,7 +83,6 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
     [
         ({"baselines": False}, "baselines=False leaves embeddings with nothing to compare with"),
         ({"baselines": ["pcaa"]}, "did you mean 'pca'"),
-        ({"labels_key": "grup"}, "labels_key='grup' is not a column of obs; did you mean 'group'"),
         ({"labels_key": None, "benchmarks": None}, "labels_key=None, but cell types are needed"),
         ({"obsm_keys": ["X_scforge"]}, "two rows are called 'X_scforge'; give the model"),
         ({"benchmarks": {"label_prediction": {"max_cells": 50}}}, "max_cells=50 has no use here"),

@@ -89,18 +89,15 @@ def test_adapters_are_merged_and_the_head_is_left_out(models, cells: ad.AnnData,
     assert np.abs(found - before).max() > 1e-3
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_arguments_that_cannot_be(models, tmp_path: Path) -> None:
+    for options, message in (
         ({"format": "tensorrt"}, r"format='tensorrt' is not known; choose 'onnx' or 'torch'\."),
         ({"max_len": 1}, "max_len=1 is not at least 2"),
         ({"max_len": 10**6}, "max_len=1000000 but the model has positions for"),
         ({"path": Path(__file__).parent, "format": "torch"}, r"path='.*' exists and is not empty; pass overwrite=True"),
-    ],
-)
-def test_arguments_that_cannot_be(options: dict, message: str, models, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=message):
-        models["transformer"].export(**({"path": tmp_path / "out"} | options))
+    ):
+        with pytest.raises(OptionError, match=message):
+            models["transformer"].export(**({"path": tmp_path / "out"} | options))
     assert not list(tmp_path.iterdir())
 
 

@@ -176,7 +176,6 @@ def test_adapters(base: Encoder, annotator: Encoder, adapted: Encoder, cells: ad
     np.testing.assert_array_equal(without, embedding(base))
     assert np.abs(with_adapters - without).max() > 1e-3
     np.testing.assert_array_equal(embedding(adapted), with_adapters)
-    # Fine-tuned again, the adapters become part of the new base; its own model stays.
     again = adapted.finetune("annotation", cells, labels_key="kind", freeze=True, **QUICK)
     assert again.spec.tuning.task_options["classes"] == ["common", "rare"]
     assert all(value.equal(before[name]) for name, value in adapted.module.state_dict().items())
@@ -292,7 +291,6 @@ def test_a_training_that_fails_leaves_calibrated_confidence(annotator: Encoder, 
     found = model.module.head.temperature.clone()
     model._calibrate(model._training_data(None, model.spec.build_objective()))
     assert found.item() == model.module.head.temperature.item() != 1.0
-    # A calibration that fails hides no failure of the training.
     model = Encoder.load(saved, annotator.adata)
     calibrate = "scforge.finetuning.tasks.annotation.Annotation.calibrate"
     monkeypatch.setattr(calibrate, Mock(side_effect=RuntimeError("no memory")))

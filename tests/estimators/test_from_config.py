@@ -19,7 +19,6 @@ training: {max_epochs: 1, batch_size: 16, accelerator: cpu}
 """
 TRANSFORMER = SMALL.replace("ffn_dim: 8", "architecture: transformer_encoder, num_layers: 1, num_heads: 2")
 
-# Those that fine-tune are run in test_finetuning_from_config.py.
 PLAIN = [name for name in list_recipes() if not name.endswith("_cluster")]
 PLAIN = [name for name in PLAIN if load_config(recipe_path(name)).finetune is None]
 
@@ -61,13 +60,6 @@ def test_checkpoints(run, save_top_k: int) -> None:
     for name in (final, f"epoch={losses.argmin():02d}")[: 1 + len(names)]:
         saved = Encoder.load(f"ck/{name}", model.adata)
         np.testing.assert_allclose(saved.get_latent_representation(), embedding, atol=1e-6)
-
-
-def test_max_steps_that_cut_an_epoch_short(run) -> None:
-    keep = ["output.checkpoint_dir=ck", "output.save_top_k=-1"]
-    model = run(SMALL, "training.max_steps=6", "training.max_epochs=9", *keep)
-    assert len(model.history["validation_loss"]) == model.n_epochs_ == 2
-    assert models("ck") == ["epoch=00", "epoch=01", "final"]
 
 
 def test_log_embedding_and_benchmarks(run) -> None:

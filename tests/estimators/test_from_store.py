@@ -118,7 +118,6 @@ def test_arguments_that_do_not_go_together(data, tiny_adata) -> None:
         ("adata and datamodule both bring cells", lambda: Encoder(tiny_adata, datamodule=data())),
         (r"datamodule is of type 'str'; make one with .*CellDataModule", lambda: Encoder(datamodule="store.zarr")),
         ("batch_size=8 is up to the data module", lambda: model.train(**QUICK, batch_size=8)),
-        ("validation_size=0.2 is up to the data module", lambda: model.train(**QUICK, validation_size=0.2)),
         ("needs random ones", lambda: Encoder(datamodule=data(max_tokens_per_batch=500), **LIGHT).train(**QUICK)),
         ("save_anndata=True", lambda: model.save("model", save_anndata=True)),
     ):

@@ -74,7 +74,6 @@ def test_each_gene_has_its_own_vector(architecture, build, tiny_adata: ad.AnnDat
     first = embedding(VECTORS)
     np.testing.assert_array_equal(embedding(VECTORS.sample(frac=1, random_state=0)), first)
     assert np.abs(embedding(VECTORS.set_axis(np.roll(GENES, 1), axis=0)) - first).max() > 1e-3
-    # A common part and the unit of the vectors do not matter.
     np.testing.assert_allclose(embedding(100 * VECTORS + 7), first, atol=1e-4)
 
 

@@ -84,8 +84,7 @@ def test_the_same_genes_in_an_untrained_model(planted_model: Encoder):
 def test_limits_of_p_values_are_told(planted_model: Encoder):
     genes = [f"gene{i}" for i in range(12)]
     with pytest.warns(ScforgeWarning, match="genes of similar mean expression, not of a similar dose"):
-        few = planted_model.perturb_in_silico(genes=genes[:3], n_permutations=30, key_added=None, untrained=False)
-    assert few.attrs["lowest_fdr"] == pytest.approx(3 / 31)
+        planted_model.perturb_in_silico(genes=genes[:3], n_permutations=30, key_added=None, untrained=False)
     low = "With 12 tests and n_permutations=30 the fdr of a gene that stands out alone is at least 0.39; .* to 120"
     with pytest.warns(ScforgeWarning, match=low):
         results = planted_model.perturb_in_silico(genes=genes, n_permutations=30)
@@ -136,7 +135,6 @@ def test_deletion_equals_data_without_the_gene(architecture, sizes, build: Calla
     assert results["n_cells"][0] == some.n_obs
     assert results["shift"][0] == pytest.approx((1 - cosine).mean(), rel=1e-3, abs=1e-9)
     assert results["shift"][0] > 0
-    # A gene that no cell expresses now.
     nothing = model.perturb_in_silico(some, ["gene3"])
     assert nothing["n_cells"][0] == 0
     assert nothing.drop(columns=["gene", "n_cells"]).isna().all(axis=None)

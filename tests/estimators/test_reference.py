@@ -165,7 +165,6 @@ def test_adapters_take_the_query_out_of_the_space_of_the_reference(which, usual,
     np.testing.assert_array_equal(loaded.get_latent_representation(key_added=None), learned)
     table = loaded.transfer_labels(labels_key="kind", reference=model)
     pd.testing.assert_frame_equal(table, mapped.transfer_labels())
-    # Distances are within the space of the query model.
     space = mapped.get_latent_representation(model.adata, key_added=None)
     same_votes(table, space, learned, model.adata.obs["kind"], 50)
     with pytest.warns(ScforgeWarning, match=LEFT):

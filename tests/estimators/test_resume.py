@@ -96,7 +96,6 @@ KINDS = {
     "muon": (TRANSFORMER, {"optimizer": "muon", "max_tokens_per_batch": 900, "batch_size": None}),
     "early": (LIGHT, EARLY),
     "steps": (LIGHT, {"max_epochs": None, "max_steps": 8}),
-    "bf16": (TRANSFORMER, {"precision": "bf16-mixed"}),
 }
 
 

@@ -174,7 +174,6 @@ CASES["model"] |= {
     "another class": said(None, **{"class": "__class__"}),
     "a history of texts": said(None, history={"loss": ["low"]}),
     "a seed that is true": said(None, seed=True),
-    "a name that is a list": said("architecture", name=["gene_pooling"]),
     "a fine-tuning of terabytes": said(None, tuning=TUNING),
     "a fine-tuning in parts": said(None, tuning={**dict.fromkeys(TUNING, []), "task": {"name": ["annotation"]}}),
     "a base of no name": said(None, card={"base": {"name": 1}}),
@@ -186,7 +185,6 @@ CASES["model"] |= {
 CASES["adapter"] |= {
     "the weights of a model": lambda folder: shutil.copy(FIRST / "plain" / "model.safetensors", weights(folder)),
     "the description of a model": lambda folder: shutil.copy(FIRST / "plain" / "config.json", config(folder)),
-    "a card that is a list": said(card=["cc0"]),
     "a checksum that is a list": said(sha256=[1]),
     "a task of no name": said("tuning", task={}),
     "no width": said("tuning", n_latent=None),
@@ -255,7 +253,6 @@ CASES["model"] |= {
     "numbers that belong to no tensor": rewritten(lambda header, numbers: (header, numbers + b"more")),
     "an unknown dtype": first(dtype="F7"),
     "weights that are whole numbers": first(dtype="I32"),
-    "a dtype that is a list": first(dtype=["F32"]),
     "a negative shape": first(shape=[-1, -4]),
     "a shape of terabytes": first(shape=[2**40, 2**20]),
     "a shape of very many axes": first(shape=[1] * 100_000),

@@ -1,7 +1,4 @@
-"""Folders of every format since the first load and compute what they did; what does not fit says which option differs.
-
-The folders of a format were made by the scforge that wrote it, see ``tests/fixtures/make_folders.py``.
-"""
+"""Folders of earlier formats were made by the scforge that wrote them, see ``tests/fixtures/make_folders.py``."""
 
 import functools
 import inspect

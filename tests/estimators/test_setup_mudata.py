@@ -45,8 +45,6 @@ def test_training_on_a_modality_is_training_on_an_anndata(mdata, tiny_adata, qui
     fresh = again(mdata, tmp_path / "a.h5mu")
     for data in (mdata, fresh):
         np.testing.assert_array_equal(data.mod["rna"].obsm["X_scforge"], embedding)
-    assert len(model.cells(mdata)) == 60
-
     model.save(tmp_path / "model")
     del fresh.mod["rna"].obs["donor"]
     loaded = Encoder.load(tmp_path / "model", fresh)
@@ -58,8 +56,6 @@ def test_training_on_a_modality_is_training_on_an_anndata(mdata, tiny_adata, qui
     del copied.mod["rna"].obsm["X_scforge"]
     assert Encoder.load(tmp_path / "model2").get_latent_representation(copied).shape == (60, 4)
     assert "X_scforge" in copied.mod["rna"].obsm
-    alone = Encoder.load(tmp_path / "model", mdata.mod["rna"].copy())
-    np.testing.assert_allclose(alone.get_latent_representation(), embedding, atol=1e-6)
 
 
 def test_columns_come_from_either_table(mdata, quick):

@@ -64,7 +64,6 @@ def test_overexpressed_gene_ranks_first(name: str, options: dict, tiny_adata: ad
     for gene in (0, 40, 79):
         block = perturbation.apply(cells.block(np.arange(60)), np.full((60, 1), gene))
         assert set(tokenizer(block)["input_ids"][:, 1].tolist()) == {tiny_vocab.n_special + gene}
-    # What ranks first stays as it is.
     again = perturbation.apply(block, np.full((60, 1), gene))
     np.testing.assert_array_equal(again.counts, block.counts)
 
