@@ -209,6 +209,7 @@ MISTAKES = [
     ({"output": "file.zarr"}, "'[^']*file.zarr' is a file, but zarr makes a folder"),
     ({"output": "pipe.h5ad"}, "'[^']*pipe.h5ad' is a pipe or a device, not a file; give another"),
     ({"output": "adata.zarr", "overwrite": True}, "exists and is not an embedding that scforge wrote"),
+    ({"output": "text.h5ad", "overwrite": True}, "exists and is not an embedding that scforge wrote"),
     ({"output": "file.zarr/out.zarr"}, "'[^']*file.zarr' is a file; give the name of a folder"),
     ({"output": "s3://bucket/out.zarr"}, "is a URL; give a path"),
     ({"key": "a/b"}, "key='a/b' is not a name in obsm"),
@@ -224,7 +225,7 @@ def test_mistakes(run, options, said, many_adata, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("folder.h5ad", "ck/step=00000009", "ck/epoch=01"):
         Path(name).mkdir(parents=True)
-    for name in ("file.zarr", "ck/step=00000009/config.json", "ck/epoch=01/config.json"):
+    for name in ("file.zarr", "text.h5ad", "ck/step=00000009/config.json", "ck/epoch=01/config.json"):
         Path(name).write_text("x")
     os.mkfifo("pipe.h5ad")
     many_adata[:3].copy().write_zarr("adata.zarr")

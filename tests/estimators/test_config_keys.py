@@ -76,10 +76,8 @@ class Built:
     @cached_property
     def opened(self) -> dict[str, Any]:
         """Arguments with which the cells are opened."""
-        query, cells = (
-            self.replaced("data.census.CensusQuery", Mock()),
-            self.replaced("estimators.config_data.open_cells"),
-        )
+        query = self.replaced("data.census.CensusQuery", Mock())
+        cells = self.replaced("estimators.config_data.open_cells")
         self.replaced("estimators.config_data.read_h5ad", ad.AnnData(obs={name: [0] for name in "ab"}))
         config_data.open_source(self.config.data)
         seen = arguments(query) | arguments(cells)

@@ -242,6 +242,7 @@ def test_cells_without_label_take_no_part(tune: Callable[..., Encoder], cells: a
     ("options", "message"),
     [
         ({"task": "anotation"}, "task='anotation' is not known; did you mean 'annotation'"),
+        ({"task": 3}, "task=3 is neither a name nor a dict"),
         ({"learning_rate": 0.1}, "option of finetune 'learning_rate' is unknown to 'annotation'"),
         ({"batch_key": "donor"}, "batch_key='donor' is of no use to the task 'annotation'"),
         ({"task": {"name": "annotation", "labels_key": "kind"}}, "labels_key is given in task and beside it"),

@@ -129,6 +129,7 @@ def test_columns_of_perturbations_are_found(run: Callable[..., FinetuningResult]
 MISTAKES = [
     ("finetune.base_model=none", MissingFileError, "base_model='none' .--base-model. does not exist; "),
     ("finetune.base_model=hub://geneformer", MissingFileError, "is a URL; give the folder of a model"),
+    ("finetune.base_model=.", MissingFileError, "holds no model; give the folder of one"),
     ("finetune.task=anotation", OptionError, "task='anotation' is not known; did you mean 'annotation'"),
     ("finetune.label_smooting=0.1", ConfigError, "is not an option of 'annotation'; did you mean 'finetune.label"),
     ("finetune.label_smoothing=2", OptionError, "label_smoothing=2 "),

@@ -197,8 +197,6 @@ def test_a_format_from_the_future(folder: Path) -> None:
     ("name", "options", "error", "message"),
     [
         ("nothing", {}, MissingFileError, r"^dir_path='.*; give the folder that model\.save\(\) wrote\.$"),
-        ("model/config.json", {}, MissingFileError, r"^dir_path='.*; give the folder that model\.save\(\) wrote\.$"),
-        ("model", {"device": "gpu"}, OptionError, "^device='gpu' cannot be used: "),
         ("model", {"device": "cuda:99"}, OptionError, "^device='cuda:99' cannot be used: "),
         ("model", {"accelerator": "tpu"}, OptionError, r"accelerator='tpu' is not known \(known: 'auto', 'cpu'"),
         ("model", {"adata": "cells.h5ad"}, OptionError, "adata is of type 'str'; read it with anndata.read_h5ad first"),

@@ -162,7 +162,6 @@ def test_the_options_of_other_architectures(custom_architecture: str, tiny_adata
     ("name", "change", "differs"),
     [
         ("plain", {"num_layers": 3}, r"num_layers=3, and the weights are of num_layers=\d"),
-        ("tuned", {"hidden_dim": 16}, "hidden_dim=16, and the weights are of hidden_dim=8"),
         ("base", {"num_layers": 2, "ffn_dim": 16}, None),
     ],
 )

@@ -113,6 +113,7 @@ GENERATION = {"generation": Measured(("other", "mmd"), "mmd", frozenset({"mmd"})
     ("metrics", "data", "name"),
     [
         (Report("Cells", {"data": "PBMC 3k"}, rows=ROWS), "PBMC 3k", "f1 (beside pca=0.800)"),
+        (Report("Cells", rows=COMPARED, measured=GENERATION), "not stated", "mmd (beside pca=1.000)"),
         (Report("Cells", rows=COMPARED, measured=GENERATION).to_frame(), "not stated", "mmd (beside pca=1.000)"),
         (TABLE[::-1], "not stated", "accuracy (beside majority_class=0.500)"),
     ],
@@ -130,7 +131,6 @@ def test_figures_of_a_report(hub, model: Encoder, metrics: object, data: str, na
     [
         ({"metrics": LONG.drop(columns="kind")}, "metrics lacks the column 'kind'"),
         ({"metrics": LONG.replace("model", "mine")}, "has a row of the kind 'mine', which is none of"),
-        ({"metrics": pd.concat([LONG.replace("scforge", name) for name in "ab"])}, "metrics has 2 models in"),
         ({"metrics": LONG.replace("baseline", "ceiling")}, "metrics: the report has a model but no baseline"),
         ({"metrics": LONG.replace("model", "ceiling")}, "metrics has 0 models in"),
         ({"metrics": LONG.assign(value="high")}, "has a figure of 'scforge' in 'f1' that is no number"),
