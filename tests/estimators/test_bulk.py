@@ -223,7 +223,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("options", "said"), MISTAKES, ids=[str(list(case[0].items())[0]) for case in MISTAKES])
 def test_mistakes(run, options, said, many_adata, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("folder.h5ad", "ck/step=00000009", "ck/epoch=01"):
+    for name in ("ck/step=00000009", "ck/epoch=01"):
         Path(name).mkdir(parents=True)
     for name in ("file.zarr", "text.h5ad", "ck/step=00000009/config.json", "ck/epoch=01/config.json"):
         Path(name).write_text("x")
