@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import scforge
 
@@ -57,6 +58,12 @@ def test_everything_installed_is_pinned():
         wanted = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra], *GROUPS["test"]]
         missing = {name_of(r) for r in wanted} - {name_of(pin) for pin in pins_of(f"constraints-{extra}.txt")}
         assert not missing, "renew with: make constraints"
+
+
+def test_known_unsafe_readers_are_not_installed():
+    floors = {"torch": "2.9.1", "zarr": "3.1.3", "zarrs": "0.2.0"}  # the last releases that are too old
+    required = {name_of(text): Requirement(text) for text in PROJECT["dependencies"]}
+    assert not [name for name, version in floors.items() if required[name].specifier.contains(version)]
 
 
 def test_extra_all_is_every_extra_that_goes_with_the_others():

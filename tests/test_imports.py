@@ -84,6 +84,13 @@ def test_a_wrong_path_is_said_before_heavy_imports(command, message, tmp_path, m
     assert message in done.stderr
 
 
+def test_every_subpackage_is_an_attribute():
+    code = "import scforge, sys; print(*[getattr(scforge, name).__name__ for name in sys.argv[1:]])"
+    names = sorted(path.parent.name for path in Path(scforge.__file__).parent.glob("*/__init__.py"))
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [f"scforge.{name}" for name in names]
+
+
 @pytest.mark.parametrize("room", LAZY)
 def test_public_names(room):
     package = importlib.import_module(room)

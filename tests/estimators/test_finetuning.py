@@ -184,6 +184,9 @@ def test_adapters(base: Encoder, annotator: Encoder, adapted: Encoder, cells: ad
 
 def test_adapters_in_a_folder(base: Encoder, adapted: Encoder, cells: ad.AnnData, tmp_path: Path) -> None:
     adapted.save_adapter(tmp_path / "adapter")
+    (tmp_path / "adapter" / "notes.txt").write_text("mine")
+    adapted.save_adapter(tmp_path / "adapter", overwrite=True)
+    assert (tmp_path / "adapter" / "notes.txt").read_text() == "mine"
     adapted.save(tmp_path / "whole")
     sizes = [sum(p.stat().st_size for p in (tmp_path / name).glob("*.safetensors")) for name in ("adapter", "whole")]
     assert sizes[0] < 0.5 * sizes[1]

@@ -160,7 +160,9 @@ def test_a_model_trained_here_loads_there(tiny_adata: ad.AnnData, tmp_path: Path
     compare(bert.eval(), model, batch_of(model, tiny_adata, 20))
     with pytest.raises(OptionError, match="exists and is not empty"):
         model.export_to_transformers(tmp_path / "bert")
+    (tmp_path / "bert" / "notes.txt").write_text("mine")
     model.export_to_transformers(tmp_path / "bert", overwrite=True)
+    assert (tmp_path / "bert" / "notes.txt").read_text() == "mine"
     with pytest.raises(DataError, match="scforge's own: .* is loaded from the folder of model.save"):
         Encoder.from_checkpoint(tmp_path / "bert", "geneformer")
 

@@ -298,3 +298,12 @@ def test_only_files_of_a_folder_are_sent_or_copied(hub, folder: Path, tmp_path: 
             call()
     assert not hub.repos
     assert not (tmp_path / "copy").exists()
+
+
+def test_a_copy_replaces_the_model_and_nothing_else(folder: Path, tmp_path: Path) -> None:
+    copied = copy_model(folder, tmp_path / "copy")
+    (copied / "notes.txt").write_text("mine")
+    (folder / "model.safetensors").write_bytes(b"other weights")
+    copy_model(folder, copied, overwrite=True)
+    assert (copied / "notes.txt").read_text() == "mine"
+    assert (copied / "model.safetensors").read_bytes() == b"other weights"

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
-from scforge.models import (
-    init_weights,
-)
+from scforge.models import get_model, init_weights
 from scforge.models.components import (
     GeneExpressionEmbedding,
     MaskedGenePredictionHead,
@@ -97,3 +96,12 @@ def test_pools_follow_the_mask(pool):
     for given in (mask, mask.float()):
         torch.testing.assert_close(pool(hidden, given), torch.stack([*rows, torch.zeros(8)]))
     torch.testing.assert_close(pool(hidden), torch.stack([kept(cell) for cell in hidden]))
+
+
+def test_gene_pooling_takes_the_default_pooling_of_a_configuration_as_the_mean():
+    config = ModelConfig(architecture="gene_pooling", vocab_size=20, hidden_dim=8, num_layers=1, pooling="cls")
+    torch.manual_seed(0)
+    model = get_model("gene_pooling", config).eval()
+    assert model.pooling == "mean"
+    ids, mask = torch.randint(4, 20, (2, 5)), torch.ones(2, 5, dtype=torch.bool)
+    assert torch.isfinite(model.encode(ids, mask)).all()
