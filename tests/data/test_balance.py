@@ -1,5 +1,3 @@
-"""Rare cells more often."""
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

@@ -1,5 +1,3 @@
-"""Conversion into a store: every cell is there once, as it was, in random order."""
-
 import contextlib
 import dataclasses
 import logging

@@ -1,5 +1,3 @@
-"""Conversion where memory or the disk is small."""
-
 import resource
 import shutil
 import subprocess

@@ -1,5 +1,3 @@
-"""Tables of cells of several sources as one."""
-
 import logging
 
 import anndata as ad

@@ -1,5 +1,3 @@
-"""A conversion that is interrupted goes on; two at once, and other sources than before, are refused."""
-
 import json
 import os
 import subprocess

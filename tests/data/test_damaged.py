@@ -1,5 +1,3 @@
-"""Damaged matrices: one sentence that names what is damaged, and no crash of the process."""
-
 import h5py
 import numpy as np
 import pytest

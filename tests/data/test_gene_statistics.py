@@ -1,5 +1,3 @@
-"""Streaming medians and entropies of genes against NumPy's and SciPy's, and their way through vocabularies."""
-
 import json
 import pickle
 

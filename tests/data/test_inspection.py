@@ -1,5 +1,3 @@
-"""A look at h5ad files of any kind."""
-
 import anndata as ad
 import h5py
 import numpy as np

@@ -1,5 +1,3 @@
-"""Vocabularies that ship with the package, and the ids and symbols of genes."""
-
 from collections import defaultdict
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Mutual nearest neighbours within and across batches."""
-
 import numpy as np
 import pandas as pd
 import pytest

@@ -1,5 +1,3 @@
-"""Perturbations of cells, read out of obs."""
-
 import anndata as ad
 import numpy as np
 import pandas as pd
@@ -36,7 +34,6 @@ def test_doses_go_with_their_targets():
     # Targets are sorted, and " KLF1 + BAK1" names KLF1 first.
     assert parsed.dose.tolist() == [1, 2, 0.5, 0.1, 0.5, 0.1, 3]
     assert parsed.targets == parse_perturbations(table(LABELS), PerturbationKeys("gene", "ctrl")).targets
-
     labels = ["drug", "drug", "DMSO", "other"]
     parsed = parse_perturbations(table(labels, [0.1, 10.0, np.nan, 1.0]), PerturbationKeys("gene", "DMSO", "dose"))
     assert parsed.dose.tolist() == [0.1, 10, 1]
@@ -89,8 +86,3 @@ def test_pertpy_takes_labels_apart_alike():
     singles = {some[0] for some in parsed.targets if len(some) == 1}
     ours = {"+".join(some) for some in parsed.targets if len(some) == 2 and singles.issuperset(some)}
     assert set(scores.index) == ours == {"A+B", "B+C"}
-    joined, _ = PseudobulkSpace().add(
-        ad.AnnData(values[:4], obs=pd.DataFrame({"perturbation": names[:4]}, index=names[:4])), perturbations=["C", "A"]
-    )
-    parsed = parse_perturbations(joined.obs, PerturbationKeys("perturbation", "control"))
-    assert ("A", "C") in parsed.targets

@@ -1,5 +1,3 @@
-"""Choice of genes against scanpy, medians against plain NumPy."""
-
 import anndata as ad
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ def test_highly_variable_genes_are_those_of_scanpy(pbmc, batch_key):
     adata = pbmc[:600].copy()
     adata.obs["half"] = ["x", "y"] * 300
     vocab = select_genes(adata, n_top_genes=300, min_cells=3, batch_key=batch_key)
-
     reference = adata.copy()
     totals = reference.X.sum(axis=1)
     reference.X = sparse.csr_matrix(reference.X.multiply(1e4 / totals)).astype(np.float32)

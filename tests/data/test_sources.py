@@ -1,5 +1,3 @@
-"""Files into one AnnData."""
-
 import anndata as ad
 import h5py
 import numpy as np

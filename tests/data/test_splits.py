@@ -1,5 +1,3 @@
-"""Training and validation cells."""
-
 from itertools import combinations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Cells of a store are those that were converted."""
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""What else than a store of scforge can be opened as one: collections of annbatch."""
-
 import shutil
 import warnings
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Damage of a store is told, never read."""
-
 import json
 import shutil
 from pathlib import Path

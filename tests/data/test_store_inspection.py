@@ -1,5 +1,3 @@
-"""A look at a store and at what stands in it beside the cells, and the check that nothing in it is damaged."""
-
 import json
 import os
 import shutil

@@ -1,5 +1,3 @@
-"""Random numbers of a cell, and the views that they make."""
-
 import numpy as np
 import pytest
 from scipy import sparse, stats
@@ -42,7 +40,9 @@ def test_numbers_of_a_cell_depend_on_its_counts_and_not_on_its_place():
     keys = content_keys(CellBlock.from_csr(many), seed=0)
     bits = (keys[:, None] >> np.arange(64, dtype=np.uint64)) & np.uint64(1)
     assert np.abs(bits.mean(axis=0) - 0.5).max() < 0.04
-    draws = np.array([[uniform(key, np.uint64(i)) for i in range(50)] for key in cell_keys(np.arange(200), 3, 1)])
+    draws = np.array(
+        [[uniform(key, np.uint64(i)) for i in range(50)] for key in cell_keys(np.arange(200), seed=3, epoch=1)]
+    )
     assert stats.kstest(draws.ravel(), "uniform").pvalue > 1e-3
     assert abs(np.corrcoef(draws[:-1].ravel(), draws[1:].ravel())[0, 1]) < 0.05
     assert abs(np.corrcoef(draws[:, :-1].ravel(), draws[:, 1:].ravel())[0, 1]) < 0.05

@@ -1,5 +1,3 @@
-"""The embedded PBMC 3k data is what its documentation says, and equal to its source."""
-
 import subprocess
 import sys
 import time

@@ -1,5 +1,3 @@
-"""Splits are disjoint, whole, the same everywhere, and hold out what their rules say."""
-
 import dataclasses
 import gzip
 from importlib import resources
