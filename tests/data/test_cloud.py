@@ -16,7 +16,7 @@ from scforge.data import CellOrder, StoreCells, convert, open_cells, open_stream
 from scforge.data.zarr_groups import open_group
 from scforge.errors import DataError, MissingFileError, OptionError
 
-S3FileSystem = pytest.importorskip("s3fs", reason="the client of S3 comes with the extra cloud").S3FileSystem
+s3fs = pytest.importorskip("s3fs", reason="the client of S3 comes with the extra cloud")
 server = pytest.importorskip("moto.server", reason="the S3 server comes with the group test")
 
 KEYS = {"key": "testing", "secret": "testing"}
@@ -76,7 +76,7 @@ def store(adata, s3, tmp_path_factory):
 def answers(monkeypatch):
     """The sizes of what the server answers; the requests for pieces fail first as often as there are errors."""
     monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
-    real, answers = S3FileSystem._cat_file, SimpleNamespace(sizes=[], errors=[])
+    real, answers = s3fs.S3FileSystem._cat_file, SimpleNamespace(sizes=[], errors=[])
 
     async def cat(system, *arguments, **options):
         if answers.errors:
@@ -85,7 +85,7 @@ def answers(monkeypatch):
         answers.sizes.append(len(content))
         return content
 
-    monkeypatch.setattr(S3FileSystem, "_cat_file", cat)
+    monkeypatch.setattr(s3fs.S3FileSystem, "_cat_file", cat)
     return answers
 
 
@@ -161,15 +161,17 @@ def test_h5ad_and_zarr(tiny_adata, tmp_path, s3, put, monkeypatch):
     big = anndata.AnnData(np.tile(tiny_adata.X.toarray(), (140, 10)) + 1)  # two pieces
     big.write_h5ad(tmp_path / "big.h5ad")
     url = put(tmp_path / "big.h5ad")
+    monkeypatch.setattr(remote, "FIRST_WAIT_S", 0.01)
     for fails, message in [
         (ConnectionResetError("Connection reset by peer"), "cannot be reached, tried 5"),
         (PermissionError("Forbidden"), "may not be read"),
     ]:
-        chunks = open_streams(url, **storage)[0].chunks()
-        next(chunks)
         with monkeypatch.context() as patch:
-            patch.setattr(remote, "FIRST_WAIT_S", 0.01)
-            patch.setattr("s3fs.core.S3File._fetch_range", Mock(side_effect=fails))
+            fetch = Mock(side_effect=s3fs.core.S3File._fetch_range)
+            patch.setattr(s3fs.core.S3File, "_fetch_range", lambda *arguments, fetch=fetch: fetch(*arguments))
+            chunks = open_streams(url, **storage)[0].chunks()
+            next(chunks)
+            fetch.side_effect = fails
             with pytest.raises(DataError, match=rf"'s3://bucket/big\.h5ad' {message}"):
                 list(chunks)
 
