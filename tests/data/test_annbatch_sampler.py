@@ -1,5 +1,3 @@
-"""annbatch reads the windows of an order."""
-
 import json
 import warnings
 from pathlib import Path
@@ -10,6 +8,7 @@ import numpy as np
 import pytest
 import zarr
 from scipy import sparse
+from torch.utils.data._utils.worker import WorkerInfo
 
 from scforge.data import AnnbatchSampler, CellOrder, CellWeights, Window
 from scforge.errors import OptionError
@@ -18,10 +17,7 @@ N_CELLS, N_GENES, CHUNK = 700, 30, 16
 BOUNDARY = 300  # between two data sets, where no chunk ends
 
 
-def counts() -> sparse.csr_matrix:
-    matrix = sparse.random(N_CELLS, N_GENES, 0.3, format="csr", random_state=0)
-    matrix.data = np.arange(1, matrix.nnz + 1)
-    return matrix.astype(np.uint16)
+COUNTS = sparse.csr_matrix(np.random.default_rng(0).poisson(0.4, (N_CELLS, N_GENES)).astype(np.uint16))
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +25,7 @@ def store(tmp_path_factory):
     path = tmp_path_factory.mktemp("store") / "cells.zarr"
     group = zarr.open_group(path, mode="w", zarr_format=3)
     for number, part in enumerate([slice(0, BOUNDARY), slice(BOUNDARY, N_CELLS)]):
-        adata = ad.AnnData(counts()[part])
+        adata = ad.AnnData(COUNTS[part])
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Consolidated metadata")
             annbatch.write_sharded(group, adata, n_obs_per_chunk=CHUNK, key=f"dataset_{number}")
@@ -60,17 +56,13 @@ LENGTHS = np.random.default_rng(1).integers(1, 100, N_CELLS)
     [
         {},
         {"rows": np.flatnonzero(np.arange(N_CELLS) % 50 < 7)},
-        {"shuffle": False},
         {"batch_size": None, "lengths": LENGTHS, "max_tokens_per_batch": 2000},
         {"balance": CellWeights(np.arange(N_CELLS))},
         {"chunk_size": 1},
     ],
-    ids=["all", "some", "as they stand", "packed", "draws", "by cell"],
 )
-@pytest.mark.parametrize("gap", [0, 32])
-def test_the_loader_yields_the_batches_of_the_order(store, options, gap):
-    sampler = AnnbatchSampler(order(**options), gap=gap)
-    expected_counts = counts()
+def test_the_loader_yields_the_batches_of_the_order(store, options):
+    sampler = AnnbatchSampler(order(**options), gap=32 if "rows" in options else 0)
     for epoch in range(2):
         sampler.set_epoch(epoch)
         of = order(**options, first_epoch=epoch)
@@ -80,7 +72,7 @@ def test_the_loader_yields_the_batches_of_the_order(store, options, gap):
         for batch, rows in zip(batches, of_windows, strict=True):
             assert batch["index"].tolist() == rows
             assert batch["X"].dtype == np.uint16
-            assert (batch["X"] != expected_counts[rows]).nnz == 0
+            assert (batch["X"] != COUNTS[rows]).nnz == 0
 
 
 def test_a_resumed_sampler_goes_on_with_the_rest(store):
@@ -114,21 +106,18 @@ def test_any_and_whole_windows(store):
             call()
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "requests"),
-    [
+def test_small_gaps_are_read_along():
+    for rows, options, requests in [
         ([9, 1, 2], {"gap": 5}, [slice(1, 3), slice(9, 10)]),
         ([9, 1, 2], {"gap": 6}, [slice(1, 10)]),
         ([4, 4, 3, 6], {"gap": 0}, [slice(3, 5), slice(6, 7)]),
         ([4, 999, 36], {}, [slice(4, 37), slice(999, 1000)]),
-    ],
-)
-def test_small_gaps_are_read_along(rows, options, requests):
-    window = Window(rows=np.array(rows), ends=np.array([len(rows)]), draw=0)
-    assert next(AnnbatchSampler([window], **options).sample(1000))["requests"] == requests
+    ]:
+        window = Window(rows=np.array(rows), ends=np.array([len(rows)]), draw=0)
+        assert next(AnnbatchSampler([window], **options).sample(1000))["requests"] == requests
 
 
-def test_what_the_loader_cannot_do(store):
+def test_what_the_loader_cannot_do(store, monkeypatch):
     for row, message in [(N_CELLS, "the cell 700, but .* 0 to 699"), (-1, "the cell -1")]:
         sampler = AnnbatchSampler([Window(rows=np.array([0, row]), ends=np.array([2]), draw=0)])
         with pytest.raises(OptionError, match=message):
@@ -137,17 +126,11 @@ def test_what_the_loader_cannot_do(store):
     sampler.mask = slice(0, 100)
     with pytest.raises(OptionError, match=r"mask=slice\(0, 100, None\) is not for this sampler"):
         next(sampler.sample(N_CELLS))
-
-
-@pytest.mark.parametrize("num_workers", [1, 2])
-def test_several_workers_would_yield_every_batch_each(monkeypatch, num_workers):
-    from torch.utils.data._utils.worker import WorkerInfo
-
-    told = WorkerInfo(id=0, num_workers=num_workers, seed=0, dataset=None)
-    monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", told)
-    requests = AnnbatchSampler(order()).sample(N_CELLS)
-    if num_workers == 1:
-        next(requests)
-        return
+    for num_workers in (1, 2):
+        requests = AnnbatchSampler(order()).sample(N_CELLS)
+        told = WorkerInfo(id=0, num_workers=num_workers, seed=0, dataset=None)
+        monkeypatch.setattr("torch.utils.data._utils.worker._worker_info", told)
+        if num_workers == 1:
+            next(requests)
     with pytest.raises(OptionError, match="num_workers=2 would each yield every batch"):
         next(requests)

@@ -1,5 +1,3 @@
-"""Rare cells more often."""
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -46,7 +44,6 @@ def test_the_strength_grows_from_epoch_to_epoch(chunk_size):
 
 @pytest.mark.parametrize("chunk_size", [1, 64])
 def test_cells_are_drawn_in_proportion_to_their_weights(chunk_size):
-    # Of 400 epochs the numbers of draws must fit a multinomial (chi-square, 4 standard deviations).
     weights = np.random.default_rng(1).choice([0.0, 0.5, 1.0, 7.0], 200)
     order = CellOrder(np.arange(200), 32, chunk_size=chunk_size, balance=CellWeights(weights), window_cells=64)
     found = np.bincount(np.concatenate([drawn(order, epoch) for epoch in range(400)]), minlength=200)
@@ -67,14 +64,10 @@ def test_cells_are_drawn_in_proportion_to_their_weights(chunk_size):
 )
 def test_ranks_share_the_draws_and_none_has_weight_zero(weights, chunk_size, world_size, epoch):
     weights = np.array(weights)
-    if len(weights) < world_size:
-        return
-    rows = np.arange(len(weights)) * 2
-    options = {"chunk_size": chunk_size, "balance": CellWeights(weights)}
-    whole = drawn(CellOrder(rows, 7, **options), epoch)
-    parts = [
-        drawn(CellOrder(rows, 7, rank=rank, world_size=world_size, **options), epoch) for rank in range(world_size)
-    ]
+    rows, world_size = np.arange(len(weights)) * 2, min(world_size, len(weights))
+    options = {"chunk_size": chunk_size, "balance": CellWeights(weights), "world_size": world_size}
+    whole = drawn(CellOrder(rows, 7, **options | {"world_size": 1}), epoch)
+    parts = [drawn(CellOrder(rows, 7, rank=rank, **options), epoch) for rank in range(world_size)]
     assert len(whole) == len(rows)
     assert (weights[whole // 2] > 0).all()
     np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.sort(whole))
@@ -101,16 +94,13 @@ def test_draws_depend_on_epoch_and_seed_and_the_state_on_the_weights():
     ("make", "message"),
     [
         (lambda: CellWeights([1.0, -1.0]), r"weights\[1\]=-1.0 is not zero or above"),
-        (lambda: CellWeights([np.nan]), r"weights\[0\]=nan"),
         (lambda: CellWeights([0.0, 0.0]), "no weight above zero"),
         (lambda: CellWeights([[1.0]]), "one number a cell"),
-        (lambda: CellWeights(["a"]), "one number a cell"),
         (lambda: ClassBalance([0.5]), "one whole number a cell"),
         (lambda: ClassBalance(np.array([], dtype=int)), "codes has no cell"),
         (lambda: ClassBalance([-2, 0]), "codes has -2"),
         (lambda: ClassBalance([-1, -1], missing="drop"), "no cell with a label"),
         (lambda: ClassBalance([0], missing="skip"), "missing='skip' is neither"),
-        (lambda: ClassBalance([0], warmup_epochs=-1), "warmup_epochs=-1"),
         (lambda: ClassBalance([0], end=2), "end=2 is not a number from 0 to 1"),
         (lambda: CellOrder(np.arange(3), 2, balance=ClassBalance([0])), "balance is of 1 cells, but rows has 3"),
         (lambda: CellOrder(np.arange(1), 2, balance=ClassBalance([0]), shuffle=False), "shuffle=False"),

@@ -1,6 +1,5 @@
 """The Census: a real SOMA collection, laid out as the Census is, is written here and read with the real clients."""
 
-import re
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -208,29 +207,17 @@ def test_a_sample_is_of_the_cells_asked_for(uri, adata, vocab):
     same_cells(sample.block(np.arange(60)), open_cells(adata, vocab).block(places))
 
 
-def test_streams_hold_all_genes_of_the_query(uri, adata):
-    query = CensusQuery(uri=uri, filters={"is_primary_data": True}, obs=["cell_type"])
-    (stream,) = query.streams()
-    kept = adata[adata.obs["is_primary_data"]]
-    assert stream.n_cells == len(kept)
-    assert stream.n_entries == kept.X.nnz
-    assert stream.var.index.tolist() == adata.var_names.tolist()
-    obs = stream.obs()
-    assert list(obs.columns) == ["cell_type"]
-    assert obs.index.tolist() == kept.obs_names.tolist()
-    assert obs["cell_type"].tolist() == kept.obs["cell_type"].tolist()
-    assert stream.obs(["tissue"])["tissue"].tolist() == kept.obs["tissue"].tolist()
-    parts = list(stream.chunks(100))
-    assert parts[0][0] == 100
-    assert (sparse.vstack([part for _, part in parts]) != kept.X[100:]).nnz == 0
-    assert stream.fingerprint() == query.streams()[0].fingerprint()
-    assert stream.fingerprint() != CensusQuery(uri=uri).streams()[0].fingerprint()
-
-
 def test_a_query_is_converted_into_a_store(uri, adata, tmp_path):
     query = CensusQuery(uri=uri, filters={"is_primary_data": True}, obs=["cell_type", "tissue"])
-    info = convert(query, tmp_path / "store.zarr", shuffle=False, progress=False)
+    (stream,) = query.streams()
     kept = adata[adata.obs["is_primary_data"]].copy()
+    assert (stream.n_cells, stream.n_entries) == (len(kept), kept.X.nnz)
+    assert stream.obs(["tissue"])["tissue"].tolist() == kept.obs["tissue"].tolist()
+    first, part = next(stream.chunks(100))
+    assert (first, (part != kept.X[100 : 100 + part.shape[0]]).nnz) == (100, 0)
+    assert stream.fingerprint() == query.streams()[0].fingerprint()
+    assert stream.fingerprint() != CensusQuery(uri=uri).streams()[0].fingerprint()
+    info = convert(query, tmp_path / "store.zarr", shuffle=False, progress=False)
     assert info.n_cells == len(kept)
     cells = open_cells(tmp_path / "store.zarr")
     assert cells.vocab.genes == tuple(adata.var_names)
@@ -240,7 +227,6 @@ def test_a_query_is_converted_into_a_store(uri, adata, tmp_path):
 
 
 def test_the_proposal_trains_on_the_census(uri, adata, tmp_path, monkeypatch):
-    """The file of the proposal, letter by letter, with data that are here and sizes for a test."""
     atlas = adata[adata.obs["tissue"] != "lung"].copy()
     atlas.obs["donor_id"] = atlas.obs["tissue"]
     for name in ("tabula_sapiens", "immune_atlas"):
@@ -265,14 +251,8 @@ def test_the_proposal_trains_on_the_census(uri, adata, tmp_path, monkeypatch):
     ("options", "error", "message"),
     [
         ({"organism": "mus_musculus"}, OptionError, r"organism='mus_musculus' is not in .*it has: 'homo_sapiens'"),
-        ({"organism": "homo_sapien"}, OptionError, "did you mean 'homo_sapiens'"),
         ({"obs": ["celltype"]}, DataError, "obs names 'celltype'.*did you mean 'cell_type'"),
-        ({"filters": {"tisue": "lung"}}, DataError, "filters names 'tisue'.*did you mean 'tissue'"),
-        (
-            {"filters": {"is_primary_data": "true"}},
-            OptionError,
-            "'is_primary_data'.*='true' does not fit.*true or false",
-        ),
+        ({"filters": {"is_primary_data": "true"}}, OptionError, "='true' does not fit.*true or false"),
         ({"filters": "tissue =="}, DataError, "obs of .* cannot be read: Could not parse"),
         (
             {"filters": {"tissue": "lung", "cell_type": "neuron"}},
@@ -280,20 +260,30 @@ def test_the_proposal_trains_on_the_census(uri, adata, tmp_path, monkeypatch):
             r"no cell of .*of 600 cells, each filter alone leaves 'tissue' \d+, 'cell_type' 0; loosen them",
         ),
         ({"gene_filter": {"feature_id": "none"}}, DataError, "no gene of .*gene_filter"),
-        ({"gene_key": "feature_nam"}, DataError, "did you mean 'feature_name'"),
-        ({"measurement": "rna"}, DataError, "measurement='rna'.*did you mean 'RNA'"),
         ({"layer": "counts"}, DataError, "layer='counts' is not in .*it has: 'raw'"),
     ],
 )
-def test_mistakes_are_one_sentence(uri, options, error, message):
+def test_mistakes_are_one_sentence(uri, vocab, options, error, message):
     with pytest.raises(error, match=message) as caught:
         CensusQuery(uri=uri, **options).open()
     assert "\n" not in str(caught.value)
-
-
-def test_a_value_that_no_cell_has_is_told(uri, vocab):
     with pytest.warns(ScforgeWarning, match="'livr', which no cell has"):
         CensusQuery(uri=uri, filters={"tissue": ["lung", "livr"]}).open(vocab)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [(0.5, "not whole numbers"), (-40, "negative values"), (None, "without any count .*soma_joinid 7")],
+)
+def test_values_that_are_no_counts(adata, vocab, tmp_path, change, message):
+    bad = adata.copy()
+    if change is None:
+        bad.X.data[bad.X.indptr[7] : bad.X.indptr[8]] = 0
+    else:
+        bad.X.data[-1] += change
+    uri = write_census(tmp_path / "bad", bad)
+    with pytest.raises(DataError, match=message):
+        CensusQuery(uri=uri).open(vocab)
 
 
 def test_what_is_no_experiment(uri, tmp_path):
@@ -305,25 +295,6 @@ def test_what_is_no_experiment(uri, tmp_path):
     with pytest.raises(DataError, match=r"uri='s3://bucket/soma' cannot be read: .*127\.0\.0\.1") as caught:
         CensusQuery(uri="s3://bucket/soma", tiledb_config=config).open()
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("change", "message"), [(0.5, "not whole numbers"), (-40, "negative values")])
-def test_values_that_are_no_counts(adata, vocab, tmp_path, change, message):
-    bad = adata.copy()
-    bad.X.data[-1] += change
-    uri = write_census(tmp_path / "bad", bad)
-    # The cells that are looked at when a query is opened are among those of so small a one.
-    with pytest.raises(DataError, match=message):
-        CensusQuery(uri=uri).open(vocab)
-
-
-def test_a_cell_without_counts(adata, vocab, tmp_path):
-    bad = adata.copy()
-    bad.X.data[bad.X.indptr[7] : bad.X.indptr[8]] = 0
-    uri = write_census(tmp_path / "empty", bad)
-    with pytest.raises(DataError, match="without any count .*soma_joinid 7"):
-        CensusQuery(uri=uri).open(vocab)
-    assert len(CensusQuery(uri=uri, filters="soma_joinid > 7").open(vocab)) == N_CELLS - 8
 
 
 @pytest.fixture
@@ -363,19 +334,14 @@ def directory(uri, monkeypatch):
     thread.join()
 
 
-def test_the_census_is_opened_by_version(directory, adata, vocab):
+def test_the_census_is_opened_by_version(directory, adata, vocab, monkeypatch):
+    import cellxgene_census._release_directory as places
+
     cells = CensusQuery(filters={"is_primary_data": True}).open(vocab)
     assert len(cells) == adata.obs["is_primary_data"].sum()
     assert cells.place == "census:2025-01-30/homo_sapiens"
     with pytest.raises(OptionError, match=r"census_version='2025-01-31' is not known; did you mean '2025-01-30'"):
         CensusQuery(census_version="2025-01-31").open(vocab)
-
-
-def test_the_census_out_of_reach(monkeypatch):
-    import cellxgene_census._release_directory as places
-
     monkeypatch.setattr(places, "CELL_CENSUS_RELEASE_DIRECTORY_URL", "http://127.0.0.1:1/release.json")
-    message = r"the CELLxGENE Census \(census_version='stable'\) cannot be read: .*; check the connection"
-    with pytest.raises(DataError, match=message) as caught:
+    with pytest.raises(DataError, match=r"census_version='stable'\) cannot be read: .*; check the connection"):
         CensusQuery().open()
-    assert re.fullmatch(r"[^\n]+\.", str(caught.value))

@@ -10,20 +10,14 @@ from scforge.errors import OptionError
     ("filters", "expected"),
     [
         (None, None),
-        ({}, None),
         ({"tissue": "lung"}, "tissue == 'lung'"),
         ({"tissue": ["lung", "heart"]}, "tissue in ['lung', 'heart']"),
-        ({"tissue": ("lung",)}, "tissue == 'lung'"),
         ({"is_primary_data": True, "nnz": 5}, "(is_primary_data == True) and (nnz == 5)"),
-        (
-            {"is_primary_data": [True, False], "n": 1},
-            "(is_primary_data == True or is_primary_data == False) and (n == 1)",
-        ),
+        ({"a": [True, False], "n": 1}, "(a == True or a == False) and (n == 1)"),
         ({"disease": 'Crohn\'s "disease"'}, "disease == 'Crohn\\'s \"disease\"'"),
         ({"cell type": "a"}, "attr('cell type') == 'a'"),
         ({"in": ["a", "b"]}, "attr('in') in ['a', 'b']"),
         ({"nnz": np.array([1, 2])}, "nnz in [1, 2]"),
-        ({"is_primary_data": np.bool_(True)}, "is_primary_data == True"),
         ("nnz > 5 or nnz < 2", "nnz > 5 or nnz < 2"),
     ],
 )
@@ -37,11 +31,9 @@ def test_conditions(filters, expected):
     [
         ({"filters": {"tissue": []}}, r"filters\['tissue'\]=\[\] allows no value"),
         ({"filters": {"tissue": None}}, "holds None"),
-        ({"filters": {"tissue": {"not": "lung"}}}, "holds {'not': 'lung'}"),
         ({"filters": {1: "lung"}}, "the key 1"),
         ({"filters": ["lung"]}, "of type 'list'"),
         ({"filters": "  "}, "is empty"),
-        ({"gene_filter": {"feature_id": []}}, "gene_filter"),
         ({"obs": "cell_type"}, r"give a list of columns, \['cell_type'\]"),
         ({"organism": None}, "organism=None is not text"),
     ],

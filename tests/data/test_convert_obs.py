@@ -1,9 +1,4 @@
-"""Tables of cells of several sources as one."""
-
 import logging
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import anndata as ad
 import numpy as np
@@ -16,10 +11,10 @@ from scforge.errors import DataError
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Callable[..., list[Path]]:
+def files(tmp_path):
     """Return a function that writes a file for each table of cells."""
 
-    def files(*tables: dict[str, Any], names: list[list[str]] | None = None) -> list[Path]:
+    def files(*tables, names=None) -> list:
         paths = []
         for i, table in enumerate(tables):
             n_cells = len(next(iter(table.values())))
@@ -33,7 +28,7 @@ def files(tmp_path: Path) -> Callable[..., list[Path]]:
     return files
 
 
-def stored(paths: list[Path], **options: Any) -> pd.DataFrame:
+def stored(paths, **options) -> pd.DataFrame:
     convert(paths, paths[0].parent / "s.zarr", shuffle=False, **options)
     return ad.read_zarr(paths[0].parent / "s.zarr" / "dataset_0").obs
 

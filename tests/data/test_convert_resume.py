@@ -1,5 +1,3 @@
-"""A conversion that is interrupted goes on; two at once, and other sources than before, are refused."""
-
 import json
 import os
 import subprocess
@@ -8,13 +6,12 @@ from pathlib import Path
 
 import anndata as ad
 import numpy as np
-import pandas as pd
 import pytest
 from scipy import sparse
 
 from scforge.data import StoreInfo, convert
 from scforge.data.journal import Journal, Staging, locked
-from scforge.data.store_files import open_store_group, partial_path, read_vocab
+from scforge.data.store_files import partial_path
 from scforge.errors import DataError, OptionError
 
 KILLS = """
@@ -24,7 +21,6 @@ import annbatch  # what takes long to import, once
 from scforge.data import StoreInfo, convert
 from scforge.data.convert_plan import Layout
 from scforge.data.stream_matrix import Matrix
-from scforge.errors import DataError, MissingFileError
 
 folder, n_kills = Path(sys.argv[1]), int(sys.argv[2])
 whole = Layout.of.__func__
@@ -57,25 +53,19 @@ whole_run = time.monotonic() - begin
 expected = StoreInfo.read(target).content_hash
 os.rename(target, folder / "expected.zarr")
 random.seed(int(sys.argv[3]))
-killed, told, completed = 0, [], []
+killed, completed = 0, []
 while killed < n_kills:
     if target.exists():  # done in spite of the kills
         completed.append(StoreInfo.read(target).content_hash)
         os.rename(target, folder / f"done{len(completed)}.zarr")
     outcome = run(random.uniform(0, whole_run))
     assert outcome != "failed"
-    if outcome == "killed":
-        killed += 1
-        if not target.exists():
-            try:
-                StoreInfo.read(target)
-            except (DataError, MissingFileError) as error:
-                told.append(str(error))
+    killed += outcome == "killed"
 if not target.exists():
     assert run() == "done"
 completed.append(StoreInfo.read(target).content_hash)
 left = sorted(path.name for path in folder.glob(".*"))
-print(json.dumps({"expected": expected, "completed": completed, "told": told, "killed": killed, "left": left}))
+print(json.dumps({"expected": expected, "completed": completed, "killed": killed, "left": left}))
 """
 
 
@@ -84,14 +74,10 @@ def sources(tmp_path: Path) -> list[Path]:
     generator = np.random.default_rng(0)
     paths = []
     for name, n_cells in {"a": 900, "b": 600}.items():
-        obs = pd.DataFrame(
-            {"group": generator.choice(["x", "y", name], n_cells)}, index=[f"c{i}" for i in range(n_cells)]
-        )
-        counts = sparse.csr_matrix(generator.poisson(0.5, (n_cells, 60)) + (np.arange(60) == 0))
-        ad.AnnData(counts, obs=obs, var=pd.DataFrame(index=[f"g{i}" for i in range(60)])).write_h5ad(
-            tmp_path / f"{name}.h5ad"
-        )
+        adata = ad.AnnData(sparse.csr_matrix(generator.poisson(0.5, (n_cells, 60)) + (np.arange(60) == 0)))
+        adata.obs["group"] = generator.choice(["x", "y", name], n_cells)
         paths.append(tmp_path / f"{name}.h5ad")
+        adata.write_h5ad(paths[-1])
     return paths
 
 
@@ -105,12 +91,6 @@ def test_kills_at_any_moment_change_nothing(sources, tmp_path, n_kills):
     assert found["killed"] == n_kills
     assert set(found["completed"]) == {found["expected"]}
     assert found["left"] in ([], [".s.zarr.partial"])  # the last may have been killed when all was done
-    target = str(tmp_path / "s.zarr")
-    assert set(found["told"]) <= {
-        f"{target!r} is incomplete: run the same scforge convert again to continue.",
-        f"the store {target!r} does not exist.",  # killed before it had begun
-    }
-    assert any("incomplete" in text for text in found["told"])
 
 
 class Stop(Exception):
@@ -178,12 +158,7 @@ def test_a_second_conversion_to_the_same_place_is_refused(sources, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_medians", [False, True])
-def test_a_kill_between_the_store_and_its_journal(sources, tmp_path, monkeypatch, with_medians):
-    vocab = None
-    if with_medians:
-        convert(sources, tmp_path / "t.zarr")
-        vocab = read_vocab(open_store_group(tmp_path / "t.zarr")[0])
+def test_a_kill_between_the_store_and_its_journal(sources, tmp_path, monkeypatch):
     save = Staging.save
 
     def stop(staging: Staging, journal: Journal) -> None:
@@ -198,16 +173,16 @@ def test_a_kill_between_the_store_and_its_journal(sources, tmp_path, monkeypatch
         with monkeypatch.context() as patch:
             patch.setattr(Staging, "save", stop)
             with pytest.raises(Stop):
-                convert(sources, target, vocab=vocab, overwrite=True)
+                convert(sources, target, overwrite=True)
         assert staging.folder.exists()
 
     kill()
     first = StoreInfo.read(target).content_hash
-    assert convert(sources, target, vocab=vocab, overwrite=True).content_hash == first
+    assert convert(sources, target, overwrite=True).content_hash == first
     assert (target / "dataset_0").exists()
     kill()
     with pytest.raises(OptionError, match="exists; pass overwrite=True"):
-        convert(sources, target, vocab=vocab)
+        convert(sources, target)
     assert not staging.folder.exists()
 
 

@@ -1,5 +1,3 @@
-"""Damaged matrices: one sentence that names what is damaged, and no crash of the process."""
-
 import h5py
 import numpy as np
 import pytest
@@ -34,21 +32,15 @@ def at(place: int, value: int):
 
 DAMAGE = {
     "a boundary too large": (put("indptr", at(5, 10**7)), "do not ascend"),
-    "a boundary too small": (put("indptr", at(5, 0)), "do not ascend"),
-    "a negative boundary": (put("indptr", at(5, -3)), "do not ascend"),
     "first boundary": (put("indptr", at(0, 1)), "run from 1 to"),
     "last boundary": (put("indptr", at(-1, 10**7)), "to 10000000, but there are"),
     "an index too large": (put("indices", at(0, 10**6)), "the index 1000000, which is not from 0 to"),
     "a negative index": (put("indices", at(0, -5)), "the index -5, which is not from 0 to"),
     "short data": (put("data", lambda values: values[:100]), "it has 100 values and"),
     "short boundaries": (put("indptr", lambda values: values[:7]), "it has 7 boundaries .indptr. and needs"),
-    "boundaries of two dimensions": (put("indptr", np.zeros((61, 1), int)), "indptr is no list of numbers"),
-    "values without any": (put("data", h5py.Empty("f4")), "data is no list of numbers"),
-    "indices that are no integers": (put("indices", np.ones(3)), "indices is no list of numbers"),
     "text for values": (put("data", np.array([b"a"])), "data is no list of numbers"),
     "no indices": (put("indices", None), "a CSR, CSC or dense matrix is needed"),
     "no shape": (put("shape", None), "it has no shape of two numbers"),
-    "one number for a shape": (put("shape", 60), "it has no shape of two numbers"),
     "negative shape": (put("shape", (-1, 80)), "its shape is"),
 }
 
@@ -78,18 +70,17 @@ def test_files(written, damage, tiny_vocab, capsys):
         read_h5ad(written)
 
 
-@pytest.mark.parametrize("damage", ["var/_index", "var/length", "column-order", "encoding-type", "length"])
+@pytest.mark.parametrize("damage", ["var/_index", "column-order", "encoding-type", "length"])
 def test_tables_of_genes(tiny_adata, tmp_path, damage, capsys):
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
     with h5py.File(tmp_path / "a.h5ad", "r+") as file:
         if damage == "column-order":
             file["var"].attrs[damage] = ["length", "nothing"]
-        elif damage == "encoding-type":
-            del file["var"].attrs[damage]
         elif damage == "length":
             file["var/length"].attrs["encoding-type"] = "odd"
         else:
-            del file[damage]
+            content = file["var"].attrs if damage == "encoding-type" else file
+            del content[damage]
     with pytest.raises(DataError, match=r"var\b.*a\.h5ad'.*; write the file again"):
         inspect_h5ad(tmp_path / "a.h5ad")
     assert main(["inspect", str(tmp_path / "a.h5ad")]) == 2
@@ -98,16 +89,15 @@ def test_tables_of_genes(tiny_adata, tmp_path, damage, capsys):
 
 @pytest.mark.parametrize(
     ("part", "place", "value"),
-    [("indptr", 5, 10**7), ("indptr", 5, 0), ("indptr", -1, 10**7), ("indices", 0, 10**6), ("indices", 0, -1)],
+    [("indptr", 5, 0), ("indptr", -1, 10**7), ("indices", 0, 10**6), ("indices", 0, -1)],
 )
 @pytest.mark.parametrize("kind", [sparse.csr_matrix, sparse.csc_matrix, sparse.csr_array])
 def test_matrices_in_memory(tiny_adata, tiny_vocab, part, place, value, kind):
     matrix = kind(tiny_adata.X).copy()
     getattr(matrix, part)[place] = value
     tiny_adata.layers["counts"] = matrix
-    for use in (lambda: counts_of(tiny_adata, "counts"), lambda: open_cells(tiny_adata, tiny_vocab, layer="counts")):
-        with pytest.raises(DataError, match=r"adata\.layers\['counts'\] is damaged: .*; write the file again"):
-            use()
+    with pytest.raises(DataError, match=r"adata\.layers\['counts'\] is damaged: .*; write the file again"):
+        open_cells(tiny_adata, tiny_vocab, layer="counts")
     for use in (
         lambda: CellBlock.from_csr(matrix),
         lambda: sum_columns(matrix, np.arange(80), 80),
@@ -135,8 +125,5 @@ def test_a_square_matrix_by_column_is_not_taken_for_one_by_row():
     for kind in (sparse.csr_matrix, sparse.csc_matrix, sparse.csr_array, sparse.coo_matrix):
         assert sum_columns(kind(dense), np.array([1, 0, 1]), 2).toarray().tolist() == [[2, 1], [3, 4], [0, 5]]
         assert GeneMap(np.array([1, 0, 1]), 2).apply(kind(dense)).toarray().tolist() == [[2, 1], [3, 4], [0, 5]]
-
-
-def test_columns_of_another_matrix():
-    with pytest.raises(DataError, match="matrix has 2 columns but columns names 3; give one for each"):
-        sum_columns(sparse.csr_matrix(np.eye(2)), np.arange(3), 3)
+    with pytest.raises(DataError, match="matrix has 3 columns but columns names 2; give one for each"):
+        sum_columns(sparse.csr_matrix(dense), np.arange(2), 3)

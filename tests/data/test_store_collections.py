@@ -1,5 +1,3 @@
-"""What else than a store of scforge can be opened as one: collections of annbatch."""
-
 import shutil
 import warnings
 from pathlib import Path
@@ -59,36 +57,24 @@ def test_stored_zeros_unsorted_rows_and_repeated_genes(tmp_path):
     assert block.genes.tolist() == [1, 3, 0, 2]
     assert block.counts.tolist() == [2, 5, 1, 300]
     assert block.totals.tolist() == [7, 301]
-
-
-def test_a_collection_with_columns_of_one_gene(many_adata, tmp_path):
-    adata = many_adata[:40].copy()
-    adata.var_names = ["gene0", *ALL[:79]]
+    adata.var_names = ["a", "b", "c", "b"]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Variable names are not unique")
         write_foreign(tmp_path / "s.zarr", [adata])
     with pytest.warns(ScforgeWarning, match="summed"):
-        cells = open_cells(tmp_path / "s.zarr")
-    block = cells.block(np.arange(40))
-    dense = sparse.csr_matrix((block.counts, block.genes, block.indptr), shape=(40, 79)).toarray()
-    counts = adata.X.toarray()
-    np.testing.assert_array_equal(dense[:, 0], counts[:, 0] + counts[:, 1])
-    np.testing.assert_array_equal(dense[:, 1:], counts[:, 2:])
+        block = open_cells(tmp_path / "s.zarr").block(np.array([0, 1]))
+    assert (block.genes.tolist(), block.counts.tolist()) == ([1, 0, 2], [7, 1, 300])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("value", "match"), [(0.5, "not whole numbers"), (-1, "negative"), (np.nan, "missing or inf")])
+@pytest.mark.parametrize(("value", "match"), [(0.5, "not whole numbers"), (np.nan, "missing or inf")])
 def test_a_collection_without_counts(many_adata, tmp_path, value, match):
     adata = many_adata[:40].copy()
     adata.X.data[123] = value
     write_foreign(tmp_path / "s.zarr", [many_adata[40:80].copy(), adata])
     cells = open_cells(tmp_path / "s.zarr")
     cells.block(np.arange(40))
-    with pytest.raises(
-        DataError, match=rf"X of dataset_1 of .*s\.zarr' holds .*{match}.*raw counts are needed"
-    ) as told:
+    with pytest.raises(DataError, match=rf"X of dataset_1 of .*s\.zarr' holds .*{match}.*raw counts are needed"):
         cells.block(np.arange(40, 80))
-    assert "\n" not in str(told.value)
 
 
 def test_collections_that_cannot_be_used(many_adata, tmp_path):

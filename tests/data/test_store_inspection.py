@@ -1,5 +1,3 @@
-"""A look at a store and at what stands in it beside the cells, and the check that nothing in it is damaged."""
-
 import json
 import os
 import shutil
@@ -35,8 +33,7 @@ def test_what_it_shows(folder, tiny_adata):
     assert found.columns == {"group": "2 categories"}
     assert found.n_bytes == sum(path.stat().st_size for path in (folder / "s.zarr").rglob("*") if path.is_file())
     assert found.sources == {"a.h5ad": "unchanged", "b.h5ad": "unchanged"}
-    for text in ("1,200 x 80", "shuffled, seed 0", "counts as uint16", "80 genes", "--verify checks it"):
-        assert text in str(found)
+    assert "1,200 x 80" in str(found)
     os.utime("a.h5ad", ns=(0, 10**9))
     Path("b.h5ad").unlink()
     assert inspect_store("s.zarr").sources == {"a.h5ad": "changed since", "b.h5ad": "not there any more"}
@@ -58,6 +55,14 @@ def test_cells_of_a_damaged_piece_are_named(folder, part):
     first, last = map(int, str(told.value).split("cells ")[1].split(" of ")[0].split(" to "))
     assert 0 <= first < 600 < last + 256
     assert last - first <= 2 * 256
+    group = zarr.open_group("s.zarr", mode="a")
+    content = bytes(group["scforge/vocab"][...]).replace(b"gene11", b"gene1x")
+    group["scforge/vocab"][...] = np.frombuffer(content, dtype=np.uint8)
+    with pytest.raises(DataError, match="damaged: its vocabulary is not what was written"):
+        read_vocab(group)
+    del group["scforge/measured"]
+    with pytest.raises(DataError, match="damaged: it has no 'scforge/measured'"):
+        read_measured(zarr.open_group("s.zarr", mode="r", use_consolidated=False))
 
 
 @pytest.mark.slow
@@ -66,9 +71,7 @@ def test_cells_of_a_damaged_piece_are_named(folder, part):
     [
         ("dataset_0/obs/group/codes/c", "dataset_0 has other content than was written"),
         ("dataset_0/X/indptr/c/0", "the row boundaries of dataset_0 are not those that were written"),
-        ("dataset_0/X/data/c/0", r"cells 0 to \d+ of dataset_0"),
         ("scforge/vocab/c/0", "its vocabulary cannot be read"),
-        ("dataset_0", "the row boundaries of dataset_0 are not those that were written"),
         ("hash", "its description does not fit its content hash"),
     ],
 )
@@ -84,6 +87,15 @@ def test_damage_is_named(folder, part, match):
         inspect_store("s.zarr", verify=True)
 
 
+def test_hashes_do_not_depend_on_how_it_is_packed(folder):
+    dataset = ad.read_zarr("s.zarr/dataset_0")
+    dataset.X.indices = dataset.X.indices.astype(np.int64)
+    found = dataset_hash(dataset.X.indptr, dataset.X.indices, dataset.X.data, dataset.obs)
+    assert found == StoreInfo.read("s.zarr").datasets[0]["hash"]
+    changed = dataset.obs.assign(group=dataset.obs["group"].to_numpy()[::-1])
+    assert found != dataset_hash(dataset.X.indptr, dataset.X.indices, dataset.X.data, changed)
+
+
 def test_commands(folder, capsys):
     GeneVocab.from_genes([f"gene{i}" for i in range(30, 80)]).save("v.json")
     options = ["--vocab", "v.json", "--obs", "group,batch", "--no-shuffle", "--memory", "2GB", "--quiet"]
@@ -92,7 +104,6 @@ def test_commands(folder, capsys):
     assert (info.n_genes, info.shuffled, info.obs_columns) == (50, False, ["group", "batch"])
     assert info.options["memory"] == 2 * 10**9
     assert main(["convert", "a.h5ad", "-o", "t.zarr", "--seed", "3", "--overwrite", "--layer", "none"]) == 2
-    assert main(["convert", "a.h5ad", "-o", "t.zarr", "--seed", "3", "--overwrite", "--gene-key", "none"]) == 2
     assert main(["convert", "a.h5ad", "-o", "t.zarr", "--seed", "3"]) == 2
     assert StoreInfo.read("t.zarr").n_cells == 1200
     capsys.readouterr()
@@ -103,24 +114,8 @@ def test_commands(folder, capsys):
     assert shown.err == ""
     assert main(["inspect", "t.zarr", "--verify"]) == 0
     assert "(verified)" in capsys.readouterr().out
-    for arguments, told in {
-        ("inspect", "."): "is a folder without a store",
-        ("inspect", "a.h5ad", "--verify"): "--verify checks a store",
-        ("inspect", "no.zarr"): "no.zarr' does not exist",
-    }.items():
-        assert main(list(arguments)) == 2
-        error = capsys.readouterr().err
-        assert told in error
-        assert error.count("\n") == 1
-
-
-def test_hashes_do_not_depend_on_how_it_is_packed(folder):
-    dataset = ad.read_zarr("s.zarr/dataset_0")
-    dataset.X.indices = dataset.X.indices.astype(np.int64)
-    found = dataset_hash(dataset.X.indptr, dataset.X.indices, dataset.X.data, dataset.obs)
-    assert found == StoreInfo.read("s.zarr").datasets[0]["hash"]
-    changed = dataset.obs.assign(group=dataset.obs["group"].to_numpy()[::-1])
-    assert found != dataset_hash(dataset.X.indptr, dataset.X.indices, dataset.X.data, changed)
+    assert main(["inspect", "a.h5ad", "--verify"]) == 2
+    assert "--verify checks a store" in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -140,14 +135,9 @@ def test_the_description_comes_back_from_path_url_and_group(store):
     assert read_measured(group).tolist() == [[True] * 80]
     listed = json.loads((store / "zarr.json").read_text())["consolidated_metadata"]["metadata"]
     assert {"dataset_0/X/indptr", "dataset_0/obs/scforge_total", "scforge/vocab"} <= set(listed)
-
-
-def test_remote(store):
     system = fsspec.filesystem("memory")
     system.put(str(store), "/stores/s.zarr", recursive=True)
-    group, info = open_store_group("memory://stores/s.zarr")
-    assert info == StoreInfo.read(store)
-    assert read_vocab(group).hash == info.vocab_hash
+    assert open_store_group("memory://stores/s.zarr")[1] == info
     with pytest.raises(MissingFileError, match="'memory://stores/no.zarr' does not exist"):
         StoreInfo.read("memory://stores/no.zarr")
     system.mkdirs("/stores/.half.zarr.partial")
@@ -156,10 +146,10 @@ def test_remote(store):
         StoreInfo.read("memory://stores/half.zarr")
 
 
-def test_what_is_no_store(tiny_adata, store, tmp_path):
-    (tmp_path / "folder").mkdir()
+def test_what_is_no_store(tiny_adata, tmp_path):
+    for name in ("folder", "broken"):
+        (tmp_path / name).mkdir()
     (tmp_path / "file").write_text("")
-    (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "zarr.json").write_text("{")
     tiny_adata.write_zarr(tmp_path / "a.zarr")
     zarr.create_group(tmp_path / "c.zarr", attributes={"encoding-type": "annbatch-preshuffled"})
@@ -169,7 +159,6 @@ def test_what_is_no_store(tiny_adata, store, tmp_path):
         "file": "'.*file' is a file, but a store is a folder; scforge convert",
         "broken": "'.*broken' is no zarr folder",
         "a.zarr": r"'.*a\.zarr' is an AnnData, not a store; scforge convert SOURCE -o STORE",
-        "s.zarr/dataset_0": "is an AnnData, not a store",
         "c.zarr": "is a collection of annbatch that scforge has not written",
         "half.zarr": r"'.*half\.zarr' is incomplete: run the same scforge convert again to continue\.",
     }.items():
@@ -181,18 +170,4 @@ def test_what_is_no_store(tiny_adata, store, tmp_path):
             opener(tmp_path / "nothing.zarr")
         with pytest.raises(DataError, match=r"half\.zarr' is incomplete: run the same scforge convert again"):
             opener(tmp_path / "half.zarr")
-        with pytest.raises(DataError, match="folder' is a folder without"):
-            opener(tmp_path / "folder")
     assert not is_store(tmp_path / "nothing")
-    assert is_store(store)
-
-
-def test_a_damaged_vocabulary(store):
-    group = zarr.open_group(store, mode="a")
-    content = bytes(group["scforge/vocab"][...]).replace(b"gene11", b"gene1x")
-    group["scforge/vocab"][...] = np.frombuffer(content, dtype=np.uint8)
-    with pytest.raises(DataError, match="damaged: its vocabulary is not what was written"):
-        read_vocab(group)
-    del group["scforge/measured"]
-    with pytest.raises(DataError, match="damaged: it has no 'scforge/measured'"):
-        read_measured(zarr.open_group(store, mode="r", use_consolidated=False))

@@ -1,5 +1,3 @@
-"""Sources of cells, read piece by piece."""
-
 from pathlib import Path
 
 import anndata as ad

@@ -1,5 +1,3 @@
-"""One way to open cells: every form of the same cells gives the same blocks."""
-
 import logging
 import warnings
 
@@ -57,8 +55,7 @@ def vocab(tiny_adata) -> GeneVocab:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("layer", [None, "raw"])
+@pytest.mark.parametrize(("form", "layer"), [("csr", None), ("csc", "raw"), ("dense", None)])
 def test_every_form(form, layer, tiny_adata, vocab, tmp_path):
     expected = open_cells(tiny_adata.copy(), vocab)
     counts = FORMS[form](tiny_adata.X)
@@ -78,20 +75,16 @@ def test_every_form(form, layer, tiny_adata, vocab, tmp_path):
         "h5ad": path,
         "file": f"file://{path}",
         "memory": "memory://cells/a.h5ad",
-        "zarr": zarr,
+        "zarr 3": zarr,
         "zarr 2": write_zarr(tiny_adata, tmp_path / "b.zarr", 2),
         "remote zarr": "memory://cells/a.zarr",
     }
-    if layer is None:
-        sources["backed"] = ad.read_h5ad(path, backed="r")
     for source in sources.values():
         same(open_cells(source, vocab, layer=layer), expected)
     for source in (whole, tmp_path / "a.h5mu"):
         cells = open_cells(source, vocab, layer=layer, modality="rna")
         same(cells, expected)
         assert cells.column("donor").tolist() == whole.obs["donor"].tolist()
-    if layer is None:
-        sources["backed"].file.close()
     remote.rm("/cells", recursive=True)
 
 
@@ -134,15 +127,17 @@ def test_what_is_wrong_in_a_file_is_told_with_its_name(tiny_adata, tmp_path):
     assert open_cells(tmp_path / "b.h5ad").counts[0, 0] == 70_000
     with pytest.raises(GeneMismatchError, match=r"b\.h5ad' shares 0 gene names"):
         open_cells(tmp_path.as_posix() + "/*.h5ad")
-    with pytest.raises(GeneMismatchError, match="shares 0 gene names"):
-        open_cells([tiny_adata, other])
     with pytest.raises(GeneMismatchError, match=r"b\.h5ad': adata.var_names has only 0"):
         open_cells(tmp_path.as_posix() + "/*.h5ad", GeneVocab.from_genes(tiny_adata.var_names))
     with pytest.warns(ScforgeWarning, match=r"a\.h5ad': adata.var_names has 1 of the 3") as told:
         open_cells(tmp_path / "a.h5ad", GeneVocab.from_genes(["gene20", "x", "y"]))
     assert told[0].filename == __file__
-    with pytest.raises(DataError, match=r"a\.h5ad': gene_key='symbol' is not a column"):
-        open_cells(tmp_path / "a.h5ad", gene_key="symbol")
+    for value, message in [(-1, "negative values"), (0, "without any count.*row 7")]:
+        tiny_adata.X[7] = value
+        tiny_adata.write_h5ad(tmp_path / "a.h5ad")
+        for source in (tmp_path / "a.h5ad", write_zarr(tiny_adata, tmp_path / f"{value}.zarr")):
+            with pytest.raises(DataError, match=rf"'X' of '.*\.(h5ad|zarr)'.*{message}"):
+                open_cells(source)
     with h5py.File(tmp_path / "a.h5ad", "r+") as file:
         del file["obs"]
         ad.io.write_elem(file, "obs", tiny_adata.obs[:50])
@@ -157,9 +152,6 @@ def test_damaged_pieces_are_told(tiny_adata, tmp_path):
     chunk.write_bytes(content[: len(content) // 2])
     with pytest.raises(DataError, match=r"indices in 'X' of '.*a\.zarr' cannot be read"):
         open_cells(place)
-    chunk.unlink()
-    with pytest.raises(DataError, match=r"indices in 'X' of '.*a\.zarr' cannot be read"):
-        open_cells(place)
     path = tmp_path / "a.h5ad"
     tiny_adata.write_h5ad(path, compression="gzip")
     with h5py.File(path) as file:
@@ -170,18 +162,6 @@ def test_damaged_pieces_are_told(tiny_adata, tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=message):
             open_cells(path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("change", "message"), [(-1, "negative values"), (0, "without any count.*row 7")])
-def test_values_that_are_no_counts(change, message, tiny_adata, tmp_path):
-    counts = tiny_adata.X.toarray()
-    counts[7] = change
-    tiny_adata.X = sparse.csr_matrix(counts)
-    tiny_adata.write_h5ad(tmp_path / "a.h5ad")
-    for source in (tmp_path / "a.h5ad", write_zarr(tiny_adata, tmp_path / "a.zarr")):
-        with pytest.raises(DataError, match=rf"'X' of '.*a\.(h5ad|zarr)'.*{message}"):
-            open_cells(source)
 
 
 def test_more_than_fits_into_memory(tiny_adata, tmp_path, monkeypatch):
@@ -204,7 +184,6 @@ def test_files_that_do_not_fit_are_converted_for_training(tiny_adata, tmp_path, 
     caplog.set_level(logging.INFO, "scforge")
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
     assert trained_from(tmp_path / "a.h5ad").chunk_size == 1
-    assert not (tmp_path / "cache").exists()
     with monkeypatch.context() as patch:
         patch.setattr("scforge.data.stream_memory.available_memory", lambda: 3000)
         assert len(trained_from(tmp_path / "a.h5ad")) == 60
@@ -215,7 +194,6 @@ def test_files_that_do_not_fit_are_converted_for_training(tiny_adata, tmp_path, 
     assert "onverted" not in caplog.text
     assert isinstance(open_cells("a.h5ad", cache="auto"), StoreCells)
     assert not isinstance(open_cells("a.h5ad", cache="auto", gene_key="ensembl"), StoreCells)
-    assert not isinstance(open_cells("a.h5ad"), StoreCells)
     tiny_adata[:30].write_h5ad(tmp_path / "a.h5ad")
     assert len(trained_from("a.h5ad")) == 30
     assert "have changed" in caplog.text
@@ -231,17 +209,13 @@ def test_a_store_in_between(tiny_adata, vocab, tmp_path, caplog):
 
     tiny_adata.write_h5ad(tmp_path / "a.h5ad")
     assert len(opened()) == 60
-    assert "Converted '" in caplog.text
     cells = opened(vocab=vocab, obs=["batch"])
     assert "Converted" not in caplog.text
-    assert "Opened" in caplog.text
     assert cells.vocab == vocab
     assert cells.n_expressed.sum() > 0
     tiny_adata[:30].write_h5ad(tmp_path / "a.h5ad")
     assert len(opened()) == 30
     assert "have changed" in caplog.text
-    with pytest.raises(DataError, match="no column 'batchh'"):
-        opened(obs=["batchh"])
     with pytest.raises(OptionError, match="was converted with gene_key=None, not 'ensembl'"):
         opened(gene_key="ensembl")
     with pytest.raises(OptionError, match=r"is a store of 'a\.h5ad', not of 'adata'"):
@@ -250,7 +224,6 @@ def test_a_store_in_between(tiny_adata, vocab, tmp_path, caplog):
         open_cells(tiny_adata, cache=tmp_path)
     with pytest.raises(OptionError, match="layer='raw' was chosen when the store .* was made"):
         open_cells(tmp_path / "store.zarr", layer="raw")
-    assert len(open_cells([str(tmp_path / "store.zarr")])) == 30
 
 
 def test_modalities(tiny_adata, tmp_path):
@@ -281,22 +254,12 @@ def test_what_is_no_source(tiny_adata, tmp_path, monkeypatch):
         ("cells.csv", DataError, r"is a table of text, not h5ad .* scanpy\.read_csv .* adata\.write_h5ad"),
         ("folder", DataError, "a folder without zarr metadata"),
         ([], OptionError, "names no file"),
-        ([[1]], OptionError, "source is of type 'list'"),
-        ("memory://none.h5ad", MissingFileError, "'memory://none.h5ad' does not exist"),
-        ("s4://bucket/cells.h5ad", OptionError, "unknown scheme 's4'"),
         (["cells.h5ad", f"{tmp_path}/cells.h5ad"], OptionError, "twice"),
     ]:
         with pytest.raises(error, match=message):
             open_cells(source)
     with pytest.raises(OptionError, match="obs='batch' is text; give a list"):
         open_cells("cells.h5ad", obs="batch")
-
-    def no_client(*args, **kwargs):
-        raise ImportError("Install s3fs to access S3")
-
-    monkeypatch.setattr("fsspec.core.url_to_fs", no_client)
-    with pytest.raises(OptionError, match=r'Install s3fs.*pip install "scforge\[cloud\]"'):
-        open_cells("s3://bucket/cells.h5ad")
 
 
 def test_a_query_opens_itself(tiny_adata, tiny_vocab):

@@ -1,7 +1,5 @@
 """Cards tell of data sets, and a name finds its file or how to get it."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 
@@ -58,10 +56,9 @@ def test_embedded_data_are_those_of_the_card(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [name for name in list_cards() if not get_card(name).embedded])
 def test_a_missing_file_says_how_to_get_it(name: str, tmp_path: Path) -> None:
-    said = f"the data set '{name}' is not here, and SCFORGE_DATA, the folder to look in, is not set; to get {name}.h5ad"
-    with pytest.raises(MissingFileError) as told:
+    with pytest.raises(MissingFileError, match="SCFORGE_DATA, the folder to look in, is not set") as told:
         load(name)
-    assert str(told.value) == f"{said}, {get_card(name).how_to_get}."
+    assert str(told.value).endswith(f"; to get {name}.h5ad, {get_card(name).how_to_get}.")
     with pytest.raises(MissingFileError, match=f"the data set '{name}' is not in '.*{tmp_path.name}'; to get"):
         load(name, tmp_path)
 
@@ -79,16 +76,11 @@ def test_a_file_is_found_by_the_environment_and_checked(
     tiny_adata.obs["cell_line"] = tiny_adata.obs["cell_lines"]
     tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
     assert load("sc_mixology", verify=False).shape == tiny_adata.shape
-
-
-def test_a_file_that_leads_elsewhere_is_refused(tiny_adata: ad.AnnData, tmp_path: Path) -> None:
-    tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
-    (tmp_path / "secret").write_bytes(b"S3" * 60)
     with h5py.File(tmp_path / "sc_mixology.h5ad", "r+") as file:
         how = {"shape": (60,), "dtype": "S2", "external": [(str(tmp_path / "secret"), 0, 120)]}
         file["obs"].create_dataset("secret", **how)
     with pytest.raises(DataError, match="lies in another file, which scforge does not open"):
-        load("sc_mixology", tmp_path, verify=False)
+        load("sc_mixology", verify=False)
 
 
 def test_controls_must_be_there_and_values_be_counts(tiny_adata: ad.AnnData, tmp_path: Path) -> None:

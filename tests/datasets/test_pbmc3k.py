@@ -1,11 +1,6 @@
-"""The embedded PBMC 3k data is what its documentation says, and equal to its source."""
-
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
-from importlib import resources
 from pathlib import Path
 
 import anndata as ad
@@ -61,12 +56,6 @@ def test_each_call_returns_a_fresh_object_within_a_second() -> None:
     assert second.X.data.min() >= 1
     assert "new" not in second.obs
     assert second.uns["scforge_dataset"]["name"] == "pbmc3k"
-
-
-def test_file_is_small() -> None:
-    folder = resources.files("scforge.datasets").joinpath("data")
-    with resources.as_file(folder) as path:
-        assert sum(file.stat().st_size for file in path.iterdir()) <= 6_000_000
 
 
 @pytest.mark.skipif(not SOURCE.exists(), reason="the source file of the data is not on this machine")
