@@ -1,5 +1,3 @@
-"""The command line: a mistake is one line on stderr and exit code 2, never a traceback."""
-
 import os
 import signal
 import subprocess

@@ -1,5 +1,3 @@
-"""Importing and help are cheap, counted in packages, as seconds depend on the machine; public names are there."""
-
 import importlib
 import subprocess
 import sys

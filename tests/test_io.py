@@ -1,5 +1,3 @@
-"""Writes are whole or did not happen."""
-
 import errno
 import json
 import math

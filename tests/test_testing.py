@@ -1,5 +1,3 @@
-"""The check for tokenizers finds what is wrong: each flaw below breaks one rule, and is told which."""
-
 import numba
 import numpy as np
 import pytest

@@ -1,5 +1,3 @@
-"""The code of the pages that a newcomer copies from runs as it is printed, in order, on a few cells."""
-
 import importlib
 import inspect
 import re

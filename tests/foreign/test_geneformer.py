@@ -259,6 +259,7 @@ def test_weights_that_do_not_fit(change, message: str, bert_folder: Path) -> Non
         ({"model_type": "gpt2"}, "is not the configuration of a BERT"),
         ({"hidden_act": ["relu"]}, r"hidden_act=\['relu'\], which scforge does not compute"),
         ({"is_decoder": True}, "is_decoder=True, but scforge has False alone"),
+        ({"hidden_size": "16"}, "lacks 'hidden_size'"),
         ({"vocab_size": 93}, "vocab_size=93 but tokens_medians has 92 tokens; give the dictionaries"),
         ({"hidden_size": 2**20}, r"in the shape \(92, 16\), but its config and .* \(92, 1048576\)"),
         ({"hidden_size": 2**40}, "the config claims hidden_dim=1099511627776, and the weights hold fewer"),
@@ -279,8 +280,10 @@ def test_configurations_that_do_not_fit(changes: dict, message: str, bert_folder
     ("name", "options", "error", "message"),
     [
         ("nowhere", {}, MissingFileError, "the checkpoint '.*nowhere' does not exist"),
+        ("bert/config.json", {}, MissingFileError, "is no folder; give the one with config.json"),
         ("bert", {"version": ["V1"]}, OptionError, r"version=\['V1'\] is not known; choose 'V1' or 'V2'"),
         ("bert", {"gene_names": {"A": ["x"]}}, DataError, r"gene_names gives 'A' the id \['x'\], and names and ids"),
+        ("bert", {"pooling": "middle"}, OptionError, "pooling='middle' is not known"),
         ("bert", {"pooling": "cls"}, OptionError, "pooling='cls' needs a CLS token"),
         ("bert", {"embedding_layer": 2}, OptionError, "embedding_layer=2 but there are 2 layers"),
         ("bert", {"tokens_medians": "."}, MissingFileError, "has no token_dictionary.* pass the published dict"),

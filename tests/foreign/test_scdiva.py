@@ -1,5 +1,3 @@
-"""ScDiVa: its released layout, written here, with random weights; ours computes the same, and nothing is random."""
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""scFoundation: the published encoder, written here, with random weights; ours computes the same."""
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

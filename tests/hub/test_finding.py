@@ -145,6 +145,7 @@ def test_what_cannot_be_had(hub, repo: str, folder: Path, name, options: dict, e
         ("hf://org/light@v1", {"revision": "v2"}, OptionError, "revision='v2' is another one; give one of them"),
         (None, {}, OptionError, "name=None names no model"),
         ("org/light", {"revision": 1}, OptionError, "revision=1 is no text"),
+        ("org/light", {"cache_dir": 1}, OptionError, "cache_dir=1 is no folder"),
         ("org/light", {"cache_dir": __file__}, OptionError, "is a file; give the name of a folder"),
         ("org/light", {"cache_dir": "/proc/nothing"}, OptionError, "give cache_dir, or HF_HUB_CACHE, where you may"),
         ("org/light", {"local_files_only": "no"}, OptionError, "local_files_only='no' is neither True nor False"),

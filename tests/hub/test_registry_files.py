@@ -113,6 +113,7 @@ def with_entry(latest: str = "1", **version: str) -> str:
     [
         ("{", "is no registry of models"),
         ('{"format": 2, "models": {}}', "has format 2, and this scforge reads up to 1; update scforge"),
+        ('{"format": true, "models": {}}', "has format=True"),
         ('{"format": 1, "models": []}', "no mapping of names"),
         (with_entry(latest="9"), "an entry 'x' that cannot be used"),
         (with_entry(repo_id="org/x"), "each with repo_id and revision .*, or with folder"),

@@ -1,5 +1,3 @@
-"""The flax half against the published package, and against the torch half through files."""
-
 import dataclasses
 import importlib
 import subprocess

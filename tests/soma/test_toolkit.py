@@ -67,15 +67,20 @@ def test_tables_are_read():
     ("name", "content", "options", "error", "words"),
     [
         ("a.fa", "ACGT\n>a\nAC\n", {}, DataError, "text before"),
+        ("a.fa", ">\nAC\n", {}, DataError, "record 1 has no name"),
         ("a.fa", ">a\n>b\nAC\n", {}, DataError, "no sequence for the record 'a'"),
         ("a.fa", ">a x:1\nAC\n>b\nAC\n", {"field": "x"}, DataError, "record 2.*no field 'x'"),
         ("a.tsv", "gene\ttext\n\n\n", {}, DataError, "no rows"),
+        ("a.tsv", "gene\ttext\nA\tb\tc\n", {}, DataError, "3 cells in row 2"),
+        ("a.tsv", "gene\ttext\nA\t\n", {}, DataError, "no text in row 2"),
+        ("a.tsv", "gene\tgene\nA\tb\n", {}, DataError, "'gene' is twice"),
         ("a.tsv", b"gene\ttext\nA\t\xff\n", {}, DataError, "UTF-8"),
         ("a.csv", "gene,text\nA,b\n", {"text_column": "txt"}, DataError, "'txt' is not; did you mean 'text'.* 'a.csv'"),
         ("a.bin", b"", {}, DataError, "'a.bin' is empty"),
         ("a.gz", b"no gzip", {}, DataError, "unpacked"),
         ("a", "x", {"kind": "fast"}, OptionError, "kind='fast'.*did you mean 'fasta'"),
         ("gone.txt", None, {}, MissingFileError, "gone.txt.*does not exist"),
+        (".", None, {}, MissingFileError, "is a folder"),
     ],
 )
 def test_files_that_cannot_be_read_are_refused(name, content, options, error, words):
@@ -257,6 +262,7 @@ def test_names_that_stand_twice(model):
     [
         ({}, {}, DataError, "genes is empty"),
         ({"A": ""}, {}, DataError, "'' for 'A'"),
+        ({"A": 3}, {}, DataError, "3 for 'A'"),
         ({"A": "x"}, {"model": "."}, MissingFileError, "no model of bytes"),
         ({"A": "x"}, {"model": 3}, OptionError, "model is of type int; give the name of the folder"),
         ({"A": "x"}, {"output": "table.txt"}, OptionError, "table.txt.*no known format"),
