@@ -238,8 +238,8 @@ def test_args_that_cannot_be_used(args: dict, message: str, write, tokens, tmp_p
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
-    ({"normalize": "yes"}, OptionError, "normalize='yes'"),
     [
+        ({"normalize": "yes"}, OptionError, "normalize='yes'"),
         ({"cls_value": np.nan}, OptionError, "cls_value=nan is no finite number"),
         ({"args": 3}, OptionError, "args=3 is neither a file nor a dictionary; give the published args.json"),
         ({"vocab": 3}, OptionError, "vocab=3 is neither a file nor a dictionary; give the published vocab.json"),
