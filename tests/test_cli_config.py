@@ -1,7 +1,3 @@
-"""The commands that help with YAML files; a newcomer's mistakes are one helpful line and exit code 2."""
-
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +25,6 @@ output:
 
 @pytest.fixture
 def folder(folder: Path) -> Path:
-    """A working directory with cells and a configuration."""
     Path("recipe.yaml").write_text(CONFIG)
     return folder
 
@@ -38,6 +33,8 @@ def test_init_check_and_show(folder: Path, capsys: pytest.CaptureFixture[str]) -
     assert main(["config", "init", "masked_gene", "-o", "mine.yaml"]) == 0
     assert Path("mine.yaml").read_text() == recipe_path("masked_gene").read_text()
     assert capsys.readouterr().out.startswith("Wrote mine.yaml. ")
+    assert main(["config", "init", "masked_gene", "-o", "mine.yaml", "--overwrite"]) == 0
+    capsys.readouterr()
     assert main(["config", "check", "mine.yaml", "data.paths=cells.h5ad"]) == 0
     line = "mine.yaml is fine: transformer_encoder on tokens of rank_value, trained by masked_gene_prediction.\n"
     assert capsys.readouterr().out == line
@@ -58,27 +55,16 @@ def test_list_and_schema(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert not list(Path.cwd().glob("light.yaml"))
 
 
-def test_what_is_there_is_kept(told: Callable[..., str]) -> None:
-    assert "output='recipe.yaml' exists; choose another name" in told("config", "init", "-o", "recipe.yaml")
-    assert Path("recipe.yaml").read_text() == CONFIG
-    assert main(["config", "init", "-o", "recipe.yaml", "--overwrite"]) == 0
-    assert Path("recipe.yaml").read_text() == recipe_path("light").read_text()
-
-
 @pytest.mark.parametrize(
     ("line", "part"),
     [
         ("check none.yaml", "config='none.yaml' does not exist; check the path."),
-        ("check cells.h5ad", "config='cells.h5ad' is not a text file; name a YAML or TOML file."),
         ("check tabs.yaml", "tabs.yaml, line 10, column 1 is not valid YAML: "),
-        ("check recipe.yaml training.lr=fast", "override 'training.lr=fast': training.optimizer.lr='fast' is not"),
-        ("check recipe.yaml data.paths=cels.h5ad", "the file 'cels.h5ad' does not exist; did you mean 'cells.h5ad'"),
-        ("check recipe.yaml model.max_seq_len=20", "max_seq_len=20 is smaller than the 30 tokens that"),
         ("show recipe.yaml model.architecture=bert", "architecture='bert' is not known (known: "),
+        ("init -o recipe.yaml", "output='recipe.yaml' exists; choose another name"),
         ("init lite", "recipe='lite' is not known; did you mean 'light'?"),
         ("init -o recipe.yaml/x.yaml", "recipe.yaml"),
         ("", "--help)"),
-        ("chekc", "--help)"),
     ],
 )
 def test_mistakes(told: Callable[..., str], line: str, part: str) -> None:

@@ -1,7 +1,3 @@
-"""``scforge push`` and ``scforge pull``, and commands on models by their names."""
-
-from __future__ import annotations
-
 import logging
 import os
 import shlex
@@ -28,7 +24,6 @@ FILES = ["README.md", "config.json", "model.safetensors", "vocab.json"]
 
 @pytest.fixture
 def model(folder: Path, tiny_adata: ad.AnnData) -> Encoder:
-    """A small model, saved as ``base``."""
     Encoder.setup_anndata(tiny_adata, labels_key="group")
     model = Encoder(tiny_adata, n_top_genes=40, hidden_dim=8, ffn_dim=8, latent_dim=4)
     model.train(max_epochs=1, batch_size=16, progress_bar=False, accelerator="cpu")
@@ -44,21 +39,12 @@ def test_push_pull_and_embed(hub, model: Encoder, capsys: pytest.CaptureFixture[
     assert 'from_pretrained("org/light")' in sent
     assert "\n# light\n" in sent
     assert "this file is in" in saved
-    assert len(set(sent.splitlines()) - set(saved.splitlines())) == 3, "name, title and mark"
     assert main(["pull", "org/light", "-o", "pulled"]) == 0
     assert capsys.readouterr().out == "pulled\n"
     assert sorted(path.name for path in Path("pulled").iterdir()) == sorted([*FILES, "origin.json"])
     assert main(["embed", "cells.h5ad", "-m", "org/light", "-o", "out.h5ad", "--quiet"]) == 0
     expected = model.get_latent_representation(key_added=None)
     np.testing.assert_allclose(ad.read_h5ad("out.h5ad").obsm["X_scforge"], expected, atol=1e-6)
-
-
-def test_a_new_card(hub, model: Encoder) -> None:
-    pd.DataFrame({"f1": [0.9, 0.5]}, index=["scforge", "majority"]).to_csv("scores.csv")
-    line = "push base org/light --licence mit --data 'PBMC 3k' more --citation 'Us 2026' --metrics scores.csv"
-    assert main(shlex.split(line)) == 0
-    text = hub.files("org/light")["README.md"].decode()
-    assert all(words in text for words in ("license: mit", "PBMC 3k, more", "Us 2026", "| majority | 0.5 |"))
 
 
 def test_a_card_that_somebody_has_written_is_kept(hub, model: Encoder, told: Callable[..., str], capsys) -> None:
@@ -69,6 +55,10 @@ def test_a_card_that_somebody_has_written_is_kept(hub, model: Encoder, told: Cal
     capsys.readouterr()
     message = told("push", "base", "org/light", "--licence", "mit")
     assert "has a README.md that somebody has written or edited, and licence (--licence) asks for a new one" in message
+    model.save("base", overwrite=True)
+    assert main(shlex.split("push base org/new --licence mit --data 'PBMC 3k' more --citation 'Us 2026'")) == 0
+    text = hub.files("org/new")["README.md"].decode()
+    assert all(words in text for words in ("license: mit", "PBMC 3k, more", "Us 2026"))
 
 
 def test_tables_that_evaluate_has_written(hub, model: Encoder) -> None:
@@ -143,14 +133,10 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
     [
         ("push nothing org/light", "DIR='nothing' does not exist; give the folder that model.save"),
         ("push base org/light --base org/x", "base='org/x' (--base) has no use where DIR='base' is a whole model"),
-        ("push base org/light --licence ''", "licence='' is no text; give some, or leave it out."),
         ("push base org/light --metrics cells.csv", "metrics='cells.csv' (--metrics) has 0 rows called 'scforge'"),
-        ("push base org/light --metrics no.csv", "metrics='no.csv' (--metrics) does not exist"),
         ("pull org/nothing", "there is no repository 'org/nothing'"),
-        ("pull scforge://nothing", "'scforge://nothing' is not in the registry"),
         ("embed cells.h5ad -m org/nothing -o out.h5ad", "model='org/nothing' (--model): there is no repository"),
         ("predict cells.h5ad -m nothing -o out.csv", "model='nothing' (--model) does not exist; give the folder"),
-        ("predict cells.h5ad -m s3://b/model -o out.csv", "model='s3://b/model' (--model) is a URL; give the folder"),
     ],
 )
 def test_mistakes(hub, model: Encoder, told: Callable[..., str], line: str, message: str) -> None:

@@ -1,7 +1,3 @@
-"""The commands around fine-tuning, as somebody types them: results in files, a mistake in one line."""
-
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +15,6 @@ QUICK = ["--quiet", "training.accelerator=cpu", "training.batch_size=32"]
 
 
 def run(line: str) -> int:
-    """Run a command that is written as in a terminal."""
     return main(line.split())
 
 
@@ -55,7 +50,6 @@ def test_from_a_base_model_to_labels_and_figures(folder: Path, capsys: pytest.Ca
     assert "Task:        annotation, 2 classes: 'a', 'b'" in lines
     assert "Model:       OUT/final" in lines
     assert "Evaluation:  OUT/evaluation.csv" in lines
-    assert any(line.startswith("scforge ") for line in lines[-9:])
     assert Encoder.load("OUT/final").spec.tuning.lora["r"] == 2
     assert main([*command, "finetune.lora={r: 2}", "--resume", "auto"]) == 0
     capsys.readouterr()
@@ -74,7 +68,6 @@ def test_from_a_base_model_to_labels_and_figures(folder: Path, capsys: pytest.Ca
 
 @pytest.mark.filterwarnings("ignore::scforge.errors.ScforgeWarning")
 def test_the_line_of_the_proposal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """But for the name of the model, which is one of a hub there."""
     line = "finetune --base-model base --data ./cells.h5ad --task perturbation_prediction --eval perturbbench"
     assert main([*line.split(), *QUICK, "training.max_epochs=1"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -85,7 +78,6 @@ def test_the_line_of_the_proposal(folder: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What fine-tuning is called with, in place of fine-tuning."""
     seen = {}
 
     def finetune(config, **options):
@@ -110,7 +102,6 @@ def test_a_file_with_flags(folder: Path, seen: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        ("--freeze training.lr=1e-4 --eval training.batch_size=8", (True, True, 8)),
         ("training.batch_size=8 --freeze 2 training.lr=1e-4 --eval annotation", (2, "annotation", 8)),
         ("training.batch_size=8 --eval annotation --freeze=training.lr=1e-4", (True, "annotation", 8)),
     ],
@@ -140,24 +131,14 @@ TUNE = "finetune --base-model base --data cells.h5ad --task annotation"
     [
         ("finetune", "scforge finetune lacks --base-model and --data and --task; give that, or --config FILE."),
         ("finetune --base-model base --data no.h5ad --task annotation", "--data: the file 'no.h5ad' does not exist"),
-        (
-            "finetune --base-model scforge://geneformer-v2 --data cells.h5ad --task annotation",
-            "finetune.base_model='scforge://geneformer-v2' (--base-model) is not in the registry",
-        ),
-        ("finetune --base-model base --data cells.h5ad --task anotation", "--task: task='anotation' is not known; did"),
+        (f"{TUNE} --base-model scforge://x", "finetune.base_model='scforge://x' (--base-model) is not in the registry"),
         (f"{TUNE} --freeze x", "--freeze: 'x' is no number of layers; give one"),
         (TUNE, "the task 'annotation' needs labels_key"),
-        (f"{TUNE} --labels-key grup", "did you mean 'group'?"),
-        (f"{TUNE} --frob group", "unrecognized argument"),
         (f"{TUNE} lr=3", "you mean 'training.optimizer.lr'?"),
         ("predict cells.h5ad -m base -o out.csv", "model='base' (--model) was not fine-tuned"),
-        ("predict cells.h5ad -m base -o out.csv frob", "'frob' is no option of the task's predict; write it as name="),
-        ("predict cells.h5ad -m base", "the following arguments are required: -o/--output"),
         ("evaluate cells.h5ad -m base", "labels_key=None, but cell types are needed to score embeddings"),
-        ("evaluate -m base", "name the cells once: as FILE, or with --data FILE."),
         ("evaluate cells.h5ad --data cells.h5ad -m base", "name the cells once: as FILE, or with --data FILE."),
         ("evaluate cells.h5ad -m base --no-baselines --against pca", "--against names baselines and --no-baselines"),
-        ("evaluate cells.h5ad -m base --benchmarks geometri", "did you mean 'geometry'"),
     ],
 )
 def test_mistakes(told: Callable[..., str], line: str, part: str) -> None:

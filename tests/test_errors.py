@@ -1,7 +1,3 @@
-"""The exception family and the words that messages are made of."""
-
-from __future__ import annotations
-
 import sysconfig
 import warnings
 from pathlib import Path
@@ -15,13 +11,10 @@ from scforge.errors import did_you_mean, listing, redacted, safe_cause
 @pytest.mark.parametrize(
     ("name", "builtin"),
     [
-        ("ConfigError", ValueError),
         ("DataError", ValueError),
         ("GeneMismatchError", errors.DataError),
         ("HubError", OSError),
-        ("OptionError", ValueError),
         ("MissingFileError", FileNotFoundError),
-        ("ModelFileError", ValueError),
         ("TrainingError", RuntimeError),
     ],
 )
@@ -32,34 +25,22 @@ def test_each_error_is_ours_and_the_expected_builtin(name, builtin):
     assert str(error("one sentence.")) == "one sentence."
 
 
-def test_listing():
-    assert listing([]) == "nothing"
-    assert listing(["a", 1]) == "'a', '1'"
-    assert listing(range(14)).endswith("'11', ... (2 more)")
-    assert listing("abc", most=1) == "'a', ... (2 more)"
-
-
 @pytest.mark.parametrize(
     ("name", "known", "expected"),
     [
         ("celltype", ["batch", "cell_type"], "; did you mean 'cell_type'?"),
         ("CELL_TYPE", ["cell_type"], "; did you mean 'cell_type'?"),
-        ("xyz", ["cell_type"], ""),
         (None, ["none"], "; did you mean 'none'?"),
-        ("1", [1, 2], "; did you mean '1'?"),
     ],
 )
-def test_did_you_mean(name, known, expected):
+def test_did_you_mean_and_lists(name, known, expected):
     assert did_you_mean(name, known) == expected
+    assert listing([]) == "nothing"
+    assert listing(range(14)).endswith("'11', ... (2 more)")
 
 
 @pytest.mark.parametrize(
-    "path",
-    [
-        f"{Path(errors.__file__).parent}_extra/code.py",
-        f"{sysconfig.get_path('purelib')}/mylab/run.py",
-        f"{sysconfig.get_path('purelib')}/torchmetrics/metric.py",
-    ],
+    "path", [f"{Path(errors.__file__).parent}_extra/code.py", f"{sysconfig.get_path('purelib')}/mylab/run.py"]
 )
 def test_a_warning_names_the_line_of_the_user(path: str) -> None:
     """Whose package may be installed, and may be called ``scforge_extra``."""
@@ -81,11 +62,7 @@ TOKEN = "hf_" + "aB3" * 11 + "x"
         ("{'authorization': 'Bearer abc'}", "{'authorization': 'Bearer ***'}"),
         (f"https://me:pass@host/{TOKEN}?x=1", "https://***@host/***?***"),
         ("hf_jwt_head.load.sign and Bearer of news", "*** and Bearer of news"),
-        (
-            "obs has no column 'hf_ventricular_cardiomyocyte_subtype'",
-            "obs has no column 'hf_ventricular_cardiomyocyte_subtype'",
-        ),
-        ("obs has no column 'hf_score' in //shared/me@work", "obs has no column 'hf_score' in //shared/me@work"),
+        *((text, text) for text in ("no 'hf_ventricular_cardiomyocyte_subtype'", "no 'hf_score' in //shared/me@work")),
     ],
 )
 def test_credentials_are_not_shown(text: str, expected: str) -> None:

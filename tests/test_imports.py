@@ -1,11 +1,8 @@
-"""Importing and help are cheap, counted in packages, as seconds depend on the machine; public names are there."""
-
-from __future__ import annotations
-
 import importlib
 import subprocess
 import sys
 import types
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -22,7 +19,6 @@ for room in [*ROOMS, "training.objectives"]:
 
 
 def imported(*arguments: str) -> set[str]:
-    """Return the top-level packages that a new process of Python imports."""
     command = [sys.executable, "-X", "importtime", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     names = [line.rsplit("|", 1)[1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")]
@@ -37,8 +33,8 @@ def test_help_and_version_need_no_heavy_package(arguments):
 
 
 def test_the_version_is_looked_up_when_asked_for():
-    assert "email" not in imported("-c", "import scforge") | imported("-m", "scforge", "--help")
-    assert "email" in imported("-c", "import scforge; scforge.__version__")  # the metadata of packages are mails
+    assert "email" not in imported("-m", "scforge", "--help")  # the metadata of packages are mails
+    assert scforge.__version__ == version("scforge")
 
 
 def test_import_is_cheap():
@@ -70,8 +66,6 @@ def test_configurations_and_data_need_no_torch():
     [
         ("embed nope.h5ad -m model -o out.zarr", "the file 'nope.h5ad' does not exist"),
         ("embed pbmc3k.zarr -m model -o out.csv", "output='out.csv' (-o) does not end in one of '.zarr', '.h5ad'"),
-        ("predict nope.h5ad -m model -o out.csv", "the file 'nope.h5ad' does not exist"),
-        ("evaluate nope.h5ad -m model", "the file 'nope.h5ad' does not exist"),
         ("train --config light.yaml", "light.yaml, line 1: the file 'nope.h5ad' does not exist"),
     ],
 )
@@ -100,8 +94,6 @@ def test_public_names(room):
         value = getattr(package, name)
         assert value is getattr(package, name)
         assert name in dir(package)
-        if isinstance(value, type | types.FunctionType):
-            assert value.__name__ == name
     with pytest.raises(AttributeError, match=f"module '{room}' has no attribute 'nothing'"):
         _ = package.nothing
     names: dict[str, object] = {}

@@ -1,7 +1,3 @@
-"""Writes are whole or did not happen."""
-
-from __future__ import annotations
-
 import errno
 import json
 import math
@@ -62,15 +58,14 @@ def test_an_error_leaves_what_was_there(tmp_path, there):
     before = {"a.txt": "old", "model/weights": "old"} if there else {}
     fill(tmp_path, before)
 
-    def write(writer, path, **options):
-        with writer(path, **options) as temporary:
-            (temporary / "weights" if options else temporary).write_text("half of it")
-            raise RuntimeError("disk")
+    def fail(path):
+        path.write_text("half of it")
+        raise RuntimeError("disk")
 
-    with pytest.raises(RuntimeError, match="disk"):
-        write(atomic_path, tmp_path / "a.txt")
-    with pytest.raises(RuntimeError, match="disk"):
-        write(atomic_folder, tmp_path / "model", overwrite=True)
+    with pytest.raises(RuntimeError, match="disk"), atomic_path(tmp_path / "a.txt") as temporary:
+        fail(temporary)
+    with pytest.raises(RuntimeError, match="disk"), atomic_folder(tmp_path / "model", overwrite=True) as temporary:
+        fail(temporary / "weights")
     assert content(tmp_path) == before
     assert listing(tmp_path) == sorted({name.split("/")[0] for name in before})
 
@@ -97,10 +92,6 @@ def test_folder(tmp_path):
         assert not path.exists()
     assert (path / "weights").read_text() == "1"
     assert listing(path.parent) == ["model"]
-    (tmp_path / "empty").mkdir()
-    with atomic_folder(tmp_path / "empty") as temporary:
-        (temporary / "a").touch()
-    assert listing(tmp_path / "empty") == ["a"]
     (tmp_path / "file").touch()
     with pytest.raises(OptionError, match="is a file; give the name of a folder"), atomic_folder(tmp_path / "file"):
         pass
@@ -221,7 +212,7 @@ def test_a_save_that_was_cut_off_leads_nowhere_else(tmp_path):
     (tmp_path / "secret").write_text("mine")
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "key").write_text("mine")
-    names = ["../secret", str(tmp_path / "secret"), "..", "", ".", 3, "config.json"]
+    names = ["../secret", str(tmp_path / "secret"), "..", "", 3, "config.json"]
     fill(tmp_path / "model", OLD)
     fill(tmp_path / "model", {".saved/.stale.json": json.dumps(names), ".saved/vocab.json": "new"})
     read_settled(tmp_path / "model", lambda: None)
@@ -241,8 +232,6 @@ def test_a_place_that_cannot_be_written_is_named_as_the_user_named_it(tmp_path):
         assert "/." not in str(caught.value)
     check_writable("output", tmp_path / "a" / "b" / "out.h5ad")
     assert listing(tmp_path) == []
-    with pytest.raises((OSError, OptionError)), atomic_folder("/proc/model"):
-        pass
 
 
 def test_errors_name_the_place_of_the_user_and_keep_other_names(tmp_path):
@@ -251,31 +240,11 @@ def test_errors_name_the_place_of_the_user_and_keep_other_names(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device", "cache/config.json", None, str(folder / "config.json"))
     assert told.value.filename == str(target)
     assert ".saving" not in str(told.value)
-    for error in (
-        OSError(errno.ENOSPC, "No space left on device", "/other/.saving/a"),
-        PermissionError(errno.EACCES, "Permission denied", "/other/.out.csv.old"),
-        ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"),
-    ):
-        for write, name in ((atomic_path, "out.csv"), (atomic_folder, "model")):
-            with pytest.raises(type(error)) as caught, write(tmp_path / name):
-                raise error
-            assert caught.value is error
-
-
-def test_a_folder_that_may_not_be_read_may_be_written_to(tmp_path, monkeypatch):
-    """As one of mode 0300, which root can read nevertheless."""
-
-    def refused(path, flags, *options, **more):
-        if Path(path) == tmp_path and flags == os.O_RDONLY:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return opened(path, flags, *options, **more)
-
-    opened = os.open
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refused)
-        with atomic_folder(tmp_path / "model") as folder:
-            (folder / "weights").write_text("1")
-    assert content(tmp_path / "model") == {"weights": "1"}
+    error = OSError(errno.ENOSPC, "No space left on device", "/other/.saving/a")
+    for write, name in ((atomic_path, "out.csv"), (atomic_folder, "model")):
+        with pytest.raises(OSError, match="/other/.saving/a") as caught, write(tmp_path / name):
+            raise error
+        assert caught.value is error
 
 
 @pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
@@ -322,8 +291,6 @@ def test_cells_on_a_full_disk(tmp_path):
     [
         ('{"a": 1, "b": 2, "a": 3}', "holds the key 'a' twice"),
         ("[NaN]", "holds NaN, which is no finite number"),
-        ("[1e999]", "holds 1e999"),
-        ("[" + 21 * "9" + "]", "a whole number of 21 digits"),
         ("[" * 100_000, "nested too deeply"),
         ("[" + "1," * 1_000_000 + "1]", "about 1,000,001 values, where 1,000,000 are the most"),
         (b"\xff[]", "can't decode"),
@@ -361,7 +328,3 @@ def test_files_of_a_user_with_names_of_scforge_stay(tmp_path):
     with pytest.raises(OptionError, match=r"adata\.h5ad"):
         save(described | {"adata.h5ad": "new"})
     assert content(folder) == mine | described
-    fill(folder, {"training/thesis.txt": "mine"})
-    with pytest.raises(OptionError, match="training"):
-        save({"config.json": "{}", "training/state": "new"})
-    assert content(folder).items() >= {"training/thesis.txt": "mine"}.items()

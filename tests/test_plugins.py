@@ -1,7 +1,3 @@
-"""Packages that add to scforge: the example of the documentation, installed; and packages that are broken."""
-
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,6 +6,7 @@ from zipfile import ZipFile
 
 import pytest
 
+from scforge._registry import Registry
 from scforge.errors import OptionError, ScforgeError
 from scforge.models import list_models
 from scforge.models.registry import MODELS
@@ -37,7 +34,6 @@ def test_the_example_is_installed_and_works(tmp_path: Path) -> None:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Return a function that installs a package with one module and some entry points."""
     monkeypatch.syspath_prepend(tmp_path)
 
     def install(name: str, content: str, group: str, **names: str) -> None:
@@ -63,6 +59,16 @@ def test_a_broken_plugin_breaks_nothing_else(install, content: str, said: str) -
     assert MODELS.get("gene_pooling") is not None
     with pytest.raises(ScforgeError, match="architecture 'broken'.* package 'broken-plugin'.*imported: .*" + said):
         MODELS.get("broken")
+
+
+def test_a_plugin(install) -> None:
+    install("their-plugin", "class Thing: pass", "scforge.things", theirs="Thing")
+    registry = Registry("thing", group="scforge.things")
+    assert registry.names() == ["theirs"]
+    value = registry.get("theirs")
+    assert (value.__name__, value.__module__) == ("Thing", "their_plugin")
+    registry.register("theirs")(value)  # as a plugin that registers itself does
+    assert registry.get("theirs") is value
 
 
 def test_two_packages_of_one_name(install) -> None:

@@ -1,9 +1,3 @@
-"""The check for tokenizers finds what is wrong: each flaw below breaks one rule, and is told which."""
-
-from __future__ import annotations
-
-from dataclasses import replace
-
 import numba
 import numpy as np
 import pytest
@@ -74,19 +68,6 @@ class AllGenes(Tokenizer):
         return RaggedTokens(indptr, ids.ravel().astype(np.int32), values.ravel().astype(np.float32))
 
 
-class Selective(Sorted):
-    """Leaves every third gene out. Correct."""
-
-    def lengths(self, n_expressed):
-        n_genes = np.count_nonzero(np.arange(self.vocab.n_genes) % 3 != 1)
-        return np.minimum(super().lengths(n_expressed), n_genes + self._n_around)
-
-    def _tokenize(self, block):
-        kept = block.genes % 3 != 1
-        indptr = np.concatenate([[0], np.cumsum(kept)])[block.indptr]
-        return super()._tokenize(replace(block, indptr=indptr, genes=block.genes[kept], counts=block.counts[kept]))
-
-
 class Broken(Sorted):
     """Correct until a flaw below takes the place of one of its parts."""
 
@@ -116,22 +97,18 @@ class Broken(Sorted):
         return self.tokens(super()._tokenize(block))
 
 
-@pytest.mark.parametrize("cls", [Sorted, Drawn, AllGenes, Selective, Broken])
+@pytest.mark.parametrize("cls", [Sorted, Drawn, AllGenes, Broken])
 @pytest.mark.parametrize("options", [{}, {"append_cls": False}, {"append_eos": True}, {"max_len": 9}])
 def test_correct_ones_pass(cls, options):
+    before = torch.get_num_threads(), numba.get_num_threads()
     check_tokenizer(cls, **options)
-
-
-@pytest.mark.parametrize("n_genes", [1, 2, 3, 300])
-def test_small_and_large_vocabularies(n_genes):
-    vocab = GeneVocab.from_genes([f"g{i}" for i in range(n_genes)])
-    for cls in (Sorted, Drawn, AllGenes, Selective):
-        check_tokenizer(cls(vocab))
+    assert (torch.get_num_threads(), numba.get_num_threads()) == before
+    if cls is not Broken and not options:
+        for n_genes in (1, 300):
+            check_tokenizer(cls(GeneVocab.from_genes([f"g{i}" for i in range(n_genes)])))
 
 
 def change(edit, *names):
-    """Return a flaw that changes some entries of a batch, by default all."""
-
     def edit_batch(self, batch):
         for name in names or list(batch):
             batch[name] = edit(batch[name])
@@ -150,62 +127,12 @@ def forget(part):
     return edit_matrix
 
 
-def unordered_columns(self, cells, gene_ids):
-    named = gene_ids is not None and len(getattr(gene_ids, "columns", gene_ids)) == 60
-    return cells, None if named else gene_ids
-
-
-def second_column_only(self, cells, gene_ids):
-    repeated = gene_ids is not None and len(getattr(gene_ids, "columns", gene_ids)) == 120
-    return (cells[:, 60:], gene_ids[60:]) if repeated else (cells, gene_ids)
-
-
-def unknown_is_first(self, cells, gene_ids):
-    if gene_ids is not None and not hasattr(gene_ids, "columns"):
-        gene_ids = [name if name in self.vocab else self.vocab.genes[0] for name in gene_ids]
-    return cells, gene_ids
-
-
-def first_of_repeated(self, cells, gene_ids):
-    if not cells.has_canonical_format:
-        rows = np.repeat(np.arange(16), np.diff(cells.indptr))
-        _, first = np.unique(rows * 60 + cells.indices, return_index=True)
-        cells = sparse.csr_matrix((cells.data[first], (rows[first], cells.indices[first])), cells.shape)
-    return cells, gene_ids
-
-
-def in_place(self, cells, gene_ids):
-    cells.sum_duplicates()
-    return cells, gene_ids
-
-
-def exponential(self, tokens):
-    with np.errstate(over="ignore"):
-        return tokens._replace(values=np.exp(tokens.values * 10).astype(np.float32))
-
-
-def masked(self, tokens):
-    hidden = tokens.ids == 6
-    tokens.ids[hidden] = 2
-    tokens.values[hidden] = 0
-    tokens.extras["bin_ids"][hidden] = 0
-    return tokens
-
-
 def threaded(self, tokens):
     return tokens._replace(values=tokens.values + np.float32(torch.get_num_threads() > 1))
 
 
 def centered_on_the_batch(self, tokens):
     return tokens._replace(values=tokens.values - tokens.values.mean() if len(tokens.values) else tokens.values)
-
-
-def cells_sorted(self, block):
-    order = np.argsort(block.rows)
-    take = np.concatenate([np.arange(block.indptr[cell], block.indptr[cell + 1]) for cell in order])
-    indptr = np.concatenate([[0], np.cumsum(np.diff(block.indptr)[order])])
-    moved = {"genes": block.genes[take], "counts": block.counts[take], "rows": block.rows[order]}
-    return Sorted._tokenize(self, replace(block, indptr=indptr, **moved))
 
 
 def ties_in_random_order(self, counts, key):
@@ -228,26 +155,19 @@ FLAWS = [
     ({"batch": lambda self, batch: batch.pop("values")}, r"the batch lacks \['values'\]"),
     ({"batch": lambda self, batch: batch.update(labels=batch["input_ids"])}, r"the batch holds \['labels'\]"),
     ({"batch": change(torch.Tensor.int, "input_ids")}, "'input_ids' is torch.int32 instead"),
-    ({"batch": change(torch.Tensor.double, "bin_ids")}, "'bin_ids' is torch.float64 instead"),
     ({"batch": change(lambda tensor: tensor[:, 1:], "bin_ids")}, r"'bin_ids' has the shape \(16, \d+\)"),
-    ({"tokens": exponential}, "'values' holds a number that is not finite"),
     ({"batch": change(lambda tensor: tensor.flip(1))}, "padding stands before a token"),
     ({"batch": change(torch.ones_like, "attention_mask")}, "attention_mask is not true exactly"),
     ({"batch": change(lambda tensor: tensor - 2, "values")}, "'values' is not 0 at CLS, EOS and padding"),
-    ({"batch": change(lambda tensor: tensor + 1, "bin_ids")}, "'bin_ids' is not 0 at CLS, EOS and padding"),
     ({"batch": change(lambda tensor: torch.nn.functional.pad(tensor, (0, 1)))}, "wider than its longest cell"),
     # Which tokens there are.
     ({"tokens": lambda self, tokens: tokens._replace(ids=tokens.ids + 1)}, "a token id is not in the vocabulary"),
-    ({"tokens": masked}, "MASK is among the tokens"),
     ({"_frame": (-1, -1)}, "append_cls=True but a cell has 0 CLS"),
-    ({"_frame": (3, -1), "append_cls": False}, "append_cls=False but a cell has 1 CLS"),
     ({"_frame": (-1, 3)}, "CLS does not stand in front of the genes"),
-    ({"_frame": (4, -1), "append_cls": False, "append_eos": True}, "EOS does not stand behind the genes"),
     ({"tokens": lambda self, tokens: tokens._replace(ids=np.where(tokens.ids == 6, 5, tokens.ids))}, "a gene is twice"),
     ({"choose": lambda self, counts, key: Sorted.choose(self, counts, key)[:-1]}, "of cell 3, though it would fit"),
     ({"cls": AllGenes, "measured": lambda self, block: np.arange(self.vocab.n_genes)}, "that the data do not have"),
     ({"lengths": lambda self, n_expressed: np.full_like(n_expressed, 60)}, "says 60 tokens but cell 0 has 1"),
-    ({"cls": Selective, "lengths": lambda self, n: np.full_like(n, 7)}, r"lengths\(\) says 7 tokens but cell 2 has 41"),
     ({"max_tokens": lambda self: 99}, r"max_tokens\(\) is 99 but a cell with all genes has 61 tokens"),
     # The same tokens again, from any form of the cells.
     (
@@ -258,31 +178,25 @@ FLAWS = [
     ({"__getstate__": lambda self: vars(self) | {"scale": 2.0}}, "a pickled copy gives other tokens"),
     ({"tokens": threaded}, "[12] threads give other tokens"),
     ({"tokens": centered_on_the_batch}, "cell [01] alone has other tokens than in a block"),
-    ({"_tokenize": cells_sorted}, "the order of the cells changes their tokens"),
     ({"cls": Drawn, "keys": lambda self, block: block.rows}, "cell .* alone has other tokens than in a block"),
     ({"matrix": lambda self, cells, ids: (cells.minimum(5), ids)}, "a matrix gives other tokens than a block"),
-    ({"matrix": unordered_columns}, "permuted columns give other tokens"),
     ({"matrix": forget(".")}, "version suffixes give other tokens"),
-    ({"matrix": forget("SYMBOL")}, "symbols give other tokens"),
-    ({"matrix": second_column_only}, "two columns of one gene are not summed"),
-    ({"matrix": unknown_is_first}, "genes outside the vocabulary change more than the library size"),
     ({"matrix": lambda self, x, ids: (x + x if x.dtype == "uint8" else x, ids)}, "counts as uint8 give other tokens"),
-    ({"matrix": first_of_repeated}, "explicit zeros, unsorted or repeated indices give other tokens"),
-    ({"matrix": in_place}, "the counts that it was given are changed"),
+    (
+        {"matrix": lambda self, cells, ids: (cells.sum_duplicates() or cells, ids)},
+        "the counts that it was given are changed",
+    ),
     # The options.
     ({"__init__": option_not_kept}, "raises AttributeError.* where config.. makes an equal tokenizer"),
-    ({"keep": np.array}, "config.. cannot be written as JSON"),
     ({"keep": tuple}, "config.. is another after it was written as JSON"),
     ({"keep": lambda cutoffs: [*cutoffs, 3]}, "the options of config.. do not come back from the constructor"),
     ({"config": lambda self: {"cutoffs": [1, 2]}}, "config.. and the keyword-only options differ in .*'scale'"),
     # What is cut, and the order.
     ({"choose": lambda self, counts, key: np.arange(len(counts))}, "a cell has 61 tokens although max_len=8"),
     ({"choose": by_token}, "truncation keeps the genes that come first in the vocabulary"),
-    ({"choose": by_token, "samples": True}, "truncation keeps the genes that come first in the vocabulary"),
     ({"cls": Drawn, "samples": False}, "truncation drops a count of .* and keeps one of .*; set samples"),
     ({"choose": lambda self, counts, key: Sorted.choose(self, -counts, key)}, "drops a count of .*; set samples"),
     ({"ragged": lambda self, block: Sorted.ragged(self, block)._replace(values=np.zeros(1))}, "differ in 'values'"),
-    ({"ragged": lambda self, block: Sorted.ragged(self, block)._replace(extras={})}, r"\['input_ids', 'values'\]"),
     ({"ordered_by_gene": False}, "stand in one order in every cell.*set ordered_by_gene = True"),
     ({"cls": Drawn, "samples": False, "choose": ties_in_random_order}, "where its count puts it.*set ordered_by_gene"),
 ]
@@ -298,46 +212,20 @@ def test_broken_ones_are_found(monkeypatch, flaw, sentence):
         check_tokenizer(cls, **options)
 
 
-def leave(key):
-    """Return what masking may forget: to hide one entry."""
-
-    def edit(masked):
-        masked[key] = masked[key] + masked["masked_positions"].to(masked[key].dtype)
-
-    return edit
-
-
-def spare_a_cell(masked):
-    masked["labels"][5] = -100
-
-
-@pytest.mark.parametrize(
-    ("edit", "sentence"),
-    [
-        (leave("bin_ids"), "Sorted: 'bin_ids' still tells of hidden tokens"),
-        (leave("values"), "Sorted: 'values' still tells of hidden tokens"),
-        (leave("input_ids"), "Sorted: 'input_ids' still tells of hidden tokens"),
-        (spare_a_cell, "masking does not hide a token of each cell"),
-    ],
-)
-def test_what_masking_leaves_is_found(monkeypatch, edit, sentence):
+@pytest.mark.parametrize("key", ["bin_ids", "values", "input_ids", "labels"])
+def test_what_masking_leaves_is_found(monkeypatch, key):
     class Leaving(Masking):
         def __call__(self, batch, rows, **options):
             masked = super().__call__(batch, rows, **options)
-            edit(masked)
+            if key == "labels":
+                masked["labels"][5] = -100
+            else:
+                masked[key] = masked[key] + masked["masked_positions"].to(masked[key].dtype)
             return masked
 
     monkeypatch.setattr(scforge.testing.tokenizers, "Masking", Leaving)
-    with pytest.raises(AssertionError, match=sentence):
+    with pytest.raises(AssertionError, match=f"'{key}' still tells of hidden|does not hide a token of each cell"):
         check_tokenizer(Sorted)
-
-
-def test_threads_are_left_as_they_were(monkeypatch):
-    monkeypatch.setattr(Broken, "tokens", threaded)
-    before = torch.get_num_threads(), numba.get_num_threads()
-    with pytest.raises(AssertionError, match="threads"):
-        check_tokenizer(Broken)
-    assert (torch.get_num_threads(), numba.get_num_threads()) == before
 
 
 def test_names_and_instances_are_taken():
@@ -350,5 +238,3 @@ def test_names_and_instances_are_taken():
         check_tokenizer(42)
     with pytest.raises(OptionError, match="did you mean 'rank_value'"):
         check_tokenizer("rank_values")
-    with pytest.raises(OptionError, match="'scales' is unknown to"):
-        check_tokenizer(Sorted, scales=1)

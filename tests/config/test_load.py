@@ -1,7 +1,3 @@
-"""Files and overrides: what they mean, and one sentence for each mistake."""
-
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -49,7 +45,6 @@ def told(load: Load, content: str | bytes, *overrides: str) -> str:
 
 
 def message(load: Load, content: str | bytes, *overrides: str) -> str:
-    """Return what is told, without the place in front."""
     return re.sub(r"^(recipe\.yaml(, lines? [\d and]+)?|override '.*?'): ", "", told(load, content, *overrides))
 
 
@@ -92,8 +87,6 @@ eval: {benchmarks: label_prediction, datasets: {a: a.h5ad}}
     expected["eval"]["benchmarks"] = ["label_prediction"]
     assert config.user_set() == expected
     assert load(content, "eval.benchmarks=[]").eval.benchmarks == []
-    empty = load(DATA + "training:\n  # batch_size: 3\ntokenizer:\n  masking:\n")
-    assert (empty.training.batch_size, empty.tokenizer.masking.mask_ratio) == (None, 0.15)
 
 
 LINES = """data:
@@ -121,11 +114,8 @@ LAYERS, RATE = ("layers: 0", "layers: 1"), ("fast", "1")
         ([LAYERS], [], "recipe.yaml, line 7: training.optimizer.lr='fast' is not a number"),
         ([LAYERS], ["training.lr=1"], "recipe.yaml, line 14: output.loggers[1]='cvs' is not known"),
         ([LAYERS, RATE], ["output.loggers=[cvs]"], "override 'output.loggers=[cvs]': output.loggers[0]='cvs' is not"),
-        ([LAYERS], ["training.optimizer.lr=x"], "override 'training.optimizer.lr=x': training.optimizer.lr='x' is not"),
         ([LAYERS], ["training={lr: x}", "seed=1"], "override 'training={lr: x}': training.optimizer.lr='x' is not"),
         ([LAYERS], ["training.optimizer.lr.x=1"], "recipe.yaml, line 7: training.optimizer.lr='fast' is not a section"),
-        ([LAYERS, RATE, ("cvs", "csv")], ["seed=a", "seed=b"], "override 'seed=b': seed='b' is not an integer"),
-        ([LAYERS, RATE, ("batch", "btach")], [], "recipe.yaml, line 8: training.btach_size=8 is not a known option;"),
         ([("{", "{lr: 2, ")], [], "recipe.yaml, lines 7 and 9: training.lr='fast' and training.optimizer.lr=2 set the"),
         ([], ["training.num_gpus=x"], "override 'training.num_gpus=x': training.num_gpus='x' is not a number of GPUs"),
         ([("paths", "layer")], [], "recipe.yaml, line 1: data.paths is missing"),
@@ -156,11 +146,8 @@ def test_many_aliases_are_no_burden(load: Load) -> None:
     ("key", "suggestion"),
     [
         ("training.learning_rate", "training.optimizer.lr"),
-        ("n_epochs", "training.max_epochs"),
         ("training.gpus", "training.devices"),
         ("training.num_workers", "data.num_threads"),
-        ("training.batch_sizes", "training.batch_size"),
-        ("output.wandb_project", "output.project"),
         ("random_state", "seed"),
     ],
 )
@@ -189,15 +176,11 @@ TUNE = "finetune: {base_model: a, task: b, "
 @pytest.mark.parametrize(
     ("content", "start"),
     [
-        ("training: {max_epoch: 4}", "training.max_epoch=4 is not a known option; did you mean 'training.max_epochs'?"),
         ("batch_size: 3", "batch_size=3 is not a known option; did you mean 'training.batch_size'? (a config"),
-        ("training: {mask_ratio: 0.2}", "training.mask_ratio=0.2 is not a known option; did you mean 'tokenizer.mask"),
         ("training: {zzz: 1}", "training.zzz=1 is not a known option (training has: 'batch_size', "),
-        ("training: {max_epochs: abc}", "training.max_epochs='abc' is not an integer."),
         ("training: {max_epochs: 1.5}", "training.max_epochs=1.5 is not a whole number."),
         ("training: {max_epochs: yes}", "training.max_epochs=True is not a number."),
         ("training: {batch_size: yes}", "training.batch_size=True is neither a whole number of cells nor 'auto'"),
-        ("training: {batch_size: 0}", "training.batch_size=0 is out of range; it must be at least 1."),
         ("training: {lr: .nan}", "training.optimizer.lr=nan is not a finite number."),
         ("training: {early_stopping: 3}", "training.early_stopping=3 is not true or false."),
         ("training: 5", "training=5 is not a section with options."),
@@ -206,7 +189,6 @@ TUNE = "finetune: {base_model: a, task: b, "
         ("eval: {every_n_epochs: 2}", "eval.every_n_epochs=2 has no use without eval.benchmarks; "),
         ("eval: {benchmarks: 3}", "eval.benchmarks=3 is not a list of benchmarks."),
         ("eval: {benchmarks: [{a: {}, b: {}}]}", "eval.benchmarks=[{'a': {}, 'b': {}}] holds something that is no"),
-        ("finetune: {task: annotation}", "finetune.base_model is missing; name both, e.g. finetune: {base_model: "),
         (TUNE + "freeze: 0}", "finetune.freeze=0 is neither true, false nor a number"),
         (TUNE + "lora: 8}", "finetune.lora=8 is neither true, false nor a section"),
         (TUNE + "test_size: 0.9}", "finetune.test_size=0.9 and validation_size=0.1 leave"),
@@ -214,16 +196,13 @@ TUNE = "finetune: {base_model: a, task: b, "
         (TUNE + "split_by: c, split_key: d}", "finetune.split_key='d' has no use beside split_by='c'; keep one"),
         (TUNE + "data: b.h5ad}", "finetune.data='b.h5ad' and data.paths='cells.h5ad' set"),
         ("output: {loggers: csv}", "output.loggers='csv' has no use without output.log_dir, "),
-        ("output: {log_dir: a, loggers: [cvs]}", "output.loggers[0]='cvs' is not known; did you mean 'csv'? (known: "),
         ("output: {log_dir: a, project: b}", "output.project='b' has no use without a logger that takes it; add"),
         ("data: {source: s3, paths: a}", "data.source='s3' is not known (known: 'local', 'cellxgene_census')."),
         ("data: {source: cellxgene_census, paths: a}", "data.paths='a' has no use with data.source='cellxgene_census'"),
-        ("data: {source: local}", "data.paths is missing; "),
         ("data: {paths: a, organism: x}", "data.organism='x' has no use without data.source='cellxgene_census'; set "),
         ("data: {source: cellxgene_census, memory: 1GB}", "data.memory='1GB' has no use without data.source='local'; "),
         ("data: {source: cellxgene_census, filters: [a]}", "data.filters=['a'] is neither columns with their values"),
         ("data: {paths: a, memory: yes}", "data.memory=True is not an amount of memory"),
-        ("data: {paths: a, memory: 0}", "data.memory=0 is not an amount of memory"),
         ("data: {paths: a, sampling: {start: 0.5}}", "data.sampling.start=0.5 has no use without balance_key"),
         ("data: {paths: a, split: {by: 3}}", "data.split.by=3 is not text"),
         ("data: {paths: a, preprocessing: {normalize: none, target_sum: 9}}", "data.preprocessing.target_sum=9 has no"),
@@ -244,25 +223,17 @@ def test_mistakes_in_the_content(load: Load, content: str, start: str) -> None:
     assert message(load, content).startswith(start)
 
 
-def test_long_values_are_cut(load: Load) -> None:
-    assert len(message(load, DATA + f"seed: [{'1, ' * 5000}1]")) < 100
-    assert len(message(load, DATA + f"seed: {'x' * 50000}")) < 200
-    assert "is not a value of type int" in message(load, DATA + f"seed: {'9' * 5000}")
-
-
 @pytest.mark.parametrize(
     ("content", "pattern"),
     [
         ("data: [", r"recipe\.yaml, line 1, column 8 is not valid YAML: "),
         ("data: a\n b: c", "line 2, column 3 is .*; check the indentation, and put text that holds ': ' in quotes."),
         ("data:\n  paths: a\n layer: b", "line 3, column 2 is .*: the keys of one section start in the same column."),
-        ("\tdata: a", "line 1, column 1 is not valid YAML: "),
         ("data:\n\tpaths: a", "cannot start any token; indent with spaces, never with tab characters."),
         ("data: {paths: a}\ndata: {paths: b}", "line 2, column 1 is not valid YAML: the key 'data' stands twice"),
         ("seed: !!python/object/apply:os.getcwd []", "line 1, column 7 is not valid YAML: could not determine"),
         ("seed: 2024-13-01", "line 1, column 7 is not valid YAML: '2024-13-01' is not a value of type timestamp"),
         ("? [1, 2]\n: 3", "unhashable key"),
-        ("seed: 1\n---\nseed: 2", "line 2, column 1 is not valid YAML: expected a single document"),
         ("[" * 5000, "nested too deeply"),
         (b"\x00", "character 1 is not valid YAML: special characters are not allowed: #x0000"),
         (b"\x89HDF\r\n\xff", "is not a text file; name a YAML or TOML file."),
@@ -275,17 +246,13 @@ def test_mistakes_in_the_file(load: Load, content: str | bytes, pattern: str) ->
     assert re.search(pattern, message(load, content))
 
 
-def test_mistakes_in_the_path(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml' does not exist; check the path\.$"):
-        load_config(tmp_path / "none.yaml")
-    with pytest.raises(ConfigError, match=r"is a folder; name the file in it\.$"):
-        load_config(tmp_path)
-    with pytest.raises(ConfigError, match=r"cannot be read: embedded null byte\.$"):
-        load_config("a\0b")
-
-
-def test_a_byte_order_mark_is_no_mistake(load: Load) -> None:
+def test_mistakes_in_the_path_and_a_byte_order_mark(load: Load) -> None:
+    for path, words in [(".", r"is a folder; name the file in it\.$"), ("a\0b", "cannot be read: embedded null byte")]:
+        with pytest.raises(ConfigError, match=words):
+            load_config(path)
     assert load(b"\xef\xbb\xbf" + DATA.encode()).data.paths == ["cells.h5ad"]
+    assert len(message(load, DATA + f"seed: {'x' * 50000}")) < 200
+    assert "is not a value of type int" in message(load, DATA + f"seed: {'9' * 5000}")
 
 
 def test_overrides(load: Load) -> None:
@@ -297,7 +264,6 @@ def test_overrides(load: Load) -> None:
     assert config.output.log_dir is None
     assert config.model.user_options()["latent_dim"] == 16
     assert config.seed == 2
-    # In place of another name in the file.
     assert load(LOCAL, "training.optimizer.lr=0.5").training.optimizer.lr == 0.5
     assert load(LOCAL, "training.lr=0.5").training.optimizer.lr == 0.5
     assert load(LOCAL, "training.num_gpus=1").training.devices == 1
@@ -309,26 +275,12 @@ def test_overrides(load: Load) -> None:
         ("training.batch_size", "override='training.batch_size' is not an option; write it as section.option=value."),
         ("training..lr=3", "write it as section.option=value."),
         ("training.batch_size=[", "override 'training.batch_size=[', line 1, column 2 is not valid YAML: "),
-        ("training.max_epoch=3", "did you mean 'training.max_epochs'?"),
         ("data.paths.x=3", "data.paths='cells.h5ad' is not a section with options."),
-        ("finetune.task=x", "finetune.base_model is missing"),
         ("task=annotation", "task='annotation' is not a known option; did you mean 'finetune.task'?"),
     ],
 )
 def test_mistakes_in_an_override(load: Load, override: str, part: str) -> None:
     assert part in message(load, DATA, override)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [TUTORIAL, PROPOSAL, DATA + "training:\nseed: 4\n", r'data: {paths: ["a\x85b\u2028", "\u2029", "\n", "a\nb"]}'],
-)
-def test_dump_and_load_again(load: Load, content: str) -> None:
-    config = load(content)
-    again = load(dump_config(config))
-    assert again == config
-    assert again.user_set() == config.user_set()
-    assert dump_config(again) == dump_config(config)
 
 
 _plain = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8"))
@@ -400,8 +352,6 @@ def test_toml_means_what_yaml_means(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("batch_size", "btach_size", r"a.toml, line 10: training\.btach_size=64 is not a known option; did you mean"),
-        ("hvg_selection = 2_000", "hvg = 2", r"a.toml, line 5: data\.preprocessing\.hvg=2 is not a known option"),
-        ("[training]", "[trianing]", r"a.toml, line 9: trianing=.* is not a known .*did you mean 'training'"),
         ("batch_size = 64", "batch_size = ", r"a.toml, line 10, column 14 is not valid TOML: Invalid value\."),
         ("num_gpus = 4", "batch_size = 2", r"a.toml, line 11, column 15 is not valid TOML: Cannot overwrite"),
         ("num_gpus = 4", "optimizer = {lr = 2}", r"a.toml, lines 12 and 11: training.lr=.* and training.optimizer.lr="),

@@ -1,13 +1,11 @@
-"""The code of the pages that a newcomer copies from runs as it is printed, in order, on a few cells."""
-
 import importlib
 import inspect
 import re
 import shlex
 import sys
 import tomllib
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -39,20 +37,12 @@ _NOT_RUN = re.compile(r"^% not run: \S.*\n\Z", re.MULTILINE)
 _NAME = re.compile(r"# ([\w.]+\.(?:py|yaml|toml))\n")
 
 
-@dataclass(frozen=True)
-class Block:
-    """One block of code of a page."""
-
+class Block(NamedTuple):
     language: str
     text: str
     place: str
     runs: bool
-
-    @property
-    def file(self):
-        """The name of the file that the block is, by its first line; None where it is none."""
-        named = _NAME.match(self.text)
-        return named and named[1]
+    file: str | None
 
 
 def blocks(page):
@@ -62,13 +52,14 @@ def blocks(page):
     for fence in _FENCE.finditer(text):
         before = text[: fence.start()]
         place = f"{page}.md, line {before.count(chr(10)) + 2}"
-        found.append(Block(fence["language"], fence["text"], place, _NOT_RUN.search(before) is None))
+        named = _NAME.match(fence["text"])  # the file that it is, by its first line
+        runs = _NOT_RUN.search(before) is None
+        found.append(Block(fence["language"], fence["text"], place, runs, named and named[1]))
     return found
 
 
 @pytest.fixture(scope="module")
 def few_cells():
-    """Labelled cells and highly expressed genes of PBMC 3k."""
     adata = scforge.datasets.pbmc3k()
     cells = np.flatnonzero(adata.obs["cell_type"].notna())
     cells = np.sort(np.random.default_rng(0).choice(cells, N_CELLS, replace=False))
@@ -96,7 +87,6 @@ def scratch(tmp_path, monkeypatch, few_cells):
 
 
 def run_file(name):
-    """Import a file, and run its tests."""
     module = importlib.import_module(Path(name).stem)
     for label, test in inspect.getmembers(module, inspect.isfunction):
         if label.startswith("test_"):

@@ -1,7 +1,3 @@
-"""Published checkpoints as their own packages write them, with random weights."""
-
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -9,17 +5,14 @@ from typing import Any
 
 import anndata as ad
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from torch import nn
 
 TINY_BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
-SHARED = Path(__file__).parents[3] / "shared" / "data" / "vocab"
 
 
 def _shake(module: nn.Module, seed: int = 0) -> nn.Module:
-    """Give all weights random numbers, biases and norms too, that keep states of ordinary size."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in module.named_parameters():
@@ -31,13 +24,11 @@ def _shake(module: nn.Module, seed: int = 0) -> nn.Module:
 
 @pytest.fixture
 def shake() -> Callable[..., nn.Module]:
-    """Return the function that gives weights random numbers."""
     return _shake
 
 
 @pytest.fixture
 def ensembl_adata(tiny_adata: ad.AnnData) -> ad.AnnData:
-    """The tiny cells, with Ensembl ids as names of genes."""
     tiny_adata.var_names = tiny_adata.var["ensembl"].tolist()
     return tiny_adata
 
@@ -60,7 +51,6 @@ def dictionaries() -> Callable[[str], tuple[dict[str, int], dict[str, float]]]:
 
 @pytest.fixture
 def write_bert(tmp_path: Path) -> Callable[..., Any]:
-    """Return a function that writes a BERT with random weights, and dictionaries beside it; it returns the BERT."""
     from transformers import BertConfig, BertForMaskedLM
 
     def write_bert(
@@ -87,21 +77,3 @@ def write_bert(tmp_path: Path) -> Callable[..., Any]:
         return model
 
     return write_bert
-
-
-@pytest.fixture
-def published() -> Callable[[str], dict[str, Any]]:
-    """Return a function that reads the published dictionaries of a version, or skips the test where they are not."""
-
-    def published(version: str) -> dict[str, Any]:
-        files = {what: SHARED / f"geneformer_{version}_{what}.parquet" for what in ("tokens_medians", "symbols")}
-        if not all(path.is_file() for path in files.values()):
-            pytest.skip("needs the published dictionaries in ../shared/data")
-        table = pd.read_parquet(files["tokens_medians"])
-        return {
-            "tokens_medians": files["tokens_medians"],
-            "gene_names": files["symbols"],
-            "n_tokens": int(table["token"].notna().sum()),
-        }
-
-    return published

@@ -1,7 +1,3 @@
-"""ScDiVa: its released layout, written here, with random weights; ours computes the same, and nothing is random."""
-
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -72,8 +68,6 @@ CONFIG: dict[str, Any] = {
 
 @pytest.fixture
 def write(tmp_path: Path, shake) -> Callable[..., Released]:
-    """Return a function that writes a folder with random weights, and returns the model."""
-
     def write(n_genes: int, *, change: Callable[[dict], Any] = dict, config: dict | None = None, pt=False) -> Released:
         theirs = shake(Released(n_genes))
         weights = change(dict(theirs.state_dict()))
@@ -187,14 +181,11 @@ def test_an_ordinary_model(write, genes, tiny_adata: ad.AnnData, tmp_path: Path,
     (tmp_path / "genes.txt").write_text("\n".join(genes))
     argv = ["convert-checkpoint", str(tmp_path), "--family", "scdiva", "-o", str(tmp_path / "model")]
     assert main([*argv, "--vocab", str(tmp_path / "genes.txt")]) == 0
-    assert "scdiva" in capsys.readouterr().out
     again = Encoder.load(tmp_path / "model", tiny_adata)
     assert again.vocab.genes == tuple(genes)
     np.testing.assert_array_equal(again.get_latent_representation(), before)
     assert main([*argv[:-1], str(tmp_path / "other")]) == 2
-    said = capsys.readouterr().err
-    assert "vocab" in said
-    assert len(said.splitlines()) == 1
+    assert "vocab" in capsys.readouterr().err
 
 
 def without(name: str) -> Callable[[dict], dict]:
@@ -209,13 +200,7 @@ def with_ones(name: str) -> Callable[[dict], dict]:
     ("change", "config", "message"),
     [
         (without("mu_projection.bias"), {}, "lacks 'mu_projection.bias'.*would be random"),
-        (without("encoder.layers.1.attn.k_proj.weight"), {}, "lacks 'encoder.layers.1.attn.k_proj.weight'"),
-        (with_ones("extra.weight"), {}, "does not know: 'extra.weight'"),
-        (dict, {"num_hidden_layers": 3}, "would be random"),
-        (dict, {"num_hidden_layers": 1}, "which a model of its config does not have"),
-        (dict, {"hidden_size": 8}, "in the shape"),
         (dict, {"num_attention_heads": None}, "lacks 'num_attention_heads'"),
-        (dict, {"num_cell_types": None}, "lacks 'num_cell_types'"),
         (dict, {"latent_dim": "5"}, "latent_dim='5', which is no number"),
         (dict, {"num_genes": 84}, "says 84 genes but vocab has 85"),
         (renamed((".gate_proj", ".linear")), {}, "feed-forward layers without a gate"),
@@ -239,8 +224,6 @@ def test_missing_files_and_genes(write, genes, tmp_path: Path) -> None:
     refused(OptionError, "holds no names", 5)
     refused(OptionError, "from 0 without a gap", {"A": 1})
     refused(MissingFileError, r"genes.txt' does not exist", tmp_path / "genes.txt")
-    (tmp_path / "model.safetensors").write_bytes(b"no weights")
-    refused(ModelFileError, "is no safetensors file")
     (tmp_path / "model.safetensors").unlink()
     refused(MissingFileError, "has no weights")
     write(len(genes))

@@ -5,8 +5,6 @@ write. Large files are sent apart (LFS batch, PUT) and fetched by a redirect to 
 where a token must not go. ``python hub_server.py`` serves one until its standard input ends, and prints the address.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib
@@ -44,8 +42,6 @@ class Repo:
 
 
 class Hub:
-    """What the server knows."""
-
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
         self.large: dict[str, bytes] = {}
@@ -67,7 +63,6 @@ class Hub:
         return repo.commit(branch, {**repo.commits[repo.branches[branch]], name: content}, f"add {name}")
 
     def files(self, repo_id: str, revision: str = "main") -> dict[str, bytes]:
-        """Return the files of a revision."""
         repo = self.repos[repo_id]
         found = repo.commits[repo.branches.get(revision, revision)]
         return {name: self.large[one] if isinstance(one, str) else one for name, one in found.items()}
@@ -293,15 +288,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._content(content, headers)
 
     def _content(self, content: bytes, headers: dict[str, str] | None = None) -> None:
-        wanted = self.headers.get("Range", "")
-        if wanted.startswith("bytes="):
-            start, _, stop = wanted.removeprefix("bytes=").partition("-")
-            part = content[int(start) : int(stop) + 1 if stop else None]
-            end = int(start) + len(part) - 1
-            place = {"Content-Range": f"bytes {start}-{end}/{len(content)}"}
-            self._send(part, 206, {**(headers or {}), **place})
-        else:
-            self._send(content, headers=headers)
+        self._send(content, headers=headers)
 
 
 def _etag(content: bytes | str) -> str:

@@ -1,7 +1,3 @@
-"""Names of models: folders, repositories and the registry; what is fetched, what is not, and what is said."""
-
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -40,7 +36,6 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def repo(hub, folder: Path) -> str:
-    """A repository with that model."""
     upload(folder, "org/light")
     return "org/light"
 
@@ -125,7 +120,6 @@ def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -
         ("org/light", {"token": "hf_wrong"}, OptionError, "does not know the token .*HF_TOKEN"),
         ("org/light", {"revision": "v9"}, MissingFileError, "has no revision 'v9'; give a branch"),
         ("org/secret", {"token": "hf_reader"}, MissingFileError, "or it is private and the token does not open it"),
-        ("org/secret", {"token": False}, MissingFileError, "or it is private"),
         ("org/asking", {"token": "hf_reader"}, OptionError, "granted on request only; ask for it at http.*/org/asking"),
         ("org/foreign", {}, ModelFileError, "neither a model .*config.json.* nor an adapter .*convert-checkpoint"),
     ],
@@ -145,14 +139,11 @@ def test_what_cannot_be_had(hub, repo: str, folder: Path, name, options: dict, e
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
-        ("https://hub.org/org/light", {}, MissingFileError, "is a URL; write org/light"),
         ("https://hub.org/org/light/tree/v1?x=1", {}, MissingFileError, "is a URL; write hf://org/light@v1"),
         ("nothing", {}, MissingFileError, "name='nothing' does not exist; give the folder of a model, a repository"),
-        ("hf://org", {}, OptionError, "is no name of a repository; give it as 'hf://org"),
         ("hf://org/--bad..name", {}, OptionError, "is no name of a repository .*'organisation/name'"),
         ("hf://org/light@v1", {"revision": "v2"}, OptionError, "revision='v2' is another one; give one of them"),
         (None, {}, OptionError, "name=None names no model"),
-        ("", {}, OptionError, "name='' names no model"),
         ("org/light", {"revision": 1}, OptionError, "revision=1 is no text"),
         ("org/light", {"cache_dir": 1}, OptionError, "cache_dir=1 is no folder"),
         ("org/light", {"cache_dir": __file__}, OptionError, "is a file; give the name of a folder"),
@@ -169,7 +160,7 @@ def test_arguments(hub, name, options: dict, error, message: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("token", "is_variable"),
-    [*((token, False) for token in ("hf_a b", "hf_a\nb", "hf_\u00e4", "", 3, True)), ("hf_\u00e4", True)],
+    [*((token, False) for token in ("hf_a\nb", "", 3, True)), ("hf_\u00e4", True)],
 )
 def test_a_malformed_token_gets_nothing_and_is_not_shown(hub, repo: str, token, is_variable: bool, monkeypatch) -> None:
     resolve(repo)
@@ -184,7 +175,7 @@ def test_a_malformed_token_gets_nothing_and_is_not_shown(hub, repo: str, token, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("address", ["foo", "http://", "http://hub:x", "ftp://hub.org"])
+@pytest.mark.parametrize("address", ["foo", "http://hub:x", "ftp://hub.org"])
 def test_what_is_no_address_of_a_hub(hub, repo: str, folder: Path, address: str, monkeypatch) -> None:
     resolve(repo)
     monkeypatch.setenv("HF_ENDPOINT", address)
@@ -219,10 +210,10 @@ def test_errors_of_bare_names_say_that_there_is_no_folder(hub, repo: str, option
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "answer",
-    [b"<html>", b"null", b"[" * 100_000, b"\xff", b"{}"]
+    [b"null", b"[" * 100_000, b"\xff"]
     + [
         json.dumps({"id": "org/light", "sha": sha, "siblings": siblings}).encode()
-        for sha, siblings in [(None, []), ("../../etc", []), ("/etc", []), ("a/b", []), ("a" * 40, 3), ("a" * 40, [{}])]
+        for sha, siblings in [(None, []), ("../../etc", []), ("a" * 40, 3), ("a" * 40, [{}])]
     ],
 )
 def test_a_hub_that_answers_nonsense(hub, repo: str, folder: Path, answer: bytes) -> None:
@@ -234,21 +225,16 @@ def test_a_hub_that_answers_nonsense(hub, repo: str, folder: Path, answer: bytes
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("status", [None, 500, 401, "silent", "no scheme"])
+@pytest.mark.parametrize("status", [None, 500, 404, 401, "silent", "no scheme"])
 def test_a_password_in_the_address_is_not_shown(hub, repo: str, monkeypatch, status) -> None:
     address = {"silent": "http://us:hunter2@127.0.0.1:9", "no scheme": "us:hunter2@hub"}
     monkeypatch.setenv("HF_ENDPOINT", address.get(status, hub.url.replace("//", "//us:hunter2@")))
     hub.status = status if isinstance(status, int) else None
     with pytest.raises(ScforgeError) as caught:
         resolve("org/light" if status else "org/nothing")
+    fixes = {500: "failed (500, the hub is ill); try again later", 404: "check HF_ENDPOINT"}
+    assert fixes.get(status, "") in str(caught.value)
     assert "hunter2" not in "".join(traceback.format_exception(caught.value))
-
-
-def test_a_hub_that_fails(hub, repo: str) -> None:
-    for status, fix in {500: "try again later", 404: "check HF_ENDPOINT"}.items():
-        hub.status = status
-        with pytest.raises(HubError, match=rf"failed \({status}, the hub is ill\); {fix}"):
-            resolve(repo)
 
 
 def test_a_folder_comes_before_the_hub(hub, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,13 +267,10 @@ def test_names_of_the_registry_lead_to_the_hub(hub, repo: str, tmp_path: Path, m
     assert not [path for path in copied.iterdir() if path.is_symlink()]
     again = find_model("scforge://light@2", said="model")
     assert (again.repo_id, again.commit) == (repo, first)
-    with pytest.raises(OptionError, match="exists and is not empty"):
-        copy_model(found.folder, copied)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="links of POSIX")
-@pytest.mark.parametrize("name", ["README.md", "split.safetensors", "config.json"])
-@pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
+@pytest.mark.parametrize(("name", "kind"), [("config.json", "link"), ("README.md", "pipe"), ("config.json", "folder")])
 def test_only_files_of_a_folder_are_sent_or_copied(hub, folder: Path, tmp_path: Path, name: str, kind: str) -> None:
     (tmp_path / "secret").write_text("secret")
     (folder / name).unlink(missing_ok=True)

@@ -1,7 +1,3 @@
-"""Sending folders: one commit with our files, and nothing that should stay here."""
-
-from __future__ import annotations
-
 import hashlib
 import logging
 from pathlib import Path
@@ -16,7 +12,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload ra
 
 
 def card(text: bytes) -> bytes:
-    """A card as scforge writes it, with its checksum."""
     text = b"---\ntags: []\n---\n" + text
     return text + f"<!-- Written by scforge ({hashlib.sha256(text).hexdigest()[:16]}). -->\n".encode()
 
@@ -108,7 +103,6 @@ def test_of_two_pushes_at_once_one_is_refused(hub, model: Path) -> None:
     [
         (MODEL, b'{"model_type": "bert"}', None),
         (ADAPTER, b'{"model_type": "bert"}', "v1"),
-        (MODEL, b"no JSON", "v1"),
         (ADAPTER, b"[]", None),
     ],
 )
@@ -128,26 +122,20 @@ def test_nothing_is_sent_where_everybody_would_see_it(hub, model: Path) -> None:
     with pytest.raises(OptionError, match="exists and is public, so private=True cannot be kept"):
         upload(model, "org/light", private=True)
     assert hub.files("org/light") == before
-    upload(model, "org/secret", private=True)
-    assert hub.repos["org/secret"].private
 
 
 @pytest.mark.parametrize(
     ("repo_id", "options", "message"),
     [
         ("org/light", {"token": "hf_wrong"}, "does not know the token"),
-        ("org/light", {"token": False}, "does not know the token"),
         ("org/light", {"token": "hf_reader"}, r"forbids it \(403.*\); pass a token that may write to 'org/light'"),
         ("light", {}, "is no name of a repository; give it as 'organisation/name'"),
-        *((name, {}, "is no name of a repository") for name in ("hf://org/light", "org/light?", 3)),
+        *((name, {}, "is no name of a repository") for name in ("org/light?", 3)),
         ("org/light", {"revision": "v1", "create_pr": True}, "pull requests go to the main branch"),
         ("org/light", {"token": True}, "token=True, but there is none here; log in with hf auth login"),
         ("org/light", {"token": "hf_\u00e4"}, r"^token has characters that no token has .*copy it again"),
-        ("org/light", {"token": 3}, "token is int, not text"),
         ("org/light", {"revision": 1}, "revision=1 is no text"),
-        ("org/light", {"commit_message": 3}, "commit_message=3 is no text"),
         ("org/light", {"private": "no"}, "private='no' is neither True nor False"),
-        ("org/light", {"create_pr": 1}, "create_pr=1 is neither True nor False"),
     ],
 )
 def test_what_cannot_be_sent(hub, model: Path, repo_id, options: dict, message: str, monkeypatch) -> None:

@@ -1,7 +1,3 @@
-"""The flax half against the published package, and against the torch half through files."""
-
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import subprocess
@@ -88,21 +84,12 @@ def test_forward_is_the_published_one(ours, published):
     assert np.array_equal(nnx.jit(lambda model: model(ids, positions))(ours), both(ours, ids, positions)[1])
 
 
-@pytest.mark.parametrize("scale_factor", [1.0, 2.5])
-def test_rope_is_the_published_one(scale_factor):
+def test_rope_is_the_published_one():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 7, 3, 8), np.float32))
     positions = jnp.asarray(batch(shape=(2, 7))[1])
-    options = {"head_dim": 8, "max_wavelength": 500.0, "scale_factor": scale_factor}
+    options = {"head_dim": 8, "max_wavelength": 500.0, "scale_factor": 2.5}
     found, wanted = (half.apply_rope(x, positions, **options) for half in (attention, published_attention))
     np.testing.assert_allclose(found, wanted, atol=1e-5)
-
-
-def test_rope_knows_positions_in_half_precision():
-    x = jnp.ones((1, 2, 1, 4), jnp.bfloat16)
-    turned = attention.apply_rope(x, jnp.asarray([[1_000, 1_001]], jnp.int32), head_dim=4)
-    assert turned.dtype == jnp.bfloat16
-    exact = attention.apply_rope(x.astype(jnp.float32), jnp.asarray([[1_000, 1_001]]), head_dim=4)
-    np.testing.assert_allclose(turned.astype(jnp.float32), exact, atol=0.01)
 
 
 def test_attention_with_dropout_is_the_fused_one_without():
@@ -113,14 +100,10 @@ def test_attention_with_dropout_is_the_fused_one_without():
     positions = np.tile(np.arange(9), (2, 1))
     np.testing.assert_allclose(attend(dropped, x, positions), attend(fused, x, positions), atol=1e-6)
     assert np.abs(attend(fused, x, None) - attend(fused, x, positions)).max() > 1e-3
-
-
-def test_dropout_is_for_training():
-    model = Model(dataclasses.replace(CONFIG, dropout_rate=0.5, num_layers=1), nnx.Rngs(0))
-    for mode, equal in ((model.train, False), (model.eval, True), (model.train, False)):
-        mode()
-        one, two = (both(model, *batch())[0] for _ in range(2))
-        assert np.allclose(one, two, atol=0) == equal
+    half_dropped = attention.MultiHeadAttention(4, 32, dropout_rate=0.5, rngs=nnx.Rngs(0))
+    assert np.abs(attend(half_dropped, x, positions) - attend(half_dropped, x, positions)).max() > 1e-3
+    half_dropped.eval()
+    np.testing.assert_allclose(attend(half_dropped, x, positions), attend(fused, x, positions), atol=1e-6)
 
 
 def test_sigreg_is_the_published_one():
@@ -211,14 +194,10 @@ IDS = np.array([[97, 98, 99]])
     ("call", "words"),
     [
         (lambda model: model.encode(np.zeros((1, 3)), IDS), "input has dtype float64"),
-        (lambda model: model.encode([[97, 98, 99]], IDS), "input is of type list"),
         (lambda model: model.encode(IDS + 165, IDS), "input holds 264"),
-        (lambda model: model.encode(IDS - 98, IDS), "input holds -1"),
         (lambda model: model.encode(IDS[0], IDS), r"input has shape \(3,\)"),
         (lambda model: both(model, IDS, np.arange(4)[None]), r"positions has shape \(1, 4\)"),
-        (lambda model: model.encode(IDS, np.zeros((2, 3), dtype=int)), r"positions has shape \(2, 3\)"),
         (lambda model: compute_loss(model, REGULARIZER, IDS, IDS.T), r"targets has shape \(3, 1\), token_ids \(1, 3\)"),
-        (lambda model: compute_loss(model, REGULARIZER, IDS, IDS / 2), "targets has dtype float64"),
         (lambda model: compute_loss(model, REGULARIZER, IDS, IDS + 201), "targets holds 300"),
     ],
 )
@@ -230,11 +209,9 @@ def test_what_is_no_tokens_and_no_targets(ours, call, words):
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda: Model(dataclasses.replace(CONFIG, num_heads=5)), "num_heads=5"),
         (lambda: Model(dataclasses.replace(CONFIG, num_heads=32)), "odd width 1"),
         (lambda: Model({"dropout_rate": 0.0}), "pass an instance of ModelConfig"),
         (lambda: attention.MultiHeadAttention(2, 8, dropout_rate=1.5), "dropout_rate=1.5"),
-        (lambda: attention.MultiHeadAttention(2, 8, max_wavelength=-1), "max_wavelength=-1"),
         (lambda: pwff.PositionWiseFeedForward(pwff.PositionWiseFeedForwardConfig(1.5, 8, 8)), "dropout_rate=1.5"),
     ],
 )

@@ -1,7 +1,3 @@
-"""Models of bytes in use: reading files, training, going on, embedding."""
-
-from __future__ import annotations
-
 import gzip
 import json
 import re
@@ -16,11 +12,10 @@ from scforge.cli import main
 from scforge.data import GeneVocab
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
 from scforge.soma import embed, gene_table, read_documents, read_fasta, train
-from scforge.soma.byte_data import Chunks, hold_out
+from scforge.soma.byte_data import hold_out
 from scforge.soma.documents import Document, read_groups
 from scforge.soma.model_folder import read_model
-from scforge.soma.v1.tokenizer import tokenize, tokenize_arrays
-from scforge.soma.v1.torch import Model
+from scforge.soma.v1.tokenizer import tokenize_arrays
 from scforge.tokenizers import GeneEmbeddingTokenizer
 
 TINY = {"embedding_dim": 16, "num_layers": 1, "num_heads": 2, "seq_len": 16, "device": "cpu", "progress_bar": False}
@@ -53,8 +48,8 @@ def test_fasta_is_read():
     assert read_fasta(write("f.fa", b"\xef\xbb\xbf>a\rAC\rGT\r>b\rGG\r")) == [("a", b"ACGT"), ("b", b"GG")]
     # A field of UniProt has several words.
     write("g.fa", ">P1 Cellular tumor antigen OS=Homo sapiens GN=TP53 PE=1\nMEEP\n>P2 GN=H2-K1 OS=Mus\nMA\n")
-    assert [record.name for record in read_fasta("g.fa", field="OS")] == ["Homo sapiens", "Mus"]
-    assert [record.name for record in read_fasta("g.fa", field="GN")] == ["TP53", "H2-K1"]
+    for field, expected in {"OS": ["Homo sapiens", "Mus"], "GN": ["TP53", "H2-K1"]}.items():
+        assert [record.name for record in read_fasta("g.fa", field=field)] == expected
 
 
 def test_tables_are_read():
@@ -65,15 +60,12 @@ def test_tables_are_read():
     write("b.tsv", 'gene\ttext\nA\t"open\nB\t5" long\nC\tclosed"\n')
     assert read_documents("b.tsv") == [("A", b'"open'), ("B", b'5" long'), ("C", b'closed"')]
     long = "ACGT" * 50_000
-    for name, between in (("c.csv", ","), ("c.tsv", "\t")):
-        assert read_documents(write(name, f"gene{between}text\nA{between}{long}\n")) == [("A", long.encode())]
+    assert read_documents(write("c.csv", f"gene,text\nA,{long}\n")) == [("A", long.encode())]
 
 
 @pytest.mark.parametrize(
     ("name", "content", "options", "error", "words"),
     [
-        ("a.fa", "", {}, DataError, "no FASTA records"),
-        ("a.fa", "ACGT\n", {}, DataError, "no FASTA records"),
         ("a.fa", "ACGT\n>a\nAC\n", {}, DataError, "text before"),
         ("a.fa", ">\nAC\n", {}, DataError, "record 1 has no name"),
         ("a.fa", ">a\n>b\nAC\n", {}, DataError, "no sequence for the record 'a'"),
@@ -104,10 +96,8 @@ def test_options_without_use_are_refused():
     for files, options, words in [
         ("a.txt", {"field": "GN"}, "field='GN' has no use"),
         ("a.txt", {"gene_column": "gene"}, "gene_column='gene' has no use"),
-        ("a.fa", {"text_column": "text"}, "text_column='text' has no use"),
         ("a.fa", {"kind": "bytes", "field": "GN"}, "field='GN' has no use"),
         (None, {}, "neither the name of a file nor a list"),
-        (b"a.txt", {}, "neither the name of a file nor a list"),
         ([3], {}, "files holds 3"),
     ]:
         with pytest.raises(OptionError, match=words):
@@ -115,20 +105,6 @@ def test_options_without_use_are_refused():
     assert [one.name for one in read_documents(["a.txt", "a.fa"], field="GN")] == ["a", "A"]
     groups = read_groups(["a.txt", "b.fa"], field="GN")
     assert [[one.name for one in group] for group in groups] == [["a"], ["A"]]
-
-
-def test_chunks_are_those_of_the_tokenizer():
-    rng = np.random.default_rng(0)
-    documents = [Document(f"{n}", rng.bytes(n)) for n in (1, 4, 5, 8, 11, 16)]
-    chunks = Chunks(documents, seq_len=4)
-    expected = [one for document in documents for one in tokenize(document.data, 4)]
-    ids, targets = chunks.tokens(np.arange(len(chunks)))
-    assert ids.tolist() == [one.token_ids for one in expected]
-    assert targets.tolist() == [one.targets for one in expected]
-    long = Chunks([Document("a", b"ab"), Document("b", b"abc")], seq_len=100)
-    short, next_ = long.tokens(np.array([0, 1]), shorten=True)
-    assert short.tolist() == [[97, 98, 257, 256], [97, 98, 99, 257]]
-    assert next_.tolist() == [[98, 257, 256, 256], [98, 99, 257, 256]]
 
 
 def test_what_is_held_out_is_not_learnt():
@@ -145,8 +121,8 @@ def test_what_is_held_out_is_not_learnt():
     # Equal documents are cut alike.
     twice = [Document("a", b"0123456789"), Document("b", b"0123456789"), Document("c", b"x")]
     learnt, held_out = hold_out(twice, 0.2, seed=0)
-    assert {one for one in learnt if one.name != "c"} == {("a", b"01234567"), ("b", b"01234567")}
-    assert {one for one in held_out if one.name != "c"} == {("a", b"89"), ("b", b"89")}
+    assert {("a", b"01234567"), ("b", b"01234567")} <= set(learnt)
+    assert {("a", b"89"), ("b", b"89")} <= set(held_out)
 
 
 @pytest.mark.parametrize("sizes", [[9_000, 100, 100, 100], [1_000, 1], [3, 4], [5_000, *range(1, 60)]])
@@ -216,18 +192,13 @@ def test_a_training_that_goes_on_is_the_same(texts):
 def test_options_of_training_that_cannot_be_are_refused(texts):
     for options, words in [
         ({"num_heads": 3}, "num_heads=3"),
-        ({"seq_len": 1}, "seq_len=1"),
         ({"device": "cuda:99"}, "cuda:99"),
-        ({"device": "meta"}, "device='meta'"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"validation_size": 1.0}, "validation_size=1.0"),
         ({"validation": "0.txt", "validation_size": 0.5}, "validation_size=0.5 has no use beside validation"),
-        ({"embedding_dim": None}, "embedding_dim=None"),
         ({"progress_bar": "no"}, "progress_bar='no'"),
-        ({"gradient_checkpointing": "no"}, "gradient_checkpointing='no'"),
         ({"resume": "auto", "overwrite": True}, "contradict"),
         ({"optimizer": "rmsprop"}, "optimizer='rmsprop'"),
-        ({"sig_reg": -1}, "sig_reg=-1"),
     ]:
         with pytest.raises(OptionError, match=words):
             train(texts, "run", **{**TINY, "max_steps": 1, **options})
@@ -294,8 +265,6 @@ def test_names_that_stand_twice(model):
         ({"A": 3}, {}, DataError, "3 for 'A'"),
         ({"A": "x"}, {"model": "."}, MissingFileError, "no model of bytes"),
         ({"A": "x"}, {"model": 3}, OptionError, "model is of type int; give the name of the folder"),
-        ({"A": "x"}, {"progress_bar": "no"}, OptionError, "progress_bar='no'"),
-        ({"A": "x"}, {"device": "meta"}, OptionError, "device='meta'"),
         ({"A": "x"}, {"output": "table.txt"}, OptionError, "table.txt.*no known format"),
     ],
 )
@@ -311,46 +280,36 @@ def test_a_flipped_bit_is_refused(model, name):
         (model / name).write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
         with pytest.raises(ModelFileError, match="corrupted|no configuration|later version"):
             read_model(model)
-    (model / name).write_bytes(data)
-    read_model(model)
 
 
-def test_a_model_without_checksums_is_read_with_a_warning(model):
-    config = json.loads((model / "config.json").read_text())
-    del config["sha256"]
-    (model / "config.json").write_text(json.dumps(config))
-    with pytest.warns(ScforgeWarning, match=r"has no checksums, so damage to its weights may go unseen; .*\.$") as told:
-        read_model(model)
-    assert len(told) == 1
-
-
-@pytest.mark.filterwarnings("ignore:.* has no checksums")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"embedding_dim": 32}, r"embedding\.weight|encoder"),
         ({"num_heads": 3}, "num_heads=3"),
-        ({"depth": 3}, "depth"),
         *(({name: 2**62}, "too small") for name in ("vocab_size", "num_layers", "pwff_hidden_dim", "embedding_dim")),
-        ({"format": 9}, "later version"),
     ],
 )
 def test_damaged_models_are_refused(model, change, words):
     config = json.loads((model / "config.json").read_text())
     del config["sha256"]  # no accident
-    (config if "format" in change else config["model"]).update(change)
+    config["model"].update(change)
     (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelFileError, match=words):
+    with (
+        pytest.warns(ScforgeWarning, match=r"has no checksums, so damage to its weights may go unseen; .*\.$"),
+        pytest.raises(ModelFileError, match=words),
+    ):
         read_model(model)
 
 
-def test_models_that_lack_a_file_are_refused(model):
+def test_models_of_a_later_version_or_without_a_file_are_refused(model):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"format": 9}))
+    with pytest.raises(ModelFileError, match="later version"):
+        read_model(model)
+    (model / "config.json").write_text(json.dumps(config))
     (model / "weights.safetensors").unlink()
     with pytest.raises(MissingFileError, match="weights"):
-        read_model(model)
-    (model / ".saved").mkdir()  # by a save that left nothing
-    (model / ".saved" / ".stale.json").write_text('["config.json"]')
-    with pytest.raises(ModelFileError, match=r"config\.json' is no configuration of a model of bytes: .*No such file"):
         read_model(model)
 
 
@@ -362,10 +321,5 @@ def test_the_commands(texts, capsys):
     assert main(["soma", "embed", *texts, "-m", "run", "-o", "t.parquet", "--device", "cpu"]) == 0
     assert capsys.readouterr().out == "Wrote t.parquet: 8 vectors of 16 numbers\n"
     assert pd.read_parquet("t.parquet").index.tolist() == [str(i) for i in range(8)]
-    assert main(["soma", "embed", *texts, "-m", "run", "-o", "t.parquet"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("scforge: error: output='t.parquet' exists")
-    assert error.count("\n") == 1
     assert main(["soma", "train", "gone.txt", "-o", "run", "--resume", "auto"]) == 2
     assert "gone.txt" in capsys.readouterr().err
-    assert isinstance(read_model("run")[0], Model)

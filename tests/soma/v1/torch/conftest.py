@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 from types import SimpleNamespace
 
@@ -13,7 +11,6 @@ TINY = ModelConfig(dropout_rate=0.0, embedding_dim=16, pwff_hidden_dim=32, num_l
 
 @pytest.fixture(scope="session")
 def published() -> SimpleNamespace:
-    """The torch half of the published package, with its serde."""
     soma = pytest.importorskip("soma_models.v1.torch", reason="the published package is not installed")
     from soma_models.v1.torch.modules.attention import MultiHeadAttention, apply_rope
     from soma_models.v1.torch.serde import Serde
@@ -28,8 +25,6 @@ def tiny() -> ModelConfig:
 
 @pytest.fixture
 def pair(published, tiny):
-    """Makes our model and the published one of the same sizes and weights, in training mode."""
-
     def make(**changes) -> tuple[Model, torch.nn.Module]:
         config = dataclasses.replace(tiny, **changes)
         torch.manual_seed(0)

@@ -1,7 +1,3 @@
-"""Weight files: the same bytes as the published package's, both ways, and what is no such file."""
-
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -25,18 +21,13 @@ def test_same_bytes_and_files_both_ways(pair, published, tiny, tmp_path):
     again = Model.load(str(tmp_path / "theirs.safetensors"), tiny, gradient_checkpointing=True)
     assert again.save_bytes() == data
     assert again.encoder.gradient_checkpointing
+    regulariser = SIGReg(SIGRegConfig())
+    values = Serde(regulariser).serialize()
+    assert values == published.Serde(regulariser).serialize()
+    regulariser.phi.zero_()
+    assert Serde(regulariser).deserialize(values) is regulariser
+    assert Serde(regulariser).serialize() == values
     assert {path.name for path in tmp_path.iterdir()} == {"ours.safetensors", "theirs.safetensors"}
-
-
-@pytest.mark.parametrize("part", [torch.nn.Linear(3, 5), torch.nn.LayerNorm(4), SIGReg(SIGRegConfig())])
-def test_any_module(part, published):
-    data = Serde(part).serialize()
-    assert data == published.Serde(part).serialize()
-    before = {name: value.clone() for name, value in part.state_dict().items()}
-    for value in part.state_dict().values():
-        value.zero_()
-    assert Serde(part).deserialize(data) is part
-    assert all(torch.equal(value, before[name]) for name, value in part.state_dict().items())
 
 
 def test_kinds_and_dtypes(tiny):
@@ -53,8 +44,6 @@ def test_kinds_and_dtypes(tiny):
     ("change", "message"),
     [
         ({"embedding_dim": 32}, r"'embedding.weight' of shape \(264, 16\), the model of \(264, 32\)"),
-        ({"pwff_hidden_dim": 64}, r"linear_inner.bias' of shape \(32,\), the model of \(64,\)"),
-        ({"num_layers": 3}, "lacks 'encoder.layers.2"),
         ({"num_layers": 1}, "holds 'encoder.layers.1"),
     ],
 )
@@ -68,7 +57,6 @@ def test_a_file_of_other_sizes(tiny, change, message, tmp_path):
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        (torch.zeros(3), "'predictor.bias'"),
         (torch.zeros(264, dtype=torch.int64), "'predictor.bias' as torch.int64"),
         (torch.full((264,), float("nan")), "'predictor.bias' that are not finite"),
     ],
@@ -87,10 +75,6 @@ def test_what_is_no_file_of_weights(tiny, tmp_path):
     (tmp_path / "text.safetensors").write_text("these are no weights")
     with pytest.raises(ModelFileError, match=r"text\.safetensors"):
         Model.load(tmp_path / "text.safetensors", tiny)
-    for data, message in [
-        (b"", "cannot be read"),
-        (Model(tiny).save_bytes()[:-10], "cannot be read"),
-        (None, "of type NoneType"),
-    ]:
+    for data, message in [(Model(tiny).save_bytes()[:-10], "cannot be read"), (None, "of type NoneType")]:
         with pytest.raises(ModelFileError, match=message):
             Model.load_bytes(data, tiny)
