@@ -1,5 +1,3 @@
-"""The tasks run with the real package, on the output of a model of ours that was trained for a moment."""
-
 from __future__ import annotations
 
 from functools import partial
@@ -133,8 +131,7 @@ def test_perturbations(cells: ad.AnnData) -> None:
 
 @needs_cz
 @pytest.mark.parametrize(
-    ("name", "baseline"),
-    [("embedding", "PCA (cz-benchmarks)"), ("cross-species_integration", "PCA of all organisms")],
+    ("name", "baseline"), [("embedding", "PCA (cz-benchmarks)"), ("cross-species_integration", "PCA of all organisms")]
 )
 def test_a_baseline_stands_beside(name: str, baseline: str, cells: ad.AnnData) -> None:
     options = {"baseline_options": FEW} if name == "embedding" else {}

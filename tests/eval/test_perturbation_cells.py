@@ -1,5 +1,3 @@
-"""What is known of perturbed cells, and the simple baselines of it."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""Splits and batches."""
-
 from __future__ import annotations
 
 import lightning
@@ -143,10 +141,7 @@ ROWS = np.arange(5)
             for name in ("balance_by", "split_by", "weight_by", "batch_key", "labels_key")
         ),
         ({"balance_by": "kind", "balance_end": 2.0}, "2"),
-        (
-            {"weight_by": "weight", "balance_by": "weight"},
-            "weight_by=.* and balance_by=.* both weigh cells",
-        ),
+        ({"weight_by": "weight", "balance_by": "weight"}, "weight_by=.* and balance_by=.* both weigh cells"),
     ],
 )
 def test_options_that_cannot_be(store, options, match):

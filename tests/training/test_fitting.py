@@ -1,5 +1,3 @@
-"""Training from the first step to the weights that it leaves."""
-
 from __future__ import annotations
 
 import os

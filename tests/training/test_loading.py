@@ -1,5 +1,3 @@
-"""Batches come once each, in their order, whatever threads do; what fails is told, and no thread stays behind."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""Masked diffusion: what is hidden and how often, the weights, the loss, that nothing leaks, and that it learns."""
-
 from __future__ import annotations
 
 import numpy as np

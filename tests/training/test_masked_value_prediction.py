@@ -1,5 +1,3 @@
-"""Masked value prediction: what its batches hold, what it learns, and what it must not be able to learn."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The objective of the light encoder: expression from views of cells and of their neighbours."""
-
 from __future__ import annotations
 
 import numpy as np

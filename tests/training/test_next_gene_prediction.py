@@ -1,5 +1,3 @@
-"""Next-gene prediction: the order of genes, labels, classes of cells, and what can and cannot be learnt."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace

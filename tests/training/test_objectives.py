@@ -1,5 +1,3 @@
-"""What the objectives learn, what they must not be able to learn, and the options of all of them."""
-
 from __future__ import annotations
 
 import json

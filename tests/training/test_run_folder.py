@@ -1,5 +1,3 @@
-"""The folder of a training, and its states as JSON and tensors."""
-
 from __future__ import annotations
 
 import hashlib

@@ -1,5 +1,3 @@
-"""The objective of ScDiVa as the seed has it: batches, formulas, classes, and that it learns."""
-
 from __future__ import annotations
 
 import numpy as np
