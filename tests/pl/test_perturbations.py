@@ -39,19 +39,6 @@ def test_each_gene_is_a_point_and_the_largest_are_named(effects: pd.DataFrame, t
         perturbation_scatter(effects, n_labels=-1)
 
 
-def test_names_overlap_neither_each_other_nor_points(effects: pd.DataFrame) -> None:
-    ax = perturbation_scatter(effects, n_labels=12)
-    ax.figure.canvas.draw()
-    boxes = [text.get_window_extent() for text in ax.texts]
-    assert len(boxes) == 12
-    for index, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[:index])
-        assert ax.bbox.x0 <= box.x0
-        assert box.x1 <= ax.bbox.x1
-    places = ax.transData.transform(effects.dropna()[["measured", "predicted"]])
-    assert not any(box.contains(*place) for box in boxes for place in places)
-
-
 def test_a_point_for_each_effect_and_the_best_method_on_top(texts) -> None:
     values = {
         "train_mean": [0.5] * 4,
