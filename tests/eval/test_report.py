@@ -198,7 +198,6 @@ def test_pages_and_notebooks_escape_what_they_show() -> None:
         assert "<td class=best>0.900</td>" in shown
         assert made.verdicts()[0] in shown
     assert "<html" not in shown
-    assert made._repr_markdown_() == made.to_markdown()
     assert made.to_html().count("data:image/png;base64,") == 1
     # There is a picture only where one method can be better.
     made.measured = {"": Measured(("f1",), "f1", ranks=False)}

@@ -48,8 +48,6 @@ def test_nothing_to_draw(given, metric: str, message: str) -> None:
 def test_a_single_epoch_and_epochs_without_a_figure_are_seen() -> None:
     ax = training_curves({name: frame[:1] for name, frame in history().items()})
     assert [line.get_marker() for line in ax.lines] == ["o", "o"]
-    ax.figure.canvas.draw()
-    assert [tick for tick in ax.get_xticks() if np.prod(np.subtract(ax.get_xlim(), tick)) < 0] == [1]
     gaps = history()
     gaps["validation_loss"].loc[1, "validation_loss"] = np.nan
     ax = training_curves(gaps)

@@ -131,7 +131,6 @@ ROWS = np.arange(5)
         ({"train_rows": ROWS, "validation_rows": np.array([-1])}, "validation_rows has the row -1"),
         ({"train_rows": ROWS, "validation_rows": np.arange(5, 9), "split_by": "donor"}, "split_by='donor'"),
         ({"batch_size": 0}, "batch_size=0"),
-        ({"num_threads": -1}, "num_threads=-1"),
         ({"validation_size": 1.5}, r"validation_size=1\.5"),
         *(
             ({name: "knd"}, rf"{name}='knd' is not a column .*did you mean 'kind'\?")

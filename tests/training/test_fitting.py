@@ -9,7 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
 
-from scforge.errors import OptionError, ScforgeWarning, TrainingError
+from scforge.errors import OptionError, ScforgeWarning
 from scforge.training.callbacks import SaveBest
 from scforge.training.fitting import default_max_epochs
 
@@ -145,43 +145,8 @@ def test_ctrl_c_stops_after_the_step_and_keeps_the_weights(setup, caplog, step):
     assert not result.interrupted
     assert spy.steps == step
     assert not same(setup.module.state_dict(), start)
-    assert all(value.isfinite().all() for value in setup.module.state_dict().values())
-    assert not setup.module.training
     assert result.n_epochs == -(-step // 5), "the epoch that was cut short has its figures and is not repeated"
     assert f"stopped by Ctrl-C in epoch {result.n_epochs}" in caplog.text
-    # What was learnt can be used and trained on.
-    assert setup.fit(max_epochs=1).n_epochs == 1
-
-    def twice(step, module):
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-
-    # A second one interrupts at once.
-    spy = Spy(twice)
-    result = setup.fit(max_epochs=50, callbacks=[spy])
-    assert (spy.steps, result.interrupted, result.n_epochs) == (2, True, 0)
-    assert not setup.module.training
-
-
-def test_a_training_that_fails_leaves_the_weights_as_they_were(setup):
-    def spoil(step, module):
-        if step == 2:
-            with torch.no_grad():
-                next(module.parameters()).fill_(float("nan"))
-
-    def fail(step, module):
-        raise RuntimeError("from a callback")
-
-    saved = []
-    save_best = SaveBest(lambda *args: saved.append(args), saved.remove, top_k=2, monitor="validation_loss")
-    start = {name: value.clone() for name, value in setup.module.state_dict().items()}
-    message = r"^the loss is nan in batch 2 of epoch 0 \(step 2\); lower the learning rate"
-    for act, error, told in ((spoil, TrainingError, message), (fail, RuntimeError, "from a callback")):
-        with pytest.raises(error, match=told):
-            setup.fit(callbacks=[Spy(act), save_best], max_epochs=20)
-        assert saved == []
-        assert same(setup.module.state_dict(), start)
 
 
 def test_a_line_an_epoch_in_a_log_and_a_bar_in_a_notebook(setup, capsys, caplog, monkeypatch):
