@@ -40,10 +40,7 @@ def test_the_figures_are_those_of_scikit_learn(cells) -> None:
         model = LogisticRegression(max_iter=2_000).fit(scaler.transform(embedding[train]), labels[train])
         logreg[test] = model.predict(scaler.transform(embedding[test]))
     options = {"labels_key": "label", "n_folds": 4, "n_neighbors": 5, "seed": 7}
-    scores, annotated = (
-        LabelPrediction(**options).run(embedding, obs),
-        CellTypeAnnotation(**options).run(embedding, obs),
-    )
+    scores, annotated = (of(**options).run(embedding, obs) for of in (LabelPrediction, CellTypeAnnotation))
     assert set(scores) == set(LabelPrediction.metrics)
     assert scores["knn_macro_f1"] == pytest.approx(f1_score(labels, knn, average="macro"))
     assert scores["logreg_macro_f1"] == pytest.approx(f1_score(labels, logreg, average="macro"))

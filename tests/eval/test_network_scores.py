@@ -128,11 +128,7 @@ def test_predicted_effects() -> None:
         (lambda v: edges_from_embeddings(pd.concat([v, v[:1]])), DataError, "embeddings names 'g0' twice"),
         (lambda v: edges_from_embeddings(v.astype(str)), DataError, "embeddings is no table of numbers"),
         (lambda v: edges_from_matrix(v.to_numpy(), ["A"]), DataError, r"the shape \(6, 4\), but there are 1 x 1 names"),
-        (
-            lambda v: edges_from_matrix(np.ones((1, 1)), "A", source="row"),
-            OptionError,
-            "source='row' is neither 'rows'",
-        ),
+        (lambda v: edges_from_matrix(np.ones((1, 1)), "A", source="row"), OptionError, "source='row' is neither"),
         (lambda v: edges_from_embeddings(v), OptionError, "6 x 6 pairs are more than 20; name the .* with tfs"),
     ],
 )

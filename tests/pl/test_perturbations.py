@@ -40,12 +40,8 @@ def test_each_gene_is_a_point_and_the_largest_are_named(effects: pd.DataFrame, t
 
 
 def test_a_point_for_each_effect_and_the_best_method_on_top(texts) -> None:
-    values = {
-        "train_mean": [0.5] * 4,
-        "scforge": [0.0, 0.1, 0.1, 0.4],
-        "technical_duplicate": [0.0] * 4,
-        "nothing": [np.nan] * 4,
-    }
+    values = {"train_mean": [0.5] * 4, "scforge": [0.0, 0.1, 0.1, 0.4], "technical_duplicate": [0.0] * 4}
+    values["nothing"] = [np.nan] * 4
     ranks = pd.DataFrame(values).melt(var_name="method", value_name="rank")
     ax = perturbation_ranks(ranks)
     names = ["nothing (0)", "train_mean (4)", "scforge (4)", "technical_duplicate (4)"]
@@ -76,9 +72,8 @@ def test_the_best_stands_on_top_and_a_prediction_is_a_model(metric: str, best: s
 
 
 def test_the_ranking_of_a_knock_out_shows_what_an_untrained_network_does(texts) -> None:
-    table = pd.DataFrame(
-        {"gene": list("abcd"), "gene_2": list("wxyz"), "shift_z": [1.0, np.nan, 5.0, -2.0], "shift_z_untrained": 0.5}
-    )
+    table = pd.DataFrame({"gene": list("abcd"), "gene_2": list("wxyz"), "shift_z": [1.0, np.nan, 5.0, -2.0]})
+    table["shift_z_untrained"] = 0.5
     ax = in_silico_ranking(table, n_genes=2, title="monocytes")
     assert texts(ax.get_yticklabels()) == ["c + y", "a + w"]
     trained, untrained = (points.get_offsets().data for points in ax.collections if points.get_label()[0] != "_")

@@ -119,6 +119,7 @@ def test_a_budget_of_tokens_is_kept(store, many_adata, setup, where):
 
 
 ROWS = np.arange(5)
+COLUMNS = ("balance_by", "split_by", "weight_by", "batch_key", "labels_key")
 
 
 @pytest.mark.parametrize(
@@ -132,10 +133,7 @@ ROWS = np.arange(5)
         ({"train_rows": ROWS, "validation_rows": np.arange(5, 9), "split_by": "donor"}, "split_by='donor'"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"validation_size": 1.5}, r"validation_size=1\.5"),
-        *(
-            ({name: "knd"}, rf"{name}='knd' is not a column .*did you mean 'kind'\?")
-            for name in ("balance_by", "split_by", "weight_by", "batch_key", "labels_key")
-        ),
+        *(({name: "knd"}, rf"{name}='knd' is not a column .*mean 'kind'\?") for name in COLUMNS),
         ({"balance_by": "kind", "balance_end": 2.0}, "2"),
         ({"weight_by": "weight", "balance_by": "weight"}, "weight_by=.* and balance_by=.* both weigh cells"),
     ],

@@ -153,9 +153,8 @@ def test_what_happens_to_a_cell_depends_on_epoch_seed_and_cell_alone(name, cells
     objective = get_objective(name, **OPTIONS.get(name, {}))
     objective.bind(cells, np.arange(60))
     of_bins = name == "next_gene_prediction"
-    tokenizer = get_tokenizer(
-        "binned_expression" if of_bins else "continuous_projection", tiny_vocab, append_cls=of_bins
-    )
+    kind = "binned_expression" if of_bins else "continuous_projection"
+    tokenizer = get_tokenizer(kind, tiny_vocab, append_cls=of_bins)
 
     def prepared(rows, *, epoch=0, seed=0):
         batch = objective.prepare(cells.block(rows), tokenizer, epoch=epoch, seed=seed)
