@@ -312,6 +312,7 @@ def test_transcription_factors_are_drawn_and_the_same_for_all_scores(planted) ->
     [
         ({"targets": "all"}, OptionError, "targets='all' is none of 'truth', 'measured'"),
         ({"targets": "measured"}, OptionError, "needs to know what was measured; give genes"),
+        ({"tfs": "GATA1"}, OptionError, "tfs='GATA1' is not a list of gene names"),
         ({"genes": ["ENSG1", "ENSG2"]}, DataError, "0 of the 2 genes .* are in the truth; name genes as the truth"),
         ({"truth": lambda t: t.rename(columns={"source": "tf"})}, DataError, r"no column 'source' \(there is: 'tf'"),
         ({"truth": lambda t: t[:1]}, DataError, "nothing to tell them from"),

@@ -108,6 +108,7 @@ def test_several_files_thresholds_and_levels(tmp_path: Path) -> None:
         ("a\tb\nx\ty\n", {}, r"has no columns of a known kind \(it has: 'a', 'b'\); name those"),
         ("", {}, "cannot be read as a table"),
         ("source,target\nA,\n", {}, "has 1 edges without a target .first: row 1.; fill or remove"),
+        ("source,target\nA,x\n", {"kind": "trrust"}, "has no column mode"),
         ("source,target,mode\nA,x,Up\n", {}, "has the modes 'up', none of 'activation'"),
         ("source,target\nA,x\n", {"kind": "chip_atlas"}, r"has 0 columns that end in '\|Average'"),
         ("source,target,weight\nA,x,much\n", {}, "has text where numbers are needed"),

@@ -124,7 +124,9 @@ def test_predicted_effects() -> None:
     ("call", "error", "message"),
     [
         (lambda v: edges_from_embeddings(v, measure="cos"), OptionError, r"measure='cos' is none of .* mean 'cosine'"),
+        (lambda v: edges_from_embeddings(v, center="no"), OptionError, "center='no' is neither True nor False"),
         (lambda v: edges_from_embeddings(v, tfs=["ENSG1"]), DataError, r"none of tfs \('ENSG1'\) is among the 6 genes"),
+        (lambda v: edges_from_embeddings(v, tfs="g1"), OptionError, "tfs='g1' is not a list of gene names"),
         (lambda v: edges_from_embeddings(pd.concat([v, v[:1]])), DataError, "embeddings names 'g0' twice"),
         (lambda v: edges_from_embeddings(v.astype(str)), DataError, "embeddings is no table of numbers"),
         (lambda v: edges_from_matrix(v.to_numpy(), ["A"]), DataError, r"the shape \(6, 4\), but there are 1 x 1 names"),

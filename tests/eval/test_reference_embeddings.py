@@ -160,6 +160,8 @@ def test_labels_and_data_stay_alone_and_integration_baselines_are_the_same(shift
         (["pca", "pca"], {}, "names 'pca' twice"),
         (["harmony"], {}, "names 'harmony', which corrects batches; give batch_key"),
         ([60], {}, r"n_comps=60 is not between 1 and the smaller side of \(60, 80\)"),
+        ([0], {}, "baselines=0 is not a positive number of principal components"),
+        (["pca"], {"n_comps": 0}, "n_comps=0 is not a positive number of components"),
     ],
 )
 def test_bad_options(tiny_adata, names, options, message) -> None:

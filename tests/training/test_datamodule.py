@@ -47,7 +47,6 @@ def masked(cells, **options) -> CellDataModule:
     return data
 
 
-@pytest.mark.slow
 def test_whole_groups_are_held_out(store):
     data = CellDataModule(store, split_by="donor", validation_size=0.25)
     donors = data.cells.column("donor").to_numpy(dtype=str)
@@ -132,6 +131,7 @@ COLUMNS = ("balance_by", "split_by", "weight_by", "batch_key", "labels_key")
         ({"train_rows": ROWS, "validation_rows": np.array([-1])}, "validation_rows has the row -1"),
         ({"train_rows": ROWS, "validation_rows": np.arange(5, 9), "split_by": "donor"}, "split_by='donor'"),
         ({"batch_size": 0}, "batch_size=0"),
+        ({"pin_memory": "yes"}, "pin_memory='yes'"),
         ({"validation_size": 1.5}, r"validation_size=1\.5"),
         *(({name: "knd"}, rf"{name}='knd' is not a column .*mean 'kind'\?") for name in COLUMNS),
         ({"balance_by": "kind", "balance_end": 2.0}, "2"),
