@@ -153,11 +153,7 @@ def test_a_failure_costs_the_figure_only(tiny_adata: ad.AnnData) -> None:
         ([{"label_prediction": None, "dataset": "x"}], OptionError, "write one benchmark an entry"),
         ([Evaluation(Draws(), max_cells=5), Draws()], OptionError, "two evaluations are called 'Draws_held_out'"),
         ([{"label_prediction": {"n_folds": n, "name": "same"}} for n in (3, 4)], OptionError, "are called 'same'"),
-        (
-            [{"label_prediction": {"dataset": "atlas"}}],
-            OptionError,
-            r"put the file at \$SCFORGE_DATA/atlas.h5ad and set",
-        ),
+        ([{"label_prediction": {"dataset": "atlas"}}], OptionError, r"put the file at \$SCFORGE_DATA/atlas.h5ad"),
         ([{"label_prediction": {"dataset": "/no.h5ad"}}], MissingFileError, "no.h5ad' of .* not exist"),
     ],
 )
@@ -179,19 +175,9 @@ def test_bad_input_on_construction(wrong: Any, error: type[Exception], message: 
         ("label_prediction", {"keys": {}}, OptionError, "needs labels_key, a column of obs, but"),
         ("batch_integration", {"keys": {"labels_key": "group"}}, OptionError, "needs batch_key, a column of obs, but"),
         ("label_prediction", {"validation_size": 0.0}, OptionError, "no cells are held out; give validation_size abov"),
-        (
-            {"label_prediction": {"labels_key": "grup"}},
-            {},
-            DataError,
-            "held-out cells: labels_key='grup' .* mean 'group'",
-        ),
+        ({"label_prediction": {"labels_key": "grup"}}, {}, DataError, "held-out cells: .*'grup' .* mean 'group'"),
         ("cell_type_annotation", {"validation_size": 0.3}, DataError, "n_neighbors=15 is more than the .* lower it"),
-        (
-            {"label_prediction": {"n_folds": 20}},
-            {},
-            DataError,
-            "cannot score the held-out cells: .* fewer than n_folds",
-        ),
+        ({"label_prediction": {"n_folds": 20}}, {}, DataError, "score the held-out cells: .* fewer than n_folds"),
     ],
 )
 def test_bad_input_is_told_before_training(tiny_adata, benchmark, options, error, message: str) -> None:

@@ -39,10 +39,8 @@ def test_ours_are_the_figures_of_cell_eval(cells) -> None:
         assert ours[name].nunique() > 1, name
     means = summary.set_index("statistic").loc["mean"]
     assert float(means["pearson_delta"]) == pytest.approx(ours["pearson_delta"].mean(), abs=1e-6)
-    of = [
-        {name: adata[adata.obs["target"] == name].X.toarray() for name in adata.obs["target"].unique()}
-        for adata in cells
-    ]
+    targets = cells[0].obs["target"].unique()
+    of = [{name: some[some.obs["target"] == name].X.toarray() for name in targets} for some in cells]
     names = ours["perturbation"]
     away = [[energy_distance(one[name], one["control"]) for name in names] for one in of]
     assert table["pearson_edistance"].to_numpy(dtype=float) == pytest.approx(stats.pearsonr(*away).statistic, abs=1e-6)

@@ -1,5 +1,3 @@
-"""The tasks run with the real package, on the output of a model of ours that was trained for a moment."""
-
 from __future__ import annotations
 
 from functools import partial
@@ -132,18 +130,6 @@ def test_perturbations(cells: ad.AnnData) -> None:
 
 
 @needs_cz
-@pytest.mark.parametrize(
-    ("name", "baseline"),
-    [("embedding", "PCA (cz-benchmarks)"), ("cross-species_integration", "PCA of all organisms")],
-)
-def test_a_baseline_stands_beside(name: str, baseline: str, cells: ad.AnnData) -> None:
-    options = {"baseline_options": FEW} if name == "embedding" else {}
-    frame = run_cz_task(name, cells, {"X_scforge": "untrained"}, **OPTIONS[name], **options)
-    kinds = dict(zip(frame["method"], frame["kind"], strict=True))
-    assert kinds == {"X_scforge": "untrained", baseline: "baseline"}
-
-
-@needs_cz
 def test_samples_are_averaged(cells: ad.AnnData) -> None:
     name, options = "cross-species_label_prediction", OPTIONS["cross-species_label_prediction"]
     alone = run_cz_task(name, cells, "X_scforge", baseline=False, **options)
@@ -201,7 +187,6 @@ def test_a_registered_task_gives_the_scores_of_the_package(name: str, cells: ad.
     ("name", "options", "error", "message"),
     [
         ("clusterin", {}, OptionError, "name='clusterin' is no task; did you mean 'clustering'"),
-        ("clustering", {}, OptionError, "'clustering' needs labels_key; give it"),
         ("clustering", {"labels_key": "cell_typ"}, DataError, "labels_key='cell_typ' is not a column of obs; did you"),
         ("clustering", {**LABELS, "flavour": "igraph"}, OptionError, "no option 'flavour'; did you mean 'flavor'"),
         ("clustering", {**LABELS, "n_iterations": -1}, OptionError, "n_iterations=-1 is refused by 'clustering'"),
@@ -212,8 +197,6 @@ def test_a_registered_task_gives_the_scores_of_the_package(name: str, cells: ad.
         ("cross-species_integration", {**LABELS, "organism_key": "batch"}, DataError, "which cz-benchmarks does not"),
         ("label_prediction", {**LABELS, "n_folds": 1}, DataError, "cz-benchmarks cannot run 'label_prediction'"),
         ("cz_label_prediction", {"options": {"n_fold": 2}}, OptionError, "no option 'n_fold'; did you mean 'n_folds'"),
-        ("cz_label_prediction", {"options": {"baseline": True}}, OptionError, "no option 'baseline'"),
-        ("cz_label_prediction", {"options": ["n_folds"]}, OptionError, r"options=\['n_folds'\] is no mapping"),
         ("cz_label_prediction", {"labels_key": "cell_typ"}, DataError, "labels_key='cell_typ' is not a column of obs"),
     ],
 )

@@ -10,7 +10,6 @@ from scipy.spatial.distance import cdist
 
 from scforge.errors import DataError, OptionError, ScforgeWarning
 from scforge.eval import Generation, evaluate_generation, generation_baselines
-from scforge.eval.generation import mmd_squared
 
 LABEL = "cell_type"
 
@@ -67,11 +66,6 @@ def test_kernel_is_as_wide_as_the_median_distance(cells: ad.AnnData) -> None:
     )
     apart = ~np.eye(50, dtype=bool)  # the unbiased estimator leaves out pairs of a cell with itself
     assert full == pytest.approx(one_kernel[apart].mean() + other_kernel[apart].mean() - 2 * between.mean(), abs=1e-4)
-    kernels, weights = [one_kernel, other_kernel, between], [np.ones((2, 50)), np.ones((2, 50))]
-    weights[0][1, 20:] = weights[1][1, :10] = 0  # what is drawn is a part of the cells
-    parts = one_kernel[:20, :20], other_kernel[10:, 10:]
-    drawn = sum(part[~np.eye(len(part), dtype=bool)].mean() for part in parts) - 2 * between[:20, 10:].mean()
-    assert mmd_squared(kernels, *weights)[1] == pytest.approx(drawn)
 
 
 def test_worse_cells_get_worse_figures_and_copies_are_not_the_best(cells: ad.AnnData) -> None:
@@ -173,8 +167,6 @@ def renamed(adata: ad.AnnData) -> ad.AnnData:
         (lambda c: renamed(c[150:]), None, None, "generated cells of .*generated.* are copies of held-out cells"),
         (lambda c: logs_of(c[:75], None), None, None, "'generated' holds log1p of counts that were not normalised"),
         (lambda c: logs_of(c[:75], 1e3), None, None, "'generated' has a median total of 1,000, .* give raw counts"),
-        (lambda c: logs_of(c[:75], 1e3)[:, :200], None, None, "'generated' has a median total of"),
-        (lambda c: logs_of(c[:75], 2e4), None, None, "'generated' has a median total of 20,000"),
         (lambda c: c[:75, :200], None, None, "the cells of 'generated' are counts without 100 genes"),
         (lambda c: c[:75], None, lambda c: c[75:150, :200], "train are counts without 100 genes"),
         (lambda c: c[:75], lambda c: c[150:, :200], None, "the real cells are counts without 100 genes"),

@@ -40,10 +40,7 @@ def test_the_figures_are_those_of_scikit_learn(cells) -> None:
         model = LogisticRegression(max_iter=2_000).fit(scaler.transform(embedding[train]), labels[train])
         logreg[test] = model.predict(scaler.transform(embedding[test]))
     options = {"labels_key": "label", "n_folds": 4, "n_neighbors": 5, "seed": 7}
-    scores, annotated = (
-        LabelPrediction(**options).run(embedding, obs),
-        CellTypeAnnotation(**options).run(embedding, obs),
-    )
+    scores, annotated = (of(**options).run(embedding, obs) for of in (LabelPrediction, CellTypeAnnotation))
     assert set(scores) == set(LabelPrediction.metrics)
     assert scores["knn_macro_f1"] == pytest.approx(f1_score(labels, knn, average="macro"))
     assert scores["logreg_macro_f1"] == pytest.approx(f1_score(labels, logreg, average="macro"))
@@ -110,6 +107,7 @@ def test_mistakes(cells) -> None:
     for wrong, message in [
         (table.assign(name="x"), r"columns that are not numbers \('name'\)"),
         (embedding.astype(object), "holds object in place of numbers"),
+        (embedding[:100], r"has the shape \(100, 3\), but there are 120 cells"),
         (table.convert_dtypes().mask(table > 2), "values that are not numbers"),
     ]:
         with pytest.raises(DataError, match=message):
@@ -321,7 +319,7 @@ def test_groups_that_take_no_part_are_no_units(donors) -> None:
 
 
 def test_bad_input_of_the_probe(donors) -> None:
-    embedding, obs = donors
+    _, obs = donors
     with pytest.raises(OptionError, match=r"rare_share=2 is not a number from 0 to 1"):
         CellTypeProbe("label", rare_share=2)
     with pytest.raises(DataError, match="groups_key='doner' is not a column of obs; did you mean 'donor'"):
@@ -330,5 +328,3 @@ def test_bad_input_of_the_probe(donors) -> None:
         CellTypeProbe("label", "donor").check(obs.assign(donor="x"))
     with pytest.raises(DataError, match=r"fewer than 2 labels .* can be tested in n_folds=100 folds \(left out: 'b'"):
         CellTypeProbe("label", n_folds=100).check(obs)
-    with pytest.raises(DataError, match=r"has the shape \(100, 3\), but there are 192 cells"):
-        CellTypeProbe("label").run(embedding[:100], obs)

@@ -10,10 +10,7 @@ import pytest
 from scforge.errors import DataError, MissingFileError, OptionError
 from scforge.eval import read_network
 
-TRRUST = (
-    "AATF\tBAX\tRepression\t1\nAATF\tBAX\tUnknown\t2\n"
-    "MYC\tTERT\tActivation\t3\nMYC\tTERT\tRepression\t4\nSP1\tA\tUnknown\t5\n"
-)
+TRRUST = "AATF\tBAX\tRepression\t1\nMYC\tTERT\tActivation\t3\nMYC\tTERT\tRepression\t4\nSP1\tA\tUnknown\t5\n"
 ENCODE = (
     "source\tsource_desc\tsource_id\ttarget\ttarget_desc\ttarget_id\tweight\n"
     "GeneSym\tNA\tGeneID\tGeneSym\tNA\tGeneID\tNA\n"
@@ -131,12 +128,7 @@ def test_files_that_cannot_be_used(text: str, options: dict, message: str, tmp_p
         ("none.tsv", {}, MissingFileError, r"none\.tsv' is not a file"),
         ("x", {"kind": "trust"}, OptionError, r"kind='trust' is not known; did you mean 'trrust'\?"),
         ("x", {"source": "tf"}, OptionError, "name both, or none"),
-        (
-            "x",
-            {"kind": "trrust", "source": "a", "target": "b"},
-            OptionError,
-            "source='a' has no use with kind='trrust'",
-        ),
+        ("x", {"kind": "trrust", "source": "a", "target": "b"}, OptionError, "'a' has no use with kind='trrust'"),
         ([], {}, OptionError, "names no file"),
     ],
 )

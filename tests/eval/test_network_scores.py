@@ -9,12 +9,7 @@ from sklearn.metrics.pairwise import cosine_similarity
 
 import scforge
 from scforge.errors import DataError, OptionError
-from scforge.eval import (
-    edges_from_attention,
-    edges_from_embeddings,
-    edges_from_matrix,
-    edges_from_perturbations,
-)
+from scforge.eval import edges_from_attention, edges_from_embeddings, edges_from_matrix, edges_from_perturbations
 
 GENES = [f"g{i}" for i in range(6)]
 OTHERS = ~np.eye(6, dtype=bool)
@@ -135,11 +130,7 @@ def test_predicted_effects() -> None:
         (lambda v: edges_from_embeddings(pd.concat([v, v[:1]])), DataError, "embeddings names 'g0' twice"),
         (lambda v: edges_from_embeddings(v.astype(str)), DataError, "embeddings is no table of numbers"),
         (lambda v: edges_from_matrix(v.to_numpy(), ["A"]), DataError, r"the shape \(6, 4\), but there are 1 x 1 names"),
-        (
-            lambda v: edges_from_matrix(np.ones((1, 1)), "A", source="row"),
-            OptionError,
-            "source='row' is neither 'rows'",
-        ),
+        (lambda v: edges_from_matrix(np.ones((1, 1)), "A", source="row"), OptionError, "source='row' is neither"),
         (lambda v: edges_from_embeddings(v), OptionError, "6 x 6 pairs are more than 20; name the .* with tfs"),
     ],
 )

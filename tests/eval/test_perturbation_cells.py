@@ -1,9 +1,6 @@
-"""What is known of perturbed cells, and the simple baselines of it."""
-
 from __future__ import annotations
 
 import numpy as np
-import pandas as pd
 import pytest
 import scanpy as sc
 from scipy import sparse
@@ -13,7 +10,7 @@ from scforge.errors import DataError
 from scforge.eval import KnownEffects, WantedEffects, baseline_effects
 from scforge.eval.log_scale import log_normalised
 from scforge.eval.perturbation_baselines import gene_scores, linear_effects
-from scforge.eval.perturbation_cells import Effect, EffectKeys, PerturbedCells
+from scforge.eval.perturbation_cells import EffectKeys, PerturbedCells
 
 KEYS = EffectKeys("target", "control", "type")
 DELTAS = np.array([[1.0, 0.0, 0.0, 0.0], [0.0, 2.0, 0.0, 0.0], [1.0, 1.0, 1.0, 3.0]])
@@ -63,23 +60,6 @@ def test_other_values_are_refused(perturbed, change, message: str) -> None:
         log_normalised(adata)
     if "3,000" in message:  # models may predict one profile for all cells
         assert log_normalised(adata, made=True).shape == adata.shape
-
-
-def test_cells_are_grouped_by_what_was_done_to_them(perturbed) -> None:
-    adata = perturbed(("g0", "g2+g1"), n_cells=3, n_controls=4, contexts=("x", "y"))
-    cells = PerturbedCells.read(adata, KEYS, argument="real")
-    assert cells.effects == tuple(Effect(genes, context) for genes in (("g0",), ("g1", "g2")) for context in "xy")
-    assert KEYS.effect("g2+g1", "x") == cells.effects[2]
-    assert np.bincount(cells.groups).tolist() == [3, 3, 3, 3, 4, 4]
-    assert cells.controls.tolist() == [4, 5, 4, 5]
-    groups = cells.moments()
-    deltas = cells.measured(groups, argument="real").deltas
-    np.testing.assert_allclose(deltas[0], groups.mean[0] - groups.mean[4])
-    with pytest.raises(DataError, match=r"real lacks 1 of 2 genes \(first: 'G1'"):
-        cells.over(pd.Index(["g0", "G1"]), argument="real")
-    made = adata[adata.obs["target"] == "g0"].copy()
-    effects = PerturbedCells.read(made, KEYS, argument="made", made=True).effects
-    assert effects == (Effect(("g0",), "x"), Effect(("g0",), "y")), "predicted cells need no controls"
 
 
 def test_mistakes_are_told(perturbed, tmp_path) -> None:

@@ -61,7 +61,7 @@ def test_all_baselines_and_the_ceiling_stand_beside_a_prediction(real, train, ma
     assert report.verdicts()
 
 
-def test_baselines_are_computed_from_the_training_cells_alone(real, train, made, perturbed) -> None:
+def test_baselines_are_computed_from_the_training_cells_alone(real, train) -> None:
     keys = EffectKeys("target", "control")
     trained = PerturbedCells.read(train, keys, argument="train")
     effects = PerturbedCells.read(real, keys, argument="real").effects
@@ -70,10 +70,6 @@ def test_baselines_are_computed_from_the_training_cells_alone(real, train, made,
     deltas = groups.mean[:5] - groups.mean[5]
     np.testing.assert_allclose(found["train_mean"], np.tile(deltas.mean(axis=0), (3, 1)))
     np.testing.assert_allclose(found["additive"].loc["g0+g1"], deltas[0] + deltas[1])
-    # Other test cells change the scores, and not the baselines: no change stays no change, and so on.
-    other = perturbed(HELD_OUT, seed=11, prefix="other")
-    tables = [quick(some, made, train=train).to_table() for some in (real, other)]
-    assert not np.allclose(tables[0].loc["additive", "mse"], tables[1].loc["additive", "mse"])
 
 
 def test_predicted_effects_and_features_of_genes(real, train) -> None:

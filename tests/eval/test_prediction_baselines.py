@@ -110,10 +110,6 @@ def test_expression_and_components_are_those_of_scanpy(many_adata, tiny_vocab):
     np.testing.assert_allclose(ours, np.abs(chosen.obsm["X_pca"]) * np.sqrt(700 / 699), rtol=0.02, atol=0.02)
     # Only training cells decide.
     fitted = ExpressionSpace.fit(expression[:300], n_top_genes=30, n_comps=4)
-    others = expression[300:].copy()
-    before = fitted.components(others)[:10]
-    others.data[others.indptr[10] :] *= 3
-    np.testing.assert_array_equal(fitted.components(others)[:10], before)
     np.testing.assert_allclose(fitted.components(expression[:300]).mean(axis=0), 0, atol=1e-5)
     expression.data *= 1e4  # high values are cut
     centred = space.scaled(expression).toarray() - space.mean / space.scale

@@ -72,10 +72,7 @@ def exact(cells: np.ndarray, k: int):
 )
 def test_the_figures_are_those_of_its_own_benchmark(obs, neighbors, all_figures) -> None:
     """To the last digit, with exact neighbours and with its default ones; so are the means, and the scaled table."""
-    embeddings = {
-        "good": embedding_of(obs, labels=2.0, batches=0.5),
-        "bad": embedding_of(obs, labels=0.5, batches=2.0),
-    }
+    embeddings = {"good": embedding_of(obs, labels=2.0, batches=0.5), "bad": embedding_of(obs, labels=0.5, batches=2.0)}
     before = pd.DataFrame(embedding_of(obs, labels=1.0, batches=3.0, seed=9), index=obs.index)
     options = {"leiden": all_figures, "kbet": all_figures, "neighbors": neighbors}
     scib = Scib("label", "batch", pre_integrated=before.iloc[::-1], **options)
@@ -156,12 +153,13 @@ def test_draws_spread_as_the_figures_of_all_cells_do(obs, monkeypatch) -> None:
 
 def test_bad_input(obs) -> None:
     before = pd.DataFrame({"PC1": 0.0}, index=obs.index[:100])
-    with pytest.raises(OptionError, match="neighbors='approximate' is none of 'exact', 'pynndescent'"):
-        Scib("label", neighbors="approximate")
-    with pytest.raises(OptionError, match="max_cells=90 is not at least 91"):
-        Scib("label", max_cells=90)
-    with pytest.raises(OptionError, match="pre_integrated, a ndarray, is not a DataFrame"):
-        Scib("label", "batch", pre_integrated=np.zeros((N, 2)))
+    for options, message in [
+        ({"neighbors": "approximate"}, "neighbors='approximate' is none of 'exact', 'pynndescent'"),
+        ({"max_cells": 90}, "max_cells=90 is not at least 91"),
+        ({"pre_integrated": np.zeros((N, 2))}, "pre_integrated, a ndarray, is not a DataFrame"),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            Scib("label", "batch", **options)
     with pytest.raises(OptionError, match="min_max_scale=True scales to the range of several embeddings"):
         Scib("label").table({"X": np.zeros((N, 2))}, obs, min_max_scale=True)
     with pytest.raises(DataError, match="the 90 nearest of other cells, but there are 90 cells with a label;"):
@@ -204,7 +202,3 @@ def test_coordinates_before_integration_come_later(obs) -> None:
     some = obs.assign(label=[None, *obs["label"][1:]])
     assert Scib("label", "batch").describe(some) == {"cells scored": "239 of 240", "drawn again": "cells"}
     assert without.describe(some[:150]) == {"cells scored": "149 of 150"}
-    # Coordinates before integration are looked at, and not scored like an embedding.
-    cells = {"mine": embedding_of(obs, labels=3.0, batches=1.0)}
-    assert given._benchmarker(cells, obs)._embedding_obsm_keys == ["mine"]
-    assert list(cells) == ["mine"]

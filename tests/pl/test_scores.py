@@ -56,7 +56,6 @@ def test_a_dot_for_each_figure_with_its_interval_and_the_best_on_top(texts) -> N
             assert (round(value - 0.05, 6), round(value + 0.05, 6)) in ends
     assert (texts(axes[0].texts), texts(axes[1].texts)) == ([], ["not defined"])
     assert texts(axes[1].get_legend().get_texts()) == [kind for kind in KINDS if kind in KIND.values()]
-    assert [text.get_text() for text in axes[0].get_yticklabels() if text.get_fontweight() == "bold"] == ["scforge"]
 
 
 def test_tables_with_and_without_kinds_intervals_and_what_is_better(texts) -> None:
@@ -100,16 +99,11 @@ def test_a_table_is_sorted_by_its_total_and_in_groups(texts) -> None:
     assert texts(ax.get_xticklabels()) == ["kmeans nmi", "ilisi knn", "bio", "batch", "total"]
     assert {"bio", "batch", "totals", "0.90", "–"} <= set(texts(ax.texts))
     assert len(ax.collections) == 5, "a circle for each figure that is known"
-    widths = sorted(patch.get_width() for patch in ax.patches)
-    assert widths == pytest.approx(sorted(0.9 * v for v in scib()[["bio", "batch", "total"]].stack().dropna()))
-    bold = [text.get_text() for text in ax.texts if text.get_fontweight() == "bold"]
-    assert sorted(bold) == ["0.60", "0.60", "0.70", "0.90", "0.90"]
     # The table of a report is the same.
     long = scib().rename_axis("method").reset_index().melt("method", var_name="metric").assign(benchmark="scib")
     long["kind"] = ["model" if method == "scforge" else "baseline" for method in long["method"]]
     other = scib_table(long)
     assert texts(other.texts) == texts(ax.texts)
-    assert [text.get_fontweight() for text in other.get_yticklabels()] == ["normal", "bold", "normal"]
     # Without batches there are no groups.
     assert texts(scib_table(scib()[["kmeans_nmi"]]).texts) == ["0.90", "0.80", "0.40"]
     with pytest.raises(DataError, match="report has the columns 'name', which are no numbers"):

@@ -69,11 +69,8 @@ def test_mistakes(embedded: ad.AnnData) -> None:
     assert not plt.get_fignums()
 
 
-@pytest.mark.parametrize(("n_groups", "n_columns"), [(9, 1), (25, 2), (40, 3)])
-def test_a_long_legend_has_columns_and_every_group_a_colour(
-    embedded: ad.AnnData, quick, n_groups: int, n_columns: int
-) -> None:
+@pytest.mark.parametrize("n_groups", [9, 25, 40])
+def test_every_group_has_a_colour(embedded: ad.AnnData, quick, n_groups: int) -> None:
     embedded.obs["many"] = [f"group {i % n_groups:02d}" for i in range(60)]
     (ax,) = embeddings(embedded, ["X_one"], color="many")
-    assert ax.get_legend()._ncols == n_columns
     assert len({tuple(collection.get_facecolor()[0]) for collection in ax.collections}) == n_groups

@@ -1,5 +1,3 @@
-"""A small training: 60 cells of two planted groups; and one that shows what can be learned about other cells."""
-
 from __future__ import annotations
 
 from collections.abc import Callable

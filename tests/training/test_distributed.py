@@ -1,5 +1,3 @@
-"""Two processes train as one does that sees the batches of both: DDP and FSDP2, on CPUs with gloo."""
-
 from __future__ import annotations
 
 import json

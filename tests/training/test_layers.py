@@ -1,5 +1,3 @@
-"""Layers from the input to the output: which there are, what freezes them, how fast they learn, when they thaw."""
-
 from __future__ import annotations
 
 from types import SimpleNamespace

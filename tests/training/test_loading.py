@@ -1,5 +1,3 @@
-"""Batches come once each, in their order, whatever threads do; what fails is told, and no thread stays behind."""
-
 from __future__ import annotations
 
 import hashlib
@@ -168,6 +166,5 @@ def test_threads_by_default(store, tiny_adata):
     assert default_threads(open_cells(tiny_adata)) == 1
     assert 1 <= default_threads(StoreCells.open(store)) <= 2
     assert loader(store, ORDERS["plain"], num_threads=None).num_threads == default_threads(StoreCells.open(store))
-    for odd in (-1, 1.5, "2", True):
-        with pytest.raises(OptionError, match="num_threads="):
-            loader(store, ORDERS["plain"], num_threads=odd)
+    with pytest.raises(OptionError, match="num_threads=-1"):
+        loader(store, ORDERS["plain"], num_threads=-1)

@@ -1,5 +1,3 @@
-"""Where figures go."""
-
 from __future__ import annotations
 
 import csv

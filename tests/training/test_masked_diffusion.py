@@ -1,5 +1,3 @@
-"""Masked diffusion: what is hidden and how often, the weights, the loss, that nothing leaks, and that it learns."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -241,9 +239,7 @@ def test_random_data_stay_at_chance(position_embedding):
 
 
 @pytest.mark.parametrize("mode", ["vector", "tokens"])
-@pytest.mark.parametrize(
-    "objective", [MaskedDiffusion(), Variational(thinning=(1e-6, 1e-6))], ids=["masked", "thinned"]
-)
+@pytest.mark.parametrize("objective", [MaskedDiffusion(), Variational(thinning=(1e-6, 1e-6))])
 def test_cells_of_which_nothing_is_seen_can_be_trained_on(cells, tokenizer, objective, mode):
     torch.manual_seed(0)
     options = {"latent_dim": 4, "mode": mode, "denoising": isinstance(objective, MaskedDiffusion), "dropout": 0.0}

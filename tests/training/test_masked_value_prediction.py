@@ -1,5 +1,3 @@
-"""Masked value prediction: what its batches hold, what it learns, and what it must not be able to learn."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -97,6 +95,9 @@ def test_planted_structure_is_learnt(planted_cells, train_on, architecture):
     assert loss < (np.log(10) - 0.1 if of_counts else 0.4 * variance)
 
 
+TARGETS = [("values", "value_labels", 0), ("bin_ids", "bin_labels", -100), ("attention_bias", None, 0)]
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "options"),
     [
@@ -132,11 +133,7 @@ def test_batches(random_cells, tokenizer, options, zero_targets):
         assert not hidden[~there].any()
         assert added <= set(batch["input_ids"][cell, hidden].tolist())
         assert all(counts[cell, gene - vocab.n_special] == 0 and measured[gene - vocab.n_special] for gene in added)
-        for name, label, ignored in (
-            ("values", "value_labels", 0),
-            ("bin_ids", "bin_labels", -100),
-            ("attention_bias", None, 0),
-        ):
+        for name, label, ignored in TARGETS:
             if name in plain:
                 truth = torch.zeros_like(batch[name][cell])
                 truth[there] = torch.stack([plain[name][cell, known[i]] if i in known else truth[0] * 0 for i in shown])

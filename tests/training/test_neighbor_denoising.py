@@ -1,5 +1,3 @@
-"""The objective of the light encoder: expression from views of cells and of their neighbours."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -248,14 +246,6 @@ def test_cells_of_unknown_batches_are_trained_on(adata):
     assert sorted(set(batch["batch"].tolist())) == [-1, 0]
     loss, _ = objective.loss(module_for(objective), batch)
     assert torch.isfinite(loss)
-
-
-def test_scdiva_learns_from_neighbours_too(adata):
-    Encoder.setup_anndata(adata, batch_key="batch")
-    size = {"hidden_dim": 16, "num_layers": 1, "num_heads": 2, "latent_dim": 4, "mode": "vector"}
-    model = Encoder(adata, "scdiva", objective="neighbor_denoising", n_top_genes=0, **size)
-    model.train(2, progress_bar=False, accelerator="cpu")
-    assert model.get_latent_representation().shape == (360, 4)
 
 
 def test_models_without_a_decoder_are_refused():

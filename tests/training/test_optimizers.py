@@ -1,5 +1,3 @@
-"""Weight decay groups and learning-rate schedules."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""Embedding: rows stay with their cells."""
-
 from __future__ import annotations
 
 import numpy as np

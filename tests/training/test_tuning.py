@@ -1,5 +1,3 @@
-"""What is found by trying."""
-
 from __future__ import annotations
 
 import pytest

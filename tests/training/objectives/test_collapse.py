@@ -1,5 +1,3 @@
-"""What the geometry of an embedding says, over an epoch of steps, and when it is called collapsed."""
-
 from __future__ import annotations
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""SIGReg of each batch of cells, the projector, and a warning of collapse."""
-
 from __future__ import annotations
 
 import numpy as np
