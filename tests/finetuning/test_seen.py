@@ -42,11 +42,8 @@ OTHERS = [f"other{i}" for i in range(N)]
     ("known", "given", "found", "unclear"),
     [
         (cells(), cells(OTHERS), True, False),
-        (cells(NUMBERED), cells(OTHERS), True, False),
         (cells(), cells(measured=without(3)), True, False),
-        (cells(measured=without(3)), cells(), True, False),
         (cells(measured=without(3)), cells(measured=without(4)), True, False),
-        (cells(NUMBERED, without(3)), cells(OTHERS, without(3)), True, False),
         (cells(), cells(OTHERS, without(3)), False, False),
         (cells(), cells(NUMBERED, without(3)), False, True),
         (cells(NUMBERED), cells(measured=without(3)), False, True),

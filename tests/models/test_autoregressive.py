@@ -148,8 +148,6 @@ NOTHING = {"gene_loss_weight": 0.0, "expression_loss_weight": 0.0}
     [
         ({"pooling": "max"}, "pooling='max' is not known"),
         ({"n_bins": 1}, "n_bins=1"),
-        ({"n_conditions": -1}, "n_conditions=-1"),
-        ({"n_bins": "many"}, "n_bins='many' is not a whole number of bins"),
         ({"cell_loss_weight": -1.0}, "cell_loss_weight=-1.0"),
         (NOTHING | {"cell_loss_weight": 0}, "expression_loss_weight, cell_loss_weight are all 0, so that nothing"),
         (NOTHING | {"pooling": "mean"}, "gene_loss_weight, expression_loss_weight are all 0, so that nothing"),

@@ -7,16 +7,12 @@ import torch
 from torch import nn
 
 from scforge.errors import OptionError
-from scforge.models import (
-    init_weights,
-)
+from scforge.models import init_weights
 from scforge.models.components import (
     GeneExpressionEmbedding,
     MaskedGenePredictionHead,
     SelfAttention,
-    TransformerBlock,
     cls_pool,
-    generate_causal_mask,
     last_pool,
     mean_pool,
 )
@@ -46,13 +42,6 @@ def test_head_starts_at_the_token_frequencies():
     torch.testing.assert_close(head(torch.randn(3, 8)).softmax(dim=-1), expected.expand(3, -1))
 
 
-def test_generate_causal_mask():
-    expected = torch.full((5, 5), -torch.inf).triu(1)
-    assert torch.equal(generate_causal_mask(5), expected)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 1)
-    assert encoder(torch.randn(2, 5, 8), mask=generate_causal_mask(5)).isfinite().all()
-
-
 def test_attention_equals_torch():
     ours, torchs = SelfAttention(16, 4), nn.MultiheadAttention(16, 4, batch_first=True)
     with torch.no_grad():
@@ -64,13 +53,6 @@ def test_attention_equals_torch():
     padding = torch.arange(7) >= torch.tensor([7, 4, 2])[:, None]
     expected, _ = torchs(x, x, x, key_padding_mask=padding, need_weights=False)
     torch.testing.assert_close(ours(x, ~padding[:, None, None, :]), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_heads_must_divide_the_width():
-    with pytest.raises(OptionError, match="hidden_dim=30 is not divisible by num_heads=4"):
-        SelfAttention(30, 4)
-    with pytest.raises(ValueError, match="activation='tanh'"):
-        TransformerBlock(8, 2, activation="tanh")
 
 
 def test_init_weights():

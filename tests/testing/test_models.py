@@ -286,7 +286,7 @@ def test_names_classes_and_instances_are_taken(monkeypatch):
     check_model("gene_pooling", hidden_dim=8, num_layers=1)
     check_model(MODELS.get("masked_autoencoder"), hidden_dim=8, num_layers=1, num_heads=2, decoder_layers=1)
     check_model(TransformerEncoder(50, 8, 1, 2, pooling="mean"))
-    monkeypatch.setattr(MODELS, "_entries", {**MODELS._entries, "small": Small})
+    monkeypatch.setitem(MODELS._entries, "small", Small)
     check_model("small", hidden_dim=4)
     with pytest.raises(OptionError, match="come with an instance"):
         check_model(Small(60), hidden_dim=4)

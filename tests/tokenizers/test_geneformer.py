@@ -225,16 +225,6 @@ def test_v1_keeps_each_of_repeated_columns_and_stable_sums_them():
     assert stable(counts, names)["input_ids"].tolist() == [[3, 5]]
 
 
-def test_v2_puts_sums_behind_genes_with_one_column():
-    """All keys are equal here, so that a stable sort shows the order of the columns."""
-    names = [GENES[0], GENES[4], GENES[0], GENES[8]]  # the medians are all 0.5
-    counts = sparse.csr_matrix(np.array([[1, 2, 1, 2]], dtype=np.float32))
-    exact, reference = made_up("V2", "exact")
-    assert reference.matrix(counts, names)[1] == [GENES[4], GENES[8], GENES[0]]
-    (ours,), ((expected, _, _),) = rows_of(exact(counts, names)), reference.cells(counts, names)
-    np.testing.assert_array_equal(ours, expected)
-
-
 @pytest.mark.parametrize("parity", ["exact", "stable"])
 def test_library_size_is_that_of_the_whole_panel(parity):
     """Counts outside the dictionary lower the values of all genes of the cell by one factor."""

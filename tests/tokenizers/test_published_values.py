@@ -81,22 +81,6 @@ def cells(pbmc):
     return adata
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"name": "binned_expression", "max_len": 50},
-        {"name": "continuous_projection", "order": "random", "max_len": 100},
-    ],
-)
-def test_a_subset_has_the_embedding_that_it_has_in_the_whole(cells, options):
-    model = Encoder(cells, "transformer_encoder", options, hidden_dim=16, num_layers=1, num_heads=2)
-    model.is_trained_ = True
-    whole = model.get_latent_representation(cells, key_added=None)
-    rows = np.random.default_rng(0).permutation(60)[:25]
-    some = model.get_latent_representation(cells[rows].copy(), key_added=None)
-    np.testing.assert_allclose(some, whole[rows], atol=2e-6)
-
-
 @pytest.mark.parametrize("name", ["binned_expression", "continuous_projection"])
 def test_a_list_of_all_genes_does_not_go_with_masked_genes(cells, name):
     tokenizer = {"name": name, "include_zero_genes": True}
