@@ -43,6 +43,8 @@ OPTIONS: dict[str, list[dict]] = {
     "scdiva": [
         {**HEADS, "latent_dim": 6, "denoising": True},
         {**HEADS, "latent_dim": 6, "mode": "vector", "norm_style": "pre"},
+        {**HEADS, "latent_dim": 6, "mode": "vector", "norm": "rms", "activation": "swiglu", "bias": False},
+        {**HEADS, "latent_dim": 6, "denoising": True, "position_embedding": "rotary", "variational": False},
     ],
     "transformer_encoder": [
         {**HEADS, "pooling": "cls"},
@@ -140,6 +142,7 @@ def tokens(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     ],
 )
 def test_keeps_the_rules(name, options):
+    assert set(OPTIONS) <= set(list_models())
     check_model(name, **options)
 
 

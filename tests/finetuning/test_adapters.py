@@ -1,5 +1,3 @@
-"""Low-rank adapters: they begin as nothing, are all that is trained, work in eval mode, and can be merged."""
-
 from __future__ import annotations
 
 import copy

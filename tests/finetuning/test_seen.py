@@ -1,5 +1,3 @@
-"""Cells that a model has seen are known again, by their counts or by their names, also from a folder."""
-
 from __future__ import annotations
 
 from dataclasses import replace

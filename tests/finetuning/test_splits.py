@@ -1,5 +1,3 @@
-"""Parts of a split share no cell, keep the shares of classes, and hold whole groups out."""
-
 from __future__ import annotations
 
 import numpy as np

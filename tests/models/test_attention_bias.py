@@ -1,5 +1,3 @@
-"""A bias of the keys is added to the attention scores, and to nothing else."""
-
 from __future__ import annotations
 
 import pytest

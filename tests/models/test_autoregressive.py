@@ -1,5 +1,3 @@
-"""AutoregressiveTransformer: what a state may see, what it is compared with, and what an embedding is made of."""
-
 from __future__ import annotations
 
 import pytest

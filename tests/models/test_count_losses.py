@@ -1,5 +1,3 @@
-"""Losses of counts, against scipy and by their gradients."""
-
 from __future__ import annotations
 
 import numpy as np

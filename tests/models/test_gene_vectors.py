@@ -1,5 +1,3 @@
-"""Embeddings of pretrained gene vectors: scale, both ways to compute them, what is learned and what is not."""
-
 from __future__ import annotations
 
 import pytest

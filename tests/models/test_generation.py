@@ -1,5 +1,3 @@
-"""Generated cells: what they may hold, what they depend on, and that the cache changes nothing."""
-
 from __future__ import annotations
 
 import pytest

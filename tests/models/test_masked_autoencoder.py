@@ -1,5 +1,3 @@
-"""MaskedAutoencoder: what the encoder sees, what the decoder is told, and what neither may know."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""ScDiVa: sizes, options, and the mode vector against a reference of its own."""
-
 from __future__ import annotations
 
 import math
@@ -13,7 +11,6 @@ from scforge.config.schema import ModelConfig
 from scforge.errors import DataError, OptionError
 from scforge.models import ScDiVaConfig, ScDiVaModel, get_model
 
-SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4, "latent_dim": 6}
 VOCAB, GENES = 60, 56
 
 

@@ -1,5 +1,3 @@
-"""Cells that ScDiVa draws by unmasking."""
-
 from __future__ import annotations
 
 import pytest

@@ -1,5 +1,3 @@
-"""ScDiVa: what becomes a token, what LAT sees, and what is hidden."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -12,10 +10,7 @@ from scforge.errors import OptionError
 from scforge.tokenizers import get_tokenizer
 from scforge.tokenizers.entropy_ranked import serialisation_weights
 
-SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4, "latent_dim": 6}
-GATED = {"norm": "rms", "activation": "swiglu", "bias": False}
 VOCAB, GENES = 60, 56
-MASK = 2
 
 
 @pytest.mark.parametrize("options", [{}, {"position_embedding": "rotary"}, {"max_tokens": 7}], ids=str)

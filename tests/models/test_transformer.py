@@ -18,8 +18,6 @@ from scforge.models.components.attention import generate_causal_mask
 BATCH, SEQ, HIDDEN = 9, 20, 16
 LENGTHS = torch.tensor([20, 19, 18, 11, 10, 3, 1, 0, 20])
 RIGHT = torch.arange(SEQ) < LENGTHS[:, None]
-
-
 MASKS = {"right": RIGHT, "left": RIGHT.flip(1), "all": torch.ones(BATCH, SEQ).bool()}
 MASKS["scattered"] = torch.rand(BATCH, SEQ, generator=torch.Generator().manual_seed(4)) < 0.6
 every_mask = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)

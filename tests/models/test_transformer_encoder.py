@@ -1,5 +1,3 @@
-"""TransformerEncoder: its poolings, heads and options; what all architectures promise is in tests/contracts."""
-
 from __future__ import annotations
 
 import pytest

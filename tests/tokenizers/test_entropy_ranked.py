@@ -1,5 +1,3 @@
-"""The ranking by expression and entropy, against NumPy; what models measure for it."""
-
 from __future__ import annotations
 
 import numpy as np

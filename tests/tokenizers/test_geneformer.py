@@ -160,7 +160,6 @@ class TestRealData:
 
 
 # The same with made-up dictionaries, which need no files.
-
 GENES = [f"ENSG{i:011d}" for i in range(120)]
 V1 = {"<pad>": 0, "<mask>": 1, **{gene: i + 2 for i, gene in enumerate(GENES)}}
 V2 = {"<pad>": 0, "<mask>": 1, "<cls>": 2, "<eos>": 3, **{gene: i + 4 for i, gene in enumerate(GENES)}}

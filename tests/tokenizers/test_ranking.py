@@ -1,5 +1,3 @@
-"""The fast ranking against a stable sort of exact keys, where it is most likely to go wrong."""
-
 import numpy as np
 import pytest
 from scipy import sparse

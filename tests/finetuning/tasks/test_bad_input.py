@@ -1,5 +1,3 @@
-"""Options and columns that a task cannot use."""
-
 from __future__ import annotations
 
 import numpy as np
