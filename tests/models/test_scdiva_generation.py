@@ -1,3 +1,5 @@
+"""Cells that ScDiVa draws by unmasking."""
+
 from __future__ import annotations
 
 import pytest
@@ -123,6 +125,10 @@ def test_lengths_are_drawn_from_those_of_training():
     ("options", "message"),
     [
         ({"n_cells": 0}, "n_cells=0"),
+        ({"n_steps": 0}, "n_steps=0"),
+        ({"temperature": 0.0}, "temperature=0.0"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"seed": -1}, "seed=-1"),
         ({"mask_id": 9}, "mask_id=9 is none of the 4"),
         ({"n_tokens": 41}, "the 40 that the model takes"),
         ({"n_tokens": 0}, "n_tokens=0 to 0"),
@@ -131,6 +137,7 @@ def test_lengths_are_drawn_from_those_of_training():
         ({"prompt": {"values": torch.ones(2)}}, "no mapping with 'input_ids'"),
         ({"prompt": {"input_ids": torch.tensor([5, 5])}}, "a gene twice"),
         ({"prompt": {"input_ids": torch.tensor([5, 2])}}, "the token 2, which is no gene"),
+        ({"prompt": {"input_ids": torch.tensor([[5], [6], [7]])}}, r"give \(P,\), or \(2, P\)"),
         ({"prompt": {"input_ids": torch.tensor([5]), "values": torch.ones(2)}}, "values of shape"),
         ({"prompt": {"input_ids": torch.tensor([5]), "values": torch.tensor([-1.0])}}, "the value -1.0"),
         ({"prompt": {"input_ids": torch.arange(5, 15)}, "n_tokens": 9}, "the 10 tokens of prompt"),

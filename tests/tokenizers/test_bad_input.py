@@ -13,6 +13,7 @@ from scforge.data import GeneVocab
 from scforge.data.mapping import GeneMap
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeError
 from scforge.tokenizers import Masking, RankValueTokenizer, get_tokenizer, list_tokenizers
+from scforge.tokenizers._binning import bin_entries
 
 N_GENES = 50
 VOCAB = (
@@ -40,6 +41,7 @@ def fails(call, error: type[ScforgeError], *parts: str) -> None:
 VALUES = [
     (-3, "cells holds negative values (smallest: -3), but raw counts are needed"),
     (np.nan, "cells holds 1 missing or infinite values"),
+    (-np.inf, "cells holds 1 missing or infinite values"),
     (0.5, "cells holds values that are not whole numbers (first: 0.5)"),
     (1e39, "cells holds values that are too large (largest: 1e+39)"),
 ]
@@ -105,8 +107,10 @@ def test_a_damaged_matrix(name) -> None:
 
 TOTALS = [
     (np.ones(5), "totals has the shape (5,) but there are 6 cells"),
+    (3.0, "totals has the shape ()"),
     ([1, 2, 3, 4, 5, np.nan], "totals holds nan, which is no library size"),
     ([1, 2, 3, 4, -5, 6], "totals holds -5"),
+    (["1"] * 6, "totals has the dtype <U1"),
     ([[1], [1, 2]], "totals is not a list of numbers"),
 ]
 
@@ -165,6 +169,7 @@ def options_that_are_none():
     for name in list_tokenizers():
         yield name, {"max_len": 2**31}, f"max_len={2**31} is too large; give a number below 2^31"
         yield name, {"max_len": -1}, "max_len=-1 is not at least 0"
+        yield name, {"max_len": "8"}, "max_len='8' is not a whole number of tokens"
     for value in (5, "G1", {"G1": 1}):
         told = f"dropped={value!r} is not a list of gene names"
         yield "gene_embedding", {"missing": "drop", "dropped": value}, told
@@ -177,8 +182,11 @@ def test_options() -> None:
         assert get_tokenizer(name, VOCAB, max_len=2**31 - 1)(COUNTS)["input_ids"].shape[1] < 60
     for option, value, message in (
         ("mask_token_prob", "0.5", "mask_token_prob='0.5' is not a number from 0 to 1."),
+        ("random_token_prob", True, "random_token_prob=True is not a number from 0 to 1."),
         ("random_token_prob", 1.5, "random_token_prob=1.5 is not a number from 0 to 1."),
+        ("seed", "0", "seed='0' is not a whole number"),
         ("seed", -1, "seed=-1 is not at least 0"),
+        ("seed", 2**63, f"seed={2**63} is too large"),
     ):
         fails(lambda o=option, v=value: Masking(VOCAB, **{o: v}), OptionError, message)
 
@@ -190,11 +198,15 @@ TEXT = pd.DataFrame({"gene_id": list(TOKENS), "token": ["a"] * 4, "median": [1.0
 ONE = "ENSG00000000005"
 GENEFORMER = [
     (TOKENS, OptionError, "tokens_medians holds one dictionary; " + BOTH),
+    ((), OptionError, "tokens_medians holds 0 parts; " + BOTH),
     ((TOKENS, 3), OptionError, "tokens_medians holds 'dict' and 'int'; " + BOTH),
     (None, OptionError, "tokens_medians is of type 'NoneType'; pass a table, a file, or the two dictionaries"),
     ((MEDIANS, TOKENS), DataError, "tokens_medians does not number its tokens from 0 without a gap"),
     (({**TOKENS, "<pad>": "0"}, MEDIANS), DataError, "tokens_medians has the token '0' for '<pad>', which"),
+    (({None: 0}, MEDIANS), DataError, "tokens_medians has a token for None, which is no text"),
     ((TOKENS, {**MEDIANS, ONE: "a"}), DataError, f"has the median 'a' for '{ONE}', which is no n"),
+    ((TOKENS, {**MEDIANS, ONE: -1.0}), DataError, f"the median -1.0 for '{ONE}', which is not a positive"),
+    ((TOKENS, {**MEDIANS, ONE: np.nan}), DataError, f"the median nan for '{ONE}', which is not"),
     (TEXT, DataError, "tokens_medians has the token 'a' for '<pad>', which is no number"),
     (TEXT[["gene_id"]], DataError, "tokens_medians lacks the column 'token' (it has: 'gene_id')"),
     ("gone.parquet", MissingFileError, "tokens_medians='gone.parquet' does not exist"),
@@ -223,3 +235,10 @@ def test_options_of_geneformer(tmp_path) -> None:
     hint = "tokens.pkl' is a pickle file, which can run code; if you trust it, read it with pickle.load and " + BOTH
     fails(lambda: call(tmp_path / "tokens.pkl"), OptionError, hint)
     fails(lambda: call(tmp_path / "tokens.parquet"), DataError, "cannot be read as a table: ")
+
+
+def test_bins_of_a_block_that_nobody_checked_stay_in_bounds() -> None:
+    for value in (-3e9, -1.0, np.nan, np.inf, -np.inf):
+        bins = bin_entries(np.array([0, 20]), np.r_[value, np.ones(19)].astype(np.float32), 51, "one")
+        assert bins.min() >= 0
+        assert bins.max() <= 50

@@ -70,8 +70,10 @@ def test_tables_in_memory(tiny_vocab, tmp_path):
     for table in (
         PART,
         PART.reset_index(names="gene"),
+        PART.astype("Float64"),
         PART.astype(np.float64),
         dict(zip(names, rows, strict=True)),
+        dict(zip(names, rows.tolist(), strict=True)),
         dict(zip(names, torch.from_numpy(rows.copy()), strict=True)),
         pd.DataFrame({"vector": list(rows)}, index=names),
     ):
@@ -122,6 +124,7 @@ def bad_tables(folder: Path):
     holes.iloc[7, 2], holes.iloc[9, 0] = np.nan, np.inf
     whole = saved("f", genes=text, vectors=VECTORS).read_bytes()
     place = whole.index(VECTORS.tobytes())
+    np.save(folder / "i.npy", VECTORS)
     foreign = FRAME.rename(lambda name: f"ENSG{int(name[4:]):011d}")
     yield 7, OptionError, "table is of type 'int'; pass a file"
     yield folder / "none.npz", MissingFileError, "none.npz' does not exist; give the file"
@@ -129,22 +132,33 @@ def bad_tables(folder: Path):
     yield foreign, GeneMismatchError, "none of the 80 genes of the voc"
     yield holes, DataError, "missing or infinite numbers in the vectors of 2 genes .first: 'gene7'"
     yield FRAME.astype("Float32").replace(FRAME.iloc[3, 1], pd.NA), DataError, "the vectors of 1 genes .first: 'gene3'"
+    yield FRAME * 0, DataError, "table gives the same vector to all genes"
+    yield FRAME.astype(str), DataError, "gene names once, .* columns without numbers"
     yield FRAME.reset_index(drop=True), DataError, "gene names once.* it has as columns of text: nothing"
+    yield FRAME.reset_index(names="a").assign(b="x"), DataError, "gene names once.* as columns of text: 'a', 'b'"
     yield FRAME.assign(b=list(VECTORS)), DataError, "the column of vectors 'b' beside other columns of numbers"
     yield FRAME.set_axis([None, *GENES[1:]], axis=0), DataError, "has 1 rows without a gene name"
     yield FRAME.iloc[:, :0], DataError, "shape .80, 0.; numbers of shape"
+    yield {}, DataError, "numbers of shape .genes, dimensions. are needed"
     yield {"gene0": [1.0, 2.0], "gene1": [1.0]}, DataError, "shape .1,. for the gene 'gene1', but of shape .2,. for"
+    yield {"gene0": [1.0, 2.0], "gene1": 1.0}, DataError, r"has 1.0 for the gene 'gene1'"
     yield {"gene0": [[1.0], [2.0, 3.0]]}, DataError, "something else than one vector a gene"
+    yield {"gene0": ["a"], "gene1": ["b"]}, DataError, "vectors of dtype <U1"
+    yield {"gene0": [[1.0]]}, DataError, "has an array of shape .1, 1. for the gene 'gene0'"
     yield saved("a", vectors=VECTORS), DataError, "a.npz' lacks the array 'genes' .it has: 'vectors'."
     yield saved("b", genes=text[:70], vectors=VECTORS), DataError, "70 gene names but 80 vectors"
     yield saved("c", genes=text.astype(object), vectors=VECTORS), DataError, "save the names as text with"
+    yield saved("d", genes=np.arange(80), vectors=VECTORS), DataError, "'genes' of dtype int64"
+    yield saved("e", genes=text, vectors=VECTORS[0]), DataError, "vectors of dtype float32 and shape .5,."
     yield written("g.npz", whole[:400]), DataError, "is not an npz file; write it with np.savez"
     damaged = whole[:place] + b"\xff" * 8 + whole[place + 8 :]
     yield written("h.npz", damaged), DataError, "cannot be read: Bad CRC-32"
+    yield written("i.npz", (folder / "i.npy").read_bytes()), DataError, "is not an npz file"
     yield written("a.parquet", b"PAR1 and no more"), DataError, "cannot be read as parquet"
     yield written("a.safetensors", b"no tensors"), DataError, "cannot be read as safetensors"
     yield tensors("b", None, x=VECTORS), DataError, "a matrix but no gene names; put them as a JSON list under 'genes'"
     yield tensors("c", "gene0, gene1", x=VECTORS), DataError, "not a JSON list"
+    yield tensors("d", json.dumps(GENES), x=VECTORS, y=VECTORS), DataError, "must hold one matrix"
     yield tensors("e", json.dumps(GENES[:3]), x=VECTORS), DataError, "3 gene names but 80 vectors"
 
 

@@ -1,6 +1,9 @@
+"""Options and columns that a task cannot use."""
+
 from __future__ import annotations
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from scforge.errors import DataError, OptionError
@@ -19,25 +22,34 @@ TABLES = {
     ("name", "options", "message"),
     [
         ("annotation", {"labels_key": None}, "needs labels_key"),
+        ("annotation", {"labels_key": 3}, "labels_key=3 is not the name of a column"),
         ("annotation", {"classes": ["a"]}, "fewer than two classes"),
         ("annotation", {"classes": ["a", "a"]}, "names a class twice"),
+        ("annotation", {"classes": "ab"}, "classes='ab' is not a list"),
         ("annotation", {"class_weights": "even"}, "class_weights='even'"),
         ("annotation", {"class_weights": {"a": -1}}, r"class_weights\['a'\]=-1"),
         ("annotation", {"classes": ["a", "b"], "class_weights": {"c": 1}}, "class_weights has 'c'"),
         ("annotation", {"label_smoothing": 1.0}, "label_smoothing=1.0"),
         ("annotation", {"head": {"hiden_dim": 3}}, "did you mean 'hidden_dim'"),
+        ("annotation", {"head": 3}, "head=3 is not a dict of options"),
         ("annotation", {"head": {"hidden_dim": -1}}, r"head\['hidden_dim'\]=-1"),
+        ("annotation", {"head": {"dropout": 2}}, r"head\['dropout'\]=2"),
+        ("annotation", {"label_smoting": 0.1}, "did you mean 'label_smoothing'"),
         ("multi_label", {"labels_key": None}, "give either columns of truth values, or one column of text"),
         ("multi_label", {"labels_key": None, "labels_keys": "p"}, "labels_keys='p' is not a list"),
         ("multi_label", {"labels_key": None, "labels_keys": ["p", "p"]}, "names a column twice"),
         ("multi_label", {"labels_key": None, "labels_keys": ["p", "q"], "classes": ["p"]}, "are not labels_keys"),
+        ("multi_label", {"separator": " "}, "separator=' '"),
         ("multi_label", {"pos_weight": 3}, "pos_weight=3"),
+        ("regression", {"loss_function": "l1"}, "loss_function='l1'"),
         ("regression", {"center": 1.0}, "belong together"),
         ("regression", {"center": 1.0, "scale": 0.0}, "scale=0.0"),
         ("regression", {"center": "x", "scale": 1.0}, "center='x'"),
+        ("perturbation", {"control": ""}, "control=''"),
         ("perturbation", {"heldout": "gene0"}, "heldout='gene0' is not a list of names"),
         ("perturbation", {"heldout": ["a"], "heldout_contexts": ["b"]}, "are both given"),
         ("perturbation", {"heldout_contexts": ["b"]}, "needs context_key"),
+        ("perturbation", {"delta_loss": "l1"}, "delta_loss='l1'"),
         ("integration", {"alignment": -1.0}, "alignment=-1.0"),
         ("integration", {"n_reference": 3, "batches": ["a", "b"]}, "n_reference=3"),
     ],
@@ -53,13 +65,20 @@ def test_options_that_cannot_be_used(name, options, message):
         ("annotation", ["x"] * 200, "has one label only"),
         ("annotation", [np.nan] * 200, "has no label among the training cells"),
         ("annotation", np.linspace(0, 1, 200), r"not whole \(first: 0.00502513\).*'regression'"),
-        ("annotation", [f"AAAC{i}" for i in range(200)], "has another value for each of the 200 training cells"),
+        ("annotation", [np.inf, 1.0] * 100, "not whole"),
+        (
+            "annotation",
+            [f"AAAC{i}" for i in range(200)],
+            "has another value for each of the 200 training cells",
+        ),
         ("multi_label", ["yes", "no"] * 100, "'column' holds 'yes', which is neither a truth value"),
+        ("multi_label", [0, 2] * 100, "'column' holds '2'"),
         ("multi_label", [1.0] * 200, "has 'column' for all training cells"),
         ("label sets", [1, 2] * 100, "holds '1', not text"),
         ("label sets", [""] * 200, "has no label for any training cell"),
         ("regression", ["old", "young"] * 100, "not numbers; .*'annotation'"),
         ("regression", [True, False] * 100, "holds truth values .first: True., not numbers"),
+        ("regression", pd.Categorical(["1", "2"] * 100), "not numbers"),
         ("regression", [1.0, np.inf] * 100, "infinite values"),
         ("regression", [3.0] * 200, r"one value only \(3\)"),
         ("regression", [np.nan] * 200, "no value among the training cells"),
