@@ -26,10 +26,8 @@ TASKS_HERE: dict[str, dict[str, Any]] = {
     "regression": {"labels_key": "depth"},
 }
 """Options that a task cannot do without, on the cells of :func:`cells`."""
-
 TOKENS = {"input_ids", "attention_mask", "values", "labels", "bin_ids"}
 QUICK = {"max_epochs": 1, "batch_size": 32, "progress_bar": False, "accelerator": "cpu", "num_threads": 0}
-
 pytestmark = pytest.mark.filterwarnings("ignore::scforge.errors.ScforgeWarning")
 
 

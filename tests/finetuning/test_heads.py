@@ -1,5 +1,3 @@
-"""An encoder with a head: what it sees, gradients, an encoder that is frozen, and a temperature for its confidence."""
-
 from __future__ import annotations
 
 import numpy as np

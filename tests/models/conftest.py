@@ -12,7 +12,6 @@ from scforge.models import ScDiVaModel
 SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4, "latent_dim": 6}
 VOCAB, GENES = 60, 56
 MASK = 2
-
 type Batch = dict[str, torch.Tensor]
 
 

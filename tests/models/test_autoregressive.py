@@ -1,5 +1,3 @@
-"""AutoregressiveTransformer: what a state may see, what it is compared with, and what an embedding is made of."""
-
 from __future__ import annotations
 
 import pytest
@@ -148,8 +146,6 @@ NOTHING = {"gene_loss_weight": 0.0, "expression_loss_weight": 0.0}
     [
         ({"pooling": "max"}, "pooling='max' is not known"),
         ({"n_bins": 1}, "n_bins=1"),
-        ({"n_conditions": -1}, "n_conditions=-1"),
-        ({"n_bins": "many"}, "n_bins='many' is not a whole number of bins"),
         ({"cell_loss_weight": -1.0}, "cell_loss_weight=-1.0"),
         (NOTHING | {"cell_loss_weight": 0}, "expression_loss_weight, cell_loss_weight are all 0, so that nothing"),
         (NOTHING | {"pooling": "mean"}, "gene_loss_weight, expression_loss_weight are all 0, so that nothing"),

@@ -1,5 +1,3 @@
-"""Components and utilities; the examples of their documentation run in tests/seeds."""
-
 from __future__ import annotations
 
 import pytest
@@ -12,10 +10,7 @@ from scforge.models import get_model, init_weights
 from scforge.models.components import (
     GeneExpressionEmbedding,
     MaskedGenePredictionHead,
-    SelfAttention,
-    TransformerBlock,
     cls_pool,
-    generate_causal_mask,
     last_pool,
     mean_pool,
 )
@@ -43,33 +38,6 @@ def test_head_starts_at_the_token_frequencies():
     head.init_bias(torch.tensor([0, 0, 0, 0, 30, 64]))
     expected = torch.tensor([1.0, 1, 1, 1, 31, 65]) / 100
     torch.testing.assert_close(head(torch.randn(3, 8)).softmax(dim=-1), expected.expand(3, -1))
-
-
-def test_generate_causal_mask():
-    expected = torch.full((5, 5), -torch.inf).triu(1)
-    assert torch.equal(generate_causal_mask(5), expected)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 1)
-    assert encoder(torch.randn(2, 5, 8), mask=generate_causal_mask(5)).isfinite().all()
-
-
-def test_attention_equals_torch():
-    ours, torchs = SelfAttention(16, 4), nn.MultiheadAttention(16, 4, batch_first=True)
-    with torch.no_grad():
-        torchs.in_proj_weight.copy_(ours.qkv.weight)
-        torchs.in_proj_bias.copy_(ours.qkv.bias)
-        torchs.out_proj.weight.copy_(ours.out.weight)
-        torchs.out_proj.bias.copy_(ours.out.bias)
-    x = torch.randn(3, 7, 16)
-    padding = torch.arange(7) >= torch.tensor([7, 4, 2])[:, None]
-    expected, _ = torchs(x, x, x, key_padding_mask=padding, need_weights=False)
-    torch.testing.assert_close(ours(x, ~padding[:, None, None, :]), expected, atol=1e-5, rtol=1e-4)
-
-
-def test_heads_must_divide_the_width():
-    with pytest.raises(OptionError, match="hidden_dim=30 is not divisible by num_heads=4"):
-        SelfAttention(30, 4)
-    with pytest.raises(ValueError, match="activation='tanh'"):
-        TransformerBlock(8, 2, activation="tanh")
 
 
 def test_init_weights():

@@ -1,5 +1,3 @@
-"""Losses of counts, against scipy and by their gradients."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -8,12 +6,7 @@ import torch
 from scipy import stats
 
 from scforge.errors import OptionError
-from scforge.models.components.count_losses import (
-    COUNT_LOSSES,
-    check_count_targets,
-    count_loss,
-    expected_counts,
-)
+from scforge.models.components.count_losses import COUNT_LOSSES, check_count_targets, count_loss, expected_counts
 
 LOG_RATES = [-12.0, -3.0, 0.0, 1.5, 6.0, 9.0]
 COUNTS = [1.0, 2.0, 7.0, 500.0, 20_000.0]
@@ -59,17 +52,6 @@ def test_probabilities_sum_to_one_and_the_expected_count_is_their_mean(name, log
 
 
 @every_loss
-def test_gradients(name):
-    rate = torch.tensor([-3.0, 0.2, 2.0, 5.0], dtype=torch.float64, requires_grad=True)
-    counts = torch.tensor([1.0, 3.0, 40.0, 2.0], dtype=torch.float64)
-    inputs = (rate,)
-    if "binomial" in name:
-        inputs = (rate, torch.tensor([-2.0, 0.5, 4.0, 8.0], dtype=torch.float64, requires_grad=True))
-    assert torch.autograd.gradcheck(lambda r, *d: count_loss(name, r, counts, *d), inputs)
-    assert torch.autograd.gradcheck(lambda r, *d: expected_counts(name, r, *d), inputs)
-
-
-@every_loss
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision_is_computed_in_high(name, dtype):
     log_rate, counts, log_dispersion = grid(name, dtype)
@@ -81,17 +63,6 @@ def test_low_precision_is_computed_in_high(name, dtype):
     torch.testing.assert_close(losses.double(), exact, rtol=1e-6, atol=1e-6)
     losses.sum().backward()
     assert log_rate.grad.isfinite().all()
-
-
-@every_loss
-@pytest.mark.parametrize("log_rate", [-1e4, -60.0, 60.0, 1e4])
-def test_extremes_are_finite(name, log_rate):
-    rate = torch.full((3,), log_rate)
-    counts = torch.tensor([1.0, 100.0, 1e6])
-    for extreme in (-1e3, 1e3):
-        dispersion = torch.full((3,), extreme) if "binomial" in name else None
-        assert count_loss(name, rate, counts, dispersion).isfinite().all()
-        assert expected_counts(name, rate, dispersion).isfinite().all()
 
 
 def test_targets_names_and_dispersion_are_checked():

@@ -25,15 +25,6 @@ def test_share_and_scale(p, dtype):
     assert float(both) == pytest.approx(p * p, abs=4e-3)
 
 
-def test_seeded():
-    x = torch.ones(50)
-    torch.manual_seed(1)
-    one = Dropout(0.5)(x)
-    torch.manual_seed(1)
-    assert torch.equal(Dropout(0.5)(x), one)
-    assert not torch.equal(Dropout(0.5)(x), one)
-
-
 def test_evaluation_extremes_and_shapes():
     x = torch.randn(20)
     before = x.clone()

@@ -1,5 +1,3 @@
-"""ScDiVa: losses and heads."""
-
 from __future__ import annotations
 
 import math

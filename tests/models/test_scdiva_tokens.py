@@ -1,5 +1,3 @@
-"""ScDiVa: what becomes a token, what LAT sees, and what is hidden."""
-
 from __future__ import annotations
 
 import numpy as np
@@ -9,29 +7,10 @@ from scipy.sparse import csr_matrix
 
 from scforge.data import GeneVocab
 from scforge.errors import OptionError
-from scforge.testing import check_model
 from scforge.tokenizers import get_tokenizer
 from scforge.tokenizers.entropy_ranked import serialisation_weights
 
-SIZES = {"hidden_dim": 16, "num_layers": 2, "num_heads": 4, "latent_dim": 6}
-GATED = {"norm": "rms", "activation": "swiglu", "bias": False}
 VOCAB, GENES = 60, 56
-MASK = 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"denoising": True, "norm_style": "pre", "unpad": True, "n_batches": 3},
-        {"denoising": True, "position_embedding": "rotary", "max_tokens": 5},
-        {"denoising": True, "mode": "vector", "norm_style": "pre", "final_norm": False, **GATED},
-        {"variational": False, "gradient_checkpointing": True},
-    ],
-    ids=str,
-)
-def test_keeps_the_rules(options):
-    check_model("scdiva", **SIZES, **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"position_embedding": "rotary"}, {"max_tokens": 7}], ids=str)
@@ -61,51 +40,6 @@ def test_weights_of_genes_put_profiles_in_order(made, profiles):
     assert ties.tolist() == [[14, 15, 16]]
     with pytest.raises(OptionError, match="weights has the shape"):
         model.init_gene_weights(weights[1:])
-
-
-def test_the_first_token_is_the_vector_of_genes_that_are_seen_whole(hide, tokens_of, made, profiles):
-    model = made(denoising=True)
-    batch, hidden = hide(tokens_of(profiles))
-    names = ("input_ids", "attention_mask", "values", "masked_positions", "masked_values")
-    seen = model._seen(*(hidden[name] for name in names))
-    whole = hidden["attention_mask"] & ~hidden["masked_positions"] & ~hidden["masked_values"]
-    x = torch.zeros(5, GENES).scatter_add(1, (hidden["input_ids"] - 4).clamp(min=0), hidden["values"] * whole)
-    torch.testing.assert_close(model._readout(seen), model.gene_embedding(x), atol=1e-6, rtol=1e-5)
-    # A token is its gene after the norm, and its value.
-    seen = model._seen(batch["input_ids"], batch["attention_mask"], batch["values"])
-    vectors = model._embed(seen, None)
-    torch.testing.assert_close(vectors, model._embed(seen, model.token_table()))
-    gene = model.gene_embedding.weight[int(batch["input_ids"][1, 2]) - 4] + model.gene_embedding.bias
-    expected = model.gene_embedding.norm(gene) + model.value_encoder(batch["values"][1:2, 2:3])[0, 0]
-    torch.testing.assert_close(vectors[1, 2], expected)
-
-
-def test_states_and_attention_weights_of_tokens(tokens_of, made, profiles):
-    for options in ({}, {"max_tokens": 5}):
-        model = made(**options)
-        batch = tokens_of(profiles)
-        n_cells, width = batch["input_ids"].shape
-        output = model(**batch, output_hidden_states=True, output_attentions=True)
-        assert [tuple(state.shape) for state in output.hidden_states] == [(n_cells, width, 16)] * 2
-        assert [tuple(part.shape) for part in output.attentions] == [(n_cells, 4, width, width)] * 2
-        share = output.attentions[0].sum(dim=-1)[:, :, 0]
-        assert bool(((share > 0.1) & (share < 1)).all())
-        if options:
-            assert not output.attentions[0][..., 5:].any()
-            assert not output.hidden_states[1][:, 5:].any()
-    with pytest.raises(OptionError, match="needs mode='tokens'"):
-        made(mode="vector")(**batch, output_attentions=True)
-
-
-def test_half_precision_is_about_the_same(hide, tokens_of, made, profiles):
-    model = made(denoising=True, num_cell_types=2)
-    batch, hidden = hide(tokens_of(profiles))
-    with torch.autocast("cpu", torch.bfloat16):
-        low, dense = model(**hidden), model(profiles, target=profiles)
-    high = model(**hidden)
-    assert low.embeddings.dtype == torch.float32
-    torch.testing.assert_close(low.loss, high.loss, atol=0.05, rtol=0.05)
-    torch.testing.assert_close(dense.loss, model(profiles, target=profiles).loss, atol=0.05, rtol=0.05)
 
 
 @pytest.mark.parametrize("options", [{}, {"position_embedding": "rotary"}, {"mode": "vector"}], ids=str)

@@ -50,45 +50,6 @@ def test_isotropic_cells_score_lower_than_all_others():
     assert all(score > 2 * isotropic for score in scores.values()), (isotropic, scores)
 
 
-def test_expectation_does_not_depend_on_the_number_of_cells():
-    torch.manual_seed(0)
-    sigreg = SIGReg(128)
-    few = torch.stack([sigreg(torch.randn(16, 4)) for _ in range(60)]).mean()
-    many = torch.stack([sigreg(torch.randn(256, 4)) for _ in range(60)]).mean()
-    assert float(few / many) == pytest.approx(1.0, abs=0.15)
-
-
-def test_collapsed_cells_are_pushed_apart():
-    torch.manual_seed(0)
-    x = (0.05 * torch.randn(100, 3)).requires_grad_()
-    optimizer = torch.optim.Adam([x], lr=0.1)
-    sigreg = SIGReg(32)
-    for _ in range(120):
-        optimizer.zero_grad()
-        sigreg(x).backward()
-        optimizer.step()
-    covariance = torch.cov(x.detach().T)
-    torch.testing.assert_close(covariance, torch.eye(3), atol=0.3, rtol=0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_changes_no_number(dtype):
-    sigreg, noise = SIGReg(64), torch.randn(8, 64)
-    x = torch.randn(200, 8).to(dtype)
-    shares = torch.zeros(2, 200)
-    shares[0, :50], shares[1, 50:] = 1 / 50, 1 / 150
-    wide = x.float()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        alone, groups = sigreg.compute(x, noise), sigreg.of_groups(x, noise, shares)
-        torch.manual_seed(3)
-        drawn = sigreg(x)
-    assert alone.dtype == groups.dtype == drawn.dtype == torch.float32
-    torch.testing.assert_close(alone, sigreg.compute(wide, noise))
-    torch.testing.assert_close(groups, sigreg.of_groups(wide, noise, shares))
-    torch.manual_seed(3)
-    torch.testing.assert_close(drawn, sigreg(wide))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_module_of_another_dtype_computes_the_same(dtype):
     x, noise, shares = torch.randn(30, 5), torch.randn(5, 16), torch.full((1, 30), 1 / 30)

@@ -14,7 +14,6 @@ from torch import nn
 from scforge.models.components import SIGReg
 
 pytestmark = pytest.mark.slow
-
 SCRIPT = """
 import json, sys, datetime
 import torch

@@ -1,5 +1,3 @@
-"""TransformerEncoder: its poolings, heads and options; what all architectures promise is in tests/contracts."""
-
 from __future__ import annotations
 
 import pytest
@@ -30,8 +28,6 @@ def test_pooling_is_what_it_says(pooling):
         ({"expression_head": "bin"}, "n_bins=None does not go with expression_head='bin'"),
         ({"expression_head": "bin", "n_bins": 1}, "n_bins=1"),
         ({"tie_head": True, "gene_vectors": {"dim": 3, "learned": 4}}, "tie_head=True needs a learned gene embedding"),
-        ({"position_embedding": "absolute"}, "position_embedding='absolute' is not known"),
-        ({"use_expression_values": "no"}, "use_expression_values='no'"),
     ],
 )
 def test_bad_options(options, message):
@@ -56,15 +52,6 @@ def test_token_prior_sets_the_first_loss():
     ids = torch.full((2, 5), 10)
     with torch.no_grad():
         assert float(model(ids, torch.ones(2, 5), labels=ids).loss) < 0.5
-
-
-def test_without_logits_the_head_runs_at_labels_only():
-    model, shapes = TransformerEncoder(50, 8, 1, 2), []
-    model.head.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(inputs[0].shape)))
-    ids = torch.randint(4, 50, (3, 6))
-    labels = ids.masked_fill(torch.arange(18).view(3, 6) >= 3, -100)
-    model(ids, torch.ones(3, 6), labels=labels, return_logits=False)
-    assert shapes == [(3, 8)]
 
 
 def test_tied_head_shares_the_gene_embedding():

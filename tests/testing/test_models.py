@@ -54,52 +54,10 @@ class Small(nn.Module):
         return self.pool(self.states(input_ids, values), attention_mask)
 
 
-class Values(Small):
-    """Predicts the value of each token: logits of shape (B, S). Correct."""
-
-    def __init__(self, vocab_size, hidden_dim=8):
-        super().__init__(vocab_size, hidden_dim)
-        self.head = nn.Linear(hidden_dim, 1)
-
-    def forward(self, input_ids, attention_mask, values=None, labels=None, value_labels=None, **kwargs):
-        logits = self.head(self.states(input_ids, values)).squeeze(-1)
-        loss = None if labels is None else ((logits - value_labels)[labels != -100] ** 2).sum()
-        return ModelOutput(loss=loss, logits=logits, embeddings=self.encode(input_ids, attention_mask, values))
-
-
-class Gated(Small):
-    """Starts with a gate of zero, as deep networks do; nothing passes through it then. Correct."""
-
-    def __init__(self, vocab_size, hidden_dim=8):
-        super().__init__(vocab_size, hidden_dim)
-        self.gate, self.more = nn.Parameter(torch.zeros(())), nn.Linear(hidden_dim, hidden_dim)
-
-    def states(self, input_ids, values):
-        hidden = super().states(input_ids, values)
-        return hidden + self.gate * torch.tanh(self.more(hidden))
-
-
-class Conditioned(Small):
-    """Adds a class of the cell. Correct."""
-
-    n_conditions = 3
-
-    def __init__(self, vocab_size, hidden_dim=8):
-        super().__init__(vocab_size, hidden_dim)
-        self.classes = nn.Embedding(1 + self.n_conditions, hidden_dim)
-
-    def forward(self, input_ids, attention_mask, values=None, labels=None, condition=None, **kwargs):
-        hidden = self.states(input_ids, values)
-        logits = self.head(hidden + self.classes(condition)[:, None])
-        loss = None if labels is None else self.loss(logits, labels)
-        return ModelOutput(loss=loss, logits=logits, embeddings=self.pool(hidden, attention_mask))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("cls", [Small, Values, Gated, Conditioned])
-def test_correct_ones_pass(cls):
-    check_model(cls)
-    check_model(cls(vocab_size=50, hidden_dim=4))
+def test_a_correct_one_passes():
+    check_model(Small)
+    check_model(Small(vocab_size=50, hidden_dim=4))
 
 
 def output_with(change):
@@ -120,10 +78,6 @@ def part_of(add):
         add(self)
 
     return __init__
-
-
-def needs_an_odd_key(self, input_ids, attention_mask, values=None, labels=None, **kwargs):
-    return Small.forward(self, input_ids + kwargs["batch_ids"], attention_mask, values, labels)
 
 
 def another_loss(self, input_ids, attention_mask, values=None, labels=None, return_logits=True, **kwargs):
@@ -177,10 +131,6 @@ OTHER_ORDER = "uses_order is False but genes in another order change the embeddi
 BROKEN = {
     "from_config": {"it has no 'from_config', which": None},
     "encode": {
-        "it has no 'encode'": None,
-        r"encode takes \('input_ids', 'values', 'kwargs'\) first instead of": (
-            lambda self, input_ids, values=None, **kwargs: None
-        ),
         r"encode takes no \*\*kwargs; a batch may hold keys that are not for it": (
             lambda self, input_ids, attention_mask, values=None: None
         ),
@@ -190,11 +140,9 @@ BROKEN = {
         "'values' at padding change the embeddings": sums_values,
     },
     "forward": {
-        "forward takes no 'labels'": lambda self, input_ids, attention_mask, values=None, **kwargs: None,
         "forward returns Tensor, not ModelOutput": (
             lambda self, input_ids, attention_mask, values=None, labels=None, **kwargs: values
         ),
-        "raises KeyError.* where forward returns a loss, logits and embeddings": needs_an_odd_key,
         "return_logits=False changes the loss": another_loss,
         r"forward changes the batch that it is given \('values'\)": changes_the_batch,
         "labels leak into the logits": leaks_labels,
@@ -202,16 +150,10 @@ BROKEN = {
         "labels leak into the expression": leaks_values("expression"),
     },
     "output": {
-        "forward returns no logits": lambda out: {"logits": None},
         r"the logits of 5 cells and 12 tokens are \(5, 11, 60\)": lambda out: {"logits": out.logits[:, 1:]},
-        r"the embeddings of 5 cells are \(5, 1, 16\)": lambda out: {"embeddings": out.embeddings[:, None]},
-        "the logits hold a number that is not finite": lambda out: {"logits": out.logits * float("inf")},
         "there is a loss without labels": lambda out: {"loss": out.logits.sum()},
-        "there is no loss though labels are given": lambda out: {"loss": None},
-        r"the loss is \(1,\), not a scalar": lambda out: {"loss": out.loss and out.loss[None]},
         "the loss is nan with labels": lambda out: {"loss": out.loss and out.loss * float("nan")},
         "forward and encode embed cells differently": lambda out: {"embeddings": 2 * out.embeddings},
-        "more padding changes the logits of tokens": lambda out: {"logits": out.logits / out.logits.shape[1]},
     },
     "loss": {
         "more padding changes the loss": lambda self, logits, labels: loss(self, logits, labels) / logits.shape[1]
@@ -219,25 +161,15 @@ BROKEN = {
     "part": {
         "the parameter 'unused.weight' takes no part in the loss": lambda model: model.register_module(
             "unused", nn.Linear(3, 3)
-        ),
-        "raises RuntimeError.*Some tensors share memory.* where weights are saved and loaded": (
-            lambda model: setattr(model.head, "weight", model.genes.weight)
-        ),
+        )
     },
     "states": {
         "the embeddings are random in evaluation mode": lambda *given: F.dropout(states(*given), 0.1),
-        "the parameter 'genes.weight' takes no part in the loss": lambda *given: states(*given).detach(),
-        "the gradient of 'genes.weight' is not finite": (
-            lambda self, ids, values: states(self, ids, values) + (self.genes(ids) * 0).abs().sqrt()
-        ),
         "a model with the same weights embeds cells differently": hidden_state,
         "LoRA adapters do not change the embeddings": (
             lambda self, ids, values: projected(
                 self, self.genes(ids) + F.linear(values[..., None], self.value.weight, self.value.bias)
             )
-        ),
-        "a LoRA adapter of 'project' does nothing; call the layer instead of reading its weight": (
-            lambda self, ids, values: projected(self, self.genes(ids) + self.value(values[..., None]))
         ),
         "with disabled LoRA adapters the embeddings are not those of before": (
             lambda self, *given: states(self, *given) * (1 if type(self.project) is nn.Linear else 2)
@@ -255,13 +187,7 @@ BROKEN = {
         "the embedding of a cell without tokens is not finite": (
             lambda self, hidden, mask: pool(self, hidden, mask) / any_token(mask)
         ),
-        "a cell without tokens has another embedding alone than among others": (
-            lambda self, hidden, mask: pool(self, hidden, mask) + hidden.sum(dim=1) * ~any_token(mask)
-        ),
         "raises .* where encode can be exported for any number of cells": depends_on_numbers,
-        "exported for any number of cells, encode gives other numbers": (
-            lambda *given: pool(*given) * (2 if torch.compiler.is_exporting() else 1)
-        ),
     },
 }
 
@@ -286,7 +212,7 @@ def test_names_classes_and_instances_are_taken(monkeypatch):
     check_model("gene_pooling", hidden_dim=8, num_layers=1)
     check_model(MODELS.get("masked_autoencoder"), hidden_dim=8, num_layers=1, num_heads=2, decoder_layers=1)
     check_model(TransformerEncoder(50, 8, 1, 2, pooling="mean"))
-    monkeypatch.setattr(MODELS, "_entries", {**MODELS._entries, "small": Small})
+    monkeypatch.setitem(MODELS._entries, "small", Small)
     check_model("small", hidden_dim=4)
     with pytest.raises(OptionError, match="come with an instance"):
         check_model(Small(60), hidden_dim=4)

@@ -1,11 +1,8 @@
-"""The ranking by expression and entropy, against NumPy; what models measure for it."""
-
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from scipy import sparse
 
 from scforge.data import GeneVocab, measure_entropies, open_cells
 from scforge.errors import OptionError
@@ -85,13 +82,3 @@ def test_a_model_of_a_data_module_measures_training_cells(tiny_adata):
     expected = measure_entropies(tiny_adata[:40].copy(), model.vocab)
     np.testing.assert_allclose(model.vocab.entropies, expected.entropies, rtol=1e-12)
     assert not np.allclose(model.vocab.entropies, measure_entropies(tiny_adata, model.vocab).entropies)
-
-
-def test_large_cells_and_counts():
-    generator = np.random.default_rng(0)
-    dense = np.where(generator.random((3, 5000)) < 0.6, generator.integers(1, 100_000, (3, 5000)), 0)
-    vocab = GeneVocab.from_genes([f"g{i}" for i in range(5000)]).with_entropies(generator.uniform(0, 1, 5000))
-    batch = get_tokenizer("entropy_ranked", vocab)(sparse.csr_matrix(dense))
-    expected = ranked(dense, dense.sum(axis=1), serialisation_weights(vocab), None)
-    for ids, mask, genes in zip(batch["input_ids"], batch["attention_mask"], expected, strict=True):
-        assert (ids[mask] - vocab.n_special).tolist() == genes

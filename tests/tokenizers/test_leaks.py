@@ -27,7 +27,6 @@ N_GENES, N_STEPS, BATCH, N_TEST = 60, 140, 32, 512
 LEVELS = np.random.default_rng(9).permutation(np.repeat([1.0, 10.0], N_GENES // 2))
 ENTROPIES = np.random.default_rng(7).uniform(0.2, 1.0, N_GENES)
 MEDIANS = np.exp(np.random.default_rng(8).uniform(-1, 3, N_GENES))
-
 BINS = {"n_bins": 3, "side": "one"}  # the bins are then the two counts
 BIAS = {"transform": "counts", "attention_bias": True}
 
@@ -78,7 +77,6 @@ def excess(name, options, *, key="values", leak=None, **objective_options) -> fl
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-
     batch = prepare(random_cells(N_TEST, seed=2), np.arange(N_TEST))
     with torch.no_grad():
         logits = module.eval()(**batch).logits

@@ -78,7 +78,6 @@ def test_seed_epoch_and_cell_change_the_choice(tokens):
     ("options", "message"),
     [
         ({"mask_ratio": 0.0}, "mask_ratio=0.0"),
-        ({"mask_ratio": float("nan")}, "mask_ratio=nan"),
         ({"random_token_prob": -0.1}, "random_token_prob=-0.1"),
         ({"mask_token_prob": 0.8, "random_token_prob": 0.3}, "sum to more than 1"),
     ],

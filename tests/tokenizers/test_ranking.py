@@ -1,14 +1,10 @@
-"""The fast ranking against a stable sort of exact keys, where it is most likely to go wrong."""
-
 import numpy as np
 import pytest
 from scipy import sparse
 
 from scforge.data import CellBlock, GeneVocab
 from scforge.errors import OptionError
-from scforge.tokenizers import RaggedTokens, _ranking, get_tokenizer
-from scforge.tokenizers.batch import pad
-from scforge.tokenizers.rank_value import RankValueTokenizer
+from scforge.tokenizers import _ranking, get_tokenizer
 
 N_GENES = 700
 rng = np.random.default_rng(0)
@@ -45,34 +41,6 @@ def test_order(kind, largest, most, monkeypatch):
     for cell in range(40):
         ids = tokens.ids[tokens.indptr[cell] : tokens.indptr[cell + 1]] - vocab.n_special
         np.testing.assert_array_equal(ids, reference(counts[cell], max(block.totals[cell], 1), medians))
-
-
-@pytest.mark.parametrize("options", [{"append_cls": False}, {"append_eos": True, "max_len": 50}, {"max_len": 3}])
-@pytest.mark.parametrize("largest", [3, 2**20])
-def test_padded_at_once_as_from_ragged_tokens(options, largest):
-    counts = np.floor(np.exp(rng.random((20, N_GENES)) * np.log(largest + 1))) * (rng.random((20, N_GENES)) < 0.1)
-    counts[[0, 7]] = 0
-    vocab = GeneVocab.from_genes([f"g{i}" for i in range(N_GENES)]).with_medians(MEDIANS["spread"])
-    vocab = vocab.with_special_tokens("<eos>")
-    tokenizer = get_tokenizer("rank_value", vocab, **options)
-    block = CellBlock.from_csr(sparse.csr_matrix(counts.astype(np.float32)))
-    at_once, expected = tokenizer(block), pad(tokenizer._tokenize(block), *tokenizer._frame)
-    assert at_once.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert at_once[key].dtype == tensor.dtype
-        np.testing.assert_array_equal(at_once[key], tensor)
-
-
-def test_whoever_ranks_otherwise_is_asked():
-    class Reversed(RankValueTokenizer):
-        def _tokenize(self, block):
-            tokens = super()._tokenize(block)
-            return RaggedTokens(tokens.indptr, tokens.ids[::-1].copy(), tokens.values[::-1].copy())
-
-    vocab = GeneVocab.from_genes(["a", "b"])
-    counts = sparse.csr_matrix([[1.0, 2.0]])
-    plain, other = (kind(vocab, use_medians=False, append_cls=False)(counts) for kind in (RankValueTokenizer, Reversed))
-    np.testing.assert_array_equal(other["input_ids"], plain["input_ids"].flip(1))
 
 
 @pytest.mark.parametrize("median", [1e-30, 1e30])

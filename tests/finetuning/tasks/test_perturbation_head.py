@@ -7,7 +7,7 @@ from torch import nn
 
 from scforge.config.schema import ModelConfig
 from scforge.errors import OptionError
-from scforge.finetuning.tasks._perturbation_fit import Observed, _left_out, fit_linear
+from scforge.finetuning.tasks._perturbation_fit import Observed, fit_linear
 from scforge.finetuning.tasks._perturbation_head import gene_features, gene_table
 from scforge.models import get_model, list_models
 from scforge.models.components import GeneVectorEmbedding
@@ -33,18 +33,6 @@ def test_features_that_tell_effects_count_and_others_do_not() -> None:
     start = fit_linear(Observed(delta, np.array([5]), one, np.ones((1, 2)), np.zeros((1, 2)), np.zeros(1)), 3)
     np.testing.assert_allclose((start.base + start.own[1]) @ start.basis, delta[0], rtol=0.02)
     assert not start.of_features.any()
-
-
-def test_left_out_blocks_are_those_of_a_fit_without_them() -> None:
-    rng = np.random.default_rng(0)
-    root, scores, blocks = rng.normal(size=(9, 12)), rng.normal(size=(9, 3)), np.arange(9) // 2
-    kernel = root @ root.T
-    expected = 0.0
-    for block in np.unique(blocks):
-        out, rest = np.flatnonzero(blocks == block), np.flatnonzero(blocks != block)
-        dual = np.linalg.solve(kernel[np.ix_(rest, rest)] + np.eye(len(rest)), scores[rest])
-        expected += np.square(scores[out] - kernel[np.ix_(out, rest)] @ dual).sum()
-    assert _left_out(np.linalg.inv(kernel + np.eye(9)), scores, blocks) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("architecture", list_models())
