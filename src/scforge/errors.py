@@ -46,9 +46,9 @@ _CALLERS = {
 def _not_the_user() -> tuple[str, ...]:
     """Return the beginnings of the paths of code that no warning is about."""
     places = {**sysconfig.get_paths(), "user": site.getusersitepackages()}
-    found = {f"{Path(places[kind])}{os.sep}{name}" for kinds, names in _CALLERS.items() for kind in kinds for name in names}
-    # Python compares without the last letter of a file's name.
-    return tuple(path if path.endswith(".") else path + os.sep for path in (str(Path(__file__).parent), *found))
+    found = {Path(places[kind], name) for kinds, names in _CALLERS.items() for kind in kinds for name in names}
+    # Python compares without the last letter of a file's name, so a prefix must be shorter.
+    return tuple(str(path) if path.name.endswith(".") else f"{path}{os.sep}" for path in (Path(__file__).parent, *found))
 
 
 _NOT_THE_USER = _not_the_user()
