@@ -48,7 +48,8 @@ def _not_the_user() -> tuple[str, ...]:
     places = {**sysconfig.get_paths(), "user": site.getusersitepackages()}
     found = {Path(places[kind], name) for kinds, names in _CALLERS.items() for kind in kinds for name in names}
     # Python compares without the last letter of a file's name, so a prefix must be shorter.
-    return tuple(str(path) if path.name.endswith(".") else f"{path}{os.sep}" for path in (Path(__file__).parent, *found))
+    found.add(Path(__file__).parent)
+    return tuple(str(path) if path.name.endswith(".") else f"{path}{os.sep}" for path in found)
 
 
 _NOT_THE_USER = _not_the_user()
