@@ -1,7 +1,5 @@
 """What every registered architecture promises. A new one is covered by itself, and better with a line in OPTIONS."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What every registered task promises. A new one needs a line in TASKS_HERE: its options for the cells below."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

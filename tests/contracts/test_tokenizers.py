@@ -1,7 +1,5 @@
 """What every registered tokenizer promises: the check for plugins, with each interesting set of options."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

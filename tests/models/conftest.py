@@ -1,7 +1,5 @@
 """A small ScDiVa, and cells for it as profiles, as tokens, and with hidden parts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A transformer layer, a stack and a model are one graph for torch.compile, and compute the same in it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Cells that ScDiVa draws by unmasking."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

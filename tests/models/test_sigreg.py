@@ -1,7 +1,5 @@
 """SIGReg over cells against the formula written out in NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Two processes, each with cells of its own, compute the SIGReg of all cells: over gloo, with DDP."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

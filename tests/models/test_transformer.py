@@ -1,7 +1,5 @@
 """The stack of layers: whatever way it takes, the numbers are those of the plain one."""
 
-from __future__ import annotations
-
 import inspect
 from types import SimpleNamespace
 

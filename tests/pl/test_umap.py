@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import anndata as ad
 import matplotlib.pyplot as plt
 import numpy as np

@@ -1,7 +1,5 @@
 """The check for models finds what is wrong: each model below breaks one rule, and is told which."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What is no count, no name and no option is refused in one sentence, before a kernel meets it."""
 
-from __future__ import annotations
-
 import anndata as ad
 import numpy as np
 import pandas as pd

@@ -1,7 +1,5 @@
 """Bins against scGPT's and Tahoe-x1's definitions, one cell at a time, written here without scforge."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

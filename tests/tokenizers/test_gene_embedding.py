@@ -1,7 +1,5 @@
 """Gene vectors: every format gives the same matrix, every bad table one sentence, and tokens are those of the base."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import zipfile

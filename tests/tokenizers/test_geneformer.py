@@ -6,8 +6,6 @@ Geneformer (Theodoris et al. 2023) makes a cell so: columns that are genes of th
 ids to current ones and sums the columns of one gene, the sums behind the genes with one column.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

@@ -8,8 +8,6 @@ bin or the place of a hidden gene knows more. The tests with a leak show that it
 Shapes: B cells, S tokens, G genes, V vocabulary.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

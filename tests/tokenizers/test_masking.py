@@ -1,7 +1,5 @@
 """Masking: how often what is chosen. That nothing of it can be read off is tested in test_properties.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

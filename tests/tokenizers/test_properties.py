@@ -3,8 +3,6 @@
 Shapes: B cells, S tokens, G genes.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

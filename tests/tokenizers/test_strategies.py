@@ -1,7 +1,5 @@
 """Each tokenizer against a plain reference of its definition, one cell at a time, in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy import sparse

@@ -1,7 +1,5 @@
 """A small model over small cells, with the head of a task."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import anndata as ad

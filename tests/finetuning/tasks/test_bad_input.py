@@ -1,7 +1,5 @@
 """Options and columns that a task cannot use."""
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd
 import pytest
