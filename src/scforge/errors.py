@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 _CALLERS = {
-    ("stdlib",): ("concurrent", "contextlib.py", "copy.py", "functools.py", "threading.py"),
+    ("stdlib",): ("concurrent", "contextlib.", "copy.", "functools.", "threading."),
     ("purelib", "platlib", "user"): ("lightning", "lightning_fabric", "pytorch_lightning", "torch"),
 }
 """What calls parts of scforge back, so that its lines are not the user's either."""
@@ -47,7 +47,9 @@ def _not_the_user() -> tuple[str, ...]:
     """Return the beginnings of the paths of code that no warning is about."""
     places = {**sysconfig.get_paths(), "user": site.getusersitepackages()}
     found = {Path(places[kind], name) for kinds, names in _CALLERS.items() for kind in kinds for name in names}
-    return tuple(str(path) + ("" if path.suffix else os.sep) for path in (Path(__file__).parent, *found))
+    # Python compares without the last letter of a file's name, so a prefix must be shorter.
+    found.add(Path(__file__).parent)
+    return tuple(str(path) if path.name.endswith(".") else f"{path}{os.sep}" for path in found)
 
 
 _NOT_THE_USER = _not_the_user()
