@@ -81,3 +81,9 @@ def test_warnings_point_at_the_line_of_the_user():
     # errors.warn finds that line whatever the depth; a number is wrong as soon as a function moves.
     found = [path for path in (ROOT / "src").rglob("*.py") if "stacklevel=" in path.read_text(encoding="utf-8")]
     assert [str(path.relative_to(ROOT)) for path in found] == []
+
+
+def test_files_that_the_design_names_exist():
+    named = set(re.findall(r"`([a-z_/]+\.py)`", (ROOT / "docs" / "design.md").read_text(encoding="utf-8")))
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (ROOT / "src" / "scforge" / name).is_file()] == []

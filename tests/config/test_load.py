@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scforge.config import Config, dump_config, load_config
-from scforge.config.aliases import SYNONYMS, known_names
 from scforge.errors import ConfigError
 
 DATA = "data: {paths: cells.h5ad}\n"
@@ -139,27 +138,6 @@ def test_many_aliases_are_no_burden(load: Load) -> None:
     levels = "".join(f"    l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 30))
     content = f"{DATA}model:\n  any:\n    l0: &l0 [x]\n{levels}training: {{max_steps: x}}\n"
     assert told(load, content).startswith("recipe.yaml, line 34: training.max_steps='x'")
-
-
-@pytest.mark.parametrize(
-    ("key", "suggestion"),
-    [
-        ("training.learning_rate", "training.optimizer.lr"),
-        ("training.gpus", "training.devices"),
-        ("training.num_workers", "data.num_threads"),
-        ("random_state", "seed"),
-    ],
-)
-def test_names_of_other_tools_are_suggestions(load: Load, key: str, suggestion: str) -> None:
-    assert f"=8 is not a known option; did you mean '{suggestion}'? (" in message(load, DATA, f"{key}=8")
-
-
-def test_synonyms_fit_the_schema() -> None:
-    known = set(known_names(Config))
-    assert set(SYNONYMS.values()) <= known
-    # A fine-tuning has options that pretraining tools use for other things.
-    plain = {name.rpartition(".")[2] for name in known if not name.startswith("finetune.")}
-    assert not set(SYNONYMS) & plain
 
 
 @pytest.mark.parametrize("number", ["1e-4", "1.e-4", ".1e-3", "+1E-4", "'1e-4'"])

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from scipy import sparse
 
+from scforge import datasets
 from scforge.data import CellBlock, CellSource, open_cells
 from scforge.data.checks import (
     check_adata,
@@ -229,3 +230,16 @@ def test_from_csr_puts_a_matrix_in_order():
     assert matrix.data.tolist() == [1.0, 0.0, 2.0, 4.0]
     with pytest.raises(DataError, match=r"totals has the shape \(3,\) but there are 2 cells"):
         CellBlock.from_csr(sparse.csr_matrix(np.eye(2)), np.ones(3))
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_counts_that_change_are_checked_again(dense):
+    adata = datasets.pbmc3k()[:50, :200].copy()
+    if dense:
+        adata.X = adata.X.toarray()
+    assert counts_of(adata).sum() == counts_of(adata).sum()
+    values = adata.X if dense else adata.X.data
+    first = np.flatnonzero(values.ravel())[:2]
+    values.ravel()[first] += [0.5, -0.5]
+    with pytest.raises(DataError, match="not whole numbers"):
+        counts_of(adata)

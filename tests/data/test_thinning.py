@@ -3,7 +3,8 @@ import pytest
 from scipy import sparse, stats
 
 from scforge.data import CellBlock, CellSource
-from scforge.data.cells import cell_keys, content_keys, uniform
+from scforge.data.cells import content_keys
+from scforge.data.sampling import cell_keys, uniform
 from scforge.training.objectives._views import thin
 
 PLAIN = {"keep": (0.5, 0.5), "gene_dropout": (0.0, 0.0), "seed": 0, "epoch": 0, "view": 0}

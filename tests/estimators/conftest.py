@@ -1,6 +1,9 @@
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import anndata as ad
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -45,6 +48,29 @@ def trained(build: Callable[..., Encoder], quick: dict) -> Callable[..., Encoder
 @pytest.fixture
 def model(trained: Callable[..., Encoder]) -> Encoder:
     return trained(setup={"labels_key": "group"})
+
+
+@pytest.fixture(scope="session")
+def saved_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of a light model, ``plain``, of a transformer, ``base``, and of adapters on it; do not change them."""
+    group = np.arange(40) % 2
+    mean = np.full((40, 40), 0.5)
+    mean[group == 0, :10], mean[group == 1, -10:] = 6.0, 6.0
+    obs = pd.DataFrame({"group": pd.Categorical(np.where(group, "b", "a"))}, index=[f"cell{i}" for i in range(40)])
+    counts = np.random.default_rng(0).poisson(mean).astype(np.float32)
+    cells = ad.AnnData(counts, obs=obs, var=pd.DataFrame(index=[f"gene{i}" for i in range(40)]))
+    options = {"max_epochs": 1, "batch_size": 16, "progress_bar": False, "accelerator": "cpu", "num_threads": 0}
+    Encoder.setup_anndata(cells, labels_key="group")
+    plain = Encoder(cells, n_top_genes=24, hidden_dim=8, ffn_dim=8, latent_dim=4)
+    base = Encoder(cells, "transformer_encoder", n_top_genes=24, hidden_dim=8, num_layers=1, num_heads=2, ffn_dim=8)
+    for model in (plain, base):
+        model.train(**options)
+    adapted = base.finetune("annotation", cells, labels_key="group", lora={"r": 2}, **(options | {"lr": 1e-2}))
+    folder = tmp_path_factory.mktemp("saved")
+    plain.save(folder / "plain")
+    base.save(folder / "base")
+    adapted.save_adapter(folder / "adapter")
+    return folder
 
 
 @pytest.fixture

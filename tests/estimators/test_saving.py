@@ -92,7 +92,7 @@ def test_save_anndata(model: Encoder, tmp_path: Path, quick) -> None:
 def test_files_have_the_permissions_of_any_new_file(model: Encoder, tmp_path: Path, quick) -> None:
     before = os.umask(0o027)
     try:
-        model.save(tmp_path / "model", save_anndata=True, scvi_format=True)
+        model.save(tmp_path / "model", save_anndata=True)
         model.train(**quick, checkpoint_dir=tmp_path / "ckpt", checkpoint_every_n_steps=2)
         tuned = model.finetune("annotation", lora={"r": 2}, **quick, checkpoint_dir=tmp_path / "tuned")
         tuned.save_adapter(tmp_path / "adapter")

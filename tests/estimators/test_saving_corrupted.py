@@ -14,9 +14,8 @@ import torch
 from scforge._io import sha256_of
 from scforge.errors import MissingFileError, ModelFileError
 from scforge.estimators import Encoder
-from scforge.estimators.serialize import ADAPTER, MODEL, read_description, sealed
+from scforge.estimators.serialize import sealed
 
-FIRST = Path(__file__).parents[1] / "fixtures" / "format_1"
 MOST_MEMORY = 100 * 2**20
 FILES = {
     "model": ["config.json", "model.safetensors", "vocab.json"],
@@ -108,13 +107,12 @@ def said(part: str | None = None, **changes: object) -> Spoil:
     """Change what the description says, and write it with right checksums."""
 
     def spoil(folder: Path) -> None:
-        kind = MODEL if folder.name == "model" else ADAPTER
         content = read_description(kind, config(folder))
-        sums = {name: sha256_of(folder / name) for name in content["sha256"]} if kind is MODEL else None
+        sums = {name: sha256_of(folder / name) for name in content["sha256"]} if folder.name == "model" else None
         content["sha256"] = sums or sha256_of(weights(folder))
         (content if part is None else content[part]).update(changes)
         content = {key: value for key, value in content.items() if key not in ("format", "scforge_version")}
-        config(folder).write_text(sealed(kind, content))
+        config(folder).write_text(sealed(content))
 
     return spoil
 
@@ -183,8 +181,10 @@ CASES["model"] |= {
     "a vocabulary with other genes": vocabulary(lambda content: content.replace("gene3", "gene4000", 1)),
 }
 CASES["adapter"] |= {
-    "the weights of a model": lambda folder: shutil.copy(FIRST / "plain" / "model.safetensors", weights(folder)),
-    "the description of a model": lambda folder: shutil.copy(FIRST / "plain" / "config.json", config(folder)),
+    "the weights of a model": lambda folder: shutil.copy(
+        folder.with_name("model") / "model.safetensors", weights(folder)
+    ),
+    "the description of a model": lambda folder: shutil.copy(folder.with_name("model") / "config.json", config(folder)),
     "a checksum that is a list": said(sha256=[1]),
     "a task of no name": said("tuning", task={}),
     "no width": said("tuning", n_latent=None),
@@ -269,12 +269,12 @@ CASES["model"] |= {
 
 
 @pytest.fixture(scope="module")
-def base() -> Encoder:
-    return Encoder.load(FIRST / "base")
+def base(saved_models: Path) -> Encoder:
+    return Encoder.load(saved_models / "base")
 
 
 @pytest.fixture(scope="module")
-def sound(base: Encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sound(base: Encoder, saved_models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("sound")
     counts = np.random.default_rng(0).poisson(1.0, (20, 40)).astype(np.float32)
     for name, n_genes in {"model": 30, "other": 40}.items():
@@ -283,7 +283,7 @@ def sound(base: Encoder, tmp_path_factory: pytest.TempPathFactory) -> Path:
         Encoder.setup_anndata(adata)
         Encoder(adata, hidden_dim=8, ffn_dim=8, latent_dim=4).save(place / name)
         Encoder.load(place / name)
-    Encoder.load_adapter(base, FIRST / "adapter").save_adapter(place / "adapter")
+    Encoder.load_adapter(base, saved_models / "adapter").save_adapter(place / "adapter")
     Encoder.load_adapter(base, place / "adapter")
     return place
 

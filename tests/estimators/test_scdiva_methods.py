@@ -88,8 +88,6 @@ def test_files_of_other_runtimes(cells: ad.AnnData, tmp_path: Path, mode: str, f
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_made_of_a_model(cells: ad.AnnData, tmp_path: Path, mode: str) -> None:
     model = made(cells, mode)
-    model.save(tmp_path / "model", scvi_format=True)
-    assert (tmp_path / "model" / "model.pt").exists()
     query = ScDiVa.load_query_data(cells, model)
     with pytest.warns(ScforgeWarning, match="embed the reference again"):
         query.train(1, **QUICK)

@@ -4,7 +4,7 @@ import torch
 from scipy import sparse
 
 from scforge.data import CellSource, GeneVocab
-from scforge.data.cells import cell_keys
+from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, OptionError, ScforgeWarning, TrainingError
 from scforge.models import ScDiVaModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer
