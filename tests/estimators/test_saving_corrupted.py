@@ -14,7 +14,7 @@ import torch
 from scforge._io import sha256_of
 from scforge.errors import MissingFileError, ModelFileError
 from scforge.estimators import Encoder
-from scforge.estimators.serialize import sealed
+from scforge.estimators.serialize import read_description, sealed
 
 MOST_MEMORY = 100 * 2**20
 FILES = {
@@ -107,7 +107,7 @@ def said(part: str | None = None, **changes: object) -> Spoil:
     """Change what the description says, and write it with right checksums."""
 
     def spoil(folder: Path) -> None:
-        content = read_description(kind, config(folder))
+        content = read_description(folder.name, config(folder))
         sums = {name: sha256_of(folder / name) for name in content["sha256"]} if folder.name == "model" else None
         content["sha256"] = sums or sha256_of(weights(folder))
         (content if part is None else content[part]).update(changes)
