@@ -29,6 +29,7 @@ _NAMES = {
         "testing",
         "tokenizers",
         "training",
+        "workflows",
     )
 }
 
@@ -50,6 +51,7 @@ __all__ = [
     "testing",
     "tokenizers",
     "training",
+    "workflows",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, {**_NAMES, "__version__": "scforge._version"})

@@ -13,7 +13,7 @@ from scipy import sparse
 from scforge.config import load_config
 from scforge.data import CellOrder, CensusQuery, GeneVocab, convert, open_cells
 from scforge.data.sampling import Window
-from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning
+from scforge.errors import DataError, MissingFileError, OptionError, ScforgeWarning
 from scforge.workflows.train import train_from_config
 
 tiledbsoma = pytest.importorskip("tiledbsoma", reason="the clients of the Census have an environment of their own")
@@ -139,8 +139,9 @@ def test_symbols_find_their_column(uri, adata):
     vocab = GeneVocab.from_genes(list(adata.var["feature_name"][:200]))
     expected = open_cells(adata, vocab, gene_key="feature_name")
     same_cells(CensusQuery(uri=uri).open(vocab).block(np.arange(9)), expected.block(np.arange(9)))
-    with pytest.raises(GeneMismatchError):
-        CensusQuery(uri=uri, gene_key="feature_id").open(vocab)
+    with pytest.warns(ScforgeWarning, match="200 human Ensembl ids were matched with human gene symbols"):
+        cells = CensusQuery(uri=uri, gene_key="feature_id").open(vocab)
+    same_cells(cells.block(np.arange(9)), expected.block(np.arange(9)))
 
 
 def test_without_a_vocabulary_all_genes_are_taken(uri, adata):

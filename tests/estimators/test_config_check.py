@@ -46,7 +46,7 @@ def test_what_is_fine(load: Callable[..., Config], store: Path) -> None:
 BENCHMARKS = "eval.benchmarks=[cell_type_annotation]"
 MISTAKES = [
     ("model.vocab_size=3", ConfigError, "model.vocab_size=3 follows from the genes; remove it"),
-    ("tokenizer.max_length=3", ConfigError, "tokenizer.max_length=3 is not an option of 'rank_value'; did you mean 'd"),
+    ("tokenizer.max_length=3", ConfigError, "tokenizer.max_length=3 is not an option of 'rank_value'; did you mean 't"),
     ("tokenizer.max_len=many", ConfigError, "override 'tokenizer.max_len=many': data.max_genes='many' is not an integ"),
     ("objective={name: joint_embedding, views: 0}", OptionError, "views=0 is not "),
     ("tokenizer.append_cls=3", OptionError, "append_cls=3 is neither True nor False"),

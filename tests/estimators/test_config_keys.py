@@ -1,4 +1,3 @@
-import inspect
 import json
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
@@ -18,6 +17,7 @@ from scforge.data import GeneVocab
 from scforge.errors import ConfigError
 from scforge.estimators import Encoder
 from scforge.training import CellDataModule
+from scforge.training.options import TrainOptions
 from scforge.workflows import finetune as finetuning_from_config
 from scforge.workflows import train as config_data
 from scforge.workflows import train as from_config
@@ -56,9 +56,7 @@ class Built:
     @cached_property
     def train(self) -> dict[str, Any]:
         """Arguments of ``Encoder.train``, those left out with its defaults."""
-        bound = inspect.signature(Encoder.train).bind(None, **from_config.train_arguments(self.config))
-        bound.apply_defaults()
-        return bound.arguments
+        return vars(TrainOptions(**from_config.train_arguments(self.config)))
 
     @cached_property
     def parts(self) -> tuple[Encoder, CellDataModule]:
@@ -80,15 +78,15 @@ class Built:
     def opened(self) -> dict[str, Any]:
         """Arguments with which the cells are opened."""
         query = self.replaced("data.census.CensusQuery", Mock())
-        cells = self.replaced("estimators.config_data.open_cells")
-        self.replaced("estimators.config_data.read_h5ad", ad.AnnData(obs={name: [0] for name in "ab"}))
+        cells = self.replaced("workflows.train.open_cells")
+        self.replaced("workflows.train.read_h5ad", ad.AnnData(obs={name: [0] for name in "ab"}))
         config_data.open_source(self.config.data)
         seen = arguments(query) | arguments(cells)
         return seen | {"query": query.called, "obs_columns": seen.get("obs")}
 
     @cached_property
     def loggers(self) -> dict[str, Any]:
-        made = self.replaced("training.loggers.make_loggers")
+        made = self.replaced("training.monitoring.make_loggers")
         from_config.train_arguments(self.config)
         return arguments(made, "loggers", "log_dir")
 
@@ -105,7 +103,7 @@ class Built:
         model = Mock(vocab=None, registry_={"setup_args": {}})
         model.finetune.return_value = model
         load = self.replaced("estimators.Encoder.load", model)
-        self.replaced("estimators.finetuning_from_config.outputs_of")
+        self.replaced("workflows.finetune.outputs_of")
         finetuning_from_config.finetune_from_config(self.config)
         seen = arguments(model.finetune, "task", "source")
         base_model = str(load.call_args.args[0])
@@ -116,7 +114,7 @@ class Built:
         """Files that are written in the end."""
         for name in ("train", "get_latent_representation"):
             self.replaced(f"estimators.Encoder.{name}")
-        write = self.replaced("estimators.from_config._write")
+        write = self.replaced("workflows.train._write")
         from_config.train_from_config(self.config)
         return [call.args[1] for call in write.call_args_list]
 
@@ -271,9 +269,8 @@ def test_fine_tuning_refuses_what_it_would_not_read(build: Callable[[list[str]],
 
 
 def test_defaults_of_the_schema_are_those_of_the_training(build: Callable[[list[str]], Built]) -> None:
-    given = inspect.signature(Encoder.train).parameters
     config = build([]).config
-    for section, names in from_config._ARGUMENTS.items():
-        for name in names:
-            default = type(getattr(config, section)).model_fields[name].default
-            assert default in (None, given[name].default), f"{section}.{name}"
+    for section in ("training", "output"):
+        fields = type(getattr(config, section)).model_fields
+        for name in set(TrainOptions.names()) & fields.keys() - {"validation_size", "optimizer"}:
+            assert fields[name].default in (None, getattr(TrainOptions, name)), f"{section}.{name}"

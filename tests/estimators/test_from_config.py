@@ -213,7 +213,9 @@ def test_a_custom_architecture_by_its_name(run, custom_architecture: str) -> Non
     assert len(model.module.layers) == 3
     assert "my_pooling" in repr(model)
     assert sorted(path.name for path in Path.cwd().iterdir()) == ["cells.h5ad", "config.yaml"], "not asked for"
-    with pytest.raises(ConfigError, match=r"model\.n_heads=3 is not an option of 'my_pooling'; did you mean"):
+    with pytest.raises(
+        ConfigError, match=r"model\.n_heads=3 is not an option of 'my_pooling' \(model has: 'hidden_dim'"
+    ):
         run(text, "model.n_heads=3")
 
 

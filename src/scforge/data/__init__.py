@@ -26,7 +26,7 @@ _NAMES = {
     "StoreInfo": "scforge.data.store",
     "StoreCells": "scforge.data.store",
     "StreamingEntropies": "scforge.data.statistics",
-    "StreamingMedians": "scforge.data.conversion",
+    "StreamingMedians": "scforge.data.cells",
     "Window": "scforge.data.sampling",
     "convert": "scforge.data.conversion",
     "convert_gene_ids": "scforge.data.vocab",

@@ -311,11 +311,11 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     """
     matrix = _matrix(adata, layer)
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
+    if not _is_numeric(matrix):
+        raise DataError(f"{where} has the dtype {matrix.dtype}, but raw counts are needed; convert it first.")
     mark = _mark(matrix)
     if mark is not None and _CHECKED.get(id(matrix)) == mark:
         return matrix if isinstance(matrix, sparse.csr_matrix) else _as_csr(matrix, where)
-    if not _is_numeric(matrix):
-        raise DataError(f"{where} has the dtype {matrix.dtype}, but raw counts are needed; convert it first.")
     counts = _as_csr(matrix, where)
     if problem := value_problem(counts.data):
         way_out = _UNMEASURED if np.isnan(counts.data).any() else _NORMALISED

@@ -15,7 +15,7 @@ from scipy import sparse
 
 from scforge._checks import check_count
 from scforge._constants import TARGET_SUM
-from scforge.data.cells import CellBlock, CellSource
+from scforge.data.cells import CellBlock, CellSource, StreamingMedians
 from scforge.data.checks import (
     check_adata,
     check_obs_column,
@@ -26,7 +26,6 @@ from scforge.data.checks import (
     row_sums,
     value_problem,
 )
-from scforge.data.conversion import StreamingMedians
 from scforge.data.genes import MIN_OVERLAP, GeneMap, map_names, sum_columns, warn_summed
 from scforge.data.readers import open_h5ad
 from scforge.data.sources import open_cells

@@ -1644,7 +1644,7 @@ class Encoder(CellModel):
         embeddings: dict[str, Callable[[Cells], np.ndarray]] = {"": embed_cells}
         if untrained and n_permutations:
             try:
-                embeddings["untrained"] = untrained_embedder(model, batch_size)
+                embeddings["_untrained"] = untrained_embedder(model, batch_size)
             except OptionError as error:
                 warn(f"untrained=True is left out: {error}")
         chosen, there = cells_in_state(cells, "start", start), cells_in_state(cells, "goal", goal)

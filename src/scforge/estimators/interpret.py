@@ -238,7 +238,7 @@ def lowest_fdr(results: pd.DataFrame, n_controls: int) -> float:
     p_values = results["goal_p_value" if "goal_p_value" in results else "p_value"]
     n_tests, sides = int(p_values.notna().sum()), 2 if "goal_p_value" in results else 1
     lowest = min(1.0, sides * n_tests / (n_controls + 1))
-    if not any(name.endswith("untrained") for name in results):
+    if not any(name.endswith("_untrained") for name in results):
         warn(
             "Genes are compared with genes of similar mean expression, not of a similar dose; markers stand out in a "
             "network with random weights as well; compare z-scores with those of untrained=True."
