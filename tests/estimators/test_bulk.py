@@ -273,11 +273,10 @@ def test_which_process_this_is():
 PROCESS = """
 import sys, time
 import torch
-from scforge.estimators import bulk_files
-from scforge.workflows import embed_to
+from scforge.workflows import embed, embed_to
 torch.set_num_threads(1)
 model, store, output, hang = sys.argv[1:]
-write, calls = bulk_files.atomic_write_text, []
+write, calls = embed.atomic_write_text, []
 
 def hanging(path, text):
     if path.parent.name == "blocks" and hang == "True":
@@ -287,7 +286,7 @@ def hanging(path, text):
             time.sleep(600)
     write(path, text)
 
-bulk_files.atomic_write_text = hanging
+embed.atomic_write_text = hanging
 print(embed_to(model, store, output, block_size=100, progress_bar=False, device="cpu"))
 """
 
