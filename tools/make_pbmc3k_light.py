@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scforge.estimators.model_content import card_of
-
 import scforge
 from scforge.eval import LabelPrediction, evaluate
 
@@ -38,7 +36,7 @@ def main() -> None:
         metrics=report,
         n_epochs=model.n_epochs_,
     )
-    model._write(TARGET, overwrite=True, card=card_of(model, name=NAME))
+    model._write(TARGET, overwrite=True, card=model._card(name=NAME))
     for file in TARGET.iterdir():
         file.chmod(0o644)
     size = sum(file.stat().st_size for file in TARGET.iterdir())

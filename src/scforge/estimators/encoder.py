@@ -547,7 +547,7 @@ class Encoder(CellModel):
             True trains the head alone, a number leaves the embeddings and so many layers as they are.
         lora
             True, or a dict of ``r``, ``alpha``, ``dropout``, ``targets`` and ``use_dora``: train low-rank adapters in
-            place of the weights, see :func:`scforge.finetuning.lora_options`.
+            place of the weights, see ``peft.LoraConfig``.
         head
             Options of the head, ``hidden_dim`` and ``dropout``.
         max_epochs

@@ -761,7 +761,7 @@ def evaluate_generation(
     layer
         Key in ``layers`` of `real` and `train` with raw counts; None reads ``X``.
     kinds
-        Name to what it is (:class:`~scforge.eval.Row`), e.g. ``"untrained"``; a model, if not told.
+        Name to what it is, e.g. ``"untrained"``; a model, if not told.
     n_comps, max_cells
         As in :class:`Generation`.
     seeds

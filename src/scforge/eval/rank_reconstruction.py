@@ -213,7 +213,7 @@ def evaluate_reconstruction(
     train
         Orders of training cells, which are other ones, with the same numbers of genes.
     kinds
-        Name to what it is (:class:`~scforge.eval.Row`), e.g. ``"untrained"``; a model, if not told.
+        Name to what it is, e.g. ``"untrained"``; a model, if not told.
     seed
         Seed of the random order, and of draws of cells.
     intervals
