@@ -7,16 +7,13 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numba
 import numpy as np
 
 from scforge._checks import check_bool, check_count, check_seed, check_share
 from scforge.errors import OptionError
-
-if TYPE_CHECKING:
-    pass
 
 
 @numba.njit(cache=True)

@@ -1252,28 +1252,27 @@ class Encoder(CellModel):
         >>> adata.varm["X_scforge_genes"].shape
         (300, 8)
         """
-        model = self
         check_count("max_cells", max_cells, "cells")
         check_count("batch_size", batch_size, "cells")
-        has_cells = adata is not None or model.adata is not None or model._data is not None
+        has_cells = adata is not None or self.adata is not None or self._data is not None
         if check_bool("contextual", contextual):
-            source = ready(model, adata, "gene embeddings are")
-            some = model._open(source).sample(max_cells, seed=check_seed(seed))
+            source = ready(self, adata, "gene embeddings are")
+            some = self._open(source).sample(max_cells, seed=check_seed(seed))
             vectors, _ = contextual_gene_embeddings(
-                model.backbone,
+                self.backbone,
                 some,
-                model.tokenizer,
-                objective=model.spec.build_objective(),
+                self.tokenizer,
+                objective=self.spec.build_objective(),
                 batch_size=batch_size,
                 layer=layer,
             )
         else:
-            source = ready(model, adata, "gene embeddings are", needs_cells=has_cells)
-            vectors = input_gene_embeddings(model.backbone, model.tokenizer)
+            source = ready(self, adata, "gene embeddings are", needs_cells=has_cells)
+            vectors = input_gene_embeddings(self.backbone, self.tokenizer)
         if key_added is not None and isinstance(source, AnnData):
-            columns = column_genes(model, source)
+            columns = column_genes(self, source)
             source.varm[key_added] = np.where((columns >= 0)[:, None], vectors[columns], np.float32(np.nan))
-        return pd.DataFrame(vectors, index=pd.Index(model.vocab.genes, dtype=str))
+        return pd.DataFrame(vectors, index=pd.Index(self.vocab.genes, dtype=str))
 
     def get_attention(
         self,
@@ -1340,19 +1339,18 @@ class Encoder(CellModel):
         >>> adata.varp["scforge_attention"].shape
         (300, 300)
         """
-        model = self
         counts = {"max_cells": max_cells, "batch_size": batch_size, "min_cells": min_cells}
         for name, value in counts.items():
             check_count(name, value, "cells")
         for name, value in {"top_k": top_k, "max_genes": max_genes}.items():
             check_count(name, value, "genes")
-        source = ready(model, adata, "attention is")
-        some = model._open(source).sample(max_cells, seed=check_seed(seed))
+        source = ready(self, adata, "attention is")
+        some = self._open(source).sample(max_cells, seed=check_seed(seed))
         graph = attention_between_genes(
-            model.backbone,
+            self.backbone,
             some,
-            model.tokenizer,
-            objective=model.spec.build_objective(),
+            self.tokenizer,
+            objective=self.spec.build_objective(),
             layer=layer,
             heads=heads,
             top_k=top_k,
@@ -1361,7 +1359,7 @@ class Encoder(CellModel):
             batch_size=batch_size,
         )
         if key_added is not None and isinstance(source, AnnData):
-            source.varp[key_added] = written_over_columns(graph, column_genes(model, source), both=True)
+            source.varp[key_added] = written_over_columns(graph, column_genes(self, source), both=True)
         return graph
 
     def impute(
@@ -1416,9 +1414,8 @@ class Encoder(CellModel):
         >>> model.impute(genes=["ISG15", "TNFRSF4"]).shape
         (60, 2)
         """
-        model = self
-        source, objective = predicting(model, adata, batch_size, seed)
-        if not knows_zeros(objective, model.tokenizer):
+        source, objective = predicting(self, adata, batch_size, seed)
+        if not knows_zeros(objective, self.tokenizer):
             has_option = "zero_targets" in objective.option_names()
             advice = (
                 "train with objective={'name': 'masked_value_prediction', 'zero_targets': 1.0} to tell both apart."
@@ -1429,12 +1426,12 @@ class Encoder(CellModel):
                 f"the model never saw a gene that is off among those it predicted{' (zero_targets=0)' * has_option}, "
                 f"so it predicts the value that a gene has where it is expressed; {advice}"
             )
-        wanted = model.vocab.genes if genes is None else genes
-        numbers = gene_numbers(model, wanted, source=source)
+        wanted = self.vocab.genes if genes is None else genes
+        numbers = gene_numbers(self, wanted, source=source)
         values = predict_uncounted(
-            model.backbone,
-            model._open(source),
-            model.tokenizer,
+            self.backbone,
+            self._open(source),
+            self.tokenizer,
             objective,
             numbers,
             seed=seed,
@@ -1444,11 +1441,11 @@ class Encoder(CellModel):
         if isinstance(source, AnnData):
             index = source.obs_names
             if key_added is not None:
-                place = np.full(model.vocab.n_genes + 1, -1)  # the last one: columns without a gene
+                place = np.full(self.vocab.n_genes + 1, -1)  # the last one: columns without a gene
                 place[numbers] = np.arange(len(numbers))
-                columns = place[column_genes(model, source)]
+                columns = place[column_genes(self, source)]
                 source.layers[key_added] = np.where(columns >= 0, values[:, columns], np.float32(np.nan))
-        return pd.DataFrame(values, index=index, columns=model.vocab.decode(numbers + model.vocab.n_special))
+        return pd.DataFrame(values, index=index, columns=self.vocab.decode(numbers + self.vocab.n_special))
 
     def denoise(
         self,
@@ -1499,20 +1496,19 @@ class Encoder(CellModel):
         >>> denoised.shape == (60, model.vocab.n_genes)
         True
         """
-        model = self
         check_count("n_folds", n_folds, "folds", least=2)
-        source, objective = predicting(model, adata, batch_size, seed)
+        source, objective = predicting(self, adata, batch_size, seed)
         values = predict_counted(
-            model.backbone,
-            model._open(source),
-            model.tokenizer,
+            self.backbone,
+            self._open(source),
+            self.tokenizer,
             objective,
             n_folds=n_folds,
             seed=seed,
             batch_size=batch_size,
         )
         if key_added is not None and isinstance(source, AnnData):
-            source.layers[key_added] = written_over_columns(values, column_genes(model, source), both=False)
+            source.layers[key_added] = written_over_columns(values, column_genes(self, source), both=False)
         return values
 
     def perturb_in_silico(
@@ -1622,29 +1618,28 @@ class Encoder(CellModel):
         >>> len(table)
         1
         """
-        model = self
         for name, value in {"max_cells": max_cells, "batch_size": batch_size}.items():
             check_count(name, value, "cells")
         check_count("n_permutations", n_permutations, "genes", least=0)
         check_bool("untrained", untrained)
         check_seed(seed)
-        source = ready(model, adata, "how cells move is")
+        source = ready(self, adata, "how cells move is")
         perturbation = Perturbation(mode)
-        numbers = None if genes is None else gene_numbers(model, genes, source=source)
+        numbers = None if genes is None else gene_numbers(self, genes, source=source)
         if numbers is None and combinations is not False:
             raise OptionError("combinations=2 needs genes, as there are too many pairs of all; name some.")
-        cells = model._open(source)
+        cells = self._open(source)
         embed_cells = partial(
             embed,
-            model.module,
-            tokenizer=model.tokenizer,
-            objective=model.spec.build_objective(),
+            self.module,
+            tokenizer=self.tokenizer,
+            objective=self.spec.build_objective(),
             batch_size=batch_size,
         )
         embeddings: dict[str, Callable[[Cells], np.ndarray]] = {"": embed_cells}
         if untrained and n_permutations:
             try:
-                embeddings["_untrained"] = untrained_embedder(model, batch_size)
+                embeddings["_untrained"] = untrained_embedder(self, batch_size)
             except OptionError as error:
                 warn(f"untrained=True is left out: {error}")
         chosen, there = cells_in_state(cells, "start", start), cells_in_state(cells, "goal", goal)
@@ -1654,9 +1649,9 @@ class Encoder(CellModel):
             at_goal = cells.sample(max_cells, rows=np.flatnonzero(there), seed=seed)
             towards = {name: centroid(embed_them(at_goal)) for name, embed_them in embeddings.items()}
         if numbers is None:
-            numbers = widely_expressed(model.vocab, cells.sample(max_cells, rows=np.flatnonzero(chosen), seed=seed))
-        perturbation = Perturbation.of(mode, cells.sample(USUAL_CELLS, seed=seed), model.tokenizer)
-        check_activated(perturbation, numbers, model.vocab.genes)
+            numbers = widely_expressed(self.vocab, cells.sample(max_cells, rows=np.flatnonzero(chosen), seed=seed))
+        perturbation = Perturbation.of(mode, cells.sample(USUAL_CELLS, seed=seed), self.tokenizer)
+        check_activated(perturbation, numbers, self.vocab.genes)
         sets = gene_combinations(numbers, combinations)
         tables = []
         for group, rows in cell_groups(cells, groups, chosen):
@@ -1673,7 +1668,7 @@ class Encoder(CellModel):
                     if z in table:
                         table.insert(int(table.columns.get_loc(z)) + 1, f"{z}{name}", random[z])
             named = {
-                name: model.vocab.decode(sets[:, i] + model.vocab.n_special)
+                name: self.vocab.decode(sets[:, i] + self.vocab.n_special)
                 for i, name in enumerate(("gene", "gene_2")[: sets.shape[1]])
             }
             tables.append(pd.DataFrame(named if group is None else {**named, "group": group}).join(table))
@@ -1694,7 +1689,7 @@ class Encoder(CellModel):
         asked |= {name: None if state is None else str(state) for name, state in {"goal": goal, "start": start}.items()}
         if n_permutations:
             results.attrs["lowest_fdr"] = asked["lowest_fdr"] = lowest_fdr(results, n_permutations)
-        note(model, source, key_added, asked, results=results)
+        note(self, source, key_added, asked, results=results)
         return results
 
     def generate(

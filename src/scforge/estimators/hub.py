@@ -41,7 +41,7 @@ def push_model(
     card: str | None = None,
     **options: Any,
 ) -> str:
-    """Do what :meth:`SharingMethods.push_to_hub` says.
+    """Send a model to the hub; see :meth:`scforge.models.Encoder.push_to_hub`.
 
     Parameters
     ----------
@@ -105,7 +105,7 @@ def load_found(
     said
         How the user named it, the beginning of a message.
     adata, base, device
-        As for :meth:`SharingMethods.from_pretrained`.
+        As for :meth:`scforge.models.Encoder.from_pretrained`.
     access
         Options of :func:`scforge.hub.resolve` for the model below adapters.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,10 +17,6 @@ from scforge.data.checks import counts_of, gene_names, warn_if_transformed
 from scforge.data.readers import shared_columns
 from scforge.errors import DataError, OptionError, did_you_mean, listing
 from scforge.training.datamodule import CellDataModule
-
-if TYPE_CHECKING:
-    pass
-    pass
 
 
 class GeneField(LayerField):

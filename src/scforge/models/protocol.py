@@ -11,8 +11,6 @@ import torch
 if TYPE_CHECKING:
     from scforge.config.schema import ModelConfig
 
-    pass
-
 
 @dataclass(frozen=True)
 class ModelOutput:
