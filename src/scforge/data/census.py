@@ -567,7 +567,12 @@ def best_names(var: pd.DataFrame, vocab: GeneVocab | None) -> str:
         raise DataError("var has no column of text, so genes have no names; name the column with gene_key.")
     if vocab is None:
         return known[0]
-    return max(known, key=lambda name: GeneMap.of(_texts(var[name]), vocab).n_matched)
+
+    def fit(name: str) -> tuple[int, bool]:
+        found = GeneMap.of(_texts(var[name]), vocab)
+        return found.n_matched, not found.notes  # of two that match alike, names as the vocabulary has them
+
+    return max(known, key=fit)
 
 
 def _texts(column: pd.Series) -> np.ndarray:
