@@ -1,5 +1,6 @@
 import re
 import tomllib
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 from hatchling.metadata.core import ProjectMetadata
 from hatchling.plugin.manager import PluginManager
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import scforge
@@ -108,3 +111,59 @@ def test_workflows():
     assert used
     assert not [action for action in used if not re.fullmatch(r"[\w/-]+@[0-9a-f]{40}", action)]
     assert not re.findall(r"uvx (?!\w+@)\S+", text)
+
+
+COMPATIBLE = re.compile(
+    r"Apache|\bMIT\b|BSD|\bISC\b|\bPSF|Python Software Foundation|MPL|Mozilla|matplotlib|Kiwi|NVIDIA|MIT-CMU|Zlib|CC0"
+)
+COPYLEFT = re.compile(r"(?<!L)A?GPL|(?<!Lesser )General Public|Affero")
+UNSTATED = {"cuda-toolkit": "NVIDIA", "python-dateutil": "Apache-2.0", "sparsecca": "BSD-3-Clause"}
+"""Licences of packages whose metadata name none."""
+UNAVOIDABLE = {"igraph": "scib-metrics"}
+"""GPL packages that a package of ours requires; scforge itself must not import them."""
+
+
+def required_packages() -> dict[str, set[str]]:
+    """Return what is installed with scforge, each with the packages that require it."""
+    found: dict[str, set[str]] = {}
+    todo = [("scforge", text, "") for text in PROJECT["dependencies"]]
+    seen = set()
+    while todo:
+        if (step := todo.pop()) in seen:
+            continue
+        seen.add(step)
+        parent, text, extra = step
+        requirement = Requirement(text)
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        found.setdefault(name, set()).add(parent)
+        for one in ("", *requirement.extras):
+            todo += [(name, text, one) for text in distribution(name).requires or []]
+    return found
+
+
+def licence_of(name: str) -> str:
+    """Return the licence that a package states: an expression, or classifiers and the first line of the text."""
+    meta = distribution(name).metadata
+    if "License-Expression" in meta:
+        return meta["License-Expression"]
+    stated = [c.rsplit(" :: ", 1)[1] for c in meta.get_all("Classifier", []) if c.startswith("License ::")]
+    if "License" in meta:
+        stated += meta["License"].strip().splitlines()[:1]
+    return "; ".join(stated)
+
+
+def test_licences_of_what_is_required_are_compatible():
+    required = required_packages()
+    assert {"torch", "scanpy", "numpy"} <= set(required)
+    licences = {name: UNSTATED.get(name) or licence_of(name) for name in required}
+    odd = {
+        f"{name} ({licence}), required by {', '.join(sorted(required[name]))}"
+        for name, licence in licences.items()
+        if name not in UNAVOIDABLE and (COPYLEFT.search(licence) or not COMPATIBLE.search(licence))
+    }
+    assert not odd
+    # The exceptions are in use, and not ours.
+    assert {name: required[name] for name in UNAVOIDABLE} == {name: {by} for name, by in UNAVOIDABLE.items()}
+    assert all(COPYLEFT.search(licences[name]) for name in UNAVOIDABLE)
