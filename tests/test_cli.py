@@ -159,3 +159,13 @@ def test_inspect(folder: Path, tiny_adata: ad.AnnData, capsys) -> None:
     assert lines["genes of the vocabulary"[:23]].strip() == "50 of 50 (100.0%) are in the data"
     assert main(["inspect", "cells.h5ad", "--gene-key", "ensembl"]) == 0
     assert "human Ensembl ids in adata.var['ensembl']" in capsys.readouterr().out
+
+
+def test_a_folder_for_the_model_and_a_bar(folder: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    Path("light.yaml").write_text(CONFIG.replace("output: {checkpoint_dir: ck}", ""))
+    assert main(["train", "--config", "light.yaml"]) == 0
+    shown = capsys.readouterr()
+    assert f"Model:       {Path('checkpoints/light/final')}\n" in shown.out
+    assert "Epoch 2/2" in shown.err
+    Encoder.load("checkpoints/light/final")

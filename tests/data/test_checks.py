@@ -8,6 +8,7 @@ from scipy import sparse
 
 from scforge import datasets
 from scforge.data import CellBlock, CellSource, open_cells
+from scforge.data.cells import choose_chunks
 from scforge.data.checks import (
     check_adata,
     check_obs_column,
@@ -243,3 +244,9 @@ def test_counts_that_change_are_checked_again(dense):
     values.ravel()[first] += [0.5, -0.5]
     with pytest.raises(DataError, match="not whole numbers"):
         counts_of(adata)
+
+
+def test_of_more_chunks_than_are_needed_random_rows_are_left_out():
+    chosen = [choose_chunks(100, 15, 10, seed=seed) for seed in range(20)]
+    assert all(len(set(rows // 10)) == 2 and len(set(rows)) == 15 and (np.diff(rows) > 0).all() for rows in chosen)
+    assert len({rows[-1] % 10 for rows in chosen}) > 1

@@ -98,3 +98,10 @@ def test_min_cells(tiny_adata):
     assert chosen.genes == tuple(f"ENSG{i:011d}" for i in (3, 12, 70))
     tiny_adata.X.data[tiny_adata.X.indices == 5] = 0  # explicit zeros are not detected
     assert "gene5" not in select_genes(tiny_adata, min_cells=1).genes
+
+
+def test_a_batch_of_one_cell_is_named(hormones):
+    hormones.obs["donor"] = ["one", *["a", "b"] * 199, "a"]
+    with pytest.warns(ScforgeWarning, match="batch_key names 'one' for one cell each"):
+        found = select_genes(hormones, n_top_genes=25, batch_key="donor").genes
+    assert {"GCG", "INS"} <= set(found)

@@ -1,4 +1,5 @@
 import copy
+from pathlib import Path
 
 import anndata as ad
 import numpy as np
@@ -264,3 +265,39 @@ def test_what_cannot_be_done_is_said(reference, viewed, query, tmp_path):
     mapped = Encoder.load_query_data(query, tmp_path / "reference")
     with pytest.raises(OptionError, match="loaded without its cells"):
         mapped.transfer_labels(labels_key="kind")
+
+
+REAL = Path(__file__).parents[3] / "shared" / "data" / "cells"
+
+
+@pytest.mark.slow
+@pytest.mark.real_data
+@pytest.mark.parametrize(
+    ("file", "key", "held_out"),
+    [("sc_mixology", "batch", ["sc_celseq2"]), ("kang_ctrl_8donor", "sample_id", ["1256", "1488"])],
+)
+def test_real_queries_mix_with_the_stored_embedding_of_the_reference(file, key, held_out):
+    if not (REAL / f"{file}.h5ad").exists():
+        pytest.skip("the shared real data are not here")
+    adata = ad.read_h5ad(REAL / f"{file}.h5ad")
+    adata = adata[np.random.default_rng(0).permutation(adata.n_obs)[:2000]].copy()
+    of_query = adata.obs[key].isin(held_out).to_numpy()
+    known, query = adata[~of_query].copy(), adata[of_query].copy()
+    Encoder.setup_anndata(known, batch_key=key)
+    model = Encoder(known)
+    model.train(max_epochs=10, **QUIET)
+    stored = model.get_latent_representation()
+
+    def mixing() -> float:
+        """Return the share of reference cells among the 30 nearest neighbours of query cells."""
+        embedded = mapped.get_latent_representation(key_added=None)
+        found = NearestNeighbors(n_neighbors=31).fit(np.concatenate([stored, embedded])).kneighbors(embedded)[1]
+        others = found != len(stored) + np.arange(len(embedded))[:, None]
+        return float(np.average(found < len(stored), weights=others))
+
+    mapped = Encoder.load_query_data(query, model)
+    before = mixing()
+    mapped.train(max_epochs=20, **QUIET)
+    assert mixing() >= before > 0.05
+    errors = mapped.history_["validation_squared_error"]["validation_squared_error"]
+    assert errors.iloc[-1] < errors.iloc[0]

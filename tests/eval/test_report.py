@@ -1,5 +1,6 @@
 import errno
 import json
+import logging
 import math
 import re
 from collections.abc import Callable
@@ -299,3 +300,15 @@ def test_the_interval_of_a_sentence_never_contradicts_its_p_value() -> None:
                 assert (p < 0.05) == ("not better" not in sentence)
                 seen.add(p < 0.05)
     assert seen == {True, False}
+
+
+def test_each_step_is_shown_while_it_runs(embedded: ad.AnnData, caplog: pytest.LogCaptureFixture) -> None:
+    options = {"baselines": ["random"], "intervals": False}
+    with caplog.at_level(logging.INFO, logger="scforge"):
+        evaluate(embedded, LabelPrediction("group"), ["X_good"], progress_bar=False, **options)
+        assert not caplog.messages
+        evaluate(embedded, LabelPrediction("group"), ["X_good"], **options)
+    baseline, begins, score, _ = caplog.messages
+    assert re.fullmatch(r"baseline 'random': \d+\.\d s", baseline)
+    assert begins == "label_prediction: scoring 2 methods ..."
+    assert re.fullmatch(r"label_prediction: X_good, knn_macro_f1 1\.000 \(after \d+\.\d s\)", score)

@@ -289,3 +289,10 @@ def test_a_copy_replaces_the_model_and_nothing_else(folder: Path, tmp_path: Path
     copy_model(folder, copied, overwrite=True)
     assert (copied / "notes.txt").read_text() == "mine"
     assert (copied / "model.safetensors").read_bytes() == b"other weights"
+
+
+def test_a_hub_that_fails(hub, repo: str) -> None:
+    for status, fix in {500: "try again later", 404: "check HF_ENDPOINT"}.items():
+        hub.status = status
+        with pytest.raises(HubError, match=rf"failed \({status}, the hub is ill\); {fix}"):
+            resolve(repo)

@@ -127,3 +127,17 @@ def test_files_that_are_no_registry(registry: Path, content: str, message: str) 
     registry.unlink()
     with pytest.raises(MissingFileError, match=r"SCFORGE_MODELS='.*models.json' is no file"):
         known_models()
+
+
+def test_load_takes_a_name_of_the_registry() -> None:
+    model = Encoder.load("scforge://pbmc3k-light", False)
+    assert (
+        model.module.state_dict().keys() == Encoder.from_pretrained("scforge://pbmc3k-light").module.state_dict().keys()
+    )
+    with pytest.raises(
+        OptionError, match=r"^dir_path='scforge://geneformer-v2' is not in the registry.*from_checkpoint\(folder"
+    ):
+        Encoder.load("scforge://geneformer-v2")
+    for load in (Encoder.load, Encoder.load_registry):
+        with pytest.raises(MissingFileError, match=r"^dir_path='hf://org/light' is no folder; .*from_pretrained\.$"):
+            load("hf://org/light")
