@@ -122,7 +122,10 @@ def hub(hub_server: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ite
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_TELEMETRY", True)  # it asks the real hub
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_PROGRESS_BARS", True)
     with hub_server.serve() as hub:
-        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)  # which it read when it was imported
+        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)  # for other processes
         monkeypatch.setenv("HF_TOKEN", hub_server.WRITER)
         yield hub
     assert not hub.errors

@@ -7,21 +7,20 @@ import errno
 import hashlib
 import io
 import json
-import math
 import os
 import secrets
 import shutil
 import stat
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from scforge.errors import ModelFileError, OptionError, first_line, listing
+from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line, listing
 
 if TYPE_CHECKING:
     import h5py
+    from pydantic import BaseModel
 
 
 def check_folder(argument: str, path: str | os.PathLike[str]) -> None:
@@ -50,34 +49,6 @@ def _check_kind(said: str, path: Path) -> None:
     """Raise if `path` is there and is neither a file nor a folder."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OptionError(f"{said} is a pipe or a device, not a file; give another name.")
-
-
-def check_inside(folder: Path, name: str) -> None:
-    """Raise unless a file that is there is regular and in `folder`, or where the hub's cache keeps those of `folder`.
-
-    Raises
-    ------
-    ModelFileError
-        If it is a link to somewhere else, or to itself, or is no file that can be read to its end (a pipe, a device).
-    """
-    path = folder / name
-    try:
-        real, home = path.resolve(), folder.resolve()
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        if not path.is_symlink():
-            return
-        mode = stat.S_IFREG
-    except (OSError, RuntimeError) as error:  # RuntimeError is what Python before 3.13 raises for a circle
-        raise ModelFileError(f"{str(path)!r} is a link in a circle; copy the file into the folder.") from error
-    # The cache of huggingface_hub: snapshots/REVISION/name is a link to blobs/CHECKSUM.
-    caches = [place.parent / "blobs" for place in home.parents if place.name == "snapshots"]
-    if not any(real.is_relative_to(place) for place in (home, *caches)):
-        raise ModelFileError(
-            f"{str(path)!r} is a link out of its folder, to {str(real)!r}; copy the file into the folder."
-        )
-    if not stat.S_ISREG(mode):
-        raise ModelFileError(f"{str(path)!r} is not a regular file; copy the model again.")
 
 
 @contextlib.contextmanager
@@ -237,15 +208,12 @@ def read_settled[T](folder: str | os.PathLike[str], read: Callable[[], T]) -> T:
 
     What a process that was killed has left is put in place first, and reading is repeated where somebody saved
     meanwhile.
-
-    Raises
-    ------
-    ModelFileError
-        If that cannot be done.
     """
     folder = Path(folder)
-    for _ in range(_TRIES):
-        _settle(folder)
+    for _ in range(50):
+        if (folder / _SAVED).is_dir():  # of a process that was killed
+            with _alone(folder / _NEW):
+                _move_in(folder)
         before = _seen(folder)
         try:
             found = read()
@@ -253,30 +221,9 @@ def read_settled[T](folder: str | os.PathLike[str], read: Callable[[], T]) -> T:
             if _seen(folder) == before:
                 raise
         else:
-            saved = folder / _SAVED
-            moving = _SAVED in before and not (saved.is_symlink() or saved.is_file())  # somebody moves files one by one
-            if not moving and _seen(folder) == before:
+            if _SAVED not in before and _seen(folder) == before:
                 return found
     raise ModelFileError(f"{str(folder)!r} changed each time while it was read; load it when nobody saves to it.")
-
-
-_TRIES = 50
-
-
-def _settle(folder: Path) -> None:
-    """Finish the save of a process that was killed while it put its files in place."""
-    saved = folder / _SAVED
-    if not saved.is_dir():
-        return
-    try:
-        with _alone(folder / _NEW):
-            _move_in(folder)
-    except (OSError, ValueError) as error:
-        if saved.is_dir():
-            raise ModelFileError(
-                f"{str(folder)!r} holds a save that was cut off at its end ({first_line(error)}); load it once where "
-                "you may write to it."
-            ) from error
 
 
 def _put_in_place(path: Path, said: str) -> None:
@@ -285,7 +232,7 @@ def _put_in_place(path: Path, said: str) -> None:
     new = {part.name: part.is_dir() for part in (path / _NEW).iterdir()}
     there = {part.name: part.is_dir() for part in path.iterdir()}
     described = _described(path)
-    sums = {} if described is None else described.get("sha256")
+    sums = None if described is None else described.get("sha256")
     listed = set(sums if isinstance(sums, dict) else ())
     own = set() if described is None else _OWN | listed
     others = [
@@ -311,13 +258,11 @@ def _put_in_place(path: Path, said: str) -> None:
 def _move_in(path: Path) -> None:
     """Move what was saved to where it belongs; goes on where another process was killed."""
     saved = path / _SAVED
-    if not saved.is_dir() or saved.is_symlink():
+    if not saved.is_dir():
         return
     if (saved / _STALE).exists():
-        stale = read_json(saved / _STALE)
-        for name in stale if isinstance(stale, list) else []:
-            if isinstance(name, str) and Path(name).name == name != "..":
-                _remove(path / name)
+        for name in read_json(saved / _STALE):
+            _remove(path / name)
     for part in saved.iterdir():
         if part.name != _STALE:
             if part.is_dir():
@@ -346,7 +291,7 @@ def _described(path: Path) -> dict[str, Any] | None:
     """Return a description that scforge wrote into a folder, None if there is none."""
     for name in _DESCRIPTIONS:
         try:
-            found = read_json(path / name, finite=False)
+            found = read_json(path / name)
         except (OSError, ValueError):
             continue
         if isinstance(found, dict) and "scforge_version" in found:
@@ -412,13 +357,11 @@ def _new_file(folder: Path, stem: str = "", suffix: str = "") -> tuple[Path, int
 
 
 def _to_disk(path: Path) -> None:
-    if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folders
     try:
         handle = os.open(path, os.O_RDONLY)
     except PermissionError:
         if path.is_dir():
-            return  # a folder may be written to that may not be read
+            return  # Windows opens no folders, and one may be written to that may not be read
         raise
     try:
         os.fsync(handle)
@@ -449,32 +392,18 @@ def swap_in(new: Path, path: Path) -> None:
 
 
 def put_back(path: str | os.PathLike[str]) -> None:
-    """Put a folder back under its name that a process was replacing when it was killed.
-
-    Raises
-    ------
-    ModelFileError
-        If that cannot be done.
-    """
+    """Put a folder back under its name that a process was replacing when it was killed."""
     path = Path(path).resolve()
-    if not path.name:
-        return  # the root
     gone = _gone(path)
-    if not gone.is_dir():
+    if not path.name or not gone.is_dir():
         return
     if path.exists():  # killed between the two steps: the old one must not come back when the new one is deleted
         with contextlib.suppress(OSError), _alone(gone, blocking=False):
             shutil.rmtree(gone, ignore_errors=True)
         return
-    try:
-        with _alone(gone):
-            if not path.exists() and gone.is_dir():
-                gone.rename(path)
-    except OSError as error:
-        raise ModelFileError(
-            f"{str(path)!r} is being replaced, or the process that replaced it was killed ({first_line(error)}); try "
-            f"again, or rename {str(gone)!r} where you may write."
-        ) from error
+    with _alone(gone):
+        if not path.exists() and gone.is_dir():
+            gone.rename(path)
 
 
 def _gone(path: Path) -> Path:
@@ -506,75 +435,32 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def parse_json(data: bytes, *, most_items: int = 1_000_000, finite: bool = True) -> Any:
-    """Read JSON from a file that anybody may have written.
-
-    Stricter than :func:`json.loads`: a key twice in an object, numbers that are none or are not finite, and whole
-    numbers of more than 20 digits are refused. What it takes in memory is bounded by `most_items`.
-
-    Parameters
-    ----------
-    data
-        The text, UTF-8.
-    most_items
-        Most keys and values, counted before anything is read.
-    finite
-        Whether ``NaN``, ``Infinity`` and numbers beyond the largest are refused.
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """Return the content of a JSON file.
 
     Raises
     ------
-    ValueError
-        Saying in a few words what is wrong.
+    MissingFileError
+        If there is no such file.
+    ModelFileError
+        If it is no JSON.
     """
-    text = data.decode("utf-8")
-    n_items = text.count(",") + text.count("[") + text.count("{")
-    if n_items > most_items:
-        raise ValueError(f"it holds about {n_items:,} values, where {most_items:,} are the most that is read")
-    number = _finite if finite else float
     try:
-        return json.loads(
-            text, object_pairs_hook=_once, parse_constant=number, parse_float=number, parse_int=_whole_number
-        )
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        return json.loads(Path(path).read_bytes())
+    except FileNotFoundError as error:
+        raise MissingFileError(f"the file {os.fspath(path)!r} does not exist.") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{os.fspath(path)!r} is no JSON file: {first_line(error)}.") from error
 
 
-def read_json(
-    path: str | os.PathLike[str], *, most_bytes: int = 2**25, most_items: int = 1_000_000, finite: bool = True
-) -> Any:
-    """Read a JSON file of at most `most_bytes` as :func:`parse_json` does, which names the other parameters and errors.
+def validated[T: BaseModel](schema: type[T], content: Any, said: str) -> T:
+    """Return what a file says as `schema` has it; `said` begins the message of what is missing or wrong in it."""
+    from pydantic import ValidationError
 
-    Raises
-    ------
-    OSError
-        If the file cannot be read.
-    """
-    if not stat.S_ISREG(Path(path).stat().st_mode):
-        raise ValueError("it is not a regular file")  # a pipe would be waited for
-    with Path(path).open("rb") as handle:
-        size = os.fstat(handle.fileno()).st_size
-        if size > most_bytes:
-            raise ValueError(f"it has {size:,} bytes, where {most_bytes:,} are the most that is read")
-        data = handle.read(size)
-    return parse_json(data, most_items=most_items, finite=finite)
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        (twice, _), *_ = Counter(key for key, _ in pairs).most_common(1)
-        raise ValueError(f"it holds the key {twice[:50]!r} twice")
-    return content
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"it holds {text[:20]}, which is no finite number")
-    return number
-
-
-def _whole_number(text: str) -> int:
-    if len(text) > 20:
-        raise ValueError(f"it holds a whole number of {len(text)} digits")
-    return int(text)
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        found = "" if first["type"] == "missing" else f", and it is {first['input']!r:.60}"
+        raise ModelFileError(f"{said} ({where or 'all of it'}: {first['msg']}{found}); copy it again.") from error

@@ -48,7 +48,6 @@ class Hub:
         self.requests: list[str] = []  # method and path of each
         self.errors: list[str] = []  # what must not have happened
         self.status: int | None = None  # fail so
-        self.answer: bytes | None = None  # say so, whatever repository is asked for
         self.before_commit: Callable[[], object] = lambda: None
         self.url = ""
 
@@ -206,9 +205,6 @@ class _Handler(BaseHTTPRequestHandler):
         self._json({"url": f"{self.hub.url}/{repo_id}"})
 
     def _info(self, repo_id: str, revision: str) -> None:
-        if self.hub.answer is not None:
-            self._send(self.hub.answer)
-            return
         name, files = self._commit_of(repo_id, revision)
         repo = self.hub.repos[repo_id]
         siblings = [{"rfilename": file} for file in files]

@@ -1,4 +1,3 @@
-import hashlib
 import logging
 from pathlib import Path
 
@@ -12,10 +11,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload ra
 
 
 def card(text: bytes) -> bytes:
-    text = b"---\ntags: []\n---\n" + text
-    return text + f"<!-- Written by scforge ({hashlib.sha256(text).hexdigest()[:16]}). -->\n".encode()
+    return b"---\ntags: []\n---\n" + text + MARK
 
 
+MARK = b"<!-- Written by scforge; remove this line to keep a card that you have edited. -->\n"
 CARD = card(b"A model.\n")
 CONFIG = b'{"scforge_version": "1"}'
 MODEL = {"config.json": CONFIG, "vocab.json": b"{}", "model.safetensors": b"weights", "README.md": CARD}
@@ -68,7 +67,7 @@ def test_branches_and_pull_requests(hub, model: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("theirs", [b"# About us\n", CARD.replace(b"A model.", b"A model of ours."), None])
+@pytest.mark.parametrize("theirs", [b"# About us\n", CARD.removesuffix(MARK), None])
 def test_cards_of_somebody_stay(hub, model: Path, theirs: bytes | None, caplog: pytest.LogCaptureFixture) -> None:
     upload(model, "org/light")
     if theirs is None:
@@ -92,7 +91,7 @@ def test_of_two_pushes_at_once_one_is_refused(hub, model: Path) -> None:
     upload(model, "org/light")
     hub.before_commit = lambda: hub.add_file("org/light", "vocab.json", b"of somebody")
     (model / "config.json").write_bytes(CONFIG + b"\n")
-    with pytest.raises(HubError, match=r"somebody else has written to it meanwhile \(412.*push again"):
+    with pytest.raises(HubError, match=r"fails \(412, A commit has happened since"):
         upload(model, "org/light")
     assert hub.files("org/light")["config.json"] == CONFIG
 
@@ -103,16 +102,13 @@ def test_of_two_pushes_at_once_one_is_refused(hub, model: Path) -> None:
     [
         (MODEL, b'{"model_type": "bert"}', None),
         (ADAPTER, b'{"model_type": "bert"}', "v1"),
-        (ADAPTER, b"[]", None),
     ],
 )
 def test_models_of_other_packages_are_not_written_over(hub, tmp_path, files, theirs, revision) -> None:
-    upload(make(tmp_path / "first", ADAPTER), "org/bert")
-    hub.add_file("org/bert", "config.json", theirs)
-    before = dict(hub.repos["org/bert"].branches)
+    hub.add_repo("org/bert", {"config.json": theirs, "model.safetensors": b""})
     with pytest.raises(OptionError, match=r"has a model of another package, whose config\.json would be lost"):
         upload(make(tmp_path / "second", files), "org/bert", revision=revision)
-    assert hub.repos["org/bert"].branches == before
+    assert hub.files("org/bert")["config.json"] == theirs
 
 
 def test_nothing_is_sent_where_everybody_would_see_it(hub, model: Path) -> None:
@@ -127,36 +123,32 @@ def test_nothing_is_sent_where_everybody_would_see_it(hub, model: Path) -> None:
 @pytest.mark.parametrize(
     ("repo_id", "options", "message"),
     [
-        ("org/light", {"token": "hf_wrong"}, "does not know the token"),
-        ("org/light", {"token": "hf_reader"}, r"forbids it \(403.*\); pass a token that may write to 'org/light'"),
-        ("light", {}, "is no name of a repository; give it as 'organisation/name'"),
-        *((name, {}, "is no name of a repository") for name in ("org/light?", 3)),
+        ("org/light", {"token": "hf_wrong"}, r"fails \(401, Invalid credentials.* the token \(HF_TOKEN"),
+        ("org/light", {"token": "hf_reader"}, r"fails \(403, You don't have the rights.* the token \(HF_TOKEN"),
+        ("org/light?", {}, "this is no name of a repository; give it as 'organization/name'"),
         ("org/light", {"revision": "v1", "create_pr": True}, "pull requests go to the main branch"),
-        ("org/light", {"token": True}, "token=True, but there is none here; log in with hf auth login"),
-        ("org/light", {"token": "hf_\u00e4"}, r"^token has characters that no token has .*copy it again"),
-        ("org/light", {"revision": 1}, "revision=1 is no text"),
-        ("org/light", {"private": "no"}, "private='no' is neither True nor False"),
+        ("org/light", {"token": True}, "there is no token here; log in with hf auth login"),
     ],
 )
 def test_what_cannot_be_sent(hub, model: Path, repo_id, options: dict, message: str, monkeypatch) -> None:
     if options.get("token") is True:
         monkeypatch.delenv("HF_TOKEN")
-    with pytest.raises(OptionError, match=message) as caught:
+    with pytest.raises((OptionError, HubError), match=message) as caught:
         upload(model, repo_id, **options)
     assert "\n" not in str(caught.value)
+    assert "hf_" not in str(caught.value)
     assert not hub.large
 
 
 def test_a_card_that_the_hub_refuses(hub, model: Path) -> None:
     (model / "README.md").write_bytes(b"---\nlicense: bad\n---\n")
-    with pytest.raises(OptionError, match='not take what was sent .*"license" is bad.*correct the model card'):
+    with pytest.raises(HubError, match='fails .*"license" is bad'):
         upload(model, "org/light")
 
 
 def test_folders_without_a_model(hub, tmp_path: Path) -> None:
     foreign = make(tmp_path / "other", {"config.json": b"{}", "pytorch_model.bin": b""})
     for folder, error, message in [
-        (None, OptionError, "folder=None is no path"),
         (tmp_path / "nowhere", MissingFileError, "does not exist; give the folder that model.save"),
         (foreign, ModelFileError, "holds no model .* or adapter"),
     ]:

@@ -111,8 +111,6 @@ _FORMAT = 2
 
 _CHECKSUM = "checksum"
 _OPTIONAL = ("aliases", "entropies", _CHECKSUM)
-MOST_BYTES, _MOST_ITEMS = 2**26, 4_000_000
-"""Limits of what is read: ten times the largest vocabulary that ships."""
 
 
 def write_vocab_file(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
@@ -142,7 +140,7 @@ def read_vocab_file(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         raise MissingFileError(f"vocabulary file {str(path)!r} does not exist.")
     try:
-        content = read_json(path, most_bytes=MOST_BYTES, most_items=_MOST_ITEMS)
+        content = read_json(path)
     except ValueError as error:
         raise ModelFileError(f"{str(path)!r} is not an scforge vocabulary file: {first_line(error)}.") from error
     if problem := _problem(content):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from scforge._version import __version__
 from scforge.errors import ModelFileError, OptionError, listing
 from scforge.estimators.spec import ModelSpec
+from scforge.hub.uploading import CARD_MARK
 from scforge.models._utils import count_parameters
 
 if TYPE_CHECKING:
@@ -25,9 +27,7 @@ if TYPE_CHECKING:
 
 _MODEL = "scforge"
 _TITLE = re.compile(r"^(#+) ", re.MULTILINE)
-_LONG = frozenset({"benchmark", "method", "kind", "metric", "value", "lower_is_better"})
-"""Columns of :meth:`Report.to_frame` that a table of one line a figure cannot do without."""
-_OF_DATA = "data"
+_TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Score:
 
 def is_long(table: pd.DataFrame) -> bool:
     """Return whether a table has one line a figure, as ``scforge evaluate -o out.csv`` writes it for embeddings."""
-    return {"method", "metric", "value"} <= set(table.columns)
+    return {"benchmark", "method", "kind", "metric", "value"} <= set(table.columns)
 
 
 def scores_of(metrics: Report | pd.DataFrame, *, said: str = "metrics") -> tuple[str, tuple[Score, ...]]:
@@ -78,110 +78,48 @@ def scores_of(metrics: Report | pd.DataFrame, *, said: str = "metrics") -> tuple
 
     from scforge.eval.report import Report
 
+    text, facts = "", {}
     if isinstance(metrics, Report):
-        return _of_report(metrics, said)
+        text, facts = _TITLE.sub(r"##\1 ", metrics.to_markdown()).strip(), metrics.facts
+        metrics = metrics.to_frame()
     if not isinstance(metrics, pd.DataFrame):
         what = type(metrics).__name__
         raise OptionError(f"{said} is a {what} that is no table of evaluate(); give what evaluate() returned.")
+    tables = {"": metrics}
     if is_long(metrics):
-        return _of_report(_report(metrics, said), said)
-    names = [str(name) for name in metrics.index]
-    if names.count(_MODEL) != 1:
-        raise OptionError(
-            f"{said} has {names.count(_MODEL)} rows called {_MODEL!r}, which is how evaluate() calls the model "
-            f"(rows: {listing(names)}); name that of the model so."
-        )
-    if len(metrics) < 2:
-        raise OptionError(
-            f"{said} has no baselines beside the model, and figures of a model alone say little; give what "
-            "evaluate(baselines=True) returned."
-        )
-    numeric = metrics.select_dtypes("floating")  # whole numbers count cells
-    lines = [f"| method | {' | '.join(map(str, metrics.columns))} |", f"|{'---|' * (metrics.shape[1] + 1)}"]
-    rows = zip(names, metrics.itertuples(index=False), strict=True)
-    lines += [f"| {name} | {' | '.join(map(_score_shown, row))} |" for name, row in rows]
-    scores = []
-    for metric in numeric:
-        figures = dict(zip(names, map(float, numeric[metric]), strict=True))
-        value = figures.pop(_MODEL)
-        if math.isfinite(value):
-            scores.append(Score("", str(metric), value, _finite(figures)))
-    return "\n".join(lines), tuple(scores)
-
-
-def _report(table: pd.DataFrame, said: str) -> Report:
-    """Return the report whose lines a table has, as far as they say it."""
-    from scforge.eval.base import BENCHMARKS
-    from scforge.eval.report import KINDS, Comparison, Measured, Report, Row
-
-    if missing := sorted(_LONG - set(table.columns)):
-        raise OptionError(
-            f"{said} lacks the column {missing[0]!r}; give the table that scforge evaluate -o out.csv wrote."
-        )
-    texts = ["benchmark", "method", "kind", "metric"]
-    table = table.assign(**{name: table[name].fillna("").astype(str) for name in texts})
-    if wrong := sorted(set(table["kind"]) - set(KINDS)):
-        raise OptionError(f"{said} has a row of the kind {wrong[0]!r}, which is none of {listing(KINDS)}.")
-    report = Report("Figures")
-    less: dict[str, set[str]] = {}
-    for line in table.to_dict("records"):
-        name, benchmark, metric = line["method"], line["benchmark"], line["metric"]
-        row = next((row for row in report.of(benchmark) if row.name == name), None)
-        if row is None:
-            row = Row(name, line["kind"], {}, benchmark=benchmark)
-            report.add(row)
-        try:
-            row.scores[metric] = float(line["value"])
-            row.intervals[metric] = (float(line.get("low", math.nan)), float(line.get("high", math.nan)))
-            row.spreads[metric] = float(line.get("sd_seeds", math.nan))
-            compared = ("difference", "difference_low", "difference_high", "p_value")
-            gain, low, high, p_value = (float(line.get(column, math.nan)) for column in compared)
-            if isinstance(beside := line.get("best_baseline"), str) and beside:
-                row.comparisons[metric] = Comparison(beside, gain, low, high, p_value)
-        except (TypeError, ValueError) as error:
-            raise OptionError(f"{said} has a figure of {name!r} in {metric!r} that is no number; mend it.") from error
-        if str(line["lower_is_better"]) == "True":
-            less.setdefault(benchmark, set()).add(metric)
-    for benchmark in report.benchmarks:
-        about, lower = report.about(benchmark), frozenset(less.get(benchmark, ()))
-        known = BENCHMARKS.get(benchmark) if benchmark in BENCHMARKS.names() else None
-        main = known.main if known is not None and known.main in about.metrics else about.main
-        ranks = True if known is None else known.ranks
-        report.measured[benchmark] = Measured(about.metrics, main, lower, ranks)
-    return report
-
-
-def _of_report(report: Report, said: str) -> tuple[str, tuple[Score, ...]]:
-    try:
-        report.check()
-    except OptionError as error:
-        raise OptionError(f"{said}: {error}") from error
+        lines = metrics.assign(benchmark=metrics["benchmark"].fillna(""))
+        tables = {str(name): _wide(part) for name, part in lines.groupby("benchmark", sort=False)}
     scores: list[Score] = []
-    for benchmark in report.benchmarks:
-        rows = report.of(benchmark)
-        models = [row for row in rows if row.kind in ("model", "supervised")]
-        mine = [row for row in models if row.name == _MODEL] or models
-        if len(mine) != 1:
+    for benchmark, table in tables.items():
+        names = [str(name) for name in table.index]
+        if names.count(_MODEL) != 1 or len(names) < 2:
             raise OptionError(
-                f"{said} has {len(mine)} models in {benchmark or report.title!r}; give the report of this model alone."
+                f"{said} needs one row called {_MODEL!r}, which is how evaluate() calls the model, and baselines "
+                f"beside it, without which its figures say little (rows: {listing(names)})."
             )
-        main = report.about(benchmark).main
-        value = mine[0].scores.get(main, math.nan)
-        beside = {row.name: row.scores.get(main, math.nan) for row in rows if row is not mine[0]}
-        data = report.facts.get(_OF_DATA, report.facts.get(f"{benchmark}: {_OF_DATA}"))
-        if math.isfinite(value):
-            scores.append(Score(benchmark, main, float(value), _finite(beside), None if data is None else str(data)))
-    if not scores:
-        raise OptionError(f"{said} has no figure of the model; give what evaluate() returned.")
-    return _TITLE.sub(r"##\1 ", report.to_markdown()).strip(), tuple(scores)
+        data = facts.get("data", facts.get(f"{benchmark}: data"))
+        for metric, column in table.select_dtypes("floating").items():  # whole numbers count cells
+            beside = dict(zip(names, map(float, column), strict=True))
+            value = beside.pop(_MODEL)
+            if math.isfinite(value):
+                known = {name: figure for name, figure in beside.items() if math.isfinite(figure)}
+                scores.append(Score(benchmark, str(metric), value, known, None if data is None else str(data)))
+    return text or "\n\n".join(map(_markdown, tables.values())), tuple(scores)
 
 
-def _finite(figures: dict[str, float]) -> dict[str, float]:
-    return {name: float(value) for name, value in figures.items() if math.isfinite(value)}
+def _wide(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return one row a method, of which the only model is called ``"scforge"``."""
+    table = lines.pivot_table(index="method", columns="metric", values="value", aggfunc="first", sort=False)
+    models = list(lines.loc[lines["kind"].isin(["model", "supervised"]), "method"].unique())
+    return table.rename(index={models[0]: _MODEL}) if len(models) == 1 else table
 
 
-def _score_shown(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _markdown(table: pd.DataFrame) -> str:
+    lines = [f"| method | {' | '.join(map(str, table.columns))} |", f"|{'---|' * (table.shape[1] + 1)}"]
+    for name, row in zip(table.index, table.itertuples(index=False), strict=True):
+        figures = (f"{value:.4g}" if isinstance(value, float) else str(value) for value in row)
+        lines.append(f"| {name} | {' | '.join(figures)} |")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -212,14 +150,9 @@ class Origin:
         return {"name": self.name, "revision": self.revision}
 
     @classmethod
-    def from_json(cls, content: Any, *, source: str) -> Origin | None:
+    def from_json(cls, content: Mapping[str, Any] | None) -> Origin | None:
         """Read what :meth:`to_json` wrote; None for None."""
-        if content is None:
-            return None
-        if not isinstance(content, Mapping) or not _is_text(content.get("name")):
-            raise ModelFileError(f"the description in {source!r} names its base model oddly; copy it again.")
-        revision = content.get("revision")
-        return cls(content["name"], revision if _is_text(revision) else None)
+        return None if content is None else cls(content.get("name"), content.get("revision"))
 
 
 @dataclass(frozen=True)
@@ -228,8 +161,8 @@ class CardFacts:
 
     Attributes
     ----------
-    licence
-        Identifier, e.g. ``"apache-2.0"``, or name of the licence.
+    license
+        Identifier, e.g. ``"apache-2.0"``, or name of the license.
     data
         What the model was trained on.
     citation
@@ -246,7 +179,7 @@ class CardFacts:
         The published checkpoint that the first weights are from.
     """
 
-    licence: str | None = None
+    license: str | None = None
     data: tuple[str, ...] = ()
     citation: str | None = None
     table: str = ""
@@ -264,7 +197,7 @@ class CardFacts:
     def with_given(
         self,
         *,
-        licence: str | None = None,
+        license: str | None = None,
         data: str | Sequence[str] | None = None,
         citation: str | None = None,
         metrics: Report | pd.DataFrame | None = None,
@@ -273,23 +206,14 @@ class CardFacts:
         """Return the same, with what was given in the place of what was known.
 
         `n_epochs` is how long the model that `metrics` are of has been trained.
-
-        Raises
-        ------
-        OptionError
-            If something is no text, or `metrics` has no baselines.
         """
         changes: dict[str, Any] = {}
-        for name, value in (("licence", licence), ("citation", citation)):
-            if value is not None:
-                if not _is_text(value):
-                    raise OptionError(f"{name}={value!r} is no text; give some, or leave it out.")
-                changes[name] = value.strip()
+        if license is not None:
+            changes["license"] = license
+        if citation is not None:
+            changes["citation"] = citation
         if data is not None:
-            named = (data,) if isinstance(data, str) else tuple(data)
-            if not named or not all(_is_text(one) for one in named):
-                raise OptionError(f"data={data!r} names no data; give text, or a list of it.")
-            changes["data"] = named
+            changes["data"] = (data,) if isinstance(data, str) else tuple(data)
         if metrics is not None:
             changes["table"], changes["scores"] = scores_of(metrics)
             changes["n_epochs"] = n_epochs
@@ -298,68 +222,26 @@ class CardFacts:
     def to_json(self) -> dict[str, Any]:
         """Return all of it, JSON-safe; without what is not known."""
         content = {
-            "licence": self.licence,
-            "data": list(self.data),
-            "citation": self.citation,
-            "table": self.table,
-            "scores": [vars(score) for score in self.scores],
+            **asdict(self),
             "n_epochs": self.n_epochs if self.table else None,
             "base": None if self.base is None else self.base.to_json(),
-            "checkpoint": self.checkpoint,
         }
-        return {name: value for name, value in content.items() if value not in (None, "", [])}
+        return {name: value for name, value in content.items() if value not in (None, "", ())}
 
     @classmethod
-    def from_json(cls, content: Any, *, source: str) -> CardFacts:
-        """Read what :meth:`to_json` wrote.
-
-        Raises
-        ------
-        ModelFileError
-            If it is something else.
-        """
+    def from_json(cls, content: Mapping[str, Any] | None, *, source: str) -> CardFacts:
+        """Read what :meth:`to_json` wrote."""
         if content is None:
             return cls()
         try:
-            scores = tuple(Score(**score) for score in content.get("scores", ()))
-            facts = cls(
-                licence=content.get("licence"),
-                data=tuple(content.get("data", ())),
-                citation=content.get("citation"),
-                table=content.get("table", ""),
-                scores=scores,
-                n_epochs=content.get("n_epochs"),
-                base=Origin.from_json(content.get("base"), source=source),
-                checkpoint=content.get("checkpoint"),
-            )
-        except (AttributeError, TypeError) as error:
+            # Folders of the time before releases say "licence".
+            return TypeAdapter(cls).validate_python({"license": content.get("licence"), **content})
+        except ValidationError as error:
             raise ModelFileError(f"the card in the description of {source!r} cannot be read; copy it again.") from error
-        told = (facts.licence, facts.citation, facts.checkpoint, *(score.data for score in scores))
-        texts = (facts.table, *facts.data, *(one for one in told if one is not None))
-        figures = [figure for score in scores for figure in (score.value, *score.beside.values())]
-        fits = all(isinstance(one, str) for one in texts) and all(isinstance(one, int | float) for one in figures)
-        if not fits or not isinstance(facts.n_epochs, int | None):
-            raise ModelFileError(f"the card in the description of {source!r} cannot be read; copy it again.")
-        return facts
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and bool(value.strip())
-
-
-_SHOWN = 8
-_MARK = "<!-- Written by scforge ({}). -->\n"
-"""Last line of a card, with a checksum of all above it: a card that somebody has edited is not replaced."""
 _UNKNOWN = "not stated"
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-_LICENCES = re.compile(
-    "afl-3.0|agpl-3.0|apache-2.0|artistic-2.0|bigscience-openrail-m|bsd|bsd-2-clause|bsd-3-clause|bsd-3-clause-clear|"
-    "bsl-1.0|c-uda|cc|cc-by-(nc-)?(2.0|2.5|3.0|4.0)|cc-by-(nc-)?(nd|sa)-[34].0|cc0-1.0|ecl-2.0|epl-[12].0|eupl-1.1|gfdl|"
-    "gpl|gpl-[23].0|isc|lgpl|lgpl-2.1|lgpl-3.0|lppl-1.3c|mit|mpl-2.0|ms-pl|ncsa|odbl|odc-by|ofl-1.1|openrail|osl-3.0|"
-    "pddl|postgresql|unlicense|wtfpl|zlib".replace(".", r"\.")
-)
-"""Identifiers that the hub knows; another licence is called ``other`` there, and named beside."""
-
 _PIPELINES = {
     None: "feature-extraction",
     "integration": "feature-extraction",
@@ -368,63 +250,6 @@ _PIPELINES = {
     "regression": "tabular-regression",
 }
 """Task to what the hub calls such models; for other tasks it has no word."""
-
-_NO_LICENCE = "None is stated, so nobody but the authors may use it freely."
-
-_CARD = """---
-{front}---
-
-# {title}
-
-{summary}
-
-## Use
-
-```python
-import scforge
-
-model = scforge.models.Encoder.from_pretrained({place}){here}
-model.get_latent_representation(adata)  # writes adata.obsm["X_scforge"]{predict}
-```
-{needs_base}
-## Data
-
-{data}
-
-## Preprocessing
-
-`adata` needs raw counts; nothing else is to be done before. Genes are matched by name with the {n_genes:,} {kind} in
-`vocab.json` (release: {release}), in any order; others are left out, and too few of them are an error. Then the
-tokenizer `{tokenizer}` makes tokens of each cell.
-
-- Its options: {tokenizer_options}
-
-## Training
-
-{trained}.
-
-- Objective: {objective_options}
-- Architecture: {model_options}
-- Last epoch: {figures}
-
-## Figures
-
-{figures_table}
-
-## Limits
-
-- The embedding of cells of another species, tissue or technology than those of the training can mean little. Compare
-  with simple baselines on your own cells: `model.evaluate(adata)`.
-- It is made for research; no figure here says that it is fit for diagnosis or treatment.
-{limits}
-## Licence
-
-{licence}
-
-## Citation
-
-{citation}
-"""
 
 
 def model_card(
@@ -457,76 +282,52 @@ def model_card(
     is_adapter
         Whether the folder has the adapters alone.
     """
+    from huggingface_hub import ModelCard
+
     facts = CardFacts() if facts is None else facts
     tuning, base = spec.tuning, facts.base
     before = n_epochs if tuning is None else tuning.base.get("n_epochs", 0)
     trained = f"{_epochs(before)} of the objective `{spec.objective}` on the architecture `{spec.architecture}`"
     if facts.checkpoint is not None or (tuning is None and is_trained and not n_epochs):
-        source = "by whom is not known" if facts.checkpoint is None else facts.checkpoint
+        source = facts.checkpoint or "by whom is not known"
         trained = f"Trained elsewhere ({source})" + (f", then {trained}" if before else "")
-    predict = needs_base = ""
     if tuning is not None:
         lora = "" if tuning.lora is None else f", with low-rank adapters (r={tuning.lora['r']})"
         of = "" if base is None else f" (`{base.name}`" + (f" at `{base.revision}`)" if base.revision else ")")
         trained += f"{of}, then {_epochs(n_epochs)} of the task `{tuning.task}`{lora}"
-        predict = "\nmodel.predict(adata)"
-    if is_adapter:
-        needs_base = (
-            "\nThis repository has adapters and a head only. The model that they sit on is loaded with them"
-            + ("" if base is None else f", from `{base.name}`")
-            + "; `base=` takes another place of the same weights.\n"
-        )
-    what = "Adapters for a single-cell model" if is_adapter else "A single-cell model"
-    losses = {key: value for key, value in (last_figures or {}).items() if "loss" in key}
-    shown = _shown(losses, "{:.4g}")
-    text = _CARD.format(
-        front=_front_matter(spec, facts, name, is_adapter=is_adapter),
+    card = ModelCard.from_template(
+        _card_data(spec, facts, name, is_adapter=is_adapter),
+        template_path=str(_TEMPLATE),
         title=spec.architecture if name is None else name.rpartition("/")[2],
-        summary=f"{what} ({spec.architecture}, {parameters:,} parameters), made with scforge {__version__}.",
-        place='"path/to/folder"' if name is None else f'"{name}"',
-        here="  # the folder that this file is in" if name is None else "",
-        predict=predict,
-        needs_base=needs_base,
-        data=", ".join(facts.data) if facts.data else "Nobody has stated what it was trained on.",
-        n_genes=spec.vocab.n_genes,
-        kind=spec.vocab.kind,
-        release=spec.vocab.release,
-        tokenizer=spec.tokenizer,
-        tokenizer_options=_shown(spec.tokenizer_options),
-        figures=shown or "not known",
-        objective_options=_shown(spec.objective_options) or "no options",
-        model_options=_shown(spec.model_options),
-        trained=trained,
-        figures_table=facts.table or "Nobody has stated any. Figures without baselines beside them would say little.",
-        limits="" if is_trained else "- It is not trained: its weights are random.\n",
-        licence=f"{facts.licence}." if facts.licence else _NO_LICENCE,
-        citation=facts.citation or "None is stated.",
+        version=__version__,
+        losses=_shown({key: value for key, value in (last_figures or {}).items() if "loss" in key}, "{:.4g}"),
+        shown=_shown,
+        mark=CARD_MARK,
+        **{"spec": spec, "facts": facts, "name": name, "parameters": parameters, "trained": trained},
+        **{"is_adapter": is_adapter, "is_trained": is_trained},
     )
-    return text + _MARK.format(_digest(text))
+    return f"{card.content}\n"
 
 
 def is_own_card(text: str) -> bool:
-    """Return whether a card is one of :func:`model_card` that nobody has edited."""
-    *above, last = text.splitlines(keepends=True) or [""]
-    return last == _MARK.format(_digest("".join(above)))
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    """Return whether a card is one of :func:`model_card` that nobody has claimed."""
+    return CARD_MARK in text
 
 
 def _epochs(n_epochs: int) -> str:
     return f"{n_epochs} epoch{'' if n_epochs == 1 else 's'}"
 
 
-def _front_matter(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_adapter: bool) -> str:
+def _card_data(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_adapter: bool) -> Any:
+    """Return the front matter."""
     from huggingface_hub import EvalResult, ModelCardData
 
     task = None if spec.tuning is None else spec.tuning.task
-    licence: dict[str, Any] = {}
-    if facts.licence is not None:
-        known = _LICENCES.fullmatch(facts.licence.lower()) is not None
-        licence = {"license": facts.licence.lower()} if known else {"license": "other", "license_name": facts.licence}
+    more: dict[str, Any] = {}
+    if facts.license is not None:
+        is_identifier = re.fullmatch(r"[a-z0-9.-]+", facts.license.lower()) is not None
+        more = {"license": facts.license.lower()} if is_identifier else {"license": "other"}
+        more |= {} if is_identifier else {"license_name": facts.license}
     results = [
         EvalResult(
             task_type=score.benchmark or task or "embedding",
@@ -539,21 +340,17 @@ def _front_matter(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_ada
         )
         for score in facts.scores
     ]
-    on_hub = facts.base is not None and _REPO.fullmatch(facts.base.name or "") is not None
-    more: dict[str, Any] = {}
-    if on_hub and facts.base is not None:
-        more = {"base_model": facts.base.name, "base_model_relation": "adapter" if is_adapter else "finetune"}
-    found = ModelCardData(
+    if facts.base is not None and _REPO.fullmatch(facts.base.name or ""):
+        more |= {"base_model": facts.base.name, "base_model_relation": "adapter" if is_adapter else "finetune"}
+    return ModelCardData(
         library_name="scforge",
         tags=["single-cell", "biology", spec.architecture, spec.objective, *([] if task is None else [task])],
         pipeline_tag=_PIPELINES.get(task),
         datasets=[one for one in facts.data if _REPO.fullmatch(one)] or None,
         model_name=(name or spec.architecture).rpartition("/")[2] if results else None,
         eval_results=results or None,
-        **licence,
         **more,
     )
-    return found.to_yaml() + "\n"
 
 
 def provenance(spec: ModelSpec, *, n_epochs: int, is_trained: bool) -> dict[str, Any]:
@@ -596,7 +393,9 @@ def described(
 
 
 def _shown(options: Mapping[str, Any], form: str = "{!r}") -> str:
+    """Return options as ``name=value``; of a long list its length."""
+
     def short(value: Any) -> str:
-        return f"[{len(value)} items]" if isinstance(value, list) and len(value) > _SHOWN else form.format(value)
+        return f"[{len(value)} items]" if isinstance(value, list) and len(value) > 8 else form.format(value)
 
     return ", ".join(f"{name}={short(value)}" for name, value in options.items())

@@ -1984,7 +1984,7 @@ class Encoder(CellModel):
         >>> model.push_to_hub("org/light", licence="apache-2.0", data="PBMC 3k")  # doctest: +SKIP
         >>> annotator.push_to_hub("org/blood", metrics=annotator.evaluate(), adapter_only=True)  # doctest: +SKIP
         """
-        told = {"licence": licence, "data": data, "citation": citation, "metrics": metrics}
+        told = {"license": licence, "data": data, "citation": citation, "metrics": metrics}
         return push_model(
             self,
             repo_id,

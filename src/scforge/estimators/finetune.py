@@ -20,13 +20,13 @@ from safetensors.torch import save_file
 from torch import nn
 
 from scforge._checks import check_seed
-from scforge._io import atomic_folder, check_inside, sha256_of
+from scforge._io import atomic_folder, sha256_of
 from scforge._registry import check_options
 from scforge.data.cells import Cells, named_column
 from scforge.data.checks import inherited_batch_key
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing, warn
 from scforge.estimators.card import CardFacts
-from scforge.estimators.serialize import ADAPTER, check_adapter, lacking, read_description, sealed
+from scforge.estimators.serialize import ADAPTER, load_weights, read_description, sealed
 from scforge.estimators.setup import bare_registry
 from scforge.estimators.spec import Tuning, check_freeze, named_options
 from scforge.finetuning.adapters import base_state, digest_of, is_adapter, load_base, lora_options, merged
@@ -34,7 +34,7 @@ from scforge.finetuning.base import TASKS, Task, get_task
 from scforge.finetuning.held_out import CellMarks, SeenCells
 from scforge.finetuning.labels import check_key, text_labels
 from scforge.finetuning.splits import Split, check_shares, split_for, split_from
-from scforge.models._weights import read_shapes, read_weights, refuse_not_finite, refuse_pickle
+from scforge.models._weights import read_weights
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.scdiva_parts import batch_vectors
 from scforge.training.datamodule import CellDataModule
@@ -345,9 +345,7 @@ def weighted_vote(
     return votes / votes.sum(axis=1, keepdims=True)
 
 
-_CONFIG, _WEIGHTS, _SPLIT = "adapter.json", "adapter.safetensors", "split.safetensors"
-_CONTENT = {"tuning": dict, "vocab": str, "seed": int, "n_epochs": int, "history": dict, "sha256": str}
-"""What loading reads of the description, and its type."""
+_CONFIG, _WEIGHTS = "adapter.json", "adapter.safetensors"
 
 
 def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrite: bool) -> None:
@@ -388,27 +386,18 @@ def load_adapter(
         raise MissingFileError(
             f"dir_path={str(dir_path)!r} holds no adapter; give the folder that save_adapter() wrote."
         )
-    for name in (_CONFIG, _WEIGHTS, _SPLIT):
-        check_inside(folder, name)
-    refuse_pickle(folder / _WEIGHTS)
     content = read_description(ADAPTER, folder / _CONFIG)
-    if wrong := lacking(content, _CONTENT):
-        raise ModelFileError(f"{str(folder / _CONFIG)!r} lacks {listing(wrong)}; copy the adapter again.")
     n_epochs, history, vocab, seed = (content[key] for key in ("n_epochs", "history", "vocab", "seed"))
-    shapes = read_shapes(folder / _WEIGHTS)
-    if (folder / _SPLIT).is_file():
-        read_shapes(folder / _SPLIT)
+    weights = read_weights(folder / _WEIGHTS)
     if sha256_of(folder / _WEIGHTS) != content["sha256"]:
         raise ModelFileError(f"{str(folder / _WEIGHTS)!r} is corrupted: its checksum is another one; copy it again.")
     encoder = merged(base.backbone)
-    said = content["tuning"].get("base")
-    of_base = said.get("sha256") if isinstance(said, dict) else None
-    if vocab != base.vocab.hash or digest_of(encoder) != of_base:
+    if vocab != base.vocab.hash or digest_of(encoder) != content["tuning"]["base"].get("sha256"):
         raise ModelFileError(
             f"the adapter {str(dir_path)!r} was trained on another base model (other weights or genes); load that one."
         )
-    tuning = check_adapter(base.spec, content["tuning"], shapes, n_base=len(encoder.state_dict()), source=str(dir_path))
-    weights = read_weights(folder / _WEIGHTS)
+    tuning = Tuning.from_json(content["tuning"], source=str(dir_path))
+    assert tuning is not None
     adata = base.adata if adata is None else cls._set_up_as(adata, base._setup)
     if adata is not None and cls._setup_of(adata) is None:
         adata = set_up(
@@ -421,8 +410,7 @@ def load_adapter(
     on_base = replace(tuning, backbone=copy.deepcopy(encoder, shared))
     model: CellModel = cls._of_parts(parts, base.vocab, adata=adata, registry=registry, seed=seed, tuning=on_base)
     model._spec = replace(model._spec, tuning=tuning)  # another module of this description is a new one
-    refuse_not_finite(weights, model.module, source=str(dir_path))
-    model.module.load_state_dict(weights, strict=False)
+    load_weights(model.module, weights, source=str(dir_path), adapters=True)
     model.module.to(torch.device(base.device)).eval()
     model.is_trained_, model.n_epochs_, model._base = True, n_epochs, base
     model._seen = SeenCells.load(folder, tuning.split.get("cells"))

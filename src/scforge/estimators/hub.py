@@ -8,20 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from scforge._checks import check_bool
 from scforge._io import atomic_write_text
 from scforge.errors import MissingFileError, ModelFileError, NotTrainedWarning, OptionError, warn
 from scforge.estimators.card import CardFacts, Origin
 from scforge.estimators.finetune import save_adapter
 from scforge.estimators.serialize import ADAPTER, read_description
-from scforge.hub.finding import (
-    FoundModel,
-    described_kind,
-    find_model,
-    find_registered,
-    is_registry_name,
-    kind_of_folder,
-)
+from scforge.hub.finding import FoundModel, find_model, is_registry_name, kind_of_folder
 from scforge.hub.uploading import send_model
 
 if TYPE_CHECKING:
@@ -43,18 +35,8 @@ def push_model(
 ) -> str:
     """Send a model to the hub; see :meth:`scforge.models.Encoder.push_to_hub`.
 
-    Parameters
-    ----------
-    model, repo_id
-        What to send where.
-    told
-        Licence, data, citation and metrics.
-    adapter_only, base
-        As there.
-    card
-        The card; None writes one.
-    **options
-        Options of :func:`scforge.hub.upload`.
+    `told` has license, data, citation and metrics; `card` is the text of the card (None writes one); `options` are
+    those of :func:`scforge.hub.upload`.
     """
     if not model.is_trained_:
         warn("The model is not trained; what is sent is random.", NotTrainedWarning)
@@ -66,22 +48,26 @@ def push_model(
         with tempfile.TemporaryDirectory() as place:
             folder = Path(place) / "model"
             text = model._card(name=repo_id, is_adapter=adapter_only) if card is None else card
-            if check_bool("adapter_only", adapter_only):
-                _check_base(model._card_facts().base)
+            if adapter_only:
+                below = model._card_facts().base
+                if below is None or below.name is None:
+                    raise OptionError(
+                        "adapter_only=True, but it is not known where others find the model that the adapters sit on; "
+                        "send that with push_to_hub first, or name it with base='org/name'."
+                    )
                 save_adapter(model, folder, overwrite=False)
                 atomic_write_text(folder / "README.md", text)
             else:
                 model._write(folder, card=text)
-            sent = send_model(folder, repo_id, **options)
+            url, commit = send_model(folder, repo_id, **options)
         # A name that nobody has checked is for this push.
         before = told_facts
     finally:
         model._facts = before
     if not adapter_only and not options.get("create_pr"):
-        model._origin = replace(
-            model._current_origin() or Origin(), name=repo_id, revision=sent.commit, n_epochs=model.n_epochs_
-        )
-    return sent.url
+        origin = model._current_origin() or Origin()
+        model._origin = replace(origin, name=repo_id, revision=commit, n_epochs=model.n_epochs_)
+    return url
 
 
 def load_found(
@@ -109,8 +95,7 @@ def load_found(
     access
         Options of :func:`scforge.hub.resolve` for the model below adapters.
     """
-    kind = kind_of_folder(found.folder)
-    if kind != "adapter":
+    if kind_of_folder(found.folder) != "adapter":
         if base is not None:
             raise OptionError(f"base has no use where {said} is a whole model; leave it out.")
         model = cls.load(found.folder, adata, device=device)
@@ -132,40 +117,21 @@ def _load_base(
     device: str | torch.device,
     access: dict[str, Any],
 ) -> CellModel:
-    """Load the model that adapters sit on."""
+    """Load the model that adapters sit on; that it is the right one, its checksum says."""
     revision = None
     where = f"base={base!r}"
     if base is None:
-        stored = Origin.from_json(
-            read_description(ADAPTER, found.folder / "adapter.json").get("base"), source=str(found.folder)
-        )
+        stored = Origin.from_json(read_description(ADAPTER, found.folder / "adapter.json").get("base"))
         if stored is None or stored.name is None:
             raise OptionError(f"{said} does not say which model its adapters sit on; name it with base=.")
-        base, revision = stored.name, stored.revision
         where = f"{said} has adapters for {stored.name!r}, and this name of theirs"
-        # What somebody else wrote does not choose files of this machine.
-        is_foreign = found.repo_id is not None
-        place = place_of(base)
-        if place is None:
-            if is_foreign:
-                raise ModelFileError(f"{where} is a folder of another machine; name the model with base=.")
-            base = found.folder / base
-            if not base.is_dir():
-                raise MissingFileError(f"{where} is a folder that is not here; name the model with base=.")
-        elif is_foreign and is_registry_name(base) and _is_private(base, where):
-            raise ModelFileError(f"{where} is a folder in the registry of this machine; name the model with base=.")
-        else:
-            base = place
+        base, revision = place_of(stored.name) or found.folder / stored.name, stored.revision
+        if isinstance(base, Path) and not base.is_dir():
+            raise MissingFileError(f"{where} is a folder that is not here; name the model with base=.")
     below = find_model(base, said=where, revision=revision, **access)
     if kind_of_folder(below.folder) != "model":
-        raise ModelFileError(f"{where} is not a {described_kind().partition(' or ')[0]}; name another one.")
+        raise ModelFileError(f"{where} holds no model; name another one with base=.")
     return load_found(cls, below, where, False, device=device)
-
-
-def _is_private(name: str, said: str) -> bool:
-    """Return whether a name of the registry is a folder that this machine alone has."""
-    registered = find_registered(name, said)
-    return registered.folder is not None and not registered.is_shipped
 
 
 def place_of(name: str | os.PathLike[str]) -> str | None:
@@ -183,18 +149,11 @@ def place_of(name: str | os.PathLike[str]) -> str | None:
 
 
 def _named(base: str, model: Any) -> Origin:
-    if not isinstance(base, str) or place_of(base) is None:
+    """Return the model below a fine-tuned one by the name that others get."""
+    if place_of(base) is None:
         raise OptionError(f"base={base!r} is no name that others can use; give 'org/name' or 'scforge://name'.")
     if model.spec.tuning is None:
         raise OptionError(f"base={base!r} has no use where the model was not fine-tuned; leave it out.")
     known = None if model._base is None else model._base._current_origin()
     revision = known.revision if known is not None and known.name == base else None
     return Origin(base, revision, is_given=True)
-
-
-def _check_base(base: Origin | None) -> None:
-    if base is None or base.name is None:
-        raise OptionError(
-            "adapter_only=True, but it is not known where others find the model that the adapters sit on; send that "
-            "with push_to_hub first, or name it with base='org/name'."
-        )

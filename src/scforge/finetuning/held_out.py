@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scforge._io import check_inside
 from scforge.errors import ModelFileError
 from scforge.finetuning.splits import PARTS, Split
 
@@ -234,7 +233,6 @@ class SeenCells:
         path = Path(folder) / _FILE
         if digest is None:
             return None
-        check_inside(path.parent, _FILE)
         try:
             with safe_open(path, "numpy") as file:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- no mapping

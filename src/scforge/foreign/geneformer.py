@@ -9,26 +9,26 @@ import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
+from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
-from scforge._io import atomic_folder
+from scforge._io import atomic_folder, read_json, validated
 from scforge._version import __version__
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing
 from scforge.foreign.base import (
-    FoldedRow,
     Foreign,
     LeftOut,
     NameMap,
     Rule,
-    Stacked,
     first_file,
+    folded_row,
     read_dictionary,
-    read_json,
+    read_options,
     read_weights,
     register_family,
+    stacked,
 )
 from scforge.models.transformer_encoder import TransformerEncoder
 from scforge.tokenizers.geneformer import MODEL_INPUT, geneformer_vocab
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 
     type Dictionary = pd.DataFrame | str | os.PathLike[str] | Mapping[str, Any]
 
-
-ACTIVATIONS = {"relu": "relu", "gelu": "gelu", "silu": "silu", "swish": "silu"}
-"""Names of activations in transformers, and ours."""
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
 _BARE = ("embeddings.", "encoder.", "pooler.")
@@ -75,10 +72,10 @@ def geneformer_names(*, tied: bool = True, n_types: int = 2, head: bool = True) 
         Rule(
             ("bert.embeddings.position_embeddings.weight", "bert.embeddings.token_type_embeddings.weight"),
             "embedding.position_embedding.weight",
-            FoldedRow(n_types),
+            folded_row(n_types),
         ),
         Rule("bert.embeddings.LayerNorm.{p}", "embedding.layer_norm.{p}"),
-        Rule(queries, f"{_OURS}attention.qkv.{{p}}", Stacked(3)),
+        Rule(queries, f"{_OURS}attention.qkv.{{p}}", stacked(3)),
         Rule(f"{_LAYER}attention.output.dense.{{p}}", f"{_OURS}attention.out.{{p}}"),
         Rule(f"{_LAYER}attention.output.LayerNorm.{{p}}", f"{_OURS}norm_attention.{{p}}"),
         Rule(f"{_LAYER}intermediate.dense.{{p}}", f"{_OURS}ffn_in.{{p}}"),
@@ -110,13 +107,12 @@ def geneformer_names(*, tied: bool = True, n_types: int = 2, head: bool = True) 
 class Geneformer:
     """Folders that ``BertForMaskedLM.save_pretrained`` wrote, with the dictionaries of a Geneformer."""
 
-    def recognises(self, source: Path) -> bool:
+    def recognizes(self, source: Path) -> bool:
         """Return whether there is a configuration of a BERT beside weights."""
         config = source / "config.json"
         if not config.is_file() or not any((source / name).is_file() for name in _WEIGHTS):
             return False
-        content = read_json(config)
-        return isinstance(content, dict) and content.get("model_type") == "bert"
+        return read_options(config).get("model_type") == "bert"
 
     def read(
         self,
@@ -135,43 +131,41 @@ class Geneformer:
                 f"the checkpoint {str(source)!r} is no folder; give the one with config.json and the weights."
             )
         where = source / "config.json"
-        config = read_json(where)
-        _check_config(config, str(where))
+        config = validated(_Config, read_json(where), f"{str(where)!r} is no configuration of a BERT that scforge has")
         if version is None:
-            is_v2 = config["max_position_embeddings"] > MODEL_INPUT["V1"] or config["vocab_size"] == _TOKENS_V2
+            is_v2 = config.max_position_embeddings > MODEL_INPUT["V1"] or config.vocab_size == _TOKENS_V2
             version = "V2" if is_v2 else "V1"
-        if not isinstance(version, str) or version not in MODEL_INPUT:
+        if version not in MODEL_INPUT:
             raise OptionError(f"version={version!r} is not known; choose 'V1' or 'V2'.")
         vocab = _vocab(source, version, tokens_medians, ensembl_map, gene_names)
-        if len(vocab) != config["vocab_size"]:
+        if len(vocab) != config.vocab_size:
             raise ModelFileError(
-                f"{str(where)!r} says vocab_size={config['vocab_size']} but tokens_medians has {len(vocab)} tokens; "
+                f"{str(where)!r} says vocab_size={config.vocab_size} but tokens_medians has {len(vocab)} tokens; "
                 "give the dictionaries that belong to the checkpoint."
             )
         tensors = _prefixed(read_weights(first_file(source, _WEIGHTS, "weights")))
         # A masked language model without its head is a damaged file.
-        made_as = config.get("architectures") or [_MASKED_LM]
-        head = any(name.startswith("cls.") for name in tensors) or _MASKED_LM in made_as
-        tied = config.get("tie_word_embeddings", True)
-        longest = config["max_position_embeddings"]
+        head = any(name.startswith("cls.") for name in tensors) or _MASKED_LM in (config.architectures or [_MASKED_LM])
+        tied, longest, activation = config.tie_word_embeddings, config.max_position_embeddings, config.hidden_act
+        activation = "silu" if activation == "swish" else activation
         architecture = {
             "name": "transformer_encoder",
-            "hidden_dim": config["hidden_size"],
-            "num_layers": config["num_hidden_layers"],
-            "num_heads": config["num_attention_heads"],
-            "ffn_dim": config["intermediate_size"],
-            "dropout": config.get("hidden_dropout_prob", 0.1),
+            "hidden_dim": config.hidden_size,
+            "num_layers": config.num_hidden_layers,
+            "num_heads": config.num_attention_heads,
+            "ffn_dim": config.intermediate_size,
+            "dropout": config.hidden_dropout_prob,
             "max_seq_len": longest,
-            "activation": ACTIVATIONS[config["hidden_act"]],
-            "head_activation": ACTIVATIONS[config["hidden_act"]],
-            "layer_norm_eps": config.get("layer_norm_eps", 1e-12),
+            "activation": activation,
+            "head_activation": activation,
+            "layer_norm_eps": config.layer_norm_eps,
             "use_expression_values": False,
             "position_embedding": "learned",
             "norm_first": False,
             **({"tie_head": tied} if head else {"gene_head": False}),
             "n_special": vocab.n_special,
             "pooling": _POOLING[version] if pooling is None else pooling,
-            "embedding_layer": min(1, config["num_hidden_layers"] - 1) if embedding_layer is None else embedding_layer,
+            "embedding_layer": min(1, config.num_hidden_layers - 1) if embedding_layer is None else embedding_layer,
         }
         with_ends = version == "V2"
         tokenizer = {
@@ -188,7 +182,7 @@ class Geneformer:
             # In its pretraining hidden tokens stay in their ranks.
             objective={"name": "masked_gene_prediction", "hide_order": False} if head else {"name": "joint_embedding"},
             vocab=vocab,
-            names=geneformer_names(tied=tied, n_types=config.get("type_vocab_size", 2), head=head),
+            names=geneformer_names(tied=tied, n_types=config.type_vocab_size, head=head),
             tensors=tensors,
             source=str(source),
         )
@@ -200,41 +194,27 @@ def _prefixed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"bert.{name}" if bare and name.startswith(_BARE) else name: value for name, value in tensors.items()}
 
 
-_SIZES = (
-    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
-    *("intermediate_size", "max_position_embeddings"),
-)
-_TYPES: dict[str, tuple[Any, tuple[type, ...]]] = {
-    "type_vocab_size": (2, (int,)),
-    "tie_word_embeddings": (True, (bool,)),
-    "hidden_dropout_prob": (0.1, (int, float)),
-    "layer_norm_eps": (1e-12, (int, float)),
-}
-"""Other options that are read: their values in a BERT that does not say, and their types."""
-_ONLY = {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute", "pad_token_id": 0}
-"""Options of BERT of which we have this value alone."""
+class _Config(BaseModel):
+    """What is read of the configuration of a BERT, or can be one value alone here."""
 
-
-def _check_config(config: Any, where: str) -> None:
-    """Raise unless a configuration is one of a BERT that we can be."""
-    if not isinstance(config, dict) or config.get("model_type", "bert") != "bert":
-        raise ModelFileError(f"{where!r} is not the configuration of a BERT, which Geneformer is; give its folder.")
-    if missing := [name for name in _SIZES if type(config.get(name)) is not int or config[name] < 1]:
-        raise ModelFileError(f"{where!r} lacks {listing(missing)}; copy the checkpoint again.")
-    for name, (default, kinds) in _TYPES.items():
-        value = config.get(name, default)
-        if type(value) not in kinds or not 0 <= value < 2**31:
-            raise ModelFileError(
-                f"{where!r} has {name}={repr(value)[:60]}, which is of no use there; {default!r} is usual."
-            )
-    if not isinstance(config.get("hidden_act"), str) or config["hidden_act"] not in ACTIVATIONS:
-        raise ModelFileError(
-            f"{where!r} has hidden_act={config.get('hidden_act')!r}, which scforge does not compute (known: "
-            f"{listing(ACTIVATIONS)})"
-        )
-    for name, value in _ONLY.items():
-        if config.get(name, value) != value:
-            raise ModelFileError(f"{where!r} has {name}={config[name]!r}, but scforge has {value!r} alone.")
+    model_config = ConfigDict(strict=True)
+    model_type: Literal["bert"] = "bert"
+    architectures: list[str] | None = None
+    vocab_size: PositiveInt
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    intermediate_size: PositiveInt
+    max_position_embeddings: PositiveInt
+    type_vocab_size: PositiveInt = 2
+    hidden_act: Literal["relu", "gelu", "silu", "swish"]
+    hidden_dropout_prob: NonNegativeFloat = 0.1
+    layer_norm_eps: NonNegativeFloat = 1e-12
+    tie_word_embeddings: bool = True
+    is_decoder: Literal[False] = False
+    add_cross_attention: Literal[False] = False
+    position_embedding_type: Literal["absolute"] = "absolute"
+    pad_token_id: Literal[0] = 0
 
 
 def _vocab(
@@ -292,42 +272,14 @@ def _gene_names(names: Any, genes: set[str]) -> dict[str, str]:
     if isinstance(names, str | os.PathLike):
         import pandas as pd
 
-        path = Path(names)
-        if not path.is_file():
+        if not Path(names).is_file():
             raise MissingFileError(f"gene_names={str(names)!r} does not exist; name a parquet, JSON or pickle file.")
-        if path.suffix != ".parquet":
-            raise OptionError(f"gene_names={str(names)!r} is of no known format; name a parquet, JSON or pickle file.")
-        names = pd.read_parquet(path)
+        names = pd.read_parquet(names)
     if not isinstance(names, Mapping):
-        columns = list(getattr(names, "columns", ()))
-        if missing := [name for name in ("symbol", "gene_id") if name not in columns]:
+        if missing := [name for name in ("symbol", "gene_id") if name not in names]:
             raise DataError(f"gene_names lacks the column {missing[0]!r}; give symbols with their Ensembl ids.")
         names = dict(zip(names["symbol"].astype(str), names["gene_id"].astype(str), strict=True))
-    # Symbols without an id have None or NaN.
-    kinds = (str, float, type(None))
-    if odd := [pair for pair in names.items() if not (isinstance(pair[0], str) and isinstance(pair[1], kinds))]:
-        raise DataError(
-            f"gene_names gives {odd[0][0]!r} the id {repr(odd[0][1])[:60]}, and names and ids are text; give symbols "
-            "with their Ensembl ids."
-        )
     return {name: gene for name, gene in names.items() if gene in genes and name not in genes}
-
-
-class _Spec(Protocol):
-    architecture: str
-    model_options: dict[str, Any]
-    tuning: Any
-
-
-class _Model(Protocol):
-    """What is read of a model."""
-
-    @property
-    def backbone(self) -> nn.Module: ...
-    @property
-    def spec(self) -> _Spec: ...
-    @property
-    def vocab(self) -> GeneVocab: ...
 
 
 _NEEDED = {
@@ -343,7 +295,7 @@ _NEEDED = {
 """Options that BERT has with this value alone."""
 
 
-def to_geneformer(model: _Model, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+def to_geneformer(model: Any, folder: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a model as a folder that ``transformers.BertForMaskedLM.from_pretrained`` loads.
 
     Beside ``config.json`` and ``model.safetensors`` stand the dictionaries that Geneformer's own code reads:
@@ -393,7 +345,7 @@ def to_geneformer(model: _Model, folder: str | os.PathLike[str], *, overwrite: b
             (place / name).write_bytes(pickle.dumps(content, protocol=4))
 
 
-def _options(model: _Model) -> dict[str, Any]:
+def _options(model: Any) -> dict[str, Any]:
     """Return all options of the architecture, or raise if BERT cannot have them."""
     spec = model.spec
     if spec.architecture != "transformer_encoder":
@@ -421,7 +373,7 @@ def _options(model: _Model) -> dict[str, Any]:
     return options
 
 
-def _config(model: _Model, options: Mapping[str, Any]) -> dict[str, Any]:
+def _config(model: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the configuration of the BERT."""
     width = options["hidden_dim"]
     return {

@@ -8,25 +8,28 @@ error. Of its weights few names were published for certain, so usual spellings o
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
+from scforge._io import read_json, validated
 from scforge.data.vocab import GeneVocab
-from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line, listing
+from scforge.errors import MissingFileError, ModelFileError, OptionError
 from scforge.foreign.base import (
+    TRANSPOSED,
     Foreign,
     LeftOut,
     NameMap,
     Rule,
-    Stacked,
-    Transposed,
     first_file,
-    read_json,
+    in_order,
+    read_options,
     read_weights,
     register_family,
+    stacked,
 )
 
 _CONFIG = "config.json"
@@ -50,35 +53,43 @@ _DENSE = ("dense", "fc1", "0")
 _LAST = {"annotation_head": ("classifier", "out_proj", "fc2", "2"), "batch_integration_head": ("decoder", "fc2", "2")}
 _LAST_OURS = {"annotation_head": "classifier", "batch_integration_head": "decoder"}
 
-_SIZES = {
-    "hidden_dim": ("hidden_size", "hidden_dim", "d_model"),
-    "num_layers": ("num_hidden_layers", "num_layers", "n_layers"),
-    "num_heads": ("num_attention_heads", "num_heads", "n_heads"),
-    "ffn_dim": ("intermediate_size", "ffn_dim", "d_ff"),
-    "latent_dim": ("latent_dim", "latent_size"),
-}
-_GENES = ("num_genes", "n_genes", "vocab_size")
-_TYPES = ("num_cell_types", "n_cell_types", "num_labels")
-_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_eps")
-_DROPOUT = ("hidden_dropout_prob", "dropout")
 _EPS_OF_CODE = 1e-5
+
+
+class _Config(BaseModel):
+    """What is read of ``config.json``, by usual spellings."""
+
+    model_config = ConfigDict(strict=True)
+    hidden_dim: PositiveInt = Field(validation_alias=AliasChoices("hidden_size", "hidden_dim", "d_model"))
+    num_layers: PositiveInt = Field(validation_alias=AliasChoices("num_hidden_layers", "num_layers", "n_layers"))
+    num_heads: PositiveInt = Field(validation_alias=AliasChoices("num_attention_heads", "num_heads", "n_heads"))
+    ffn_dim: PositiveInt = Field(validation_alias=AliasChoices("intermediate_size", "ffn_dim", "d_ff"))
+    latent_dim: PositiveInt = Field(validation_alias=AliasChoices("latent_dim", "latent_size"))
+    n_genes: PositiveInt | None = Field(None, validation_alias=AliasChoices("num_genes", "n_genes", "vocab_size"))
+    n_types: PositiveInt | None = Field(
+        None, validation_alias=AliasChoices("num_cell_types", "n_cell_types", "num_labels")
+    )
+    eps: NonNegativeFloat = Field(
+        _EPS_OF_CODE, validation_alias=AliasChoices("rms_norm_eps", "norm_eps", "layer_norm_eps")
+    )
+    dropout: NonNegativeFloat = Field(0.1, validation_alias=AliasChoices("hidden_dropout_prob", "dropout"))
 
 
 def scdiva_names() -> NameMap:
     """Return the name map of the released layout, in all spellings."""
     projection = "gene_embedding.gene_projection"
     layer, ours = "encoder.layers.{i}.", "encoder.layers.{i}."
-    rules = [Rule(f"{projection}.weight", "gene_embedding.weight", Transposed())]
+    rules = [Rule(f"{projection}.weight", "gene_embedding.weight", TRANSPOSED)]
     rules += [Rule(f"{projection}.bias", "gene_embedding.bias")]
     rules += [Rule(f"gene_embedding.{name}.{{p}}", "gene_embedding.norm.{p}") for name in _EMBEDDING_NORMS]
     for part in _ATTENTION:
         qkv = tuple(f"{layer}{part}.{which}_proj.{{p}}" for which in "qkv")
-        rules += [Rule(qkv, f"{ours}attention.qkv.{{p}}", Stacked(3))]
+        rules += [Rule(qkv, f"{ours}attention.qkv.{{p}}", stacked(3))]
         rules += [Rule(f"{layer}{part}.o_proj.{{p}}", f"{ours}attention.out.{{p}}")]
     for part in _FFN:
         for gate, inner, back in _GATED:
             both = tuple(f"{layer}{part}.{which}.{{p}}" for which in (gate, inner))
-            rules += [Rule(both, f"{ours}ffn_in.{{p}}", Stacked(2))]
+            rules += [Rule(both, f"{ours}ffn_in.{{p}}", stacked(2))]
             rules += [Rule(f"{layer}{part}.{back}.{{p}}", f"{ours}ffn_out.{{p}}")]
     for norm, names in _NORMS.items():
         rules += [Rule(f"{layer}{name}.{{p}}", f"{ours}{norm}.{{p}}") for name in names]
@@ -99,13 +110,13 @@ def scdiva_names() -> NameMap:
 class ScDiVa:
     """A folder with ``config.json`` and weights in the layout of ScDiVa's released code."""
 
-    def recognises(self, source: Path) -> bool:
+    def recognizes(self, source: Path) -> bool:
         """Return whether a configuration that names ScDiVa lies beside weights."""
         folder = source if source.is_dir() else source.parent
         if not (folder / _CONFIG).is_file() or not (source.is_file() or any((folder / w).is_file() for w in _WEIGHTS)):
             return False
-        content = read_json(folder / _CONFIG)
-        said = [content.get("model_type"), content.get("architectures")] if isinstance(content, dict) else []
+        content = read_options(folder / _CONFIG)
+        said = [content.get("model_type"), content.get("architectures")]
         return "scdiva" in str(said).lower()
 
     def read(
@@ -127,33 +138,32 @@ class ScDiVa:
             If something of it is missing, or cannot be used.
         """
         path = first_file(source, _WEIGHTS, "weights") if source.is_dir() else source
-        config = read_json(path.parent / _CONFIG)
-        if not isinstance(config, dict):
-            raise ModelFileError(f"{str(path.parent / _CONFIG)!r} holds no options by name; give the published one.")
+        config = validated(_Config, read_json(path.parent / _CONFIG), f"{_CONFIG} is not of a ScDiVa")
         tensors = _without_prefix(read_weights(path))
         _refuse_other_layouts(tensors, str(path))
         genes = _genes(vocab)
-        if (n_genes := _number(config, _GENES, int)) is not None and n_genes != len(genes):
+        if config.n_genes is not None and config.n_genes != len(genes):
             raise ModelFileError(
-                f"{_CONFIG} says {n_genes} genes but vocab has {len(genes)}; give the genes of the checkpoint in order."
+                f"{_CONFIG} says {config.n_genes} genes but vocab has {len(genes)}; give those of the checkpoint."
             )
-        sizes = {name: _number(config, spellings, int) for name, spellings in _SIZES.items()}
-        if missing := [_SIZES[name][0] for name, size in sizes.items() if size is None]:
-            raise ModelFileError(f"{_CONFIG} lacks {listing(missing)}; give the one that belongs to the checkpoint.")
+        # Without an annotation head there are none, whatever the configuration says by default.
+        has_types = any(name.startswith(tuple(f"{head}." for head in _HEADS["annotation_head"])) for name in tensors)
+        if has_types and config.n_types is None:
+            raise ModelFileError(
+                f"{_CONFIG} lacks 'num_cell_types', though the checkpoint has an annotation head; add it."
+            )
         made = GeneVocab(genes=genes, release="ScDiVa")
-        dropout, eps = _number(config, _DROPOUT, float), _number(config, _EPS, float)
         architecture = {
             "name": "scdiva",
-            **sizes,
+            **config.model_dump(include={"hidden_dim", "num_layers", "num_heads", "ffn_dim", "latent_dim", "dropout"}),
             "mode": "vector",
             "norm_style": "pre",
             "norm": "rms",
             "activation": "swiglu",
             "bias": False,
             "final_norm": any(name.startswith(tuple(f"{norm}." for norm in _FINAL_NORMS)) for name in tensors),
-            "dropout": 0.1 if dropout is None else dropout,
-            "layer_norm_eps": _EPS_OF_CODE if eps is None else eps,
-            "num_cell_types": _n_types(config, tensors),
+            "layer_norm_eps": config.eps,
+            "num_cell_types": config.n_types if has_types else 0,
             "n_special": made.n_special,
         }
         return Foreign(
@@ -191,30 +201,6 @@ def _refuse_other_layouts(tensors: Mapping[str, torch.Tensor], where: str) -> No
         )
 
 
-def _n_types(config: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the number of cell types; without an annotation head 0, whatever the configuration says by default."""
-    heads = tuple(f"{name}." for name in _HEADS["annotation_head"])
-    if not any(name.startswith(heads) for name in tensors):
-        return 0
-    if (n_types := _number(config, _TYPES, int)) is None:
-        raise ModelFileError(f"{_CONFIG} lacks {_TYPES[0]!r}, though the checkpoint has an annotation head; add it.")
-    return n_types
-
-
-def _number(config: Mapping[str, Any], spellings: tuple[str, ...], kind: type) -> Any:
-    """Return an option under the first of its names that is there, or None."""
-    for name in spellings:
-        if name in config:
-            value = config[name]
-            right = type(value) is int if kind is int else isinstance(value, int | float) and type(value) is not bool
-            if not right or not (0 < value < 2**31 if kind is int else 0 <= value < 1):
-                raise ModelFileError(
-                    f"{_CONFIG} has {name}={repr(value)[:60]}, which is no number of its kind; copy it again."
-                )
-            return value
-    return None
-
-
 def _genes(vocab: str | os.PathLike[str] | Sequence[str] | Mapping[str, int] | None) -> tuple[str, ...]:
     """Return the genes in the order of the columns."""
     if vocab is None:
@@ -227,20 +213,6 @@ def _genes(vocab: str | os.PathLike[str] | Sequence[str] | Mapping[str, int] | N
         path = Path(vocab)
         if not path.is_file():
             raise MissingFileError(f"vocab={str(path)!r} does not exist; give the file of the genes.")
-        content = read_json(path) if path.suffix == ".json" else _lines(path)
-    if isinstance(content, Mapping):
-        names = sorted(content, key=lambda name: (str(type(content[name])), content[name]))
-        if [content[name] for name in names] != list(range(len(names))):
-            raise OptionError("vocab does not number its genes from 0 without a gap; give the column of each gene.")
-        content = names
-    genes = list(content) if isinstance(content, Iterable) else []
-    if not genes or not all(isinstance(gene, str) and gene for gene in genes):
-        raise OptionError(f"vocab={repr(vocab)[:60]} holds no names of genes; give them in the order of the columns.")
-    return tuple(genes)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").removesuffix("\n").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OptionError(f"vocab={str(path)!r} is no text of one name a line: {first_line(error)}.") from error
+        is_json = path.suffix == ".json"
+        content = read_json(path) if is_json else path.read_text(encoding="utf-8").removesuffix("\n").splitlines()
+    return in_order(content) if isinstance(content, Mapping) else tuple(content)

@@ -8,21 +8,25 @@ https://doi.org/10.1038/s41592-024-02305-7
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from scforge._constants import MASK_TOKEN, PAD_TOKEN
+from scforge._io import validated
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, first_line, listing
+from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing
 from scforge.foreign.base import (
     Foreign,
     LeftOut,
     NameMap,
-    RowsInOrder,
     Rule,
+    in_order,
     read_torch,
     register_family,
+    rows_in_order,
     state_dict_in,
 )
 from scforge.tokenizers.continuous_projection import ContinuousProjectionTokenizer
@@ -35,7 +39,7 @@ _LAYER, _OURS = "encoder.transformer_encoder.{i}.", "encoder.layers.{i}."
 def scfoundation_names(order: tuple[int, ...]) -> NameMap:
     """Return the name map of the autoencoder; `order` has the position there of each of our tokens."""
     rules = (
-        Rule("pos_emb.weight", "embedding.gene_embedding.weight", RowsInOrder(order)),
+        Rule("pos_emb.weight", "embedding.gene_embedding.weight", rows_in_order(order)),
         Rule("token_emb.mlp.{p}", "embedding.value_encoder.linear_in.{p}"),
         Rule("token_emb.mlp2.{p}", "embedding.value_encoder.linear_out.{p}"),
         Rule("token_emb.emb.weight", "embedding.value_encoder.bins.weight"),
@@ -60,7 +64,7 @@ def scfoundation_names(order: tuple[int, ...]) -> NameMap:
 class ScFoundation:
     """The file ``models.ckpt``, or its folder, with the panel of genes."""
 
-    def recognises(self, source: Path) -> bool:
+    def recognizes(self, source: Path) -> bool:
         """Return whether it has the published name."""
         return source.name == _WEIGHTS if source.is_file() else (source / _WEIGHTS).is_file()
 
@@ -80,9 +84,11 @@ class ScFoundation:
         model = content.get(part) if isinstance(content, Mapping) else None
         if not isinstance(model, Mapping) or not isinstance(model.get("config"), Mapping):
             raise ModelFileError(f"{str(path)!r} has no model {part!r} with its config; give the published {_WEIGHTS}.")
-        config = _config(model["config"], str(path))
+        said = f"the config in {str(path)!r} is of no model that scforge has"
+        found = validated(_Config, model["config"], said)
+        config = validated(_Options, {**found.options.mae_autobin, **found.dataset_config.rnaseq}, said)
         genes = _panel(vocab, path.parent / _PANEL)
-        n_rows = config["seq_len"] + 1
+        n_rows = config.seq_len + 1
         if len(genes) + 3 != n_rows:
             raise ModelFileError(
                 f"{str(path)!r} has seq_len={config['seq_len']}, the genes and two tokens of depth, but vocab has "
@@ -96,12 +102,12 @@ class ScFoundation:
         prefixed = all(name.startswith("model.") for name in tensors)
         architecture = {
             "name": "transformer_encoder",
-            "hidden_dim": config["hidden_dim"],
-            "num_layers": config["depth"],
-            "num_heads": config["heads"],
-            "ffn_dim": 4 * config["hidden_dim"],
+            "hidden_dim": config.encoder.hidden_dim,
+            "num_layers": config.encoder.depth,
+            "num_heads": config.encoder.heads,
+            "ffn_dim": 4 * config.encoder.hidden_dim,
             "dropout": 0.1,
-            "max_seq_len": config["seq_len"],
+            "max_seq_len": config.seq_len,
             "pooling": pooling,
             "activation": "relu",
             "layer_norm_eps": 1e-5,
@@ -110,8 +116,8 @@ class ScFoundation:
             "final_norm": True,
             "gene_head": False,
             "value_encoder": "soft_bins",
-            "n_value_bins": config["bin_num"],
-            "value_bins_alpha": float(config["bin_alpha"]),
+            "n_value_bins": config.bin_num,
+            "value_bins_alpha": config.bin_alpha,
             "embedding_norm": "none",
             "n_special": tokenizer.vocab.n_special,
         }
@@ -129,28 +135,36 @@ class ScFoundation:
         )
 
 
-def _config(content: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what we need of the configuration in a checkpoint."""
-    try:
-        if (kind := content["model"]) != "mae_autobin":
-            raise ModelFileError(f"{where!r} holds a model of the kind {kind!r}, but scforge reads 'mae_autobin'.")
-        options = {**content["model_config"][kind], **content["dataset_config"]["rnaseq"]}
-        encoder = options["encoder"]
-        if (module := encoder["module_type"]) != "transformer":
-            raise ModelFileError(f"{where!r} has an encoder of the kind {module!r}, but scforge has 'transformer'.")
-        found = {name: encoder[name] for name in ("hidden_dim", "depth", "heads")}
-        found |= {name: options[name] for name in ("seq_len", "bin_num", "bin_alpha")}
-    except (KeyError, TypeError) as error:
-        lacks = f"lacks {first_line(error)!r}; copy the checkpoint again"
-        raise ModelFileError(f"the config in {where!r} {lacks}.") from error
-    for name, value in found.items():
-        kinds = (int, float) if name == "bin_alpha" else (int,)
-        if type(value) not in kinds or not 0 < value < 2**63:
-            raise ModelFileError(
-                f"the config in {where!r} has {name}={repr(value)[:60]}, which is no positive number of its kind; copy "
-                "the checkpoint again."
-            )
-    return found
+class _Encoder(BaseModel):
+    model_config = ConfigDict(strict=True)
+    module_type: Literal["transformer"]
+    hidden_dim: PositiveInt
+    depth: PositiveInt
+    heads: PositiveInt
+
+
+class _Options(BaseModel):
+    model_config = ConfigDict(strict=True)
+    encoder: _Encoder
+    seq_len: PositiveInt
+    bin_num: PositiveInt
+    bin_alpha: PositiveFloat
+
+
+class _Named(BaseModel):
+    mae_autobin: dict[str, Any]
+
+
+class _Datasets(BaseModel):
+    rnaseq: dict[str, Any]
+
+
+class _Config(BaseModel):
+    """What is read of the configuration in a checkpoint."""
+
+    model: Literal["mae_autobin"]
+    options: _Named = Field(alias="model_config")
+    dataset_config: _Datasets
 
 
 def _panel(vocab: str | os.PathLike[str] | Sequence[str] | None, beside: Path) -> tuple[str, ...]:
@@ -158,22 +172,11 @@ def _panel(vocab: str | os.PathLike[str] | Sequence[str] | None, beside: Path) -
     import pandas as pd
 
     if vocab is not None and not isinstance(vocab, str | os.PathLike):
-        genes = list(vocab) if isinstance(vocab, Iterable) and not isinstance(vocab, Mapping) else [None]
-        if not all(isinstance(gene, str) for gene in genes):
-            raise OptionError(
-                f"vocab={repr(vocab)[:60]} is neither a file nor the names of genes in order; give the published "
-                f"panel, {_PANEL}."
-            )
-        return tuple(str(gene) for gene in genes)
+        return tuple(vocab)
     path = beside if vocab is None else Path(vocab)
     if not path.is_file():
         raise MissingFileError(f"vocab={str(path)!r} does not exist; give the published panel of genes, {_PANEL}.")
-    try:
-        table = pd.read_csv(path, sep="\t", keep_default_na=False)
-    except (ValueError, OSError) as error:
-        raise DataError(f"vocab={str(path)!r} cannot be read as a table: {first_line(error)}.") from error
+    table = pd.read_csv(path, sep="\t", keep_default_na=False)
     if missing := [name for name in ("gene_name", "index") if name not in table]:
         raise DataError(f"vocab={str(path)!r} lacks the column {missing[0]!r}; give the published panel of genes.")
-    if sorted(table["index"].tolist()) != list(range(len(table))):
-        raise DataError(f"vocab={str(path)!r} does not number its genes from 0 on; give the published panel.")
-    return tuple(table.sort_values("index")["gene_name"].astype(str))
+    return in_order(dict(zip(table["gene_name"].astype(str), table["index"].tolist(), strict=True)))

@@ -5,31 +5,30 @@ https://doi.org/10.1038/s41592-024-02201-0
 
 from __future__ import annotations
 
-import numbers
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
+from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt
 
-from scforge._checks import check_bool
 from scforge._constants import CLS_TOKEN, MASK_TOKEN, PAD_TOKEN
+from scforge._io import validated
 from scforge.data.vocab import GeneVocab
-from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing
+from scforge.errors import DataError, MissingFileError, listing
 from scforge.foreign.base import (
     Foreign,
     LeftOut,
     NameMap,
-    RowsInOrder,
     Rule,
     first_file,
-    read_json,
+    in_order,
+    read_options,
     read_weights,
     register_family,
+    rows_in_order,
 )
 
-_LARGEST = 1e30  # in single precision, too
 _WEIGHTS = ("best_model.pt", "model.pt", "model.safetensors")
 _VOCAB, _ARGS = "vocab.json", "args.json"
 _LAYER, _OURS = "transformer_encoder.layers.{i}.", "encoder.layers.{i}."
@@ -38,7 +37,7 @@ _LAYER, _OURS = "transformer_encoder.layers.{i}.", "encoder.layers.{i}."
 def scgpt_names(order: tuple[int, ...]) -> NameMap:
     """Return the name map of a ``TransformerModel``; `order` has the token id there of each of our tokens."""
     rules = (
-        Rule("encoder.embedding.weight", "embedding.gene_embedding.weight", RowsInOrder(order)),
+        Rule("encoder.embedding.weight", "embedding.gene_embedding.weight", rows_in_order(order)),
         Rule("encoder.enc_norm.{p}", "embedding.layer_norm.{p}"),
         Rule("value_encoder.linear1.{p}", "embedding.value_encoder.linear_in.{p}"),
         Rule("value_encoder.linear2.{p}", "embedding.value_encoder.linear_out.{p}"),
@@ -64,7 +63,7 @@ def scgpt_names(order: tuple[int, ...]) -> NameMap:
     return NameMap("scGPT", rules, left_out)
 
 
-def scgpt_vocab(tokens: Mapping[str, int], *, pad_token: str = PAD_TOKEN) -> tuple[GeneVocab, tuple[int, ...]]:
+def scgpt_vocab(tokens: Mapping[str, int]) -> tuple[GeneVocab, tuple[int, ...]]:
     """Return our vocabulary of a published one, and the token id there of each of our tokens (-1 for none).
 
     Special tokens come first here. scGPT hides values rather than genes, so it has no MASK; here MASK has no vector.
@@ -73,22 +72,13 @@ def scgpt_vocab(tokens: Mapping[str, int], *, pad_token: str = PAD_TOKEN) -> tup
     ----------
     tokens
         Gene symbol or special token to token id.
-    pad_token
-        The token of padding.
 
     Raises
     ------
     DataError
         If `tokens` is no vocabulary of scGPT.
     """
-    for name, number in tokens.items():
-        if not isinstance(name, str) or not isinstance(number, numbers.Integral) or isinstance(number, bool):
-            raise DataError(f"vocab gives {name!r} the token {number!r}; give the published vocab.json.")
-    names = sorted(tokens, key=lambda name: tokens[name])
-    if [tokens[name] for name in names] != list(range(len(names))):
-        raise DataError("vocab does not number its tokens from 0 without a gap; give the published vocab.json.")
-    if pad_token != PAD_TOKEN:
-        raise DataError(f"pad_token={pad_token!r} but scforge has {PAD_TOKEN!r} alone; rename it in vocab and args.")
+    names = in_order(tokens)
     if missing := [name for name in (PAD_TOKEN, CLS_TOKEN) if name not in tokens]:
         raise DataError(f"vocab lacks the special tokens {listing(missing)}; give the published vocab.json.")
     special = [name for name in names if name.startswith("<") and name.endswith(">")]
@@ -102,7 +92,7 @@ def scgpt_vocab(tokens: Mapping[str, int], *, pad_token: str = PAD_TOKEN) -> tup
 class ScGPT:
     """Folders of a published scGPT: ``best_model.pt``, ``vocab.json``, ``args.json``."""
 
-    def recognises(self, source: Path) -> bool:
+    def recognizes(self, source: Path) -> bool:
         """Return whether the vocabulary and the arguments of a training are there."""
         folder = source if source.is_dir() else source.parent
         return (folder / _VOCAB).is_file() and (folder / _ARGS).is_file()
@@ -119,21 +109,17 @@ class ScGPT:
         """Read a checkpoint; see :meth:`scforge.models.Encoder.from_scgpt` for the arguments."""
         folder = source if source.is_dir() else source.parent
         weights = first_file(source, _WEIGHTS, "weights") if source.is_dir() else source
-        options = _args(_content("args", args, folder / _ARGS))
-        genes, order = scgpt_vocab(_content("vocab", vocab, folder / _VOCAB), pad_token=options["pad_token"])
-        special_value = options["pad_value"] if cls_value is None else cls_value
-        if not _is_number(special_value):
-            raise OptionError(
-                f"cls_value={_shown(cls_value)} is no finite number; leave it out for pad_value of args, or give 0."
-            )
+        given = {name: value for name, value in _content("args", args, folder / _ARGS).items() if value is not None}
+        options = validated(_Args, given, "args has what scforge does not compute")
+        genes, order = scgpt_vocab(_content("vocab", vocab, folder / _VOCAB))
         architecture = {
             "name": "transformer_encoder",
-            "hidden_dim": options["embsize"],
-            "num_layers": options["nlayers"],
-            "num_heads": options["nheads"],
-            "ffn_dim": options["d_hid"],
-            "dropout": options["dropout"],
-            "max_seq_len": options["max_seq_len"],
+            "hidden_dim": options.embsize,
+            "num_layers": options.nlayers,
+            "num_heads": options.nheads,
+            "ffn_dim": options.d_hid,
+            "dropout": options.dropout,
+            "max_seq_len": options.max_seq_len,
             "pooling": "cls",
             "activation": "relu",
             "layer_norm_eps": 1e-5,
@@ -144,17 +130,17 @@ class ScGPT:
             "value_encoder": "mlp",
             "embedding_norm": "genes",
             "n_special": genes.n_special,
-            "special_value": float(special_value),
-            "mask_value": float(options["mask_value"]),
-            "normalize_embedding": check_bool("normalize", normalize),
+            "special_value": float(options.pad_value if cls_value is None else cls_value),
+            "mask_value": float(options.mask_value),
+            "normalize_embedding": normalize,
         }
-        tokenizer = {"name": "binned_expression", "n_bins": options["n_bins"], "max_len": options["max_seq_len"]}
+        tokenizer = {"name": "binned_expression", "n_bins": options.n_bins, "max_len": options.max_seq_len}
         return Foreign(
             family="scgpt",
             version=None,
             architecture=architecture,
             tokenizer=tokenizer,
-            objective={"name": "masked_value_prediction", "mask_ratio": options["mask_ratio"]},
+            objective={"name": "masked_value_prediction", "mask_ratio": options.mask_ratio},
             vocab=genes,
             names=scgpt_names(order),
             tensors=read_weights(weights),
@@ -162,72 +148,33 @@ class ScGPT:
         )
 
 
-_DEFAULTS: dict[str, Any] = {
-    "dropout": 0.2,
-    "n_bins": 51,
-    "max_seq_len": 1200,
-    "pad_token": PAD_TOKEN,
-    "pad_value": -2,
-    "mask_value": -1,
-    "mask_ratio": 0.4,
-}
-_ONLY = {
-    "input_emb_style": "continuous",
-    "norm_scheme": "post",
-    "pre_norm": False,
-    "cell_emb_style": "cls",
-    "input_style": "binned",
-}
-"""Options of which we have this value alone; scGPT's own defaults. Weights of both places of norms have equal names."""
-_SIZES = ("embsize", "nlayers", "nheads", "d_hid")
+class _Args(BaseModel):
+    """What is read of the options of a training, or can be one value alone here; defaults are those of scGPT."""
 
-
-def _args(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that we need of those of a training."""
-    if missing := [name for name in _SIZES if type(given.get(name)) is not int]:
-        raise ModelFileError(f"args lacks {listing(missing)}; give the args.json that belongs to the checkpoint.")
-    for name, value in _ONLY.items():
-        if given.get(name, value) != value:
-            raise ModelFileError(f"args has {name}={given[name]!r}, but scforge computes {value!r} alone.")
-    options = _DEFAULTS | {name: value for name, value in given.items() if value is not None}
-    for name in (*_SIZES, "n_bins", "max_seq_len"):
-        if type(options[name]) is not int or options[name] < 1:
-            raise ModelFileError(f"args has {name}={_shown(options[name])}, which is no size; give a whole number.")
-    for name in ("dropout", "pad_value", "mask_value"):
-        if not _is_number(options[name]):
-            what = "as scGPT's scripts make of 'auto'" if options[name] == "auto" else "as scGPT has by default"
-            raise ModelFileError(
-                f"args has {name}={_shown(options[name])}, which is no finite number; give args with "
-                f"{name}={_DEFAULTS[name]}, {what}."
-            )
-    return options
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value is a finite number, in single precision, too."""
-    return (
-        isinstance(value, int | float | np.integer | np.floating)
-        and not isinstance(value, bool)
-        and bool(-_LARGEST < value < _LARGEST)
-    )
-
-
-def _shown(value: Any) -> str:
-    return repr(value)[:60]
+    model_config = ConfigDict(strict=True)
+    embsize: PositiveInt
+    nlayers: PositiveInt
+    nheads: PositiveInt
+    d_hid: PositiveInt
+    dropout: FiniteFloat = 0.2
+    n_bins: PositiveInt = 51
+    max_seq_len: PositiveInt = 1200
+    pad_value: FiniteFloat = -2
+    mask_value: FiniteFloat = -1
+    mask_ratio: Any = 0.4
+    pad_token: Literal["<pad>"] = "<pad>"
+    input_emb_style: Literal["continuous"] = "continuous"
+    norm_scheme: Literal["post"] = "post"  # weights of both places of norms have equal names
+    pre_norm: Literal[False] = False
+    cell_emb_style: Literal["cls"] = "cls"
+    input_style: Literal["binned"] = "binned"
 
 
 def _content(argument: str, given: Any, beside: Path) -> Mapping[str, Any]:
     """Return what was given, or what a JSON file holds."""
     if isinstance(given, Mapping):
         return given
-    if not isinstance(given, str | os.PathLike | None):
-        raise OptionError(
-            f"{argument}={_shown(given)} is neither a file nor a dictionary; give the published {beside.name}."
-        )
     path = beside if given is None else Path(given)
     if not path.is_file():
         raise MissingFileError(f"{argument}={str(path)!r} does not exist; give the published {beside.name}.")
-    content = read_json(path)
-    if not isinstance(content, dict):
-        raise ModelFileError(f"{argument}={str(path)!r} holds no names with values; give the published {beside.name}.")
-    return content
+    return read_options(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scforge._checks import check_count
-from scforge._io import check_inside, read_json, read_settled, sha256_of
+from scforge._io import read_json, read_settled, sha256_of
 from scforge._version import __version__
 from scforge.errors import MissingFileError, ModelFileError, OptionError, first_line, warn
 from scforge.soma.v1 import ARCHITECTURE_VERSION
@@ -64,8 +64,6 @@ def read_model(folder: str | os.PathLike[str], *, argument: str = "model") -> tu
 
 
 def _read(path: Path) -> tuple[Model, int]:
-    for name in (CONFIG, WEIGHTS):
-        check_inside(path, name)
     where = str(path / CONFIG)
     try:
         content = read_json(path / CONFIG)

@@ -722,7 +722,7 @@ def read_state(folder: str | os.PathLike[str]) -> dict[str, Any]:
             "'auto' for the last one in checkpoint_dir."
         )
     try:
-        content = read_json(place / _STATE, finite=False)
+        content = read_json(place / _STATE)
         for name, found in ((_TENSORS, sha256_of(place / _TENSORS)), ("state", _sum(content["state"]))):
             if found != content["sha256"][name]:
                 file = place / (_TENSORS if name == _TENSORS else _STATE)

@@ -377,7 +377,7 @@ def _write_frame(path: Path, adata: AnnData, plan: dict[str, Any]) -> None:
 
 def _zarr_mark(path: Path) -> str | None:
     try:
-        found = read_json(path / "zarr.json", finite=False)["attributes"][_MARK]
+        found = read_json(path / "zarr.json")["attributes"][_MARK]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
     return str(found)

@@ -15,7 +15,6 @@ from scforge.estimators.hub import place_of, push_model
 from scforge.estimators.serialize import read_folder
 from scforge.hub.finding import (
     FoundModel,
-    check_shared,
     copy_model,
     find_model,
     is_hub_name,
@@ -147,10 +146,10 @@ def push_folder(
         check_holds_model(path, said)
         if base is not None:
             raise OptionError(f"base={base!r} (--base) has no use where {said} is a whole model; leave it out.")
-    check_shared(path)
-    told: dict[str, Any] = {"licence": licence, "data": data, "citation": citation}
+    flags = {"licence": licence, "data": data, "citation": citation, "metrics": metrics}
+    given = [name for name, value in flags.items() if value is not None]
+    told: dict[str, Any] = {"license": licence, "data": data, "citation": citation}
     told["metrics"] = None if metrics is None else _table(metrics)
-    given = [name for name, value in told.items() if value is not None]
     card = _card_of_others(path)
     if card is not None and given:
         raise OptionError(
