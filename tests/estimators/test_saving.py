@@ -104,17 +104,6 @@ def test_files_have_the_permissions_of_any_new_file(model: Encoder, tmp_path: Pa
     assert {f"{path.stat().st_mode & 0o777:o}" for path in tmp_path.rglob("*") if path.is_dir()} == {"750"}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != "posix", reason="pipes of POSIX")
-@pytest.mark.parametrize("name", ["config.json", "vocab.json", "model.safetensors", "split.safetensors", "adata.h5ad"])
-def test_pipes_are_not_waited_for(model: Encoder, tmp_path: Path, quick, name: str) -> None:
-    model.finetune("annotation", **quick).save(tmp_path / "model", save_anndata=True)
-    (tmp_path / "model" / name).unlink()
-    os.mkfifo(tmp_path / "model" / name)
-    with pytest.raises(ModelFileError, match=rf"{name}' is not a regular file|lacks '{name}'"):
-        Encoder.load(tmp_path / "model")
-
-
 @pytest.mark.skipif(os.name != "posix", reason="limits of POSIX")
 def test_a_full_disk(model: Encoder, tmp_path: Path, quick) -> None:
     import resource

@@ -217,16 +217,9 @@ def test_weights_in_several_files_and_of_half_precision(bert_folder: Path, ensem
     index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
     found = Encoder.from_geneformer(bert_folder).get_latent_representation(ensembl_adata)
     np.testing.assert_array_equal(found, expected)
-    files |= {"no.weight": "model-00001-of-00002.safetensors"}
-    for error, content, message in [
-        (ModelFileError, {}, "has no weight_map"),
-        (ModelFileError, {"weight_map": {"a": "../model.safetensors"}}, "which is no safetensors file beside it"),
-        (ModelFileError, {"weight_map": files}, "does not hold the weights that"),
-        (MissingFileError, {"weight_map": {"a": "model-00003-of-00003.safetensors"}}, "model-00003-of-00003"),
-    ]:
-        index.write_text(json.dumps(content))
-        with pytest.raises(error, match=message):
-            Encoder.from_geneformer(bert_folder)
+    index.write_text(json.dumps({"weight_map": {"a": "model-00003-of-00003.safetensors"}}))
+    with pytest.raises(MissingFileError, match="model-00003-of-00003"):
+        Encoder.from_geneformer(bert_folder)
 
 
 def without(name: str) -> Callable[[dict], dict]:
@@ -240,12 +233,18 @@ def with_bias(bias: torch.Tensor, name: str = "cls.predictions.bias") -> Callabl
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without("query.bias"), "lacks 'bert.*0.attention.self.query.bias', which goes with 'bert.*key.bias'"),
-        (without("cls."), "lacks .* so that 'head.bias', .* would be random"),
-        (with_bias(torch.ones(16), "bert.encoder.layer.2.output.dense.bias"), "a model of its config does not ha"),
+        (
+            without("query.bias"),
+            "do not become 'encoder.layers.0.attention.qkv.bias', .*key.bias.*: .*query.bias; copy",
+        ),
+        (without("cls."), "lacks 'cls.predictions.*, which would be random here"),
+        (
+            with_bias(torch.ones(16), "bert.encoder.layer.2.output.dense.bias"),
+            "a Geneformer of its config does not have: .*layer.2",
+        ),
         (with_bias(torch.ones(3)), r"in the shape \(3,\), but its config and .* \(92,\)"),
-        (with_bias(torch.full((92,), torch.nan)), "with numbers that are not finite"),
-        (with_bias(torch.ones(92, dtype=torch.int64)), "torch.int64, which is no weight"),
+        (with_bias(torch.full((92,), torch.nan)), "'head.bias' with NaN or infinite values"),
+        (with_bias(torch.ones(92, dtype=torch.int64)), "torch.int64 is no weight"),
         (with_bias(torch.ones(92, 16), "cls.predictions.decoder.weight"), "different numbers, but its config say"),
     ],
 )
@@ -258,16 +257,15 @@ def test_weights_that_do_not_fit(change, message: str, bert_folder: Path) -> Non
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "gpt2"}, "is not the configuration of a BERT"),
-        ({"hidden_act": ["relu"]}, r"hidden_act=\['relu'\], which scforge does not compute"),
-        ({"is_decoder": True}, "is_decoder=True, but scforge has False alone"),
-        ({"hidden_size": "16"}, "lacks 'hidden_size'"),
+        (
+            {"model_type": "gpt2"},
+            "is no configuration of a BERT .*model_type: Input should be 'bert', and it is 'gpt2'",
+        ),
+        ({"hidden_act": "tanh"}, "hidden_act: Input should be 'relu', 'gelu', 'silu' or 'swish', and it is 'tanh'"),
+        ({"is_decoder": True}, "is_decoder: Input should be False, and it is True"),
+        ({"hidden_size": "16"}, "hidden_size: Input should be a valid integer, and it is '16'"),
         ({"vocab_size": 93}, "vocab_size=93 but tokens_medians has 92 tokens; give the dictionaries"),
         ({"hidden_size": 2**20}, r"in the shape \(92, 16\), but its config and .* \(92, 1048576\)"),
-        ({"hidden_size": 2**40}, "the config claims hidden_dim=1099511627776, and the weights hold fewer"),
-        ({"num_hidden_layers": 10**4}, "describes a model of far more parts than the .* weights that are"),
-        ({"tie_word_embeddings": "x"}, "tie_word_embeddings='x', which is of no use there"),
-        ({"type_vocab_size": 3}, r"in the shapes \(64, 16\), \(2, 16\), which do not become"),
         ({"max_position_embeddings": 4096}, "Geneformer V2 has the special tokens"),
     ],
 )
@@ -283,8 +281,7 @@ def test_configurations_that_do_not_fit(changes: dict, message: str, bert_folder
     [
         ("nowhere", {}, MissingFileError, "the checkpoint '.*nowhere' does not exist"),
         ("bert/config.json", {}, MissingFileError, "is no folder; give the one with config.json"),
-        ("bert", {"version": ["V1"]}, OptionError, r"version=\['V1'\] is not known; choose 'V1' or 'V2'"),
-        ("bert", {"gene_names": {"A": ["x"]}}, DataError, r"gene_names gives 'A' the id \['x'\], and names and ids"),
+        ("bert", {"version": "V3"}, OptionError, "version='V3' is not known; choose 'V1' or 'V2'"),
         ("bert", {"pooling": "middle"}, OptionError, "pooling='middle' is not known"),
         ("bert", {"pooling": "cls"}, OptionError, "pooling='cls' needs a CLS token"),
         ("bert", {"embedding_layer": 2}, OptionError, "embedding_layer=2 but there are 2 layers"),

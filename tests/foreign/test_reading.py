@@ -2,7 +2,6 @@
 
 import json
 import pickle
-import zipfile
 from collections import OrderedDict
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from scforge.errors import MissingFileError, ModelFileError
-from scforge.foreign.base import read_dictionary, read_json, read_torch, read_weights
+from scforge.foreign.base import read_dictionary, read_torch, read_weights
 
 RAN: list[str] = []
 
@@ -66,7 +65,10 @@ def test_dictionaries(content: dict, tmp_path: Path) -> None:
 def test_pickle_files_of_anything_else(content, tmp_path: Path) -> None:
     path = tmp_path / "tokens.pkl"
     path.write_bytes(pickle.dumps(content))
-    with pytest.raises(ModelFileError, match="wants to run .*, so it is not opened|holds no dictionary|it holds value"):
+    with pytest.raises(
+        ModelFileError,
+        match="wants to run .*, so it is not opened|is no .* names with values",
+    ):
         read_dictionary(path)
 
 
@@ -85,43 +87,6 @@ def test_damaged_pickle_files(tmp_path: Path) -> None:
             assert set(map(type, found.values())) <= {int, float, str}
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        *((content, "") for content in (b"", b"{", b"\x80", b"[" * 100_000, b"\xff\xfe")),
-        (b'{"a": 1, "a": 2}', " that can be used: .*it holds the key 'a' twice"),
-        (b"[" + b"0," * 1_000_001 + b"0]", " that can be used: .*1,000,000 are the most that is read"),
-    ],
-)
-def test_no_json(content: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_bytes(content)
-    with pytest.raises(ModelFileError, match=f"is no JSON file{message}"):
-        read_json(tmp_path / "x.json")
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        ({"a": torch.ones(1).expand(10**6, 10**6)}, "has 'a' without all the numbers of an ordinary tensor"),
-        ({"a": torch.eye(2).to_sparse()}, "has 'a' without all the numbers of an ordinary tensor"),
-        ({None: torch.ones(2)}, "has a weight named None, which is no text"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants:UserWarning")
-def test_odd_tensors(weights: dict, message: str, tmp_path: Path) -> None:
-    torch.save(weights, tmp_path / "x.bin")
-    with pytest.raises(ModelFileError, match=message):
-        read_weights(tmp_path / "x.bin")
-
-
-def test_a_header_of_safetensors(tmp_path: Path) -> None:
-    place = '{"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}'
-    text = f'{{"a": {place}, "b": {place}}}'.encode()
-    (tmp_path / "x.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
-    with pytest.raises(ModelFileError, match="is no safetensors file: the tensor 'b' overlaps the one before it"):
-        read_weights(tmp_path / "x.safetensors")
-
-
 def test_weights(tmp_path: Path) -> None:
     weights = {"a": torch.randn(3), "b": torch.randn(2, 2)}
     torch.save(weights, tmp_path / "new.pt")
@@ -133,23 +98,13 @@ def test_weights(tmp_path: Path) -> None:
         assert all(torch.equal(found[key], weights[key]) for key in weights)
 
 
-@pytest.mark.parametrize(("packed", "method"), [("data/0", zipfile.ZIP_DEFLATED), ("data.pkl", zipfile.ZIP_LZMA)])
-def test_torch_files_with_compressed_records(packed: str, method: int, tmp_path: Path) -> None:
-    torch.save({"a": torch.zeros(100)}, tmp_path / "x.pt")
-    with zipfile.ZipFile(tmp_path / "x.pt") as old, zipfile.ZipFile(tmp_path / "y.pt", "w") as new:
-        for name in old.namelist():
-            new.writestr(name, old.read(name), method if name.endswith(packed) else zipfile.ZIP_STORED)
-    with pytest.raises(ModelFileError, match=f"y.pt' has compressed records .'x/{packed}'.*save what torch.load"):
-        read_weights(tmp_path / "y.pt")
-
-
 def test_damaged_torch_files(tmp_path: Path) -> None:
     weights = {"a": torch.randn(100), "b": torch.randn(20, 20)}
     torch.save(weights, tmp_path / "x.pt")
     data = (tmp_path / "x.pt").read_bytes()
     numbers = data.find(weights["b"].numpy().tobytes())
     (tmp_path / "x.pt").write_bytes(data[: numbers + 70] + bytes([data[numbers + 70] ^ 1]) + data[numbers + 71 :])
-    with pytest.raises(ModelFileError, match="is damaged: the checksum of its record 'x/data/1' is not that of its"):
+    with pytest.raises(ModelFileError, match="is damaged: 'x/data/1' has another checksum; copy it again"):
         read_weights(tmp_path / "x.pt")
     for place in range(0, len(data), 97):
         (tmp_path / "x.pt").write_bytes(data[:place] + bytes([data[place] ^ 64]) + data[place + 1 :])
@@ -160,7 +115,7 @@ def test_damaged_torch_files(tmp_path: Path) -> None:
         assert all(torch.equal(found[name], weights[name]) for name in weights)
     for n_bytes in (len(data) - 1, len(data) // 2, 10):
         (tmp_path / "x.pt").write_bytes(data[:n_bytes])
-        with pytest.raises(ModelFileError, match="is damaged: it ends before the list of its records; copy it again"):
+        with pytest.raises(ModelFileError, match="is damaged, or no file of torch"):
             read_weights(tmp_path / "x.pt")
 
 
@@ -173,7 +128,7 @@ def test_torch_files_that_would_run_something(new: bool, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("content", [b"", b"nothing", b"PK\x03\x04 half", pickle.dumps({"a": 1}, protocol=2)[:-3]])
 def test_no_weights(content: bytes, tmp_path: Path) -> None:
-    for name, message in (("x.pt", "x.pt'"), ("x.safetensors", "is no safetensors file")):
+    for name, message in (("x.pt", "x.pt'"), ("x.safetensors", "or no safetensors file")):
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ModelFileError, match=message):
             read_weights(tmp_path / name)

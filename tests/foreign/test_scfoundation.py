@@ -132,10 +132,10 @@ def rnaseq(**options: Any) -> Callable[[dict], dict]:
     [
         (without("config"), "has no model 'cell' with its config"),
         (without("state_dict"), "holds 'config', not tensors"),
-        (other(model="performer"), "holds a model of the kind 'performer'"),
-        (rnaseq(seq_len="x"), "has seq_len='x', which is no positive"),
-        (encoder(hidden_dim=2**40), "the config claims hidden_dim=1099511627776"),
-        (other(model_config={}), "lacks 'mae_autobin'; copy the checkpoint again"),
+        (other(model="performer"), "model: Input should be 'mae_autobin', and it is 'performer'"),
+        (rnaseq(seq_len="x"), "seq_len: Input should be a valid integer"),
+        (encoder(module_type="performer"), "encoder.module_type: Input should be 'transformer'"),
+        (other(model_config={}), "mae_autobin: Field required"),
     ],
 )
 def test_files_that_cannot_be_used(change, message, write, genes, tmp_path: Path) -> None:
@@ -151,8 +151,7 @@ def test_files_that_cannot_be_used(change, message, write, genes, tmp_path: Path
         ({"part": "rde"}, ModelFileError, "holds no|has no model 'rde' with its config"),
         ({"vocab": ["A", "B"]}, ModelFileError, "has seq_len=87, .* but vocab has 2 genes; give the panel"),
         ({"vocab": "nowhere.tsv"}, MissingFileError, "vocab='nowhere.tsv' does not exist"),
-        ({"vocab": 3}, OptionError, "vocab=3 is neither a file nor the names of genes in order"),
-        ({}, DataError, "does not number its genes from 0 on; give the published panel"),
+        ({}, DataError, "does not number its names from 0 without a gap"),
     ],
 )
 def test_arguments_that_cannot_be_used(options, error, message, write, genes, tmp_path: Path) -> None:

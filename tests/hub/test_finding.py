@@ -117,7 +117,7 @@ def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -
             "org/light",
             {"token": "hf_wrong"},
             HubError,
-            r"fails \(401, Invalid credentials.*check.* the token .HF_TOKEN",
+            r"fails \(401, Invalid credentials.* the token .HF_TOKEN",
         ),
         ("hf://org/nothing", {}, MissingFileError, "name='hf://org/nothing': there is no repository 'org/nothing'"),
         ("org/light", {"revision": "v9"}, MissingFileError, "has no revision 'v9'; give a branch"),
@@ -168,9 +168,7 @@ def test_a_folder_comes_before_the_hub(hub, folder: Path, tmp_path: Path, monkey
     shutil.copytree(folder, "org/light")
     assert is_hub_name("other/light")
     assert resolve("org/light") == Path("org/light")
-    with pytest.raises(
-        MissingFileError, match="'org/lihgt' does not exist; give .*hf://org/name where a folder is called org"
-    ):
+    with pytest.raises(MissingFileError, match="'org/lihgt' does not exist; give .*where a folder is called org"):
         resolve("org/lihgt")
     with pytest.raises(OptionError, match="revision='v1' has no use where name='org/light' is a folder here"):
         resolve("org/light", revision="v1")

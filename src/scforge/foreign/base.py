@@ -76,9 +76,7 @@ def rows_in_order(order: Sequence[int]) -> Transform:
 
     def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
         if len(parts[0]) != n_rows:
-            raise ValueError(
-                f"the vocabulary has {n_rows} tokens of the checkpoint, and the table {len(parts[0])} rows"
-            )
+            raise ValueError(f"the vocabulary has {n_rows} tokens of the checkpoint, its table {len(parts[0])} rows")
         return parts[0][rows.clamp(min=0)].masked_fill((rows < 0)[:, None], 0.0)
 
     def split(ours: torch.Tensor) -> list[torch.Tensor]:

@@ -91,7 +91,7 @@ class ScFoundation:
         n_rows = config.seq_len + 1
         if len(genes) + 3 != n_rows:
             raise ModelFileError(
-                f"{str(path)!r} has seq_len={config['seq_len']}, the genes and two tokens of depth, but vocab has "
+                f"{str(path)!r} has seq_len={config.seq_len}, the genes and two tokens of depth, but vocab has "
                 f"{len(genes)} genes; give the panel that belongs to the checkpoint."
             )
         made = GeneVocab(genes=genes, release="scFoundation", special_tokens=(PAD_TOKEN, MASK_TOKEN))
