@@ -40,9 +40,7 @@ def check_writable(argument: str, path: str | os.PathLike[str]) -> None:
         with tempfile.TemporaryFile(dir=place):
             pass
     except OSError as error:
-        raise OptionError(
-            f"{argument}={str(path)!r} cannot be written ({error.strerror}); choose another place."
-        ) from error
+        raise OptionError(f"{argument}={str(path)!r} cannot be written ({error.strerror}).") from error
 
 
 def _check_kind(said: str, path: Path) -> None:
@@ -170,9 +168,7 @@ def atomic_folder(
     while not done:
         there = path.is_dir()
         if there and not overwrite and any(not part.name.startswith(_NEW) for part in path.iterdir()):
-            raise OptionError(
-                f"{argument}={str(given)!r} exists and is not empty; pass overwrite=True or choose another name."
-            )
+            raise OptionError(f"{argument}={str(given)!r} exists and is not empty; pass overwrite=True.")
         apart = path.with_name(f".{path.name}{_NEW}")
         new = path / _NEW if there else apart
         with _named(given, new, path / _SAVED):
@@ -241,9 +237,7 @@ def _put_in_place(path: Path, said: str) -> None:
         if name not in own or there[name] != new[name] or not _is_removable(path / name)
     ]
     if others:
-        raise OptionError(
-            f"{said} holds {listing(sorted(others))}, not of a model that scforge wrote; choose another name."
-        )
+        raise OptionError(f"{said} holds {listing(sorted(others))}, not of a model of scforge; choose another name.")
     stale = set()
     if described is not None and not new.keys().isdisjoint(_DESCRIPTIONS):
         stale = ((_OWN - _KEPT) | listed) & there.keys() - new.keys()
@@ -453,7 +447,7 @@ def read_json(path: str | os.PathLike[str]) -> Any:
         raise ModelFileError(f"{os.fspath(path)!r} is no JSON file: {first_line(error)}.") from error
 
 
-def validated[T: BaseModel](schema: type[T], content: Any, said: str) -> T:
+def parsed[T: BaseModel](schema: type[T], content: Any, said: str) -> T:
     """Return what a file says as `schema` has it; `said` begins the message of what is missing or wrong in it."""
     from pydantic import ValidationError
 

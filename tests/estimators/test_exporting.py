@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from scforge.data import open_cells
-from scforge.errors import ModelFileError, OptionError, ScforgeWarning
+from scforge.errors import ModelFileError, OptionError
 from scforge.estimators import Encoder
 from scforge.estimators import export as exporting
 from scforge.models.registry import MODELS
@@ -143,7 +143,3 @@ def test_without_the_packages(models, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(util, "find_spec", lambda name, *rest: None if name in gone else find(name, *rest))
     with pytest.raises(OptionError, match=r"format='onnx' needs 'onnxscript'.*pip install 'scforge\[onnx\]'"):
         models["light"].export(tmp_path / "out")
-    gone[:] = ["onnxruntime"]
-    with pytest.warns(ScforgeWarning, match=r"not compared with encode, .* pip install 'scforge\[onnx\]'"):
-        models["light"].export(tmp_path / "out")
-    assert json.loads((tmp_path / "out" / "export.json").read_text())["parity"] is None

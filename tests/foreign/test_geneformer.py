@@ -143,10 +143,13 @@ def test_a_model_trained_here_loads_there(tiny_adata: ad.AnnData, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (BERT | {"norm_first": True}, "norm_first=True is an option that BERT does not have; only a model made with"),
-        (BERT | {"position_embedding": "rotary"}, "position_embedding='rotary' is an option"),
-        (BERT | {"activation": "relu"}, "head_activation='gelu' but activation='relu', and BERT has one for both"),
-        ({}, "architecture='gene_pooling' has no counterpart in transformers"),
+        (BERT | {"norm_first": True}, "norm_first=True, which BERT does not have; it needs norm_first=False"),
+        (BERT | {"position_embedding": "rotary"}, "position_embedding='rotary', which BERT"),
+        (
+            BERT | {"activation": "relu"},
+            "head_activation='gelu', which BERT does not have; it needs head_activation='relu'",
+        ),
+        ({}, "architecture='gene_pooling' has no counterpart"),
     ],
 )
 def test_what_bert_has_not_is_refused(options: dict, message: str, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
@@ -245,7 +248,10 @@ def with_bias(bias: torch.Tensor, name: str = "cls.predictions.bias") -> Callabl
         (with_bias(torch.ones(3)), r"in the shape \(3,\), but its config and .* \(92,\)"),
         (with_bias(torch.full((92,), torch.nan)), "'head.bias' with NaN or infinite values"),
         (with_bias(torch.ones(92, dtype=torch.int64)), "torch.int64 is no weight"),
-        (with_bias(torch.ones(92, 16), "cls.predictions.decoder.weight"), "different numbers, but its config say"),
+        (
+            with_bias(torch.ones(92, 16), "cls.predictions.decoder.weight"),
+            "different numbers; by its config they are one",
+        ),
     ],
 )
 def test_weights_that_do_not_fit(change, message: str, bert_folder: Path) -> None:
@@ -264,7 +270,7 @@ def test_weights_that_do_not_fit(change, message: str, bert_folder: Path) -> Non
         ({"hidden_act": "tanh"}, "hidden_act: Input should be 'relu', 'gelu', 'silu' or 'swish', and it is 'tanh'"),
         ({"is_decoder": True}, "is_decoder: Input should be False, and it is True"),
         ({"hidden_size": "16"}, "hidden_size: Input should be a valid integer, and it is '16'"),
-        ({"vocab_size": 93}, "vocab_size=93 but tokens_medians has 92 tokens; give the dictionaries"),
+        ({"vocab_size": 93}, "vocab_size=93 but tokens_medians has 92; give its own"),
         ({"hidden_size": 2**20}, r"in the shape \(92, 16\), but its config and .* \(92, 1048576\)"),
         ({"max_position_embeddings": 4096}, "Geneformer V2 has the special tokens"),
     ],
@@ -285,7 +291,7 @@ def test_configurations_that_do_not_fit(changes: dict, message: str, bert_folder
         ("bert", {"pooling": "middle"}, OptionError, "pooling='middle' is not known"),
         ("bert", {"pooling": "cls"}, OptionError, "pooling='cls' needs a CLS token"),
         ("bert", {"embedding_layer": 2}, OptionError, "embedding_layer=2 but there are 2 layers"),
-        ("bert", {"tokens_medians": "."}, MissingFileError, "has no token_dictionary.* pass the published dict"),
+        ("bert", {"tokens_medians": "."}, MissingFileError, "has no token_dictionary.* pass them as tokens_medians"),
         ("bert", {"gene_names": "names.parquet"}, MissingFileError, "gene_names='names.parquet' does not exist"),
         ("empty", {}, MissingFileError, "has no weights: none of 'model.safetensors', .*'pytorch_model.bin'"),
     ],

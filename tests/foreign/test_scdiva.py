@@ -203,8 +203,12 @@ def with_ones(name: str) -> Callable[[dict], dict]:
         (dict, {"num_attention_heads": None}, "num_attention_heads: Field required"),
         (dict, {"latent_dim": "5"}, "latent_dim: Input should be a valid integer, and it is '5'"),
         (dict, {"num_genes": 84}, "says 84 genes but vocab has 85"),
-        (renamed((".gate_proj", ".linear")), {}, "feed-forward layers without a gate"),
-        (with_ones("encoder.layers.0.norm1.bias"), {}, "a norm with a shift"),
+        (renamed((".gate_proj", ".linear")), {}, "weights that a ScDiVa of its config does not have|do not become"),
+        (
+            with_ones("encoder.layers.0.norm1.bias"),
+            {},
+            "weights that a ScDiVa of its config does not have: .*norm1.bias",
+        ),
         (with_ones("encoder.layers.0.input_layernorm.weight"), {}, "two weights for 'encoder.layers.0.norm_attention"),
     ],
 )

@@ -72,9 +72,12 @@ def test_adapters_name_the_shipped_model(monkeypatch: pytest.MonkeyPatch, pbmc: 
 
 def test_versions(registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert known_models() == {"light": "Small", "here": "Small", **SHIPPED}
-    assert find_registered("scforge://light", "it").revision == B
-    assert find_registered("scforge://light@1", "it").revision == A
-    assert find_registered("scforge://here", "it").folder == registry.parent / "models/a"
+    assert find_registered("scforge://light", "it") == (None, "org/light", B)
+    assert find_registered("scforge://light@1", "it") == (None, "org/light", A)
+    with pytest.raises(MissingFileError, match="models/a'. does not exist"):
+        find_registered("scforge://here", "it")
+    (registry.parent / "models" / "a").mkdir(parents=True)
+    assert find_registered("scforge://here", "it")[0].folder == registry.parent / "models/a"
     # The first file counts.
     other = write(tmp_path / "other.json", {"light": entry("Other"), "more": entry()})
     monkeypatch.setenv("SCFORGE_MODELS", f"{other}{os.pathsep}{registry}")

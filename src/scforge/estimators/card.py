@@ -94,8 +94,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, said: str = "metrics") -> tuple
         names = [str(name) for name in table.index]
         if names.count(_MODEL) != 1 or len(names) < 2:
             raise OptionError(
-                f"{said} needs one row called {_MODEL!r}, which is how evaluate() calls the model, and baselines "
-                f"beside it, without which its figures say little (rows: {listing(names)})."
+                f"{said} needs one row called {_MODEL!r}, that of the model, and baselines beside it (rows: {listing(names)})."
             )
         data = facts.get("data", facts.get(f"{benchmark}: data"))
         for metric, column in table.select_dtypes("floating").items():  # whole numbers count cells
@@ -207,13 +206,9 @@ class CardFacts:
 
         `n_epochs` is how long the model that `metrics` are of has been trained.
         """
-        changes: dict[str, Any] = {}
-        if license is not None:
-            changes["license"] = license
-        if citation is not None:
-            changes["citation"] = citation
-        if data is not None:
-            changes["data"] = (data,) if isinstance(data, str) else tuple(data)
+        told = {"license": license, "citation": citation, "data": (data,) if isinstance(data, str) else data}
+        changes: dict[str, Any] = {name: value for name, value in told.items() if value is not None}
+        changes["data"] = tuple(changes.get("data", self.data))
         if metrics is not None:
             changes["table"], changes["scores"] = scores_of(metrics)
             changes["n_epochs"] = n_epochs

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from safetensors.torch import save_file
 from torch import nn
 
-from scforge._io import atomic_folder, read_json, read_settled, sha256_of, validated
+from scforge._io import atomic_folder, parsed, read_json, read_settled, sha256_of
 from scforge._version import __version__
 from scforge.data.readers import is_url, write_h5ad
 from scforge.data.sources import read_h5ad
@@ -105,17 +105,12 @@ def read_description(kind: str, path: Path) -> dict[str, Any]:
     version = content.get("format") if isinstance(content, dict) else None
     if isinstance(version, int) and version > FORMAT:
         raise ModelFileError(
-            f"the {kind} {str(path.parent)!r} has format {version} (scforge {content.get('scforge_version')}), "
-            f"this is scforge {__version__} with format {FORMAT}; update scforge."
+            f"{str(path)!r} has format {version}, and scforge {__version__} reads up to {FORMAT}; update scforge."
         )
     found: dict[str, Any] = _decoded(content)
-    validated(
-        _Model if kind == MODEL else _Adapter, found, f"{str(path)!r} is not the description of an scforge {kind}"
-    )
+    parsed(_Model if kind == MODEL else _Adapter, found, f"{str(path)!r} is not the description of an scforge {kind}")
     if content.pop(_CHECKSUM, None) != _digest(content):
-        raise ModelFileError(
-            f"{str(path)!r} is corrupted: its content does not fit the checksum in it; copy the {kind} again."
-        )
+        raise ModelFileError(f"{str(path)!r} is corrupted: its checksum is another one; copy the {kind} again.")
     return {name: value for name, value in found.items() if name != _CHECKSUM}
 
 
@@ -214,18 +209,15 @@ def load_weights(
     """
     refuse_not_finite(weights, module, source=source)
     try:
-        missing, surplus = module.load_state_dict(weights, strict=not adapters, assign=assign)
+        missing, surplus = module.load_state_dict(weights, strict=False, assign=assign)
     except RuntimeError as error:
         problem = " ".join(str(error).partition(":")[2].split())[:400].rstrip(".")
-        raise ModelFileError(
-            f"the weights in {source!r} do not fit the architecture in its config: {problem}."
-        ) from error
-    missing = [name for name in missing if name.startswith("head.") or is_adapter(name)]
-    if missing or surplus:
-        raise ModelFileError(
-            f"the weights in {source!r} do not fit their description: missing {listing(missing, most=3)}, unknown "
-            f"{listing(surplus, most=3)}; copy the adapter again."
-        )
+    else:
+        missing = [name for name in missing if not adapters or name.startswith("head.") or is_adapter(name)]
+        differing = {"missing": missing, "unknown": surplus}
+        problem = "; ".join(f"{what} {listing(names, most=3)}" for what, names in differing.items() if names)
+    if problem:
+        raise ModelFileError(f"the weights in {source!r} do not fit the architecture in its config: {problem}.")
 
 
 _CONFIG, _VOCAB, _WEIGHTS, _CARD = "config.json", "vocab.json", "model.safetensors", "README.md"
@@ -304,10 +296,7 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
         If an architecture, tokenizer, objective or task is not registered.
     """
     if is_url(path):
-        raise MissingFileError(
-            f"dir_path={os.fspath(path)!r} is no folder; get a model of the hub or the registry with "
-            "Encoder.from_pretrained."
-        )
+        raise MissingFileError(f"dir_path={os.fspath(path)!r} is no folder; load it with Encoder.from_pretrained.")
     return read_settled(path, lambda: _read(Path(path)))
 
 
@@ -331,7 +320,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tens
         pickles = sorted(part.name for part in folder.iterdir() if part.suffix in PICKLES)
         beside = f" (what is there, {listing(pickles, most=3)}, are pickles, which are never opened)" if pickles else ""
         raise ModelFileError(
-            f"the model folder {str(folder)!r} lacks {listing(missing)}{beside}; save or copy the model again."
+            f"the model folder {str(folder)!r} lacks {listing(missing)}{beside}; save the model again."
         )
     config = read_description(MODEL, folder / _CONFIG)
     weights = read_weights(folder / _WEIGHTS)
@@ -348,6 +337,4 @@ def _read(folder: Path) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tens
 
 def _check_sum(path: Path, checksum: str | None) -> None:
     if sha256_of(path) != checksum:
-        raise ModelFileError(
-            f"{str(path)!r} is corrupted: its checksum is not the one in {_CONFIG}; copy the model again."
-        )
+        raise ModelFileError(f"{str(path)!r} is corrupted: its checksum is not the one in {_CONFIG}; copy it again.")

@@ -200,33 +200,27 @@ class NameMap:
                 names = [source.format(**found) for source in rule.sources]
                 target = rule.target.format(**found)
                 if target in ours:
-                    raise ModelFileError(
-                        f"{where} has two weights for {target!r}, {names[0]!r} among them; keep one of the two namings."
-                    )
+                    raise ModelFileError(f"{where} has two weights for {target!r}, one of them {names[0]!r}.")
                 try:
                     ours[target] = rule.transform.join([_floats(tensors[name]) for name in names])
                 except (LookupError, RuntimeError, TypeError, ValueError) as error:
                     shapes = {name: tuple(tensors[name].shape) for name in names if name in tensors}
                     raise ModelFileError(
-                        f"{where} has weights that do not become {target!r}, {shapes}: {first_line(error)}; copy the "
-                        "checkpoint again."
+                        f"{where} has weights that do not become {target!r}, {shapes}: {first_line(error)}."
                     ) from error
                 used.update(names)
         if missing := [self._name_of(name) for name in expected if name not in ours]:
-            raise ModelFileError(
-                f"{where} lacks {listing(missing, most=3)}, which would be random here; give a checkpoint with them."
-            )
+            raise ModelFileError(f"{where} lacks {listing(missing, most=3)}, which would be random here.")
         surplus = [self._name_of(name) for name in ours if name not in expected]
         if unknown := [*(name for name in tensors if name not in used), *surplus]:
             raise ModelFileError(
-                f"{where} has weights that a {self.family} of its config does not have: {listing(unknown, most=3)}; "
-                "give the config that belongs to the checkpoint, or register a family that knows them."
+                f"{where} has weights that a {self.family} of its config does not have: {listing(unknown, most=3)}."
             )
         for name, shape in expected.items():
             if ours[name].shape != shape:
                 raise ModelFileError(
                     f"{where} has {self._name_of(name)!r} in the shape {tuple(ours[name].shape)}, but its config and "
-                    f"vocabulary make it {tuple(shape)}; give the config and vocabulary that belong to the checkpoint."
+                    f"vocabulary make it {tuple(shape)}."
                 )
         return {name: ours[name] for name in expected}
 
@@ -255,8 +249,7 @@ class NameMap:
             other = None if line.same_as is None else tensors.get(line.same_as)
             if other is not None and any(not torch.equal(tensors[name], other) for name in found):
                 raise ModelFileError(
-                    f"{where} has {found[0]!r} and {line.same_as!r} with different numbers, but its config says that "
-                    "they are one weight; give the config that belongs to the checkpoint."
+                    f"{where} has {found[0]!r} and {line.same_as!r} with different numbers; by its config they are one."
                 )
             names.update(found)
         return names
@@ -358,9 +351,7 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return one of the few things that numbers need, or refuse."""
         if (module, name) not in self._KNOWN:
-            raise pickle.UnpicklingError(
-                f"it wants to run {module}.{name}, so it is not opened; save the dictionary as JSON, where you trust it"
-            )
+            raise pickle.UnpicklingError(f"it wants to run {module}.{name}, so it is not opened; save it as JSON")
         return self._KNOWN[module, name]
 
 
@@ -403,8 +394,7 @@ def read_torch(path: Path) -> Any:
         raise
     except pickle.UnpicklingError as error:
         raise ModelFileError(
-            f"{str(path)!r} holds more than tensors, which could run code, so it is not opened; save the state_dict of "
-            "the model alone, where you trust the file, or get the safetensors file."
+            f"{str(path)!r} holds more than tensors, which could run code, and is not opened; save the weights alone."
         ) from error
     except Exception as error:  # damaged files raise anything
         raise ModelFileError(f"{str(path)!r} is damaged, or no file of torch: {first_line(error)}.") from error
@@ -568,10 +558,7 @@ def read_checkpoint(source: str | os.PathLike[str], family: str | None = None, *
         found = [name for name in FAMILIES.names() if FAMILIES.get(name)().recognizes(path)]
         if len(found) != 1:
             what = f"could be of {listing(found)}" if found else "is of no known family"
-            raise OptionError(
-                f"the checkpoint {str(path)!r} {what} (known: {listing(FAMILIES.names())}); say which with family=..., "
-                "or register one."
-            )
+            raise OptionError(f"the checkpoint {str(path)!r} {what} ({listing(FAMILIES.names())}); give family=.")
         (family,) = found
     cls = FAMILIES.get(family)
     parameters = inspect.signature(cls.read).parameters.values()

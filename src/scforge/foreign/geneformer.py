@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, NonNegativeFloat, PositiveInt
 
-from scforge._io import atomic_folder, read_json, validated
+from scforge._io import atomic_folder, parsed, read_json
 from scforge._version import __version__
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing
@@ -127,11 +127,9 @@ class Geneformer:
     ) -> Foreign:
         """Read a folder; see :meth:`scforge.models.Encoder.from_geneformer` for the arguments."""
         if not source.is_dir():
-            raise MissingFileError(
-                f"the checkpoint {str(source)!r} is no folder; give the one with config.json and the weights."
-            )
+            raise MissingFileError(f"the checkpoint {str(source)!r} is no folder; give the one with config.json.")
         where = source / "config.json"
-        config = validated(_Config, read_json(where), f"{str(where)!r} is no configuration of a BERT that scforge has")
+        config = parsed(_Config, read_json(where), f"{str(where)!r} is no configuration of a BERT that scforge has")
         if version is None:
             is_v2 = config.max_position_embeddings > MODEL_INPUT["V1"] or config.vocab_size == _TOKENS_V2
             version = "V2" if is_v2 else "V1"
@@ -140,8 +138,7 @@ class Geneformer:
         vocab = _vocab(source, version, tokens_medians, ensembl_map, gene_names)
         if len(vocab) != config.vocab_size:
             raise ModelFileError(
-                f"{str(where)!r} says vocab_size={config.vocab_size} but tokens_medians has {len(vocab)} tokens; "
-                "give the dictionaries that belong to the checkpoint."
+                f"{str(where)!r} says vocab_size={config.vocab_size} but tokens_medians has {len(vocab)}; give its own."
             )
         tensors = _prefixed(read_weights(first_file(source, _WEIGHTS, "weights")))
         # A masked language model without its head is a damaged file.
@@ -242,13 +239,10 @@ def _dictionaries_in(folder: Path, version: str) -> dict[str, Path]:
         if all(len(files) == 1 for files in found.values()):
             return {what: files[0] for what, files in found.items()}
         if many := [files for files in found.values() if len(files) > 1]:
-            raise OptionError(
-                f"the folder {str(folder / part)!r} has several dictionaries, {listing(p.name for p in many[0])}; say "
-                "which with tokens_medians=(tokens, medians)."
-            )
+            names = listing(path.name for path in many[0])
+            raise OptionError(f"{str(folder / part)!r} has several dictionaries, {names}; give tokens_medians=.")
     raise MissingFileError(
-        f"the folder {str(folder)!r} has no {_FILES['tokens']} and {_FILES['medians']}; pass the published "
-        "dictionaries as tokens_medians: their folder, (tokens, medians), or a table."
+        f"the folder {str(folder)!r} has no {_FILES['tokens']} and {_FILES['medians']}; pass them as tokens_medians."
     )
 
 
@@ -349,27 +343,14 @@ def _options(model: Any) -> dict[str, Any]:
     """Return all options of the architecture, or raise if BERT cannot have them."""
     spec = model.spec
     if spec.architecture != "transformer_encoder":
-        raise OptionError(
-            f"architecture={spec.architecture!r} has no counterpart in transformers; export a 'transformer_encoder'."
-        )
+        raise OptionError(f"architecture={spec.architecture!r} has no counterpart; export a 'transformer_encoder'.")
     if spec.tuning is not None and spec.tuning.lora is not None:
-        raise OptionError(
-            "the model has low-rank adapters, which BertForMaskedLM does not know; export the model that it was "
-            "fine-tuned from, or fine-tune with lora=False."
-        )
+        raise OptionError("the model has low-rank adapters, which BERT does not have; fine-tune with lora=False.")
     defaults = {name: p.default for name, p in inspect.signature(TransformerEncoder).parameters.items()}
     options = defaults | spec.model_options
-    for name, value in _NEEDED.items():
+    for name, value in {**_NEEDED, "head_activation": options["activation"]}.items():
         if options[name] != value:
-            raise OptionError(
-                f"{name}={options[name]!r} is an option that BERT does not have; only a model made with "
-                f"{name}={value!r} can be exported."
-            )
-    if options["head_activation"] != options["activation"]:
-        raise OptionError(
-            f"head_activation={options['head_activation']!r} but activation={options['activation']!r}, and BERT has "
-            "one for both; only a model made with the same can be exported."
-        )
+            raise OptionError(f"{name}={options[name]!r}, which BERT does not have; it needs {name}={value!r}.")
     return options
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
-from scforge._io import read_json, validated
+from scforge._io import parsed, read_json
 from scforge.data.vocab import GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, OptionError
 from scforge.foreign.base import (
@@ -138,20 +138,15 @@ class ScDiVa:
             If something of it is missing, or cannot be used.
         """
         path = first_file(source, _WEIGHTS, "weights") if source.is_dir() else source
-        config = validated(_Config, read_json(path.parent / _CONFIG), f"{_CONFIG} is not of a ScDiVa")
+        config = parsed(_Config, read_json(path.parent / _CONFIG), f"{_CONFIG} is not of a ScDiVa")
         tensors = _without_prefix(read_weights(path))
-        _refuse_other_layouts(tensors, str(path))
         genes = _genes(vocab)
         if config.n_genes is not None and config.n_genes != len(genes):
-            raise ModelFileError(
-                f"{_CONFIG} says {config.n_genes} genes but vocab has {len(genes)}; give those of the checkpoint."
-            )
+            raise ModelFileError(f"{_CONFIG} says {config.n_genes} genes but vocab has {len(genes)}; give its own.")
         # Without an annotation head there are none, whatever the configuration says by default.
         has_types = any(name.startswith(tuple(f"{head}." for head in _HEADS["annotation_head"])) for name in tensors)
         if has_types and config.n_types is None:
-            raise ModelFileError(
-                f"{_CONFIG} lacks 'num_cell_types', though the checkpoint has an annotation head; add it."
-            )
+            raise ModelFileError(f"{_CONFIG} lacks 'num_cell_types', though there is an annotation head; add it.")
         made = GeneVocab(genes=genes, release="ScDiVa")
         architecture = {
             "name": "scdiva",
@@ -187,27 +182,10 @@ def _without_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return tensors
 
 
-def _refuse_other_layouts(tensors: Mapping[str, torch.Tensor], where: str) -> None:
-    """Raise where the weights are of another kind of layers than the released code has."""
-    norms = {name for names in (*_NORMS.values(), _EMBEDDING_NORMS) for name in names}
-    shifted = [name for name in tensors if name.endswith(".bias") and name.split(".")[-2] in norms]
-    gates = [f".{gate}.weight" for gate, _, _ in _GATED]
-    plain = not any(name.endswith(tuple(gates)) for name in tensors)
-    if shifted or plain:
-        found = f"a norm with a shift, {shifted[0]!r}" if shifted else "feed-forward layers without a gate"
-        raise ModelFileError(
-            f"{where!r} has {found}, but the released code has RMS norms and gated layers; make an ordinary model with "
-            "architecture='scdiva', mode='vector' and load its own weights."
-        )
-
-
 def _genes(vocab: str | os.PathLike[str] | Sequence[str] | Mapping[str, int] | None) -> tuple[str, ...]:
     """Return the genes in the order of the columns."""
     if vocab is None:
-        raise OptionError(
-            "vocab=None but no file of a ScDiVa checkpoint names its genes; give their names in the order of its "
-            "columns, or a file of them."
-        )
+        raise OptionError("vocab=None but no file of a ScDiVa names its genes; give them in the order of its columns.")
     content: Any = vocab
     if isinstance(vocab, str | os.PathLike):
         path = Path(vocab)

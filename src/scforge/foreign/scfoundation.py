@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
 
 from scforge._constants import MASK_TOKEN, PAD_TOKEN
-from scforge._io import validated
+from scforge._io import parsed
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, listing
 from scforge.foreign.base import (
@@ -85,14 +85,13 @@ class ScFoundation:
         if not isinstance(model, Mapping) or not isinstance(model.get("config"), Mapping):
             raise ModelFileError(f"{str(path)!r} has no model {part!r} with its config; give the published {_WEIGHTS}.")
         said = f"the config in {str(path)!r} is of no model that scforge has"
-        found = validated(_Config, model["config"], said)
-        config = validated(_Options, {**found.options.mae_autobin, **found.dataset_config.rnaseq}, said)
+        found = parsed(_Config, model["config"], said)
+        config = parsed(_Options, {**found.options.mae_autobin, **found.dataset_config.rnaseq}, said)
         genes = _panel(vocab, path.parent / _PANEL)
         n_rows = config.seq_len + 1
         if len(genes) + 3 != n_rows:
             raise ModelFileError(
-                f"{str(path)!r} has seq_len={config.seq_len}, the genes and two tokens of depth, but vocab has "
-                f"{len(genes)} genes; give the panel that belongs to the checkpoint."
+                f"{str(path)!r} is of {n_rows - 3} genes, but vocab has {len(genes)}; give its own panel."
             )
         made = GeneVocab(genes=genes, release="scFoundation", special_tokens=(PAD_TOKEN, MASK_TOKEN))
         tokenizer = ContinuousProjectionTokenizer.scfoundation(made)

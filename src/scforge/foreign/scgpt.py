@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, FiniteFloat, PositiveInt
 
 from scforge._constants import CLS_TOKEN, MASK_TOKEN, PAD_TOKEN
-from scforge._io import validated
+from scforge._io import parsed
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, MissingFileError, listing
 from scforge.foreign.base import (
@@ -110,7 +110,7 @@ class ScGPT:
         folder = source if source.is_dir() else source.parent
         weights = first_file(source, _WEIGHTS, "weights") if source.is_dir() else source
         given = {name: value for name, value in _content("args", args, folder / _ARGS).items() if value is not None}
-        options = validated(_Args, given, "args has what scforge does not compute")
+        options = parsed(_Args, given, "args has what scforge does not compute")
         genes, order = scgpt_vocab(_content("vocab", vocab, folder / _VOCAB))
         architecture = {
             "name": "transformer_encoder",

@@ -35,30 +35,19 @@ def hub_errors(said: str, repo_id: str, revision: str | None = None) -> Iterator
     """
     from huggingface_hub import constants, errors
 
-    at = "" if revision is None else f" at revision {revision!r}"
+    place, token = constants.ENDPOINT, "a token (HF_TOKEN, or hf auth login)"
     known: list[tuple[type[Exception], type[ScforgeError], str]] = [
-        (
-            errors.GatedRepoError,
-            OptionError,
-            f"access to {repo_id!r} is granted on request only; ask for it at {constants.ENDPOINT}/{repo_id}, and pass "
-            "a token of that account (HF_TOKEN, or hf auth login)",
-        ),
-        (
-            errors.RevisionNotFoundError,
-            MissingFileError,
-            f"{repo_id!r} has no revision {revision!r}; give a branch, a tag or a commit of it",
-        ),
+        (errors.GatedRepoError, OptionError, f"ask for access at {place}/{repo_id}, and pass {token}"),
+        (errors.RevisionNotFoundError, MissingFileError, f"there is no revision {revision!r} of {repo_id!r}"),
         (
             errors.RepositoryNotFoundError,
             MissingFileError,
-            f"there is no repository {repo_id!r} at {constants.ENDPOINT}, or it is private and the token does not open "
-            "it; check the name, or pass a token (HF_TOKEN, or hf auth login)",
+            f"there is no repository {repo_id!r} at {place}, or it is private; check the name, or pass {token}",
         ),
         (
             errors.LocalEntryNotFoundError,
             MissingFileError,
-            f"{repo_id!r}{at} is not in the cache, or not all of it, and the hub was not asked or did not answer; "
-            "fetch it once with a connection, or give cache_dir",
+            f"{repo_id!r} is not in the cache, and the hub was not asked or did not answer; fetch it with a connection",
         ),
         (errors.OfflineModeIsEnabled, HubError, "HF_HUB_OFFLINE says not to ask the hub; unset it"),
         (errors.HFValidationError, OptionError, "this is no name of a repository; give it as 'organization/name'"),
@@ -71,9 +60,6 @@ def hub_errors(said: str, repo_id: str, revision: str | None = None) -> Iterator
     except (errors.HTTPError, OSError, ValueError, RuntimeError) as error:
         text = " ".join((getattr(error, "server_message", None) or str(error)).split())[:300].rstrip(".")
         status = f"{error.response.status_code}, " if isinstance(error, errors.HfHubHTTPError) else ""
-        failed = (
-            f"{constants.ENDPOINT} fails ({status}{text}); check the connection, HF_ENDPOINT and the token (HF_TOKEN, "
-            "or hf auth login)"
-        )
+        failed = f"{place} fails ({status}{text}); check the connection, HF_ENDPOINT, or pass {token}"
         kind, why = next(((kind, why) for cls, kind, why in known if isinstance(error, cls)), (HubError, failed))
         raise kind(f"{said}: {why}.") from safe_cause(error)

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from scforge._io import atomic_folder, read_json, read_settled, sha256_of, validated
+from scforge._io import atomic_folder, parsed, read_json, read_settled, sha256_of
 from scforge.errors import MissingFileError, ModelFileError, OptionError, did_you_mean, listing
 from scforge.hub.client import hub_api, hub_errors
 
@@ -126,19 +126,6 @@ class _RegistryFile(BaseModel):
     models: dict[str, _Entry]
 
 
-@dataclass(frozen=True)
-class RegisteredModel:
-    """What a name of the registry stands for: a commit of a repository, or a folder.
-
-    `name` is what others can use, with the version; None unless it stands in the registry of the package.
-    """
-
-    name: str | None
-    repo_id: str | None
-    revision: str | None
-    folder: Path | None
-
-
 def known_models() -> dict[str, str]:
     """Return the names that ``scforge://`` knows, each with its description.
 
@@ -163,27 +150,24 @@ def known_models() -> dict[str, str]:
     return {name: entry.description for name, (entry, _) in _entries().items()}
 
 
-def find_registered(text: str, said: str) -> RegisteredModel:
-    """Return what ``scforge://name[@version]`` stands for; without a version, the newest."""
+def find_registered(text: str, said: str) -> tuple[FoundModel | None, str | None, str | None]:
+    """Return the folder that ``scforge://name[@version]`` stands for, or a repository and its commit."""
     name, _, version = text.removeprefix(SCHEME).partition("@")
     entries = _entries()
     if name not in entries:
-        advice = did_you_mean(name, entries) or (
-            "; convert a downloaded checkpoint of another package, e.g. Geneformer's, with "
-            "Encoder.from_checkpoint(folder) or scforge convert-checkpoint"
-        )
-        raise OptionError(
-            f"{said} is not in the registry (known: {listing(entries)}; more come from the file that {_VARIABLE} "
-            f"names){advice}."
-        )
+        advice = did_you_mean(name, entries)
+        advice = advice or "; read a checkpoint of another package with Encoder.from_checkpoint(folder)"
+        raise OptionError(f"{said} is not in the registry (known: {listing(entries)}){advice}.")
     entry, file = entries[name]
     version = version or entry.latest
     if version not in entry.versions:
         raise OptionError(f"{said} has no version {version!r} (known: {listing(entry.versions)})")
     place = entry.versions[version]
-    folder = None if place.folder is None else file.parent / place.folder
+    if place.folder is None:
+        return None, place.repo_id, place.revision
+    folder = _checked(file.parent / place.folder, f"{said} (folder {str(file.parent / place.folder)!r})")
     is_shipped = file.parent == Path(str(files("scforge.hub")))
-    return RegisteredModel(f"{SCHEME}{name}@{version}" if is_shipped else None, place.repo_id, place.revision, folder)
+    return FoundModel(folder, *origin_of(folder), name=f"{SCHEME}{name}@{version}" if is_shipped else None), None, None
 
 
 def _entries() -> dict[str, tuple[_Entry, Path]]:
@@ -192,7 +176,7 @@ def _entries() -> dict[str, tuple[_Entry, Path]]:
     own = [Path(name) for name in os.environ.get(_VARIABLE, "").split(os.pathsep) if name]
     with as_file(files("scforge.hub").joinpath("registry.json")) as shipped:
         for path in (*own, shipped):
-            found = validated(_RegistryFile, read_json(path), f"{str(path)!r} is no registry of models ({_VARIABLE})")
+            found = parsed(_RegistryFile, read_json(path), f"{str(path)!r} is no registry of models ({_VARIABLE})")
             for name, entry in found.models.items():
                 entries.setdefault(name, (entry, path))
     return entries
@@ -318,11 +302,9 @@ def find_model(
     """Do what :func:`resolve` says; `said` begins its messages."""
     repo_id: str | None
     if is_registry_name(name):
-        entry = find_registered(str(name), said)
-        if entry.folder is not None:
-            folder = _checked(entry.folder, f"{said} (folder {str(entry.folder)!r})")
-            return FoundModel(folder, *origin_of(folder), name=entry.name)
-        repo_id, revision = entry.repo_id, entry.revision
+        registered, repo_id, revision = find_registered(str(name), said)
+        if registered is not None:
+            return registered
     elif is_hub_name(name):
         repo_id, _, written = str(name).removeprefix(_HUB).rstrip("/").partition("@")
         if written and revision is not None:
@@ -353,10 +335,7 @@ def _checked(folder: Path, said: str) -> Path:
     if folder.is_dir():
         return folder
     what = "is a file" if folder.exists() else "does not exist"
-    raise MissingFileError(
-        f"{said} {what}; give the folder of a model, a repository of the hub (org/name, or hf://org/name where a "
-        "folder is called org), or a name of the registry (scforge://name)."
-    )
+    raise MissingFileError(f"{said} {what}; give a folder, hf://org/name of the hub, or scforge://name.")
 
 
 def _fetch(repo_id: str, said: str, revision: str | None, *, token: str | bool | None, **options: Any) -> FoundModel:
@@ -365,8 +344,5 @@ def _fetch(repo_id: str, said: str, revision: str | None, *, token: str | bool |
         api = hub_api(token)
         folder = Path(api.snapshot_download(repo_id, revision=revision, allow_patterns=list(SHARED_FILES), **options))
     if kind_of_folder(folder) is None:
-        raise ModelFileError(
-            f"{said}: {repo_id!r} holds neither a {described_kind().replace(' or ', ' nor an ')}; convert a "
-            "checkpoint of another package with scforge convert-checkpoint."
-        )
+        raise ModelFileError(f"{said}: {repo_id!r} holds no {described_kind()}; see scforge convert-checkpoint.")
     return FoundModel(folder, repo_id, folder.name)

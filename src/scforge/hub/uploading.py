@@ -108,16 +108,10 @@ def send_model(
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
         info = api.model_info(repo_id, revision=revision)
         if private and not info.private:
-            raise OptionError(
-                f"{said} exists and is public, so private=True cannot be kept; change it in the settings of the "
-                "repository, or leave private out."
-            )
+            raise OptionError(f"{said} exists and is public; change it in its settings, or leave private=True out.")
         there = {file.rfilename for file in info.siblings or ()}
         if "config.json" in there and kind_of(there) is None:
-            raise OptionError(
-                f"{said} has a model of another package, whose config.json would be lost; push to another repository, "
-                "or remove that file from it first."
-            )
+            raise OptionError(f"{said} has a model of another package, which would be lost; push to another one.")
         if {CARD} <= there & set(names) and _is_ours(folder / CARD):
             theirs = Path(api.hf_hub_download(repo_id, CARD, revision=info.sha))
             if not _is_ours(theirs):

@@ -31,16 +31,12 @@ def read_weights(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (SafetensorError, OSError) as error:
-        raise ModelFileError(
-            f"{str(path)!r} is corrupted, or no safetensors file ({first_line(error)}); copy the folder again, or make "
-            "one of a checkpoint of torch with scforge convert-checkpoint."
-        ) from error
+        what = f"is corrupted, or no safetensors file ({first_line(error)})"
+        raise ModelFileError(f"{str(path)!r} {what}; copy it again, or see scforge convert-checkpoint.") from error
 
 
 def refuse_not_finite(weights: Mapping[str, torch.Tensor], module: nn.Module, *, source: str) -> None:
     """Raise if a parameter of a module is to get numbers that are NaN or infinite; buffers may hold such."""
     for name, _ in module.named_parameters():
         if name in weights and not weights[name].isfinite().all():
-            raise ModelFileError(
-                f"the weights in {source!r} hold {name!r} with NaN or infinite values; train or copy the model again."
-            )
+            raise ModelFileError(f"the weights in {source!r} hold {name!r} with NaN or infinite values; copy it again.")
