@@ -115,7 +115,7 @@ def test_overwrite_leaves_files_of_others_that_have_our_names(tmp_path):
     for mine in ({"README.md": "mine"}, {"config.json": '{"name": "mine"}'}, {"model.safetensors/a": "mine"}):
         fill(path, mine)
         with (
-            pytest.raises(OptionError, match=r"holds '.*', not of a model that scforge wrote; choose another name"),
+            pytest.raises(OptionError, match=r"holds '.*', not of a model of scforge; choose another name"),
             atomic_folder(path, overwrite=True) as temporary,
         ):
             fill(temporary, NEW | {"README.md": "new"})
@@ -206,7 +206,7 @@ def test_reading_while_others_save(tmp_path):
 
 def test_a_place_that_cannot_be_written_is_named_as_the_user_named_it(tmp_path):
     for path in ("/proc/nothing/out.h5ad", "/proc/out.h5ad"):
-        with pytest.raises(OptionError, match=rf"^output='{path}' cannot be written \(.*\); choose another place\.$"):
+        with pytest.raises(OptionError, match=rf"^output='{path}' cannot be written \(.*\)\.$"):
             check_writable("output", path)
         with pytest.raises(OSError, match=rf"\] [^/]*: '{path.removesuffix('/out.h5ad')}") as caught, atomic_path(path):
             pass

@@ -136,7 +136,7 @@ def test_columns_that_new_data_lack_are_left_out(trained, tiny_adata: ad.AnnData
 
 def test_an_existing_folder(model: Encoder, folder: Path) -> None:
     before = bytes_of(folder)
-    with pytest.raises(OptionError, match=r"dir_path='.*model' exists and is not empty; pass overwrite=True or choose"):
+    with pytest.raises(OptionError, match=r"dir_path='.*model' exists and is not empty; pass overwrite=True"):
         model.save(folder)
     assert bytes_of(folder) == before
     for name in ("thesis.txt", "adata.h5ad", "sub/config.json"):
@@ -156,7 +156,7 @@ def test_an_existing_folder_without_a_model(model: Encoder, tmp_path: Path, monk
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "README.md").write_text("mine")
     for path, message in {
-        "project": "dir_path='project' holds 'README.md', not of a model that scforge wrote; ch",
+        "project": "dir_path='project' holds 'README.md', not of a model of scforge; ch",
         "notes.txt": "dir_path='.*notes.txt' is a file; give the name of a folder",
         "notes.txt/below": "dir_path='.*' is a file; give the name of a folder",
     }.items():

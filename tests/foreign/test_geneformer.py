@@ -147,7 +147,7 @@ def test_a_model_trained_here_loads_there(tiny_adata: ad.AnnData, tmp_path: Path
         (BERT | {"position_embedding": "rotary"}, "position_embedding='rotary', which BERT"),
         (
             BERT | {"activation": "relu"},
-            "head_activation='gelu', which BERT does not have; it needs head_activation='relu'",
+            "head_activation='gelu', which BERT .*; it needs head_activation='relu'",
         ),
         ({}, "architecture='gene_pooling' has no counterpart"),
     ],
@@ -238,7 +238,7 @@ def with_bias(bias: torch.Tensor, name: str = "cls.predictions.bias") -> Callabl
     [
         (
             without("query.bias"),
-            "do not become 'encoder.layers.0.attention.qkv.bias', .*key.bias.*: .*query.bias; copy",
+            "do not become 'encoder.layers.0.attention.qkv.bias', .*key.bias.*: .*query.bias",
         ),
         (without("cls."), "lacks 'cls.predictions.*, which would be random here"),
         (
@@ -250,7 +250,7 @@ def with_bias(bias: torch.Tensor, name: str = "cls.predictions.bias") -> Callabl
         (with_bias(torch.ones(92, dtype=torch.int64)), "torch.int64 is no weight"),
         (
             with_bias(torch.ones(92, 16), "cls.predictions.decoder.weight"),
-            "different numbers; by its config they are one",
+            "different numbers; by its config",
         ),
     ],
 )

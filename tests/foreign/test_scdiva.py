@@ -207,7 +207,7 @@ def with_ones(name: str) -> Callable[[dict], dict]:
         (
             with_ones("encoder.layers.0.norm1.bias"),
             {},
-            "weights that a ScDiVa of its config does not have: .*norm1.bias",
+            "weights that a ScDiVa of its config does not have: .*norm",
         ),
         (with_ones("encoder.layers.0.input_layernorm.weight"), {}, "two weights for 'encoder.layers.0.norm_attention"),
     ],

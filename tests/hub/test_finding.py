@@ -121,7 +121,7 @@ def test_without_a_connection(hub, repo: str, monkeypatch: pytest.MonkeyPatch) -
         ),
         ("hf://org/nothing", {}, MissingFileError, "name='hf://org/nothing': there is no repository 'org/nothing'"),
         ("org/light", {"revision": "v9"}, MissingFileError, "there is no revision 'v9' of 'org/light'"),
-        ("org/secret", {"token": "hf_reader"}, MissingFileError, "or it is private and the token does not open it"),
+        ("org/secret", {"token": "hf_reader"}, MissingFileError, "or it is private; check the name"),
         ("org/asking", {"token": "hf_reader"}, OptionError, "ask for access at http.*/org/asking"),
         ("org/foreign", {}, ModelFileError, "holds no model .*config.json.* or adapter .*convert-checkpoint"),
     ],
@@ -142,7 +142,7 @@ def test_what_cannot_be_had(hub, folder: Path, name, options: dict, error, messa
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
-        ("nothing", {}, MissingFileError, "name='nothing' does not exist; give the folder of a model, a repository"),
+        ("nothing", {}, MissingFileError, "name='nothing' does not exist; give a folder, hf://org/name"),
         ("hf://org/--bad..name", {}, OptionError, "is no name of a repository; give it as 'organization/name'"),
         ("hf://org/light@v1", {"revision": "v2"}, OptionError, "revision='v2' is another one; give one of them"),
     ],
@@ -157,7 +157,7 @@ def test_arguments(hub, name, options: dict, error, message: str) -> None:
 def test_mistyped_folders_of_a_training_are_not_looked_for_on_the_hub(hub, last: str) -> None:
     hub.add_repo(f"ckpt/{last}", MODEL)
     hub.requests.clear()
-    with pytest.raises(MissingFileError, match="does not exist; give the folder of a model"):
+    with pytest.raises(MissingFileError, match="does not exist; give a folder, hf://org/name"):
         resolve(f"ckpt/{last}/")
     assert not hub.requests
     assert contents(resolve(f"hf://ckpt/{last}")) == MODEL
