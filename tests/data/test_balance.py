@@ -3,7 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scforge.data import CellOrder, CellWeights, ClassBalance
+from scforge.data import CellOrder
+from scforge.data.sampling import CellWeights, ClassBalance
 from scforge.errors import OptionError
 
 CODES = np.random.default_rng(0).choice([-1, 0, 1, 2], 20_000, p=[0.05, 0.8, 0.14, 0.01]).astype(np.int8)

@@ -7,17 +7,10 @@ import pytest
 from scipy import sparse
 from scipy.stats import entropy
 
-from scforge.data import (
-    CellBlock,
-    GeneVocab,
-    StreamingEntropies,
-    StreamingMedians,
-    measure_entropies,
-    measure_medians,
-    open_cells,
-)
+from scforge.data import CellBlock, GeneVocab, open_cells
+from scforge.data.cells import StreamingMedians
 from scforge.data.readers import Matrix
-from scforge.data.statistics import gene_entropies, gene_medians
+from scforge.data.statistics import StreamingEntropies, gene_entropies, gene_medians, measure_entropies, measure_medians
 from scforge.errors import DataError, MissingFileError, ModelFileError, OptionError, ScforgeWarning
 
 

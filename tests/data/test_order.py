@@ -5,8 +5,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from scforge.data import CellOrder, CellWeights
-from scforge.data.sampling import cut_by_tokens
+from scforge.data import CellOrder
+from scforge.data.sampling import CellWeights, cut_by_tokens
 from scforge.errors import OptionError
 
 LENGTHS = np.random.default_rng(0).integers(10, 500, 1000)

@@ -8,8 +8,8 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import CellBlock, CellOrder, GeneVocab, StoreCells, Window, convert, open_cells
-from scforge.data.conversion import Layout
+from scforge.data import CellBlock, CellOrder, GeneVocab, StoreCells, convert, open_cells
+from scforge.data.sampling import Window
 from scforge.errors import DataError, GeneMismatchError, ScforgeWarning
 
 ALL = [f"gene{i}" for i in range(80)]
@@ -22,7 +22,7 @@ def ordered(many_adata: ad.AnnData, tmp_path_factory) -> Path:
     many_adata[:400].write_h5ad(folder / "a.h5ad")
     many_adata[400:, :60].write_h5ad(folder / "b.h5ad")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Layout, "n_parts", lambda *_, **__: 2)
+        patch.setattr("scforge.data.conversion.dataset_size", lambda *_: 350)
         convert([folder / "a.h5ad", folder / "b.h5ad"], folder / "s.zarr", shuffle=False, progress=False)
     return folder / "s.zarr"
 
