@@ -184,18 +184,6 @@ def test_without_shuffling_cells_keep_their_order_or_are_sorted_by_length():
     assert [lengths[np.concatenate(batches(order))].tolist() for order in orders] == [[1, 2, 4, 5], [3, 7, 8, 9]]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_drop_last(world_size):
-    orders = [CellOrder(np.arange(103), 10, drop_last=True, rank=r, world_size=world_size) for r in range(world_size)]
-    parts = [batches(order) for order in orders]
-    assert {len(batch) for part in parts for batch in part} == {10}
-    assert {len(part) for part in parts} == {103 // world_size // 10}
-    rows = np.concatenate([row for part in parts for row in part])
-    assert len(np.unique(rows)) == len(rows)
-    # Other cells are left out in another epoch.
-    assert set(rows) != set(np.concatenate([row for order in orders for row in batches(order, 1)]))
-
-
 def test_epochs_count_on_from_the_first_and_validation_has_one():
     later, validation = (CellOrder(np.arange(100), 10, first_epoch=first) for first in (5, None))
     later.set_epoch(1)
@@ -273,11 +261,8 @@ PACKED = {"batch_size": None, "max_tokens_per_batch": 10}
         ({"batch_size": None}, "batch_size=None needs max_tokens_per_batch"),
         ({"world_size": 4}, "rows has 3 cells, too few for world_size=4"),
         ({"world_size": 2, "batch_size": 1}, "batch_size=1 cannot give each of world_size=2"),
-        ({"batch_size": 4, "drop_last": True}, "drop_last=True leaves no batch of batch_size=4"),
-        ({"lengths": [1, 2]}, "lengths has 2 numbers, but rows has 3 cells"),
         ({"max_tokens_per_batch": 9}, "max_tokens_per_batch=9 needs lengths"),
         ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .* which has 10 tokens"),
-        ({"max_tokens_per_batch": 9, "lengths": [1, 2, 3], "drop_last": True}, "drop_last=True needs batches"),
         ({**PACKED, "lengths": [9, 9, 9], "world_size": 2}, "=10 leaves a batch to each of the 2 cells"),
     ],
 )

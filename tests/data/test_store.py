@@ -84,8 +84,6 @@ def test_columns_are_chosen(store):
     assert StoreCells.open(store, obs=[]).obs.shape == (700, 0)
     with pytest.raises(DataError, match=r"obs names 'donr', .*did you mean 'donor'\?"):
         StoreCells.open(store, obs=["donr"])
-    with pytest.raises(ValueError, match=r"give a list of columns, \['donor'\]"):
-        StoreCells.open(store, obs="donor")
 
 
 VOCABS = {

@@ -123,13 +123,13 @@ def _set(*keys, value):
 
 
 EDITS = {
-    "no last dataset": (_without("dataset_2"), "dataset_2 is missing"),
-    "not listed": (lambda info, _: info["datasets"].pop(), "its description lacks dataset_2"),
-    "fewer cells": (_set("datasets", 1, "n_cells", value=200), "dataset_1 has 234 cells x 80 genes, not 200"),
+    "no last dataset": (_without("dataset_2"), "counts of dataset_2 are missing, not"),
+    "not listed": (lambda info, _: info["datasets"].pop(), r"counts of dataset_2 are \(.*\), not to be there"),
+    "fewer cells": (_set("datasets", 1, "n_cells", value=200), r"counts of dataset_1 are \(234, 80\), not \(200, 80\)"),
     "entries": (_set("dataset_1/X/data", "shape", value=[9]), "dataset_1 of .*boundaries"),
     "type": (_set("dataset_1/X/data", "data_type", value="uint8"), "dataset_1 of .* (cannot be read|is damaged)"),
-    "vocabulary": (_set("vocab_hash", value="0"), "its vocabulary is another one"),
-    "overlap": (lambda info, _: info["sources"][0].update(overlap=0.5), "the genes of its sources"),
+    "vocabulary": (_set("vocab_hash", value="0"), "its vocabulary, or the genes"),
+    "overlap": (lambda info, _: info["sources"][0].update(overlap=0.5), "or the genes of its sources"),
     "format": (_set("format", value=2), "of a later scforge; update scforge"),
     "more": (lambda info, _: info.update(something_new=1), None),
     "description": (lambda info, _: info.pop("chunk_size"), "no usable 'chunk_size'"),

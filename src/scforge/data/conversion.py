@@ -565,8 +565,6 @@ def _unique(names: pd.Index, sources: np.ndarray, rows: np.ndarray) -> pd.Index:
         changed = names.to_numpy(dtype=object, copy=True)
         changed[again] = [f"{changed[place]}-{numbers[place]}" for place in again]
         names = pd.Index(changed, dtype=names.dtype)
-    if names.has_duplicates:
-        raise DataError("obs_names of the sources repeat even with numbers added; make them unique before converting.")
     return names
 
 

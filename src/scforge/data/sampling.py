@@ -174,11 +174,8 @@ class CellWeights:
 
     def __init__(self, weights: np.ndarray) -> None:
         self._weights = np.asarray(weights)
-        bad = np.flatnonzero(~np.isfinite(self._weights) | (self._weights < 0))
-        if len(bad):
-            raise OptionError(f"weights[{bad[0]}]={self._weights[bad[0]]} is not zero or above; give finite weights.")
-        if not self._weights.any():
-            raise OptionError("weights has no weight above zero, so that no cell can be drawn; give one.")
+        if not (np.isfinite(self._weights) & (self._weights >= 0)).all() or not self._weights.any():
+            raise OptionError("weights of cells must be finite, none below zero and some above; mend them.")
 
     def __len__(self) -> int:
         return len(self._weights)
@@ -381,11 +378,10 @@ class EpochPlan:
         """Return where the pieces of a rank's window end in the sequence, after where the first one starts."""
         order = self._order
         start, stop = _share_of(len(order.rows), rank, order.world_size)
-        n_cells = order.n_pieces * order.piece_cells if order.drop_last else stop - start
         first = number * order.pieces_per_window
         pieces = np.arange(first, min(first + order.pieces_per_window, order.n_pieces) + 1)
         # Where there are too few cells, the last pieces are smaller, but none is empty.
-        return start + np.minimum(pieces * order.piece_cells, n_cells - (order.n_pieces - pieces))
+        return start + np.minimum(pieces * order.piece_cells, stop - start - (order.n_pieces - pieces))
 
     def _n_batches_of(self, number: int) -> int:
         """Return the batches of a window: where they are packed by tokens, those of the rank that needs most."""
@@ -483,8 +479,6 @@ class CellOrder:
         validation always sees the same masks.
     rank, world_size
         This process, and the number of processes that share the cells out.
-    drop_last
-        Leave out cells, others in each epoch, so that every batch has `batch_size` cells.
     balance
         Weights of the cells: an epoch then has n draws with replacement instead of each cell once.
 
@@ -515,7 +509,6 @@ class CellOrder:
         first_epoch: int | None = 0,
         rank: int = 0,
         world_size: int = 1,
-        drop_last: bool = False,
         balance: Balance | None = None,
     ) -> None:
         if not len(rows):
@@ -524,11 +517,8 @@ class CellOrder:
         if shuffle and not self._ascends():
             raise OptionError("rows is not ascending, or names a cell twice; use numpy.unique(rows) to shuffle it.")
         self.lengths = None if lengths is None else np.asarray(lengths)
-        if balance is not None and not shuffle:
-            raise OptionError("balance draws cells at random, but shuffle=False; use one of them.")
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
-        self.drop_last = drop_last
         self._check_batches()
         self.chunk_size = int(chunk_size)
         self.shuffle = shuffle
@@ -553,16 +543,12 @@ class CellOrder:
         budget = self.max_tokens_per_batch
         if self.batch_size is not None:
             check_count("batch_size", self.batch_size, "cells")
-        if self.lengths is not None and self.lengths.shape != self.rows.shape:
-            raise OptionError(f"lengths has {len(self.lengths)} numbers, but rows has {len(self.rows)} cells.")
+        if (self.batch_size or budget) is None:
+            raise OptionError("batch_size=None needs max_tokens_per_batch; give one of them.")
         if budget is None:
-            if self.batch_size is None:
-                raise OptionError("batch_size=None needs max_tokens_per_batch; give one of them.")
             return
         if self.lengths is None:
             raise OptionError(f"max_tokens_per_batch={budget} needs lengths, the number of tokens of each cell.")
-        if self.drop_last:
-            raise OptionError("drop_last=True needs batches of batch_size cells, not max_tokens_per_batch.")
         if (longest := int(self.lengths.max())) > budget:
             raise OptionError(
                 f"max_tokens_per_batch={budget} does not hold the longest cell, which has {longest} tokens; raise it."
@@ -575,9 +561,7 @@ class CellOrder:
         if least == 0:
             raise OptionError(f"rows has {n} cells, too few for world_size={world_size}.")
         size = self._typical_batch()
-        n_batches = least // size if self.drop_last else -(-most // size)
-        if n_batches == 0:
-            raise OptionError(f"drop_last=True leaves no batch of batch_size={size}: a rank has {least} cells.")
+        n_batches = -(-most // size)
         if window_cells is not None:
             n_together = max(1, (window_cells + size // 2) // size)
         else:
@@ -597,7 +581,7 @@ class CellOrder:
         elif n_batches > least:
             raise OptionError(
                 f"batch_size=1 cannot give each of world_size={world_size} ranks as many batches of {n} cells; "
-                "raise batch_size or use drop_last=True."
+                "raise batch_size."
             )
         self.n_windows = -(-self.n_pieces // self.pieces_per_window)
 
@@ -704,7 +688,6 @@ class CellOrder:
             "world_size": self.world_size,
             "chunk_size": self.chunk_size,
             "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
             "window_cells": self.window_cells,
             "balance": None if self.balance is None else self.balance.fingerprint(),
         }
