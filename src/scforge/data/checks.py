@@ -126,7 +126,7 @@ def pick_genes(counts: sparse.csr_matrix, columns: np.ndarray) -> tuple[np.ndarr
 @numba.njit(cache=True, nogil=True)
 def _unsound_row(indptr, indices, data, n_genes):
     for row in range(len(indptr) - 1):
-        last = -1
+        last = np.int64(-1)
         for entry in range(indptr[row], indptr[row + 1]):
             gene = np.int64(indices[entry])
             if gene <= last or gene >= n_genes or data[entry] == 0:

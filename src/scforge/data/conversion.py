@@ -180,9 +180,9 @@ def convert(
             chunk_size=CHUNK_SIZE,
             obs_columns=[name for name in table if name != SOURCE],
             content_hash=content_hash(genes.hash, [dataset["hash"] for dataset in datasets]),
-            datasets=datasets,
+            datasets=datasets,  # type: ignore[arg-type]
             sources=[
-                {**source, "overlap": gene_map.overlap, "counts_kept": kept / total}
+                {**source, "overlap": gene_map.overlap, "counts_kept": kept / total}  # type: ignore[typeddict-item]
                 for source, gene_map, kept, total in zip(described, maps, scattered.kept, scattered.sums, strict=True)
             ],
             counts_kept=sum(scattered.kept) / sum(scattered.sums),
@@ -352,7 +352,7 @@ class _Scattered:
         self.folder, self.vocab, self.size = folder, vocab, size
         self.parts = [order[start : start + size] for start in range(0, len(order), size)]
         self.genes_dtype = _gene_dtype(vocab.n_genes)
-        self.counts_dtype = np.dtype(np.uint16)
+        self.counts_dtype: np.dtype = np.dtype(np.uint16)
         self.lengths = np.empty(len(order), dtype=np.uint32)
         self.totals = np.empty(len(order), dtype=np.float64)
         self.kept: list[float] = []

@@ -258,7 +258,7 @@ def _other_kind(attributes: Mapping[str, Any]) -> str:
     return "is a folder without a store; name one that scforge convert has written"
 
 
-def read_vocab(group: zarr.Group) -> GeneVocab:
+def read_vocab(group: Any) -> GeneVocab:
     """Return the vocabulary of an open store, with the medians of its genes."""
     content = bytes(_part(group, "vocab").astype(np.uint8))
     with tempfile.TemporaryDirectory() as folder:
@@ -273,15 +273,15 @@ def read_vocab(group: zarr.Group) -> GeneVocab:
             ) from error
 
 
-def read_measured(group: zarr.Group) -> np.ndarray:
+def read_measured(group: Any) -> np.ndarray:
     """Return which genes of the vocabulary each source has, bool, shape (n_sources, n_genes)."""
     return _part(group, "measured").astype(bool)
 
 
-def _part(group: zarr.Group, name: str) -> np.ndarray:
+def _part(group: Any, name: str) -> np.ndarray:
     key = f"{_GROUP}/{name}"
     with reading(f"{key!r} of the store {str(group.store_path)!r}", fix=_AGAIN):
-        return np.asarray(group[key][...])  # type: ignore[index]
+        return np.asarray(group[key][...])
 
 
 def write_root(folder: Path, info: StoreInfo, vocab: GeneVocab, measured: np.ndarray) -> None:
@@ -406,7 +406,7 @@ class _Store:
         self.place = os.fspath(path)
         if not is_url(path) and not Path(path, "zarr.json").is_file():
             StoreInfo.read(path)  # says what is there instead
-        group = open_group(path, storage_options)
+        group: Any = open_group(path, storage_options)
         self.is_own = _GROUP in group.attrs or group.attrs.get("encoding-type") != _ENCODING["encoding-type"]
         info = StoreInfo._of(group.attrs, repr(self.place)) if self.is_own else None
         self._datasets = self._found_datasets(group)
@@ -434,7 +434,7 @@ class _Store:
     def _damaged(self, problem: str) -> DataError:
         return DataError(f"{self.place!r} is damaged: {problem}; {_AGAIN}.")
 
-    def _found_datasets(self, group: zarr.Group) -> list[Any]:
+    def _found_datasets(self, group: Any) -> list[Any]:
         with reading(f"{self.place!r}", how="as a store", fix=_AGAIN):
             found = [re.fullmatch(r"dataset_(\d+)", key) for key in group.group_keys()]
             datasets = [group[DATASET.format(number)] for number in sorted(int(one[1]) for one in found if one)]
@@ -471,7 +471,7 @@ class _Store:
                 shape, wanted = found.get(name, "missing"), expected.get(name, "to be there")
                 raise self._damaged(f"the counts of {name} are {shape}, not {wanted}")
 
-    def _set_genes(self, group: zarr.Group, info: StoreInfo) -> None:
+    def _set_genes(self, group: Any, info: StoreInfo) -> None:
         self.vocab, measured = read_vocab(group), read_measured(group)
         shares = [source["overlap"] for source in info.sources]
         if self.vocab.hash != info.vocab_hash or not np.allclose(measured.mean(axis=1), shares):
@@ -920,7 +920,8 @@ def inspect_store(
     (True, '9 categories', True)
     """
     name = os.fspath(path)
-    info, group = StoreInfo.read(path, storage_options), open_group(path, storage_options)
+    info = StoreInfo.read(path, storage_options)
+    group: Any = open_group(path, storage_options)
     with reading(f"the store {name!r}", fix=_AGAIN):
         if verify:
             _verify(group, info, name)
@@ -961,8 +962,8 @@ def _verify(group: Any, info: StoreInfo, name: str) -> None:
         for number, expected in enumerate(info.datasets):
             dataset = DATASET.format(number)
             try:
-                parts = [group[f"{dataset}/X/{part}"] for part in ("indptr", "indices", "data")]
-                hashes.append(dataset_hash(*parts, anndata.io.read_elem(group[f"{dataset}/obs"])))
+                matrix, obs = group[f"{dataset}/X"], anndata.io.read_elem(group[f"{dataset}/obs"])
+                hashes.append(dataset_hash(matrix["indptr"], matrix["indices"], matrix["data"], obs))
             except reading_errors() as error:
                 problems.append(f"{dataset} cannot be read ({first_line(error)})")
                 continue
