@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from scforge._io import sha256_of
-from scforge.datasets import DatasetCard, SplitRule, check_independent, get_card, list_cards, load
+from scforge.datasets import check_independent, get_card, list_cards, load
+from scforge.datasets.cards import DatasetCard, SplitRule
 from scforge.datasets.loading import find_file
 from scforge.errors import DataError, MissingFileError, OptionError
 

@@ -8,18 +8,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scforge.datasets import (
-    Split,
-    SplitRule,
-    get_card,
-    get_split,
-    list_cards,
-    load,
-    make_split,
-    read_split,
-    write_split,
-)
-from scforge.datasets.splits import check_rule
+from scforge.datasets import get_card, get_split, list_cards, load, make_split, read_split, write_split
+from scforge.datasets.cards import SplitRule
+from scforge.datasets.splits import Split, check_rule
 from scforge.errors import DataError, MissingFileError, OptionError
 
 SOURCE = Path(__file__).parents[3] / "shared" / "data" / "cells"
