@@ -104,9 +104,7 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
     # Downloads often have normalized values in X, and counts in raw.
     if problem := value_problem(adata.X[:1000].data if sparse.issparse(adata.X) else np.ravel(adata.X[:1000])):
         hint = "its raw.X may have them, adata.X = adata.raw.X" if adata.raw is not None else "take the raw data"
-        raise DataError(
-            f"X of {str(path)!r} holds values that are no counts ({problem}); put the raw counts there ({hint})."
-        )
+        raise DataError(f"X of {str(path)!r} {problem}, which are no counts; put the raw counts there ({hint}).")
     return adata
 
 
