@@ -71,7 +71,7 @@ def test_tables_are_read():
         ("a.fa", ">a\n>b\nAC\n", {}, DataError, "no sequence for the record 'a'"),
         ("a.fa", ">a x:1\nAC\n>b\nAC\n", {"field": "x"}, DataError, "record 2.*no field 'x'"),
         ("a.tsv", "gene\ttext\n\n\n", {}, DataError, "no rows"),
-        ("a.tsv", "gene\ttext\nA\tb\tc\n", {}, DataError, "3 cells in row 2"),
+        ("a.tsv", "gene\ttext\nA\tb\tc\n", {}, DataError, "Expected 2 fields in line 2, saw 3"),
         ("a.tsv", "gene\ttext\nA\t\n", {}, DataError, "no text in row 2"),
         ("a.tsv", "gene\tgene\nA\tb\n", {}, DataError, "'gene' is twice"),
         ("a.tsv", b"gene\ttext\nA\t\xff\n", {}, DataError, "UTF-8"),
