@@ -196,7 +196,6 @@ def test_options_of_training_that_cannot_be_are_refused(texts):
         ({"batch_size": 0}, "batch_size=0"),
         ({"validation_size": 1.0}, "validation_size=1.0"),
         ({"validation": "0.txt", "validation_size": 0.5}, "validation_size=0.5 has no use beside validation"),
-        ({"progress_bar": "no"}, "progress_bar='no'"),
         ({"resume": "auto", "overwrite": True}, "contradict"),
         ({"optimizer": "rmsprop"}, "optimizer='rmsprop'"),
     ]:
