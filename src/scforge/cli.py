@@ -645,11 +645,11 @@ def _parser() -> _Parser:
         "--shuffle", action=argparse.BooleanOptionalAction, default=True, help="bring the cells into random order"
     )
     convert.add_argument("--seed", type=int, default=0, metavar="N", help="seed of that order (%(default)s)")
-    convert.add_argument("--memory", default="4GB", metavar="SIZE", help="most memory to take (%(default)s)")
+    convert.add_argument("--memory", default="4GB", metavar="SIZE", help="memory to take, about (%(default)s)")
     convert.add_argument("--layer", metavar="LAYER", help="layer with raw counts (default: X)")
     convert.add_argument("--gene-key", metavar="COLUMN", help="column of var with the gene names (default: var_names)")
     convert.add_argument("--modality", metavar="NAME", help="modality of an h5mu file")
-    convert.add_argument("--overwrite", action="store_true", help="replace a store, or an unfinished one that differs")
+    convert.add_argument("--overwrite", action="store_true", help="replace a store")
     convert.add_argument("--quiet", action="store_true", help="no progress bar and no description at the end")
     convert.set_defaults(run=_convert)
 

@@ -550,7 +550,7 @@ class EffectKeys:
     Attributes
     ----------
     perturbation_key, control, separator
-        As in :class:`~scforge.data.PerturbationKeys`.
+        As in ``scforge.data.perturbation.PerturbationKeys``.
     context_key
         Column of obs with the context, e.g. the cell type; None: there is one only.
     layer
