@@ -47,7 +47,11 @@ def test_what_is_fine(load: Callable[..., Config], store: Path) -> None:
 BENCHMARKS = "eval.benchmarks=[cell_type_annotation]"
 MISTAKES = [
     ("model.vocab_size=3", ConfigError, "model.vocab_size=3 follows from the genes; remove it"),
-    ("tokenizer.max_length=3", ConfigError, "tokenizer.max_length=3 is not an option of 'rank_value'; did you mean 't"),
+    (
+        "tokenizer.max_length=3",
+        OptionError,
+        "tokenizer option 'max_length' is unknown to 'rank_value'; did you mean 'max_len'",
+    ),
     ("tokenizer.max_len=many", ConfigError, "override 'tokenizer.max_len=many': data.max_genes='many' is not an integ"),
     ("objective={name: joint_embedding, views: 0}", OptionError, "views=0 is not "),
     ("tokenizer.append_cls=3", OptionError, "append_cls=3 is neither True nor False"),
@@ -105,7 +109,7 @@ def test_what_is_told_but_no_mistake(load: Callable[..., Config], monkeypatch: p
 
 def test_mistakes_have_a_place(load: Callable[..., Config]) -> None:
     for old, new, start in (
-        ("num_heads: 2", "d_model: 2", r"^recipe\.yaml, line 8: model\.d_model=2 is not an option"),
+        ("num_heads: 2", "d_model: 2", r"^recipe\.yaml, line 8: option 'd_model' is unknown"),
         ("transformer_encoder", "transfomer", r"^recipe\.yaml, line 5: architecture='transfomer' is not known"),
     ):
         Path("recipe.yaml").write_text(TEXT[1:].replace(old, new))
