@@ -17,9 +17,9 @@ from scforge.cli import main
 from scforge.data import open_cells
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, NotTrainedWarning, OptionError
 from scforge.estimators import Encoder
-from scforge.workflows import EmbeddingInfo, embed_to
 from scforge.workflows import embed as bulk
-from scforge.workflows.embed import EmbeddingFiles
+from scforge.workflows import embed_to
+from scforge.workflows.embed import EmbeddingFiles, EmbeddingInfo
 
 BLOCK = 100  # of the 700 cells of `store`
 

@@ -10,8 +10,8 @@ import yaml
 from scforge.config import Config, list_recipes, load_config, recipe_path
 from scforge.errors import ConfigError, DataError, MissingFileError, OptionError, ScforgeError, ScforgeWarning
 from scforge.estimators import Encoder
-from scforge.workflows import check_config, show_config, train_from_config
-from scforge.workflows.check import check_settings
+from scforge.workflows import check_config, train_from_config
+from scforge.workflows.check import check_settings, show_config
 
 TEXT = """
 data:

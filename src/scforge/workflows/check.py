@@ -87,7 +87,13 @@ def tokenizer_of(config: Config) -> dict[str, Any]:
     options = config.tokenizer.user_options()
     if config.data.max_genes is not None:
         options["max_len"] = config.data.max_genes
+    strategy = config.tokenizer.strategy or chosen(config).tokenizer
     for name, value in _values_of(config).items():
+        if name not in TOKENIZERS.get(strategy).option_names():
+            raise ConfigError(
+                f"{config.place_of('data.preprocessing')}data.preprocessing asks for values of genes that the tokenizer "
+                f"{strategy!r} does not make ({name}={value!r}); remove it, or choose 'continuous_projection'."
+            )
         if options.setdefault(name, value) != value:
             raise ConfigError(
                 f"{config.place_of(f'tokenizer.{name}')}tokenizer.{name}={options[name]!r} and data.preprocessing "
