@@ -91,7 +91,7 @@ def tokenizer_of(config: Config) -> dict[str, Any]:
     for name, value in _values_of(config).items():
         if name not in TOKENIZERS.get(strategy).option_names():
             raise ConfigError(
-                f"{config.place_of('data.preprocessing')}data.preprocessing asks for values of genes that the tokenizer "
+                f"{config.place_of('data.preprocessing')}data.preprocessing asks for values that the tokenizer "
                 f"{strategy!r} does not make ({name}={value!r}); remove it, or choose 'continuous_projection'."
             )
         if options.setdefault(name, value) != value:
