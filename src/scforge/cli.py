@@ -523,7 +523,7 @@ def _config_show(arguments: argparse.Namespace) -> None:
     from scforge.config import load_config
 
     config = load_config(arguments.file, arguments.overrides)
-    from scforge.workflows import show_config
+    from scforge.workflows.check import show_config
 
     print(show_config(config), end="")
 

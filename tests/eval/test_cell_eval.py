@@ -6,9 +6,9 @@ import pytest
 from scipy import stats
 
 from scforge.errors import DataError, MissingFileError, OptionError
-from scforge.eval import PerturbationPrediction, cell_eval_scores, distances, energy_distance
+from scforge.eval import PerturbationPrediction
 from scforge.eval.expression import log_normalised
-from scforge.eval.perturbation_metrics import mean_distance
+from scforge.eval.perturbation_metrics import cell_eval_scores, distances, energy_distance, mean_distance
 
 KEYS = {"perturbation_key": "target", "control": "control"}
 

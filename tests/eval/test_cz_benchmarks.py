@@ -11,7 +11,8 @@ import scanpy as sc
 import scforge
 from scforge.cli import main
 from scforge.errors import DataError, OptionError
-from scforge.eval import cz_tasks, evaluate, evaluate_cz, list_benchmarks, run_cz_task
+from scforge.eval import evaluate, evaluate_cz, list_benchmarks
+from scforge.eval.cz_benchmarks import cz_tasks, run_cz_task
 
 needs_cz = pytest.mark.skipif(
     find_spec("czbenchmarks") is None, reason="cz-benchmarks needs an environment of its own: make test-cz"

@@ -7,7 +7,8 @@ from scipy import sparse
 from scipy.spatial.distance import cdist
 
 from scforge.errors import DataError, OptionError, ScforgeWarning
-from scforge.eval import Generation, evaluate_generation, generation_baselines
+from scforge.eval import Generation, evaluate_generation
+from scforge.eval.generation import generation_baselines
 
 LABEL = "cell_type"
 

@@ -5,9 +5,9 @@ import scanpy as sc
 from scipy import sparse
 
 from scforge.errors import DataError, ScforgeWarning
-from scforge.eval import check_disjoint, check_features, check_no_copies
+from scforge.eval import check_disjoint
 from scforge.eval.expression import log_normalised
-from scforge.eval.generation import check_same_rows
+from scforge.eval.generation import check_features, check_no_copies, check_same_rows
 
 KEYS = {"perturbation_key": "target", "control": "control"}
 

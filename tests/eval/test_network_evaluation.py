@@ -8,8 +8,8 @@ from scipy import stats
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from scforge.errors import DataError, OptionError
-from scforge.eval import GeneNetwork, evaluate_network, get_benchmark, network_baselines, network_curves
-from scforge.eval.networks import coexpression_edges, degree_edges, mean_expression_edges
+from scforge.eval import GeneNetwork, evaluate_network, get_benchmark, network_curves
+from scforge.eval.networks import coexpression_edges, degree_edges, mean_expression_edges, network_baselines
 
 SOURCES = [f"gene{i}" for i in range(0, 12)]
 TFS = ["gene0", "gene5", "gene75"]

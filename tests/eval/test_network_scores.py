@@ -7,7 +7,8 @@ from sklearn.metrics.pairwise import cosine_similarity
 
 import scforge
 from scforge.errors import DataError, OptionError
-from scforge.eval import edges_from_attention, edges_from_embeddings, edges_from_matrix, edges_from_perturbations
+from scforge.eval import edges_from_attention, edges_from_embeddings, edges_from_perturbations
+from scforge.eval.networks import edges_from_matrix
 
 GENES = [f"g{i}" for i in range(6)]
 OTHERS = ~np.eye(6, dtype=bool)

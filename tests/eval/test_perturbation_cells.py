@@ -5,9 +5,8 @@ from scipy import sparse
 from sklearn.decomposition import PCA
 
 from scforge.errors import DataError
-from scforge.eval import KnownEffects, WantedEffects, baseline_effects
 from scforge.eval.expression import log_normalised
-from scforge.eval.perturbation import gene_scores, linear_effects
+from scforge.eval.perturbation import KnownEffects, WantedEffects, baseline_effects, gene_scores, linear_effects
 from scforge.eval.perturbation_metrics import EffectKeys, PerturbedCells
 
 KEYS = EffectKeys("target", "control", "type")

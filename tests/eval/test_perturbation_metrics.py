@@ -5,9 +5,15 @@ import pytest
 from scipy import sparse, stats
 
 from scforge.errors import DataError, OptionError
-from scforge.eval import de_genes, de_weights, discrimination_scores, score_deltas, technical_duplicate
 from scforge.eval.expression import effects_of, moments_of
-from scforge.eval.perturbation_metrics import own_genes
+from scforge.eval.perturbation_metrics import (
+    de_genes,
+    de_weights,
+    discrimination_scores,
+    own_genes,
+    score_deltas,
+    technical_duplicate,
+)
 
 
 def effects(n_perturbations: int = 6) -> tuple[np.ndarray, np.ndarray]:

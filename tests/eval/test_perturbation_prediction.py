@@ -7,9 +7,10 @@ import pytest
 from scipy import stats
 
 from scforge.errors import DataError, OptionError
-from scforge.eval import PerturbationPrediction, TechnicalDuplicate, energy_distance, technical_duplicate
+from scforge.eval import PerturbationPrediction
 from scforge.eval.expression import log_normalised
-from scforge.eval.perturbation_metrics import score_deltas
+from scforge.eval.perturbation import TechnicalDuplicate
+from scforge.eval.perturbation_metrics import energy_distance, score_deltas, technical_duplicate
 from scforge.eval.report import interval
 
 LABELS = ("g0", "g1", "g2", "g3")

@@ -4,9 +4,9 @@ import pandas as pd
 import pytest
 
 from scforge.errors import DataError, OptionError
-from scforge.eval import KnownEffects, WantedEffects, baseline_effects, evaluate_perturbations
+from scforge.eval import evaluate_perturbations
 from scforge.eval.expression import log_normalised
-from scforge.eval.perturbation import perturbation_baselines
+from scforge.eval.perturbation import KnownEffects, WantedEffects, baseline_effects, perturbation_baselines
 from scforge.eval.perturbation_metrics import EffectKeys, PerturbedCells
 
 KEYS = {"perturbation_key": "target", "control": "control"}

@@ -5,7 +5,8 @@ from scipy.stats import spearmanr
 from torchmetrics.functional.text import bleu_score
 
 from scforge.errors import DataError, OptionError, ScforgeWarning
-from scforge.eval import RankReconstruction, evaluate_reconstruction, gene_orders, ranking_baselines
+from scforge.eval import RankReconstruction, evaluate_reconstruction
+from scforge.eval.rank_reconstruction import gene_orders, ranking_baselines
 
 TRUE = np.array([[0, 1, 2, 3, 4, 5], [9, 8, 7, 6, -1, -1]])
 

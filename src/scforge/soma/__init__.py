@@ -17,7 +17,7 @@ _NAMES = {name: f"scforge.soma.{name}" for name in ("utils", "v1")} | {
     "embed": "scforge.soma.embedding",
     "gene_table": "scforge.soma.embedding",
     "read_documents": "scforge.soma.documents",
-    "read_fasta": "scforge.soma.fasta",
+    "read_fasta": "scforge.soma.documents",
     "train": "scforge.soma.training",
 }
 
