@@ -88,7 +88,7 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
         ({"obsm_keys": ["X_scforge"]}, "two rows are called 'X_scforge'; give the model"),
         ({"benchmarks": {"label_prediction": {"max_cells": 50}}}, "max_cells=50 has no use here"),
         ({"seed": 3}, "seed=3 is for the task of a fine-tuned model"),
-        ({"seeds": ()}, r"seeds=\(\) leaves nothing to run"),
+        ({"seeds": ()}, r"seeds=\(\) is no list of seeds"),
         ({"benchmarks": "gene_network"}, "needs true edges; pass network=FILE"),
         ({"benchmarks": "geometry", "network": "edges.csv"}, "which only the benchmark gene_network needs"),
         ({"benchmarks": {"perturbation_prediction": {"perturbation_key": "group", "control": "a"}}}, "is run by the"),
