@@ -95,7 +95,7 @@ def test_files_have_the_permissions_of_any_new_file(model: Encoder, tmp_path: Pa
         model.save(tmp_path / "model", save_anndata=True)
         model.train(**quick, checkpoint_dir=tmp_path / "ckpt", checkpoint_every_n_steps=2)
         tuned = model.finetune("annotation", lora={"r": 2}, **quick, checkpoint_dir=tmp_path / "tuned")
-        tuned.save_adapter(tmp_path / "adapter")
+        tuned.save(tmp_path / "adapter", adapter_only=True)
     finally:
         os.umask(before)
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != ".lock"]
@@ -122,7 +122,7 @@ def test_a_full_disk(model: Encoder, tmp_path: Path, quick) -> None:
     tuned = model.finetune("annotation", lora={"r": 2}, **quick)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     told = r"File too large.*'.*/model'|'.*/model' cannot be written: .*too large"
-    for save in (model.save, tuned.save, tuned.save_adapter):
+    for save in (model.save, tuned.save, partial(tuned.save, adapter_only=True)):
         save(tmp_path / "model", overwrite=True)
         before = bytes_of(tmp_path / "model")
         for most in (0, 300):

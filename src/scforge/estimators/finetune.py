@@ -28,7 +28,7 @@ from scforge.errors import DataError, MissingFileError, ModelFileError, OptionEr
 from scforge.estimators.card import CardFacts
 from scforge.estimators.serialize import ADAPTER, check_adapter, lacking, read_description, sealed
 from scforge.estimators.setup import bare_registry
-from scforge.estimators.spec import Tuning, check_freeze, named_options
+from scforge.estimators.spec import FineTuneSpec, check_freeze, named_options
 from scforge.finetuning.adapters import base_state, digest_of, is_adapter, load_base, lora_options, merged
 from scforge.finetuning.base import TASKS, Task, get_task
 from scforge.finetuning.held_out import CellMarks, SeenCells
@@ -117,11 +117,9 @@ def finetune(
     column = _of_rows(cells, split.train)
     task_options |= get_task(name, **task_options).options_from(column)
     get_task(name, **task_options).check_split(cells.column, split)
-    encoder = merged(model.backbone)
-    n_latent = embed(
-        model.module, cells, model.tokenizer, objective=model.spec.build_objective(), rows=split.train[:1]
-    ).shape[1]
-    tuning = Tuning(
+    encoder = merged(model._backbone)
+    n_latent = embed(model.module, cells, model.tokenizer, objective=model.objective, rows=split.train[:1]).shape[1]
+    tuning = FineTuneSpec(
         task=name,
         task_options=get_task(name, **task_options).config(),
         n_latent=n_latent,
@@ -140,9 +138,10 @@ def finetune(
         )
     parts = replace(model.spec, tuning=None).to_json()
     tuned = type(model)._of_parts(parts, model.vocab, seed=seed, tuning=tuning, **data)
-    load_base(tuned.backbone, base_state(encoder))
+    load_base(tuned._backbone, base_state(encoder))
     tuned.module.to(model.device)
     tuned._seen, tuned._base = seen, model
+    tuned._opened = model._opened
     return tuned
 
 
@@ -285,7 +284,7 @@ def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
 
 def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
     """Return a copy of a model whose decoder knows further batches, which begin at the mean of its own."""
-    spec, own = reference.spec, merged(reference.backbone)
+    spec, own = reference.spec, merged(reference._backbone)
     sizes = {**spec.model_options, "n_batches": len(found["batches"])}
     objective = {**spec.objective_options, **found}
     parts = replace(spec, tuning=None, model_options=sizes, objective_options=objective).to_json()
@@ -351,7 +350,7 @@ _CONTENT = {"tuning": dict, "vocab": str, "seed": int, "n_epochs": int, "history
 
 
 def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Do what :meth:`scforge.models.Encoder.save_adapter` says."""
+    """Save the adapters and the head of a model that was fine-tuned with ``lora``."""
     tuning = model.spec.tuning
     if tuning is None or tuning.lora is None:
         raise OptionError("the model has no adapters to save; fine-tune with lora=True, or save all of it with save().")
@@ -378,16 +377,11 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
         (folder / _CONFIG).write_text(sealed(content), encoding="utf-8")
 
 
-def load_adapter(
-    cls: Any, base: CellModel, dir_path: str | os.PathLike[str], adata: AnnData | None, *, share: bool
-) -> CellModel:
-    """Do what :meth:`scforge.models.Encoder.load_adapter` says."""
+def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None) -> CellModel:
+    """Put adapters and a head on the model that they were trained on, whose weights they share."""
     cls = type(base) if issubclass(type(base), cls) else cls
-    folder = Path(dir_path)
-    if not (folder / _CONFIG).is_file() or not (folder / _WEIGHTS).is_file():
-        raise MissingFileError(
-            f"dir_path={str(dir_path)!r} holds no adapter; give the folder that save_adapter() wrote."
-        )
+    if not (folder / _WEIGHTS).is_file():
+        raise MissingFileError(f"dir_path={str(folder)!r} has no {_WEIGHTS}; copy the adapter again.")
     for name in (_CONFIG, _WEIGHTS, _SPLIT):
         check_inside(folder, name)
     refuse_pickle(folder / _WEIGHTS)
@@ -400,14 +394,14 @@ def load_adapter(
         read_shapes(folder / _SPLIT)
     if sha256_of(folder / _WEIGHTS) != content["sha256"]:
         raise ModelFileError(f"{str(folder / _WEIGHTS)!r} is corrupted: its checksum is another one; copy it again.")
-    encoder = merged(base.backbone)
+    encoder = merged(base._backbone)
     said = content["tuning"].get("base")
     of_base = said.get("sha256") if isinstance(said, dict) else None
     if vocab != base.vocab.hash or digest_of(encoder) != of_base:
         raise ModelFileError(
-            f"the adapter {str(dir_path)!r} was trained on another base model (other weights or genes); load that one."
+            f"the adapter {str(folder)!r} was trained on another base model (other weights or genes); load that one."
         )
-    tuning = check_adapter(base.spec, content["tuning"], shapes, n_base=len(encoder.state_dict()), source=str(dir_path))
+    tuning = check_adapter(base.spec, content["tuning"], shapes, n_base=len(encoder.state_dict()), source=str(folder))
     weights = read_weights(folder / _WEIGHTS)
     adata = base.adata if adata is None else cls._set_up_as(adata, base._setup)
     if adata is not None and cls._setup_of(adata) is None:
@@ -417,15 +411,15 @@ def load_adapter(
     registry = bare_registry(cls.__name__, dict(base._setup)) if adata is None else None
     parts = replace(base.spec, tuning=None).to_json()
     # The same memory, but parameters of their own, which can be frozen, or put on another device.
-    shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in encoder.parameters()} if share else {}
+    shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in encoder.parameters()}
     on_base = replace(tuning, backbone=copy.deepcopy(encoder, shared))
     model: CellModel = cls._of_parts(parts, base.vocab, adata=adata, registry=registry, seed=seed, tuning=on_base)
     model._spec = replace(model._spec, tuning=tuning)  # another module of this description is a new one
-    refuse_not_finite(weights, model.module, source=str(dir_path))
+    refuse_not_finite(weights, model.module, source=str(folder))
     model.module.load_state_dict(weights, strict=False)
     model.module.to(torch.device(base.device)).eval()
     model.is_trained_, model.n_epochs_, model._base = True, n_epochs, base
     model._seen = SeenCells.load(folder, tuning.split.get("cells"))
     model._extend_history(history)
-    model._facts = CardFacts.from_json(content.get("card"), source=str(dir_path))
+    model._facts = CardFacts.from_json(content.get("card"), source=str(folder))
     return model

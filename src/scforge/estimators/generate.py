@@ -48,9 +48,9 @@ def generate_with(
     **options: Any,
 ) -> AnnData:
     """Do what :meth:`scforge.models.Encoder.generate` says."""
-    module: Any = model.backbone
+    module: Any = model._backbone
     tokenizer, spec = model.tokenizer, model.spec
-    if not isinstance(model.backbone, GeneratingModule):
+    if not isinstance(model._backbone, GeneratingModule):
         raise OptionError(
             f"the architecture {spec.architecture!r} generates no cells; choose 'autoregressive_transformer', or "
             "'scdiva' with objective='masked_diffusion'."
@@ -67,7 +67,7 @@ def generate_with(
     check_count("n_cells", 1 if n_cells is None else n_cells, "cells")
     if not model.is_trained_:
         warn("The model is not trained; what it generates is random.", NotTrainedWarning)
-    objective, tokens = spec.build_pretraining(), None
+    objective, tokens = model._pretraining, None
     if not objective.generates:
         raise OptionError(
             f"the model was made for the objective {spec.objective!r}, which does not learn to generate cells; "
@@ -98,7 +98,7 @@ def generate_with(
             "prompt=None but the cells of the model have no CLS token to begin with (append_cls=False of the "
             f"tokenizer); name a first gene with its value, such as prompt={{{tokenizer.vocab.genes[0]!r}: 1.0}}."
         )
-    cells = model.cells(prompt) if isinstance(prompt, AnnData) else None
+    cells = model._cells(prompt) if isinstance(prompt, AnnData) else None
     n = len(cells) if cells is not None else int(n_cells or 0)
     if cells is not None:
         tokens = prompt_of_cells(cells, tokenizer, objective, options["seed"])
@@ -117,7 +117,7 @@ def generate_with(
     if classes is not None:
         names = objective.conditions  # type: ignore[attr-defined]
         adata.obs[objective.condition_key] = pd.Categorical.from_codes(classes - 1, names)  # type: ignore[attr-defined]
-    made_with = model.made_with() | options | {"prompt": None if prompt is None else type(prompt).__name__}
+    made_with = model._made_with() | options | {"prompt": None if prompt is None else type(prompt).__name__}
     # There is no None in h5ad.
     adata.uns[UNS_KEY] = {"generated": {name: value for name, value in made_with.items() if value is not None}}
     return adata

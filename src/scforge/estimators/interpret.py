@@ -191,7 +191,7 @@ def note(model: CellModel, source: Any, key: str | None, asked: Mapping[str, Any
     if key is None or not isinstance(source, AnnData):
         return
     # There is no None in h5ad.
-    facts = {name: value for name, value in {**model.made_with(), **asked}.items() if value is not None}
+    facts = {name: value for name, value in {**model._made_with(), **asked}.items() if value is not None}
     source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key: {**facts, **tables}}
 
 
@@ -210,9 +210,9 @@ def predicting(model: CellModel, adata: Source | None, batch_size: int, seed: in
     """Return cells, and the objective of a model that predicts expression."""
     check_count("batch_size", batch_size, "cells")
     check_seed(seed)
-    source, objective = ready(model, adata, "what it predicts is"), model.spec.build_pretraining()
+    source, objective = ready(model, adata, "what it predicts is"), model._pretraining
     check_predicts(objective)
-    if model.backbone is not model.module:
+    if model._backbone is not model.module:
         raise OptionError(
             "the model was fine-tuned, which what predicts its expression has not followed; call the model that it was "
             "made of."
@@ -230,7 +230,7 @@ def untrained_embedder(model: CellModel, batch_size: int) -> Callable[[Cells], n
     """Return what embeds cells with the architecture of a model and random weights."""
     module, tokenizer = model.spec.build_untrained(seed=0)
     module.to(next(model.module.parameters()).device)
-    return partial(embed, module, tokenizer=tokenizer, objective=model.spec.build_pretraining(), batch_size=batch_size)
+    return partial(embed, module, tokenizer=tokenizer, objective=model._pretraining, batch_size=batch_size)
 
 
 def lowest_fdr(results: pd.DataFrame, n_controls: int) -> float:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from scforge.data.vocab import GeneVocab
     from scforge.estimators.base import CellModel
     from scforge.estimators.interpret import Source
-    from scforge.estimators.spec import Tuning
+    from scforge.estimators.spec import FineTuneSpec
     from scforge.finetuning.base import Task
     from scforge.training.datamodule import CellDataModule
     from scforge.training.objectives.base import Objective
@@ -45,7 +45,7 @@ _FOLLOWS = "adaptation"
 
 def check_variational(model: CellModel) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless the variances of a model were trained."""
-    aim = model.spec.build_pretraining()
+    aim = model._pretraining
     if not model.spec.model_options["variational"]:
         raise OptionError("return_dist=True but the model was made with variational=False; make one without it.")
     if not hasattr(aim, "beta"):
@@ -63,13 +63,13 @@ def check_variational(model: CellModel) -> None:
 
 def trains_latent(model: CellModel) -> bool:
     """Return whether what the model was made for trains its latent: masked diffusion only as it reconstructs."""
-    aim = model.spec.build_pretraining()
+    aim = model._pretraining
     return bool(getattr(aim, "reconstruction_weight", 1.0)) or not getattr(aim, "denoises_values", False)
 
 
 def check_decodes(model: CellModel) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless the decoder of a model was trained."""
-    if not getattr(model.spec.build_pretraining(), "reconstruction_weight", 0.0):
+    if not getattr(model._pretraining, "reconstruction_weight", 0.0):
         raise OptionError(
             f"the decoder of the model was not trained by the objective {model.spec.objective!r} with these options; "
             "make the model for 'variational' with a reconstruction_weight."
@@ -190,7 +190,7 @@ def prediction_options(task: Any) -> list[str]:
 def predictor_of_labels(model: CellModel, cells: Cells, batch_size: int) -> Predictor:
     """Return the annotation head of the architecture over cells, as tasks take it."""
     classifier = _Classifier(_module(model))
-    return Predictor(classifier, model.tokenizer, model.spec.build_pretraining(), cells, batch_size)
+    return Predictor(classifier, model.tokenizer, model._pretraining, cells, batch_size)
 
 
 class _Uncalibrated(nn.Module):
@@ -222,12 +222,12 @@ class _Classifier(nn.Module):
 
 
 def _run(model: CellModel, cells: Cells, compute: Any, batch_size: int) -> np.ndarray:
-    objective = model.spec.build_objective()
+    objective = model.objective
     return run_over(_module(model), cells, model.tokenizer, compute, objective=objective, batch_size=batch_size)
 
 
 def _module(model: CellModel) -> Any:
-    return model.backbone
+    return model._backbone
 
 
 def _scale_of(library_size: float | str) -> float | None:
@@ -312,7 +312,7 @@ class ScDiVa(Encoder):
         seed: int = 0,
         registry: dict[str, Any] | None = None,
         datamodule: CellDataModule | None = None,
-        tuning: Tuning | None = None,
+        tuning: FineTuneSpec | None = None,
         **options: Any,
     ) -> None:
         if architecture not in (None, _ARCHITECTURE):
@@ -557,7 +557,7 @@ class ScDiVa(Encoder):
         check_count("batch_size", batch_size, "cells")
         _check_keys(key_added=key_added)
         numbers = gene_numbers(self, self.vocab.genes if gene_list is None else gene_list, source=adata)
-        batches = batch_numbers(self.spec.build_pretraining(), transform_batch)
+        batches = batch_numbers(self._pretraining, transform_batch)
         source = ready(self, adata, "the expression that it decodes is")
         cells = self._open(source)
         values = decoded(self, cells, numbers, batches, library_size=library_size, batch_size=batch_size)
@@ -573,7 +573,7 @@ class ScDiVa(Encoder):
 
     def _own_task(self) -> Task | None:
         """Return annotation, if the model learned labels."""
-        return None if self.spec.tuning is not None else labels_task(self.spec.build_pretraining())
+        return None if self.spec.tuning is not None else labels_task(self._pretraining)
 
     def _with_found_options(self, objective: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Add the labels of the set-up that the objective learns from, then what is found in the cells."""

@@ -45,7 +45,7 @@ logger = logging.getLogger("scforge")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ArchitectureDefaults:
     """An architecture with what goes well with it.
 
     Attributes
@@ -68,7 +68,7 @@ class Recipe:
     tokenizer_options: dict[str, Any] = field(default_factory=dict)
 
 
-_LIGHT = Recipe(
+_LIGHT = ArchitectureDefaults(
     architecture="gene_pooling",
     tokenizer="continuous_projection",
     objective="neighbor_denoising",
@@ -85,7 +85,7 @@ _LIGHT = Recipe(
 )
 """Measured on PBMC 3k with ``joint_embedding``: all genes, not 2,000, or 16 dimensions, not 32, cost .1 of macro-F1."""
 
-_MLP = Recipe(
+_MLP = ArchitectureDefaults(
     architecture="mlp",
     tokenizer="continuous_projection",
     objective="neighbor_denoising",
@@ -93,12 +93,12 @@ _MLP = Recipe(
     tokenizer_options={"append_cls": False},
 )
 
-_TRANSFORMER = Recipe(
+_TRANSFORMER = ArchitectureDefaults(
     architecture="transformer_encoder",
     options={"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "pooling": "mean"},
 )
 
-_MASKED_AUTOENCODER = Recipe(
+_MASKED_AUTOENCODER = ArchitectureDefaults(
     architecture="masked_autoencoder",
     tokenizer="continuous_projection",
     objective="masked_value_prediction",
@@ -107,7 +107,7 @@ _MASKED_AUTOENCODER = Recipe(
     tokenizer_options={"append_cls": False},
 )
 
-_AUTOREGRESSIVE = Recipe(
+_AUTOREGRESSIVE = ArchitectureDefaults(
     architecture="autoregressive_transformer",
     tokenizer="binned_expression",
     objective="next_gene_prediction",
@@ -116,7 +116,7 @@ _AUTOREGRESSIVE = Recipe(
     tokenizer_options={"side": "one", "append_eos": True},
 )
 
-_SCDIVA = Recipe(
+_SCDIVA = ArchitectureDefaults(
     architecture="scdiva",
     tokenizer="entropy_ranked",
     objective="variational",
@@ -125,7 +125,7 @@ _SCDIVA = Recipe(
 )
 
 
-def recipe_for(architecture: str | None, options: dict[str, Any]) -> Recipe:
+def defaults_for(architecture: str | None, options: dict[str, Any]) -> ArchitectureDefaults:
     """Return the recipe for an architecture; the light encoder if none is named.
 
     Parameters
@@ -140,11 +140,11 @@ def recipe_for(architecture: str | None, options: dict[str, Any]) -> Recipe:
     for recipe in (_MLP, _TRANSFORMER, _AUTOREGRESSIVE, _MASKED_AUTOENCODER, _SCDIVA):
         if architecture == recipe.architecture:
             return recipe
-    return Recipe(architecture=architecture or _LIGHT.architecture)
+    return ArchitectureDefaults(architecture=architecture or _LIGHT.architecture)
 
 
 @dataclass(frozen=True)
-class Tuning:
+class FineTuneSpec:
     """A task with its options, the width of the embeddings, adapters, and what is frozen.
 
     Attributes
@@ -208,7 +208,7 @@ class Tuning:
         }
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any] | None, *, source: str) -> Tuning | None:
+    def from_json(cls, content: Mapping[str, Any] | None, *, source: str) -> FineTuneSpec | None:
         """Read what :meth:`to_json` wrote; None for None.
 
         Raises
@@ -315,12 +315,12 @@ class ModelSpec:
     objective: str
     objective_options: dict[str, Any]
     vocab: GeneVocab
-    tuning: Tuning | None = None
+    tuning: FineTuneSpec | None = None
 
     @classmethod
     def resolve(
         cls,
-        recipe: Recipe,
+        recipe: ArchitectureDefaults,
         vocab: GeneVocab,
         *,
         tokenizer: tuple[str, dict[str, Any]],

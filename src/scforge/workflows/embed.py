@@ -598,7 +598,7 @@ class _Worker:
     def embed(self, rows: np.ndarray) -> np.ndarray:
         """Return the embedding of the cells at `rows`, float32, shape (len(rows), D)."""
         model = self.model
-        objective = model.spec.build_objective()
+        objective = model.objective
         try:
             return embed(
                 model.module, self.cells, model.tokenizer, objective=objective, batch_size=self.batch_size, rows=rows
@@ -656,7 +656,7 @@ def _open(model: CellModel, source: Any) -> Cells:
         return open_cells(source, model.vocab)
     if isinstance(source, list | tuple):
         return open_cells(source, model.vocab, **_setup(model))
-    return model.cells(source)
+    return model._cells(source)
 
 
 def _setup(model: CellModel) -> dict[str, Any]:
