@@ -1,4 +1,5 @@
 import os
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -196,7 +197,7 @@ def test_a_format_from_the_future(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "error", "message"),
     [
-        ("nothing", {}, MissingFileError, r"^dir_path='.*; give the folder that model\.save\(\) wrote\.$"),
+        ("nothing", {}, MissingFileError, r"^dir_path='.*' does not exist; give the folder of a model, "),
         ("model", {"device": "cuda:99"}, OptionError, "^device='cuda:99' cannot be used: "),
         ("model", {"accelerator": "tpu"}, OptionError, r"accelerator='tpu' is not known \(known: 'auto', 'cpu'"),
         ("model", {"adata": "cells.h5ad"}, OptionError, "adata is of type 'str'; read it with anndata.read_h5ad first"),

@@ -193,7 +193,7 @@ def test_whole_fine_tuned_models_name_their_base(hub, model: Encoder, annotator:
 def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotator: Encoder, tmp_path: Path) -> None:
     annotator.save(tmp_path / "before", adapter_only=True)
     model.save(tmp_path / "model")
-    with pytest.raises(OptionError, match="base has no use where name_or_folder="):
+    with pytest.raises(OptionError, match="base has no use where dir_path="):
         Encoder.load(tmp_path / "model", base="org/light")
     with pytest.raises(OptionError, match="does not say which model its adapters sit on; name it with base="):
         Encoder.load(tmp_path / "before")

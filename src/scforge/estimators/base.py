@@ -449,7 +449,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
             if owner() is adata and its_mark == mark and cells.vocab is self._spec.vocab:
                 return replace(cells, obs=adata.obs.copy(deep=False))
         cells = open_cells(adata, self._spec.vocab, layer=layer, gene_key=gene_key)
-        kept = [one for one in self._opened if one[0]() not in (None, adata)]
+        kept = [one for one in self._opened if one[0]() is not None and one[0]() is not adata]
         self._opened[:] = [*kept, (weakref.ref(adata), mark, cells)][-_MAX_OPENED:]
         return cells
 

@@ -52,6 +52,7 @@ from scforge.estimators.interpret import (
     cells_in_state,
     check_activated,
     column_genes,
+    expression_table,
     gene_combinations,
     gene_numbers,
     lowest_fdr,
@@ -179,18 +180,18 @@ class Encoder(CellModel):
         self.seed = check_seed(seed)
         if isinstance(tokenizer, Tokenizer):
             raise OptionError(_parts_of(tokenizer))
-        recipe = defaults_for(architecture, options)
-        names = named_options("tokenizer", tokenizer, recipe.tokenizer)
+        defaults = defaults_for(architecture, options)
+        names = named_options("tokenizer", tokenizer, defaults.tokenizer)
         self._spec, vectors = ModelSpec.resolve(
-            recipe,
+            defaults,
             self._choose_vocab(
                 vocab,
-                n_top_genes_of(vocab, recipe.n_top_genes) if n_top_genes is None else n_top_genes or None,
+                n_top_genes_of(vocab, defaults.n_top_genes) if n_top_genes is None else n_top_genes or None,
                 needed=needed_statistics(*names),
                 keep_genes=listed_names("keep_genes", keep_genes),
             ),
             tokenizer=names,
-            objective=self._with_found_options(*named_options("objective", objective, recipe.objective)),
+            objective=self._with_found_options(*named_options("objective", objective, defaults.objective)),
             options=options,
         )
         if tuning is not None:
@@ -545,6 +546,7 @@ class Encoder(CellModel):
             self,
             task,
             adata,
+            options,
             labels_key=labels_key,
             batch_key=batch_key,
             validation_size=validation_size,
@@ -555,7 +557,6 @@ class Encoder(CellModel):
             lora=lora,
             head=head,
             seed=seed,
-            options=options,
         )
         tuned.train(max_epochs, **options)
         return tuned
@@ -917,22 +918,8 @@ class Encoder(CellModel):
         elif stays:
             base = with_room(reference, found) if found else reference
             task["n_reference"] = len(known["batches"] or [])
-        model: Encoder = finetune(
-            base,
-            task,
-            source,
-            labels_key=None,
-            batch_key=None,
-            validation_size=validation_size,
-            test_size=0.0,
-            split_by=None,
-            split_key=None,
-            freeze=stays,
-            lora=False if stays else lora,
-            head=None,
-            seed=seed,
-            options={},
-        )
+        split = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
+        model: Encoder = finetune(base, task, source, {}, freeze=stays, lora=False if stays else lora, **split)
         if integrated:
             head: Any = model.module.head
             head.take_over(reference.module.head, known["batches"])
@@ -1301,15 +1288,7 @@ class Encoder(CellModel):
             seed=seed,
             batch_size=batch_size,
         )
-        index = pd.RangeIndex(len(values))
-        if isinstance(source, AnnData):
-            index = source.obs_names
-            if key_added is not None:
-                place = np.full(self.vocab.n_genes + 1, -1)  # the last one: columns without a gene
-                place[numbers] = np.arange(len(numbers))
-                columns = place[column_genes(self, source)]
-                source.layers[key_added] = np.where(columns >= 0, values[:, columns], np.float32(np.nan))
-        return pd.DataFrame(values, index=index, columns=self.vocab.decode(numbers + self.vocab.n_special))
+        return expression_table(self, source, values, numbers, key_added)
 
     def denoise(
         self,
@@ -1928,11 +1907,10 @@ class Encoder(CellModel):
         >>> model.push_to_hub("org/light", license="apache-2.0", data="PBMC 3k")  # doctest: +SKIP
         >>> annotator.push_to_hub("org/blood", metrics=annotator.evaluate(), adapter_only=True)  # doctest: +SKIP
         """
-        told = {"license": license, "data": data, "citation": citation, "metrics": metrics}
         return push_model(
             self,
             repo_id,
-            told=told,
+            told={"license": license, "data": data, "citation": citation, "metrics": metrics},
             adapter_only=adapter_only,
             base=base,
             private=private,

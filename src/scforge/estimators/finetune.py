@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,22 +79,21 @@ def finetune(
     model: CellModel,
     task: str | Mapping[str, Any],
     source: Any,
-    *,
-    labels_key: str | None,
-    batch_key: str | None,
-    validation_size: float,
-    test_size: float,
-    split_by: str | None,
-    split_key: str | None,
-    freeze: bool | int,
-    lora: bool | Mapping[str, Any],
-    head: Mapping[str, Any] | None,
-    seed: int | None,
     options: dict[str, Any],
+    *,
+    labels_key: str | None = None,
+    batch_key: str | None = None,
+    validation_size: float = 0.1,
+    test_size: float = 0.1,
+    split_by: str | None = None,
+    split_key: str | None = None,
+    freeze: bool | int = False,
+    lora: bool | Mapping[str, Any] = False,
+    head: Mapping[str, Any] | None = None,
+    seed: int | None = None,
 ) -> CellModel:
-    """Do what :meth:`scforge.models.Encoder.finetune` says, up to a model that is ready to train with ``options``."""
+    """Make the model of :meth:`scforge.models.Encoder.finetune`, ready to train with the `options` that are left."""
     check_shares(validation_size, test_size)
-    validation_size, test_size = float(validation_size), float(test_size)
     check_freeze(freeze, lora, options.get("gradual_unfreezing"))
     freeze = freeze if isinstance(freeze, bool) else int(freeze)  # numbers of NumPy cannot be saved
     check_filled(model.module)
@@ -106,16 +105,15 @@ def finetune(
     )
     cells = model._open(source)
     how: dict[str, Any] = {
-        "validation_size": validation_size,
-        "test_size": test_size,
+        "validation_size": float(validation_size),
+        "test_size": float(test_size),
         "split_by": split_by,
         "split_key": split_key,
         "seed": seed,
     }
     split = make_split(get_task(name, **task_options), cells, **how)
     seen = SeenCells(split, CellMarks.of(cells), model._learned or CellMarks.none())
-    column = _of_rows(cells, split.train)
-    task_options |= get_task(name, **task_options).options_from(column)
+    task_options |= get_task(name, **task_options).options_from(lambda key: cells.column(key).iloc[split.train])
     get_task(name, **task_options).check_split(cells.column, split)
     encoder = merged(model._backbone)
     n_latent = embed(model.module, cells, model.tokenizer, objective=model.objective, rows=split.train[:1]).shape[1]
@@ -152,8 +150,8 @@ def _task_options(
     setup: Mapping[str, Any],
 ) -> tuple[str, dict[str, Any]]:
     """Return name and options of the task; take its options out of `options`, which train gets."""
-    if not isinstance(task, str | Mapping) or (not isinstance(task, str) and "name" not in task):
-        raise OptionError(f"task={task!r} is neither a name nor a dict with 'name' and options; see list_tasks().")
+    if isinstance(task, Mapping) and "name" not in task:
+        raise OptionError(f"task={task!r} has no 'name'; see scforge.finetuning.list_tasks().")
     name, found = named_options("task", dict(task) if isinstance(task, Mapping) else task, "")
     cls = TASKS.get(name)
     known = cls.option_names()
@@ -221,13 +219,6 @@ def make_split(
         strata=task.strata(column),
         groups=None if split_by is None else named_column(cells, split_by, argument="split_by"),
     )
-
-
-def _of_rows(cells: Cells, rows: np.ndarray) -> Callable[[str], pd.Series]:
-    def column(key: str) -> pd.Series:
-        return cells.column(key).iloc[rows]
-
-    return column
 
 
 def set_up(

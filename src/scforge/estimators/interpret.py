@@ -174,6 +174,19 @@ def column_genes(model: CellModel, adata: AnnData) -> np.ndarray:
     return GeneMap.of(gene_names(adata, setup["gene_key"]), model.vocab).columns
 
 
+def expression_table(
+    model: CellModel, source: Any, values: np.ndarray, numbers: np.ndarray, key_added: str | None
+) -> pd.DataFrame:
+    """Return expression of genes of the model, and write it into ``adata.layers``: NaN in columns of other genes."""
+    index = source.obs_names if isinstance(source, AnnData) else pd.RangeIndex(len(values))
+    if key_added is not None and isinstance(source, AnnData):
+        place = np.full(model.vocab.n_genes + 1, -1)  # the last one: columns without a gene
+        place[numbers] = np.arange(len(numbers))
+        columns = place[column_genes(model, source)]
+        source.layers[key_added] = np.where(columns >= 0, values[:, columns], np.float32(np.nan))
+    return pd.DataFrame(values, index=index, columns=model.vocab.decode(numbers + model.vocab.n_special))
+
+
 def ready(model: CellModel, adata: Source | None, what: str, *, needs_cells: bool = True) -> Any:
     """Return what to read cells from (None if they are not needed), after a look at the model.
 

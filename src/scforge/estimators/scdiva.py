@@ -20,7 +20,7 @@ from scforge._registry import check_options
 from scforge.errors import NotTrainedWarning, OptionError, did_you_mean, listing, warn
 from scforge.estimators.base import FROM_DATA, positions
 from scforge.estimators.encoder import Encoder
-from scforge.estimators.interpret import column_genes, gene_numbers, ready
+from scforge.estimators.interpret import expression_table, gene_numbers, ready
 from scforge.finetuning.base import Predictor
 from scforge.finetuning.tasks.annotation import Annotation
 from scforge.models.protocol import ModelOutput
@@ -561,15 +561,7 @@ class ScDiVa(Encoder):
         source = ready(self, adata, "the expression that it decodes is")
         cells = self._open(source)
         values = decoded(self, cells, numbers, batches, library_size=library_size, batch_size=batch_size)
-        index = pd.RangeIndex(len(values))
-        if isinstance(source, AnnData):
-            index = source.obs_names
-            if key_added is not None:
-                place = np.full(self.vocab.n_genes + 1, -1)  # the last one: columns without a gene
-                place[numbers] = np.arange(len(numbers))
-                columns = place[column_genes(self, source)]
-                source.layers[key_added] = np.where(columns >= 0, values[:, columns], np.float32(np.nan))
-        return pd.DataFrame(values, index=index, columns=self.vocab.decode(numbers + self.vocab.n_special))
+        return expression_table(self, source, values, numbers, key_added)
 
     def _own_task(self) -> Task | None:
         """Return annotation, if the model learned labels."""

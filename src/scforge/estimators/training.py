@@ -51,7 +51,17 @@ _AUTO = "auto"
 _OF_OUTCOME = ("check_val_every_n_epoch", "gradient_clip_algorithm", "limit_train_batches", "val_check_interval")
 """Further options of Lightning's Trainer that decide the outcome of a training."""
 
-_LONGEST = 200
+_DECISIVE = ("max_steps", "gradient_clip_val", "accumulate_grad_batches", "ema_decay", "gradual_unfreezing")
+"""Options of :class:`TrainOptions` that decide the outcome, beside those of the plan."""
+_OF_FIT = (
+    *("max_steps", "ema_decay", "callbacks", "accelerator", "devices", "num_nodes", "accumulate_grad_batches"),
+    *("early_stopping", "early_stopping_patience", "gradual_unfreezing", "strategy", "progress_bar", "logger"),
+    "log_every_n_steps",
+)
+"""Options of :class:`TrainOptions` that :func:`fit` takes as they are."""
+
+_MAX_LENGTH = 200
+"""Characters of a setting beyond which its checksum is kept in its place."""
 
 type _Found = tuple[Path, dict[str, Any], tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]]
 """The folder of a state, the state, and the model in that folder."""
@@ -110,7 +120,7 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
                 "strategy='fsdp' would change what a query model shares with its reference; take 'ddp' or one device."
             )
     if how.checkpoint_dir is None and (how.resume == _AUTO or how.overwrite):
-        name = "resume='auto'" if how.resume == _AUTO else "overwrite=True"
+        name = "overwrite=True" if how.overwrite else "resume='auto'"
         raise OptionError(f"{name} needs checkpoint_dir, the folder of the training.")
     folder = None if how.checkpoint_dir is None else RunFolder(how.checkpoint_dir)
     rank = rank_zero_only.rank or 0
@@ -124,10 +134,8 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         if folder is not None and rank == 0:
             make_free = _freeing(model, folder, found, how.resume, overwrite=how.overwrite)
         saved = {} if found is None else found[1]["settings"]
-        device, processes = (
-            root_device(how.accelerator, how.devices),
-            n_processes(how.accelerator, how.devices, how.num_nodes),
-        )
+        device = root_device(how.accelerator, how.devices)
+        processes = n_processes(how.accelerator, how.devices, how.num_nodes)
         stack.enter_context(checkpointed(model.module, how.gradient_checkpointing))
         if batch_size == _AUTO:
             if processes != 1:
@@ -146,13 +154,9 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             data,
             plan,
             max_epochs=max_epochs,
-            max_steps=how.max_steps,
             precision=precision or "32-true",
-            gradient_clip_val=how.gradient_clip_val,
-            accumulate_grad_batches=how.accumulate_grad_batches,
-            ema_decay=how.ema_decay,
-            gradual_unfreezing=how.gradual_unfreezing,
             processes=processes,
+            **{name: getattr(how, name) for name in _DECISIVE},
             **{name: str(how.trainer_kwargs[name]) for name in _OF_OUTCOME if name in how.trainer_kwargs},
         )
         if found is not None:
@@ -181,29 +185,20 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         stack.enter_context(torch.random.fork_rng(devices=[]))
         # Dropout and the directions of SIGReg; other than those of earlier trainings, and of other processes.
         torch.manual_seed(model.seed + model.n_epochs_ + 1_000_003 * rank)
-        result, error = _fitted(
-            plan,
-            data,
-            max_epochs=max_epochs,
-            max_steps=how.max_steps,
-            ema_decay=how.ema_decay,
-            saving=saving,
-            callbacks=how.callbacks,
-            accelerator=how.accelerator,
-            devices=how.devices,
-            num_nodes=how.num_nodes,
-            precision=precision,
-            gradient_clip_val=how.gradient_clip_val or None,
-            accumulate_grad_batches=how.accumulate_grad_batches,
-            early_stopping=how.early_stopping,
-            early_stopping_patience=how.early_stopping_patience,
-            gradual_unfreezing=how.gradual_unfreezing,
-            strategy=how.strategy,
-            progress_bar=how.progress_bar,
-            logger=how.logger,
-            log_every_n_steps=how.log_every_n_steps,
-            **how.trainer_kwargs,
-        )
+        error: NotFiniteError | SavingError | None = None
+        try:
+            result = fit(
+                plan,
+                data,
+                max_epochs=max_epochs,
+                saving=saving,
+                precision=precision,
+                gradient_clip_val=how.gradient_clip_val or None,
+                **{name: getattr(how, name) for name in _OF_FIT},
+                **how.trainer_kwargs,
+            )
+        except (NotFiniteError, SavingError) as failure:  # the best weights so far are in it
+            result, error = failure.result, failure
     if folder is not None:
         model._trained_in.add(str(folder.path.resolve()))
     _take_over(model, result)
@@ -217,14 +212,6 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             signal.Signals(result.signal).name,
         )
         signal.raise_signal(result.signal)
-
-
-def _fitted(plan: TrainingPlan, data: CellDataModule, **options: Any) -> tuple[FitResult, Exception | None]:
-    """Train; return what is left, and why the training could not go on, if so."""
-    try:
-        return fit(plan, data, **options), None
-    except (NotFiniteError, SavingError) as error:
-        return error.result, error
 
 
 def _take_over(model: CellModel, result: FitResult) -> None:
@@ -241,8 +228,6 @@ def _take_over(model: CellModel, result: FitResult) -> None:
 
 def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool) -> _Found | None:
     """Return the state to go on with, if that is wanted and there is one."""
-    if resume is not None and not isinstance(resume, str | os.PathLike):
-        raise OptionError(f"resume={resume!r} is neither 'auto' nor the folder of a state; give one, or None.")
     if resume is not None and overwrite:
         raise OptionError(f"resume={str(resume)!r} and overwrite=True contradict each other; keep one of the two.")
     if resume is not None and resume != _AUTO:
@@ -364,10 +349,10 @@ def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **furt
 
 def _short(value: Any) -> Any:
     text = json.dumps(value)
-    return value if len(text) <= _LONGEST else hashlib.sha256(text.encode()).hexdigest()
+    return value if len(text) <= _MAX_LENGTH else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what may change: with a constant learning rate a training may have more epochs."""
-    free = {"max_epochs"} if settings.get("schedule") == "constant" else set()
-    return {name: value for name, value in settings.items() if name not in free}
+    is_free = settings.get("schedule") == "constant"
+    return {name: value for name, value in settings.items() if not (is_free and name == "max_epochs")}
