@@ -24,8 +24,6 @@ from scforge.models.components.gene_vectors import check_filled
 from scforge.models.protocol import GeneratingModule
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from scforge.data.cells import Cells
     from scforge.estimators.base import CellModel
     from scforge.models.protocol import GeneratedCells
@@ -34,9 +32,7 @@ if TYPE_CHECKING:
 
 
 Prompt = dict[str, torch.Tensor]
-
-_LEARNS = {"scdiva": "masked_diffusion"}
-"""What an architecture learns to generate cells by, where it is not the next gene."""
+"""``input_ids``, ``values`` and ``attention_mask`` of shape (B, P)."""
 
 
 def generate_with(
@@ -45,120 +41,46 @@ def generate_with(
     *,
     prompt: Sequence[str] | Mapping[str, float] | AnnData | None,
     condition: str | Sequence[str | None] | None,
+    batch_size: int,
     **options: Any,
 ) -> AnnData:
-    """Do what :meth:`scforge.models.Encoder.generate` says."""
+    """Generate cells as :meth:`scforge.models.Encoder.generate` does."""
     module: Any = model._backbone
-    tokenizer, spec = model.tokenizer, model.spec
-    if not isinstance(model._backbone, GeneratingModule):
-        raise OptionError(
-            f"the architecture {spec.architecture!r} generates no cells; choose 'autoregressive_transformer', or "
-            "'scdiva' with objective='masked_diffusion'."
-        )
-    check_filled(module)
+    tokenizer, objective = model.tokenizer, model._pretraining
+    _check_generates(model)
     check_seed(options["seed"])
-    if n_cells is not None and not isinstance(n_cells, numbers.Integral):
-        aim = "pass it as prompt= to go on with its cells" if isinstance(n_cells, AnnData) else "give a whole number"
-        raise OptionError(f"n_cells={_shown(n_cells)} is no number of cells; {aim}.")
-    if isinstance(prompt, AnnData) and n_cells is not None:
-        raise OptionError(f"n_cells={n_cells!r} but prompt is AnnData, which says how many; leave n_cells out.")
-    if n_cells is None and not isinstance(prompt, AnnData):
-        raise OptionError("n_cells=None; say how many cells to generate.")
-    check_count("n_cells", 1 if n_cells is None else n_cells, "cells")
+    check_count("batch_size", batch_size, "cells")
+    if isinstance(prompt, AnnData):
+        if n_cells is not None:
+            raise OptionError(f"n_cells={n_cells!r} but prompt is AnnData, which says how many; leave n_cells out.")
+    elif not isinstance(n_cells, numbers.Integral):
+        raise OptionError(
+            f"n_cells={_shown(n_cells)} is no number of cells; give a whole number, or cells to go on with as prompt=."
+        )
+    else:
+        check_count("n_cells", n_cells, "cells")
     if not model.is_trained_:
         warn("The model is not trained; what it generates is random.", NotTrainedWarning)
-    objective, tokens = model._pretraining, None
-    if not objective.generates:
-        raise OptionError(
-            f"the model was made for the objective {spec.objective!r}, which does not learn to generate cells; "
-            f"make one for {_LEARNS.get(spec.architecture, 'next_gene_prediction')!r}."
-        )
-    if spec.tuning is not None and spec.tuning.task != "adaptation":
-        raise OptionError(
-            f"the model was fine-tuned for {spec.tuning.task!r}, which what generates cells has not followed; call the "
-            "model that it was made of."
-        )
-    unmasks = _unmasks(objective)
-    if unmasks and options["max_len"] is not None:
-        check_count("max_len", options["max_len"], "tokens")
-        most = tokenizer.vocab.n_genes + tokenizer.append_cls
-        if module.mode == "tokens":
-            most = min(most, module.max_tokens)
-        if options["max_len"] > most:
-            raise OptionError(f"max_len={options['max_len']} but the model has room for {most} tokens; lower it.")
-    if options["n_steps"] is not None and not unmasks:
-        raise OptionError(f"n_steps={options['n_steps']!r} is for models of 'masked_diffusion'; leave it out.")
-    if not unmasks and not tokenizer.append_eos and options.get("max_len") is None:
-        raise OptionError(
-            "max_len=None but cells of this model have no end (append_eos=False of the tokenizer); say how many tokens "
-            "to generate."
-        )
-    if not unmasks and prompt is None and not tokenizer.append_cls:
-        raise OptionError(
-            "prompt=None but the cells of the model have no CLS token to begin with (append_cls=False of the "
-            f"tokenizer); name a first gene with its value, such as prompt={{{tokenizer.vocab.genes[0]!r}: 1.0}}."
-        )
-    cells = model._cells(prompt) if isinstance(prompt, AnnData) else None
-    n = len(cells) if cells is not None else int(n_cells or 0)
-    if cells is not None:
+    unmasks = objective.denoises_values
+    if unmasks:
+        _check_unmasking(module, tokenizer, options["max_len"], condition, model.spec.objective)
+    else:
+        _check_next_genes(tokenizer, prompt, options)
+    tokens = None
+    if isinstance(prompt, AnnData):
+        cells = model._cells(prompt)
+        n_cells = len(cells)
         tokens = prompt_of_cells(cells, tokenizer, objective, options["seed"])
         if not unmasks and not bool(tokens["attention_mask"].any(dim=1).all()):
             row = int(tokens["attention_mask"].any(dim=1).logical_not().nonzero()[0])
             raise DataError(f"prompt has no counts in cell {row}, and the model no CLS token to begin with; remove it.")
     elif prompt is not None:
         bin_values = None if unmasks else module.bin_values.cpu().numpy()
-        tokens = prompt_of_genes(prompt, n, tokenizer, objective, bin_values, options["seed"])
-    if unmasks and not _is_missing(condition):
-        raise OptionError(f"condition={_shown(condition)} but {spec.objective!r} learns no classes; leave it out.")
-    classes = class_numbers(condition, getattr(objective, "conditions", None), n)
-    adata = generate_adata(module, tokenizer, n, prompt=tokens, condition=classes, unmasks=unmasks, **options)
-    if isinstance(prompt, AnnData):
-        adata.obs_names = prompt.obs_names
-    if classes is not None:
-        names = objective.conditions  # type: ignore[attr-defined]
-        adata.obs[objective.condition_key] = pd.Categorical.from_codes(classes - 1, names)  # type: ignore[attr-defined]
-    made_with = model._made_with() | options | {"prompt": None if prompt is None else type(prompt).__name__}
-    # There is no None in h5ad.
-    adata.uns[UNS_KEY] = {"generated": {name: value for name, value in made_with.items() if value is not None}}
-    return adata
-
-
-def generate_adata(
-    module: nn.Module,
-    tokenizer: Tokenizer,
-    n_cells: int,
-    *,
-    prompt: Prompt | None,
-    condition: np.ndarray | None,
-    batch_size: int,
-    unmasks: bool = False,
-    n_steps: int | None = None,
-    **options: Any,
-) -> AnnData:
-    """Generate cells, some at a time, and return them as AnnData: ``X`` with values, and ``layers["bins"]`` of bins.
-
-    Parameters
-    ----------
-    module
-        An architecture with ``generate``.
-    tokenizer
-        Its tokenizer.
-    n_cells
-        Number of cells B.
-    prompt
-        ``input_ids``, ``values`` and ``attention_mask`` of shape (B, P), see
-        :func:`scforge.models.autoregressive.generate_cells`.
-    condition
-        Number of the class of each cell, int64, shape (B,).
-    batch_size
-        Cells at a time.
-    unmasks
-        Whether the architecture unmasks cells, in `n_steps` steps; else it makes them token by token.
-    **options
-        ``temperature``, ``top_k``, ``max_len`` and ``seed`` of ``generate``.
-    """
-    check_count("batch_size", batch_size, "cells")
-    vocab, parts = tokenizer.vocab, []
+        tokens = prompt_of_genes(prompt, int(n_cells or 0), tokenizer, objective, bin_values, options["seed"])
+    n_cells = int(n_cells or 0)
+    classes = class_numbers(condition, getattr(objective, "conditions", None), n_cells)
+    vocab, parts, asked = tokenizer.vocab, [], dict(options)
+    n_steps = options.pop("n_steps")
     if unmasks:
         options |= {"n_tokens": options.pop("max_len"), "mask_id": vocab.mask_id}
         options |= {} if n_steps is None else {"n_steps": n_steps}
@@ -166,22 +88,79 @@ def generate_adata(
         options |= {"eos_id": vocab.eos_id if tokenizer.append_eos else None, "n_special": vocab.n_special}
     for start in range(0, n_cells, batch_size):
         some = slice(start, min(start + batch_size, n_cells))
-        classes = {} if condition is None else {"condition": torch.from_numpy(condition[some])}
-        cells = module.generate(
+        cells_of_batch = module.generate(
             some.stop - some.start,
-            None if prompt is None else {name: tensor[some] for name, tensor in prompt.items()},
+            None if tokens is None else {name: tensor[some] for name, tensor in tokens.items()},
             first_id=vocab.cls_id if tokenizer.append_cls else None,
             first_cell=start,
-            **classes,
+            **({} if classes is None else {"condition": torch.from_numpy(classes[some])}),
             **options,
         )
-        parts.append(_matrices(cells, vocab))
+        parts.append(_matrices(cells_of_batch, vocab))
     values, bins = (sparse.vstack(blocks, format="csr") for blocks in zip(*parts, strict=True))
     var = pd.DataFrame(index=pd.Index(vocab.genes, dtype=str))
     if vocab.symbols is not None:
         var["symbol"] = list(vocab.symbols)
-    obs = pd.DataFrame({"n_genes": np.diff(values.indptr)}, index=[f"generated_{i}" for i in range(n_cells)])
-    return AnnData(X=values, obs=obs, var=var, layers=None if unmasks else {"bins": bins})
+    names = prompt.obs_names if isinstance(prompt, AnnData) else [f"generated_{i}" for i in range(n_cells)]
+    obs = pd.DataFrame({"n_genes": np.diff(values.indptr)}, index=names)
+    adata = AnnData(X=values, obs=obs, var=var, layers=None if unmasks else {"bins": bins})
+    if classes is not None:
+        of_cells: Any = objective
+        adata.obs[of_cells.condition_key] = pd.Categorical.from_codes(classes - 1, of_cells.conditions)
+    prompt_type = None if prompt is None else type(prompt).__name__
+    facts = {**model._made_with(), **asked, "batch_size": batch_size, "prompt": prompt_type}
+    # There is no None in h5ad.
+    adata.uns[UNS_KEY] = {"generated": {name: value for name, value in facts.items() if value is not None}}
+    return adata
+
+
+def _check_generates(model: CellModel) -> None:
+    """Raise unless architecture, objective and fine-tuning are those of a model that generates cells."""
+    spec, module = model.spec, model._backbone
+    if not isinstance(module, GeneratingModule):
+        raise OptionError(
+            f"the architecture {spec.architecture!r} generates no cells; choose 'autoregressive_transformer', or "
+            "'scdiva' with objective='masked_diffusion'."
+        )
+    check_filled(module)
+    if not model._pretraining.generates:
+        raise OptionError(
+            f"the model was made for the objective {spec.objective!r}, which does not learn to generate cells; "
+            f"make one for {getattr(module, 'generates_by', 'next_gene_prediction')!r}."
+        )
+    if spec.tuning is not None and spec.tuning.task != "adaptation":
+        raise OptionError(
+            f"the model was fine-tuned for {spec.tuning.task!r}, which what generates cells has not followed; call the "
+            "model that it was made of."
+        )
+
+
+def _check_unmasking(module: Any, tokenizer: Tokenizer, max_len: int | None, condition: Any, objective: str) -> None:
+    """Raise unless a model that unmasks cells can do so with these options."""
+    if max_len is not None:
+        check_count("max_len", max_len, "tokens")
+        room = tokenizer.vocab.n_genes + tokenizer.append_cls
+        room = min(room, getattr(module, "max_generated", None) or room)
+        if max_len > room:
+            raise OptionError(f"max_len={max_len} but the model has room for {room} tokens; lower it.")
+    if not _is_missing(condition):
+        raise OptionError(f"condition={_shown(condition)} but {objective!r} learns no classes; leave it out.")
+
+
+def _check_next_genes(tokenizer: Tokenizer, prompt: Any, options: Mapping[str, Any]) -> None:
+    """Raise unless a model that makes cells token by token can begin and end them."""
+    if options["n_steps"] is not None:
+        raise OptionError(f"n_steps={options['n_steps']!r} is for models of 'masked_diffusion'; leave it out.")
+    if not tokenizer.append_eos and options["max_len"] is None:
+        raise OptionError(
+            "max_len=None but cells of this model have no end (append_eos=False of the tokenizer); say how many tokens "
+            "to generate."
+        )
+    if prompt is None and not tokenizer.append_cls:
+        raise OptionError(
+            "prompt=None but the cells of the model have no CLS token to begin with (append_cls=False of the "
+            f"tokenizer); name a first gene with its value, such as prompt={{{tokenizer.vocab.genes[0]!r}: 1.0}}."
+        )
 
 
 def _matrices(cells: GeneratedCells, vocab: GeneVocab) -> tuple[sparse.csr_matrix, sparse.csr_matrix]:
@@ -275,8 +254,7 @@ def class_numbers(
             f"condition={_shown(condition)} but the model knows no classes; make it with "
             "objective={'name': 'next_gene_prediction', 'condition_key': ...}."
         )
-    columns = (Sequence, np.ndarray, pd.Series, pd.Index, pd.api.extensions.ExtensionArray)
-    if not isinstance(condition, columns) or isinstance(condition, bytes):
+    if not pd.api.types.is_list_like(condition) and not isinstance(condition, str):
         raise OptionError(
             f"condition={_shown(condition)} is neither the name of a class nor a list of names, one for each cell"
             f"{did_you_mean(condition, conditions) if isinstance(condition, numbers.Number) else ''}."
@@ -293,10 +271,6 @@ def class_numbers(
                 f"(known: {listing(conditions)})"
             )
     return np.array([number[name] for name in names], dtype=np.int64)
-
-
-def _unmasks(objective: Objective) -> bool:
-    return bool(getattr(objective, "denoises_values", False))
 
 
 def _is_missing(name: Any) -> bool:

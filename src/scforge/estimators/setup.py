@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from anndata import AnnData
 from mudata import MuData
 from scvi.data.fields import CategoricalObsField, LayerField
@@ -16,6 +17,7 @@ from scvi.data.fields import CategoricalObsField, LayerField
 from scforge.data.checks import counts_of, gene_names, warn_if_transformed
 from scforge.data.readers import shared_columns
 from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.models.registry import MODELS
 from scforge.training.datamodule import CellDataModule
 
 
@@ -185,8 +187,6 @@ def datamodule_registry(
 
 
 _PLACES = {"Encoder": "scforge.estimators.encoder", "ScDiVa": "scforge.estimators.scdiva"}
-_OF_ARCHITECTURES = {"scdiva": "ScDiVa"}
-"""Architectures whose front class can do more than ``Encoder``."""
 
 
 def class_named(name: str) -> Any:
@@ -209,7 +209,9 @@ def class_of_architecture(architecture: str | None) -> Any:
     >>> [class_of_architecture(name).__name__ for name in ("scdiva", "gene_pooling", None)]
     ['ScDiVa', 'Encoder', 'Encoder']
     """
-    return class_named(_OF_ARCHITECTURES.get(architecture or "", "Encoder"))
+    return class_named(
+        "Encoder" if architecture is None else getattr(MODELS.get(architecture), "model_class", "Encoder")
+    )
 
 
 def class_in_place_of(cls: Any, name: str, architecture: str) -> Any:
@@ -247,8 +249,6 @@ def check_prefix(dir_path: str | os.PathLike[str], prefix: str | None) -> None:
 
 def device_of(accelerator: str, device: Any) -> Any:
     """Return the device that scvi-tools' `accelerator` and `device` name."""
-    import torch
-
     if accelerator == "auto":
         accelerator = "gpu" if torch.cuda.is_available() else "cpu"
     kinds = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}

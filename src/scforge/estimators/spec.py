@@ -600,7 +600,7 @@ def vocab_of_cells(
     elif len(keep_genes):
         kept_genes(keep_genes, made, "the cells")
 
-    def sampled() -> CellSource:
+    def sampled() -> Any:
         return cells.with_vocab(made).sample(SAMPLED_CELLS, rows=data.train_rows, seed=data.seed)
 
     return _with_statistics(made, needed, sampled)
