@@ -28,8 +28,7 @@ from scforge.training.objectives.base import get_objective
 from scforge.training.predict import run_over
 
 if TYPE_CHECKING:
-    from scforge.estimators.finetune import options_of
-from scforge.estimators.interpret import Source
+    from scforge.estimators.interpret import Source
     from scforge.finetuning.base import Task
     from scforge.training.objectives.base import Objective
 
