@@ -110,8 +110,12 @@ def test_what_cannot_be_made_or_asked(trained, make) -> None:
     latent, expression = ScDiVa.get_latent_representation, ScDiVa.get_normalized_expression
     for model, method, options, message in [
         (make(variational=False), latent, {"return_dist": True}, "made with variational=False; make one without it"),
-        (make(**masked), latent, {"return_dist": True}, "'masked_gene_prediction' trains no variances"),
-        (plain, latent, {"return_dist": True, "key_added": 3}, "key_added=3 is not a name; give text, or None"),
+        (
+            make(**masked),
+            latent,
+            {"return_dist": True},
+            "'masked_gene_prediction' with these options trains no variances",
+        ),
         (tuned, latent, {"return_dist": True}, "return_dist=True: the model was fine-tuned for 'annotation'"),
         (plain, ScDiVa.predict, {}, "learned no labels, .* supervised=True"),
         (plain, ScDiVa.predict, {"task": "annotations"}, "task='annotations' is not known"),

@@ -175,14 +175,14 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
     other = Encoder(cells, "autoregressive_transformer", hidden_dim=8, num_layers=1, num_heads=2)
     other.is_trained_ = True
     for call, options, message in [
-        (plain.generate, {}, r"objective 'variational', which does not learn .* 'masked_diffusion'"),
+        (plain.generate, {}, r"'scdiva' and 'variational' generates no cells; .* 'masked_diffusion'"),
         (plain.denoise, {}, r"predicts no expression of hidden genes; .* objective='masked_diffusion'"),
         (model.generate, {"condition": "a"}, "condition='a' but 'masked_diffusion' learns no classes; leave it out"),
-        (model.generate, {"n_cells": None, "prompt": ["gene0"]}, "n_cells=None; say how many"),
+        (model.generate, {"n_cells": None, "prompt": ["gene0"]}, "n_cells=None is no number of cells; give a whole"),
         (small.generate, {"max_len": 9}, "max_len=9 but the model has room for 8 tokens; lower it"),
         (other.generate, {"n_steps": 4}, "n_steps=4 is for models of 'masked_diffusion'; leave it out"),
         (tuned.generate, {}, "was fine-tuned for 'annotation', which what generates cells has not foll"),
-        (untrained.get_latent_representation, {"return_dist": True}, "reconstruction_weight=0 trains no latent"),
+        (untrained.get_latent_representation, {"return_dist": True}, "with these options trains no variances"),
     ]:
         given = {"n_cells": 2, **options} if call.__name__ == "generate" else options
         with pytest.raises(OptionError, match=message):

@@ -336,6 +336,8 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
 
 def content_mark(matrix: Any) -> tuple[Any, ...] | None:
     """Return checksums of the parts of a matrix in memory, which change with its values; None for other matrices."""
+    if getattr(matrix, "dtype", None) is None or not _is_numeric(matrix):
+        return None
     if type(matrix) is np.ndarray:
         parts = [matrix.ravel(order="K")]
     elif isinstance(matrix, sparse.csr_matrix | sparse.csc_matrix):

@@ -294,8 +294,6 @@ class CellModel(BaseModelClass, metaclass=_Front):
         if not self.is_trained_:
             warn("The model is not trained; its embedding is random.", NotTrainedWarning)
         check_count("batch_size", batch_size, "cells")
-        if key_added is not None and not (isinstance(key_added, str) and key_added):
-            raise OptionError(f"key_added={key_added!r} is not a name; give text, or None to write nothing.")
         cells = self._open(source)
         rows = None if indices is None else positions(indices, len(cells))
         embedding = embed(

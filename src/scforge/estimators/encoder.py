@@ -15,20 +15,16 @@ import pandas as pd
 import torch
 from anndata import AnnData
 from scipy import sparse
+from sklearn.neighbors import KNeighborsClassifier
 
-from scforge._checks import check_bool, check_count, check_seed, check_share
+from scforge._checks import check_count, check_seed, check_share
 from scforge._constants import QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._registry import check_options
 from scforge.data.cells import Cells, column_of
 from scforge.data.vocab import GeneVocab, listed_names
-from scforge.errors import (
-    DataError,
-    NotTrainedWarning,
-    OptionError,
-    first_line,
-    warn,
-)
+from scforge.errors import DataError, NotTrainedWarning, OptionError, first_line, warn
+from scforge.estimators import interpret
 from scforge.estimators.base import FROM_DATA, CellModel
 from scforge.estimators.card import CardFacts
 from scforge.estimators.finetune import (
@@ -38,32 +34,14 @@ from scforge.estimators.finetune import (
     options_of,
     own_cells,
     save_adapter,
+    votes_of,
     warn_of_undecided,
-    weighted_vote,
     with_batches_of,
     with_room,
 )
 from scforge.estimators.generate import generate_with
 from scforge.estimators.hub import load_found, push_model
-from scforge.estimators.interpret import (
-    USUAL_CELLS,
-    Source,
-    cell_groups,
-    cells_in_state,
-    check_activated,
-    column_genes,
-    expression_table,
-    gene_combinations,
-    gene_numbers,
-    lowest_fdr,
-    note,
-    predicting,
-    ready,
-    starting,
-    untrained_embedder,
-    widely_expressed,
-    written_over_columns,
-)
+from scforge.estimators.interpret import Source
 from scforge.estimators.serialize import expected_of, load_weights, read_adata, read_folder, shapes_of
 from scforge.estimators.setup import bare_registry, check_prefix, class_of_architecture, device_of
 from scforge.estimators.spec import (
@@ -80,7 +58,7 @@ from scforge.estimators.training import run_training, train_options
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, merge_lora, merged
 from scforge.finetuning.base import EvaluationContext, Predictor, Task
 from scforge.finetuning.held_out import CellMarks, fingerprints
-from scforge.finetuning.labels import check_key, text_labels
+from scforge.finetuning.labels import text_labels
 from scforge.finetuning.splits import Split
 from scforge.foreign.base import Foreign, read_checkpoint
 from scforge.hub.finding import find_model
@@ -672,7 +650,6 @@ class Encoder(CellModel):
             )
         task = self._task("evaluate")
         task.check_evaluate()
-        check_bool("baselines", baselines)
         check_seed(seed)
         own = self.adata if self._data is None else self._data.cells
         source = self._source(adata)
@@ -878,10 +855,6 @@ class Encoder(CellModel):
         (60, 32)
         """
         reference = cls.load(reference_model) if isinstance(reference_model, str | os.PathLike) else reference_model
-        if not isinstance(reference, cls):
-            raise OptionError(
-                f"reference_model is of type {type(reference_model).__name__!r}; pass an {cls.__name__} or its folder."
-            )
         if not reference.is_trained_:
             raise OptionError("reference_model is not trained; train it, or load one that is.")
         tuning = reference.spec.tuning
@@ -1003,11 +976,8 @@ class Encoder(CellModel):
         True
         """
         check_count("n_neighbors", n_neighbors, "cells")
-        check_count("batch_size", batch_size, "cells")
         if threshold is not None:
             check_share("threshold", threshold)
-        if key_added is not None:
-            check_key("key_added", key_added)
         is_query = self._is_query
         if query is None and not is_query:
             raise OptionError("query=None, but the model was not made by load_query_data; pass the cells to label.")
@@ -1029,20 +999,19 @@ class Encoder(CellModel):
         landmarks = self._predictor(reference_cells, batch_size).embedding(rows)
         cells = self._open(source)
         embedding = self._predictor(cells, batch_size).embedding()
-        votes = weighted_vote(landmarks, np.asarray(labels.codes)[rows], embedding, len(labels.categories), n_neighbors)
-        winner = votes.argmax(axis=1)
-        uncertainty = (1.0 - votes[np.arange(len(votes)), winner]).clip(0.0, 1.0).astype(np.float32)
-        names = np.array(labels.categories, dtype=object)
-        found = names[winner]
-        categories = list(names)
+        codes = np.asarray(labels.codes)[rows]
+        voters = KNeighborsClassifier(min(n_neighbors, len(rows)), weights=votes_of).fit(landmarks, codes)
+        votes = voters.predict_proba(embedding)
+        uncertainty = (1.0 - votes.max(axis=1)).clip(0.0, 1.0).astype(np.float32)
+        categories = list(labels.categories)
+        found = np.array(categories, dtype=object)[voters.classes_[votes.argmax(axis=1)]]
         if threshold is not None:
             found = np.where(uncertainty > threshold, UNASSIGNED, found)
             categories += [UNASSIGNED] if UNASSIGNED not in categories else []
         adata = source if isinstance(source, AnnData) else None
         index = pd.RangeIndex(len(found)) if adata is None else adata.obs_names
-        table = pd.DataFrame(
-            {"label": pd.Categorical(found, categories=categories), "uncertainty": uncertainty}, index=index
-        )
+        columns = {"label": pd.Categorical(found, categories=categories), "uncertainty": uncertainty}
+        table = pd.DataFrame(columns, index=index)
         if adata is not None:
             key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
             adata.obs[key] = table["label"]
@@ -1104,10 +1073,9 @@ class Encoder(CellModel):
         (300, 8)
         """
         check_count("max_cells", max_cells, "cells")
-        check_count("batch_size", batch_size, "cells")
         has_cells = adata is not None or self.adata is not None or self._data is not None
-        if check_bool("contextual", contextual):
-            source = ready(self, adata, "gene embeddings are")
+        if contextual:
+            source = interpret.ready(self, adata, "gene embeddings are")
             some = self._open(source).sample(max_cells, seed=check_seed(seed))
             vectors, _ = contextual_gene_embeddings(
                 self._backbone,
@@ -1118,10 +1086,10 @@ class Encoder(CellModel):
                 layer=layer,
             )
         else:
-            source = ready(self, adata, "gene embeddings are", needs_cells=has_cells)
+            source = interpret.ready(self, adata, "gene embeddings are", needs_cells=has_cells)
             vectors = input_gene_embeddings(self._backbone, self.tokenizer)
         if key_added is not None and isinstance(source, AnnData):
-            columns = column_genes(self, source)
+            columns = interpret.column_genes(self, source)
             source.varm[key_added] = np.where((columns >= 0)[:, None], vectors[columns], np.float32(np.nan))
         return pd.DataFrame(vectors, index=pd.Index(self.vocab.genes, dtype=str))
 
@@ -1190,12 +1158,14 @@ class Encoder(CellModel):
         >>> adata.varp["scforge_attention"].shape
         (300, 300)
         """
-        counts = {"max_cells": max_cells, "batch_size": batch_size, "min_cells": min_cells}
-        for name, value in counts.items():
-            check_count(name, value, "cells")
-        for name, value in {"top_k": top_k, "max_genes": max_genes}.items():
-            check_count(name, value, "genes")
-        source = ready(self, adata, "attention is")
+        for name, value in {
+            "max_cells": max_cells,
+            "min_cells": min_cells,
+            "top_k": top_k,
+            "max_genes": max_genes,
+        }.items():
+            check_count(name, value, "cells" if name.endswith("cells") else "genes")
+        source = interpret.ready(self, adata, "attention is")
         some = self._open(source).sample(max_cells, seed=check_seed(seed))
         graph = attention_between_genes(
             self._backbone,
@@ -1210,7 +1180,9 @@ class Encoder(CellModel):
             batch_size=batch_size,
         )
         if key_added is not None and isinstance(source, AnnData):
-            source.varp[key_added] = written_over_columns(graph, column_genes(self, source), both=True)
+            source.varp[key_added] = interpret.written_over_columns(
+                graph, interpret.column_genes(self, source), both=True
+            )
         return graph
 
     def impute(
@@ -1265,7 +1237,7 @@ class Encoder(CellModel):
         >>> model.impute(genes=["ISG15", "TNFRSF4"]).shape
         (60, 2)
         """
-        source, objective = predicting(self, adata, batch_size, seed)
+        source, objective = interpret.predicting(self, adata, batch_size, seed)
         if not knows_zeros(objective, self.tokenizer):
             has_option = "zero_targets" in objective.option_names()
             advice = (
@@ -1278,7 +1250,7 @@ class Encoder(CellModel):
                 f"so it predicts the value that a gene has where it is expressed; {advice}"
             )
         wanted = self.vocab.genes if genes is None else genes
-        numbers = gene_numbers(self, wanted, source=source)
+        numbers = interpret.gene_numbers(self, wanted, source=source)
         values = predict_uncounted(
             self._backbone,
             self._open(source),
@@ -1288,7 +1260,7 @@ class Encoder(CellModel):
             seed=seed,
             batch_size=batch_size,
         )
-        return expression_table(self, source, values, numbers, key_added)
+        return interpret.expression_table(self, source, values, numbers, key_added)
 
     def denoise(
         self,
@@ -1340,7 +1312,7 @@ class Encoder(CellModel):
         True
         """
         check_count("n_folds", n_folds, "folds", least=2)
-        source, objective = predicting(self, adata, batch_size, seed)
+        source, objective = interpret.predicting(self, adata, batch_size, seed)
         values = predict_counted(
             self._backbone,
             self._open(source),
@@ -1351,7 +1323,9 @@ class Encoder(CellModel):
             batch_size=batch_size,
         )
         if key_added is not None and isinstance(source, AnnData):
-            source.layers[key_added] = written_over_columns(values, column_genes(self, source), both=False)
+            source.layers[key_added] = interpret.written_over_columns(
+                values, interpret.column_genes(self, source), both=False
+            )
         return values
 
     def perturb_in_silico(
@@ -1461,14 +1435,12 @@ class Encoder(CellModel):
         >>> len(table)
         1
         """
-        for name, value in {"max_cells": max_cells, "batch_size": batch_size}.items():
-            check_count(name, value, "cells")
+        check_count("max_cells", max_cells, "cells")
         check_count("n_permutations", n_permutations, "genes", least=0)
-        check_bool("untrained", untrained)
         check_seed(seed)
-        source = ready(self, adata, "how cells move is")
+        source = interpret.ready(self, adata, "how cells move is")
         perturbation = Perturbation(mode)
-        numbers = None if genes is None else gene_numbers(self, genes, source=source)
+        numbers = None if genes is None else interpret.gene_numbers(self, genes, source=source)
         if numbers is None and combinations is not False:
             raise OptionError("combinations=2 needs genes, as there are too many pairs of all; name some.")
         cells = self._open(source)
@@ -1482,22 +1454,24 @@ class Encoder(CellModel):
         embeddings: dict[str, Callable[[Cells], np.ndarray]] = {"": embed_cells}
         if untrained and n_permutations:
             try:
-                embeddings["_untrained"] = untrained_embedder(self, batch_size)
+                embeddings["_untrained"] = interpret.untrained_embedder(self, batch_size)
             except OptionError as error:
                 warn(f"untrained=True is left out: {error}")
-        chosen, there = cells_in_state(cells, "start", start), cells_in_state(cells, "goal", goal)
-        chosen = starting(chosen, there, len(cells))
+        chosen, there = interpret.cells_in_state(cells, "start", start), interpret.cells_in_state(cells, "goal", goal)
+        chosen = interpret.starting(chosen, there, len(cells))
         towards = dict.fromkeys(embeddings)
         if there is not None:
             at_goal = cells.sample(max_cells, rows=np.flatnonzero(there), seed=seed)
             towards = {name: centroid(embed_them(at_goal)) for name, embed_them in embeddings.items()}
         if numbers is None:
-            numbers = widely_expressed(self.vocab, cells.sample(max_cells, rows=np.flatnonzero(chosen), seed=seed))
-        perturbation = Perturbation.of(mode, cells.sample(USUAL_CELLS, seed=seed), self.tokenizer)
-        check_activated(perturbation, numbers, self.vocab.genes)
-        sets = gene_combinations(numbers, combinations)
+            numbers = interpret.widely_expressed(
+                self.vocab, cells.sample(max_cells, rows=np.flatnonzero(chosen), seed=seed)
+            )
+        perturbation = Perturbation.of(mode, cells.sample(interpret.USUAL_CELLS, seed=seed), self.tokenizer)
+        interpret.check_activated(perturbation, numbers, self.vocab.genes)
+        sets = interpret.gene_combinations(numbers, combinations)
         tables = []
-        for group, rows in cell_groups(cells, groups, chosen):
+        for group, rows in interpret.cell_groups(cells, groups, chosen):
             some = cells.sample(max_cells, rows=rows, seed=seed)
             moved = {
                 name: screen(
@@ -1531,8 +1505,8 @@ class Encoder(CellModel):
         }
         asked |= {name: None if state is None else str(state) for name, state in {"goal": goal, "start": start}.items()}
         if n_permutations:
-            results.attrs["lowest_fdr"] = asked["lowest_fdr"] = lowest_fdr(results, n_permutations)
-        note(self, source, key_added, asked, results=results)
+            results.attrs["lowest_fdr"] = asked["lowest_fdr"] = interpret.lowest_fdr(results, n_permutations)
+        interpret.note(self, source, key_added, asked, results=results)
         return results
 
     def generate(

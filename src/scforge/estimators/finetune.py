@@ -292,47 +292,11 @@ def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
     return model
 
 
-def weighted_vote(
-    landmarks: np.ndarray, codes: np.ndarray, cells: np.ndarray, n_classes: int, n_neighbors: int
-) -> np.ndarray:
-    """Return the share of each class in the votes of the nearest landmarks.
-
-    A vote weighs ``exp(-d^2 / (2 s^2))``, with d the distance and s its mean over the neighbours of the cell.
-
-    Parameters
-    ----------
-    landmarks
-        Embedding of the reference cells, shape (M, D).
-    codes
-        Their classes, integer, shape (M,).
-    cells
-        Embedding of the query cells, shape (N, D).
-    n_classes
-        Number of classes C.
-    n_neighbors
-        Neighbours K that vote.
-
-    Returns
-    -------
-    Float64, shape (N, C); rows sum to 1.
-
-    Examples
-    --------
-    >>> landmarks = np.array([[0.0], [1.0], [10.0]])
-    >>> weighted_vote(landmarks, np.array([0, 0, 1]), np.array([[0.5]]), 2, 2)
-    array([[1., 0.]])
-    """
-    from sklearn.neighbors import NearestNeighbors
-
-    search = NearestNeighbors(n_neighbors=min(n_neighbors, len(landmarks))).fit(landmarks)
-    distances, neighbours = search.kneighbors(cells)
-    # Cells that lie on all their neighbours count each the same.
+def votes_of(distances: np.ndarray) -> np.ndarray:
+    """Return the weights of votes, ``exp(-d^2 / (2 s^2))`` with s the mean of the distances of a cell, shape (N, K)."""
+    # Cells that lie on all their neighbors count each the same.
     scale = np.maximum(distances.mean(axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    weights = np.exp(-0.5 * np.square(distances / scale))
-    places = np.arange(len(cells))[:, None] * n_classes + codes[neighbours]
-    votes = np.bincount(places.ravel(), weights.ravel(), minlength=len(cells) * n_classes)
-    votes = votes.reshape(len(cells), n_classes)
-    return votes / votes.sum(axis=1, keepdims=True)
+    return np.exp(-0.5 * np.square(distances / scale))
 
 
 _CONFIG, _WEIGHTS, _SPLIT = "adapter.json", "adapter.safetensors", "split.safetensors"
@@ -371,8 +335,8 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
 def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None) -> CellModel:
     """Put adapters and a head on the model that they were trained on, whose weights they share."""
     cls = type(base) if issubclass(type(base), cls) else cls
-    if not (folder / _WEIGHTS).is_file():
-        raise MissingFileError(f"dir_path={str(folder)!r} has no {_WEIGHTS}; copy the adapter again.")
+    if not (folder / _CONFIG).is_file() or not (folder / _WEIGHTS).is_file():
+        raise MissingFileError(f"dir_path={str(folder)!r} has no {_CONFIG} or {_WEIGHTS}; copy the adapter again.")
     for name in (_CONFIG, _WEIGHTS, _SPLIT):
         check_inside(folder, name)
     refuse_pickle(folder / _WEIGHTS)

@@ -16,10 +16,9 @@ from scipy import sparse
 
 from scforge._checks import check_count, check_positive, check_seed
 from scforge._constants import UNS_KEY
-from scforge.data.genes import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
-from scforge.estimators.interpret import unknown_genes
+from scforge.estimators.interpret import gene_numbers
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.protocol import GeneratingModule
 
@@ -76,7 +75,7 @@ def generate_with(
             raise DataError(f"prompt has no counts in cell {row}, and the model no CLS token to begin with; remove it.")
     elif prompt is not None:
         bin_values = None if unmasks else module.bin_values.cpu().numpy()
-        tokens = prompt_of_genes(prompt, int(n_cells or 0), tokenizer, objective, bin_values, options["seed"])
+        tokens = _prompt_of_genes(prompt, int(n_cells or 0), model, bin_values, options["seed"])
     n_cells = int(n_cells or 0)
     classes = class_numbers(condition, getattr(objective, "conditions", None), n_cells)
     vocab, parts, asked = tokenizer.vocab, [], dict(options)
@@ -117,17 +116,12 @@ def generate_with(
 def _check_generates(model: CellModel) -> None:
     """Raise unless architecture, objective and fine-tuning are those of a model that generates cells."""
     spec, module = model.spec, model._backbone
-    if not isinstance(module, GeneratingModule):
+    if not isinstance(module, GeneratingModule) or not model._pretraining.generates:
         raise OptionError(
-            f"the architecture {spec.architecture!r} generates no cells; choose 'autoregressive_transformer', or "
-            "'scdiva' with objective='masked_diffusion'."
+            f"a model of {spec.architecture!r} and {spec.objective!r} generates no cells; choose "
+            "'autoregressive_transformer' with 'next_gene_prediction', or 'scdiva' with 'masked_diffusion'."
         )
     check_filled(module)
-    if not model._pretraining.generates:
-        raise OptionError(
-            f"the model was made for the objective {spec.objective!r}, which does not learn to generate cells; "
-            f"make one for {getattr(module, 'generates_by', 'next_gene_prediction')!r}."
-        )
     if spec.tuning is not None and spec.tuning.task != "adaptation":
         raise OptionError(
             f"the model was fine-tuned for {spec.tuning.task!r}, which what generates cells has not followed; call the "
@@ -175,43 +169,27 @@ def _matrices(cells: GeneratedCells, vocab: GeneVocab) -> tuple[sparse.csr_matri
     )
 
 
-def prompt_of_genes(
-    genes: Sequence[str] | Mapping[str, float],
-    n_cells: int,
-    tokenizer: Tokenizer,
-    objective: Objective,
-    bin_values: np.ndarray | None,
-    seed: int,
+def _prompt_of_genes(
+    genes: Sequence[str] | Mapping[str, float], n_cells: int, model: CellModel, bin_values: np.ndarray | None, seed: int
 ) -> Prompt:
     """Return a prompt of named genes for each of `n_cells` cells.
 
     A list keeps its order, and its values are drawn. A mapping gives values, each of which becomes the bin that stands
     for the nearest (without `bin_values` it stays), and its genes come in the order of the objective.
     """
+    tokenizer, objective = model.tokenizer, model._pretraining
     # A set has no order that stays, and of a Series either names or values could be meant.
-    listed = isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) and not isinstance(genes, (str, bytes))
-    names = list(genes) if listed else []
-    if not names or not all(isinstance(name, str) for name in names):
-        hint = {set: "; a set has no order", pd.Series: "; use to_list() or to_dict()"}.get(type(genes), "")
+    if not isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) or isinstance(genes, (str, bytes)):
         raise OptionError(
-            f"prompt={_shown(genes)} is neither a list of genes, nor a mapping of genes to values, nor AnnData{hint}."
+            f"prompt={_shown(genes)} is neither a list of genes, nor a dict of genes to values, nor AnnData."
         )
     if bin_values is not None and not isinstance(genes, Mapping) and not tokenizer.append_cls:
         raise OptionError(
             f"prompt={_shown(genes)} gives no values, but the model has no CLS token (append_cls=False of the "
-            f"tokenizer) to draw the first from; give them, such as prompt={{{names[0]!r}: 1.0}}."
+            f"tokenizer) to draw the first from; give them, such as prompt={{{tokenizer.vocab.genes[0]!r}: 1.0}}."
         )
-    vocab = tokenizer.vocab
-    index = GeneMap.of(names, vocab).columns
-    if (index < 0).any():
-        raise OptionError(unknown_genes("prompt", [name for name, i in zip(names, index, strict=True) if i < 0], vocab))
-    seen: dict[int, str] = {}
-    for number, name in zip(index.tolist(), names, strict=True):
-        if number in seen:
-            twice = f"{name!r} twice" if seen[number] == name else f"{seen[number]!r} and {name!r}, the same gene"
-            raise OptionError(f"prompt names {twice}; name each gene once.")
-        seen[number] = name
-    ids = torch.from_numpy(np.asarray(index, dtype=np.int64) + vocab.n_special).expand(n_cells, -1)
+    index = gene_numbers(model, list(genes), argument="prompt")
+    ids = torch.from_numpy(index.astype(np.int64) + tokenizer.vocab.n_special).expand(n_cells, -1)
     values = torch.full(ids.shape, torch.nan)
     batch = {"input_ids": ids, "values": values, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}
     if isinstance(genes, Mapping):
@@ -254,23 +232,18 @@ def class_numbers(
             f"condition={_shown(condition)} but the model knows no classes; make it with "
             "objective={'name': 'next_gene_prediction', 'condition_key': ...}."
         )
-    if not pd.api.types.is_list_like(condition) and not isinstance(condition, str):
-        raise OptionError(
-            f"condition={_shown(condition)} is neither the name of a class nor a list of names, one for each cell"
-            f"{did_you_mean(condition, conditions) if isinstance(condition, numbers.Number) else ''}."
-        )
+    if not pd.api.types.is_list_like(condition):
+        condition = str(condition)
     names = [condition] * n_cells if isinstance(condition, str) else list(condition)
     if len(names) != n_cells:
         raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; give one name, or one for each.")
-    names = [None if _is_missing(name) else name for name in names]
-    number: dict[Any, int] = {None: 0, **{name: i + 1 for i, name in enumerate(conditions)}}
-    for name in names:
-        if not (name is None or isinstance(name, str)) or name not in number:
-            raise OptionError(
-                f"condition={_shown(name)} is no class of the model{did_you_mean(name, conditions)} "
-                f"(known: {listing(conditions)})"
-            )
-    return np.array([number[name] for name in names], dtype=np.int64)
+    numbers_of = {name: i + 1 for i, name in enumerate(conditions)}
+    if unknown := [name for name in names if not _is_missing(name) and name not in numbers_of]:
+        raise OptionError(
+            f"condition={_shown(unknown[0])} is no class of the model{did_you_mean(unknown[0], conditions)} "
+            f"(known: {listing(conditions)})"
+        )
+    return np.array([0 if _is_missing(name) else numbers_of[name] for name in names], dtype=np.int64)
 
 
 def _is_missing(name: Any) -> bool:
@@ -279,6 +252,6 @@ def _is_missing(name: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for an error of one line: itself if it is short, else what it is."""
+    """Return a value for an error of one line: itself if it is plain, else what it is."""
     plain = isinstance(value, (str, bytes, numbers.Number, list, tuple, dict, set)) or value is None
     return reprlib.repr(value) if plain else type(value).__name__

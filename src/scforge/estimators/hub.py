@@ -109,7 +109,7 @@ def load_found(
     access
         Options of :func:`scforge.hub.resolve` for the model below adapters.
     """
-    if not (found.folder / "adapter.json").is_file():
+    if is_whole_model(found.folder):
         if base is not None:
             raise OptionError(f"base has no use where {said} is a whole model; leave it out.")
         model = cls._load_folder(found.folder, adata, device)
@@ -122,6 +122,12 @@ def load_found(
         base = _load_base(cls, found, said, base, device, access or {})
     below, cells = base, None if adata is False else adata
     return read_settled(found.folder, lambda: load_adapter(cls, below, found.folder, cells))
+
+
+def is_whole_model(folder: Path) -> bool:
+    """Return whether a folder is that of a model, and not of adapters alone."""
+    names = {path.name for path in folder.iterdir()}
+    return "config.json" in names or not names & {"adapter.json", "adapter.safetensors"}
 
 
 def _load_base(

@@ -43,7 +43,9 @@ _LEAST_SHARE = 0.01
 _SHOWN = 5
 
 
-def gene_numbers(model: CellModel, genes: Sequence[str] | str, *, source: Any = None) -> np.ndarray:
+def gene_numbers(
+    model: CellModel, genes: Sequence[str] | str, *, source: Any = None, argument: str = "genes"
+) -> np.ndarray:
     """Return the index of each gene among those of the model, int32; `source` is what else may have the genes.
 
     Raises
@@ -55,20 +57,22 @@ def gene_numbers(model: CellModel, genes: Sequence[str] | str, *, source: Any = 
     """
     names = [genes] if isinstance(genes, str) else list(genes)
     if not names or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"genes={names!r} is not a list of gene names; name at least one.")
+        raise OptionError(f"{argument}={names!r} is not a list of gene names; name at least one.")
     numbers = GeneMap.of(names, model.vocab).columns
     if unknown := [name for name, number in zip(names, numbers, strict=True) if number < 0]:
         source = model.adata if source is None else source
         measured: list[str] = []
         if isinstance(source, AnnData):
             measured = gene_names(source, (model._setup_of(source) or model._setup)["gene_key"]).tolist()
-        raise GeneMismatchError(unknown_genes("genes", unknown, model.vocab, measured))
+        raise GeneMismatchError(_unknown_genes(argument, unknown, model.vocab, measured))
     if twice := [names[i] for i in range(len(names)) if numbers[i] in numbers[:i]]:
-        raise OptionError(f"genes names {twice[0]!r} twice, maybe by another name of the gene; name each gene once.")
+        raise OptionError(
+            f"{argument} names {twice[0]!r} twice, maybe by another name of the gene; name each gene once."
+        )
     return numbers
 
 
-def unknown_genes(argument: str, unknown: list[str], vocab: GeneVocab, measured: Iterable[str] = ()) -> str:
+def _unknown_genes(argument: str, unknown: list[str], vocab: GeneVocab, measured: Iterable[str]) -> str:
     """Say which names are no genes of a model; a name is guessed only for one that is no gene at all."""
     in_data = set(measured)
     there = [name for name in unknown if name in in_data]
@@ -107,10 +111,8 @@ def gene_combinations(numbers: np.ndarray, size: bool | int) -> np.ndarray:
     """Return single genes (``False``) or all pairs (2) of them, shape (C, 1 or 2)."""
     if size is False:
         return numbers[:, None]
-    if size is True or size != 2:
-        raise OptionError(f"combinations={size!r} is not known; choose False for single genes, or 2 for pairs.")
-    if len(numbers) < 2:
-        raise OptionError("combinations=2 needs two genes at least; name more.")
+    if size is True or size != 2 or len(numbers) < 2:
+        raise OptionError(f"combinations={size!r}: choose False for single genes, or 2 for pairs of two genes or more.")
     return np.array(list(combinations_of(numbers.tolist(), 2)), dtype=np.int32)
 
 
@@ -208,11 +210,14 @@ def note(model: CellModel, source: Any, key: str | None, asked: Mapping[str, Any
     source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key: {**facts, **tables}}
 
 
-def written_over_columns(matrix: sparse.csr_matrix, columns: np.ndarray, *, both: bool) -> sparse.csr_matrix:
-    """Return a matrix over genes of the vocabulary as one over columns of an AnnData; -1 for columns without a gene.
+def over_columns(
+    model: CellModel, adata: AnnData, matrix: sparse.csr_matrix, *, both: bool = False
+) -> sparse.csr_matrix:
+    """Return a matrix over genes of the vocabulary as one over the columns of an AnnData.
 
     Columns of one gene get the same numbers. With `both` the rows are genes as well.
     """
+    columns = column_genes(model, adata)
     known = np.flatnonzero(columns >= 0)
     shape = (matrix.shape[1], len(columns))
     spread = sparse.csr_matrix((np.ones(len(known), dtype=np.float32), (columns[known], known)), shape=shape)
@@ -268,10 +273,8 @@ def starting(chosen: np.ndarray | None, there: np.ndarray | None, n_cells: int) 
     """Return the cells to perturb, bool, shape (N,)."""
     if chosen is None:
         chosen = np.ones(n_cells, dtype=np.bool_) if there is None else ~there
-    elif there is not None and (chosen & there).any():
-        raise OptionError("start and goal share cells, which are there already; choose others.")
-    if not chosen.any():
-        raise DataError("all cells are at the goal, so none is left to perturb; name cells with start=...")
+    if not chosen.any() or (there is not None and (chosen & there).any()):
+        raise DataError("start names cells that are at the goal already, or none is left; choose others.")
     return chosen
 
 

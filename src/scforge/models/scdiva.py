@@ -832,8 +832,6 @@ def _checked_prompt(
 class ScDiVaDenoiser(ScDiVaBody):
     """The part of :class:`scforge.models.ScDiVaModel` that ``denoising=True`` is for."""
 
-    generates_by: ClassVar[str] = "masked_diffusion"
-    """The objective that it learns to generate cells by."""
     model_class: ClassVar[str] = "ScDiVa"
     """The class of ``scforge.models`` that has methods for what only this architecture can do."""
 
