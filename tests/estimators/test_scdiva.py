@@ -114,7 +114,7 @@ def test_what_cannot_be_made_or_asked(trained, make) -> None:
             make(**masked),
             latent,
             {"return_dist": True},
-            "'masked_gene_prediction' with these options trains no variances",
+            "prediction' with these options trains no variances",
         ),
         (tuned, latent, {"return_dist": True}, "return_dist=True: the model was fine-tuned for 'annotation'"),
         (plain, ScDiVa.predict, {}, "learned no labels, .* supervised=True"),

@@ -1158,13 +1158,10 @@ class Encoder(CellModel):
         >>> adata.varp["scforge_attention"].shape
         (300, 300)
         """
-        for name, value in {
-            "max_cells": max_cells,
-            "min_cells": min_cells,
-            "top_k": top_k,
-            "max_genes": max_genes,
-        }.items():
-            check_count(name, value, "cells" if name.endswith("cells") else "genes")
+        for name, value in {"max_cells": max_cells, "min_cells": min_cells}.items():
+            check_count(name, value, "cells")
+        for name, value in {"top_k": top_k, "max_genes": max_genes}.items():
+            check_count(name, value, "genes")
         source = interpret.ready(self, adata, "attention is")
         some = self._open(source).sample(max_cells, seed=check_seed(seed))
         graph = attention_between_genes(
@@ -1180,9 +1177,7 @@ class Encoder(CellModel):
             batch_size=batch_size,
         )
         if key_added is not None and isinstance(source, AnnData):
-            source.varp[key_added] = interpret.written_over_columns(
-                graph, interpret.column_genes(self, source), both=True
-            )
+            source.varp[key_added] = interpret.over_columns(self, source, graph, both=True)
         return graph
 
     def impute(
@@ -1323,9 +1318,7 @@ class Encoder(CellModel):
             batch_size=batch_size,
         )
         if key_added is not None and isinstance(source, AnnData):
-            source.layers[key_added] = interpret.written_over_columns(
-                values, interpret.column_genes(self, source), both=False
-            )
+            source.layers[key_added] = interpret.over_columns(self, source, values)
         return values
 
     def perturb_in_silico(
@@ -1464,9 +1457,8 @@ class Encoder(CellModel):
             at_goal = cells.sample(max_cells, rows=np.flatnonzero(there), seed=seed)
             towards = {name: centroid(embed_them(at_goal)) for name, embed_them in embeddings.items()}
         if numbers is None:
-            numbers = interpret.widely_expressed(
-                self.vocab, cells.sample(max_cells, rows=np.flatnonzero(chosen), seed=seed)
-            )
+            some = cells.sample(max_cells, rows=np.flatnonzero(chosen), seed=seed)
+            numbers = interpret.widely_expressed(self.vocab, some)
         perturbation = Perturbation.of(mode, cells.sample(interpret.USUAL_CELLS, seed=seed), self.tokenizer)
         interpret.check_activated(perturbation, numbers, self.vocab.genes)
         sets = interpret.gene_combinations(numbers, combinations)

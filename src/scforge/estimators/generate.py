@@ -180,9 +180,7 @@ def _prompt_of_genes(
     tokenizer, objective = model.tokenizer, model._pretraining
     # A set has no order that stays, and of a Series either names or values could be meant.
     if not isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) or isinstance(genes, (str, bytes)):
-        raise OptionError(
-            f"prompt={_shown(genes)} is neither a list of genes, nor a dict of genes to values, nor AnnData."
-        )
+        raise OptionError(f"prompt={_shown(genes)} is no list of genes, no dict of genes to values, and no AnnData.")
     if bin_values is not None and not isinstance(genes, Mapping) and not tokenizer.append_cls:
         raise OptionError(
             f"prompt={_shown(genes)} gives no values, but the model has no CLS token (append_cls=False of the "
