@@ -209,7 +209,6 @@ def test_options_of_training(build, quick, options, message) -> None:
 def test_options_of_an_embedding(model: Encoder) -> None:
     for options, error, message in (
         ({"batch_size": 0}, OptionError, "batch_size=0 is not"),
-        ({"key_added": ""}, OptionError, "key_added='' is not a name"),
         ({"adata": "cells.h5ad"}, MissingFileError, "'cells.h5ad' does not exist"),
         ({"adata": pd.DataFrame()}, OptionError, "adata is of type 'DataFrame'"),
     ):

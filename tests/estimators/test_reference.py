@@ -255,7 +255,6 @@ def test_what_cannot_be_done_is_said(reference, viewed, query, tmp_path):
         (viewed, {"batch_key": "lane"}, "batch_key='lane' is of no use"),
         (viewed, {"lora": False}, "lora=False is of no use, as nothing is left to train"),
         (reference, {"lora": {"r": 2}}, "'neighbor_denoising' leaves the encoder as it is"),
-        (3, {}, "reference_model is of type 'int'"),
     ]:
         with pytest.raises(OptionError, match=message):
             Encoder.load_query_data(query, model, **options)

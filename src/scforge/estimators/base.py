@@ -76,8 +76,6 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-FROM_DATA = "from_data"
-
 _MAX_OPENED = 2
 """AnnData whose cells a model keeps open: those of its training, and others."""
 
@@ -341,6 +339,12 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.module.parameters()).device
+
+    def _move_to(self, device: str | torch.device) -> None:
+        try:
+            self.to_device(device)
+        except (AssertionError, RuntimeError) as error:
+            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
 
     @property
     def vocab(self) -> GeneVocab:
@@ -611,10 +615,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         tuning = FineTuneSpec.from_json(config.get("tuning"), source=str(dir_path))
         model = cls._of_parts(config, vocab, adata=adata, registry=registry, seed=config["seed"], tuning=tuning)
         load_weights(model.module, weights, source=str(dir_path))
-        try:
-            model.to_device(device)
-        except (AssertionError, RuntimeError) as error:
-            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
+        model._move_to(device)
         model._seen = None if tuning is None else SeenCells.load(dir_path, tuning.split.get("cells"))
         model.is_trained_ = config["is_trained"]
         model._extend_history(config["history"])

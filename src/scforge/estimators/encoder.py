@@ -22,10 +22,10 @@ from scforge._constants import QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._registry import check_options
 from scforge.data.cells import Cells, column_of
-from scforge.data.vocab import GeneVocab, listed_names
+from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names
 from scforge.errors import DataError, NotTrainedWarning, OptionError, first_line, warn
 from scforge.estimators import interpret
-from scforge.estimators.base import FROM_DATA, CellModel
+from scforge.estimators.base import CellModel
 from scforge.estimators.card import CardFacts
 from scforge.estimators.finetune import (
     UNASSIGNED,
@@ -1983,10 +1983,7 @@ class Encoder(CellModel):
         if weights is None:
             weights = found.weights(shapes_of(model.module))
         load_weights(model.module, weights, source=found.source)
-        try:
-            model.to_device(device)
-        except (AssertionError, RuntimeError) as error:
-            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
+        model._move_to(device)
         model.is_trained_ = True  # elsewhere
         model._facts = CardFacts.of_checkpoint(found)
         return cast("Self", model)

@@ -203,7 +203,7 @@ def _evaluate_embeddings(
             "labels_key=None, but cell types are needed to score embeddings; name their column of obs, or pass "
             "benchmarks=['geometry']."
         )
-    check_names(every, trained, obsm_keys, untrained=untrained)
+    _check_names(every, trained, obsm_keys, untrained=untrained)
     rows = _unseen(every, adata)
     notes = [] if evaluations else _fit_to(chosen, keys, adata, rows, given=given["batch_key"])
     before = dict(adata.obsm)
@@ -263,12 +263,8 @@ def _evaluate_embeddings(
     return report
 
 
-def check_names(
-    every: Mapping[str, CellModel],
-    models: Mapping[str, Sequence[CellModel]],
-    obsm_keys: list[str],
-    *,
-    untrained: bool,
+def _check_names(
+    every: Mapping[str, CellModel], models: Mapping[str, Sequence[CellModel]], obsm_keys: list[str], *, untrained: bool
 ) -> None:
     """Raise :class:`~scforge.errors.OptionError` if two rows of a report would have one name."""
     several = [f"X_{name}" for name, some in models.items() if len(some) > 1]

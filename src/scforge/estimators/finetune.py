@@ -161,16 +161,11 @@ def _task_options(
     check_options(
         "option of finetune", name, [key for key in options if key not in of_trainer], sorted({*known, *of_train})
     )
-    for key in list(options):
-        if key in known:
-            if key in found:
-                raise OptionError(f"{key} is given in task and beside it; give it once.")
-            found[key] = options.pop(key)
-    if "validation_size" in options or "datamodule" in options:
+    if "datamodule" in options:
         raise OptionError("datamodule is of no use to finetune; pass the cells, or the path of a store, as adata.")
-    for key, value in common.items():
-        if value is None:
-            continue
+    beside = {key: value for key, value in common.items() if value is not None}
+    beside |= {key: options.pop(key) for key in list(options) if key in known}
+    for key, value in beside.items():
         if key not in known:
             raise OptionError(f"{key}={value!r} is of no use to the task {name!r}; leave it out.")
         if key in found:
@@ -226,18 +221,16 @@ def set_up(
 ) -> AnnData:
     """Set an AnnData up for the fine-tuned model, with the columns it is about."""
     there = model._setup_of(adata)
+    labels = labels_key or setup.get("labels_key")
+    batch = batch_key or inherited_batch_key(adata.obs, setup.get("batch_key"))
+    if batch not in adata.obs or adata.obs[batch].isna().any():
+        batch = None  # cells without batch may take no part in a task, but cannot be registered
     wanted = {
         "layer": setup.get("layer"),
         "gene_key": setup.get("gene_key"),
-        "labels_key": labels_key or setup.get("labels_key"),
-        "batch_key": batch_key or inherited_batch_key(adata.obs, setup.get("batch_key")),
+        "labels_key": labels if labels in adata.obs else None,
+        "batch_key": batch,
     }
-    for key in ("labels_key", "batch_key"):
-        if wanted[key] is not None and wanted[key] not in adata.obs:
-            wanted[key] = None  # of the data that the base model was trained on
-    batch = wanted["batch_key"]
-    if batch is not None and adata.obs[batch].isna().any():
-        wanted["batch_key"] = None  # cells without batch may take no part in a task, but cannot be registered
     if there is None or any(there.get(key) != value for key, value in wanted.items()):
         type(model).setup_anndata(adata, **wanted)
     return adata

@@ -228,6 +228,8 @@ def _take_over(model: CellModel, result: FitResult) -> None:
 
 def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool) -> _Found | None:
     """Return the state to go on with, if that is wanted and there is one."""
+    if isinstance(resume, bool):
+        raise OptionError(f"resume={resume!r} is neither 'auto' nor the folder of a state; give one, or None.")
     if resume is not None and overwrite:
         raise OptionError(f"resume={str(resume)!r} and overwrite=True contradict each other; keep one of the two.")
     if resume is not None and resume != _AUTO:
