@@ -90,9 +90,15 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
         ({"seeds": ()}, r"seeds=\(\) leaves nothing to run"),
         ({"benchmarks": "gene_network"}, "needs true edges; pass network=FILE"),
         ({"benchmarks": "geometry", "network": "edges.csv"}, "which only the benchmark gene_network needs"),
-        ({"benchmarks": {"perturbation_prediction": {"perturbation_key": "group", "control": "a"}}}, "is run by the"),
+        (
+            {"benchmarks": {"perturbation_prediction": {"perturbation_key": "group", "control": "a"}}},
+            "or effects of perturbations to evaluate_perturb",
+        ),
         ({"benchmarks": "generation"}, "with others than those of the training"),
-        ({"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl"}, "'symbl' is not a column of var"),
+        (
+            {"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl"},
+            "gene_key='symbl' is not a column of adata.var",
+        ),
         ({"benchmarks": "my_network", "network": edges()}, "'my_network' scores what scforge cannot make of a model"),
     ],
 )

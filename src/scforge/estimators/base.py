@@ -393,17 +393,16 @@ class CellModel(BaseModelClass, metaclass=_Front):
     @classmethod
     def _require_setup(cls, adata: AnnData | None, registry: dict[str, Any] | None) -> None:
         """Raise unless there is a registry, or an AnnData that was set up."""
-        name = cls.__name__
-        if adata is None:
-            if registry is None:
-                raise OptionError(f"adata=None; pass an AnnData that {name}.setup_anndata(adata) was called on.")
+        if adata is None and registry is not None:
             return
         check_adata(adata)
         try:
             cls._get_most_recent_anndata_manager(adata, required=True)
         except ValueError as error:
             copied = ", because it is a copy of the one that was set up" if "copy" in str(error) else ""
-            raise OptionError(f"adata is not set up{copied}; call {name}.setup_anndata(adata) first.") from error
+            raise OptionError(
+                f"adata is not set up{copied}; call {cls.__name__}.setup_anndata(adata) first."
+            ) from error
 
     def _source(self, adata: AnnData | Cells | str | os.PathLike[str] | None) -> Any:
         """Return `adata`, or what the model was trained on if None."""

@@ -67,7 +67,6 @@ from scforge.insilico.gene_embeddings import contextual_gene_embeddings, input_g
 from scforge.insilico.imputation import knows_zeros, predict_counted, predict_uncounted
 from scforge.insilico.screening import Perturbation, centroid, screen, with_rates
 from scforge.models.components.gene_vectors import check_filled
-from scforge.tokenizers.base import TOKENIZERS, Tokenizer
 from scforge.training.checkpoint import SavingError
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import is_sharded
@@ -156,8 +155,6 @@ class Encoder(CellModel):
     ) -> None:
         super().__init__(adata, registry=registry, datamodule=datamodule)
         self.seed = check_seed(seed)
-        if isinstance(tokenizer, Tokenizer):
-            raise OptionError(_parts_of(tokenizer))
         defaults = defaults_for(architecture, options)
         names = named_options("tokenizer", tokenizer, defaults.tokenizer)
         self._spec, vectors = ModelSpec.resolve(
@@ -1987,12 +1984,3 @@ class Encoder(CellModel):
         model.is_trained_ = True  # elsewhere
         model._facts = CardFacts.of_checkpoint(found)
         return cast("Self", model)
-
-
-def _parts_of(tokenizer: Tokenizer) -> str:
-    """Say how a model gets the vocabulary and the options of a tokenizer."""
-    name = TOKENIZERS.name_of(type(tokenizer)) or "its registered name"
-    return (
-        f"tokenizer is a {type(tokenizer).__name__}, but a model makes its own from a name and options; call "
-        f'Encoder(adata, vocab=tokenizer.vocab, tokenizer={{"name": "{name}", **tokenizer.config()}}).'
-    )

@@ -12,9 +12,10 @@ import pandas as pd
 from scforge._checks import check_bool
 from scforge._progress import announce
 from scforge._registry import check_options
-from scforge.data.checks import check_is_adata
+from scforge.data.checks import check_is_adata, gene_names
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.estimators.base import CellModel
+from scforge.estimators.generate import check_generates
 from scforge.estimators.interpret import untrained_embedder
 from scforge.eval.base import Evaluation, check_column, to_evaluation
 from scforge.eval.generation import evaluate_generation
@@ -22,7 +23,6 @@ from scforge.eval.harness import entries_of, evaluate, write_metrics
 from scforge.eval.label_prediction import is_collapsed
 from scforge.eval.networks import edges_from_embeddings, evaluate_network, read_network
 from scforge.insilico.gene_embeddings import input_gene_embeddings
-from scforge.models.protocol import GeneratingModule
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -395,21 +395,14 @@ _UNTRAINED_NAME = "untrained"
 _OPTIONS = {"gene_network": ["tfs", "targets"], "generation": ["labels_key", "n_comps", "max_cells"]}
 """Benchmarks of other subjects that a model is enough for, with their options."""
 
-_ELSEWHERE = {
-    "perturbation": "is run by the task of a model that was fine-tuned for perturbations (model.evaluate() without "
-    "benchmarks), or by scforge.eval.evaluate_perturbations",
-    "ranking": "needs orders of genes that a model put back; pass these to scforge.eval.compare",
-}
-
 
 def _check_other(one: Evaluation, models: Mapping[str, CellModel], adata: AnnData, network: Any) -> None:
     """Raise, before any time is spent, where a benchmark of another subject than embeddings cannot be run."""
-    if one.subject in _ELSEWHERE:
-        raise OptionError(f"the benchmark {one.title!r} {_ELSEWHERE[one.subject]}.")
     if one.benchmark not in _OPTIONS:
         raise OptionError(
-            f"the benchmark {one.title!r} scores what scforge cannot make of a model by itself; make it, and pass both "
-            f"to scforge.eval.compare (by their names go {listing(_OPTIONS)})."
+            f"the benchmark {one.title!r} scores what scforge cannot make of a model by itself; make it, and pass it "
+            "to scforge.eval.compare, or effects of perturbations to evaluate_perturbations (by their names go "
+            f"{listing(_OPTIONS)})."
         )
     name = str(one.benchmark)
     check_options("option", name, one.options, _OPTIONS[name])
@@ -423,10 +416,7 @@ def _check_other(one: Evaluation, models: Mapping[str, CellModel], adata: AnnDat
                 f"the benchmark {name!r} compares generated cells with others than those of the training; load the "
                 f"model {model_name!r} with its training cells (--trained-on), and pass held-out cells as adata."
             )
-        if not isinstance(model._backbone, GeneratingModule):
-            raise OptionError(
-                f"the benchmark {name!r} needs a model that generates cells, and {model_name!r} does not."
-            )
+        check_generates(model)
 
 
 def _networks(
@@ -467,12 +457,8 @@ def _networks(
 
 
 def _names_of(adata: AnnData, gene_key: str | None) -> dict[str, str]:
-    """Return what `gene_key` calls the genes of the cells; nothing without one."""
-    if gene_key is None:
-        return {}
-    if gene_key not in adata.var:
-        raise OptionError(f"gene_key={gene_key!r} is not a column of var (there are: {listing(adata.var.columns)}).")
-    return dict(zip(adata.var_names.astype(str), adata.var[gene_key].astype(str), strict=True))
+    """Return what `gene_key` calls the genes of the cells."""
+    return dict(zip(adata.var_names.astype(str), gene_names(adata, gene_key), strict=True))
 
 
 def _generated(

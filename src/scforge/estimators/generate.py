@@ -46,7 +46,7 @@ def generate_with(
     """Generate cells as :meth:`scforge.models.Encoder.generate` does."""
     module: Any = model._backbone
     tokenizer, objective = model.tokenizer, model._pretraining
-    _check_generates(model)
+    check_generates(model)
     check_seed(options["seed"])
     check_count("batch_size", batch_size, "cells")
     if isinstance(prompt, AnnData):
@@ -113,7 +113,7 @@ def generate_with(
     return adata
 
 
-def _check_generates(model: CellModel) -> None:
+def check_generates(model: CellModel) -> None:
     """Raise unless architecture, objective and fine-tuning are those of a model that generates cells."""
     spec, module = model.spec, model._backbone
     if not isinstance(module, GeneratingModule) or not model._pretraining.generates:
@@ -146,14 +146,11 @@ def _check_next_genes(tokenizer: Tokenizer, prompt: Any, options: Mapping[str, A
     if options["n_steps"] is not None:
         raise OptionError(f"n_steps={options['n_steps']!r} is for models of 'masked_diffusion'; leave it out.")
     if not tokenizer.append_eos and options["max_len"] is None:
-        raise OptionError(
-            "max_len=None but cells of this model have no end (append_eos=False of the tokenizer); say how many tokens "
-            "to generate."
-        )
+        raise OptionError("max_len=None but cells of this model have no end; say how many tokens to generate.")
     if prompt is None and not tokenizer.append_cls:
         raise OptionError(
-            "prompt=None but the cells of the model have no CLS token to begin with (append_cls=False of the "
-            f"tokenizer); name a first gene with its value, such as prompt={{{tokenizer.vocab.genes[0]!r}: 1.0}}."
+            "prompt=None but the cells of the model have no CLS token to begin with; name a first gene with its value, "
+            f"such as prompt={{{tokenizer.vocab.genes[0]!r}: 1.0}}."
         )
 
 

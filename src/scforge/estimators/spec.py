@@ -209,13 +209,10 @@ class FineTuneSpec:
             return None
         try:
             options = dict(content["task"])
-            name = options.pop("name")
             rest = {key: content[key] for key in ("n_latent", "lora", "freeze", "split", "base")}
+            return cls(task=options.pop("name"), task_options=options, **rest)
         except (KeyError, TypeError, ValueError) as error:
-            raise ModelFileError(
-                f"the description of the fine-tuning in {source!r} lacks {error}; copy it again."
-            ) from error
-        return cls(task=name, task_options=options, **rest)
+            raise ModelFileError(f"the fine-tuning described in {source!r} lacks {error}; copy it again.") from error
 
 
 def check_freeze(freeze: bool | int, lora: Any, gradual_unfreezing: int | None) -> None:
@@ -229,9 +226,7 @@ def check_freeze(freeze: bool | int, lora: Any, gradual_unfreezing: int | None) 
         )
     if gradual_unfreezing is not None and (freeze is True or has_lora):
         what = "freeze=True" if freeze is True else f"lora={lora!r}"
-        raise OptionError(
-            f"gradual_unfreezing={gradual_unfreezing} thaws layers that {what} keeps frozen; leave one of the two out."
-        )
+        raise OptionError(f"gradual_unfreezing thaws layers that {what} keeps frozen; leave one of the two out.")
 
 
 _TAKEN = frozenset(
@@ -254,7 +249,9 @@ def named_options(argument: str, value: str | dict[str, Any] | None, default: st
         return value, {}
     if isinstance(value, dict):
         return value.get("name", default), {key: option for key, option in value.items() if key != "name"}
-    raise OptionError(f"{argument}={value!r} is neither a name nor a dict with 'name' and options.")
+    raise OptionError(
+        f"{argument}={value!r} is neither a name nor a dict with 'name' and options, such as its config() gives."
+    )
 
 
 def default_options(architecture: str) -> dict[str, Any]:

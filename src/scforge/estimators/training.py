@@ -109,16 +109,11 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
     check_positive("gradient_clip_val", how.gradient_clip_val, or_zero=True, hint="0 does not clip")
     if how.checkpoint_every_n_steps is not None:
         check_count("checkpoint_every_n_steps", how.checkpoint_every_n_steps, "steps")
-    if model._is_query:
-        if precision in ("16-true", "bf16-true"):
-            raise OptionError(
-                f"precision={precision!r} rounds the weights that a query model shares with its reference; take "
-                f"{precision.replace('true', 'mixed')!r}."
-            )
-        if how.strategy == "fsdp":
-            raise OptionError(
-                "strategy='fsdp' would change what a query model shares with its reference; take 'ddp' or one device."
-            )
+    if model._is_query and (precision in ("16-true", "bf16-true") or how.strategy == "fsdp"):
+        raise OptionError(
+            f"precision={precision!r} with strategy={how.strategy!r} would change what a query model shares with its "
+            "reference; take 'bf16-mixed', and 'ddp' or one device."
+        )
     if how.checkpoint_dir is None and (how.resume == _AUTO or how.overwrite):
         name = "overwrite=True" if how.overwrite else "resume='auto'"
         raise OptionError(f"{name} needs checkpoint_dir, the folder of the training.")
@@ -138,11 +133,11 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         processes = n_processes(how.accelerator, how.devices, how.num_nodes)
         stack.enter_context(checkpointed(model.module, how.gradient_checkpointing))
         if batch_size == _AUTO:
-            if processes != 1:
-                raise OptionError("batch_size='auto' tries one process; give the number of cells for several.")
-            if data.batch_size is not None or data.max_tokens_per_batch is not None:
-                name = "max_tokens_per_batch" if data.batch_size is None else "batch_size"
-                raise OptionError(f"batch_size='auto', but the data module has {name}={getattr(data, name)}; give one.")
+            if processes != 1 or data.batch_size is not None or data.max_tokens_per_batch is not None:
+                raise OptionError(
+                    "batch_size='auto' is for one process, and a data module without batch_size and "
+                    "max_tokens_per_batch; give a number of cells."
+                )
             stack.callback(setattr, data, "batch_size", None)
             data.batch_size = saved.get("batch_size") or find_batch_size(model.module, data, device)
         if precision == _AUTO:
