@@ -92,12 +92,12 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
         ({"benchmarks": "geometry", "network": "edges.csv"}, "which only the benchmark gene_network needs"),
         (
             {"benchmarks": {"perturbation_prediction": {"perturbation_key": "group", "control": "a"}}},
-            "or effects of perturbations to evaluate_perturb",
+            "evaluate_perturb",
         ),
         ({"benchmarks": "generation"}, "with others than those of the training"),
         (
             {"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl"},
-            "gene_key='symbl' is not a column of adata.var",
+            "'symbl' is not a column",
         ),
         ({"benchmarks": "my_network", "network": edges()}, "'my_network' scores what scforge cannot make of a model"),
     ],
