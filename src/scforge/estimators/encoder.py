@@ -54,7 +54,7 @@ from scforge.estimators.spec import (
     vocab_of_adata,
     vocab_of_cells,
 )
-from scforge.estimators.training import run_training, train_options
+from scforge.estimators.training import OF_PLAN, run_training, train_options
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, merge_lora, merged
 from scforge.finetuning.base import EvaluationContext, Predictor, Task
 from scforge.finetuning.held_out import CellMarks, fingerprints
@@ -271,16 +271,7 @@ class Encoder(CellModel):
             max_tokens_per_batch=how.max_tokens_per_batch,
             num_threads=how.num_threads,
         )
-        plan = TrainingPlan(
-            self.module,
-            objective,
-            optimizer=how.optimizer,
-            lr=how.lr,
-            weight_decay=how.weight_decay,
-            schedule=how.schedule,
-            warmup_steps=how.warmup_steps,
-            layer_lr_decay=how.layer_lr_decay,
-        )
+        plan = TrainingPlan(self.module, objective, **{name: getattr(how, name) for name in OF_PLAN})
         try:
             run_training(self, data, plan, how)
         except (NotFiniteError, SavingError):
@@ -316,13 +307,10 @@ class Encoder(CellModel):
                 )
             return column_of(self.adata.obs, key)
 
-        options = self._batches_of_setup(objective) | options
-        return objective, options | get_objective(objective, **options).options_from(column)
-
-    def _batches_of_setup(self, objective: str) -> dict[str, Any]:
-        """Return the option `batch_key` of an objective that takes that of the set-up, or of the data module."""
         key = self._setup.get("batch_key") if self._data is None else self._data.batch_key
-        return {} if key is None or not OBJECTIVES.get(objective).takes_batch_key else {"batch_key": key}
+        if key is not None and OBJECTIVES.get(objective).takes_batch_key:
+            options = {"batch_key": key, **options}
+        return objective, options | get_objective(objective, **options).options_from(column)
 
     def _training_data(self, given: CellDataModule | None, objective: Objective, **options: Any) -> CellDataModule:
         """Return the data module to train on, with batches for this model."""
@@ -515,24 +503,12 @@ class Encoder(CellModel):
         >>> annotator.spec.tuning.task, model.spec.tuning is None
         ('annotation', True)
         """
+        given = dict(locals())
+        for name in ("self", "task", "adata", "max_epochs", "options"):
+            del given[name]
         if not self.is_trained_:
             warn("The model is not trained; fine-tuning begins with random weights.", NotTrainedWarning)
-        tuned = finetune(
-            self,
-            task,
-            adata,
-            options,
-            labels_key=labels_key,
-            batch_key=batch_key,
-            validation_size=validation_size,
-            test_size=test_size,
-            split_by=split_by,
-            split_key=split_key,
-            freeze=freeze,
-            lora=lora,
-            head=head,
-            seed=seed,
-        )
+        tuned = finetune(self, task, adata, options, **given)
         tuned.train(max_epochs, **options)
         return tuned
 
@@ -1802,17 +1778,13 @@ class Encoder(CellModel):
         self,
         repo_id: str,
         *,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        commit_message: str | None = None,
-        create_pr: bool = False,
         license: str | None = None,
         data: str | Sequence[str] | None = None,
         metrics: Report | pd.DataFrame | None = None,
         citation: str | None = None,
         adapter_only: bool = False,
         base: str | None = None,
+        **options: Any,
     ) -> str:
         """Send the model to the Hugging Face Hub: weights, description, vocabulary and model card, in one commit.
 
@@ -1820,16 +1792,6 @@ class Encoder(CellModel):
         ----------
         repo_id
             Repository, ``"org/name"``; it is made if there is none.
-        private
-            Whether only you and your organisation see it; None leaves it to the hub's settings.
-        token
-            A token that may write; None takes ``HF_TOKEN`` or that of ``hf auth login``.
-        revision
-            Branch to write to, which is made if there is none; None for the main branch.
-        commit_message
-            First line of the commit.
-        create_pr
-            Propose the model in a pull request in place of writing it.
         license
             Identifier of the license, e.g. ``"apache-2.0"``, or its name. Without one the card says that none is
             stated.
@@ -1845,6 +1807,9 @@ class Encoder(CellModel):
         base
             That name, a repository or ``"scforge://name"``; it is not checked, and counts for this push. None takes
             where the model before fine-tuning came from, or was sent to.
+        **options
+            ``private``, ``token``, ``revision``, ``commit_message`` and ``create_pr``, as for
+            :func:`scforge.hub.upload`.
 
         Returns
         -------
@@ -1870,18 +1835,8 @@ class Encoder(CellModel):
         >>> model.push_to_hub("org/light", license="apache-2.0", data="PBMC 3k")  # doctest: +SKIP
         >>> annotator.push_to_hub("org/blood", metrics=annotator.evaluate(), adapter_only=True)  # doctest: +SKIP
         """
-        return push_model(
-            self,
-            repo_id,
-            told={"license": license, "data": data, "citation": citation, "metrics": metrics},
-            adapter_only=adapter_only,
-            base=base,
-            private=private,
-            token=token,
-            revision=revision,
-            commit_message=commit_message,
-            create_pr=create_pr,
-        )
+        facts = {"license": license, "data": data, "citation": citation, "metrics": metrics}
+        return push_model(self, repo_id, told=facts, adapter_only=adapter_only, base=base, **options)
 
     @classmethod
     def from_checkpoint(

@@ -85,12 +85,12 @@ def finetune(
     batch_key: str | None = None,
     validation_size: float = 0.1,
     test_size: float = 0.1,
-    split_by: str | None = None,
-    split_key: str | None = None,
     freeze: bool | int = False,
     lora: bool | Mapping[str, Any] = False,
     head: Mapping[str, Any] | None = None,
     seed: int | None = None,
+    split_by: str | None = None,
+    split_key: str | None = None,
 ) -> CellModel:
     """Make the model of :meth:`scforge.models.Encoder.finetune`, ready to train with the `options` that are left."""
     check_shares(validation_size, test_size)

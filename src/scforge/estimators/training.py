@@ -53,6 +53,8 @@ _OF_OUTCOME = ("check_val_every_n_epoch", "gradient_clip_algorithm", "limit_trai
 
 _DECISIVE = ("max_steps", "gradient_clip_val", "accumulate_grad_batches", "ema_decay", "gradual_unfreezing")
 """Options of :class:`TrainOptions` that decide the outcome, beside those of the plan."""
+OF_PLAN = ("optimizer", "lr", "weight_decay", "schedule", "warmup_steps", "layer_lr_decay")
+"""Options of :class:`TrainOptions` that a :class:`TrainingPlan` takes."""
 _OF_FIT = (
     *("max_steps", "ema_decay", "callbacks", "accelerator", "devices", "num_nodes", "accumulate_grad_batches"),
     *("early_stopping", "early_stopping_patience", "gradual_unfreezing", "strategy", "progress_bar", "logger"),
@@ -334,11 +336,7 @@ def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **furt
         "batch_size": size,
         "max_tokens_per_batch": budget,
         "optimizer": plan.optimizer_name,
-        "lr": plan.lr,
-        "weight_decay": plan.weight_decay,
-        "schedule": plan.schedule,
-        "warmup_steps": plan.warmup_steps,
-        "layer_lr_decay": plan.layer_lr_decay,
+        **{name: getattr(plan, name) for name in OF_PLAN if name != "optimizer"},
         **further,
     }
     return {name: _short(json.loads(json.dumps(value, default=str))) for name, value in settings.items()}
