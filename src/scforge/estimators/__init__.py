@@ -1,4 +1,4 @@
-"""Front classes in the style of scvi-tools: AnnData in, AnnData out."""
+"""Model classes in the style of scvi-tools: AnnData in, AnnData out."""
 
 from __future__ import annotations
 

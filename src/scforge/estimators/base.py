@@ -1,4 +1,4 @@
-"""What all front classes share: set-up, embedding, saving and loading."""
+"""The base of all model classes: set-up, embedding, saving and loading."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from scforge.estimators.setup import (
     ObsField,
     adopted,
     bare_registry,
-    check_places,
+    check_setup_keys,
     class_in_place_of,
     datamodule_registry,
     shared,
@@ -101,7 +101,7 @@ def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
 
 
 class _Absent:
-    """A name of scvi-tools that a front class does not have: asking for it says what to do."""
+    """A name of scvi-tools that a model class does not have: asking for it says what to do."""
 
     def __init__(self, instead: str) -> None:
         self._instead = instead
@@ -114,7 +114,7 @@ class _Absent:
 
 
 class _Front(BaseModelMetaClass):
-    """Lists what a front class has, without what only scvi-tools has."""
+    """Lists what a model class has, without what only scvi-tools has."""
 
     def __dir__(cls) -> list[str]:
         return [name for name in super().__dir__() if not cls._lacks(name)]
@@ -124,7 +124,7 @@ class _Front(BaseModelMetaClass):
 
 
 class CellModel(BaseModelClass, metaclass=_Front):
-    """Base of the front classes, on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
+    """Base of the model classes, on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
 
     A subclass makes ``_spec``, ``_tokenizer``, ``_objective`` and ``module`` in its constructor, which takes what
     :meth:`load` hands over, and implements ``train``.
@@ -433,7 +433,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         own = self._setup_of(source)
         setup = own or self._setup
         if not own:
-            check_places(source, setup, type(self).__name__)
+            check_setup_keys(source, setup, type(self).__name__)
         places = {"layer": setup["layer"], "gene_key": setup["gene_key"]}
         if options == {"vocab": self._spec.vocab}:
             return self._opened_once(source, **places)
@@ -740,7 +740,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
 
 def _family(cls: type[CellModel]) -> Iterator[type[CellModel]]:
-    """Return a front class and all that are made from it; each keeps a record of its own of what was set up."""
+    """Return a model class and all that are made from it; each keeps a record of its own of what was set up."""
     yield cls
     for other in cls.__subclasses__():
         yield from _family(other)

@@ -1,4 +1,4 @@
-"""The front class for every registered architecture: AnnData in, AnnData out."""
+"""The model class for every registered architecture: AnnData in, AnnData out."""
 
 from __future__ import annotations
 
@@ -688,7 +688,7 @@ class Encoder(CellModel):
         return self._open(source, vocab=None) if isinstance(source, AnnData) else self._open(source)
 
     def _calibrate(self, data: CellDataModule, *, after_failure: bool = False) -> None:
-        """Let the task adapt its head to validation cells; after a failure, what fails here is no more than told."""
+        """Calibrate the head on validation cells; after a failed training, only warn where this fails, too."""
         if self.spec.tuning is None or not len(data.validation_rows) or not self.is_trained_:
             return
         if is_sharded(self.module):  # the first process alone has the whole model
@@ -701,8 +701,7 @@ class Encoder(CellModel):
         except Exception as error:
             if not after_failure:
                 raise
-            said = f"the confidence of the model could not be calibrated: {first_line(error)}"
-            warn(said)
+            warn(f"the confidence of the model could not be calibrated: {first_line(error)}")
 
     def merge_adapter(self) -> None:
         """Add the adapters to the weights: the same predictions, at the cost of a model without adapters.
@@ -895,9 +894,9 @@ class Encoder(CellModel):
         """Give each query cell the label of the reference cells around it.
 
         Each of the `n_neighbors` nearest reference cells votes with the weight ``exp(-d^2 / (2 s^2))``, with d its
-        distance and s the mean distance of the neighbours. The uncertainty is one minus the share of the winning label,
+        distance and s the mean distance of the neighbors. The uncertainty is one minus the share of the winning label,
         as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130). Its kernel is another one:
-        ``exp(-d (std / 2)^2)``, with the standard deviation of the distances, hardly tells neighbours apart where an
+        ``exp(-d (std / 2)^2)``, with the standard deviation of the distances, hardly tells neighbors apart where an
         embedding has small numbers; the one here does not depend on their unit. This model embeds both, reference and
         query, so that distances are within one space. Writes ``obs["scforge_<labels_key>_transferred"]`` (categories)
         and ``obs["scforge_<labels_key>_transferred_uncertainty"]`` (float32), apart from what :meth:`predict` writes.
@@ -919,7 +918,7 @@ class Encoder(CellModel):
             Cells of higher uncertainty are called ``"unassigned"``. Cells of a class that the reference does not have
             are more uncertain only where they lie between its classes.
         reference
-            The labelled cells, or a model that has them. None: those that this model was trained on, or of a query
+            The labeled cells, or a model that has them. None: those that this model was trained on, or of a query
             model those of its reference.
         batch_size
             Cells a batch.
@@ -1827,7 +1826,7 @@ class Encoder(CellModel):
         Notes
         -----
         Cells are never sent. Of a fine-tuned model ``split.safetensors`` is, which holds fingerprints (hashes of
-        counts) of the cells that it has seen. Licence, data, figures and citation stay with the model: :meth:`save`
+        counts) of the cells that it has seen. License, data, figures and citation stay with the model: :meth:`save`
         writes them, too.
 
         Examples
@@ -1918,7 +1917,7 @@ class Encoder(CellModel):
 
     @classmethod
     def _of_foreign(cls, found: Foreign, adata: AnnData | None, device: str | torch.device) -> Self:
-        """Make a model of a checkpoint that was read, of the front class that goes with its architecture."""
+        """Make a model of a checkpoint that was read, of the model class that goes with its architecture."""
         special = class_of_architecture(found.architecture["name"])
         kind = cast("type[CellModel]", special if issubclass(special, cls) else cls)
         setup = {"layer": None, "gene_key": None, "batch_key": None, "labels_key": None}

@@ -36,8 +36,8 @@ BENCHMARKS_OF_EMBEDDINGS = ("cell_type_probe", "scib", "geometry")
 
 _BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi")
 _UNTRAINED = "X_untrained"
-_FEWEST_FOR_SCIB = 91
-"""Cells with a label that scib-metrics needs for its 90 neighbours."""
+_MIN_FOR_SCIB = 91
+"""Cells with a label that scib-metrics needs for its 90 neighbors."""
 
 _KEYS = ("labels_key", "batch_key", "groups_key")
 
@@ -241,7 +241,7 @@ def _evaluate_embeddings(
             **keys,
             **options,
         )
-        made = {key: adata.obsm[key] for key in kinds if key not in obsm_keys}
+        computed = {key: adata.obsm[key] for key in kinds if key not in obsm_keys}
     finally:
         # What stands in the cells changes at the end, or not at all.
         for key in set(adata.obsm) - set(before):
@@ -257,8 +257,8 @@ def _evaluate_embeddings(
     report.notes += notes + _explanations(every, adata, obsm_keys)
     if key_added is not None:
         for name, model in every.items():
-            model._keep(adata, f"X_{name}", made.pop(f"X_{name}"), model._cells(adata))
-        adata.obsm.update({key: made[key] for key in made if key != _UNTRAINED})
+            model._keep(adata, f"X_{name}", computed.pop(f"X_{name}"), model._cells(adata))
+        adata.obsm.update({key: computed[key] for key in computed if key != _UNTRAINED})
         write_metrics(adata, report, key_added)
     return report
 
@@ -285,10 +285,10 @@ def _fit_to(
         notes.append(
             f"obs[{batch!r}], the column of batches, has one batch or lacks some, so nothing looks at batches."
         )
-    n_labelled = int(obs[keys["labels_key"]].notna().sum())
-    if n_labelled < _FEWEST_FOR_SCIB:
+    n_labeled = int(obs[keys["labels_key"]].notna().sum())
+    if n_labeled < _MIN_FOR_SCIB:
         chosen.remove("scib")
-        notes.append(f"scib needs {_FEWEST_FOR_SCIB} cells with a label, and there are {n_labelled}; it is left out.")
+        notes.append(f"scib needs {_MIN_FOR_SCIB} cells with a label, and there are {n_labeled}; it is left out.")
     return notes
 
 
@@ -360,30 +360,30 @@ def _facts(
 
 def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Sequence[str]) -> list[str]:
     """Return what a reader has to know of what each row has seen."""
-    said = ["All baselines have seen the expression of all cells, and no label."]
+    sentences = ["All baselines have seen the expression of all cells, and no label."]
     supervised = [name for name, model in models.items() if model._learned is not None]
     if supervised:
-        said.append(
+        sentences.append(
             f"{listing(supervised)} learned from labels of other cells, which baselines did not: no fair contest, and "
             "no test."
         )
     for name, model in models.items():
         if (labels_key := _pretraining_labels(model)) is not None:
-            said.append(
+            sentences.append(
                 f"{name!r} learned from obs[{labels_key!r}] in its pretraining, maybe of these cells: no fair contest, "
                 "and no test."
             )
         condition = getattr(model._pretraining, "condition_key", None)
         if condition is not None:
-            said.append(f"{name!r} was trained with obs[{condition!r}] as a condition.")
+            sentences.append(f"{name!r} was trained with obs[{condition!r}] as a condition.")
     own = [name for name, model in models.items() if model.adata is adata and not knows_labels(model)]
     if own:
-        said.append(f"{listing(own)} has seen the expression of these cells in its training, without labels.")
+        sentences.append(f"{listing(own)} has seen the expression of these cells in its training, without labels.")
     unknown = [name for name, model in models.items() if model.adata is None]
     if unknown or obsm_keys:
-        said.append(f"What {listing([*unknown, *obsm_keys])} has seen is not known here.")
+        sentences.append(f"What {listing([*unknown, *obsm_keys])} has seen is not known here.")
     return [
-        " ".join(said),
+        " ".join(sentences),
         "Intervals and p-values come from data that were drawn again, as the facts say for each benchmark: they tell "
         "how scores vary over such data, not over trainings of a model (sd of seeds). p-values and intervals of the "
         "sentences are corrected for their number (Holm), and 'worse' for the number of baselines; those in the tables "
@@ -466,7 +466,7 @@ def _generated(
 ) -> Report:
     """Score the cells that models generate against cells that they have not seen."""
     seed = int(options["seeds"][0])
-    made = {name: model.generate(adata.n_obs, seed=seed, batch_size=batch_size) for name, model in models.items()}
+    computed = {name: model.generate(adata.n_obs, seed=seed, batch_size=batch_size) for name, model in models.items()}
     cells = {id(model.adata): model.adata for model in models.values()}
     if len(cells) > 1:
         raise OptionError(
@@ -475,4 +475,4 @@ def _generated(
         )
     (trained,) = cells.values()
     layer = (next(iter(models.values()))._setup_of(adata) or {}).get("layer")
-    return evaluate_generation(made, adata, trained, layer=layer, **options, **dict(evaluation.options))
+    return evaluate_generation(computed, adata, trained, layer=layer, **options, **dict(evaluation.options))

@@ -196,8 +196,8 @@ def make_split(
 
     usable = task.usable(column)
     if usable is not None and not np.any(usable):
-        said = " and ".join(f"{name}={value!r}" for value, name in names.items())
-        raise DataError(f"{said or 'the task'} leaves no cell to train on; choose another column or other cells.")
+        named = " and ".join(f"{name}={value!r}" for value, name in names.items())
+        raise DataError(f"{named or 'the task'} leaves no cell to train on; choose another column or other cells.")
     if split_key is not None:
         if split_by is not None:
             raise OptionError(f"split_by={split_by!r} has no use beside split_key={split_key!r}; give one of them.")
@@ -245,7 +245,7 @@ def own_cells(owner: CellModel | None) -> Any:
     """Return the cells of the reference model."""
     if owner is None:
         raise OptionError(
-            "the reference is not at hand, because the query model was loaded; pass reference=, its labelled cells or "
+            "the reference is not at hand, because the query model was loaded; pass reference=, its labeled cells or "
             "the reference model."
         )
     if owner.adata is None and owner._data is None:
@@ -343,8 +343,8 @@ def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None)
     if sha256_of(folder / _WEIGHTS) != content["sha256"]:
         raise ModelFileError(f"{str(folder / _WEIGHTS)!r} is corrupted: its checksum is another one; copy it again.")
     encoder = merged(base._backbone)
-    said = content["tuning"].get("base")
-    of_base = said.get("sha256") if isinstance(said, dict) else None
+    named = content["tuning"].get("base")
+    of_base = named.get("sha256") if isinstance(named, dict) else None
     if vocab != base.vocab.hash or digest_of(encoder) != of_base:
         raise ModelFileError(
             f"the adapter {str(folder)!r} was trained on another base model (other weights or genes); load that one."

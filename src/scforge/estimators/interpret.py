@@ -38,9 +38,9 @@ type Source = AnnData | Cells | str | os.PathLike[str]
 type State = Mapping[str, Any] | tuple[str, Any]
 """A column of obs and the value (or a list of values) of some cells."""
 
-_MOST_GENES = 2000
-_LEAST_SHARE = 0.01
-_SHOWN = 5
+_MAX_GENES = 2000
+_MIN_SHARE = 0.01
+_MAX_NAMES = 5
 
 
 def gene_numbers(
@@ -79,14 +79,14 @@ def _unknown_genes(argument: str, unknown: list[str], vocab: GeneVocab, measured
     tables = [names for species in SPECIES for names in (gene_table(species).ids, gene_table(species).symbols)]
     if known := there or [name for name in unknown if any(name in names for names in tables)]:
         return (
-            f"{argument} names {listing(known, most=_SHOWN)}, {'in adata but ' if there else ''}not among the model's "
-            f"{vocab.n_genes:,} genes; build the model with Encoder(adata, keep_genes={known[:_SHOWN]!r})."
+            f"{argument} names {listing(known, most=_MAX_NAMES)}, {'in adata but ' if there else ''}not among the "
+            f"model's {vocab.n_genes:,} genes; build the model with Encoder(adata, keep_genes={known[:_MAX_NAMES]!r})."
         )
     names = [*vocab.genes, *(vocab.symbols or ())]
-    hints = [did_you_mean(name, names).removeprefix("; did you mean ").rstrip("?") for name in unknown[:_SHOWN]]
+    hints = [did_you_mean(name, names).removeprefix("; did you mean ").rstrip("?") for name in unknown[:_MAX_NAMES]]
     near = ", ".join(hint for hint in hints if hint)
     return (
-        f"{argument} names {listing(unknown, most=_SHOWN)}, not among the {vocab.n_genes} genes of the model"
+        f"{argument} names {listing(unknown, most=_MAX_NAMES)}, not among the {vocab.n_genes} genes of the model"
         f"{f'; did you mean {near}?' if near else '; leave them out, or make a model with them.'}"
     )
 
@@ -94,11 +94,11 @@ def _unknown_genes(argument: str, unknown: list[str], vocab: GeneVocab, measured
 def widely_expressed(vocab: GeneVocab, cells: CellSource) -> np.ndarray:
     """Return the genes that at least 1 % of the cells express, the 2,000 most widely expressed at most, int32."""
     n_cells = np.bincount(cells.counts.indices, minlength=vocab.n_genes)
-    least = max(3, int(np.ceil(_LEAST_SHARE * len(cells))))
+    least = max(3, int(np.ceil(_MIN_SHARE * len(cells))))
     found = np.flatnonzero(n_cells >= least)
     if not len(found):
         raise DataError(f"no gene of the model is expressed in {least} of {len(cells)} cells; name genes.")
-    chosen = np.sort(found[np.argsort(-n_cells[found], kind="stable")[:_MOST_GENES]])
+    chosen = np.sort(found[np.argsort(-n_cells[found], kind="stable")[:_MAX_GENES]])
     if len(chosen) < len(found):
         warn(
             f"genes=None takes the {len(chosen)} most widely expressed of {len(found)} expressed genes; name genes for "

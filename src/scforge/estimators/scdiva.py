@@ -315,18 +315,19 @@ class ScDiVa(Encoder):
             return super().predict(adata, key_added=key_added, batch_size=batch_size, **options)
         if task not in (None, "annotation"):
             raise OptionError(f"task={task!r} is not known; choose 'annotation' or 'batch_integration'.")
-        aim = self._own_task()
-        if aim is None:
+        own_task = self._own_task()
+        if own_task is None:
             raise OptionError(
                 "the model learned no labels, so it cannot predict them; make it with ScDiVa(adata, supervised=True), "
                 'or call model.finetune("annotation") first.'
             )
-        check_options("option of predict", "annotation", options, options_of(aim.predict))
+        check_options("option of predict", "annotation", options, options_of(own_task.predict))
         check_count("batch_size", batch_size, "cells")
         source = ready(self, adata, "its predictions are")
         classifier = _Classifier(self._backbone)
         predictor = Predictor(classifier, self.tokenizer, self._pretraining, self._open(source), batch_size)
-        return aim.predict(predictor, source if isinstance(source, AnnData) else None, key_added=key_added, **options)
+        adata = source if isinstance(source, AnnData) else None
+        return own_task.predict(predictor, adata, key_added=key_added, **options)
 
     def get_normalized_expression(
         self,

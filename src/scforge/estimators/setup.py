@@ -98,7 +98,7 @@ class ObsField(CategoricalObsField):
         }
 
 
-def check_places(adata: AnnData, setup: dict[str, Any], front: str) -> None:
+def check_setup_keys(adata: AnnData, setup: dict[str, Any], front: str) -> None:
     """Raise unless an AnnData without a set-up of its own has counts and gene names where the training data had them.
 
     Parameters
@@ -108,7 +108,7 @@ def check_places(adata: AnnData, setup: dict[str, Any], front: str) -> None:
     setup
         Arguments of the set-up of the training data.
     front
-        Name of the front class, for the message.
+        Name of the model class, for the message.
 
     Raises
     ------
@@ -190,7 +190,7 @@ _PLACES = {"Encoder": "scforge.estimators.encoder", "ScDiVa": "scforge.estimator
 
 
 def class_named(name: str) -> Any:
-    """Return the front class of this name; None if scforge has none.
+    """Return the model class of this name; None if scforge has none.
 
     Examples
     --------
@@ -202,7 +202,7 @@ def class_named(name: str) -> Any:
 
 
 def class_of_architecture(architecture: str | None) -> Any:
-    """Return the front class that goes with an architecture.
+    """Return the model class that goes with an architecture.
 
     Examples
     --------
@@ -215,7 +215,7 @@ def class_of_architecture(architecture: str | None) -> Any:
 
 
 def class_in_place_of(cls: Any, name: str, architecture: str) -> Any:
-    """Return the front class that makes the model of a folder where `cls` was asked to.
+    """Return the model class that makes the model of a folder where `cls` was asked to.
 
     Parameters
     ----------

@@ -478,7 +478,7 @@ def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objec
 
 
 def _check_expression_head(
-    head: Any, architecture: str, name: str, tokenizer: Tokenizer, objective: str, aim: Objective
+    head: Any, architecture: str, name: str, tokenizer: Tokenizer, objective_name: str, objective: Objective
 ) -> None:
     """Raise if an optional head for expression is missing, or has nothing to learn from."""
     n_bins = getattr(tokenizer, "n_bins", None)
@@ -487,11 +487,11 @@ def _check_expression_head(
             f"expression_head='bin' predicts bins, which the tokenizer {name!r} does not make; choose "
             "tokenizer='binned_expression', or expression_head='value'."
         )
-    if head is None and aim.predicts_values:
+    if head is None and objective.predicts_values:
         fitting = "'value'" if n_bins is None else "'value' or expression_head='bin'"
         raise OptionError(
             f"architecture={architecture!r} without an expression_head predicts no values, which the objective "
-            f"{objective!r} is about; pass expression_head={fitting}."
+            f"{objective_name!r} is about; pass expression_head={fitting}."
         )
 
 
