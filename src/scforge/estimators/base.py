@@ -26,7 +26,7 @@ from scvi.model.base._base_model import BaseModelMetaClass
 from scforge._checks import check_count
 from scforge._constants import AUTO_KEY, OBSM_KEY, QUERY_KEY, UNS_KEY
 from scforge._registry import check_options
-from scforge.data.cells import Cells
+from scforge.data.cells import Cells, CellSource
 from scforge.data.checks import (
     check_adata,
     check_obs_column,
@@ -166,7 +166,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         self._stopped = False
         """Whether Ctrl-C ended the last training."""
         self.history_: dict[str, pd.DataFrame] = {}
-        self._opened: list[tuple[weakref.ref[AnnData], Any, Any]] = []
+        self._opened: list[tuple[weakref.ref[AnnData], tuple[Any, ...], CellSource]] = []
         """AnnData, what tells whether they have changed, and their cells over the genes of the model."""
 
     @classmethod
@@ -328,7 +328,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
     @property
     def _pretraining(self) -> Objective:
         """The objective of the pretraining."""
-        return self._objective.pretraining if isinstance(self._objective, Task) else self._objective
+        pretraining = self._objective.pretraining if isinstance(self._objective, Task) else None
+        return self._objective if pretraining is None else pretraining
 
     @property
     def _backbone(self) -> nn.Module:
@@ -446,10 +447,11 @@ class CellModel(BaseModelClass, metaclass=_Front):
         if counts is None:  # on disk, or not there
             return open_cells(adata, self._spec.vocab, layer=layer, gene_key=gene_key)
         mark = (layer, gene_key, counts, zlib.crc32(gene_names(adata, gene_key).view(np.uint8)))
-        for owner, its_mark, cells in self._opened:
-            if owner() is adata and its_mark == mark and cells.vocab is self._spec.vocab:
-                return replace(cells, obs=adata.obs.copy(deep=False))
-        cells = open_cells(adata, self._spec.vocab, layer=layer, gene_key=gene_key)
+        obs = adata.obs.copy(deep=False)
+        for owner, its_mark, known in self._opened:
+            if owner() is adata and its_mark == mark and known.vocab is self._spec.vocab:
+                return replace(known, obs=obs)
+        cells: Any = open_cells(adata, self._spec.vocab, layer=layer, gene_key=gene_key)
         kept = [one for one in self._opened if one[0]() is not None and one[0]() is not adata]
         self._opened[:] = [*kept, (weakref.ref(adata), mark, cells)][-_MAX_OPENED:]
         return cells

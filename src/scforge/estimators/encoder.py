@@ -863,7 +863,7 @@ class Encoder(CellModel):
         elif stays:
             base = with_room(reference, found) if found else reference
             task["n_reference"] = len(known["batches"] or [])
-        split = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
+        split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
         model: Encoder = finetune(base, task, source, {}, freeze=stays, lora=False if stays else lora, **split)
         if integrated:
             head: Any = model.module.head

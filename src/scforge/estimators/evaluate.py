@@ -157,6 +157,7 @@ def evaluate_models(
         )
     for one in others:
         if one.subject == "network":
+            assert network is not None  # it was looked for
             truth = network if isinstance(network, pd.DataFrame) else read_network(network)
             found = _networks(
                 every, adata, one, truth, gene_key, untrained=untrained, seed=seeds[0], intervals=intervals
@@ -238,8 +239,7 @@ def _evaluate_embeddings(
             title=title or f"{', '.join(trained)} on {adata.n_obs:,} cells",
             key_added=None,
             progress_bar=progress_bar,
-            **keys,
-            **options,
+            **{**keys, **options},
         )
         computed = {key: adata.obsm[key] for key in kinds if key not in obsm_keys}
     finally:

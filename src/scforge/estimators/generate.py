@@ -229,7 +229,7 @@ def class_numbers(
         )
     if not pd.api.types.is_list_like(condition):
         condition = str(condition)
-    names = [condition] * n_cells if isinstance(condition, str) else list(condition)
+    names: list[Any] = [condition] * n_cells if isinstance(condition, str) else list(condition or ())
     if len(names) != n_cells:
         raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; give one name, or one for each.")
     numbers_of = {name: i + 1 for i, name in enumerate(conditions)}

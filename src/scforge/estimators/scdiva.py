@@ -181,7 +181,7 @@ class ScDiVa(Encoder):
         self._supervised = check_bool("supervised", supervised)
         super().__init__(adata, _ARCHITECTURE, tokenizer, objective, **options)
 
-    def get_latent_representation(
+    def get_latent_representation(  # type: ignore[override]  # a pair with return_dist
         self,
         adata: Source | None = None,
         *,

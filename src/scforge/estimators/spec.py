@@ -606,7 +606,7 @@ def vocab_of_cells(
 def _with_statistics(vocab: GeneVocab, needed: frozenset[str], measured_on: Callable[[], Any]) -> GeneVocab:
     """Return the vocabulary with statistics of its genes, measured on cells unless it has them."""
     missing = [name for name in needed if getattr(vocab, name) is None]
-    cells = measured_on() if missing else None
+    cells: Any = measured_on() if missing else None
     if "medians" in missing:
         vocab = vocab.with_medians(gene_medians(cells.counts, cells.totals))
     if "entropies" in missing:
