@@ -345,7 +345,7 @@ def content_mark(matrix: Any) -> tuple[Any, ...] | None:
     else:
         return None
     sums = ((part.dtype.str, zlib.crc32(np.ascontiguousarray(part).view(np.uint8))) for part in parts)
-    return (matrix.shape, *sums)
+    return (type(matrix).__name__, matrix.shape, getattr(matrix, "strides", None), *sums)
 
 
 def _matrix(adata: AnnData, layer: str | None) -> Any:

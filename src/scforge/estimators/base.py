@@ -23,7 +23,6 @@ from scvi.data._constants import _MANAGER_UUID_KEY, _SCVI_UUID_KEY
 from scvi.model.base import BaseModelClass
 from scvi.model.base._base_model import BaseModelMetaClass
 
-from scforge._checks import check_count
 from scforge._constants import AUTO_KEY, OBSM_KEY, QUERY_KEY, UNS_KEY
 from scforge._registry import check_options
 from scforge.data.cells import Cells, CellSource
@@ -291,7 +290,6 @@ class CellModel(BaseModelClass, metaclass=_Front):
         check_filled(self.module)
         if not self.is_trained_:
             warn("The model is not trained; its embedding is random.", NotTrainedWarning)
-        check_count("batch_size", batch_size, "cells")
         cells = self._open(source)
         rows = None if indices is None else positions(indices, len(cells))
         embedding = embed(

@@ -261,8 +261,6 @@ class Encoder(CellModel):
         how = train_options(given, options, plan_kwargs)
         check_filled(self.module)
         objective = self._spec.build_objective()  # its own, as it learns of the cells
-        if isinstance(how.batch_size, str) and how.batch_size != "auto":
-            raise OptionError(f"batch_size={how.batch_size!r} is neither a number of cells nor 'auto'.")
         data = self._training_data(
             how.datamodule,
             objective,
@@ -678,7 +676,6 @@ class Encoder(CellModel):
         return task
 
     def _predictor(self, cells: Cells, batch_size: int) -> Predictor:
-        check_count("batch_size", batch_size, "cells")
         return Predictor(self.module, self.tokenizer, self.objective, cells, batch_size)
 
     def _over_all_genes(self, source: Any, vocab: GeneVocab | None) -> Cells:

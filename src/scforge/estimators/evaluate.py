@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from scforge._checks import check_bool
 from scforge._progress import announce
 from scforge._registry import check_options
 from scforge.data.checks import check_is_adata, gene_names
@@ -128,7 +127,6 @@ def evaluate_models(
     ['baseline', 'model', 'untrained']
     """
     check_is_adata(adata)
-    check_bool("untrained", untrained)
     trained = {"scforge": [models]} if isinstance(models, CellModel) else _lists(models)
     evaluations = [] if benchmarks is None else [to_evaluation(entry) for entry in entries_of(benchmarks)]
     others = [one for one in evaluations if one.subject != "embedding"]

@@ -14,7 +14,7 @@ import pandas as pd
 from anndata import AnnData
 from scipy import sparse
 
-from scforge._checks import check_count, check_seed
+from scforge._checks import check_seed
 from scforge._constants import UNS_KEY
 from scforge.data.cells import Cells, CellSource
 from scforge.data.checks import gene_names
@@ -226,7 +226,6 @@ def over_columns(
 
 def predicting(model: CellModel, adata: Source | None, batch_size: int, seed: int) -> tuple[Source, Objective]:
     """Return cells, and the objective of a model that predicts expression."""
-    check_count("batch_size", batch_size, "cells")
     check_seed(seed)
     source, objective = ready(model, adata, "what it predicts is"), model._pretraining
     check_predicts(objective)

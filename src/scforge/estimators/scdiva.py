@@ -13,7 +13,7 @@ import torch
 from anndata import AnnData
 from torch import nn
 
-from scforge._checks import check_bool, check_count
+from scforge._checks import check_bool
 from scforge._constants import AUTO_KEY, TARGET_SUM
 from scforge._registry import check_options
 from scforge.errors import NotTrainedWarning, OptionError, did_you_mean, listing, warn
@@ -24,7 +24,7 @@ from scforge.estimators.interpret import expression_table, gene_numbers, ready
 from scforge.finetuning.base import Predictor
 from scforge.finetuning.tasks.annotation import Annotation
 from scforge.models.protocol import ModelOutput
-from scforge.training.objectives.base import get_objective
+from scforge.training.objectives.base import OBJECTIVES
 from scforge.training.predict import run_over
 
 if TYPE_CHECKING:
@@ -237,7 +237,6 @@ class ScDiVa(Encoder):
                 )
             return super().get_latent_representation(adata, key_added=key_added, batch_size=batch_size, indices=indices)
         self._check_variational()
-        check_count("batch_size", batch_size, "cells")
         source = ready(self, adata, "its embedding is")
         cells = self._open(source)
         module: Any = self._backbone
@@ -322,7 +321,6 @@ class ScDiVa(Encoder):
                 'or call model.finetune("annotation") first.'
             )
         check_options("option of predict", "annotation", options, options_of(own_task.predict))
-        check_count("batch_size", batch_size, "cells")
         source = ready(self, adata, "its predictions are")
         classifier = _Classifier(self._backbone)
         predictor = Predictor(classifier, self.tokenizer, self._pretraining, self._open(source), batch_size)
@@ -388,7 +386,6 @@ class ScDiVa(Encoder):
                 "options; make the model for 'variational' with a reconstruction_weight."
             )
         self._check_follows("predicted expression")
-        check_count("batch_size", batch_size, "cells")
         scale = _scale_of(library_size)
         numbers = gene_numbers(self, self.vocab.genes if gene_list is None else gene_list, source=adata)
         batches = batch_numbers(self._pretraining, transform_batch)
@@ -442,18 +439,14 @@ class ScDiVa(Encoder):
 
     def _with_found_options(self, objective: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Add the labels of the set-up that the objective learns from, then what is found in the cells."""
-        return super()._with_found_options(objective, {**self._columns_for(objective, options), **options})
-
-    def _columns_for(self, objective: str, options: dict[str, Any]) -> dict[str, Any]:
-        if not self._supervised:
-            return {}
-        if "labels_key" not in get_objective(objective, **options).option_names():
-            raise OptionError(
-                f"supervised=True but the objective {objective!r} learns no labels; leave one of them out."
-            )
-        labels_key = options.get("labels_key") or self._setup.get("labels_key")
-        if labels_key is None:
-            raise OptionError(
-                'supervised=True but there are no labels; call setup_anndata(adata, labels_key="...") first.'
-            )
-        return {"labels_key": labels_key}
+        if self._supervised:
+            if "labels_key" not in OBJECTIVES.get(objective).option_names():
+                raise OptionError(
+                    f"supervised=True but the objective {objective!r} learns no labels; leave one of them out."
+                )
+            options = {"labels_key": self._setup.get("labels_key"), **options}
+            if options["labels_key"] is None:
+                raise OptionError(
+                    'supervised=True but there are no labels; call setup_anndata(adata, labels_key="...") first.'
+                )
+        return super()._with_found_options(objective, options)

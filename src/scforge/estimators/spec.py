@@ -464,17 +464,13 @@ def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objec
             f"value_loss={value_loss!r} is for counts, which the tokenizer {name!r} with these options does not give; "
             "pass tokenizer={'name': 'continuous_projection', 'transform': 'counts'}, or value_loss='mse'."
         )
-    zeros = {
-        "zero_targets": getattr(objective, "zero_targets", 0.0),
-        "include_zero_genes": tokenizer.lists_all_genes,
-    }
-    for option, value in zeros.items():
-        if value and is_truncated(value_loss):
-            whole = value_loss.removeprefix("zero_truncated_")
-            raise OptionError(
-                f"value_loss={value_loss!r} is for counts of at least 1, but {option}={value!r} makes targets of 0; "
-                f"leave it out, or choose value_loss={whole!r}."
-            )
+    option = "include_zero_genes" if tokenizer.lists_all_genes else "zero_targets"
+    value = tokenizer.lists_all_genes or getattr(objective, "zero_targets", 0.0)
+    if value and is_truncated(value_loss):
+        raise OptionError(
+            f"value_loss={value_loss!r} is for counts of at least 1, but {option}={value!r} makes targets of 0; leave "
+            f"it out, or choose value_loss={value_loss.removeprefix('zero_truncated_')!r}."
+        )
 
 
 def _check_expression_head(
