@@ -216,9 +216,7 @@ def prompt_of_cells(cells: Cells, tokenizer: Tokenizer, objective: Objective, se
     return {"input_ids": tokens["input_ids"], "values": tokens["values"], "attention_mask": mask}
 
 
-def class_numbers(
-    condition: str | Sequence[str | None] | None, conditions: Sequence[str] | None, n_cells: int
-) -> np.ndarray | None:
+def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int) -> np.ndarray | None:
     """Return the number of the class of each cell, int64, shape (B,); None for no classes."""
     if _is_missing(condition):
         return None
@@ -229,7 +227,7 @@ def class_numbers(
         )
     if not pd.api.types.is_list_like(condition):
         condition = str(condition)
-    names: list[Any] = [condition] * n_cells if isinstance(condition, str) else list(condition or ())
+    names: list[Any] = [condition] * n_cells if isinstance(condition, str) else list(condition)
     if len(names) != n_cells:
         raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; give one name, or one for each.")
     numbers_of = {name: i + 1 for i, name in enumerate(conditions)}
