@@ -160,7 +160,7 @@ def test_freezing(base: Encoder, tune: Callable[..., Encoder]) -> None:
     assert not any("embedding" in name for name in first)
     options = {"schedule": "constant", "warmup_steps": 0, "probe_first": False, "weight_decay": 0.0}
     name = next(name for name, p in base.module.named_parameters() if p.ndim > 1)
-    plain, decayed = (tune(layer_lr_decay=decay, **options).backbone.state_dict()[name] for decay in (None, 0.1))
+    plain, decayed = (tune(layer_lr_decay=decay, **options)._backbone.state_dict()[name] for decay in (None, 0.1))
     before = base.module.state_dict()[name]
     assert (decayed - before).abs().mean() < 0.1 * (plain - before).abs().mean(), "layers below learn slower"
 

@@ -465,7 +465,7 @@ def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objec
             "pass tokenizer={'name': 'continuous_projection', 'transform': 'counts'}, or value_loss='mse'."
         )
     option = "include_zero_genes" if tokenizer.lists_all_genes else "zero_targets"
-    value = tokenizer.lists_all_genes or getattr(objective, "zero_targets", 0.0)
+    value: float = tokenizer.lists_all_genes or getattr(objective, "zero_targets", 0.0)
     if value and is_truncated(value_loss):
         raise OptionError(
             f"value_loss={value_loss!r} is for counts of at least 1, but {option}={value!r} makes targets of 0; leave "
