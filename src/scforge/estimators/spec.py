@@ -325,7 +325,10 @@ class ModelSpec:
         options = defaults.options | own_names(architecture, options)
         if "max_len" not in tokenizer_options and options.get("max_seq_len") is not None:
             tokenizer_options = tokenizer_options | {"max_len": options["max_seq_len"]}
-        vocab = _with_special_tokens(vocab, name, tokenizer_options)
+        special = TOKENIZERS.get(name).special_tokens(tokenizer_options)
+        if added := [token for token in special if vocab.token_id(token) is None]:
+            logger.info("The tokenizer %s adds the special tokens %s to the vocabulary.", name, listing(added))
+            vocab = vocab.with_special_tokens(*added)
         made_tokenizer = get_tokenizer(name, vocab, **tokenizer_options)
         parameters = inspect.signature(MODELS.get(architecture)).parameters
         pooling = options.get("pooling", getattr(parameters.get("pooling"), "default", None))
@@ -438,12 +441,8 @@ class ModelSpec:
 
     def build_objective(self) -> Objective:
         """Make what the model is trained for: the objective, or of a fine-tuned model its task."""
-        objective = self.build_pretraining()
+        objective = get_objective(self.objective, **self.objective_options)
         return objective if self.tuning is None else self.tuning.build_task(objective)
-
-    def build_pretraining(self) -> Objective:
-        """Make the objective of the pretraining."""
-        return get_objective(self.objective, **self.objective_options)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the vocabulary, JSON-safe."""
@@ -489,15 +488,6 @@ def _check_expression_head(
             f"architecture={architecture!r} without an expression_head predicts no values, which the objective "
             f"{objective_name!r} is about; pass expression_head={fitting}."
         )
-
-
-def _with_special_tokens(vocab: GeneVocab, tokenizer: str, options: dict[str, Any]) -> GeneVocab:
-    """Add the special tokens that a tokenizer with these options needs."""
-    needed = TOKENIZERS.get(tokenizer).special_tokens(options)
-    added = [token for token in needed if vocab.token_id(token) is None]
-    if added:
-        logger.info("The tokenizer %s adds the special tokens %s to the vocabulary.", tokenizer, listing(added))
-    return vocab.with_special_tokens(*added) if added else vocab
 
 
 def _vectors_option(architecture: str, name: str, tokenizer: Tokenizer, vectors: np.ndarray) -> dict[str, Any]:
