@@ -283,8 +283,8 @@ def sound(base: Encoder, saved_models: Path, tmp_path_factory: pytest.TempPathFa
         Encoder.setup_anndata(adata)
         Encoder(adata, hidden_dim=8, ffn_dim=8, latent_dim=4).save(place / name)
         Encoder.load(place / name)
-    Encoder.load_adapter(base, saved_models / "adapter").save_adapter(place / "adapter")
-    Encoder.load_adapter(base, place / "adapter")
+    Encoder.load(saved_models / "adapter", base=base).save(place / "adapter", adapter_only=True)
+    Encoder.load(place / "adapter", base=base)
     return place
 
 
@@ -304,7 +304,7 @@ def test_a_spoiled_folder(kind: str, name: str, base: Encoder, sound: Path, tmp_
     CASES[kind][name](tmp_path / kind)
     before = memory("VmRSS")
     with pytest.raises((ModelFileError, MissingFileError)) as caught:
-        Encoder.load(tmp_path / kind) if kind == "model" else Encoder.load_adapter(base, tmp_path / kind)
+        Encoder.load(tmp_path / kind) if kind == "model" else Encoder.load(tmp_path / kind, base=base)
     assert memory("VmHWM") - before < MOST_MEMORY
     message = str(caught.value)
     assert "\n" not in message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import weakref
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import h5py
@@ -287,7 +288,7 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     where = "adata.X" if layer is None else f"adata.layers[{layer!r}]"
     if not _is_numeric(matrix):
         raise DataError(f"{where} has the dtype {matrix.dtype}, but raw counts are needed; convert it first.")
-    mark = _mark(matrix)
+    mark = content_mark(matrix)
     if mark is not None and _CHECKED.get(id(matrix)) == mark:
         return matrix if isinstance(matrix, sparse.csr_matrix) else _as_csr(matrix, where)
     counts = _as_csr(matrix, where)
@@ -307,16 +308,18 @@ def counts_of(adata: AnnData, layer: str | None = None) -> sparse.csr_matrix:
     return counts
 
 
-def _mark(matrix: Any) -> tuple[Any, ...] | None:
-    """Return sums over the parts of a matrix in memory, which change with its values; None for other matrices."""
+def content_mark(matrix: Any) -> tuple[Any, ...] | None:
+    """Return checksums of the parts of a matrix in memory, which change with its values; None for other matrices."""
+    if getattr(matrix, "dtype", None) is None or not _is_numeric(matrix):
+        return None
     if type(matrix) is np.ndarray:
         parts = [matrix.ravel(order="K")]
     elif isinstance(matrix, sparse.csr_matrix | sparse.csc_matrix):
         parts = [matrix.data, matrix.indices, matrix.indptr]
     else:
         return None
-    sums = ((part.dtype.str, part.size, float(part.sum(dtype=np.float64))) for part in parts)
-    return (matrix.shape, parts[0].dot(parts[0]).item(), *sums)
+    sums = ((part.dtype.str, zlib.crc32(np.ascontiguousarray(part).view(np.uint8))) for part in parts)
+    return (type(matrix).__name__, matrix.shape, getattr(matrix, "strides", None), *sums)
 
 
 def _matrix(adata: AnnData, layer: str | None) -> Any:

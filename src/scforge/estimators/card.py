@@ -228,8 +228,8 @@ class CardFacts:
 
     Attributes
     ----------
-    licence
-        Identifier, e.g. ``"apache-2.0"``, or name of the licence.
+    license
+        Identifier, e.g. ``"apache-2.0"``, or name of the license.
     data
         What the model was trained on.
     citation
@@ -246,7 +246,7 @@ class CardFacts:
         The published checkpoint that the first weights are from.
     """
 
-    licence: str | None = None
+    license: str | None = None
     data: tuple[str, ...] = ()
     citation: str | None = None
     table: str = ""
@@ -264,7 +264,7 @@ class CardFacts:
     def with_given(
         self,
         *,
-        licence: str | None = None,
+        license: str | None = None,
         data: str | Sequence[str] | None = None,
         citation: str | None = None,
         metrics: Report | pd.DataFrame | None = None,
@@ -280,7 +280,7 @@ class CardFacts:
             If something is no text, or `metrics` has no baselines.
         """
         changes: dict[str, Any] = {}
-        for name, value in (("licence", licence), ("citation", citation)):
+        for name, value in (("license", license), ("citation", citation)):
             if value is not None:
                 if not _is_text(value):
                     raise OptionError(f"{name}={value!r} is no text; give some, or leave it out.")
@@ -298,7 +298,7 @@ class CardFacts:
     def to_json(self) -> dict[str, Any]:
         """Return all of it, JSON-safe; without what is not known."""
         content = {
-            "licence": self.licence,
+            "licence": self.license,
             "data": list(self.data),
             "citation": self.citation,
             "table": self.table,
@@ -323,7 +323,7 @@ class CardFacts:
         try:
             scores = tuple(Score(**score) for score in content.get("scores", ()))
             facts = cls(
-                licence=content.get("licence"),
+                license=content.get("licence"),
                 data=tuple(content.get("data", ())),
                 citation=content.get("citation"),
                 table=content.get("table", ""),
@@ -334,7 +334,7 @@ class CardFacts:
             )
         except (AttributeError, TypeError) as error:
             raise ModelFileError(f"the card in the description of {source!r} cannot be read; copy it again.") from error
-        told = (facts.licence, facts.citation, facts.checkpoint, *(score.data for score in scores))
+        told = (facts.license, facts.citation, facts.checkpoint, *(score.data for score in scores))
         texts = (facts.table, *facts.data, *(one for one in told if one is not None))
         figures = [figure for score in scores for figure in (score.value, *score.beside.values())]
         fits = all(isinstance(one, str) for one in texts) and all(isinstance(one, int | float) for one in figures)
@@ -383,7 +383,7 @@ _CARD = """---
 ```python
 import scforge
 
-model = scforge.models.Encoder.from_pretrained({place}){here}
+model = scforge.models.Encoder.load({place}){here}
 model.get_latent_representation(adata)  # writes adata.obsm["X_scforge"]{predict}
 ```
 {needs_base}
@@ -414,7 +414,7 @@ tokenizer `{tokenizer}` makes tokens of each cell.
 ## Limits
 
 - The embedding of cells of another species, tissue or technology than those of the training can mean little. Compare
-  with simple baselines on your own cells: `model.evaluate(adata)`.
+  with simple baselines on your own cells: `scforge.workflows.evaluate_models(model, adata)`.
 - It is made for research; no figure here says that it is fit for diagnosis or treatment.
 {limits}
 ## Licence
@@ -499,7 +499,7 @@ def model_card(
         trained=trained,
         figures_table=facts.table or "Nobody has stated any. Figures without baselines beside them would say little.",
         limits="" if is_trained else "- It is not trained: its weights are random.\n",
-        licence=f"{facts.licence}." if facts.licence else _NO_LICENCE,
+        licence=f"{facts.license}." if facts.license else _NO_LICENCE,
         citation=facts.citation or "None is stated.",
     )
     return text + _MARK.format(_digest(text))
@@ -524,9 +524,9 @@ def _front_matter(spec: ModelSpec, facts: CardFacts, name: str | None, *, is_ada
 
     task = None if spec.tuning is None else spec.tuning.task
     licence: dict[str, Any] = {}
-    if facts.licence is not None:
-        known = _LICENCES.fullmatch(facts.licence.lower()) is not None
-        licence = {"license": facts.licence.lower()} if known else {"license": "other", "license_name": facts.licence}
+    if facts.license is not None:
+        known = _LICENCES.fullmatch(facts.license.lower()) is not None
+        licence = {"license": facts.license.lower()} if known else {"license": "other", "license_name": facts.license}
     results = [
         EvalResult(
             task_type=score.benchmark or task or "embedding",

@@ -28,7 +28,7 @@ from scforge.data.readers import is_url, write_h5ad
 from scforge.data.sources import read_h5ad
 from scforge.data.vocab import MOST_BYTES, GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, ScforgeError, first_line, listing, warn
-from scforge.estimators.spec import ModelSpec, Tuning, default_options, recipe_for
+from scforge.estimators.spec import FineTuneSpec, ModelSpec, default_options, defaults_for
 from scforge.finetuning.adapters import is_adapter
 from scforge.finetuning.base import TASKS
 from scforge.finetuning.held_out import SeenCells
@@ -170,7 +170,7 @@ def check_fit(config: Mapping[str, Any], vocab: GeneVocab, found: Shapes, *, sou
     refuse_counts({**claimed, "n_latent": tuning and tuning.n_latent}, found)
     with _said(source, len(found)):
         spec, _ = ModelSpec.resolve(
-            recipe_for(names["architecture"], parts["architecture"]),
+            defaults_for(names["architecture"], parts["architecture"]),
             vocab,
             tokenizer=(names["tokenizer"], parts["tokenizer"]),
             objective=(names["objective"], parts["objective"]),
@@ -183,7 +183,7 @@ def check_fit(config: Mapping[str, Any], vocab: GeneVocab, found: Shapes, *, sou
         raise ModelFileError(f"the weights in {source!r} do not fit the architecture in its config: {problem}.")
 
 
-def check_adapter(base: ModelSpec, content: Any, found: Shapes, *, n_base: int, source: str) -> Tuning:
+def check_adapter(base: ModelSpec, content: Any, found: Shapes, *, n_base: int, source: str) -> FineTuneSpec:
     """Return the fine-tuning that an adapter is of, or raise unless its weights fit on a base model.
 
     Parameters
@@ -233,8 +233,8 @@ def refuse_counts(options: Mapping[str, Any], found: Shapes) -> None:
             )
 
 
-def _tuning_of(content: Any, source: str) -> Tuning | None:
-    tuning = Tuning.from_json(content, source=source)
+def _tuning_of(content: Any, source: str) -> FineTuneSpec | None:
+    tuning = FineTuneSpec.from_json(content, source=source)
     if tuning is not None:
         kinds = {"task": str, "lora": dict | None, "split": dict, "base": dict}
         if not all(isinstance(getattr(tuning, name), kind) for name, kind in kinds.items()):
@@ -419,8 +419,7 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
     """
     if is_url(path):
         raise MissingFileError(
-            f"dir_path={os.fspath(path)!r} is no folder; get a model of the hub or the registry with "
-            "Encoder.from_pretrained."
+            f"dir_path={os.fspath(path)!r} is no folder; get a model of the hub or the registry with Encoder.load."
         )
     return read_settled(path, lambda: _read(Path(path)))
 
@@ -535,7 +534,7 @@ def expected_of(found: Foreign) -> Shapes | None:
     name, *others = (part.pop("name") for part in (architecture, tokenizer, objective))
     refuse_counts({**architecture, **tokenizer}, {name: tuple(value.shape) for name, value in found.tensors.items()})
     spec, _ = ModelSpec.resolve(
-        recipe_for(name, architecture),
+        defaults_for(name, architecture),
         found.vocab,
         tokenizer=(others[0], tokenizer),
         objective=(others[1], objective),

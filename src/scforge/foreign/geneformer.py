@@ -129,7 +129,7 @@ class Geneformer:
         pooling: str | None = None,
         embedding_layer: int | None = None,
     ) -> Foreign:
-        """Read a folder; see :meth:`scforge.models.Encoder.from_geneformer` for the arguments."""
+        """Read a folder; see :meth:`scforge.models.Encoder.from_checkpoint` for the arguments."""
         if not source.is_dir():
             raise MissingFileError(
                 f"the checkpoint {str(source)!r} is no folder; give the one with config.json and the weights."
@@ -323,7 +323,7 @@ class _Model(Protocol):
     """What is read of a model."""
 
     @property
-    def backbone(self) -> nn.Module: ...
+    def _backbone(self) -> nn.Module: ...
     @property
     def spec(self) -> _Spec: ...
     @property
@@ -381,7 +381,7 @@ def to_geneformer(model: _Model, folder: str | os.PathLike[str], *, overwrite: b
     options = _options(model)
     tied = options["tie_head"]
     names = geneformer_names(tied=tied)
-    theirs = names.invert(model.backbone.state_dict())
+    theirs = names.invert(model._backbone.state_dict())
     if not tied:
         # BERT keeps a second one, which it does not use.
         theirs["cls.predictions.bias"] = theirs["cls.predictions.decoder.bias"].clone()

@@ -116,7 +116,7 @@ class ScGPT:
         cls_value: float | None = None,
         normalize: bool = False,
     ) -> Foreign:
-        """Read a checkpoint; see :meth:`scforge.models.Encoder.from_scgpt` for the arguments."""
+        """Read a checkpoint; see :meth:`scforge.models.Encoder.from_checkpoint` for the arguments."""
         folder = source if source.is_dir() else source.parent
         weights = first_file(source, _WEIGHTS, "weights") if source.is_dir() else source
         options = _args(_content("args", args, folder / _ARGS))

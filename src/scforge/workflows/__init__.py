@@ -7,6 +7,7 @@ from scforge._lazy import lazy_names
 _NAMES = {
     "check_config": "scforge.workflows.check",
     "embed_to": "scforge.workflows.embed",
+    "evaluate_models": "scforge.estimators.evaluate",
     "evaluate_to": "scforge.workflows.evaluate",
     "finetune_from_config": "scforge.workflows.finetune",
     "predict_to": "scforge.workflows.predict",
@@ -16,6 +17,7 @@ _NAMES = {
 __all__ = [
     "check_config",
     "embed_to",
+    "evaluate_models",
     "evaluate_to",
     "finetune_from_config",
     "predict_to",

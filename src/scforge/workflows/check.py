@@ -38,7 +38,14 @@ from scforge.errors import (
     warn,
 )
 from scforge.estimators.serialize import read_folder
-from scforge.estimators.spec import ModelSpec, Recipe, check_freeze, n_top_genes_of, named_options, recipe_for
+from scforge.estimators.spec import (
+    ArchitectureDefaults,
+    ModelSpec,
+    check_freeze,
+    defaults_for,
+    n_top_genes_of,
+    named_options,
+)
 from scforge.finetuning.base import TASKS
 from scforge.finetuning.heads import check_head
 from scforge.models._utils import count_parameters
@@ -54,9 +61,9 @@ if TYPE_CHECKING:
 _MASKED = "masked_gene_prediction"
 
 
-def chosen(config: Config) -> Recipe:
+def chosen(config: Config) -> ArchitectureDefaults:
     """Return the defaults of the architecture of a configuration, under its name."""
-    return recipe_for(config.model.architecture, config.model.user_options())
+    return defaults_for(config.model.architecture, config.model.user_options())
 
 
 def model_options(config: Config) -> dict[str, Any]:

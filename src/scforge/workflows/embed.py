@@ -544,7 +544,7 @@ def _embed_blocks(
         obs = embedded_adata(cells, np.empty((len(cells), 0), dtype=np.float32), plan["key"]).obs
         return AnnData(obs=obs, uns={UNS_KEY: {plan["key"]: model._provenance(cells, plan["n_latent"])}})
 
-    objective = model.spec.build_objective()
+    objective = model.objective
     plan = json.loads(json.dumps(plan | {"n_latent": embedded(np.zeros(1, dtype=np.int64)).shape[1]}))
     n_cells, size = plan["n_cells"], plan["block_size"]
     blocks = [np.arange(start, min(start + size, n_cells)) for start in range(0, n_cells, size)]
@@ -577,7 +577,7 @@ def _open(model: CellModel, source: Any) -> Cells:
         return open_cells(source, model.vocab)
     if isinstance(source, list | tuple):
         return open_cells(source, model.vocab, **_setup(model))
-    return model.cells(source)
+    return model._cells(source)
 
 
 def _setup(model: CellModel) -> dict[str, Any]:
