@@ -7,7 +7,8 @@ from scipy import sparse
 from scipy.spatial.distance import cdist
 
 from scforge.errors import DataError, OptionError, ScforgeWarning
-from scforge.eval import Generation, evaluate_generation, generation_baselines
+from scforge.eval import Generation
+from scforge.eval.generation import evaluate_generation, generation_baselines
 
 LABEL = "cell_type"
 
@@ -110,7 +111,7 @@ def test_figures_of_labels(cells: ad.AnnData) -> None:
     assert right["label_mmd"] < 0.02 < 0.05 < wrong["label_mmd"]
     assert right["label_gene_mean_r"] > wrong["label_gene_mean_r"]
     made.obs[LABEL] = np.where(np.arange(150) < 5, names[0], names[1])
-    with pytest.warns(ScforgeWarning, match="are NaN: fewer than 20 generated cells are '"):
+    with pytest.warns(ScforgeWarning, match="are NaN, for '.*: fewer than 20 generated cells"):
         scores = Generation(LABEL).run(made, real)
     assert np.isnan([scores["label_mmd"], scores["label_gene_mean_r"]]).all()
     rare = real.copy()
@@ -164,7 +165,7 @@ def renamed(adata: ad.AnnData) -> ad.AnnData:
         (lambda c: c[:75], lambda c: c[150:], lambda c: renamed(c[150:]), "150 of 150 test cells have the same expr"),
         (lambda c: renamed(c[150:]), None, None, "generated cells of .*generated.* are copies of held-out cells"),
         (lambda c: logs_of(c[:75], None), None, None, "'generated' holds log1p of counts that were not normalised"),
-        (lambda c: logs_of(c[:75], 1e3), None, None, "'generated' has a median total of 1,000, .* give raw counts"),
+        (lambda c: logs_of(c[:75], 1e3), None, None, "'generated' have a median total of 1,000 .* give raw counts"),
         (lambda c: c[:75, :200], None, None, "the cells of 'generated' are counts without 100 genes"),
         (lambda c: c[:75], None, lambda c: c[75:150, :200], "train are counts without 100 genes"),
         (lambda c: c[:75], lambda c: c[150:, :200], None, "the real cells are counts without 100 genes"),
@@ -180,7 +181,7 @@ def test_leaks_and_other_scales_are_refused(made, real, train, message: str, cel
 def test_scforge_cells_may_lack_genes(cells: ad.AnnData) -> None:
     made = logs_of(cells[:75])
     made.X = sparse.csr_matrix(made.X.toarray() * (np.arange(300) >= 60))
-    with pytest.raises(DataError, match="has a median total of"):
+    with pytest.raises(DataError, match="have a median total of"):
         evaluate_generation(made, cells[150:], cells[75:150], intervals=False)
     made.uns["scforge"] = {"generated": {}}
     report = evaluate_generation(made, cells[150:], cells[75:150], intervals=False)
@@ -191,9 +192,9 @@ def test_scforge_cells_may_lack_genes(cells: ad.AnnData) -> None:
     ("made", "message"),
     [
         (lambda c: c[:5], "there are 5 generated cells; generation needs at least 20"),
-        (lambda c: c[:, :200], "0 genes are in the generated cells only and 100 in the real ones only"),
+        (lambda c: c[:, :200], "100 genes are in the generated or in the real cells only"),
         (lambda c: ad.AnnData(c.X * 100.5, var=c.var), "neither counts nor log1p of counts per 10,000"),
-        (lambda c: ad.AnnData(-c.X, var=c.var), "neither counts nor log1p of counts per 10,000"),
+        (lambda c: ad.AnnData(-c.X, var=c.var), "negative values"),
     ],
 )
 def test_bad_cells(made, message: str, cells: ad.AnnData) -> None:
@@ -206,11 +207,11 @@ def test_bad_options(cells: ad.AnnData) -> None:
         Generation(max_cells=3)
     with pytest.raises(DataError, match="labels_key='typ' is not a column of obs"):
         Generation("typ").check(cells)
-    with pytest.raises(OptionError, match="n_cells=None and labels_key=None do not fit"):
-        generation_baselines(cells)
     with pytest.raises(DataError, match="no training cell has the label 'x'"):
         generation_baselines(cells, labels=["x"], labels_key=LABEL)
-    with pytest.raises(OptionError, match="'independent genes', which is a baseline"):
+    with pytest.raises(OptionError, match="'independent genes', which is the name of a baseline"):
         evaluate_generation({"independent genes": cells[:75]}, cells[150:], cells[75:150])
-    with pytest.raises(OptionError, match="kinds names 'generate', not among the generated cells .'generated'"):
+    with pytest.raises(
+        OptionError, match="kinds names 'generate', not among the methods of generated; did you mean 'generated'"
+    ):
         evaluate_generation(cells[:75], cells[150:], cells[75:150], kinds={"generate": "model"})

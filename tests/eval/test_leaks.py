@@ -5,9 +5,9 @@ import scanpy as sc
 from scipy import sparse
 
 from scforge.errors import DataError, ScforgeWarning
-from scforge.eval import check_disjoint, check_features, check_no_copies
+from scforge.eval import check_disjoint
 from scforge.eval.expression import log_normalised
-from scforge.eval.generation import check_same_rows
+from scforge.eval.generation import check_features, check_no_copies, check_same_rows
 
 KEYS = {"perturbation_key": "target", "control": "control"}
 
@@ -69,7 +69,7 @@ def test_copies_of_held_out_cells_are_found() -> None:
     check_no_copies(made, real)
     some = sparse.vstack([made[:45], real[10:15]], format="csr")
     some.data += rng.uniform(-1e-6, 1e-6, some.nnz)
-    with pytest.raises(DataError, match=r"of 50 predicted cells of 'x' are copies of held-out cells \(first: row 45\)"):
+    with pytest.raises(DataError, match="of 50 predicted cells of 'x' are copies of held-out cells"):
         check_no_copies(some, real, argument="'x'")
     empty = sparse.csr_matrix(np.eye(5, 40, dtype=np.float32))
     check_no_copies(empty, empty)

@@ -404,7 +404,7 @@ def evaluate_models(
     baselines
         Of embeddings; see :func:`evaluate_embeddings`. Other benchmarks have their own.
     network
-        True edges for ``gene_network``: a file that :func:`scforge.eval.read_network` reads, or a table.
+        True edges for ``gene_network``: a file that :func:`scforge.eval.networks.read_network` reads, or a table.
     gene_key
         Column of ``adata.var`` with the names of genes that `network` uses; None takes ``adata.var_names``.
     key_added

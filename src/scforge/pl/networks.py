@@ -33,9 +33,9 @@ def precision_recall(
     Parameters
     ----------
     curves
-        The columns ``method``, ``recall`` and ``precision``, as of :func:`scforge.eval.network_curves`. The area in the
-        legend is the column ``auprc``; without one it is that below these points, which is another one where they were
-        thinned.
+        The columns ``method``, ``recall`` and ``precision``, as of :func:`scforge.eval.networks.network_curves`. The
+        area in the legend is the column ``auprc``; without one it is that below these points, which is another one
+        where they were thinned.
     kinds
         Method to ``"model"`` or ``"baseline"``; baselines are grey. None takes the column ``kind`` of `curves`, or
         draws all in colour.
@@ -61,7 +61,8 @@ def precision_recall(
     >>> import pandas as pd, scforge
     >>> truth = pd.DataFrame({"source": ["A", "B"], "target": ["x", "y"]})
     >>> edges = pd.DataFrame({"source": ["A"], "target": ["x"], "weight": [1.0]})
-    >>> ax = scforge.pl.precision_recall(scforge.eval.network_curves({"mine": edges}, truth))
+    >>> from scforge.eval.networks import network_curves
+    >>> ax = scforge.pl.precision_recall(network_curves({"mine": edges}, truth))
     >>> ax.get_xlabel(), ax.get_ylabel()
     ('recall', 'precision')
     """
