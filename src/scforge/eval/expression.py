@@ -116,18 +116,23 @@ def _scale_problem(values: np.ndarray, rows: np.ndarray, n_cells: int, *, made: 
     return None
 
 
-def scale_difference(one: sparse.csr_matrix, other: sparse.csr_matrix) -> str | None:
-    """Return in words how log1p CP10K of cells, and of others over the same genes, differ in their totals, or None."""
-    totals = [float(np.median(totals_of(some))) for some in (one, other) if some.shape[0]]
-    if len(totals) < 2 or min(totals) <= 0 or max(totals) <= _MOST_RATIO * min(totals):
+def scale_difference(one: sparse.csr_matrix, other: sparse.csr_matrix, *, profiles: bool = False) -> str | None:
+    """Return in words how log1p CP10K of cells, and of others over the same genes, differ in their totals, or None.
+
+    With `profiles` the cells may be means: on the log scale they have smaller totals, but the same sum of logarithms.
+    """
+    if not one.shape[0] or not other.shape[0]:
+        return None
+    totals = [float(np.median(totals_of(some))) for some in (one, other)]
+    pairs = [totals, [float(some.sum()) / some.shape[0] for some in (one, other)]][: 1 + profiles]
+    if any(min(pair) <= 0 or max(pair) <= _MOST_RATIO * min(pair) for pair in pairs):
         return None
     return f"a median total of {totals[0]:,.0f} where the others have {totals[1]:,.0f}"
 
 
 def totals_of(logs: sparse.csr_matrix) -> np.ndarray:
     """Return the total of ``expm1`` of each cell, float64, shape (N,)."""
-    plain = sparse.csr_matrix((np.expm1(logs.data.astype(np.float64)), logs.indices, logs.indptr), shape=logs.shape)
-    return np.asarray(plain.sum(axis=1)).ravel()
+    return np.asarray(logs.astype(np.float64).expm1().sum(axis=1)).ravel()
 
 
 _MIN_CELLS = 3
