@@ -49,13 +49,13 @@ def test_a_point_for_each_effect_and_the_best_method_on_top(texts) -> None:
     for place, (method, kind) in enumerate(kinds.items(), start=1):
         points = np.asarray(drawn[method].get_offsets())
         np.testing.assert_allclose(points[:, 0], values[method])
-        assert (np.abs(points[:, 1] - place) <= 0.31).all()
+        assert (points[:, 1] == place).all()
         assert matplotlib.colors.to_hex(drawn[method].get_facecolor()[0]).upper() == KINDS[kind]
     means = [one.get_segments()[0][0, 0] for one in ax.collections if one.get_label().startswith("_")]
     assert means == pytest.approx([0.5, 0.15, 0.0])
     assert set(texts(ax.texts)) == {"chance", "not defined"}
     table = ranks.rename(columns={"rank": "mse"}).dropna().assign(kind="model")
-    ax = perturbation_ranks(table, metric="mse", chance=None)
+    ax = perturbation_ranks(table, metric="mse")
     assert ax.get_xlabel() == "mse of the measured effect (4 effects; bar: mean)"
     assert not ax.texts
     with pytest.raises(DataError, match="table has no column 'rank'"):
