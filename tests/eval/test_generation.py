@@ -209,9 +209,7 @@ def test_bad_options(cells: ad.AnnData) -> None:
         Generation("typ").check(cells)
     with pytest.raises(DataError, match="no training cell has the label 'x'"):
         generation_baselines(cells, labels=["x"], labels_key=LABEL)
-    with pytest.raises(OptionError, match="'independent genes', which is the name of a baseline"):
+    with pytest.raises(OptionError, match="names 'independent genes'; name at least one method"):
         evaluate_generation({"independent genes": cells[:75]}, cells[150:], cells[75:150])
-    with pytest.raises(
-        OptionError, match="kinds names 'generate', not among the methods of generated; did you mean 'generated'"
-    ):
+    with pytest.raises(OptionError, match="kinds='generate' is not in generated; did you mean 'generated'"):
         evaluate_generation(cells[:75], cells[150:], cells[75:150], kinds={"generate": "model"})

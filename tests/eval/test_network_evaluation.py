@@ -74,14 +74,22 @@ def test_pairs_are_restricted(tiny_adata: ad.AnnData, truth: pd.DataFrame, score
 @pytest.mark.parametrize(
     ("named", "options", "message"),
     [
-        (lambda scores: {}, {}, "scores={} names no method"),
+        (lambda scores: {}, {}, "scores names nothing; name at least one method"),
         (
             lambda scores: {"mine": scores},
             {"kinds": {"other": "model"}},
-            "kinds names 'other', not among the methods of scores",
+            "kinds='other' is not in scores",
         ),
-        (lambda scores: {"degree": scores}, {}, "scores names 'degree', which is the name of a baseline"),
-        (lambda scores: {"mine": scores}, {"baselines": ["pearsons"]}, "has 'pearsons', .*did you mean 'pearson'"),
+        (
+            lambda scores: {"degree": scores},
+            {},
+            "scores names 'degree'; name at least one method, by a name that no baseline has",
+        ),
+        (
+            lambda scores: {"mine": scores},
+            {"baselines": ["pearsons"]},
+            "baselines='pearsons' is not in .*did you mean 'pearson'",
+        ),
         (lambda scores: {"mine": scores}, {"baselines": [], "intervals": False}, "baseline"),
     ],
 )

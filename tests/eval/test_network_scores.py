@@ -111,7 +111,7 @@ def test_predicted_effects() -> None:
         assert as_dict(edges_from_perturbations(given)) == pytest.approx(expected)
     assert len(edges_from_perturbations(predicted, tfs=["B"])) == 2
     predicted.obs["perturbation"] = "A+B"
-    with pytest.raises(DataError, match=r"none of the perturbations \('A\+B'.* is one of the genes of effects"):
+    with pytest.raises(DataError, match=r"no layers\['delta'\] of perturbations of single genes \(.*'A\+B'"):
         edges_from_perturbations(predicted)
     with pytest.raises(DataError, match=r"no layers\['delta'\]"):
         edges_from_perturbations(ad.AnnData(np.zeros((1, 1))))
@@ -120,7 +120,11 @@ def test_predicted_effects() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda v: edges_from_embeddings(v, measure="cos"), OptionError, r"measure='cos' is none of .* mean 'cosine'"),
+        (
+            lambda v: edges_from_embeddings(v, measure="cos"),
+            OptionError,
+            r"measure='cos' is not in the measures; did you mean 'cosine'",
+        ),
         (lambda v: edges_from_embeddings(v, tfs=["ENSG1"]), DataError, r"none of tfs \('ENSG1'\) is among the 6 genes"),
         (lambda v: edges_from_embeddings(pd.concat([v, v[:1]])), DataError, "the genes 'g0' stand there twice"),
         (lambda v: edges_from_embeddings(v), OptionError, "6 x 6 pairs are more than 20; name the .* with tfs"),

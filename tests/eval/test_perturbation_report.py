@@ -180,8 +180,13 @@ def test_mistakes_are_told(real, train, made) -> None:
     twice = pd.DataFrame(0.1, index=[*HELD_OUT, "g1+g0"], columns=real.var_names)
     for prediction, options, error, message in [
         ({"additive": made}, {}, OptionError, "predictions names 'additive'"),
-        ({}, {}, OptionError, "names no method"),
-        ({"good": made}, {"kinds": {"god": "untrained"}}, OptionError, "kinds names 'god', .* did you mean 'good'"),
+        ({}, {}, OptionError, "predictions names nothing; name at least one method"),
+        (
+            {"good": made},
+            {"kinds": {"god": "untrained"}},
+            OptionError,
+            "kinds='god' is not in predictions; did you mean 'good'",
+        ),
         (twice, {}, DataError, r"predictions has 'g0\+g1' more than once"),
         (logs(made)[:, :20].copy(), {}, DataError, "only 20 of 60 measured genes"),
         (made[:, :50].copy(), {}, DataError, "are counts without 10 genes that hold"),

@@ -42,7 +42,7 @@ def test_curves_that_end_early_need_to_be_told_chance(areas_and_curves) -> None:
     short = curves[curves["recall"] < 0.5]
     assert len(precision_recall(short).lines) == 2
     assert precision_recall(short, chance=0.1).lines[-1].get_ydata()[0] == 0.1
-    with pytest.raises(DataError, match="curves has no column 'recall'; did you mean 'recal'"):
+    with pytest.raises(DataError, match="column='recall' is not in curves; did you mean 'recal'"):
         precision_recall(curves.rename(columns={"recall": "recal"}))
 
 
@@ -67,8 +67,12 @@ def test_attention_of_the_genes_that_have_it(tiny_adata: ad.AnnData, texts) -> N
     assert drawn(own) == {("gene70", "gene0"): 0.1}
     assert len(drawn(attention_heatmap(tiny_adata, n_genes=2))) == 2
     for genes, key, message in [
-        (None, "attention", r"no 'attention'; did you mean .* call model.get_attention\(adata\) first"),
-        (["gene80"], "scforge_attention", r"genes: 'gene80' not in adata.var_names; did you mean"),
+        (
+            None,
+            "attention",
+            r"key='attention' is not in adata.varp; did you mean .* call model.get_attention\(adata\) first",
+        ),
+        (["gene80"], "scforge_attention", r"genes='gene80' is not in adata.var_names; did you mean"),
         (["gene2", "gene3"], "scforge_attention", "no attention between these genes"),
     ]:
         with pytest.raises(DataError, match=message):

@@ -71,11 +71,13 @@ def test_intervals_are_those_of_wilson() -> None:
 
 
 def test_what_the_figures_need(predicted: ad.AnnData) -> None:
-    with pytest.raises(DataError, match=r"has no table 'metrics_confusion' .*; call annotator.evaluate\(adata\) first"):
+    with pytest.raises(
+        DataError, match=r"table='metrics_confusion' is not in .*; call annotator.evaluate\(adata\) first"
+    ):
         confusion_matrix(predicted)
-    with pytest.raises(DataError, match="adata.obs has no column 'grup'; did you mean 'group'"):
+    with pytest.raises(DataError, match="column='grup' is not in adata.obs; did you mean 'group'"):
         confusion_matrix(predicted, "grup")
-    with pytest.raises(DataError, match="adata.obs has no column 'confidence'"):
+    with pytest.raises(DataError, match="column='confidence' is not in adata.obs"):
         calibration(predicted, "group", confidence="confidence")
     predicted.obs["scforge_group_confidence"] += 1
     with pytest.raises(DataError, match=r"confidence='scforge_group_confidence' has values outside \[0, 1\]"):

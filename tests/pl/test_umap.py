@@ -64,8 +64,10 @@ def test_a_umap_is_of_the_embedding_as_it_is_and_neighbours_stay(embedded: ad.An
 
 
 def test_mistakes(embedded: ad.AnnData) -> None:
-    with pytest.raises(DataError, match=r"color='grupo' is not in the data; did you mean 'group'\? \(known: 'group'"):
+    with pytest.raises(
+        DataError, match=r"color='grupo' is not in adata.obs; did you mean 'group'\? \(adata.obs has: 'group'"
+    ):
         embeddings(embedded, ["X_one"], color="grupo")
-    with pytest.raises(DataError, match=r"obsm_keys='X_on' is not in the data; did you mean 'X_one'\?"):
+    with pytest.raises(DataError, match=r"obsm_keys='X_on' is not in adata.obsm; did you mean 'X_one'\?"):
         embeddings(embedded, ["X_on"], color="group")
     assert not plt.get_fignums()

@@ -14,10 +14,10 @@ import anndata
 import numpy as np
 import pandas as pd
 
-from scforge._checks import check_seed
+from scforge._checks import check_known, check_seed
 from scforge._registry import check_options
 from scforge.data.checks import counts_of
-from scforge.errors import DataError, OptionError, ScforgeError, did_you_mean, first_line, listing
+from scforge.errors import DataError, OptionError, ScforgeError, first_line, listing
 from scforge.eval.base import Benchmark, as_array, check_column, register_benchmark
 from scforge.eval.baselines import pca_embedding
 from scforge.eval.expression import log_normalised
@@ -61,19 +61,15 @@ def _input(
     options: Mapping[str, Any],
 ) -> Any:
     """Return the input of a task, an instance of its pydantic `model`."""
+    from pydantic import ValidationError
+
     if missing := [argument for argument in KEYS[name] if keys[argument] is None]:
         raise OptionError(f"the task {name!r} needs {missing[0]}; give it.")
     with _told(name, seed):
         made = _made(name, adata, keys, layer=layer, seed=seed)
+    # The package would ignore options that it does not know.
     known = [option for option in model.model_fields if option not in made or option == "pred_effect_operation"]
-    return _validated(name, model, made, options, known)
-
-
-def _validated(name: str, model: Any, made: Mapping[str, Any], options: Mapping[str, Any], known: Sequence[str]) -> Any:
-    """Return a pydantic model of the package with options, which it would ignore where it does not know them."""
-    from pydantic import ValidationError
-
-    check_options("option", name, options, list(known))
+    check_options("option", name, options, known)
     try:
         return model(**{**made, **options})
     except ValidationError as error:
@@ -120,11 +116,8 @@ def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[st
 
     rows = by_organism(_column(adata, "organism_key", str(keys["organism_key"])))
     known = {str(organism): organism for organism in Organism}
-    if unknown := [organism for organism in rows if organism not in known]:
-        raise DataError(
-            f"obs[{keys['organism_key']!r}] holds {unknown[0]!r}, which cz-benchmarks does not know"
-            f"{did_you_mean(unknown[0], known)} (organisms: {listing(known, most=6)})"
-        )
+    for organism in rows:
+        check_known("organism", organism, known, "the organisms of cz-benchmarks")
     parts = [labels.iloc[found].reset_index(drop=True) for found in rows.values()]
     organisms = [known[organism] for organism in rows]
     if name == "cross-species_integration":
@@ -153,8 +146,7 @@ def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer:
 
     conditions = _column(adata, "perturbation_key", perturbation_key)
     names = [str(name) for name in np.unique(conditions) if name != control]
-    if control not in set(conditions):
-        raise DataError(f"control={control!r} is not in obs[{perturbation_key!r}] (there: {listing(names)})")
+    check_known("control", control, set(conditions), f"obs[{perturbation_key!r}]")
     cells = anndata.AnnData(log_normalised(adata, layer), obs=adata.obs[[]].copy(), var=adata.var[[]].copy())
     cells.obs["condition"] = pd.Categorical(conditions)
     sc.tl.rank_genes_groups(cells, "condition", reference=control, method="wilcoxon")
@@ -204,7 +196,6 @@ def run_cz_task(
     control: str | None = None,
     layer: str | None = None,
     baseline: bool = True,
-    baseline_options: Mapping[str, Any] | None = None,
     seed: int = _SEED,
     **options: Any,
 ) -> pd.DataFrame:
@@ -244,9 +235,6 @@ def run_cz_task(
         Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
     baseline
         Run the baseline, too.
-    baseline_options
-        Options of the package's baseline, e.g. ``{"n_pcs": 20}``. Those left out are the package's, lowered where there
-        are too few cells or genes.
     seed
         Seed of the task.
     **options
@@ -270,9 +258,7 @@ def run_cz_task(
     >>> table.pivot_table(index="method", columns="metric", values="value")  # doctest: +SKIP
     """
     registry = _registry()
-    if name not in registry.list_tasks():
-        known = registry.list_tasks()
-        raise OptionError(f"name={name!r} is no task{did_you_mean(name, known)} (tasks: {listing(known)})")
+    check_known("name", name, registry.list_tasks(), "the tasks of cz-benchmarks", error=OptionError)
     columns = {
         "labels_key": labels_key,
         "batch_key": batch_key,
@@ -284,17 +270,13 @@ def run_cz_task(
     keys = [keys] if isinstance(keys, str) else keys
     kinds: dict[str, Kind] = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys, "model")
     where, place = ("layers", adata.layers) if name == EXPRESSION_TASK else ("obsm", adata.obsm)
-    if missing := [key for key in kinds if key not in place]:
-        known = [key for key in place if key is not None]
-        raise DataError(
-            f"keys names {missing[0]!r}, which is not in adata.{where}{did_you_mean(missing[0], known)} "
-            f"(adata.{where} has: {listing(known)})"
-        )
+    for key in kinds:
+        check_known("keys", key, place, f"adata.{where}")
     made = {key: as_array(place[key]) for key in kinds}
     task = registry.get_task_class(name)(random_seed=check_seed(seed))
     inputs = _input(name, adata, task.input_model, columns, layer=layer, seed=seed, options=options)
     if baseline:
-        title, values = _baseline(name, task, adata, inputs, layer=layer, options=baseline_options or {}, seed=seed)
+        title, values = _baseline(name, task, adata, inputs, layer=layer, seed=seed)
         made[title], kinds[title] = values, "baseline"
     lines = []
     for method, values in made.items():
@@ -504,7 +486,7 @@ def _registry() -> Any:
 
 
 def _baseline(
-    name: str, task: Any, adata: AnnData, inputs: Any, *, layer: str | None, options: Mapping[str, Any], seed: int
+    name: str, task: Any, adata: AnnData, inputs: Any, *, layer: str | None, seed: int
 ) -> tuple[str, np.ndarray]:
     """Return what the baseline is, and what it makes of the cells."""
     if name == EXPRESSION_TASK:
@@ -514,8 +496,7 @@ def _baseline(
         return "PCA of all organisms", pca_embedding(adata, n_comps=min(_COMPONENTS, smaller), layer=layer, seed=seed)
     known = task.baseline_model.model_fields
     sizes = {"n_top_genes": min(_TOP_GENES, adata.n_vars), "n_pcs": min(_COMPONENTS, smaller)}
-    made = {key: value for key, value in sizes.items() if key in known}
-    wanted = _validated(name, task.baseline_model, made, options, list(known))
+    wanted = task.baseline_model(**{key: value for key, value in sizes.items() if key in known})
     # Sparse integers would go through log1p of scanpy as they are.
     counts = counts_of(adata, layer).astype(np.float32)
     title = "PCA (cz-benchmarks)" if "n_pcs" in known else "raw counts (cz-benchmarks)"

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import sparse
 
+from scforge._checks import check_known
 from scforge._constants import TARGET_SUM
 from scforge.data.cells import Cells
 from scforge.data.checks import sound_csr
-from scforge.errors import DataError, did_you_mean, listing
+from scforge.errors import DataError, listing
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -59,9 +60,8 @@ def log_normalised(
         If values are missing, negative, or of another scale, or the cells are in a file and not in memory.
     """
     where = f"X of {argument}" if layer is None else f"layers[{layer!r}] of {argument}"
-    if layer is not None and layer not in adata.layers:
-        known = [key for key in adata.layers if key is not None]
-        raise DataError(f"layer={layer!r} is no layer of {argument}{did_you_mean(layer, known)} ({listing(known)}).")
+    if layer is not None:
+        check_known("layer", layer, adata.layers, f"{argument}.layers")
     matrix = adata.X if layer is None else adata.layers[layer]
     if adata.isbacked or matrix is None:
         raise DataError(f"{where} is {'backed by a file' if adata.isbacked else None}; pass it as adata.to_memory().")

@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 from scipy import sparse
 
-from scforge._checks import check_count, check_seed
+from scforge._checks import check_count, check_known, check_seed
 from scforge._constants import TARGET_SUM, UNS_KEY
 from scforge.data.checks import counts_of, value_problem
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
-from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
+from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.base import Benchmark, check_column, register_benchmark
 from scforge.eval.expression import log_normalised, scale_difference, totals_of
 from scforge.eval.harness import compare
@@ -359,43 +359,19 @@ def check_disjoint(train: Iterable[object] | AnnData, test: Iterable[object] | A
         one, other = (
             sparse.csr_matrix(some.X, dtype=np.float32)[:, some.var_names.get_indexer(genes)] for some in (train, test)
         )
-        check_same_rows(one, other, what=what)
+        check_copies(copied_rows(other, one), f"test {what} {SAME_CELL}")
 
 
-def check_same_rows(train: sparse.csr_matrix, test: sparse.csr_matrix, *, what: str = "cells") -> None:
-    """Raise where more than 1 % of the rows of `test`, each of which is a cell, are rows of `train`; warn below."""
-    same = copied_rows(test, train)
-    check_copies(
-        same, f"{int(same.sum())} of {len(same)} test {what} have the same expression of all genes as a training cell"
-    )
+SAME_CELL = "have the same expression of all genes as a training cell"
 
 
-def check_no_copies(
-    made: sparse.csr_matrix, real: sparse.csr_matrix, *, what: str = "predicted cells", argument: str = "predictions"
-) -> None:
-    """Raise where more than 1 % of what was predicted are copies of what was to be predicted; warn below.
-
-    Parameters
-    ----------
-    made, real
-        Expression of predicted and of held-out cells (or profiles, one a row) on the same scale, CSR, shapes (N, G) and
-        (M, G).
-    what, argument
-        What the rows are, and where they come from, for the message.
-    """
-    same = copied_rows(made, real)
-    check_copies(same, f"{int(same.sum())} of {len(same)} {what} of {argument} are copies of held-out cells")
-
-
-def check_copies(same: np.ndarray, message: str) -> None:
+def check_copies(same: np.ndarray, what: str) -> None:
     """Raise where more than 1 % of cells are copies; warn where some are, which may be by chance."""
-    if not same.any():
-        return
-    if same.mean() > _TELLING_SHARE:
-        raise DataError(
-            f"{message}: they are copies under another name; a prediction may not see what it is scored on."
-        )
-    warn(f"{message}; look whether they are copies.")
+    message = f"{int(same.sum())} of {len(same)} {what}"
+    if same.any() and same.mean() > _TELLING_SHARE:
+        raise DataError(f"{message}: they are copies under another name; a score may not see what it is scored on.")
+    if same.any():
+        warn(f"{message}; look whether they are copies.")
 
 
 def copied_rows(matrix: sparse.csr_matrix, known: sparse.csr_matrix) -> np.ndarray:
@@ -423,13 +399,7 @@ def _row_hashes(matrix: sparse.csr_matrix) -> tuple[np.ndarray, np.ndarray]:
 
 
 def check_features(
-    features: pd.DataFrame,
-    real: AnnData,
-    *,
-    perturbation_key: str,
-    control: str,
-    separator: str | None = "+",
-    argument: str = "gene_features",
+    features: pd.DataFrame, real: AnnData, keys: PerturbationKeys, argument: str = "gene_features"
 ) -> None:
     """Raise where the features of a held-out perturbation were made from its own cells.
 
@@ -446,8 +416,8 @@ def check_features(
         One row a perturbation or target, by name; any columns.
     real
         Held-out cells.
-    perturbation_key, control, separator
-        Columns of obs, as for :func:`evaluate_perturbations`.
+    keys
+        Its columns.
     argument
         What `features` is called in the message.
 
@@ -457,15 +427,15 @@ def check_features(
     >>> rng, names = np.random.default_rng(0), np.repeat(["control", "A", "B"], 10)
     >>> obs = pd.DataFrame({"target": names}, index=[f"cell{i}" for i in range(30)])
     >>> real = anndata.AnnData(rng.normal(size=(30, 12)), obs)
-    >>> keys = {"perturbation_key": "target", "control": "control"}
-    >>> check_features(pd.DataFrame(rng.normal(size=(2, 12)), index=["A", "B"]), real, **keys)
-    >>> check_features(real.to_df().groupby(names).mean(), real, **keys)
+    >>> keys = PerturbationKeys("target", control="control")
+    >>> check_features(pd.DataFrame(rng.normal(size=(2, 12)), index=["A", "B"]), real, keys)
+    >>> check_features(real.to_df().groupby(names).mean(), real, keys)
     Traceback (most recent call last):
         ...
     scforge.errors.DataError: gene_features has for 'A' the mean of X over the held-out cells under 'A' themselves...
     """
-    parsed = parse_perturbations(real.obs, PerturbationKeys(perturbation_key, control=control, separator=separator))
-    labels = pd.Series([(separator or "+").join(targets) for targets in parsed.targets])
+    parsed = parse_perturbations(real.obs, keys)
+    labels = pd.Series([(keys.separator or "+").join(targets) for targets in parsed.targets])
     cells_of = labels.groupby(labels).indices
     controls = cells_of.pop("", None)
     known = features.set_axis(features.index.astype(str))
@@ -549,16 +519,12 @@ def compare_beside(
 
     `argument` is what the methods are called in messages; other options are those of :func:`scforge.eval.compare`.
     """
-    if unknown := [name for name in kinds or {} if name not in made]:
+    for name in kinds or {}:
+        check_known("kinds", name, made, argument, error=OptionError)
+    taken = [name for name in made if name in baselines]
+    if taken or not made:
         raise OptionError(
-            f"kinds names {listing(unknown)}, not among the methods of {argument}"
-            f"{did_you_mean(unknown[0], list(made))} ({listing(made)})."
-        )
-    if not made or (taken := [name for name in made if name in baselines]):
-        raise OptionError(
-            f"{argument} names {listing(taken)}, which is the name of a baseline; choose another."
-            if made
-            else f"{argument}={{}} names no method; give at least one."
+            f"{argument} names {listing(taken)}; name at least one method, by a name that no baseline has."
         )
     told: dict[str, Kind] = {**dict.fromkeys(made, "model"), **(kinds or {}), **dict.fromkeys(baselines, "baseline")}
     if ceiling is not None:
@@ -721,13 +687,15 @@ def evaluate_generation(
     )
     reference = _on_genes(real, "the real cells", names, layer)
     cells = {name: _on_genes(some, f"the cells of {name!r}", names, made=True) for name, some in made.items()}
-    check_same_rows(_on_genes(train, "train", names, layer).X, reference.X)
+    learned = _on_genes(train, "train", names, layer)
+    check_copies(copied_rows(reference.X, learned.X), f"test cells {SAME_CELL}")
     check_complete(train, "train", real, layer=layer, layer_of_whole=layer)
     check_complete(real, "the real cells", train, layer=layer, layer_of_whole=layer)
     notes = []
     for name, some in cells.items():
         check_complete(made[name], f"the cells of {name!r}", real, layer_of_whole=layer)
-        check_no_copies(some.X, reference.X, what="generated cells", argument=f"generated[{name!r}]")
+        same = copied_rows(some.X, reference.X)
+        check_copies(same, f"generated cells of generated[{name!r}] are copies of held-out cells")
         if not holds_counts(made[name]) and (difference := scale_difference(some.X, reference.X)):
             # What scforge generates is on this scale, however wrong it is.
             if "generated" not in made[name].uns.get(UNS_KEY, {}):

@@ -13,9 +13,10 @@ import numpy as np
 import pandas as pd
 from scipy import sparse
 
+from scforge._checks import check_known
 from scforge._constants import TARGET_SUM
 from scforge.data.checks import check_is_adata, counts_of, gene_names
-from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing
+from scforge.errors import DataError, MissingFileError, OptionError, first_line, listing
 from scforge.eval.base import Benchmark, register_benchmark
 from scforge.eval.generation import compare_beside
 from scforge.eval.report import bootstrap_weights
@@ -83,8 +84,7 @@ def edges_from_embeddings(
     >>> edges_from_embeddings(vectors, tfs=["C"], measure="dot").values.tolist()
     [['C', 'A', 0.0], ['C', 'B', 2.0]]
     """
-    if measure not in _MEASURES:
-        raise OptionError(f"measure={measure!r} is none of {listing(_MEASURES)}{did_you_mean(measure, _MEASURES)}")
+    check_known("measure", measure, _MEASURES, "the measures", error=OptionError)
     vectors = embeddings.to_numpy(dtype=np.float64)
     kept = np.isfinite(vectors).all(axis=1)
     names, vectors = _unique(embeddings.index[kept]), vectors[kept]
@@ -172,14 +172,8 @@ def edges_from_attention(
     >>> edges_from_attention(adata, tfs=["TF"]).values.tolist()
     [['TF', 'A', 0.5], ['TF', 'B', 0.25]]
     """
-    if key not in adata.varp:
-        known = list(adata.varp)
-        raise DataError(
-            f"key={key!r} is not in adata.varp{did_you_mean(key, known)} (adata.varp has: {listing(known)}); "
-            "write it with model.get_attention(adata)."
-        )
-    if source not in ("rows", "columns"):
-        raise OptionError(f"source={source!r} is neither 'rows' nor 'columns'.")
+    check_known("key", key, adata.varp, "adata.varp", fix="write it with model.get_attention(adata)")
+    check_known("source", source, ("rows", "columns"), "the graph", error=OptionError)
     graph = sparse.csr_matrix(adata.varp[key])
     return edges_from_matrix(graph.T.tocsr() if source == "columns" else graph, gene_names(adata, gene_key), tfs=tfs)
 
@@ -278,17 +272,13 @@ def _units(vectors: np.ndarray) -> np.ndarray:
 
 def _deltas(predicted: AnnData) -> pd.DataFrame:
     """Return the effects of perturbations of single genes that a task predicted."""
-    if "delta" not in predicted.layers or "perturbation" not in predicted.obs:
-        raise DataError(
-            "effects has no layers['delta'] or no obs['perturbation']; give what the perturbation task predicts, or a "
-            "table of perturbed genes x genes."
-        )
-    names = predicted.obs["perturbation"].astype(str).to_numpy()
+    names = predicted.obs.get("perturbation", pd.Series("", index=predicted.obs_names)).astype(str).to_numpy()
     single = np.isin(names, predicted.var_names)
-    if not single.any():
+    if "delta" not in predicted.layers or not single.any():
         raise DataError(
-            f"none of the perturbations ({listing(names, most=3)}) is one of the genes of effects; predict those of "
-            "single genes."
+            f"effects has no layers['delta'] of perturbations of single genes (obs['perturbation']: "
+            f"{listing(dict.fromkeys(names), most=3)}); give what the perturbation task predicts of such, or a table "
+            "of perturbed genes x genes."
         )
     return pd.DataFrame(
         np.asarray(predicted.layers["delta"])[single], index=names[single], columns=predicted.var_names.astype(str)
@@ -794,11 +784,8 @@ def network_baselines(
 
     `max_cells` cells, drawn at random, are correlated at most. Returns the name of each baseline and its edges.
     """
-    if unknown := [name for name in names if name not in NETWORK_BASELINES]:
-        raise OptionError(
-            f"baselines has {unknown[0]!r}, which is none of networks{did_you_mean(unknown[0], NETWORK_BASELINES)} "
-            f"(known: {listing(NETWORK_BASELINES)})"
-        )
+    for name in names:
+        check_known("baselines", name, NETWORK_BASELINES, "the baselines of networks", error=OptionError)
     genes = universe.tfs.union(universe.genes)
     rows, columns = genes.get_indexer(universe.tfs), genes.get_indexer(universe.genes)
     expression = _expression(adata, genes, layer, gene_key, max_cells, seed)

@@ -17,12 +17,13 @@ from scforge.errors import DataError, listing
 from scforge.eval.base import Benchmark, register_benchmark
 from scforge.eval.expression import Effects, scale_difference
 from scforge.eval.generation import (
+    SAME_CELL,
     check_complete,
+    check_copies,
     check_disjoint,
     check_features,
-    check_no_copies,
-    check_same_rows,
     compare_beside,
+    copied_rows,
 )
 from scforge.eval.perturbation_metrics import (
     DISCRIMINATION,
@@ -360,17 +361,7 @@ class Reference:
     spreads: dict[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        real: AnnData,
-        train: AnnData | None,
-        keys: EffectKeys,
-        *,
-        n_top_genes: int | None,
-        n_comps: int,
-        max_cells: int,
-        seed: int,
-    ) -> Reference:
+    def of(cls, real: AnnData, train: AnnData | None, benchmark: PerturbationPrediction) -> Reference:
         """Measure what there is to measure.
 
         Raises
@@ -378,6 +369,7 @@ class Reference:
         DataError
             If a context has no controls, or the training lacks a gene.
         """
+        keys, n_top_genes = benchmark.keys, benchmark.n_top_genes
         cells = PerturbedCells.read(real, keys, argument="real")
         groups = cells.moments()
         if n_top_genes is not None and n_top_genes < len(cells.genes):
@@ -395,13 +387,13 @@ class Reference:
             center = [known.mean(effect.context) for effect in cells.effects]
             base = pd.DataFrame(center, index=keys.index(cells.effects), columns=cells.genes)
             plain = dict(known.controls)
-        space = CellSpace.fit(starts.expression, n_comps=n_comps, seed=seed)
-        rng = np.random.default_rng(seed)
+        space = CellSpace.fit(starts.expression, n_comps=benchmark.n_comps, seed=benchmark.seed)
+        rng = np.random.default_rng(benchmark.seed)
         of_controls = {}
         for name in starts.contexts:
             rows = starts.rows(Effect((), name))
             if name in plain and len(rows):
-                of_controls[name] = space.cells(starts.expression[_some(rows, max_cells, rng)])
+                of_controls[name] = space.cells(starts.expression[_some(rows, benchmark.max_cells, rng)])
         return cls(
             cells,
             effects,
@@ -412,8 +404,8 @@ class Reference:
             space,
             space.cells(cells.expression),
             of_controls,
-            max_cells,
-            seed,
+            benchmark.max_cells,
+            benchmark.seed,
         )
 
     @property
@@ -703,9 +695,7 @@ class PerturbationPrediction(Benchmark):
     def _reference(self, reference: AnnData) -> Reference:
         if self._kept is None or self._kept[0] != self.seed or self._kept[1] is not reference:
             self._tables = []
-            sizes = {"n_top_genes": self.n_top_genes, "n_comps": self.n_comps, "max_cells": self.max_cells}
-            known = Reference.of(reference, self._train, self.keys, seed=self.seed, **sizes)
-            self._kept = (self.seed, reference, known)
+            self._kept = (self.seed, reference, Reference.of(reference, self._train, self))
         return self._kept[2]
 
     def _predicted(self, made: Any, known: Reference) -> tuple[np.ndarray, PerturbedCells | None]:
@@ -830,18 +820,11 @@ def evaluate_perturbations(
     check_disjoint(trained.names, held_out.names, what="cells")
     check_disjoint(keys.titles(trained.effects), keys.titles(held_out.effects), what="effects")
     for name, frame in features.items():
-        check_features(
-            frame,
-            real,
-            perturbation_key=perturbation_key,
-            control=control,
-            separator=separator,
-            argument=f"gene_features[{name!r}]",
-        )
+        check_features(frame, real, keys.parts, f"gene_features[{name!r}]")
     check_complete(train, "train", real, layer=layer, layer_of_whole=layer)
     genes, notes = _common_genes(held_out.genes, trained.genes, named)
     held_out, trained = held_out.over(genes, argument="real"), trained.over(genes, argument="train")
-    check_same_rows(trained.expression, held_out.expression)
+    check_copies(copied_rows(held_out.expression, trained.expression), f"test cells {SAME_CELL}")
     controls = [Effect((), context) for context in {effect.context for effect in held_out.effects}]
     plain = [cells.expression[np.concatenate([cells.rows(e) for e in controls])] for cells in (trained, held_out)]
     if difference := scale_difference(*plain):
@@ -990,7 +973,7 @@ def _checked_cells(
             f"over the common genes cells of {what} have {difference}; give log1p of counts per 10,000, or effects as "
             "a DataFrame."
         )
-    check_no_copies(perturbed, measured, argument=what)
+    check_copies(copied_rows(perturbed, measured), f"predicted cells of {what} are copies of held-out cells")
     return cells
 
 

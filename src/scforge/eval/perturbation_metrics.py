@@ -20,6 +20,7 @@ import numpy as np
 import pandas as pd
 from scipy import sparse
 
+from scforge._checks import check_known
 from scforge.data.checks import check_is_adata
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing
@@ -877,12 +878,10 @@ def distances(
             genes = genes[genes.isin(cells.genes)]
         places = {name: cells.over(genes, argument=name).expression.toarray() for name, cells in read.items()}
     else:
+        places = {}
         for name, adata in {**named, "real": real}.items():
-            if obsm_key not in adata.obsm:
-                raise DataError(
-                    f"obsm_key={obsm_key!r} is not in {name}.obsm ({listing(adata.obsm)}); compute it first."
-                )
-        places = {name: np.asarray(adata.obsm[obsm_key]) for name, adata in {**named, "real": real}.items()}
+            check_known("obsm_key", obsm_key, adata.obsm, f"{name}.obsm", fix="compute it first")
+            places[name] = np.asarray(adata.obsm[obsm_key])
     try:
         away: Callable[[np.ndarray, np.ndarray], float] = Distance(metric, obsm_key="coordinates")
     except ValueError as error:

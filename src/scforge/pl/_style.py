@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from scforge.errors import DataError, did_you_mean, listing
+from scforge._checks import check_known
+from scforge.errors import DataError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,10 +63,8 @@ def check_columns(argument: str, given: Any, needed: Iterable[str]) -> pd.DataFr
     frame = given.to_frame() if hasattr(given, "to_frame") else given
     if not hasattr(frame, "columns"):
         raise DataError(f"{argument} is of type {type(frame).__name__!r}; pass a report or a table (pandas DataFrame).")
-    if missing := [name for name in needed if name not in frame]:
-        known = list(frame.columns)
-        hint = did_you_mean(missing[0], known)
-        raise DataError(f"{argument} has no column {missing[0]!r}{hint} (it has: {listing(known)}).")
+    for name in needed:
+        check_known("column", name, frame, argument)
     if not len(frame):
         raise DataError(f"{argument} has no rows, so that there is nothing to draw.")
     return frame

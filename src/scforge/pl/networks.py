@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy import sparse
 
-from scforge.errors import DataError, did_you_mean, listing
+from scforge._checks import check_known
+from scforge.errors import DataError
 from scforge.pl._style import COLOURS, check_columns, legend_beside, new_axes
 
 if TYPE_CHECKING:
@@ -135,12 +136,7 @@ def attention_heatmap(
     import matplotlib as mpl
     from matplotlib.colors import ListedColormap
 
-    if key not in adata.varp:
-        known = list(adata.varp)
-        raise DataError(
-            f"adata.varp has no {key!r}{did_you_mean(key, known)} (it has: {listing(known)}); call "
-            "model.get_attention(adata) first."
-        )
+    check_known("key", key, adata.varp, "adata.varp", fix="call model.get_attention(adata) first")
     graph = sparse.csr_matrix(adata.varp[key])
     rows = _genes_of(adata, genes, graph, n_genes)
     values = graph[rows][:, rows].toarray().astype(float)
@@ -175,12 +171,8 @@ def _genes_of(adata: AnnData, genes: Sequence[str] | None, graph: sparse.csr_mat
         total = np.asarray(graph.sum(axis=0)).ravel() + np.asarray(graph.sum(axis=1)).ravel()
         chosen = np.argsort(-total, kind="stable")[:n_genes]
         return np.sort(chosen[total[chosen] > 0])
-    if missing := [gene for gene in genes if gene not in adata.var_names]:
-        known = list(adata.var_names)
-        raise DataError(
-            f"genes: {listing(missing)} not in adata.var_names{did_you_mean(missing[0], known)} "
-            f"(e.g. {listing(known, most=3)})"
-        )
+    for gene in genes:
+        check_known("genes", gene, adata.var_names, "adata.var_names")
     return adata.var_names.get_indexer(list(dict.fromkeys(genes)))
 
 

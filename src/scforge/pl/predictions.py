@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scforge._checks import check_known
 from scforge._constants import UNS_KEY
-from scforge.errors import DataError, did_you_mean, listing
+from scforge.errors import DataError
 from scforge.pl._style import COLOURS, check_columns, legend_beside, new_axes
 
 if TYPE_CHECKING:
@@ -102,12 +103,8 @@ def _counts(
         found, left_out = data, 0
     else:
         written = data.uns.get(UNS_KEY, {})
-        if table not in written:
-            raise DataError(
-                f"adata.uns[{UNS_KEY!r}] has no table {table!r}{did_you_mean(table, written)} (it has: "
-                f"{listing(written)}); call annotator.evaluate(adata) first, or name the columns of obs, truth=... and "
-                "predicted=..."
-            )
+        fix = "call annotator.evaluate(adata) first, or name the columns of obs, truth=... and predicted=..."
+        check_known("table", table, written, f"adata.uns[{UNS_KEY!r}]", fix=fix)
         found, left_out = written[table], 0
     check_columns("data", found, ("label", "predicted", "n_cells"))
     wide = found.assign(label=found["label"].astype(str), predicted=found["predicted"].astype(str))

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scforge.errors import OptionError, did_you_mean, listing
+from scforge._checks import check_known
+from scforge.errors import OptionError
 from scforge.pl._style import KINDS, check_columns, legend_beside, name_rows, new_axes, say_undefined
 
 if TYPE_CHECKING:
@@ -73,9 +74,8 @@ def metrics(
     frame = _of_benchmark(report, benchmark)
     known = list(dict.fromkeys(frame["metric"]))
     chosen = known if metrics is None else [metrics] if isinstance(metrics, str) else list(metrics)
-    if unknown := [name for name in chosen if name not in known]:
-        hint = did_you_mean(unknown[0], known)
-        raise OptionError(f"metrics={unknown[0]!r} is not in the report{hint} ({listing(known)})")
+    for name in chosen:
+        check_known("metrics", name, known, "the report", error=OptionError)
     if lower_is_better is None:
         told = frame["lower_is_better"].astype(bool) if "lower_is_better" in frame else [False] * len(frame)
         lower_is_better = set(frame.loc[told, "metric"])
@@ -108,9 +108,7 @@ def _of_benchmark(report: Any, benchmark: str | None) -> pd.DataFrame:
         return frame
     known = list(dict.fromkeys(frame["benchmark"]))
     benchmark = known[0] if benchmark is None and len(known) == 1 else benchmark
-    if benchmark not in known:
-        hint = did_you_mean(benchmark, known)
-        raise OptionError(f"benchmark={benchmark!r} is not in the report{hint}; name one of {listing(known)}.")
+    check_known("benchmark", benchmark, known, "the report", fix="name one of them", error=OptionError)
     return frame[frame["benchmark"] == benchmark]
 
 

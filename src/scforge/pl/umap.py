@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from scforge.errors import DataError, did_you_mean, listing
+from scforge._checks import check_known
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -54,11 +54,9 @@ def embeddings(
 
     obsm_keys = [obsm_keys] if isinstance(obsm_keys, str) else obsm_keys
     titles = dict(obsm_keys) if isinstance(obsm_keys, Mapping) else {key: key for key in obsm_keys}
-    for argument, name, known in [("color", color, adata.obs), *[("obsm_keys", key, adata.obsm) for key in titles]]:
-        if name not in known:
-            names = list(known)
-            hint = did_you_mean(name, names)
-            raise DataError(f"{argument}={name!r} is not in the data{hint} (known: {listing(names)})")
+    check_known("color", color, adata.obs, "adata.obs")
+    for key in titles:
+        check_known("obsm_keys", key, adata.obsm, "adata.obsm")
     # What scanpy writes stays in a copy.
     work = sc.AnnData(obs=adata.obs[[color]].astype("category"))
     for key in titles:
