@@ -40,6 +40,8 @@ KEYS = {
     "sequential_organization": ("labels_key",),
 }
 
+_COLUMNS = ("labels_key", "batch_key", "organism_key", "groups_key", "perturbation_key", "control")
+
 _MOST_P, _LEAST_CHANGE = 1e-4, 1.0
 """Genes that count as changed, as SingleCellPerturbationDataset of cz-benchmarks has it."""
 
@@ -188,12 +190,6 @@ def run_cz_task(
     adata: AnnData,
     keys: str | Sequence[str] | Mapping[str, Kind],
     *,
-    labels_key: str | None = None,
-    batch_key: str | None = None,
-    organism_key: str | None = None,
-    groups_key: str | None = None,
-    perturbation_key: str | None = None,
-    control: str | None = None,
     layer: str | None = None,
     baseline: bool = True,
     seed: int = _SEED,
@@ -227,10 +223,6 @@ def run_cz_task(
         Key or keys of embeddings in ``adata.obsm``, shape (N, D); as a mapping, with ``"model"``, ``"baseline"`` or
         ``"untrained"`` for each. For perturbations keys of ``adata.layers`` with the predicted log1p CP10K of each
         cell, shape (N, G), that of control cells included.
-    labels_key, batch_key, organism_key, groups_key, perturbation_key
-        Columns of ``adata.obs``.
-    control
-        Value of ``obs[perturbation_key]`` of control cells.
     layer
         Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
     baseline
@@ -238,7 +230,8 @@ def run_cz_task(
     seed
         Seed of the task.
     **options
-        Options of the task, e.g. ``n_folds=3``.
+        Columns of ``adata.obs`` as above (`control`: the value of ``obs[perturbation_key]`` of control cells), and
+        options of the task, e.g. ``n_folds=3``.
 
     Returns
     -------
@@ -259,14 +252,7 @@ def run_cz_task(
     """
     registry = _registry()
     check_known("name", name, registry.list_tasks(), "the tasks of cz-benchmarks", error=OptionError)
-    columns = {
-        "labels_key": labels_key,
-        "batch_key": batch_key,
-        "organism_key": organism_key,
-        "groups_key": groups_key,
-        "perturbation_key": perturbation_key,
-        "control": control,
-    }
+    columns = {argument: options.pop(argument, None) for argument in _COLUMNS}
     keys = [keys] if isinstance(keys, str) else keys
     kinds: dict[str, Kind] = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys, "model")
     where, place = ("layers", adata.layers) if name == EXPRESSION_TASK else ("obsm", adata.obsm)
@@ -282,7 +268,7 @@ def run_cz_task(
     for method, values in made.items():
         given: Any = values
         if name in TWO_ORGANISMS:
-            given = [values[rows] for rows in by_organism(adata.obs[str(organism_key)]).values()]
+            given = [values[rows] for rows in by_organism(adata.obs[columns["organism_key"]]).values()]
         start = time.perf_counter()
         with _told(name, seed):
             results = task.run(given, inputs)

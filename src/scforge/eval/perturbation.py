@@ -827,11 +827,7 @@ def evaluate_perturbations(
     check_copies(copied_rows(held_out.expression, trained.expression), f"test cells {SAME_CELL}")
     controls = [Effect((), context) for context in {effect.context for effect in held_out.effects}]
     plain = [cells.expression[np.concatenate([cells.rows(e) for e in controls])] for cells in (trained, held_out)]
-    if difference := scale_difference(*plain):
-        raise DataError(
-            f"over the common genes controls of train have {difference}; scale both to 10,000 over the same genes, or "
-            "give counts of all genes."
-        )
+    _check_scale(*plain, "controls of train")
     kept_out = _adata(held_out, keys)
     benchmark = PerturbationPrediction(perturbation_key, control, context_key, separator, n_top_genes=n_top_genes)
     benchmark.trained_on(_adata(trained, keys)).check(kept_out)
@@ -968,13 +964,18 @@ def _checked_cells(
     check_complete(one, what, real, layer=layer, layer_of_whole=keys.layer)
     cells = PerturbedCells.read(one, keys, argument=what, made=True).over(genes, argument=what)
     perturbed, measured = (some.expression[some.groups < len(some.effects)] for some in (cells, held_out))
-    if difference := scale_difference(perturbed, measured, profiles=True):
-        raise DataError(
-            f"over the common genes cells of {what} have {difference}; give log1p of counts per 10,000, or effects as "
-            "a DataFrame."
-        )
+    _check_scale(perturbed, measured, f"cells of {what}", profiles=True)
     check_copies(copied_rows(perturbed, measured), f"predicted cells of {what} are copies of held-out cells")
     return cells
+
+
+def _check_scale(one: sparse.csr_matrix, real: sparse.csr_matrix, what: str, *, profiles: bool = False) -> None:
+    """Raise where cells over the common genes are of another scale than the measured ones."""
+    if difference := scale_difference(one, real, profiles=profiles):
+        raise DataError(
+            f"over the common genes {what} have {difference}; scale both to 10,000 over the same genes, give counts of "
+            "all genes, or effects as a DataFrame."
+        )
 
 
 def _check_effects(benchmark: PerturbationPrediction, name: str, one: AnnData | pd.DataFrame, real: AnnData) -> None:
