@@ -94,6 +94,8 @@ def test_resampled_figures_lie_around_the_figure(cells: ad.AnnData) -> None:
     scores = benchmark.run(made, real)
     draws = benchmark.resampled(made, real, n=30, seed=1)
     assert list(draws) == list(benchmark.metrics) == list(scores)
+    other = cells[140:]
+    assert benchmark.run(made, other) == Generation(LABEL).run(made, other), "nothing is kept of other real cells"
     assert draws.equals(benchmark.resampled(made, real, n=30, seed=1))
     for name, value in scores.items():
         assert 0 < draws[name].std() < 0.1, name
@@ -118,6 +120,17 @@ def test_figures_of_labels(cells: ad.AnnData) -> None:
     rare.obs[LABEL] = [*["rare"] * 5, *real.obs[LABEL][5:]]
     with pytest.warns(ScforgeWarning, match="leave out 'rare'"):
         assert Generation(LABEL).run(cells[:150], rare)["label_mmd"] < 0.05
+
+
+def test_real_cells_without_a_label_are_left_out_and_said(cells: ad.AnnData) -> None:
+    real = cells[150:].copy()
+    real.obs.loc[real.obs_names[:7], LABEL] = None
+    made = generation_baselines(cells[:150], labels=cells.obs[LABEL][:75], labels_key=LABEL, seed=7)[
+        "independent genes"
+    ]
+    report = evaluate_generation(made, real, cells[:150], labels_key=LABEL, intervals=False)
+    assert report.facts["real cells"] == 143
+    assert "7 real cells without obs['cell_type'] are left out." in report.notes
 
 
 def test_baselines_keep_what_they_say(cells: ad.AnnData) -> None:

@@ -152,8 +152,10 @@ class Generation(Benchmark):
 
     def _parts(self, made: AnnData, reference: AnnData) -> _Parts:
         """Compute what does not depend on the draw, once for the figures and their draws."""
-        if self._last is not None and self._last[0] is made and self._last[1:3] == (reference, self.seed):
-            return self._last[3]
+        if self._last is not None:
+            of_made, of_real, seed, parts = self._last
+            if of_made is made and of_real is reference and seed == self.seed:
+                return parts
         real, cells = self._cells(reference, "real"), self._cells(made, "generated")
         if {*made.var_names} != {*reference.var_names}:
             of_one = made.var_names.symmetric_difference(reference.var_names)
@@ -676,11 +678,14 @@ def evaluate_generation(
             f"{len(names)} genes are in real, train and all generated cells, fewer than {_FEWEST_GENES}; give all of "
             "them the same var_names."
         )
-    labels = None
+    labels, notes = None, []
     if labels_key is not None:
         check_column("labels_key", labels_key, real.obs)
         check_column("labels_key", labels_key, train.obs)
-        real = real[real.obs[labels_key].notna()]
+        labeled = real.obs[labels_key].notna()
+        if not labeled.all():
+            notes.append(f"{int((~labeled).sum())} real cells without obs[{labels_key!r}] are left out.")
+        real = real[labeled]
         labels = real.obs[labels_key].astype(str)
     baselines = generation_baselines(
         train, real.n_obs, labels=labels, labels_key=labels_key, layer=layer, seed=int(seeds[0])
@@ -691,7 +696,6 @@ def evaluate_generation(
     check_copies(copied_rows(reference.X, learned.X), f"test cells {SAME_CELL}")
     check_complete(train, "train", real, layer=layer, layer_of_whole=layer)
     check_complete(real, "the real cells", train, layer=layer, layer_of_whole=layer)
-    notes = []
     for name, some in cells.items():
         check_complete(made[name], f"the cells of {name!r}", real, layer_of_whole=layer)
         same = copied_rows(some.X, reference.X)
