@@ -574,8 +574,10 @@ def generation_baselines(
     """
     rng = np.random.default_rng(seed)
     counts = counts_of(train, layer).astype(np.float64)
-    wanted = np.full(n_cells, "", dtype=object) if labels is None else np.asarray(labels).astype(str)
-    known = np.full(train.n_obs, "", dtype=object) if labels is None else train.obs[labels_key].astype(str).to_numpy()
+    wanted = np.array([""] * int(n_cells or 0), dtype=object) if labels is None else np.asarray(labels).astype(str)
+    known = (
+        np.array([""] * train.n_obs, dtype=object) if labels is None else train.obs[labels_key].astype(str).to_numpy()
+    )
     obs = pd.DataFrame({} if labels is None else {labels_key: wanted}, index=[f"cell{i}" for i in range(len(wanted))])
     if missing := sorted(set(wanted) - set(known)):
         raise DataError(

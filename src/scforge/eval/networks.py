@@ -101,7 +101,7 @@ def edges_from_embeddings(
 
 
 def edges_from_matrix(
-    matrix: Any, names: Sequence[str], targets: Sequence[str] | None = None, *, tfs: Sequence[str] | None = None
+    matrix: Any, names: Any, targets: Any = None, *, tfs: Sequence[str] | None = None
 ) -> pd.DataFrame:
     """Read a matrix of weights, whose rows regulate its columns, as edges.
 

@@ -827,7 +827,7 @@ def evaluate_perturbations(
     check_copies(copied_rows(held_out.expression, trained.expression), f"test cells {SAME_CELL}")
     controls = [Effect((), context) for context in {effect.context for effect in held_out.effects}]
     plain = [cells.expression[np.concatenate([cells.rows(e) for e in controls])] for cells in (trained, held_out)]
-    _check_scale(*plain, "controls of train")
+    _check_scale(plain[0], plain[1], "controls of train")
     kept_out = _adata(held_out, keys)
     benchmark = PerturbationPrediction(perturbation_key, control, context_key, separator, n_top_genes=n_top_genes)
     benchmark.trained_on(_adata(trained, keys)).check(kept_out)

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import anndata
 import numpy as np
@@ -883,7 +883,7 @@ def distances(
             check_known("obsm_key", obsm_key, adata.obsm, f"{name}.obsm", fix="compute it first")
             places[name] = np.asarray(adata.obsm[obsm_key])
     try:
-        away: Callable[[np.ndarray, np.ndarray], float] = Distance(metric, obsm_key="coordinates")
+        away: Callable[[np.ndarray, np.ndarray], float] = Distance(cast("Any", metric), obsm_key="coordinates")
     except ValueError as error:
         raise OptionError(
             f"metric={metric!r} is no distance of pertpy; see pertpy.tl.Distance for its names."

@@ -49,7 +49,7 @@ def name_rows(
 
 def say_undefined(ax: Axes, row: int) -> None:
     """Say at a row that its figure is not defined."""
-    where = {"xycoords": ("axes fraction", "data"), "va": "center"}
+    where: Any = {"xycoords": ("axes fraction", "data"), "va": "center"}
     ax.annotate("not defined", (0.02, row), color="0.5", fontsize="x-small", **where)
 
 

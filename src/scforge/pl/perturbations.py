@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -154,7 +154,12 @@ def perturbation_ranks(
     ax = new_axes(ax, 5.4, 1.1 + 0.36 * len(order))
     if metric == "rank":
         ax.axvline(0.5, color="0.4", linestyle="--", linewidth=1, zorder=0)
-        where = {"xycoords": ("data", "axes fraction"), "xytext": (0, 3), "textcoords": "offset points", "ha": "center"}
+        where: Any = {
+            "xycoords": ("data", "axes fraction"),
+            "xytext": (0, 3),
+            "textcoords": "offset points",
+            "ha": "center",
+        }
         ax.annotate("chance", (0.5, 1), color="0.4", fontsize="small", **where)
     counts = []
     for place, method in enumerate(order):

@@ -190,7 +190,7 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
             ax.scatter(np.full(len(known), column), known, s=620, color=shades, linewidths=0)
             dark = shades[:, :3] @ _LIGHT < 0.55
         for row, value in enumerate(table[name]):
-            style = {"color": "white" if row in known[dark] else "black", "fontsize": 8, "va": "center"}
+            style: Any = {"color": "white" if row in known[dark] else "black", "fontsize": 8, "va": "center"}
             style["fontweight"] = "bold" if value == table[name].max() else "normal"
             place, align = (column - 0.41, "left") if name in totals else (column, "center")
             ax.text(place, row, "–" if np.isnan(value) else f"{value:.2f}", ha=align, **style)
