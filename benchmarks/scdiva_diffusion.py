@@ -35,7 +35,7 @@ from anndata import AnnData
 from scipy.stats import spearmanr
 
 import scforge
-from scforge.eval import evaluate_reconstruction
+from scforge.eval.rank_reconstruction import evaluate_reconstruction
 from scforge.models import ScDiVa
 from scforge.tokenizers import serialisation_weights
 
