@@ -41,7 +41,7 @@ from scipy.sparse import csr_matrix
 
 from scforge._io import atomic_path, atomic_write_text
 from scforge.errors import ScforgeError
-from scforge.estimators.spec import recipe_for
+from scforge.estimators.spec import defaults_for
 from scforge.eval import embedding_baselines
 from scforge.models import Encoder, ScDiVa
 from scforge.training.objectives.base import OBJECTIVES
@@ -226,7 +226,7 @@ def trained(data: Data, name: str, method: Method, seed: int, args: argparse.Nam
     """Return the embedding of a method; setting up the cells, training and embedding count among its time."""
     text = json.dumps(method.options).replace(json.dumps(BATCH), json.dumps(data.batch_key))
     options = json.loads(text)
-    recipe = recipe_for("scdiva" if method.front is ScDiVa else options.get("architecture"), options)
+    recipe = defaults_for("scdiva" if method.front is ScDiVa else options.get("architecture"), options)
     objective = options.get("objective", {"name": recipe.objective})["name"]
     # Defaults that change make another method, so what is kept of the old ones is not taken.
     defaults = str(inspect.signature(OBJECTIVES.get(objective)))

@@ -19,8 +19,8 @@ import warnings
 from pathlib import Path
 
 from scforge.datasets import get_card, load
-from scforge.estimators import evaluate_embeddings
 from scforge.models import Encoder
+from scforge.workflows import evaluate_models
 
 DATASETS = ("pbmc3k", "kang_ctrl_8donor", "sc_mixology")
 
@@ -45,7 +45,7 @@ def main() -> None:
             models[-1].train(args.epochs, progress_bar=False)
         trained, trained_cpu = time.perf_counter() - start, time.process_time() - cpu
         start, cpu = time.perf_counter(), time.process_time()
-        report = evaluate_embeddings({"scforge": models}, adata, **keys, title=f"Embeddings of {card.title}")
+        report = evaluate_models({"scforge": models}, adata, **keys, title=f"Embeddings of {card.title}")
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
         times = f"trained in {trained:.0f} s ({trained_cpu:.0f} CPU s), evaluated in {seconds:.0f} s ({cpu:.0f} CPU s)"
         print(report.to_markdown(), f"\n{name}: {times}\n", sep="", flush=True)

@@ -78,7 +78,7 @@ def saved_megabytes(model: Encoder, way: str) -> float:
     """Return the size of what has to be kept of a fine-tuned model, beside its base."""
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder) / "model"
-        model.save_adapter(place) if way == "lora" else model.save(place)
+        model.save(place, adapter_only=True) if way == "lora" else model.save(place)
         return sum(file.stat().st_size for file in place.rglob("*.safetensors")) / 1e6
 
 

@@ -33,7 +33,7 @@ MEASURES = ("gene means", "correlations", "energy distance", "AUC")
 TOP_GENES, N_COMPONENTS = 200, 30
 
 
-def expression(cells: scforge.data.CellSource) -> np.ndarray:
+def expression(cells: scforge.data.cells.CellSource) -> np.ndarray:
     """Return log1p CP10K over the genes of the cells' vocabulary, shape (cells, genes)."""
     scale = sparse.diags(1e4 / np.maximum(cells.totals, 1.0))
     return np.log1p((scale @ cells.counts).toarray()).astype(np.float32)
@@ -109,7 +109,7 @@ def main() -> None:
             f"{time.perf_counter() - trained:.0f} s, {torch.get_num_threads()} threads",
             flush=True,
         )
-        real, known = expression(model.cells(adata[held_out].copy())), expression(model.cells(adata[rest].copy()))
+        real, known = expression(model._cells(adata[held_out].copy())), expression(model._cells(adata[rest].copy()))
         cells = {
             "model": generated.X.toarray(),
             "independent": independent(known, len(real), rng),

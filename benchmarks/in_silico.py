@@ -84,7 +84,7 @@ def main() -> None:
             model = Encoder(adata, n_top_genes=0, seed=seed)
             if is_trained:
                 model.train(args.epochs, progress_bar=False, accelerator="cpu")
-            cells = model.cells(controls)
+            cells = model._cells(controls)
             expressed = np.bincount(cells.counts.indices, minlength=model.vocab.n_genes)
             chosen = np.flatnonzero(expressed >= args.least)
             objective = model.spec.build_objective()
@@ -101,7 +101,7 @@ def main() -> None:
     expression = log_expression(cells).toarray()[:, chosen]
     names = [model.vocab.genes[i] for i in chosen]
     print(shown("correlation of expression", [shares(np.corrcoef(expression.T), names)], 0.0))
-    everything = log_expression(model.cells(adata)).toarray()
+    everything = log_expression(model._cells(adata)).toarray()
     of = np.asarray(adata.obs["perturbation"].astype(str))
     targets = sorted({*of} - {"control"})
     means = np.stack([everything[of == target].mean(axis=0) for target in targets])

@@ -35,7 +35,7 @@ from anndata import AnnData
 from scipy.stats import spearmanr
 
 import scforge
-from scforge.eval import evaluate_reconstruction
+from scforge.eval.rank_reconstruction import evaluate_reconstruction
 from scforge.models import ScDiVa
 from scforge.tokenizers import serialisation_weights
 
@@ -108,7 +108,7 @@ def report_on(train: AnnData, test: AnnData, mode: str, seed: int, args: argpars
 
 def expression(model: ScDiVa, adata: AnnData) -> np.ndarray:
     """Return log1p CP10K over the genes of the model, shape (cells, genes)."""
-    cells = model.cells(adata)
+    cells = model._cells(adata)
     scale = 1e4 / np.maximum(cells.totals, 1.0)
     return np.log1p(cells.counts.multiply(scale[:, None]).toarray()).astype(np.float32)
 

@@ -21,7 +21,8 @@ import numpy as np
 from scipy import sparse
 
 import scforge
-from scforge.data import CellBlock, CellSource, GeneVocab
+from scforge.data import CellBlock, GeneVocab
+from scforge.data.cells import CellSource
 from scforge.data.statistics import gene_medians
 from scforge.tokenizers import Masking, Tokenizer, get_tokenizer
 

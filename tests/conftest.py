@@ -19,7 +19,6 @@ import scforge
 from scforge.cli import main
 from scforge.config.schema import ModelConfig
 from scforge.data import GeneVocab, convert
-from scforge.data.conversion import Layout
 
 N_CELLS, N_GENES = 60, 80
 
@@ -164,7 +163,7 @@ def store(many_adata: ad.AnnData, tmp_path_factory: pytest.TempPathFactory) -> P
     """A store of the cells of `many_adata`, shuffled, in three datasets that end within a chunk; not to be changed."""
     path = tmp_path_factory.mktemp("stores") / "store.zarr"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Layout, "n_parts", lambda *_, **__: 3)
+        patch.setattr("scforge.data.conversion.dataset_size", lambda *_: 234)
         convert(many_adata, path, progress=False)
     return path
 

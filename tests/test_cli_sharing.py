@@ -36,7 +36,7 @@ def test_push_pull_and_embed(hub, model: Encoder, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out == f"{hub.url}/org/light\n"
     assert hub.repos["org/light"].private
     sent, saved = hub.files("org/light")["README.md"].decode(), Path("base/README.md").read_text()
-    assert 'from_pretrained("org/light")' in sent
+    assert 'load("org/light")' in sent
     assert "\n# light\n" in sent
     assert "this file is in" in saved
     assert main(["pull", "org/light", "-o", "pulled"]) == 0
@@ -53,10 +53,10 @@ def test_a_card_that_somebody_has_written_is_kept(hub, model: Encoder, told: Cal
     assert main(["push", "base", "org/light"]) == 0
     assert hub.files("org/light")["README.md"].decode() == text
     capsys.readouterr()
-    message = told("push", "base", "org/light", "--licence", "mit")
-    assert "has a README.md that somebody has written or edited, and licence (--licence) asks for a new one" in message
+    message = told("push", "base", "org/light", "--license", "mit")
+    assert "has a README.md that somebody has written or edited, and license (--license) asks for a new one" in message
     model.save("base", overwrite=True)
-    assert main(shlex.split("push base org/new --licence mit --data 'PBMC 3k' more --citation 'Us 2026'")) == 0
+    assert main(shlex.split("push base org/new --license mit --data 'PBMC 3k' more --citation 'Us 2026'")) == 0
     text = hub.files("org/new")["README.md"].decode()
     assert all(words in text for words in ("license: mit", "PBMC 3k, more", "Us 2026"))
 
@@ -117,7 +117,7 @@ def test_adapters_are_trained_sent_and_used_by_name(hub, model: Encoder, capsys:
     quick = ["training.accelerator=cpu", "training.batch_size=16"]
     assert main(["finetune", "--base-model", "org/light", "--data", "cells.h5ad", "-o", "OUT", *options, *quick]) == 0
     tuned = Encoder.load("OUT/final")
-    tuned.save_adapter("adapter")
+    tuned.save("adapter", adapter_only=True)
     assert main(["push", "adapter", "org/groups", "--base", "org/light"]) == 0
     Path("adapter/README.md").write_text("---\ntags: [ours]\n---\n# Our groups\n")
     assert main(["push", "adapter", "org/groups", "--base", "org/light"]) == 0

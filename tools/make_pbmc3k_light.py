@@ -30,7 +30,7 @@ def main() -> None:
     report = evaluate(adata, LabelPrediction("cell_type"), {"X_scforge": "model"}, title="pbmc3k-light")
     about = adata.uns["scforge_dataset"]
     model._facts = model._facts.with_given(
-        licence="cc-by-4.0",
+        license="cc-by-4.0",
         data=f"{about['title']}, 2,700 peripheral blood mononuclear cells of one healthy donor ({about['source']})",
         citation=about["citation"],
         metrics=report,
@@ -42,7 +42,7 @@ def main() -> None:
     size = sum(file.stat().st_size for file in TARGET.iterdir())
     if size > MOST_BYTES:
         raise ValueError(f"{TARGET} has {size:,} bytes, more than {MOST_BYTES:,}; lower SIZES")
-    scforge.models.Encoder.from_pretrained(NAME, adata)
+    scforge.models.Encoder.load(NAME, adata)
     print(f"{TARGET.name}: {size / 1e6:.2f} MB\n{model._facts.table}")
 
 

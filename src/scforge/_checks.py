@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from scforge.errors import OptionError
+from scforge.errors import DataError, OptionError, ScforgeError, did_you_mean, listing
 
 
 def check_count(argument: str, value: Any, what: str, *, least: int = 1) -> None:
@@ -100,3 +100,29 @@ def check_share(argument: str, value: Any) -> float:
     if not isinstance(value, numbers.Real) or isinstance(value, bool) or not 0 <= float(value) <= 1:
         raise OptionError(f"{argument}={value!r} is not a number from 0 to 1.")
     return float(value)
+
+
+def check_known(
+    argument: str,
+    name: object,
+    known: Iterable[object],
+    where: str,
+    *,
+    fix: str = "",
+    error: type[ScforgeError] = DataError,
+) -> None:
+    """Raise `error` unless a name is among the `known` ones that `where` has; `fix` says what else can be done.
+
+    Examples
+    --------
+    >>> check_known("color", "celltype", ["cell_type"], "obs")
+    Traceback (most recent call last):
+        ...
+    scforge.errors.DataError: color='celltype' is not in obs; did you mean 'cell_type'? (obs has: 'cell_type').
+    """
+    names = [one for one in known if one is not None]
+    if name not in names:
+        end = f"; {fix}." if fix else "."
+        raise error(
+            f"{argument}={name!r} is not in {where}{did_you_mean(name, names)} ({where} has: {listing(names)}){end}"
+        )

@@ -91,9 +91,10 @@ def _train(model: Encoder, key: str, **options: Any) -> float:
 
 
 def _token_entropy(model: Encoder) -> float:
+    from scforge.data import open_cells
     from scforge.training import token_counts, token_entropy
 
-    return token_entropy(token_counts(model.cells(), model.tokenizer))
+    return token_entropy(token_counts(open_cells(model.adata, model.vocab), model.tokenizer))
 
 
 def _report(adata: AnnData, transformer: Encoder, entropy: float, seconds: dict[str, float]) -> Report:

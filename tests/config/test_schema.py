@@ -3,7 +3,8 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from scforge.config import Config, DataConfig, MaskingConfig, ModelConfig, TokenizerConfig, TrainingConfig
+from scforge.config import Config, ModelConfig
+from scforge.config.schema import DataConfig, MaskingConfig, TokenizerConfig, TrainingConfig
 
 
 def test_options_of_an_architecture() -> None:

@@ -6,7 +6,8 @@ import anndata as ad
 import numpy as np
 import pytest
 
-from scforge.data import CellBlock, CellSource, GeneVocab, StoreCells, open_cells
+from scforge.data import CellBlock, GeneVocab, StoreCells, open_cells
+from scforge.data.cells import CellSource
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import pytest
 from scipy import sparse
 
 from scforge import datasets
-from scforge.data import CellBlock, CellSource, open_cells
-from scforge.data.cells import choose_chunks
+from scforge.data import CellBlock, open_cells
+from scforge.data.cells import CellSource, choose_chunks
 from scforge.data.checks import (
     check_adata,
     check_obs_column,

@@ -1,5 +1,4 @@
 import contextlib
-import dataclasses
 import logging
 from pathlib import Path
 
@@ -12,10 +11,10 @@ import zarr
 from scipy import sparse, stats
 
 from scforge import _io
-from scforge.data import GeneVocab, StoreInfo, convert, measure_medians, open_cells
-from scforge.data.conversion import Layout
+from scforge.data import GeneVocab, convert, open_cells
 from scforge.data.readers import Matrix
-from scforge.data.store import DATASET, read_measured, read_vocab
+from scforge.data.statistics import measure_medians
+from scforge.data.store import DATASET, StoreInfo, read_measured, read_vocab
 from scforge.errors import DataError, GeneMismatchError, OptionError, ScforgeWarning
 
 N_GENES = 60
@@ -54,16 +53,8 @@ def sources(tmp_path: Path) -> dict[str, ad.AnnData]:
 
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sources come in small pieces, and datasets and the buffer are small, too."""
-    whole = Layout.of.__func__
-
-    def small(cls: type[Layout], *args, **kwargs) -> Layout:
-        layout = whole(cls, *args, **kwargs)
-        return dataclasses.replace(
-            layout, bucket_size=512, n_buckets=-(-layout.n_cells // 512), buffer_entries=4000, bucket_bytes=10**6
-        )
-
-    monkeypatch.setattr(Layout, "of", classmethod(small))
+    """Sources come in small pieces, and datasets are small, too."""
+    monkeypatch.setattr("scforge.data.conversion.dataset_size", lambda *_: 512)
     monkeypatch.setattr(Matrix.row_chunks, "__defaults__", (1500,))
 
 
@@ -113,14 +104,10 @@ def test_the_order_depends_on_the_seed_and_not_on_memory(sources, small_steps, t
     one, two, other = (convert(list(sources), tmp_path / f"{i}.zarr", seed=seed) for i, seed in enumerate([0, 0, 1]))
     assert one.content_hash == two.content_hash != other.content_hash
     monkeypatch.undo()
-    convert(list(sources), tmp_path / "large.zarr")
-    monkeypatch.setattr(Layout, "n_parts", lambda *_, **__: 5)
-    assert len(convert(list(sources), tmp_path / "five.zarr").datasets) == 5
-    expected = read_store(tmp_path / "0.zarr")
-    for name in ("large.zarr", "five.zarr"):
-        stored = read_store(tmp_path / name)
-        assert stored.obs_names.equals(expected.obs_names)
-        assert (stored.X != expected.X).nnz == 0
+    assert len(convert(list(sources), tmp_path / "large.zarr").datasets) == 1
+    expected, stored = read_store(tmp_path / "0.zarr"), read_store(tmp_path / "large.zarr")
+    assert stored.obs_names.equals(expected.obs_names)
+    assert (stored.X != expected.X).nnz == 0
 
 
 @pytest.mark.slow
@@ -175,7 +162,7 @@ def test_counts_above_16_bits_make_the_store_wider(sources, small_steps, tmp_pat
 def test_columns_of_one_gene_are_summed_beyond_16_bits(tmp_path):
     counts = sparse.csr_matrix([[60_000, 60_000, 1], [1, 2, 3]], dtype=np.uint16)
     adata = ad.AnnData(counts, var=pd.DataFrame(index=["ENSG00000141510.1", "ENSG00000141510.2", "b"]))
-    with pytest.warns(ScforgeWarning, match="'adata': adata.var_names names genes that other columns name as well"):
+    with pytest.warns(ScforgeWarning, match="adata.var_names names genes that other columns name as well"):
         info = convert(adata, tmp_path / "s.zarr", shuffle=False)
     assert info.counts_dtype == "uint32"
     assert read_store(tmp_path / "s.zarr").X.toarray().tolist() == [[120_000, 1], [3, 3]]
@@ -222,17 +209,13 @@ def test_the_source_that_does_not_fit_is_named(sources, tmp_path):
         ({"obs": ["scforge_total"]}, "which scforge adds itself"),
         ({"path": "s3://bucket/s.zarr"}, "is a URL"),
         ({"path": "file"}, "is a file"),
-        ({"path": "/"}, "path='/' is the root of the disk"),
         ({"path": "."}, "exists and is no store"),
         ({"path": "out.h5ad"}, r"out\.h5ad' is named like a file, and a store is a folder; name one such as"),
-        ({"path": "3/sub/in.zarr"}, r"in\.zarr' lies in the zarr folder '.*/3'; choose a path outside"),
     ],
 )
 def test_options_that_cannot_be(tiny_adata, tmp_path, monkeypatch, options, match):
     monkeypatch.chdir(tmp_path)
-    for name in ("file", "3/zarr.json"):
-        Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_text("{}")
+    Path("file").write_text("{}")
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(OptionError, match=match):
         convert(tiny_adata, **{"path": "s.zarr", **options})
@@ -310,7 +293,7 @@ def test_a_store_whose_replacement_was_killed_is_there_again(tiny_adata, tmp_pat
     whole = [Path.replace, Path.rename]
     monkeypatch.setattr(_io, "_exchange", lambda one, other: False)
     found = []
-    for number in range(5):
+    for number in range(4):
         path = tmp_path / str(number) / "s.zarr"
         convert(tiny_adata, path, progress=False)
         steps = number
@@ -318,8 +301,8 @@ def test_a_store_whose_replacement_was_killed_is_there_again(tiny_adata, tmp_pat
             patch.setattr(Path, "rename", killed)
             patch.setattr(Path, "replace", killed)
             convert(tiny_adata[:20].copy(), path, overwrite=True, progress=False)
-        found.append(len(open_cells(path) if number % 2 else StoreInfo.read(path)))
+        found.append(len(open_cells(path)) if number % 2 else StoreInfo.read(path).n_cells)
         convert(tiny_adata[:30].copy(), path, overwrite=True, progress=False)
         assert StoreInfo.read(path).n_cells == 30
         assert [part.name for part in path.parent.iterdir()] == ["s.zarr"]
-    assert found == [60, 60, 60, 20, 20]
+    assert found == [60, 60, 20, 20]

@@ -388,7 +388,7 @@ def test_descriptions_of_stores(tiny_adata, tmp_path):
     convert(tiny_adata, tmp_path / "s.zarr", progress=False)
     file = tmp_path / "s.zarr" / "zarr.json"
     text = file.read_text()
-    for key in ("n_cells", "datasets", "sources", "counts_kept", "obs_columns", "chunk_size"):
+    for key in ("datasets", "sources", "counts_kept", "obs_columns", "chunk_size"):
         for value in (None, -1, "x", {}, True, 10**30):
             content = json.loads(text)
             content["attributes"]["scforge"][key] = value

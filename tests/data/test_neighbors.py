@@ -6,7 +6,8 @@ from scipy import sparse
 from sklearn.neighbors import NearestNeighbors
 
 import scforge
-from scforge.data import CellSource, open_cells
+from scforge.data import open_cells
+from scforge.data.cells import CellSource
 from scforge.data.neighbors import harmonised, mutual_neighbors, neighbor_weights, principal_components
 from scforge.errors import DataError
 

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from scforge.data import CellOrder, CellWeights
-from scforge.data.sampling import cut_by_tokens
+from scforge.data import CellOrder
+from scforge.data.sampling import CellWeights, cut_by_tokens
 from scforge.errors import OptionError
 
 LENGTHS = np.random.default_rng(0).integers(10, 500, 1000)
@@ -184,18 +184,6 @@ def test_without_shuffling_cells_keep_their_order_or_are_sorted_by_length():
     assert [lengths[np.concatenate(batches(order))].tolist() for order in orders] == [[1, 2, 4, 5], [3, 7, 8, 9]]
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_drop_last(world_size):
-    orders = [CellOrder(np.arange(103), 10, drop_last=True, rank=r, world_size=world_size) for r in range(world_size)]
-    parts = [batches(order) for order in orders]
-    assert {len(batch) for part in parts for batch in part} == {10}
-    assert {len(part) for part in parts} == {103 // world_size // 10}
-    rows = np.concatenate([row for part in parts for row in part])
-    assert len(np.unique(rows)) == len(rows)
-    # Other cells are left out in another epoch.
-    assert set(rows) != set(np.concatenate([row for order in orders for row in batches(order, 1)]))
-
-
 def test_epochs_count_on_from_the_first_and_validation_has_one():
     later, validation = (CellOrder(np.arange(100), 10, first_epoch=first) for first in (5, None))
     later.set_epoch(1)
@@ -258,8 +246,6 @@ def test_states_that_cannot_be_loaded():
             order.load_state_dict({key: value for key, value in state.items() if key != name})
     with pytest.raises(OptionError, match="position=11 is behind the 10 batches"):
         order.load_state_dict({**state, "position": 11})
-    with pytest.raises(OptionError, match="position=-1"):
-        order.load_state_dict({**state, "position": -1})
     assert CellOrder(**{**STATE_OPTIONS, "lengths": LENGTHS[:100].astype(np.int16)}).state_dict() == state
 
 
@@ -270,22 +256,13 @@ PACKED = {"batch_size": None, "max_tokens_per_batch": 10}
     ("options", "message"),
     [
         ({"rows": []}, "rows has no cell"),
-        ({"rows": [0.5]}, "rows must be a list of positions"),
-        ({"rows": [-1, 2]}, "rows has the position -1"),
         ({"rows": [2, 1]}, r"not ascending.*numpy.unique\(rows\)"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": None}, "batch_size=None needs max_tokens_per_batch"),
-        ({"window_cells": 0}, "window_cells=0"),
-        ({"shuffle": "no"}, "shuffle='no'"),
-        ({"rank": 2, "world_size": 2}, "rank=2 is not below world_size=2"),
         ({"world_size": 4}, "rows has 3 cells, too few for world_size=4"),
         ({"world_size": 2, "batch_size": 1}, "batch_size=1 cannot give each of world_size=2"),
-        ({"batch_size": 4, "drop_last": True}, "drop_last=True leaves no batch of batch_size=4"),
-        ({"lengths": [1, 2]}, "one whole number for each of 3 cells"),
-        ({"lengths": [1, 2, -1]}, "lengths has -1"),
         ({"max_tokens_per_batch": 9}, "max_tokens_per_batch=9 needs lengths"),
         ({"max_tokens_per_batch": 9, "lengths": [1, 2, 10]}, "max_tokens_per_batch=9 .* which has 10 tokens"),
-        ({"max_tokens_per_batch": 9, "lengths": [1, 2, 3], "drop_last": True}, "drop_last=True needs batches"),
         ({**PACKED, "lengths": [9, 9, 9], "world_size": 2}, "=10 leaves a batch to each of the 2 cells"),
     ],
 )

@@ -3,7 +3,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from scforge.data import PerturbationKeys, parse_perturbations
+from scforge.data.perturbation import PerturbationKeys, parse_perturbations
 from scforge.errors import DataError, OptionError
 
 LABELS = ["ctrl", "KLF1+ctrl", "ctrl+KLF1", " KLF1 + BAK1", "BAK1+KLF1", "BAK1"]

@@ -1,4 +1,6 @@
+import shutil
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -6,10 +8,11 @@ import anndata as ad
 import numpy as np
 import pandas as pd
 import pytest
+import zarr
 from scipy import sparse
 
-from scforge.data import CellBlock, CellOrder, GeneVocab, StoreCells, Window, convert, open_cells
-from scforge.data.conversion import Layout
+from scforge.data import CellBlock, CellOrder, GeneVocab, StoreCells, convert, open_cells
+from scforge.data.sampling import Window
 from scforge.errors import DataError, GeneMismatchError, ScforgeWarning
 
 ALL = [f"gene{i}" for i in range(80)]
@@ -22,7 +25,7 @@ def ordered(many_adata: ad.AnnData, tmp_path_factory) -> Path:
     many_adata[:400].write_h5ad(folder / "a.h5ad")
     many_adata[400:, :60].write_h5ad(folder / "b.h5ad")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Layout, "n_parts", lambda *_, **__: 2)
+        patch.setattr("scforge.data.conversion.dataset_size", lambda *_: 350)
         convert([folder / "a.h5ad", folder / "b.h5ad"], folder / "s.zarr", shuffle=False, progress=False)
     return folder / "s.zarr"
 
@@ -84,8 +87,6 @@ def test_columns_are_chosen(store):
     assert StoreCells.open(store, obs=[]).obs.shape == (700, 0)
     with pytest.raises(DataError, match=r"obs names 'donr', .*did you mean 'donor'\?"):
         StoreCells.open(store, obs=["donr"])
-    with pytest.raises(ValueError, match=r"give a list of columns, \['donor'\]"):
-        StoreCells.open(store, obs="donor")
 
 
 VOCABS = {
@@ -208,3 +209,22 @@ def test_a_stream_that_is_left_leaves_no_thread(store):
 
     with pytest.raises(ValueError, match="^no more windows$"):  # which is no damage
         list(cells.stream(failing()))
+
+
+def test_a_store_of_an_earlier_version(store, tmp_path, assert_same):
+    """Its tables have a check number of each cell, and its description those of columns."""
+    old = Path(shutil.copytree(store, tmp_path / "old.zarr"))
+    root = zarr.open_group(old, mode="a", use_consolidated=False)
+    info = dict(root.attrs["scforge"])
+    for number, dataset in enumerate(info["datasets"]):
+        obs = root[f"dataset_{number}/obs"]
+        ad.io.write_elem(obs, "scforge_check", np.arange(dataset["n_cells"], dtype=np.uint32))
+        obs.attrs["column-order"] = [*obs.attrs["column-order"], "scforge_check"]
+        dataset["columns"] = {"donor": 1}
+    root.attrs["scforge"] = info
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Consolidated metadata")
+        zarr.consolidate_metadata(root.store)
+    cells, whole = StoreCells.open(old), StoreCells.open(store)
+    assert list(cells.obs) == list(whole.obs)
+    assert_same(cells.block(np.arange(700)), whole.block(np.arange(700)))

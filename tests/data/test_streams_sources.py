@@ -10,7 +10,8 @@ import pandas as pd
 import pytest
 from scipy import sparse
 
-from scforge.data import GeneVocab, StoreCells, open_cells, open_streams
+from scforge.data import GeneVocab, StoreCells, open_cells
+from scforge.data.readers import open_streams
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, ScforgeWarning
 from scforge.training import CellDataModule
 

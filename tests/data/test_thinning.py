@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from scipy import sparse, stats
 
-from scforge.data import CellBlock, CellSource
-from scforge.data.cells import content_keys
+from scforge.data import CellBlock
+from scforge.data.cells import CellSource, content_keys
 from scforge.data.sampling import cell_keys, uniform
 from scforge.training.objectives._views import thin
 

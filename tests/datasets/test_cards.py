@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from scforge._io import sha256_of
-from scforge.datasets import DatasetCard, SplitRule, check_independent, get_card, list_cards, load
+from scforge.datasets import check_independent, get_card, list_cards, load
+from scforge.datasets.cards import DatasetCard, SplitRule
 from scforge.datasets.loading import find_file
 from scforge.errors import DataError, MissingFileError, OptionError
 
@@ -92,7 +93,7 @@ def test_controls_must_be_there_and_values_be_counts(tiny_adata: ad.AnnData, tmp
     for X in (tiny_adata.X.toarray() / 2, tiny_adata.X / 2):
         tiny_adata.X = X
         tiny_adata.write_h5ad(tmp_path / "sc_mixology.h5ad")
-        with pytest.raises(DataError, match=r"X of '.*sc_mixology.h5ad' holds values that are no counts.*adata.raw.X"):
+        with pytest.raises(DataError, match=r"X of '.*sc_mixology.h5ad' holds .* which are no counts.*adata.raw.X"):
             load("sc_mixology", tmp_path, verify=False)
 
 

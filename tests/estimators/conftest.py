@@ -69,7 +69,7 @@ def saved_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("saved")
     plain.save(folder / "plain")
     base.save(folder / "base")
-    adapted.save_adapter(folder / "adapter")
+    adapted.save(folder / "adapter", adapter_only=True)
     return folder
 
 

@@ -17,9 +17,9 @@ from scforge.cli import main
 from scforge.data import open_cells
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, NotTrainedWarning, OptionError
 from scforge.estimators import Encoder
-from scforge.workflows import EmbeddingInfo, embed_to
 from scforge.workflows import embed as bulk
-from scforge.workflows.embed import EmbeddingFiles
+from scforge.workflows import embed_to
+from scforge.workflows.embed import EmbeddingFiles, EmbeddingInfo
 
 BLOCK = 100  # of the 700 cells of `store`
 
@@ -52,7 +52,7 @@ def begin(run, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
         write = EmbeddingFiles.write
 
         def stopping(self, block, embedding):
-            if len(self.done()) == blocks:
+            if block == blocks:
                 raise KeyboardInterrupt
             write(self, block, embedding)
 
@@ -83,7 +83,7 @@ def test_the_output_holds_the_embedding_and_the_cells(run, output, read, model, 
     found = read(tmp_path / output)
     same_cells(found, store, expected)
     assert (info.n_cells, info.n_embedded, info.n_latent, info.complete) == (700, 700, 4, True)
-    assert found.uns["scforge"]["X_scforge"] == model._provenance(model.cells(store), 4)
+    assert found.uns["scforge"]["X_scforge"] == model._provenance(model._cells(store), 4)
     assert left_over(tmp_path) == []
 
 
@@ -127,18 +127,12 @@ def test_several_processes_take_turns(run, store, expected, tmp_path):
     assert left_over(tmp_path) == []
 
 
-@pytest.mark.parametrize("damaged", [None, "result/obsm/X_scforge/c/1", "blocks/1"])
-def test_goes_on_where_it_was(run, begin, damaged, model, store, expected, tmp_path):
+def test_resumes_where_it_was(run, begin, model, store, expected, tmp_path):
     begin(3)
     assert not (tmp_path / "out.zarr").exists()
     model.save(tmp_path / "model")
-    if damaged is None:
-        assert run(rank=1, world_size=3).n_embedded == 100, "of its blocks 1 and 4 the first was done"
-    elif damaged == "blocks/1":
-        (tmp_path / ".out.zarr.embedding" / damaged).write_text("")
-    else:
-        shutil.rmtree(tmp_path / ".out.zarr.embedding" / damaged)
-    assert run(model=tmp_path / "model", device="cpu", batch_size=50).n_embedded == (300 if damaged is None else 500)
+    assert run(rank=1, world_size=3).n_embedded == 100, "of its blocks 1 and 4 the first was done"
+    assert run(model=tmp_path / "model", device="cpu", batch_size=50).n_embedded == 300
     same_cells(ad.read_zarr(tmp_path / "out.zarr"), store, expected)
 
 
@@ -276,17 +270,16 @@ import torch
 from scforge.workflows import embed, embed_to
 torch.set_num_threads(1)
 model, store, output, hang = sys.argv[1:]
-write, calls = embed.atomic_write_text, []
+write, calls = embed.EmbeddingFiles.write, []
 
-def hanging(path, text):
-    if path.parent.name == "blocks" and hang == "True":
-        calls.append(path)
-        if len(calls) > 2:
-            print("hangs", flush=True)
-            time.sleep(600)
-    write(path, text)
+def hanging(self, block, embedding):
+    calls.append(block)
+    if len(calls) > 2 and hang == "True":
+        print("hangs", flush=True)
+        time.sleep(600)
+    write(self, block, embedding)
 
-embed.atomic_write_text = hanging
+embed.EmbeddingFiles.write = hanging
 print(embed_to(model, store, output, block_size=100, progress_bar=False, device="cpu"))
 """
 
@@ -305,13 +298,6 @@ def test_processes_that_are_killed_go_on(run, model, store, expected, tmp_path):
     first, second = start(0, hang=True), start(1, hang=False)
     try:
         assert first.stdout.readline() == "hangs\n"
-        for said, options in (
-            ("process 0 of 2 is at work on .* and this is process 0 of 2", {"rank": 0, "world_size": 2}),
-            ("process [01] of 2 is at work on .* and this is process 0 of 1", {}),
-            ("process [01] of 2 is at work on .*; wait until it is done", {"key": "X_other", "overwrite": True}),
-        ):
-            with pytest.raises(OptionError, match=said):
-                run(**options)
         said = second.communicate(timeout=120)[0]
     finally:
         for process in (first, second):

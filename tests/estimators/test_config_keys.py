@@ -102,7 +102,7 @@ class Built:
         """Which model is fine-tuned, and the arguments of ``Encoder.finetune``."""
         model = Mock(vocab=None, registry_={"setup_args": {}})
         model.finetune.return_value = model
-        load = self.replaced("estimators.Encoder.load", model)
+        load = self.replaced("estimators.Encoder._load_folder", model)
         self.replaced("workflows.finetune.outputs_of")
         finetuning_from_config.finetune_from_config(self.config)
         seen = arguments(model.finetune, "task", "source")

@@ -1,4 +1,6 @@
+from collections.abc import Callable
 from functools import partial
+from unittest.mock import Mock
 
 import anndata as ad
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import LambdaCallback
 from scipy import sparse
 
-from scforge.data import GeneVocab, select_genes
+from scforge.data import GeneVocab, open_cells, select_genes
 from scforge.errors import DataError, GeneMismatchError, NotTrainedWarning, OptionError, TrainingError
 from scforge.estimators import Encoder, ScDiVa
 from scforge.models import list_models
@@ -204,22 +206,10 @@ class Means(Bare):
         return self.encode(input_ids, attention_mask).sum(), None
 
 
-class NoKwargs(Means):
-    def encode(self, input_ids, attention_mask, values=None):
-        return self.embedding(input_ids).mean(1)
-
-
-class OneProfile(Means):
-    def forward(self, profile, **kwargs):
-        return profile
-
-
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
         (Bare, "architecture='own' is .*Bare, which does not define 'encode', 'forward'"),
-        (NoKwargs, r"encode of NoKwargs takes no \*\*kwargs; write it as encode\(self, input_ids, attention_mask, v"),
-        (OneProfile, "forward of OneProfile needs 'profile', which it may not be given; write it as forward"),
         (Means, r"Means.forward returned a tuple; let it return scforge.models.ModelOutput"),
     ],
 )
@@ -377,3 +367,38 @@ def test_variable_genes_are_chosen_within_an_annotation_but_not_within_a_list(ti
     assert (chosen.n_genes, chosen.release) == (2_000, "some annotation, from_data")
     assert Encoder(adata, vocab=whole, n_top_genes=0, hidden_dim=8).vocab.n_genes == 2_400
     assert Encoder(adata, vocab=GeneVocab.from_genes(whole.genes), hidden_dim=8).vocab.n_genes == 2_400
+
+
+def change_counts(adata: ad.AnnData) -> None:
+    """Swap two counts of a cell, which changes neither its total nor any other sum."""
+    start = adata.X.indptr[5]
+    first = adata.X.data[start]
+    other = start + int(np.flatnonzero(adata.X[5].data != first)[0])
+    adata.X.data[start], adata.X.data[other] = adata.X.data[other], first
+
+
+def change_names(adata: ad.AnnData) -> None:
+    adata.var_names = adata.var_names[::-1]
+
+
+def choose_a_layer(adata: ad.AnnData) -> None:
+    adata.layers["other"] = adata.X[::-1].copy()
+    Encoder.setup_anndata(adata, layer="other")
+
+
+@pytest.mark.parametrize("change", [change_counts, change_names, choose_a_layer])
+def test_cells_are_opened_again_where_they_have_changed(model: Encoder, monkeypatch, change: Callable) -> None:
+    opened = Mock(side_effect=open_cells)
+    monkeypatch.setattr("scforge.estimators.base.open_cells", opened)
+    before = model.get_latent_representation()
+    model.adata.obs["number"] = np.arange(60)
+    assert model._cells().column("number").tolist() == list(range(60))
+    np.testing.assert_array_equal(model.get_latent_representation(), before)
+    assert not opened.called, "training has opened them"
+    change(model.adata)
+    after = model.get_latent_representation()
+    assert opened.call_count == 1
+    copy = model.adata.copy()
+    Encoder.setup_anndata(copy, layer=model._setup_of(model.adata)["layer"])
+    np.testing.assert_array_equal(after, model.get_latent_representation(copy))
+    assert np.abs(after - before).max() > 0

@@ -8,10 +8,10 @@ import pytest
 from scforge.cli import main
 from scforge.config import load_config
 from scforge.errors import DataError, OptionError, ScforgeWarning
-from scforge.estimators import Encoder, evaluate_embeddings
+from scforge.estimators import Encoder
 from scforge.eval import Benchmark, register_benchmark
 from scforge.eval.base import BENCHMARKS
-from scforge.workflows import evaluate_to, train_from_config
+from scforge.workflows import evaluate_models, evaluate_to, train_from_config
 
 QUICK = {"baselines": ["pca"], "intervals": False, "seeds": (0,)}
 TRAINING = {"max_epochs": 1, "batch_size": 32, "progress_bar": False, "accelerator": "cpu"}
@@ -35,9 +35,9 @@ def edges(n_genes: int = 60) -> pd.DataFrame:
 def test_an_embedding_beside_baselines_and_random_weights(trained: Encoder, tmp_path: Path) -> None:
     cells = trained.adata.copy()
     before = set(cells.obsm), set(cells.uns)
-    trained.evaluate(cells, benchmarks="geometry", key_added=None, **QUICK)
+    evaluate_models(trained, cells, benchmarks="geometry", key_added=None, **QUICK)
     assert (set(cells.obsm), set(cells.uns)) == before
-    report = trained.evaluate(cells, benchmarks=["label_prediction", "geometry"], **QUICK)
+    report = evaluate_models(trained, cells, benchmarks=["label_prediction", "geometry"], **QUICK)
     rows = [(row.name, row.kind) for row in report.of("label_prediction")]
     assert rows == [("X_scforge", "model"), ("X_untrained", "untrained"), ("PCA", "baseline")]
     np.testing.assert_allclose(cells.obsm["X_scforge"], trained.get_latent_representation(cells, key_added=None))
@@ -48,7 +48,7 @@ def test_an_embedding_beside_baselines_and_random_weights(trained: Encoder, tmp_
     assert len(report.verdicts()) == 1
     assert report.facts["labels_key"] == "group (2)"
     assert not any("'scforge' has seen the expression of these cells" in note for note in report.notes)
-    seen = trained.evaluate(trained.adata, benchmarks="label_prediction", key_added=None, **QUICK)
+    seen = evaluate_models(trained, trained.adata, benchmarks="label_prediction", key_added=None, **QUICK)
     assert "'scforge' has seen the expression of these cells" in seen.notes[-2]
 
 
@@ -56,7 +56,7 @@ def test_several_trainings_are_one_row_and_other_embeddings_too(trained: Encoder
     cells = trained.adata.copy()
     cells.obsm["X_point"] = np.ones((160, 4)) + np.random.default_rng(0).normal(0, 1e-3, (160, 4))
     options = QUICK | {"benchmarks": "geometry", "obsm_keys": ["X_point"], "untrained": False}
-    report = evaluate_embeddings({"mine": [trained, trained]}, cells, **options)
+    report = evaluate_models({"mine": [trained, trained]}, cells, **options)
     assert [row.name for row in report.rows] == ["X_point", "X_mine", "PCA"]
     assert report.rows[1].spreads["effective_rank"] == 0.0
     assert {"X_mine_0", "X_mine_1"} <= set(cells.obsm)
@@ -69,14 +69,14 @@ def test_several_trainings_are_one_row_and_other_embeddings_too(trained: Encoder
 def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> None:
     tuned = trained.finetune("annotation", trained.adata, labels_key="group", test_size=0.4, freeze=True, **TRAINING)
     with pytest.warns(ScforgeWarning, match="fine-tuned on 96 of the 160 cells; they are not scored"):
-        report = tuned.evaluate(trained.adata.copy(), benchmarks="label_prediction", **QUICK)
+        report = evaluate_models(tuned, trained.adata.copy(), benchmarks="label_prediction", **QUICK)
     assert report.facts["cells"].startswith("64 of 160")
     assert report.rows[0].kind == "supervised"
     assert "'scforge' learned from labels of other cells" in report.notes[-2]
     assert not report.verdicts()
     learned = trained.adata[np.sort(tuned._seen.rows.train)].copy()
     with pytest.raises(DataError, match="the model 'scforge' was fine-tuned on all these .* their labels are in its"):
-        tuned.evaluate(learned, benchmarks="label_prediction", **QUICK)
+        evaluate_models(tuned, learned, benchmarks="label_prediction", **QUICK)
 
 
 @pytest.mark.parametrize(
@@ -87,13 +87,18 @@ def test_cells_whose_labels_a_model_learned_are_not_scored(trained: Encoder) -> 
         ({"labels_key": None, "benchmarks": None}, "labels_key=None, but cell types are needed"),
         ({"obsm_keys": ["X_scforge"]}, "two rows are called 'X_scforge'; give the model"),
         ({"benchmarks": {"label_prediction": {"max_cells": 50}}}, "max_cells=50 has no use here"),
-        ({"seed": 3}, "seed=3 is for the task of a fine-tuned model"),
-        ({"seeds": ()}, r"seeds=\(\) leaves nothing to run"),
+        ({"seeds": ()}, r"seeds=\(\) is no list of seeds"),
         ({"benchmarks": "gene_network"}, "needs true edges; pass network=FILE"),
         ({"benchmarks": "geometry", "network": "edges.csv"}, "which only the benchmark gene_network needs"),
-        ({"benchmarks": {"perturbation_prediction": {"perturbation_key": "group", "control": "a"}}}, "is run by the"),
+        (
+            {"benchmarks": {"perturbation_prediction": {"perturbation_key": "group", "control": "a"}}},
+            "evaluate_perturb",
+        ),
         ({"benchmarks": "generation"}, "with others than those of the training"),
-        ({"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl"}, "'symbl' is not a column of var"),
+        (
+            {"benchmarks": "gene_network", "network": edges(), "gene_key": "symbl"},
+            "'symbl' is not a column",
+        ),
         ({"benchmarks": "my_network", "network": edges()}, "'my_network' scores what scforge cannot make of a model"),
     ],
 )
@@ -111,7 +116,7 @@ def test_mistakes(trained: Encoder, options: dict, message: str, request: pytest
     if options.get("labels_key", "group") is None:
         del cells.obs["group"]
     with pytest.raises((OptionError, DataError), match=message):
-        trained.evaluate(cells, **{"benchmarks": "label_prediction", **QUICK, **options})
+        evaluate_models(trained, cells, **{"benchmarks": "label_prediction", **QUICK, **options})
 
 
 def test_what_nobody_asked_for_is_left_out_where_cells_do_not_allow_it(many_adata: ad.AnnData) -> None:
@@ -120,7 +125,7 @@ def test_what_nobody_asked_for_is_left_out_where_cells_do_not_allow_it(many_adat
     Encoder.setup_anndata(few, labels_key="group", batch_key="batch")
     model = Encoder(few, n_top_genes=60, hidden_dim=16, ffn_dim=16, latent_dim=8)
     model.train(**TRAINING)
-    report = model.evaluate(few, **QUICK)
+    report = evaluate_models(model, few, **QUICK)
     assert report.benchmarks == ["cell_type_probe", "geometry"]
     assert any(note.startswith("scib needs 91 cells with a label, and there are 80") for note in report.notes)
     assert any("so nothing looks at batches" in note for note in report.notes)
@@ -173,7 +178,7 @@ def test_gene_embeddings_against_a_network(trained: Encoder, tmp_path: Path) -> 
     cells = trained.adata.copy()
     edges().to_csv(tmp_path / "edges.csv", index=False)
     options = {"benchmarks": ["geometry", "gene_network"], "network": tmp_path / "edges.csv", **QUICK}
-    report = trained.evaluate(cells, **options)
+    report = evaluate_models(trained, cells, **options)
     kinds = {row.name: row.kind for row in report.of("gene_network")}
     assert (kinds["scforge"], kinds["untrained"]) == ("model", "untrained")
     assert "baseline" in kinds.values()
@@ -182,7 +187,7 @@ def test_gene_embeddings_against_a_network(trained: Encoder, tmp_path: Path) -> 
     assert set(cells.uns["scforge"]["metrics"]["benchmark"]) == {"geometry", "gene_network"}
     cells.var["symbol"] = [f"S{name}" for name in cells.var_names]
     options = {"benchmarks": "gene_network", "network": "S" + edges(), "gene_key": "symbol"}
-    again = trained.evaluate(cells, **options, intervals=False, seeds=(0,)).to_table("gene_network")
+    again = evaluate_models(trained, cells, **options, intervals=False, seeds=(0,)).to_table("gene_network")
     assert again.loc["scforge", "auroc"] == pytest.approx(table.loc["scforge", "auroc"])
 
 
@@ -192,7 +197,7 @@ def test_generated_cells(many_adata: ad.AnnData) -> None:
     tokenizer = {"name": "binned_expression", "max_len": 24, "n_bins": 5}
     model = Encoder(adata, "autoregressive_transformer", tokenizer, hidden_dim=16, num_layers=1, num_heads=2)
     model.train(**TRAINING)
-    report = model.evaluate(many_adata[200:300].copy(), benchmarks="generation", intervals=False, seeds=(0,))
+    report = evaluate_models(model, many_adata[200:300].copy(), benchmarks="generation", intervals=False, seeds=(0,))
     kinds = {row.name: row.kind for row in report.rows}
     assert kinds["scforge"] == "model"
     assert "baseline" in kinds.values()

@@ -66,7 +66,7 @@ def adapted(base: Encoder, cells: ad.AnnData) -> Encoder:
 
 
 def changed(base: Encoder, tuned: Encoder) -> set[str]:
-    after = tuned.backbone.state_dict()
+    after = tuned._backbone.state_dict()
     return {name for name, value in base.module.state_dict().items() if not value.equal(after[name])}
 
 
@@ -74,10 +74,10 @@ def test_the_base_model_stays_as_it_is(base: Encoder, tune: Callable[..., Encode
     before, wanted = copy.deepcopy(base.module.state_dict()), [p.requires_grad for p in base.module.parameters()]
     for options in ({}, {"freeze": True}, {"freeze": 1}, {"lora": True}):
         tuned = tune(**options)
-    tuned.save_adapter(tmp_path / "adapter")
-    adapted = Encoder.load_adapter(base, tmp_path / "adapter")
+    tuned.save(tmp_path / "adapter", adapter_only=True)
+    adapted = Encoder.load(tmp_path / "adapter", base=base)
     adapted.merge_adapter()
-    assert all(parameter.requires_grad for parameter in adapted.backbone.parameters())
+    assert all(parameter.requires_grad for parameter in adapted._backbone.parameters())
     assert base.spec.tuning is None
     assert all(value.equal(before[name]) for name, value in base.module.state_dict().items())
     assert [parameter.requires_grad for parameter in base.module.parameters()] == wanted
@@ -116,7 +116,7 @@ def test_cells_are_known_by_their_counts(annotator: Encoder, cells, many_adata: 
     metrics = loaded.evaluate(many_adata[300:340].copy())
     assert (metrics.loc["scforge", "n_scored"], list(metrics.index)) == (40, ["scforge"])
     with pytest.raises(OptionError, match="that the fine-tuning held out for testing"):
-        annotator.train(1, datamodule=CellDataModule(annotator.cells()), progress_bar=False)
+        annotator.train(1, datamodule=CellDataModule(annotator._cells()), progress_bar=False)
     fewer = cells[np.sort(np.concatenate([split.train[5:], split.test[:4]]))].copy()
     model = Encoder.load(saved, fewer)
     with pytest.warns(ScforgeWarning, match="they are not scored"):
@@ -160,7 +160,7 @@ def test_freezing(base: Encoder, tune: Callable[..., Encoder]) -> None:
     assert not any("embedding" in name for name in first)
     options = {"schedule": "constant", "warmup_steps": 0, "probe_first": False, "weight_decay": 0.0}
     name = next(name for name, p in base.module.named_parameters() if p.ndim > 1)
-    plain, decayed = (tune(layer_lr_decay=decay, **options).backbone.state_dict()[name] for decay in (None, 0.1))
+    plain, decayed = (tune(layer_lr_decay=decay, **options)._backbone.state_dict()[name] for decay in (None, 0.1))
     before = base.module.state_dict()[name]
     assert (decayed - before).abs().mean() < 0.1 * (plain - before).abs().mean(), "layers below learn slower"
 
@@ -183,18 +183,18 @@ def test_adapters(base: Encoder, annotator: Encoder, adapted: Encoder, cells: ad
 
 
 def test_adapters_in_a_folder(base: Encoder, adapted: Encoder, cells: ad.AnnData, tmp_path: Path) -> None:
-    adapted.save_adapter(tmp_path / "adapter")
+    adapted.save(tmp_path / "adapter", adapter_only=True)
     (tmp_path / "adapter" / "notes.txt").write_text("mine")
-    adapted.save_adapter(tmp_path / "adapter", overwrite=True)
+    adapted.save(tmp_path / "adapter", overwrite=True, adapter_only=True)
     assert (tmp_path / "adapter" / "notes.txt").read_text() == "mine"
     adapted.save(tmp_path / "whole")
     sizes = [sum(p.stat().st_size for p in (tmp_path / name).glob("*.safetensors")) for name in ("adapter", "whole")]
     assert sizes[0] < 0.5 * sizes[1]
     expected = adapted.predict(cells.copy())
-    again, loaded = Encoder.load_adapter(base, tmp_path / "adapter"), Encoder.load(tmp_path / "whole", cells)
+    again, loaded = Encoder.load(tmp_path / "adapter", base=base), Encoder.load(tmp_path / "whole", cells)
     for model in (again, loaded):
         pd.testing.assert_frame_equal(model.predict(cells.copy()), expected)
-    assert again.backbone.state_dict().keys() == adapted.backbone.state_dict().keys()
+    assert again._backbone.state_dict().keys() == adapted._backbone.state_dict().keys()
     loaded.merge_adapter()
     merged = loaded.predict(cells.copy())["confidence"]
     np.testing.assert_allclose(merged, expected["confidence"], atol=1e-5)
@@ -204,11 +204,16 @@ def test_adapters_in_a_folder(base: Encoder, adapted: Encoder, cells: ad.AnnData
     other = Encoder(cells, "transformer_encoder", seed=1, **SMALL)
     for error, said, call in (
         (OptionError, "no adapters", loaded.merge_adapter),
-        (OptionError, "no adapters", partial(loaded.save_adapter, tmp_path / "none")),
-        (OptionError, "the model has no task, so it cannot .*finetune", partial(base.save_adapter, tmp_path / "none")),
+        (OptionError, "no adapters", partial(loaded.save, tmp_path / "none", adapter_only=True)),
+        (OptionError, "no adapters", partial(base.save, tmp_path / "none", adapter_only=True)),
+        (OptionError, "no task to be scored by; .*evaluate_models", base.evaluate),
         (OptionError, "the model has no task, so it cannot .*finetune", base.predict),
-        (ModelFileError, "another base model", partial(Encoder.load_adapter, other, tmp_path / "adapter")),
-        (MissingFileError, "holds no adapter", partial(Encoder.load_adapter, base, tmp_path / "none")),
+        (ModelFileError, "another base model", partial(Encoder.load, tmp_path / "adapter", base=other)),
+        (
+            MissingFileError,
+            "none' does not exist; give the folder",
+            partial(Encoder.load, tmp_path / "none", base=base),
+        ),
     ):
         with pytest.raises(error, match=said):
             call()
@@ -269,12 +274,11 @@ def test_mistakes(tune: Callable[..., Encoder], cells: ad.AnnData, options: dict
         tune(adata=adata, **options)
 
 
-@pytest.mark.parametrize("share", [True, False])
-def test_adapters_need_no_second_base(base: Encoder, adapted: Encoder, tmp_path: Path, share: bool) -> None:
-    adapted.save_adapter(tmp_path / "adapter")
-    again = Encoder.load_adapter(base, tmp_path / "adapter", share=share)
+def test_adapters_need_no_second_base(base: Encoder, adapted: Encoder, tmp_path: Path) -> None:
+    adapted.save(tmp_path / "adapter", adapter_only=True)
+    again = Encoder.load(tmp_path / "adapter", base=base)
     memory = {parameter.data_ptr() for parameter in base.module.parameters()}
-    assert ({parameter.data_ptr() for parameter in again.backbone.parameters()} >= memory) == share
+    assert {parameter.data_ptr() for parameter in again._backbone.parameters()} >= memory
     assert again.spec == adapted.spec
 
 
@@ -343,4 +347,4 @@ def test_an_evaluation_of_a_file_has_the_baselines_of_an_adata(annotator, many_a
     assert len(of_adata) > 3
     pd.testing.assert_frame_equal(annotator.evaluate(str(tmp_path / "query.h5ad")), of_adata)
     # Cells that were opened over some genes: the baselines learn from the same ones.
-    assert list(annotator.evaluate(annotator.cells(query)).index) == list(of_adata.index)
+    assert list(annotator.evaluate(annotator._cells(query)).index) == list(of_adata.index)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from scforge.data import GeneVocab, StoreCells, open_cells, select_genes
-from scforge.errors import GeneMismatchError, NotTrainedWarning, OptionError, ScforgeWarning
+from scforge.errors import GeneMismatchError, OptionError, ScforgeWarning
 from scforge.estimators import Encoder
 from scforge.training import CellDataModule
 
@@ -124,5 +124,3 @@ def test_arguments_that_do_not_go_together(data, tiny_adata) -> None:
         with pytest.raises(OptionError, match=message) as told:
             call()
         assert "\n" not in str(told.value)
-    with pytest.raises(OptionError, match="key_added"), pytest.warns(NotTrainedWarning):
-        model.get_latent_representation(key_added="")

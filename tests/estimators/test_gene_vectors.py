@@ -104,7 +104,7 @@ def test_special_tokens_are_added_to_the_vocabulary(architecture, name, build, t
     assert usual == ("<pad>", "<unk>", "<mask>", "<cls>")
     model = trained(architecture, {**parts, "append_eos": True}, **SMALL[architecture])
     assert model.vocab.special_tokens == (*usual, "<eos>")
-    batch = model.tokenizer(model.cells().block(np.arange(3)))
+    batch = model.tokenizer(model._cells().block(np.arange(3)))
     ends = batch["input_ids"].gather(1, batch["attention_mask"].sum(dim=1, keepdim=True) - 1)
     assert (ends == model.vocab.eos_id).all()
     before = model.get_latent_representation()
@@ -125,7 +125,7 @@ def test_published_vocabularies_train(version, architecture, objective, trained,
     vocab, bare = RankValueTokenizer.from_geneformer((tokens, medians), version).vocab, {"append_cls": False}
     model = trained(architecture, bare | {"name": "rank_value"}, objective, vocab=vocab, n_top_genes=None)
     assert model.vocab == vocab, "ids stay those that were published"
-    ids = model.tokenizer(model.cells().block(np.arange(60)))["input_ids"]
+    ids = model.tokenizer(model._cells().block(np.arange(60)))["input_ids"]
     assert int(ids.max()) == len(vocab) - 1
     before = model.get_latent_representation()
     model.save(tmp_path / "model")

@@ -36,7 +36,7 @@ def learned_rows(model: Encoder) -> np.ndarray:
 
 
 def found(model: Encoder, adata: ad.AnnData) -> np.ndarray:
-    return np.flatnonzero(model.learned_labels_of(model.cells(adata)))
+    return np.flatnonzero(model._learned_labels_of(model._cells(adata)))
 
 
 def n_scored(model: Encoder, adata: Any = None) -> int:
@@ -53,9 +53,9 @@ def test_labels_of_any_stage_are_remembered(annotator: Encoder, data: Cut, tmp_p
     np.testing.assert_array_equal(found(integrated, data(0, 240)), first)
     second = integrated.finetune("annotation", data(240, 360), labels_key="group", lora=True, **QUICK)
     second.save(tmp_path / "model")
-    second.save_adapter(tmp_path / "adapter")
+    second.save(tmp_path / "adapter", adapter_only=True)
     expected = np.concatenate([first, 240 + learned_rows(second)])
-    loaded = Encoder.load(tmp_path / "model"), Encoder.load_adapter(integrated, tmp_path / "adapter")
+    loaded = Encoder.load(tmp_path / "model"), Encoder.load(tmp_path / "adapter", base=integrated)
     for model in (second, *loaded):
         np.testing.assert_array_equal(found(model, data(0, 400)), expected)
     with pytest.warns(ScforgeWarning, match=f"learned from {len(first)} of the 120 cells; they are not scored"):
@@ -79,14 +79,14 @@ def test_cells_of_a_data_module_are_remembered(annotator: Encoder, data: Cut, tm
     first, others, rows = learned_rows(annotator), data(200, 260), np.arange(40)
     for adata in (data(), None):
         model = Encoder.load(tmp_path / "model", adata)
-        module = CellDataModule(model.cells(others), train_rows=rows[:30], validation_rows=rows[30:], batch_size=16)
+        module = CellDataModule(model._cells(others), train_rows=rows[:30], validation_rows=rows[30:], batch_size=16)
         model.train(datamodule=module, **PLAIN)
         np.testing.assert_array_equal(found(model, data(0, 260)), [*first, *range(200, 240)])
         model.save(tmp_path / "more", overwrite=True)
         np.testing.assert_array_equal(found(Encoder.load(tmp_path / "more"), others), rows)
     bare = Encoder.load(tmp_path / "model")
     with pytest.raises(OptionError, match="that the fine-tuning held out for testing"):
-        bare.train(datamodule=CellDataModule(bare.cells(data())), **PLAIN)
+        bare.train(datamodule=CellDataModule(bare._cells(data())), **PLAIN)
 
 
 @pytest.mark.filterwarnings("ignore:.*genes")

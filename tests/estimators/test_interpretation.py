@@ -146,12 +146,12 @@ def test_deletion_equals_data_without_the_gene(architecture, sizes, build: Calla
         ({"genes": ["gene0", "gene60", "x"]}, GeneMismatchError, "'gene60', 'x', not among the 60.*did you mean 'gene"),
         ({"genes": ["gene0", "gene1", "gene0"]}, OptionError, "genes names 'gene0' twice"),
         ({"genes": None, "combinations": 2}, OptionError, "combinations=2 needs genes"),
-        ({"genes": ["gene0", "gene1"], "combinations": 3}, OptionError, "combinations=3 is not known"),
+        ({"genes": ["gene0", "gene1"], "combinations": 3}, OptionError, "combinations=3: choose False"),
         ({"mode": "knock_out"}, OptionError, "mode='knock_out' is not known"),
         ({"goal": {"kind": "B"}}, DataError, r"goal: no cell has 'B' in obs\['kind'\]; did you mean 'b'\?"),
         ({"start": {"kinds": "b"}}, DataError, "'kinds' is not a column of obs"),
         ({"start": {"kind": "a", "other": "b"}}, OptionError, "does not name a state"),
-        ({"start": {"kind": ["a", "b"]}, "goal": {"kind": "b"}}, OptionError, "start and goal share cells"),
+        ({"start": {"kind": ["a", "b"]}, "goal": {"kind": "b"}}, DataError, "start names cells that are at the goal"),
     ],
 )
 def test_bad_requests(planted_model: Encoder, options: dict, error: type[Exception], message: str):
@@ -161,7 +161,7 @@ def test_bad_requests(planted_model: Encoder, options: dict, error: type[Excepti
 
 def test_cells_and_models_that_cannot_be_asked(planted_model: Encoder):
     planted = planted_model.adata
-    with pytest.raises(DataError, match="all cells are at the goal"):
+    with pytest.raises(DataError, match="or none is left; choose others"):
         planted_model.perturb_in_silico(planted[planted.obs["kind"] == "a"].copy(), "gene0", goal={"kind": "a"})
     silent = planted.copy()
     silent.X = sparse.csr_matrix(silent.X.toarray() * (np.arange(N_GENES) != 5)).astype(np.float32)

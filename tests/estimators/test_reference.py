@@ -109,7 +109,7 @@ def test_a_query_model_keeps_to_its_reference(reference, query):
     mapped = Encoder.load_query_data(query, reference)
     without = Encoder.load_query_data(query[query.obs["lane"] == "b1"].copy(), reference)
     assert mapped.spec.tuning.base["sha256"] == without.spec.tuning.base["sha256"]
-    with pytest.raises(OptionError, match=r"'bf16-true' rounds the weights .* with its reference; take 'bf16-mixed'\."):
+    with pytest.raises(OptionError, match=r"'bf16-true' .* change what .* with its reference; take 'bf16-mixed'"):
         mapped.train(max_epochs=1, precision="bf16-true", **QUIET)
     with pytest.raises(OptionError, match="strategy='fsdp' would change what a query model shares"):
         mapped.train(max_epochs=1, strategy="fsdp", **QUIET)
@@ -145,14 +145,14 @@ def test_adapters_take_the_query_out_of_the_space_of_the_reference(which, usual,
     before, embedded = weights(model), model.get_latent_representation(query, key_added=None)
     mapped = Encoder.load_query_data(query, model)
     np.testing.assert_allclose(mapped.get_latent_representation(key_added=None), embedded, atol=1e-5)
-    backbone = {name: p.clone() for name, p in mapped.backbone.named_parameters() if "base_layer" in name}
+    backbone = {name: p.clone() for name, p in mapped._backbone.named_parameters() if "base_layer" in name}
     mapped.get_latent_representation()
     mapped.predict()
     assert {key for key in query.obsm if "scforge" in key} == {"X_scforge", usual}
     with pytest.warns(ScforgeWarning, match=LEFT):
         mapped.train(max_epochs=2, batch_size=40, lr=1e-2, **QUIET)
     assert backbone
-    assert all(torch.equal(dict(mapped.backbone.named_parameters())[name], value) for name, value in backbone.items())
+    assert all(torch.equal(dict(mapped._backbone.named_parameters())[name], value) for name, value in backbone.items())
     assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
     learned = mapped.get_latent_representation(key_added=None)
     assert np.abs(learned - embedded).max() > 1e-3
@@ -196,7 +196,7 @@ def test_genes_are_found_by_name(reference, query, caplog):
     np.testing.assert_allclose(moved.get_latent_representation(key_added=None), plain, atol=1e-5)
     fewer = Encoder.load_query_data(query[:, order[:45]].copy(), reference)
     fewer.train(max_epochs=1, batch_size=40, **QUIET)
-    assert fewer.cells().overlap == pytest.approx(0.75)
+    assert fewer._cells().overlap == pytest.approx(0.75)
     foreign = query.copy()
     foreign.var_names = [f"other{i}" for i in range(N_GENES)]
     with pytest.raises(GeneMismatchError):
@@ -255,7 +255,6 @@ def test_what_cannot_be_done_is_said(reference, viewed, query, tmp_path):
         (viewed, {"batch_key": "lane"}, "batch_key='lane' is of no use"),
         (viewed, {"lora": False}, "lora=False is of no use, as nothing is left to train"),
         (reference, {"lora": {"r": 2}}, "'neighbor_denoising' leaves the encoder as it is"),
-        (3, {}, "reference_model is of type 'int'"),
     ]:
         with pytest.raises(OptionError, match=message):
             Encoder.load_query_data(query, model, **options)

@@ -196,8 +196,8 @@ def sound(base: Encoder, saved_models: Path, tmp_path_factory: pytest.TempPathFa
         Encoder.setup_anndata(adata)
         Encoder(adata, hidden_dim=8, ffn_dim=8, latent_dim=4).save(place / name)
         Encoder.load(place / name)
-    Encoder.load_adapter(base, saved_models / "adapter").save_adapter(place / "adapter")
-    Encoder.load_adapter(base, place / "adapter")
+    Encoder.load(saved_models / "adapter", base=base).save(place / "adapter", adapter_only=True)
+    Encoder.load(place / "adapter", base=base)
     return place
 
 
@@ -206,7 +206,7 @@ def test_a_spoiled_folder(kind: str, name: str, base: Encoder, sound: Path, tmp_
     shutil.copytree(sound, tmp_path, dirs_exist_ok=True)
     CASES[kind][name](tmp_path / kind)
     with pytest.raises(ScforgeError) as caught:
-        Encoder.load(tmp_path / kind) if kind == "model" else Encoder.load_adapter(base, tmp_path / kind)
+        Encoder.load(tmp_path / kind) if kind == "model" else Encoder.load(tmp_path / kind, base=base)
     message = str(caught.value)
     assert "\n" not in message
     assert message.endswith(".")

@@ -67,7 +67,7 @@ def test_a_default_that_changes(name: str, saved_models: Path, tiny_adata, monke
 
     def embedding() -> np.ndarray:
         if name == "adapter":
-            model = Encoder.load_adapter(Encoder.load(saved_models / "base"), saved_models / "adapter")
+            model = Encoder.load(saved_models / "adapter", base=Encoder.load(saved_models / "base"))
         else:
             model = Encoder.load(saved_models / name)
         return model.get_latent_representation(tiny_adata, key_added=None)
@@ -125,7 +125,7 @@ def test_an_adapter_that_does_not_fit(
         change = {"lora": json.loads((path / "adapter.json").read_text())["tuning"]["lora"] | change["lora"]}
     say(path / "adapter.json", "tuning", **change)
     with pytest.raises((ModelFileError, OptionError), match=message):
-        Encoder.load_adapter(Encoder.load(saved_models / "base"), path)
+        Encoder.load(path, base=Encoder.load(saved_models / "base"))
 
 
 def test_an_architecture_that_computes_with_its_weights(

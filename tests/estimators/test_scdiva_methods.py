@@ -46,7 +46,7 @@ def test_vectors_of_genes(cells: ad.AnnData) -> None:
 def test_states_of_genes_are_of_cells_where_they_had_room(cells: ad.AnnData) -> None:
     model = made(cells)
     states = model.get_gene_embeddings(contextual=True, key_added=None).to_numpy()
-    tokens = model.tokenizer(model.cells(cells).block(np.arange(60)))
+    tokens = model.tokenizer(model._cells(cells).block(np.arange(60)))
     room = tokens["input_ids"][:, :8] - model.vocab.n_special
     np.testing.assert_array_equal(np.isnan(states).all(axis=1), ~np.isin(np.arange(40), room))
     with torch.no_grad():
@@ -60,7 +60,7 @@ def test_states_of_genes_are_of_cells_where_they_had_room(cells: ad.AnnData) -> 
 def test_attention_is_of_cells_where_genes_had_room(cells: ad.AnnData) -> None:
     model = made(cells)
     graph = model.get_attention(top_k=40, min_cells=1, key_added=None)
-    tokens = model.tokenizer(model.cells(cells).block(np.arange(60)))
+    tokens = model.tokenizer(model._cells(cells).block(np.arange(60)))
     with torch.no_grad():
         weights = model.module.eval()(**tokens, return_logits=False, output_attentions=True).attentions[-1].mean(dim=1)
     genes = (tokens["input_ids"][:, :8] - model.vocab.n_special).tolist()
@@ -156,7 +156,7 @@ def test_values_of_genes(model: ScDiVa, cells: ad.AnnData) -> None:
 
 
 def test_a_value_is_not_predicted_from_itself(model: ScDiVa, cells: ad.AnnData) -> None:
-    tokens = model.tokenizer(model.cells(cells).block(np.arange(6)))
+    tokens = model.tokenizer(model._cells(cells).block(np.arange(6)))
     hidden = tokens["input_ids"] == model.vocab.n_special
     assert hidden.any()
     found = [
@@ -175,14 +175,14 @@ def test_models_that_cannot(cells: ad.AnnData, model: ScDiVa) -> None:
     other = Encoder(cells, "autoregressive_transformer", hidden_dim=8, num_layers=1, num_heads=2)
     other.is_trained_ = True
     for call, options, message in [
-        (plain.generate, {}, r"objective 'variational', which does not learn .* 'masked_diffusion'"),
+        (plain.generate, {}, r"'scdiva' and 'variational' generates no cells; .* 'masked_diffusion'"),
         (plain.denoise, {}, r"predicts no expression of hidden genes; .* objective='masked_diffusion'"),
         (model.generate, {"condition": "a"}, "condition='a' but 'masked_diffusion' learns no classes; leave it out"),
-        (model.generate, {"n_cells": None, "prompt": ["gene0"]}, "n_cells=None; say how many"),
+        (model.generate, {"n_cells": None, "prompt": ["gene0"]}, "n_cells=None is no number of cells; give a whole"),
         (small.generate, {"max_len": 9}, "max_len=9 but the model has room for 8 tokens; lower it"),
         (other.generate, {"n_steps": 4}, "n_steps=4 is for models of 'masked_diffusion'; leave it out"),
         (tuned.generate, {}, "was fine-tuned for 'annotation', which what generates cells has not foll"),
-        (untrained.get_latent_representation, {"return_dist": True}, "reconstruction_weight=0 trains no latent"),
+        (untrained.get_latent_representation, {"return_dist": True}, "with these options trains no variances"),
     ]:
         given = {"n_cells": 2, **options} if call.__name__ == "generate" else options
         with pytest.raises(OptionError, match=message):

@@ -13,6 +13,7 @@ from scforge.estimators import Encoder
 from scforge.estimators.card import is_own_card
 from scforge.eval.report import Report, Row
 from scforge.hub import upload
+from scforge.hub.finding import copy_model
 from scforge.workflows.models import pull_folder
 
 # huggingface_hub sends large files with an argument that its HTTP client has renamed.
@@ -47,7 +48,7 @@ def same_predictions(one: Encoder, two: Encoder, adata: ad.AnnData) -> None:
 @pytest.mark.slow
 def test_there_and_back(hub, model: Encoder, build, quick: dict) -> None:
     assert model.push_to_hub("org/light") == f"{hub.url}/org/light"
-    again, first = Encoder.from_pretrained("org/light", model.adata), embedding(model, model.adata)
+    again, first = Encoder.load("org/light", model.adata), embedding(model, model.adata)
     np.testing.assert_array_equal(embedding(again, model.adata), first)
     assert repr(again) == repr(model)
     again.push_to_hub("org/copy")
@@ -56,15 +57,15 @@ def test_there_and_back(hub, model: Encoder, build, quick: dict) -> None:
     model.push_to_hub("org/light", revision="v1")
     model.train(**quick)
     model.push_to_hub("org/light")
-    np.testing.assert_array_equal(embedding(Encoder.from_pretrained("org/light", revision="v1"), model.adata), first)
-    assert np.abs(embedding(Encoder.from_pretrained("org/light"), model.adata) - first).max() > 0
+    np.testing.assert_array_equal(embedding(Encoder.load("org/light", revision="v1"), model.adata), first)
+    assert np.abs(embedding(Encoder.load("org/light"), model.adata) - first).max() > 0
     with pytest.warns(NotTrainedWarning, match="what is sent is random"):
         build().push_to_hub("org/random")
     assert "its weights are random" in hub.files("org/random")["README.md"].decode()
 
 
 def test_what_was_told_is_on_the_card_and_stays_with_the_model(hub, model: Encoder, tmp_path: Path) -> None:
-    told = {"licence": "Apache-2.0", "data": ["org/cells", "others"], "citation": "Somebody 2026", "metrics": TABLE}
+    told = {"license": "Apache-2.0", "data": ["org/cells", "others"], "citation": "Somebody 2026", "metrics": TABLE}
     model.push_to_hub("org/light", **told)
     card = hub.files("org/light")["README.md"].decode()
     front = front_matter(hub, "org/light")
@@ -72,23 +73,23 @@ def test_what_was_told_is_on_the_card_and_stays_with_the_model(hub, model: Encod
     assert {"single-cell", "gene_pooling", "neighbor_denoising"} <= set(front["tags"])
     (result,) = front["model-index"][0]["results"]
     assert result["metrics"] == [{"type": "accuracy", "value": 0.9, "name": "accuracy (beside majority_class=0.500)"}]
-    for words in ('from_pretrained("org/light")', "| majority_class | 0.5 | 6 |", "Somebody 2026", "org/cells, others"):
+    for words in ('load("org/light")', "| majority_class | 0.5 | 6 |", "Somebody 2026", "org/cells, others"):
         assert words in card
     assert "40 gene symbols" in card
-    again = Encoder.from_pretrained("org/light")
+    again = Encoder.load("org/light")
     saved = written(again, tmp_path / "saved")
     place = '"path/to/folder")  # the folder that this file is in'
     expected = card.replace('"org/light")', place).replace("# light", "# gene_pooling")
     assert saved == expected.replace("name: light", "name: gene_pooling")
     assert is_own_card(saved)
     assert not is_own_card(saved.partition("<!-- Written by")[0])
-    again.push_to_hub("org/other", licence="my own")
+    again.push_to_hub("org/other", license="my own")
     front = front_matter(hub, "org/other")
     assert (front["license"], front["license_name"], front["datasets"]) == ("other", "my own", ["org/cells"])
 
 
 def test_figures_are_of_the_model_as_it_is_now(hub, model: Encoder, quick: dict, tmp_path: Path) -> None:
-    model.push_to_hub("org/light", metrics=TABLE, licence="mit")
+    model.push_to_hub("org/light", metrics=TABLE, license="mit")
     assert "majority_class" in written(model, tmp_path / "before")
     for again in (model, Encoder.load(tmp_path / "before", model.adata)):
         again.train(**quick)
@@ -149,20 +150,20 @@ def test_adapters_bring_their_model(hub, model: Encoder, annotator: Encoder, qui
     assert (front["base_model"], front["base_model_relation"]) == ("org/light", "adapter")
     model.train(**quick)
     model.push_to_hub("org/light")  # adapters sit on the commit that they were trained on
-    again = Encoder.from_pretrained("org/groups", model.adata)
+    again = Encoder.load("org/groups", model.adata)
     same_predictions(again, annotator, model.adata)
     model.train(**quick)  # it is not what was sent
     with pytest.raises(OptionError, match="not known where others find the model"):
         model.finetune("annotation", lora={"r": 2}, **quick).push_to_hub("org/later", adapter_only=True)
     with pytest.raises(ModelFileError, match="was trained on another base model"):
-        Encoder.from_pretrained("org/groups", base="org/light")
+        Encoder.load("org/groups", base="org/light")
     again.push_to_hub("org/again", adapter_only=True)
     assert json.loads(hub.files("org/again")["adapter.json"])["base"]["name"] == "org/light"
 
 
 def test_a_failed_push_leaves_the_model_as_it_was(hub, model: Encoder, tmp_path: Path) -> None:
     with pytest.raises(HubError, match="Invalid credentials"):
-        model.push_to_hub("org/light", licence="mit", token="hf_wrong")
+        model.push_to_hub("org/light", license="mit", token="hf_wrong")
     assert "license" not in written(model, tmp_path / "saved")
 
 
@@ -172,7 +173,7 @@ def test_whole_fine_tuned_models_name_their_base(hub, model: Encoder, annotator:
     front = front_matter(hub, "org/groups")
     assert (front["base_model"], front["base_model_relation"]) == ("org/light", "finetune")
     assert front["pipeline_tag"] == "tabular-classification"
-    again = Encoder.from_pretrained("org/groups", model.adata)
+    again = Encoder.load("org/groups", model.adata)
     same_predictions(again, annotator, model.adata)
     assert len(again.evaluate(base=model)) > 1, "the cells that were held out are known again"
     annotator.push_to_hub("org/guess", adapter_only=True, base="org/other")
@@ -180,22 +181,22 @@ def test_whole_fine_tuned_models_name_their_base(hub, model: Encoder, annotator:
 
 
 def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotator: Encoder, tmp_path: Path) -> None:
-    annotator.save_adapter(tmp_path / "before")
+    annotator.save(tmp_path / "before", adapter_only=True)
     model.save(tmp_path / "model")
-    with pytest.raises(OptionError, match="base has no use where name_or_folder="):
-        Encoder.from_pretrained(tmp_path / "model", base="org/light")
+    with pytest.raises(OptionError, match="base has no use where dir_path="):
+        Encoder.load(tmp_path / "model", base="org/light")
     with pytest.raises(OptionError, match="does not say which model its adapters sit on; name it with base="):
-        Encoder.from_pretrained(tmp_path / "before")
+        Encoder.load(tmp_path / "before")
     model.save(tmp_path / "a" / "base")
-    annotator.save_adapter(tmp_path / "a" / "adapter")
+    annotator.save(tmp_path / "a" / "adapter", adapter_only=True)
     (tmp_path / "a").rename(tmp_path / "b")
-    again = Encoder.from_pretrained(tmp_path / "b" / "adapter", model.adata)
+    again = Encoder.load(tmp_path / "b" / "adapter", model.adata)
     same_predictions(again, annotator, model.adata)
     shutil.rmtree(tmp_path / "b" / "base")
     with pytest.raises(MissingFileError, match="is a folder that is not here; name the model with base="):
-        Encoder.from_pretrained(tmp_path / "b" / "adapter")
-    for base in (model, Encoder.from_pretrained(tmp_path / "b" / "adapter", base=model)._base):
-        again = Encoder.from_pretrained(tmp_path / "before", base=base)
+        Encoder.load(tmp_path / "b" / "adapter")
+    for base in (model, Encoder.load(tmp_path / "b" / "adapter", base=model)._base):
+        again = Encoder.load(tmp_path / "before", base=base)
         same_predictions(again, annotator, model.adata)
 
 
@@ -203,22 +204,33 @@ def test_adapters_in_folders_know_the_way_to_their_model(model: Encoder, annotat
 def test_a_copy_knows_where_it_was_fetched(hub, model, annotator, quick: dict, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     model.save("base")
-    annotator.save_adapter("adapter")
+    annotator.save("adapter", adapter_only=True)
     upload("adapter", "org/groups")
     assert pull_folder("org/groups", "groups") == Path("groups")
     with pytest.raises(MissingFileError, match="is a folder that is not here; name the model with base="):
-        Encoder.from_pretrained("org/groups")
+        Encoder.load("org/groups")
     for name in ("org/groups", "groups"):
-        assert Encoder.from_pretrained(name, base="base").spec.tuning is not None
+        assert Encoder.load(name, base="base").spec.tuning is not None
     model.push_to_hub("org/light")
     pull_folder("org/light", "light")
-    for load in (Encoder.load, Encoder.from_pretrained):
-        tuned = load("light", model.adata).finetune("annotation", lora={"r": 2}, **quick)
-        tuned.push_to_hub("org/again", adapter_only=True)
-        named = json.loads(hub.files("org/again")["adapter.json"])["base"]
-        assert named == {"name": "org/light", "revision": hub.repos["org/light"].branches["main"]}
+    tuned = Encoder.load("light", model.adata).finetune("annotation", lora={"r": 2}, **quick)
+    tuned.push_to_hub("org/again", adapter_only=True)
+    named = json.loads(hub.files("org/again")["adapter.json"])["base"]
+    assert named == {"name": "org/light", "revision": hub.repos["org/light"].branches["main"]}
     shutil.copytree("light", "other")
     model.train(**quick)
     model.save("later")
     shutil.copytree("later", "other", dirs_exist_ok=True)
     assert Encoder.load("other")._origin.name is None, "it is another model now"
+
+
+def test_adapters_from_the_hub_choose_no_folder_of_a_registry(hub, model, annotator, tmp_path, monkeypatch) -> None:
+    model.save(tmp_path / "base")
+    entry = {"description": "Small", "latest": "1", "versions": {"1": {"folder": "base"}}}
+    (tmp_path / "models.json").write_text(json.dumps({"format": 1, "models": {"light": entry}}))
+    monkeypatch.setenv("SCFORGE_MODELS", str(tmp_path / "models.json"))
+    annotator.push_to_hub("org/groups", adapter_only=True, base="scforge://light")
+    with pytest.raises(ModelFileError, match="is a folder in the registry of this machine; name the model with base="):
+        Encoder.load("org/groups")
+    copy_model(resolve("org/groups"), tmp_path / "groups")
+    assert Encoder.load(tmp_path / "groups").spec.tuning is not None

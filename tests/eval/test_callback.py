@@ -9,8 +9,8 @@ import torch
 
 from scforge.data import GeneVocab
 from scforge.errors import DataError, MissingFileError, OptionError, ScforgeWarning
-from scforge.eval import Benchmark, BenchmarkCallback, Evaluation, register_benchmark
-from scforge.eval.base import BENCHMARKS, ScoredCells, resolve, to_evaluation
+from scforge.eval import Benchmark, BenchmarkCallback, register_benchmark
+from scforge.eval.base import BENCHMARKS, Evaluation, ScoredCells, resolve, to_evaluation
 from scforge.models import Encoder
 
 CELL_TYPES = {"cell_type_annotation": {"n_folds": 3, "n_neighbors": 5}}
@@ -174,7 +174,7 @@ def test_bad_input_on_construction(wrong: Any, error: type[Exception], message: 
         ("label_prediction", {"validation_size": 0.0}, OptionError, "no cells are held out; give validation_size abov"),
         ({"label_prediction": {"labels_key": "grup"}}, {}, DataError, "held-out cells: .*'grup' .* mean 'group'"),
         ("cell_type_annotation", {"validation_size": 0.3}, DataError, "n_neighbors=15 is more than the .* lower it"),
-        ({"label_prediction": {"n_folds": 20}}, {}, DataError, "score the held-out cells: .* fewer than n_folds"),
+        ({"label_prediction": {"n_folds": 20}}, {}, DataError, "score the held-out cells: fewer than 2 labels"),
     ],
 )
 def test_bad_input_is_told_before_training(tiny_adata, benchmark, options, error, message: str) -> None:

@@ -8,12 +8,13 @@ from scipy import stats
 from sklearn.metrics import average_precision_score, roc_auc_score
 
 from scforge.errors import DataError, OptionError
-from scforge.eval import GeneNetwork, evaluate_network, get_benchmark, network_baselines, network_curves
-from scforge.eval.networks import coexpression_edges, degree_edges, mean_expression_edges
+from scforge.eval import GeneNetwork, evaluate_network, get_benchmark
+from scforge.eval.networks import Universe, degree_weights, edges_of, network_baselines, network_curves
 
 SOURCES = [f"gene{i}" for i in range(0, 12)]
 TFS = ["gene0", "gene5", "gene75"]
 TARGETS = ["gene0", "gene1", "gene40", "gene79"]
+RANDOM = ["random 1", "random 2", "random 3"]
 BASELINES = ["co-expression (pearson)", "co-expression (spearman)", "mean expression", "degree", "in-degree"]
 
 
@@ -38,8 +39,8 @@ def scores(truth: pd.DataFrame) -> pd.DataFrame:
 def test_models_stand_beside_baselines_on_the_same_pairs(tiny_adata: ad.AnnData, truth, scores) -> None:
     noise = scores.assign(weight=np.random.default_rng(2).random(len(scores)))
     kinds = {"noise": "untrained"}
-    report = evaluate_network({"mine": scores, "noise": noise}, truth, tiny_adata, kinds=kinds, n_random=1)
-    expected = {"mine": "model", "noise": "untrained", **dict.fromkeys([*BASELINES, "random"], "baseline")}
+    report = evaluate_network({"mine": scores, "noise": noise}, truth, tiny_adata, kinds=kinds)
+    expected = {"mine": "model", "noise": "untrained", **dict.fromkeys([*BASELINES, *RANDOM], "baseline")}
     assert {row.name: row.kind for row in report.rows} == expected
     benchmark = GeneNetwork(genes=list(tiny_adata.var_names))
     row = report.rows[0]
@@ -73,11 +74,22 @@ def test_pairs_are_restricted(tiny_adata: ad.AnnData, truth: pd.DataFrame, score
 @pytest.mark.parametrize(
     ("named", "options", "message"),
     [
-        (lambda scores: {}, {}, "scores names no method"),
-        (lambda scores: scores, {}, "scores names no method"),
-        (lambda scores: {"mine": scores}, {"kinds": {"other": "model"}}, "kinds names 'other', not among the scores"),
-        (lambda scores: {"degree": scores}, {}, "scores calls a method 'degree', which is the name of a baseline"),
-        (lambda scores: {"mine": scores}, {"genes": ["ENSG1"]}, "genes='ENSG1' names none of the measured genes"),
+        (lambda scores: {}, {}, "scores names nothing; name at least one method"),
+        (
+            lambda scores: {"mine": scores},
+            {"kinds": {"other": "model"}},
+            "kinds='other' is not in scores",
+        ),
+        (
+            lambda scores: {"degree": scores},
+            {},
+            "scores names 'degree'; name at least one method, by a name that no baseline has",
+        ),
+        (
+            lambda scores: {"mine": scores},
+            {"baselines": ["pearsons"]},
+            "baselines='pearsons' is not in .*did you mean 'pearson'",
+        ),
         (lambda scores: {"mine": scores}, {"baselines": [], "intervals": False}, "baseline"),
     ],
 )
@@ -97,7 +109,7 @@ def test_the_area_below_a_curve_is_the_average_precision(truth: pd.DataFrame, sc
         ranked = np.nan_to_num(universe.matrix(made), neginf=-9.0)[universe.pairs]
         assert area == pytest.approx(average_precision_score(universe.edges[universe.pairs], ranked))
         assert area == pytest.approx(GeneNetwork().run(made, truth)["auprc"])
-        assert set(curve["auprc"]) == {GeneNetwork().run(made, truth)["auprc"]}
+        assert curve["auprc"].to_numpy() == pytest.approx(GeneNetwork().run(made, truth)["auprc"])
         assert curve["recall"].is_monotonic_increasing
         last = curve.iloc[-1][["recall", "precision"]].tolist()
         assert last == pytest.approx([1.0, universe.edges.sum() / universe.pairs.sum()])
@@ -118,48 +130,61 @@ def log_expression(adata: ad.AnnData) -> pd.DataFrame:
 
 @pytest.mark.parametrize(("method", "reference"), [("pearson", stats.pearsonr), ("spearman", stats.spearmanr)])
 def test_correlations_are_those_of_scipy(tiny_adata: ad.AnnData, method: str, reference) -> None:
-    expression = log_expression(tiny_adata)
-    signed = wide(coexpression_edges(tiny_adata, TFS, [*TARGETS, "unheard"], method=method, absolute=False))
+    known = pd.DataFrame({"source": np.repeat(TFS, 4), "target": TARGETS * 3})[:-1]
+    universe = GeneNetwork(genes=list(tiny_adata.var_names)).universe(known)
+    names = [method, "mean_expression"]
+
+    def correlations(adata: ad.AnnData, **options) -> pd.DataFrame:
+        return wide(network_baselines(adata, universe, names, **options)[f"co-expression ({method})"])
+
+    expression, found = log_expression(tiny_adata), correlations(tiny_adata)
     expected = [
-        [np.nan if tf == target else reference(expression[tf], expression[target]).statistic for target in TARGETS]
+        [np.nan if tf == target else abs(reference(expression[tf], expression[target]).statistic) for target in TARGETS]
         for tf in TFS
     ]
-    assert (list(signed.index), list(signed)) == (TFS, TARGETS)
-    np.testing.assert_allclose(signed, expected, atol=1e-6)
-    assert (signed.stack() < 0).any()
-    pd.testing.assert_frame_equal(wide(coexpression_edges(tiny_adata, TFS, TARGETS, method=method)), signed.abs())
+    assert (list(found.index), list(found)) == (TFS, TARGETS)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
     mean = expression.mean()
-    found = wide(mean_expression_edges(tiny_adata, TFS, TARGETS))
-    assert found.loc["gene75", "gene40"] == pytest.approx(mean["gene75"] * mean["gene40"], rel=1e-5)
-    few = [coexpression_edges(tiny_adata, TFS, TARGETS, method=method, max_cells=20, seed=seed) for seed in (0, 0, 1)]
+    means = wide(network_baselines(tiny_adata, universe, names)["mean expression"])
+    assert means.loc["gene75", "gene40"] == pytest.approx(mean["gene75"] * mean["gene40"], rel=1e-5)
+    few = [correlations(tiny_adata, max_cells=20, seed=seed) for seed in (0, 0, 1)]
     pd.testing.assert_frame_equal(few[0], few[1])
-    assert (few[0]["weight"] != few[2]["weight"]).any()
+    assert not few[0].equals(few[2])
     counts = tiny_adata.X.toarray()
     counts[:, 1] = 0  # a constant gene correlates with none
     tiny_adata.X = counts
-    found = wide(coexpression_edges(tiny_adata, TFS, TARGETS, method=method))
+    found = correlations(tiny_adata)
     assert (found["gene1"] == 0).all()
     assert (found["gene79"] > 0).all()
 
 
 def test_genes_of_one_name_are_added_up_and_counts_read_from_a_layer(tiny_adata: ad.AnnData) -> None:
-    expected = wide(coexpression_edges(tiny_adata, TFS, ["gene40"]))
+    universe = GeneNetwork().universe(pd.DataFrame({"source": ["gene5"], "target": ["gene40"]}))
+
+    def correlation(**options) -> float:
+        return float(
+            network_baselines(tiny_adata, universe, ["pearson"], **options)["co-expression (pearson)"]["weight"][0]
+        )
+
+    expected, expression = correlation(), log_expression(tiny_adata)
     tiny_adata.var["symbol"] = ["gene40" if name == "gene41" else name for name in tiny_adata.var_names]
-    summed = wide(coexpression_edges(tiny_adata, TFS, ["gene40"], gene_key="symbol"))
-    expression = log_expression(tiny_adata)
     both = np.log1p(np.expm1(expression["gene40"]) + np.expm1(expression["gene41"]))
     by_hand = abs(stats.pearsonr(expression["gene5"], both).statistic)
-    assert summed.loc["gene5", "gene40"] == pytest.approx(by_hand, abs=1e-6)
+    assert correlation(gene_key="symbol") == pytest.approx(by_hand, abs=1e-6)
     tiny_adata.layers["counts"] = tiny_adata.X.copy()
     tiny_adata.X = tiny_adata.X * 0.5
-    pd.testing.assert_frame_equal(wide(coexpression_edges(tiny_adata, TFS, ["gene40"], layer="counts")), expected)
+    assert correlation(layer="counts") == expected
     with pytest.raises(DataError, match="not whole numbers"):
-        coexpression_edges(tiny_adata, TFS, ["gene40"])
+        correlation()
 
 
 def named(matrix: np.ndarray) -> pd.DataFrame:
     rows, columns = np.nonzero(matrix)
     return pd.DataFrame({"source": [f"T{i}" for i in rows], "target": [f"g{i}" for i in columns]})
+
+
+def degree_edges(universe: Universe, **options) -> pd.DataFrame:
+    return edges_of(degree_weights(universe, **options), universe.tfs, universe.genes)
 
 
 def test_degrees_find_hubs_and_not_random_edges() -> None:
@@ -193,17 +218,15 @@ def test_the_weight_of_an_edge_does_not_depend_on_whether_it_is_true() -> None:
 
 
 def test_all_baselines(tiny_adata: ad.AnnData, truth: pd.DataFrame) -> None:
-    found = network_baselines(tiny_adata, truth, n_random=2, seed=4)
-    assert list(found) == [*BASELINES, "random 1", "random 2"]
     universe = GeneNetwork(genes=list(tiny_adata.var_names)).universe(truth)
+    found = network_baselines(tiny_adata, universe, seed=4)
+    assert list(found) == [*BASELINES, *RANDOM]
     for name, edges in found.items():
         assert np.isfinite(universe.matrix(edges)[universe.pairs]).all(), name
-    again = network_baselines(tiny_adata, truth, ["random"], n_random=1, seed=5)
-    np.testing.assert_array_equal(again["random"]["weight"], found["random 2"]["weight"])
-    with pytest.raises(OptionError, match=r"names has 'pearsons', .*did you mean 'pearson'\?"):
-        network_baselines(tiny_adata, truth, ["pearsons"])
-    with pytest.raises(DataError, match="none of the 97 true edges is left: 0 of the 80 genes"):
-        network_baselines(tiny_adata, truth, gene_key="ensembl")
+    again = network_baselines(tiny_adata, universe, ["random"], seed=5)
+    np.testing.assert_array_equal(again["random 1"]["weight"], found["random 2"]["weight"])
+    with pytest.raises(DataError, match="none of the 97 true edges is left among genes"):
+        evaluate_network({"mine": truth.assign(weight=1.0)}, truth, tiny_adata, gene_key="ensembl")
 
 
 FACTORS = [f"T{i}" for i in range(8)]
@@ -308,17 +331,21 @@ def test_transcription_factors_are_drawn_and_the_same_for_all_scores(planted) ->
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"targets": "all"}, OptionError, "targets='all' is none of 'truth', 'measured'"),
-        ({"targets": "measured"}, OptionError, "needs to know what was measured; give genes"),
-        ({"tfs": "GATA1"}, OptionError, "tfs='GATA1' is not a list of gene names"),
-        ({"genes": ["ENSG1", "ENSG2"]}, DataError, "0 of the 2 genes .* are in the truth; name genes as the truth"),
-        ({"truth": lambda t: t.rename(columns={"source": "tf"})}, DataError, r"no column 'source' \(there is: 'tf'"),
-        ({"truth": lambda t: t[:1]}, DataError, "nothing to tell them from"),
-        ({"truth": lambda t: t.assign(target=[None, *t["target"][1:]])}, DataError, "1 edges of the truth have no"),
-        ({"made": lambda m: pd.concat([m, m[:2]])}, DataError, "2 edges of the scores stand there twice"),
+        ({"targets": "all"}, OptionError, "targets='all' is neither 'truth', nor 'measured' with genes"),
+        ({"targets": "measured"}, OptionError, "nor 'measured' with genes that were measured"),
+        (
+            {"genes": ["ENSG1"]},
+            DataError,
+            r"of the .* true edges is left among genes \('ENSG1'\); name genes as the truth",
+        ),
+        (
+            {"truth": lambda t: t.rename(columns={"source": "tf"})},
+            DataError,
+            r"no column 'source', .* \(there is: 'tf'",
+        ),
+        ({"truth": lambda t: t.assign(target=[None, *t["target"][1:]])}, DataError, "'target', or lack names in it"),
+        ({"made": lambda m: pd.concat([m, m[:2]])}, DataError, "2 edges stand there twice"),
         ({"made": lambda m: m.assign(weight=[np.nan, *m["weight"][1:]])}, DataError, "1 weights of the scores are not"),
-        ({"made": lambda m: m.assign(weight="high")}, DataError, "have the dtype (str|object); give numbers"),
-        ({"made": dict}, OptionError, "the scores are of type 'dict'"),
     ],
 )
 def test_what_cannot_be_used(planted, options: dict, error: type[Exception], message: str) -> None:

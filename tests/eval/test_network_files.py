@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from scforge.errors import DataError, MissingFileError, OptionError
-from scforge.eval import read_network
+from scforge.eval.networks import read_network
 
 TRRUST = "AATF\tBAX\tRepression\t1\nMYC\tTERT\tActivation\t3\nMYC\tTERT\tRepression\t4\nSP1\tA\tUnknown\t5\n"
 ENCODE = (
@@ -31,28 +31,27 @@ def rows(found: pd.DataFrame) -> list[tuple]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "text", "columns", "expected"),
+    ("name", "text", "columns", "expected"),
     [
-        ("trrust", "trrust_rawdata.human.tsv", TRRUST, ["sign"], SIGNS),
-        ("collectri", "net.csv", COLLECTRI, ["sign"], [("MYC", "TERT", 1.0), ("MYC", "A", -1.0)]),
-        ("dorothea", "d.csv", DOROTHEA, ["sign", "confidence"], [("A", "x", 1.0, "A")]),
+        ("trrust_rawdata.human.tsv", TRRUST, ["sign"], SIGNS),
+        ("net.csv", COLLECTRI, ["sign"], [("MYC", "TERT", 1.0), ("MYC", "A", -1.0)]),
+        ("d.csv", DOROTHEA, ["sign", "confidence"], [("A", "x", 1.0, "A")]),
         # as in R
         (
-            "dorothea",
             "d.tsv",
             "tf\tconfidence\ttarget\tmor\nA\tE\tx\t-1\n",
             ["sign", "confidence"],
             [("A", "x", -1.0, "E")],
         ),
-        ("omnipath", "o.tsv", OMNIPATH, ["sign"], [("MYC", "TERT", 1.0), ("SPI1", "BGLAP", -1.0), ("X", "Y", NAN)]),
-        ("encode", "gene_attribute_edges.txt", ENCODE, [], [("ATF2", "A1BG"), ("ATF2", "A2M")]),
-        ("chip_atlas", "GATA1.5.tsv", CHIP_ATLAS, ["weight"], [("GATA1", "KLF1", 250.5), ("GATA1", "ALAS2", 40.0)]),
-        ("edges", "refNetwork.csv", "Gene1,Gene2,Type\nA,x,+\nA,x,-\nB,y,+\n", [], [("A", "x"), ("B", "y")]),
-        ("edges", "e.tsv", WEIGHTS, ["weight"], [("A", "x", 1.0), ("A", "y", 1.0)]),
-        ("edges", "e.csv", "\ufeffsource, target\nNA, nan\n", [], [("NA", "nan")]),  # names that look like none
+        ("o.tsv", OMNIPATH, ["sign"], [("MYC", "TERT", 1.0), ("SPI1", "BGLAP", -1.0), ("X", "Y", NAN)]),
+        ("gene_attribute_edges.txt", ENCODE, [], [("ATF2", "A1BG"), ("ATF2", "A2M")]),
+        ("GATA1.5.tsv", CHIP_ATLAS, ["weight"], [("GATA1", "KLF1", 250.5), ("GATA1", "ALAS2", 40.0)]),
+        ("refNetwork.csv", "Gene1,Gene2,Type\nA,x,+\nA,x,-\nB,y,+\n", [], [("A", "x"), ("B", "y")]),
+        ("e.tsv", WEIGHTS, ["weight"], [("A", "x", 1.0), ("A", "y", 1.0)]),
+        ("e.csv", "\ufeffsource, target\nNA, nan\n", [], [("NA", "nan")]),  # names that look like none
     ],
 )
-def test_formats(kind: str, name: str, text: str, columns: list, expected: list, tmp_path: Path) -> None:
+def test_formats(name: str, text: str, columns: list, expected: list, tmp_path: Path) -> None:
     (tmp_path / name).write_text(text, encoding="utf-8")
     found = read_network(tmp_path / name)
     assert str(rows(found)) == str(expected)
@@ -60,7 +59,6 @@ def test_formats(kind: str, name: str, text: str, columns: list, expected: list,
     with gzip.open(tmp_path / f"{name}.gz", "wt", encoding="utf-8") as file:
         file.write(text)
     pd.testing.assert_frame_equal(read_network(tmp_path / f"{name}.gz"), found)
-    pd.testing.assert_frame_equal(read_network(tmp_path / name, kind=kind), found)
 
 
 @pytest.mark.parametrize(
@@ -83,35 +81,22 @@ def test_columns_that_the_user_names(tmp_path: Path) -> None:
     assert rows(read_network(tmp_path / "bare.csv", source=0, target=2)) == [("A", "x"), ("B", "y")]
 
 
-def test_several_files_thresholds_and_levels(tmp_path: Path) -> None:
+def test_several_files(tmp_path: Path) -> None:
     both = [tmp_path / "GATA1.5.tsv", tmp_path / "TAL1.5.tsv"]
     for path in both:
         path.write_text(CHIP_ATLAS.replace("GATA1", path.name.split(".")[0]))
-    assert len(read_network(both)) == 4
-    assert rows(read_network(both, min_score=100)) == [("GATA1", "KLF1", 250.5), ("TAL1", "KLF1", 250.5)]
-    levels = tmp_path / "d.csv"
-    levels.write_text("tf,confidence,target\nA,A,x\nA,B,y\nA,E,z\n")
-    assert read_network(levels, confidence="AB")["target"].tolist() == ["x", "y"]
-    with pytest.raises(OptionError, match="min_score=5 is for kind='chip_atlas', but .* is 'dorothea'"):
-        read_network(levels, min_score=5)
-    with pytest.raises(OptionError, match="confidence='A' is for kind='dorothea', but .* is 'chip_atlas'"):
-        read_network(both, confidence="A")
-    with pytest.raises(DataError, match="no edge is left"):
-        read_network(both, min_score=1000)
+    assert read_network(both)["source"].tolist() == ["GATA1", "GATA1", "TAL1", "TAL1"]
 
 
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("a\tb\nx\ty\n", {}, r"has no columns of a known kind \(it has: 'a', 'b'\); name those"),
-        ("", {}, "cannot be read as a table"),
-        ("source,target\nA,\n", {}, "has 1 edges without a target .first: row 1.; fill or remove"),
-        ("source,target\nA,x\n", {"kind": "trrust"}, "has no column mode"),
-        ("source,target,mode\nA,x,Up\n", {}, "has the modes 'up', none of 'activation'"),
-        ("source,target\nA,x\n", {"kind": "chip_atlas"}, r"has 0 columns that end in '\|Average'"),
-        ("source,target,weight\nA,x,much\n", {}, "has text where numbers are needed"),
-        ("source,target\nA,x\n", {"source": "src", "target": "target"}, r"source='src' is not a column of"),
-        (ENCODE.replace("A2M\tna\t2\tATF2", "A1BG\tna\t1\tJUN"), {}, "would have 2 factors but 1 targets"),
+        ("a\tb\nx\ty\n", {}, r"there is no column source or tf .*\(there are: 'a', 'b'\); name those"),
+        ("", {}, "cannot be read as a network"),
+        ("source,target\nA,\n", {}, "has 1 edges without a source or target .first: row 1.; fill or remove"),
+        ("source,target,weight\nA,x,much\n", {}, "Unable to parse string"),
+        ("source,target\nA,x\n", {"source": "src", "target": "target"}, "there is no column src"),
+        (ENCODE.replace("A2M\tna\t2\tATF2", "A1BG\tna\t1\tJUN"), {}, "it has more factors than targets"),
     ],
 )
 def test_files_that_cannot_be_used(text: str, options: dict, message: str, tmp_path: Path) -> None:
@@ -124,10 +109,7 @@ def test_files_that_cannot_be_used(text: str, options: dict, message: str, tmp_p
     ("path", "options", "error", "message"),
     [
         ("none.tsv", {}, MissingFileError, r"none\.tsv' is not a file"),
-        ("x", {"kind": "trust"}, OptionError, r"kind='trust' is not known; did you mean 'trrust'\?"),
         ("x", {"source": "tf"}, OptionError, "name both, or none"),
-        ("x", {"kind": "trrust", "source": "a", "target": "b"}, OptionError, "'a' has no use with kind='trrust'"),
-        ([], {}, OptionError, "names no file"),
     ],
 )
 def test_arguments_that_cannot_be_used(path, options: dict, error: type[Exception], message: str) -> None:

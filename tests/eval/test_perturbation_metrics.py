@@ -4,10 +4,16 @@ import pertpy
 import pytest
 from scipy import sparse, stats
 
-from scforge.errors import DataError, OptionError
-from scforge.eval import de_genes, de_weights, discrimination_scores, score_deltas, technical_duplicate
+from scforge.errors import DataError
 from scforge.eval.expression import effects_of, moments_of
-from scforge.eval.perturbation_metrics import own_genes
+from scforge.eval.perturbation_metrics import (
+    de_genes,
+    de_weights,
+    discrimination_scores,
+    own_genes,
+    score_deltas,
+    technical_duplicate,
+)
 
 
 def effects(n_perturbations: int = 6) -> tuple[np.ndarray, np.ndarray]:
@@ -148,20 +154,7 @@ def test_the_perturbed_gene_does_not_count_in_discrimination() -> None:
     assert np.isnan(discrimination_scores(np.ones((1, 2)), np.ones((1, 2)))).all()
 
 
-ONES = np.ones((2, 3))
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: score_deltas(ONES[:, 1:], ONES, ONES), DataError, r"the shapes \(2, 2\), \(2, 3\)"),
-        (lambda: score_deltas(ONES * np.nan, ONES, ONES), DataError, "not numbers"),
-        (lambda: score_deltas(ONES, ONES, ONES, ONES[:, :2] > 0), DataError, r"changed has the shape \(2, 2\)"),
-        (lambda: score_deltas(ONES, ONES, ONES, None, None, "x"), DataError, "contexts has 1 entries for 2 effects"),
-        (lambda: discrimination_scores(ONES, ONES, "l3"), OptionError, "metric='l3' is none of 'l1', 'l2', 'cosine'"),
-        (lambda: discrimination_scores(ONES, ONES[:, 1:]), DataError, "shapes"),
-    ],
-)
-def test_what_cannot_be_scored_is_refused(call, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
+def test_what_is_no_number_is_refused() -> None:
+    measured, predicted = effects()
+    with pytest.raises(DataError, match="not numbers"):
+        score_deltas(predicted * np.nan, measured, measured)

@@ -4,9 +4,9 @@ import pandas as pd
 import pytest
 
 from scforge.errors import DataError, OptionError
-from scforge.eval import KnownEffects, WantedEffects, baseline_effects, evaluate_perturbations
+from scforge.eval import evaluate_perturbations
 from scforge.eval.expression import log_normalised
-from scforge.eval.perturbation import perturbation_baselines
+from scforge.eval.perturbation import KnownEffects, WantedEffects, baseline_effects, perturbation_baselines
 from scforge.eval.perturbation_metrics import EffectKeys, PerturbedCells
 
 KEYS = {"perturbation_key": "target", "control": "control"}
@@ -180,14 +180,19 @@ def test_mistakes_are_told(real, train, made) -> None:
     twice = pd.DataFrame(0.1, index=[*HELD_OUT, "g1+g0"], columns=real.var_names)
     for prediction, options, error, message in [
         ({"additive": made}, {}, OptionError, "predictions names 'additive'"),
-        ({}, {}, OptionError, "names no method"),
-        ({"good": made}, {"kinds": {"god": "untrained"}}, OptionError, "kinds names 'god', .* did you mean 'good'"),
-        (twice, {}, DataError, r"1 rows that mean the same effect as another \(first: 'g0\+g1'\)"),
+        ({}, {}, OptionError, "predictions names nothing; name at least one method"),
+        (
+            {"good": made},
+            {"kinds": {"god": "untrained"}},
+            OptionError,
+            "kinds='god' is not in predictions; did you mean 'good'",
+        ),
+        (twice, {}, DataError, r"predictions has 'g0\+g1' more than once"),
         (logs(made)[:, :20].copy(), {}, DataError, "only 20 of 60 measured genes"),
-        (made[:, :50].copy(), {}, DataError, "holds counts of 50 genes, fewer than were measured"),
-        (made, {"train": train[:, :50].copy()}, DataError, "train holds counts of 50 genes and real has 60"),
-        (made, {"train": other}, DataError, "controls of train have a median total of .* and those of real of 10,000"),
-        (scaled, {}, DataError, "have a median total of 1,000 and those of real of 10,000"),
+        (made[:, :50].copy(), {}, DataError, "are counts without 10 genes that hold"),
+        (made, {"train": train[:, :50].copy()}, DataError, "train are counts without 10 genes"),
+        (made, {"train": other}, DataError, "controls of train have a median total of .* others have 10,000"),
+        (scaled, {}, DataError, "have a median total of 1,000 where the others have 10,000"),
     ]:
         with pytest.raises(error, match=message):
             evaluate_perturbations(real, prediction, **{"train": train, **options}, **KEYS)

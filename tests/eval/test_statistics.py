@@ -4,10 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
-from sklearn.metrics import accuracy_score, f1_score
 
 from scforge.eval.base import Benchmark, half_samples
-from scforge.eval.report import bootstrap_weights, compare_paired, interval, weighted_f1
+from scforge.eval.report import bootstrap_weights, compare_paired, interval
 
 
 @pytest.mark.parametrize(("n", "options", "least"), [(100, {}, 0.88), (6, {"n_units": 6}, 0.91)])
@@ -44,15 +43,6 @@ def test_pairs_see_what_single_intervals_do_not() -> None:
     assert compare_paired("PCA", 0.81, 0.80, common, common[::-1]).p_value > 0.5
     assert compare_paired("PCA", 0.5, 0.5, common, common).p_value == 1.0
     assert math.isnan(compare_paired("PCA", 0.5, 0.4, None, common).p_value)
-
-
-def test_weighted_figures_are_those_of_repeated_cells() -> None:
-    rng = np.random.default_rng(0)
-    truth, predicted = rng.integers(4, size=(2, 80))
-    weights = rng.integers(3, size=(5, 80))
-    for found, weight in zip(weighted_f1(truth, predicted, 4, weights), weights, strict=True):
-        pair = np.repeat(truth, weight), np.repeat(predicted, weight)
-        assert found == pytest.approx([f1_score(*pair, average="macro"), accuracy_score(*pair)])
 
 
 def test_halves_keep_labels() -> None:

@@ -18,7 +18,7 @@ from scforge.estimators import Encoder
 
 
 def batch_of(model: Encoder, adata: ad.AnnData, n_cells: int) -> dict[str, torch.Tensor]:
-    block = model.cells(adata).block(np.arange(n_cells))
+    block = model._cells(adata).block(np.arange(n_cells))
     batch = dict(model.tokenizer(block))
     assert not batch["attention_mask"].all(), "the test is about padding, too"
     return batch
@@ -52,7 +52,7 @@ def compare(bert: Any, model: Encoder, batch: dict[str, torch.Tensor], version: 
 def test_generated_dictionaries(version, options, file, write_bert, dictionaries, ensembl_adata, tmp_path) -> None:
     known = dictionaries(version)
     bert = write_bert(known, vocab_size=len(known[0]), file=file, **options)
-    model = Encoder.from_geneformer(tmp_path / "bert", version=version)
+    model = Encoder.from_checkpoint(tmp_path / "bert", family="geneformer", version=version)
     compare(bert, model, batch_of(model, ensembl_adata, 20), version)
     assert model.is_trained_
     assert model.vocab.medians.tolist() == list(known[1].values())
@@ -62,7 +62,7 @@ def test_other_embeddings(write_bert, dictionaries, ensembl_adata, tmp_path) -> 
     """As Geneformer's ``emb_mode="cell"`` with V2: over genes without CLS and EOS; and from the last layer."""
     known = dictionaries("V2")
     bert = write_bert(known, vocab_size=len(known[0]))
-    model = Encoder.from_geneformer(tmp_path / "bert", version="V2", pooling="genes")
+    model = Encoder.from_checkpoint(tmp_path / "bert", family="geneformer", version="V2", pooling="genes")
     batch = batch_of(model, ensembl_adata, 20)
     genes = batch["attention_mask"] & (batch["input_ids"] > 3)
     assert ((~genes & batch["attention_mask"]).sum(dim=1) == 2).all()
@@ -71,7 +71,9 @@ def test_other_embeddings(write_bert, dictionaries, ensembl_adata, tmp_path) -> 
         states = output.hidden_states[-2]
     mean = torch.stack([state[gene].mean(dim=0) for state, gene in zip(states, genes, strict=True)])
     np.testing.assert_allclose(model.get_latent_representation(ensembl_adata)[:20], mean.numpy(), atol=1e-5)
-    last = Encoder.from_geneformer(tmp_path / "bert", version="V2", pooling="mean", embedding_layer=0)
+    last = Encoder.from_checkpoint(
+        tmp_path / "bert", family="geneformer", version="V2", pooling="mean", embedding_layer=0
+    )
     compare(bert, last, batch)
 
 
@@ -85,7 +87,7 @@ def test_version_by_positions_and_tokens(write_bert, dictionaries, ensembl_adata
         ((v2[0] | more, medians), {}, "V2"),  # as a copy with fewer positions
     ):
         write_bert(known, vocab_size=len(known[0]), num_hidden_layers=1, **options)
-        model = Encoder.from_geneformer(tmp_path / "bert")
+        model = Encoder.from_checkpoint(tmp_path / "bert", family="geneformer")
         found = model.spec.model_options["pooling"], model.spec.model_options["embedding_layer"]
         assert found == ("cls" if version == "V2" else "genes", 0)  # of one layer
 
@@ -96,8 +98,8 @@ def test_there_and_back_bit_for_bit(tied: bool, write_bert, dictionaries, tmp_pa
 
     known = dictionaries("V2")
     bert = write_bert(known, vocab_size=len(known[0]), tie_word_embeddings=tied)
-    model = Encoder.from_geneformer(tmp_path / "bert", version="V2")
-    model.export_to_transformers(tmp_path / "back")
+    model = Encoder.from_checkpoint(tmp_path / "bert", family="geneformer", version="V2")
+    model.export(tmp_path / "back", "transformers")
     back = BertForMaskedLM.from_pretrained(tmp_path / "back").eval()
     theirs, ours = bert.state_dict(), back.state_dict()
     assert list(ours) == list(theirs)
@@ -110,7 +112,7 @@ def test_there_and_back_bit_for_bit(tied: bool, write_bert, dictionaries, tmp_pa
         theirs["cls.predictions.bias"] = theirs["cls.predictions.decoder.bias"]
     for name, weight in theirs.items():
         assert torch.equal(weight, ours[name]), name
-    again = Encoder.from_geneformer(tmp_path / "back", version="V2")
+    again = Encoder.from_checkpoint(tmp_path / "back", family="geneformer", version="V2")
     assert again.vocab == model.vocab
     assert again.spec.to_json() == model.spec.to_json()
     for name, weight in model.module.state_dict().items():
@@ -127,17 +129,17 @@ def test_a_model_trained_here_loads_there(tiny_adata: ad.AnnData, tmp_path: Path
     Encoder.setup_anndata(tiny_adata)
     model = Encoder(tiny_adata, "transformer_encoder", pooling="mean", **BERT)
     model.train(max_epochs=1, batch_size=16, progress_bar=False, accelerator="cpu")
-    model.export_to_transformers(tmp_path / "bert")
+    model.export(tmp_path / "bert", "transformers")
     bert, info = BertForMaskedLM.from_pretrained(tmp_path / "bert", output_loading_info=True)
     assert not any(info.values())
     compare(bert.eval(), model, batch_of(model, tiny_adata, 20))
     with pytest.raises(OptionError, match="exists and is not empty"):
-        model.export_to_transformers(tmp_path / "bert")
+        model.export(tmp_path / "bert", "transformers")
     (tmp_path / "bert" / "notes.txt").write_text("mine")
-    model.export_to_transformers(tmp_path / "bert", overwrite=True)
+    model.export(tmp_path / "bert", "transformers", overwrite=True)
     assert (tmp_path / "bert" / "notes.txt").read_text() == "mine"
-    with pytest.raises(DataError, match="scforge's own: .* is loaded from the folder of model.save"):
-        Encoder.from_checkpoint(tmp_path / "bert", "geneformer")
+    with pytest.raises(DataError, match="scforge's own: load what model.save wrote"):
+        Encoder.from_checkpoint(tmp_path / "bert", family="geneformer")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_what_bert_has_not_is_refused(options: dict, message: str, tiny_adata: a
     Encoder.setup_anndata(tiny_adata)
     model = Encoder(tiny_adata, "transformer_encoder" if options else "gene_pooling", **options)
     with pytest.raises(OptionError, match=message):
-        model.export_to_transformers(tmp_path / "bert")
+        model.export(tmp_path / "bert", "transformers")
     assert not (tmp_path / "bert").exists()
 
 
@@ -169,7 +171,7 @@ def bert_folder(write_bert, dictionaries, tmp_path: Path) -> Path:
 
 def test_an_ordinary_model(bert_folder: Path, ensembl_adata: ad.AnnData, tmp_path: Path, capsys) -> None:
     Encoder.setup_anndata(ensembl_adata, labels_key="group")
-    model = Encoder.from_geneformer(bert_folder, adata=ensembl_adata, pooling="genes")
+    model = Encoder.from_checkpoint(bert_folder, family="geneformer", adata=ensembl_adata, pooling="genes")
     before = model.get_latent_representation()
     argv = ["convert-checkpoint", str(bert_folder), "-o", str(tmp_path / "model")]
     assert main([*argv, "--pooling", "genes"]) == 0
@@ -183,11 +185,13 @@ def test_an_ordinary_model(bert_folder: Path, ensembl_adata: ad.AnnData, tmp_pat
 
 
 def test_genes_by_other_names(bert_folder: Path, ensembl_adata: ad.AnnData) -> None:
-    expected = Encoder.from_geneformer(bert_folder).get_latent_representation(ensembl_adata.copy())
+    expected = Encoder.from_checkpoint(bert_folder, family="geneformer").get_latent_representation(ensembl_adata.copy())
     symbols = {f"gene{i}": f"ENSG{i:011d}" for i in range(80)} | {"unknown": "ENSG99999999999", "none": None}
     table = bert_folder / "symbols.parquet"
     pd.DataFrame(symbols.items(), columns=["symbol", "gene_id"]).to_parquet(table)
-    model = Encoder.from_geneformer(bert_folder, gene_names=table, ensembl_map={"ENSG00000099999": "ENSG00000000000"})
+    model = Encoder.from_checkpoint(
+        bert_folder, family="geneformer", gene_names=table, ensembl_map={"ENSG00000099999": "ENSG00000000000"}
+    )
     ensembl_adata.var_names = ["ENSG00000099999", *[f"gene{i}" for i in range(1, 80)]]
     np.testing.assert_array_equal(model.get_latent_representation(ensembl_adata), expected)
 
@@ -195,12 +199,12 @@ def test_genes_by_other_names(bert_folder: Path, ensembl_adata: ad.AnnData) -> N
 def test_a_bert_without_its_head(bert_folder: Path, ensembl_adata: ad.AnnData, tmp_path: Path) -> None:
     from transformers import BertForSequenceClassification
 
-    expected = Encoder.from_geneformer(bert_folder).get_latent_representation(ensembl_adata)
+    expected = Encoder.from_checkpoint(bert_folder, family="geneformer").get_latent_representation(ensembl_adata)
     bert = BertForSequenceClassification.from_pretrained(bert_folder)
     for path in bert_folder.glob("*.safetensors"):
         path.unlink()
     bert.save_pretrained(bert_folder)
-    model = Encoder.from_geneformer(bert_folder)
+    model = Encoder.from_checkpoint(bert_folder, family="geneformer")
     assert not any(name.startswith("head.") for name in model.module.state_dict())
     np.testing.assert_allclose(model.get_latent_representation(ensembl_adata), expected, atol=1e-6)
     model.save(tmp_path / "saved")
@@ -211,18 +215,18 @@ def test_a_bert_without_its_head(bert_folder: Path, ensembl_adata: ad.AnnData, t
 def test_weights_in_several_files_and_of_half_precision(bert_folder: Path, ensembl_adata: ad.AnnData) -> None:
     weights = {name: weight.half().float() for name, weight in load_file(bert_folder / "model.safetensors").items()}
     save_file({name: weight.half() for name, weight in weights.items()}, bert_folder / "model.safetensors")
-    expected = Encoder.from_geneformer(bert_folder).get_latent_representation(ensembl_adata)
+    expected = Encoder.from_checkpoint(bert_folder, family="geneformer").get_latent_representation(ensembl_adata)
     (bert_folder / "model.safetensors").unlink()
     files = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(sorted(weights))}
     for file in set(files.values()):
         save_file({name: weights[name] for name, place in files.items() if place == file}, bert_folder / file)
     index = bert_folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    found = Encoder.from_geneformer(bert_folder).get_latent_representation(ensembl_adata)
+    found = Encoder.from_checkpoint(bert_folder, family="geneformer").get_latent_representation(ensembl_adata)
     np.testing.assert_array_equal(found, expected)
     index.write_text(json.dumps({"weight_map": {"a": "model-00003-of-00003.safetensors"}}))
     with pytest.raises(MissingFileError, match="model-00003-of-00003"):
-        Encoder.from_geneformer(bert_folder)
+        Encoder.from_checkpoint(bert_folder, family="geneformer")
 
 
 def without(name: str) -> Callable[[dict], dict]:
@@ -257,7 +261,7 @@ def with_bias(bias: torch.Tensor, name: str = "cls.predictions.bias") -> Callabl
 def test_weights_that_do_not_fit(change, message: str, bert_folder: Path) -> None:
     save_file(change(load_file(bert_folder / "model.safetensors")), bert_folder / "model.safetensors")
     with pytest.raises(ModelFileError, match=message):
-        Encoder.from_geneformer(bert_folder)
+        Encoder.from_checkpoint(bert_folder, family="geneformer")
 
 
 @pytest.mark.parametrize(
@@ -279,7 +283,7 @@ def test_configurations_that_do_not_fit(changes: dict, message: str, bert_folder
     config = json.loads((bert_folder / "config.json").read_text()) | changes
     (bert_folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(ScforgeError, match=message):
-        Encoder.from_geneformer(bert_folder)
+        Encoder.from_checkpoint(bert_folder, family="geneformer")
 
 
 @pytest.mark.parametrize(
@@ -302,5 +306,5 @@ def test_arguments_that_cannot_be_used(name, options, error, message, bert_folde
         bert_folder.rename("empty")
         Path("empty/model.safetensors").unlink()
     with pytest.raises(error, match=message) as caught:
-        Encoder.from_geneformer(tmp_path / name, **options)
+        Encoder.from_checkpoint(tmp_path / name, family="geneformer", **options)
     assert "\n" not in str(caught.value)

@@ -215,7 +215,7 @@ def with_ones(name: str) -> Callable[[dict], dict]:
 def test_what_does_not_fit_is_refused(write, genes, tmp_path: Path, change, config, message) -> None:
     write(len(genes), change=change, config=config)
     with pytest.raises(ModelFileError, match=message):
-        Encoder.from_checkpoint(tmp_path, "scdiva", vocab=genes)
+        Encoder.from_checkpoint(tmp_path, family="scdiva", vocab=genes)
 
 
 def test_missing_files_and_genes(write, genes, tmp_path: Path) -> None:

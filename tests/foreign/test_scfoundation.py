@@ -78,7 +78,7 @@ def genes() -> list[str]:
 def test_the_published_forward(alpha: float, write, pbmc: ad.AnnData, tmp_path: Path) -> None:
     genes = pbmc.var_names[np.random.default_rng(0).permutation(pbmc.n_vars)[:3000]].tolist()
     theirs = write(genes, alpha=alpha)
-    model = Encoder.from_scfoundation(tmp_path)
+    model = Encoder.from_checkpoint(tmp_path, family="scfoundation")
     cells = pbmc[:12, np.isin(pbmc.var_names, genes)].copy()
     embedding = model.get_latent_representation(cells)
     assert embedding.shape == (12, 4 * WIDTH)
@@ -141,7 +141,7 @@ def rnaseq(**options: Any) -> Callable[[dict], dict]:
 def test_files_that_cannot_be_used(change, message, write, genes, tmp_path: Path) -> None:
     write(genes, change=change)
     with pytest.raises(ModelFileError, match=message):
-        Encoder.from_scfoundation(tmp_path)
+        Encoder.from_checkpoint(tmp_path, family="scfoundation")
 
 
 @pytest.mark.parametrize(
@@ -159,4 +159,4 @@ def test_arguments_that_cannot_be_used(options, error, message, write, genes, tm
     if not options:
         (tmp_path / PANEL).write_text("gene_name\tindex\nA\t0\nB\t2\n")
     with pytest.raises(error, match=message):
-        Encoder.from_scfoundation(tmp_path, **options)
+        Encoder.from_checkpoint(tmp_path, family="scfoundation", **options)

@@ -106,18 +106,18 @@ def compare(theirs: TransformerModel, model: Encoder, tokens: dict[str, int], ba
 
 
 def batch_of(model: Encoder, adata: ad.AnnData, n_cells: int) -> dict[str, torch.Tensor]:
-    return dict(model.tokenizer(model.cells(adata).block(np.arange(n_cells))))
+    return dict(model.tokenizer(model._cells(adata).block(np.arange(n_cells))))
 
 
 @pytest.mark.parametrize("names", [dict, flash_names], ids=["torch", "flash"])
 def test_the_published_forward(names, write, tokens, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
     theirs = write(tokens, change=names)
-    model = Encoder.from_scgpt(tmp_path / "scgpt")
+    model = Encoder.from_checkpoint(tmp_path / "scgpt", family="scgpt")
     batch = batch_of(model, tiny_adata, 20)
     assert not batch["attention_mask"].all()
     assert batch["bin_ids"].max() == 50
     compare(theirs, model, tokens, batch)
-    assert (model.is_trained_, model.objective) == (True, "masked_value_prediction")
+    assert (model.is_trained_, model.spec.objective) == (True, "masked_value_prediction")
     np.testing.assert_allclose(
         model.get_latent_representation(tiny_adata)[:20], model.module.encode(**batch).detach().numpy(), atol=1e-6
     )
@@ -125,8 +125,8 @@ def test_the_published_forward(names, write, tokens, tiny_adata: ad.AnnData, tmp
 
 def test_embeddings_of_length_one(write, tokens, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
     write(tokens)
-    plain = Encoder.from_scgpt(tmp_path / "scgpt").get_latent_representation(tiny_adata)
-    model = Encoder.from_scgpt(tmp_path / "scgpt", normalize=True)
+    plain = Encoder.from_checkpoint(tmp_path / "scgpt", family="scgpt").get_latent_representation(tiny_adata)
+    model = Encoder.from_checkpoint(tmp_path / "scgpt", family="scgpt", normalize=True)
     expected = plain / np.linalg.norm(plain, axis=1, keepdims=True)  # as embed_data does
     np.testing.assert_allclose(model.get_latent_representation(tiny_adata), expected, atol=1e-6)
     model.save(tmp_path / "saved")
@@ -136,9 +136,9 @@ def test_embeddings_of_length_one(write, tokens, tiny_adata: ad.AnnData, tmp_pat
 
 def test_hidden_values_are_those_of_scgpt(write, tokens, tiny_adata: ad.AnnData, tmp_path: Path) -> None:
     theirs = write(tokens)
-    model = Encoder.from_scgpt(tmp_path / "scgpt", cls_value=0.0)
-    block = model.cells(tiny_adata).block(np.arange(8))
-    batch = model.spec.build_objective().prepare(block, model.tokenizer, epoch=0, seed=0)
+    model = Encoder.from_checkpoint(tmp_path / "scgpt", family="scgpt", cls_value=0.0)
+    block = model._cells(tiny_adata).block(np.arange(8))
+    batch = model.objective.prepare(block, model.tokenizer, epoch=0, seed=0)
     there = torch.tensor([tokens.get(name, -1) for name in model.vocab.tokens])
     values = batch["values"].masked_fill(batch["masked_positions"], -1.0)
     assert (values == -1).any()
@@ -155,7 +155,7 @@ def test_hidden_values_are_those_of_scgpt(write, tokens, tiny_adata: ad.AnnData,
 def test_an_ordinary_model(write, tokens, tiny_adata: ad.AnnData, tmp_path: Path, capsys) -> None:
     write(tokens)
     Encoder.setup_anndata(tiny_adata, labels_key="group")
-    model = Encoder.from_scgpt(tmp_path / "scgpt", adata=tiny_adata)
+    model = Encoder.from_checkpoint(tmp_path / "scgpt", family="scgpt", adata=tiny_adata)
     before = model.get_latent_representation()
     assert main(["convert-checkpoint", str(tmp_path / "scgpt"), "-o", str(tmp_path / "model")]) == 0
     again = Encoder.load(tmp_path / "model", tiny_adata)
@@ -173,10 +173,10 @@ def test_what_is_given_counts_more_than_what_lies_there(write, tokens, tmp_path:
     for name in ("vocab", "args"):
         (folder / f"{name}.json").rename(tmp_path / f"{name}.json")
     with pytest.raises(MissingFileError, match="args='.*args.json' does not exist; give the published args.json"):
-        Encoder.from_scgpt(folder)
+        Encoder.from_checkpoint(folder, family="scgpt")
     given = {"vocab": tokens, "args": tmp_path / "args.json"}
-    one = Encoder.from_scgpt(folder / "best_model.pt", **given)
-    two = Encoder.from_scgpt(folder, **given)
+    one = Encoder.from_checkpoint(folder / "best_model.pt", family="scgpt", **given)
+    two = Encoder.from_checkpoint(folder, family="scgpt", **given)
     assert one.spec.to_json() == two.spec.to_json()
     assert one.vocab == two.vocab
 
@@ -206,7 +206,7 @@ def lacking(name: str) -> Callable[[dict], dict]:
 def test_weights_that_do_not_fit(change, message: str, write, tokens, tmp_path: Path) -> None:
     write(tokens, change=change)
     with pytest.raises(ModelFileError, match=message):
-        Encoder.from_scgpt(tmp_path / "scgpt")
+        Encoder.from_checkpoint(tmp_path / "scgpt", family="scgpt")
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_weights_that_do_not_fit(change, message: str, write, tokens, tmp_path: 
 )
 def test_weights_that_are_left_out_or_wrapped(change, write, tokens, tmp_path: Path) -> None:
     theirs = write(tokens, change=change)
-    module = Encoder.from_scgpt(tmp_path / "scgpt").module
+    module = Encoder.from_checkpoint(tmp_path / "scgpt", family="scgpt").module
     assert torch.equal(module.expression_head.decoder.bias, theirs.decoder.fc[4].bias)
 
 
@@ -235,7 +235,7 @@ def test_weights_that_are_left_out_or_wrapped(change, write, tokens, tmp_path: P
 def test_args_that_cannot_be_used(args: dict, message: str, write, tokens, tmp_path) -> None:
     write(tokens)
     with pytest.raises(ModelFileError, match=message):
-        Encoder.from_scgpt(tmp_path / "scgpt", args=ARGS | args)
+        Encoder.from_checkpoint(tmp_path / "scgpt", family="scgpt", args=ARGS | args)
 
 
 @pytest.mark.parametrize(
@@ -251,4 +251,4 @@ def test_args_that_cannot_be_used(args: dict, message: str, write, tokens, tmp_p
 def test_arguments_that_cannot_be_used(options: dict, error: type, message: str, write, tokens, tmp_path) -> None:
     write(tokens)
     with pytest.raises(error, match=message):
-        Encoder.from_scgpt(tmp_path / "scgpt", **options)
+        Encoder.from_checkpoint(tmp_path / "scgpt", family="scgpt", **options)

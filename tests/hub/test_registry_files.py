@@ -39,7 +39,7 @@ def test_the_shipped_registry(monkeypatch: pytest.MonkeyPatch, pbmc: ad.AnnData)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert list(known_models()) == ["pbmc3k-light"]
     cells = pbmc[:100].copy()
-    model = Encoder.from_pretrained("scforge://pbmc3k-light", cells)
+    model = Encoder.load("scforge://pbmc3k-light", cells)
     latent = model.get_latent_representation()
     assert model.is_trained_
     loaded = Encoder.load("scforge://pbmc3k-light", False)
@@ -58,15 +58,15 @@ def test_adapters_name_the_shipped_model(monkeypatch: pytest.MonkeyPatch, pbmc: 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     cells = pbmc[pbmc.obs["cell_type"].isin(["B", "NK"])][:200].copy()
     Encoder.setup_anndata(cells, labels_key="cell_type")
-    base = Encoder.from_pretrained("scforge://pbmc3k-light", cells)
+    base = Encoder.load("scforge://pbmc3k-light", cells)
     annotator = base.finetune("annotation", cells, lora=True, max_epochs=1, progress_bar=False)
-    annotator.save_adapter(tmp_path / "adapter")
+    annotator.save(tmp_path / "adapter", adapter_only=True)
     assert json.loads((tmp_path / "adapter" / "adapter.json").read_text())["base"] == {
         "name": "scforge://pbmc3k-light@1",
         "revision": None,
     }
     moved = (tmp_path / "adapter").rename(tmp_path / "moved")
-    again = Encoder.from_pretrained(moved, cells)
+    again = Encoder.load(moved, cells)
     np.testing.assert_allclose(again.get_latent_representation(), annotator.get_latent_representation(), atol=1e-6)
 
 
@@ -87,9 +87,8 @@ def test_versions(registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_load_refuses_other_names() -> None:
     with pytest.raises(OptionError, match=r"^dir_path='scforge://geneformer-v2' is not in .*from_checkpoint\(folder"):
         Encoder.load("scforge://geneformer-v2")
-    for load in (Encoder.load, Encoder.load_registry):
-        with pytest.raises(MissingFileError, match=r"^dir_path='hf://org/light' is no folder; .*from_pretrained\.$"):
-            load("hf://org/light")
+    with pytest.raises(MissingFileError, match=r"^dir_path='hf://org/light' is no folder; .*Encoder\.load\.$"):
+        Encoder.load_registry("hf://org/light")
 
 
 @pytest.mark.parametrize(
@@ -126,3 +125,14 @@ def test_files_that_are_no_registry(registry: Path, content: str, message: str) 
     registry.unlink()
     with pytest.raises(MissingFileError, match=r"models.json' does not exist"):
         known_models()
+
+
+def test_load_takes_a_name_of_the_registry() -> None:
+    model = Encoder.load("scforge://pbmc3k-light", False)
+    assert model.module.state_dict().keys() == Encoder.load("scforge://pbmc3k-light").module.state_dict().keys()
+    with pytest.raises(
+        OptionError, match=r"^dir_path='scforge://geneformer-v2' is not in the registry.*from_checkpoint\(folder"
+    ):
+        Encoder.load("scforge://geneformer-v2")
+    with pytest.raises(MissingFileError, match=r"^dir_path='hf://org/light' is no folder; .*Encoder\.load\.$"):
+        Encoder.load_registry("hf://org/light")

@@ -34,7 +34,6 @@ def test_a_model_has_both_curves_over_epochs_from_one(texts) -> None:
     [
         ({}, "loss", "history has no 'train_loss'; train the model first"),
         (history(), "los", "history has no 'train_los'; train the model first"),
-        (3, "loss", "history is of type 'int'; pass model.history, or the model."),
     ],
 )
 def test_nothing_to_draw(given, metric: str, message: str) -> None:

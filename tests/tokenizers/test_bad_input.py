@@ -168,9 +168,6 @@ def options_that_are_none():
         yield name, {"max_len": 2**31}, f"max_len={2**31} is too large; give a number below 2^31"
         yield name, {"max_len": -1}, "max_len=-1 is not at least 0"
         yield name, {"max_len": "8"}, "max_len='8' is not a whole number of tokens"
-    for value in (5, "G1", {"G1": 1}):
-        told = f"dropped={value!r} is not a list of gene names"
-        yield "gene_embedding", {"missing": "drop", "dropped": value}, told
 
 
 def test_options() -> None:

@@ -5,7 +5,8 @@ import pytest
 import torch
 from scipy import sparse
 
-from scforge.data import CellBlock, CellSource, GeneVocab
+from scforge.data import CellBlock, GeneVocab
+from scforge.data.cells import CellSource
 from scforge.errors import DataError, OptionError
 from scforge.tokenizers import get_tokenizer, quantile_bins
 

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from scforge.data import GeneVocab, measure_entropies, open_cells
+from scforge.data import GeneVocab, open_cells
+from scforge.data.statistics import measure_entropies
 from scforge.errors import OptionError
 from scforge.models import Encoder
 from scforge.tokenizers import get_tokenizer, serialisation_weights

@@ -15,7 +15,8 @@ from scipy import sparse
 from torch import nn
 from torch.nn import functional as F
 
-from scforge.data import CellSource, GeneVocab
+from scforge.data import GeneVocab
+from scforge.data.cells import CellSource
 from scforge.models import TransformerEncoder
 from scforge.tokenizers import get_tokenizer, list_tokenizers
 from scforge.tokenizers.base import TOKENIZERS

@@ -5,7 +5,8 @@ import pytest
 import torch
 from scipy import sparse
 
-from scforge.data import CellSource, open_cells
+from scforge.data import open_cells
+from scforge.data.cells import CellSource
 from scforge.models import GenePoolingModel
 from scforge.tokenizers import get_tokenizer
 from scforge.training import CellDataModule, FitResult, JointEmbedding, MaskedGenePrediction, TrainingPlan, fit

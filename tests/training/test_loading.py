@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from scforge.data import CellOrder, ClassBalance, StoreCells, open_cells
+from scforge.data import CellOrder, StoreCells, open_cells
+from scforge.data.sampling import ClassBalance
 from scforge.errors import DataError, OptionError
 from scforge.tokenizers import get_tokenizer
 from scforge.training.datamodule import BatchLoader, default_threads

@@ -3,7 +3,8 @@ import pytest
 import torch
 from scipy import sparse
 
-from scforge.data import CellSource, GeneVocab
+from scforge.data import GeneVocab
+from scforge.data.cells import CellSource
 from scforge.data.sampling import cell_keys
 from scforge.errors import DataError, OptionError, ScforgeWarning, TrainingError
 from scforge.models import ScDiVaModel, TransformerEncoder

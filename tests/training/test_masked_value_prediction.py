@@ -4,7 +4,8 @@ import torch
 from scipy import sparse
 
 from scforge._constants import EOS_TOKEN
-from scforge.data import CellSource, GeneVocab
+from scforge.data import GeneVocab
+from scforge.data.cells import CellSource
 from scforge.errors import OptionError, TrainingError
 from scforge.models import GenePoolingModel, MaskedAutoencoder, TransformerEncoder
 from scforge.tokenizers import get_tokenizer

@@ -6,7 +6,8 @@ import pytest
 import torch
 from scipy import sparse
 
-from scforge.data import CellSource, GeneVocab
+from scforge.data import GeneVocab
+from scforge.data.cells import CellSource
 from scforge.errors import DataError, OptionError, TrainingError
 from scforge.models import AutoregressiveTransformer, GenePoolingModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer

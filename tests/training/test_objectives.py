@@ -6,7 +6,8 @@ import torch
 from scipy import sparse
 from scipy.stats import entropy as scipy_entropy
 
-from scforge.data import CellSource, GeneVocab
+from scforge.data import GeneVocab
+from scforge.data.cells import CellSource
 from scforge.errors import OptionError
 from scforge.models import GenePoolingModel, TransformerEncoder
 from scforge.tokenizers import get_tokenizer

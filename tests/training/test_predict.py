@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 import torch
 
-from scforge.data import CellSource, StoreCells, open_cells
+from scforge.data import StoreCells, open_cells
+from scforge.data.cells import CellSource
 from scforge.errors import DataError, OptionError, TrainingError
 from scforge.models import AutoregressiveTransformer, GenePoolingModel
 from scforge.tokenizers import get_tokenizer

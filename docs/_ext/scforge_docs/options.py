@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scforge._registry import Registry
-from scforge.config import MaskingConfig, ModelConfig
+from scforge.config.schema import MaskingConfig, ModelConfig
 from scforge.eval.base import BENCHMARKS
 from scforge.finetuning.base import TASKS
 from scforge.models.registry import MODELS

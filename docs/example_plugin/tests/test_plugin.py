@@ -96,5 +96,5 @@ def test_yaml(adata: AnnData, tmp_path, monkeypatch) -> None:
     adata.write_h5ad("cells.h5ad")
     (tmp_path / "config.yaml").write_text(CONFIG)
     model = train_from_config(load_config("config.yaml"), progress_bar=False)
-    assert (model.spec.architecture, model.objective) == ("example_model", "example_objective")
+    assert (model.spec.architecture, model.spec.objective) == ("example_model", "example_objective")
     Encoder.load("models/final", adata)

@@ -4,23 +4,9 @@ from __future__ import annotations
 
 from scforge._lazy import lazy_names
 
-_SCHEMA = "scforge.config.schema"
 _NAMES = {
-    "Config": _SCHEMA,
-    "DataConfig": _SCHEMA,
-    "EvalConfig": _SCHEMA,
-    "FinetuneConfig": _SCHEMA,
-    "MaskingConfig": _SCHEMA,
-    "ModelConfig": _SCHEMA,
-    "ObjectiveConfig": _SCHEMA,
-    "OptimizerConfig": _SCHEMA,
-    "OutputConfig": _SCHEMA,
-    "PreprocessingConfig": _SCHEMA,
-    "SamplingConfig": _SCHEMA,
-    "SchedulerConfig": _SCHEMA,
-    "SplitConfig": _SCHEMA,
-    "TokenizerConfig": _SCHEMA,
-    "TrainingConfig": _SCHEMA,
+    "Config": "scforge.config.schema",
+    "ModelConfig": "scforge.config.schema",
     "config_schema": "scforge.config.editing",
     "dump_config": "scforge.config.load",
     "init_config": "scforge.config.editing",
@@ -31,20 +17,7 @@ _NAMES = {
 
 __all__ = [
     "Config",
-    "DataConfig",
-    "EvalConfig",
-    "FinetuneConfig",
-    "MaskingConfig",
     "ModelConfig",
-    "ObjectiveConfig",
-    "OptimizerConfig",
-    "OutputConfig",
-    "PreprocessingConfig",
-    "SamplingConfig",
-    "SchedulerConfig",
-    "SplitConfig",
-    "TokenizerConfig",
-    "TrainingConfig",
     "config_schema",
     "dump_config",
     "init_config",

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from scforge.config.aliases import AliasError, Places, Source, apply_aliases, config_error, shown, without_secrets
 from scforge.config.schema import Config
-from scforge.errors import SECRET, ConfigError
+from scforge.errors import SECRET, ConfigError, first_line
 
 # YAML 1.1, which PyYAML follows, asks for a dot and a sign in a number with an exponent.
 _NUMBER = re.compile(r"[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$|[-+]?\.[\d_]+[eE][-+]?\d+$")
@@ -100,63 +100,21 @@ def parse_yaml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
     raise ConfigError(f"{where}{place} is not valid YAML: {' '.join(reason.split()).rstrip('.')}.")
 
 
-_TOML_LINE = re.compile(
-    r"""\s*(?:(\[\[?)\s*)?((?:"[^"]*"|'[^']*'|[\w-]+)(?:\s*\.\s*(?:"[^"]*"|'[^']*'|[\w-]+))*)\s*(?:=|\])"""
-)
-_TOML_KEY = re.compile(r"""\s*(?:"([^"]*)"|'([^']*)'|([\w-]+))\s*(?:\.|$)""")
-
-
-def parse_toml(text: str, *, where: str) -> tuple[Any, yaml.Node | None]:
-    """Do what :func:`parse_yaml` does, with a TOML document.
-
-    The module of Python tells no lines, so that those of keys are looked up in the text; a key inside an inline table
-    has the line of the table.
-    """
+def parse_toml(text: str, *, where: str) -> Any:
+    """Return the content of a TOML document; its parser does not say where each part of it stands."""
     try:
-        content = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        place = re.search(r"\(at (line \d+, column \d+)\)", str(error))
-        reason = re.sub(r"\s*\(at [^)]*\)", "", str(error)).rstrip(".")
-        raise ConfigError(f"{where}{f', {place[1]}' if place else ''} is not valid TOML: {reason}.") from None
-    except RecursionError:
-        raise ConfigError(f"{where} is not valid TOML: it is nested too deeply.") from None
-    lines: dict[tuple[str, ...], int] = {}
-    table: tuple[str, ...] = ()
-    for number, line in enumerate(text.splitlines()):
-        if (found := _TOML_LINE.match(line)) is None:
-            continue
-        keys = tuple(next(part for part in key if part) for key in _TOML_KEY.findall(found[2]))
-        if found[1] is not None:
-            table, keys = keys, ()
-        for depth in range(1, len(table + keys) + 1):
-            lines.setdefault((table + keys)[:depth], number)
-    return content or None, _toml_node(content, (), lines, 0)
+        return tomllib.loads(text) or None
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where} is not valid TOML: {first_line(error)}.") from None
 
 
-def _toml_node(value: Any, path: tuple[str, ...], lines: Mapping[tuple[str, ...], int], line: int) -> yaml.Node:
-    """Return a node as PyYAML would compose it, as far as places are told from it."""
-    mark = yaml.Mark("", 0, line, 0, None, 0)
-    if isinstance(value, Mapping):
-        pairs = []
-        for key, inner in value.items():
-            at = lines.get((*path, key), line)
-            name = yaml.ScalarNode("tag:yaml.org,2002:str", key, yaml.Mark("", 0, at, 0, None, 0))
-            pairs.append((name, _toml_node(inner, (*path, key), lines, at)))
-        return yaml.MappingNode("tag:yaml.org,2002:map", pairs, mark)
-    if isinstance(value, list):
-        return yaml.SequenceNode("tag:yaml.org,2002:seq", [_toml_node(one, path, lines, line) for one in value], mark)
-    return yaml.ScalarNode("tag:yaml.org,2002:str", str(value), mark)
-
-
-def dump_yaml(content: Any, *, one_line: bool = False) -> str:
+def dump_yaml(content: Any) -> str:
     """Return `content` as YAML that :func:`parse_yaml` reads back.
 
     Parameters
     ----------
     content
         Plain values in dicts and lists.
-    one_line
-        Whether all stands on one line, however long it is.
 
     Raises
     ------
@@ -164,8 +122,7 @@ def dump_yaml(content: Any, *, one_line: bool = False) -> str:
         If `content` holds something other than plain values.
     """
     try:
-        options = {"default_flow_style": True, "width": float("inf")} if one_line else {"width": 120}
-        return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **options)
+        return yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
     except yaml.representer.RepresenterError as error:
         kind = type(error.args[-1]).__name__
         raise ConfigError(
@@ -288,8 +245,10 @@ def _read(path: Path) -> tuple[Mapping[str, Any], Source]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"config={name} cannot be read: {reason}.") from None
-    parse = parse_toml if path.suffix == ".toml" else parse_yaml
-    content, root = parse(text, where=str(path))
+    if path.suffix == ".toml":
+        content, root = parse_toml(text, where=str(path)), None
+    else:
+        content, root = parse_yaml(text, where=str(path))
     if content is None:
         raise ConfigError(f"config={name} is empty; it needs at least a section data with paths.")
     if not isinstance(content, Mapping):

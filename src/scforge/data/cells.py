@@ -499,12 +499,6 @@ class StreamingMedians:
                 "pass raw counts and the totals over all genes."
             )
 
-    def merge(self, other: StreamingMedians) -> None:
-        """Add the cells that `other` has seen, e.g. in another process."""
-        if other.n_genes != self.n_genes:
-            raise DataError(f"other has {other.n_genes} genes but this has {self.n_genes}; use one vocabulary.")
-        self._counts += other._counts
-
     def medians(self) -> np.ndarray:
         """Return the medians, float64, shape (n_genes,); 1 for a gene that no cell expresses."""
         parts = [_middle(self._counts[start : start + 1024]) for start in range(0, self.n_genes, 1024)]

@@ -392,7 +392,7 @@ class SomaCells:
     vocab
         The genes that the counts are over.
     overlap, counts_kept, measured
-        As of :class:`~scforge.data.CellSource`. `counts_kept` is that of some cells.
+        As of ``scforge.data.cells.CellSource``. `counts_kept` is that of some cells.
     chunk_size
         Cells that are read together.
     obs
@@ -586,7 +586,7 @@ _MOST_ROWS = 4096
 
 
 class SomaStream:
-    """Cells of a query, as :class:`scforge.data.readers.CellStream`; made by :meth:`CensusQuery.streams`."""
+    """Cells of a query, as ``scforge.data.readers.CellStream``; made by :meth:`CensusQuery.streams`."""
 
     def __init__(
         self,

@@ -1211,7 +1211,7 @@ def missing_column(column: str, source: str, columns: Sequence[str]) -> DataErro
 
 
 class AdataStream:
-    """An AnnData in memory, as :class:`scforge.data.readers.CellStream`.
+    """An AnnData in memory, as ``scforge.data.readers.CellStream``.
 
     Parameters
     ----------
@@ -1330,7 +1330,7 @@ class H5adPlace:
 
 
 class FileStream:
-    """An AnnData on disk or behind a URL, as :class:`scforge.data.readers.CellStream`.
+    """An AnnData on disk or behind a URL, as ``scforge.data.readers.CellStream``.
 
     It is opened anew for each question, so that it can be handed to another process.
     """
@@ -1548,7 +1548,7 @@ class CellStream(Protocol):
     Examples
     --------
     >>> import scforge
-    >>> (stream,) = scforge.data.open_streams(scforge.datasets.pbmc3k())
+    >>> (stream,) = scforge.data.readers.open_streams(scforge.datasets.pbmc3k())
     >>> [(start, counts.shape) for start, counts in stream.chunks(start=2000)]
     [(2000, (700, 16634))]
     >>> stream.obs(["cell_type"]).shape

@@ -7,12 +7,12 @@ import heapq
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numba
 import numpy as np
 
-from scforge._checks import check_bool, check_count, check_seed, check_share
+from scforge._checks import check_count, check_seed, check_share
 from scforge.errors import OptionError
 
 
@@ -63,13 +63,6 @@ class Window:
         Where each batch ends in `rows`, ascending, the last is W, int64, shape (b,).
     draw
         Number of the draw, i.e. the epoch. Randomness of cells is keyed by it.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> window = Window(rows=np.array([7, 2, 5]), ends=np.array([2, 3]), draw=0)
-    >>> [batch.tolist() for batch in window.batches()], window.after(1).rows.tolist()
-    ([[7, 2], [5]], [5])
     """
 
     rows: np.ndarray
@@ -84,34 +77,11 @@ class Window:
             start = end
 
     def after(self, n_batches: int) -> Window:
-        """Return this window without its first `n_batches` batches.
-
-        Parameters
-        ----------
-        n_batches
-            Number of batches to leave out, fewer than there are.
-
-        Returns
-        -------
-        The rest.
-        """
+        """Return this window without its first `n_batches` batches; there are more."""
         if n_batches == 0:
             return self
         start = int(self.ends[n_batches - 1])
         return Window(self.rows[start:], self.ends[n_batches:] - start, self.draw)
-
-
-def part_ends(parts: np.ndarray, size: int, n_cells: int, n_parts: int) -> np.ndarray:
-    """Return where the first `parts` parts end if `n_cells` cells are cut into `n_parts` parts of `size` cells.
-
-    Where there are too few cells, the last parts are smaller, but none is empty.
-
-    Examples
-    --------
-    >>> part_ends(np.arange(4), 4, 8, 3).tolist()
-    [0, 4, 7, 8]
-    """
-    return np.minimum(parts * size, n_cells - (n_parts - parts))
 
 
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -126,7 +96,7 @@ def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - sizes), sizes)
 
 
-def by_length(lengths: np.ndarray) -> np.ndarray:
+def _by_length(lengths: np.ndarray) -> np.ndarray:
     """Return the stable order that sorts `lengths`, the same on every machine."""
     # NumPy sorts 16-bit numbers by radix, ten times faster than others; its unstable sorts depend on the processor.
     if lengths.dtype.itemsize > 2 and len(lengths) and lengths.max() < 2**16:
@@ -192,86 +162,30 @@ def split_largest(ends: np.ndarray, n_batches: int) -> np.ndarray:
     return np.array(cut, dtype=np.int64)
 
 
-def reorder_batches(ends: np.ndarray, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of cells, shape (W,), and the ends that put whole batches into another order, shape (b,)."""
-    sizes = np.diff(ends, prepend=0)
-    starts = ends - sizes
-    return ranges(starts[order], sizes[order]), np.cumsum(sizes[order])
-
-
 _STREAM = 0x5CA1AB1E
 """Keeps the random numbers of draws apart from those of masks and views."""
 
 _PIECE = 1 << 20
-"""Cells whose weights are computed at once where all are needed: bounds the memory."""
-
-
-class Balance(Protocol):
-    """Weights of the cells of an order."""
-
-    def __len__(self) -> int:
-        """Return the number of cells."""
-        ...
-
-    def weights(self, cells: np.ndarray | slice, *, epoch: int) -> np.ndarray:
-        """Return the weight of each of `cells`, float64: how often it is drawn, relative to others."""
-        ...
-
-    def fingerprint(self) -> str:
-        """Return a text that tells these weights from others."""
-        ...
+"""Cells that are weighed, compared or hashed at once where all are needed: bounds the memory."""
 
 
 class CellWeights:
-    """Draw cells in proportion to given weights.
-
-    Parameters
-    ----------
-    weights
-        Weight of each cell of the order, zero or above, shape (n,).
-
-    Raises
-    ------
-    OptionError
-        If a weight is negative or not finite, or all are zero.
-
-    Examples
-    --------
-    >>> CellWeights([1, 1, 2]).weights(slice(None), epoch=0).tolist()
-    [1.0, 1.0, 2.0]
-    """
+    """Draw cells in proportion to given weights, zero or above, shape (n,)."""
 
     def __init__(self, weights: np.ndarray) -> None:
         self._weights = np.asarray(weights)
-        if self._weights.ndim != 1 or self._weights.dtype.kind not in "iuf":
-            raise OptionError(f"weights must be one number a cell, not {self._weights.dtype} {self._weights.shape}.")
-        bad = np.flatnonzero(~np.isfinite(self._weights) | (self._weights < 0))
-        if len(bad):
-            raise OptionError(f"weights[{bad[0]}]={self._weights[bad[0]]} is not zero or above; give finite weights.")
-        if not self._weights.any():
-            raise OptionError("weights has no weight above zero, so that no cell can be drawn; give one.")
+        if not (np.isfinite(self._weights) & (self._weights >= 0)).all() or not self._weights.any():
+            raise OptionError("weights of cells must be finite, none below zero and some above; mend them.")
 
     def __len__(self) -> int:
         return len(self._weights)
 
     def weights(self, cells: np.ndarray | slice, *, epoch: int) -> np.ndarray:
-        """Return the weight of each of `cells`, float64; it is the same in each epoch.
-
-        Parameters
-        ----------
-        cells
-            Positions in the order, integers, or a slice.
-        epoch
-            Number of the epoch.
-
-        Returns
-        -------
-        Weights; only their ratios matter.
-        """
+        """Return the weight of each of `cells`, float64; it is the same in each epoch."""
         return self._weights[cells].astype(np.float64)
 
     def fingerprint(self) -> str:
-        """Return a digest of the weights."""
+        """Return a digest that tells these weights from others."""
         return hashlib.blake2b(np.ascontiguousarray(self._weights).data, digest_size=8).hexdigest()
 
 
@@ -284,185 +198,44 @@ class ClassBalance:
     Parameters
     ----------
     codes
-        Class of each cell of the order, e.g. the codes of a categorical; -1 is a cell without label. Shape (n,).
+        Class of each cell of the order, i.e. the codes of a categorical; cells without label, -1, are a class of their
+        own. Shape (n,).
     warmup_epochs
         Epochs in which the strength runs linearly from `start` to `end`; 0: it is `end` from the first epoch on.
     start, end
         Strength in epoch 0 and from epoch `warmup_epochs` on, from 0 to 1.
-    missing
-        ``"keep"``: cells without label are a class of their own. ``"drop"``: they are never drawn.
-
-    Raises
-    ------
-    OptionError
-        If an argument cannot be used, or no cell has a label and cells without label are dropped.
-
-    Examples
-    --------
-    >>> balance = ClassBalance([0, 0, 0, 1], warmup_epochs=2)
-    >>> [balance.strength(epoch) for epoch in range(4)]
-    [0.0, 0.5, 1.0, 1.0]
-    >>> balance.weights(slice(2, 4), epoch=2).tolist()
-    [0.3333333333333333, 1.0]
     """
 
-    def __init__(
-        self,
-        codes: np.ndarray,
-        *,
-        warmup_epochs: int = 0,
-        start: float = 0.0,
-        end: float = 1.0,
-        missing: str = "keep",
-    ) -> None:
+    def __init__(self, codes: np.ndarray, *, warmup_epochs: int = 0, start: float = 0.0, end: float = 1.0) -> None:
         check_count("warmup_epochs", warmup_epochs, "epochs", least=0)
-        if missing not in ("keep", "drop"):
-            raise OptionError(f"missing={missing!r} is neither 'keep' nor 'drop'.")
         self._codes = np.asarray(codes)
-        if self._codes.ndim != 1 or self._codes.dtype.kind not in "iu":
-            raise OptionError(f"codes must be one whole number a cell, not {self._codes.dtype} {self._codes.shape}.")
-        if not len(self._codes):
-            raise OptionError("codes has no cell; give the class of each cell.")
-        if self._codes.min() < -1:
-            raise OptionError(f"codes has {self._codes.min()}; give -1 for no label and classes from 0 on.")
         self.warmup_epochs = int(warmup_epochs)
         self.start = check_share("start", start)
         self.end = check_share("end", end)
-        self.missing = missing
         # Cells without label are counted at 0, class k at k + 1. In pieces: bincount makes int64 of what it gets.
-        sizes = np.zeros(int(self._codes.max()) + 2, dtype=np.int64)
+        self._sizes = np.zeros(int(self._codes.max()) + 2, dtype=np.int64)
         for piece in range(0, len(self._codes), _PIECE):
-            sizes += np.bincount(self._codes[piece : piece + _PIECE].astype(np.int64) + 1, minlength=len(sizes))
-        if missing == "drop":
-            sizes[0] = 0
-        if not sizes.any():
-            raise OptionError("codes has no cell with a label; give labels or missing='keep'.")
-        self._sizes = sizes
+            part = self._codes[piece : piece + _PIECE].astype(np.int64) + 1
+            self._sizes += np.bincount(part, minlength=len(self._sizes))
 
     def __len__(self) -> int:
         return len(self._codes)
 
-    def strength(self, epoch: int) -> float:
-        """Return the strength in an epoch.
-
-        Parameters
-        ----------
-        epoch
-            Number of the epoch, from 0.
-
-        Returns
-        -------
-        From 0 to 1.
-        """
-        share = min(1.0, epoch / self.warmup_epochs) if self.warmup_epochs else 1.0
-        return self.start + (self.end - self.start) * share
-
     def weights(self, cells: np.ndarray | slice, *, epoch: int) -> np.ndarray:
-        """Return the weight of each of `cells` in an epoch, float64.
-
-        Parameters
-        ----------
-        cells
-            Positions in the order, integers, or a slice.
-        epoch
-            Number of the epoch, which the strength depends on.
-
-        Returns
-        -------
-        Weights; only their ratios matter.
-        """
-        table = np.where(self._sizes > 0, np.maximum(self._sizes, 1.0) ** -self.strength(epoch), 0.0)
+        """Return the weight of each of `cells` in an epoch, float64; only their ratios matter."""
+        share = min(1.0, epoch / self.warmup_epochs) if self.warmup_epochs else 1.0
+        strength = self.start + (self.end - self.start) * share
+        table = np.where(self._sizes > 0, np.maximum(self._sizes, 1.0) ** -strength, 0.0)
         return table[self._codes[cells].astype(np.int64) + 1]
 
     def fingerprint(self) -> str:
         """Return a digest of classes and options."""
         digest = hashlib.blake2b(np.ascontiguousarray(self._codes).data, digest_size=8)
-        digest.update(repr((self.warmup_epochs, self.start, self.end, self.missing)).encode())
+        digest.update(repr((self.warmup_epochs, self.start, self.end, "keep")).encode())
         return digest.hexdigest()
 
 
-class CellDraws:
-    """The sequence of one epoch's draws from all cells, with replacement.
-
-    Parameters
-    ----------
-    balance
-        Weights of the n cells.
-    seed, epoch
-        They determine the draws.
-    """
-
-    def __init__(self, balance: Balance, *, seed: int, epoch: int) -> None:
-        self._seed, self._epoch = seed, epoch
-        self._cumulated = np.cumsum(balance.weights(slice(None), epoch=epoch))
-
-    def cells(self, start: int, stop: int) -> np.ndarray:
-        """Return the cells of the draws from `start` to `stop`, int64."""
-        shares = _uniform(np.arange(start, stop), self._seed, self._epoch)
-        return _inverse(self._cumulated, 0.0, self._cumulated[-1], shares)
-
-
-class ChunkDraws:
-    """The sequence of one epoch's draws, chunk after chunk: as many from each chunk as draws from all cells would give.
-
-    First the number of draws of each chunk is drawn (a multinomial), then that many cells of the chunk, so that cells
-    that stand together are read together and the memory does not grow with the number of cells.
-
-    Parameters
-    ----------
-    balance
-        Weights of the n cells.
-    bounds
-        Where the chunks start among the cells, and n at the end, int64, shape (m + 1,).
-    seed, epoch
-        They determine the draws.
-    """
-
-    def __init__(self, balance: Balance, bounds: np.ndarray, *, seed: int, epoch: int) -> None:
-        self._balance, self._bounds, self._seed, self._epoch = balance, bounds, seed, epoch
-        sums = self._chunk_sums()
-        generator = np.random.default_rng([seed, epoch, _STREAM])
-        self.sizes = np.zeros(len(sums), dtype=np.int64)
-        """Number of draws of each chunk, int64, shape (m,)."""
-        # NumPy gives the last one what rounding leaves over: a chunk of weight zero must not be there.
-        possible = np.flatnonzero(sums)
-        self.sizes[possible] = generator.multinomial(len(balance), sums[possible] / sums.sum())
-        self._first_draw = np.cumsum(self.sizes) - self.sizes
-
-    def _chunk_sums(self) -> np.ndarray:
-        sums = np.empty(len(self._bounds) - 1)
-        mean = max(1, len(self._balance) // len(sums))
-        step = max(1, _PIECE // mean)
-        for first in range(0, len(sums), step):
-            bounds = self._bounds[first : first + step + 1]
-            weights = self._balance.weights(slice(bounds[0], bounds[-1]), epoch=self._epoch)
-            sums[first : first + step] = np.add.reduceat(weights, bounds[:-1] - bounds[0])
-        return sums
-
-    def cells(self, chunks: np.ndarray, skipped: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """Return the cells of some draws of some chunks, chunk after chunk, int64.
-
-        Parameters
-        ----------
-        chunks
-            Numbers of the chunks.
-        skipped
-            Draws of each chunk that are left out before the first that is wanted.
-        sizes
-            Number of draws of each chunk that are wanted.
-        """
-        starts = self._bounds[chunks]
-        n_cells = self._bounds[chunks + 1] - starts
-        cells = ranges(starts, n_cells)
-        ends = np.cumsum(n_cells)
-        weights = self._balance.weights(cells, epoch=self._epoch)
-        # Each chunk sums to 1: the cumulated sum of many chunks would lose the digits of light ones.
-        weights /= np.repeat(np.add.reduceat(weights, ends - n_cells), n_cells)
-        cumulated = np.cumsum(weights)
-        highs = cumulated[ends - 1]
-        lows = np.concatenate([[0.0], highs[:-1]])
-        shares = _uniform(ranges(self._first_draw[chunks] + skipped, sizes), self._seed, self._epoch)
-        return cells[_inverse(cumulated, np.repeat(lows, sizes), np.repeat(highs, sizes), shares)]
+Balance = CellWeights | ClassBalance
 
 
 def _uniform(draws: np.ndarray, seed: int, epoch: int) -> np.ndarray:
@@ -489,42 +262,113 @@ _Sequence = Callable[[int, int], np.ndarray]
 """From a range of the epoch's sequence to the cells there, as numbers from 0 to n, int64."""
 
 
-class Layout(NamedTuple):
-    """How the parts that ranks take are cut, the same in every epoch.
+def _sequence(order: CellOrder, epoch: int) -> _Sequence:
+    """Return the epoch's sequence of cells."""
+    n = len(order.rows)
+    if not order.shuffle:
+        fixed = order.fixed_order
+        if fixed is None:
+            return lambda start, stop: np.arange(start, stop)
+        return lambda start, stop: fixed[start:stop].astype(np.int64)
+    generator = np.random.default_rng([order.seed, epoch, _SEQUENCE])
+    if order.chunk_size > 1:
+        return _ChunkSequence(order, generator, epoch)
+    if order.balance is not None:
+        cumulated = np.cumsum(order.balance.weights(slice(None), epoch=epoch))
 
-    A piece is a batch, or, where batches are packed by tokens, a window.
+        def draws(start: int, stop: int) -> np.ndarray:
+            shares = _uniform(np.arange(start, stop), order.seed, epoch)
+            return _inverse(cumulated, 0.0, cumulated[-1], shares)
+
+        return draws
+    permutation = np.arange(n, dtype=_index_type(n))
+    generator.shuffle(permutation)
+    return lambda start, stop: permutation[start:stop].astype(np.int64)
+
+
+def _index_type(n: int) -> type[np.unsignedinteger]:
+    return np.uint32 if n < 2**32 else np.uint64
+
+
+class _ChunkSequence:
+    """The cells of chunks in random order, or draws of them: from each chunk as many as draws from all would give.
+
+    First the number of draws of each chunk is drawn (a multinomial), then that many cells of the chunk, so that cells
+    that stand together are read together and the memory does not grow with the number of cells.
     """
 
-    piece_cells: int
-    n_pieces: int
-    pieces_per_window: int
+    def __init__(self, order: CellOrder, generator: np.random.Generator, epoch: int) -> None:
+        self._balance, self._seed, self._epoch = order.balance, order.seed, epoch
+        # Where the chunks that hold any of the ascending rows start in them, and n: no array of n chunk numbers.
+        rows, size = order.rows, order.chunk_size
+        starts = np.searchsorted(rows, np.arange(rows[0] // size, rows[-1] // size + 1) * size)
+        self._bounds = np.append(starts[np.diff(starts, append=len(rows)) > 0], len(rows))
+        self._sizes = np.diff(self._bounds)
+        chunks = generator.permutation(len(self._sizes))
+        if order.balance is not None:
+            sums = self._chunk_sums(order.balance)
+            self._sizes = np.zeros(len(sums), dtype=np.int64)
+            # NumPy gives the last one what rounding leaves over: a chunk of weight zero must not be there.
+            possible = np.flatnonzero(sums)
+            draws = np.random.default_rng([order.seed, epoch, _STREAM])
+            self._sizes[possible] = draws.multinomial(len(rows), sums[possible] / sums.sum())
+            chunks = chunks[self._sizes[chunks] > 0]
+        self._chunks = chunks
+        self._ends = np.cumsum(self._sizes[chunks])
+        self._first_draw = np.cumsum(self._sizes) - self._sizes
 
-    @property
-    def n_windows(self) -> int:
-        """Number of windows of each rank."""
-        return -(-self.n_pieces // self.pieces_per_window)
+    def _chunk_sums(self, balance: Balance) -> np.ndarray:
+        sums = np.empty(len(self._bounds) - 1)
+        step = max(1, _PIECE // max(1, len(balance) // len(sums)))
+        for first in range(0, len(sums), step):
+            bounds = self._bounds[first : first + step + 1]
+            weights = balance.weights(slice(bounds[0], bounds[-1]), epoch=self._epoch)
+            sums[first : first + step] = np.add.reduceat(weights, bounds[:-1] - bounds[0])
+        return sums
+
+    def __call__(self, start: int, stop: int) -> np.ndarray:
+        first = np.searchsorted(self._ends, start, side="right")
+        last = np.searchsorted(self._ends, stop, side="left") + 1
+        chunks, ends = self._chunks[first:last], self._ends[first:last]
+        starts = ends - self._sizes[chunks]
+        skipped = np.maximum(start - starts, 0)
+        sizes = np.minimum(ends, stop) - starts - skipped
+        if self._balance is not None:
+            return self._drawn(self._balance, chunks, skipped, sizes)
+        return ranges(self._bounds[chunks] + skipped, sizes)
+
+    def _drawn(self, balance: Balance, chunks: np.ndarray, skipped: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """Return the cells of `sizes` draws of some chunks, after leaving out the `skipped` first of each."""
+        n_cells = np.diff(self._bounds)[chunks]
+        cells = ranges(self._bounds[chunks], n_cells)
+        ends = np.cumsum(n_cells)
+        weights = balance.weights(cells, epoch=self._epoch)
+        # Each chunk sums to 1: the cumulated sum of many chunks would lose the digits of light ones.
+        weights /= np.repeat(np.add.reduceat(weights, ends - n_cells), n_cells)
+        cumulated = np.cumsum(weights)
+        highs = cumulated[ends - 1]
+        lows = np.concatenate([[0.0], highs[:-1]])
+        shares = _uniform(ranges(self._first_draw[chunks] + skipped, sizes), self._seed, self._epoch)
+        return cells[_inverse(cumulated, np.repeat(lows, sizes), np.repeat(highs, sizes), shares)]
 
 
 class EpochPlan:
-    """The windows of one epoch."""
+    """The windows of one epoch, which are cut into pieces: batches, or whole windows to be packed by tokens."""
 
     def __init__(self, order: CellOrder, epoch: int) -> None:
         self._order = order
-        self._layout = order.layout
         self._cells_at = _sequence(order, epoch)
         self._packed: dict[int, int] = {}
         self.epoch = epoch
 
     def n_batches(self) -> int:
         """Return the number of batches of each rank."""
-        if self._order.max_tokens_per_batch is None:
-            return self._layout.n_pieces
-        return sum(map(self._n_batches_of, range(self._layout.n_windows)))
+        return sum(map(self._n_batches_of, range(self._order.n_windows)))
 
     def windows(self, start: int) -> Iterator[Window]:
         """Yield this rank's windows from batch `start` on."""
         first = 0
-        for number in range(self._layout.n_windows):
+        for number in range(self._order.n_windows):
             n_batches = self._n_batches_of(number)
             if first + n_batches > start:
                 yield self._window(number).after(max(0, start - first))
@@ -532,20 +376,18 @@ class EpochPlan:
 
     def _ends(self, number: int, rank: int) -> np.ndarray:
         """Return where the pieces of a rank's window end in the sequence, after where the first one starts."""
-        order, layout = self._order, self._layout
-        least, extra = divmod(len(order.rows), order.world_size)
-        start = rank * least + min(rank, extra)
-        n_cells = layout.n_pieces * layout.piece_cells if order.drop_last else least + (rank < extra)
-        first = number * layout.pieces_per_window
-        last = min(first + layout.pieces_per_window, layout.n_pieces)
-        return start + part_ends(np.arange(first, last + 1), layout.piece_cells, n_cells, layout.n_pieces)
+        order = self._order
+        start, stop = _share_of(len(order.rows), rank, order.world_size)
+        first = number * order.pieces_per_window
+        pieces = np.arange(first, min(first + order.pieces_per_window, order.n_pieces) + 1)
+        # Where there are too few cells, the last pieces are smaller, but none is empty.
+        return start + np.minimum(pieces * order.piece_cells, stop - start - (order.n_pieces - pieces))
 
     def _n_batches_of(self, number: int) -> int:
         """Return the batches of a window: where they are packed by tokens, those of the rank that needs most."""
         order = self._order
         if order.max_tokens_per_batch is None:
-            layout = self._layout
-            return min(layout.pieces_per_window, layout.n_pieces - number * layout.pieces_per_window)
+            return min(order.pieces_per_window, order.n_pieces - number * order.pieces_per_window)
         assert order.lengths is not None
         if number not in self._packed:
             spans = [self._ends(number, rank).tolist() for rank in range(order.world_size)]
@@ -571,90 +413,25 @@ class EpochPlan:
         ends = pieces[1:] - start
         if order.lengths is not None:
             lengths = order.lengths[cells]
-            by = by_length(lengths)
+            by = _by_length(lengths)
             cells = cells[by]
             if order.max_tokens_per_batch is not None:
                 packed = cut_by_tokens(lengths[by], order.max_tokens_per_batch, order.batch_size)
                 ends = split_largest(packed, self._n_batches_of(number))
             if order.shuffle:
-                taken, ends = reorder_batches(ends, generator.permutation(len(ends)))
-                cells = cells[taken]
+                # Batches come in random order.
+                batches = generator.permutation(len(ends))
+                sizes = np.diff(ends, prepend=0)
+                cells = cells[ranges((ends - sizes)[batches], sizes[batches])]
+                ends = np.cumsum(sizes[batches])
         return Window(order.rows[cells], ends, self.epoch)
 
 
-def chunk_bounds(rows: np.ndarray, chunk_size: int) -> np.ndarray:
-    """Return where the chunks that hold any of the ascending `rows` start in them, and n, int64, shape (m + 1,).
-
-    Examples
-    --------
-    >>> chunk_bounds(np.array([1, 2, 3, 9]), chunk_size=3).tolist()
-    [0, 2, 3, 4]
-    """
-    # Looking up where chunks start needs no array of n chunk numbers.
-    starts = np.arange(rows[0] // chunk_size, rows[-1] // chunk_size + 1) * chunk_size
-    found = np.searchsorted(rows, starts)
-    return np.append(found[np.diff(found, append=len(rows)) > 0], len(rows))
-
-
-def sorted_parts(lengths: np.ndarray, world_size: int) -> np.ndarray:
-    """Return the order that sorts each rank's part by length, shape (n,)."""
-    order = np.empty(len(lengths), dtype=_index_type(len(lengths)))
-    least, extra = divmod(len(lengths), world_size)
-    for rank in range(world_size):
-        start = rank * least + min(rank, extra)
-        part = slice(start, start + least + (rank < extra))
-        order[part] = by_length(lengths[part]) + start
-    return order
-
-
-def _index_type(n: int) -> type[np.unsignedinteger]:
-    return np.uint32 if n < 2**32 else np.uint64
-
-
-def _sequence(order: CellOrder, epoch: int) -> _Sequence:
-    """Return the epoch's sequence of cells."""
-    n = len(order.rows)
-    if not order.shuffle:
-        fixed = order.fixed_order
-        if fixed is None:
-            return lambda start, stop: np.arange(start, stop)
-        return lambda start, stop: fixed[start:stop].astype(np.int64)
-    generator = np.random.default_rng([order.seed, epoch, _SEQUENCE])
-    if order.bounds is not None:
-        return _ChunkSequence(order, generator, epoch)
-    if order.balance is not None:
-        return CellDraws(order.balance, seed=order.seed, epoch=epoch).cells
-    permutation = np.arange(n, dtype=_index_type(n))
-    generator.shuffle(permutation)
-    return lambda start, stop: permutation[start:stop].astype(np.int64)
-
-
-class _ChunkSequence:
-    """The cells, or the draws, of chunks in random order."""
-
-    def __init__(self, order: CellOrder, generator: np.random.Generator, epoch: int) -> None:
-        assert order.bounds is not None
-        self._bounds = order.bounds
-        self._chunks = generator.permutation(len(self._bounds) - 1)
-        self._draws = None
-        sizes = np.diff(self._bounds)
-        if order.balance is not None:
-            self._draws = ChunkDraws(order.balance, self._bounds, seed=order.seed, epoch=epoch)
-            sizes = self._draws.sizes
-            self._chunks = self._chunks[sizes[self._chunks] > 0]
-        self._ends = np.cumsum(sizes[self._chunks])
-        self._sizes = sizes
-
-    def __call__(self, start: int, stop: int) -> np.ndarray:
-        first = np.searchsorted(self._ends, start, side="right")
-        last = np.searchsorted(self._ends, stop, side="left") + 1
-        chunks, ends = self._chunks[first:last], self._ends[first:last]
-        starts = ends - self._sizes[chunks]
-        skipped = np.maximum(start - starts, 0)
-        sizes = np.minimum(ends, stop) - starts - skipped
-        if self._draws is not None:
-            return self._draws.cells(chunks, skipped, sizes)
-        return ranges(self._bounds[chunks] + skipped, sizes)
+def _share_of(n_cells: int, rank: int, world_size: int) -> tuple[int, int]:
+    """Return where the part of a rank starts and stops in the sequence; parts differ by at most one cell."""
+    least, extra = divmod(n_cells, world_size)
+    start = rank * least + min(rank, extra)
+    return start, start + least + (rank < extra)
 
 
 _WINDOW_CELLS = 4096
@@ -666,9 +443,6 @@ _MOST_BUCKETS = 32
 
 _FEWEST_WINDOWS = 4
 """Windows sorted by length that an epoch has at least, so that which cells share a batch changes between epochs."""
-
-_PIECE_OF_ROWS = 1 << 20
-"""Rows that are compared or hashed at once: bounds the memory."""
 
 
 class CellOrder:
@@ -705,8 +479,6 @@ class CellOrder:
         validation always sees the same masks.
     rank, world_size
         This process, and the number of processes that share the cells out.
-    drop_last
-        Leave out cells, others in each epoch, so that every batch has `batch_size` cells.
     balance
         Weights of the cells: an epoch then has n draws with replacement instead of each cell once.
 
@@ -737,27 +509,16 @@ class CellOrder:
         first_epoch: int | None = 0,
         rank: int = 0,
         world_size: int = 1,
-        drop_last: bool = False,
         balance: Balance | None = None,
     ) -> None:
-        self.rows = _checked_rows(rows, ascending=check_bool("shuffle", shuffle))
-        self.lengths = None if lengths is None else _checked_lengths(lengths, len(self.rows))
-        check_count("chunk_size", chunk_size, "cells")
-        check_count("world_size", world_size, "processes")
-        check_count("rank", rank, "processes", least=0)
-        if rank >= world_size:
-            raise OptionError(f"rank={rank} is not below world_size={world_size}; ranks count from 0.")
-        if first_epoch is not None:
-            check_count("first_epoch", first_epoch, "epochs", least=0)
-        if window_cells is not None:
-            check_count("window_cells", window_cells, "cells")
-        if balance is not None and not shuffle:
-            raise OptionError("balance draws cells at random, but shuffle=False; use one of them.")
-        if balance is not None and len(balance) != len(self.rows):
-            raise OptionError(f"balance is of {len(balance)} cells, but rows has {len(self.rows)}.")
+        if not len(rows):
+            raise OptionError("rows has no cell; give at least one position.")
+        self.rows = np.ascontiguousarray(rows, dtype=np.int64)
+        if shuffle and not self._ascends():
+            raise OptionError("rows is not ascending, or names a cell twice; use numpy.unique(rows) to shuffle it.")
+        self.lengths = None if lengths is None else np.asarray(lengths)
         self.batch_size = batch_size
         self.max_tokens_per_batch = max_tokens_per_batch
-        self.drop_last = check_bool("drop_last", drop_last)
         self._check_batches()
         self.chunk_size = int(chunk_size)
         self.shuffle = shuffle
@@ -766,42 +527,41 @@ class CellOrder:
         self.rank = int(rank)
         self.world_size = int(world_size)
         self.balance = balance
-        self.layout = self._cut(window_cells)
-        self.bounds = chunk_bounds(self.rows, self.chunk_size) if shuffle and chunk_size > 1 else None
+        self._cut(window_cells)
         self.epoch = 0
         self.position = 0
         self._loaded: tuple[int, int] | None = None
         self._planned: EpochPlan | None = None
         self.set_epoch(0)
 
+    def _ascends(self) -> bool:
+        starts = range(0, len(self.rows) - 1, _PIECE)
+        pieces = (self.rows[start : start + _PIECE + 1] for start in starts)
+        return all((piece[1:] > piece[:-1]).all() for piece in pieces)
+
     def _check_batches(self) -> None:
         budget = self.max_tokens_per_batch
         if self.batch_size is not None:
             check_count("batch_size", self.batch_size, "cells")
+        if (self.batch_size or budget) is None:
+            raise OptionError("batch_size=None needs max_tokens_per_batch; give one of them.")
         if budget is None:
-            if self.batch_size is None:
-                raise OptionError("batch_size=None needs max_tokens_per_batch; give one of them.")
             return
-        check_count("max_tokens_per_batch", budget, "tokens")
         if self.lengths is None:
             raise OptionError(f"max_tokens_per_batch={budget} needs lengths, the number of tokens of each cell.")
-        if self.drop_last:
-            raise OptionError("drop_last=True needs batches of batch_size cells, not max_tokens_per_batch.")
         if (longest := int(self.lengths.max())) > budget:
             raise OptionError(
                 f"max_tokens_per_batch={budget} does not hold the longest cell, which has {longest} tokens; raise it."
             )
 
-    def _cut(self, window_cells: int | None) -> Layout:
-        """Set the cells of a window and return how each rank's part is cut."""
-        least, extra = divmod(len(self.rows), self.world_size)
-        most = least + (extra > 0)
+    def _cut(self, window_cells: int | None) -> None:
+        """Set how the parts that ranks take are cut, the same in every epoch; see :class:`EpochPlan` for pieces."""
+        n, world_size = len(self.rows), self.world_size
+        least, most = n // world_size, -(-n // world_size)
         if least == 0:
-            raise OptionError(f"rows has {len(self.rows)} cells, too few for world_size={self.world_size}.")
+            raise OptionError(f"rows has {n} cells, too few for world_size={world_size}.")
         size = self._typical_batch()
-        n_batches = least // size if self.drop_last else -(-most // size)
-        if n_batches == 0:
-            raise OptionError(f"drop_last=True leaves no batch of batch_size={size}: a rank has {least} cells.")
+        n_batches = -(-most // size)
         if window_cells is not None:
             n_together = max(1, (window_cells + size // 2) // size)
         else:
@@ -809,16 +569,21 @@ class CellOrder:
             if self.chunk_size == 1 or (self.lengths is not None and self.shuffle):
                 n_together = min(n_together, max(1, n_batches // _FEWEST_WINDOWS))
         self.window_cells = n_together * size
+        self.piece_cells, self.n_pieces, self.pieces_per_window = size, n_batches, n_together
         if self.max_tokens_per_batch is not None:
             # A window of one cell would leave none to a rank that has one cell fewer.
             self.window_cells = max(2, window_cells or self.window_cells)
-            return Layout(self.window_cells, -(-most // self.window_cells), 1)
-        if n_batches > least:
-            raise OptionError(
-                f"batch_size=1 cannot give each of world_size={self.world_size} ranks as many batches of "
-                f"{len(self.rows)} cells; raise batch_size or use drop_last=True."
+            self.piece_cells, self.n_pieces, self.pieces_per_window = (
+                self.window_cells,
+                -(-most // self.window_cells),
+                1,
             )
-        return Layout(size, n_batches, n_together)
+        elif n_batches > least:
+            raise OptionError(
+                f"batch_size=1 cannot give each of world_size={world_size} ranks as many batches of {n} cells; "
+                "raise batch_size."
+            )
+        self.n_windows = -(-self.n_pieces // self.pieces_per_window)
 
     def _typical_batch(self) -> int:
         """Return the cells of a batch, roughly where batches are packed by tokens."""
@@ -837,7 +602,6 @@ class CellOrder:
         epoch
             Number of the epoch, from 0.
         """
-        check_count("epoch", epoch, "epochs", least=0)
         self.epoch = 0 if self.first_epoch is None else self.first_epoch + int(epoch)
         self.position = self._loaded[1] if self._loaded is not None and self._loaded[0] == self.epoch else 0
 
@@ -889,8 +653,6 @@ class CellOrder:
                 raise OptionError(
                     f"The state is of another order of cells: {name} is {state[name]!r} there, but {value!r} here."
                 )
-        check_count("epoch", state["epoch"], "epochs", least=0)
-        check_count("position", state["position"], "batches", least=0)
         self.epoch = int(state["epoch"])
         n_batches = len(self)
         if state["position"] > n_batches:
@@ -905,9 +667,14 @@ class CellOrder:
 
     @cached_property
     def fixed_order(self) -> np.ndarray | None:
-        """The order of the cells without `shuffle`, or None if it is that of `rows`."""
-        sorts = self.chunk_size == 1 and self.lengths is not None
-        return sorted_parts(self.lengths, self.world_size) if sorts and self.lengths is not None else None
+        """The order of the cells without `shuffle`: each rank's part sorted by length; None if it is that of `rows`."""
+        if self.chunk_size > 1 or self.lengths is None:
+            return None
+        order = np.empty(len(self.rows), dtype=_index_type(len(self.rows)))
+        for rank in range(self.world_size):
+            start, stop = _share_of(len(self.rows), rank, self.world_size)
+            order[start:stop] = _by_length(self.lengths[start:stop]) + start
+        return order
 
     @cached_property
     def _identity(self) -> dict[str, Any]:
@@ -921,43 +688,13 @@ class CellOrder:
             "world_size": self.world_size,
             "chunk_size": self.chunk_size,
             "shuffle": self.shuffle,
-            "drop_last": self.drop_last,
             "window_cells": self.window_cells,
             "balance": None if self.balance is None else self.balance.fingerprint(),
         }
 
 
-def _checked_rows(rows: np.ndarray, *, ascending: bool) -> np.ndarray:
-    rows = np.asarray(rows)
-    if rows.size == 0:
-        raise OptionError("rows has no cell; give at least one position.")
-    if rows.ndim != 1 or rows.dtype.kind not in "iu":
-        raise OptionError(f"rows must be a list of positions of cells, not {rows.dtype} of shape {rows.shape}.")
-    rows = np.ascontiguousarray(rows, dtype=np.int64)
-    if (least := rows.min()) < 0:
-        raise OptionError(f"rows has the position {least}; positions count from 0.")
-    if ascending:
-        for start in range(0, len(rows) - 1, _PIECE_OF_ROWS):
-            piece = rows[start : start + _PIECE_OF_ROWS + 1]
-            if not (piece[1:] > piece[:-1]).all():
-                raise OptionError("rows is not ascending, or names a cell twice; use numpy.unique(rows) to shuffle it.")
-    return rows
-
-
-def _checked_lengths(lengths: np.ndarray, n_cells: int) -> np.ndarray:
-    lengths = np.asarray(lengths)
-    if lengths.dtype.kind not in "iu" or lengths.shape != (n_cells,):
-        raise OptionError(
-            f"lengths must be one whole number for each of {n_cells} cells, not {lengths.dtype} of shape "
-            f"{lengths.shape}."
-        )
-    if (least := lengths.min()) < 0:
-        raise OptionError(f"lengths has {least}; a cell has no fewer than 0 tokens.")
-    return lengths
-
-
 def _digest(values: np.ndarray) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for start in range(0, len(values), _PIECE_OF_ROWS):
-        digest.update(np.ascontiguousarray(values[start : start + _PIECE_OF_ROWS], dtype=np.int64).data)
+    for start in range(0, len(values), _PIECE):
+        digest.update(np.ascontiguousarray(values[start : start + _PIECE], dtype=np.int64).data)
     return digest.hexdigest()

@@ -44,6 +44,7 @@ from scforge.data.readers import (
     is_query,
     is_url,
     lack_of_memory,
+    open_group,
     open_h5ad,
     open_hdf5,
     open_streams,
@@ -144,19 +145,15 @@ def joined_obs(streams: Sequence[CellStream], columns: Sequence[str] | None) -> 
     DataError
         If a source lacks a column, or one holds text where another holds numbers.
     """
-    from scforge.data.conversion import CellNames, check_columns, join_tables
-    from scforge.data.store import SOURCE, TOTAL
+    from scforge.data.conversion import check_columns, join_obs
+    from scforge.data.store import SOURCE
 
     if len(streams) == 1:
         table = streams[0].obs(columns)
         check_columns(table, streams[0].name)
         return table.copy(deep=False)
-    own = None if columns is None else [column for column in columns if column != SOURCE]
-    joining, names = join_tables(streams, own), CellNames(streams)
-    read = [joining.rows(stream, source) for source, stream in enumerate(streams)]
-    unique = np.concatenate([names(found, source) for source, (_, found) in enumerate(read)])
-    joined = joining.frame(np.concatenate([rows for rows, _ in read]), unique)
-    return joined.drop(columns=TOTAL) if columns is None else joined[list(columns)]
+    joined = join_obs(streams, None if columns is None else [column for column in columns if column != SOURCE])
+    return joined if columns is None else joined[list(columns)]
 
 
 def _joined(pieces: list[_Piece], n_genes: int) -> sparse.csr_matrix:
@@ -222,7 +219,7 @@ def convert_once(
     Parameters
     ----------
     source, streams
-        What :func:`scforge.data.readers.open_streams` opens, and what it made of it.
+        What ``scforge.data.readers.open_streams`` opens, and what it made of it.
     cache
         Folder of the store.
     vocab
@@ -294,9 +291,9 @@ def _is_fresh(info: StoreInfo, streams: Sequence[CellStream]) -> bool:
 
 def _check_genes(path: Path, streams: Sequence[CellStream], gene_key: str | None, vocab: GeneVocab | None) -> None:
     """Raise if a store lacks genes that the sources have and the vocabulary wants: it may have been made by hand."""
-    from scforge.data.store import open_store_group, read_vocab
+    from scforge.data.store import read_vocab
 
-    stored = read_vocab(open_store_group(path)[0]).genes
+    stored = read_vocab(open_group(path)).genes
     union = union_vocab(streams, gene_key)
     lost = set(union.genes).difference(stored) if vocab is None else _found(vocab, union.genes) - _found(vocab, stored)
     if lost:
@@ -366,7 +363,7 @@ def open_cells(
 
     Returns
     -------
-    The cells in the order of the source (of a store, in its own), e.g. a :class:`scforge.data.CellSource`.
+    The cells in the order of the source (of a store, in its own), e.g. a ``scforge.data.cells.CellSource``.
 
     Raises
     ------

@@ -13,11 +13,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-_TRIED_GROUPS = 200
-"""Groups of which every choice is looked at; where there are more, the others are chosen at random before."""
-
-_MOST_SUMS = 1 << 21
-"""Numbers of cells that are told apart in that: bounds the memory to 50 MB."""
+_N_ORDERS = 200
+"""Random orders of the groups that are tried."""
 
 
 def split_cells(
@@ -40,7 +37,7 @@ def split_cells(
         Seed of the choice.
     groups
         Group of each cell, e.g. its donor or data set, as a column of obs or as codes, shape (n_cells,). Whole groups
-        are then held out: of all choices of groups one whose share of cells is nearest to `validation_size`, with at
+        are then held out: of many random choices that whose share of cells is nearest to `validation_size`, with at
         least one group on each side.
     rows
         Rows that are split; the others are on neither side. None: all cells.
@@ -76,8 +73,6 @@ def split_cells(
             )
         held_out = _hold_out(np.bincount(codes), validation_size, seed)
         train, validation = np.flatnonzero(~held_out[codes]), np.flatnonzero(held_out[codes])
-        assert len(train) + len(validation) == len(codes)
-        assert not np.intersect1d(codes[train], codes[validation]).size
     return (train, validation) if rows is None else (rows[train], rows[validation])
 
 
@@ -126,30 +121,15 @@ def _codes(groups: Any, n_cells: int, rows: np.ndarray | None) -> tuple[np.ndarr
 
 
 def _hold_out(sizes: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """Choose groups whose cells are nearest to a share of all, at random among equally good choices, bool."""
-    order = np.random.default_rng(seed).permutation(len(sizes))
-    target = float(sizes.sum() * share)
+    """Choose groups whose cells are nearly a share of all: the best start of many random orders, bool."""
+    rng, target = np.random.default_rng(seed), sizes.sum() * share
     held_out = np.zeros(len(sizes), dtype=bool)
-    before, tried = order[:-_TRIED_GROUPS], order[-_TRIED_GROUPS:]
-    for group in before:
-        if sizes[group] <= target:
-            held_out[group] = True
-            target -= sizes[group]
-    unit = -(-int(sizes[tried].sum()) // _MOST_SUMS)
-    steps = [max(1, round(size / unit)) for size in sizes[tried].tolist()]
-    # Bit s of sums[i] is set where some of the first i groups have s cells together.
-    sums = [1]
-    for step in steps:
-        sums.append(sums[-1] | sums[-1] << step)
-    bits = np.frombuffer(sums[-1].to_bytes(sum(steps) // 8 + 1, "little"), dtype=np.uint8)
-    possible = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-    if not held_out.any():
-        possible = possible[possible > 0]
-    if held_out.sum() == len(before):
-        possible = possible[possible < sum(steps)]
-    left = int(possible[np.argmin(np.abs(possible - target / unit))])
-    for number in reversed(range(len(steps))):
-        if not sums[number] >> left & 1:
-            held_out[tried[number]] = True
-            left -= steps[number]
+    best = np.inf
+    for _ in range(_N_ORDERS):
+        order = rng.permutation(len(sizes))
+        off = np.abs(np.cumsum(sizes[order])[:-1] - target)  # a group is left to train on
+        if off.min() < best:
+            best = off.min()
+            held_out[:] = False
+            held_out[order[: off.argmin() + 1]] = True
     return held_out

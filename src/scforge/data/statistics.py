@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numba
@@ -16,23 +14,15 @@ from scipy import sparse
 from scforge._checks import check_count
 from scforge._constants import TARGET_SUM
 from scforge.data.cells import CellBlock, CellSource, StreamingMedians
-from scforge.data.checks import (
-    check_adata,
-    check_obs_column,
-    counts_of,
-    gene_names,
-    names_of,
-    names_place,
-    row_sums,
-    value_problem,
-)
-from scforge.data.genes import MIN_OVERLAP, GeneMap, map_names, sum_columns, warn_summed
-from scforge.data.readers import open_h5ad
-from scforge.data.sources import open_cells
+from scforge.data.checks import check_obs_column, counts_of, gene_names, names_place, row_sums
+from scforge.data.genes import GeneMap, map_streams, sum_columns, warn_summed
+from scforge.data.readers import AdataStream, CellStream, open_streams
 from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names, open_vocab, strip_version
 from scforge.errors import DataError, OptionError, did_you_mean, listing, warn
 
 if TYPE_CHECKING:
+    import os
+
     from anndata import AnnData
 
 
@@ -98,64 +88,39 @@ def select_genes(
     counts = counts_of(adata, layer)
     names = gene_names(adata, gene_key)
     check_obs_column(adata, batch_key, argument="batch_key")
-    if n_top_genes is not None:
-        check_count("n_top_genes", n_top_genes, "genes")
     # Library sizes are those of all genes, also of those that are left out.
     totals = row_sums(counts)
     genes, columns = _distinct(names, within)
     if len(genes) < len(names):
         warn_summed(names, columns, names_place(gene_key))
         counts = sum_columns(counts, columns, len(genes))
-    candidates = np.flatnonzero(np.bincount(counts.indices[counts.data > 0], minlength=len(genes)) >= min_cells)
-    if not len(candidates):
-        raise DataError(
-            f"no gene is detected in {min_cells} cells, of {adata.n_obs}; use more cells, or name the genes, e.g. "
-            "vocab=GeneVocab.from_adata(adata)."
-        )
     kept = np.array([], dtype=np.int64)
     if len(keep_genes):
         there = GeneVocab.from_genes([str(gene) for gene in genes]) if within is None else within.subset(genes)
         kept = kept_genes(keep_genes, there, "adata" if within is None else f"both adata and {within.release!r}")
-    batches = None if batch_key is None else np.asarray(adata.obs[batch_key], dtype=object).astype(str)
-    chosen = _chosen(counts, totals, candidates, n_top_genes, batches, kept)
+    batches = None if batch_key is None else adata.obs[batch_key]
+    chosen = _chosen(counts, totals, min_cells, n_top_genes, batches, kept)
     if within is None:
         return GeneVocab.from_genes([str(gene) for gene in genes[chosen]])
-    release = within.release if within.chosen_from_data else f"{within.release}, {FROM_DATA}"
-    return replace(within.subset(genes[chosen]), release=release)
+    return _part_of(within, genes[chosen])
 
 
 def variable_genes(
-    cells: CellSource,
-    n_top_genes: int,
-    *,
-    batch_key: str | None = None,
-    min_cells: int = 3,
-    keep_genes: Sequence[str] = (),
+    cells: CellSource, n_top_genes: int, *, batch_key: str | None = None, keep_genes: Sequence[str] = ()
 ) -> GeneVocab:
     """Choose highly variable genes of cells as :func:`select_genes` does, e.g. of a sample of a store.
 
-    Parameters
-    ----------
-    cells
-        Cells over a vocabulary. Library sizes are those over all genes of the data.
-    n_top_genes, batch_key, min_cells, keep_genes
-        See :func:`select_genes`.
-
-    Returns
-    -------
-    The part of the vocabulary of `cells`, with what it knows of its genes.
+    The result is the part of the vocabulary of `cells`, with what it knows of its genes.
     """
-    check_count("n_top_genes", n_top_genes, "genes")
     assert cells.vocab is not None
-    candidates = np.flatnonzero(np.bincount(cells.counts.indices, minlength=cells.counts.shape[1]) >= min_cells)
-    if not len(candidates):
-        raise DataError(f"no gene is detected in {min_cells} cells, of {len(cells)}; use more cells.")
     kept = kept_genes(keep_genes, cells.vocab, "the cells")
-    batches = None if batch_key is None else np.asarray(cells.column(batch_key), dtype=object).astype(str)
-    chosen = _chosen(cells.counts, cells.totals, candidates, n_top_genes, batches, kept)
-    vocab = cells.vocab
+    batches = None if batch_key is None else cells.column(batch_key)
+    return _part_of(cells.vocab, _chosen(cells.counts, cells.totals, 3, n_top_genes, batches, kept))
+
+
+def _part_of(vocab: GeneVocab, genes: np.ndarray) -> GeneVocab:
     release = vocab.release if vocab.chosen_from_data else f"{vocab.release}, {FROM_DATA}"
-    return replace(vocab.subset(chosen), release=release)
+    return replace(vocab.subset(genes), release=release)
 
 
 def _distinct(names: np.ndarray, within: GeneVocab | None) -> tuple[np.ndarray, np.ndarray]:
@@ -173,19 +138,28 @@ def _distinct(names: np.ndarray, within: GeneVocab | None) -> tuple[np.ndarray, 
 def _chosen(
     counts: sparse.csr_matrix,
     totals: np.ndarray,
-    candidates: np.ndarray,
+    min_cells: int,
     n_top_genes: int | None,
-    batches: np.ndarray | None,
+    batches: pd.Series | None,
     kept: np.ndarray,
 ) -> np.ndarray:
-    """Return which genes to take, in ascending order: those kept, and the most variable candidates beside them."""
+    """Return which genes to take, in ascending order: those kept, and the most variable detected ones beside them."""
+    n_cells, n_genes = counts.shape
+    candidates = np.flatnonzero(np.bincount(counts.indices[counts.data > 0], minlength=n_genes) >= min_cells)
+    if not len(candidates):
+        raise DataError(
+            f"no gene is detected in {min_cells} cells, of {n_cells}; use more cells, or name the genes, e.g. "
+            "vocab=GeneVocab.from_adata(adata)."
+        )
     if n_top_genes is None:
         return np.union1d(candidates, kept)
+    check_count("n_top_genes", n_top_genes, "genes")
     others = np.setdiff1d(candidates, kept)
     n_others = max(n_top_genes - len(kept), 0)
     if n_others < len(others):
         # All candidates are ranked, so that what is kept changes nothing but which genes make room for it.
-        ranked = candidates[_by_variability(counts, totals, candidates, n_top_genes, batches)]
+        of_batch = None if batches is None else np.asarray(batches, dtype=object).astype(str)
+        ranked = candidates[_by_variability(counts, totals, candidates, n_top_genes, of_batch)]
         others = ranked[~np.isin(ranked, kept)][:n_others]
     return np.union1d(others, kept)
 
@@ -269,47 +243,27 @@ def gene_medians(counts: sparse.csr_matrix, totals: np.ndarray) -> np.ndarray:
     return medians
 
 
-_IN_MEMORY = 4096
-"""Cells of a block of an AnnData."""
-
-
 def measure_medians(
-    source: AnnData | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    vocab: str | os.PathLike[str] | GeneVocab,
-    *,
-    layer: str | None = None,
-    gene_key: str | None = None,
-    min_overlap: float = MIN_OVERLAP,
+    source: Any, vocab: str | os.PathLike[str] | GeneVocab, *, layer: str | None = None, gene_key: str | None = None
 ) -> GeneVocab:
     """Return a vocabulary with the median of each gene, as Geneformer scales its ranks (nonzero CP10K values).
 
     Parameters
     ----------
     source
-        An AnnData in memory, whose medians are exact; or one or several h5ad files, which are read once, piece by
-        piece, whatever their size, and whose medians are right to 1 % (see :class:`StreamingMedians`).
+        An AnnData in memory, whose medians are exact; or files, as :func:`scforge.data.convert` takes them, which are
+        read once, piece by piece, whatever their size, and whose medians are right to 1 %.
     vocab
         A vocabulary, the file of one, or the name of a shipped one. Medians that it has are replaced.
     layer
         Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
     gene_key
         Column of ``adata.var`` with the gene names; None reads ``adata.var_names``.
-    min_overlap
-        Smallest share of genes to accept, see :func:`scforge.data.map_genes`.
 
     Returns
     -------
     The vocabulary with medians; 1 for a gene that no cell expresses. Values are counts per 10,000 of *all* counts of
     the cell, also of those outside of the vocabulary.
-
-    Raises
-    ------
-    MissingFileError
-        If a file does not exist.
-    DataError
-        If a file is no h5ad, or its counts or gene names cannot be used.
-    GeneMismatchError
-        If too few genes of the vocabulary are in a file.
 
     Examples
     --------
@@ -318,170 +272,19 @@ def measure_medians(
     >>> vocab.medians[vocab.gene_indices(["LYZ", "CD3D"])].round(1).tolist()
     [9.6, 10.3]
     """
-    vocab = open_vocab(vocab)
-    if isinstance(source, str | os.PathLike | Sequence):
-        streamed = StreamingMedians(vocab.n_genes)
-        visit_blocks(streamed.update, source, vocab, layer=layer, gene_key=gene_key, min_overlap=min_overlap)
-        return vocab.with_medians(streamed.medians())
-    cells = cells_in_memory(source, vocab, layer=layer, gene_key=gene_key, min_overlap=min_overlap)
-    return vocab.with_medians(gene_medians(cells.counts, cells.totals))
-
-
-def cells_in_memory(source: AnnData, vocab: GeneVocab, **options: Any) -> CellSource:
-    """Return the cells of an AnnData over the genes of a vocabulary; options are those of `open_cells`."""
-    check_adata(source, argument="source")
-    cells = open_cells(source, vocab, **options)
-    assert isinstance(cells, CellSource)
-    return cells
-
-
-def visit_blocks(
-    visit: Callable[[CellBlock], None],
-    source: AnnData | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    vocab: GeneVocab,
-    *,
-    layer: str | None,
-    gene_key: str | None,
-    min_overlap: float,
-) -> None:
-    """Call `visit` with all cells of an AnnData or of h5ad files, block by block, over the genes of a vocabulary."""
-    if not isinstance(source, str | os.PathLike | Sequence):
-        cells = cells_in_memory(source, vocab, layer=layer, gene_key=gene_key, min_overlap=min_overlap)
-        for start in range(0, len(cells), _IN_MEMORY):
-            visit(cells.block(np.arange(start, min(start + _IN_MEMORY, len(cells)))))
-        return
-    paths = [source] if isinstance(source, str | os.PathLike) else list(source)
-    if not paths:
-        raise OptionError("source=[] names no file; name at least one h5ad file.")
-    for path in paths:
-        _visit_file(visit, Path(path), vocab, layer, gene_key, min_overlap)
-
-
-def _visit_file(
-    visit: Callable[[CellBlock], None],
-    path: Path,
-    vocab: GeneVocab,
-    layer: str | None,
-    gene_key: str | None,
-    least: float,
-) -> None:
-    with open_h5ad(path) as opened:
-        var, matrix = opened.var, opened.matrix(layer)
-        names = names_of(var, gene_key)
-        gene_map = map_names(
-            names, vocab, min_overlap=least, whole=not vocab.chosen_from_data, var=var, gene_key=gene_key
-        )
-        for start, chunk in matrix.row_chunks():
-            where = f"{str(path)!r}, {'X' if layer is None else f'layers[{layer!r}]'}"
-            if problem := value_problem(chunk.data):
-                raise DataError(f"{where} {problem}, but raw counts are needed; name the layer that holds them.")
-            totals = row_sums(chunk)
-            if not totals.all():
-                raise DataError(
-                    f"{where} has cells without any count (first: row {start + int((totals == 0).argmax())}); "
-                    "remove them with sc.pp.filter_cells(adata, min_counts=1)."
-                )
-            visit(CellBlock.from_csr(gene_map.apply(chunk), totals))
-
-
-class StreamingEntropies:
-    """Normalised Shannon entropy of each gene over cells, from blocks of cells that come one after the other.
-
-    With x the CP10K values of a gene in n cells and p = x / sum(x), the entropy is ``-sum(p log p) / log n``: 1 for a
-    gene that all cells express alike, 0 for one that a single cell expresses. It equals
-    ``(log S - T / S) / log n`` with ``S = sum(x)`` and ``T = sum(x log x)``, so two numbers a gene are kept, and the
-    order of the blocks does not matter but for rounding.
-
-    Parameters
-    ----------
-    n_genes
-        Number of genes of the vocabulary.
-
-    Examples
-    --------
-    >>> from scipy import sparse
-    >>> counts = sparse.csr_matrix([[1, 9], [1, 0], [1, 0], [1, 0]])
-    >>> entropies = StreamingEntropies(n_genes=2)
-    >>> entropies.update(CellBlock.from_csr(counts, totals=np.full(4, 10)))
-    >>> entropies.entropies().tolist()
-    [1.0, 0.0]
-    """
-
-    def __init__(self, n_genes: int) -> None:
-        self.n_genes = n_genes
-        self.n_cells = 0
-        self._sums = np.zeros((2, n_genes))
-
-    def update(self, block: CellBlock) -> None:
-        """Add the cells of a block.
-
-        Parameters
-        ----------
-        block
-            The cells; every cell once.
-
-        Raises
-        ------
-        DataError
-            If a gene is not among the `n_genes`, or a count is larger than the total of its cell.
-        """
-        if len(block.genes) and int(block.genes.max()) >= self.n_genes:
-            raise DataError(f"block has the gene {block.genes.max()} but there are n_genes={self.n_genes}.")
-        added = np.zeros_like(self._sums)
-        if not _add(added, block.indptr, block.genes, block.counts, block.totals):
-            raise DataError(
-                "block has a count that is not above zero and at most the total of its cell; "
-                "pass raw counts and the totals over all genes."
-            )
-        self._sums += added
-        self.n_cells += len(block)
-
-    def merge(self, other: StreamingEntropies) -> None:
-        """Add the cells that `other` has seen, e.g. in another process."""
-        if other.n_genes != self.n_genes:
-            raise DataError(f"other has {other.n_genes} genes but this has {self.n_genes}; use one vocabulary.")
-        self._sums += other._sums
-        self.n_cells += other.n_cells
-
-    def entropies(self) -> np.ndarray:
-        """Return the entropies, float64 in [0, 1], shape (n_genes,); 1 for a gene that no cell expresses."""
-        entropies = np.ones(self.n_genes)
-        sums, products = self._sums
-        there = sums > 0
-        # In nats; a single cell has none, whatever it is divided by.
-        nats = np.log(sums[there]) - products[there] / sums[there]
-        entropies[there] = np.clip(nats / np.log(max(self.n_cells, 2)), 0.0, 1.0)
-        return entropies
-
-
-@numba.njit(cache=True, nogil=True)
-def _add(sums, indptr, genes, counts, totals):
-    for cell in range(len(indptr) - 1):
-        most = totals[cell] * (1.0 + 1e-6)  # counts are float32, which rounds
-        for entry in range(indptr[cell], indptr[cell + 1]):
-            if not 0.0 < counts[entry] <= most:
-                return False
-            value = counts[entry] / totals[cell] * TARGET_SUM
-            sums[0, genes[entry]] += value
-            sums[1, genes[entry]] += value * np.log(value)
-    return True
-
-
-def gene_entropies(cells: CellSource) -> np.ndarray:
-    """Return the entropies of the genes over cells in memory, float64, shape (G,); see :class:`StreamingEntropies`."""
-    streamed = StreamingEntropies(cells.counts.shape[1])
-    for start in range(0, len(cells), 4096):
-        streamed.update(cells.block(np.arange(start, min(start + 4096, len(cells)))))
-    return streamed.entropies()
+    streams = open_streams(source, layer=layer)
+    vocab, maps = map_streams(streams, open_vocab(vocab), gene_key=gene_key)
+    if len(streams) == 1 and isinstance(streams[0], AdataStream):
+        counts = streams[0].counts
+        return vocab.with_medians(gene_medians(maps[0].apply(counts), row_sums(counts)))
+    streamed = StreamingMedians(vocab.n_genes)
+    for block in _blocks(streams, maps):
+        streamed.update(block)
+    return vocab.with_medians(streamed.medians())
 
 
 def measure_entropies(
-    source: AnnData | str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-    vocab: str | os.PathLike[str] | GeneVocab,
-    *,
-    layer: str | None = None,
-    gene_key: str | None = None,
-    min_overlap: float = MIN_OVERLAP,
+    source: Any, vocab: str | os.PathLike[str] | GeneVocab, *, layer: str | None = None, gene_key: str | None = None
 ) -> GeneVocab:
     """Return a vocabulary with the entropy of each gene over cells, from 0 (one cell has all of it) to 1.
 
@@ -490,30 +293,13 @@ def measure_entropies(
 
     Parameters
     ----------
-    source
-        An AnnData in memory; or one or several h5ad files, which are read once, piece by piece, whatever their size.
-    vocab
-        A vocabulary, the file of one, or the name of a shipped one. Entropies that it has are replaced.
-    layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
-    gene_key
-        Column of ``adata.var`` with the gene names; None reads ``adata.var_names``.
-    min_overlap
-        Smallest share of genes to accept, see :func:`scforge.data.map_genes`.
+    source, vocab, layer, gene_key
+        As for :func:`measure_medians`.
 
     Returns
     -------
     The vocabulary with entropies; 1 for a gene that no cell expresses. Values are counts per 10,000 of *all* counts of
-    the cell, also of those outside of the vocabulary; the formula is at :class:`StreamingEntropies`.
-
-    Raises
-    ------
-    MissingFileError
-        If a file does not exist.
-    DataError
-        If a file is no h5ad, or its counts or gene names cannot be used.
-    GeneMismatchError
-        If too few genes of the vocabulary are in a file.
+    the cell, also of those outside of the vocabulary.
 
     Examples
     --------
@@ -522,7 +308,55 @@ def measure_entropies(
     >>> vocab.entropies[vocab.gene_indices(["RPL13", "LYZ", "PPBP"])].round(2).tolist()
     [0.99, 0.82, 0.36]
     """
-    vocab = open_vocab(vocab)
-    streamed = StreamingEntropies(vocab.n_genes)
-    visit_blocks(streamed.update, source, vocab, layer=layer, gene_key=gene_key, min_overlap=min_overlap)
-    return vocab.with_entropies(streamed.entropies())
+    streams = open_streams(source, layer=layer)
+    vocab, maps = map_streams(streams, open_vocab(vocab), gene_key=gene_key)
+    return vocab.with_entropies(_entropies(_blocks(streams, maps), vocab.n_genes))
+
+
+def _blocks(streams: Sequence[CellStream], maps: Sequence[GeneMap]) -> Iterator[CellBlock]:
+    """Yield the cells of sources over the genes of a vocabulary."""
+    for stream, gene_map in zip(streams, maps, strict=True):
+        for _, chunk in stream.chunks():
+            yield CellBlock.from_csr(gene_map.apply(chunk), row_sums(chunk))
+
+
+_PIECE = 4096
+"""Cells of a block of an AnnData."""
+
+
+def gene_entropies(cells: CellSource) -> np.ndarray:
+    """Return the entropies of the genes over cells in memory, float64, shape (G,)."""
+    rows = np.arange(len(cells))
+    blocks = (cells.block(rows[start : start + _PIECE]) for start in range(0, len(cells), _PIECE))
+    return _entropies(blocks, cells.counts.shape[1])
+
+
+def _entropies(blocks: Iterable[CellBlock], n_genes: int) -> np.ndarray:
+    """Return the normalized Shannon entropy of each gene over cells, float64 in [0, 1], shape (n_genes,).
+
+    With x the CP10K values of a gene in n cells and p = x / sum(x), the entropy is ``-sum(p log p) / log n``: 1 for a
+    gene that all cells express alike (and for one that none expresses), 0 for one that a single cell expresses. It
+    equals ``(log S - T / S) / log n`` with ``S = sum(x)`` and ``T = sum(x log x)``, so two numbers a gene suffice.
+    """
+    n_cells, both = 0, np.zeros((2, n_genes))
+    for block in blocks:
+        added = np.zeros_like(both)
+        _add(added, block.indptr, block.genes, block.counts, block.totals)
+        both += added
+        n_cells += len(block)
+    sums, products = both
+    there = sums > 0
+    entropies = np.ones(n_genes)
+    # In nats; a single cell has none, whatever it is divided by.
+    nats = np.log(sums[there]) - products[there] / sums[there]
+    entropies[there] = np.clip(nats / np.log(max(n_cells, 2)), 0.0, 1.0)
+    return entropies
+
+
+@numba.njit(cache=True, nogil=True)
+def _add(sums, indptr, genes, counts, totals):
+    for cell in range(len(indptr) - 1):
+        for entry in range(indptr[cell], indptr[cell + 1]):
+            value = counts[entry] / totals[cell] * TARGET_SUM
+            sums[0, genes[entry]] += value
+            sums[1, genes[entry]] += value * np.log(value)

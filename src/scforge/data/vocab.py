@@ -230,7 +230,7 @@ class GeneVocab:
         Median of the nonzero CP10K values of each gene, float64, shape (G,). Used by the rank tokenizer.
     entropies
         How evenly each gene is spread over cells, from 0 (one cell has all of it) to 1, float64, shape (G,); see
-        :func:`scforge.data.measure_entropies`. Used by the tokenizer ``"entropy_ranked"``.
+        ``scforge.data.statistics.measure_entropies``. Used by the tokenizer ``"entropy_ranked"``.
     release
         Where the genes come from, e.g. ``"from_data"`` or ``"CELLxGENE schema 7.1.2"``.
     special_tokens

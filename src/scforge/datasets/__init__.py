@@ -5,9 +5,6 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
-    "DatasetCard": "scforge.datasets.cards",
-    "Split": "scforge.datasets.splits",
-    "SplitRule": "scforge.datasets.cards",
     "check_independent": "scforge.datasets.loading",
     "get_card": "scforge.datasets.cards",
     "get_split": "scforge.datasets.splits",
@@ -20,9 +17,6 @@ _NAMES = {
 }
 
 __all__ = [
-    "DatasetCard",
-    "Split",
-    "SplitRule",
     "check_independent",
     "get_card",
     "get_split",

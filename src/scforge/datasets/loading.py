@@ -83,6 +83,7 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
     >>> load("pbmc3k").shape
     (2700, 16634)
     """
+    from scforge.data.checks import value_problem
     from scforge.data.sources import read_h5ad
 
     card = get_card(name)
@@ -100,17 +101,11 @@ def load(name: str, folder: str | os.PathLike[str] | None = None, *, verify: boo
         )
     adata = read_h5ad(path)
     _check_columns(adata, card, path)
-    _check_counts(adata, path)
-    return adata
-
-
-def _check_counts(adata: AnnData, path: Path) -> None:
-    """Raise unless the first cells have counts: downloads often have normalised values in X, and counts in raw."""
-    rows = adata.X[:1000]
-    values = np.asarray(getattr(rows, "data", rows) if sparse.issparse(rows) else rows)
-    if (values < 0).any() or (values % 1 != 0).any():
+    # Downloads often have normalized values in X, and counts in raw.
+    if problem := value_problem(adata.X[:1000].data if sparse.issparse(adata.X) else np.ravel(adata.X[:1000])):
         hint = "its raw.X may have them, adata.X = adata.raw.X" if adata.raw is not None else "take the raw data"
-        raise DataError(f"X of {str(path)!r} holds values that are no counts; put the raw counts there ({hint}).")
+        raise DataError(f"X of {str(path)!r} {problem}, which are no counts; put the raw counts there ({hint}).")
+    return adata
 
 
 def _check_columns(adata: AnnData, card: DatasetCard, path: Path) -> None:

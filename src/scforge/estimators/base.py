@@ -1,10 +1,12 @@
-"""What all front classes share: set-up, embedding, saving and loading."""
+"""The base of all model classes: set-up, embedding, saving and loading."""
 
 from __future__ import annotations
 
 import html
 import inspect
 import os
+import weakref
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +23,17 @@ from scvi.data._constants import _MANAGER_UUID_KEY, _SCVI_UUID_KEY
 from scvi.model.base import BaseModelClass
 from scvi.model.base._base_model import BaseModelMetaClass
 
-from scforge._checks import check_count
 from scforge._constants import AUTO_KEY, OBSM_KEY, QUERY_KEY, UNS_KEY
 from scforge._registry import check_options
-from scforge.data.cells import Cells
-from scforge.data.checks import check_adata, check_obs_column, inherited_batch_key, warn_if_transposed
+from scforge.data.cells import Cells, CellSource
+from scforge.data.checks import (
+    check_adata,
+    check_obs_column,
+    content_mark,
+    gene_names,
+    inherited_batch_key,
+    warn_if_transposed,
+)
 from scforge.data.readers import check_modality, is_collection
 from scforge.data.sources import open_cells
 from scforge.data.vocab import GeneVocab
@@ -46,13 +54,13 @@ from scforge.estimators.setup import (
     ObsField,
     adopted,
     bare_registry,
-    check_places,
-    check_prefix,
+    check_setup_keys,
     class_in_place_of,
     datamodule_registry,
     shared,
 )
-from scforge.estimators.spec import ModelSpec, Tuning
+from scforge.estimators.spec import FineTuneSpec, ModelSpec
+from scforge.finetuning.base import Task
 from scforge.finetuning.heads import FineTunedModule
 from scforge.finetuning.held_out import SeenCells
 from scforge.hub.finding import origin_of
@@ -60,13 +68,15 @@ from scforge.models._utils import count_parameters
 from scforge.models.components.gene_vectors import check_filled
 from scforge.tokenizers.base import Tokenizer
 from scforge.training.datamodule import CellDataModule
+from scforge.training.objectives.base import Objective
 from scforge.training.predict import embed
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-FROM_DATA = "from_data"
+_MAX_OPENED = 2
+"""AnnData whose cells a model keeps open: those of its training, and others."""
 
 _OF_SCVI = {
     **dict.fromkeys(
@@ -90,7 +100,7 @@ def positions(indices: Sequence[int] | np.ndarray, n_cells: int) -> np.ndarray:
 
 
 class _Absent:
-    """A name of scvi-tools that a front class does not have: asking for it says what to do."""
+    """A name of scvi-tools that a model class does not have: asking for it says what to do."""
 
     def __init__(self, instead: str) -> None:
         self._instead = instead
@@ -103,7 +113,7 @@ class _Absent:
 
 
 class _Front(BaseModelMetaClass):
-    """Lists what a front class has, without what only scvi-tools has."""
+    """Lists what a model class has, without what only scvi-tools has."""
 
     def __dir__(cls) -> list[str]:
         return [name for name in super().__dir__() if not cls._lacks(name)]
@@ -113,16 +123,17 @@ class _Front(BaseModelMetaClass):
 
 
 class CellModel(BaseModelClass, metaclass=_Front):
-    """Base of the front classes, on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
+    """Base of the model classes, on scvi-tools' ``BaseModelClass`` and ``AnnDataManager``.
 
-    A subclass makes ``_spec``, ``_tokenizer`` and ``module`` in its constructor, which takes what :meth:`load` hands
-    over, and implements ``train``.
+    A subclass makes ``_spec``, ``_tokenizer``, ``_objective`` and ``module`` in its constructor, which takes what
+    :meth:`load` hands over, and implements ``train``.
     """
 
     module: nn.Module
     seed: int
     _spec: ModelSpec
     _tokenizer: Tokenizer
+    _objective: Objective
     is_trained_: bool
     _data: CellDataModule | None = None
     _seen: SeenCells | None = None
@@ -154,6 +165,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
         self._stopped = False
         """Whether Ctrl-C ended the last training."""
         self.history_: dict[str, pd.DataFrame] = {}
+        self._opened: list[tuple[weakref.ref[AnnData], tuple[Any, ...], CellSource]] = []
+        """AnnData, what tells whether they have changed, and their cells over the genes of the model."""
 
     @classmethod
     def setup_anndata(
@@ -277,13 +290,11 @@ class CellModel(BaseModelClass, metaclass=_Front):
         check_filled(self.module)
         if not self.is_trained_:
             warn("The model is not trained; its embedding is random.", NotTrainedWarning)
-        check_count("batch_size", batch_size, "cells")
-        if key_added is not None and not (isinstance(key_added, str) and key_added):
-            raise OptionError(f"key_added={key_added!r} is not a name; give text, or None to write nothing.")
         cells = self._open(source)
-        objective = self._spec.build_objective()
         rows = None if indices is None else positions(indices, len(cells))
-        embedding = embed(self.module, cells, self._tokenizer, objective=objective, batch_size=batch_size, rows=rows)
+        embedding = embed(
+            self.module, cells, self._tokenizer, objective=self._objective, batch_size=batch_size, rows=rows
+        )
         if key_added is not None and rows is None and isinstance(source, AnnData):
             self._keep(source, key_added, embedding, cells)
         return embedding
@@ -308,12 +319,18 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return self._spec.tuning is not None and bool(self._spec.tuning.base.get("reference"))
 
     @property
-    def objective(self) -> str:
-        """Name of the objective of the pretraining."""
-        return self._spec.objective
+    def objective(self) -> Objective:
+        """What the model is trained for: its objective, or of a fine-tuned model its task."""
+        return self._objective
 
     @property
-    def backbone(self) -> nn.Module:
+    def _pretraining(self) -> Objective:
+        """The objective of the pretraining."""
+        pretraining = self._objective.pretraining if isinstance(self._objective, Task) else None
+        return self._objective if pretraining is None else pretraining
+
+    @property
+    def _backbone(self) -> nn.Module:
         """The architecture, without the head of a fine-tuned model."""
         return self.module.encoder if isinstance(self.module, FineTunedModule) else self.module
 
@@ -321,6 +338,12 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def device(self) -> torch.device:
         """Device of the weights."""
         return next(self.module.parameters()).device
+
+    def _move_to(self, device: str | torch.device) -> None:
+        try:
+            self.to_device(device)
+        except (AssertionError, RuntimeError) as error:
+            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
 
     @property
     def vocab(self) -> GeneVocab:
@@ -333,7 +356,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
         return self._spec
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer:
         """The tokenizer."""
         return self._tokenizer
 
@@ -369,17 +392,16 @@ class CellModel(BaseModelClass, metaclass=_Front):
     @classmethod
     def _require_setup(cls, adata: AnnData | None, registry: dict[str, Any] | None) -> None:
         """Raise unless there is a registry, or an AnnData that was set up."""
-        name = cls.__name__
-        if adata is None:
-            if registry is None:
-                raise OptionError(f"adata=None; pass an AnnData that {name}.setup_anndata(adata) was called on.")
+        if adata is None and registry is not None:
             return
         check_adata(adata)
         try:
             cls._get_most_recent_anndata_manager(adata, required=True)
         except ValueError as error:
             copied = ", because it is a copy of the one that was set up" if "copy" in str(error) else ""
-            raise OptionError(f"adata is not set up{copied}; call {name}.setup_anndata(adata) first.") from error
+            raise OptionError(
+                f"adata is not set up{copied}; call {cls.__name__}.setup_anndata(adata) first."
+            ) from error
 
     def _source(self, adata: AnnData | Cells | str | os.PathLike[str] | None) -> Any:
         """Return `adata`, or what the model was trained on if None."""
@@ -393,28 +415,8 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def _setup(self) -> dict[str, Any]:
         return self.registry_["setup_args"]
 
-    def cells(self, adata: AnnData | Cells | str | os.PathLike[str] | None = None) -> Cells:
-        """Return cells (those of the training if None) over the genes of the model.
-
-        Parameters
-        ----------
-        adata
-            Annotated data with raw counts, cells, or the path of a store.
-
-        Returns
-        -------
-        The cells, of which counts are read as they are needed.
-
-        Examples
-        --------
-        >>> import scforge
-        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
-        >>> scforge.models.Encoder.setup_anndata(adata)
-        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
-        >>> cells = model.cells()
-        >>> len(cells), cells.vocab is model.vocab
-        (60, True)
-        """
+    def _cells(self, adata: AnnData | Cells | str | os.PathLike[str] | None = None) -> Cells:
+        """Return cells (those of the training if None) over the genes of the model."""
         return self._open(self._source(adata))
 
     def _open(self, source: AnnData | Cells | str | os.PathLike[str], **options: Any) -> Cells:
@@ -430,8 +432,27 @@ class CellModel(BaseModelClass, metaclass=_Front):
         own = self._setup_of(source)
         setup = own or self._setup
         if not own:
-            check_places(source, setup, type(self).__name__)
-        return open_cells(source, layer=setup["layer"], gene_key=setup["gene_key"], **options)
+            check_setup_keys(source, setup, type(self).__name__)
+        places = {"layer": setup["layer"], "gene_key": setup["gene_key"]}
+        if options == {"vocab": self._spec.vocab}:
+            return self._opened_once(source, **places)
+        return open_cells(source, **places, **options)
+
+    def _opened_once(self, adata: AnnData, layer: str | None, gene_key: str | None) -> Cells:
+        """Return the cells of an AnnData as they were opened last, or open them where counts or genes have changed."""
+        matrix = adata.X if layer is None else adata.layers.get(layer)
+        counts = None if adata.is_view else content_mark(matrix)
+        if counts is None:  # on disk, or not there
+            return open_cells(adata, self._spec.vocab, layer=layer, gene_key=gene_key)
+        mark = (layer, gene_key, counts, zlib.crc32(gene_names(adata, gene_key).view(np.uint8)))
+        obs = adata.obs.copy(deep=False)
+        for owner, its_mark, known in self._opened:
+            if owner() is adata and its_mark == mark and known.vocab is self._spec.vocab:
+                return replace(known, obs=obs)
+        cells: Any = open_cells(adata, self._spec.vocab, layer=layer, gene_key=gene_key)
+        kept = [one for one in self._opened if one[0]() is not None and one[0]() is not adata]
+        self._opened[:] = [*kept, (weakref.ref(adata), mark, cells)][-_MAX_OPENED:]
+        return cells
 
     @classmethod
     def _setup_of(cls, adata: AnnData) -> dict[str, Any] | None:
@@ -445,25 +466,10 @@ class CellModel(BaseModelClass, metaclass=_Front):
     def _provenance(self, cells: Cells, n_latent: int) -> dict[str, Any]:
         """Return what an embedding was made with, as scalars that h5ad can hold."""
         kept = cells.counts_kept
-        return {**self.made_with(), "n_latent": n_latent, "gene_overlap": cells.overlap, "counts_kept": kept}
+        return {**self._made_with(), "n_latent": n_latent, "gene_overlap": cells.overlap, "counts_kept": kept}
 
-    def made_with(self) -> dict[str, Any]:
-        """Return what describes the model beside what it made, as scalars that h5ad can hold.
-
-        Returns
-        -------
-        Name of a fact to its value.
-
-        Examples
-        --------
-        >>> import scforge
-        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
-        >>> scforge.models.Encoder.setup_anndata(adata)
-        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
-        >>> facts = model.made_with()
-        >>> facts["architecture"], facts["n_epochs"]
-        ('gene_pooling', 0)
-        """
+    def _made_with(self) -> dict[str, Any]:
+        """Return what describes the model beside what it made, as scalars that h5ad can hold."""
         return provenance(self._spec, n_epochs=self.n_epochs_, is_trained=bool(self.is_trained_))
 
     def _extend_history(self, figures: dict[str, list[float]]) -> None:
@@ -476,44 +482,6 @@ class CellModel(BaseModelClass, metaclass=_Front):
     _facts: CardFacts = CardFacts()
     _origin: Origin | None = None
     _base: CellModel | None = None
-
-    def save(
-        self,
-        dir_path: str | os.PathLike[str],
-        *,
-        overwrite: bool = False,
-        save_anndata: bool = False,
-        prefix: str | None = None,
-    ) -> None:
-        """Save the model to a folder: weights (safetensors), description (JSON), vocabulary (JSON), model card.
-
-        Parameters
-        ----------
-        dir_path
-            Folder to make. It appears whole or not at all.
-        overwrite
-            Replace the model in a folder that exists; files that are not of scforge stay.
-        save_anndata
-            Also write the training data, as ``adata.h5ad``, which :meth:`load` reads again.
-        prefix
-            Not supported: a folder holds one model, so give each a folder of its own.
-
-        Examples
-        --------
-        >>> import os, scforge
-        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
-        >>> scforge.models.Encoder.setup_anndata(adata)
-        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
-        >>> model.train(1, progress_bar=False)
-        >>> model.save("light", overwrite=True)
-        >>> sorted(os.listdir("light"))
-        ['README.md', 'config.json', 'model.safetensors', 'vocab.json']
-        """
-        check_prefix(dir_path, prefix)
-        if save_anndata and self.adata is None:
-            raise OptionError("save_anndata=True but the model was loaded without adata.")
-        self._write(dir_path, overwrite=overwrite, adata=self.adata if save_anndata else None)
-        self._origin = self._origin_at(dir_path)
 
     def _write(
         self,
@@ -643,13 +611,10 @@ class CellModel(BaseModelClass, metaclass=_Front):
                 }
                 own = {key: value for key, value in setup.items() if key != "modality"}
                 cls.setup_anndata(adata, **(own | present))
-        tuning = Tuning.from_json(config.get("tuning"), source=str(dir_path))
+        tuning = FineTuneSpec.from_json(config.get("tuning"), source=str(dir_path))
         model = cls._of_parts(config, vocab, adata=adata, registry=registry, seed=config["seed"], tuning=tuning)
         load_weights(model.module, weights, source=str(dir_path))
-        try:
-            model.to_device(device)
-        except (AssertionError, RuntimeError) as error:
-            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
+        model._move_to(device)
         model._seen = None if tuning is None else SeenCells.load(dir_path, tuning.split.get("cells"))
         model.is_trained_ = config["is_trained"]
         model._extend_history(config["history"])
@@ -775,7 +740,7 @@ class CellModel(BaseModelClass, metaclass=_Front):
 
 
 def _family(cls: type[CellModel]) -> Iterator[type[CellModel]]:
-    """Return a front class and all that are made from it; each keeps a record of its own of what was set up."""
+    """Return a model class and all that are made from it; each keeps a record of its own of what was set up."""
     yield cls
     for other in cls.__subclasses__():
         yield from _family(other)

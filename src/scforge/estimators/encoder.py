@@ -1,4 +1,4 @@
-"""The front class for every registered architecture: AnnData in, AnnData out."""
+"""The model class for every registered architecture: AnnData in, AnnData out."""
 
 from __future__ import annotations
 
@@ -15,83 +15,58 @@ import pandas as pd
 import torch
 from anndata import AnnData
 from scipy import sparse
+from sklearn.neighbors import KNeighborsClassifier
 
-from scforge._checks import check_bool, check_count, check_seed, check_share
+from scforge._checks import check_count, check_seed, check_share
 from scforge._constants import QUERY_KEY, UNS_KEY
 from scforge._io import read_settled
 from scforge._registry import check_options
 from scforge.data.cells import Cells, column_of
-from scforge.data.vocab import GeneVocab, listed_names
-from scforge.errors import (
-    DataError,
-    NotTrainedWarning,
-    OptionError,
-    first_line,
-    warn,
-)
-from scforge.estimators.base import FROM_DATA, CellModel
+from scforge.data.vocab import FROM_DATA, GeneVocab, listed_names
+from scforge.errors import DataError, NotTrainedWarning, OptionError, first_line, warn
+from scforge.estimators import interpret
+from scforge.estimators.base import CellModel
 from scforge.estimators.card import CardFacts
-from scforge.estimators.evaluate import OPTIONS, evaluate_models
 from scforge.estimators.finetune import (
-    NAME,
     UNASSIGNED,
     finetune,
     is_scored_by_labels,
-    load_adapter,
     options_of,
     own_cells,
     save_adapter,
+    votes_of,
     warn_of_undecided,
-    weighted_vote,
     with_batches_of,
     with_room,
 )
 from scforge.estimators.generate import generate_with
 from scforge.estimators.hub import load_found, push_model
-from scforge.estimators.interpret import (
-    USUAL_CELLS,
-    Source,
-    cell_groups,
-    cells_in_state,
-    check_activated,
-    column_genes,
-    gene_combinations,
-    gene_numbers,
-    lowest_fdr,
-    note,
-    predicting,
-    ready,
-    starting,
-    untrained_embedder,
-    widely_expressed,
-    written_over_columns,
-)
+from scforge.estimators.interpret import Source
 from scforge.estimators.serialize import expected_of, load_weights, read_adata, read_folder, shapes_of
 from scforge.estimators.setup import bare_registry, check_prefix, class_of_architecture, device_of
 from scforge.estimators.spec import (
+    FineTuneSpec,
     ModelSpec,
-    Tuning,
+    defaults_for,
     n_top_genes_of,
     named_options,
     needed_statistics,
-    recipe_for,
     vocab_of_adata,
     vocab_of_cells,
 )
-from scforge.estimators.training import run_training, train_options
+from scforge.estimators.training import OF_PLAN, run_training, train_options
 from scforge.finetuning.adapters import adapters_disabled, digest_of, has_lora, merge_lora, merged
 from scforge.finetuning.base import EvaluationContext, Predictor, Task
 from scforge.finetuning.held_out import CellMarks, fingerprints
-from scforge.finetuning.labels import check_key, text_labels
+from scforge.finetuning.labels import text_labels
 from scforge.finetuning.splits import Split
 from scforge.foreign.base import Foreign, read_checkpoint
-from scforge.hub.finding import find_model, is_registry_name
+from scforge.hub.finding import find_model
 from scforge.insilico.attention import attention_between_genes
 from scforge.insilico.gene_embeddings import contextual_gene_embeddings, input_gene_embeddings
 from scforge.insilico.imputation import knows_zeros, predict_counted, predict_uncounted
 from scforge.insilico.screening import Perturbation, centroid, screen, with_rates
 from scforge.models.components.gene_vectors import check_filled
-from scforge.tokenizers.base import TOKENIZERS, Tokenizer
 from scforge.training.checkpoint import SavingError
 from scforge.training.datamodule import CellDataModule
 from scforge.training.devices import is_sharded
@@ -100,19 +75,7 @@ from scforge.training.plan import NotFiniteError, TrainingPlan
 from scforge.training.predict import embed
 
 if TYPE_CHECKING:
-    import pandas as pd
-    import torch
-    from anndata import AnnData
-
-    from scforge.data.cells import Cells
-    from scforge.estimators.base import CellModel
-    from scforge.eval.base import Entry
     from scforge.eval.report import Report
-    from scforge.foreign.geneformer import Dictionary
-    from scforge.tokenizers.base import Tokenizer
-    from scforge.training.datamodule import CellDataModule
-    from scforge.training.objectives.base import Objective
-
 
 logger = logging.getLogger("scforge")
 
@@ -187,30 +150,28 @@ class Encoder(CellModel):
         seed: int = 0,
         registry: dict[str, Any] | None = None,
         datamodule: CellDataModule | None = None,
-        tuning: Tuning | None = None,
+        tuning: FineTuneSpec | None = None,
         **options: Any,
     ) -> None:
         super().__init__(adata, registry=registry, datamodule=datamodule)
         self.seed = check_seed(seed)
-        if isinstance(tokenizer, Tokenizer):
-            raise OptionError(_parts_of(tokenizer))
-        recipe = recipe_for(architecture, options)
-        names = named_options("tokenizer", tokenizer, recipe.tokenizer)
+        defaults = defaults_for(architecture, options)
+        names = named_options("tokenizer", tokenizer, defaults.tokenizer)
         self._spec, vectors = ModelSpec.resolve(
-            recipe,
+            defaults,
             self._choose_vocab(
                 vocab,
-                n_top_genes_of(vocab, recipe.n_top_genes) if n_top_genes is None else n_top_genes or None,
+                n_top_genes_of(vocab, defaults.n_top_genes) if n_top_genes is None else n_top_genes or None,
                 needed=needed_statistics(*names),
                 keep_genes=listed_names("keep_genes", keep_genes),
             ),
             tokenizer=names,
-            objective=self._with_found_options(*named_options("objective", objective, recipe.objective)),
+            objective=self._with_found_options(*named_options("objective", objective, defaults.objective)),
             options=options,
         )
         if tuning is not None:
             self._spec = replace(self._spec, tuning=tuning)
-        self._tokenizer = self._spec.build_tokenizer()
+        self._tokenizer, self._objective = self._spec.build_tokenizer(), self._spec.build_objective()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             self.module = self._spec.build_module(vectors).eval()
@@ -299,9 +260,7 @@ class Encoder(CellModel):
         given = {name: value for name, value in locals().items() if name not in ("self", "plan_kwargs", "options")}
         how = train_options(given, options, plan_kwargs)
         check_filled(self.module)
-        objective = self._spec.build_objective()
-        if isinstance(how.batch_size, str) and how.batch_size != "auto":
-            raise OptionError(f"batch_size={how.batch_size!r} is neither a number of cells nor 'auto'.")
+        objective = self._spec.build_objective()  # its own, as it learns of the cells
         data = self._training_data(
             how.datamodule,
             objective,
@@ -310,16 +269,7 @@ class Encoder(CellModel):
             max_tokens_per_batch=how.max_tokens_per_batch,
             num_threads=how.num_threads,
         )
-        plan = TrainingPlan(
-            self.module,
-            objective,
-            optimizer=how.optimizer,
-            lr=how.lr,
-            weight_decay=how.weight_decay,
-            schedule=how.schedule,
-            warmup_steps=how.warmup_steps,
-            layer_lr_decay=how.layer_lr_decay,
-        )
+        plan = TrainingPlan(self.module, objective, **{name: getattr(how, name) for name in OF_PLAN})
         try:
             run_training(self, data, plan, how)
         except (NotFiniteError, SavingError):
@@ -355,13 +305,10 @@ class Encoder(CellModel):
                 )
             return column_of(self.adata.obs, key)
 
-        options = self._batches_of_setup(objective) | options
-        return objective, options | get_objective(objective, **options).options_from(column)
-
-    def _batches_of_setup(self, objective: str) -> dict[str, Any]:
-        """Return the option `batch_key` of an objective that takes that of the set-up, or of the data module."""
         key = self._setup.get("batch_key") if self._data is None else self._data.batch_key
-        return {} if key is None or not OBJECTIVES.get(objective).takes_batch_key else {"batch_key": key}
+        if key is not None and OBJECTIVES.get(objective).takes_batch_key:
+            options = {"batch_key": key, **options}
+        return objective, options | get_objective(objective, **options).options_from(column)
 
     def _training_data(self, given: CellDataModule | None, objective: Objective, **options: Any) -> CellDataModule:
         """Return the data module to train on, with batches for this model."""
@@ -387,36 +334,10 @@ class Encoder(CellModel):
         data.bind(self._tokenizer, objective, first_epoch=self.n_epochs_, cells=self._open(data.cells))
         return data
 
-    def learned_labels_of(self, cells: Cells) -> np.ndarray:
-        """Return which cells' labels the model learned from, in any fine-tuning that led to it.
+    def _learned_labels_of(self, cells: Cells) -> np.ndarray:
+        """Return which cells' labels the model learned from, in any fine-tuning that led to it, bool, shape (N,).
 
         Cells are known again by their counts; where other genes are measured than in the fine-tuning, by their names.
-
-        Parameters
-        ----------
-        cells
-            Cells over the genes of the model, as from :meth:`cells`.
-
-        Returns
-        -------
-        Bool, shape (N,).
-
-        Warns
-        -----
-        ScforgeWarning
-            If genes and names are missing, so that cells of a fine-tuning may not be known again.
-
-        Examples
-        --------
-        >>> import scforge
-        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
-        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
-        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
-        >>> model.train(1, progress_bar=False)
-        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
-        >>> learned = annotator.learned_labels_of(annotator.cells())
-        >>> learned.shape, bool(learned.all())
-        ((800,), False)
         """
         learned = self._learned
         if learned is None:
@@ -431,7 +352,7 @@ class Encoder(CellModel):
         if self._seen is None:
             return None
         learned: CellMarks = self._seen.learned
-        task = self.spec.build_objective()
+        task = self.objective
         if isinstance(task, Task) and task.learns_labels:
             learned = learned.union(self._seen.trained)
         return learned if len(learned) else None
@@ -464,7 +385,7 @@ class Encoder(CellModel):
                 f"datamodule has {n_tested} cells that the fine-tuning held out for testing; leave these out of "
                 "train_rows and validation_rows, or call finetune again."
             )
-        task: Any = self.spec.build_objective()  # of a fine-tuned model
+        task: Any = self.objective  # of a fine-tuned model
         if task.learns_labels:
             self._seen = self._seen.with_learned(marks.take(learned))
 
@@ -474,7 +395,7 @@ class Encoder(CellModel):
             return np.arange(len(cells)), None
         marks = CellMarks.of(cells)
         split = self._seen.split_of(marks.numbers)
-        task: Any = self.spec.build_objective()  # of a fine-tuned model
+        task: Any = self.objective  # of a fine-tuned model
         of_others = self._seen.learned if is_scored_by_labels(task) else CellMarks.none()
         learned, unclear = marks.among(of_others), marks.undecided(of_others)
         if split is not None and (within or len(marks) == len(self._seen.numbers)):
@@ -580,24 +501,12 @@ class Encoder(CellModel):
         >>> annotator.spec.tuning.task, model.spec.tuning is None
         ('annotation', True)
         """
+        given = dict(locals())
+        for name in ("self", "task", "adata", "max_epochs", "options"):
+            del given[name]
         if not self.is_trained_:
             warn("The model is not trained; fine-tuning begins with random weights.", NotTrainedWarning)
-        tuned = finetune(
-            self,
-            task,
-            adata,
-            labels_key=labels_key,
-            batch_key=batch_key,
-            validation_size=validation_size,
-            test_size=test_size,
-            split_by=split_by,
-            split_key=split_key,
-            freeze=freeze,
-            lora=lora,
-            head=head,
-            seed=seed,
-            options=options,
-        )
+        tuned = finetune(self, task, adata, options, **given)
         tuned.train(max_epochs, **options)
         return tuned
 
@@ -608,7 +517,7 @@ class Encoder(CellModel):
         key_added: str | None = None,
         batch_size: int = 256,
         **options: Any,
-    ) -> Any:
+    ) -> pd.DataFrame | AnnData:
         """Predict with a fine-tuned model, and write the outcome into `adata`.
 
         Parameters
@@ -624,7 +533,7 @@ class Encoder(CellModel):
 
         Returns
         -------
-        What the task predicts, most often a data frame with one row a cell.
+        A data frame with one row a cell; of ``"perturbation"`` the cells after their perturbation.
 
         Raises
         ------
@@ -657,32 +566,23 @@ class Encoder(CellModel):
         self,
         adata: AnnData | Cells | str | os.PathLike[str] | None = None,
         *,
-        benchmarks: Entry | Sequence[Entry] | None = None,
-        baselines: bool | Sequence[int | str] = True,
+        baselines: bool = True,
         base: Encoder | None = None,
         key_added: str = "metrics",
         batch_size: int = 256,
         seed: int = 0,
-        **options: Any,
-    ) -> pd.DataFrame | Report:
-        """Score the model beside baselines: the predictions of a fine-tuned one, or the embedding.
+    ) -> pd.DataFrame:
+        """Score the predictions of a fine-tuned model, beside baselines that learned from the same cells.
 
-        Without `benchmarks` a fine-tuned model is scored by its task, beside baselines that learned from the same
-        cells. With them, and of a model without a task, the embedding is scored, beside those of baselines on the same
-        cells (:func:`~scforge.estimators.evaluate_embeddings`). ``gene_network`` scores the gene embeddings, and
-        ``generation`` cells that the model generates.
+        :func:`scforge.workflows.evaluate_models` scores embeddings, of any model.
 
         Parameters
         ----------
         adata
-            Cells with the answer; None for those of the training, of a fine-tuned model those that the fine-tuning held
-            out (``test_size``). Of the cells of the fine-tuning only these are scored, also where the cells are given.
-        benchmarks
-            Names (:func:`scforge.eval.list_benchmarks`), ``{name: {option: value}}`` or benchmarks that score the
-            embedding. None scores the task; where there is none, ``cell_type_probe``, ``scib`` and ``geometry``.
+            Cells with the answer; None for those of the fine-tuning that it held out (``test_size``). Of the cells of
+            the fine-tuning only these are scored, also where the cells are given.
         baselines
-            Compute baselines; those of a task need the cells of the fine-tuning. For embeddings they may be named, e.g.
-            ``["pca", "scvi"]``.
+            Compute baselines, which needs the cells of the fine-tuning.
         base
             The model before fine-tuning, for the baseline of its frozen embedding; None takes the one that
             :meth:`finetune` was called on, where that is in memory.
@@ -691,21 +591,16 @@ class Encoder(CellModel):
         batch_size
             Cells a batch.
         seed
-            Seed of what is random in baselines of a task.
-        **options
-            For benchmarks: ``labels_key``, ``batch_key``, ``groups_key``, ``seeds``, ``intervals``, ``untrained``,
-            ``obsm_keys``, ``title`` and ``progress_bar``; ``network`` and ``gene_key`` for ``gene_network``
-            (:func:`~scforge.estimators.evaluate_models`).
+            Seed of what is random in baselines.
 
         Returns
         -------
-        For a task one row a method, ``"scforge"`` first, one column a figure. For embeddings the
-        :class:`~scforge.eval.Report`.
+        One row a method, ``"scforge"`` first, one column a figure.
 
         Raises
         ------
         OptionError
-            If there are no held-out cells, or an option is unknown.
+            If the model was not fine-tuned, or there are no held-out cells.
 
         Examples
         --------
@@ -719,27 +614,13 @@ class Encoder(CellModel):
         >>> table.index[0], "accuracy" in table
         ('scforge', True)
         """
-        if benchmarks is not None or self.spec.tuning is None:
-            check_options("option of evaluate", "the embedding", options, OPTIONS)
-            if seed != 0 or base is not None:
-                given = f"seed={seed!r}" if seed != 0 else "base"
-                raise OptionError(f"{given} is for the task of a fine-tuned model; give benchmarks seeds=(0, 1, 2).")
-            source = self._source(adata)
-            if not isinstance(source, AnnData):
-                raise OptionError("adata must be an AnnData where an embedding is scored; read the cells first.")
-            return evaluate_models(
-                {NAME: self},
-                source,
-                benchmarks=benchmarks,
-                baselines=baselines,
-                batch_size=batch_size,
-                key_added=key_added,
-                **options,
+        if self.spec.tuning is None:
+            raise OptionError(
+                "the model has no task to be scored by; score its embedding with "
+                "scforge.workflows.evaluate_models(model, adata), or call model.finetune first."
             )
-        check_options("option of evaluate", f"the task {self.spec.tuning.task!r}", options, [])
         task = self._task("evaluate")
         task.check_evaluate()
-        beside = check_bool("baselines", baselines)
         check_seed(seed)
         own = self.adata if self._data is None else self._data.cells
         source = self._source(adata)
@@ -753,11 +634,15 @@ class Encoder(CellModel):
         train = None
         if own is not None and split is not None:
             train = self._predictor(self._open(own), batch_size)
-        elif beside:
+        elif baselines:
             warn("The cells of the fine-tuning are not at hand, so there are no baselines; load the model with them.")
         # Baselines see all genes that the cells to score and those of the fine-tuning were opened over.
         genes = None if isinstance(source, AnnData | str | os.PathLike) else source.vocab
-        whole = None if train is None else self._over_all_genes(own, genes)
+        train_cells = None if train is None else self._over_all_genes(own, genes)
+        if train_cells is None or source is own:
+            scored_cells = train_cells or cells
+        else:
+            scored_cells = self._over_all_genes(source, train_cells.vocab)
         context = EvaluationContext(
             predictor=self._predictor(cells, batch_size),
             rows=rows,
@@ -765,9 +650,9 @@ class Encoder(CellModel):
             train_rows=None if split is None or train is None else split.train,
             base=None if base is None else base._predictor(base._open(source), batch_size),
             base_train=None if base is None or train is None else base._predictor(base._open(own), batch_size),
-            cells=cells if whole is None else whole if source is own else self._over_all_genes(source, whole.vocab),
-            train_cells=whole,
-            baselines=beside and train is not None,
+            cells=scored_cells,
+            train_cells=train_cells,
+            baselines=baselines and train is not None,
             seed=seed,
         )
         evaluated = task.evaluate(context)
@@ -786,13 +671,12 @@ class Encoder(CellModel):
             raise OptionError(f'the model has no task, so it cannot {method}; call model.finetune("annotation") first.')
         if not self.is_trained_ and method != "finetune":
             warn("The model is not trained; its predictions are random.", NotTrainedWarning)
-        task = self.spec.build_objective()
+        task = self.objective
         assert isinstance(task, Task)
         return task
 
     def _predictor(self, cells: Cells, batch_size: int) -> Predictor:
-        check_count("batch_size", batch_size, "cells")
-        return Predictor(self.module, self.tokenizer, self.spec.build_objective(), cells, batch_size)
+        return Predictor(self.module, self.tokenizer, self.objective, cells, batch_size)
 
     def _over_all_genes(self, source: Any, vocab: GeneVocab | None) -> Cells:
         """Open cells over these genes (None: all of an AnnData, else those of the model), for baselines."""
@@ -801,13 +685,12 @@ class Encoder(CellModel):
         return self._open(source, vocab=None) if isinstance(source, AnnData) else self._open(source)
 
     def _calibrate(self, data: CellDataModule, *, after_failure: bool = False) -> None:
-        """Let the task adapt its head to validation cells; after a failure, what fails here is no more than told."""
+        """Calibrate the head on validation cells; after a failed training, only warn where this fails, too."""
         if self.spec.tuning is None or not len(data.validation_rows) or not self.is_trained_:
             return
         if is_sharded(self.module):  # the first process alone has the whole model
             return
-        task: Any = self.spec.build_objective()
-        task.bind(data.bound, data.train_rows)
+        task: Any = data.objective
         predictor = Predictor(self.module, self.tokenizer, task, data.bound)
         try:
             with torch.random.fork_rng(devices=[]):
@@ -815,80 +698,7 @@ class Encoder(CellModel):
         except Exception as error:
             if not after_failure:
                 raise
-            said = f"the confidence of the model could not be calibrated: {first_line(error)}"
-            warn(said)
-
-    def save_adapter(self, dir_path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Save what fine-tuning with ``lora`` has learned: the adapters and the head, 0.2 to 0.4 MB of a light encoder.
-
-        Parameters
-        ----------
-        dir_path
-            Folder to make. It appears whole or not at all.
-        overwrite
-            Replace the model in a folder that exists; files that are not of scforge stay.
-
-        Raises
-        ------
-        OptionError
-            If the model has no adapters.
-
-        Examples
-        --------
-        >>> import scforge
-        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
-        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
-        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
-        >>> model.train(1, progress_bar=False)
-        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
-        >>> annotator.save_adapter("blood_adapter", overwrite=True)
-        >>> again = scforge.models.Encoder.load_adapter(model, "blood_adapter", adata)
-        >>> again.predict()["label"].equals(annotator.predict()["label"])
-        True
-        """
-        self._task("save_adapter")
-        save_adapter(self, dir_path, overwrite=overwrite)
-
-    @classmethod
-    def load_adapter(
-        cls, base: Encoder, dir_path: str | os.PathLike[str], adata: AnnData | None = None, *, share: bool = True
-    ) -> Encoder:
-        """Put adapters and a head that :meth:`save_adapter` wrote on the model that they were trained on.
-
-        Parameters
-        ----------
-        base
-            The model that was fine-tuned.
-        dir_path
-            The folder.
-        adata
-            Data to go on with.
-        share
-            Use the weights of `base` in place of a copy, so that many adapters on one base take no more memory.
-
-        Returns
-        -------
-        The fine-tuned model.
-
-        Raises
-        ------
-        MissingFileError, ModelFileError
-            If the folder cannot be used, or was made with another base.
-
-        Examples
-        --------
-        >>> import scforge
-        >>> adata = scforge.datasets.pbmc3k()[:800, :300].copy()
-        >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
-        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
-        >>> model.train(1, progress_bar=False)
-        >>> annotator = model.finetune("annotation", lora=True, max_epochs=1, progress_bar=False)
-        >>> annotator.save_adapter("blood_adapter", overwrite=True)
-        >>> again = scforge.models.Encoder.load_adapter(model, "blood_adapter", adata)
-        >>> again.spec.tuning.task
-        'annotation'
-        """
-        return read_settled(dir_path, lambda: load_adapter(cls, base, dir_path, adata, share=share))
+            warn(f"the confidence of the model could not be calibrated: {first_line(error)}")
 
     def merge_adapter(self) -> None:
         """Add the adapters to the weights: the same predictions, at the cost of a model without adapters.
@@ -907,12 +717,13 @@ class Encoder(CellModel):
         True
         """
         self._task("merge_adapter")
-        if not has_lora(self.backbone):
+        if not has_lora(self._backbone):
             raise OptionError("the model has no adapters to merge; fine-tune with lora=True.")
-        merge_lora(self.backbone)
-        self.backbone.requires_grad_(True)
+        merge_lora(self._backbone)
+        self._backbone.requires_grad_(True)
         assert self._spec.tuning is not None  # it has adapters
         self._spec = replace(self._spec, tuning=replace(self._spec.tuning, lora=None))
+        self._objective = self._spec.build_objective()
 
     @contextmanager
     def adapter_disabled(self) -> Iterator[None]:
@@ -940,9 +751,9 @@ class Encoder(CellModel):
         >>> bool((before == model.get_latent_representation()).all())
         True
         """
-        if not has_lora(self.backbone):
+        if not has_lora(self._backbone):
             raise OptionError("the model has no adapters to disable; fine-tune with lora=True.")
-        with adapters_disabled(self.backbone):
+        with adapters_disabled(self._backbone):
             yield
 
     @classmethod
@@ -1013,10 +824,6 @@ class Encoder(CellModel):
         (60, 32)
         """
         reference = cls.load(reference_model) if isinstance(reference_model, str | os.PathLike) else reference_model
-        if not isinstance(reference, cls):
-            raise OptionError(
-                f"reference_model is of type {type(reference_model).__name__!r}; pass an {cls.__name__} or its folder."
-            )
         if not reference.is_trained_:
             raise OptionError("reference_model is not trained; train it, or load one that is.")
         tuning = reference.spec.tuning
@@ -1026,12 +833,12 @@ class Encoder(CellModel):
                 "with the query, or pass the model before that fine-tuning."
             )
         integrated = tuning is not None and tuning.task == "integration"
-        aim: Any = reference.spec.build_pretraining()
-        stays = aim.maps_queries and not integrated
+        pretraining: Any = reference._pretraining
+        stays = pretraining.maps_queries and not integrated
         if isinstance(lora, Mapping) if stays else not lora:
             why = f"{reference.spec.objective!r} leaves the encoder as it is" if stays else "nothing is left to train"
             raise OptionError(f"lora={lora!r} is of no use, as {why}; leave it out.")
-        known = tuning.task_options if tuning is not None and integrated else aim.config() if stays else {}
+        known = tuning.task_options if tuning is not None and integrated else pretraining.config() if stays else {}
         if batch_key is not None and not known.get("batches"):
             raise OptionError(
                 f"batch_key={batch_key!r} is of no use for a reference whose decoder is told no batches; leave it out, "
@@ -1053,28 +860,14 @@ class Encoder(CellModel):
         elif stays:
             base = with_room(reference, found) if found else reference
             task["n_reference"] = len(known["batches"] or [])
-        model: Encoder = finetune(
-            base,
-            task,
-            source,
-            labels_key=None,
-            batch_key=None,
-            validation_size=validation_size,
-            test_size=0.0,
-            split_by=None,
-            split_key=None,
-            freeze=stays,
-            lora=False if stays else lora,
-            head=None,
-            seed=seed,
-            options={},
-        )
+        split: dict[str, Any] = {"validation_size": validation_size, "test_size": 0.0, "seed": seed}
+        model: Encoder = finetune(base, task, source, {}, freeze=stays, lora=False if stays else lora, **split)
         if integrated:
             head: Any = model.module.head
             head.take_over(reference.module.head, known["batches"])
         made = model.spec.tuning
         assert made is not None
-        digest = digest_of(merged(reference.backbone))  # not that of the copy with room for batches
+        digest = digest_of(merged(reference._backbone))  # not that of the copy with room for batches
         model._spec = replace(model.spec, tuning=replace(made, base={**made.base, "sha256": digest, "reference": True}))
         model.is_trained_, model._base = True, reference
         logger.info(
@@ -1098,9 +891,9 @@ class Encoder(CellModel):
         """Give each query cell the label of the reference cells around it.
 
         Each of the `n_neighbors` nearest reference cells votes with the weight ``exp(-d^2 / (2 s^2))``, with d its
-        distance and s the mean distance of the neighbours. The uncertainty is one minus the share of the winning label,
+        distance and s the mean distance of the neighbors. The uncertainty is one minus the share of the winning label,
         as in scArches (Lotfollahi et al. 2022, Nature Biotechnology 40, 121-130). Its kernel is another one:
-        ``exp(-d (std / 2)^2)``, with the standard deviation of the distances, hardly tells neighbours apart where an
+        ``exp(-d (std / 2)^2)``, with the standard deviation of the distances, hardly tells neighbors apart where an
         embedding has small numbers; the one here does not depend on their unit. This model embeds both, reference and
         query, so that distances are within one space. Writes ``obs["scforge_<labels_key>_transferred"]`` (categories)
         and ``obs["scforge_<labels_key>_transferred_uncertainty"]`` (float32), apart from what :meth:`predict` writes.
@@ -1122,7 +915,7 @@ class Encoder(CellModel):
             Cells of higher uncertainty are called ``"unassigned"``. Cells of a class that the reference does not have
             are more uncertain only where they lie between its classes.
         reference
-            The labelled cells, or a model that has them. None: those that this model was trained on, or of a query
+            The labeled cells, or a model that has them. None: those that this model was trained on, or of a query
             model those of its reference.
         batch_size
             Cells a batch.
@@ -1152,11 +945,8 @@ class Encoder(CellModel):
         True
         """
         check_count("n_neighbors", n_neighbors, "cells")
-        check_count("batch_size", batch_size, "cells")
         if threshold is not None:
             check_share("threshold", threshold)
-        if key_added is not None:
-            check_key("key_added", key_added)
         is_query = self._is_query
         if query is None and not is_query:
             raise OptionError("query=None, but the model was not made by load_query_data; pass the cells to label.")
@@ -1178,20 +968,19 @@ class Encoder(CellModel):
         landmarks = self._predictor(reference_cells, batch_size).embedding(rows)
         cells = self._open(source)
         embedding = self._predictor(cells, batch_size).embedding()
-        votes = weighted_vote(landmarks, np.asarray(labels.codes)[rows], embedding, len(labels.categories), n_neighbors)
-        winner = votes.argmax(axis=1)
-        uncertainty = (1.0 - votes[np.arange(len(votes)), winner]).clip(0.0, 1.0).astype(np.float32)
-        names = np.array(labels.categories, dtype=object)
-        found = names[winner]
-        categories = list(names)
+        codes = np.asarray(labels.codes)[rows]
+        voters = KNeighborsClassifier(min(n_neighbors, len(rows)), weights=votes_of).fit(landmarks, codes)
+        votes = voters.predict_proba(embedding)
+        uncertainty = (1.0 - votes.max(axis=1)).clip(0.0, 1.0).astype(np.float32)
+        categories = list(labels.categories)
+        found = np.array(categories, dtype=object)[voters.classes_[votes.argmax(axis=1)]]
         if threshold is not None:
             found = np.where(uncertainty > threshold, UNASSIGNED, found)
             categories += [UNASSIGNED] if UNASSIGNED not in categories else []
         adata = source if isinstance(source, AnnData) else None
         index = pd.RangeIndex(len(found)) if adata is None else adata.obs_names
-        table = pd.DataFrame(
-            {"label": pd.Categorical(found, categories=categories), "uncertainty": uncertainty}, index=index
-        )
+        columns = {"label": pd.Categorical(found, categories=categories), "uncertainty": uncertainty}
+        table = pd.DataFrame(columns, index=index)
         if adata is not None:
             key = f"scforge_{labels_key}_transferred" if key_added is None else key_added
             adata.obs[key] = table["label"]
@@ -1253,24 +1042,23 @@ class Encoder(CellModel):
         (300, 8)
         """
         check_count("max_cells", max_cells, "cells")
-        check_count("batch_size", batch_size, "cells")
         has_cells = adata is not None or self.adata is not None or self._data is not None
-        if check_bool("contextual", contextual):
-            source = ready(self, adata, "gene embeddings are")
+        if contextual:
+            source = interpret.ready(self, adata, "gene embeddings are")
             some = self._open(source).sample(max_cells, seed=check_seed(seed))
             vectors, _ = contextual_gene_embeddings(
-                self.backbone,
+                self._backbone,
                 some,
                 self.tokenizer,
-                objective=self.spec.build_objective(),
+                objective=self.objective,
                 batch_size=batch_size,
                 layer=layer,
             )
         else:
-            source = ready(self, adata, "gene embeddings are", needs_cells=has_cells)
-            vectors = input_gene_embeddings(self.backbone, self.tokenizer)
+            source = interpret.ready(self, adata, "gene embeddings are", needs_cells=has_cells)
+            vectors = input_gene_embeddings(self._backbone, self.tokenizer)
         if key_added is not None and isinstance(source, AnnData):
-            columns = column_genes(self, source)
+            columns = interpret.column_genes(self, source)
             source.varm[key_added] = np.where((columns >= 0)[:, None], vectors[columns], np.float32(np.nan))
         return pd.DataFrame(vectors, index=pd.Index(self.vocab.genes, dtype=str))
 
@@ -1339,18 +1127,17 @@ class Encoder(CellModel):
         >>> adata.varp["scforge_attention"].shape
         (300, 300)
         """
-        counts = {"max_cells": max_cells, "batch_size": batch_size, "min_cells": min_cells}
-        for name, value in counts.items():
+        for name, value in {"max_cells": max_cells, "min_cells": min_cells}.items():
             check_count(name, value, "cells")
         for name, value in {"top_k": top_k, "max_genes": max_genes}.items():
             check_count(name, value, "genes")
-        source = ready(self, adata, "attention is")
+        source = interpret.ready(self, adata, "attention is")
         some = self._open(source).sample(max_cells, seed=check_seed(seed))
         graph = attention_between_genes(
-            self.backbone,
+            self._backbone,
             some,
             self.tokenizer,
-            objective=self.spec.build_objective(),
+            objective=self.objective,
             layer=layer,
             heads=heads,
             top_k=top_k,
@@ -1359,7 +1146,7 @@ class Encoder(CellModel):
             batch_size=batch_size,
         )
         if key_added is not None and isinstance(source, AnnData):
-            source.varp[key_added] = written_over_columns(graph, column_genes(self, source), both=True)
+            source.varp[key_added] = interpret.over_columns(self, source, graph, both=True)
         return graph
 
     def impute(
@@ -1414,7 +1201,7 @@ class Encoder(CellModel):
         >>> model.impute(genes=["ISG15", "TNFRSF4"]).shape
         (60, 2)
         """
-        source, objective = predicting(self, adata, batch_size, seed)
+        source, objective = interpret.predicting(self, adata, batch_size, seed)
         if not knows_zeros(objective, self.tokenizer):
             has_option = "zero_targets" in objective.option_names()
             advice = (
@@ -1427,9 +1214,9 @@ class Encoder(CellModel):
                 f"so it predicts the value that a gene has where it is expressed; {advice}"
             )
         wanted = self.vocab.genes if genes is None else genes
-        numbers = gene_numbers(self, wanted, source=source)
+        numbers = interpret.gene_numbers(self, wanted, source=source)
         values = predict_uncounted(
-            self.backbone,
+            self._backbone,
             self._open(source),
             self.tokenizer,
             objective,
@@ -1437,15 +1224,7 @@ class Encoder(CellModel):
             seed=seed,
             batch_size=batch_size,
         )
-        index = pd.RangeIndex(len(values))
-        if isinstance(source, AnnData):
-            index = source.obs_names
-            if key_added is not None:
-                place = np.full(self.vocab.n_genes + 1, -1)  # the last one: columns without a gene
-                place[numbers] = np.arange(len(numbers))
-                columns = place[column_genes(self, source)]
-                source.layers[key_added] = np.where(columns >= 0, values[:, columns], np.float32(np.nan))
-        return pd.DataFrame(values, index=index, columns=self.vocab.decode(numbers + self.vocab.n_special))
+        return interpret.expression_table(self, source, values, numbers, key_added)
 
     def denoise(
         self,
@@ -1497,9 +1276,9 @@ class Encoder(CellModel):
         True
         """
         check_count("n_folds", n_folds, "folds", least=2)
-        source, objective = predicting(self, adata, batch_size, seed)
+        source, objective = interpret.predicting(self, adata, batch_size, seed)
         values = predict_counted(
-            self.backbone,
+            self._backbone,
             self._open(source),
             self.tokenizer,
             objective,
@@ -1508,7 +1287,7 @@ class Encoder(CellModel):
             batch_size=batch_size,
         )
         if key_added is not None and isinstance(source, AnnData):
-            source.layers[key_added] = written_over_columns(values, column_genes(self, source), both=False)
+            source.layers[key_added] = interpret.over_columns(self, source, values)
         return values
 
     def perturb_in_silico(
@@ -1618,14 +1397,12 @@ class Encoder(CellModel):
         >>> len(table)
         1
         """
-        for name, value in {"max_cells": max_cells, "batch_size": batch_size}.items():
-            check_count(name, value, "cells")
+        check_count("max_cells", max_cells, "cells")
         check_count("n_permutations", n_permutations, "genes", least=0)
-        check_bool("untrained", untrained)
         check_seed(seed)
-        source = ready(self, adata, "how cells move is")
+        source = interpret.ready(self, adata, "how cells move is")
         perturbation = Perturbation(mode)
-        numbers = None if genes is None else gene_numbers(self, genes, source=source)
+        numbers = None if genes is None else interpret.gene_numbers(self, genes, source=source)
         if numbers is None and combinations is not False:
             raise OptionError("combinations=2 needs genes, as there are too many pairs of all; name some.")
         cells = self._open(source)
@@ -1633,28 +1410,29 @@ class Encoder(CellModel):
             embed,
             self.module,
             tokenizer=self.tokenizer,
-            objective=self.spec.build_objective(),
+            objective=self.objective,
             batch_size=batch_size,
         )
         embeddings: dict[str, Callable[[Cells], np.ndarray]] = {"": embed_cells}
         if untrained and n_permutations:
             try:
-                embeddings["_untrained"] = untrained_embedder(self, batch_size)
+                embeddings["_untrained"] = interpret.untrained_embedder(self, batch_size)
             except OptionError as error:
                 warn(f"untrained=True is left out: {error}")
-        chosen, there = cells_in_state(cells, "start", start), cells_in_state(cells, "goal", goal)
-        chosen = starting(chosen, there, len(cells))
+        chosen, there = interpret.cells_in_state(cells, "start", start), interpret.cells_in_state(cells, "goal", goal)
+        chosen = interpret.starting(chosen, there, len(cells))
         towards = dict.fromkeys(embeddings)
         if there is not None:
             at_goal = cells.sample(max_cells, rows=np.flatnonzero(there), seed=seed)
             towards = {name: centroid(embed_them(at_goal)) for name, embed_them in embeddings.items()}
         if numbers is None:
-            numbers = widely_expressed(self.vocab, cells.sample(max_cells, rows=np.flatnonzero(chosen), seed=seed))
-        perturbation = Perturbation.of(mode, cells.sample(USUAL_CELLS, seed=seed), self.tokenizer)
-        check_activated(perturbation, numbers, self.vocab.genes)
-        sets = gene_combinations(numbers, combinations)
+            some = cells.sample(max_cells, rows=np.flatnonzero(chosen), seed=seed)
+            numbers = interpret.widely_expressed(self.vocab, some)
+        perturbation = Perturbation.of(mode, cells.sample(interpret.USUAL_CELLS, seed=seed), self.tokenizer)
+        interpret.check_activated(perturbation, numbers, self.vocab.genes)
+        sets = interpret.gene_combinations(numbers, combinations)
         tables = []
-        for group, rows in cell_groups(cells, groups, chosen):
+        for group, rows in interpret.cell_groups(cells, groups, chosen):
             some = cells.sample(max_cells, rows=rows, seed=seed)
             moved = {
                 name: screen(
@@ -1688,8 +1466,8 @@ class Encoder(CellModel):
         }
         asked |= {name: None if state is None else str(state) for name, state in {"goal": goal, "start": start}.items()}
         if n_permutations:
-            results.attrs["lowest_fdr"] = asked["lowest_fdr"] = lowest_fdr(results, n_permutations)
-        note(self, source, key_added, asked, results=results)
+            results.attrs["lowest_fdr"] = asked["lowest_fdr"] = interpret.lowest_fdr(results, n_permutations)
+        interpret.note(self, source, key_added, asked, results=results)
         return results
 
     def generate(
@@ -1768,34 +1546,96 @@ class Encoder(CellModel):
 
     _facts: CardFacts
 
+    def save(
+        self,
+        dir_path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        save_anndata: bool = False,
+        adapter_only: bool = False,
+        prefix: str | None = None,
+    ) -> None:
+        """Save the model to a folder: weights (safetensors), description (JSON), vocabulary (JSON), model card.
+
+        Parameters
+        ----------
+        dir_path
+            Folder to make. It appears whole or not at all.
+        overwrite
+            Replace the model in a folder that exists; files that are not of scforge stay.
+        save_anndata
+            Also write the training data, as ``adata.h5ad``, which :meth:`load` reads again.
+        adapter_only
+            Save what fine-tuning with ``lora`` has learned alone, the adapters and the head: 0.2 to 0.4 MB of a light
+            encoder. The model below them is needed to :meth:`load` them.
+        prefix
+            Not supported: a folder holds one model, so give each a folder of its own.
+
+        Raises
+        ------
+        OptionError
+            If the folder exists, or there are no adapters to save.
+
+        Examples
+        --------
+        >>> import os, scforge
+        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
+        >>> scforge.models.Encoder.setup_anndata(adata)
+        >>> model = scforge.models.Encoder(adata, hidden_dim=8)
+        >>> model.train(1, progress_bar=False)
+        >>> model.save("light", overwrite=True)
+        >>> sorted(os.listdir("light"))
+        ['README.md', 'config.json', 'model.safetensors', 'vocab.json']
+        """
+        check_prefix(dir_path, prefix)
+        if adapter_only:
+            if save_anndata:
+                raise OptionError("save_anndata=True has no use with adapter_only=True; leave one of the two out.")
+            save_adapter(self, dir_path, overwrite=overwrite)
+            return
+        if save_anndata and self.adata is None:
+            raise OptionError("save_anndata=True but the model was loaded without adata.")
+        self._write(dir_path, overwrite=overwrite, adata=self.adata if save_anndata else None)
+        self._origin = self._origin_at(dir_path)
+
     @classmethod
     def load(
         cls,
         dir_path: str | os.PathLike[str],
         adata: AnnData | Literal[False] | None = None,
         *,
+        base: Encoder | str | os.PathLike[str] | None = None,
         device: str | torch.device = "cpu",
         accelerator: str | None = None,
+        revision: str | None = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        token: str | bool | None = None,
+        local_files_only: bool = False,
         prefix: str | None = None,
     ) -> Self:
-        """Load a model that :meth:`save` wrote, with this scforge or an earlier one.
+        """Load a model that :meth:`save` wrote, with this scforge or an earlier one, or adapters with their model.
 
-        Nothing in the folder is run, and no pickle in it is opened.
+        Nothing in the folder is run, and no pickle in it is opened, or even fetched.
 
         Parameters
         ----------
         dir_path
-            The folder; or ``"scforge://name"``, a model of the registry. :meth:`Encoder.from_pretrained` also takes a
-            repository of the hub.
+            The folder; a repository of the hub, ``"org/name"``; or ``"scforge://name"``, a model of the registry. See
+            :func:`scforge.hub.resolve`.
         adata
             Data to go on with; unless it is set up already, it is set up as the training data were, without the columns
             of obs that it lacks. None takes the training data, if they were saved with the model; False takes none:
             pass the cells to :meth:`get_latent_representation`.
+        base
+            The model that adapters sit on, or its name; they share its weights. None takes the name that is stored with
+            them.
         device
             Where to put the module.
         accelerator
             The same in the words of scvi-tools: ``"cpu"``, ``"gpu"``, ``"mps"`` or ``"auto"``; `device` is left out
             then, or the number of the GPU.
+        revision, cache_dir, token, local_files_only
+            As for :func:`scforge.hub.resolve`. Of adapters they count for the model below them, too, save `revision`.
         prefix
             Not supported, see :meth:`save`.
 
@@ -1806,9 +1646,13 @@ class Encoder(CellModel):
         Raises
         ------
         MissingFileError, ModelFileError
-            If the folder, or what is in it, cannot be used.
+            If there is no such folder, repository or revision, or what is in it cannot be used.
         GeneMismatchError
             If `adata` has too few genes of the model.
+        OptionError
+            If a name is not known, a token is refused, or it is not known what adapters sit on.
+        HubError
+            If the hub fails.
 
         Examples
         --------
@@ -1821,20 +1665,28 @@ class Encoder(CellModel):
         >>> again = scforge.models.Encoder.load("light", adata)
         >>> bool((again.get_latent_representation() == model.get_latent_representation()).all())
         True
+        >>> annotator = scforge.models.Encoder.load("org/blood", adata, revision="v1")  # doctest: +SKIP
         """
         check_prefix(dir_path, prefix)
         if accelerator is not None:
             device = device_of(accelerator, device)
-        if is_registry_name(dir_path):
-            said = f"dir_path={dir_path!r}"
-            return cast("Self", load_found(cls, find_model(dir_path, said=said), said, adata, device=device))
+        access: dict[str, Any] = {"cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
+        message = f"dir_path={os.fspath(dir_path)!r}"
+        found = read_settled(dir_path, lambda: find_model(dir_path, said=message, revision=revision, **access))
+        return cast("Self", load_found(cls, found, message, adata, base=base, device=device, access=access))
+
+    @classmethod
+    def _load_folder(
+        cls, folder: str | os.PathLike[str], adata: AnnData | Literal[False] | None, device: str | torch.device
+    ) -> Any:
+        """Load the model in a folder."""
 
         def read() -> Any:
-            config, vocab, weights = read_folder(dir_path)
-            cells = read_adata(dir_path, config) if adata is None else None if adata is False else adata
-            return cls._of_folder(dir_path, config, vocab, weights, adata=cells, device=device)
+            config, vocab, weights = read_folder(folder)
+            cells = read_adata(folder, config) if adata is None else None if adata is False else adata
+            return cls._of_folder(folder, config, vocab, weights, adata=cells, device=device)
 
-        return read_settled(dir_path, read)
+        return read_settled(folder, read)
 
     @staticmethod
     def load_registry(dir_path: str | os.PathLike[str], prefix: str | None = None) -> dict[str, Any]:
@@ -1884,9 +1736,10 @@ class Encoder(CellModel):
         path
             Folder to make. It appears whole or not at all.
         format
-            ``"onnx"``, or ``"torch"`` for :func:`torch.export.load`.
+            ``"onnx"``; ``"torch"`` for :func:`torch.export.load`; or ``"transformers"``: a folder that
+            ``transformers.BertForMaskedLM.from_pretrained`` loads, see :func:`scforge.foreign.to_geneformer`.
         max_len
-            Most tokens of a cell that can be given; None takes what the model was made for.
+            Most tokens of a cell that can be given; None takes what the model was made for. Not of ``"transformers"``.
         overwrite
             Replace the model in a folder that exists; files that are not of scforge stay.
 
@@ -1908,6 +1761,11 @@ class Encoder(CellModel):
         >>> sorted(os.listdir("exported"))
         ['export.json', 'model.pt2', 'vocab.json']
         """
+        if format == "transformers":
+            from scforge.foreign.geneformer import to_geneformer
+
+            to_geneformer(self, path, overwrite=overwrite)
+            return
         from scforge.estimators.export import export_model
 
         export_model(self, path, format, max_len=max_len, overwrite=overwrite)
@@ -1916,17 +1774,13 @@ class Encoder(CellModel):
         self,
         repo_id: str,
         *,
-        private: bool | None = None,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        commit_message: str | None = None,
-        create_pr: bool = False,
-        licence: str | None = None,
+        license: str | None = None,
         data: str | Sequence[str] | None = None,
         metrics: Report | pd.DataFrame | None = None,
         citation: str | None = None,
         adapter_only: bool = False,
         base: str | None = None,
+        **options: Any,
     ) -> str:
         """Send the model to the Hugging Face Hub: weights, description, vocabulary and model card, in one commit.
 
@@ -1934,18 +1788,8 @@ class Encoder(CellModel):
         ----------
         repo_id
             Repository, ``"org/name"``; it is made if there is none.
-        private
-            Whether only you and your organisation see it; None leaves it to the hub's settings.
-        token
-            A token that may write; None takes ``HF_TOKEN`` or that of ``hf auth login``.
-        revision
-            Branch to write to, which is made if there is none; None for the main branch.
-        commit_message
-            First line of the commit.
-        create_pr
-            Propose the model in a pull request in place of writing it.
-        licence
-            Identifier of the licence, e.g. ``"apache-2.0"``, or its name. Without one the card says that none is
+        license
+            Identifier of the license, e.g. ``"apache-2.0"``, or its name. Without one the card says that none is
             stated.
         data
             What the model was trained on, or a list of it; names of data sets on the hub become links.
@@ -1959,6 +1803,9 @@ class Encoder(CellModel):
         base
             That name, a repository or ``"scforge://name"``; it is not checked, and counts for this push. None takes
             where the model before fine-tuning came from, or was sent to.
+        **options
+            ``private``, ``token``, ``revision``, ``commit_message`` and ``create_pr``, as for
+            :func:`scforge.hub.upload`.
 
         Returns
         -------
@@ -1976,94 +1823,28 @@ class Encoder(CellModel):
         Notes
         -----
         Cells are never sent. Of a fine-tuned model ``split.safetensors`` is, which holds fingerprints (hashes of
-        counts) of the cells that it has seen. Licence, data, figures and citation stay with the model: :meth:`save`
+        counts) of the cells that it has seen. License, data, figures and citation stay with the model: :meth:`save`
         writes them, too.
 
         Examples
         --------
-        >>> model.push_to_hub("org/light", licence="apache-2.0", data="PBMC 3k")  # doctest: +SKIP
+        >>> model.push_to_hub("org/light", license="apache-2.0", data="PBMC 3k")  # doctest: +SKIP
         >>> annotator.push_to_hub("org/blood", metrics=annotator.evaluate(), adapter_only=True)  # doctest: +SKIP
         """
-        told = {"license": licence, "data": data, "citation": citation, "metrics": metrics}
-        return push_model(
-            self,
-            repo_id,
-            told=told,
-            adapter_only=adapter_only,
-            base=base,
-            private=private,
-            token=token,
-            revision=revision,
-            commit_message=commit_message,
-            create_pr=create_pr,
-        )
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        name_or_folder: str | os.PathLike[str],
-        adata: AnnData | None = None,
-        *,
-        revision: str | None = None,
-        cache_dir: str | os.PathLike[str] | None = None,
-        token: str | bool | None = None,
-        local_files_only: bool = False,
-        base: Encoder | str | os.PathLike[str] | None = None,
-        device: str | torch.device = "cpu",
-    ) -> Encoder:
-        """Load a model, or adapters with the model that they sit on, by name; fetch what is not here.
-
-        Nothing that is fetched is run, and no pickle is opened or even fetched.
-
-        Parameters
-        ----------
-        name_or_folder
-            A folder, a repository of the hub, or a name of the registry, as for :func:`scforge.hub.resolve`.
-        adata
-            Data to go on with, as for :meth:`load`.
-        revision, cache_dir, token, local_files_only
-            As for :func:`scforge.hub.resolve`. Of adapters they count for the model below them, too, save `revision`.
-        base
-            The model that adapters sit on, or its name. None takes the name that is stored with them.
-        device
-            Where to put the module.
-
-        Returns
-        -------
-        The model.
-
-        Raises
-        ------
-        MissingFileError
-            If there is no such folder, repository or revision, or it cannot be fetched.
-        ModelFileError
-            If what is there is not a model of scforge, is damaged, or adapters sit on another model.
-        OptionError
-            If a name is not known, a token is refused, or it is not known what adapters sit on.
-        HubError
-            If the hub fails.
-
-        Examples
-        --------
-        >>> model = Encoder.from_pretrained("org/light", revision="v1")  # doctest: +SKIP
-        >>> annotator = Encoder.from_pretrained("org/blood", adata)  # doctest: +SKIP
-        """
-        access: dict[str, Any] = {"cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
-        said = f"name_or_folder={os.fspath(name_or_folder)!r}"
-        found = find_model(name_or_folder, said=said, revision=revision, **access)
-        return load_found(cls, found, said, adata, base=base, device=device, access=access)
+        facts = {"license": license, "data": data, "citation": citation, "metrics": metrics}
+        return push_model(self, repo_id, told=facts, adapter_only=adapter_only, base=base, **options)
 
     @classmethod
     def from_checkpoint(
         cls,
         path: str | os.PathLike[str],
-        family: str | None = None,
-        *,
         adata: AnnData | None = None,
+        *,
+        family: str | None = None,
         device: str | torch.device = "cpu",
         **options: Any,
     ) -> Self:
-        """Make a model of a published checkpoint.
+        """Make a model of a published checkpoint, e.g. of Geneformer, scGPT or scFoundation.
 
         Every weight of the checkpoint is used, or named in the map of its family as left out and why; none of the model
         is random. The model is one like any other: it embeds, trains on, is fine-tuned and saved.
@@ -2071,16 +1852,41 @@ class Encoder(CellModel):
         Parameters
         ----------
         path
-            Folder or file of the checkpoint.
-        family
-            One of :func:`scforge.foreign.list_families`; None takes the one that recognises it.
+            Folder or file of the checkpoint. Of ``"geneformer"`` the folder with ``config.json`` and
+            ``model.safetensors`` or ``pytorch_model.bin``; of ``"scgpt"`` that of ``best_model.pt``, ``vocab.json`` and
+            ``args.json``, or the file of the weights; of ``"scfoundation"`` that of ``models.ckpt``, or this file.
         adata
             Cells to go on with, which are set up with :meth:`setup_anndata` unless they are already. None: pass cells
             to :meth:`get_latent_representation`.
+        family
+            One of :func:`scforge.foreign.list_families`; None takes the one that recognises it.
         device
             Where to put the module.
         **options
-            What the family needs besides; see :meth:`from_geneformer`, :meth:`from_scgpt`, :meth:`from_scfoundation`.
+            What the family takes besides.
+
+            ``"geneformer"``: `tokens_medians`, the published dictionaries: the folder of their pickle files, of which
+            nothing but text and numbers is unpickled; or two files or dictionaries, gene to token and gene to median,
+            as a tuple; or a table as :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer` takes it; None looks
+            for them in `path`. `version`, ``"V1"`` (2,048 genes) or ``"V2"`` (4,096 tokens with CLS and EOS); None goes
+            by the number of positions and tokens. `ensembl_map`, former Ensembl ids to current ones, and `gene_names`,
+            symbols to Ensembl ids: a dictionary, its file, or a table. `pooling`: ``"genes"`` (the mean over genes, as
+            Geneformer's own code embeds cells with V1), ``"cls"`` (as with V2) or ``"mean"`` (over all tokens).
+            `embedding_layer`: take the embedding from so many layers below the last; None takes 1, as Geneformer's own
+            code. Pass 0 for fine-tuning, so that the last layer has a use.
+
+            ``"scgpt"``, whose embedding is the state of CLS: `vocab` and `args`, JSON files or dictionaries; None takes
+            those beside the weights, which may have the names that flash attention gives them. `cls_value`, the value
+            of the CLS token; None takes ``pad_value`` of `args`, as scGPT does to embed cells; 0 is what its
+            fine-tuning scripts take. `normalize`: divide each embedding by its length, as scGPT's ``embed_data`` does.
+
+            ``"scfoundation"``, of which the decoder is left out, so that the model does not predict expression:
+            `vocab`, the panel of genes: the published table with ``gene_name`` and ``index``, or the names in order;
+            None takes the table beside the weights. `part`: ``"cell"``, ``"gene"`` or ``"rde"``. `pooling`:
+            ``"depths"``, the states of the two tokens of depth, and the largest and the mean over genes, as
+            scFoundation embeds cells, or another of ``transformer_encoder``.
+
+            ``"scdiva"``: `vocab`, the genes in the order of the columns.
 
         Returns
         -------
@@ -2099,215 +1905,16 @@ class Encoder(CellModel):
         --------
         >>> import scforge
         >>> adata = scforge.datasets.pbmc3k()
-        >>> model = scforge.models.Encoder.from_checkpoint("Geneformer-V2-104M", adata=adata)  # doctest: +SKIP
-        >>> model.get_latent_representation()  # doctest: +SKIP
+        >>> model = scforge.models.Encoder.from_checkpoint("Geneformer-V2-104M", adata)  # doctest: +SKIP
+        >>> model = scforge.models.Encoder.from_checkpoint("scGPT_human", adata, normalize=True)  # doctest: +SKIP
+        >>> model = scforge.models.Encoder.from_checkpoint("models.ckpt", family="scfoundation")  # doctest: +SKIP
+        >>> model.get_latent_representation(adata)  # doctest: +SKIP
         """
         return cls._of_foreign(read_checkpoint(path, family, **options), adata, device)
 
     @classmethod
-    def from_geneformer(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        tokens_medians: pd.DataFrame | str | os.PathLike[str] | Sequence[Any] | None = None,
-        version: str | None = None,
-        ensembl_map: Dictionary | None = None,
-        gene_names: Dictionary | None = None,
-        pooling: str | None = None,
-        embedding_layer: int | None = None,
-        adata: AnnData | None = None,
-        device: str | torch.device = "cpu",
-    ) -> Self:
-        """Make a model of a published Geneformer.
-
-        Parameters
-        ----------
-        path
-            Folder with ``config.json`` and ``model.safetensors`` or ``pytorch_model.bin``.
-        tokens_medians
-            The published dictionaries: the folder of their pickle files, of which nothing but text and numbers is
-            unpickled; or two files or dictionaries, gene to token and gene to median, as a tuple; or a table as
-            :meth:`scforge.tokenizers.RankValueTokenizer.from_geneformer` takes it. None looks for them in `path`.
-        version
-            ``"V1"`` (2,048 genes) or ``"V2"`` (4,096 tokens with CLS and EOS); None goes by the number of positions and
-            tokens.
-        ensembl_map
-            Former Ensembl ids to current ones: a dictionary, its file, or a table with ``ensembl_id`` and ``gene_id``.
-        gene_names
-            Symbols to Ensembl ids, so that cells may have symbols: a dictionary, its file, or a table with ``symbol``
-            and ``gene_id``.
-        pooling
-            ``"genes"``: the mean over genes, as Geneformer's own code embeds cells with V1; ``"cls"``, as it does with
-            V2; ``"mean"``: over all tokens, CLS and EOS included. None goes by the version.
-        embedding_layer
-            Take the embedding from so many layers below the last; None takes 1, as Geneformer's own code. Pass 0 for
-            fine-tuning, so that the last layer has a use.
-        adata, device
-            See :meth:`from_checkpoint`.
-
-        Returns
-        -------
-        The model, with the weights of the checkpoint.
-
-        Raises
-        ------
-        MissingFileError, ModelFileError, DataError, OptionError, GeneMismatchError
-            See :meth:`from_checkpoint`.
-
-        Examples
-        --------
-        >>> import scforge
-        >>> model = scforge.models.Encoder.from_geneformer("Geneformer-V2-104M")  # doctest: +SKIP
-        >>> model.get_latent_representation(adata)  # doctest: +SKIP
-        """
-        options = {
-            "tokens_medians": tokens_medians,
-            "version": version,
-            "ensembl_map": ensembl_map,
-            "gene_names": gene_names,
-            "pooling": pooling,
-            "embedding_layer": embedding_layer,
-        }
-        return cls.from_checkpoint(path, "geneformer", adata=adata, device=device, **options)
-
-    @classmethod
-    def from_scgpt(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        vocab: str | os.PathLike[str] | Mapping[str, int] | None = None,
-        args: str | os.PathLike[str] | Mapping[str, Any] | None = None,
-        cls_value: float | None = None,
-        normalize: bool = False,
-        adata: AnnData | None = None,
-        device: str | torch.device = "cpu",
-    ) -> Self:
-        """Make a model of a published scGPT.
-
-        Parameters
-        ----------
-        path
-            Folder with ``best_model.pt``, ``vocab.json`` and ``args.json``, or the file of the weights, which may have
-            the names that flash attention gives them.
-        vocab
-            Gene symbol to token id: a JSON file or a dictionary; None takes ``vocab.json`` beside the weights.
-        args
-            Options of the training: a JSON file or a dictionary; None takes ``args.json`` beside the weights.
-        cls_value
-            Value of the CLS token. None takes ``pad_value`` of `args`, as scGPT does in its pretraining and to embed
-            cells; 0 is what its fine-tuning scripts take.
-        normalize
-            Divide each embedding by its length, as scGPT's ``embed_data`` does. Cosines are the same either way.
-        adata, device
-            See :meth:`from_checkpoint`.
-
-        Returns
-        -------
-        The model, with the weights of the checkpoint.
-
-        Raises
-        ------
-        MissingFileError, ModelFileError, DataError, OptionError, GeneMismatchError
-            See :meth:`from_checkpoint`.
-
-        Examples
-        --------
-        >>> import scforge
-        >>> model = scforge.models.Encoder.from_scgpt("scGPT_human", adata=adata)  # doctest: +SKIP
-        >>> model.get_latent_representation()  # doctest: +SKIP
-
-        Notes
-        -----
-        The embedding is the state of CLS.
-        """
-        options = {"vocab": vocab, "args": args, "cls_value": cls_value, "normalize": normalize}
-        return cls.from_checkpoint(path, "scgpt", adata=adata, device=device, **options)
-
-    @classmethod
-    def from_scfoundation(
-        cls,
-        path: str | os.PathLike[str],
-        *,
-        vocab: str | os.PathLike[str] | Sequence[str] | None = None,
-        part: str = "cell",
-        pooling: str = "depths",
-        adata: AnnData | None = None,
-        device: str | torch.device = "cpu",
-    ) -> Self:
-        """Make a model of the encoder of a published scFoundation, with its embedding of genes and values.
-
-        The decoder, a Performer that predicts all genes of the panel, is left out, so the model embeds cells and can be
-        fine-tuned, but does not predict expression.
-
-        Parameters
-        ----------
-        path
-            The file ``models.ckpt``, or its folder.
-        vocab
-            The panel of genes: the published table with ``gene_name`` and ``index``, or the names in order; None takes
-            the table beside the weights.
-        part
-            Which of the models in the file: ``"cell"``, ``"gene"`` or ``"rde"``.
-        pooling
-            ``"depths"``: the states of the two tokens of depth, and the largest and the mean over genes, next to each
-            other, as scFoundation embeds cells; or another of ``transformer_encoder``.
-        adata, device
-            See :meth:`from_checkpoint`.
-
-        Returns
-        -------
-        The model, with the weights of the checkpoint.
-
-        Raises
-        ------
-        MissingFileError, ModelFileError, DataError, OptionError, GeneMismatchError
-            See :meth:`from_checkpoint`.
-
-        Examples
-        --------
-        >>> import scforge
-        >>> model = scforge.models.Encoder.from_scfoundation("models.ckpt", adata=adata)  # doctest: +SKIP
-        >>> model.get_latent_representation()  # doctest: +SKIP
-        """
-        options = {"vocab": vocab, "part": part, "pooling": pooling}
-        return cls.from_checkpoint(path, "scfoundation", adata=adata, device=device, **options)
-
-    def export_to_transformers(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Write the model as a folder that ``transformers.BertForMaskedLM.from_pretrained`` loads.
-
-        See :func:`scforge.foreign.to_geneformer`.
-
-        Parameters
-        ----------
-        path
-            Folder to make.
-        overwrite
-            Replace the model in a folder that exists; files that are not of scforge stay.
-
-        Raises
-        ------
-        OptionError
-            If the model has something that BERT has not, or `path` exists.
-
-        Examples
-        --------
-        >>> import os, scforge
-        >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
-        >>> scforge.models.Encoder.setup_anndata(adata)
-        >>> options = {"position_embedding": "learned", "norm_first": False, "use_expression_values": False}
-        >>> sizes = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2}
-        >>> model = scforge.models.Encoder(adata, "transformer_encoder", **options, **sizes)
-        >>> model.export_to_transformers("as_geneformer", overwrite=True)
-        >>> sorted(os.listdir("as_geneformer"))
-        ['config.json', 'gene_median_dictionary.pkl', 'model.safetensors', 'token_dictionary.pkl']
-        """
-        from scforge.foreign.geneformer import to_geneformer
-
-        to_geneformer(self, path, overwrite=overwrite)
-
-    @classmethod
     def _of_foreign(cls, found: Foreign, adata: AnnData | None, device: str | torch.device) -> Self:
-        """Make a model of a checkpoint that was read, of the front class that goes with its architecture."""
+        """Make a model of a checkpoint that was read, of the model class that goes with its architecture."""
         special = class_of_architecture(found.architecture["name"])
         kind = cast("type[CellModel]", special if issubclass(special, cls) else cls)
         setup = {"layer": None, "gene_key": None, "batch_key": None, "labels_key": None}
@@ -2324,19 +1931,7 @@ class Encoder(CellModel):
         if weights is None:
             weights = found.weights(shapes_of(model.module))
         load_weights(model.module, weights, source=found.source)
-        try:
-            model.to_device(device)
-        except (AssertionError, RuntimeError) as error:
-            raise OptionError(f"device={str(device)!r} cannot be used: {first_line(error)}") from error
+        model._move_to(device)
         model.is_trained_ = True  # elsewhere
         model._facts = CardFacts.of_checkpoint(found)
         return cast("Self", model)
-
-
-def _parts_of(tokenizer: Tokenizer) -> str:
-    """Say how a model gets the vocabulary and the options of a tokenizer."""
-    name = TOKENIZERS.name_of(type(tokenizer)) or "its registered name"
-    return (
-        f"tokenizer is a {type(tokenizer).__name__}, but a model makes its own from a name and options; call "
-        f'Encoder(adata, vocab=tokenizer.vocab, tokenizer={{"name": "{name}", **tokenizer.config()}}).'
-    )

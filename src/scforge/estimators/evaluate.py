@@ -9,24 +9,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
-from scforge._checks import check_bool
 from scforge._progress import announce
 from scforge._registry import check_options
+from scforge.data.checks import check_is_adata, gene_names
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.estimators.base import CellModel
+from scforge.estimators.generate import check_generates
+from scforge.estimators.interpret import untrained_embedder
 from scforge.eval.base import Evaluation, check_column, to_evaluation
+from scforge.eval.generation import evaluate_generation
 from scforge.eval.harness import entries_of, evaluate, write_metrics
 from scforge.eval.label_prediction import is_collapsed
-from scforge.models.protocol import GeneratingModule
-from scforge.training.predict import embed
+from scforge.eval.networks import edges_from_embeddings, evaluate_network, read_network
+from scforge.insilico.gene_embeddings import input_gene_embeddings
 
 if TYPE_CHECKING:
     from anndata import AnnData
-    from torch import nn
 
     from scforge.eval.base import Entry
     from scforge.eval.report import Kind, Report
-    from scforge.tokenizers.base import Tokenizer
 
 
 BENCHMARKS_OF_EMBEDDINGS = ("cell_type_probe", "scib", "geometry")
@@ -34,18 +35,18 @@ BENCHMARKS_OF_EMBEDDINGS = ("cell_type_probe", "scib", "geometry")
 
 _BASELINES = ("hvg", "pca", "pca_scaled", "harmony", "scvi")
 _UNTRAINED = "X_untrained"
-_FEWEST_FOR_SCIB = 91
-"""Cells with a label that scib-metrics needs for its 90 neighbours."""
+_MIN_FOR_SCIB = 91
+"""Cells with a label that scib-metrics needs for its 90 neighbors."""
 
 _KEYS = ("labels_key", "batch_key", "groups_key")
 
 
-def evaluate_embeddings(
-    models: Mapping[str, CellModel | Sequence[CellModel]],
+def evaluate_models(
+    models: CellModel | Mapping[str, CellModel | Sequence[CellModel]],
     adata: AnnData,
     *,
     benchmarks: Entry | Sequence[Entry] | None = None,
-    obsm_keys: Sequence[str] = (),
+    obsm_keys: str | Sequence[str] = (),
     baselines: bool | Sequence[int | str] = True,
     labels_key: str | None = None,
     batch_key: str | None = None,
@@ -53,26 +54,32 @@ def evaluate_embeddings(
     seeds: Sequence[int] = (0, 1, 2),
     intervals: bool = True,
     untrained: bool = True,
+    network: str | os.PathLike[str] | pd.DataFrame | None = None,
+    gene_key: str | None = None,
     batch_size: int = 256,
     title: str | None = None,
     key_added: str | None = "metrics",
     progress_bar: bool = True,
 ) -> Report:
-    """Embed cells with models and score the embeddings beside baselines.
+    """Score models by benchmarks, each beside its baselines.
 
     Parameters
     ----------
     models
-        Name of a row to its model; to several, where the same was trained with several seeds: the row has their means.
-        What a fine-tuned model learned from is not scored.
+        A model, which is called ``"scforge"``; or name of a row to its model, or to several, where the same was trained
+        with several seeds: the row has their means. What a fine-tuned model learned from is not scored.
     adata
         Cells with raw counts. Embeddings are written into ``adata.obsm``, as ``X_<name>``.
     benchmarks
-        What to score; None takes ``cell_type_probe``, ``scib`` and ``geometry``.
+        Names (:func:`scforge.eval.list_benchmarks`), ``{name: {option: value}}`` or benchmarks. None scores embeddings
+        by ``cell_type_probe``, ``scib`` and ``geometry``. Beside those of embeddings, ``gene_network`` scores the
+        similarity of gene embeddings against `network`, and ``generation`` the cells that a model generates against
+        `adata`, which must not be the cells that it was trained on.
     obsm_keys
         Further embeddings in ``adata.obsm``, each a row.
     baselines
-        As in :func:`scforge.eval.evaluate`; True takes highly variable genes, PCA, scVI and, with batches, Harmony.
+        Of embeddings, as in :func:`scforge.eval.evaluate`; True takes highly variable genes, PCA, scVI and, with
+        batches, Harmony. Other benchmarks have their own.
     labels_key, batch_key, groups_key
         Columns of ``adata.obs`` with cell types, batches, and groups (e.g. donors) that folds must not divide. None
         takes cell types and batches as the models were set up, where `adata` has these columns.
@@ -82,6 +89,10 @@ def evaluate_embeddings(
         Add intervals and tests.
     untrained
         Add a row for the first model with random weights.
+    network
+        True edges for ``gene_network``: a file that :func:`scforge.eval.read_network` reads, or a table.
+    gene_key
+        Column of ``adata.var`` with the names of genes that `network` uses; None takes ``adata.var_names``.
     batch_size
         Cells a batch.
     title
@@ -98,7 +109,7 @@ def evaluate_embeddings(
     Raises
     ------
     OptionError
-        If there is nothing to score against, or no baseline.
+        If a benchmark needs what is not given, or there is nothing to score against, or no baseline.
     DataError
         If a model learned from all cells, or a column is missing.
 
@@ -111,32 +122,89 @@ def evaluate_embeddings(
     >>> model.train(max_epochs=1, progress_bar=False)
     >>> probe = scforge.eval.LabelPrediction("cell_type", n_folds=3)
     >>> options = {"benchmarks": probe, "baselines": [10], "seeds": (0,), "intervals": False}
-    >>> report = scforge.estimators.evaluate_embeddings({"light": model}, adata, **options)
+    >>> report = scforge.workflows.evaluate_models({"light": model}, adata, **options)
     >>> sorted({row.kind for row in report.rows})
     ['baseline', 'model', 'untrained']
     """
-    check_bool("untrained", untrained)
-    check_bool("progress_bar", progress_bar)
+    check_is_adata(adata)
+    trained = {"scforge": [models]} if isinstance(models, CellModel) else _lists(models)
+    evaluations = [] if benchmarks is None else [to_evaluation(entry) for entry in entries_of(benchmarks)]
+    others = [one for one in evaluations if one.subject != "embedding"]
+    of_embeddings = [one for one in evaluations if one.subject == "embedding"]
+    every = each_model(trained)
+    if network is not None and not any(one.subject == "network" for one in others):
+        raise OptionError("network names true edges, which only the benchmark gene_network needs; leave it out.")
+    for one in others:
+        _check_other(one, every, adata, network)
+    report = None
+    if of_embeddings or not others:
+        report = _evaluate_embeddings(
+            trained,
+            adata,
+            of_embeddings,
+            obsm_keys=[obsm_keys] if isinstance(obsm_keys, str) else list(obsm_keys),
+            baselines=baselines,
+            given={"labels_key": labels_key, "batch_key": batch_key, "groups_key": groups_key},
+            seeds=seeds,
+            intervals=intervals,
+            untrained=untrained,
+            batch_size=batch_size,
+            title=title,
+            key_added=key_added,
+            progress_bar=progress_bar,
+        )
+    for one in others:
+        if one.subject == "network":
+            assert network is not None  # it was looked for
+            truth = network if isinstance(network, pd.DataFrame) else read_network(network)
+            found = _networks(
+                every, adata, one, truth, gene_key, untrained=untrained, seed=seeds[0], intervals=intervals
+            )
+        else:
+            found = _generated(every, adata, one, seeds=seeds, intervals=intervals, batch_size=batch_size)
+        if report is None:
+            report = found
+            report.title = title or report.title
+        else:
+            report.extend(found, one.title)
+    assert report is not None
+    if others and key_added is not None:
+        write_metrics(adata, report, key_added)
+    return report
+
+
+def _evaluate_embeddings(
+    trained: Mapping[str, Sequence[CellModel]],
+    adata: AnnData,
+    evaluations: list[Evaluation],
+    *,
+    obsm_keys: list[str],
+    baselines: bool | Sequence[int | str],
+    given: dict[str, str | None],
+    untrained: bool,
+    batch_size: int,
+    title: str | None,
+    key_added: str | None,
+    progress_bar: bool,
+    **options: Any,
+) -> Report:
+    """Embed cells with models and score the embeddings beside baselines."""
     if baselines is False or (isinstance(baselines, Sequence) and not len(baselines)):
         raise OptionError(
             "baselines=False leaves embeddings with nothing to compare with; name at least one, e.g. baselines=['pca'] "
             "(--against pca)."
         )
-    trained = _lists(models)
-    every = each_model(models)
-    keys = _keys(every, adata, {"labels_key": labels_key, "batch_key": batch_key, "groups_key": groups_key})
-    chosen: Any = benchmarks
-    if benchmarks is None:
-        chosen = list(BENCHMARKS_OF_EMBEDDINGS)
-        if keys["labels_key"] is None:
-            raise OptionError(
-                "labels_key=None, but cell types are needed to score embeddings; name their column of obs, or pass "
-                "benchmarks=['geometry']."
-            )
-    check_names(every, trained, obsm_keys, untrained=untrained)
-    names = [obsm_keys] if isinstance(obsm_keys, str) else list(obsm_keys)
+    every = each_model(trained)
+    keys = _keys(every, adata, given)
+    chosen: list[Any] = evaluations or list(BENCHMARKS_OF_EMBEDDINGS)
+    if not evaluations and keys["labels_key"] is None:
+        raise OptionError(
+            "labels_key=None, but cell types are needed to score embeddings; name their column of obs, or pass "
+            "benchmarks=['geometry']."
+        )
+    _check_names(every, trained, obsm_keys, untrained=untrained)
     rows = _unseen(every, adata)
-    notes = [] if benchmarks is not None else _fit_to(chosen, keys, adata, rows, given=batch_key)
+    notes = [] if evaluations else _fit_to(chosen, keys, adata, rows, given=given["batch_key"])
     before = dict(adata.obsm)
     first_name, first = next(iter(every.items()))
     kinds: dict[str, Kind] = {}
@@ -146,37 +214,32 @@ def evaluate_embeddings(
                 announce(f"{name}: embedding {adata.n_obs:,} cells ...")
             adata.obsm[f"X_{name}"] = model.get_latent_representation(adata, key_added=None, batch_size=batch_size)
             kinds[f"X_{name}"] = "supervised" if knows_labels(model) else "model"
-        kinds |= dict.fromkeys(names, "model")
+        kinds |= dict.fromkeys(obsm_keys, "model")
         if untrained:
             try:
-                adata.obsm[_UNTRAINED] = untrained_embedding(first, adata, batch_size=batch_size)
+                adata.obsm[_UNTRAINED] = untrained_embedder(first, batch_size)(first._cells(adata))
                 kinds[_UNTRAINED] = "untrained"
             except OptionError as error:
                 notes.append(f"There is no row of random weights: {error}")
-            if len(models) > 1:
+            if len(trained) > 1:
                 notes.append(f"{_UNTRAINED} has the architecture of {first_name!r}.")
+        if baselines is True:
+            baselines = [name for name in _BASELINES if name != "harmony" or keys["batch_key"] is not None]
+        several = {name: len(some) for name, some in trained.items() if len(some) > 1}
         report = evaluate(
             adata,
             chosen,
             kinds,
             layer=(first._setup_of(adata) or first._setup).get("layer"),
-            baselines=_baselines(keys["batch_key"]) if baselines is True else baselines,
-            labels_key=keys["labels_key"],
-            batch_key=keys["batch_key"],
-            groups_key=keys["groups_key"],
-            seeds=seeds,
-            intervals=intervals,
-            replicates={
-                f"X_{name}": [f"X_{name}_{i}" for i in range(len(some))]
-                for name, some in trained.items()
-                if len(some) > 1
-            },
+            baselines=baselines,
+            replicates={f"X_{name}": [f"X_{name}_{i}" for i in range(n)] for name, n in several.items()},
             rows=rows,
-            title=title or f"{', '.join(models)} on {adata.n_obs:,} cells",
+            title=title or f"{', '.join(trained)} on {adata.n_obs:,} cells",
             key_added=None,
             progress_bar=progress_bar,
+            **{**keys, **options},
         )
-        made = {key: adata.obsm[key] for key in kinds if key not in names}
+        computed = {key: adata.obsm[key] for key in kinds if key not in obsm_keys}
     finally:
         # What stands in the cells changes at the end, or not at all.
         for key in set(adata.obsm) - set(before):
@@ -189,26 +252,21 @@ def evaluate_embeddings(
         notes.append(
             f"{listing(collapsed)} has collapsed: nearly all cells are in one place, in one direction or on one line."
         )
-    report.notes += notes + _explanations(every, adata, names)
+    report.notes += notes + _explanations(every, adata, obsm_keys)
     if key_added is not None:
         for name, model in every.items():
-            model._keep(adata, f"X_{name}", made.pop(f"X_{name}"), model.cells(adata))
-        adata.obsm.update({key: made[key] for key in made if key != _UNTRAINED})
+            model._keep(adata, f"X_{name}", computed.pop(f"X_{name}"), model._cells(adata))
+        adata.obsm.update({key: computed[key] for key in computed if key != _UNTRAINED})
         write_metrics(adata, report, key_added)
     return report
 
 
-def check_names(
-    every: Mapping[str, CellModel],
-    models: Mapping[str, Sequence[CellModel]],
-    obsm_keys: str | Sequence[str],
-    *,
-    untrained: bool,
+def _check_names(
+    every: Mapping[str, CellModel], models: Mapping[str, Sequence[CellModel]], obsm_keys: list[str], *, untrained: bool
 ) -> None:
     """Raise :class:`~scforge.errors.OptionError` if two rows of a report would have one name."""
-    keys = [obsm_keys] if isinstance(obsm_keys, str) else list(obsm_keys)
     several = [f"X_{name}" for name, some in models.items() if len(some) > 1]
-    rows = [*(f"X_{name}" for name in every), *several, *keys, *([_UNTRAINED] if untrained else [])]
+    rows = [*(f"X_{name}" for name in every), *several, *obsm_keys, *([_UNTRAINED] if untrained else [])]
     if twice := sorted({row for row in rows if rows.count(row) > 1}):
         raise OptionError(f"two rows are called {twice[0]!r}; give the model or the embedding another name.")
 
@@ -225,36 +283,11 @@ def _fit_to(
         notes.append(
             f"obs[{batch!r}], the column of batches, has one batch or lacks some, so nothing looks at batches."
         )
-    n_labelled = int(obs[keys["labels_key"]].notna().sum())
-    if n_labelled < _FEWEST_FOR_SCIB:
+    n_labeled = int(obs[keys["labels_key"]].notna().sum())
+    if n_labeled < _MIN_FOR_SCIB:
         chosen.remove("scib")
-        notes.append(f"scib needs {_FEWEST_FOR_SCIB} cells with a label, and there are {n_labelled}; it is left out.")
+        notes.append(f"scib needs {_MIN_FOR_SCIB} cells with a label, and there are {n_labeled}; it is left out.")
     return notes
-
-
-def untrained_embedding(model: CellModel, adata: AnnData, *, batch_size: int = 256, seed: int = 0) -> np.ndarray:
-    """Embed cells with the architecture of a model before any training, float32, shape (N, D).
-
-    Raises
-    ------
-    OptionError
-        If the model started from gene vectors that are not at hand any more.
-    """
-    module, tokenizer = untrained_module(model, seed=seed)
-    objective = model.spec.build_pretraining()
-    return embed(module, model.cells(adata), tokenizer, objective=objective, batch_size=batch_size)
-
-
-def untrained_module(model: CellModel, *, seed: int = 0) -> tuple[nn.Module, Tokenizer]:
-    """Return the architecture of a model with random weights, where the model is, and a tokenizer for it.
-
-    Raises
-    ------
-    OptionError
-        If the model started from gene vectors that are not at hand any more.
-    """
-    module, tokenizer = model.spec.build_untrained(seed)
-    return module.to(next(model.module.parameters()).device), tokenizer
 
 
 def each_model(models: Mapping[str, CellModel | Sequence[CellModel]]) -> dict[str, CellModel]:
@@ -280,10 +313,6 @@ def _keys(models: Mapping[str, CellModel], adata: AnnData, given: Mapping[str, s
     return keys
 
 
-def _baselines(batch_key: str | None) -> list[int | str]:
-    return [name for name in _BASELINES if name != "harmony" or batch_key is not None]
-
-
 def knows_labels(model: CellModel) -> bool:
     """Return whether a model learned from labels of cells, in a fine-tuning or beside its pretraining."""
     return model._learned is not None or _pretraining_labels(model) is not None
@@ -291,7 +320,7 @@ def knows_labels(model: CellModel) -> bool:
 
 def _pretraining_labels(model: CellModel) -> str | None:
     """Return the column of obs whose labels a model learned in its pretraining; None for none."""
-    key: str | None = getattr(model.spec.build_pretraining(), "labels_key", None)
+    key: str | None = getattr(model._pretraining, "labels_key", None)
     return key
 
 
@@ -301,7 +330,7 @@ def _unseen(models: Mapping[str, CellModel], adata: AnnData) -> np.ndarray | Non
     for name, model in models.items():
         if model._learned is None:
             continue
-        kept &= ~model.learned_labels_of(model.cells(adata))
+        kept &= ~model._learned_labels_of(model._cells(adata))
         if not kept.any():
             raise DataError(
                 f"the model {name!r} was fine-tuned on all these {adata.n_obs} cells, so their labels are in its "
@@ -329,30 +358,30 @@ def _facts(
 
 def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Sequence[str]) -> list[str]:
     """Return what a reader has to know of what each row has seen."""
-    said = ["All baselines have seen the expression of all cells, and no label."]
+    sentences = ["All baselines have seen the expression of all cells, and no label."]
     supervised = [name for name, model in models.items() if model._learned is not None]
     if supervised:
-        said.append(
+        sentences.append(
             f"{listing(supervised)} learned from labels of other cells, which baselines did not: no fair contest, and "
             "no test."
         )
     for name, model in models.items():
         if (labels_key := _pretraining_labels(model)) is not None:
-            said.append(
+            sentences.append(
                 f"{name!r} learned from obs[{labels_key!r}] in its pretraining, maybe of these cells: no fair contest, "
                 "and no test."
             )
-        condition = getattr(model.spec.build_pretraining(), "condition_key", None)
+        condition = getattr(model._pretraining, "condition_key", None)
         if condition is not None:
-            said.append(f"{name!r} was trained with obs[{condition!r}] as a condition.")
+            sentences.append(f"{name!r} was trained with obs[{condition!r}] as a condition.")
     own = [name for name, model in models.items() if model.adata is adata and not knows_labels(model)]
     if own:
-        said.append(f"{listing(own)} has seen the expression of these cells in its training, without labels.")
+        sentences.append(f"{listing(own)} has seen the expression of these cells in its training, without labels.")
     unknown = [name for name, model in models.items() if model.adata is None]
     if unknown or obsm_keys:
-        said.append(f"What {listing([*unknown, *obsm_keys])} has seen is not known here.")
+        sentences.append(f"What {listing([*unknown, *obsm_keys])} has seen is not known here.")
     return [
-        " ".join(said),
+        " ".join(sentences),
         "Intervals and p-values come from data that were drawn again, as the facts say for each benchmark: they tell "
         "how scores vary over such data, not over trainings of a model (sd of seeds). p-values and intervals of the "
         "sentences are corrected for their number (Holm), and 'worse' for the number of baselines; those in the tables "
@@ -360,127 +389,18 @@ def _explanations(models: Mapping[str, CellModel], adata: AnnData, obsm_keys: Se
     ]
 
 
-OPTIONS = (
-    *("labels_key", "batch_key", "groups_key", "seeds", "intervals", "untrained", "obsm_keys", "title"),
-    *("network", "gene_key", "progress_bar"),
-)
-"""Options of :func:`evaluate_models` beside the cells, the benchmarks and the baselines."""
-
 _UNTRAINED_NAME = "untrained"
 _OPTIONS = {"gene_network": ["tfs", "targets"], "generation": ["labels_key", "n_comps", "max_cells"]}
 """Benchmarks of other subjects that a model is enough for, with their options."""
 
-_ELSEWHERE = {
-    "perturbation": "is run by the task of a model that was fine-tuned for perturbations (model.evaluate() without "
-    "benchmarks), or by scforge.eval.evaluate_perturbations",
-    "ranking": "needs orders of genes that a model put back; pass these to scforge.eval.compare",
-}
 
-
-def evaluate_models(
-    models: Mapping[str, CellModel | Sequence[CellModel]],
-    adata: AnnData,
-    *,
-    benchmarks: Entry | Sequence[Entry] | None = None,
-    baselines: bool | Sequence[int | str] = True,
-    network: str | os.PathLike[str] | pd.DataFrame | None = None,
-    gene_key: str | None = None,
-    key_added: str | None = "metrics",
-    batch_size: int = 256,
-    **options: Any,
-) -> Report:
-    """Score models by benchmarks, each beside its baselines.
-
-    Parameters
-    ----------
-    models
-        Name of a row to its model, or to several that were trained with different seeds.
-    adata
-        Cells with raw counts.
-    benchmarks
-        As in :meth:`Encoder.evaluate`. Beside those of embeddings, ``gene_network`` scores the similarity of gene
-        embeddings against `network`, and ``generation`` the cells that a model generates against `adata`, which
-        must not be the cells that it was trained on.
-    baselines
-        Of embeddings; see :func:`evaluate_embeddings`. Other benchmarks have their own.
-    network
-        True edges for ``gene_network``: a file that :func:`scforge.eval.read_network` reads, or a table.
-    gene_key
-        Column of ``adata.var`` with the names of genes that `network` uses; None takes ``adata.var_names``.
-    key_added
-        Key in ``adata.uns["scforge"]`` for the figures; None writes nothing.
-    batch_size
-        Cells a batch.
-    **options
-        Of :func:`evaluate_embeddings`.
-
-    Returns
-    -------
-    The report, with each benchmark's own baselines.
-
-    Raises
-    ------
-    OptionError
-        If a benchmark needs what is not given.
-
-    Examples
-    --------
-    >>> import scforge
-    >>> adata = scforge.datasets.pbmc3k()[:100].copy()
-    >>> scforge.models.Encoder.setup_anndata(adata, labels_key="cell_type")
-    >>> model = scforge.models.Encoder(adata, n_top_genes=200)
-    >>> model.train(max_epochs=1, progress_bar=False)
-    >>> options = {"benchmarks": "geometry", "baselines": [10], "seeds": (0,), "untrained": False}
-    >>> report = scforge.estimators.evaluate_models({"light": model}, adata, **options)
-    >>> report.benchmarks
-    ['geometry']
-    """
-    evaluations = [] if benchmarks is None else [to_evaluation(entry) for entry in entries_of(benchmarks)]
-    others = [one for one in evaluations if one.subject != "embedding"]
-    if network is not None and not any(one.subject == "network" for one in others):
-        raise OptionError("network names true edges, which only the benchmark gene_network needs; leave it out.")
-    for one in others:
-        _check_other(one, models, adata, network)
-    report = None
-    of_embeddings = [one for one in evaluations if one.subject == "embedding"]
-    if of_embeddings or not others:
-        report = evaluate_embeddings(
-            models,
-            adata,
-            benchmarks=of_embeddings or None,
-            baselines=baselines,
-            batch_size=batch_size,
-            key_added=key_added,
-            **options,
-        )
-    seeds, intervals = options.get("seeds", (0, 1, 2)), options.get("intervals", True)
-    kinds = _kinds(each_model(models), untrained=options.get("untrained", True))
-    for one in others:
-        if one.subject == "network":
-            found = _networks(models, adata, one, network, gene_key, kinds=kinds, seed=seeds[0], intervals=intervals)
-        else:
-            found = _generated(models, adata, one, seeds=seeds, intervals=intervals, batch_size=batch_size)
-        if report is None:
-            report = found
-            report.title = options.get("title") or report.title
-        else:
-            report.extend(found, one.title)
-    assert report is not None
-    if others and key_added is not None:
-        write_metrics(adata, report, key_added)
-    return report
-
-
-def _check_other(
-    one: Evaluation, models: Mapping[str, CellModel | Sequence[CellModel]], adata: AnnData, network: Any
-) -> None:
+def _check_other(one: Evaluation, models: Mapping[str, CellModel], adata: AnnData, network: Any) -> None:
     """Raise, before any time is spent, where a benchmark of another subject than embeddings cannot be run."""
-    if one.subject in _ELSEWHERE:
-        raise OptionError(f"the benchmark {one.title!r} {_ELSEWHERE[one.subject]}.")
     if one.benchmark not in _OPTIONS:
         raise OptionError(
-            f"the benchmark {one.title!r} scores what scforge cannot make of a model by itself; make it, and pass both "
-            f"to scforge.eval.compare (by their names go {listing(_OPTIONS)})."
+            f"the benchmark {one.title!r} scores what scforge cannot make of a model by itself; make it, and pass it "
+            "to scforge.eval.compare, or effects of perturbations to evaluate_perturbations (by their names go "
+            f"{listing(_OPTIONS)})."
         )
     name = str(one.benchmark)
     check_options("option", name, one.options, _OPTIONS[name])
@@ -488,44 +408,30 @@ def _check_other(
         raise OptionError(f"the benchmark {name!r} needs true edges; pass network=FILE (--network), e.g. of TRRUST.")
     if one.subject != "expression":
         return
-    for model_name, model in each_model(models).items():
+    for model_name, model in models.items():
         if model.adata is None or model.adata is adata:
             raise OptionError(
                 f"the benchmark {name!r} compares generated cells with others than those of the training; load the "
                 f"model {model_name!r} with its training cells (--trained-on), and pass held-out cells as adata."
             )
-        if not isinstance(model.backbone, GeneratingModule):
-            raise OptionError(
-                f"the benchmark {name!r} needs a model that generates cells, and {model_name!r} does not."
-            )
-
-
-def _kinds(models: Mapping[str, Any], *, untrained: bool) -> dict[str, Kind]:
-    kinds: dict[str, Kind] = dict.fromkeys(models, "model")
-    return {**kinds, _UNTRAINED_NAME: "untrained"} if untrained else kinds
+        check_generates(model)
 
 
 def _networks(
-    models: Mapping[str, CellModel | Sequence[CellModel]],
+    models: Mapping[str, CellModel],
     adata: AnnData,
     evaluation: Evaluation,
-    network: str | os.PathLike[str] | pd.DataFrame | None,
+    truth: pd.DataFrame,
     gene_key: str | None,
     *,
-    kinds: Mapping[str, Kind],
-    seed: int,
-    intervals: bool,
+    untrained: bool,
+    **options: Any,
 ) -> Report:
     """Score how alike the gene embeddings of transcription factors and of their targets are."""
-    from scforge.eval.networks import edges_from_embeddings, evaluate_network, read_network
-    from scforge.insilico.gene_embeddings import input_gene_embeddings
-
-    assert network is not None
-    truth = network if isinstance(network, pd.DataFrame) else read_network(network)
-    first = next(iter(each_model(models).values()))
-    vectors = {name: model.get_gene_embeddings(key_added=None) for name, model in each_model(models).items()}
-    if _UNTRAINED_NAME in kinds:
-        module, tokenizer = untrained_module(first)
+    vectors = {name: model.get_gene_embeddings(key_added=None) for name, model in models.items()}
+    if untrained:
+        first = next(iter(models.values()))
+        module, tokenizer = first.spec.build_untrained(seed=0)
         genes = pd.Index(first.vocab.genes, dtype=str)
         vectors[_UNTRAINED_NAME] = pd.DataFrame(input_gene_embeddings(module, tokenizer), index=genes)
     known = _names_of(adata, gene_key)
@@ -534,55 +440,37 @@ def _networks(
     # What is asked is what models know of genes that all of them know.
     named = set.intersection(*(set(table.index) for table in vectors.values()))
     sources = sorted(set(truth["source"]) & named)
-    scores = {}
-    for name, table in vectors.items():
-        scores[name] = edges_from_embeddings(table, [tf for tf in sources if tf in table.index], center=True)
+    scores = {name: edges_from_embeddings(table, sources, center=True) for name, table in vectors.items()}
     return evaluate_network(
         scores,
         truth,
         adata,
         gene_key=gene_key,
         genes=sorted(named),
-        kinds={name: kinds.get(name, "model") for name in scores},
-        seed=seed,
-        intervals=intervals,
+        kinds={name: "untrained" if name == _UNTRAINED_NAME else "model" for name in scores},
         title="Gene networks",
+        **options,
         **dict(evaluation.options),
     )
 
 
 def _names_of(adata: AnnData, gene_key: str | None) -> dict[str, str]:
-    """Return what `gene_key` calls the genes of the cells; nothing without one."""
-    if gene_key is None:
-        return {}
-    if gene_key not in adata.var:
-        raise OptionError(f"gene_key={gene_key!r} is not a column of var (there are: {listing(adata.var.columns)}).")
-    return dict(zip(adata.var_names.astype(str), adata.var[gene_key].astype(str), strict=True))
+    """Return what `gene_key` calls the genes of the cells."""
+    return dict(zip(adata.var_names.astype(str), gene_names(adata, gene_key), strict=True))
 
 
 def _generated(
-    models: Mapping[str, CellModel | Sequence[CellModel]],
-    adata: AnnData,
-    evaluation: Evaluation,
-    *,
-    seeds: Sequence[int],
-    intervals: bool,
-    batch_size: int,
+    models: Mapping[str, CellModel], adata: AnnData, evaluation: Evaluation, *, batch_size: int, **options: Any
 ) -> Report:
     """Score the cells that models generate against cells that they have not seen."""
-    from scforge.eval.generation import evaluate_generation
-
-    every = each_model(models)
-    made = {
-        name: model.generate(adata.n_obs, seed=int(seeds[0]), batch_size=batch_size) for name, model in every.items()
-    }
-    cells = {id(model.adata): model.adata for model in every.values()}
+    seed = int(options["seeds"][0])
+    computed = {name: model.generate(adata.n_obs, seed=seed, batch_size=batch_size) for name, model in models.items()}
+    cells = {id(model.adata): model.adata for model in models.values()}
     if len(cells) > 1:
         raise OptionError(
-            f"the models {listing(every)} have training cells of their own, and generated cells are compared with "
+            f"the models {listing(models)} have training cells of their own, and generated cells are compared with "
             "those of one training; evaluate one model at a time, or load all with the same AnnData."
         )
     (trained,) = cells.values()
-    layer = (next(iter(every.values()))._setup_of(adata) or {}).get("layer")
-    options = dict(evaluation.options)
-    return evaluate_generation(made, adata, trained, layer=layer, seeds=seeds, intervals=intervals, **options)
+    layer = (next(iter(models.values()))._setup_of(adata) or {}).get("layer")
+    return evaluate_generation(computed, adata, trained, layer=layer, **options, **dict(evaluation.options))

@@ -102,12 +102,12 @@ def export_model(
 ) -> None:
     """Do what :meth:`scforge.models.Encoder.export` says."""
     if format not in _FILES:
-        raise OptionError(f"format={format!r} is not known; choose {' or '.join(map(repr, sorted(_FILES)))}.")
+        raise OptionError(f"format={format!r} is not known; choose 'onnx', 'torch' or 'transformers'.")
     if format == "onnx" and (missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]):
         raise OptionError(f"format='onnx' needs {listing(missing)}; pip install 'scforge[onnx]'.")
     check_filled(model.module)
     longest = _longest(model, max_len)
-    encoder = merged(model.backbone)
+    encoder = merged(model._backbone)
     batches = [_batch(model, n_cells, n_genes, longest) for n_cells, n_genes in (_TRACED, *_COMPARED)]
     names = tuple(name for name in batches[0] if name in inspect.signature(encoder.encode).parameters)
     program = _program(model, encoder, names, batches[0], longest)
@@ -128,7 +128,7 @@ def _longest(model: CellModel, max_len: int | None) -> int:
     """Return the most tokens that an exported model takes."""
     spec = model.spec
     made_for = spec.model_options.get("max_seq_len")
-    most = made_for or spec.build_objective().max_tokens(model.tokenizer)
+    most = made_for or model.objective.max_tokens(model.tokenizer)
     if max_len is None:
         return int(most)
     check_count("max_len", max_len, "tokens", least=2)
@@ -148,7 +148,7 @@ def _batch(model: CellModel, n_cells: int, n_genes: int, longest: int) -> dict[s
         counts[cell, genes] = generator.geometric(0.3, n_here)
     block = CellBlock.from_csr(sparse.csr_matrix(counts.astype(np.float32)))
     tokens = model.tokenizer(block)
-    objective = model.spec.build_objective()
+    objective = model.objective
     arranged = objective.arrange(tokens, model.tokenizer, np.zeros(n_cells, dtype=np.int64), epoch=0, seed=0)
     return {name: tensor[:, :longest].contiguous() for name, tensor in cast(dict[str, torch.Tensor], arranged).items()}
 

@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from scforge.errors import DataError, MissingFileError, ModelFileError, OptionEr
 from scforge.estimators.card import CardFacts
 from scforge.estimators.serialize import ADAPTER, load_weights, read_description, sealed
 from scforge.estimators.setup import bare_registry
-from scforge.estimators.spec import Tuning, check_freeze, named_options
+from scforge.estimators.spec import FineTuneSpec, check_freeze, named_options
 from scforge.finetuning.adapters import base_state, digest_of, is_adapter, load_base, lora_options, merged
 from scforge.finetuning.base import TASKS, Task, get_task
 from scforge.finetuning.held_out import CellMarks, SeenCells
@@ -79,22 +79,21 @@ def finetune(
     model: CellModel,
     task: str | Mapping[str, Any],
     source: Any,
-    *,
-    labels_key: str | None,
-    batch_key: str | None,
-    validation_size: float,
-    test_size: float,
-    split_by: str | None,
-    split_key: str | None,
-    freeze: bool | int,
-    lora: bool | Mapping[str, Any],
-    head: Mapping[str, Any] | None,
-    seed: int | None,
     options: dict[str, Any],
+    *,
+    labels_key: str | None = None,
+    batch_key: str | None = None,
+    validation_size: float = 0.1,
+    test_size: float = 0.1,
+    freeze: bool | int = False,
+    lora: bool | Mapping[str, Any] = False,
+    head: Mapping[str, Any] | None = None,
+    seed: int | None = None,
+    split_by: str | None = None,
+    split_key: str | None = None,
 ) -> CellModel:
-    """Do what :meth:`scforge.models.Encoder.finetune` says, up to a model that is ready to train with ``options``."""
+    """Make the model of :meth:`scforge.models.Encoder.finetune`, ready to train with the `options` that are left."""
     check_shares(validation_size, test_size)
-    validation_size, test_size = float(validation_size), float(test_size)
     check_freeze(freeze, lora, options.get("gradual_unfreezing"))
     freeze = freeze if isinstance(freeze, bool) else int(freeze)  # numbers of NumPy cannot be saved
     check_filled(model.module)
@@ -106,22 +105,19 @@ def finetune(
     )
     cells = model._open(source)
     how: dict[str, Any] = {
-        "validation_size": validation_size,
-        "test_size": test_size,
+        "validation_size": float(validation_size),
+        "test_size": float(test_size),
         "split_by": split_by,
         "split_key": split_key,
         "seed": seed,
     }
     split = make_split(get_task(name, **task_options), cells, **how)
     seen = SeenCells(split, CellMarks.of(cells), model._learned or CellMarks.none())
-    column = _of_rows(cells, split.train)
-    task_options |= get_task(name, **task_options).options_from(column)
+    task_options |= get_task(name, **task_options).options_from(lambda key: cells.column(key).iloc[split.train])
     get_task(name, **task_options).check_split(cells.column, split)
-    encoder = merged(model.backbone)
-    n_latent = embed(
-        model.module, cells, model.tokenizer, objective=model.spec.build_objective(), rows=split.train[:1]
-    ).shape[1]
-    tuning = Tuning(
+    encoder = merged(model._backbone)
+    n_latent = embed(model.module, cells, model.tokenizer, objective=model.objective, rows=split.train[:1]).shape[1]
+    tuning = FineTuneSpec(
         task=name,
         task_options=get_task(name, **task_options).config(),
         n_latent=n_latent,
@@ -140,9 +136,10 @@ def finetune(
         )
     parts = replace(model.spec, tuning=None).to_json()
     tuned = type(model)._of_parts(parts, model.vocab, seed=seed, tuning=tuning, **data)
-    load_base(tuned.backbone, base_state(encoder))
+    load_base(tuned._backbone, base_state(encoder))
     tuned.module.to(model.device)
     tuned._seen, tuned._base = seen, model
+    tuned._opened = model._opened
     return tuned
 
 
@@ -153,8 +150,8 @@ def _task_options(
     setup: Mapping[str, Any],
 ) -> tuple[str, dict[str, Any]]:
     """Return name and options of the task; take its options out of `options`, which train gets."""
-    if not isinstance(task, str | Mapping) or (not isinstance(task, str) and "name" not in task):
-        raise OptionError(f"task={task!r} is neither a name nor a dict with 'name' and options; see list_tasks().")
+    if isinstance(task, Mapping) and "name" not in task:
+        raise OptionError(f"task={task!r} has no 'name'; see scforge.finetuning.list_tasks().")
     name, found = named_options("task", dict(task) if isinstance(task, Mapping) else task, "")
     cls = TASKS.get(name)
     known = cls.option_names()
@@ -164,16 +161,11 @@ def _task_options(
     check_options(
         "option of finetune", name, [key for key in options if key not in of_trainer], sorted({*known, *of_train})
     )
-    for key in list(options):
-        if key in known:
-            if key in found:
-                raise OptionError(f"{key} is given in task and beside it; give it once.")
-            found[key] = options.pop(key)
-    if "validation_size" in options or "datamodule" in options:
+    if "datamodule" in options:
         raise OptionError("datamodule is of no use to finetune; pass the cells, or the path of a store, as adata.")
-    for key, value in common.items():
-        if value is None:
-            continue
+    beside = {key: value for key, value in common.items() if value is not None}
+    beside |= {key: options.pop(key) for key in list(options) if key in known}
+    for key, value in beside.items():
         if key not in known:
             raise OptionError(f"{key}={value!r} is of no use to the task {name!r}; leave it out.")
         if key in found:
@@ -204,8 +196,8 @@ def make_split(
 
     usable = task.usable(column)
     if usable is not None and not np.any(usable):
-        said = " and ".join(f"{name}={value!r}" for value, name in names.items())
-        raise DataError(f"{said or 'the task'} leaves no cell to train on; choose another column or other cells.")
+        named = " and ".join(f"{name}={value!r}" for value, name in names.items())
+        raise DataError(f"{named or 'the task'} leaves no cell to train on; choose another column or other cells.")
     if split_key is not None:
         if split_by is not None:
             raise OptionError(f"split_by={split_by!r} has no use beside split_key={split_key!r}; give one of them.")
@@ -224,30 +216,21 @@ def make_split(
     )
 
 
-def _of_rows(cells: Cells, rows: np.ndarray) -> Callable[[str], pd.Series]:
-    def column(key: str) -> pd.Series:
-        return cells.column(key).iloc[rows]
-
-    return column
-
-
 def set_up(
     model: CellModel, adata: AnnData, setup: Mapping[str, Any], labels_key: str | None, batch_key: str | None
 ) -> AnnData:
     """Set an AnnData up for the fine-tuned model, with the columns it is about."""
     there = model._setup_of(adata)
+    labels = labels_key or setup.get("labels_key")
+    batch = batch_key or inherited_batch_key(adata.obs, setup.get("batch_key"))
+    if batch not in adata.obs or adata.obs[batch].isna().any():
+        batch = None  # cells without batch may take no part in a task, but cannot be registered
     wanted = {
         "layer": setup.get("layer"),
         "gene_key": setup.get("gene_key"),
-        "labels_key": labels_key or setup.get("labels_key"),
-        "batch_key": batch_key or inherited_batch_key(adata.obs, setup.get("batch_key")),
+        "labels_key": labels if labels in adata.obs else None,
+        "batch_key": batch,
     }
-    for key in ("labels_key", "batch_key"):
-        if wanted[key] is not None and wanted[key] not in adata.obs:
-            wanted[key] = None  # of the data that the base model was trained on
-    batch = wanted["batch_key"]
-    if batch is not None and adata.obs[batch].isna().any():
-        wanted["batch_key"] = None  # cells without batch may take no part in a task, but cannot be registered
     if there is None or any(there.get(key) != value for key, value in wanted.items()):
         type(model).setup_anndata(adata, **wanted)
     return adata
@@ -262,7 +245,7 @@ def own_cells(owner: CellModel | None) -> Any:
     """Return the cells of the reference model."""
     if owner is None:
         raise OptionError(
-            "the reference is not at hand, because the query model was loaded; pass reference=, its labelled cells or "
+            "the reference is not at hand, because the query model was loaded; pass reference=, its labeled cells or "
             "the reference model."
         )
     if owner.adata is None and owner._data is None:
@@ -285,7 +268,7 @@ def with_batches_of(cells: Cells, key: str, known: list[str]) -> dict[str, Any]:
 
 def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
     """Return a copy of a model whose decoder knows further batches, which begin at the mean of its own."""
-    spec, own = reference.spec, merged(reference.backbone)
+    spec, own = reference.spec, merged(reference._backbone)
     sizes = {**spec.model_options, "n_batches": len(found["batches"])}
     objective = {**spec.objective_options, **found}
     parts = replace(spec, tuning=None, model_options=sizes, objective_options=objective).to_json()
@@ -302,54 +285,18 @@ def with_room(reference: CellModel, found: dict[str, Any]) -> CellModel:
     return model
 
 
-def weighted_vote(
-    landmarks: np.ndarray, codes: np.ndarray, cells: np.ndarray, n_classes: int, n_neighbors: int
-) -> np.ndarray:
-    """Return the share of each class in the votes of the nearest landmarks.
-
-    A vote weighs ``exp(-d^2 / (2 s^2))``, with d the distance and s its mean over the neighbours of the cell.
-
-    Parameters
-    ----------
-    landmarks
-        Embedding of the reference cells, shape (M, D).
-    codes
-        Their classes, integer, shape (M,).
-    cells
-        Embedding of the query cells, shape (N, D).
-    n_classes
-        Number of classes C.
-    n_neighbors
-        Neighbours K that vote.
-
-    Returns
-    -------
-    Float64, shape (N, C); rows sum to 1.
-
-    Examples
-    --------
-    >>> landmarks = np.array([[0.0], [1.0], [10.0]])
-    >>> weighted_vote(landmarks, np.array([0, 0, 1]), np.array([[0.5]]), 2, 2)
-    array([[1., 0.]])
-    """
-    from sklearn.neighbors import NearestNeighbors
-
-    search = NearestNeighbors(n_neighbors=min(n_neighbors, len(landmarks))).fit(landmarks)
-    distances, neighbours = search.kneighbors(cells)
-    # Cells that lie on all their neighbours count each the same.
+def votes_of(distances: np.ndarray) -> np.ndarray:
+    """Return the weights of votes, ``exp(-d^2 / (2 s^2))`` with s the mean of the distances of a cell, shape (N, K)."""
+    # Cells that lie on all their neighbors count each the same.
     scale = np.maximum(distances.mean(axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    weights = np.exp(-0.5 * np.square(distances / scale))
-    places = np.arange(len(cells))[:, None] * n_classes + codes[neighbours]
-    votes = np.bincount(places.ravel(), weights.ravel(), minlength=len(cells) * n_classes)
-    votes = votes.reshape(len(cells), n_classes)
-    return votes / votes.sum(axis=1, keepdims=True)
+    return np.exp(-0.5 * np.square(distances / scale))
 
 
 _CONFIG, _WEIGHTS = "adapter.json", "adapter.safetensors"
 
 
 def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrite: bool) -> None:
-    """Do what :meth:`scforge.models.Encoder.save_adapter` says."""
+    """Save the adapters and the head of a model that was fine-tuned with ``lora``."""
     tuning = model.spec.tuning
     if tuning is None or tuning.lora is None:
         raise OptionError("the model has no adapters to save; fine-tune with lora=True, or save all of it with save().")
@@ -376,27 +323,22 @@ def save_adapter(model: CellModel, dir_path: str | os.PathLike[str], *, overwrit
         (folder / _CONFIG).write_text(sealed(content), encoding="utf-8")
 
 
-def load_adapter(
-    cls: Any, base: CellModel, dir_path: str | os.PathLike[str], adata: AnnData | None, *, share: bool
-) -> CellModel:
-    """Do what :meth:`scforge.models.Encoder.load_adapter` says."""
+def load_adapter(cls: Any, base: CellModel, folder: Path, adata: AnnData | None) -> CellModel:
+    """Put adapters and a head on the model that they were trained on, whose weights they share."""
     cls = type(base) if issubclass(type(base), cls) else cls
-    folder = Path(dir_path)
     if not (folder / _CONFIG).is_file() or not (folder / _WEIGHTS).is_file():
-        raise MissingFileError(
-            f"dir_path={str(dir_path)!r} holds no adapter; give the folder that save_adapter() wrote."
-        )
+        raise MissingFileError(f"dir_path={str(folder)!r} has no {_CONFIG} or {_WEIGHTS}; copy the adapter again.")
     content = read_description(ADAPTER, folder / _CONFIG)
     n_epochs, history, vocab, seed = (content[key] for key in ("n_epochs", "history", "vocab", "seed"))
     weights = read_weights(folder / _WEIGHTS)
     if sha256_of(folder / _WEIGHTS) != content["sha256"]:
         raise ModelFileError(f"{str(folder / _WEIGHTS)!r} is corrupted: its checksum is another one; copy it again.")
-    encoder = merged(base.backbone)
+    encoder = merged(base._backbone)
     if vocab != base.vocab.hash or digest_of(encoder) != content["tuning"]["base"].get("sha256"):
         raise ModelFileError(
-            f"the adapter {str(dir_path)!r} was trained on another base model (other weights or genes); load that one."
+            f"the adapter {str(folder)!r} was trained on another base model (other weights or genes); load that one."
         )
-    tuning = Tuning.from_json(content["tuning"], source=str(dir_path))
+    tuning = FineTuneSpec.from_json(content["tuning"], source=str(folder))
     assert tuning is not None
     adata = base.adata if adata is None else cls._set_up_as(adata, base._setup)
     if adata is not None and cls._setup_of(adata) is None:
@@ -406,14 +348,14 @@ def load_adapter(
     registry = bare_registry(cls.__name__, dict(base._setup)) if adata is None else None
     parts = replace(base.spec, tuning=None).to_json()
     # The same memory, but parameters of their own, which can be frozen, or put on another device.
-    shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in encoder.parameters()} if share else {}
+    shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in encoder.parameters()}
     on_base = replace(tuning, backbone=copy.deepcopy(encoder, shared))
     model: CellModel = cls._of_parts(parts, base.vocab, adata=adata, registry=registry, seed=seed, tuning=on_base)
     model._spec = replace(model._spec, tuning=tuning)  # another module of this description is a new one
-    load_weights(model.module, weights, source=str(dir_path), adapters=True)
+    load_weights(model.module, weights, source=str(folder), adapters=True)
     model.module.to(torch.device(base.device)).eval()
     model.is_trained_, model.n_epochs_, model._base = True, n_epochs, base
     model._seen = SeenCells.load(folder, tuning.split.get("cells"))
     model._extend_history(history)
-    model._facts = CardFacts.from_json(content.get("card"), source=str(dir_path))
+    model._facts = CardFacts.from_json(content.get("card"), source=str(folder))
     return model

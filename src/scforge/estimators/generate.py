@@ -16,16 +16,13 @@ from scipy import sparse
 
 from scforge._checks import check_count, check_positive, check_seed
 from scforge._constants import UNS_KEY
-from scforge.data.genes import GeneMap
 from scforge.data.vocab import GeneVocab
 from scforge.errors import DataError, NotTrainedWarning, OptionError, did_you_mean, listing, warn
-from scforge.estimators.interpret import unknown_genes
+from scforge.estimators.interpret import gene_numbers
 from scforge.models.components.gene_vectors import check_filled
 from scforge.models.protocol import GeneratingModule
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from scforge.data.cells import Cells
     from scforge.estimators.base import CellModel
     from scforge.models.protocol import GeneratedCells
@@ -34,9 +31,7 @@ if TYPE_CHECKING:
 
 
 Prompt = dict[str, torch.Tensor]
-
-_LEARNS = {"scdiva": "masked_diffusion"}
-"""What an architecture learns to generate cells by, where it is not the next gene."""
+"""``input_ids``, ``values`` and ``attention_mask`` of shape (B, P)."""
 
 
 def generate_with(
@@ -45,120 +40,46 @@ def generate_with(
     *,
     prompt: Sequence[str] | Mapping[str, float] | AnnData | None,
     condition: str | Sequence[str | None] | None,
+    batch_size: int,
     **options: Any,
 ) -> AnnData:
-    """Do what :meth:`scforge.models.Encoder.generate` says."""
-    module: Any = model.backbone
-    tokenizer, spec = model.tokenizer, model.spec
-    if not isinstance(model.backbone, GeneratingModule):
-        raise OptionError(
-            f"the architecture {spec.architecture!r} generates no cells; choose 'autoregressive_transformer', or "
-            "'scdiva' with objective='masked_diffusion'."
-        )
-    check_filled(module)
+    """Generate cells as :meth:`scforge.models.Encoder.generate` does."""
+    module: Any = model._backbone
+    tokenizer, objective = model.tokenizer, model._pretraining
+    check_generates(model)
     check_seed(options["seed"])
-    if n_cells is not None and not isinstance(n_cells, numbers.Integral):
-        aim = "pass it as prompt= to go on with its cells" if isinstance(n_cells, AnnData) else "give a whole number"
-        raise OptionError(f"n_cells={_shown(n_cells)} is no number of cells; {aim}.")
-    if isinstance(prompt, AnnData) and n_cells is not None:
-        raise OptionError(f"n_cells={n_cells!r} but prompt is AnnData, which says how many; leave n_cells out.")
-    if n_cells is None and not isinstance(prompt, AnnData):
-        raise OptionError("n_cells=None; say how many cells to generate.")
-    check_count("n_cells", 1 if n_cells is None else n_cells, "cells")
+    check_count("batch_size", batch_size, "cells")
+    if isinstance(prompt, AnnData):
+        if n_cells is not None:
+            raise OptionError(f"n_cells={n_cells!r} but prompt is AnnData, which says how many; leave n_cells out.")
+    elif not isinstance(n_cells, numbers.Integral):
+        raise OptionError(
+            f"n_cells={_shown(n_cells)} is no number of cells; give a whole number, or cells to go on with as prompt=."
+        )
+    else:
+        check_count("n_cells", n_cells, "cells")
     if not model.is_trained_:
         warn("The model is not trained; what it generates is random.", NotTrainedWarning)
-    objective, tokens = spec.build_pretraining(), None
-    if not objective.generates:
-        raise OptionError(
-            f"the model was made for the objective {spec.objective!r}, which does not learn to generate cells; "
-            f"make one for {_LEARNS.get(spec.architecture, 'next_gene_prediction')!r}."
-        )
-    if spec.tuning is not None and spec.tuning.task != "adaptation":
-        raise OptionError(
-            f"the model was fine-tuned for {spec.tuning.task!r}, which what generates cells has not followed; call the "
-            "model that it was made of."
-        )
-    unmasks = _unmasks(objective)
-    if unmasks and options["max_len"] is not None:
-        check_count("max_len", options["max_len"], "tokens")
-        most = tokenizer.vocab.n_genes + tokenizer.append_cls
-        if module.mode == "tokens":
-            most = min(most, module.max_tokens)
-        if options["max_len"] > most:
-            raise OptionError(f"max_len={options['max_len']} but the model has room for {most} tokens; lower it.")
-    if options["n_steps"] is not None and not unmasks:
-        raise OptionError(f"n_steps={options['n_steps']!r} is for models of 'masked_diffusion'; leave it out.")
-    if not unmasks and not tokenizer.append_eos and options.get("max_len") is None:
-        raise OptionError(
-            "max_len=None but cells of this model have no end (append_eos=False of the tokenizer); say how many tokens "
-            "to generate."
-        )
-    if not unmasks and prompt is None and not tokenizer.append_cls:
-        raise OptionError(
-            "prompt=None but the cells of the model have no CLS token to begin with (append_cls=False of the "
-            f"tokenizer); name a first gene with its value, such as prompt={{{tokenizer.vocab.genes[0]!r}: 1.0}}."
-        )
-    cells = model.cells(prompt) if isinstance(prompt, AnnData) else None
-    n = len(cells) if cells is not None else int(n_cells or 0)
-    if cells is not None:
+    unmasks = objective.denoises_values
+    if unmasks:
+        _check_unmasking(module, tokenizer, options["max_len"], condition, model.spec.objective)
+    else:
+        _check_next_genes(tokenizer, prompt, options)
+    tokens = None
+    if isinstance(prompt, AnnData):
+        cells = model._cells(prompt)
+        n_cells = len(cells)
         tokens = prompt_of_cells(cells, tokenizer, objective, options["seed"])
         if not unmasks and not bool(tokens["attention_mask"].any(dim=1).all()):
             row = int(tokens["attention_mask"].any(dim=1).logical_not().nonzero()[0])
             raise DataError(f"prompt has no counts in cell {row}, and the model no CLS token to begin with; remove it.")
     elif prompt is not None:
         bin_values = None if unmasks else module.bin_values.cpu().numpy()
-        tokens = prompt_of_genes(prompt, n, tokenizer, objective, bin_values, options["seed"])
-    if unmasks and not _is_missing(condition):
-        raise OptionError(f"condition={_shown(condition)} but {spec.objective!r} learns no classes; leave it out.")
-    classes = class_numbers(condition, getattr(objective, "conditions", None), n)
-    adata = generate_adata(module, tokenizer, n, prompt=tokens, condition=classes, unmasks=unmasks, **options)
-    if isinstance(prompt, AnnData):
-        adata.obs_names = prompt.obs_names
-    if classes is not None:
-        names = objective.conditions  # type: ignore[attr-defined]
-        adata.obs[objective.condition_key] = pd.Categorical.from_codes(classes - 1, names)  # type: ignore[attr-defined]
-    made_with = model.made_with() | options | {"prompt": None if prompt is None else type(prompt).__name__}
-    # There is no None in h5ad.
-    adata.uns[UNS_KEY] = {"generated": {name: value for name, value in made_with.items() if value is not None}}
-    return adata
-
-
-def generate_adata(
-    module: nn.Module,
-    tokenizer: Tokenizer,
-    n_cells: int,
-    *,
-    prompt: Prompt | None,
-    condition: np.ndarray | None,
-    batch_size: int,
-    unmasks: bool = False,
-    n_steps: int | None = None,
-    **options: Any,
-) -> AnnData:
-    """Generate cells, some at a time, and return them as AnnData: ``X`` with values, and ``layers["bins"]`` of bins.
-
-    Parameters
-    ----------
-    module
-        An architecture with ``generate``.
-    tokenizer
-        Its tokenizer.
-    n_cells
-        Number of cells B.
-    prompt
-        ``input_ids``, ``values`` and ``attention_mask`` of shape (B, P), see
-        :func:`scforge.models.autoregressive.generate_cells`.
-    condition
-        Number of the class of each cell, int64, shape (B,).
-    batch_size
-        Cells at a time.
-    unmasks
-        Whether the architecture unmasks cells, in `n_steps` steps; else it makes them token by token.
-    **options
-        ``temperature``, ``top_k``, ``max_len`` and ``seed`` of ``generate``.
-    """
-    check_count("batch_size", batch_size, "cells")
-    vocab, parts = tokenizer.vocab, []
+        tokens = _prompt_of_genes(prompt, int(n_cells or 0), model, bin_values, options["seed"])
+    n_cells = int(n_cells or 0)
+    classes = class_numbers(condition, getattr(objective, "conditions", None), n_cells)
+    vocab, parts, asked = tokenizer.vocab, [], dict(options)
+    n_steps = options.pop("n_steps")
     if unmasks:
         options |= {"n_tokens": options.pop("max_len"), "mask_id": vocab.mask_id}
         options |= {} if n_steps is None else {"n_steps": n_steps}
@@ -166,22 +87,71 @@ def generate_adata(
         options |= {"eos_id": vocab.eos_id if tokenizer.append_eos else None, "n_special": vocab.n_special}
     for start in range(0, n_cells, batch_size):
         some = slice(start, min(start + batch_size, n_cells))
-        classes = {} if condition is None else {"condition": torch.from_numpy(condition[some])}
-        cells = module.generate(
+        cells_of_batch = module.generate(
             some.stop - some.start,
-            None if prompt is None else {name: tensor[some] for name, tensor in prompt.items()},
+            None if tokens is None else {name: tensor[some] for name, tensor in tokens.items()},
             first_id=vocab.cls_id if tokenizer.append_cls else None,
             first_cell=start,
-            **classes,
+            **({} if classes is None else {"condition": torch.from_numpy(classes[some])}),
             **options,
         )
-        parts.append(_matrices(cells, vocab))
+        parts.append(_matrices(cells_of_batch, vocab))
     values, bins = (sparse.vstack(blocks, format="csr") for blocks in zip(*parts, strict=True))
     var = pd.DataFrame(index=pd.Index(vocab.genes, dtype=str))
     if vocab.symbols is not None:
         var["symbol"] = list(vocab.symbols)
-    obs = pd.DataFrame({"n_genes": np.diff(values.indptr)}, index=[f"generated_{i}" for i in range(n_cells)])
-    return AnnData(X=values, obs=obs, var=var, layers=None if unmasks else {"bins": bins})
+    names = prompt.obs_names if isinstance(prompt, AnnData) else [f"generated_{i}" for i in range(n_cells)]
+    obs = pd.DataFrame({"n_genes": np.diff(values.indptr)}, index=names)
+    adata = AnnData(X=values, obs=obs, var=var, layers=None if unmasks else {"bins": bins})
+    if classes is not None:
+        of_cells: Any = objective
+        adata.obs[of_cells.condition_key] = pd.Categorical.from_codes(classes - 1, of_cells.conditions)
+    prompt_type = None if prompt is None else type(prompt).__name__
+    facts = {**model._made_with(), **asked, "batch_size": batch_size, "prompt": prompt_type}
+    # There is no None in h5ad.
+    adata.uns[UNS_KEY] = {"generated": {name: value for name, value in facts.items() if value is not None}}
+    return adata
+
+
+def check_generates(model: CellModel) -> None:
+    """Raise unless architecture, objective and fine-tuning are those of a model that generates cells."""
+    spec, module = model.spec, model._backbone
+    if not isinstance(module, GeneratingModule) or not model._pretraining.generates:
+        raise OptionError(
+            f"a model of {spec.architecture!r} and {spec.objective!r} generates no cells; choose "
+            "'autoregressive_transformer' with 'next_gene_prediction', or 'scdiva' with 'masked_diffusion'."
+        )
+    check_filled(module)
+    if spec.tuning is not None and spec.tuning.task != "adaptation":
+        raise OptionError(
+            f"the model was fine-tuned for {spec.tuning.task!r}, which what generates cells has not followed; call the "
+            "model that it was made of."
+        )
+
+
+def _check_unmasking(module: Any, tokenizer: Tokenizer, max_len: int | None, condition: Any, objective: str) -> None:
+    """Raise unless a model that unmasks cells can do so with these options."""
+    if max_len is not None:
+        check_count("max_len", max_len, "tokens")
+        room = tokenizer.vocab.n_genes + tokenizer.append_cls
+        room = min(room, getattr(module, "max_generated", None) or room)
+        if max_len > room:
+            raise OptionError(f"max_len={max_len} but the model has room for {room} tokens; lower it.")
+    if not _is_missing(condition):
+        raise OptionError(f"condition={_shown(condition)} but {objective!r} learns no classes; leave it out.")
+
+
+def _check_next_genes(tokenizer: Tokenizer, prompt: Any, options: Mapping[str, Any]) -> None:
+    """Raise unless a model that makes cells token by token can begin and end them."""
+    if options["n_steps"] is not None:
+        raise OptionError(f"n_steps={options['n_steps']!r} is for models of 'masked_diffusion'; leave it out.")
+    if not tokenizer.append_eos and options["max_len"] is None:
+        raise OptionError("max_len=None but cells of this model have no end; say how many tokens to generate.")
+    if prompt is None and not tokenizer.append_cls:
+        raise OptionError(
+            "prompt=None but the cells of the model have no CLS token to begin with; name a first gene with its value, "
+            f"such as prompt={{{tokenizer.vocab.genes[0]!r}: 1.0}}."
+        )
 
 
 def _matrices(cells: GeneratedCells, vocab: GeneVocab) -> tuple[sparse.csr_matrix, sparse.csr_matrix]:
@@ -196,43 +166,25 @@ def _matrices(cells: GeneratedCells, vocab: GeneVocab) -> tuple[sparse.csr_matri
     )
 
 
-def prompt_of_genes(
-    genes: Sequence[str] | Mapping[str, float],
-    n_cells: int,
-    tokenizer: Tokenizer,
-    objective: Objective,
-    bin_values: np.ndarray | None,
-    seed: int,
+def _prompt_of_genes(
+    genes: Sequence[str] | Mapping[str, float], n_cells: int, model: CellModel, bin_values: np.ndarray | None, seed: int
 ) -> Prompt:
     """Return a prompt of named genes for each of `n_cells` cells.
 
     A list keeps its order, and its values are drawn. A mapping gives values, each of which becomes the bin that stands
     for the nearest (without `bin_values` it stays), and its genes come in the order of the objective.
     """
+    tokenizer, objective = model.tokenizer, model._pretraining
     # A set has no order that stays, and of a Series either names or values could be meant.
-    listed = isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) and not isinstance(genes, (str, bytes))
-    names = list(genes) if listed else []
-    if not names or not all(isinstance(name, str) for name in names):
-        hint = {set: "; a set has no order", pd.Series: "; use to_list() or to_dict()"}.get(type(genes), "")
-        raise OptionError(
-            f"prompt={_shown(genes)} is neither a list of genes, nor a mapping of genes to values, nor AnnData{hint}."
-        )
+    if not isinstance(genes, (Sequence, Mapping, np.ndarray, pd.Index)) or isinstance(genes, (str, bytes)):
+        raise OptionError(f"prompt={_shown(genes)} is no list of genes, no dict of genes to values, and no AnnData.")
     if bin_values is not None and not isinstance(genes, Mapping) and not tokenizer.append_cls:
         raise OptionError(
             f"prompt={_shown(genes)} gives no values, but the model has no CLS token (append_cls=False of the "
-            f"tokenizer) to draw the first from; give them, such as prompt={{{names[0]!r}: 1.0}}."
+            f"tokenizer) to draw the first from; give them, such as prompt={{{tokenizer.vocab.genes[0]!r}: 1.0}}."
         )
-    vocab = tokenizer.vocab
-    index = GeneMap.of(names, vocab).columns
-    if (index < 0).any():
-        raise OptionError(unknown_genes("prompt", [name for name, i in zip(names, index, strict=True) if i < 0], vocab))
-    seen: dict[int, str] = {}
-    for number, name in zip(index.tolist(), names, strict=True):
-        if number in seen:
-            twice = f"{name!r} twice" if seen[number] == name else f"{seen[number]!r} and {name!r}, the same gene"
-            raise OptionError(f"prompt names {twice}; name each gene once.")
-        seen[number] = name
-    ids = torch.from_numpy(np.asarray(index, dtype=np.int64) + vocab.n_special).expand(n_cells, -1)
+    index = gene_numbers(model, list(genes), argument="prompt")
+    ids = torch.from_numpy(index.astype(np.int64) + tokenizer.vocab.n_special).expand(n_cells, -1)
     values = torch.full(ids.shape, torch.nan)
     batch = {"input_ids": ids, "values": values, "attention_mask": torch.ones_like(ids, dtype=torch.bool)}
     if isinstance(genes, Mapping):
@@ -264,9 +216,7 @@ def prompt_of_cells(cells: Cells, tokenizer: Tokenizer, objective: Objective, se
     return {"input_ids": tokens["input_ids"], "values": tokens["values"], "attention_mask": mask}
 
 
-def class_numbers(
-    condition: str | Sequence[str | None] | None, conditions: Sequence[str] | None, n_cells: int
-) -> np.ndarray | None:
+def class_numbers(condition: Any, conditions: Sequence[str] | None, n_cells: int) -> np.ndarray | None:
     """Return the number of the class of each cell, int64, shape (B,); None for no classes."""
     if _is_missing(condition):
         return None
@@ -275,28 +225,18 @@ def class_numbers(
             f"condition={_shown(condition)} but the model knows no classes; make it with "
             "objective={'name': 'next_gene_prediction', 'condition_key': ...}."
         )
-    columns = (Sequence, np.ndarray, pd.Series, pd.Index, pd.api.extensions.ExtensionArray)
-    if not isinstance(condition, columns) or isinstance(condition, bytes):
-        raise OptionError(
-            f"condition={_shown(condition)} is neither the name of a class nor a list of names, one for each cell"
-            f"{did_you_mean(condition, conditions) if isinstance(condition, numbers.Number) else ''}."
-        )
-    names = [condition] * n_cells if isinstance(condition, str) else list(condition)
+    if not pd.api.types.is_list_like(condition):
+        condition = str(condition)
+    names: list[Any] = [condition] * n_cells if isinstance(condition, str) else list(condition)
     if len(names) != n_cells:
         raise OptionError(f"condition has {len(names)} classes for {n_cells} cells; give one name, or one for each.")
-    names = [None if _is_missing(name) else name for name in names]
-    number: dict[Any, int] = {None: 0, **{name: i + 1 for i, name in enumerate(conditions)}}
-    for name in names:
-        if not (name is None or isinstance(name, str)) or name not in number:
-            raise OptionError(
-                f"condition={_shown(name)} is no class of the model{did_you_mean(name, conditions)} "
-                f"(known: {listing(conditions)})"
-            )
-    return np.array([number[name] for name in names], dtype=np.int64)
-
-
-def _unmasks(objective: Objective) -> bool:
-    return bool(getattr(objective, "denoises_values", False))
+    numbers_of = {name: i + 1 for i, name in enumerate(conditions)}
+    if unknown := [name for name in names if not _is_missing(name) and name not in numbers_of]:
+        raise OptionError(
+            f"condition={_shown(unknown[0])} is no class of the model{did_you_mean(unknown[0], conditions)} "
+            f"(known: {listing(conditions)})"
+        )
+    return np.array([0 if _is_missing(name) else numbers_of[name] for name in names], dtype=np.int64)
 
 
 def _is_missing(name: Any) -> bool:
@@ -305,6 +245,6 @@ def _is_missing(name: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for an error of one line: itself if it is short, else what it is."""
+    """Return a value for an error of one line: itself if it is plain, else what it is."""
     plain = isinstance(value, (str, bytes, numbers.Number, list, tuple, dict, set)) or value is None
     return reprlib.repr(value) if plain else type(value).__name__

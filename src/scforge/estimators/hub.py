@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from scforge._io import atomic_write_text
+from scforge._io import atomic_write_text, read_settled
 from scforge.errors import MissingFileError, ModelFileError, NotTrainedWarning, OptionError, warn
 from scforge.estimators.card import CardFacts, Origin
-from scforge.estimators.finetune import save_adapter
+from scforge.estimators.finetune import load_adapter, save_adapter
 from scforge.estimators.serialize import ADAPTER, read_description
 from scforge.hub.finding import FoundModel, find_model, is_registry_name, kind_of_folder
 from scforge.hub.uploading import send_model
@@ -90,14 +90,14 @@ def load_found(
     said
         How the user named it, the beginning of a message.
     adata, base, device
-        As for :meth:`scforge.models.Encoder.from_pretrained`.
+        As for :meth:`scforge.models.Encoder.load`.
     access
         Options of :func:`scforge.hub.resolve` for the model below adapters.
     """
     if kind_of_folder(found.folder) != "adapter":
         if base is not None:
             raise OptionError(f"base has no use where {said} is a whole model; leave it out.")
-        model = cls.load(found.folder, adata, device=device)
+        model = cls._load_folder(found.folder, adata, device)
         if found.repo_id is not None:
             model._origin = Origin(found.repo_id, found.commit, n_epochs=model.n_epochs_)
         elif found.name is not None:
@@ -105,7 +105,8 @@ def load_found(
         return model
     if base is None or isinstance(base, str | os.PathLike):
         base = _load_base(cls, found, said, base, device, access or {})
-    return cls.load_adapter(base, found.folder, None if adata is False else adata)
+    below, cells = base, None if adata is False else adata
+    return read_settled(found.folder, lambda: load_adapter(cls, below, found.folder, cells))
 
 
 def _load_base(

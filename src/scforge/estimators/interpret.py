@@ -14,7 +14,7 @@ import pandas as pd
 from anndata import AnnData
 from scipy import sparse
 
-from scforge._checks import check_count, check_seed
+from scforge._checks import check_seed
 from scforge._constants import UNS_KEY
 from scforge.data.cells import Cells, CellSource
 from scforge.data.checks import gene_names
@@ -38,12 +38,14 @@ type Source = AnnData | Cells | str | os.PathLike[str]
 type State = Mapping[str, Any] | tuple[str, Any]
 """A column of obs and the value (or a list of values) of some cells."""
 
-_MOST_GENES = 2000
-_LEAST_SHARE = 0.01
-_SHOWN = 5
+_MAX_GENES = 2000
+_MIN_SHARE = 0.01
+_MAX_NAMES = 5
 
 
-def gene_numbers(model: CellModel, genes: Sequence[str] | str, *, source: Any = None) -> np.ndarray:
+def gene_numbers(
+    model: CellModel, genes: Sequence[str] | str, *, source: Any = None, argument: str = "genes"
+) -> np.ndarray:
     """Return the index of each gene among those of the model, int32; `source` is what else may have the genes.
 
     Raises
@@ -55,34 +57,36 @@ def gene_numbers(model: CellModel, genes: Sequence[str] | str, *, source: Any = 
     """
     names = [genes] if isinstance(genes, str) else list(genes)
     if not names or not all(isinstance(name, str) for name in names):
-        raise OptionError(f"genes={names!r} is not a list of gene names; name at least one.")
+        raise OptionError(f"{argument}={names!r} is not a list of gene names; name at least one.")
     numbers = GeneMap.of(names, model.vocab).columns
     if unknown := [name for name, number in zip(names, numbers, strict=True) if number < 0]:
         source = model.adata if source is None else source
         measured: list[str] = []
         if isinstance(source, AnnData):
             measured = gene_names(source, (model._setup_of(source) or model._setup)["gene_key"]).tolist()
-        raise GeneMismatchError(unknown_genes("genes", unknown, model.vocab, measured))
+        raise GeneMismatchError(_unknown_genes(argument, unknown, model.vocab, measured))
     if twice := [names[i] for i in range(len(names)) if numbers[i] in numbers[:i]]:
-        raise OptionError(f"genes names {twice[0]!r} twice, maybe by another name of the gene; name each gene once.")
+        raise OptionError(
+            f"{argument} names {twice[0]!r} twice, maybe by another name of the gene; name each gene once."
+        )
     return numbers
 
 
-def unknown_genes(argument: str, unknown: list[str], vocab: GeneVocab, measured: Iterable[str] = ()) -> str:
+def _unknown_genes(argument: str, unknown: list[str], vocab: GeneVocab, measured: Iterable[str]) -> str:
     """Say which names are no genes of a model; a name is guessed only for one that is no gene at all."""
     in_data = set(measured)
     there = [name for name in unknown if name in in_data]
     tables = [names for species in SPECIES for names in (gene_table(species).ids, gene_table(species).symbols)]
     if known := there or [name for name in unknown if any(name in names for names in tables)]:
         return (
-            f"{argument} names {listing(known, most=_SHOWN)}, {'in adata but ' if there else ''}not among the model's "
-            f"{vocab.n_genes:,} genes; build the model with Encoder(adata, keep_genes={known[:_SHOWN]!r})."
+            f"{argument} names {listing(known, most=_MAX_NAMES)}, {'in adata but ' if there else ''}not among the "
+            f"model's {vocab.n_genes:,} genes; build the model with Encoder(adata, keep_genes={known[:_MAX_NAMES]!r})."
         )
     names = [*vocab.genes, *(vocab.symbols or ())]
-    hints = [did_you_mean(name, names).removeprefix("; did you mean ").rstrip("?") for name in unknown[:_SHOWN]]
+    hints = [did_you_mean(name, names).removeprefix("; did you mean ").rstrip("?") for name in unknown[:_MAX_NAMES]]
     near = ", ".join(hint for hint in hints if hint)
     return (
-        f"{argument} names {listing(unknown, most=_SHOWN)}, not among the {vocab.n_genes} genes of the model"
+        f"{argument} names {listing(unknown, most=_MAX_NAMES)}, not among the {vocab.n_genes} genes of the model"
         f"{f'; did you mean {near}?' if near else '; leave them out, or make a model with them.'}"
     )
 
@@ -90,11 +94,11 @@ def unknown_genes(argument: str, unknown: list[str], vocab: GeneVocab, measured:
 def widely_expressed(vocab: GeneVocab, cells: CellSource) -> np.ndarray:
     """Return the genes that at least 1 % of the cells express, the 2,000 most widely expressed at most, int32."""
     n_cells = np.bincount(cells.counts.indices, minlength=vocab.n_genes)
-    least = max(3, int(np.ceil(_LEAST_SHARE * len(cells))))
+    least = max(3, int(np.ceil(_MIN_SHARE * len(cells))))
     found = np.flatnonzero(n_cells >= least)
     if not len(found):
         raise DataError(f"no gene of the model is expressed in {least} of {len(cells)} cells; name genes.")
-    chosen = np.sort(found[np.argsort(-n_cells[found], kind="stable")[:_MOST_GENES]])
+    chosen = np.sort(found[np.argsort(-n_cells[found], kind="stable")[:_MAX_GENES]])
     if len(chosen) < len(found):
         warn(
             f"genes=None takes the {len(chosen)} most widely expressed of {len(found)} expressed genes; name genes for "
@@ -107,10 +111,8 @@ def gene_combinations(numbers: np.ndarray, size: bool | int) -> np.ndarray:
     """Return single genes (``False``) or all pairs (2) of them, shape (C, 1 or 2)."""
     if size is False:
         return numbers[:, None]
-    if size is True or size != 2:
-        raise OptionError(f"combinations={size!r} is not known; choose False for single genes, or 2 for pairs.")
-    if len(numbers) < 2:
-        raise OptionError("combinations=2 needs two genes at least; name more.")
+    if size is True or size != 2 or len(numbers) < 2:
+        raise OptionError(f"combinations={size!r}: choose False for single genes, or 2 for pairs of two genes or more.")
     return np.array(list(combinations_of(numbers.tolist(), 2)), dtype=np.int32)
 
 
@@ -174,6 +176,19 @@ def column_genes(model: CellModel, adata: AnnData) -> np.ndarray:
     return GeneMap.of(gene_names(adata, setup["gene_key"]), model.vocab).columns
 
 
+def expression_table(
+    model: CellModel, source: Any, values: np.ndarray, numbers: np.ndarray, key_added: str | None
+) -> pd.DataFrame:
+    """Return expression of genes of the model, and write it into ``adata.layers``: NaN in columns of other genes."""
+    index = source.obs_names if isinstance(source, AnnData) else pd.RangeIndex(len(values))
+    if key_added is not None and isinstance(source, AnnData):
+        place = np.full(model.vocab.n_genes + 1, -1)  # the last one: columns without a gene
+        place[numbers] = np.arange(len(numbers))
+        columns = place[column_genes(model, source)]
+        source.layers[key_added] = np.where(columns >= 0, values[:, columns], np.float32(np.nan))
+    return pd.DataFrame(values, index=index, columns=model.vocab.decode(numbers + model.vocab.n_special))
+
+
 def ready(model: CellModel, adata: Source | None, what: str, *, needs_cells: bool = True) -> Any:
     """Return what to read cells from (None if they are not needed), after a look at the model.
 
@@ -191,15 +206,18 @@ def note(model: CellModel, source: Any, key: str | None, asked: Mapping[str, Any
     if key is None or not isinstance(source, AnnData):
         return
     # There is no None in h5ad.
-    facts = {name: value for name, value in {**model.made_with(), **asked}.items() if value is not None}
+    facts = {name: value for name, value in {**model._made_with(), **asked}.items() if value is not None}
     source.uns[UNS_KEY] = {**source.uns.get(UNS_KEY, {}), key: {**facts, **tables}}
 
 
-def written_over_columns(matrix: sparse.csr_matrix, columns: np.ndarray, *, both: bool) -> sparse.csr_matrix:
-    """Return a matrix over genes of the vocabulary as one over columns of an AnnData; -1 for columns without a gene.
+def over_columns(
+    model: CellModel, adata: AnnData, matrix: sparse.csr_matrix, *, both: bool = False
+) -> sparse.csr_matrix:
+    """Return a matrix over genes of the vocabulary as one over the columns of an AnnData.
 
     Columns of one gene get the same numbers. With `both` the rows are genes as well.
     """
+    columns = column_genes(model, adata)
     known = np.flatnonzero(columns >= 0)
     shape = (matrix.shape[1], len(columns))
     spread = sparse.csr_matrix((np.ones(len(known), dtype=np.float32), (columns[known], known)), shape=shape)
@@ -208,11 +226,10 @@ def written_over_columns(matrix: sparse.csr_matrix, columns: np.ndarray, *, both
 
 def predicting(model: CellModel, adata: Source | None, batch_size: int, seed: int) -> tuple[Source, Objective]:
     """Return cells, and the objective of a model that predicts expression."""
-    check_count("batch_size", batch_size, "cells")
     check_seed(seed)
-    source, objective = ready(model, adata, "what it predicts is"), model.spec.build_pretraining()
+    source, objective = ready(model, adata, "what it predicts is"), model._pretraining
     check_predicts(objective)
-    if model.backbone is not model.module:
+    if model._backbone is not model.module:
         raise OptionError(
             "the model was fine-tuned, which what predicts its expression has not followed; call the model that it was "
             "made of."
@@ -230,7 +247,7 @@ def untrained_embedder(model: CellModel, batch_size: int) -> Callable[[Cells], n
     """Return what embeds cells with the architecture of a model and random weights."""
     module, tokenizer = model.spec.build_untrained(seed=0)
     module.to(next(model.module.parameters()).device)
-    return partial(embed, module, tokenizer=tokenizer, objective=model.spec.build_pretraining(), batch_size=batch_size)
+    return partial(embed, module, tokenizer=tokenizer, objective=model._pretraining, batch_size=batch_size)
 
 
 def lowest_fdr(results: pd.DataFrame, n_controls: int) -> float:
@@ -255,10 +272,8 @@ def starting(chosen: np.ndarray | None, there: np.ndarray | None, n_cells: int) 
     """Return the cells to perturb, bool, shape (N,)."""
     if chosen is None:
         chosen = np.ones(n_cells, dtype=np.bool_) if there is None else ~there
-    elif there is not None and (chosen & there).any():
-        raise OptionError("start and goal share cells, which are there already; choose others.")
-    if not chosen.any():
-        raise DataError("all cells are at the goal, so none is left to perturb; name cells with start=...")
+    if not chosen.any() or (there is not None and (chosen & there).any()):
+        raise DataError("start names cells that are at the goal already, or none is left; choose others.")
     return chosen
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import numbers as numeric
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -14,164 +13,24 @@ import torch
 from anndata import AnnData
 from torch import nn
 
-from scforge._checks import check_bool, check_count
+from scforge._checks import check_bool
 from scforge._constants import AUTO_KEY, TARGET_SUM
 from scforge._registry import check_options
 from scforge.errors import NotTrainedWarning, OptionError, did_you_mean, listing, warn
-from scforge.estimators.base import FROM_DATA, positions
+from scforge.estimators.base import positions
 from scforge.estimators.encoder import Encoder
-from scforge.estimators.interpret import column_genes, gene_numbers, ready
+from scforge.estimators.finetune import options_of
+from scforge.estimators.interpret import expression_table, gene_numbers, ready
 from scforge.finetuning.base import Predictor
 from scforge.finetuning.tasks.annotation import Annotation
 from scforge.models.protocol import ModelOutput
-from scforge.training.objectives.base import get_objective
+from scforge.training.objectives.base import OBJECTIVES
 from scforge.training.predict import run_over
 
 if TYPE_CHECKING:
-    from scforge.data.cells import Cells
-    from scforge.data.vocab import GeneVocab
-    from scforge.estimators.base import CellModel
     from scforge.estimators.interpret import Source
-    from scforge.estimators.spec import Tuning
     from scforge.finetuning.base import Task
-    from scforge.training.datamodule import CellDataModule
     from scforge.training.objectives.base import Objective
-
-
-_LEFT_OUT = ("self", "predictor", "adata", "key_added")
-_FOLLOWS = "adaptation"
-"""The one task that trains a model on by what it was pretrained for, all heads included."""
-
-
-def check_variational(model: CellModel) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless the variances of a model were trained."""
-    aim = model.spec.build_pretraining()
-    if not model.spec.model_options["variational"]:
-        raise OptionError("return_dist=True but the model was made with variational=False; make one without it.")
-    if not hasattr(aim, "beta"):
-        raise OptionError(
-            f"return_dist=True but the objective {model.spec.objective!r} trains no variances; make the model for "
-            "'variational'."
-        )
-    if not trains_latent(model):
-        raise OptionError(
-            f"return_dist=True but {model.spec.objective!r} with reconstruction_weight=0 trains no latent; make the "
-            "model with a higher one."
-        )
-    _check_follows(model, "return_dist=True")
-
-
-def trains_latent(model: CellModel) -> bool:
-    """Return whether what the model was made for trains its latent: masked diffusion only as it reconstructs."""
-    aim = model.spec.build_pretraining()
-    return bool(getattr(aim, "reconstruction_weight", 1.0)) or not getattr(aim, "denoises_values", False)
-
-
-def check_decodes(model: CellModel) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless the decoder of a model was trained."""
-    if not getattr(model.spec.build_pretraining(), "reconstruction_weight", 0.0):
-        raise OptionError(
-            f"the decoder of the model was not trained by the objective {model.spec.objective!r} with these options; "
-            "make the model for 'variational' with a reconstruction_weight."
-        )
-    _check_follows(model, "predicted expression")
-
-
-def _check_follows(model: CellModel, what: str) -> None:
-    tuning = model.spec.tuning
-    if tuning is not None and tuning.task != _FOLLOWS:
-        raise OptionError(
-            f"{what}: the model was fine-tuned for {tuning.task!r}, which its decoder and its variances have not "
-            "followed; call the model that it was made of."
-        )
-
-
-def posterior(model: CellModel, cells: Cells, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return means and variances of the posterior of each cell, float32, each of shape (N, L)."""
-
-    def compute(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        found = _module(model).infer(**batch)
-        return torch.cat([found["mu"].float(), found["logvar"].float().exp()], dim=1)
-
-    both = _run(model, cells, compute, batch_size)
-    n_latent = both.shape[1] // 2
-    return np.ascontiguousarray(both[:, :n_latent]), np.ascontiguousarray(both[:, n_latent:])
-
-
-def decoded(
-    model: CellModel,
-    cells: Cells,
-    genes: np.ndarray,
-    batches: np.ndarray | None,
-    *,
-    library_size: float | str,
-    batch_size: int,
-) -> np.ndarray:
-    """Return the expression that the decoder makes of the mean of each cell, float32, shape (N, number of genes).
-
-    Parameters
-    ----------
-    model, cells, batch_size
-        The model over the cells.
-    genes
-        Genes to return, index among those of the vocabulary.
-    batches
-        Numbers of the batches to average over; None for all that the model knows.
-    library_size
-        ``"log1p"``, or the number of counts that counts are given per.
-    """
-    scale = _scale_of(library_size)
-    columns = torch.from_numpy(np.asarray(genes, dtype=np.int64)).to(model.device)
-
-    def compute(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        module = _module(model)
-        latent = module.infer(**batch)["mu"]
-        if batches is None:
-            values = module.decode(latent)
-        else:
-            each = [
-                module.decode(latent, torch.full((len(latent),), int(number), device=latent.device))
-                for number in batches
-            ]
-            values = torch.stack(each).mean(dim=0)
-        values = values.float()[:, columns].clamp(min=0)
-        return values if scale is None else values.expm1() * scale
-
-    return _run(model, cells, compute, batch_size)
-
-
-def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | None) -> np.ndarray | None:
-    """Return the numbers of named batches, int64; None for no name.
-
-    Raises
-    ------
-    OptionError
-        If the model knows no batches, or not one of these.
-    """
-    if transform_batch is None:
-        return None
-    known = getattr(objective, "batches", None)
-    if "batches" not in objective.option_names():
-        raise OptionError(
-            f"transform_batch={transform_batch!r} but {type(objective).__name__} learns no batches; make the model for "
-            "'variational'."
-        )
-    if not known:
-        raise OptionError(
-            f"transform_batch={transform_batch!r} but the model knows no batches; call setup_anndata(adata, "
-            'batch_key="...") before it is made.'
-        )
-    names = [transform_batch] if pd.api.types.is_scalar(transform_batch) else list(transform_batch)
-    place = {name: number for number, name in enumerate(known)}
-    if not names:
-        raise OptionError(f"transform_batch={transform_batch!r} names no batch; name one, or None for all.")
-    for name in names:
-        if str(name) not in place:
-            raise OptionError(
-                f"transform_batch={name!r} is no batch of the model{did_you_mean(str(name), known)} (known: "
-                f"{listing(known)})"
-            )
-    return np.array([place[str(name)] for name in names], dtype=np.int64)
 
 
 def labels_task(objective: Objective) -> Annotation | None:
@@ -182,15 +41,32 @@ def labels_task(objective: Objective) -> Annotation | None:
     return Annotation(labels_key=key, classes=classes)
 
 
-def prediction_options(task: Any) -> list[str]:
-    """Return the names of the options of the ``predict`` of a task."""
-    return [name for name in inspect.signature(task.predict).parameters if name not in _LEFT_OUT]
+def batch_numbers(objective: Objective, transform_batch: str | Sequence[str] | None) -> list[int] | None:
+    """Return the numbers of named batches; None for no name.
 
-
-def predictor_of_labels(model: CellModel, cells: Cells, batch_size: int) -> Predictor:
-    """Return the annotation head of the architecture over cells, as tasks take it."""
-    classifier = _Classifier(_module(model))
-    return Predictor(classifier, model.tokenizer, model.spec.build_pretraining(), cells, batch_size)
+    Raises
+    ------
+    OptionError
+        If the model knows no batches, or not one of these.
+    """
+    if transform_batch is None:
+        return None
+    known = getattr(objective, "batches", None)
+    if not known:
+        raise OptionError(
+            f"transform_batch={transform_batch!r} but the model knows no batches; call setup_anndata(adata, "
+            "batch_key=\"...\"), then make the model for 'variational'."
+        )
+    names = [transform_batch] if pd.api.types.is_scalar(transform_batch) else list(transform_batch)
+    if not names:
+        raise OptionError(f"transform_batch={transform_batch!r} names no batch; name one, or None for all.")
+    for name in names:
+        if str(name) not in known:
+            raise OptionError(
+                f"transform_batch={name!r} is no batch of the model{did_you_mean(str(name), known)} (known: "
+                f"{listing(known)})"
+            )
+    return [known.index(str(name)) for name in names]
 
 
 class _Uncalibrated(nn.Module):
@@ -221,15 +97,6 @@ class _Classifier(nn.Module):
         return ModelOutput(logits=self.encoder.classify(latent), embeddings=latent)
 
 
-def _run(model: CellModel, cells: Cells, compute: Any, batch_size: int) -> np.ndarray:
-    objective = model.spec.build_objective()
-    return run_over(_module(model), cells, model.tokenizer, compute, objective=objective, batch_size=batch_size)
-
-
-def _module(model: CellModel) -> Any:
-    return model.backbone
-
-
 def _scale_of(library_size: float | str) -> float | None:
     if library_size == "log1p":
         return None
@@ -242,7 +109,6 @@ def _scale_of(library_size: float | str) -> float | None:
 _ARCHITECTURE = "scdiva"
 _EXPRESSION = "scforge_normalized"
 _UNCERTAINTY = "scforge_uncertainty"
-_TASKS = ("annotation", "batch_integration")
 
 
 class ScDiVa(Encoder):
@@ -267,10 +133,9 @@ class ScDiVa(Encoder):
     supervised
         Learn the labels of ``labels_key`` beside the reconstruction, for ``predict(task="annotation")`` without
         fine-tuning. The embedding then knows the labels.
-    vocab, n_top_genes, keep_genes, seed, registry, datamodule, tuning
-        As for :class:`~scforge.models.Encoder`.
     **options
-        Options of the architecture, e.g. ``mode="vector"``, ``latent_dim`` or ``max_tokens``.
+        Further arguments of :class:`~scforge.models.Encoder`, e.g. ``vocab``, ``n_top_genes`` and ``seed``, and options
+        of the architecture, e.g. ``mode="vector"``, ``latent_dim`` or ``max_tokens``.
 
     Raises
     ------
@@ -306,13 +171,6 @@ class ScDiVa(Encoder):
         objective: str | dict[str, Any] | None = None,
         *,
         supervised: bool = False,
-        vocab: str | GeneVocab = FROM_DATA,
-        n_top_genes: int | None = None,
-        keep_genes: Sequence[str] = (),
-        seed: int = 0,
-        registry: dict[str, Any] | None = None,
-        datamodule: CellDataModule | None = None,
-        tuning: Tuning | None = None,
         **options: Any,
     ) -> None:
         if architecture not in (None, _ARCHITECTURE):
@@ -321,46 +179,9 @@ class ScDiVa(Encoder):
                 f"{architecture!r})."
             )
         self._supervised = check_bool("supervised", supervised)
-        super().__init__(
-            adata,
-            _ARCHITECTURE,
-            tokenizer,
-            objective,
-            vocab=vocab,
-            n_top_genes=n_top_genes,
-            keep_genes=keep_genes,
-            seed=seed,
-            registry=registry,
-            datamodule=datamodule,
-            tuning=tuning,
-            **options,
-        )
+        super().__init__(adata, _ARCHITECTURE, tokenizer, objective, **options)
 
-    @overload
-    def get_latent_representation(
-        self,
-        adata: Source | None = ...,
-        *,
-        key_added: str | None = ...,
-        batch_size: int = ...,
-        indices: Sequence[int] | np.ndarray | None = ...,
-        return_dist: Literal[False] = ...,
-        uncertainty_key: str | None = ...,
-    ) -> np.ndarray: ...
-
-    @overload
-    def get_latent_representation(
-        self,
-        adata: Source | None = ...,
-        *,
-        key_added: str | None = ...,
-        batch_size: int = ...,
-        indices: Sequence[int] | np.ndarray | None = ...,
-        return_dist: Literal[True],
-        uncertainty_key: str | None = ...,
-    ) -> tuple[np.ndarray, np.ndarray]: ...
-
-    def get_latent_representation(
+    def get_latent_representation(  # type: ignore[override]  # a pair with return_dist
         self,
         adata: Source | None = None,
         *,
@@ -408,19 +229,24 @@ class ScDiVa(Encoder):
         ((60, 4), (60, 4), True)
         """
         if not check_bool("return_dist", return_dist):
-            if self.spec.tuning is None and not trains_latent(self):
+            if self.spec.tuning is None and not self._trains_latent:
                 warn(
                     f"The latent of a model of {self.spec.objective!r} with reconstruction_weight=0 is not trained; "
                     "its embedding is random.",
                     NotTrainedWarning,
                 )
             return super().get_latent_representation(adata, key_added=key_added, batch_size=batch_size, indices=indices)
-        check_variational(self)
-        check_count("batch_size", batch_size, "cells")
-        _check_keys(key_added=key_added, uncertainty_key=uncertainty_key)
+        self._check_variational()
         source = ready(self, adata, "its embedding is")
         cells = self._open(source)
-        mean, variance = posterior(self, cells, batch_size)
+        module: Any = self._backbone
+
+        def posterior(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            found = module.infer(**batch)
+            return torch.cat([found["mu"].float(), found["logvar"].float().exp()], dim=1)
+
+        both = run_over(module, cells, self.tokenizer, posterior, objective=self.objective, batch_size=batch_size)
+        mean, variance = (np.ascontiguousarray(half) for half in np.split(both, 2, axis=1))
         if indices is not None:
             rows = positions(indices, len(mean))
             return mean[rows], variance[rows]
@@ -439,7 +265,7 @@ class ScDiVa(Encoder):
         key_added: str | None = None,
         batch_size: int = 256,
         **options: Any,
-    ) -> Any:
+    ) -> pd.DataFrame | AnnData:
         """Predict with the heads of the model, or of a fine-tuned one with that of its task.
 
         Parameters
@@ -486,19 +312,20 @@ class ScDiVa(Encoder):
             if task not in (None, tuning.task):
                 raise OptionError(f"task={task!r} but the model was fine-tuned for {tuning.task!r}; leave task out.")
             return super().predict(adata, key_added=key_added, batch_size=batch_size, **options)
-        if task not in (None, *_TASKS):
+        if task not in (None, "annotation"):
             raise OptionError(f"task={task!r} is not known; choose 'annotation' or 'batch_integration'.")
-        aim = self._own_task()
-        if aim is None:
+        own_task = self._own_task()
+        if own_task is None:
             raise OptionError(
                 "the model learned no labels, so it cannot predict them; make it with ScDiVa(adata, supervised=True), "
                 'or call model.finetune("annotation") first.'
             )
-        check_options("option of predict", "annotation", options, prediction_options(aim))
-        check_count("batch_size", batch_size, "cells")
+        check_options("option of predict", "annotation", options, options_of(own_task.predict))
         source = ready(self, adata, "its predictions are")
-        predictor = predictor_of_labels(self, self._open(source), batch_size)
-        return aim.predict(predictor, source if isinstance(source, AnnData) else None, key_added=key_added, **options)
+        classifier = _Classifier(self._backbone)
+        predictor = Predictor(classifier, self.tokenizer, self._pretraining, self._open(source), batch_size)
+        adata = source if isinstance(source, AnnData) else None
+        return own_task.predict(predictor, adata, key_added=key_added, **options)
 
     def get_normalized_expression(
         self,
@@ -553,48 +380,73 @@ class ScDiVa(Encoder):
         >>> model.get_normalized_expression(gene_list=["ISG15", "TNFRSF4"]).shape
         (60, 2)
         """
-        check_decodes(self)
-        check_count("batch_size", batch_size, "cells")
-        _check_keys(key_added=key_added)
+        if not getattr(self._pretraining, "reconstruction_weight", 0.0):
+            raise OptionError(
+                f"the decoder of the model was not trained by the objective {self.spec.objective!r} with these "
+                "options; make the model for 'variational' with a reconstruction_weight."
+            )
+        self._check_follows("predicted expression")
+        scale = _scale_of(library_size)
         numbers = gene_numbers(self, self.vocab.genes if gene_list is None else gene_list, source=adata)
-        batches = batch_numbers(self.spec.build_pretraining(), transform_batch)
+        batches = batch_numbers(self._pretraining, transform_batch)
         source = ready(self, adata, "the expression that it decodes is")
         cells = self._open(source)
-        values = decoded(self, cells, numbers, batches, library_size=library_size, batch_size=batch_size)
-        index = pd.RangeIndex(len(values))
-        if isinstance(source, AnnData):
-            index = source.obs_names
-            if key_added is not None:
-                place = np.full(self.vocab.n_genes + 1, -1)  # the last one: columns without a gene
-                place[numbers] = np.arange(len(numbers))
-                columns = place[column_genes(self, source)]
-                source.layers[key_added] = np.where(columns >= 0, values[:, columns], np.float32(np.nan))
-        return pd.DataFrame(values, index=index, columns=self.vocab.decode(numbers + self.vocab.n_special))
+        module: Any = self._backbone
+        columns = torch.from_numpy(numbers.astype(np.int64)).to(self.device)
+
+        def decoded(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            latent = module.infer(**batch)["mu"]
+            if batches is None:
+                values = module.decode(latent)
+            else:
+                codes = (torch.full((len(latent),), number, device=latent.device) for number in batches)
+                values = torch.stack([module.decode(latent, of_cells) for of_cells in codes]).mean(dim=0)
+            values = values.float()[:, columns].clamp(min=0)
+            return values if scale is None else values.expm1() * scale
+
+        values = run_over(module, cells, self.tokenizer, decoded, objective=self.objective, batch_size=batch_size)
+        return expression_table(self, source, values, numbers, key_added)
 
     def _own_task(self) -> Task | None:
         """Return annotation, if the model learned labels."""
-        return None if self.spec.tuning is not None else labels_task(self.spec.build_pretraining())
+        return None if self.spec.tuning is not None else labels_task(self._pretraining)
+
+    @property
+    def _trains_latent(self) -> bool:
+        """Whether the pretraining trains the latent: masked diffusion only as it reconstructs."""
+        objective = self._pretraining
+        return bool(getattr(objective, "reconstruction_weight", 1.0)) or not objective.denoises_values
+
+    def _check_variational(self) -> None:
+        """Raise :class:`~scforge.errors.OptionError` unless the variances of the model were trained."""
+        if not self.spec.model_options["variational"]:
+            raise OptionError("return_dist=True but the model was made with variational=False; make one without it.")
+        if not hasattr(self._pretraining, "beta") or not self._trains_latent:
+            raise OptionError(
+                f"return_dist=True but {self.spec.objective!r} with these options trains no variances; make the model "
+                "for 'variational', or with a reconstruction_weight."
+            )
+        self._check_follows("return_dist=True")
+
+    def _check_follows(self, what: str) -> None:
+        """Raise unless all heads of the architecture were trained on in a fine-tuning."""
+        tuning = self.spec.tuning
+        if tuning is not None and tuning.task != "adaptation":
+            raise OptionError(
+                f"{what}: the model was fine-tuned for {tuning.task!r}, which its decoder and its variances have not "
+                "followed; call the model that it was made of."
+            )
 
     def _with_found_options(self, objective: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Add the labels of the set-up that the objective learns from, then what is found in the cells."""
-        return super()._with_found_options(objective, {**self._columns_for(objective, options), **options})
-
-    def _columns_for(self, objective: str, options: dict[str, Any]) -> dict[str, Any]:
-        if not self._supervised:
-            return {}
-        if "labels_key" not in get_objective(objective, **options).option_names():
-            raise OptionError(
-                f"supervised=True but the objective {objective!r} learns no labels; leave one of them out."
-            )
-        labels_key = options.get("labels_key") or self._setup.get("labels_key")
-        if labels_key is None:
-            raise OptionError(
-                'supervised=True but there are no labels; call setup_anndata(adata, labels_key="...") first.'
-            )
-        return {"labels_key": labels_key}
-
-
-def _check_keys(**keys: str | None) -> None:
-    for argument, key in keys.items():
-        if key is not None and not (isinstance(key, str) and key):
-            raise OptionError(f"{argument}={key!r} is not a name; give text, or None to write nothing.")
+        if self._supervised:
+            if "labels_key" not in OBJECTIVES.get(objective).option_names():
+                raise OptionError(
+                    f"supervised=True but the objective {objective!r} learns no labels; leave one of them out."
+                )
+            options = {"labels_key": self._setup.get("labels_key"), **options}
+            if options["labels_key"] is None:
+                raise OptionError(
+                    'supervised=True but there are no labels; call setup_anndata(adata, labels_key="...") first.'
+                )
+        return super()._with_found_options(objective, options)

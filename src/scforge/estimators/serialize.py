@@ -22,7 +22,7 @@ from scforge.data.readers import is_url, write_h5ad
 from scforge.data.sources import read_h5ad
 from scforge.data.vocab import GeneVocab
 from scforge.errors import MissingFileError, ModelFileError, ScforgeError, first_line, listing, warn
-from scforge.estimators.spec import ModelSpec, Tuning, recipe_for
+from scforge.estimators.spec import FineTuneSpec, ModelSpec, defaults_for
 from scforge.finetuning.adapters import is_adapter
 from scforge.finetuning.held_out import SeenCells
 from scforge.foreign.base import Foreign
@@ -142,7 +142,7 @@ def _on_meta(
     tokenizer: Mapping[str, Any],
     objective: Mapping[str, Any],
     vocab: GeneVocab,
-    tuning: Tuning | None,
+    tuning: FineTuneSpec | None,
     said: str,
 ) -> nn.Module | None:
     """Return a module without memory for its weights; None for one whose constructor computes with them."""
@@ -150,7 +150,7 @@ def _on_meta(
     options, *more = ({n: v for n, v in part.items() if n != "name"} for part in (architecture, tokenizer, objective))
     try:
         spec, _ = ModelSpec.resolve(
-            recipe_for(name, options),
+            defaults_for(name, options),
             vocab,
             tokenizer=(others[0], more[0]),
             objective=(others[1], more[1]),
@@ -296,7 +296,9 @@ def read_folder(path: str | os.PathLike[str]) -> tuple[dict[str, Any], GeneVocab
         If an architecture, tokenizer, objective or task is not registered.
     """
     if is_url(path):
-        raise MissingFileError(f"dir_path={os.fspath(path)!r} is no folder; load it with Encoder.from_pretrained.")
+        raise MissingFileError(
+            f"dir_path={os.fspath(path)!r} is no folder; get a model of the hub or the registry with Encoder.load."
+        )
     return read_settled(path, lambda: _read(Path(path)))
 
 
@@ -328,7 +330,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], GeneVocab, dict[str, torch.Tens
         _check_sum(folder / name, config["sha256"].get(name))
     vocab = GeneVocab.from_file(folder / _VOCAB)
     parts = (config["architecture"], config["tokenizer"], config["objective"])
-    tuning = Tuning.from_json(config.get("tuning"), source=str(folder))
+    tuning = FineTuneSpec.from_json(config.get("tuning"), source=str(folder))
     module = _on_meta(*parts, vocab, tuning, f"the config in {str(folder)!r}")
     if module is not None:
         load_weights(module, weights, source=str(folder), assign=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from anndata import AnnData
 from mudata import MuData
 from scvi.data.fields import CategoricalObsField, LayerField
@@ -16,6 +17,7 @@ from scvi.data.fields import CategoricalObsField, LayerField
 from scforge.data.checks import counts_of, gene_names, warn_if_transformed
 from scforge.data.readers import shared_columns
 from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.models.registry import MODELS
 from scforge.training.datamodule import CellDataModule
 
 
@@ -96,7 +98,7 @@ class ObsField(CategoricalObsField):
         }
 
 
-def check_places(adata: AnnData, setup: dict[str, Any], front: str) -> None:
+def check_setup_keys(adata: AnnData, setup: dict[str, Any], front: str) -> None:
     """Raise unless an AnnData without a set-up of its own has counts and gene names where the training data had them.
 
     Parameters
@@ -106,7 +108,7 @@ def check_places(adata: AnnData, setup: dict[str, Any], front: str) -> None:
     setup
         Arguments of the set-up of the training data.
     front
-        Name of the front class, for the message.
+        Name of the model class, for the message.
 
     Raises
     ------
@@ -185,12 +187,10 @@ def datamodule_registry(
 
 
 _PLACES = {"Encoder": "scforge.estimators.encoder", "ScDiVa": "scforge.estimators.scdiva"}
-_OF_ARCHITECTURES = {"scdiva": "ScDiVa"}
-"""Architectures whose front class can do more than ``Encoder``."""
 
 
 def class_named(name: str) -> Any:
-    """Return the front class of this name; None if scforge has none.
+    """Return the model class of this name; None if scforge has none.
 
     Examples
     --------
@@ -202,18 +202,20 @@ def class_named(name: str) -> Any:
 
 
 def class_of_architecture(architecture: str | None) -> Any:
-    """Return the front class that goes with an architecture.
+    """Return the model class that goes with an architecture.
 
     Examples
     --------
     >>> [class_of_architecture(name).__name__ for name in ("scdiva", "gene_pooling", None)]
     ['ScDiVa', 'Encoder', 'Encoder']
     """
-    return class_named(_OF_ARCHITECTURES.get(architecture or "", "Encoder"))
+    return class_named(
+        "Encoder" if architecture is None else getattr(MODELS.get(architecture), "model_class", "Encoder")
+    )
 
 
 def class_in_place_of(cls: Any, name: str, architecture: str) -> Any:
-    """Return the front class that makes the model of a folder where `cls` was asked to.
+    """Return the model class that makes the model of a folder where `cls` was asked to.
 
     Parameters
     ----------
@@ -247,8 +249,6 @@ def check_prefix(dir_path: str | os.PathLike[str], prefix: str | None) -> None:
 
 def device_of(accelerator: str, device: Any) -> Any:
     """Return the device that scvi-tools' `accelerator` and `device` name."""
-    import torch
-
     if accelerator == "auto":
         accelerator = "gpu" if torch.cuda.is_available() else "cpu"
     kinds = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda", "mps": "mps"}

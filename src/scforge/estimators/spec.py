@@ -18,9 +18,9 @@ from scforge._checks import check_count
 from scforge._registry import check_defines
 from scforge.config.aliases import config_error
 from scforge.config.schema import ModelConfig
-from scforge.data.cells import CellSource
 from scforge.data.checks import gene_names, names_place
 from scforge.data.genes import map_names
+from scforge.data.sources import open_cells
 from scforge.data.statistics import gene_entropies, gene_medians, kept_genes, select_genes, variable_genes
 from scforge.data.vocab import FROM_DATA, GeneVocab, n_of_species, open_vocab
 from scforge.errors import ModelFileError, OptionError, listing, warn
@@ -45,7 +45,7 @@ logger = logging.getLogger("scforge")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ArchitectureDefaults:
     """An architecture with what goes well with it.
 
     Attributes
@@ -68,83 +68,72 @@ class Recipe:
     tokenizer_options: dict[str, Any] = field(default_factory=dict)
 
 
-_LIGHT = Recipe(
-    architecture="gene_pooling",
-    tokenizer="continuous_projection",
-    objective="neighbor_denoising",
-    n_top_genes=2_000,
-    options={
-        "pooling": "weighted_sum",
-        "hidden_dim": 256,
-        "num_layers": 1,
-        "ffn_dim": 512,
-        "latent_dim": 32,
-        "dropout": 0.0,
-    },
-    tokenizer_options={"append_cls": False},
-)
-"""Measured on PBMC 3k with ``joint_embedding``: all genes, not 2,000, or 16 dimensions, not 32, cost .1 of macro-F1."""
-
-_MLP = Recipe(
-    architecture="mlp",
-    tokenizer="continuous_projection",
-    objective="neighbor_denoising",
-    n_top_genes=2_000,
-    tokenizer_options={"append_cls": False},
-)
-
-_TRANSFORMER = Recipe(
-    architecture="transformer_encoder",
-    options={"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "pooling": "mean"},
-)
-
-_MASKED_AUTOENCODER = Recipe(
-    architecture="masked_autoencoder",
-    tokenizer="continuous_projection",
-    objective="masked_value_prediction",
-    n_top_genes=2_000,
-    options={"encoder_dim": 128, "encoder_layers": 4, "encoder_heads": 4, "decoder_layers": 2},
-    tokenizer_options={"append_cls": False},
-)
-
-_AUTOREGRESSIVE = Recipe(
-    architecture="autoregressive_transformer",
-    tokenizer="binned_expression",
-    objective="next_gene_prediction",
-    n_top_genes=1_000,
-    options={"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "pooling": "mean"},
-    tokenizer_options={"side": "one", "append_eos": True},
-)
-
-_SCDIVA = Recipe(
-    architecture="scdiva",
-    tokenizer="entropy_ranked",
-    objective="variational",
-    n_top_genes=2_000,
-    options={"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "latent_dim": 32, "max_tokens": 64},
+_DEFAULTS = (
+    # Measured on PBMC 3k with joint_embedding: all genes, not 2,000, or 16 dimensions, not 32, cost .1 of macro-F1.
+    ArchitectureDefaults(
+        "gene_pooling",
+        "continuous_projection",
+        "neighbor_denoising",
+        n_top_genes=2_000,
+        options={
+            "pooling": "weighted_sum",
+            "hidden_dim": 256,
+            "num_layers": 1,
+            "ffn_dim": 512,
+            "latent_dim": 32,
+            "dropout": 0.0,
+        },
+        tokenizer_options={"append_cls": False},
+    ),
+    ArchitectureDefaults(
+        "mlp",
+        "continuous_projection",
+        "neighbor_denoising",
+        n_top_genes=2_000,
+        tokenizer_options={"append_cls": False},
+    ),
+    ArchitectureDefaults(
+        "transformer_encoder", options={"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "pooling": "mean"}
+    ),
+    ArchitectureDefaults(
+        "masked_autoencoder",
+        "continuous_projection",
+        "masked_value_prediction",
+        n_top_genes=2_000,
+        options={"encoder_dim": 128, "encoder_layers": 4, "encoder_heads": 4, "decoder_layers": 2},
+        tokenizer_options={"append_cls": False},
+    ),
+    ArchitectureDefaults(
+        "autoregressive_transformer",
+        "binned_expression",
+        "next_gene_prediction",
+        n_top_genes=1_000,
+        options={"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "pooling": "mean"},
+        tokenizer_options={"side": "one", "append_eos": True},
+    ),
+    ArchitectureDefaults(
+        "scdiva",
+        "entropy_ranked",
+        "variational",
+        n_top_genes=2_000,
+        options={"hidden_dim": 128, "num_layers": 4, "num_heads": 4, "latent_dim": 32, "max_tokens": 64},
+    ),
 )
 
 
-def recipe_for(architecture: str | None, options: dict[str, Any]) -> Recipe:
-    """Return the recipe for an architecture; the light encoder if none is named.
+def defaults_for(architecture: str | None, options: dict[str, Any]) -> ArchitectureDefaults:
+    """Return the defaults of an architecture; those of the light encoder if none is named.
 
-    Parameters
-    ----------
-    architecture
-        Name in the registry, or None.
-    options
-        Options of the user: ``gene_pooling`` with another pooling than ``"weighted_sum"`` is not the light encoder.
+    ``gene_pooling`` with another pooling than ``"weighted_sum"`` among the `options` is not the light encoder.
     """
-    if architecture in (None, _LIGHT.architecture) and options.get("pooling", "weighted_sum") == "weighted_sum":
-        return _LIGHT
-    for recipe in (_MLP, _TRANSFORMER, _AUTOREGRESSIVE, _MASKED_AUTOENCODER, _SCDIVA):
-        if architecture == recipe.architecture:
-            return recipe
-    return Recipe(architecture=architecture or _LIGHT.architecture)
+    name = architecture or "gene_pooling"
+    is_light = options.get("pooling", "weighted_sum") == "weighted_sum"
+    known = {one.architecture: one for one in _DEFAULTS if is_light or one.architecture != "gene_pooling"}
+    return known.get(name) or ArchitectureDefaults(name)
 
 
 @dataclass(frozen=True)
-class Tuning:
+class FineTuneSpec:
     """A task with its options, the width of the embeddings, adapters, and what is frozen.
 
     Attributes
@@ -208,7 +197,7 @@ class Tuning:
         }
 
     @classmethod
-    def from_json(cls, content: Mapping[str, Any] | None, *, source: str) -> Tuning | None:
+    def from_json(cls, content: Mapping[str, Any] | None, *, source: str) -> FineTuneSpec | None:
         """Read what :meth:`to_json` wrote; None for None.
 
         Raises
@@ -220,13 +209,10 @@ class Tuning:
             return None
         try:
             options = dict(content["task"])
-            name = options.pop("name")
             rest = {key: content[key] for key in ("n_latent", "lora", "freeze", "split", "base")}
+            return cls(task=options.pop("name"), task_options=options, **rest)
         except (KeyError, TypeError, ValueError) as error:
-            raise ModelFileError(
-                f"the description of the fine-tuning in {source!r} lacks {error}; copy it again."
-            ) from error
-        return cls(task=name, task_options=options, **rest)
+            raise ModelFileError(f"the fine-tuning described in {source!r} lacks {error}; copy it again.") from error
 
 
 def check_freeze(freeze: bool | int, lora: Any, gradual_unfreezing: int | None) -> None:
@@ -240,17 +226,13 @@ def check_freeze(freeze: bool | int, lora: Any, gradual_unfreezing: int | None) 
         )
     if gradual_unfreezing is not None and (freeze is True or has_lora):
         what = "freeze=True" if freeze is True else f"lora={lora!r}"
-        raise OptionError(
-            f"gradual_unfreezing={gradual_unfreezing} thaws layers that {what} keeps frozen; leave one of the two out."
-        )
+        raise OptionError(f"gradual_unfreezing thaws layers that {what} keeps frozen; leave one of the two out.")
 
 
 _TAKEN = frozenset(
     ("adata", "architecture", "datamodule", "keep_genes", "n_top_genes", "name", "objective", "registry", "seed")
 ) | {"tokenizer", "tuning", "vocab", "vocab_size"}
 """What cannot be an option of an architecture, because ``Encoder`` or the description has another use for the name."""
-_TOLD = ("input_ids", "attention_mask", "values")
-"""What the methods of an architecture are given by name, among other things."""
 
 
 def named_options(argument: str, value: str | dict[str, Any] | None, default: str) -> tuple[str, dict[str, Any]]:
@@ -267,7 +249,9 @@ def named_options(argument: str, value: str | dict[str, Any] | None, default: st
         return value, {}
     if isinstance(value, dict):
         return value.get("name", default), {key: option for key, option in value.items() if key != "name"}
-    raise OptionError(f"{argument}={value!r} is neither a name nor a dict with 'name' and options.")
+    raise OptionError(
+        f"{argument}={value!r} is neither a name nor a dict with 'name' and options, such as its config() gives."
+    )
 
 
 def default_options(architecture: str) -> dict[str, Any]:
@@ -315,12 +299,12 @@ class ModelSpec:
     objective: str
     objective_options: dict[str, Any]
     vocab: GeneVocab
-    tuning: Tuning | None = None
+    tuning: FineTuneSpec | None = None
 
     @classmethod
     def resolve(
         cls,
-        recipe: Recipe,
+        defaults: ArchitectureDefaults,
         vocab: GeneVocab,
         *,
         tokenizer: tuple[str, dict[str, Any]],
@@ -334,37 +318,46 @@ class ModelSpec:
         The specification, and the pretrained gene vectors that a new model starts from, float32, shape (V, D), or None.
         """
         name, tokenizer_options = tokenizer
-        if name == recipe.tokenizer:
-            tokenizer_options = recipe.tokenizer_options | tokenizer_options
-        architecture = recipe.architecture
+        if name == defaults.tokenizer:
+            tokenizer_options = defaults.tokenizer_options | tokenizer_options
+        architecture = defaults.architecture
         check_model_options(architecture, options)
-        options = recipe.options | own_names(architecture, options)
+        options = defaults.options | own_names(architecture, options)
         if "max_len" not in tokenizer_options and options.get("max_seq_len") is not None:
             tokenizer_options = tokenizer_options | {"max_len": options["max_seq_len"]}
-        vocab = _with_special_tokens(vocab, name, tokenizer_options)
-        made = get_tokenizer(name, vocab, **tokenizer_options)
+        special = TOKENIZERS.get(name).special_tokens(tokenizer_options)
+        if added := [token for token in special if vocab.token_id(token) is None]:
+            logger.info("The tokenizer %s adds the special tokens %s to the vocabulary.", name, listing(added))
+            vocab = vocab.with_special_tokens(*added)
+        made_tokenizer = get_tokenizer(name, vocab, **tokenizer_options)
         parameters = inspect.signature(MODELS.get(architecture)).parameters
         pooling = options.get("pooling", getattr(parameters.get("pooling"), "default", None))
         has_readout = getattr(MODELS.get(architecture), "predicts_next", False) and all(
             options.get(name, True) for name in ("shift_labels", "causal_encode")
         )
-        if pooling == "cls" and not made.append_cls and not has_readout:
+        if pooling == "cls" and not made_tokenizer.append_cls and not has_readout:
             raise OptionError(
                 "pooling='cls' needs a CLS token; pass append_cls=True to the tokenizer, or pooling='mean'."
             )
-        aim = get_objective(objective[0], **objective[1])
-        aim.check(made)
-        aim.check_architecture(MODELS.get(architecture))
-        options = _with_set_options(architecture, objective[0], options, aim.model_options())
-        _check_counts(
-            options.get("value_loss", getattr(parameters.get("value_loss"), "default", None)), name, made, aim
-        )
+        made_objective = get_objective(objective[0], **objective[1])
+        made_objective.check(made_tokenizer)
+        made_objective.check_architecture(MODELS.get(architecture))
+        set_options = made_objective.model_options()
+        check_model_options(architecture, set_options)
+        for option, value in set_options.items():
+            if options.get(option, value) != value:
+                raise OptionError(
+                    f"{option}={options[option]!r} but the objective {objective[0]!r} needs {value!r}; leave it out."
+                )
+        options = options | set_options
+        value_loss = options.get("value_loss", getattr(parameters.get("value_loss"), "default", None))
+        _check_counts(value_loss, name, made_tokenizer, made_objective)
         head = None
         if "expression_head" in parameters:
             head = options.get("expression_head", parameters["expression_head"].default)
-            _check_expression_head(head, architecture, name, made, objective[0], aim)
+            _check_expression_head(head, architecture, name, made_tokenizer, objective[0], made_objective)
         # Some architectures predict bins only where they are asked to.
-        n_bins, bins = getattr(made, "n_bins", None), options.get("n_bins")
+        n_bins, bins = getattr(made_tokenizer, "n_bins", None), options.get("n_bins")
         asked = head == "bin" or getattr(parameters.get("n_bins"), "default", None) is not None
         if n_bins is not None and bins is None and asked:
             options = options | {"n_bins": n_bins}
@@ -376,7 +369,7 @@ class ModelSpec:
                     "tokenizer as many."
                 )
         if "max_seq_len" in parameters:
-            longest = aim.max_tokens(made)
+            longest = made_objective.max_tokens(made_tokenizer)
             if options.setdefault("max_seq_len", longest) < longest:
                 raise OptionError(
                     f"max_seq_len={options['max_seq_len']} is smaller than the {longest} tokens that the tokenizer "
@@ -391,17 +384,17 @@ class ModelSpec:
                 "out."
             )
         # A saved model says how its gene vectors are shaped, and has them in its weights.
-        vectors = None if options.get("gene_vectors") is not None else made.gene_vectors()
+        vectors = None if options.get("gene_vectors") is not None else made_tokenizer.gene_vectors()
         if vectors is not None:
-            options = options | {"gene_vectors": _vectors_option(architecture, name, made, vectors)}
+            options = options | {"gene_vectors": _vectors_option(architecture, name, made_tokenizer, vectors)}
         options = options | {n: value for n, value in default_options(architecture).items() if n not in options}
         spec = cls(
             architecture=architecture,
             model_options=options,
             tokenizer=name,
-            tokenizer_options=made.config(),
+            tokenizer_options=made_tokenizer.config(),
             objective=objective[0],
-            objective_options=aim.config(),
+            objective_options=made_objective.config(),
             vocab=vocab,
         )
         return spec, vectors
@@ -418,12 +411,6 @@ class ModelSpec:
         check_defines(
             f"architecture={self.architecture!r} is {type(module).__qualname__}", module, ("encode", "forward")
         )
-        for name, told in {"encode": _TOLD, "forward": (*_TOLD, "labels")}.items():
-            if what := _refused(getattr(module, name), told):
-                raise OptionError(
-                    f"architecture={self.architecture!r}: {name} of {type(module).__qualname__} {what}; write it as "
-                    f"{name}(self, {', '.join(told[:2])}, {', '.join(f'{one}=None' for one in told[2:])}, **kwargs)."
-                )
         if gene_vectors is not None:
             fill_gene_vectors(module, torch.from_numpy(gene_vectors))
         if self.vocab.entropies is not None and hasattr(module, "init_gene_weights"):
@@ -454,12 +441,8 @@ class ModelSpec:
 
     def build_objective(self) -> Objective:
         """Make what the model is trained for: the objective, or of a fine-tuned model its task."""
-        objective = self.build_pretraining()
+        objective = get_objective(self.objective, **self.objective_options)
         return objective if self.tuning is None else self.tuning.build_task(objective)
-
-    def build_pretraining(self) -> Objective:
-        """Make the objective of the pretraining."""
-        return get_objective(self.objective, **self.objective_options)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the vocabulary, JSON-safe."""
@@ -480,21 +463,17 @@ def _check_counts(value_loss: str | None, name: str, tokenizer: Tokenizer, objec
             f"value_loss={value_loss!r} is for counts, which the tokenizer {name!r} with these options does not give; "
             "pass tokenizer={'name': 'continuous_projection', 'transform': 'counts'}, or value_loss='mse'."
         )
-    zeros = {
-        "zero_targets": getattr(objective, "zero_targets", 0.0),
-        "include_zero_genes": tokenizer.lists_all_genes,
-    }
-    for option, value in zeros.items():
-        if value and is_truncated(value_loss):
-            whole = value_loss.removeprefix("zero_truncated_")
-            raise OptionError(
-                f"value_loss={value_loss!r} is for counts of at least 1, but {option}={value!r} makes targets of 0; "
-                f"leave it out, or choose value_loss={whole!r}."
-            )
+    option = "include_zero_genes" if tokenizer.lists_all_genes else "zero_targets"
+    value: float = tokenizer.lists_all_genes or getattr(objective, "zero_targets", 0.0)
+    if value and is_truncated(value_loss):
+        raise OptionError(
+            f"value_loss={value_loss!r} is for counts of at least 1, but {option}={value!r} makes targets of 0; leave "
+            f"it out, or choose value_loss={value_loss.removeprefix('zero_truncated_')!r}."
+        )
 
 
 def _check_expression_head(
-    head: Any, architecture: str, name: str, tokenizer: Tokenizer, objective: str, aim: Objective
+    head: Any, architecture: str, name: str, tokenizer: Tokenizer, objective_name: str, objective: Objective
 ) -> None:
     """Raise if an optional head for expression is missing, or has nothing to learn from."""
     n_bins = getattr(tokenizer, "n_bins", None)
@@ -503,34 +482,12 @@ def _check_expression_head(
             f"expression_head='bin' predicts bins, which the tokenizer {name!r} does not make; choose "
             "tokenizer='binned_expression', or expression_head='value'."
         )
-    if head is None and aim.predicts_values:
+    if head is None and objective.predicts_values:
         fitting = "'value'" if n_bins is None else "'value' or expression_head='bin'"
         raise OptionError(
             f"architecture={architecture!r} without an expression_head predicts no values, which the objective "
-            f"{objective!r} is about; pass expression_head={fitting}."
+            f"{objective_name!r} is about; pass expression_head={fitting}."
         )
-
-
-def _with_set_options(
-    architecture: str, objective: str, options: dict[str, Any], set_: dict[str, Any]
-) -> dict[str, Any]:
-    """Add the options that an objective sets of an architecture."""
-    check_model_options(architecture, set_)
-    for option, value in set_.items():
-        if options.get(option, value) != value:
-            raise OptionError(
-                f"{option}={options[option]!r} but the objective {objective!r} needs {value!r}; leave it out."
-            )
-    return options | set_
-
-
-def _with_special_tokens(vocab: GeneVocab, tokenizer: str, options: dict[str, Any]) -> GeneVocab:
-    """Add the special tokens that a tokenizer with these options needs."""
-    needed = TOKENIZERS.get(tokenizer).special_tokens(options)
-    added = [token for token in needed if vocab.token_id(token) is None]
-    if added:
-        logger.info("The tokenizer %s adds the special tokens %s to the vocabulary.", tokenizer, listing(added))
-    return vocab.with_special_tokens(*added) if added else vocab
 
 
 def _vectors_option(architecture: str, name: str, tokenizer: Tokenizer, vectors: np.ndarray) -> dict[str, Any]:
@@ -543,26 +500,6 @@ def _vectors_option(architecture: str, name: str, tokenizer: Tokenizer, vectors:
         )
     without = int(np.isnan(vectors).any(axis=1).sum())
     return {"dim": vectors.shape[1], "learned": without, "frozen": bool(getattr(tokenizer, "freeze", True))}
-
-
-def _refused(method: Callable[..., Any], told: Sequence[str]) -> str:
-    """Say what of its arguments a method of a module would not take; empty if it takes all."""
-    try:
-        parameters = inspect.signature(method).parameters
-    except (TypeError, ValueError):  # of a callable that tells nothing of itself
-        return ""
-    kinds = {one.kind for one in parameters.values()}
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        return "takes no **kwargs"
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    lacking = [
-        name
-        for name, one in parameters.items()
-        if one.default is one.empty
-        and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
-        and (name not in told or one.kind not in named)
-    ]
-    return f"needs {listing(lacking)}, which it may not be given" if lacking else ""
 
 
 SAMPLED_CELLS = 100_000
@@ -596,14 +533,19 @@ def vocab_of_adata(
     keep_genes: Sequence[str] = (),
 ) -> GeneVocab:
     """Choose the genes of a model of an AnnData, with what the tokenizer needs to know of each."""
-    from scforge.data.sources import open_cells
-
     key, layer = setup["gene_key"], setup["layer"]
     within = None if vocab == FROM_DATA else open_vocab(vocab)
     if within is not None:
         map_names(gene_names(adata, key), within, var=adata.var, gene_key=key, whole=not within.chosen_from_data)
     else:
-        _warn_of_species(adata, key)
+        names = gene_names(adata, key)
+        found = n_of_species(names)
+        if min(found.values()) > _MIXED * len(names):
+            counted = " and ".join(f"{n:,} {species} genes" for species, n in found.items())
+            warn(
+                f"{names_place(key)} holds {counted}, which count as different genes; join those of common descent "
+                "with vocab='human_mouse'."
+            )
     made = within
     if made is None or n_top_genes is not None:
         made = select_genes(
@@ -617,23 +559,7 @@ def vocab_of_adata(
         )
     elif len(keep_genes):
         kept_genes(keep_genes, made, "the vocabulary")
-    if missing := _missing(made, needed):
-        cells = open_cells(adata, made, layer=layer, gene_key=key)
-        assert isinstance(cells, CellSource)
-        made = _with_statistics(made, cells, missing)
-    return made
-
-
-def _warn_of_species(adata: AnnData, gene_key: str | None) -> None:
-    """Warn where genes of man and of mouse are among those to choose from, which would be different genes."""
-    names = gene_names(adata, gene_key)
-    found = n_of_species(names)
-    if min(found.values()) > _MIXED * len(names):
-        counted = " and ".join(f"{n:,} {species} genes" for species, n in found.items())
-        warn(
-            f"{names_place(gene_key)} holds {counted}, which count as different genes; join those of common descent "
-            "with vocab='human_mouse'."
-        )
+    return _with_statistics(made, needed, lambda: open_cells(adata, made, layer=layer, gene_key=key))
 
 
 def vocab_of_cells(
@@ -656,18 +582,17 @@ def vocab_of_cells(
         made = variable_genes(some, n_top_genes, batch_key=data.batch_key, keep_genes=keep_genes)
     elif len(keep_genes):
         kept_genes(keep_genes, made, "the cells")
-    if missing := _missing(made, needed):
-        some = cells.with_vocab(made).sample(SAMPLED_CELLS, rows=data.train_rows, seed=data.seed)
-        made = _with_statistics(made, some, missing)
-    return made
+
+    def sampled() -> Any:
+        return cells.with_vocab(made).sample(SAMPLED_CELLS, rows=data.train_rows, seed=data.seed)
+
+    return _with_statistics(made, needed, sampled)
 
 
-def _missing(vocab: GeneVocab, needed: frozenset[str]) -> list[str]:
-    return [name for name in sorted(needed) if getattr(vocab, name) is None]
-
-
-def _with_statistics(vocab: GeneVocab, cells: CellSource, missing: list[str]) -> GeneVocab:
-    """Return the vocabulary with statistics of its genes, measured on cells."""
+def _with_statistics(vocab: GeneVocab, needed: frozenset[str], measured_on: Callable[[], Any]) -> GeneVocab:
+    """Return the vocabulary with statistics of its genes, measured on cells unless it has them."""
+    missing = [name for name in needed if getattr(vocab, name) is None]
+    cells: Any = measured_on() if missing else None
     if "medians" in missing:
         vocab = vocab.with_medians(gene_medians(cells.counts, cells.totals))
     if "entropies" in missing:

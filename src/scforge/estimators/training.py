@@ -51,7 +51,19 @@ _AUTO = "auto"
 _OF_OUTCOME = ("check_val_every_n_epoch", "gradient_clip_algorithm", "limit_train_batches", "val_check_interval")
 """Further options of Lightning's Trainer that decide the outcome of a training."""
 
-_LONGEST = 200
+_DECISIVE = ("max_steps", "gradient_clip_val", "accumulate_grad_batches", "ema_decay", "gradual_unfreezing")
+"""Options of :class:`TrainOptions` that decide the outcome, beside those of the plan."""
+OF_PLAN = ("optimizer", "lr", "weight_decay", "schedule", "warmup_steps", "layer_lr_decay")
+"""Options of :class:`TrainOptions` that a :class:`TrainingPlan` takes."""
+_OF_FIT = (
+    *("max_steps", "ema_decay", "callbacks", "accelerator", "devices", "num_nodes", "accumulate_grad_batches"),
+    *("early_stopping", "early_stopping_patience", "gradual_unfreezing", "strategy", "progress_bar", "logger"),
+    "log_every_n_steps",
+)
+"""Options of :class:`TrainOptions` that :func:`fit` takes as they are."""
+
+_MAX_LENGTH = 200
+"""Characters of a setting beyond which its checksum is kept in its place."""
 
 type _Found = tuple[Path, dict[str, Any], tuple[dict[str, Any], GeneVocab, dict[str, torch.Tensor]]]
 """The folder of a state, the state, and the model in that folder."""
@@ -99,18 +111,13 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
     check_positive("gradient_clip_val", how.gradient_clip_val, or_zero=True, hint="0 does not clip")
     if how.checkpoint_every_n_steps is not None:
         check_count("checkpoint_every_n_steps", how.checkpoint_every_n_steps, "steps")
-    if model._is_query:
-        if precision in ("16-true", "bf16-true"):
-            raise OptionError(
-                f"precision={precision!r} rounds the weights that a query model shares with its reference; take "
-                f"{precision.replace('true', 'mixed')!r}."
-            )
-        if how.strategy == "fsdp":
-            raise OptionError(
-                "strategy='fsdp' would change what a query model shares with its reference; take 'ddp' or one device."
-            )
+    if model._is_query and (precision in ("16-true", "bf16-true") or how.strategy == "fsdp"):
+        raise OptionError(
+            f"precision={precision!r} with strategy={how.strategy!r} would change what a query model shares with its "
+            "reference; take 'bf16-mixed', and 'ddp' or one device."
+        )
     if how.checkpoint_dir is None and (how.resume == _AUTO or how.overwrite):
-        name = "resume='auto'" if how.resume == _AUTO else "overwrite=True"
+        name = "overwrite=True" if how.overwrite else "resume='auto'"
         raise OptionError(f"{name} needs checkpoint_dir, the folder of the training.")
     folder = None if how.checkpoint_dir is None else RunFolder(how.checkpoint_dir)
     rank = rank_zero_only.rank or 0
@@ -124,17 +131,15 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         if folder is not None and rank == 0:
             make_free = _freeing(model, folder, found, how.resume, overwrite=how.overwrite)
         saved = {} if found is None else found[1]["settings"]
-        device, processes = (
-            root_device(how.accelerator, how.devices),
-            n_processes(how.accelerator, how.devices, how.num_nodes),
-        )
+        device = root_device(how.accelerator, how.devices)
+        processes = n_processes(how.accelerator, how.devices, how.num_nodes)
         stack.enter_context(checkpointed(model.module, how.gradient_checkpointing))
         if batch_size == _AUTO:
-            if processes != 1:
-                raise OptionError("batch_size='auto' tries one process; give the number of cells for several.")
-            if data.batch_size is not None or data.max_tokens_per_batch is not None:
-                name = "max_tokens_per_batch" if data.batch_size is None else "batch_size"
-                raise OptionError(f"batch_size='auto', but the data module has {name}={getattr(data, name)}; give one.")
+            if processes != 1 or data.batch_size is not None or data.max_tokens_per_batch is not None:
+                raise OptionError(
+                    "batch_size='auto' is for one process, and a data module without batch_size and "
+                    "max_tokens_per_batch; give a number of cells."
+                )
             stack.callback(setattr, data, "batch_size", None)
             data.batch_size = saved.get("batch_size") or find_batch_size(model.module, data, device)
         if precision == _AUTO:
@@ -146,13 +151,9 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             data,
             plan,
             max_epochs=max_epochs,
-            max_steps=how.max_steps,
             precision=precision or "32-true",
-            gradient_clip_val=how.gradient_clip_val,
-            accumulate_grad_batches=how.accumulate_grad_batches,
-            ema_decay=how.ema_decay,
-            gradual_unfreezing=how.gradual_unfreezing,
             processes=processes,
+            **{name: getattr(how, name) for name in _DECISIVE},
             **{name: str(how.trainer_kwargs[name]) for name in _OF_OUTCOME if name in how.trainer_kwargs},
         )
         if found is not None:
@@ -181,29 +182,20 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
         stack.enter_context(torch.random.fork_rng(devices=[]))
         # Dropout and the directions of SIGReg; other than those of earlier trainings, and of other processes.
         torch.manual_seed(model.seed + model.n_epochs_ + 1_000_003 * rank)
-        result, error = _fitted(
-            plan,
-            data,
-            max_epochs=max_epochs,
-            max_steps=how.max_steps,
-            ema_decay=how.ema_decay,
-            saving=saving,
-            callbacks=how.callbacks,
-            accelerator=how.accelerator,
-            devices=how.devices,
-            num_nodes=how.num_nodes,
-            precision=precision,
-            gradient_clip_val=how.gradient_clip_val or None,
-            accumulate_grad_batches=how.accumulate_grad_batches,
-            early_stopping=how.early_stopping,
-            early_stopping_patience=how.early_stopping_patience,
-            gradual_unfreezing=how.gradual_unfreezing,
-            strategy=how.strategy,
-            progress_bar=how.progress_bar,
-            logger=how.logger,
-            log_every_n_steps=how.log_every_n_steps,
-            **how.trainer_kwargs,
-        )
+        error: NotFiniteError | SavingError | None = None
+        try:
+            result = fit(
+                plan,
+                data,
+                max_epochs=max_epochs,
+                saving=saving,
+                precision=precision,
+                gradient_clip_val=how.gradient_clip_val or None,
+                **{name: getattr(how, name) for name in _OF_FIT},
+                **how.trainer_kwargs,
+            )
+        except (NotFiniteError, SavingError) as failure:  # the best weights so far are in it
+            result, error = failure.result, failure
     if folder is not None:
         model._trained_in.add(str(folder.path.resolve()))
     _take_over(model, result)
@@ -217,14 +209,6 @@ def run_training(model: CellModel, data: CellDataModule, plan: TrainingPlan, how
             signal.Signals(result.signal).name,
         )
         signal.raise_signal(result.signal)
-
-
-def _fitted(plan: TrainingPlan, data: CellDataModule, **options: Any) -> tuple[FitResult, Exception | None]:
-    """Train; return what is left, and why the training could not go on, if so."""
-    try:
-        return fit(plan, data, **options), None
-    except (NotFiniteError, SavingError) as error:
-        return error.result, error
 
 
 def _take_over(model: CellModel, result: FitResult) -> None:
@@ -241,7 +225,7 @@ def _take_over(model: CellModel, result: FitResult) -> None:
 
 def _found(folder: RunFolder | None, resume: str | os.PathLike[str] | None, *, overwrite: bool) -> _Found | None:
     """Return the state to go on with, if that is wanted and there is one."""
-    if resume is not None and not isinstance(resume, str | os.PathLike):
+    if isinstance(resume, bool):
         raise OptionError(f"resume={resume!r} is neither 'auto' nor the folder of a state; give one, or None.")
     if resume is not None and overwrite:
         raise OptionError(f"resume={str(resume)!r} and overwrite=True contradict each other; keep one of the two.")
@@ -352,11 +336,7 @@ def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **furt
         "batch_size": size,
         "max_tokens_per_batch": budget,
         "optimizer": plan.optimizer_name,
-        "lr": plan.lr,
-        "weight_decay": plan.weight_decay,
-        "schedule": plan.schedule,
-        "warmup_steps": plan.warmup_steps,
-        "layer_lr_decay": plan.layer_lr_decay,
+        **{name: getattr(plan, name) for name in OF_PLAN if name != "optimizer"},
         **further,
     }
     return {name: _short(json.loads(json.dumps(value, default=str))) for name, value in settings.items()}
@@ -364,10 +344,10 @@ def _settings(model: CellModel, data: CellDataModule, plan: TrainingPlan, **furt
 
 def _short(value: Any) -> Any:
     text = json.dumps(value)
-    return value if len(text) <= _LONGEST else hashlib.sha256(text.encode()).hexdigest()
+    return value if len(text) <= _MAX_LENGTH else hashlib.sha256(text.encode()).hexdigest()
 
 
 def _comparable(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what may change: with a constant learning rate a training may have more epochs."""
-    free = {"max_epochs"} if settings.get("schedule") == "constant" else set()
-    return {name: value for name, value in settings.items() if name not in free}
+    is_free = settings.get("schedule") == "constant"
+    return {name: value for name, value in settings.items() if not (is_free and name == "max_epochs")}

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pandas as pd
@@ -248,16 +248,12 @@ def as_array(made: Any) -> np.ndarray:
     elif isinstance(made, pd.DataFrame):
         if odd := [name for name, dtype in made.dtypes.items() if not pd.api.types.is_numeric_dtype(dtype)]:
             raise DataError(f"the embedding has columns that are not numbers ({listing(odd)}); leave them out.")
-        made = made.to_numpy(dtype=np.result_type(np.float32, *(_numpy_type(dtype) for dtype in made.dtypes)))
+        kept = {np.dtype(np.float32)} == set(made.dtypes)
+        made = made.to_numpy(dtype=np.float32 if kept else np.float64, na_value=np.nan)
     array = np.asarray(made)
     if array.dtype.kind not in "fiub":
         raise DataError(f"the embedding holds {array.dtype} in place of numbers; give an array of numbers.")
     return array
-
-
-def _numpy_type(dtype: Any) -> np.dtype:
-    # Nullable columns, e.g. Float64, may lack values, which are NaN.
-    return dtype if isinstance(dtype, np.dtype) else np.dtype(np.float64)
 
 
 def check_column(argument: str, key: str, obs: pd.DataFrame) -> None:
@@ -324,18 +320,28 @@ def get_benchmark(name: str, **options: Any) -> Benchmark:
     >>> get_benchmark("label_prediction", labels_key="cell_type").metrics
     ('knn_macro_f1', 'logreg_macro_f1')
     """
+    _check_given(name, options)
+    return BENCHMARKS.get(name)(**options)
+
+
+def _check_given(name: str, options: Mapping[str, Any], besides: Sequence[str] = ()) -> None:
+    """Raise where options of a benchmark are unknown, or one is missing that does not come from the data."""
     known = options_of(name)
     check_options("benchmark option", name, options, list(known))
     for option, needed in known.items():
-        if needed and option not in options:
+        if needed and option not in options and option not in besides:
             raise OptionError(f"the benchmark {name!r} needs the option {option}; give it.")
-    return BENCHMARKS.get(name)(**options)
 
 
 def options_of(name: str) -> dict[str, bool]:
     """Return the options of a benchmark, and of each whether it has to be given."""
     parameters = inspect.signature(BENCHMARKS.get(name)).parameters
     return {option: parameter.default is parameter.empty for option, parameter in parameters.items()}
+
+
+def title_of(benchmark: Benchmark) -> str:
+    """Return the registered name of a benchmark, or that of its class."""
+    return BENCHMARKS.name_of(type(benchmark)) or type(benchmark).__name__
 
 
 HELD_OUT = "held_out"
@@ -391,11 +397,7 @@ class Evaluation:
             return
         if not isinstance(self.benchmark, str):
             raise OptionError(f"benchmark={self.benchmark!r} is neither a registered name nor a Benchmark.")
-        known = options_of(self.benchmark)
-        check_options("benchmark option", self.benchmark, self.options, list(known))
-        for option, needed in known.items():
-            if needed and option not in self.options and option not in KEYS:
-                raise OptionError(f"the benchmark {self.benchmark!r} needs the option {option}; give it.")
+        _check_given(self.benchmark, self.options, besides=KEYS)
 
     @property
     def held_out(self) -> bool:
@@ -414,9 +416,7 @@ class Evaluation:
         """What its figures are called by, before two of one name are told apart."""
         if self.name is not None:
             return self.name
-        if isinstance(self.benchmark, str):
-            return self.benchmark
-        return BENCHMARKS.name_of(type(self.benchmark)) or type(self.benchmark).__name__
+        return self.benchmark if isinstance(self.benchmark, str) else title_of(self.benchmark)
 
     @property
     def subject(self) -> str:
@@ -428,9 +428,8 @@ class Evaluation:
         """Return the options that the benchmark needs and nobody gives; `keys` as in :meth:`made`."""
         if isinstance(self.benchmark, Benchmark):
             return []
-        known = options_of(self.benchmark)
-        keys = {**self.card_columns, **{name: key for name, key in keys.items() if key is not None}}
-        return [key for key, needed in known.items() if needed and self.options.get(key, keys.get(key)) is None]
+        given = {**self._from_data(keys), **self.options}
+        return [key for key, needed in options_of(self.benchmark).items() if needed and given.get(key) is None]
 
     def made(self, keys: Mapping[str, str | None]) -> Benchmark:
         """Return the benchmark; `keys` are ``labels_key`` and ``batch_key`` of the data.
@@ -442,19 +441,18 @@ class Evaluation:
         """
         if isinstance(self.benchmark, Benchmark):
             return self.benchmark
-        options = dict(self.options)
-        keys = {name: self.card_columns.get(name) if key is None else key for name, key in keys.items()}
-        for key, needed in options_of(self.benchmark).items():
-            if key not in keys or key in options:
-                continue
-            if keys[key] is not None:
-                options[key] = keys[key]
-            elif needed:
-                raise OptionError(
-                    f"the benchmark {self.benchmark!r} needs {key}, a column of obs, but neither its options nor the "
-                    f"data name one; give it {key}."
-                )
-        return get_benchmark(self.benchmark, **options)
+        for key in self.missing(keys):
+            raise OptionError(
+                f"the benchmark {self.benchmark!r} needs {key}, a column of obs, but neither its options nor the "
+                f"data name one; give it {key}."
+            )
+        return get_benchmark(self.benchmark, **{**self._from_data(keys), **self.options})
+
+    def _from_data(self, keys: Mapping[str, str | None]) -> dict[str, str]:
+        """Return the columns that the data name, of those that the benchmark takes."""
+        known = options_of(cast("str", self.benchmark))
+        found = {**self.card_columns, **{name: key for name, key in keys.items() if key is not None}}
+        return {name: key for name, key in found.items() if name in known}
 
 
 type Entry = str | Benchmark | Evaluation | Mapping[str, Mapping[str, Any] | None]

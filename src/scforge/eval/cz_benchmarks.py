@@ -10,15 +10,17 @@ from contextlib import contextmanager
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import anndata
 import numpy as np
 import pandas as pd
 
-from scforge._checks import check_bool, check_seed
-from scforge._constants import TARGET_SUM
+from scforge._checks import check_known, check_seed
+from scforge._registry import check_options
 from scforge.data.checks import counts_of
-from scforge.errors import DataError, OptionError, did_you_mean, first_line, listing
+from scforge.errors import DataError, OptionError, ScforgeError, first_line, listing
 from scforge.eval.base import Benchmark, as_array, check_column, register_benchmark
 from scforge.eval.baselines import pca_embedding
+from scforge.eval.expression import log_normalised
 from scforge.eval.report import Kind, Measured, Report, Row
 
 if TYPE_CHECKING:
@@ -38,29 +40,19 @@ KEYS = {
     "sequential_organization": ("labels_key",),
 }
 
+_COLUMNS = ("labels_key", "batch_key", "organism_key", "groups_key", "perturbation_key", "control")
+
 _MOST_P, _LEAST_CHANGE = 1e-4, 1.0
 """Genes that count as changed, as SingleCellPerturbationDataset of cz-benchmarks has it."""
 
-_FEWEST_CELLS = 2
+_SEED = 42
+"""That of cz-benchmarks."""
+
+_TOP_GENES, _COMPONENTS = 3_000, 50
+"""Genes and components of its baseline."""
 
 
-def representation_of(name: str, adata: AnnData, key: str) -> np.ndarray:
-    """Return what a task scores: an embedding, float, shape (N, D), or predicted expression, shape (N, G)."""
-    where, place = ("layers", adata.layers) if name == EXPRESSION_TASK else ("obsm", adata.obsm)
-    if key not in place:
-        known = [one for one in place if one is not None]
-        raise DataError(
-            f"keys names {key!r}, which is not in adata.{where}{did_you_mean(key, known)} "
-            f"(adata.{where} has: {listing(known)})"
-        )
-    values = place[key]
-    values = np.asarray(values.toarray() if hasattr(values, "toarray") else values)
-    if not np.isfinite(values).all():
-        raise DataError(f"adata.{where}[{key!r}] holds values that are not numbers; it cannot be scored.")
-    return values
-
-
-def task_input(
+def _input(
     name: str,
     adata: AnnData,
     model: Any,
@@ -70,28 +62,16 @@ def task_input(
     seed: int,
     options: Mapping[str, Any],
 ) -> Any:
-    """Return the input of a task, an instance of its pydantic `model`.
-
-    Raises
-    ------
-    DataError
-        If a column is missing or incomplete.
-    OptionError
-        If a key that the task needs is None, or an option is unknown or cannot be used.
-    """
+    """Return the input of a task, an instance of its pydantic `model`."""
     from pydantic import ValidationError
 
-    for argument in KEYS.get(name, ()):
-        if keys[argument] is None:
-            raise OptionError(f"the task {name!r} needs {argument}; give it.")
-    made = _made(name, adata, keys, layer=layer, seed=seed)
+    if missing := [argument for argument in KEYS[name] if keys[argument] is None]:
+        raise OptionError(f"the task {name!r} needs {missing[0]}; give it.")
+    with _told(name, seed):
+        made = _made(name, adata, keys, layer=layer, seed=seed)
+    # The package would ignore options that it does not know.
     known = [option for option in model.model_fields if option not in made or option == "pred_effect_operation"]
-    for option in options:
-        if option not in known:
-            raise OptionError(
-                f"the task {name!r} takes no option {option!r}{did_you_mean(option, known)} "
-                f"(it takes: {listing(known)})"
-            )
+    check_options("option", name, options, known)
     try:
         return model(**{**made, **options})
     except ValidationError as error:
@@ -101,6 +81,7 @@ def task_input(
 
 
 def _made(name: str, adata: AnnData, keys: Mapping[str, str | None], *, layer: str | None, seed: int) -> dict[str, Any]:
+    """Return what the data say of the input of a task."""
     if name == EXPRESSION_TASK:
         cells = _with_effects(adata, str(keys["perturbation_key"]), str(keys["control"]), layer=layer, seed=seed)
         # The layer holds logs, whose differences are the log ratios that the true effects are.
@@ -113,13 +94,7 @@ def _made(name: str, adata: AnnData, keys: Mapping[str, str | None], *, layer: s
     if name == "label_prediction":
         return {"labels": labels}
     if name == "sequential_organization":
-        numbers = pd.to_numeric(labels, errors="coerce")
-        if numbers.isna().any():
-            raise DataError(
-                f"labels_key={keys['labels_key']!r} holds {labels[numbers.isna()].iloc[0]!r}, which has no order; "
-                "choose a column of numbers, e.g. of time points."
-            )
-        return {"obs": adata.obs[[]], "input_labels": numbers.to_numpy(dtype=float)}
+        return {"obs": adata.obs[[]], "input_labels": pd.to_numeric(labels).to_numpy(dtype=float)}
     return {"obs": adata.obs[[]], "input_labels": labels} if name == "clustering" else {"input_labels": labels}
 
 
@@ -141,51 +116,26 @@ def by_organism(organisms: pd.Series) -> dict[str, np.ndarray]:
 def _of_organisms(name: str, adata: AnnData, labels: pd.Series, keys: Mapping[str, str | None]) -> dict[str, Any]:
     from czbenchmarks.datasets.types import Organism
 
-    column = _column(adata, "organism_key", str(keys["organism_key"]))
-    known, rows = {str(organism): organism for organism in Organism}, by_organism(column)
+    rows = by_organism(_column(adata, "organism_key", str(keys["organism_key"])))
+    known = {str(organism): organism for organism in Organism}
     for organism in rows:
-        if organism not in known:
-            raise DataError(
-                f"obs[{keys['organism_key']!r}] holds {organism!r}, which cz-benchmarks does not know"
-                f"{did_you_mean(organism, known)} (organisms: {listing(known, most=6)})"
-            )
-    if len(rows) < 2:
-        raise DataError(f"obs[{keys['organism_key']!r}] holds one organism; {name} compares at least 2.")
+        check_known("organism", organism, known, "the organisms of cz-benchmarks")
     parts = [labels.iloc[found].reset_index(drop=True) for found in rows.values()]
     organisms = [known[organism] for organism in rows]
     if name == "cross-species_integration":
         return {"labels": parts, "organism_list": organisms}
-    sets = [set(part) for part in parts]
-    if alone := set.union(*sets) - set.intersection(*sets):
-        raise DataError(
-            f"obs[{keys['labels_key']!r}] has labels that not all organisms have ({listing(sorted(alone), most=3)}); "
-            "leave their cells out."
-        )
     made = {"labels": parts, "organisms": organisms, "aggregation_method": "none"}
-    if keys["groups_key"] is not None:
-        groups = _column(adata, "groups_key", keys["groups_key"])
-        if (labels.groupby(groups.to_numpy()).nunique() > 1).any():
-            raise DataError(
-                f"groups_key={keys['groups_key']!r} has groups with several labels, of which the task would take the "
-                "first; make a column of sample and label."
-            )
-        made |= {
-            "sample_ids": [groups.iloc[found].reset_index(drop=True) for found in rows.values()],
-            "aggregation_method": "mean",
-        }
+    groups = None if keys["groups_key"] is None else _column(adata, "groups_key", keys["groups_key"])
+    alone = set.union(*map(set, parts)) - set.intersection(*map(set, parts))
+    if alone or (groups is not None and (labels.groupby(groups.to_numpy()).nunique() > 1).any()):
+        raise DataError(
+            f"obs[{keys['labels_key']!r}] has labels that not all organisms have ({listing(sorted(alone), most=3)}), "
+            f"or groups_key={keys['groups_key']!r} has groups with several labels; leave those cells out."
+        )
+    if groups is not None:
+        made["sample_ids"] = [groups.iloc[found].reset_index(drop=True) for found in rows.values()]
+        made["aggregation_method"] = "mean"
     return made
-
-
-def _log_counts(adata: AnnData, layer: str | None) -> AnnData:
-    """Return the cells with log1p CP10K as ``X``, CSR float32."""
-    import anndata
-    import scanpy as sc
-
-    counts = counts_of(adata, layer).astype(np.float32)
-    cells = anndata.AnnData(counts.copy(), obs=adata.obs[[]].copy(), var=adata.var[[]].copy())
-    sc.pp.normalize_total(cells, target_sum=TARGET_SUM)
-    sc.pp.log1p(cells)
-    return cells
 
 
 def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer: str | None, seed: int) -> AnnData:
@@ -198,20 +148,13 @@ def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer:
 
     conditions = _column(adata, "perturbation_key", perturbation_key)
     names = [str(name) for name in np.unique(conditions) if name != control]
-    if len(names) == len(np.unique(conditions)):
-        raise DataError(f"control={control!r} is not in obs[{perturbation_key!r}] (there: {listing(names)})")
-    sizes = conditions.value_counts()
-    if len(names) < 2 or sizes.min() < _FEWEST_CELLS:
-        raise DataError(
-            f"{EXPRESSION_TASK} needs 2 perturbations and controls of {_FEWEST_CELLS} cells each, but obs"
-            f"[{perturbation_key!r}] has {len(names)} perturbations, of {sizes.min()} cells at least; take more cells."
-        )
-    cells = _log_counts(adata, layer)
+    check_known("control", control, set(conditions), f"obs[{perturbation_key!r}]")
+    cells = anndata.AnnData(log_normalised(adata, layer), obs=adata.obs[[]].copy(), var=adata.var[[]].copy())
     cells.obs["condition"] = pd.Categorical(conditions)
     sc.tl.rank_genes_groups(cells, "condition", reference=control, method="wilcoxon")
-    tested = sc.get.rank_genes_groups_df(cells, group=names)
-    if "group" not in tested:
-        tested.insert(0, "group", names[0])
+    tested = pd.concat(
+        {name: sc.get.rank_genes_groups_df(cells, name) for name in names}, names=["group"]
+    ).reset_index()
     changed = tested[(tested["pvals_adj"] < _MOST_P) & (tested["logfoldchanges"].abs() >= _LEAST_CHANGE)]
     if changed.empty:
         raise DataError(
@@ -242,47 +185,13 @@ def _with_effects(adata: AnnData, perturbation_key: str, control: str, *, layer:
     return cells
 
 
-_SEED = 42
-"""That of cz-benchmarks."""
-
-_TOP_GENES, _COMPONENTS = 3_000, 50
-"""Genes and components of its baseline."""
-
-
-def cz_tasks() -> dict[str, tuple[str, ...]]:
-    """Return the tasks of cz-benchmarks, and of each what :func:`run_cz_task` has to be told.
-
-    Returns
-    -------
-    Name of a task to arguments of :func:`run_cz_task`.
-
-    Raises
-    ------
-    OptionError
-        If cz-benchmarks is not installed.
-
-    Examples
-    --------
-    >>> cz_tasks()["batch_integration"]  # doctest: +SKIP
-    ('labels_key', 'batch_key')
-    """
-    return {name: KEYS.get(name, ()) for name in _registry().list_tasks()}
-
-
 def run_cz_task(
     name: str,
     adata: AnnData,
     keys: str | Sequence[str] | Mapping[str, Kind],
     *,
-    labels_key: str | None = None,
-    batch_key: str | None = None,
-    organism_key: str | None = None,
-    groups_key: str | None = None,
-    perturbation_key: str | None = None,
-    control: str | None = None,
     layer: str | None = None,
     baseline: bool = True,
-    baseline_options: Mapping[str, Any] | None = None,
     seed: int = _SEED,
     **options: Any,
 ) -> pd.DataFrame:
@@ -307,28 +216,22 @@ def run_cz_task(
     Parameters
     ----------
     name
-        Task, one of :func:`cz_tasks`.
+        Task, one of the first column above.
     adata
         Annotated data with raw counts, which the baselines are made of.
     keys
         Key or keys of embeddings in ``adata.obsm``, shape (N, D); as a mapping, with ``"model"``, ``"baseline"`` or
         ``"untrained"`` for each. For perturbations keys of ``adata.layers`` with the predicted log1p CP10K of each
         cell, shape (N, G), that of control cells included.
-    labels_key, batch_key, organism_key, groups_key, perturbation_key
-        Columns of ``adata.obs``.
-    control
-        Value of ``obs[perturbation_key]`` of control cells.
     layer
         Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
     baseline
         Run the baseline, too.
-    baseline_options
-        Options of the package's baseline, e.g. ``{"n_pcs": 20}``. Those left out are the package's, lowered where there
-        are too few cells or genes.
     seed
         Seed of the task.
     **options
-        Options of the task, e.g. ``n_folds=3``.
+        Columns of ``adata.obs`` as above (`control`: the value of ``obs[perturbation_key]`` of control cells), and
+        options of the task, e.g. ``n_folds=3``.
 
     Returns
     -------
@@ -348,34 +251,24 @@ def run_cz_task(
     >>> table.pivot_table(index="method", columns="metric", values="value")  # doctest: +SKIP
     """
     registry = _registry()
-    check_bool("baseline", baseline)
-    check_seed(seed)
-    if name not in registry.list_tasks():
-        known = registry.list_tasks()
-        raise OptionError(f"name={name!r} is no task{did_you_mean(name, known)} (tasks: {listing(known)})")
-    columns = {
-        "labels_key": labels_key,
-        "batch_key": batch_key,
-        "organism_key": organism_key,
-        "groups_key": groups_key,
-        "perturbation_key": perturbation_key,
-        "control": control,
-    }
+    check_known("name", name, registry.list_tasks(), "the tasks of cz-benchmarks", error=OptionError)
+    columns = {argument: options.pop(argument, None) for argument in _COLUMNS}
     keys = [keys] if isinstance(keys, str) else keys
     kinds: dict[str, Kind] = dict(keys) if isinstance(keys, Mapping) else dict.fromkeys(keys, "model")
-    made = {key: representation_of(name, adata, key) for key in kinds}
-    task = registry.get_task_class(name)(random_seed=seed)
-    if name in TWO_ORGANISMS and baseline_options:
-        raise OptionError(f"baseline_options={dict(baseline_options)!r} has no use in {name}; leave it out.")
-    inputs = task_input(name, adata, task.input_model, columns, layer=layer, seed=seed, options=options)
+    where, place = ("layers", adata.layers) if name == EXPRESSION_TASK else ("obsm", adata.obsm)
+    for key in kinds:
+        check_known("keys", key, place, f"adata.{where}")
+    made = {key: as_array(place[key]) for key in kinds}
+    task = registry.get_task_class(name)(random_seed=check_seed(seed))
+    inputs = _input(name, adata, task.input_model, columns, layer=layer, seed=seed, options=options)
     if baseline:
-        title, values = _baseline(name, task, adata, inputs, layer=layer, options=baseline_options or {}, seed=seed)
+        title, values = _baseline(name, task, adata, inputs, layer=layer, seed=seed)
         made[title], kinds[title] = values, "baseline"
     lines = []
     for method, values in made.items():
         given: Any = values
-        if organism_key is not None and name in TWO_ORGANISMS:
-            given = [values[rows] for rows in by_organism(adata.obs[organism_key]).values()]
+        if name in TWO_ORGANISMS:
+            given = [values[rows] for rows in by_organism(adata.obs[columns["organism_key"]]).values()]
         start = time.perf_counter()
         with _told(name, seed):
             results = task.run(given, inputs)
@@ -397,20 +290,21 @@ def evaluate_cz(
 ) -> Report:
     """Run several tasks of cz-benchmarks, each beside its baseline, as a report.
 
-    Figures of several classifiers or perturbations stand in it as their mean; :func:`run_cz_task` has each.
+    Figures of several classifiers or perturbations stand in it as their mean;
+    :func:`~scforge.eval.cz_benchmarks.run_cz_task` has each.
 
     Parameters
     ----------
     adata
         Annotated data with raw counts.
     tasks
-        Names of tasks; as a mapping, with options of :func:`run_cz_task` for each.
+        Names of tasks; as a mapping, with options of :func:`~scforge.eval.cz_benchmarks.run_cz_task` for each.
     keys
-        Keys of embeddings, or of layers, as in :func:`run_cz_task`.
+        Keys of embeddings, or of layers, as in :func:`~scforge.eval.cz_benchmarks.run_cz_task`.
     title
         Heading.
     **options
-        Options of :func:`run_cz_task` for all tasks, e.g. ``labels_key``.
+        Options of :func:`~scforge.eval.cz_benchmarks.run_cz_task` for all tasks, e.g. ``labels_key``.
 
     Returns
     -------
@@ -419,7 +313,7 @@ def evaluate_cz(
     Raises
     ------
     DataError, OptionError
-        As :func:`run_cz_task`.
+        As :func:`~scforge.eval.cz_benchmarks.run_cz_task`.
 
     Examples
     --------
@@ -428,8 +322,6 @@ def evaluate_cz(
     >>> report.to_table("clustering")  # doctest: +SKIP
     """
     asked = dict(tasks) if isinstance(tasks, Mapping) else {name: {} for name in tasks}
-    if not asked:
-        raise OptionError("tasks=[] names no task; name at least one, see cz_tasks().")
     report = Report(title)
     for name, own in asked.items():
         frame = run_cz_task(name, adata, keys, **{**options, **own})
@@ -462,8 +354,6 @@ class CzTask(Benchmark):
     n_draws = 5
 
     def __init__(self, labels_key: str, options: Mapping[str, Any] | None = None, seed: int = _SEED) -> None:
-        if not isinstance(options, Mapping | None):
-            raise OptionError(f"options={options!r} is no mapping; give names and values, e.g. {{'n_folds': 3}}.")
         self.labels_key = labels_key
         self.options = dict(options or {})
         self.seed = check_seed(seed)
@@ -474,7 +364,7 @@ class CzTask(Benchmark):
     def check(self, obs: pd.DataFrame) -> None:
         """Raise unless cz-benchmarks is installed, the columns are complete and the task has the options."""
         model = _registry().get_task_class(self.task).input_model
-        task_input(self.task, _cells(obs), model, self._keys(), layer=None, seed=self.seed, options=self.options)
+        _input(self.task, _cells(obs), model, self._keys(), layer=None, seed=self.seed, options=self.options)
 
     def describe(self, obs: pd.DataFrame) -> dict[str, str]:
         """Return the version of cz-benchmarks, and what is drawn again for intervals."""
@@ -549,8 +439,6 @@ class CzBatchIntegration(CzTask):
 
 def _cells(obs: pd.DataFrame) -> AnnData:
     """Return cells that have annotation only, with new names, since those of `obs` may be there twice."""
-    import anndata
-
     return anndata.AnnData(obs=obs.set_axis([str(row) for row in range(len(obs))]))
 
 
@@ -584,30 +472,17 @@ def _registry() -> Any:
 
 
 def _baseline(
-    name: str, task: Any, adata: AnnData, inputs: Any, *, layer: str | None, options: Mapping[str, Any], seed: int
+    name: str, task: Any, adata: AnnData, inputs: Any, *, layer: str | None, seed: int
 ) -> tuple[str, np.ndarray]:
     """Return what the baseline is, and what it makes of the cells."""
-    from czbenchmarks.tasks.task import NoBaselineInput
-    from pydantic import ValidationError
-
     if name == EXPRESSION_TASK:
         return "mean of the other perturbations", _mean_of_others(inputs.adata)
     smaller = min(adata.shape) - 1
-    if task.baseline_model is NoBaselineInput:
+    if name in TWO_ORGANISMS:
         return "PCA of all organisms", pca_embedding(adata, n_comps=min(_COMPONENTS, smaller), layer=layer, seed=seed)
     known = task.baseline_model.model_fields
-    for option in options:
-        if option not in known:
-            raise OptionError(
-                f"baseline_options of {name!r} has no {option!r}{did_you_mean(option, known)} "
-                f"(it has: {listing(known)})"
-            )
-    defaults = {"n_top_genes": min(_TOP_GENES, adata.n_vars), "n_pcs": min(_COMPONENTS, smaller)}
-    try:
-        wanted = task.baseline_model(**{**{key: value for key, value in defaults.items() if key in known}, **options})
-    except ValidationError as error:
-        told = first_line(ValueError(error.errors()[0]["msg"]))
-        raise OptionError(f"baseline_options={dict(options)!r} is refused by {name!r}: {told}.") from None
+    sizes = {"n_top_genes": min(_TOP_GENES, adata.n_vars), "n_pcs": min(_COMPONENTS, smaller)}
+    wanted = task.baseline_model(**{key: value for key, value in sizes.items() if key in known})
     # Sparse integers would go through log1p of scanpy as they are.
     counts = counts_of(adata, layer).astype(np.float32)
     title = "PCA (cz-benchmarks)" if "n_pcs" in known else "raw counts (cz-benchmarks)"
@@ -639,6 +514,8 @@ def _told(name: str, seed: int) -> Iterator[None]:
             # Its logistic regression stops after 100 steps, by its definition of the task.
             warnings.filterwarnings("ignore", category=ConvergenceWarning)
             yield
+    except ScforgeError:
+        raise
     except (AssertionError, ValueError) as error:
         raise DataError(f"cz-benchmarks cannot run {name!r} on these cells: {first_line(error)}.") from error
     finally:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from scipy import sparse
 
-from scforge._checks import check_count, check_seed
+from scforge._checks import check_known
 from scforge._constants import TARGET_SUM
 from scforge.data.cells import Cells
 from scforge.data.checks import sound_csr
-from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.errors import DataError, listing
 
 if TYPE_CHECKING:
     from anndata import AnnData
@@ -23,6 +23,9 @@ _ROOM = 1.01
 
 _ROOM_OF_MADE = 10.0
 """What is predicted on the log scale need not have a total of 10,000; who compares it with real cells sees more."""
+
+_MOST_RATIO = 1.2
+"""Totals of cells over the same genes differ by less if they were scaled alike."""
 
 _SAME_TOTAL = 1e-3
 """How little totals of cells differ that were scaled to the same one; over a part of the genes they differ."""
@@ -57,14 +60,14 @@ def log_normalised(
         If values are missing, negative, or of another scale, or the cells are in a file and not in memory.
     """
     where = f"X of {argument}" if layer is None else f"layers[{layer!r}] of {argument}"
-    if layer is not None and layer not in adata.layers:
-        known = [key for key in adata.layers if key is not None]
-        raise DataError(f"layer={layer!r} is no layer of {argument}{did_you_mean(layer, known)} ({listing(known)}).")
-    if adata.isbacked:
-        raise DataError(f"{argument} is backed by a file, and is read as a whole; pass it as adata.to_memory().")
+    if layer is not None:
+        check_known("layer", layer, adata.layers, f"{argument}.layers")
     matrix = adata.X if layer is None else adata.layers[layer]
-    if matrix is None:
-        raise DataError(f"{where} is None; put counts or log1p of counts per 10,000 there.")
+    if adata.isbacked or matrix is None:
+        raise DataError(f"{where} is {'backed by a file' if adata.isbacked else None}; pass it as adata.to_memory().")
+    if adata.var_names.has_duplicates:
+        twice = adata.var_names[adata.var_names.duplicated()].unique()
+        raise DataError(f"{argument} has the genes {listing(twice, most=3)} more than once; make var_names unique.")
     # SciPy knows no sparse matrices of half precision.
     matrix = matrix.astype(np.float32) if matrix.dtype == np.float16 else matrix
     matrix = sound_csr(matrix if sparse.issparse(matrix) else sparse.csr_matrix(np.asarray(matrix)), where)
@@ -74,19 +77,16 @@ def log_normalised(
         matrix.sum_duplicates()
     kind = np.float64 if matrix.dtype == np.float64 else np.float32
     values = matrix.data.astype(np.float64)
-    if not np.isfinite(values).all():
-        raise DataError(f"{where} holds {int((~np.isfinite(values)).sum())} missing or infinite values; mend them.")
-    if len(values) and values.min() < 0:
-        raise DataError(
-            f"{where} holds negative values (smallest: {values.min():g}), which are neither counts nor log1p of counts "
-            "per 10,000; undo the scaling, cut predictions at 0, or give predicted effects as a DataFrame."
-        )
     rows = np.repeat(np.arange(matrix.shape[0]), np.diff(matrix.indptr))
-    if (values == np.floor(values)).all():
+    counts = bool((values == np.floor(values)).all()) and values.min(initial=0) >= 0
+    if not counts and (problem := _scale_problem(values, rows, matrix.shape[0], made=made)):
+        raise DataError(
+            f"{where} holds {problem}; give counts, or sc.pp.normalize_total(adata, target_sum=1e4) and "
+            "sc.pp.log1p(adata); of predictions those that are not below 0, or effects as a DataFrame."
+        )
+    if counts:
         total = np.bincount(rows, values, minlength=matrix.shape[0])
         values = np.log1p(values * (TARGET_SUM / np.maximum(total, 1.0))[rows])
-    else:
-        _check_scale(values, rows, matrix.shape[0], where, made=made)
     logs = sparse.csr_matrix((values.astype(kind), matrix.indices, matrix.indptr), shape=matrix.shape)
     if not values.all():
         logs = logs.copy()  # the indices are those of `adata`
@@ -94,30 +94,45 @@ def log_normalised(
     return logs
 
 
-def _check_scale(values: np.ndarray, rows: np.ndarray, n_cells: int, where: str, *, made: bool) -> None:
-    fix = "give counts, or sc.pp.normalize_total(adata, target_sum=1e4) and sc.pp.log1p(adata)"
+def _scale_problem(values: np.ndarray, rows: np.ndarray, n_cells: int, *, made: bool) -> str | None:
+    """Return why values are not log1p of counts per 10,000, or None."""
+    if not np.isfinite(values).all():
+        return f"{int((~np.isfinite(values)).sum())} missing or infinite values"
+    if values.min() < 0:
+        return f"negative values (smallest: {values.min():g}), which are neither counts nor log1p of counts per 10,000"
     plain = np.expm1(np.minimum(values, 50.0))
     # Counts have ones among them; scaled to a total, all cells would need one of exactly 10,000 for that.
     if np.abs(plain - np.round(plain)).max() < 1e-3 and abs(plain[plain > 0].min() - 1) < 1e-3:
-        raise DataError(f"{where} holds log1p of counts that were not normalised; {fix}.")
+        return "log1p of counts that were not normalised"
     total = np.bincount(rows, plain, minlength=n_cells)
     total = total[total > 0]
     middle = float(np.median(total)) if len(total) else TARGET_SUM
     most, room = (middle, _ROOM_OF_MADE) if made else (total.max(), _ROOM)
     if most > room * TARGET_SUM:
-        raise DataError(
-            f"{where} holds values that are neither counts nor log1p of counts per 10,000 (expm1 of a cell has a "
-            f"total of {most:.4g}); {fix}."
-        )
+        return f"neither counts nor log1p of counts per 10,000 (expm1 of a cell has a total of {most:.4g})"
     # Predicted cells may be one profile many times, so their totals are compared with those of real cells instead.
     if not made and len(total) > 1 and np.ptp(total) < _SAME_TOTAL * middle and abs(middle / TARGET_SUM - 1) > 0.01:
-        raise DataError(f"{where} is normalised to about {middle:,.0f} per cell and not to 10,000; {fix}.")
+        return f"values that are normalised to about {middle:,.0f} per cell and not to 10,000"
+    return None
+
+
+def scale_difference(one: sparse.csr_matrix, other: sparse.csr_matrix, *, profiles: bool = False) -> str | None:
+    """Return in words how log1p CP10K of cells, and of others over the same genes, differ in their totals, or None.
+
+    With `profiles` the cells may be means: on the log scale they have smaller totals, but the same sum of logarithms.
+    """
+    if not one.shape[0] or not other.shape[0]:
+        return None
+    totals = [float(np.median(totals_of(some))) for some in (one, other)]
+    pairs = [totals, [float(some.sum()) / some.shape[0] for some in (one, other)]][: 1 + profiles]
+    if any(min(pair) <= 0 or max(pair) <= _MOST_RATIO * min(pair) for pair in pairs):
+        return None
+    return f"a median total of {totals[0]:,.0f} where the others have {totals[1]:,.0f}"
 
 
 def totals_of(logs: sparse.csr_matrix) -> np.ndarray:
     """Return the total of ``expm1`` of each cell, float64, shape (N,)."""
-    plain = sparse.csr_matrix((np.expm1(logs.data.astype(np.float64)), logs.indices, logs.indptr), shape=logs.shape)
-    return np.asarray(plain.sum(axis=1)).ravel()
+    return np.asarray(logs.astype(np.float64).expm1().sum(axis=1)).ravel()
 
 
 _MIN_CELLS = 3
@@ -144,13 +159,8 @@ def log_expression(cells: Cells, rows: np.ndarray | None = None) -> sparse.csr_m
     -------
     CSR, float32, shape (N, G).
 
-    Raises
-    ------
-    OptionError
-        If the cells have no vocabulary.
     """
-    if cells.vocab is None:
-        raise OptionError("the cells have no vocabulary; open them with scforge.data.open_cells(source, vocab).")
+    assert cells.vocab is not None
     rows = np.arange(len(cells)) if rows is None else np.asarray(rows, dtype=np.int64)
     n_genes = cells.vocab.n_genes
     parts = [sparse.csr_matrix((0, n_genes), dtype=np.float32)]
@@ -208,9 +218,6 @@ class ExpressionSpace:
         from sklearn.decomposition import PCA
         from sklearn.utils.sparsefuncs import mean_variance_axis
 
-        check_count("n_top_genes", n_top_genes, "genes")
-        check_count("n_comps", n_comps, "components")
-        check_seed(seed)
         genes = np.flatnonzero(expression.getnnz(axis=0) >= _MIN_CELLS)
         if len(genes) < 2 or expression.shape[0] < 3:
             raise DataError(

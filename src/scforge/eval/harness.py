@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 import pandas as pd
 
-from scforge._checks import check_bool, check_seed
+from scforge._checks import check_seed
 from scforge._constants import UNS_KEY
 from scforge._progress import announce, duration
 from scforge.errors import DataError, OptionError, did_you_mean, listing
-from scforge.eval.base import BENCHMARKS, Benchmark, Entry, to_evaluation
+from scforge.eval.base import Benchmark, Entry, title_of, to_evaluation
 from scforge.eval.baselines import check_baselines, embedding_baselines
 from scforge.eval.label_prediction import check_embedding
 from scforge.eval.report import KINDS, Kind, Measured, Report, Row, compare_paired, interval
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 
 class Replicates(tuple[Any, ...]):
     """What one method made several times, e.g. trained with several seeds: one row, whose figures are means."""
+
+
+def runs_of(one: Any) -> tuple[Any, ...]:
+    """Return what a method made in each of its trainings."""
+    return one if isinstance(one, Replicates) else (one,)
 
 
 def score(
@@ -42,7 +47,6 @@ def score(
     progress_bar: bool = False,
 ) -> None:
     """Add the rows of a benchmark to a report."""
-    check_bool("intervals", intervals)
     report.facts |= {f"{name}: {fact}": value for fact, value in benchmark.describe(reference).items()}
     versions = _versions(benchmark, seeds)
     scores: dict[str, pd.DataFrame] = {}
@@ -52,7 +56,7 @@ def score(
     if speaks:
         announce(f"{name}: scoring {len(made)} methods ...")
     for n_done, (method, one) in enumerate(made.items(), 1):
-        runs = one if isinstance(one, Replicates) else (one,)
+        runs = runs_of(one)
         of_runs = [pd.DataFrame([version.run(run, reference) for version in versions]) for run in runs]
         # Seeds of folds and trainings are no equal sources of variation: where there are trainings, theirs counts.
         scores[method] = of_runs[0] if len(runs) == 1 else pd.DataFrame([table.mean() for table in of_runs])
@@ -93,7 +97,7 @@ def score(
                 method,
                 kinds[method],
                 means[method],
-                _n_dims(one) if benchmark.subject == "embedding" else None,
+                int(runs_of(one)[0].shape[1]) if benchmark.subject == "embedding" else None,
                 seconds.get(method),
                 name,
                 intervals={}
@@ -110,19 +114,13 @@ def score(
         )
 
 
-def _n_dims(one: Any) -> int:
-    return int((one[0] if isinstance(one, Replicates) else one).shape[1])
-
-
 def _versions(benchmark: Benchmark, seeds: Sequence[int]) -> list[Benchmark]:
     """Return the benchmark with each seed; itself, where it has none."""
     if not hasattr(benchmark, "seed"):
         return [benchmark]
-    versions = []
-    for seed in seeds:
-        version = copy.copy(benchmark)
+    versions: list[Any] = [copy.copy(benchmark) for _ in seeds]
+    for version, seed in zip(versions, seeds, strict=True):
         version.seed = int(seed)
-        versions.append(version)
     return versions
 
 
@@ -229,7 +227,6 @@ def evaluate(
     ['X_mine', 'PCA, 5 components', 'PCA of scaled genes, 5 components']
     """
     check_seeds(seeds)
-    check_bool("progress_bar", progress_bar)
     baselines = [baselines] if isinstance(baselines, int | str) else list(baselines)
     if not len(baselines):
         raise OptionError("baselines=[] leaves nothing to compare with; name at least one, or a number of components.")
@@ -350,8 +347,7 @@ def compare(
     {'mine': 0.5, 'same weight': 0.25}
     """
     _check_kinds(kinds)
-    unknown = [method for method in made if method not in kinds]
-    if unknown:
+    if unknown := [method for method in made if method not in kinds]:
         raise OptionError(f"kinds lacks {listing(unknown)}; say for each whether it is a model or a baseline.")
     check_seeds(seeds)
     benchmark.check(reference)
@@ -405,17 +401,10 @@ def made_of(benchmarks: Entry | Sequence[Entry], keys: Mapping[str, str | None])
 
 def check_seeds(seeds: Sequence[int]) -> None:
     """Raise :class:`~scforge.errors.OptionError` unless there is a seed, and each is one."""
-    if not isinstance(seeds, Sequence) or isinstance(seeds, str):
+    if not isinstance(seeds, Sequence) or isinstance(seeds, str) or not len(seeds):
         raise OptionError(f"seeds={seeds!r} is no list of seeds; give one, e.g. (0, 1, 2).")
-    if not len(seeds):
-        raise OptionError("seeds=() leaves nothing to run; give at least one seed.")
     for seed in seeds:
         check_seed(seed)
-
-
-def title_of(benchmark: Benchmark) -> str:
-    """Return the registered name of a benchmark, or that of its class."""
-    return BENCHMARKS.name_of(type(benchmark)) or type(benchmark).__name__
 
 
 def write_metrics(adata: AnnData, report: Report, key: str) -> None:

@@ -13,166 +13,28 @@ import pandas as pd
 from scforge._checks import check_count, check_seed, check_share
 from scforge.errors import DataError, OptionError, listing, warn
 from scforge.eval.base import Benchmark, as_array, check_column, register_benchmark
-from scforge.eval.report import bootstrap_weights, weighted_f1
 
 _MISSING_TEXTS = ("nan", "NaN", "None", "<NA>", "", "unknown")
 """Labels that may stand for none."""
+_MAX_DUPLICATES = 0.01
+"""Share of cells that may have the coordinates of a cell of another fold before a warning."""
+_MAX_CACHED = 64
+"""Embeddings whose predictions are kept."""
 
 
-@register_benchmark("label_prediction")
-class LabelPrediction(Benchmark):
-    """Cross-validated macro-F1 of k nearest neighbours and of logistic regression.
-
-    The folds are stratified and the same for every embedding. Cells without a label take no part. The logistic
-    regression sees standardised dimensions; the scaling is fitted on the training folds.
-
-    Parameters
-    ----------
-    labels_key
-        Column of obs with the labels.
-    n_folds
-        Number of folds.
-    n_neighbors
-        Neighbours k.
-    seed
-        Seed of the folds.
-
-    Examples
-    --------
-    >>> import numpy as np, pandas as pd
-    >>> labels = np.repeat(["a", "b"], 50)
-    >>> embedding = np.random.default_rng(0).normal(size=(100, 2)) + (labels == "a")[:, None] * 10
-    >>> LabelPrediction("label").run(embedding, pd.DataFrame({"label": labels}))
-    {'knn_macro_f1': 1.0, 'logreg_macro_f1': 1.0}
-    """
-
-    metrics = ("knn_macro_f1", "logreg_macro_f1")
-    n_draws = 1_000
-    _last: tuple[bytes, dict[str, np.ndarray]] | None = None
-
-    def __init__(self, labels_key: str, n_folds: int = 5, n_neighbors: int = 15, seed: int = 0) -> None:
-        check_folds(n_folds, n_neighbors)
-        self.labels_key = labels_key
-        self.n_folds = n_folds
-        self.n_neighbors = n_neighbors
-        self.seed = check_seed(seed)
-
-    def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
-        """Return ``knn_macro_f1`` and ``logreg_macro_f1``, in [0, 1].
-
-        Raises
-        ------
-        DataError
-            If the column is missing, or a label has fewer cells than there are folds.
-        """
-        from sklearn.metrics import f1_score
-
-        labels, predicted = self._predicted(embedding, obs)
-        return {name: float(f1_score(labels, found, average="macro")) for name, found in predicted.items()}
-
-    def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame:
-        """Return the figures on bootstrapped cells, each with the label that was predicted for it in its fold."""
-        labels, predicted = self._predicted(embedding, obs)
-        names, codes = np.unique(labels, return_inverse=True)
-        weights = bootstrap_weights(len(labels), n, seed=seed)
-        draws = {
-            name: weighted_f1(codes, np.searchsorted(names, found), len(names), weights)[:, 0]
-            for name, found in predicted.items()
-        }
-        return pd.DataFrame(draws)
-
-    def _predicted(self, embedding: np.ndarray, obs: pd.DataFrame) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """Return the labels, and those that each model predicts for cells that it did not see; the last are kept."""
-        from sklearn.model_selection import StratifiedKFold, cross_val_predict
-
-        kept, labels = self._labels(obs)
-        cells = check_embedding(embedding, len(obs))[kept]
-        asked = hashlib.blake2b(repr((cells.shape, self.seed, labels.tolist())).encode())
-        asked.update(np.ascontiguousarray(cells).tobytes())
-        if self._last is None or self._last[0] != asked.digest():
-            folds = StratifiedKFold(self.n_folds, shuffle=True, random_state=self.seed)
-            found = {name: cross_val_predict(model, cells, labels, cv=folds) for name, model in self._models().items()}
-            self._last = asked.digest(), found
-        return labels, self._last[1]
-
-    def _models(self) -> dict[str, Any]:
-        from sklearn.linear_model import LogisticRegression
-        from sklearn.neighbors import KNeighborsClassifier
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
-
-        return {
-            "knn_macro_f1": KNeighborsClassifier(self.n_neighbors),
-            "logreg_macro_f1": make_pipeline(StandardScaler(), LogisticRegression(max_iter=2_000)),
-        }
-
-    def check(self, obs: pd.DataFrame) -> None:
-        """Raise :class:`~scforge.errors.DataError` where :meth:`run` would."""
-        self._labels(obs)
-        warn_of_missing(obs, self.labels_key)
-
-    def describe(self, obs: pd.DataFrame) -> dict[str, str]:
-        """Return how many cells are scored, which labels are left out, and what is drawn again for intervals."""
-        facts = {"cells scored": f"{len(self._labels(obs)[0]):,} of {len(obs):,}"}
-        if left_out := self._left_out(obs):
-            facts["labels left out"] = ", ".join(left_out)
-        return facts | {"drawn again": "cells"}
-
-    def _left_out(self, obs: pd.DataFrame) -> tuple[str, ...]:
-        """Return the labels that take no part, each with the number of its cells; here, none."""
-        return ()
-
-    def _labels(self, obs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of the cells that take part, and their labels."""
-        labelled, labels = labels_of(obs, self.labels_key)
-        names, sizes = np.unique(labels, return_counts=True)
-        if (sizes < self.n_folds).any():
-            rarest = f"label {str(names[sizes.argmin()])!r} has {sizes.min()} cells"
-            raise DataError(
-                f"labels_key={self.labels_key!r}: {rarest}, fewer than n_folds={self.n_folds}; leave it out, lower "
-                "n_folds, or take cell_type_annotation, which passes over rare types."
-            )
-        check_neighbors(self.n_neighbors, self.n_folds, len(labels))
-        return np.flatnonzero(labelled), labels
-
-
-def check_folds(n_folds: int, n_neighbors: int) -> None:
-    """Raise :class:`~scforge.errors.OptionError` unless so many folds and neighbours make sense."""
-    check_count("n_folds", n_folds, "folds")
-    if n_folds < 2:
-        raise OptionError(f"n_folds={n_folds} is too few; cross-validation needs at least 2.")
-    check_count("n_neighbors", n_neighbors, "cells")
-
-
-def check_neighbors(n_neighbors: int, n_folds: int, n_cells: int) -> None:
-    """Raise :class:`~scforge.errors.DataError` if the training folds have fewer cells than neighbours are asked for."""
-    fewest = n_cells - -(-n_cells // n_folds)
-    if n_neighbors > fewest:
-        raise DataError(
-            f"n_neighbors={n_neighbors} is more than the {fewest} labelled cells that n_folds={n_folds} leaves to "
-            "learn from; lower it or score more cells."
-        )
-
-
-def check_finite(embedding: np.ndarray) -> np.ndarray:
-    """Return an embedding as an array, or raise :class:`~scforge.errors.DataError` if it holds NaN or infinity.
+def check_embedding(embedding: np.ndarray, n_cells: int) -> np.ndarray:
+    """Return an embedding of so many cells as floats, shape (N, D), or raise :class:`~scforge.errors.DataError`.
 
     A sparse matrix, or a table of numbers, is one, too.
     """
     embedding = as_array(embedding)
-    if not np.isfinite(embedding).all():
-        raise DataError("the embedding holds values that are not numbers; it cannot be evaluated.")
-    return embedding
-
-
-def check_embedding(embedding: np.ndarray, n_cells: int) -> np.ndarray:
-    """Return an embedding of so many cells as floats, shape (N, D), or raise :class:`~scforge.errors.DataError`."""
-    embedding = check_finite(embedding)
     if embedding.ndim != 2 or embedding.shape[0] != n_cells or embedding.shape[1] == 0:
         raise DataError(
             f"the embedding has the shape {embedding.shape}, but there are {n_cells} cells; give one row for each, in "
             "the order of obs."
         )
+    if not np.isfinite(embedding).all():
+        raise DataError("the embedding holds values that are not numbers; it cannot be evaluated.")
     return embedding if embedding.dtype in (np.float32, np.float64) else embedding.astype(np.float32)
 
 
@@ -185,21 +47,19 @@ def labels_of(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> t
         If the column is missing, there are fewer than two labels, or two of them are the same text, e.g. 1 and "1".
     """
     check_column(argument, key, obs)
-    labelled = np.asarray(obs[key].notna())
-    labels = np.asarray(obs[key], dtype=object)[labelled].astype(str)
+    labeled = np.asarray(obs[key].notna())
+    values = np.asarray(obs[key], dtype=object)[labeled]
+    labels = values.astype(str)
     n_labels = len(np.unique(labels))
-    texts: dict[str, Any] = {}
-    for value in pd.unique(np.asarray(obs[key], dtype=object)[labelled]):
-        if (other := texts.setdefault(str(value), value)) is not value:
-            kinds = type(other).__name__, type(value).__name__
-            raise DataError(
-                f"{argument}={key!r} holds {str(value)!r} as {kinds[0]} and as {kinds[1]}, which are one text; rename "
-                "one of them, or make all of them text."
-            )
+    if n_labels < len(pd.unique(values)):
+        raise DataError(
+            f"{argument}={key!r} holds different values that are the same text, e.g. 1 and '1'; rename one of them, or "
+            "make all of them text."
+        )
     if n_labels < 2:
         found = f"one value only ({str(labels[0])!r})" if n_labels else "no value in any cell"
         raise DataError(f"{argument}={key!r} has {found}; choose a column with two or more.")
-    return labelled, labels
+    return labeled, labels
 
 
 def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key") -> None:
@@ -211,24 +71,20 @@ def warn_of_missing(obs: pd.DataFrame, key: str, *, argument: str = "labels_key"
         )
 
 
-_CLASSIFIERS = ("linear", "knn")
-_DUPLICATES = 0.01
-"""Share of cells that may have the coordinates of a cell of another fold before somebody is told."""
-_KEPT = 64
-"""Embeddings whose predictions are remembered."""
-
-
 @register_benchmark("cell_type_probe")
 class CellTypeProbe(Benchmark):
-    """Logistic regression and k nearest neighbours, cross-validated over whole donors, with the rare types apart.
+    """Logistic regression and k nearest neighbors, cross-validated over whole donors, with rare types apart.
 
     Each cell is predicted once, by classifiers that saw no cell of its fold. Folds hold out whole groups where there is
     a ``groups_key``, one group a fold if there are no more groups than folds, and are otherwise stratified; they are
-    the same for every embedding. The logistic regression, with scikit-learn's defaults, sees standardised dimensions,
+    the same for every embedding. The logistic regression, with scikit-learn's defaults, sees standardized dimensions,
     and the scaling is fitted on the training folds.
 
     Cells without a label or group take no part, and neither do those of a label that cannot be tested: it has fewer
     cells than there are folds, or cells in one group or fold only. A warning names these.
+
+    Of each classifier: ``macro_f1``, the mean F1 of the labels; ``accuracy``, over cells; and ``rare_recall``, the mean
+    recall of the rare labels, NaN if there are none.
 
     Parameters
     ----------
@@ -239,7 +95,7 @@ class CellTypeProbe(Benchmark):
     n_folds
         Number of folds.
     n_neighbors
-        Neighbours k.
+        Neighbors k.
     rare_share
         A label with less than this share of the cells is rare.
     seed
@@ -255,16 +111,14 @@ class CellTypeProbe(Benchmark):
     (1.0, 1.0, nan)
     """
 
-    metrics = (
-        "linear_macro_f1",
-        "linear_accuracy",
-        "linear_rare_recall",
-        "knn_macro_f1",
-        "knn_accuracy",
-        "knn_rare_recall",
-    )
+    _scores: ClassVar[dict[str, tuple[str, str]]] = {
+        f"{classifier}_{score}": (classifier, score)
+        for classifier in ("linear", "knn")
+        for score in ("macro_f1", "accuracy", "rare_recall")
+    }
+    """Metric to its classifier and what is computed of its predictions."""
+    metrics = tuple(_scores)
     n_draws: ClassVar[int] = 1_000
-    _warned_of: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -275,14 +129,22 @@ class CellTypeProbe(Benchmark):
         rare_share: float = 0.02,
         seed: int = 0,
     ) -> None:
-        check_folds(n_folds, n_neighbors)
+        if n_folds < 2:
+            raise OptionError(f"n_folds={n_folds} is too few; cross-validation needs at least 2.")
+        check_count("n_neighbors", n_neighbors, "cells")
         self.labels_key = labels_key
         self.groups_key = groups_key
         self.n_folds = n_folds
         self.n_neighbors = n_neighbors
         self.rare_share = check_share("rare_share", rare_share)
         self.seed = check_seed(seed)
-        self._predicted: dict[bytes, np.ndarray] = {}
+        self._cache: dict[bytes, dict[str, np.ndarray]] = {}
+        self._warned_of: tuple[str, ...] = ()
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        cls.metrics = tuple(cls._scores)
+        super().__init_subclass__(**options)
+        cls.main = cls.metrics[0]
 
     def check(self, obs: pd.DataFrame) -> None:
         """Raise :class:`~scforge.errors.DataError` where :meth:`run` would."""
@@ -306,15 +168,13 @@ class CellTypeProbe(Benchmark):
         return None if groups is None else len(np.unique(groups))
 
     def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
-        """Return one figure for each of :attr:`metrics`, in [0, 1].
-
-        Of each classifier: ``macro_f1``, the mean F1 of the labels; ``accuracy``, over cells; and ``rare_recall``, the
-        mean recall of the rare labels, NaN if there are none.
+        """Return one figure for each metric, in [0, 1].
 
         Raises
         ------
         DataError
-            If a column is missing, two cells have one name, or fewer than two labels can be tested.
+            If a column is missing, two cells have one name where groups are held out, or fewer than two labels can be
+            tested.
 
         Warns
         -----
@@ -329,19 +189,6 @@ class CellTypeProbe(Benchmark):
         """Return the figures on bootstrap samples of the cells, or of whole groups, after the predictions were made.
 
         A label that a sample lacks does not count in its means.
-
-        Parameters
-        ----------
-        embedding, obs
-            As in :meth:`run`.
-        n
-            Number of samples.
-        seed
-            Seed of the samples.
-
-        Returns
-        -------
-        `n` rows, one column a metric.
         """
         plan = self._plan(obs)
         predicted = self._predict(embedding, plan, len(obs))
@@ -353,22 +200,21 @@ class CellTypeProbe(Benchmark):
 
     def _plan(self, obs: pd.DataFrame) -> _Plan:
         """Choose the cells that take part, and their folds; warn of labels that are left out."""
-        if not obs.index.is_unique:
-            twice = obs.index[obs.index.duplicated()].unique()
-            raise DataError(
-                f"{len(twice)} names of obs stand on several cells (first: {listing(twice[:3])}), so that one cell "
-                "could be learned from and tested; remove the copies, or call adata.obs_names_make_unique() if they "
-                "are different cells."
-            )
         taken, _ = labels_of(obs, self.labels_key)
         if self.groups_key is not None:
+            if not obs.index.is_unique:
+                twice = obs.index[obs.index.duplicated()].unique()
+                raise DataError(
+                    f"{len(twice)} names of obs stand on several cells (first: {listing(twice[:3])}), so that one cell "
+                    "could be learned from and tested; remove the copies, or call adata.obs_names_make_unique() if "
+                    "they are different cells."
+                )
             taken = taken & labels_of(obs, self.groups_key, argument="groups_key")[0]
         rows = np.flatnonzero(taken)
-        labels, groups = (
-            None if key is None else np.asarray(obs[key], dtype=object)[rows].astype(str)
-            for key in (self.labels_key, self.groups_key)
-        )
-        assert labels is not None
+        labels = np.asarray(obs[self.labels_key], dtype=object)[rows].astype(str)
+        groups = None
+        if self.groups_key is not None:
+            groups = np.asarray(obs[self.groups_key], dtype=object)[rows].astype(str)
         left_out = _untested(labels, groups, self.n_folds)
         kept = ~np.isin(labels, list(left_out))
         folds = np.full(len(rows), -1, dtype=np.int64)
@@ -378,11 +224,15 @@ class CellTypeProbe(Benchmark):
             left_out |= {name: f"{name!r} (in one fold)" for name, span in spans.items() if span < 2}
             kept = ~np.isin(labels, list(left_out))
         names, codes = np.unique(labels[kept], return_inverse=True)
-        self._tell(tuple(left_out.values()), len(names))
+        self._warn_of_left_out(tuple(left_out.values()), len(names))
+        fewest = int(kept.sum() - np.bincount(folds[kept]).max())
+        if self.n_neighbors > fewest:
+            raise DataError(
+                f"n_neighbors={self.n_neighbors} is more than the {fewest} labeled cells that n_folds={self.n_folds} "
+                "leaves to learn from; lower it or score more cells."
+            )
         group_codes = None if groups is None else np.unique(groups[kept], return_inverse=True)[1]
-        plan = _Plan(rows[kept], codes, len(names), folds[kept], group_codes, tuple(left_out.values()))
-        plan.check(self.n_neighbors)
-        return plan
+        return _Plan(rows[kept], codes, len(names), folds[kept], group_codes, tuple(left_out.values()))
 
     def _folds(self, labels: np.ndarray, groups: np.ndarray | None) -> np.ndarray:
         """Return the fold of each cell, int64, shape (N,)."""
@@ -391,14 +241,13 @@ class CellTypeProbe(Benchmark):
         if groups is None:
             splits = StratifiedKFold(self.n_folds, shuffle=True, random_state=self.seed).split(labels, labels)
         else:
-            n_folds = min(self.n_folds, len(np.unique(groups)))
-            splits = GroupKFold(n_folds).split(labels, labels, groups)
+            splits = GroupKFold(min(self.n_folds, len(np.unique(groups)))).split(labels, labels, groups)
         folds = np.full(len(labels), -1, dtype=np.int64)
         for fold, (_, test) in enumerate(splits):
             folds[test] = fold
         return folds
 
-    def _tell(self, left_out: tuple[str, ...], n_labels: int) -> None:
+    def _warn_of_left_out(self, left_out: tuple[str, ...], n_labels: int) -> None:
         """Raise if too few labels are left, and warn of those that are left out."""
         what = f"labels of obs[{self.labels_key!r}]"
         if n_labels < 2:
@@ -408,61 +257,45 @@ class CellTypeProbe(Benchmark):
             )
         if left_out and left_out != self._warned_of:
             self._warned_of = left_out
-            warn(
-                f"cell_type_probe leaves out {what} that cannot be tested in n_folds={self.n_folds} folds: "
-                f"{', '.join(left_out)}."
-            )
+            warn(f"left out: {what} that cannot be tested in n_folds={self.n_folds} folds: {', '.join(left_out)}.")
 
-    def _predict(self, embedding: np.ndarray, plan: _Plan, n_cells: int) -> np.ndarray:
-        """Return the label that each classifier predicts for each cell, int64, shape (2, N)."""
+    def _predict(self, embedding: np.ndarray, plan: _Plan, n_cells: int) -> dict[str, np.ndarray]:
+        """Return the label that each classifier predicts for each cell, int64, shape (N,)."""
         cells = check_embedding(embedding, n_cells)[plan.rows]
-        key = hashlib.blake2b(np.ascontiguousarray(cells).tobytes(), digest_size=16)
-        key.update(plan.rows.tobytes() + plan.labels.tobytes() + plan.folds.tobytes())
-        if key.digest() not in self._predicted:
+        digest = hashlib.blake2b(np.ascontiguousarray(cells).tobytes(), digest_size=16)
+        digest.update(plan.rows.tobytes() + plan.labels.tobytes() + plan.folds.tobytes())
+        key = digest.digest()
+        if key not in self._cache:
             _warn_of_duplicates(cells, plan.folds)
-            while len(self._predicted) >= _KEPT:
-                self._predicted.pop(next(iter(self._predicted)))
-            self._predicted[key.digest()] = _out_of_fold(cells, plan, self.n_neighbors)
-        return self._predicted[key.digest()]
+            while len(self._cache) >= _MAX_CACHED:
+                self._cache.pop(next(iter(self._cache)))
+            self._cache[key] = {
+                classifier: _out_of_fold(classifier, cells, plan, self.n_neighbors)
+                for classifier in dict.fromkeys(classifier for classifier, _ in self._scores.values())
+            }
+        return self._cache[key]
 
-    def _figures(self, plan: _Plan, predicted: np.ndarray, weights: np.ndarray) -> dict[str, float]:
+    def _figures(self, plan: _Plan, predicted: dict[str, np.ndarray], weights: np.ndarray) -> dict[str, float]:
         """Score predictions of cells that count as often as `weights` says."""
         n_labels = plan.n_labels
         rare = np.bincount(plan.labels, minlength=n_labels) < self.rare_share * len(plan.labels)
-        figures: dict[str, float] = {}
-        for classifier, guesses in zip(_CLASSIFIERS, predicted, strict=True):
+        found: dict[tuple[str, str], float] = {}
+        for classifier, guesses in predicted.items():
             counts = np.bincount(plan.labels * n_labels + guesses, weights=weights, minlength=n_labels**2)
             pairs = counts.reshape(n_labels, n_labels)
             true, guessed, hits = pairs.sum(axis=1), pairs.sum(axis=0), pairs.diagonal()
-            there = true > 0
-            tested = rare & there
-            figures[f"{classifier}_macro_f1"] = float(np.mean(2 * hits[there] / (true + guessed)[there]))
-            figures[f"{classifier}_accuracy"] = float(hits.sum() / true.sum())
-            figures[f"{classifier}_rare_recall"] = (
-                float(np.mean(hits[tested] / true[tested])) if tested.any() else float("nan")
-            )
-        return {name: figures[name] for name in self.metrics}
+            present = true > 0
+            tested = rare & present
+            recall = float(np.mean(hits[tested] / true[tested])) if tested.any() else float("nan")
+            found[classifier, "macro_f1"] = float(np.mean(2 * hits[present] / (true + guessed)[present]))
+            found[classifier, "accuracy"] = float(hits.sum() / true.sum())
+            found[classifier, "rare_recall"] = recall
+        return {metric: found[source] for metric, source in self._scores.items()}
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which cells are tested, and when.
-
-    Attributes
-    ----------
-    rows
-        Rows of the cells that take part, int64, shape (N,).
-    labels
-        Their labels, int64, shape (N,), below `n_labels`.
-    n_labels
-        Number of labels.
-    folds
-        Fold in which each is tested, int64, shape (N,).
-    groups
-        Their groups, int64, shape (N,), or None.
-    left_out
-        Labels that cannot be tested, and why.
-    """
+    """Rows of the tested cells with their labels, folds and groups as int64, shape (N,); labels left out, and why."""
 
     rows: np.ndarray
     labels: np.ndarray
@@ -470,27 +303,6 @@ class _Plan:
     folds: np.ndarray
     groups: np.ndarray | None
     left_out: tuple[str, ...] = ()
-
-    def check(self, n_neighbors: int) -> None:
-        """Raise unless each cell is tested once, no group is in two folds, and there are neighbours enough.
-
-        Raises
-        ------
-        DataError
-            If that is not so.
-        """
-        if len(np.unique(self.rows)) != len(self.rows) or (self.folds < 0).any():
-            raise DataError("the folds do not test each cell once; a cell would be learned from and tested.")
-        if self.groups is not None:
-            spread = pd.DataFrame({"group": self.groups, "fold": self.folds}).drop_duplicates()["group"].duplicated()
-            if spread.any():
-                raise DataError(f"{spread.sum()} groups lie in several folds; they would be learned from and tested.")
-        fewest = len(self.rows) - np.bincount(self.folds).max()
-        if n_neighbors > fewest:
-            raise DataError(
-                f"n_neighbors={n_neighbors} is more than the {fewest} labelled cells that the largest fold leaves to "
-                "learn from; lower it or score more cells."
-            )
 
 
 def _untested(labels: np.ndarray, groups: np.ndarray | None, n_folds: int) -> dict[str, str]:
@@ -504,21 +316,21 @@ def _untested(labels: np.ndarray, groups: np.ndarray | None, n_folds: int) -> di
     return left_out
 
 
-def _out_of_fold(cells: np.ndarray, plan: _Plan, n_neighbors: int) -> np.ndarray:
-    """Return the label that each classifier predicts for each cell, int64, shape (2, N)."""
+def _out_of_fold(classifier: str, cells: np.ndarray, plan: _Plan, n_neighbors: int) -> np.ndarray:
+    """Return the label that a classifier predicts for each cell, int64, shape (N,)."""
     from sklearn.linear_model import LogisticRegression
     from sklearn.neighbors import KNeighborsClassifier
     from sklearn.pipeline import make_pipeline
     from sklearn.preprocessing import StandardScaler
 
-    exact = cells.astype(np.float64)
-    predicted = np.empty((len(_CLASSIFIERS), len(cells)), dtype=np.int64)
+    model = KNeighborsClassifier(n_neighbors)
+    if classifier == "linear":
+        model = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2_000))
+        cells = cells.astype(np.float64)  # makes its line search three times as fast
+    predicted = np.empty(len(cells), dtype=np.int64)
     for fold in np.unique(plan.folds):
         test = plan.folds == fold
-        linear = make_pipeline(StandardScaler(), LogisticRegression(max_iter=2_000))
-        # Double precision makes the line search of the regression three times as fast.
-        for i, (model, seen) in enumerate(((linear, exact), (KNeighborsClassifier(n_neighbors), cells))):
-            predicted[i, test] = model.fit(seen[~test], plan.labels[~test]).predict(seen[test])
+        predicted[test] = model.fit(cells[~test], plan.labels[~test]).predict(cells[test])
     return predicted
 
 
@@ -527,31 +339,32 @@ def _warn_of_duplicates(cells: np.ndarray, folds: np.ndarray) -> None:
     rows = pd.factorize(np.array([hash(row.tobytes()) for row in cells]))[0]
     pairs = pd.DataFrame({"row": rows, "fold": folds}).drop_duplicates()["row"]
     share = float(np.isin(rows, pairs[pairs.duplicated()]).mean())
-    if share > _DUPLICATES:
+    if share > _MAX_DUPLICATES:
         warn(
             f"{share:.1%} of the cells have exactly the coordinates of a cell in another fold: they are the same cells "
             "under other names, which makes the figures too good, or the embedding has collapsed."
         )
 
 
+@register_benchmark("label_prediction")
+class LabelPrediction(CellTypeProbe):
+    """Macro-F1 alone of k nearest neighbors and of logistic regression, otherwise as :class:`CellTypeProbe`.
+
+    Examples
+    --------
+    >>> import numpy as np, pandas as pd
+    >>> labels = np.repeat(["a", "b"], 50)
+    >>> embedding = np.random.default_rng(0).normal(size=(100, 2)) + (labels == "a")[:, None] * 10
+    >>> LabelPrediction("label").run(embedding, pd.DataFrame({"label": labels}))
+    {'knn_macro_f1': 1.0, 'logreg_macro_f1': 1.0}
+    """
+
+    _scores = {"knn_macro_f1": ("knn", "macro_f1"), "logreg_macro_f1": ("linear", "macro_f1")}
+
+
 @register_benchmark("cell_type_annotation")
-class CellTypeAnnotation(LabelPrediction):
-    """Cross-validated macro-F1 and accuracy of k nearest neighbours.
-
-    Cheap enough to run during training, where :class:`~scforge.eval.LabelPrediction` would take long. The folds are
-    stratified and the same for every embedding. Cells without a label take no part, and neither do those of a label
-    that has fewer cells than there are folds: a warning names these.
-
-    Parameters
-    ----------
-    labels_key
-        Column of obs with the cell types.
-    n_folds
-        Number of folds.
-    n_neighbors
-        Neighbours k.
-    seed
-        Seed of the folds.
+class CellTypeAnnotation(CellTypeProbe):
+    """Macro-F1 and accuracy of k nearest neighbors, quick enough for training; otherwise as :class:`CellTypeProbe`.
 
     Examples
     --------
@@ -562,73 +375,12 @@ class CellTypeAnnotation(LabelPrediction):
     {'macro_f1': 1.0, 'accuracy': 1.0}
     """
 
-    metrics = ("macro_f1", "accuracy")
-    _warned_of: tuple[str, ...] = ()
-
-    def run(self, embedding: np.ndarray, obs: pd.DataFrame) -> dict[str, float]:
-        """Return ``macro_f1`` (the mean over labels) and ``accuracy`` (over cells), in [0, 1].
-
-        Raises
-        ------
-        DataError
-            If the column is missing, or fewer than two labels have enough cells.
-
-        Warns
-        -----
-        ScforgeWarning
-            If labels are left out; once for each set of them.
-        """
-        from sklearn.metrics import accuracy_score, f1_score
-
-        labels, predicted = self._predicted(embedding, obs)
-        return {
-            "macro_f1": float(f1_score(labels, predicted["knn"], average="macro")),
-            "accuracy": float(accuracy_score(labels, predicted["knn"])),
-        }
-
-    def resampled(self, embedding: np.ndarray, obs: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame:
-        """Return the figures on bootstrapped cells, each with the label that was predicted for it in its fold."""
-        labels, predicted = self._predicted(embedding, obs)
-        names, codes = np.unique(labels, return_inverse=True)
-        found = np.searchsorted(names, predicted["knn"])
-        weights = bootstrap_weights(len(labels), n, seed=seed)
-        return pd.DataFrame(weighted_f1(codes, found, len(names), weights), columns=list(self.metrics))
-
-    def _models(self) -> dict[str, Any]:
-        from sklearn.neighbors import KNeighborsClassifier
-
-        return {"knn": KNeighborsClassifier(self.n_neighbors)}
-
-    def _labels(self, obs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows of the cells that take part, and their labels; warn of labels that are left out."""
-        labelled, labels = labels_of(obs, self.labels_key)
-        names, sizes = np.unique(labels, return_counts=True)
-        rare = sizes < self.n_folds
-        left_out = self._left_out(obs)
-        if (~rare).sum() < 2:
-            raise DataError(
-                f"fewer than 2 labels of obs[{self.labels_key!r}] have the {self.n_folds} cells that n_folds asks for "
-                f"(too few: {', '.join(left_out)}); lower n_folds or score more cells."
-            )
-        if left_out and left_out != self._warned_of:
-            self._warned_of = left_out
-            warn(
-                f"cell_type_annotation leaves out labels of obs[{self.labels_key!r}] with fewer cells than "
-                f"n_folds={self.n_folds}: {', '.join(left_out)}."
-            )
-        common = ~np.isin(labels, names[rare])
-        check_neighbors(self.n_neighbors, self.n_folds, int(common.sum()))
-        return np.flatnonzero(labelled)[common], labels[common]
-
-    def _left_out(self, obs: pd.DataFrame) -> tuple[str, ...]:
-        names, sizes = np.unique(labels_of(obs, self.labels_key)[1], return_counts=True)
-        pairs = zip(names.tolist(), sizes, strict=True)
-        return tuple(f"{name!r} ({size})" for name, size in pairs if size < self.n_folds)
+    _scores = {"macro_f1": ("knn", "macro_f1"), "accuracy": ("knn", "accuracy")}
 
 
 _CONSTANT = 1e-6
 """A dimension that varies by less than this share of the size of the embedding does not vary."""
-_FEWEST_RANKS, _MOST_COSINE, _MOST_CONSTANT = 2.0, 0.99, 0.9
+_MIN_RANK, _MAX_COSINE, _MAX_CONSTANT = 2.0, 0.99, 0.9
 
 
 @register_benchmark("geometry")
@@ -639,7 +391,7 @@ class Geometry(Benchmark):
     embedding of cells. So no intervals are computed, and nothing is tested.
 
     ``effective_rank``
-        exp of the entropy of the singular values divided by their sum [1]_, of the embedding as it is, not centred, as
+        exp of the entropy of the singular values divided by their sum [1]_, of the embedding as it is, not centered, as
         in RankMe [2]_; from 1, where all cells lie on one line through the origin, to D. 0 if all values are zero.
     ``mean_cosine``
         Mean cosine of all pairs of different cells: (S - N) / (N (N - 1)), where S is the squared length of the sum
@@ -686,9 +438,9 @@ class Geometry(Benchmark):
         """
         self.check(obs)
         cells = check_embedding(embedding, len(obs)).astype(np.float64)
-        centred = cells - cells.mean(axis=0)
-        deviations, size = centred.std(axis=0), np.sqrt(np.mean(cells**2))
-        variances = _spectrum(centred)
+        centered = cells - cells.mean(axis=0)
+        deviations, size = centered.std(axis=0), np.sqrt(np.mean(cells**2))
+        variances = _spectrum(centered)
         # Rounding leaves a little variance even where all rows are the same.
         varies = deviations.max() > _CONSTANT * size
         return {
@@ -725,9 +477,9 @@ def is_collapsed(scores: Mapping[str, float]) -> bool:
     True
     """
     return (
-        scores["effective_rank"] < _FEWEST_RANKS
-        or scores["mean_cosine"] > _MOST_COSINE
-        or scores["constant_dims"] > _MOST_CONSTANT
+        scores["effective_rank"] < _MIN_RANK
+        or scores["mean_cosine"] > _MAX_COSINE
+        or scores["constant_dims"] > _MAX_CONSTANT
     )
 
 

@@ -1,4 +1,4 @@
-"""Benchmarks of gene regulatory networks: files of reference networks, scores, baselines and reports."""
+"""Benchmarks of gene regulatory networks: files of known edges, scores of edges, baselines and reports."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numba
 import numpy as np
 import pandas as pd
 from scipy import sparse
 
-from scforge._checks import check_bool, check_count, check_positive, check_seed
+from scforge._checks import check_known
 from scforge._constants import TARGET_SUM
-from scforge.data.checks import check_adata, check_is_adata, counts_of, gene_names
-from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing
+from scforge.data.checks import check_is_adata, counts_of, gene_names
+from scforge.errors import DataError, MissingFileError, OptionError, first_line, listing
 from scforge.eval.base import Benchmark, register_benchmark
-from scforge.eval.harness import compare
+from scforge.eval.generation import compare_beside
 from scforge.eval.report import bootstrap_weights
 
 if TYPE_CHECKING:
@@ -85,88 +84,49 @@ def edges_from_embeddings(
     >>> edges_from_embeddings(vectors, tfs=["C"], measure="dot").values.tolist()
     [['C', 'A', 0.0], ['C', 'B', 2.0]]
     """
-    if measure not in _MEASURES:
-        raise OptionError(f"measure={measure!r} is none of {listing(_MEASURES)}{did_you_mean(measure, _MEASURES)}")
-    for name, value in {"center": center, "absolute": absolute}.items():
-        check_bool(name, value)
-    vectors = _numbers("embeddings", embeddings)
+    check_known("measure", measure, _MEASURES, "the measures", error=OptionError)
+    vectors = embeddings.to_numpy(dtype=np.float64)
     kept = np.isfinite(vectors).all(axis=1)
-    names = _unique("embeddings", embeddings.index[kept])
-    vectors = vectors[kept].astype(np.float64)
+    names, vectors = _unique(embeddings.index[kept]), vectors[kept]
     if center:
         vectors = vectors - vectors.mean(axis=0)
     vectors = _MEASURES[measure](vectors)
     rows, columns = _chosen("tfs", tfs, names), _chosen("targets", targets, names)
-    _check_size(len(rows), len(columns))
+    if len(rows) * len(columns) > _MOST_PAIRS:
+        raise OptionError(
+            f"{len(rows)} x {len(columns)} pairs are more than {_MOST_PAIRS}; name the transcription factors with tfs."
+        )
     weights = vectors[rows] @ vectors[columns].T
     return edges_of(np.abs(weights) if absolute else weights, names[rows], names[columns])
 
 
 def edges_from_matrix(
-    matrix: Any,
-    names: Sequence[str],
-    targets: Sequence[str] | None = None,
-    *,
-    tfs: Sequence[str] | None = None,
-    source: str = "rows",
-    absolute: bool = False,
+    matrix: Any, names: Any, targets: Any = None, *, tfs: Sequence[str] | None = None
 ) -> pd.DataFrame:
-    """Read a matrix of weights between genes.
+    """Read a matrix of weights, whose rows regulate its columns, as edges.
 
     Parameters
     ----------
     matrix
-        Array or sparse matrix, shape (G, G), or (S, T) with names of the columns. Of a sparse one only stored values
-        other than 0 are edges; of an array all but NaN.
+        Array or sparse matrix, shape (S, T). Of a sparse one only stored values other than 0 are edges; of an array all
+        but NaN.
     names
         Names of the rows.
     targets
         Names of the columns; None for the same as of the rows.
     tfs
         Sources to keep; None keeps all.
-    source
-        What the rows are: ``"rows"`` if they regulate the columns, ``"columns"`` if it is the other way round.
-    absolute
-        Take the size of the weights.
-
-    Returns
-    -------
-    ``source``, ``target`` and ``weight`` (float32).
-
-    Raises
-    ------
-    OptionError
-        If an argument cannot be used.
-    DataError
-        If names do not fit the matrix, or stand there twice.
-
-    Examples
-    --------
-    >>> edges_from_matrix(np.array([[0.0, 0.5], [0.1, 0.0]]), ["A", "B"], tfs=["A"]).values.tolist()
-    [['A', 'B', 0.5]]
     """
-    if source not in ("rows", "columns"):
-        raise OptionError(f"source={source!r} is neither 'rows' nor 'columns'.")
-    check_bool("absolute", absolute)
-    rows = _unique("names", names)
-    columns = rows if targets is None else _unique("targets", targets)
-    matrix = matrix.tocsr() if sparse.issparse(matrix) else _numbers("matrix", matrix)
-    if matrix.shape != (len(rows), len(columns)):
-        raise DataError(f"matrix has the shape {matrix.shape}, but there are {len(rows)} x {len(columns)} names.")
-    if source == "columns":
-        matrix, rows, columns = matrix.T, columns, rows
-        matrix = matrix.tocsr() if sparse.issparse(matrix) else matrix
+    rows = _unique(names)
+    columns = rows if targets is None else _unique(targets)
     if tfs is not None:
         kept = _chosen("tfs", tfs, rows)
         matrix, rows = matrix[kept], rows[kept]
-    if sparse.issparse(matrix):
-        entries = matrix.tocoo()
-        found = edges_of(entries.data, rows, columns, entries.row, entries.col)
-        found = found[found["weight"] != 0].reset_index(drop=True)
-    else:
-        _check_size(*matrix.shape)
-        found = edges_of(matrix, rows, columns)
-    return found.assign(weight=found["weight"].abs()) if absolute else found
+    if not sparse.issparse(matrix):
+        return edges_of(matrix, rows, columns)
+    entries = matrix.tocoo()
+    stored = entries.data != 0
+    return edges_of(entries.data[stored], rows, columns, entries.row[stored], entries.col[stored])
 
 
 def edges_from_attention(
@@ -212,15 +172,10 @@ def edges_from_attention(
     >>> edges_from_attention(adata, tfs=["TF"]).values.tolist()
     [['TF', 'A', 0.5], ['TF', 'B', 0.25]]
     """
-    if key not in adata.varp:
-        known = list(adata.varp)
-        raise DataError(
-            f"key={key!r} is not in adata.varp{did_you_mean(key, known)} (adata.varp has: {listing(known)}); "
-            "write it with model.get_attention(adata)."
-        )
-    return edges_from_matrix(
-        sparse.csr_matrix(adata.varp[key]), gene_names(adata, gene_key).tolist(), tfs=tfs, source=source
-    )
+    check_known("key", key, adata.varp, "adata.varp", fix="write it with model.get_attention(adata)")
+    check_known("source", source, ("rows", "columns"), "the graph", error=OptionError)
+    graph = sparse.csr_matrix(adata.varp[key])
+    return edges_from_matrix(graph.T.tocsr() if source == "columns" else graph, gene_names(adata, gene_key), tfs=tfs)
 
 
 def edges_from_perturbations(effects: pd.DataFrame | AnnData, *, tfs: Sequence[str] | None = None) -> pd.DataFrame:
@@ -260,8 +215,7 @@ def edges_from_perturbations(effects: pd.DataFrame | AnnData, *, tfs: Sequence[s
         effects = _deltas(effects)
     elif "gene" in effects and "shift" in effects:
         return _of_pairs(effects, tfs)
-    size = pd.DataFrame(np.abs(_numbers("effects", effects)), index=effects.index, columns=effects.columns)
-    size = size.groupby(level=0, observed=True).max()
+    size = effects.abs().groupby(level=0, observed=True).max()
     return edges_from_matrix(size.to_numpy(), size.index, size.columns, tfs=tfs)
 
 
@@ -274,14 +228,7 @@ def edges_of(
 ) -> pd.DataFrame:
     """Return a table of edges without NaN and without those of a gene to itself.
 
-    Parameters
-    ----------
-    weights
-        Shape (S, T), or (E,) with their `rows` and `columns`.
-    sources, targets
-        Names, each once.
-    rows, columns
-        Places of the edges among the names, shape (E,); None for all pairs.
+    `weights` have the shape (S, T), or (E,) with the places of `rows` and `columns` among the names.
     """
     if rows is None or columns is None:
         rows, columns = (axis.ravel() for axis in np.indices(weights.shape, dtype=np.int32))
@@ -296,23 +243,10 @@ def edges_of(
     )
 
 
-def names_among(argument: str, names: Sequence[str], known: pd.Index) -> pd.Index:
-    """Return those of the names that are known, each once, in their order.
-
-    Raises
-    ------
-    DataError
-        If none of them is.
-    """
-    return known[_chosen(argument, names, known)]
-
-
 def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.ndarray:
     """Return where names stand among known ones, leaving out those that do not."""
     if names is None:
         return np.arange(len(known))
-    if isinstance(names, str):
-        raise OptionError(f"{argument}={names!r} is not a list of gene names; name them in a list.")
     asked = pd.Index(names).astype(str).unique()
     places = known.get_indexer(asked)
     if not (places >= 0).any():
@@ -323,25 +257,12 @@ def _chosen(argument: str, names: Sequence[str] | None, known: pd.Index) -> np.n
     return places[places >= 0]
 
 
-def _check_size(n_rows: int, n_columns: int) -> None:
-    if n_rows * n_columns > _MOST_PAIRS:
-        raise OptionError(
-            f"{n_rows} x {n_columns} pairs are more than {_MOST_PAIRS}; name the transcription factors with tfs."
-        )
-
-
-def _unique(argument: str, names: Any) -> pd.Index:
+def _unique(names: Any) -> pd.Index:
+    """Return names as text, each of which has to stand there once."""
     index = pd.Index(names).astype(str)
     if not index.is_unique:
-        raise DataError(f"{argument} names {listing(index[index.duplicated()].unique(), most=3)} twice; keep one each.")
+        raise DataError(f"the genes {listing(index[index.duplicated()].unique(), most=3)} stand there twice; keep one.")
     return index
-
-
-def _numbers(argument: str, table: Any) -> np.ndarray:
-    values = np.asarray(table)
-    if values.ndim != 2 or not np.issubdtype(values.dtype, np.number):
-        raise DataError(f"{argument} is no table of numbers; give genes x dimensions, or genes x genes.")
-    return values
 
 
 def _units(vectors: np.ndarray) -> np.ndarray:
@@ -351,17 +272,13 @@ def _units(vectors: np.ndarray) -> np.ndarray:
 
 def _deltas(predicted: AnnData) -> pd.DataFrame:
     """Return the effects of perturbations of single genes that a task predicted."""
-    if "delta" not in predicted.layers or "perturbation" not in predicted.obs:
-        raise DataError(
-            "effects has no layers['delta'] or no obs['perturbation']; give what the perturbation task predicts, or a "
-            "table of perturbed genes x genes."
-        )
-    names = predicted.obs["perturbation"].astype(str).to_numpy()
+    names = predicted.obs.get("perturbation", pd.Series("", index=predicted.obs_names)).astype(str).to_numpy()
     single = np.isin(names, predicted.var_names)
-    if not single.any():
+    if "delta" not in predicted.layers or not single.any():
         raise DataError(
-            f"none of the perturbations ({listing(names, most=3)}) is one of the genes of effects; predict those of "
-            "single genes."
+            f"effects has no layers['delta'] of perturbations of single genes (obs['perturbation']: "
+            f"{listing(dict.fromkeys(names), most=3)}); give what the perturbation task predicts of such, or a table "
+            "of perturbed genes x genes."
         )
     return pd.DataFrame(
         np.asarray(predicted.layers["delta"])[single], index=names[single], columns=predicted.var_names.astype(str)
@@ -375,7 +292,7 @@ def _of_pairs(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
             "effects has one gene a row, which says nothing of pairs; call model.perturb_in_silico(genes, "
             "combinations=2), or give predicted effects on genes."
         )
-    names = _unique("effects", pd.unique(pd.concat([table["gene"], table["gene_2"]])))
+    names = pd.Index(pd.unique(pd.concat([table["gene"], table["gene_2"]]))).astype(str)
     groups = table["group"] if "group" in table else pd.Series("", index=table.index)
     found = np.full((len(names), len(names)), np.nan)
     for _, part in table[table["shift"].notna()].groupby(groups, observed=True):
@@ -387,25 +304,21 @@ def _of_pairs(table: pd.DataFrame, tfs: Sequence[str] | None) -> pd.DataFrame:
         )
         rest = np.abs(shifts - design @ sparse.linalg.lsqr(design, shifts, atol=1e-12, btol=1e-12)[0])
         found[first, second] = np.fmax(found[first, second], rest)
-    if np.isnan(found).all():
-        raise DataError("effects has no shift of a pair that is a number; perturb genes that are expressed together.")
     return edges_from_matrix(np.fmax(found, found.T), names, tfs=tfs)
 
 
 _MODES = {"activation": 1.0, "repression": -1.0, "unknown": np.nan}
-_SOURCE_COLUMNS = ("source", "tf", "regulator", "gene1", "transcription_factor")
-_TARGET_COLUMNS = ("target", "gene", "gene2", "target_gene")
+_SOURCES = ("source", "tf", "regulator", "gene1", "transcription_factor")
+_TARGETS = ("target", "gene", "gene2", "target_gene")
 _CHIP_ATLAS = re.compile(r"(?P<tf>.+)\|Average", re.IGNORECASE)
+_BEST = {"sign": "mean", "weight": "max", "confidence": "min"}
 
 
 def read_network(
     path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     *,
-    kind: str = "auto",
     source: str | int | None = None,
     target: str | int | None = None,
-    confidence: str | None = None,
-    min_score: float = 0.0,
 ) -> pd.DataFrame:
     r"""Read the known targets of transcription factors.
 
@@ -413,36 +326,31 @@ def read_network(
     ----------
     path
         Text, tab- or comma-separated and maybe compressed, or Parquet. Or a list of such files, whose edges are put
-        together; ChIP-Atlas has one for each factor.
-    kind
-        What the file is; ``"auto"`` tells by its columns:
+        together; ChIP-Atlas has one for each factor. What a file is, its columns tell:
 
-        ``"trrust"``
+        TRRUST
             ``trrust_rawdata.*.tsv``, without a header: factor, target, mode, PubMed ids; or with one.
-        ``"collectri"``
+        CollecTRI
             ``source``, ``target``, ``weight`` of 1 or -1, as from decoupler.
-        ``"dorothea"``
+        DoRothEA
             ``source`` (or ``tf``), ``confidence``, ``target``, and ``weight`` (or ``mor``).
-        ``"omnipath"``
-            CollecTRI or DoRothEA from OmniPath: ``source_genesymbol``, ``target_genesymbol``, ``is_stimulation`` ...
-        ``"encode"``
+        OmniPath
+            CollecTRI or DoRothEA from there: ``source_genesymbol``, ``target_genesymbol``, ``is_stimulation`` ...
+        ENCODE
             ``gene_attribute_edges.txt.gz`` of Harmonizome. Genes stand in ``source`` there, and the factors that bind
             near them in ``target``; both change places.
-        ``"chip_atlas"``
-            Target genes of ChIP-Atlas: one row a gene, ``FACTOR|Average`` and a column for each experiment.
-        ``"edges"``
-            Any table with a column of sources and one of targets, and maybe ``weight``.
+        ChIP-Atlas
+            Its target genes: one row a gene, ``FACTOR|Average`` and a column for each experiment. Targets whose average
+            binding score (of MACS2, -10 log10 q) is 0 are left out.
+        other tables
+            with a column of sources and one of targets, and maybe ``weight``.
     source, target
         Columns of transcription factors and of targets, for tables whose names are none of the usual ones; numbers from
-        0 for a file without a header. They make it ``"edges"``.
-    confidence
-        Levels of DoRothEA to keep, e.g. ``"AB"``; None keeps all.
-    min_score
-        ChIP-Atlas only: targets whose average binding score (of MACS2, -10 log10 q) is larger than this.
+        0 for a file without a header.
 
     Returns
     -------
-    ``source`` and ``target``, one row an edge, in the order of the file; and where the kind tells, ``sign`` (1
+    ``source`` and ``target``, one row an edge, in the order of the file; and where the file tells, ``sign`` (1
     activation, -1 repression, NaN unknown, or said both ways), ``weight`` (the largest, where an edge stands there more
     than once) and ``confidence`` (the best).
 
@@ -451,9 +359,7 @@ def read_network(
     MissingFileError
         If there is no such file.
     DataError
-        If it cannot be read, is not of this kind, or lacks names.
-    OptionError
-        If an argument cannot be used.
+        If it cannot be read, or lacks columns or names.
 
     Examples
     --------
@@ -463,257 +369,97 @@ def read_network(
     [['AATF', 'BAX', -1.0], ['AATF', 'MYC', 1.0]]
     """
     paths = [path] if isinstance(path, str | os.PathLike) else list(path)
-    if not paths:
-        raise OptionError("path=[] names no file; name at least one.")
     if (source is None) != (target is None):
         raise OptionError(f"source={source!r} and target={target!r} name one column; name both, or none.")
-    if kind not in ("auto", *_READERS):
-        raise OptionError(
-            f"kind={kind!r} is not known{did_you_mean(kind, _READERS)} (known: {listing(['auto', *_READERS])})"
-        )
-    if source is not None and kind not in ("auto", "edges"):
-        raise OptionError(f"source={source!r} has no use with kind={kind!r}; leave it out, or say kind='edges'.")
-    check_positive("min_score", min_score, or_zero=True)
-    found = []
-    for one in paths:
-        place = Path(one)
-        table = _read(place, isinstance(source, int))
-        if source is not None:
-            made, of_kind = _of_columns(table, place, source, target), "edges"
-        else:
-            of_kind = _kind_of(table, place) if kind == "auto" else kind
-            made = _READERS[of_kind](table, place)
-        if min_score > 0:
-            _only_for("min_score", min_score, "chip_atlas", of_kind, place)
-        if confidence is not None:
-            _only_for("confidence", confidence, "dorothea", of_kind, place)
-            made = made[made["confidence"].isin(list(confidence))]
-        if of_kind == "chip_atlas":
-            made = made[made["weight"] > min_score]
-        found.append(_checked(made, place))
-    edges = _merged(pd.concat(found, ignore_index=True))
-    if edges.empty:
-        raise DataError(f"no edge is left of {listing(paths, most=3)}; ask for less with min_score or confidence.")
-    return edges
+    edges = pd.concat([_edges_of_file(Path(one), source, target) for one in paths], ignore_index=True)
+    best = {name: how for name, how in _BEST.items() if name in edges}
+    if not best:
+        return edges.drop_duplicates(ignore_index=True)
+    merged = edges.groupby(["source", "target"], sort=False).agg(best).reset_index()
+    if "sign" in merged:
+        merged["sign"] = merged["sign"].where(merged["sign"].abs() == 1)
+    return merged
 
 
-def _read(path: Path, headless: bool) -> pd.DataFrame:
-    """Return the table of a file as text (of Parquet, as it is); columns are numbers where the file names none."""
+def _edges_of_file(path: Path, source: str | int | None, target: str | int | None) -> pd.DataFrame:
+    """Return the edges of a file as it has them."""
     if not path.is_file():
         raise MissingFileError(f"path={str(path)!r} is not a file; say where the network is.")
     try:
-        if path.suffix == ".parquet":
-            return pd.read_parquet(path)
-        # No text has this character: the first line as a whole, whatever the compression.
-        first = pd.read_csv(path, sep="\0", header=None, nrows=1, dtype=str, encoding="utf-8-sig", engine="python")
-        line = str(first.iloc[0, 0])
-        separator = "\t" if "\t" in line else ","
-        table = pd.read_csv(
-            path, sep=separator, header=None, dtype=str, keep_default_na=False, encoding="utf-8-sig", quotechar='"'
-        )
+        edges = _edges_of_table(_table(path, isinstance(source, int)), source, target)
     except (ValueError, OSError) as error:
-        raise DataError(f"path={str(path)!r} cannot be read as a table: {first_line(error)}.") from error
+        raise DataError(f"path={str(path)!r} cannot be read as a network: {first_line(error)}.") from error
+    missing = (edges[["source", "target"]].isna() | (edges[["source", "target"]] == "")).any(axis=1)
+    if missing.any():
+        raise DataError(
+            f"path={str(path)!r} has {int(missing.sum())} edges without a source or target (first: row "
+            f"{int(missing.argmax()) + 1}); fill or remove them."
+        )
+    return edges.astype({"source": str, "target": str})
+
+
+def _table(path: Path, headless: bool) -> pd.DataFrame:
+    """Return the table of a file as text (of Parquet, as it is); columns are numbers where the file names none."""
+    if path.suffix == ".parquet":
+        return pd.read_parquet(path)
+    options: dict[str, Any] = {"header": None, "dtype": str, "keep_default_na": False, "encoding": "utf-8-sig"}
+    table = pd.read_csv(path, sep="\t", **options)
+    if table.shape[1] == 1:
+        table = pd.read_csv(path, sep=",", **options)
     table = table.apply(lambda column: column.str.strip())
-    if headless or _is_trrust(table):
-        return table
+    # TRRUST's file has no header: its third column is the mode from the first row on.
+    if headless or (table.shape[1] > 2 and table[2].str.lower().isin(_MODES).all()):
+        return table if headless else table.rename(columns={0: "source", 1: "target", 2: "mode"})
     names = table.iloc[0].str.lstrip("#").str.strip()
     return table.iloc[1:].set_axis(names.to_numpy(), axis=1).reset_index(drop=True)
 
 
-def _is_trrust(table: pd.DataFrame) -> bool:
-    """Return whether this is TRRUST's file without a header: its third column is the mode."""
-    return table.shape[1] >= 3 and bool(table.iloc[:, 2].str.lower().isin(_MODES).all())
+def _edges_of_table(table: pd.DataFrame, source: str | int | None, target: str | int | None) -> pd.DataFrame:
+    """Return the edges of a table, by its columns, as :func:`read_network` says."""
+    columns = {str(name).lower(): table[name] for name in table.columns}
 
-
-def _kind_of(table: pd.DataFrame, path: Path) -> str:
-    """Return what a table is, by its columns."""
-    if table.columns.dtype.kind == "i":
-        return "trrust"
-    names = {str(name).lower() for name in table.columns}
-    if any(_CHIP_ATLAS.fullmatch(str(name)) for name in table.columns):
-        return "chip_atlas"
-    if {"source", "source_desc", "target", "target_desc"} <= names:
-        return "encode"
-    if {"source_genesymbol", "target_genesymbol"} <= names:
-        return "omnipath"
-    if "confidence" in names and "target" in names:
-        return "dorothea"
-    if {"source", "target", "mode"} <= names:
-        return "trrust"
-    if {"source", "target", "weight"} <= names and _are_signs(_column(table, path, "weight")):
-        return "collectri"
-    if names & set(_SOURCE_COLUMNS) and names & set(_TARGET_COLUMNS):
-        return "edges"
-    raise DataError(
-        f"path={str(path)!r} has no columns of a known kind (it has: {listing(table.columns)}); name those of the "
-        "factors and of the targets with source=..., target=..., by numbers if there is no header."
-    )
-
-
-def _are_signs(weights: pd.Series) -> bool:
-    """Return whether weights are 1 and -1, and both: a list of edges may have the weight 1 throughout."""
-    numbers = set(pd.to_numeric(weights, errors="coerce").unique())
-    return numbers == {1.0, -1.0}
-
-
-def _column(table: pd.DataFrame, path: Path, *names: str) -> pd.Series:
-    """Return the first column with one of these names, whatever the case."""
-    by_name = {str(name).lower(): place for place, name in reversed(list(enumerate(table.columns)))}
-    for name in names:
-        if name in by_name:
-            return table.iloc[:, by_name[name]]
-    raise DataError(f"path={str(path)!r} has no column {' or '.join(names)} (it has: {listing(table.columns)}).")
-
-
-def _weights(values: pd.Series, path: Path) -> pd.Series:
-    try:
-        return pd.to_numeric(values).astype(np.float64)
-    except (ValueError, TypeError) as error:
-        raise DataError(f"path={str(path)!r} has text where numbers are needed: {first_line(error)}.") from error
-
-
-def _signs(values: pd.Series, path: Path) -> pd.Series:
-    numbers = _weights(values, path)
-    return pd.Series(np.sign(numbers), index=values.index).replace(0.0, np.nan)
-
-
-def _trrust(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    if table.columns.dtype.kind == "i":
-        table = table.set_axis(["source", "target", "mode", *table.columns[3:].astype(str)], axis=1)
-    modes = _column(table, path, "mode").str.lower()
-    if not modes.isin(_MODES).all():
-        odd = modes[~modes.isin(_MODES)].unique()
-        raise DataError(f"path={str(path)!r} has the modes {listing(odd, most=3)}, none of {listing(_MODES)}.")
-    return _named(table, path).assign(sign=modes.map(_MODES))
-
-
-def _collectri(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    return _named(table, path).assign(sign=_signs(_column(table, path, "weight"), path))
-
-
-def _dorothea(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    levels = _column(table, path, "confidence")
-    made = _named(table, path).assign(confidence=levels)
-    names = {str(name).lower() for name in table.columns}
-    if names & {"weight", "mor"}:
-        made.insert(2, "sign", _signs(_column(table, path, "weight", "mor"), path))
-    return made
-
-
-def _omnipath(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    made = pd.DataFrame(
-        {
-            "source": _column(table, path, "source_genesymbol"),
-            "target": _column(table, path, "target_genesymbol"),
-        }
-    )
-    flags = [
-        _column(table, path, name).astype(str).str.lower().isin(["1", "true"])
-        for name in ("is_stimulation", "is_inhibition")
-    ]
-    up, down = flags
-    return made.assign(sign=np.select([up & ~down, down & ~up], [1.0, -1.0], np.nan))
-
-
-def _encode(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    # The line below the header says what the columns are; it is no edge.
-    if len(table) and str(_column(table, path, "source").iloc[0]).lower() in ("genesym", "gene symbol", "na", "n/a"):
-        table = table.iloc[1:]
-    made = pd.DataFrame({"source": _column(table, path, "target"), "target": _column(table, path, "source")})
-    n_factors, n_genes = made["source"].nunique(), made["target"].nunique()
-    if n_factors > n_genes:
+    def column(*names: str) -> pd.Series:
+        for name in names:
+            if name in columns:
+                return columns[name]
         raise DataError(
-            f"path={str(path)!r} would have {n_factors} factors but {n_genes} targets, as if its columns were the "
-            "other way round; name them with source=..., target=..."
+            f"there is no column {' or '.join(names)} (there are: {listing(table.columns)}); name those of the factors "
+            "and of the targets with source=..., target=..., by numbers if there is no header"
         )
-    return made
 
-
-def _chip_atlas(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    matches = [match for name in table.columns if (match := _CHIP_ATLAS.fullmatch(str(name)))]
-    if len(matches) != 1:
-        raise DataError(
-            f"path={str(path)!r} has {len(matches)} columns that end in '|Average' (it has: {listing(table.columns)}); "
-            "take a file of target genes of ChIP-Atlas."
+    if source is not None:
+        return pd.DataFrame({"source": column(str(source).lower()), "target": column(str(target).lower())})
+    if chip := next((match for name in table.columns if (match := _CHIP_ATLAS.fullmatch(str(name)))), None):
+        weights = pd.to_numeric(table[chip.string])
+        edges = pd.DataFrame({"source": chip["tf"], "target": table.iloc[:, 0], "weight": weights})
+        return edges[edges["weight"] > 0]
+    if {"source_desc", "target_desc"} <= set(columns):
+        # The line below the header says what the columns are; it is no edge.
+        edges = pd.DataFrame({"source": column("target"), "target": column("source")})
+        edges = edges[~edges["target"].str.lower().isin(["genesym", "gene symbol", "na", "n/a"])]
+        if edges["source"].nunique() > edges["target"].nunique():
+            raise DataError("it has more factors than targets, as if they were the other way round; name the columns")
+        return edges
+    if "source_genesymbol" in columns:
+        up, down = (
+            column(name).astype(str).str.lower().isin(["1", "true"]) for name in ("is_stimulation", "is_inhibition")
         )
-    return pd.DataFrame(
-        {
-            "source": matches[0]["tf"],
-            "target": table.iloc[:, 0],
-            "weight": _weights(table[matches[0].string], path),
-        }
-    )
-
-
-def _edges(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    made = _named(table, path)
-    if any(str(name).lower() == "weight" for name in table.columns):
-        made["weight"] = _weights(_column(table, path, "weight"), path)
-    return made
-
-
-def _named(table: pd.DataFrame, path: Path) -> pd.DataFrame:
-    return pd.DataFrame(
-        {"source": _column(table, path, *_SOURCE_COLUMNS), "target": _column(table, path, *_TARGET_COLUMNS)}
-    )
-
-
-def _of_columns(table: pd.DataFrame, path: Path, *columns: Any) -> pd.DataFrame:
-    """Return the columns that the user named."""
-    found = {}
-    for argument, column in zip(("source", "target"), columns, strict=True):
-        if column not in table.columns:
-            raise DataError(
-                f"{argument}={column!r} is not a column of {str(path)!r}{did_you_mean(column, table.columns)} "
-                f"(it has: {listing(table.columns)})"
-            )
-        found[argument] = table[column]
-    return pd.DataFrame(found)
-
-
-def _only_for(argument: str, value: Any, wanted: str, kind: str, path: Path) -> None:
-    if kind != wanted:
-        raise OptionError(f"{argument}={value!r} is for kind={wanted!r}, but {str(path)!r} is {kind!r}; leave it out.")
-
-
-def _checked(edges: pd.DataFrame, path: Path) -> pd.DataFrame:
-    """Return edges whose names are all there."""
-    for column in ("source", "target"):
-        names = edges[column]
-        missing = np.asarray(names.isna() | (names.astype(str) == ""))
-        if missing.any():
-            raise DataError(
-                f"path={str(path)!r} has {int(missing.sum())} edges without a {column} (first: row "
-                f"{int(edges.index[missing][0]) + 1}); fill or remove them."
-            )
-    return edges.astype({"source": str, "target": str})
-
-
-def _merged(edges: pd.DataFrame) -> pd.DataFrame:
-    """Return one row an edge."""
-    grouped = edges.groupby(["source", "target"], sort=False)
-    best = {name: how for name, how in {"weight": "max", "confidence": "min"}.items() if name in edges}
-    merged = grouped.agg(best).reset_index() if best else edges[["source", "target"]].drop_duplicates()
-    merged = merged.reset_index(drop=True)
-    if "sign" in edges:
-        spread = grouped["sign"].agg(["min", "max"])
-        sign = np.where(spread["min"] == spread["max"], spread["min"], np.nan)
-        merged.insert(2, "sign", sign)
-    return merged
-
-
-_READERS: dict[str, Callable[[pd.DataFrame, Path], pd.DataFrame]] = {
-    "trrust": _trrust,
-    "collectri": _collectri,
-    "dorothea": _dorothea,
-    "omnipath": _omnipath,
-    "encode": _encode,
-    "chip_atlas": _chip_atlas,
-    "edges": _edges,
-}
-
-
-_KINDS_OF_TARGETS = ("truth", "measured")
+        sign = np.select([up & ~down, down & ~up], [1.0, -1.0], np.nan)
+        return pd.DataFrame(
+            {"source": column("source_genesymbol"), "target": column("target_genesymbol"), "sign": sign}
+        )
+    edges = pd.DataFrame({"source": column(*_SOURCES), "target": column(*_TARGETS)})
+    if "mode" in columns:
+        return edges.assign(sign=columns["mode"].str.lower().map(_MODES))
+    weighted = [name for name in ("weight", "mor") if name in columns]
+    numbers = pd.to_numeric(columns[weighted[0]]).astype(np.float64) if weighted else None
+    if "confidence" in columns:
+        signs = {} if numbers is None else {"sign": np.sign(numbers).replace(0.0, np.nan)}
+        return edges.assign(**signs, confidence=columns["confidence"])
+    if numbers is None:
+        return edges
+    # CollecTRI has both signs: a list of edges may have the weight 1 throughout.
+    return edges.assign(**{"sign" if set(numbers) == {1.0, -1.0} else "weight": numbers})
 
 
 @dataclass(frozen=True)
@@ -761,23 +507,18 @@ class Universe:
         _check_edges("the scores", made, "weight")
         rows, columns = _places(made["source"], self.tfs), _places(made["target"], self.genes)
         inside = (rows >= 0) & (columns >= 0)
-        if not pd.api.types.is_numeric_dtype(made["weight"]):
-            raise DataError(f"the weights of the scores have the dtype {made['weight'].dtype}; give numbers.")
         weights = made["weight"].to_numpy(dtype=np.float64)[inside]
-        if not np.isfinite(weights).all():
-            raise DataError(
-                f"{int((~np.isfinite(weights)).sum())} weights of the scores are not numbers; leave those edges out."
-            )
         places = rows[inside].astype(np.int64) * len(self.genes) + columns[inside]
-        found = np.full(len(self.tfs) * len(self.genes), -np.inf)
+        found = np.full(self.edges.size, -np.inf)
         found[places] = weights
-        n_found = int(np.isfinite(found).sum())
-        if n_found < len(places):
+        n_known, n_found = int(np.isfinite(weights).sum()), int(np.isfinite(found).sum())
+        if not n_found == n_known == len(places):
             raise DataError(
-                f"{len(places) - n_found} edges of the scores stand there twice; give one weight for each source and "
-                "target, e.g. with scores.groupby(['source', 'target'], as_index=False)['weight'].max()."
+                f"{len(places) - n_known} weights of the scores are not numbers and {n_known - n_found} edges stand "
+                "there twice; give one weight for each source and target, e.g. with "
+                "scores.groupby(['source', 'target'], as_index=False)['weight'].max()."
             )
-        return found.reshape(len(self.tfs), len(self.genes))
+        return found.reshape(self.edges.shape)
 
 
 @dataclass(frozen=True)
@@ -787,56 +528,81 @@ class RankedPairs:
     Attributes
     ----------
     tfs
-        Number of the transcription factor of each pair, int32, shape (P,).
+        Number of the transcription factor of each pair, shape (P,).
     true
-        Whether it is a true edge, bool, shape (P,).
-    ties
-        Number of the group of pairs of the same weight, int32, ascending, shape (P,).
+        Places of the true edges, ascending, shape (E,).
+    starts, ends
+        First pair of the ties of each true edge, and the first pair behind them, shape (E,).
     n_scored
         Pairs that had a weight; those without stand behind and tie with each other.
-    of_tf
-        True edges, and pairs, of each transcription factor, float64, shape (2, T).
+    within
+        AUROC among the pairs of each transcription factor, shape (T,); NaN where all are true.
+    bounds
+        Where ties begin, and the number of pairs.
     """
 
     tfs: np.ndarray
     true: np.ndarray
-    ties: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
     n_scored: int
-    of_tf: np.ndarray
+    within: np.ndarray
+    bounds: np.ndarray
 
     @classmethod
     def of(cls, made: pd.DataFrame, universe: Universe) -> RankedPairs:
         """Rank the pairs of a universe by the weights of edges."""
-        kept = np.flatnonzero(universe.pairs.ravel())
-        weights = universe.matrix(made).ravel()[kept]
-        order = np.argsort(-weights)
-        ranked = weights[order]
-        ties = np.zeros(len(ranked), dtype=np.int32)
-        np.cumsum(ranked[1:] != ranked[:-1], out=ties[1:])
-        kept = kept[order]
-        tfs = (kept // len(universe.genes)).astype(np.int32)
-        of_tf = np.array([universe.edges.sum(axis=1), universe.pairs.sum(axis=1)], dtype=np.float64)
-        return cls(tfs, universe.edges.ravel()[kept], ties, int(np.isfinite(ranked).sum()), of_tf)
+        from scipy.stats import rankdata
 
-    def figures(self, weights: np.ndarray, within: np.ndarray) -> dict[str, float]:
-        """Return the metrics where each transcription factor counts as often as `weights` (T,) says."""
-        n_true, n_pairs = float(weights @ self.of_tf[0]), float(weights @ self.of_tf[1])
-        auroc, auprc, early, share = _figures(self.tfs, self.true, self.ties, self.n_scored, weights, n_true, n_pairs)
-        defined = np.isfinite(within) & (weights > 0)
-        return {
+        matrix = universe.matrix(made)
+        kept = np.flatnonzero(universe.pairs)
+        kept = kept[np.argsort(-matrix.ravel()[kept])]
+        ranked = matrix.ravel()[kept]
+        bounds = np.concatenate([[0], np.flatnonzero(ranked[1:] != ranked[:-1]) + 1, [len(ranked)]])
+        true = np.flatnonzero(universe.edges.ravel()[kept])
+        tie = np.searchsorted(bounds, true, side="right")
+        # The area is how often a true pair is ranked above another one (Mann and Whitney 1947).
+        ranks = rankdata(np.where(universe.pairs, matrix, np.nan), axis=1, nan_policy="omit")
+        n_true = universe.edges.sum(axis=1)
+        n_other = universe.pairs.sum(axis=1) - n_true
+        above = np.where(universe.edges, ranks, 0.0).sum(axis=1) - n_true * (n_true + 1) / 2
+        within = np.divide(above, n_true * n_other, out=np.full(len(above), np.nan), where=n_other > 0)
+        n_scored = int(np.isfinite(ranked).sum())
+        return cls(kept // len(universe.genes), true, bounds[tie - 1], bounds[tie], n_scored, within, bounds)
+
+    def figures(self, weights: np.ndarray) -> dict[str, float]:
+        """Return the metrics where each transcription factor counts as often as `weights` (T,) says.
+
+        They are those of scikit-learn with `sample_weight`, which would sort all pairs again in each of 100 draws.
+        """
+        taken = np.concatenate([[0.0], np.cumsum(weights[self.tfs])])
+        drawn = weights[self.tfs[self.true]]
+        hits = np.concatenate([[0.0], np.cumsum(drawn)])
+        n_true, n_pairs = hits[-1], taken[-1]
+        if n_true in (0.0, n_pairs):
+            return dict.fromkeys(GeneNetwork.metrics, float("nan"))
+        # Ties are taken as one: the hits above a true edge and its ties, and those with them.
+        above, upto = (hits[np.searchsorted(self.true, places)] for places in (self.starts, self.ends))
+        misses = (taken[self.ends] - upto + taken[self.starts] - above) / 2
+        precision = np.divide(upto, taken[self.ends], out=np.zeros_like(upto), where=drawn > 0)
+        tie = np.searchsorted(self.bounds, np.searchsorted(taken, n_true))
+        start, end = self.bounds[tie - 1], self.bounds[tie]
+        hits_above, hits_upto = hits[np.searchsorted(self.true, [start, end])]
+        early = hits_upto / taken[end]
+        if end > self.n_scored:
+            share_of_ties = (hits_upto - hits_above) / (taken[end] - taken[start])
+            early = (hits_above + (n_true - taken[start]) * share_of_ties) / n_true
+        auprc, share = drawn @ precision / n_true, n_true / n_pairs
+        known = np.isfinite(self.within) & (weights > 0)
+        figures = {
             "auprc_ratio": auprc / share,
             "auprc": auprc,
-            "auroc": auroc,
+            "auroc": 1 - drawn @ misses / (n_true * (n_pairs - n_true)),
             "early_precision_ratio": early / share,
             "early_precision": early,
-            "auroc_within_tf": float(np.average(within[defined], weights=weights[defined]))
-            if defined.any()
-            else float("nan"),
+            "auroc_within_tf": np.average(self.within[known], weights=weights[known]) if known.any() else np.nan,
         }
-
-    def within(self) -> np.ndarray:
-        """Return the AUROC among the pairs of each transcription factor, shape (T,); NaN where all are true."""
-        return _within(self.tfs, self.true, self.ties, self.of_tf.shape[1])
+        return {name: float(value) for name, value in figures.items()}
 
 
 @register_benchmark("gene_network")
@@ -898,13 +664,8 @@ class GeneNetwork(Benchmark):
     def __init__(
         self, genes: Sequence[str] | None = None, tfs: Sequence[str] | None = None, targets: str = "truth"
     ) -> None:
-        for argument, names in {"genes": genes, "tfs": tfs}.items():
-            if names is not None and (isinstance(names, str) or not len(names)):
-                raise OptionError(f"{argument}={names!r} is not a list of gene names; name at least one, or None.")
-        if targets not in _KINDS_OF_TARGETS:
-            raise OptionError(f"targets={targets!r} is none of {listing(_KINDS_OF_TARGETS)}.")
-        if targets == "measured" and genes is None:
-            raise OptionError("targets='measured' needs to know what was measured; give genes.")
+        if targets not in ("truth", "measured") or (targets == "measured" and genes is None):
+            raise OptionError(f"targets={targets!r} is neither 'truth', nor 'measured' with genes that were measured.")
         self.genes = None if genes is None else list(genes)
         self.tfs = None if tfs is None else list(tfs)
         self.targets = targets
@@ -924,7 +685,7 @@ class GeneNetwork(Benchmark):
         Raises
         ------
         DataError
-            If columns or names are missing, or no true edge is left, or nothing else.
+            If columns or names are missing, or no true edge is left.
         """
         _check_edges("the truth", reference)
         given = reference[["source", "target"]].astype(str).drop_duplicates()
@@ -934,24 +695,22 @@ class GeneNetwork(Benchmark):
         if self.genes is not None:
             kept = kept[kept["source"].isin(self.genes) & kept["target"].isin(self.genes)]
         if kept.empty:
+            asked = {"tfs": self.tfs, "genes": self.genes}
+            chosen = [f"{name} ({listing(some, most=3)})" for name, some in asked.items() if some is not None]
             raise DataError(
-                f"none of the {len(given)} true edges is left{self._why_empty(given)}; name genes as the truth does, "
-                f"e.g. by symbols (its sources: {listing(given['source'].unique(), most=3)})."
+                f"none of the {len(given)} true edges is left{' among ' if chosen else ''}{' and '.join(chosen)}; name "
+                f"genes as the truth does, e.g. by symbols (its sources: {listing(given['source'].unique(), most=3)})."
             )
         tfs = pd.Index(np.sort(kept["source"].unique()))
-        targets = kept["target"] if self.targets == "truth" or self.genes is None else pd.Series(self.genes)
+        targets = kept["target"] if self.targets == "truth" else pd.Series(self.genes)
         genes = pd.Index(np.sort(targets.unique()))
         edges = np.zeros((len(tfs), len(genes)), dtype=np.bool_)
         edges[tfs.get_indexer(kept["source"]), genes.get_indexer(kept["target"])] = True
-        own = genes.get_indexer(tfs)
-        pairs = np.ones(edges.shape, dtype=np.bool_)
-        pairs[np.flatnonzero(own >= 0), own[own >= 0]] = False
-        if edges.sum() == pairs.sum():
-            raise DataError("all pairs are true edges, so that there is nothing to tell them from; give more edges.")
+        pairs = tfs.to_numpy()[:, None] != genes.to_numpy()
         return Universe(tfs, genes, edges, pairs, len(given) - len(kept))
 
     def run(self, made: pd.DataFrame, reference: pd.DataFrame) -> dict[str, float]:
-        """Return the figures; ``auroc_within_tf`` is NaN where each transcription factor regulates all genes.
+        """Return the figures; NaN where all pairs, for ``auroc_within_tf`` those of each factor, are true edges.
 
         Parameters
         ----------
@@ -962,43 +721,28 @@ class GeneNetwork(Benchmark):
             True edges, with the columns ``source`` and ``target``.
         """
         universe = self.universe(reference)
-        ranked = RankedPairs.of(made, universe)
-        return ranked.figures(np.ones(len(universe.tfs)), ranked.within())
+        return RankedPairs.of(made, universe).figures(np.ones(len(universe.tfs)))
 
     def resampled(self, made: pd.DataFrame, reference: pd.DataFrame, *, n: int, seed: int) -> pd.DataFrame:
         """Return the figures on bootstrapped transcription factors; NaN where those drawn regulate all genes."""
         universe = self.universe(reference)
         ranked = RankedPairs.of(made, universe)
-        within = ranked.within()
         draws = bootstrap_weights(len(universe.tfs), n, seed=seed).astype(np.float64)
-        return pd.DataFrame([ranked.figures(weights, within) for weights in draws], columns=list(self.metrics))
+        return pd.DataFrame([ranked.figures(weights) for weights in draws], columns=list(self.metrics))
 
     def n_units(self, reference: pd.DataFrame) -> int:
         """Return the number of transcription factors."""
         return len(self.universe(reference).tfs)
 
-    def _why_empty(self, given: pd.DataFrame) -> str:
-        reasons = []
-        if self.tfs is not None and not given["source"].isin(self.tfs).any():
-            reasons.append(f"none of tfs ({listing(self.tfs, most=3)}) is a source")
-        if self.genes is not None:
-            n_known = len(set(self.genes) & (set(given["source"]) | set(given["target"])))
-            reasons.append(f"{n_known} of the {len(self.genes)} genes ({listing(self.genes, most=3)}) are in the truth")
-        return f": {' and '.join(reasons)}" if reasons else ""
 
-
-def _check_edges(what: str, edges: Any, *more: str) -> None:
-    """Raise unless this is a table with ``source``, ``target`` and more columns, without missing names."""
-    if not isinstance(edges, pd.DataFrame):
-        raise OptionError(f"{what} are of type {type(edges).__name__!r}; give a pandas.DataFrame of edges.")
+def _check_edges(what: str, edges: pd.DataFrame, *more: str) -> None:
+    """Raise unless a table has the columns ``source``, ``target`` and `more`, and no name is missing."""
     for column in ("source", "target", *more):
-        if column not in edges:
+        if column not in edges or (column not in more and edges[column].isna().any()):
             raise DataError(
-                f"{what} have no column {column!r} (there is: {listing(edges.columns)}); rename the one that it is."
+                f"{what} have no column {column!r}, or lack names in it (there is: {listing(edges.columns)}); rename "
+                "the one that it is, and leave incomplete edges out."
             )
-        n_missing = int(edges[column].isna().sum())
-        if n_missing and column not in more:
-            raise DataError(f"{n_missing} edges of {what} have no {column}; leave them out.")
 
 
 def _places(names: pd.Series, index: pd.Index) -> np.ndarray:
@@ -1009,265 +753,82 @@ def _places(names: pd.Series, index: pd.Index) -> np.ndarray:
     return of_categories[names.cat.codes.to_numpy()]
 
 
-@numba.njit(cache=True, nogil=True)
-def _figures(tfs, true, ties, n_scored, weights, n_true, n_pairs):
-    """Return AUROC, average precision, early precision and the share of true edges."""
-    if n_true == 0.0 or n_true == n_pairs:
-        return np.nan, np.nan, np.nan, np.nan
-    hits, misses, some_hits, some_misses = 0.0, 0.0, 0.0, 0.0
-    ordered, precisions, early = 0.0, 0.0, -1.0
-    for pair in range(len(tfs)):
-        if true[pair]:
-            some_hits += weights[tfs[pair]]
-        else:
-            some_misses += weights[tfs[pair]]
-        if pair + 1 < len(tfs) and ties[pair + 1] == ties[pair]:
-            continue
-        taken = hits + misses
-        some = some_hits + some_misses
-        ordered += some_misses * (hits + some_hits / 2.0)
-        if some_hits > 0.0:
-            precisions += some_hits * (hits + some_hits) / (taken + some)
-        if early < 0.0 and some > 0.0 and taken + some >= n_true:
-            expected = (hits + (n_true - taken) * some_hits / some) / n_true
-            early = (hits + some_hits) / (taken + some) if pair < n_scored else expected
-        hits += some_hits
-        misses += some_misses
-        some_hits, some_misses = 0.0, 0.0
-    return ordered / (n_true * (n_pairs - n_true)), precisions / n_true, early, n_true / n_pairs
-
-
-@numba.njit(cache=True, nogil=True)
-def _within(tfs, true, ties, n_tfs):
-    """Return the AUROC of each transcription factor, in one pass over all pairs."""
-    hits, misses, ordered = np.zeros(n_tfs), np.zeros(n_tfs), np.zeros(n_tfs)
-    some_hits, some_misses, tie = np.zeros(n_tfs), np.zeros(n_tfs), np.full(n_tfs, -1)
-    for pair in range(len(tfs)):
-        tf = tfs[pair]
-        if tie[tf] != ties[pair]:
-            ordered[tf] += some_misses[tf] * (hits[tf] + some_hits[tf] / 2.0)
-            hits[tf] += some_hits[tf]
-            misses[tf] += some_misses[tf]
-            some_hits[tf], some_misses[tf], tie[tf] = 0.0, 0.0, ties[pair]
-        if true[pair]:
-            some_hits[tf] += 1.0
-        else:
-            some_misses[tf] += 1.0
-    ordered += some_misses * (hits + some_hits / 2.0)
-    n_true, n_other = hits + some_hits, misses + some_misses
-    found = np.full(n_tfs, np.nan)
-    for tf in range(n_tfs):
-        if n_true[tf] > 0 and n_other[tf] > 0:
-            found[tf] = ordered[tf] / (n_true[tf] * n_other[tf])
-    return found
-
-
 NETWORK_BASELINES = ("pearson", "spearman", "mean_expression", "degree", "in_degree", "random")
+_N_RANDOM = 3
+"""Random scores, each a method of its own."""
 
 
 def network_baselines(
     adata: AnnData,
-    truth: pd.DataFrame,
+    universe: Universe,
     names: Sequence[str] = NETWORK_BASELINES,
     *,
-    benchmark: GeneNetwork | None = None,
     layer: str | None = None,
     gene_key: str | None = None,
-    n_random: int = 3,
     max_cells: int = 10_000,
     seed: int = 0,
 ) -> dict[str, pd.DataFrame]:
-    """Score all pairs of a benchmark in the ways that a model has to beat.
+    """Score all pairs of a universe of measured genes in the ways that a model has to beat.
 
-    Parameters
-    ----------
-    adata
-        Annotated data with raw counts.
-    truth
-        True edges, with the columns ``source`` and ``target``.
-    names
-        Which:
+    ``"pearson"``, ``"spearman"``
+        Absolute correlation of log1p CP10K over the cells, since transcription factors also repress.
+    ``"mean_expression"``
+        Product of the means of log1p CP10K of both genes: what is highly expressed is well known.
+    ``"degree"``
+        How many edges either gene has in the truth apart from the one in question (cross-fitted). It sees true edges,
+        which a model does not, and no cell: it says how far popularity alone gets.
+    ``"in_degree"``
+        The same of the target alone, which is the fair one to compare the order within a transcription factor with.
+    ``"random"``
+        Chance.
 
-        ``"pearson"``, ``"spearman"``
-            Absolute correlation of log1p CP10K over the cells.
-        ``"mean_expression"``
-            Product of the means of log1p CP10K of both genes.
-        ``"degree"``
-            How many edges either gene has in the truth apart from the one in question (cross-fitted). It sees true
-            edges, which a model does not, and no cell: it says how far popularity alone gets.
-        ``"in_degree"``
-            The same of the target alone, which is the fair one to compare the order within a transcription factor with.
-        ``"random"``
-            Chance.
-    benchmark
-        Says which pairs there are; None takes all pairs of the truth with measured genes.
-    layer
-        Key in ``adata.layers`` with raw counts; None reads ``adata.X``.
-    gene_key
-        Column of ``adata.var`` with names as in the truth; None takes ``adata.var_names``.
-    n_random
-        Random scores to draw, each a method of its own.
-    max_cells
-        Cells to correlate at most, drawn at random.
-    seed
-        Seed of what is drawn.
-
-    Returns
-    -------
-    Name of a baseline to its edges.
-
-    Raises
-    ------
-    OptionError
-        If a name is unknown.
-    DataError
-        If there are no raw counts, or no true edge is between measured genes.
-
-    Examples
-    --------
-    >>> import anndata, numpy as np, pandas as pd
-    >>> counts = np.random.default_rng(0).poisson(3.0, size=(50, 6)).astype("float32")
-    >>> adata = anndata.AnnData(counts, var=pd.DataFrame(index=list("ABCDEF")))
-    >>> truth = pd.DataFrame({"source": ["A", "A", "B"], "target": ["C", "D", "E"]})
-    >>> made = network_baselines(adata, truth, ["pearson", "degree"])
-    >>> list(made), list(made["degree"])
-    (['co-expression (pearson)', 'degree'], ['source', 'target', 'weight'])
+    `max_cells` cells, drawn at random, are correlated at most. Returns the name of each baseline and its edges.
     """
     for name in names:
-        if name not in NETWORK_BASELINES:
-            raise OptionError(
-                f"names has {name!r}, which is no baseline of networks{did_you_mean(name, NETWORK_BASELINES)} "
-                f"(known: {listing(NETWORK_BASELINES)})"
-            )
-    check_count("n_random", n_random, "random scores")
-    check_adata(adata)
-    of_cells: dict[str, Any] = {"layer": layer, "gene_key": gene_key, "max_cells": max_cells, "seed": seed}
-    measured = sorted(set(gene_names(adata, gene_key)))
-    universe = (GeneNetwork(genes=measured) if benchmark is None else benchmark).universe(truth)
-    found: dict[str, pd.DataFrame] = {}
+        check_known("baselines", name, NETWORK_BASELINES, "the baselines of networks", error=OptionError)
+    genes = universe.tfs.union(universe.genes)
+    rows, columns = genes.get_indexer(universe.tfs), genes.get_indexer(universe.genes)
+    expression = _expression(adata, genes, layer, gene_key, max_cells, seed)
+    weights: dict[str, np.ndarray] = {}
     for name in names:
-        if name in ("pearson", "spearman"):
-            found[f"co-expression ({name})"] = coexpression_edges(
-                adata, universe.tfs, universe.genes, method=name, **of_cells
-            )
+        if name == "random":
+            for number in range(_N_RANDOM):
+                weights[f"random {number + 1}"] = np.random.default_rng(seed + number).random(universe.edges.shape)
         elif name == "mean_expression":
-            found["mean expression"] = mean_expression_edges(adata, universe.tfs, universe.genes, **of_cells)
+            mean = np.asarray(expression.mean(axis=0)).ravel()
+            weights["mean expression"] = np.outer(mean[rows], mean[columns])
         elif name in ("degree", "in_degree"):
-            found[name.replace("_", "-")] = degree_edges(universe, out=name == "degree", seed=seed)
+            weights[name.replace("_", "-")] = degree_weights(universe, out=name == "degree", seed=seed)
         else:
-            for number in range(n_random):
-                title = "random" if n_random == 1 else f"random {number + 1}"
-                found[title] = random_edges(universe.tfs, universe.genes, seed=seed + number)
-    return found
+            values = _ranks(expression) if name == "spearman" else expression
+            weights[f"co-expression ({name})"] = np.abs(_correlations(values, rows, columns))
+    return {name: edges_of(some, universe.tfs, universe.genes) for name, some in weights.items()}
 
 
-def coexpression_edges(
-    adata: AnnData,
-    tfs: Sequence[str],
-    targets: Sequence[str],
-    *,
-    method: str = "pearson",
-    absolute: bool = True,
-    layer: str | None = None,
-    gene_key: str | None = None,
-    max_cells: int = 10_000,
-    seed: int = 0,
-) -> pd.DataFrame:
-    """Score pairs of genes by the correlation of their log1p CP10K over cells.
-
-    Parameters
-    ----------
-    adata
-        Annotated data with raw counts. Genes of the same name are added up.
-    tfs, targets
-        Sources and targets; those that were not measured are left out.
-    method
-        ``"pearson"`` or ``"spearman"`` (ties have their mean rank).
-    absolute
-        Score by the size alone, since transcription factors also repress.
-    layer, gene_key, max_cells, seed
-        As in :func:`network_baselines`.
-
-    Returns
-    -------
-    ``source``, ``target`` and ``weight`` (float32). A gene without variance correlates 0 with all.
-    """
-    if method not in ("pearson", "spearman"):
-        raise OptionError(f"method={method!r} is neither 'pearson' nor 'spearman'.")
-    expression, names = _expression(adata, layer, gene_key, max_cells, seed)
-    sources, genes = names_among("tfs", tfs, names), names_among("targets", targets, names)
-    used = names.isin(sources) | names.isin(genes)
-    expression, names = expression[:, used], names[used]
-    if method == "spearman":
-        expression = _ranks(expression)
-    n_cells = expression.shape[0]
-    mean = np.asarray(expression.mean(axis=0)).ravel()
-    square = np.asarray(expression.multiply(expression).mean(axis=0)).ravel()
+def _correlations(values: sparse.csc_matrix, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Return the correlations of columns of a sparse matrix over its rows; 0 for one without variance."""
+    mean = np.asarray(values.mean(axis=0)).ravel()
+    square = np.asarray(values.multiply(values).mean(axis=0)).ravel()
     scale = np.sqrt(np.maximum(square - mean**2, 0.0))
     # A constant gene has a variance of rounding errors.
     scale[scale <= 1e-7 * np.sqrt(square)] = np.inf
-    rows, columns = names.get_indexer(sources), names.get_indexer(genes)
-    products = (expression[:, rows].T @ expression[:, columns]).toarray() / n_cells
-    weights = (products - np.outer(mean[rows], mean[columns])) / np.outer(scale[rows], scale[columns])
-    return edges_of(np.abs(weights) if absolute else weights, sources, genes)
+    products = (values[:, rows].T @ values[:, columns]).toarray() / values.shape[0]
+    return (products - np.outer(mean[rows], mean[columns])) / np.outer(scale[rows], scale[columns])
 
 
-def mean_expression_edges(
-    adata: AnnData,
-    tfs: Sequence[str],
-    targets: Sequence[str],
-    *,
-    layer: str | None = None,
-    gene_key: str | None = None,
-    max_cells: int = 10_000,
-    seed: int = 0,
-) -> pd.DataFrame:
-    """Score pairs of genes by the product of their mean log1p CP10K: what is highly expressed is well known.
+def degree_weights(universe: Universe, *, out: bool = True, n_folds: int = 5, seed: int = 0) -> np.ndarray:
+    """Score pairs of genes by the share of true edges of either, apart from what is asked for, shape (T, G).
 
-    Parameters
-    ----------
-    adata, tfs, targets, layer, gene_key, max_cells, seed
-        As in :func:`coexpression_edges`.
-
-    Returns
-    -------
-    ``source``, ``target`` and ``weight`` (float32).
-    """
-    expression, names = _expression(adata, layer, gene_key, max_cells, seed)
-    mean = np.asarray(expression.mean(axis=0)).ravel()
-    sources, genes = names_among("tfs", tfs, names), names_among("targets", targets, names)
-    return edges_of(np.outer(mean[names.get_indexer(sources)], mean[names.get_indexer(genes)]), sources, genes)
-
-
-def degree_edges(universe: Universe, *, out: bool = True, n_folds: int = 5, seed: int = 0) -> pd.DataFrame:
-    """Score pairs of genes by the share of true edges of either, apart from what is asked for.
-
-    The weight of an edge is the out-degree of its source times the in-degree of its target, both as shares. They are
-    cross-fitted: transcription factors and genes are dealt into folds, and for a pair of fold a and fold b the
+    The weight of an edge is the out-degree of its source (with `out`) times the in-degree of its target, as shares.
+    They are cross-fitted: transcription factors and genes are dealt into folds, and for a pair of fold a and fold b the
     out-degree is counted over the genes outside b, the in-degree over the transcription factors outside a. To take one
     edge off each count would not do: among the pairs of a gene, true ones would then have the lower counts, by which
     they could be told. Folds keep some of that. Among the pairs of one transcription factor, the out-degree brings
     random edges somewhat below chance (AUROC 0.47 where 60 have 20 of 200 genes each). And where most genes of the
     truth have one edge, to know that they have no other tells the true one, the wrong way round: figures below chance
     say that the truth is too small for degrees. Shares are shrunk towards that of all pairs by one pseudo-observation.
-
-    Parameters
-    ----------
-    universe
-        The pairs and the true edges, of :meth:`scforge.eval.GeneNetwork.universe`.
-    out
-        Whether the out-degree counts as well.
-    n_folds
-        Number of folds of either.
-    seed
-        Seed of the folds.
-
-    Returns
-    -------
-    ``source``, ``target`` and ``weight`` (float32).
     """
-    check_count("n_folds", n_folds, "folds", least=2)
-    rng = np.random.default_rng(check_seed(seed))
+    rng = np.random.default_rng(seed)
     edges, pairs = universe.edges, universe.pairs
     of_tf, of_gene = (rng.permutation(size) % n_folds for size in edges.shape)
     share = edges.sum() / pairs.sum()
@@ -1275,47 +836,25 @@ def degree_edges(universe: Universe, *, out: bool = True, n_folds: int = 5, seed
     for fold in range(n_folds):
         rest = of_tf != fold
         weights[~rest] = (edges[rest].sum(axis=0) + share) / (pairs[rest].sum(axis=0) + 1.0)
-    for fold in range(n_folds) if check_bool("out", out) else ():
+    for fold in range(n_folds) if out else ():
         rest = of_gene != fold
         weights[:, ~rest] *= ((edges[:, rest].sum(axis=1) + share) / (pairs[:, rest].sum(axis=1) + 1.0))[:, None]
-    return edges_of(weights, universe.tfs, universe.genes)
-
-
-def random_edges(tfs: Sequence[str], targets: Sequence[str], *, seed: int = 0) -> pd.DataFrame:
-    """Score pairs of genes by random numbers between 0 and 1.
-
-    Parameters
-    ----------
-    tfs, targets
-        Sources and targets.
-    seed
-        Seed.
-
-    Returns
-    -------
-    ``source``, ``target`` and ``weight`` (float32).
-    """
-    sources, genes = pd.Index(tfs), pd.Index(targets)
-    return edges_of(np.random.default_rng(check_seed(seed)).random((len(sources), len(genes))), sources, genes)
+    return weights
 
 
 def _expression(
-    adata: AnnData, layer: str | None, gene_key: str | None, max_cells: int, seed: int
-) -> tuple[sparse.csc_matrix, pd.Index]:
-    """Return log1p CP10K of some cells, shape (N, G), float64, and the names of the genes, each once."""
-    check_adata(adata)
-    check_count("max_cells", max_cells, "cells", least=3)
+    adata: AnnData, genes: pd.Index, layer: str | None, gene_key: str | None, max_cells: int, seed: int
+) -> sparse.csc_matrix:
+    """Return log1p CP10K of some cells over `genes`, shape (N, G), float64; genes of the same name are added up."""
     counts = counts_of(adata, layer).astype(np.float64)
     if counts.shape[0] > max_cells:
-        rows = np.random.default_rng(check_seed(seed)).choice(counts.shape[0], max_cells, replace=False)
+        rows = np.random.default_rng(seed).choice(counts.shape[0], max_cells, replace=False)
         counts = counts[np.sort(rows)]
+    places = genes.get_indexer(gene_names(adata, gene_key))
+    known = np.flatnonzero(places >= 0)
+    members = sparse.csr_matrix((np.ones(len(known)), (known, places[known])), (counts.shape[1], len(genes)))
     totals = np.asarray(counts.sum(axis=1)).ravel()
-    codes, names = pd.factorize(gene_names(adata, gene_key))
-    if len(names) < len(codes):
-        same = sparse.csr_matrix((np.ones(len(codes)), (np.arange(len(codes)), codes)), (len(codes), len(names)))
-        counts = counts @ same
-    scaled = sparse.diags_array(TARGET_SUM / totals) @ counts
-    return sparse.csc_matrix(scaled).log1p(), pd.Index(names)
+    return sparse.csc_matrix(sparse.diags_array(TARGET_SUM / totals) @ (counts @ members)).log1p()
 
 
 def _ranks(expression: sparse.csc_matrix) -> sparse.csc_matrix:
@@ -1344,7 +883,6 @@ def evaluate_network(
     targets: str = "truth",
     kinds: Mapping[str, Kind] | None = None,
     baselines: Sequence[str] = NETWORK_BASELINES,
-    n_random: int = 3,
     max_cells: int = 10_000,
     seed: int = 0,
     intervals: bool = True,
@@ -1358,7 +896,7 @@ def evaluate_network(
         Name of a method to its edges, with the columns ``source``, ``target`` and ``weight``: from
         :func:`scforge.eval.edges_from_embeddings` and its like.
     truth
-        True edges, with the columns ``source`` and ``target``: from :func:`scforge.eval.read_network`.
+        True edges, with the columns ``source`` and ``target``: from :func:`scforge.eval.networks.read_network`.
     adata
         Annotated data with raw counts: says which genes were measured, and is what baselines correlate.
     layer
@@ -1376,9 +914,8 @@ def evaluate_network(
         Name of a method to ``"model"``, ``"baseline"``, ``"untrained"`` or ``"ceiling"``; those that are not named are
         models.
     baselines
-        Names of :func:`scforge.eval.network_baselines`; at least one unless `scores` has one.
-    n_random
-        Random scores to draw.
+        ``"pearson"`` and ``"spearman"`` correlation over cells, ``"mean_expression"``, ``"degree"`` and ``"in_degree"``
+        (how many other true edges the genes have), and ``"random"``; at least one unless `scores` has one.
     max_cells
         Cells to correlate at most.
     seed
@@ -1396,7 +933,7 @@ def evaluate_network(
     Raises
     ------
     OptionError
-        If there are no scores, a kind names no method, or there is no baseline.
+        If a kind names no method, or there is no baseline.
     DataError
         If scores or true edges cannot be used, or there are no raw counts.
 
@@ -1411,43 +948,31 @@ def evaluate_network(
     >>> report.to_table()["auprc"].idxmax()
     'mine'
     """
-    if not isinstance(scores, Mapping) or not scores:
-        raise OptionError("scores names no method; give a mapping of names to tables of edges.")
     check_is_adata(adata)
-    if unknown := [name for name in kinds or {} if name not in scores]:
-        raise OptionError(f"kinds names {listing(unknown)}, not among the scores ({listing(scores)}).")
-    benchmark = GeneNetwork(genes=_among(genes, gene_names(adata, gene_key).tolist()), tfs=tfs, targets=targets)
+    measured = set(gene_names(adata, gene_key))
+    benchmark = GeneNetwork(sorted(measured if genes is None else measured & set(genes)), tfs, targets)
     universe = benchmark.universe(truth)
-    made = dict(scores)
-    of_kind: dict[str, Kind] = {**dict.fromkeys(scores, "model"), **(kinds or {})}
     simple = network_baselines(
-        adata,
-        truth,
-        baselines,
-        benchmark=benchmark,
-        layer=layer,
-        gene_key=gene_key,
-        n_random=n_random,
-        max_cells=max_cells,
-        seed=seed,
+        adata, universe, baselines, layer=layer, gene_key=gene_key, max_cells=max_cells, seed=seed
     )
-    if taken := [name for name in simple if name in made]:
-        raise OptionError(f"scores calls a method {taken[0]!r}, which is the name of a baseline; call it otherwise.")
-    made |= simple
-    of_kind |= dict.fromkeys(simple, "baseline")
-    report = compare(benchmark, made, truth, kinds=of_kind, intervals=intervals, title=title)
+    report = compare_beside(benchmark, "scores", scores, simple, truth, kinds=kinds, intervals=intervals, title=title)
     report.facts |= universe.describe()
-    report.notes += _notes(scores, universe, simple)
+    n_pairs = int(universe.pairs.sum())
+    for name, made in scores.items():
+        n_scored = int((np.isfinite(universe.matrix(made)) & universe.pairs).sum())
+        if n_scored < n_pairs:
+            report.notes.append(
+                f"{name} has a score for {n_scored:,} of {n_pairs:,} pairs; the others tie behind all that have one."
+            )
+    if {"degree", "in-degree"} & set(simple):
+        report.notes.append(
+            "Baselines of degree know how many true edges a gene has apart from the pair in question, and no cell."
+        )
+    report.notes.append("An edge that is not in the truth counts as wrong, although it may only be unknown.")
     return report
 
 
-def network_curves(
-    scores: Mapping[str, pd.DataFrame],
-    truth: pd.DataFrame,
-    *,
-    benchmark: GeneNetwork | None = None,
-    n_points: int = 500,
-) -> pd.DataFrame:
+def network_curves(scores: Mapping[str, pd.DataFrame], truth: pd.DataFrame, *, n_points: int = 500) -> pd.DataFrame:
     """Return precision over recall of networks, for a plot.
 
     Parameters
@@ -1456,8 +981,6 @@ def network_curves(
         Name of a method to its edges, as in :func:`evaluate_network`.
     truth
         True edges.
-    benchmark
-        Says which pairs there are; None takes all pairs of the truth.
     n_points
         Points of a curve at most, evenly spaced along the ranks of true edges.
 
@@ -1475,57 +998,22 @@ def network_curves(
     >>> network_curves({"mine": scores}, truth).values.tolist()
     [['mine', 0.5, 1.0, 0.75], ['mine', 1.0, 0.5, 0.75]]
     """
-    check_count("n_points", n_points, "points", least=2)
-    universe = (GeneNetwork() if benchmark is None else benchmark).universe(truth)
+    from sklearn.metrics import average_precision_score, precision_recall_curve
+
+    universe = GeneNetwork().universe(truth)
+    true = universe.edges[universe.pairs]
     curves = []
     for method, made in scores.items():
-        ranked = RankedPairs.of(made, universe)
-        last = np.flatnonzero(np.append(np.diff(ranked.ties) > 0, True))
-        hits = np.cumsum(ranked.true)[last]
-        # Only where another true edge was found: between these precision just falls.
-        found = np.flatnonzero(np.diff(hits, prepend=0) > 0)
-        found = found if found[-1] == len(last) - 1 else np.append(found, len(last) - 1)
-        if len(found) > n_points:
-            found = found[np.unique(np.linspace(0, len(found) - 1, n_points).round().astype(np.int64))]
-        curves.append(
-            pd.DataFrame(
-                {
-                    "method": method,
-                    "recall": hits[found] / hits[-1],
-                    "precision": hits[found] / (last[found] + 1.0),
-                    "auprc": ranked.figures(np.ones(len(universe.tfs)), ranked.within())["auprc"],
-                }
-            )
-        )
+        ranks = np.unique(universe.matrix(made)[universe.pairs], return_inverse=True)[1]
+        precision, recall, _ = precision_recall_curve(true, ranks)
+        # By rising recall, without the point of no pair; between true edges precision just falls.
+        curve = pd.DataFrame({"recall": recall[-2::-1], "precision": precision[-2::-1]})
+        rises = (curve["recall"].diff() != 0) | (curve.index == len(curve) - 1)
+        rises[0] = rises[0] and curve["recall"][0] > 0
+        points = np.flatnonzero(rises)
+        if len(points) > n_points:
+            points = points[np.unique(np.linspace(0, len(points) - 1, n_points).round().astype(np.int64))]
+        curve = curve.iloc[points].assign(auprc=average_precision_score(true, ranks))
+        curve.insert(0, "method", method)
+        curves.append(curve)
     return pd.concat(curves, ignore_index=True)
-
-
-def _among(genes: Sequence[str] | None, measured: Sequence[str]) -> list[str]:
-    """Return the genes that are asked for and were measured."""
-    if genes is None:
-        return sorted(set(measured))
-    found = [] if isinstance(genes, str) else sorted(set(genes) & set(measured))
-    if not found:
-        raise OptionError(
-            f"genes={listing([genes] if isinstance(genes, str) else genes, most=3)} names none of the measured genes "
-            f"({listing(measured, most=3)}); give a list of names like these."
-        )
-    return found
-
-
-def _notes(scores: Mapping[str, pd.DataFrame], universe: Universe, simple: Mapping[str, pd.DataFrame]) -> list[str]:
-    """Say what a reader would not guess."""
-    n_pairs = int(universe.pairs.sum())
-    notes = []
-    for name, made in scores.items():
-        n_scored = int((np.isfinite(universe.matrix(made)) & universe.pairs).sum())
-        if n_scored < n_pairs:
-            notes.append(
-                f"{name} has a score for {n_scored:,} of {n_pairs:,} pairs; the others tie behind all that have one."
-            )
-    if {"degree", "in-degree"} & set(simple):
-        notes.append(
-            "Baselines of degree know how many true edges a gene has apart from the pair in question, and no cell."
-        )
-    notes.append("An edge that is not in the truth counts as wrong, although it may only be unknown.")
-    return notes

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import anndata
@@ -13,36 +13,45 @@ from scipy import sparse
 
 from scforge._checks import check_count, check_seed
 from scforge._constants import UNS_KEY
-from scforge.data.checks import value_problem
-from scforge.errors import DataError, OptionError, did_you_mean, listing
+from scforge.errors import DataError, listing
 from scforge.eval.base import Benchmark, register_benchmark
-from scforge.eval.expression import Effects, Moments, effects_of, moments_of
-from scforge.eval.generation import check_disjoint, check_features, check_no_copies, check_same_rows
-from scforge.eval.harness import compare
+from scforge.eval.expression import Effects, scale_difference
+from scforge.eval.generation import (
+    SAME_CELL,
+    check_complete,
+    check_copies,
+    check_disjoint,
+    check_features,
+    compare_beside,
+    copied_rows,
+)
 from scforge.eval.perturbation_metrics import (
-    ALL,
     DISCRIMINATION,
     METRICS,
     Effect,
     EffectKeys,
     PerturbedCells,
+    columns_of,
     de_genes,
     discrimination_scores,
     energy_distance,
-    halves,
     mean_distance,
-    of_whole,
     own_genes,
     score_deltas,
+    technical_duplicate,
 )
-from scforge.eval.report import Kind, Report, bootstrap_weights
+from scforge.eval.report import bootstrap_weights
 
 if TYPE_CHECKING:
     from anndata import AnnData
 
+    from scforge.eval.report import Kind, Report
+
 
 PENALTY = 0.1
 N_COMPONENTS = 10
+TECHNICAL_DUPLICATE = "technical_duplicate"
+"""Stands for a second experiment, in place of a prediction: what is left to reach under the noise of few cells."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +69,6 @@ class KnownEffects:
     controls
         Mean log1p CP10K of the controls of each context, also of contexts without effects, shape (G,) each. In those
         without effects, which may come from other data, NaN for genes that were not measured.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> known = KnownEffects((("A",),), ("T cell",), np.array([[0.5, -1.0]]), {"T cell": np.array([1.0, 2.0])})
-    >>> known.deltas.shape, known.controls["T cell"].shape
-    ((1, 2), (2,))
     """
 
     targets: tuple[tuple[str, ...], ...]
@@ -74,25 +76,20 @@ class KnownEffects:
     deltas: np.ndarray
     controls: Mapping[str, np.ndarray]
 
-    def __post_init__(self) -> None:
-        if not len(self.targets) == len(self.contexts) == len(self.deltas) > 0:
-            raise DataError(
-                f"there are {len(self.targets)} targets, {len(self.contexts)} contexts and {len(self.deltas)} effects; "
-                "give one of each for at least one effect."
-            )
-
     def within(self, context: str) -> np.ndarray:
         """Return the effects in a context, of all contexts if it has none, int64."""
         own = [i for i, name in enumerate(self.contexts) if name == context]
         return np.array(own or range(len(self.contexts)), dtype=np.int64)
 
-    def of(self, targets: tuple[str, ...], context: str) -> np.ndarray:
-        """Return the mean effect of a perturbation in a context, elsewhere if it is not known there; else NaN, (G,)."""
-        same = [i for i, some in enumerate(self.targets) if some == targets]
+    def same(self, targets: tuple[str, ...]) -> np.ndarray:
+        """Return the effects of a perturbation in any context, int64."""
+        return np.array([i for i, some in enumerate(self.targets) if some == targets], dtype=np.int64)
+
+    def of(self, targets: tuple[str, ...], context: str, default: np.ndarray) -> np.ndarray:
+        """Return the mean effect of a perturbation in a context, elsewhere if it is not known there, shape (G,)."""
+        same = self.same(targets)
         here = [i for i in same if self.contexts[i] == context]
-        if not same:
-            return np.full(self.deltas.shape[1], np.nan)
-        return self.deltas[here or same].mean(axis=0)
+        return self.deltas[here or same].mean(axis=0) if len(same) else default
 
     def mean(self, context: str) -> np.ndarray:
         """Return the mean effect in a context (of all, if it has none), shape (G,)."""
@@ -113,12 +110,6 @@ class WantedEffects:
         Vector of a target that a model has, shape (D,) each.
     context_features
         Vector of a context that a model has, shape (D,) each.
-
-    Examples
-    --------
-    >>> wanted = WantedEffects(targets=(("A", "B"),), contexts=("T cell",), genes={"A": 0, "B": 1})
-    >>> wanted.targets[0]
-    ('A', 'B')
     """
 
     targets: tuple[tuple[str, ...], ...]
@@ -130,13 +121,6 @@ class WantedEffects:
 
 def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np.ndarray]:
     """Return what each baseline predicts.
-
-    Parameters
-    ----------
-    known
-        Effects of the training.
-    wanted
-        What to predict.
 
     Returns
     -------
@@ -171,22 +155,27 @@ def baseline_effects(known: KnownEffects, wanted: WantedEffects) -> dict[str, np
     >>> made["train_mean"].tolist(), made["additive"].tolist()
     ([[0.5, 1.0, 0.0]], [[1.0, 2.0, 0.0]])
     """
-    scores = gene_scores(known)
-    of_genes = {name: scores[gene] for name, gene in wanted.genes.items()}
+    genes = gene_scores(known)
+    pairs = list(zip(wanted.targets, wanted.contexts, strict=True))
+    means = [known.mean(context) for context in wanted.contexts]
+    control = np.mean(list(known.controls.values()), axis=0)
     found = {
-        "no_change": np.zeros((len(wanted.targets), known.deltas.shape[1])),
-        "train_mean": np.array([known.mean(context) for context in wanted.contexts]),
-        "control_mean": _control_mean(known, wanted),
+        "no_change": np.zeros((len(pairs), known.deltas.shape[1])),
+        "train_mean": np.array(means),
+        "control_mean": np.array([control - known.controls[context] for context in wanted.contexts]),
     }
     if len(set(known.contexts)) > 1 and not {*wanted.contexts}.isdisjoint(known.contexts):
-        found["overall_mean"] = np.tile(known.deltas.mean(axis=0), (len(wanted.targets), 1))
+        found["overall_mean"] = np.tile(known.deltas.mean(axis=0), (len(pairs), 1))
     if any(some in known.targets for some in wanted.targets):
-        found["perturbation_mean"] = _or_mean(known, wanted, [known.of(*one) for one in _pairs(wanted)])
+        found["perturbation_mean"] = np.array([known.of(*pair, mean) for pair, mean in zip(pairs, means, strict=True)])
     if any(len(some) > 1 for some in wanted.targets):
-        found["additive"] = _additive(known, wanted)
-    found["linear_pca"] = _linear(known, wanted, of_genes, _context_scores(known))
-    found["linear_embedding"] = _linear(known, wanted, wanted.gene_features, wanted.context_features)
-    found["nearest"] = _nearest(known, wanted, of_genes)
+        found["additive"] = np.array([_additive(known, *pair) for pair in pairs])
+    of_genes = {name: genes[gene] for name, gene in wanted.genes.items()}
+    found["linear_pca"] = linear_baseline(known, wanted, of_genes, _context_scores(known), genes=genes)
+    found["linear_embedding"] = linear_baseline(
+        known, wanted, wanted.gene_features, wanted.context_features, genes=genes
+    )
+    found["nearest"] = np.array([_nearest(known, of_genes, *pair) for pair in pairs])
     return found
 
 
@@ -243,33 +232,11 @@ def linear_effects(
     return predicted
 
 
-def _pairs(wanted: WantedEffects) -> list[tuple[tuple[str, ...], str]]:
-    return list(zip(wanted.targets, wanted.contexts, strict=True))
-
-
-def _or_mean(known: KnownEffects, wanted: WantedEffects, effects: list[np.ndarray]) -> np.ndarray:
-    """Put the mean training effect where an effect is not known."""
-    return np.array(
-        [
-            known.mean(context) if np.isnan(effect).any() else effect
-            for effect, context in zip(effects, wanted.contexts, strict=True)
-        ]
-    )
-
-
-def _control_mean(known: KnownEffects, wanted: WantedEffects) -> np.ndarray:
-    mean = np.mean(list(known.controls.values()), axis=0)
-    return np.array([mean - known.controls[context] for context in wanted.contexts])
-
-
-def _additive(known: KnownEffects, wanted: WantedEffects) -> np.ndarray:
-    found = []
-    for targets, context in _pairs(wanted):
-        singles = [i for i in known.within(context) if len(known.targets[i]) == 1]
-        typical = known.deltas[singles].mean(axis=0) if singles else known.mean(context)
-        parts = [known.of((target,), context) for target in targets]
-        found.append(np.sum([typical if np.isnan(part).any() else part for part in parts], axis=0))
-    return np.array(found)
+def _additive(known: KnownEffects, targets: tuple[str, ...], context: str) -> np.ndarray:
+    """Return the sum of the effects of the parts of a combination."""
+    singles = [i for i in known.within(context) if len(known.targets[i]) == 1]
+    typical = known.deltas[singles].mean(axis=0) if singles else known.mean(context)
+    return np.sum([known.of((target,), context, typical) for target in targets], axis=0)
 
 
 def _sums(targets: tuple[tuple[str, ...], ...], features: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -289,45 +256,44 @@ def _context_scores(known: KnownEffects) -> dict[str, np.ndarray]:
     return dict(zip(names, scores, strict=True))
 
 
-def _linear(
+def linear_baseline(
     known: KnownEffects,
     wanted: WantedEffects,
     gene_features: Mapping[str, np.ndarray],
     context_features: Mapping[str, np.ndarray],
+    *,
+    genes: np.ndarray,
 ) -> np.ndarray:
-    genes = gene_scores(known)
+    """Predict effects by :func:`linear_effects` with scores of `genes` and these features, shape (Q, G)."""
     seen = _sums(known.targets, gene_features)
     asked = _sums(wanted.targets, gene_features)
+    by_context = _sums(tuple((name,) for name in known.contexts), context_features)
+    own = _sums(tuple((name,) for name in wanted.contexts), context_features)
     found = np.empty((len(wanted.targets), known.deltas.shape[1]))
-    for place, (targets, context) in enumerate(_pairs(wanted)):
-        same = np.array([i for i, some in enumerate(known.targets) if some == targets], dtype=np.int64)
-        if len(same):
-            by_context = _sums(tuple((name,) for name in known.contexts), context_features)[same]
-            own = _sums(((context,),), context_features)
-            found[place] = linear_effects(known.deltas[same], genes, by_context, own)[0]
-        else:
-            rows = known.within(context)
-            found[place] = linear_effects(known.deltas[rows], genes, seen[rows], asked[place : place + 1])[0]
+    for place, (targets, context) in enumerate(zip(wanted.targets, wanted.contexts, strict=True)):
+        rows, features, of_wanted = known.same(targets), by_context, own
+        if not len(rows):
+            rows, features, of_wanted = known.within(context), seen, asked
+        found[place] = linear_effects(known.deltas[rows], genes, features[rows], of_wanted[place : place + 1])[0]
     return found
 
 
-def _nearest(known: KnownEffects, wanted: WantedEffects, features: Mapping[str, np.ndarray]) -> np.ndarray:
-    seen, asked = _sums(known.targets, features), _sums(wanted.targets, features)
-    found = []
-    for own, (targets, context) in zip(asked, _pairs(wanted), strict=True):
-        same = [i for i, some in enumerate(known.targets) if some == targets]
-        rows = np.array([i for i in known.within(context) if np.isfinite(seen[i]).all()], dtype=np.int64)
-        if same:
-            # Over the genes that both measured.
-            away = [np.nansum((known.controls[known.contexts[i]] - known.controls[context]) ** 2) for i in same]
-            found.append(known.deltas[same[int(np.argmin(away))]])
-        elif len(rows) and np.isfinite(own).all():
-            lengths = np.linalg.norm(seen[rows], axis=1) * np.linalg.norm(own)
-            similar = np.divide(seen[rows] @ own, lengths, out=np.zeros(len(rows)), where=lengths > 0)
-            found.append(known.deltas[rows[int(np.argmax(similar))]])
-        else:
-            found.append(known.mean(context))
-    return np.array(found)
+def _nearest(
+    known: KnownEffects, features: Mapping[str, np.ndarray], targets: tuple[str, ...], context: str
+) -> np.ndarray:
+    """Return the effect of the training perturbation with the most similar genes, or in the most similar context."""
+    if len(same := known.same(targets)):
+        # Over the genes that both measured.
+        away = [np.nansum((known.controls[known.contexts[i]] - known.controls[context]) ** 2) for i in same]
+        return known.deltas[same[int(np.argmin(away))]]
+    seen, own = _sums(known.targets, features), _sums((targets,), features)[0]
+    rows = known.within(context)
+    rows = rows[np.isfinite(seen[rows]).all(axis=1)]
+    if not len(rows) or not np.isfinite(own).all():
+        return known.mean(context)
+    lengths = np.linalg.norm(seen[rows], axis=1) * np.linalg.norm(own)
+    similar = np.divide(seen[rows] @ own, lengths, out=np.zeros(len(rows)), where=lengths > 0)
+    return known.deltas[rows[int(np.argmax(similar))]]
 
 
 _N_VARIABLE = 2_000
@@ -336,21 +302,10 @@ _MOST_FITTED = 20_000
 
 @dataclass(frozen=True)
 class CellSpace:
-    """Principal components of log1p CP10K, in which an effect on the mean is a shift.
-
-    Attributes
-    ----------
-    genes
-        The genes of the largest variance, int64, shape (V,).
-    mean
-        Their mean, shape (V,).
-    axes
-        Orthonormal axes, shape (D, V).
-    """
+    """Principal components of the genes of the largest variance, in which an effect on the mean is a shift."""
 
     genes: np.ndarray
-    mean: np.ndarray
-    axes: np.ndarray
+    pca: Any
 
     @classmethod
     def fit(cls, expression: sparse.csr_matrix, *, n_comps: int, seed: int) -> CellSpace:
@@ -363,20 +318,15 @@ class CellSpace:
         _, variance = mean_variance_axis(expression, axis=0)
         genes = np.sort(np.argsort(-variance, kind="stable")[:_N_VARIABLE])
         n_comps = min(n_comps, min(expression.shape[0], len(genes)) - 1)
-        if n_comps < 1:
-            raise DataError(
-                f"{expression.shape[0]} cells with {len(genes)} genes are too few for components; add cells."
-            )
-        pca = PCA(n_comps, svd_solver="arpack", random_state=seed).fit(expression[:, genes])
-        return cls(genes, pca.mean_, pca.components_)
+        return cls(genes, PCA(n_comps, svd_solver="arpack", random_state=seed).fit(expression[:, genes]))
 
     def cells(self, expression: sparse.csr_matrix) -> np.ndarray:
         """Return the coordinates of cells, float64, shape (N, D)."""
-        return np.asarray(expression[:, self.genes] @ self.axes.T - self.mean @ self.axes.T, dtype=np.float64)
+        return self.pca.transform(expression[:, self.genes].astype(np.float64))
 
     def shift(self, deltas: np.ndarray) -> np.ndarray:
         """Return what effects on the mean are there, shape (Q, D)."""
-        return deltas[:, self.genes] @ self.axes.T
+        return deltas[:, self.genes] @ self.pca.components_.T
 
 
 @dataclass
@@ -385,31 +335,25 @@ class Reference:
 
     Attributes
     ----------
-    cells
-        The measured cells, over the scored genes.
-    effects
-        The measured effects.
-    changed
-        Genes that change, bool, shape (Q, G).
-    own_genes
-        Perturbed genes, bool, shape (Q, G).
-    center
-        Mean training effect in the context of each effect, shape (Q, G); None without training cells.
+    cells, effects
+        The measured cells, over the scored genes, and their effects.
+    changed, own_genes
+        Genes that change, and perturbed genes, bool, shape (Q, G).
     base
-        The same as a prediction.
-    ceiling
-        What stands for a second experiment.
+        The mean training effect in the context of each effect as a prediction; None without training cells.
+    controls
+        Mean of the controls of each context that predictions start from, shape (G,).
+    space, coordinates, of_controls
+        Components, and where the measured cells and the controls that predictions start from are there.
     """
 
     cells: PerturbedCells
     effects: Effects
     changed: np.ndarray
     own_genes: np.ndarray
-    center: np.ndarray | None
     base: pd.DataFrame | None
-    ceiling: Any
-    space: CellSpace
     controls: dict[str, np.ndarray]
+    space: CellSpace
     coordinates: np.ndarray
     of_controls: dict[str, np.ndarray]
     max_cells: int
@@ -417,18 +361,7 @@ class Reference:
     spreads: dict[int, float] = field(default_factory=dict)
 
     @classmethod
-    def of(
-        cls,
-        real: AnnData,
-        train: AnnData | None,
-        keys: EffectKeys,
-        *,
-        n_top_genes: int | None,
-        n_comps: int,
-        max_cells: int,
-        seed: int,
-        ceiling: Any,
-    ) -> Reference:
+    def of(cls, real: AnnData, train: AnnData | None, benchmark: PerturbationPrediction) -> Reference:
         """Measure what there is to measure.
 
         Raises
@@ -436,9 +369,9 @@ class Reference:
         DataError
             If a context has no controls, or the training lacks a gene.
         """
+        keys, n_top_genes = benchmark.keys, benchmark.n_top_genes
         cells = PerturbedCells.read(real, keys, argument="real")
         groups = cells.moments()
-        cells.measured(groups, argument="real")
         if n_top_genes is not None and n_top_genes < len(cells.genes):
             # Ahlmann-Eltze et al. score the genes that are highest in the controls, too.
             share = groups.n[len(cells.effects) :].astype(np.float64)
@@ -447,43 +380,58 @@ class Reference:
             groups = cells.moments()
         effects = cells.measured(groups, argument="real")
         plain = {name: groups.mean[len(cells.effects) + i] for i, name in enumerate(cells.contexts)}
-        center = base = None
-        fitted, starts = cells, cells
+        base, starts = None, cells
         if train is not None:
-            fitted = PerturbedCells.read(train, keys, argument="train").over(cells.genes, argument="train")
-            starts = fitted
-            known = known_effects(fitted, {effect.context for effect in cells.effects})
-            center = np.array([known.mean(effect.context) for effect in cells.effects])
-            labels = [(keys.name_of(e.targets), e.context) for e in cells.effects]
-            index = pd.MultiIndex.from_tuples(labels) if keys.context_key else pd.Index([name for name, _ in labels])
-            base = pd.DataFrame(center, index=index, columns=cells.genes)
+            starts = PerturbedCells.read(train, keys, argument="train").over(cells.genes, argument="train")
+            known = known_effects(starts, {effect.context for effect in cells.effects})
+            center = [known.mean(effect.context) for effect in cells.effects]
+            base = pd.DataFrame(center, index=keys.index(cells.effects), columns=cells.genes)
             plain = dict(known.controls)
-        space = CellSpace.fit(fitted.expression, n_comps=n_comps, seed=seed)
-        rng = np.random.default_rng(seed)
+        space = CellSpace.fit(starts.expression, n_comps=benchmark.n_comps, seed=benchmark.seed)
+        rng = np.random.default_rng(benchmark.seed)
         of_controls = {}
-        for i, name in enumerate(starts.contexts):
-            rows = np.flatnonzero(starts.groups == len(starts.effects) + i)
+        for name in starts.contexts:
+            rows = starts.rows(Effect((), name))
             if name in plain and len(rows):
-                of_controls[name] = space.cells(starts.expression[_some(rows, max_cells, rng)])
+                of_controls[name] = space.cells(starts.expression[_some(rows, benchmark.max_cells, rng)])
         return cls(
             cells,
             effects,
             de_genes(effects.p_values),
             own_genes([effect.targets for effect in cells.effects], np.asarray(cells.genes)),
-            center,
             base,
-            ceiling,
-            space,
             plain,
+            space,
             space.cells(cells.expression),
             of_controls,
-            max_cells,
-            seed,
+            benchmark.max_cells,
+            benchmark.seed,
         )
 
-    def plain(self, context: str) -> np.ndarray:
-        """Return the mean of the controls that predictions start from, shape (G,)."""
-        return self.controls[context]
+    @property
+    def contexts(self) -> list[str]:
+        """Context of each effect."""
+        return [effect.context for effect in self.cells.effects]
+
+    @property
+    def center(self) -> np.ndarray | None:
+        """Mean training effect in the context of each effect, shape (Q, G); None without training cells."""
+        return None if self.base is None else self.base.to_numpy()
+
+    def discriminated(self, predicted: np.ndarray, measured: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the discrimination scores of effects, shape (Q,) each."""
+        return {
+            f"discrimination_{metric}": discrimination_scores(
+                predicted, measured, metric, self.own_genes, self.contexts
+            )
+            for metric in DISCRIMINATION
+        }
+
+    def figures(self, deltas: np.ndarray, made: PerturbedCells | None) -> pd.DataFrame:
+        """Score predicted effects, and the cells, if there are some."""
+        effects = self.effects
+        table = score_deltas(deltas, effects.deltas, effects.scores, self.changed, self.center, self.contexts)
+        return table.assign(**self.discriminated(deltas, effects.deltas), energy_distance=self.energy(deltas, made))
 
     def energy(self, deltas: np.ndarray, made: PerturbedCells | None) -> np.ndarray:
         """Return the energy distance of each effect; of shifted controls where no cells are predicted, shape (Q,)."""
@@ -492,60 +440,38 @@ class Reference:
         for number, effect in enumerate(self.cells.effects):
             # The same cells for all methods, whatever was scored before.
             rng = np.random.default_rng((self.seed, number))
-            target = self.coordinates[_some(np.flatnonzero(self.cells.groups == number), self.max_cells, rng)]
+            target = self.coordinates[_some(self.cells.rows(effect), self.max_cells, rng)]
             if number not in self.spreads:
                 self.spreads[number] = mean_distance(target, target)
             if made is None:
                 predicted = self.of_controls[effect.context] + shifts[number]
             else:
-                rows = np.flatnonzero(made.groups == made.effects.index(effect))
-                predicted = self.space.cells(made.expression[_some(rows, self.max_cells, rng)])
+                predicted = self.space.cells(made.expression[_some(made.rows(effect), self.max_cells, rng)])
             found[number] = energy_distance(predicted, target, within=(None, self.spreads[number]), unbiased=True)
         return found
 
-    def duplicate(
-        self, figures: Callable[[np.ndarray, Effects, np.ndarray, Reference], pd.DataFrame], *, n_splits: int
-    ) -> pd.DataFrame:
-        """Score one half of the cells as a prediction of the other, brought to whole groups where there is a formula.
+    def duplicate(self) -> pd.DataFrame:
+        """Score one half of the cells as a prediction of the other, see :func:`technical_duplicate`."""
+        cells = self.cells
 
-        See :func:`technical_duplicate`; the energy distance between halves, too, is left as it is.
-        """
-        cells, rng = self.cells, np.random.default_rng(self.seed)
-        n_effects, perturbed = len(cells.effects), np.arange(len(cells.effects))
-        sizes = np.bincount(cells.groups, minlength=cells.n_groups)
-        tables = []
-        for _ in range(n_splits):
-            half = halves(cells.groups, sizes, rng)
-            both: Moments = moments_of(cells.expression, cells.groups + cells.n_groups * half, 2 * cells.n_groups)
-            one = effects_of(both, perturbed, cells.controls).deltas
-            other = effects_of(both, perturbed + cells.n_groups, cells.controls + cells.n_groups)
-            table = of_whole(figures(one, other, de_genes(other.p_values), self))
-            energy = np.full(n_effects, np.nan)
-            for number in perturbed[sizes[:n_effects] > 1]:
-                own = cells.groups == number
-                sides = [_some(np.flatnonzero(own & (half == side)), self.max_cells, rng) for side in (0, 1)]
-                energy[number] = energy_distance(*(self.coordinates[rows] for rows in sides), unbiased=True)
-            tables.append(table.assign(energy_distance=energy))
-        mean = sum(tables[1:], start=tables[0]) / n_splits
-        mean.loc[(sizes[perturbed] < 2) | (sizes[cells.controls] < 2)] = np.nan
-        return mean
+        def more(
+            one: np.ndarray, other: np.ndarray, half: np.ndarray, rng: np.random.Generator
+        ) -> dict[str, np.ndarray]:
+            energy = np.full(len(cells.effects), np.nan)
+            for number, effect in enumerate(cells.effects):
+                rows = cells.rows(effect)
+                if len(rows) > 1:
+                    sides = [_some(rows[half[rows] == side], self.max_cells, rng) for side in (0, 1)]
+                    energy[number] = energy_distance(*(self.coordinates[side] for side in sides), unbiased=True)
+            return {**self.discriminated(one, other), "energy_distance": energy}
+
+        return technical_duplicate(
+            cells.expression, cells.groups, cells.controls, self.center, self.contexts, seed=self.seed, more=more
+        )
 
 
 def known_effects(train: PerturbedCells, contexts: set[str]) -> KnownEffects:
-    """Measure the effects in training cells.
-
-    Parameters
-    ----------
-    train
-        The cells.
-    contexts
-        Where something is to be predicted.
-
-    Raises
-    ------
-    DataError
-        If there is no effect, or a context lacks controls.
-    """
+    """Measure the effects in training cells, to predict some in `contexts`."""
     groups = train.moments()
     effects = train.measured(groups, argument="train")
     plain = {
@@ -573,26 +499,6 @@ def _some(rows: np.ndarray, most: int, rng: np.random.Generator) -> np.ndarray:
 _CALIBRATED = ("pearson_delta", "wmse")
 
 
-@dataclass(frozen=True)
-class TechnicalDuplicate:
-    """Stands for a second experiment, in place of a prediction: what is left to reach under the noise of few cells.
-
-    See :func:`technical_duplicate` for how halves of the cells tell it.
-
-    Attributes
-    ----------
-    n_splits
-        Splits into halves, of which the mean is taken.
-
-    Examples
-    --------
-    >>> TechnicalDuplicate(n_splits=3)
-    TechnicalDuplicate(n_splits=3)
-    """
-
-    n_splits: int = 5
-
-
 @register_benchmark("perturbation_prediction")
 class PerturbationPrediction(Benchmark):
     """How well effects of perturbations are predicted that the training did not see.
@@ -604,13 +510,13 @@ class PerturbationPrediction(Benchmark):
 
     The figures are means over effects of
 
-    - those of :func:`score_deltas`, with genes that change by Welch's t-test at a false discovery rate of 5 %,
-    - ``discrimination_l1``, ``_l2`` and ``_cosine`` (:func:`~scforge.eval.discrimination_scores`, over all effects
-      of the context that are scored, without the perturbed genes),
-    - ``energy_distance`` between predicted and measured cells on principal components of the training cells
-      (:func:`~scforge.eval.energy_distance`; unbiased; a predicted
-      effect without cells is added to controls; left out where a group has one cell),
-    - ``calibrated_pearson_delta`` and ``calibrated_wmse``: :func:`calibrated` figures, 0 for the mean effect of the
+    - those of :func:`~scforge.eval.perturbation_metrics.score_deltas`, with genes that change by Welch's t-test at a
+      false discovery rate of 5 %,
+    - ``discrimination_l1``, ``_l2`` and ``_cosine`` (:func:`~scforge.eval.perturbation_metrics.discrimination_scores`,
+      over all effects of the context that are scored, without the perturbed genes),
+    - ``energy_distance`` between predicted and measured cells on principal components of the training cells (unbiased;
+      a predicted effect without cells is added to controls; left out where a group has one cell),
+    - ``calibrated_pearson_delta`` and ``calibrated_wmse``: calibrated figures, 0 for the mean effect of the
       training and 1 for a second experiment, over the effects that have enough cells for one. NaN without a training
       (:meth:`trained_on`), or where a second experiment would do no better than that mean.
 
@@ -692,14 +598,7 @@ class PerturbationPrediction(Benchmark):
     def trained_on(self, train: AnnData) -> PerturbationPrediction:
         """Tell the benchmark the training cells: for components, for the mean effect, and for controls.
 
-        Parameters
-        ----------
-        train
-            Cells with the same columns, controls among them.
-
-        Returns
-        -------
-        The benchmark itself.
+        Returns the benchmark itself.
         """
         self._train, self._kept, self._tables = train, None, []
         return self
@@ -708,7 +607,7 @@ class PerturbationPrediction(Benchmark):
         """Raise :class:`~scforge.errors.DataError` where no effect can be measured."""
         self._reference(reference)
 
-    def run(self, made: AnnData | pd.DataFrame | TechnicalDuplicate, reference: AnnData) -> dict[str, float]:
+    def run(self, made: AnnData | pd.DataFrame | str, reference: AnnData) -> dict[str, float]:
         """Return the mean of each figure over effects; NaN as :meth:`table` says.
 
         Raises
@@ -720,58 +619,49 @@ class PerturbationPrediction(Benchmark):
         return {name: float(value) for name, value in figures.iloc[0].items()}
 
     def resampled(
-        self, made: AnnData | pd.DataFrame | TechnicalDuplicate, reference: AnnData, *, n: int, seed: int
+        self, made: AnnData | pd.DataFrame | str, reference: AnnData, *, n: int, seed: int
     ) -> pd.DataFrame | None:
         """Return the figures over perturbations drawn with replacement; of contexts, where there is one perturbation.
 
         None where there is one effect only.
         """
-        effects = self._reference(reference).cells.effects
-        if len(effects) < 2:
+        groups = self._perturbations(reference)
+        if len(groups) < 2:
             return None
-        groups = self._perturbations(effects)
-        weights = bootstrap_weights(len(effects), n, seed=seed, groups=groups if groups.max() else None)
-        return self._means(made, reference, weights)
+        return self._means(made, reference, bootstrap_weights(len(groups), n, seed=seed, groups=groups))
 
     def n_units(self, reference: AnnData) -> int:
         """Return the number of perturbations; of contexts, where there is one perturbation."""
+        return int(self._perturbations(reference).max()) + 1
+
+    def _perturbations(self, reference: AnnData) -> np.ndarray:
+        """Return the number of the perturbation of each effect, of the effect where there is one perturbation."""
         effects = self._reference(reference).cells.effects
-        groups = self._perturbations(effects)
-        return int(groups.max()) + 1 if groups.max() else len(effects)
+        groups = pd.factorize(pd.Series([effect.targets for effect in effects]))[0]
+        return groups if groups.max() else np.arange(len(effects))
 
-    def _perturbations(self, effects: Sequence[Effect]) -> np.ndarray:
-        """Return the number of the perturbation of each effect."""
-        return pd.factorize(pd.Series([self.keys.name_of(effect.targets) for effect in effects]))[0]
-
-    def table(self, made: AnnData | pd.DataFrame | TechnicalDuplicate, reference: AnnData) -> pd.DataFrame:
+    def table(self, made: AnnData | pd.DataFrame | str, reference: AnnData) -> pd.DataFrame:
         """Return the figures of each effect.
 
         Returns
         -------
         One row an effect: ``perturbation``, ``context``, ``n_cells``, ``n_controls`` and the metrics without the
-        calibrated ones, which are of means. NaN: where a figure is not defined (:func:`score_deltas`), and for a
-        technical duplicate of an effect with fewer than two cells.
+        calibrated ones, which are of means. NaN: where a figure is not defined, and for a technical duplicate of an
+        effect with fewer than two cells.
         """
         known = self._reference(reference)
         for other, table in self._tables:
-            # Second experiments with as many splits are the same.
-            both = isinstance(made, TechnicalDuplicate) and isinstance(other, TechnicalDuplicate)
-            if other is made or (both and other == made):
+            if other is made:
                 return table
         described = pd.DataFrame(
             {
                 "perturbation": [self.keys.name_of(effect.targets) for effect in known.cells.effects],
-                "context": [effect.context for effect in known.cells.effects],
+                "context": known.contexts,
                 "n_cells": known.effects.n_cells,
                 "n_controls": known.effects.n_controls,
             }
         )
-        if isinstance(made, TechnicalDuplicate):
-            figures = known.duplicate(self._figures, n_splits=made.n_splits)
-        else:
-            deltas, cells = self._predicted(made, known)
-            figures = self._figures(deltas, known.effects, known.changed, known)
-            figures["energy_distance"] = known.energy(deltas, cells)
+        figures = known.duplicate() if isinstance(made, str) else known.figures(*self._predicted(made, known))
         table = pd.concat([described, figures], axis=1)
         self._tables.append((made, table))
         return table
@@ -779,75 +669,62 @@ class PerturbationPrediction(Benchmark):
     def deltas(self, made: AnnData | pd.DataFrame, reference: AnnData) -> tuple[pd.DataFrame, pd.DataFrame]:
         """Return predicted and measured effects, one row an effect and one column a gene, e.g. for a plot."""
         known = self._reference(reference)
-        predicted, _ = self._predicted(made, known)
         names = [(self.keys.name_of(effect.targets), effect.context) for effect in known.cells.effects]
         index = pd.MultiIndex.from_tuples(names, names=["perturbation", "context"])
-        both = (predicted, known.effects.deltas)
+        both = (self._predicted(made, known)[0], known.effects.deltas)
         one, other = (pd.DataFrame(values, index=index, columns=known.cells.genes) for values in both)
         return one, other
 
-    def _figures(self, predicted: np.ndarray, measured: Effects, changed: np.ndarray, known: Reference) -> pd.DataFrame:
-        contexts = [effect.context for effect in known.cells.effects]
-        table = score_deltas(predicted, measured.deltas, measured.scores, changed, known.center, contexts)
-        for metric in DISCRIMINATION:
-            table[f"discrimination_{metric}"] = discrimination_scores(
-                predicted, measured.deltas, metric, known.own_genes, contexts
-            )
-        return table
-
     def _means(self, made: Any, reference: AnnData, weights: np.ndarray | None) -> pd.DataFrame:
         """Return weighted means over effects, one row for each set of weights, shape (R, Q)."""
-        table = self.table(made, reference)
+        table, base = self.table(made, reference), self._reference(reference).base
         weights = np.ones((1, len(table))) if weights is None else weights
         plain = [name for name in self.metrics if name in table]
         found = pd.DataFrame(_weighted(table[plain].to_numpy(dtype=np.float64), weights), columns=plain)
         for name in _CALIBRATED:
-            found[f"calibrated_{name}"] = self._calibrated(name, table, reference, weights)
+            found[f"calibrated_{name}"] = np.nan
+            if base is not None:
+                methods = (made, base, TECHNICAL_DUPLICATE)
+                columns = np.stack([self.table(one, reference)[name] for one in methods], axis=1)
+                columns[np.isnan(columns[:, 2])] = np.nan
+                score, low, top = _weighted(columns, weights).T
+                room = (top - low) * (1 if METRICS[name] else -1) > 0
+                found.loc[room, f"calibrated_{name}"] = (score[room] - low[room]) / (top[room] - low[room])
         return found[list(self.metrics)]
-
-    def _calibrated(self, name: str, table: pd.DataFrame, reference: AnnData, weights: np.ndarray) -> np.ndarray:
-        known = self._reference(reference)
-        if known.base is None:
-            return np.full(len(weights), np.nan)
-        ceiling = self.table(known.ceiling, reference)[name].to_numpy()
-        columns = np.stack(
-            [table[name].to_numpy(), self.table(known.base, reference)[name].to_numpy(), ceiling], axis=1
-        )
-        columns[np.isnan(ceiling)] = np.nan
-        score, base, top = _weighted(columns, weights).T
-        room = (top - base) * (1 if METRICS[name] else -1)
-        return np.divide(score - base, top - base, out=np.full(len(weights), np.nan), where=room > 0)
 
     def _reference(self, reference: AnnData) -> Reference:
         if self._kept is None or self._kept[0] != self.seed or self._kept[1] is not reference:
             self._tables = []
-            known = Reference.of(
-                reference,
-                self._train,
-                self.keys,
-                n_top_genes=self.n_top_genes,
-                n_comps=self.n_comps,
-                max_cells=self.max_cells,
-                seed=self.seed,
-                ceiling=TechnicalDuplicate(),
-            )
-            self._kept = (self.seed, reference, known)
+            self._kept = (self.seed, reference, Reference.of(reference, self._train, self))
         return self._kept[2]
 
     def _predicted(self, made: Any, known: Reference) -> tuple[np.ndarray, PerturbedCells | None]:
         """Return predicted effects in the order of the measured ones, shape (Q, G), and the cells, if there are."""
+        cells = None
         if isinstance(made, pd.DataFrame):
-            return _rows(made, known.cells.effects, known.cells.genes, self.keys), None
-        cells = PerturbedCells.read(made, self.keys, argument="predictions", made=True)
-        cells = cells.over(known.cells.genes, argument="predictions")
-        places = _places({effect: i for i, effect in enumerate(cells.effects)}, known.cells.effects, self.keys)
+            number = {effect: row for row, effect in enumerate(self.keys.effects_of(made))}
+        else:
+            cells = PerturbedCells.read(made, self.keys, argument="predictions", made=True)
+            cells = cells.over(known.cells.genes, argument="predictions")
+            number = {effect: row for row, effect in enumerate(cells.effects)}
+        effects = known.cells.effects
+        if without := [effect for effect in effects if effect not in number]:
+            raise DataError(
+                f"predictions lacks {len(without)} of {len(effects)} effects "
+                f"({listing(self.keys.titles(without), most=5)}); predict all that were measured, or leave them out of "
+                "the measured cells."
+            )
+        rows = [number[effect] for effect in effects]
+        if cells is None:
+            columns = columns_of(made.columns, known.cells.genes, "predictions")
+            return made.to_numpy(dtype=np.float64)[np.ix_(rows, columns)], None
         groups = cells.moments()
-        found = np.empty((len(places), len(known.cells.genes)))
-        for row, (place, effect) in enumerate(zip(places, known.cells.effects, strict=True)):
-            own = len(cells.effects) + cells.contexts.index(effect.context)
-            plain = groups.mean[own] if groups.n[own] else known.plain(effect.context)
-            found[row] = groups.mean[place] - plain
-        return found, cells
+        controls = [len(cells.effects) + cells.contexts.index(effect.context) for effect in effects]
+        plain = [
+            groups.mean[own] if groups.n[own] else known.controls[effect.context]
+            for own, effect in zip(controls, effects, strict=True)
+        ]
+        return groups.mean[rows] - np.array(plain), cells
 
 
 def _weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -858,46 +735,7 @@ def _weighted(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return np.divide(sums, total, out=np.full(sums.shape, np.nan), where=total > 0)
 
 
-def _rows(made: pd.DataFrame, effects: tuple[Effect, ...], genes: pd.Index, keys: EffectKeys) -> np.ndarray:
-    if made.index.nlevels != (1 if keys.context_key is None else 2):
-        wanted = "one row a perturbation" if keys.context_key is None else "an index of perturbation and context"
-        raise DataError(f"predictions has an index of {made.index.nlevels} levels; give {wanted}.")
-    if not made.columns.is_unique or not made.index.is_unique:
-        raise DataError("predictions has a perturbation or a gene more than once; give each effect and gene once.")
-    columns = made.columns.get_indexer(genes)
-    if (missing := columns < 0).any():
-        raise DataError(
-            f"predictions lacks {int(missing.sum())} of {len(genes)} genes (first: {str(genes[missing][0])!r}); leave "
-            "them out of the measured cells too, or use evaluate_perturbations, which scores the genes that all have."
-        )
-    labels = [(label, ALL) if keys.context_key is None else label for label in made.index]
-    number = {keys.effect(str(label), str(context)): i for i, (label, context) in enumerate(labels)}
-    if len(number) < len(labels):
-        effects_of_rows = [keys.effect(str(label), str(context)) for label, context in labels]
-        twice = next(effect for i, effect in enumerate(effects_of_rows) if number[effect] != i)
-        raise DataError(
-            f"predictions has {len(labels) - len(number)} rows that mean the same effect as another (first: "
-            f"{keys.name_of(twice.targets)!r}); give each effect once."
-        )
-    return made.to_numpy(dtype=np.float64)[np.ix_(_places(number, effects, keys), columns)]
-
-
-def _places(number: Mapping[Effect, int], effects: tuple[Effect, ...], keys: EffectKeys) -> list[int]:
-    without = [
-        keys.name_of(e.targets) + ("" if e.context == ALL else f" in {e.context}") for e in effects if e not in number
-    ]
-    if without:
-        raise DataError(
-            f"predictions lacks {len(without)} of {len(effects)} effects ({listing(without, most=5)}); predict all "
-            "that were measured, or leave them out of the measured cells."
-        )
-    return [number[effect] for effect in effects]
-
-
-_CEILING = "technical_duplicate"
 _FEW_GENES = 0.5
-_MOST_RATIO = 1.2
-"""Totals of cells over the same genes differ by less if they were scaled alike."""
 
 
 def evaluate_perturbations(
@@ -919,8 +757,9 @@ def evaluate_perturbations(
 ) -> Report:
     """Score predicted effects beside every baseline on the same held-out cells, and beside a second experiment.
 
-    Baselines (:func:`baseline_effects`) see `train` alone. Leaks are looked for first: cells and effects that are in
-    the training, too, predictions that are copies of held-out cells, and features that were made from them.
+    Baselines (:func:`~scforge.eval.perturbation.baseline_effects`) see `train` alone. Leaks are looked for first: cells
+    and effects that are in the training, too, predictions that are copies of held-out cells, and features that were
+    made from them.
 
     Parameters
     ----------
@@ -971,55 +810,45 @@ def evaluate_perturbations(
     'prediction'
     """
     keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
-    named = (
-        {"prediction": predictions} if isinstance(predictions, anndata.AnnData | pd.DataFrame) else dict(predictions)
-    )
-    if not named:
-        raise OptionError("predictions={} names no method; give at least one.")
-    named = {name: _effects_of_task(one, keys) for name, one in named.items()}
+    if isinstance(predictions, anndata.AnnData | pd.DataFrame):
+        predictions = {"prediction": predictions}
+    named = {name: _effects_of_task(one, keys) for name, one in predictions.items()}
     features = {} if gene_features is None else gene_features
     features = {"embedding": features} if isinstance(features, pd.DataFrame) else dict(features)
     held_out = PerturbedCells.read(real, keys, argument="real")
-    trained = PerturbedCells.read(train, keys, argument="train")
+    trained = whole = PerturbedCells.read(train, keys, argument="train")
     check_disjoint(trained.names, held_out.names, what="cells")
-    check_disjoint(_titles(trained.effects, keys), _titles(held_out.effects, keys), what="effects")
+    check_disjoint(keys.titles(trained.effects), keys.titles(held_out.effects), what="effects")
     for name, frame in features.items():
-        check_features(
-            frame,
-            real,
-            perturbation_key=perturbation_key,
-            control=control,
-            separator=separator,
-            argument=f"gene_features[{name!r}]",
-        )
-    if unknown := [name for name in kinds or {} if name not in named]:
-        raise OptionError(
-            f"kinds names {listing(unknown)}, which predictions does not have{did_you_mean(unknown[0], list(named))}; "
-            f"its methods are {listing(named)}."
-        )
-    _check_train_counts(train, real, layer)
-    whole = trained
+        check_features(frame, real, keys.parts, f"gene_features[{name!r}]")
+    check_complete(train, "train", real, layer=layer, layer_of_whole=layer)
     genes, notes = _common_genes(held_out.genes, trained.genes, named)
     held_out, trained = held_out.over(genes, argument="real"), trained.over(genes, argument="train")
-    check_same_rows(trained.expression, held_out.expression)
-    _check_totals(trained, held_out)
-    made = {name: _aligned(one, name, genes, keys, held_out, real.n_vars) for name, one in named.items()}
+    check_copies(copied_rows(held_out.expression, trained.expression), f"test cells {SAME_CELL}")
+    controls = [Effect((), context) for context in {effect.context for effect in held_out.effects}]
+    plain = [cells.expression[np.concatenate([cells.rows(e) for e in controls])] for cells in (trained, held_out)]
+    _check_scale(plain[0], plain[1], "controls of train")
     kept_out = _adata(held_out, keys)
     benchmark = PerturbationPrediction(perturbation_key, control, context_key, separator, n_top_genes=n_top_genes)
     benchmark.trained_on(_adata(trained, keys)).check(kept_out)
-    measured_titles = {*_titles(held_out.effects, keys)}
-    for name, one in made.items():
-        _check_effects(benchmark, name, one, kept_out)
-        if more := [title for title in _titles(_predicted(one, keys), keys) if title not in measured_titles]:
+    made: dict[str, AnnData | pd.DataFrame] = {}
+    for name, one in named.items():
+        if isinstance(one, pd.DataFrame):
+            effects = keys.effects_of(one)
+            made[name] = one[genes]
+        else:
+            cells = _checked_cells(one, f"predictions[{name!r}]", genes, keys, held_out, real)
+            made[name], effects = _adata(cells, keys), list(cells.effects)
+            own = (cells.groups >= len(cells.effects)).any()
+            notes.append(f"Effects of {name} are seen from {'its own' if own else 'the training'} controls.")
+        _check_effects(benchmark, name, made[name], kept_out)
+        if more := [effect for effect in effects if effect not in held_out.effects]:
             notes.append(
                 f"{name} predicts more than was measured (effects: {len(more)}), which is not scored: "
-                f"{listing(more, most=5)}."
+                f"{listing(keys.titles(more), most=5)}."
             )
-        if not isinstance(one, pd.DataFrame):
-            own = (one.obs[perturbation_key].astype(str) == control).any()
-            notes.append(f"Effects of {name} are seen from {'its own' if own else 'the training'} controls.")
     # What is scored is no reason to know less of the training.
-    baselines = {
+    baselines: dict[str, Any] = {
         name: frame[genes] for name, frame in perturbation_baselines(whole, held_out.effects, keys, features).items()
     }
     targets = {target for effect in held_out.effects for target in effect.targets}
@@ -1028,18 +857,14 @@ def evaluate_perturbations(
             f"{len(targets) - n_missing} of {len(targets)} targets are genes of the data; baselines that go by the "
             "target's gene predict the mean training effect for the others."
         )
-    if taken := [name for name in made if name in baselines or name == _CEILING]:
-        raise OptionError(f"predictions names {listing(taken)}, which are names of baselines; rename them.")
-    report = compare(
+    report = compare_beside(
         benchmark,
-        {**made, **baselines, _CEILING: TechnicalDuplicate()},
+        "predictions",
+        made,
+        {**baselines, TECHNICAL_DUPLICATE: TECHNICAL_DUPLICATE},
         kept_out,
-        kinds={
-            **dict.fromkeys(made, "model"),
-            **(kinds or {}),
-            **dict.fromkeys(baselines, "baseline"),
-            _CEILING: "ceiling",
-        },
+        kinds=kinds,
+        ceiling=TECHNICAL_DUPLICATE,
         seeds=seeds,
         intervals=intervals,
         title=title,
@@ -1060,8 +885,8 @@ def evaluate_perturbations(
         )
     report.notes.append(
         "Effects are changes of the mean log1p CP10K against controls of the same context. Baselines saw the training "
-        f"cells alone. {_CEILING} is one half of the held-out cells as a prediction of the other, brought to whole "
-        "groups. Calibrated figures: 0 is the mean training effect, 1 that second experiment."
+        f"cells alone. {TECHNICAL_DUPLICATE} is one half of the held-out cells as a prediction of the other, brought "
+        "to whole groups. Calibrated figures: 0 is the mean training effect, 1 that second experiment."
     )
     return report
 
@@ -1069,31 +894,20 @@ def evaluate_perturbations(
 def perturbation_baselines(
     train: PerturbedCells, effects: Sequence[Effect], keys: EffectKeys, features: Mapping[str, pd.DataFrame]
 ) -> dict[str, pd.DataFrame]:
-    """Return what each baseline predicts, in the form that :class:`PerturbationPrediction` takes.
+    """Return what each baseline predicts, with a linear model for each of the `features` of targets.
 
-    Parameters
-    ----------
-    train
-        Training cells.
-    effects
-        What to predict, Q of them.
-    keys
-        How effects are called.
-    features
-        Vectors of targets, for linear models.
+    The form is that which :class:`PerturbationPrediction` takes.
     """
     known = known_effects(train, {effect.context for effect in effects})
     targets = tuple(effect.targets for effect in effects)
-    contexts = tuple(effect.context for effect in effects)
     number = {str(gene): column for column, gene in enumerate(train.genes)}
     genes = {name: number[name] for some in targets + known.targets for name in some if name in number}
-    found = baseline_effects(known, WantedEffects(targets, contexts, genes))
+    wanted = WantedEffects(targets, tuple(effect.context for effect in effects), genes)
+    found = baseline_effects(known, wanted)
     del found["linear_embedding"]
     for name, frame in features.items():
-        wanted = WantedEffects(targets, contexts, genes, _reduced(frame))
-        found[f"linear_{name}"] = baseline_effects(known, wanted)["linear_embedding"]
-    index = _index(effects, keys)
-    return {name: pd.DataFrame(deltas, index=index, columns=train.genes) for name, deltas in found.items()}
+        found[f"linear_{name}"] = linear_baseline(known, wanted, _reduced(frame), {}, genes=gene_scores(known))
+    return {name: pd.DataFrame(deltas, keys.index(effects), train.genes) for name, deltas in found.items()}
 
 
 def _reduced(features: pd.DataFrame) -> dict[str, np.ndarray]:
@@ -1121,20 +935,6 @@ def _effects_of_task(one: AnnData | pd.DataFrame, keys: EffectKeys) -> AnnData |
     return pd.DataFrame(np.asarray(one.layers["delta"], dtype=np.float64), index=index, columns=one.var_names)
 
 
-def _titles(effects: Sequence[Effect], keys: EffectKeys) -> list[str]:
-    return [
-        keys.name_of(effect.targets) + (f" in {effect.context}" if keys.context_key is not None else "")
-        for effect in effects
-    ]
-
-
-def _index(effects: Sequence[Effect], keys: EffectKeys) -> pd.Index:
-    labels = [keys.name_of(effect.targets) for effect in effects]
-    if keys.context_key is None:
-        return pd.Index(labels)
-    return pd.MultiIndex.from_arrays([labels, [effect.context for effect in effects]])
-
-
 def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> tuple[pd.Index, list[str]]:
     """Return the genes that all have, in the order of the measured cells, and sentences on what is missing."""
     columns = {"train": train} | {
@@ -1156,75 +956,25 @@ def _common_genes(real: pd.Index, train: pd.Index, named: Mapping[str, Any]) -> 
     return genes, notes
 
 
-def _check_train_counts(train: AnnData, real: AnnData, layer: str | None) -> None:
-    if train.n_vars < real.n_vars and value_problem(_values(train.X if layer is None else train.layers[layer])) is None:
+def _checked_cells(
+    one: AnnData, what: str, genes: pd.Index, keys: EffectKeys, held_out: PerturbedCells, real: AnnData
+) -> PerturbedCells:
+    """Return predicted cells over the scored genes, after a look whether they are of the same scale and no copies."""
+    layer = keys.layer if keys.layer in one.layers else None
+    check_complete(one, what, real, layer=layer, layer_of_whole=keys.layer)
+    cells = PerturbedCells.read(one, keys, argument=what, made=True).over(genes, argument=what)
+    perturbed, measured = (some.expression[some.groups < len(some.effects)] for some in (cells, held_out))
+    _check_scale(perturbed, measured, f"cells of {what}", profiles=True)
+    check_copies(copied_rows(perturbed, measured), f"predicted cells of {what} are copies of held-out cells")
+    return cells
+
+
+def _check_scale(one: sparse.csr_matrix, real: sparse.csr_matrix, what: str, *, profiles: bool = False) -> None:
+    """Raise where cells over the common genes are of another scale than the measured ones."""
+    if difference := scale_difference(one, real, profiles=profiles):
         raise DataError(
-            f"train holds counts of {train.n_vars} genes and real has {real.n_vars}, so that the totals of the "
-            "training cells are not known; give train with all genes, or log1p of counts per 10,000, scaled before "
-            "genes were left out."
-        )
-
-
-def _check_totals(train: PerturbedCells, real: PerturbedCells) -> None:
-    """Raise where the controls of the same contexts are of another scale."""
-    places = sorted({effect.context for effect in real.effects} & {*train.contexts} & {*real.contexts})
-    one, other = (
-        _total(cells.expression[np.isin(cells.groups, [len(cells.effects) + cells.contexts.index(p) for p in places])])
-        for cells in (train, real)
-    )
-    if min(one, other) > 0 and max(one, other) > _MOST_RATIO * min(one, other):
-        raise DataError(
-            f"over the common genes controls of train have a median total of {one:,.0f} and those of real of "
-            f"{other:,.0f}; scale both to 10,000 over the same genes, or give counts of all genes."
-        )
-
-
-def _total(expression: sparse.csr_matrix) -> float:
-    return float(np.median(np.asarray(expression.expm1().sum(axis=1)))) if expression.shape[0] else 0.0
-
-
-def _values(matrix: Any) -> np.ndarray:
-    return matrix.data if sparse.issparse(matrix) else np.ravel(matrix)
-
-
-def _aligned(
-    one: AnnData | pd.DataFrame, name: str, genes: pd.Index, keys: EffectKeys, held_out: PerturbedCells, n_measured: int
-) -> AnnData | pd.DataFrame:
-    """Return a prediction over the scored genes, after a look whether it is a copy of the answer."""
-    if isinstance(one, pd.DataFrame):
-        return one[genes] if one.columns.is_unique else one
-    matrix = one.X if keys.layer is None else one.layers.get(keys.layer, one.X)
-    if matrix is not None and one.n_vars < n_measured and value_problem(_values(matrix)) is None:
-        raise DataError(
-            f"predictions[{name!r}] holds counts of {one.n_vars} genes, fewer than were measured, so that their "
-            "total is not known; give log1p of counts per 10,000."
-        )
-    cells = PerturbedCells.read(one, keys, argument=f"predictions[{name!r}]", made=True)
-    cells = cells.over(genes, argument=f"predictions[{name!r}]")
-    perturbed = cells.expression[cells.groups < len(cells.effects)]
-    _check_scale_of_made(perturbed, held_out.expression[held_out.groups < len(held_out.effects)], name)
-    check_no_copies(
-        perturbed,
-        held_out.expression[held_out.groups < len(held_out.effects)],
-        argument=f"predictions[{name!r}]",
-    )
-    return _adata(cells, keys)
-
-
-def _check_scale_of_made(made: sparse.csr_matrix, real: sparse.csr_matrix, name: str) -> None:
-    """Raise where predicted cells are of another scale.
-
-    A mean profile on the log scale has a smaller total than its cells, but the same sum of logarithms: only where both
-    differ is the scale another one.
-    """
-    if not made.shape[0]:
-        return
-    totals = _total(made), _total(real)
-    sums = [float(some.sum()) / some.shape[0] for some in (made, real)]
-    if all(min(pair) > 0 and max(pair) > _MOST_RATIO * min(pair) for pair in (totals, sums)):
-        raise DataError(
-            f"over the common genes cells of predictions[{name!r}] have a median total of {totals[0]:,.0f} and those "
-            f"of real of {totals[1]:,.0f}; give log1p of counts per 10,000, or effects as a DataFrame."
+            f"over the common genes {what} have {difference}; scale both to 10,000 over the same genes, give counts of "
+            "all genes, or effects as a DataFrame."
         )
 
 
@@ -1240,25 +990,13 @@ def _check_effects(benchmark: PerturbationPrediction, name: str, one: AnnData | 
         )
 
 
-def _predicted(one: AnnData | pd.DataFrame, keys: EffectKeys) -> list[Effect]:
-    if isinstance(one, pd.DataFrame):
-        labels = [(label, ALL) if keys.context_key is None else label for label in one.index]
-        return [keys.effect(str(label), str(context)) for label, context in labels]
-    plain = replace(keys, layer=None)
-    return list(PerturbedCells.read(one, plain, argument="predictions", made=True).effects)
-
-
 def _adata(cells: PerturbedCells, keys: EffectKeys) -> AnnData:
     """Return log-normalised cells as AnnData with the columns of `keys`, except that the values are in X."""
     groups = [*cells.effects, *(Effect((), name) for name in cells.contexts)]
-    labels = [keys.name_of(group.targets) if group.targets else keys.control for group in groups]
-    obs = pd.DataFrame(index=cells.names)
-    obs[keys.perturbation_key] = pd.Categorical.from_codes(*_codes(labels, cells.groups))
+    labels = np.array(
+        [keys.name_of(group.targets) if group.targets else keys.control for group in groups], dtype=object
+    )
+    obs = pd.DataFrame({keys.perturbation_key: labels[cells.groups]}, index=cells.names)
     if keys.context_key is not None:
-        obs[keys.context_key] = pd.Categorical.from_codes(*_codes([group.context for group in groups], cells.groups))
+        obs[keys.context_key] = np.array([group.context for group in groups], dtype=object)[cells.groups]
     return anndata.AnnData(cells.expression, obs=obs, var=pd.DataFrame(index=cells.genes))
-
-
-def _codes(labels: list[str], groups: np.ndarray) -> tuple[np.ndarray, list[str]]:
-    codes, unique = pd.factorize(np.array(labels, dtype=object))
-    return codes[groups], [str(name) for name in unique]

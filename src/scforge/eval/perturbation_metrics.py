@@ -1,4 +1,7 @@
-"""Metrics of predicted perturbation responses, also those of pertpy and cell-eval."""
+"""Metrics of predicted perturbation responses, also those of pertpy and cell-eval.
+
+Metrics of effects are ours: those of cell-eval, an extra, need cells and not effects, and equal these to 1e-6.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,21 @@ import contextlib
 import io
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+import anndata
 import numpy as np
 import pandas as pd
 from scipy import sparse
 
-from scforge._checks import check_count
+from scforge._checks import check_known
 from scforge.data.checks import check_is_adata
 from scforge.data.perturbation import PerturbationKeys, parse_perturbations
-from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, listing
+from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing
 from scforge.eval.base import check_column
 from scforge.eval.expression import Effects, Moments, effects_of, log_normalised, moments_of
 
@@ -26,8 +31,8 @@ if TYPE_CHECKING:
     from anndata import AnnData
 
 
-DISCRIMINATION = ("l1", "l2", "cosine")
-"""The distances."""
+DISCRIMINATION = {"l1": "cityblock", "l2": "euclidean", "cosine": "cosine"}
+"""The distances, and their names in SciPy."""
 
 
 def discrimination_scores(
@@ -59,62 +64,47 @@ def discrimination_scores(
     -------
     Float64, shape (Q,); NaN without another effect in the context.
 
-    Raises
-    ------
-    OptionError
-        If the metric is unknown.
-    DataError
-        If the shapes differ.
-
     Examples
     --------
     >>> effects = np.eye(4)
     >>> discrimination_scores(effects, effects).tolist(), discrimination_scores(effects * 0, effects).tolist()
     ([1.0, 1.0, 1.0, 1.0], [0.625, 0.625, 0.625, 0.625])
     """
-    if metric not in DISCRIMINATION:
-        raise OptionError(f"metric={metric!r} is none of {listing(DISCRIMINATION)}.")
-    predicted, measured = np.asarray(predicted, dtype=np.float64), np.asarray(measured, dtype=np.float64)
-    if predicted.shape != measured.shape or (left_out is not None and np.shape(left_out) != measured.shape):
-        shapes = [predicted.shape, measured.shape] + ([] if left_out is None else [np.shape(left_out)])
-        raise DataError(f"predicted, measured and left_out have the shapes {listing(shapes)}; give the same for all.")
+    left_out = np.zeros(measured.shape, dtype=bool) if left_out is None else left_out
     found = np.full(len(measured), np.nan)
-    for rows in within_contexts(contexts, len(measured)):
+    for rows in _within(contexts, len(measured)):
         if len(rows) > 1:
-            own = None if left_out is None else left_out[rows]
-            found[rows] = _scores(_distances(predicted[rows], measured[rows], metric, own))
+            away = _distances(predicted[rows], measured[rows], DISCRIMINATION[metric], left_out[rows])
+            found[rows] = 1 - _nearer(away, atol=1e-12) / len(rows)
     return found
 
 
-def within_contexts(contexts: Sequence[object] | None, n_effects: int) -> list[np.ndarray]:
-    """Return the rows of the effects of each context, int64; of all, where there are no contexts.
-
-    Raises
-    ------
-    DataError
-        If there is not one context for each effect.
-    """
+def _within(contexts: Sequence[object] | None, n_effects: int) -> list[np.ndarray]:
+    """Return the rows of the effects of each context, int64; of all, where there are no contexts."""
     if contexts is None:
         return [np.arange(n_effects)]
-    if len(contexts) != n_effects:
-        raise DataError(f"contexts has {len(contexts)} entries for {n_effects} effects; give one for each.")
-    codes = pd.factorize(pd.Series(list(contexts), dtype=object), use_na_sentinel=False)[0]
-    return [np.flatnonzero(codes == code) for code in range(int(codes.max(initial=-1)) + 1)]
+    return list(pd.Series(range(n_effects)).groupby(np.asarray(contexts, dtype=object)).indices.values())
 
 
-def effect_ranks(predicted: np.ndarray, known: np.ndarray, contexts: Sequence[object] | None) -> np.ndarray:
-    """Return the normalised rank of the own effect in its context; that of prediction i is ``known[i]``."""
-    found = np.empty(len(predicted))
-    for rows in within_contexts(contexts, len(predicted)):
-        found[rows] = _ranks_of_all(predicted[rows], known[rows])
-    return found
-
-
-def _scores(distances: np.ndarray) -> np.ndarray:
+def _nearer(distances: np.ndarray, *, atol: float) -> np.ndarray:
+    """Return how many columns are nearer than the diagonal in each row; those that tie count half."""
     mine = np.diagonal(distances)[:, None]
-    near = np.isclose(distances, mine, rtol=1e-12, atol=1e-12)
-    nearer = ((distances < mine) & ~near).sum(axis=1) + 0.5 * (near.sum(axis=1) - 1)
-    return 1 - nearer / len(distances)
+    near = np.isclose(distances, mine, rtol=1e-12, atol=atol)
+    return ((distances < mine) & ~near).sum(axis=1) + 0.5 * (near.sum(axis=1) - 1)
+
+
+def _distances(predicted: np.ndarray, measured: np.ndarray, metric: str, left_out: np.ndarray) -> np.ndarray:
+    """Return the distance of each prediction to each measured effect without the genes left out, shape (Q, Q)."""
+    from scipy.spatial.distance import cdist
+
+    measured, found = measured.copy(), np.empty((len(predicted), len(measured)))
+    for row, (made, genes) in enumerate(zip(predicted, left_out, strict=True)):
+        kept = measured[:, genes]
+        measured[:, genes] = 0.0
+        found[row] = cdist(np.where(genes, 0.0, made)[None], measured, metric)[0]
+        measured[:, genes] = kept
+    # No effect has no direction: it is as far from all as what is at a right angle.
+    return np.nan_to_num(found, nan=1.0)
 
 
 def own_genes(targets: list[tuple[str, ...]], genes: np.ndarray) -> np.ndarray:
@@ -124,46 +114,6 @@ def own_genes(targets: list[tuple[str, ...]], genes: np.ndarray) -> np.ndarray:
     for row, some in enumerate(targets):
         found[row, [number[target] for target in some if target in number]] = True
     return found
-
-
-def _distances(predicted: np.ndarray, measured: np.ndarray, metric: str, left_out: np.ndarray | None) -> np.ndarray:
-    """Return the distance of each prediction to each measured effect, shape (Q, Q)."""
-    from scipy.spatial.distance import cdist
-
-    none = np.empty(0, dtype=np.int64)
-    without = [none if left_out is None else np.flatnonzero(left_out[row]) for row in range(len(predicted))]
-    # The few genes that are left out are taken off, rather than distances computed anew for each prediction.
-    if metric != "cosine":
-        found = cdist(predicted, measured, "cityblock" if metric == "l1" else "sqeuclidean")
-        for row, genes in enumerate(without):
-            away = np.abs(predicted[row, genes] - measured[:, genes])
-            found[row] -= (away if metric == "l1" else np.square(away)).sum(axis=1)
-        return found if metric == "l1" else np.sqrt(np.maximum(found, 0.0))
-    found = predicted @ measured.T
-    lengths = np.tile(np.square(measured).sum(axis=1), (len(predicted), 1))
-    own = np.square(predicted).sum(axis=1)
-    for row, genes in enumerate(without):
-        found[row] -= measured[:, genes] @ predicted[row, genes]
-        lengths[row] -= np.square(measured[:, genes]).sum(axis=1)
-        own[row] -= np.square(predicted[row, genes]).sum()
-    lengths = np.sqrt(np.maximum(lengths, 0.0) * np.maximum(own, 0.0)[:, None])
-    # No effect has no direction: it is as far from all as what is at a right angle.
-    return 1 - np.divide(found, lengths, out=np.zeros_like(lengths), where=lengths > 0)
-
-
-def _ranks_of_all(predicted: np.ndarray, known: np.ndarray) -> np.ndarray:
-    if len(known) < 2:
-        return np.full(len(predicted), np.nan)
-    similarity = _unit(predicted) @ _unit(known).T
-    own = np.diagonal(similarity)[:, None]
-    near = np.isclose(similarity, own, rtol=0, atol=1e-9)
-    above = ((similarity > own) & ~near).sum(axis=1) + 0.5 * (near.sum(axis=1) - 1)
-    return above / (len(known) - 1)
-
-
-def _unit(values: np.ndarray) -> np.ndarray:
-    lengths = np.linalg.norm(values, axis=1, keepdims=True)
-    return np.divide(values, lengths, out=np.zeros_like(values), where=lengths > 0)
 
 
 METRICS = {
@@ -212,24 +162,8 @@ def de_weights(scores: np.ndarray) -> np.ndarray:
     return weights / weights.mean(axis=1, keepdims=True)
 
 
-def top_genes(scores: np.ndarray, n: int = TOP_GENES) -> np.ndarray:
-    """Return the `n` genes (all if there are fewer) with the largest absolute score, int64, shape (Q, K)."""
-    return np.argsort(-np.abs(scores), axis=1, kind="stable")[:, :n]
-
-
-def de_genes(p_values: np.ndarray, *, fdr: float = 0.05) -> np.ndarray:
-    """Return which genes change, at a rate of false discoveries after Benjamini and Hochberg (1995).
-
-    Parameters
-    ----------
-    p_values
-        Of each gene, e.g. of Welch's t-test, shape (Q, G).
-    fdr
-        Rate of false discoveries within each perturbation, over all its genes.
-
-    Returns
-    -------
-    Bool, shape (Q, G).
+def de_genes(p_values: np.ndarray) -> np.ndarray:
+    """Return which genes change, at a rate of false discoveries of 5 % (Benjamini and Hochberg 1995), bool, (Q, G).
 
     Examples
     --------
@@ -238,7 +172,7 @@ def de_genes(p_values: np.ndarray, *, fdr: float = 0.05) -> np.ndarray:
     """
     from scipy import stats
 
-    return stats.false_discovery_control(np.asarray(p_values, dtype=np.float64), axis=1) <= fdr
+    return stats.false_discovery_control(p_values, axis=1) <= 0.05
 
 
 def score_deltas(
@@ -294,7 +228,7 @@ def score_deltas(
     Raises
     ------
     DataError
-        If the shapes differ, or a prediction is not a number.
+        If a prediction is not a number.
 
     Examples
     --------
@@ -302,36 +236,53 @@ def score_deltas(
     >>> score_deltas(measured * 2, measured, measured)["rank"].tolist()
     [0.0, 0.0]
     """
-    predicted, measured = np.asarray(predicted, dtype=np.float64), np.asarray(measured, dtype=np.float64)
-    if not predicted.shape == measured.shape == np.shape(scores):
-        raise DataError(
-            f"predicted, measured and scores have the shapes {predicted.shape}, {measured.shape} and "
-            f"{np.shape(scores)}; give one row a perturbation and one column a gene."
-        )
+    from sklearn.metrics.pairwise import cosine_distances
+
     if not np.isfinite(predicted).all():
         raise DataError("predicted holds values that are not numbers; effects cannot be scored.")
-    if changed is not None and np.shape(changed) != measured.shape:
-        raise DataError(
-            f"changed has the shape {np.shape(changed)}, the effects {measured.shape}; give the same genes."
-        )
-    top = top_genes(scores)
-    error = predicted - measured
-    weights = de_weights(scores)
+    top = np.argsort(-np.abs(scores), axis=1, kind="stable")[:, :TOP_GENES]
+    weights, error, nothing = de_weights(scores), predicted - measured, np.full(len(predicted), np.nan)
+    rest = measured - (measured.mean(axis=0) if center is None else center)
+    # Weights have a mean of 1.
+    spread = (weights * np.square(rest - (weights * rest).mean(axis=1, keepdims=True))).mean(axis=1)
+    varies = spread > 1e-12 * np.square(measured).max(axis=1, initial=0.0)
+    wmse = (weights * np.square(error)).mean(axis=1)
+    directions, rank = nothing.copy(), nothing.copy()
+    if changed is not None:
+        right = (changed & (np.sign(predicted) == np.sign(measured))).sum(axis=1)
+        n_changed = changed.sum(axis=1)
+        np.divide(right, n_changed, out=directions, where=n_changed > 0)
+    for rows in _within(contexts, len(measured)):
+        if len(rows) > 1:
+            rank[rows] = _nearer(cosine_distances(predicted[rows], measured[rows]), atol=1e-9) / (len(rows) - 1)
     return pd.DataFrame(
         {
-            "pearson_delta": _pearson(predicted, measured),
-            "pearson_delta_top20": _pearson(
-                np.take_along_axis(predicted, top, axis=1), np.take_along_axis(measured, top, axis=1)
+            "pearson_delta": _cosine(_centred(predicted), _centred(measured)),
+            "pearson_delta_top20": _cosine(
+                *(_centred(np.take_along_axis(some, top, axis=1)) for some in (predicted, measured))
             ),
             "cosine": _cosine(predicted, measured),
             "mse": np.square(error).mean(axis=1),
             "mae": np.abs(error).mean(axis=1),
-            "wmse": (weights * np.square(error)).mean(axis=1),
-            "weighted_r2_delta": _explained(error, measured, weights, center),
-            "direction_accuracy": _directions(predicted, measured, changed),
-            "rank": effect_ranks(predicted, measured, contexts),
+            "wmse": wmse,
+            "weighted_r2_delta": 1 - np.divide(wmse, spread, out=nothing.copy(), where=varies),
+            "direction_accuracy": directions,
+            "rank": rank,
         }
     )
+
+
+def _cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+    return np.divide((one * other).sum(axis=1), lengths, out=np.zeros(len(one)), where=lengths > 0)
+
+
+def _centred(values: np.ndarray) -> np.ndarray:
+    centred = values - values.mean(axis=1, keepdims=True)
+    # What rounding leaves of a constant is no direction.
+    flat = np.ptp(values, axis=1) <= 1e-12 * np.abs(values).max(axis=1, initial=0.0)
+    centred[flat] = 0.0
+    return centred
 
 
 def technical_duplicate(
@@ -343,6 +294,7 @@ def technical_duplicate(
     *,
     n_splits: int = 5,
     seed: int = 0,
+    more: Callable[[np.ndarray, np.ndarray, np.ndarray, np.random.Generator], dict[str, np.ndarray]] | None = None,
 ) -> pd.DataFrame:
     """Score a second experiment as a prediction of the first: what is left to reach under the noise of few cells.
 
@@ -371,6 +323,9 @@ def technical_duplicate(
         Splits, of which the mean is returned.
     seed
         Seed of the splits.
+    more
+        More figures, which are left as they are, of the effect in either half, shape (Q, G), and the half (0 or 1) of
+        each cell.
 
     Returns
     -------
@@ -384,38 +339,41 @@ def technical_duplicate(
     >>> (table["pearson_delta"] > 0.9).tolist()
     [True]
     """
-    check_count("n_splits", n_splits, "splits")
     n_groups = int(max(groups.max(), controls.max())) + 1
     sizes = np.bincount(groups, minlength=n_groups)
     rng = np.random.default_rng(seed)
     perturbed = np.arange(len(controls))
+    starts = np.cumsum(sizes) - sizes
     tables = []
     for _ in range(n_splits):
-        half = halves(groups, sizes, rng)
+        # Ranks of random numbers within a group are even for one half and odd for the other.
+        order = np.lexsort([rng.random(len(groups)), groups])
+        half = np.empty(len(groups), dtype=np.int64)
+        half[order] = (np.arange(len(groups)) - starts[groups[order]]) % 2
         both = moments_of(expression, groups + n_groups * half, 2 * n_groups)
         one = effects_of(both, perturbed, controls).deltas
         other = effects_of(both, perturbed + n_groups, controls + n_groups)
-        changed = de_genes(other.p_values)
-        tables.append(of_whole(score_deltas(one, other.deltas, other.scores, changed, center, contexts)))
+        table = of_whole(score_deltas(one, other.deltas, other.scores, de_genes(other.p_values), center, contexts))
+        tables.append(table if more is None else table.assign(**more(one, other.deltas, half, rng)))
     mean = sum(tables[1:], start=tables[0]) / n_splits
-    few = (sizes[perturbed] < 2) | (sizes[controls] < 2)
-    mean.loc[few] = np.nan
+    mean.loc[(sizes[perturbed] < 2) | (sizes[controls] < 2)] = np.nan
     return mean
-
-
-def halves(groups: np.ndarray, sizes: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Return the half, 0 or 1, that each cell falls into at random within its group, int64, shape (N,)."""
-    # Ranks of random numbers within a group are even for one half and odd for the other.
-    order = np.lexsort([rng.random(len(groups)), groups])
-    half = np.empty(len(groups), dtype=np.int64)
-    starts = np.cumsum(sizes) - sizes
-    half[order] = (np.arange(len(groups)) - starts[groups[order]]) % 2
-    return half
 
 
 def of_whole(table: pd.DataFrame) -> pd.DataFrame:
     """Bring figures of halves to whole groups, as :func:`technical_duplicate` says; others stay as they are."""
-    return table.apply(lambda column: _OF_WHOLE.get(str(column.name), _as_it_is)(column))
+    whole = table.copy()
+    for name in ("pearson_delta", "pearson_delta_top20", "cosine"):
+        # Halves that contradict each other have nothing to correct; 2 r / (1 + r) runs to minus infinity there.
+        whole[name] = (2 * table[name] / (1 + table[name])).where(table[name] > 0, table[name])
+    whole[["mse", "wmse"]] /= 2
+    whole["mae"] /= np.sqrt(2)
+    missed = 1 - table["weighted_r2_delta"]
+    # With no effect at all, halves and wholes miss as much; more than that is chance.
+    most = (1 + _NOISE) / _NOISE
+    explained = (1 + _NOISE) * missed / (2 * (1 + _NOISE) - _NOISE * missed.clip(upper=most))
+    whole["weighted_r2_delta"] = 1 - explained.where(missed < most, missed)
+    return whole
 
 
 def calibrated(table: pd.DataFrame, base: str, ceiling: str) -> pd.DataFrame:
@@ -470,68 +428,6 @@ def comparable(effects: pd.DataFrame, ceiling: str) -> pd.DataFrame:
     return effects[keys.isin(keys[scored])]
 
 
-def _as_it_is(values: pd.Series) -> pd.Series:
-    return values
-
-
-def _spearman_brown(values: pd.Series) -> pd.Series:
-    # Halves that contradict each other have nothing to correct; 2 r / (1 + r) runs to minus infinity there.
-    return (2 * values / (1 + values)).where(values > 0, values)
-
-
-def _explained_by_whole(values: pd.Series) -> pd.Series:
-    missed = 1 - values
-    # With no effect at all, halves and wholes miss as much; more than that is chance.
-    most = (1 + _NOISE) / _NOISE
-    whole = (1 + _NOISE) * missed / (2 * (1 + _NOISE) - _NOISE * missed.clip(upper=most))
-    return 1 - whole.where(missed < most, missed)
-
-
-_OF_WHOLE: dict[str, Callable[[pd.Series], pd.Series]] = {
-    "pearson_delta": _spearman_brown,
-    "pearson_delta_top20": _spearman_brown,
-    "cosine": _spearman_brown,
-    "mse": lambda values: values / 2,
-    "wmse": lambda values: values / 2,
-    "mae": lambda values: values / np.sqrt(2),
-    "weighted_r2_delta": _explained_by_whole,
-}
-
-
-def _explained(error: np.ndarray, measured: np.ndarray, weights: np.ndarray, center: np.ndarray | None) -> np.ndarray:
-    rest = measured - (measured.mean(axis=0) if center is None else center)
-    # Weights have a mean of 1.
-    spread = (weights * np.square(rest - (weights * rest).mean(axis=1, keepdims=True))).mean(axis=1)
-    known = spread > 1e-12 * np.square(measured).max(axis=1, initial=0.0)
-    missed = (weights * np.square(error)).mean(axis=1)
-    return 1 - np.divide(missed, spread, out=np.full(len(error), np.nan), where=known)
-
-
-def _directions(predicted: np.ndarray, measured: np.ndarray, changed: np.ndarray | None) -> np.ndarray:
-    if changed is None:
-        return np.full(len(predicted), np.nan)
-    n_changed = changed.sum(axis=1)
-    right = (changed & (np.sign(predicted) == np.sign(measured))).sum(axis=1)
-    return np.divide(right, n_changed, out=np.full(len(predicted), np.nan), where=n_changed > 0)
-
-
-def _cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    lengths = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    return np.divide((one * other).sum(axis=1), lengths, out=np.zeros(len(one)), where=lengths > 0)
-
-
-def _pearson(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    return _cosine(_centred(one), _centred(other))
-
-
-def _centred(values: np.ndarray) -> np.ndarray:
-    centred = values - values.mean(axis=1, keepdims=True)
-    # What rounding leaves of a constant is no direction.
-    flat = np.ptp(values, axis=1) <= 1e-12 * np.abs(values).max(axis=1, initial=0.0)
-    centred[flat] = 0.0
-    return centred
-
-
 ALL = "all"
 """Name of the context where there is one only."""
 
@@ -550,7 +446,7 @@ class EffectKeys:
     Attributes
     ----------
     perturbation_key, control, separator
-        As in :class:`~scforge.data.PerturbationKeys`.
+        As in ``scforge.data.perturbation.PerturbationKeys``.
     context_key
         Column of obs with the context, e.g. the cell type; None: there is one only.
     layer
@@ -563,15 +459,41 @@ class EffectKeys:
     separator: str | None = "+"
     layer: str | None = None
 
+    @property
+    def parts(self) -> PerturbationKeys:
+        """How labels are read."""
+        return PerturbationKeys(self.perturbation_key, control=self.control, separator=self.separator)
+
     def name_of(self, targets: Sequence[str]) -> str:
         """Return the label of a perturbation."""
         return (self.separator or "+").join(targets)
 
-    def effect(self, label: str, context: str = ALL) -> Effect:
-        """Return the effect that a label means."""
-        keys = PerturbationKeys(self.perturbation_key, control=self.control, separator=self.separator)
-        labels = pd.DataFrame({self.perturbation_key: [label, self.control]})
-        return Effect(parse_perturbations(labels, keys).targets[0], context)
+    def effects_of(self, table: pd.DataFrame) -> list[Effect]:
+        """Return the effects that the rows of a table are, each of which has to be there once."""
+        n_levels = 1 if self.context_key is None else 2
+        if table.index.nlevels != n_levels:
+            wanted = "one row a perturbation" if n_levels == 1 else "an index of perturbation and context"
+            raise DataError(f"predictions has an index of {table.index.nlevels} levels; give {wanted}.")
+        labels = [label if n_levels == 2 else (label, ALL) for label in table.index]
+        names = pd.DataFrame({self.perturbation_key: [*(str(name) for name, _ in labels), self.control]})
+        targets = parse_perturbations(names, self.parts).targets
+        found = [Effect(some, str(context)) for some, (_, context) in zip(targets, labels, strict=False)]
+        twice = self.titles([effect for effect, n in Counter(found).items() if n > 1])
+        if twice := [*twice, *table.columns[table.columns.duplicated()]]:
+            raise DataError(f"predictions has {listing(twice)} more than once; give each effect and each gene once.")
+        return found
+
+    def titles(self, effects: Sequence[Effect]) -> list[str]:
+        """Return what effects are called."""
+        context = "" if self.context_key is None else " in {}"
+        return [self.name_of(effect.targets) + context.format(effect.context) for effect in effects]
+
+    def index(self, effects: Sequence[Effect]) -> pd.Index:
+        """Return the index of a table of effects."""
+        labels = [self.name_of(effect.targets) for effect in effects]
+        if self.context_key is None:
+            return pd.Index(labels)
+        return pd.MultiIndex.from_arrays([labels, [effect.context for effect in effects]])
 
 
 @dataclass(frozen=True)
@@ -624,20 +546,13 @@ class PerturbedCells:
         """
         check_is_adata(adata, argument=argument)
         check_column("perturbation_key", keys.perturbation_key, adata.obs)
-        if adata.var_names.has_duplicates:
-            twice = adata.var_names[adata.var_names.duplicated()]
-            raise DataError(f"{argument}.var_names has {listing(twice[:3])} more than once; name each gene once.")
         labels = adata.obs[[keys.perturbation_key]].astype(object)
         if made:
             # Predicted controls are not needed, but only labels with the control among them are read.
             labels = pd.concat([labels, pd.DataFrame({keys.perturbation_key: [keys.control]}, index=["control"])])
-        parsed = parse_perturbations(
-            labels, PerturbationKeys(keys.perturbation_key, control=keys.control, separator=keys.separator)
-        )
-        targets = parsed.targets[: adata.n_obs]
-        if keys.context_key is None:
-            places = [ALL] * adata.n_obs
-        else:
+        targets = parse_perturbations(labels, keys.parts).targets[: adata.n_obs]
+        places = [ALL] * adata.n_obs
+        if keys.context_key is not None:
             check_column("context_key", keys.context_key, adata.obs)
             column = adata.obs[keys.context_key]
             if n_missing := int(column.isna().sum()):
@@ -651,16 +566,10 @@ class PerturbedCells:
         pairs = [Effect(some, place) for some, place in zip(targets, places, strict=True)]
         effects = tuple(sorted({pair for pair in pairs if pair.targets}))
         contexts = tuple(sorted(set(places)))
-        number = {effect: i for i, effect in enumerate(effects)}
-        number |= {Effect((), place): len(effects) + i for i, place in enumerate(contexts)}
-        return cls(
-            log_normalised(adata, layer, argument=argument, made=made),
-            adata.var_names,
-            adata.obs_names,
-            effects,
-            contexts,
-            np.array([number[pair] for pair in pairs], dtype=np.int64),
-        )
+        number = {group: i for i, group in enumerate([*effects, *(Effect((), place) for place in contexts)])}
+        groups = np.array([number[pair] for pair in pairs], dtype=np.int64)
+        logs = log_normalised(adata, layer, argument=argument, made=made)
+        return cls(logs, adata.var_names, adata.obs_names, effects, contexts, groups)
 
     @property
     def controls(self) -> np.ndarray:
@@ -672,6 +581,11 @@ class PerturbedCells:
         """Number of groups, Q + C."""
         return len(self.effects) + len(self.contexts)
 
+    def rows(self, effect: Effect) -> np.ndarray:
+        """Return the cells of an effect, or with no targets the controls of a context, int64."""
+        known = [*self.effects, *(Effect((), place) for place in self.contexts)]
+        return np.flatnonzero(self.groups == known.index(effect)) if effect in known else np.empty(0, dtype=np.int64)
+
     def over(self, genes: pd.Index, *, argument: str) -> PerturbedCells:
         """Return the cells over these genes, in this order.
 
@@ -680,15 +594,8 @@ class PerturbedCells:
         DataError
             If one is missing.
         """
-        columns = self.genes.get_indexer(genes)
-        if (missing := columns < 0).any():
-            raise DataError(
-                f"{argument} lacks {int(missing.sum())} of {len(genes)} genes (first: {str(genes[missing][0])!r}"
-                f"{did_you_mean(genes[missing][0], self.genes[:5000])}); leave them out of the measured cells too, or "
-                "use evaluate_perturbations, which scores the genes that all have."
-            )
-        matrix = self.expression[:, columns].tocsr()
-        return PerturbedCells(matrix, genes, self.names, self.effects, self.contexts, self.groups)
+        columns = columns_of(self.genes, genes, argument)
+        return replace(self, expression=self.expression[:, columns].tocsr(), genes=genes)
 
     def moments(self) -> Moments:
         """Return mean and variance of each group."""
@@ -712,7 +619,16 @@ class PerturbedCells:
         return effects_of(groups, np.arange(len(self.effects)), self.controls)
 
 
-_PROFILES = ("full", "minimal", "vcc", "de", "anndata", "pds")
+def columns_of(names: pd.Index, genes: pd.Index, argument: str) -> np.ndarray:
+    """Return where genes are among names, int64, or raise if one is missing."""
+    columns = names.get_indexer(genes)
+    if (missing := columns < 0).any():
+        raise DataError(
+            f"{argument} lacks {int(missing.sum())} of {len(genes)} genes (first: {str(genes[missing][0])!r}"
+            f"{did_you_mean(genes[missing][0], names[:5000])}); leave them out of the measured cells too, or use "
+            "evaluate_perturbations, which scores the genes that all have."
+        )
+    return columns
 
 
 def cell_eval_scores(
@@ -760,8 +676,6 @@ def cell_eval_scores(
         If cell-eval is not installed.
     DataError
         If a perturbation, control or gene is missing in `predicted`, or a figure cannot be computed.
-    OptionError
-        If the profile is unknown.
 
     See Also
     --------
@@ -784,113 +698,70 @@ def cell_eval_scores(
     >>> bool(summary.set_index("statistic").loc["mean", "pearson_delta"] > 0.5)
     True
     """
-    if profile not in _PROFILES:
-        raise OptionError(f"profile={profile!r} is none of {listing(_PROFILES)}.")
-    check_count("n_threads", n_threads, "threads")
     with warnings.catch_warnings():
         # Its dependencies warn about each other.
         warnings.simplefilter("ignore")
-        package = _package()
+        try:
+            package = import_module("cell_eval")
+        except ModuleNotFoundError as error:
+            raise MissingFileError(f"{first_line(error)}; pip install 'scforge[eval]'.") from error
     keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
     measured = PerturbedCells.read(real, keys, argument="real")
-    made = PerturbedCells.read(predicted, keys, argument="predicted", made=True).over(
-        measured.genes, argument="predicted"
-    )
-    tables: list[pd.DataFrame] = []
-    summaries: list[pd.DataFrame] = []
+    made = PerturbedCells.read(predicted, keys, argument="predicted", made=True)
+    made = made.over(measured.genes, argument="predicted")
+    tables: list[list[pd.DataFrame]] = []
     for context in sorted({effect.context for effect in measured.effects}):
-        one = _adata(measured, context, keys, [e for e in measured.effects if e.context == context])
-        other = _adata(made, context, keys, [e for e in measured.effects if e.context == context], measured)
-        table, summary = _run(package, other, one, profile, list(skip_metrics), n_threads)
-        for frame, found in ((table, tables), (summary, summaries)):
-            if context_key is not None:
-                frame.insert(0, "context", context)
-            found.append(frame)
-    return pd.concat(tables, ignore_index=True), pd.concat(summaries, ignore_index=True)
+        effects = [effect for effect in measured.effects if effect.context == context]
+        pair = [_for_cell_eval(some, effects, keys, measured) for some in (made, measured)]
+        # Its progress bars stay its own, and the warnings of its dependencies.
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            contextlib.redirect_stderr(io.StringIO()),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            evaluator = package.MetricsEvaluator(
+                *pair,
+                control_pert=control,
+                pert_col="target",
+                num_threads=n_threads,
+                outdir=folder,
+                skip_de=profile in ("anndata", "pds"),
+            )
+            found = evaluator.compute(
+                profile=profile, skip_metrics=list(skip_metrics) or None, write_csv=False, break_on_error=True
+            )
+        tables.append([table.to_pandas() for table in found])
+        if context_key is not None:
+            for table in tables[-1]:
+                table.insert(0, "context", context)
+    whole, summary = (pd.concat(parts, ignore_index=True) for parts in zip(*tables, strict=True))
+    return whole, summary
 
 
-def _package() -> Any:
-    try:
-        return import_module("cell_eval")
-    except ModuleNotFoundError as error:
-        if error.name != "cell_eval":
-            raise
-        raise MissingFileError("cell-eval is not installed; pip install 'scforge[eval]'.") from error
-
-
-def _adata(
-    cells: PerturbedCells, context: str, keys: EffectKeys, effects: list[Effect], fallback: PerturbedCells | None = None
+def _for_cell_eval(
+    cells: PerturbedCells, effects: Sequence[Effect], keys: EffectKeys, measured: PerturbedCells
 ) -> AnnData:
-    """Return the cells of a context as cell-eval reads them."""
-    import anndata
-    import numpy as np
-    from scipy import sparse
-
-    groups = [np.flatnonzero(cells.groups == _group(cells, effect)) for effect in effects]
-    without = [keys.name_of(effect.targets) for effect, rows in zip(effects, groups, strict=True) if not len(rows)]
-    if without:
-        raise DataError(f"predicted has no cells of {listing(without)} (context {context!r}); predict all of real.")
-    source = cells
-    plain = np.flatnonzero(cells.groups == _group(cells, Effect((), context)))
-    if not len(plain) and fallback is not None:
-        source, plain = fallback, np.flatnonzero(fallback.groups == _group(fallback, Effect((), context)))
-    if not len(plain):
-        raise DataError(f"real has no control cell in the context {context!r}; add controls of its own there.")
-    parts = [cells.expression[rows] for rows in groups] + [source.expression[plain]]
-    labels = np.repeat(
-        [keys.name_of(effect.targets) for effect in effects] + [keys.control], [part.shape[0] for part in parts]
-    )
+    """Return the cells of effects of one context, and their controls (of the measured ones if it has none)."""
+    plain = Effect((), effects[0].context)
+    source = cells if len(cells.rows(plain)) else measured
+    rows = {keys.name_of(effect.targets): cells.rows(effect) for effect in effects} | {keys.control: source.rows(plain)}
+    if without := [name for name, some in rows.items() if not len(some)]:
+        raise DataError(
+            f"predicted has no cells of {listing(without)} (context {plain.context!r}); predict all of real, which "
+            "needs controls in each context."
+        )
+    parts = [(source if name == keys.control else cells).expression[some] for name, some in rows.items()]
+    labels = np.repeat(list(rows), [part.shape[0] for part in parts])
     obs = pd.DataFrame({"target": labels.astype(object)}, index=[f"cell {i}" for i in range(len(labels))])
-    matrix = sparse.vstack(parts, format="csr")
-    return anndata.AnnData(
-        matrix, obs=obs, var=pd.DataFrame(index=cells.genes.astype(str)), uns={"control": keys.control}
-    )
-
-
-def _group(cells: PerturbedCells, effect: Effect) -> int:
-    if effect.targets:
-        return cells.effects.index(effect) if effect in cells.effects else -1
-    return len(cells.effects) + cells.contexts.index(effect.context) if effect.context in cells.contexts else -1
-
-
-def _run(
-    package: Any, predicted: AnnData, real: AnnData, profile: str, skip: list[str], n_threads: int
-) -> tuple[pd.DataFrame, pd.DataFrame]:
-    with tempfile.TemporaryDirectory() as folder, _quiet():
-        evaluator = package.MetricsEvaluator(
-            predicted,
-            real,
-            control_pert=real.uns["control"],
-            pert_col="target",
-            num_threads=n_threads,
-            outdir=folder,
-            skip_de=profile in ("anndata", "pds"),
-        )
-        table, summary = evaluator.compute(
-            profile=profile, skip_metrics=skip or None, write_csv=False, break_on_error=True
-        )
-    return table.to_pandas(), summary.to_pandas()
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep its progress bars to itself, and the warnings of its dependencies."""
-    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-_BLOCK = 1 << 24
-"""Distances that are held at once."""
+    return anndata.AnnData(sparse.vstack(parts, format="csr"), obs, pd.DataFrame(index=cells.genes.astype(str)))
 
 
 def mean_distance(one: np.ndarray, other: np.ndarray) -> float:
     """Return the mean Euclidean distance between all pairs of rows of two arrays, shapes (N, D) and (M, D)."""
     from scipy.spatial.distance import cdist
 
-    rows = max(1, _BLOCK // max(len(other), 1))
-    total = sum(float(cdist(one[start : start + rows], other).sum()) for start in range(0, len(one), rows))
-    return total / (len(one) * len(other))
+    return float(cdist(one, other).mean())
 
 
 def energy_distance(
@@ -921,26 +792,17 @@ def energy_distance(
     -------
     The distance, in the unit of the coordinates.
 
-    Raises
-    ------
-    DataError
-        If a group is empty or has other coordinates than the other.
-
     Examples
     --------
     >>> energy_distance(np.zeros((3, 2)), np.ones((4, 2)) * [3.0, 4.0])
     10.0
     """
-    one, other = np.asarray(one, dtype=np.float64), np.asarray(other, dtype=np.float64)
-    if not len(one) or not len(other) or one.shape[1:] != other.shape[1:]:
-        raise DataError(
-            f"the groups have the shapes {one.shape} and {other.shape}; give cells with the same coordinates."
-        )
     first, second = (
         mean_distance(group, group) if known is None else known
         for group, known in zip((one, other), within, strict=True)
     )
     if unbiased:
+        # Also pertpy's has no estimate without the distance of a cell to itself, which pairs of few cells need.
         if min(len(one), len(other)) < 2:
             return float("nan")
         first, second = first * len(one) / (len(one) - 1), second * len(other) / (len(other) - 1)
@@ -1006,53 +868,34 @@ def distances(
     """
     from pertpy.tools import Distance
 
+    keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
+    named = dict(predictions) if isinstance(predictions, Mapping) else {"prediction": predictions}
+    read = {name: PerturbedCells.read(adata, keys, argument=name, made=True) for name, adata in named.items()}
+    read["real"] = PerturbedCells.read(real, keys, argument="real")
+    if obsm_key is None:
+        genes = read["real"].genes
+        for cells in read.values():
+            genes = genes[genes.isin(cells.genes)]
+        places = {name: cells.over(genes, argument=name).expression.toarray() for name, cells in read.items()}
+    else:
+        places = {}
+        for name, adata in {**named, "real": real}.items():
+            check_known("obsm_key", obsm_key, adata.obsm, f"{name}.obsm", fix="compute it first")
+            places[name] = np.asarray(adata.obsm[obsm_key])
     try:
         away: Callable[[np.ndarray, np.ndarray], float] = Distance(cast("Any", metric), obsm_key="coordinates")
     except ValueError as error:
         raise OptionError(
             f"metric={metric!r} is no distance of pertpy; see pertpy.tl.Distance for its names."
         ) from error
-    keys = EffectKeys(perturbation_key, control, context_key, separator, layer)
-    named = dict(predictions) if isinstance(predictions, Mapping) else {"prediction": predictions}
-    measured = PerturbedCells.read(real, keys, argument="real")
-    made = {name: PerturbedCells.read(adata, keys, argument=name, made=True) for name, adata in named.items()}
-    if obsm_key is None:
-        genes = measured.genes
-        for cells in made.values():
-            genes = genes[genes.isin(cells.genes)]
-        if not len(genes):
-            raise DataError(
-                "the predicted and the measured cells have no gene in common; use the same names in var_names."
-            )
-        of_real = measured.over(genes, argument="real").expression.toarray()
-        of_made = {name: cells.over(genes, argument=name).expression.toarray() for name, cells in made.items()}
-    else:
-        of_real = _coordinates(real, obsm_key, "real")
-        of_made = {name: _coordinates(adata, obsm_key, name) for name, adata in named.items()}
     rows = []
-    for number, effect in enumerate(measured.effects):
-        target = of_real[measured.groups == number]
-        plain = of_real[measured.groups == measured.controls[number]]
-        if not len(plain):
-            raise DataError(
-                f"real has no control cell in the context {effect.context!r}; add controls of its own there."
-            )
-        found = {"control": plain}
-        for name, cells in made.items():
-            if effect not in cells.effects:
-                raise DataError(
-                    f"{name} lacks {keys.name_of(effect.targets)!r} (context {effect.context!r}); predict it, "
-                    "or leave it out of the measured cells."
-                )
-            found[name] = of_made[name][cells.groups == cells.effects.index(effect)]
-        rows += [
-            (name, keys.name_of(effect.targets), effect.context, float(away(group, target)))
-            for name, group in found.items()
-        ]
+    for effect in read["real"].effects:
+        target = places["real"][read["real"].rows(effect)]
+        groups = {"control": ("real", Effect((), effect.context)), **{name: (name, effect) for name in named}}
+        for method, (name, group) in groups.items():
+            cells = places[name][read[name].rows(group)]
+            if not len(cells):
+                label = keys.name_of(group.targets) or control
+                raise DataError(f"{name} lacks {label!r} (context {effect.context!r}); give cells of it.")
+            rows.append((method, keys.name_of(effect.targets), effect.context, float(away(cells, target))))
     return pd.DataFrame(rows, columns=["method", "perturbation", "context", "distance"])
-
-
-def _coordinates(adata: AnnData, obsm_key: str, argument: str) -> np.ndarray:
-    if obsm_key not in adata.obsm:
-        raise DataError(f"obsm_key={obsm_key!r} is not in {argument}.obsm ({listing(adata.obsm)}); compute it first.")
-    return np.asarray(adata.obsm[obsm_key], dtype=np.float64)

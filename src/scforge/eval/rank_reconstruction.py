@@ -6,16 +6,17 @@ Shapes: N cells, S places, G genes, R draws.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numba
 import numpy as np
 import pandas as pd
 from scipy import sparse
+from scipy.stats import spearmanr
 
-from scforge._checks import check_count, check_seed
-from scforge.errors import DataError, OptionError, listing, warn
+from scforge.errors import DataError
 from scforge.eval.base import Benchmark, register_benchmark
+from scforge.eval.generation import check_copies, compare_beside
 from scforge.eval.report import bootstrap_weights
 
 if TYPE_CHECKING:
@@ -29,9 +30,6 @@ _PAD = -1
 
 _FEWEST_GENES = 10
 """Shorter orders may well be those of another cell."""
-
-_TELLING_SHARE = 0.01
-"""Share of the cells that may have the order of another one by chance."""
 
 
 @register_benchmark("rank_reconstruction")
@@ -130,8 +128,6 @@ def gene_orders(expression: np.ndarray | sparse.csr_matrix, *, max_genes: int | 
     >>> gene_orders(np.array([[0.0, 2.0, 5.0, 2.0], [1.0, 0.0, 0.0, 0.0]])).tolist()
     [[2, 1, 3], [0, -1, -1]]
     """
-    if max_genes is not None:
-        check_count("max_genes", max_genes, "genes")
     rows = []
     for cell in sparse.csr_matrix(expression):
         genes = cell.indices[cell.data > 0]
@@ -152,30 +148,10 @@ def ranking_baselines(train: np.ndarray, reference: np.ndarray, *, seed: int = 0
 
     The rank of a gene is 1 at the first place and falls to 0 behind the last; it is 0 in cells that have it not.
 
-    Parameters
-    ----------
-    train
-        Orders of training cells, int, shape (M, S), -1 behind the last.
-    reference
-        True orders of the cells to be scored, shape (N, S).
-    seed
-        Seed of the random order.
-
-    Returns
-    -------
-    Name to orders, int64, shape (N, S).
-
-    Examples
-    --------
-    >>> rng = np.random.default_rng(0)
-    >>> train, true = (np.stack([rng.permutation(20) for _ in range(30)]) for _ in range(2))
-    >>> for name, orders in ranking_baselines(train, true).items():
-    ...     print(name, orders.shape)
-    mean order (30, 20)
-    mean order of the cell's genes (30, 20)
-    random order of the cell's genes (30, 20)
+    `train` are orders of training cells, int, shape (M, S), -1 behind the last; `reference` the true orders of the
+    cells to be scored, (N, S). Returns a name and orders, int64, shape (N, S), for each.
     """
-    rng = np.random.default_rng(check_seed(seed))
+    rng = np.random.default_rng(seed)
     learned, true = (_rows(some, what, repeated=False) for some, what in ((train, "train"), (reference, "reference")))
     totals = np.zeros(max(int(np.max(train)), int(np.max(reference))) + 1)
     for row in learned:
@@ -245,60 +221,44 @@ def evaluate_reconstruction(
     >>> float(report.to_table().loc["mine", "bleu"])
     1.0
     """
-    from scforge.eval.harness import compare
-
-    made: dict[str, Any] = (
-        dict(reconstructed) if isinstance(reconstructed, Mapping) else {"reconstructed": reconstructed}
-    )
-    if unknown := [name for name in kinds or {} if name not in made]:
-        raise OptionError(f"kinds names {listing(unknown)}, not among the reconstructed ({listing(made)}).")
+    made = dict(reconstructed) if isinstance(reconstructed, Mapping) else {"reconstructed": reconstructed}
     baselines = ranking_baselines(train, true, seed=seed)
-    _check_other_cells(train, true)
-    if both := set(made) & set(baselines):
-        raise OptionError(f"reconstructed names {listing(sorted(both))}, which is a baseline; choose another name.")
-    told: dict[str, Kind] = {**dict.fromkeys(made, "model"), **(kinds or {}), **dict.fromkeys(baselines, "baseline")}
-    report = compare(
-        RankReconstruction(), made | baselines, true, kinds=told, seeds=(seed,), intervals=intervals, title=title
+    known, rows = (_rows(some, what, repeated=False) for some, what in ((train, "train"), (true, "the true orders")))
+    seen = {row.tobytes() for row in known if len(row) >= _FEWEST_GENES}
+    same = np.array([row.tobytes() in seen for row in rows])
+    check_copies(same, "true orders are those of training cells, gene by gene")
+    report = compare_beside(
+        RankReconstruction(),
+        "reconstructed",
+        made,
+        baselines,
+        true,
+        kinds=kinds,
+        seeds=(seed,),
+        intervals=intervals,
+        title=title,
     )
     report.facts |= {"cells": len(true), "training cells": len(train)}
     return report
 
 
-def _check_other_cells(train: np.ndarray, true: np.ndarray) -> None:
-    """Raise where many cells have the order of a training cell, gene by gene; warn where some have."""
-    known, rows = (_rows(some, what, repeated=False) for some, what in ((train, "train"), (true, "the true orders")))
-    seen = {row.tobytes() for row in known if len(row) >= _FEWEST_GENES}
-    n_same = sum(row.tobytes() in seen for row in rows)
-    message = f"{n_same} of {len(rows)} true orders are those of training cells, gene by gene"
-    if n_same > _TELLING_SHARE * len(rows):
-        raise DataError(f"{message}: they are the same cells; take them out of one of the two.")
-    if n_same:
-        warn(f"{message}; look whether they are the same cells.")
-
-
-def _rows(orders: Any, what: str, *, repeated: bool) -> list[np.ndarray]:
+def _rows(orders: np.ndarray, what: str, *, repeated: bool) -> list[np.ndarray]:
     """Return the genes of each cell, without padding."""
     orders = np.asarray(orders)
-    if orders.ndim != 2 or orders.dtype.kind not in "iu":
+    if orders.ndim != 2 or orders.dtype.kind not in "iu" or orders.min(initial=0) < _PAD:
         raise DataError(
-            f"{what} are an array of {orders.dtype} with shape {orders.shape}; give whole numbers, one row a cell."
+            f"{what} are an array of {orders.dtype} with shape {orders.shape}; give numbers of genes from 0, one row a "
+            "cell, and -1 behind the last gene."
         )
     orders = orders.astype(np.int64)
-    if orders.size and orders.min() < _PAD:
-        raise DataError(f"{what} hold {orders.min()}, which is no number of a gene; -1 stands behind the last gene.")
     sizes = (orders != _PAD).sum(axis=1)
-    if (gaps := (orders != _PAD) != (np.arange(orders.shape[1]) < sizes[:, None])).any():
-        row = int(gaps.any(axis=1).argmax())
-        raise DataError(f"{what} have -1 before a gene in row {row}; put it behind the last gene only.")
+    gaps = ((orders != _PAD) != (np.arange(orders.shape[1]) < sizes[:, None])).any(axis=1)
     rows = [order[:size] for order, size in zip(orders, sizes, strict=True)]
-    if not repeated:
-        if not sizes.all() or not len(rows):
-            raise DataError(
-                f"{what} have {int((sizes == 0).sum())} of {len(rows)} rows without a gene; leave them out."
-            )
-        for number, row in enumerate(rows):
-            if len(np.unique(row)) < len(row):
-                raise DataError(f"{what} have a gene twice in row {number}; each has one place.")
+    empty = np.zeros_like(gaps) if repeated else sizes == 0
+    twice = [not repeated and len(np.unique(row)) < len(row) for row in rows]
+    for wrong, problem in ((gaps, "-1 before a gene"), (empty, "no gene"), (twice, "a gene twice")):
+        if np.any(wrong):
+            raise DataError(f"{what} have {problem} in row {int(np.argmax(wrong))}; mend it, or leave the cell out.")
     return rows
 
 
@@ -353,22 +313,13 @@ def _matches(made: np.ndarray, true: np.ndarray, length: int) -> tuple[int, int]
 
 
 def _spearman(made: np.ndarray, true: np.ndarray) -> float:
-    """Return the correlation of the places of the true genes; NaN for a single gene."""
+    """Return the correlation of the places of the true genes; NaN for a single gene, 0 where all have one place."""
     if len(true) < 2:
         return float("nan")
-    genes, first = np.unique(made, return_index=True)
-    at = np.searchsorted(genes, true)
-    there = (
-        (at < len(genes)) & (genes[np.minimum(at, len(genes) - 1)] == true) if len(genes) else np.zeros(len(true), bool)
-    )
-    places = np.full(len(true), len(made), dtype=np.float64)
-    places[there] = first[at[there]]
-    from scipy.stats import rankdata
-
-    ranks, expected = rankdata(places), np.arange(len(true), dtype=np.float64)
-    ranks, expected = ranks - ranks.mean(), expected - expected.mean()
-    length = np.sqrt((ranks @ ranks) * (expected @ expected))
-    return float(ranks @ expected / length) if length > 0 else 0.0
+    # The first place of each gene counts.
+    place = dict(zip(made[::-1].tolist(), range(len(made) - 1, -1, -1), strict=True))
+    places = [place.get(gene, len(made)) for gene in true.tolist()]
+    return float(spearmanr(places, np.arange(len(true))).statistic) if len(set(places)) > 1 else 0.0
 
 
 @numba.njit(cache=True)

@@ -219,40 +219,6 @@ def bootstrap_weights(n_rows: int, n: int, *, seed: int, groups: np.ndarray | No
     return counts if groups is None else counts[:, groups]
 
 
-def weighted_f1(truth: np.ndarray, predicted: np.ndarray, n_classes: int, weights: np.ndarray) -> np.ndarray:
-    """Return macro-F1 and accuracy for each set of weights of the cells.
-
-    The mean of F1 is over the classes that have a true cell of positive weight.
-
-    Parameters
-    ----------
-    truth, predicted
-        Classes from 0 to `n_classes` - 1, shape (N,).
-    n_classes
-        Number of classes.
-    weights
-        Weight of each cell, shape (R, N).
-
-    Returns
-    -------
-    Float64, shape (R, 2).
-
-    Examples
-    --------
-    >>> weighted_f1(np.array([0, 0, 1]), np.array([0, 1, 1]), 2, np.ones((1, 3))).round(3).tolist()
-    [[0.667, 0.667]]
-    """
-    places = truth * n_classes + predicted
-    figures = np.empty((len(weights), 2))
-    for draw, weight in enumerate(weights):
-        table = np.bincount(places, weight, n_classes**2).reshape(n_classes, n_classes)
-        right, of_truth = np.diagonal(table), table.sum(axis=1)
-        both = of_truth + table.sum(axis=0)
-        f1 = np.divide(2 * right, both, out=np.zeros(n_classes), where=both > 0)
-        figures[draw] = f1[of_truth > 0].mean(), right.sum() / table.sum()
-    return figures
-
-
 Kind = Literal["model", "supervised", "untrained", "baseline", "ceiling"]
 KINDS: tuple[Kind, ...] = ("model", "supervised", "untrained", "baseline", "ceiling")
 """Kinds of rows, in the order of a table."""

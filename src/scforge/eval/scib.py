@@ -16,11 +16,9 @@ import pandas as pd
 from scforge._checks import check_bool, check_count
 from scforge.errors import DataError, OptionError, listing
 from scforge.eval.base import Benchmark, register_benchmark
-from scforge.eval.baselines import harmony_embedding, pca_embedding, scvi_embedding, variable_genes
-from scforge.eval.label_prediction import check_embedding, check_finite, labels_of, warn_of_missing
+from scforge.eval.label_prediction import check_embedding, labels_of, warn_of_missing
 
 if TYPE_CHECKING:
-    from anndata import AnnData
     from scib_metrics.benchmark import Benchmarker
     from scib_metrics.nearest_neighbors import NeighborsResults
 
@@ -93,7 +91,7 @@ class BatchIntegration(Benchmark):
         """
         scib = _scib_metrics()
         rows, labels, batches = self._columns(obs)
-        cells = check_finite(embedding)[rows].astype(np.float32)
+        cells = check_embedding(embedding, len(obs))[rows].astype(np.float32)
         wide = _neighbors(cells, min(self.n_neighbors, len(cells) - 1))
         kmeans = scib.nmi_ari_cluster_labels_kmeans(cells, labels)
         scores = {
@@ -158,7 +156,6 @@ BIO = (
 )
 BATCH = ("bras", "ilisi_knn", "graph_connectivity")
 _BIO_WEIGHT = 0.6
-_N_COMPS = 50
 
 
 def integration_scores(
@@ -206,51 +203,6 @@ def integration_scores(
     batch = float(np.mean([figures[name] for name in BATCH]))
     total = _BIO_WEIGHT * bio + (1 - _BIO_WEIGHT) * batch
     return {"bio": bio, "batch": batch, "total": total, **{name: figures[name] for name in (*BIO, *BATCH)}}
-
-
-def integration_baselines(
-    adata: AnnData, batch_key: str, *, max_epochs: int | None = None, seed: int = 0
-) -> dict[str, np.ndarray]:
-    """Embed cells by PCA, Harmony and scVI, on 2,000 highly variable genes of the batches.
-
-    They are those of :func:`scforge.eval.embedding_baselines`.
-
-    Parameters
-    ----------
-    adata
-        Cells with raw counts.
-    batch_key
-        Column of obs with the batches.
-    max_epochs
-        Most epochs of scVI; None for its default.
-    seed
-        Seed of PCA, Harmony and scVI.
-
-    Returns
-    -------
-    ``"pca"``, ``"harmony"`` and ``"scvi"``, float32, shape (N, D).
-
-    Raises
-    ------
-    DataError
-        If there are too few cells.
-
-    Examples
-    --------
-    >>> import scforge
-    >>> adata = scforge.datasets.pbmc3k()[:100].copy()
-    >>> adata.obs["batch"] = np.repeat(["x", "y"], 50)
-    >>> made = integration_baselines(adata, "batch", max_epochs=1)
-    >>> sorted(made), made["pca"].shape
-    (['harmony', 'pca', 'scvi'], (100, 50))
-    """
-    n_comps = min(_N_COMPS, min(variable_genes(adata, batch_key=batch_key).shape) - 1)
-    if n_comps < 2:
-        raise DataError(f"{adata.n_obs} cells of {adata.n_vars} genes are too few for baselines; pass baselines=False.")
-    found = {"pca": pca_embedding(adata, n_comps=n_comps, batch_key=batch_key, seed=seed)}
-    found["harmony"] = harmony_embedding(found["pca"], adata.obs, batch_key, seed=seed)
-    found["scvi"] = scvi_embedding(adata, batch_key, max_epochs=max_epochs, seed=seed)
-    return found
 
 
 _BIO = {

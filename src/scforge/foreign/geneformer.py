@@ -125,7 +125,7 @@ class Geneformer:
         pooling: str | None = None,
         embedding_layer: int | None = None,
     ) -> Foreign:
-        """Read a folder; see :meth:`scforge.models.Encoder.from_geneformer` for the arguments."""
+        """Read a folder; see :meth:`scforge.models.Encoder.from_checkpoint` for the arguments."""
         if not source.is_dir():
             raise MissingFileError(f"the checkpoint {str(source)!r} is no folder; give the one with config.json.")
         where = source / "config.json"
@@ -327,7 +327,7 @@ def to_geneformer(model: Any, folder: str | os.PathLike[str], *, overwrite: bool
     options = _options(model)
     tied = options["tie_head"]
     names = geneformer_names(tied=tied)
-    theirs = names.invert(model.backbone.state_dict())
+    theirs = names.invert(model._backbone.state_dict())
     if not tied:
         # BERT keeps a second one, which it does not use.
         theirs["cls.predictions.bias"] = theirs["cls.predictions.decoder.bias"].clone()

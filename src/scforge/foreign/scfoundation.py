@@ -76,7 +76,7 @@ class ScFoundation:
         part: str = "cell",
         pooling: str = "depths",
     ) -> Foreign:
-        """Read a checkpoint; see :meth:`scforge.models.Encoder.from_scfoundation` for the arguments."""
+        """Read a checkpoint; see :meth:`scforge.models.Encoder.from_checkpoint` for the arguments."""
         if part not in _PARTS:
             raise OptionError(f"part={part!r} is not known; choose {listing(_PARTS)}.")
         path = source / _WEIGHTS if source.is_dir() else source

@@ -106,7 +106,7 @@ class ScGPT:
         cls_value: float | None = None,
         normalize: bool = False,
     ) -> Foreign:
-        """Read a checkpoint; see :meth:`scforge.models.Encoder.from_scgpt` for the arguments."""
+        """Read a checkpoint; see :meth:`scforge.models.Encoder.from_checkpoint` for the arguments."""
         folder = source if source.is_dir() else source.parent
         weights = first_file(source, _WEIGHTS, "weights") if source.is_dir() else source
         given = {name: value for name, value in _content("args", args, folder / _ARGS).items() if value is not None}

@@ -6,7 +6,7 @@ import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, overload
 
 import torch
 from torch import nn
@@ -758,9 +758,7 @@ def _lengths(
     first_id: int | None,
 ) -> torch.Tensor:
     """Return the number of tokens of each cell, int64, (B,)."""
-    most = model.num_genes + (first_id is not None)
-    if model.mode == "tokens":
-        most = min(most, model.max_tokens)
+    most = min(model.num_genes + (first_id is not None), model.max_generated)
     if int(given_b.max()) > most:
         raise OptionError(f"prompt has {int(given_b.max())} tokens, but the model takes {most} of a cell; give fewer.")
     if n_tokens is None:
@@ -833,6 +831,14 @@ def _checked_prompt(
 
 class ScDiVaDenoiser(ScDiVaBody):
     """The part of :class:`scforge.models.ScDiVaModel` that ``denoising=True`` is for."""
+
+    model_class: ClassVar[str] = "ScDiVa"
+    """The class of ``scforge.models`` that has methods for what only this architecture can do."""
+
+    @property
+    def max_generated(self) -> int:
+        """Most tokens of a generated cell."""
+        return self.max_tokens if self.mode == "tokens" else self.num_genes + 1
 
     def values_of(self, states: States, genes_bs: torch.Tensor, chosen_bs: torch.Tensor) -> torch.Tensor:
         """Return the predicted values of the chosen tokens, given their genes, (M,)."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from scforge.errors import DataError, did_you_mean, listing
+from scforge._checks import check_known
+from scforge.errors import DataError
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,66 +31,40 @@ def new_axes(ax: Axes | None, width: float, height: float, *, layout: str = "con
     """Return `ax`, or new axes of a size in inches."""
     import matplotlib.pyplot as plt
 
-    if ax is None:
-        _, ax = plt.subplots(figsize=(width, height), layout=layout)
-    return ax
+    return plt.subplots(figsize=(width, height), layout=layout)[1] if ax is None else ax
 
 
-def frame_of(argument: str, given: Any) -> pd.DataFrame:
-    """Return a table, or that of a report."""
-    import pandas as pd
+def name_rows(
+    ax: Axes, names: Sequence[str], kinds: Mapping[str, str] | None = None, *, from_top: bool = False
+) -> None:
+    """Write a name at each row of axes, models in bold, and leave only the lower border."""
+    ax.set_yticks(range(len(names)), names)
+    for label, name in zip(ax.get_yticklabels(), names, strict=True):
+        label.set_fontweight("bold" if kinds and kinds.get(name) == "model" else "normal")
+    ends = (-0.6, len(names) - 0.4)
+    ax.set_ylim(ends[::-1] if from_top else ends)
+    ax.tick_params(axis="y", length=0)
+    ax.spines[["top", "right", "left"]].set_visible(False)
 
+
+def say_undefined(ax: Axes, row: int) -> None:
+    """Say at a row that its figure is not defined."""
+    where: Any = {"xycoords": ("axes fraction", "data"), "va": "center"}
+    ax.annotate("not defined", (0.02, row), color="0.5", fontsize="x-small", **where)
+
+
+def legend_beside(ax: Axes, **options: Any) -> None:
+    """Put a legend to the right of axes."""
+    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small", **options)
+
+
+def check_columns(argument: str, given: Any, needed: Iterable[str]) -> pd.DataFrame:
+    """Return a table, or that of a report; raise unless it has rows and the columns that a plot reads."""
     frame = given.to_frame() if hasattr(given, "to_frame") else given
-    if not isinstance(frame, pd.DataFrame):
-        kind = type(given).__name__
-        raise DataError(f"{argument} is of type {kind!r}; pass a report or a table (pandas DataFrame).")
-    return frame
-
-
-def check_columns(argument: str, frame: pd.DataFrame, needed: Iterable[str]) -> None:
-    """Raise :class:`~scforge.errors.DataError` unless a table has rows and the columns that a plot reads."""
     if not hasattr(frame, "columns"):
-        raise DataError(f"{argument} is of type {type(frame).__name__!r}; pass a table (pandas DataFrame).")
+        raise DataError(f"{argument} is of type {type(frame).__name__!r}; pass a report or a table (pandas DataFrame).")
     for name in needed:
-        if name not in frame:
-            known = list(frame.columns)
-            raise DataError(f"{argument} has no column {name!r}{did_you_mean(name, known)} (it has: {listing(known)}).")
+        check_known("column", name, frame, argument)
     if not len(frame):
         raise DataError(f"{argument} has no rows, so that there is nothing to draw.")
-
-
-def spread(places: Sequence[float] | np.ndarray, gap: float, low: float, high: float) -> np.ndarray:
-    """Move places apart until none is nearer than `gap` to the next, each as little as possible, within limits.
-
-    Parameters
-    ----------
-    places
-        Where labels would stand, in any order.
-    gap
-        Least distance; smaller where there is no room.
-    low, high
-        Limits.
-
-    Returns
-    -------
-    Where they stand, in the same order.
-
-    Examples
-    --------
-    >>> spread([0.5, 0.5, 0.0], 0.2, 0.0, 1.0).round(2).tolist()
-    [0.4, 0.6, 0.0]
-    """
-    from scipy.optimize import isotonic_regression
-
-    wanted = np.asarray(places, dtype=np.float64)
-    if not len(wanted):
-        return wanted
-    order = np.argsort(wanted, kind="stable")
-    gap = min(gap, (high - low) / max(len(wanted) - 1, 1))
-    steps = gap * np.arange(len(wanted))
-    # With the gaps taken away, labels that are apart enough are those that rise.
-    risen = isotonic_regression(wanted[order] - steps).x
-    risen = np.clip(risen, low, high - steps[-1])
-    placed = np.empty_like(wanted)
-    placed[order] = risen + steps
-    return placed
+    return frame

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from scforge.errors import OptionError
+from scforge.pl._style import new_axes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -54,17 +55,13 @@ def training_curves(
     >>> [line.get_label() for line in ax.lines]
     ['train', 'validation', 'token frequencies']
     """
-    import matplotlib.pyplot as plt
     from matplotlib.ticker import MaxNLocator
 
     history = getattr(history, "history_", history)
-    if not isinstance(history, Mapping):
-        raise OptionError(f"history is of type {type(history).__name__!r}; pass model.history, or the model.")
     names = {"train": f"train_{metric}", "validation": f"validation_{metric}"}
     if not any(name in history for name in names.values()):
         raise OptionError(f"history has no 'train_{metric}'; train the model first, or name another metric.")
-    if ax is None:
-        _, ax = plt.subplots(figsize=(4, 3), layout="constrained")
+    ax = new_axes(ax, 4, 3)
     n_epochs = max(len(history[name]) for name in names.values() if name in history)
     for (label, name), colour in zip(names.items(), ("tab:blue", "tab:orange"), strict=True):
         if name in history:
@@ -78,13 +75,8 @@ def training_curves(
     if n_epochs == 1:
         ax.set_xlim(0.5, 1.5)
     # What lies beneath it is covered, so that a line does not cross the words.
-    title = "sums of different terms" if metric == "loss" and _different_sums(history) else None
+    of_training, held_out = ({name.partition("_")[2] for name in history if name.startswith(side)} for side in names)
+    different = metric == "loss" and "loss" in held_out and not of_training <= held_out
+    title = "sums of different terms" if different else None
     ax.legend(fontsize="small", framealpha=0.85, edgecolor="none", title=title, title_fontsize="x-small")
     return ax
-
-
-def _different_sums(history: Mapping[str, Any]) -> bool:
-    """Return whether the loss of training cells has terms that that of held-out cells lacks."""
-    of_training = {name.removeprefix("train_") for name in history if name.startswith("train_")}
-    held_out = {name.removeprefix("validation_") for name in history if name.startswith("validation_")}
-    return "loss" in held_out and bool(of_training - held_out)

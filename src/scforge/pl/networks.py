@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+from scipy import sparse
 
-from scforge._checks import check_count
-from scforge.errors import DataError, did_you_mean, listing
-from scforge.pl._style import COLOURS, check_columns, new_axes
+from scforge._checks import check_known
+from scforge.errors import DataError
+from scforge.pl._style import COLOURS, check_columns, legend_beside, new_axes
 
 if TYPE_CHECKING:
     import pandas as pd
     from anndata import AnnData
     from matplotlib.axes import Axes
-
-
-_GREYS = (("0.25", "-"), ("0.55", "-"), ("0.25", "--"), ("0.55", "--"), ("0.25", ":"), ("0.55", ":"))
 
 
 def precision_recall(
@@ -33,9 +32,8 @@ def precision_recall(
     Parameters
     ----------
     curves
-        The columns ``method``, ``recall`` and ``precision``, as of :func:`scforge.eval.network_curves`. The area in the
-        legend is the column ``auprc``; without one it is that below these points, which is another one where they were
-        thinned.
+        The columns ``method``, ``recall``, ``precision`` and ``auprc``, the area in the legend, as of
+        :func:`scforge.eval.networks.network_curves`.
     kinds
         Method to ``"model"`` or ``"baseline"``; baselines are grey. None takes the column ``kind`` of `curves`, or
         draws all in colour.
@@ -54,66 +52,42 @@ def precision_recall(
     Raises
     ------
     DataError
-        If a column is not there, or a value is not between 0 and 1.
+        If a column is not there.
 
     Examples
     --------
     >>> import pandas as pd, scforge
     >>> truth = pd.DataFrame({"source": ["A", "B"], "target": ["x", "y"]})
     >>> edges = pd.DataFrame({"source": ["A"], "target": ["x"], "weight": [1.0]})
-    >>> ax = scforge.pl.precision_recall(scforge.eval.network_curves({"mine": edges}, truth))
+    >>> from scforge.eval.networks import network_curves
+    >>> ax = scforge.pl.precision_recall(network_curves({"mine": edges}, truth))
     >>> ax.get_xlabel(), ax.get_ylabel()
     ('recall', 'precision')
     """
-    check_columns("curves", curves, ("method", "recall", "precision"))
-    values = curves[["recall", "precision"]].to_numpy(dtype=float)
-    if not ((values >= 0) & (values <= 1 + 1e-9)).all():
-        raise DataError("curves has values of recall or precision that are not between 0 and 1; pass shares.")
+    check_columns("curves", curves, ("method", "recall", "precision", "auprc"))
     if kinds is None and "kind" in curves:
         kinds = dict(zip(curves["method"], curves["kind"], strict=True))
-    kinds = kinds or {}
     # Of points with one recall, those that come later have more false edges.
-    ordered = curves.sort_values(["recall", "precision"], ascending=[True, False])
-    lines = dict(iter(ordered.groupby("method", sort=False)))
-    areas = {name: float(part["auprc"].iloc[0]) if "auprc" in part else _area(part) for name, part in lines.items()}
-    if chance is None:
-        last = [part["precision"].iloc[-1] for part in lines.values() if part["recall"].iloc[-1] >= 1 - 1e-9]
-        chance = float(np.median(last)) if last else None
+    ordered = curves.sort_values(["auprc", "recall", "precision"], ascending=[False, True, False])
+    if chance is None and (ordered["recall"] >= 1 - 1e-9).any():
+        chance = float(ordered[ordered["recall"] >= 1 - 1e-9].groupby("method")["precision"].min().median())
     ax = new_axes(ax, 6.0, 3.8)
-    n_coloured = n_grey = 0
-    for name in sorted(lines, key=lambda name: -areas[name]):
-        grey = kinds.get(name, "model") != "model"
-        colour, style = _GREYS[n_grey % len(_GREYS)] if grey else (COLOURS[n_coloured % len(COLOURS)], "-")
-        n_grey, n_coloured = n_grey + grey, n_coloured + (not grey)
-        ax.plot(
-            lines[name]["recall"],
-            lines[name]["precision"],
-            color=colour,
-            linestyle=style,
-            linewidth=1.2 if grey else 2,
-            zorder=2 if grey else 3,
-            label=f"{name} ({areas[name]:.3f})",
-        )
+    styles = {True: itertools.cycle(itertools.product(("0.25", "0.55"), ("-", "--", ":")))}
+    styles[False] = itertools.cycle(itertools.product(COLOURS, "-"))
+    for name, line in ordered.groupby("method", sort=False):
+        grey = (kinds or {}).get(str(name), "model") != "model"
+        colour, style = next(styles[grey])
+        label, width = f"{name} ({line['auprc'].iloc[0]:.3f})", 1.2 if grey else 2
+        ax.plot(line["recall"], line["precision"], color=colour, linestyle=style, linewidth=width, label=label)
     if chance is not None:
         ax.axhline(chance, color="0.4", linestyle=(0, (1, 3)), linewidth=1, label=f"chance ({chance:.3f})")
     # The first few edges make a precision of 0 or 1 whatever the method: they do not set the scale.
     beyond = curves.loc[curves["recall"] >= 0.01, "precision"]
-    highest = float((beyond if len(beyond) else curves["precision"]).max())
-    ax.set(
-        xlabel="recall", ylabel="precision", title=title, xlim=(0, 1), ylim=(0, min(1.02, 1.15 * max(highest, 1e-3)))
-    )
+    top = min(1.02, 1.15 * max(float(beyond.max()), 1e-3)) if len(beyond) else 1.02
+    ax.set(xlabel="recall", ylabel="precision", title=title, xlim=(0, 1), ylim=(0, top))
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(
-        frameon=False, title="area under the curve", fontsize="small", title_fontsize="small", loc="center left",
-        bbox_to_anchor=(1.0, 0.5), alignment="left",
-    )  # fmt: skip
+    legend_beside(ax, title="area under the curve", title_fontsize="small", alignment="left")
     return ax
-
-
-def _area(curve: pd.DataFrame) -> float:
-    """Return the average precision: the precision of each step, weighted by what it adds to the recall."""
-    steps = np.diff(curve["recall"].to_numpy(dtype=float), prepend=0.0)
-    return float(steps @ curve["precision"].to_numpy(dtype=float))
 
 
 def attention_heatmap(
@@ -159,15 +133,13 @@ def attention_heatmap(
     >>> sorted(label.get_text() for label in ax.get_yticklabels())
     ['CD3D', 'CD3E', 'LYZ']
     """
-    if key not in adata.varp:
-        known = list(adata.varp)
-        raise DataError(
-            f"adata.varp has no {key!r}{did_you_mean(key, known)} (it has: {listing(known)}); call "
-            "model.get_attention(adata) first."
-        )
-    rows = _genes_of(adata, genes, adata.varp[key], n_genes)
-    graph = adata.varp[key][rows][:, rows]
-    values = np.asarray(graph.todense() if hasattr(graph, "todense") else graph, dtype=float)
+    import matplotlib as mpl
+    from matplotlib.colors import ListedColormap
+
+    check_known("key", key, adata.varp, "adata.varp", fix="call model.get_attention(adata) first")
+    graph = sparse.csr_matrix(adata.varp[key])
+    rows = _genes_of(adata, genes, graph, n_genes)
+    values = graph[rows][:, rows].toarray().astype(float)
     if not (values > 0).any():
         raise DataError("there is no attention between these genes in the graph; name others, or leave genes out.")
     order = _alike(values)
@@ -178,11 +150,13 @@ def attention_heatmap(
     # A few strong pairs would leave all others in one shade.
     most = float(np.quantile(positive, 0.98)) if len(positive) > 50 else float(positive.max())
     shown = np.ma.masked_less_equal(values, 0)
-    image = ax.imshow(shown, cmap=_cut("Blues"), vmin=0, vmax=most, aspect="equal")
-    bar = ax.figure.colorbar(
-        image, ax=ax, fraction=0.045, pad=0.03, extend="max" if most < positive.max() else "neither"
+    # Without its lightest part, so that the least value differs from white.
+    colours = ListedColormap(mpl.colormaps["Blues"](np.linspace(0.15, 1, 256)))
+    image = ax.imshow(shown, cmap=colours, vmin=0, vmax=most, aspect="equal")
+    extend = "max" if most < positive.max() else "neither"
+    ax.figure.colorbar(
+        image, ax=ax, fraction=0.045, pad=0.03, extend=extend, label="mean attention\n(white: none kept)"
     )
-    bar.set_label("mean attention\n(white: none kept)")
     size = 8 if n_shown <= 40 else 6
     ax.set_xticks(range(n_shown), names, rotation=90, fontsize=size)
     ax.set_yticks(range(n_shown), names, fontsize=size)
@@ -191,22 +165,14 @@ def attention_heatmap(
     return ax
 
 
-def _genes_of(adata: AnnData, genes: Sequence[str] | None, graph: Any, n_genes: int) -> np.ndarray:
+def _genes_of(adata: AnnData, genes: Sequence[str] | None, graph: sparse.csr_matrix, n_genes: int) -> np.ndarray:
     """Return columns of genes, int64."""
     if genes is None:
-        check_count("n_genes", n_genes, "genes", least=2)
         total = np.asarray(graph.sum(axis=0)).ravel() + np.asarray(graph.sum(axis=1)).ravel()
         chosen = np.argsort(-total, kind="stable")[:n_genes]
         return np.sort(chosen[total[chosen] > 0])
-    if isinstance(genes, str):
-        genes = [genes]
-    known = list(adata.var_names)
-    missing = [gene for gene in genes if gene not in adata.var_names]
-    if missing:
-        raise DataError(
-            f"genes: {listing(missing)} not in adata.var_names{did_you_mean(missing[0], known)} "
-            f"(e.g. {listing(known, most=3)})"
-        )
+    for gene in genes:
+        check_known("genes", gene, adata.var_names, "adata.var_names")
     return adata.var_names.get_indexer(list(dict.fromkeys(genes)))
 
 
@@ -218,11 +184,3 @@ def _alike(values: np.ndarray) -> np.ndarray:
         return np.arange(len(values))
     both = np.hstack([values, values.T])
     return leaves_list(linkage(both / max(both.max(), 1e-12), method="average", optimal_ordering=True))
-
-
-def _cut(name: str) -> Any:
-    """Return a map of colours without its lightest part, so that the least value differs from white."""
-    import matplotlib as mpl
-    from matplotlib.colors import ListedColormap
-
-    return ListedColormap(mpl.colormaps[name](np.linspace(0.15, 1, 256)))

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from scforge._checks import check_count
 from scforge.errors import DataError, OptionError
-from scforge.pl._style import COLOURS, KINDS, check_columns, new_axes, spread
+from scforge.pl._style import COLOURS, KINDS, check_columns, name_rows, new_axes, say_undefined
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
 
-_CHANCE = {"rank": 0.5}
-"""What a prediction has that knows nothing."""
-
 _LOWER_IS_BETTER = ("rank", "mse", "mae", "wmse", "energy_distance")
-
-_LABEL_GAP = 0.062
-"""Least distance of two names of genes, as a share of the height of axes of 4 inches."""
+_KINDS = {"scforge": "model", "prediction": "model", "technical_duplicate": "ceiling"}
+"""What methods are, where a table does not say."""
 
 
 def perturbation_scatter(
@@ -94,35 +89,30 @@ def perturbation_scatter(
 
 
 def _name(ax: Axes, x: np.ndarray, y: np.ndarray, names: list[str]) -> None:
-    """Write names in a column on either side of the points, none over another, each with a line to its point."""
-    if not names:
-        return
-    low, high = ax.get_xlim()
-    bottom, above = ax.get_ylim()
-    width, height = high - low, above - bottom
-    right = x >= 0
-    # Room beside the points, where names stand.
-    room = 0.26 * width
-    for side, place, align in ((right, high, "left"), (~right, low, "right")):
-        if not side.any():
-            continue
-        # No more than one, so that what is left of the axes stays with the points.
-        heights = spread((y[side] - bottom) / height, _LABEL_GAP, 0.02, 0.98) * height + bottom
-        shift = 0.03 * width if align == "left" else -0.03 * width
-        for index, text_height in zip(np.flatnonzero(side), heights, strict=True):
-            ax.plot([x[index], place + 0.6 * shift], [y[index], text_height], color="0.75", linewidth=0.6, zorder=1)
-            ax.text(place + shift, text_height, names[index], ha=align, va="center", fontsize=8)
-    ax.set_xlim(low - room * bool((~right).any()), high + room * bool(right.any()))
-    ax.set_ylim(bottom, above)
+    """Write names in a column on either side of the points, from the lowest up, each with a line to its point."""
+    (low, high), (bottom, above) = ax.get_xlim(), ax.get_ylim()
+    width, limits = high - low, [low, high]
+    for side, place, away, align in ((x >= 0, high, 1, "left"), (x < 0, low, -1, "right")):
+        order = np.flatnonzero(side)[np.argsort(y[side], kind="stable")]
+        if len(order):
+            # Room beside the points, where names stand.
+            limits[away > 0] = place + away * 0.26 * width
+        # As near to their points as names that are evenly apart can be.
+        gap = min(0.07, 1 / max(len(order), 1)) * (above - bottom)
+        start = (
+            np.clip(y[order].mean() - gap * (len(order) - 1) / 2, bottom, above - gap * len(order)) if len(order) else 0
+        )
+        for index, height in zip(order, start + gap * np.arange(len(order)), strict=True):
+            ends = [x[index], place + away * 0.02 * width], [y[index], height]
+            ax.plot(*ends, color="0.75", linewidth=0.6, zorder=1)
+            ax.text(place + away * 0.03 * width, height, names[index], ha=align, va="center", fontsize=8)
+    ax.set(xlim=limits, ylim=(bottom, above))
 
 
 def perturbation_ranks(
     table: pd.DataFrame,
     *,
     metric: str = "rank",
-    chance: float | None = None,
-    models: Collection[str] = ("scforge", "prediction"),
-    ceilings: Collection[str] = ("technical_duplicate",),
     ax: Axes | None = None,
 ) -> Axes:
     """Draw a figure of each perturbation, a row a method, the method with the best mean on top.
@@ -133,12 +123,8 @@ def perturbation_ranks(
         One row a perturbation and method: the columns ``method`` and `metric`, as in
         ``adata.uns["scforge"]["metrics_per_perturbation"]``; ``kind``, if it is there, says which method is what.
     metric
-        Column to draw. ``rank``: the share of measured effects that are more similar to the prediction than the own.
-    chance
-        Value of a dashed line, what a prediction has that knows nothing; None draws 0.5 for ``rank``, and none for
-        other metrics.
-    models, ceilings
-        Methods that are no baselines, where the table has no ``kind``.
+        Column to draw. ``rank``: the share of measured effects that are more similar to the prediction than the own; a
+        dashed line is chance.
     ax
         Axes to draw on; new ones if None.
 
@@ -160,60 +146,38 @@ def perturbation_ranks(
     ['train_mean', 'scforge']
     """
     check_columns("table", table, ("method", metric))
-    means = (
-        table.groupby("method", sort=False)[metric]
-        .mean()
-        .sort_values(ascending=metric not in _LOWER_IS_BETTER, na_position="first")
-    )
-    order = list(means.index)
-    chance = _CHANCE.get(metric) if chance is None else chance
-    kinds = dict.fromkeys(order, "baseline")
-    kinds |= dict.fromkeys(set(models) & set(order), "model") | dict.fromkeys(set(ceilings) & set(order), "ceiling")
-    if "kind" in table:
-        kinds = dict(zip(table["method"], table["kind"], strict=True))
+    means = table.groupby("method", sort=False)[metric].mean()
+    means = means.sort_values(ascending=metric not in _LOWER_IS_BETTER, na_position="first")
+    order = [str(name) for name in means.index]
+    told = dict(zip(table["method"], table["kind"], strict=True)) if "kind" in table else _KINDS
+    kinds = {name: told.get(name, "baseline") for name in order}
     ax = new_axes(ax, 5.4, 1.1 + 0.36 * len(order))
-    if chance is not None:
-        ax.axvline(chance, color="0.4", linestyle="--", linewidth=1, zorder=0)
-        ax.annotate(
-            "chance", (chance, 1), xycoords=("data", "axes fraction"), xytext=(0, 3), textcoords="offset points",
-            ha="center", va="bottom", color="0.4", fontsize="small",
-        )  # fmt: skip
+    if metric == "rank":
+        ax.axvline(0.5, color="0.4", linestyle="--", linewidth=1, zorder=0)
+        where: Any = {
+            "xycoords": ("data", "axes fraction"),
+            "xytext": (0, 3),
+            "textcoords": "offset points",
+            "ha": "center",
+        }
+        ax.annotate("chance", (0.5, 1), color="0.4", fontsize="small", **where)
+    counts = []
     for place, method in enumerate(order):
-        values = table.loc[table["method"] == method, metric].to_numpy(dtype=float)
-        known = values[~np.isnan(values)]
+        known = table.loc[table["method"] == method, metric].dropna().to_numpy(dtype=float)
+        counts.append(len(known))
         colour = KINDS.get(kinds[method], KINDS["model"])
         if not len(known):
-            ax.annotate(
-                "not defined", (0.02, place), xycoords=("axes fraction", "data"), va="center", color="0.5",
-                fontsize="small",
-            )  # fmt: skip
+            say_undefined(ax, place)
             continue
-        ax.scatter(known, place + _beside(known), s=14, color=colour, alpha=0.6, linewidths=0, label=method)
+        ax.scatter(known, np.full(len(known), place), marker="|", s=120, color=colour, alpha=0.6, label=method)
         ax.vlines(known.mean(), place - 0.34, place + 0.34, color=colour, linewidth=2.5)
-    counts = table.dropna(subset=[metric]).groupby("method").size().reindex(order, fill_value=0)
-    same = counts.nunique() == 1
-    ax.set_yticks(range(len(order)), order if same else [f"{name} ({counts[name]})" for name in order])
-    for label, method in zip(ax.get_yticklabels(), order, strict=True):
-        label.set_fontweight("bold" if kinds[method] == "model" else "normal")
-    number = f"{counts.iloc[0]} effects" if same else "number of effects in brackets"
+    name_rows(ax, order, kinds)
+    same = len(set(counts)) == 1
+    if not same:
+        ax.set_yticks(range(len(order)), [f"{name} ({count})" for name, count in zip(order, counts, strict=True)])
+    number = f"{counts[0]} effects" if same else "number of effects in brackets"
     ax.set_xlabel(f"{metric.replace('_', ' ')} of the measured effect ({number}; bar: mean)")
-    ax.set_ylim(-0.6, len(order) - 0.4)
-    ax.tick_params(axis="y", length=0)
-    ax.spines[["top", "right", "left"]].set_visible(False)
     return ax
-
-
-def _beside(values: np.ndarray, n_bins: int = 40, width: float = 0.3) -> np.ndarray:
-    """Return how far each point is moved so that equal ones stand beside each other, shape as `values`."""
-    if np.ptp(values) > 0:
-        bins = np.round((values - values.min()) / np.ptp(values) * n_bins).astype(np.int64)
-    else:
-        bins = np.zeros(len(values), dtype=np.int64)
-    moved = np.zeros(len(values))
-    for number in np.unique(bins):
-        rows = np.flatnonzero(bins == number)
-        moved[rows] = (np.arange(len(rows)) - (len(rows) - 1) / 2) * min(0.1, 2 * width / len(rows))
-    return moved
 
 
 def in_silico_ranking(
@@ -276,9 +240,6 @@ def in_silico_ranking(
         ax.hlines(places, top[metric], top[untrained], color="0.8", linewidth=1, zorder=1)
         ax.scatter(top[untrained], places, s=26, facecolors="none", edgecolors="0.4", label="untrained", zorder=2)
         ax.legend(frameon=False, loc="lower right", fontsize="small")
-    ax.set_yticks(places, names)
-    ax.set_ylim(len(top) - 0.4, -0.6)
+    name_rows(ax, list(names), from_top=True)
     ax.set(xlabel=f"{metric.replace('_', ' ')} (standard deviations of genes of similar expression)", title=title or "")
-    ax.tick_params(axis="y", length=0)
-    ax.spines[["top", "right", "left"]].set_visible(False)
     return ax

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from scforge._checks import check_known
 from scforge._constants import UNS_KEY
-from scforge.errors import DataError, did_you_mean, listing
-from scforge.pl._style import COLOURS, check_columns, new_axes
+from scforge.errors import DataError
+from scforge.pl._style import COLOURS, check_columns, legend_beside, new_axes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -61,66 +62,57 @@ def confusion_matrix(
     >>> [tick.get_text().split()[0] for tick in ax.get_yticklabels()]
     ['B', 'NK', 'T']
     """
+    from sklearn.metrics import ConfusionMatrixDisplay
+
     counts, left_out = _counts(data, truth, predicted, table)
-    n_rows, n_columns = counts.shape
-    ax = new_axes(ax, 2.6 + 0.42 * n_columns, 1.8 + 0.42 * n_rows)
-    totals = counts.sum(axis=1).to_numpy()
-    shares = np.divide(counts.to_numpy(), totals[:, None], out=np.zeros(counts.shape), where=totals[:, None] > 0)
-    image = ax.imshow(shares, cmap="Blues", vmin=0, vmax=1, aspect="auto")
-    if max(counts.shape) <= _MOST_NUMBERS:
-        for row, column in zip(*np.nonzero(shares >= 0.005), strict=True):
-            share = shares[row, column]
-            ax.text(
-                column,
-                row,
-                "1" if share == 1 else f"{share:.2f}".lstrip("0"),
-                ha="center",
-                va="center",
-                fontsize=8,
-                color="white" if share > 0.55 else "black",
-            )
-    ax.set_xticks(range(n_columns), list(counts.columns), rotation=45, ha="right", rotation_mode="anchor")
-    ax.set_yticks(range(n_rows), [f"{name} ({total:,.0f})" for name, total in zip(counts.index, totals, strict=True)])
-    note = f"\n(cells left out, without a class: {left_out:,})" if left_out else ""
-    ax.set(xlabel=f"predicted{note}", ylabel="true (cells)")
+    n_classes, totals = len(counts), counts.sum(axis=1)
+    shares = counts.div(totals.where(totals > 0, 1), axis=0).to_numpy()
+    ax = new_axes(ax, 2.6 + 0.42 * n_classes, 1.8 + 0.42 * n_classes)
+    few = n_classes <= _MOST_NUMBERS
+    display = ConfusionMatrixDisplay(shares, display_labels=list(counts.columns)).plot(
+        ax=ax, include_values=few, cmap="Blues", values_format=".2f", colorbar=False, text_kw={"fontsize": 8},
+        im_kw={"vmin": 0, "vmax": 1, "aspect": "auto"},
+    )  # fmt: skip
+    for text, share in zip(display.text_.ravel() if few else (), shares.ravel(), strict=few):
+        text.set_text("" if share < 0.005 else "1" if share == 1 else f"{share:.2f}".lstrip("0"))
+    ax.set_xticklabels(list(counts.columns), rotation=45, ha="right", rotation_mode="anchor")
+    ax.set_yticklabels([f"{name} ({total:,.0f})" for name, total in totals.items()])
+    ax.set(xlabel=f"predicted{_left_out(left_out)}", ylabel="true (cells)")
     ax.tick_params(length=0)
-    ax.figure.colorbar(image, ax=ax, label="share of the true class", fraction=0.05, pad=0.03)
+    ax.figure.colorbar(display.im_, ax=ax, label="share of the true class", fraction=0.05, pad=0.03)
     return ax
+
+
+def _left_out(n_cells: int) -> str:
+    return f"\n(cells left out, without a class: {n_cells:,})" if n_cells else ""
 
 
 def _counts(
     data: AnnData | pd.DataFrame, truth: str | None, predicted: str | None, table: str
 ) -> tuple[pd.DataFrame, int]:
     """Return cells by true (row) and predicted (column) class, and how many have not both."""
-    import pandas as pd
-
     if truth is not None:
         columns = _columns(data, truth, f"scforge_{truth}" if predicted is None else predicted)
         columns.columns = ["label", "predicted"]
         known = columns.dropna()
         if not len(known):
             raise DataError(f"no cell has both a true class ({truth!r}) and a predicted one; nothing to draw.")
-        found = known.groupby(["label", "predicted"], observed=True).size().rename("n_cells").reset_index()
+        found = known.assign(n_cells=1)
         left_out = len(columns) - len(known)
-    elif isinstance(data, pd.DataFrame):
+    elif not hasattr(data, "uns"):
         found, left_out = data, 0
     else:
         written = data.uns.get(UNS_KEY, {})
-        if table not in written:
-            raise DataError(
-                f"adata.uns[{UNS_KEY!r}] has no table {table!r}{did_you_mean(table, written)} (it has: "
-                f"{listing(written)}); call annotator.evaluate(adata) first, or name the columns of obs, truth=... and "
-                "predicted=..."
-            )
+        fix = "call annotator.evaluate(adata) first, or name the columns of obs, truth=... and predicted=..."
+        check_known("table", table, written, f"adata.uns[{UNS_KEY!r}]", fix=fix)
         found, left_out = written[table], 0
     check_columns("data", found, ("label", "predicted", "n_cells"))
     wide = found.assign(label=found["label"].astype(str), predicted=found["predicted"].astype(str))
     wide = wide.pivot_table(index="label", columns="predicted", values="n_cells", aggfunc="sum", fill_value=0)
-    # The same order on both sides puts what is right on the diagonal.
+    # What is right stands on the diagonal, classes of one side only behind.
     both = [name for name in wide.index if name in wide.columns]
-    rows = [*both, *(name for name in wide.index if name not in both)]
-    columns_ = [*both, *(name for name in wide.columns if name not in both)]
-    return wide.loc[rows, columns_], left_out
+    names = [*both, *(name for name in [*wide.index, *wide.columns] if name not in both)]
+    return wide.reindex(index=names, columns=names, fill_value=0), left_out
 
 
 def _columns(data: Any, *names: str) -> pd.DataFrame:
@@ -186,25 +178,23 @@ def calibration(
     sure = known["confidence"].to_numpy(dtype=np.float64)
     if sure.min() < 0 or sure.max() > 1 + 1e-6:
         raise DataError(f"confidence={confidence!r} has values outside [0, 1]; pass the column of a probability.")
-    right = (known["truth"].astype(str) == known["predicted"].astype(str)).to_numpy(dtype=np.float64)
-    bins = np.clip(np.ceil(sure * n_bins).astype(np.int64) - 1, 0, n_bins - 1)
-    n_cells = np.bincount(bins, minlength=n_bins)
-    used = np.flatnonzero(n_cells)
-    accuracy = np.bincount(bins, right, minlength=n_bins)[used] / n_cells[used]
-    mean = np.bincount(bins, sure, minlength=n_bins)[used] / n_cells[used]
-    error = float(np.abs(accuracy - mean) @ n_cells[used] / len(known))
+    right = known["truth"].astype(str) == known["predicted"].astype(str)
+    bins = np.searchsorted(np.linspace(0, 1, n_bins + 1)[1:-1], sure)
+    grouped = known.assign(right=right, sure=sure).groupby(bins)[["right", "sure"]]
+    n_cells = grouped.size().to_numpy()
+    accuracy, mean = grouped.mean().to_numpy(dtype=np.float64).T
+    error = float(np.abs(accuracy - mean) @ n_cells / len(known))
     ax = new_axes(ax, 4.2, 4.2)
-    centres = (np.arange(n_bins) + 0.5) / n_bins
+    centres = (np.array(list(grouped.indices)) + 0.5) / n_bins
     ax.bar(centres, n_cells / len(known), width=0.9 / n_bins, color="0.85", label="share of cells")
     ax.plot([0, 1], [0, 1], color="0.4", linestyle="--", linewidth=1, label="as often right as sure")
-    low, high = _wilson(accuracy, n_cells[used])
-    ax.vlines(mean, low, high, color=COLOURS[0], alpha=0.5, linewidth=2)
+    ax.vlines(mean, *_wilson(accuracy, n_cells), color=COLOURS[0], alpha=0.5, linewidth=2)
     ax.plot(mean, accuracy, "o-", color=COLOURS[0], markersize=5, linewidth=1, label="accuracy")
-    note = f"\n(cells left out, without a class: {len(columns) - len(known):,})" if len(known) < len(columns) else ""
-    ax.set(xlabel=f"confidence{note}", ylabel="accuracy", xlim=(0, 1), ylim=(0, 1.02), aspect="equal")
+    ax.set(xlabel=f"confidence{_left_out(len(columns) - len(known))}", ylabel="accuracy")
+    ax.set(xlim=(0, 1), ylim=(0, 1.02), aspect="equal")
     ax.set_title(f"calibration error {error:.3f}, {len(known):,} cells", fontsize="medium")
     ax.spines[["top", "right"]].set_visible(False)
-    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+    legend_beside(ax)
     return ax
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from scforge.errors import DataError, OptionError, did_you_mean, listing
-from scforge.pl._style import KINDS, check_columns, frame_of, new_axes
+from scforge._checks import check_known
+from scforge.errors import OptionError
+from scforge.pl._style import KINDS, check_columns, legend_beside, name_rows, new_axes, say_undefined
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -70,95 +71,63 @@ def metrics(
     import matplotlib.pyplot as plt
     from matplotlib.lines import Line2D
 
-    frame = _of_benchmark(frame_of("report", report), benchmark)
+    frame = _of_benchmark(report, benchmark)
     known = list(dict.fromkeys(frame["metric"]))
     chosen = known if metrics is None else [metrics] if isinstance(metrics, str) else list(metrics)
     for name in chosen:
-        if name not in known:
-            raise OptionError(f"metrics={name!r} is not in the report{did_you_mean(name, known)} ({listing(known)})")
+        check_known("metrics", name, known, "the report", error=OptionError)
     if lower_is_better is None:
-        lower_is_better = _lower(report, frame)
+        told = frame["lower_is_better"].astype(bool) if "lower_is_better" in frame else [False] * len(frame)
+        lower_is_better = set(frame.loc[told, "metric"])
     kinds = dict(zip(frame["method"], frame["kind"] if "kind" in frame else ["model"] * len(frame), strict=True))
-    table = frame.pivot_table(index="method", columns="metric", values="value", sort=False, dropna=False)
-    first = table[chosen[0]].reindex(list(kinds))
+    first = frame[frame["metric"] == chosen[0]].set_index("method")["value"].reindex(list(kinds))
     order = list(first.sort_values(ascending=chosen[0] not in lower_is_better, na_position="first").index)
     if ax is None:
-        figure, made = plt.subplots(
-            1,
-            len(chosen),
-            figsize=(1.6 + 2.4 * len(chosen), 0.9 + 0.28 * len(order)),
-            sharey=True,
-            squeeze=False,
-            layout="constrained",
-        )
-        axes = list(made[0])
+        size = (1.6 + 2.4 * len(chosen), 0.9 + 0.28 * len(order))
+        axes = list(plt.subplots(1, len(chosen), figsize=size, sharey=True, squeeze=False, layout="constrained")[1][0])
     else:
         axes = list(ax) if isinstance(ax, Sequence | np.ndarray) else [ax]
     if len(axes) != len(chosen):
         raise OptionError(f"ax holds {len(axes)} axes for {len(chosen)} metrics; pass one a metric.")
     for name, one in zip(chosen, axes, strict=True):
-        lines = frame[frame["metric"] == name].set_index("method")
-        _panel(one, lines, order, kinds)
-        one.set_xlabel(
-            f"{name.replace('_', ' ')}\n(less is better)" if name in lower_is_better else name.replace("_", " ")
-        )
-    axes[0].set_yticks(range(len(order)), order)
-    axes[0].set_ylim(-0.6, len(order) - 0.4)
-    for one in axes:
-        for label, method in zip(one.get_yticklabels(), order, strict=False):
-            label.set_fontweight("bold" if kinds[method] == "model" else "normal")
+        _panel(one, frame[frame["metric"] == name].set_index("method"), order, kinds)
+        one.set_xlabel(name.replace("_", " ") + ("\n(less is better)" if name in lower_is_better else ""))
+    for one in axes[:1] if ax is None else axes:
+        name_rows(one, order, kinds)
     shown = [kind for kind in KINDS if kind in kinds.values()]
     handles = [Line2D([], [], color=KINDS[kind], marker=_MARKERS[kind], linestyle="", label=kind) for kind in shown]
     if len(shown) > 1:
-        axes[-1].legend(handles=handles, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize="small")
+        legend_beside(axes[-1], handles=handles)
     return axes
 
 
-def _of_benchmark(frame: pd.DataFrame, benchmark: str | None) -> pd.DataFrame:
-    check_columns("report", frame, ("method", "metric", "value"))
+def _of_benchmark(report: Any, benchmark: str | None) -> pd.DataFrame:
+    """Return the figures of a benchmark; of the only one, if none is named."""
+    frame = check_columns("report", report, ("method", "metric", "value"))
     if "benchmark" not in frame:
         return frame
     known = list(dict.fromkeys(frame["benchmark"]))
-    if benchmark is None and len(known) > 1:
-        raise OptionError(f"benchmark=None: the report has several; name one of {listing(known)}.")
-    if benchmark is not None and benchmark not in known:
-        raise OptionError(
-            f"benchmark={benchmark!r} is not in the report{did_you_mean(benchmark, known)} ({listing(known)})"
-        )
-    return frame if benchmark is None else frame[frame["benchmark"] == benchmark]
-
-
-def _lower(report: Any, frame: pd.DataFrame) -> Collection[str]:
-    if hasattr(report, "about"):
-        return report.about(frame["benchmark"].iloc[0]).lower_is_better
-    return set(frame.loc[frame["lower_is_better"].astype(bool), "metric"]) if "lower_is_better" in frame else ()
+    benchmark = known[0] if benchmark is None and len(known) == 1 else benchmark
+    check_known("benchmark", benchmark, known, "the report", fix="name one of them", error=OptionError)
+    return frame[frame["benchmark"] == benchmark]
 
 
 def _panel(ax: Axes, lines: pd.DataFrame, order: list[str], kinds: dict[str, str]) -> None:
     """Draw one metric: a dot a method, a line for its interval, and what a ceiling reaches as a line through all."""
-    import pandas as pd
-
     ax.grid(axis="x", color="0.92", linewidth=0.8)
     ax.set_axisbelow(True)
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.tick_params(axis="y", length=0)
     for place, method in enumerate(order):
         kind = kinds[method] if kinds[method] in KINDS else "model"
-        value = lines["value"].get(method, np.nan)
-        if pd.isna(value):
-            ax.annotate(
-                "not defined",
-                (0.02, place),
-                xycoords=("axes fraction", "data"),
-                va="center",
-                color="0.5",
-                fontsize="x-small",
-            )
+        line = lines.loc[method] if method in lines.index else {}
+        value = line.get("value", np.nan)
+        if np.isnan(value):
+            say_undefined(ax, place)
             continue
-        if {"low", "high"} <= set(lines) and not pd.isna(lines["low"][method]):
-            ax.plot(
-                [lines["low"][method], lines["high"][method]], [place, place], color=KINDS[kind], linewidth=2, alpha=0.5
-            )
+        ends = [line.get("low", np.nan), line.get("high", np.nan)]
+        if np.isfinite(ends).all():
+            ax.plot(ends, [place, place], color=KINDS[kind], linewidth=2, alpha=0.5)
         if kind == "ceiling":
             ax.axvline(value, color=KINDS[kind], linestyle=":", linewidth=1)
         ax.plot(value, place, _MARKERS[kind], color=KINDS[kind], markersize=6, label=method)
@@ -200,7 +169,6 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
     ['scforge', 'PCA']
     """
     import matplotlib as mpl
-    from matplotlib.patches import Rectangle
 
     table, kinds = _wide(report, benchmark)
     totals = [name for name in _TOTALS if name in table]
@@ -211,57 +179,45 @@ def scib_table(report: Any, *, benchmark: str | None = None, ax: Axes | None = N
     n_rows, n_columns = table.shape
     ax = new_axes(ax, 2.2 + 0.72 * n_columns, 1.5 + 0.42 * n_rows)
     maps = {**dict.fromkeys(bio, "Blues"), **dict.fromkeys(batch, "Greens"), **dict.fromkeys(totals, "Oranges")}
-    best = table.max()
     for column, name in enumerate(table):
-        colours = mpl.colormaps[maps[name]]
+        known = np.flatnonzero(table[name].notna())
+        sizes = table[name].to_numpy()[known].clip(0, 1)
+        shades = mpl.colormaps[maps[name]](0.1 + 0.75 * sizes)
+        dark = np.full(len(known), False)
+        if name in totals:
+            ax.barh(known, 0.9 * sizes, left=column - 0.45, height=0.72, color=shades)
+        else:
+            ax.scatter(np.full(len(known), column), known, s=620, color=shades, linewidths=0)
+            dark = shades[:, :3] @ _LIGHT < 0.55
         for row, value in enumerate(table[name]):
-            if np.isnan(value):
-                ax.text(column, row, "–", ha="center", va="center", color="0.6")
-                continue
-            shade = colours(0.1 + 0.75 * float(np.clip(value, 0, 1)))
-            if name in totals:
-                width = 0.9 * float(np.clip(value, 0, 1))
-                ax.add_patch(Rectangle((column - 0.45, row - 0.36), width, 0.72, color=shade, linewidth=0))
-                text_at, align, dark = column - 0.41, "left", False
-            else:
-                ax.scatter(column, row, s=620, color=[shade], linewidths=0)
-                text_at, align, dark = column, "center", float(np.dot(shade[:3], _LIGHT)) < 0.55
-            weight = "bold" if value == best[name] else "normal"
-            colour = "white" if dark else "black"
-            ax.text(text_at, row, f"{value:.2f}", ha=align, va="center", fontsize=8, color=colour, fontweight=weight)
+            style: Any = {"color": "white" if row in known[dark] else "black", "fontsize": 8, "va": "center"}
+            style["fontweight"] = "bold" if value == table[name].max() else "normal"
+            place, align = (column - 0.41, "left") if name in totals else (column, "center")
+            ax.text(place, row, "–" if np.isnan(value) else f"{value:.2f}", ha=align, **style)
     names = [name.replace("_", " ") for name in table]
     ax.set_xticks(range(n_columns), names, rotation=40, ha="left", rotation_mode="anchor", fontsize=9)
-    ax.set_yticks(range(n_rows), list(table.index))
-    for label in ax.get_yticklabels():
-        label.set_fontweight("bold" if kinds.get(label.get_text()) == "model" else "normal")
+    name_rows(ax, list(table.index), kinds, from_top=True)
     ax.xaxis.tick_top()
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ax.set(xlim=(-0.6, n_columns - 0.4), ylim=(n_rows - 0.4, -0.6))
-    for row in range(n_rows - 1):
-        ax.axhline(row + 0.5, color="0.92", linewidth=0.8, zorder=0)
+    ax.set_xlim(-0.6, n_columns - 0.4)
+    ax.hlines(np.arange(n_rows - 1) + 0.5, -0.6, n_columns - 0.4, color="0.92", linewidth=0.8, zorder=0)
     start = 0
-    for title, members in (("bio", bio), ("batch", batch), ("totals", totals)):
-        if members and (batch or totals):
-            middle = start + (len(members) - 1) / 2
-            ax.text(middle, n_rows - 0.35, title, ha="center", va="top", color="0.35", fontsize=9)
-            ax.plot(
-                [start - 0.4, start + len(members) - 0.6], [n_rows - 0.42] * 2, color="0.6", linewidth=1, clip_on=False
-            )
-        start += len(members)
+    for title, members in (("bio", bio), ("batch", batch), ("totals", totals)) if batch or totals else ():
+        end = start + len(members) - 1
+        if members:
+            ax.text((start + end) / 2, n_rows - 0.35, title, ha="center", va="top", color="0.35", fontsize=9)
+            ax.plot([start - 0.4, end + 0.4], [n_rows - 0.42] * 2, color="0.6", linewidth=1, clip_on=False)
+        start = end + 1
     return ax
 
 
 def _wide(report: Any, benchmark: str | None) -> tuple[pd.DataFrame, dict[str, str]]:
     """Return one row a method and one column a metric, and the kind of each method."""
-    frame = frame_of("report", report)
+    frame = check_columns("report", report, ())
     if "metric" in frame or "value" in frame:
         frame = _of_benchmark(frame, benchmark)
         kinds = dict(zip(frame["method"], frame["kind"], strict=True)) if "kind" in frame else {}
         wide = frame.pivot_table(index="method", columns="metric", values="value", sort=False, dropna=False)
         return wide[list(dict.fromkeys(frame["metric"]))], kinds
-    check_columns("report", frame, ())
-    odd = [str(name) for name in frame if frame[name].dtype.kind not in "fiu"]
-    if odd:
-        raise DataError(f"report has the columns {listing(odd)}, which are no numbers; leave them out.")
     return frame.astype(float).rename(columns=str), {}

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
 import os
+import re
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from scforge.errors import DataError, OptionError, did_you_mean, listing
-from scforge.soma.fasta import is_packed, read_fasta, read_whole
+import pandas as pd
+
+from scforge.errors import DataError, MissingFileError, OptionError, did_you_mean, first_line, listing
 
 KINDS = ("auto", "bytes", "fasta", "table")
 """How files are read; ``"auto"`` decides by their suffixes."""
@@ -20,8 +23,7 @@ KINDS = ("auto", "bytes", "fasta", "table")
 _FASTA = {".fa", ".faa", ".fas", ".fasta", ".ffn", ".fna"}
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _COLUMNS = {"gene_column": "gene", "text_column": "text"}
-_MOST_LETTERS = 2**31 - 1
-"""Of a cell of a table."""
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 type Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -53,7 +55,7 @@ def read_documents(
         one; quotes hold a cell of ``.csv`` together, in ``.tsv`` they are letters. ``"auto"``: ``.fa``, ``.fasta`` and
         the like are FASTA, ``.csv`` and ``.tsv`` are tables, others bytes.
     field
-        Field of FASTA headers with the names, see :func:`scforge.soma.fasta.read_fasta`.
+        Field of FASTA headers with the names, see :func:`scforge.soma.read_fasta`.
     gene_column, text_column
         Columns of tables with the names and the texts; None for ``"gene"`` and ``"text"``.
 
@@ -149,30 +151,33 @@ def _suffix(path: Path) -> str:
 
 
 def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]:
+    """Read a table; quotes hold a cell of a csv file together, in tsv files they are letters."""
     where = f"files: {str(path)!r}"
-    quoting: Literal[0, 3] = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     try:
-        lines = io.StringIO(read_whole(path).decode("utf-8-sig"), newline="")
-        with _cells_of_any_length():
-            rows = list(csv.reader(lines, delimiter=delimiter, quoting=quoting, strict=True))
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{where} cannot be read as a table in UTF-8: {error}.") from error
-    if not any(rows[1:]):
+        # Without a header a row of too many cells is an error, and not an index.
+        table = pd.read_csv(
+            io.BytesIO(read_whole(path)),
+            sep=delimiter,
+            quoting=quoting,
+            header=None,
+            dtype=str,
+            keep_default_na=False,
+            encoding="utf-8-sig",
+        )
+    except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError) as error:
+        raise DataError(f"{where} cannot be read as a table in UTF-8: {first_line(error)}.") from error
+    header = table.iloc[0].tolist()
+    if len(table) == 1:
         raise DataError(f"{where} has no rows; give a line of column names and one for each gene.")
-    header = rows[0]
-    places = []
     for option, column in columns.items():
         if header.count(column) != 1:
             why = "twice" if column in header else f"not{did_you_mean(column, header)}"
             raise DataError(f"{option}={column!r} is {why} in {str(path)!r} (it has: {listing(header)}).")
-        places.append(header.index(column))
+    table = table.iloc[1:].set_axis(header, axis=1)
     documents = []
-    for number, row in enumerate(rows[1:], 2):
-        if not row:
-            continue  # an empty line
-        if len(row) != len(header):
-            raise DataError(f"{where} has {len(row)} cells in row {number}, but {len(header)} columns.")
-        name, words = (row[place].strip() for place in places)
+    pairs = zip(*(table[columns[option]].fillna("").str.strip() for option in _COLUMNS), strict=True)
+    for number, (name, words) in enumerate(pairs, 2):
         if not name or not words:
             lacks = columns["text_column" if name else "gene_column"]
             raise DataError(f"{where} has no {lacks} in row {number}; leave it out.")
@@ -180,10 +185,115 @@ def _rows(path: Path, delimiter: str, columns: dict[str, str]) -> list[Document]
     return documents
 
 
-@contextmanager
-def _cells_of_any_length() -> Iterator[None]:
-    before = csv.field_size_limit(_MOST_LETTERS)
+class FastaRecord(NamedTuple):
+    """One record of a FASTA file.
+
+    Attributes
+    ----------
+    name
+        The first word of its header, or the value of the field that was asked for.
+    sequence
+        Its letters as they stand in the file, without white space.
+    """
+
+    name: str
+    sequence: bytes
+
+
+def is_packed(path: str | os.PathLike[str]) -> bool:
+    """Return whether the name of a file says that gzip packed it.
+
+    Examples
+    --------
+    >>> is_packed("proteins.fa.gz"), is_packed("PROTEINS.FA.GZ"), is_packed("proteins.fa")
+    (True, True, False)
+    """
+    return Path(path).suffix.lower() == ".gz"
+
+
+def read_whole(path: str | os.PathLike[str]) -> bytes:
+    """Return the bytes of a file, those of a ``.gz`` file unpacked.
+
+    Raises
+    ------
+    MissingFileError
+        If there is no such file.
+    DataError
+        If a ``.gz`` file is damaged.
+    """
+    path = Path(path)
+    if not path.is_file():
+        what = "is a folder; name the files in it" if path.is_dir() else "does not exist; check its name"
+        raise MissingFileError(f"files: {str(path)!r} {what}.")
+    if not is_packed(path):
+        return path.read_bytes()
     try:
-        yield
-    finally:
-        csv.field_size_limit(before)
+        with gzip.open(path) as handle:
+            return handle.read()
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise DataError(f"files: {str(path)!r} cannot be unpacked: {first_line(error)}.") from error
+
+
+def read_fasta(path: str | os.PathLike[str], *, field: str | None = None) -> list[FastaRecord]:
+    r"""Read the records of a FASTA file, plain or ``.gz``.
+
+    Parameters
+    ----------
+    path
+        The file.
+    field
+        Name records by a field of their header, e.g. ``"gene_symbol"`` for ``gene_symbol:TP53`` (Ensembl) or ``"GN"``
+        for ``GN=TP53`` (UniProt); None takes the first word of the header. The value is a word; that of a UniProt
+        field, which has a name of two capitals, goes on until the next such field.
+
+    Returns
+    -------
+    Name and sequence of each record, in the order of the file.
+
+    Raises
+    ------
+    MissingFileError
+        If there is no such file.
+    DataError
+        If it has no records, or one without name, field or sequence.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> _ = Path("two.fasta").write_text(">a first GN=TP53\nACGT\nAC\n>b GN=EGFR\nGG\n")
+    >>> read_fasta("two.fasta")
+    [FastaRecord(name='a', sequence=b'ACGTAC'), FastaRecord(name='b', sequence=b'GG')]
+    >>> [record.name for record in read_fasta("two.fasta", field="GN")]
+    ['TP53', 'EGFR']
+    """
+    where = f"files: {str(path)!r}"
+    data = read_whole(path).removeprefix(_BYTE_ORDER_MARK)
+    if b"\r" in data:
+        data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    before, *parts = re.split(rb"^>", data, flags=re.MULTILINE)
+    if not parts:
+        raise DataError(f"{where} has no FASTA records; each begins with a line such as '>name'.")
+    if before.strip():
+        raise DataError(f"{where} has text before its first FASTA record; each begins with a line such as '>name'.")
+    records = []
+    for number, part in enumerate(parts, 1):
+        header, _, rest = part.partition(b"\n")
+        name = _name(header.decode("utf-8", errors="replace").strip(), field, f"{where}, record {number}")
+        sequence = b"".join(rest.split())
+        if not sequence:
+            raise DataError(f"{where} has no sequence for the record {name!r}; remove it, or give it one.")
+        records.append(FastaRecord(name, sequence))
+    return records
+
+
+def _name(header: str, field: str | None, where: str) -> str:
+    if not header:
+        raise DataError(f"{where} has no name; write it behind '>'.")
+    if field is None:
+        return header.split()[0]
+    found = re.search(rf"(?:^|\s){re.escape(field)}[=:](\S+)", header)
+    if found is not None and re.fullmatch("[A-Z]{2}", field):
+        found = re.search(rf"(?:^|\s){field}=(\S.*?)(?=\s+[A-Z]{{2}}=|$)", header) or found
+    if found is None:
+        raise DataError(f"{where} ({header[:60]!r}) has no field {field!r}; name one that all headers have.")
+    return found[1]

@@ -16,7 +16,7 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from scforge._checks import check_bool, check_count
+from scforge._checks import check_count
 from scforge._io import atomic_path, check_folder, check_writable
 from scforge.errors import DataError, OptionError, listing
 from scforge.soma.byte_data import Chunks
@@ -171,8 +171,6 @@ def _embed(
     progress_bar: bool,
 ) -> pd.DataFrame:
     check_count("batch_size", batch_size, "sequences")
-    for name, value in (("overwrite", overwrite), ("progress_bar", progress_bar)):
-        check_bool(name, value)
     if duplicates not in _DUPLICATES:
         raise OptionError(f"duplicates={duplicates!r} is not known (known: {listing(_DUPLICATES)})")
     if output is not None:

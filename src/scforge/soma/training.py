@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from scforge._checks import check_bool, check_count, check_positive, check_seed
+from scforge._checks import check_count, check_positive, check_seed
 from scforge._io import atomic_folder
 from scforge.errors import DataError, OptionError, TrainingError, first_line
 from scforge.soma.byte_data import ByteData, hold_out
@@ -296,12 +296,8 @@ def train(
     """
     if resume is not None and overwrite:
         raise OptionError(f"resume={str(resume)!r} and overwrite=True contradict each other; keep one of the two.")
-    for name, value in (("checkpoint_every_n_steps", checkpoint_every_n_steps), ("batch_size", batch_size)):
-        if value is not None:
-            check_count(name, value, "steps" if "steps" in name else "sequences")
-    switches = {"overwrite": overwrite, "progress_bar": progress_bar, "gradient_checkpointing": gradient_checkpointing}
-    for name, value in switches.items():
-        check_bool(name, value)
+    if checkpoint_every_n_steps is not None:
+        check_count("checkpoint_every_n_steps", checkpoint_every_n_steps, "steps")
     check_positive("sig_reg", sig_reg, or_zero=True)
     check_count("embedding_dim", embedding_dim, "dimensions")
     hidden = 4 * embedding_dim if pwff_hidden_dim is None else pwff_hidden_dim

@@ -50,8 +50,8 @@ def serialisation_weights(vocab: GeneVocab, weighting: str = "complement") -> np
         raise OptionError(f"weighting={weighting!r} is not known; choose 'complement' or 'inverse'.")
     if vocab.entropies is None:
         raise OptionError(
-            "the vocabulary has no entropies of its genes; add them with scforge.data.measure_entropies(adata, vocab), "
-            "or choose tokenizer='rank_value'."
+            "the vocabulary has no entropies of its genes; add them with "
+            "scforge.data.statistics.measure_entropies(adata, vocab), or choose tokenizer='rank_value'."
         )
     if weighting == "complement":
         return (1.0 - vocab.entropies).astype(np.float32)
@@ -63,7 +63,7 @@ class EntropyRankedTokenizer(Tokenizer):
     """Rank the expressed genes of a cell by log1p CP10K times a weight, which is low for housekeeping genes.
 
     The weight is made of the normalised Shannon entropy of the gene over cells (see
-    :func:`scforge.data.measure_entropies`), so that genes that tell cells apart come first, as in ScDiVa
+    ``scforge.data.statistics.measure_entropies``), so that genes that tell cells apart come first, as in ScDiVa
     (arXiv:2602.03477); the formula is ours. ``values`` are log1p CP10K. Value, weight and their product are float32,
     and equal products stand in the order of the vocabulary, so that a model that is given a dense cell finds the same
     order.

@@ -10,9 +10,10 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
+import pandas as pd
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -22,9 +23,6 @@ from scforge.data.vocab import GeneVocab, id_kind
 from scforge.errors import DataError, GeneMismatchError, MissingFileError, OptionError, first_line, listing, warn
 from scforge.tokenizers.base import RaggedTokens, register_tokenizer
 from scforge.tokenizers.continuous_projection import ContinuousProjectionTokenizer
-
-if TYPE_CHECKING:
-    import pandas as pd
 
 logger = logging.getLogger("scforge")
 
@@ -47,22 +45,95 @@ def read_table(table: GeneTable) -> tuple[list[str], np.ndarray]:
     DataError
         If the content is not a table of finite numbers with a name for each row.
     """
-    import pandas as pd
-
-    if isinstance(table, pd.DataFrame):
-        return _checked(*_of_frame(table, "table"), "table")
-    if isinstance(table, Mapping):
-        return _checked(list(table), _stack(list(table), list(table.values()), "table"), "table")
-    if not isinstance(table, str | os.PathLike):
+    where = "table"
+    if isinstance(table, str | os.PathLike):
+        path, where = Path(table), f"table={str(table)!r}"
+        if path.suffix not in _SUFFIXES:
+            raise OptionError(f"{where} is of no known format; save the vectors as {' or '.join(_SUFFIXES)}.")
+        if not path.is_file():
+            raise MissingFileError(f"{where} does not exist; give the file with the gene vectors.")
+    elif not isinstance(table, pd.DataFrame | Mapping):
         raise OptionError(
             f"table is of type {type(table).__name__!r}; pass a file, a data frame indexed by gene name, or a dict."
         )
-    path, where = Path(table), f"table={str(table)!r}"
-    if path.suffix not in _READERS:
-        raise OptionError(f"{where} is of no known format; save the vectors as {' or '.join(_READERS)}.")
-    if not path.is_file():
-        raise MissingFileError(f"{where} does not exist; give the file with the gene vectors.")
-    return _checked(*_READERS[path.suffix](path, where), where)
+    try:
+        names, vectors = _read(table)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+        SafetensorError,
+    ) as error:
+        raise DataError(
+            f"{where} cannot be read as names of genes and a vector of one size for each: {first_line(error)}."
+        ) from error
+    if vectors.dtype.kind not in "biuf" or vectors.ndim != 2 or not vectors.size or len(names) != len(vectors):
+        raise DataError(
+            f"{where} has {len(names)} names of genes and vectors of dtype {vectors.dtype} and shape {vectors.shape}; "
+            "numbers of shape (genes, dimensions) are needed."
+        )
+    with np.errstate(over="ignore"):
+        vectors = vectors.astype(np.float32, copy=False)
+    bad = ~np.isfinite(vectors).all(axis=1)
+    if bad.any():
+        raise DataError(
+            f"{where} has missing or infinite numbers in the vectors of {int(bad.sum())} genes "
+            f"(first: {names[int(bad.argmax())]!r}); leave genes without a vector out."
+        )
+    return names, vectors
+
+
+_SUFFIXES = (".npz", ".parquet", ".safetensors")
+
+
+def _read(table: Any) -> tuple[list[str], np.ndarray]:
+    """Return names and vectors; raises what the readers raise, and ValueError."""
+    if isinstance(table, pd.DataFrame):
+        return _of_frame(table)
+    if isinstance(table, Mapping):
+        return [str(name) for name in table], _stack(table.values())
+    path = Path(table)
+    if path.suffix == ".parquet":
+        return _of_frame(pd.read_parquet(path))
+    if path.suffix == ".npz":
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as content:
+            return np.asarray(content["genes"]).astype(str).tolist(), np.asarray(content["vectors"])
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata() or {}
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a dict
+    if "genes" not in metadata:
+        return list(tensors), _stack(tensors.values())
+    (matrix,) = tensors.values()
+    return [str(name) for name in json.loads(metadata["genes"])], matrix.float().numpy()
+
+
+def _of_frame(frame: pd.DataFrame) -> tuple[list[str], np.ndarray]:
+    """Names are the index, or the one column of text; the rest are numbers, or one column of vectors."""
+    is_number = np.array([dtype.kind in "biuf" for dtype in frame.dtypes], dtype=bool)
+    numbers, others = frame.loc[:, is_number], frame.loc[:, ~is_number]
+    nested = [name for name in others if len(frame) and isinstance(frame[name].iloc[0], list | tuple | np.ndarray)]
+    texts = [name for name in others if name not in nested]
+    indexed = not pd.api.types.is_numeric_dtype(frame.index.dtype)
+    if len(texts) + indexed != 1 or len(nested) + bool(numbers.shape[1]) > 1:
+        raise ValueError(
+            "it needs names of genes once, as its index or its one column of text, and columns of numbers or one of "
+            f"vectors, but has the columns {listing(map(str, frame.columns))}"
+        )
+    names = frame.index.to_series() if indexed else frame[texts[0]]
+    if names.isna().any():
+        raise ValueError(f"{int(names.isna().sum())} rows have no gene name")
+    vectors = _stack(frame[nested[0]]) if nested else numbers.to_numpy(dtype=np.float32, na_value=np.nan)
+    return names.astype(str).tolist(), vectors
+
+
+def _stack(rows: Iterable[Any]) -> np.ndarray:
+    """Stack one vector a gene; all must have one size."""
+    arrays = [row.detach().cpu().float().numpy() if isinstance(row, torch.Tensor) else row for row in rows]
+    return np.stack([np.asarray(array) for array in arrays]) if arrays else np.empty((0, 0))
 
 
 def match_vectors(names: Sequence[str], vectors: np.ndarray, vocab: GeneVocab) -> np.ndarray:
@@ -110,135 +181,6 @@ def match_vectors(names: Sequence[str], vectors: np.ndarray, vocab: GeneVocab) -
     if len(known) < _FEW * vocab.n_genes:
         warn(f"{report} ({len(known) / vocab.n_genes:.0%}).")
     return matched
-
-
-def _checked(names: Iterable[Any], vectors: np.ndarray, where: str) -> tuple[list[str], np.ndarray]:
-    genes = [str(name) for name in names]
-    vectors = np.asarray(vectors)
-    if vectors.dtype.kind not in "biuf" or vectors.ndim != 2 or not vectors.size:
-        raise DataError(
-            f"{where} holds vectors of dtype {vectors.dtype} and shape {vectors.shape}; "
-            "numbers of shape (genes, dimensions) are needed."
-        )
-    if len(genes) != len(vectors):
-        raise DataError(f"{where} has {len(genes)} gene names but {len(vectors)} vectors; give each vector its name.")
-    with np.errstate(over="ignore"):
-        vectors = vectors.astype(np.float32, copy=False)
-    bad = ~np.isfinite(vectors).all(axis=1)
-    if bad.any():
-        raise DataError(
-            f"{where} has missing or infinite numbers in the vectors of {int(bad.sum())} genes "
-            f"(first: {genes[int(bad.argmax())]!r}); leave genes without a vector out."
-        )
-    return genes, vectors
-
-
-def _stack(names: Sequence[Any], rows: Sequence[Any], where: str) -> np.ndarray:
-    """Stack one vector a gene; all must have one size."""
-    arrays = [row.detach().cpu().float().numpy() if isinstance(row, torch.Tensor) else row for row in rows]
-    try:
-        arrays = [np.asarray(array) for array in arrays]
-    except ValueError as error:  # lists in lists of unequal length
-        raise DataError(f"{where} holds something else than one vector a gene: {first_line(error)}.") from error
-    for name, array in zip(names, arrays, strict=True):
-        if array.ndim != 1:
-            what = f"{array.item()!r}" if array.ndim == 0 else f"an array of shape {array.shape}"
-            raise DataError(f"{where} has {what} for the gene {str(name)!r}; give each gene one list of numbers.")
-        if array.shape != arrays[0].shape:
-            raise DataError(
-                f"{where} has a vector of shape {array.shape} for the gene {str(name)!r}, but of shape "
-                f"{arrays[0].shape} for {str(names[0])!r}; all vectors need one size."
-            )
-    return np.stack(arrays) if arrays else np.empty((0, 0))
-
-
-def _of_npz(path: Path, where: str) -> tuple[Iterable[Any], np.ndarray]:
-    if not zipfile.is_zipfile(path):
-        raise DataError(f"{where} is not an npz file; write it with np.savez(path, genes=names, vectors=vectors).")
-    try:
-        with np.load(path, allow_pickle=False) as content:
-            if missing := [name for name in ("genes", "vectors") if name not in content.files]:
-                raise DataError(f"{where} lacks the array {missing[0]!r} (it has: {listing(content.files)})")
-            names, vectors = content["genes"], content["vectors"]
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        if isinstance(error, DataError):
-            raise
-        # Arrays of Python objects are pickles, which could run code.
-        raise DataError(
-            f"{where} cannot be read: {first_line(error)}; save the names as text with np.array(names, dtype=str)."
-        ) from error
-    if not isinstance(names, np.ndarray) or not isinstance(vectors, np.ndarray):
-        raise DataError(f"{where} does not hold arrays; write it with np.savez(path, genes=names, vectors=vectors).")
-    if names.ndim != 1 or names.dtype.kind not in "US":
-        raise DataError(
-            f"{where} has 'genes' of dtype {names.dtype} and shape {names.shape}; a list of names is needed."
-        )
-    return names.astype(str).tolist(), vectors
-
-
-def _of_parquet(path: Path, where: str) -> tuple[Iterable[Any], np.ndarray]:
-    import pandas as pd
-
-    try:
-        frame = pd.read_parquet(path)
-    except (OSError, ValueError) as error:  # pyarrow's errors are both
-        raise DataError(f"{where} cannot be read as parquet: {first_line(error)}.") from error
-    return _of_frame(frame, where)
-
-
-def _of_frame(frame: pd.DataFrame, where: str) -> tuple[Iterable[Any], np.ndarray]:
-    """Names are the index, or the one column of text; the rest are numbers, or one column of vectors."""
-    import pandas as pd
-
-    numbers = [place for place, dtype in enumerate(frame.dtypes) if dtype.kind in "biuf"]
-    others = [place for place in range(frame.shape[1]) if place not in set(numbers)]
-    nested = [place for place in others if len(frame) and isinstance(frame.iloc[0, place], list | tuple | np.ndarray)]
-    texts = [place for place in others if place not in nested]
-    indexed = not pd.api.types.is_numeric_dtype(frame.index.dtype)
-    if len(texts) + indexed != 1:
-        shown = listing([frame.columns[place] for place in texts])
-        found = f"columns without numbers ({shown}) beside the index" if indexed else f"as columns of text: {shown}"
-        raise DataError(
-            f"{where} must have gene names once, as its index or as its one column of text; it has {found}."
-        )
-    names = frame.index.to_series() if indexed else frame.iloc[:, texts[0]]
-    if names.isna().any():
-        raise DataError(f"{where} has {int(names.isna().sum())} rows without a gene name; name or drop them.")
-    if not nested:
-        return names, frame.iloc[:, numbers].to_numpy(dtype=np.float32, na_value=np.nan)
-    if len(nested) > 1 or numbers:
-        raise DataError(
-            f"{where} has the column of vectors {str(frame.columns[nested[0]])!r} beside other columns of numbers; "
-            "keep one of the two."
-        )
-    return names, _stack(names.tolist(), frame.iloc[:, nested[0]].tolist(), where)
-
-
-def _of_safetensors(path: Path, where: str) -> tuple[Iterable[Any], np.ndarray]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 -- not a dict
-    except (SafetensorError, OSError) as error:
-        raise DataError(f"{where} cannot be read as safetensors: {first_line(error)}.") from error
-    if "genes" not in metadata:
-        if any(tensor.ndim != 1 for tensor in tensors.values()):
-            raise DataError(
-                f"{where} holds a matrix but no gene names; put them as a JSON list under 'genes' into its metadata."
-            )
-        return list(tensors), _stack(list(tensors), list(tensors.values()), where)
-    try:
-        names = json.loads(metadata["genes"])
-    except ValueError as error:
-        raise DataError(
-            f"{where} has 'genes' in its metadata that are not a JSON list: {first_line(error)}."
-        ) from error
-    if not isinstance(names, list) or len(tensors) != 1:
-        raise DataError(f"{where} must hold one matrix and, in its metadata, one JSON list of the gene names.")
-    return names, next(iter(tensors.values())).float().numpy()
-
-
-_READERS = {".npz": _of_npz, ".parquet": _of_parquet, ".safetensors": _of_safetensors}
 
 
 @register_tokenizer("gene_embedding")
@@ -310,8 +252,6 @@ class GeneEmbeddingTokenizer(ContinuousProjectionTokenizer):
             raise OptionError(f"missing={missing!r} is not known; choose 'learned' or 'drop'.")
         if missing == "drop" and table is None and dropped is None:
             raise OptionError("missing='drop' needs a table to tell which genes have no vector; pass table=...")
-        if dropped is not None and (isinstance(dropped, str) or not isinstance(dropped, Sequence | np.ndarray)):
-            raise OptionError(f"dropped={dropped!r} is not a list of gene names; leave it out.")
         if dropped is not None and (missing == "learned" or table is not None):
             raise OptionError("dropped is made of the table with missing='drop'; leave it out.")
         if missing == "drop" and options.get("library_size", "data") != "data":

@@ -62,7 +62,7 @@ def geneformer_vocab(
             f"tokens_medians starts with {listing(names[:4])}, but Geneformer {version} has the special tokens "
             f"{listing(special)}; "
             + (
-                "these are scforge's own: what export_to_transformers wrote is loaded from the folder of model.save."
+                "these are scforge's own: load what model.save wrote, not an export."
                 if own
                 else f"pass the dictionaries of version {version}, or the version that fits them."
             )

@@ -5,24 +5,22 @@ from __future__ import annotations
 from scforge._lazy import lazy_names
 
 _NAMES = {
-    "EmbeddingInfo": "scforge.workflows.embed",
     "check_config": "scforge.workflows.check",
     "embed_to": "scforge.workflows.embed",
+    "evaluate_models": "scforge.estimators.evaluate",
     "evaluate_to": "scforge.workflows.evaluate",
     "finetune_from_config": "scforge.workflows.finetune",
     "predict_to": "scforge.workflows.predict",
-    "show_config": "scforge.workflows.check",
     "train_from_config": "scforge.workflows.train",
 }
 
 __all__ = [
-    "EmbeddingInfo",
     "check_config",
     "embed_to",
+    "evaluate_models",
     "evaluate_to",
     "finetune_from_config",
     "predict_to",
-    "show_config",
     "train_from_config",
 ]
 

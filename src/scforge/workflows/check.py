@@ -17,9 +17,10 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from scforge._io import check_folder, put_back
-from scforge.config.aliases import shown, unknown_option, without_secrets
+from scforge._registry import check_options
+from scforge.config.aliases import shown, without_secrets
 from scforge.config.load import dump_yaml
-from scforge.config.schema import Config, DataConfig, FinetuneConfig, MaskingConfig, ModelConfig, Section
+from scforge.config.schema import Config, DataConfig, FinetuneConfig, ModelConfig
 from scforge.data.readers import is_url, open_streams, similar_file
 from scforge.data.sources import open_cells
 from scforge.data.store import is_store, partial_path
@@ -37,15 +38,20 @@ from scforge.errors import (
     warn,
 )
 from scforge.estimators.serialize import read_folder
-from scforge.estimators.spec import ModelSpec, Recipe, check_freeze, n_top_genes_of, named_options, recipe_for
-from scforge.finetuning.base import TASKS, Task, with_adapters
+from scforge.estimators.spec import (
+    ArchitectureDefaults,
+    ModelSpec,
+    check_freeze,
+    defaults_for,
+    n_top_genes_of,
+    named_options,
+)
+from scforge.finetuning.base import TASKS
 from scforge.finetuning.heads import check_head
 from scforge.models._utils import count_parameters
-from scforge.models.registry import MODELS, option_names, own_names
+from scforge.models.registry import MODELS, option_names
 from scforge.tokenizers.base import TOKENIZERS
-from scforge.training.datamodule import CellDataModule
-from scforge.training.objectives.base import OBJECTIVES, TrainingDefaults, get_objective
-from scforge.training.options import TrainOptions
+from scforge.training.objectives.base import OBJECTIVES, get_objective
 from scforge.workflows.models import check_model_folder
 
 if TYPE_CHECKING:
@@ -55,9 +61,9 @@ if TYPE_CHECKING:
 _MASKED = "masked_gene_prediction"
 
 
-def chosen(config: Config) -> Recipe:
+def chosen(config: Config) -> ArchitectureDefaults:
     """Return the defaults of the architecture of a configuration, under its name."""
-    return recipe_for(config.model.architecture, config.model.user_options())
+    return defaults_for(config.model.architecture, config.model.user_options())
 
 
 def model_options(config: Config) -> dict[str, Any]:
@@ -78,11 +84,28 @@ def _unread(config: Config) -> list[str]:
 
 
 def tokenizer_of(config: Config) -> dict[str, Any]:
-    """Return name and options of the tokenizer, as far as the user set them."""
+    """Return name and options of the tokenizer, as far as the user set them.
+
+    Raises
+    ------
+    ConfigError
+        If two sections contradict each other.
+    """
     options = config.tokenizer.user_options()
     if config.data.max_genes is not None:
         options["max_len"] = config.data.max_genes
-    options |= {name: value for name, value in _values_of(config).items() if name not in options}
+    strategy = config.tokenizer.strategy or chosen(config).tokenizer
+    for name, value in _values_of(config).items():
+        if name not in TOKENIZERS.get(strategy).option_names():
+            raise ConfigError(
+                f"{config.place_of('data.preprocessing')}data.preprocessing asks for values that the tokenizer "
+                f"{strategy!r} does not make ({name}={value!r}); remove it, or choose 'continuous_projection'."
+            )
+        if options.setdefault(name, value) != value:
+            raise ConfigError(
+                f"{config.place_of(f'tokenizer.{name}')}tokenizer.{name}={options[name]!r} and data.preprocessing "
+                f"contradict each other, which asks for {value!r}; keep one of the two."
+            )
     return options if config.tokenizer.strategy is None else {"name": config.tokenizer.strategy, **options}
 
 
@@ -103,27 +126,15 @@ _TRANSFORMS = {
 }
 
 
-def _check_values(config: Config, tokenizer: str) -> None:
-    """Raise if the tokenizer does not make the values of genes that ``data.preprocessing`` asks for."""
-    known, given = TOKENIZERS.get(tokenizer).option_names(), config.tokenizer.user_options()
-    for option, value in _values_of(config).items():
-        section = config.data.preprocessing
-        key = option if option == "target_sum" else "normalize" if section.normalize == "none" else "log1p"
-        said = f"{config.place_of(f'data.preprocessing.{key}')}data.preprocessing.{key}={shown(getattr(section, key))}"
-        if option not in known:
-            raise ConfigError(
-                f"{said} has no use with the tokenizer {tokenizer!r}, which makes values of its own; remove it, or "
-                "choose 'continuous_projection' or 'rank_value'."
-            )
-        if given.get(option, value) != value:
-            raise ConfigError(f"{said} and tokenizer.{option}={given[option]!r} contradict each other; keep one.")
-
-
 def objective_of(config: Config) -> dict[str, Any]:
     """Return name and options of the objective; the options of masking stand in the tokenizer's section."""
     options = config.objective.user_options()
     masking = config.tokenizer.masking.user_set() if "masking" in config.tokenizer.model_fields_set else {}
-    name = config.objective.name or (_masked_objective(config) if masking else None)
+    name = config.objective.name
+    if name is None and masking:
+        # That of the architecture, if it masks.
+        name = chosen(config).objective
+        name = name if "mask_ratio" in OBJECTIVES.get(name).option_names() else _MASKED
     if masking and "mask_ratio" not in OBJECTIVES.get(str(name)).option_names():
         raise ConfigError(
             f"{config.place_of('tokenizer.masking')}tokenizer.masking is set but the objective {name!r} masks nothing; "
@@ -139,52 +150,33 @@ def objective_of(config: Config) -> dict[str, Any]:
     return options if name is None else {"name": name, **options}
 
 
-def check_names(config: Config) -> None:
-    """Raise unless architecture, tokenizer and objective are registered, and have the options that are set.
+def check_model(config: Config) -> tuple[ModelSpec, bool]:
+    """Return the model of a configuration over a stand-in of its genes, and whether their number is known.
 
     Raises
     ------
     OptionError
-        If a name is not known.
+        If architecture, tokenizer or objective are not registered, lack an option that is set, or do not fit.
     ConfigError
-        If there is no such option.
+        If sections contradict each other.
+
+    Warns
+    -----
+    ScforgeWarning
+        If an option that most architectures share has no effect on this one.
     """
-    default = chosen(config)
-    names = (
-        ("model.architecture", MODELS, default.architecture),
-        ("tokenizer.strategy", TOKENIZERS, config.tokenizer.strategy or default.tokenizer),
-        ("objective.name", OBJECTIVES, objective_of(config).get("name", default.objective)),
-    )
-    for option, registry, name in names:
-        try:
-            registry.get(name)
-        except OptionError as error:
-            raise OptionError(config.place_of(option) + str(error)) from error
-    (_, _, architecture), (_, _, tokenizer), (_, _, objective) = names
-    known = option_names(architecture)
-    if known is not None:
-        own = getattr(MODELS.get(architecture), "config_names", {})
-        shared = [name for name in known if name not in own.values()] + list(own)
-        unknown = [option for option in model_options(config) if own.get(option, option) not in known]
-        _refuse(config, "model", unknown, shared, architecture)
+    with placed(config):
+        found = _model_of(config)
         for name in _unread(config):
             said = f"model.{name}={shown(getattr(config.model, name))}"
-            place = config.place_of(f"model.{name}")
+            place, architecture = config.place_of(f"model.{name}"), found[0].architecture
             warn(f"{place}{said} has no effect, as {architecture!r} has no such option.")
-    for section, name, options in (
-        ("tokenizer", tokenizer, TOKENIZERS.get(tokenizer).option_names()),
-        ("objective", objective, OBJECTIVES.get(objective).option_names()),
-    ):
-        unknown = [option for option in getattr(config, section).user_options() if option not in options]
-        _refuse(config, section, unknown, options, name)
-    _check_values(config, tokenizer)
-    with placed(config):
-        own_names(architecture, model_options(config))
     if config.model.vocab_size is not None:
         raise ConfigError(
             f"{config.place_of('model.vocab_size')}model.vocab_size={config.model.vocab_size} follows from the genes; "
             "remove it, and choose them with data.gene_vocab and data.preprocessing.hvg_selection."
         )
+    return found
 
 
 _SAID = {
@@ -197,7 +189,9 @@ _SAID = {
     "objective": "objective.name",
     "schedule": "training.scheduler.name",
     "split_by": "data.split.by",
+    "target_sum": "data.preprocessing.target_sum",
     "tokenizer": "tokenizer.strategy",
+    "transform": "data.preprocessing",
     "vocab": "data.gene_vocab",
 }
 """Arguments of the front class to where a configuration has them."""
@@ -207,7 +201,7 @@ _SECTIONS = ("finetune", "model", "tokenizer", "objective", "data", "training")
 
 @contextlib.contextmanager
 def placed(config: Config) -> Iterator[None]:
-    """Put the place of the option before the message of an error that begins with ``option=value``."""
+    """Put the place of the option before the message of an error about it."""
     try:
         yield
     except ScforgeError as error:
@@ -218,29 +212,15 @@ def placed(config: Config) -> Iterator[None]:
 
 
 def _place(config: Config, message: str) -> str:
-    begin = re.match(r"(\w+)=", message)
+    begin = re.match(r"(\w+)=|(?:\w+ )?option '(\w+)'", message)
     if begin is None:
         return ""
-    name = begin[1]
+    name = begin[1] or begin[2]
     written = config.user_set()
     holders = [section for section in _SECTIONS if name in written.get(section, {})]
     if holders:
         return config.place_of(f"{holders[0]}.{name}")
     return config.place_of(_SAID[name]) if name in _SAID else ""
-
-
-def _refuse(config: Config, section: str, unknown: list[str], known: list[str], owner: str) -> None:
-    for option in unknown:
-        name = f"{section}.{option}"
-        value = getattr(config, section).user_options()[option]
-        text = unknown_option(name, value, Config, known, f"an option of {owner!r}")
-        raise ConfigError(f"{config.place_of(name)}{text}.")
-
-
-def _masked_objective(config: Config) -> str:
-    """Return the objective that masking is meant for where none is named: that of the architecture, if it masks."""
-    default = chosen(config).objective
-    return default if "mask_ratio" in OBJECTIVES.get(default).option_names() else _MASKED
 
 
 OF_THE_BASE = ("tokenizer", "objective", "model", "data.gene_vocab", "data.max_genes", "data.preprocessing")
@@ -293,8 +273,10 @@ def check_finetuning(config: Config) -> None:
         task = TASKS.get(section.task)
     except OptionError as error:
         raise OptionError(config.place_of("finetune.task") + str(error)) from error
-    _check_options(config, section, task)
     with placed(config):
+        given = {**section.user_options(), **{key: section.user_set().get(key) for key in TUNING_OF_TASKS}}
+        names = [key for key, value in given.items() if key not in TUNING_OF_TASKS or value is not None]
+        check_options("task option", section.task, names, task.option_names())
         check_freeze(section.freeze, section.lora, config.training.gradual_unfreezing)
         check_head(section.head)
     if isinstance(section.evaluate, str) and section.evaluate != section.task:
@@ -375,23 +357,6 @@ def _refuse_what_is_settled(config: Config) -> None:
         raise ConfigError(f"{config.place_of(name)}{name}={shown(value)} {reason}.")
 
 
-def _check_options(config: Config, section: FinetuneConfig, task: type[Task]) -> None:
-    fields, known = list(FinetuneConfig.model_fields), task.option_names()
-    written = section.user_set()
-    for key in TUNING_OF_TASKS:
-        if written.get(key) is not None and key not in known:
-            raise ConfigError(
-                f"{config.place_of(f'finetune.{key}')}finetune.{key}={written[key]!r} is of no use to the task "
-                f"{section.task!r}; remove it."
-            )
-    siblings = [*fields, *[name for name in known if name not in fields]]
-    for key, value in section.user_options().items():
-        if key not in known:
-            name = f"finetune.{key}"
-            text = unknown_option(name, value, Config, siblings, f"an option of {section.task!r}")
-            raise ConfigError(f"{config.place_of(name)}{text}.")
-
-
 _UNKNOWN_GENES = 2_048
 """Genes of a model whose vocabulary comes from the data: at least what a tokenizer keeps of a cell by default."""
 
@@ -430,7 +395,7 @@ def check_config(config: Config) -> str:
         _check_columns(config)
     if config.finetune is not None:
         return described(config)
-    spec, known = model_of(config)
+    spec, known = check_model(config)
     with placed(config), torch.device("meta"), _Unfilled():
         module = spec.build_module()
     size = f", about {count_parameters(module) / 1e6:.1f} million parameters" if known else ""
@@ -455,7 +420,7 @@ def check_settings(config: Config, *, replaces: bool = False) -> None:
         If a file does not exist.
     """
     if config.finetune is None:
-        check_names(config)
+        check_model(config)
     else:
         check_finetuning(config)
     output = config.output
@@ -629,8 +594,7 @@ def _check_columns(config: Config) -> None:
                 )
 
 
-def model_of(config: Config) -> tuple[ModelSpec, bool]:
-    """Return the model of a configuration over a stand-in of its genes, and whether their number is known."""
+def _model_of(config: Config) -> tuple[ModelSpec, bool]:
     default = chosen(config)
     tokenizer = named_options("tokenizer", tokenizer_of(config), default.tokenizer)
     objective, options = named_options("objective", objective_of(config), default.objective)
@@ -639,17 +603,16 @@ def model_of(config: Config) -> tuple[ModelSpec, bool]:
         vocab = vocab.with_medians(np.ones(vocab.n_genes))
     if TOKENIZERS.get(tokenizer[0]).needs_entropies and vocab.entropies is None:
         vocab = vocab.with_entropies(np.ones(vocab.n_genes))
-    with placed(config):
-        # Options that are found in the cells, e.g. classes, are of no matter here.
-        found = get_objective(objective, **options).options_from(lambda key: pd.Series(["a", "b"], dtype="category"))
-        try:
-            return _resolved(config, vocab, tokenizer, (objective, options | found)), known
-        except GeneMismatchError:
-            if config.data.gene_vocab != FROM_DATA:
-                raise
-        # The genes of a table of vectors cannot be compared with those of cells that are not read.
-        plain = {name: value for name, value in tokenizer[1].items() if name != "table"}
-        return _resolved(config, vocab, (tokenizer[0], plain), (objective, options | found)), False
+    # Options that are found in the cells, e.g. classes, are of no matter here.
+    found = get_objective(objective, **options).options_from(lambda key: pd.Series(["a", "b"], dtype="category"))
+    try:
+        return _resolved(config, vocab, tokenizer, (objective, options | found)), known
+    except GeneMismatchError:
+        if config.data.gene_vocab != FROM_DATA:
+            raise
+    # The genes of a table of vectors cannot be compared with those of cells that are not read.
+    plain = {name: value for name, value in tokenizer[1].items() if name != "table"}
+    return _resolved(config, vocab, (tokenizer[0], plain), (objective, options | found)), False
 
 
 def _resolved(config: Config, vocab: GeneVocab, tokenizer: Any, objective: Any) -> ModelSpec:
@@ -669,18 +632,10 @@ def _genes(data: DataConfig, n_default: int | None, tokenizer: dict[str, Any]) -
     return GeneVocab.from_genes([f"gene{number}" for number in range(n_genes)]), known
 
 
-_BALANCE = {"warmup_epochs": "balance_epochs", "start": "balance_start", "end": "balance_end"}
-_OF_THE_DATA = ("max_seq_len", "gene_vectors")
-"""Options of an architecture that follow from the vocabulary where the user does not set them."""
-_OF_TOKENIZER = ("normalize", "target_sum", "log1p")
-"""Options of preprocessing that the tokenizer shows as its own."""
-
-
 def show_config(config: Config) -> str:
-    """Return a configuration as YAML, with the defaults of the sections, and of the classes that they name.
+    """Return a configuration as YAML, with the defaults of its sections and of the classes that they name.
 
-    What the user set is marked. What depends on the data stands there as a comment, so the text can be read again, and
-    means the same.
+    It is for reading: options that depend on the data are left out, and so is what is not set and has no default.
 
     Parameters
     ----------
@@ -702,141 +657,33 @@ def show_config(config: Config) -> str:
     >>> print(show_config(load_config(recipe_path("light"), ["seed=3"])))  # doctest: +ELLIPSIS
     data:
       source: local
-      paths: [data.h5ad]  # set
-      # organism:
-      ...
-    seed: 3  # set
+      paths:
+      - data.h5ad
+    ...
+    seed: 3
     <BLANKLINE>
     """
-    written = config.user_set()
-    content = {name: _plain(section) for name, section in config if name != "eval" or config.eval.benchmarks}
-    if config.finetune is None:
-        check_names(config)
-        del content["finetune"]
-        _fill(content, config, written)
-    else:
+    content = _shown_options(config.model_dump())
+    if config.finetune is not None:
         check_finetuning(config)
-        _fill_finetuning(content, config)
-    return "\n".join(_lines(without_secrets(content), written)) + "\n"
+        for name in (*OF_THE_BASE, *ELSEWHERE):
+            section, _, key = name.partition(".")
+            (content.get(section, {}) if key else content).pop(key or section, None)
+        return dump_yaml(without_secrets(content))
+    spec, _ = check_model(config)
+    parameters = inspect.signature(MODELS.get(spec.architecture)).parameters.values()
+    defaults = {one.name: one.default for one in parameters if one.default is not one.empty}
+    parts = {
+        "model": {"architecture": spec.architecture, **defaults, **spec.model_options},
+        "tokenizer": {"strategy": spec.tokenizer, **spec.tokenizer_options},
+        "objective": {"name": spec.objective, **spec.objective_options},
+    }
+    return dump_yaml(without_secrets(content | _shown_options(parts)))
 
 
-def _plain(value: Any) -> Any:
-    return {name: _plain(inner) for name, inner in value} if isinstance(value, Section) else value
-
-
-def _fill(content: dict[str, Any], config: Config, written: dict[str, Any]) -> None:
-    """Put the defaults of the named classes into `content`, and move what the user set to where it is shown."""
-    spec, _ = model_of(config)
-    aim, made = spec.build_objective(), spec.tokenizer_options
-    architecture = MODELS.get(spec.architecture)
-
-    model = _constructor_defaults(architecture) | spec.model_options
-    asked = own_names(spec.architecture, model_options(config))
-    for name in (*_OF_THE_DATA, *aim.model_options()):
-        if name not in asked:
-            model.pop(name, None)
-    shared = {own: name for name, own in getattr(architecture, "config_names", {}).items()}
-    content["model"] = {"architecture": spec.architecture, **_renamed(model, shared)}
-    if "model" in written:
-        set_ = _renamed(own_names(spec.architecture, written["model"]), shared)
-        written["model"] = set_
-
-    options = {name: value for name, value in made.items() if name not in ("max_len", "dropped")}
-    content["tokenizer"] = {"strategy": spec.tokenizer, **options}
-    data = content["data"]
-    data["max_genes"] = made["max_len"] or TOKENIZERS.get(spec.tokenizer).default_max_len
-    for name in _OF_TOKENIZER:
-        if name not in written["data"].get("preprocessing", {}):
-            del data["preprocessing"][name]
-    if data["preprocessing"]["hvg_selection"] is None:
-        data["preprocessing"]["hvg_selection"] = n_top_genes_of(config.data.gene_vocab, chosen(config).n_top_genes) or 0
-    if data["sampling"]["balance_key"] is not None:
-        given = inspect.signature(CellDataModule).parameters
-        for name, argument in _BALANCE.items():
-            if data["sampling"][name] is None:
-                data["sampling"][name] = given[argument].default
-
-    found = {name for name in spec.objective_options if name == "conditions"} - set(config.objective.user_options())
-    learned = {name: value for name, value in spec.objective_options.items() if name not in found}
-    masking = {name: learned.pop(name) for name in MaskingConfig.model_fields if name in learned}
-    content["objective"] = {"name": spec.objective, **learned}
-    if masking:
-        content["tokenizer"]["masking"] = masking
-        for name in masking:
-            if name in written.get("objective", {}):
-                holder = written.setdefault("tokenizer", {}).setdefault("masking", {})
-                holder[name] = written["objective"].pop(name)
-
-    _fill_training(content, aim.defaults)
-
-
-def _fill_finetuning(content: dict[str, Any], config: Config) -> None:
-    """Leave out what the base model settles, and put in the defaults of the task."""
-    for name in (*OF_THE_BASE, *ELSEWHERE):
-        section, _, key = name.partition(".")
-        (content[section] if key else content).pop(key or section, None)
-    tuning = content["finetune"] | columns_of(config)
-    task = TASKS.get(tuning["task"])
-    options = {name: parameter.default for name, parameter in inspect.signature(task).parameters.items()}
-    shown = {name: value for name, value in tuning.items() if name in FinetuneConfig.model_fields}
-    for name, default in options.items():  # in the order of the task, whoever set them
-        default = None if default is inspect.Parameter.empty else default
-        shown[name] = default if tuning.get(name) is None else tuning[name]
-    for name in set(TUNING_OF_TASKS) - set(options):
-        shown.pop(name)
-    content["finetune"] = shown
-    _fill_training(content, with_adapters(task.defaults) if tuning.get("lora") else task.defaults)
-
-
-def _fill_training(content: dict[str, Any], defaults: TrainingDefaults) -> None:
-    training, data = content["training"], content["data"]
-    if training["batch_size"] is None and data["max_tokens_per_batch"] is None:
-        training["batch_size"] = defaults.batch_size
-    if training["optimizer"]["name"] == "adamw":
-        _default(training["optimizer"], lr=defaults.lr, weight_decay=defaults.weight_decay)
-    _default(training["scheduler"], name=defaults.schedule)
-    _default(training, early_stopping_patience=TrainOptions.early_stopping_patience)
-    if content["output"]["log_dir"] is not None:
-        _default(content["output"], loggers=["csv"])
-
-
-def _default(section: dict[str, Any], **values: Any) -> None:
-    section.update({name: value for name, value in values.items() if section[name] is None})
-
-
-def _constructor_defaults(cls: type) -> dict[str, Any]:
-    """Return what an architecture takes where nothing is said: the defaults of its constructor, or of all."""
-    fields = ModelConfig.model_fields
-    options: dict[str, Any] = {}
-    for name, parameter in inspect.signature(cls).parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD or name == "vocab_size":
-            continue
-        if parameter.default is not parameter.empty:
-            options[name] = parameter.default
-        elif name in fields:
-            options[name] = fields[name].default
-    return options
-
-
-def _renamed(options: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    return {names.get(name, name): value for name, value in options.items()}
-
-
-def _lines(content: dict[str, Any], written: Any, indent: str = "") -> list[str]:
-    """Return lines of YAML: None as a comment, and a mark behind what is in `written`."""
-    lines: list[str] = []
-    for name, value in content.items():
-        is_set = isinstance(written, dict) and name in written
-        if isinstance(value, dict) and value:
-            lines += [f"{indent}{name}:", *_lines(value, written[name] if is_set else None, f"{indent}  ")]
-        elif value is None:
-            lines.append(f"{indent}# {name}:")
-        else:
-            lines.append(f"{indent}{_text(name)}: {_text(value)}{'  # set' if is_set else ''}")
-    return lines
-
-
-def _text(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    # In a list, because a document of text alone is not quoted as it has to be behind a key.
-    return dump_yaml([list(value) if isinstance(value, tuple) else value], one_line=True).strip()[1:-1]
+def _shown_options(content: Any) -> Any:
+    """Return nested options without those that are None or an empty section, tuples as lists."""
+    if isinstance(content, Mapping):
+        inner = {name: _shown_options(value) for name, value in content.items() if value is not None}
+        return {name: value for name, value in inner.items() if value != {}}
+    return list(content) if isinstance(content, tuple) else content

@@ -6,11 +6,9 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import shutil
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +18,20 @@ import h5py
 import numpy as np
 import torch
 from anndata import AnnData
-from filelock import FileLock, Timeout
+from filelock import FileLock
 
-from scforge._checks import check_bool, check_count
+from scforge._checks import check_count
 from scforge._constants import AUTO_KEY, UNS_KEY
-from scforge._io import atomic_write_text, check_folder, check_writable, new_h5, put_back, read_json, swap_in
+from scforge._io import (
+    atomic_path,
+    atomic_write_text,
+    check_folder,
+    check_writable,
+    new_h5,
+    put_back,
+    read_json,
+    swap_in,
+)
 from scforge.data.cells import Cells, CellSource
 from scforge.data.census import SomaCells
 from scforge.data.readers import ZarrPlace, is_query, is_url, open_streams, table_digest
@@ -121,11 +128,10 @@ _MARK = "scforge_embedding"
 """Attribute of the root of an output: the hash of its plan. Nothing else may be replaced."""
 
 _ENCODING = {"encoding-type": "array", "encoding-version": "0.2.0"}
-_AGAIN = "pass overwrite=True (--overwrite) to start again"
 
 
 class EmbeddingFiles:
-    """The output of an embedding, and the folder in which it grows.
+    """The output of an embedding, and a hidden folder beside it with a file for each block that is done.
 
     Parameters
     ----------
@@ -149,9 +155,6 @@ class EmbeddingFiles:
         check_folder("output", output.parent)
         self.folder = output.with_name(f".{output.name}.embedding")
         self._lock = self.folder.with_name(f"{self.folder.name}.lock")
-        self._result, self._blocks = self.folder / "result", self.folder / "blocks"
-        self._array: Any = None
-        self._noted: set[int] = set()
         check_writable("output", output)
         self.mark()
 
@@ -177,64 +180,71 @@ class EmbeddingFiles:
             raise OptionError(f"{self._said} exists and is not an embedding that scforge wrote; choose another name.")
         return found
 
-    @contextlib.contextmanager
-    def at_work(self, plan: dict[str, Any], rank: int, world_size: int, make: Callable[[], AnnData]) -> Iterator[bool]:
-        """Take part in an embedding, and begin it if nobody has; yield False if it is finished already.
+    def begin(self, plan: dict[str, Any], *, alone: bool) -> bool:
+        """Make the folder, or resume what is in it; return False if the output is complete already.
 
         Parameters
         ----------
         plan
-            What is embedded with what, JSON-safe; has ``key``, ``n_cells``, ``n_latent`` and ``block_size``.
-        rank, world_size
-            Which process this is, and of how many.
-        make
-            Makes the AnnData that the embedding becomes a part of.
+            What is embedded with what, JSON-safe.
+        alone
+            Whether this is the only process, which may make again what is complete.
 
         Raises
         ------
         OptionError
-            If another embedding is at the output or was begun there, or another process does the same work.
-        """
-        with contextlib.ExitStack() as held:
-            with self._locked():
-                # Of several processes the last may come when the others have finished: it must not begin again.
-                if self.is_complete(plan) and not (self.overwrite and world_size == 1):
-                    if not any(self._workers()):
-                        shutil.rmtree(self.folder, ignore_errors=True)  # of a process killed after its last step
-                    yield False
-                    return
-                self._check_taken(plan)
-                self._begin(plan, make)
-                held.enter_context(self._worker(rank, world_size))
-            yield True
-
-    def done(self) -> set[int]:
-        """Return the numbers of the blocks that are done."""
-        return {int(path.name) for path in self._blocks.iterdir() if path.name.isdecimal()}
-
-    def write(self, block: int, embedding: np.ndarray) -> None:
-        """Write the embedding of a block of cells, float32, shape (cells of the block, D), and note that it is done."""
-        start = block * self._array.chunks[0]
-        self._array[start : start + len(embedding)] = embedding
-        atomic_write_text(self._blocks / str(block), json.dumps({"crc32": zlib.crc32(np.ascontiguousarray(embedding))}))
-        self._noted.add(block)
-
-    def finish(self, plan: dict[str, Any], n_blocks: int) -> list[int]:
-        """Put the output in its place if all blocks are done; return the blocks that have to be done again.
-
-        Blocks that this process has not written are read and compared with their checksums; those that are damaged are
-        taken out of the journal.
+            If another embedding is at the output, or was begun there.
         """
         with self._locked():
-            if not self._result.exists() or len(self.done()) < n_blocks:
-                return []  # another process has finished, or will
-            if damaged := self._damaged(n_blocks):
-                return damaged
-            made = self._result if self._is_zarr else self._write_h5ad(plan)
-            self._check_taken(plan)
-            swap_in(made, self.output)
-            shutil.rmtree(self.folder, ignore_errors=True)
-        return []
+            # Of several processes the last may come when the others have finished: it must not begin again.
+            if self.is_complete(plan) and not (self.overwrite and alone):
+                shutil.rmtree(self.folder, ignore_errors=True)  # of a process killed after its last step
+                return False
+            if not self.overwrite and self.mark() not in (None, _hash(plan)):
+                raise OptionError(
+                    f"{self._said} exists and was made of other cells or by another model; choose another "
+                    "name, or pass overwrite=True (--overwrite)."
+                )
+            begun = self._begun()
+            if begun not in (None, plan):
+                if not self.overwrite:
+                    raise OptionError(
+                        f"an unfinished embedding in {str(self.folder)!r} {_difference(begun or {}, plan)}; give the "
+                        "same to resume it, or pass overwrite=True (--overwrite) to start again."
+                    )
+                shutil.rmtree(self.folder)
+            self.folder.mkdir(exist_ok=True)
+            if begun != plan:
+                atomic_write_text(self.folder / "plan.json", json.dumps(plan))
+        return True
+
+    def path_of(self, block: int) -> Path:
+        """Return the file of a block of cells, which is there once the block is done."""
+        return self.folder / f"{block}.npy"
+
+    def write(self, block: int, embedding: np.ndarray) -> None:
+        """Write the embedding of a block of cells, float32, shape (cells of the block, D)."""
+        with atomic_path(self.path_of(block)) as temporary, temporary.open("wb") as file:
+            np.save(file, embedding)
+
+    def finish(self, plan: dict[str, Any], n_blocks: int, make: Callable[[], AnnData]) -> None:
+        """Put the output in its place if all blocks are done and no other process was faster.
+
+        Parameters
+        ----------
+        plan, n_blocks
+            What was embedded, in so many blocks.
+        make
+            Makes the AnnData that the embedding becomes a part of.
+        """
+        with self._locked():
+            if not self.folder.exists() or not all(self.path_of(block).exists() for block in range(n_blocks)):
+                return
+            parts = (np.load(self.path_of(block)) for block in range(n_blocks))
+            result = self.folder / ("result.zarr" if self._is_zarr else "result.h5ad")
+            _write(result, make(), parts, plan)
+            swap_in(result, self.output)
+            shutil.rmtree(self.folder)
 
     def is_complete(self, plan: dict[str, Any]) -> bool:
         """Whether the output is there, made as `plan` says."""
@@ -252,127 +262,48 @@ class EmbeddingFiles:
                     # Whoever waits for it looks at the output next.
                     self._lock.unlink(missing_ok=True)
 
-    def _check_taken(self, plan: dict[str, Any]) -> None:
-        if not self.overwrite and self.mark() not in (None, _hash(plan)):
-            raise OptionError(
-                f"{self._said} exists and was made of other cells or by another model; choose another "
-                "name, or pass overwrite=True (--overwrite)."
-            )
-
-    def _begin(self, plan: dict[str, Any], make: Callable[[], AnnData]) -> None:
-        """Make the folder, unless it is there already with the same plan."""
-        from scforge.data.readers import open_group
-
-        begun = self._begun()
-        if begun is not None and begun != plan:
-            if not self.overwrite:
-                names = [name for name in plan if begun.get(name) != plan[name]]
-                raise OptionError(
-                    f"an unfinished embedding in {str(self.folder)!r} has another {names[0]}: it was begun "
-                    f"{_difference(names[0], begun, plan)}; give the same to go on with it, or {_AGAIN}."
-                )
-            self._check_alone()
-            begun = None
-        if begun is None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self._blocks.mkdir(parents=True)
-            _write_frame(self._result, make(), plan)
-            atomic_write_text(self.folder / "plan.json", json.dumps(plan))
-        for path in self._blocks.glob(".*"):
-            path.unlink(missing_ok=True)  # of a process that was killed while it noted a block
-        self._array = open_group(self._result, mode="r+")[f"obsm/{plan['key']}"]
-
     def _begun(self) -> dict[str, Any] | None:
-        try:
-            return json.loads((self.folder / "plan.json").read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except ValueError as error:
-            if self.overwrite:
-                return {}
-            raise DataError(
-                f"{str(self.folder / 'plan.json')!r} is damaged ({first_line(error)}); {_AGAIN}."
-            ) from error
+        path = self.folder / "plan.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
-    def _workers(self) -> Iterator[tuple[int, int]]:
-        """Yield rank and number of processes of each process at work."""
-        for path in self.folder.glob("worker-*.lock"):
-            if numbers := re.fullmatch(r"worker-(\d+)-of-(\d+)\.lock", path.name):
-                try:
-                    with FileLock(path, blocking=False):
-                        path.unlink()  # of a process that has ended
-                except Timeout:
-                    yield int(numbers[1]), int(numbers[2])
 
-    def _check_alone(self) -> None:
-        for rank, world_size in self._workers():
-            raise OptionError(
-                f"process {rank} of {world_size} is at work on {str(self.output)!r}; wait until it is done, or stop it."
+def _write(path: Path, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[str, Any]) -> None:
+    """Write an AnnData as zarr or h5ad with an embedding that comes block by block."""
+    import zarr
+
+    shape, chunks = (plan["n_cells"], plan["n_latent"]), (min(plan["block_size"], plan["n_cells"]), plan["n_latent"])
+    if path.suffix == ".zarr":
+        shutil.rmtree(path, ignore_errors=True)
+        root = zarr.open_group(path, mode="w", zarr_format=3)
+        _fill(
+            root,
+            adata,
+            parts,
+            plan,
+            create=lambda obsm: obsm.create_array(plan["key"], shape=shape, chunks=chunks, dtype="f4"),
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
+            zarr.consolidate_metadata(root.store)
+    else:
+        with new_h5(path) as file:
+            _fill(
+                file, adata, parts, plan, create=lambda obsm: obsm.create_dataset(plan["key"], shape=shape, dtype="f4")
             )
 
-    def _worker(self, rank: int, world_size: int) -> FileLock:
-        """Return the lock of this process, after a look at the others."""
-        for other, others in self._workers():
-            if others != world_size or other == rank:
-                raise OptionError(
-                    f"process {other} of {others} is at work on {str(self.output)!r}, and this is process {rank} of "
-                    f"{world_size}; give each process a rank of its own and all the same world_size."
-                )
-        return FileLock(self.folder / f"worker-{rank}-of-{world_size}.lock", blocking=False)
 
-    def _damaged(self, n_blocks: int) -> list[int]:
-        """Return the blocks, of other processes or earlier ones, that are not what was written, and forget them."""
-        size = self._array.chunks[0]
-        damaged = []
-        for block in sorted(set(range(n_blocks)) - self._noted):
-            note = self._blocks / str(block)
-            found = zlib.crc32(np.ascontiguousarray(self._array[block * size : (block + 1) * size]))
-            try:
-                expected = json.loads(note.read_text(encoding="utf-8"))["crc32"]
-            except (ValueError, KeyError, TypeError):
-                expected = None
-            if found == expected:
-                self._noted.add(block)
-            else:
-                note.unlink()
-                damaged.append(block)
-        return damaged
-
-    def _write_h5ad(self, plan: dict[str, Any]) -> Path:
-        """Write the result as h5ad, block by block."""
-        from anndata import AnnData
-        from anndata.io import read_elem, write_elem
-
-        from scforge.data.readers import open_group
-
-        path = self.folder / "result.h5ad"
-        group = open_group(self._result)
-        size = self._array.chunks[0]
-        with new_h5(path) as file:
-            write_elem(file, "/", AnnData(obs=read_elem(group["obs"]), uns=read_elem(group["uns"])))
-            written = file["obsm"].create_dataset(plan["key"], shape=self._array.shape, dtype=np.float32)
-            written.attrs.update(_ENCODING)
-            for start in range(0, len(written), size):
-                written[start : start + size] = self._array[start : start + size]
-            file.attrs[_MARK] = _hash(plan)
-        return path
-
-
-def _write_frame(path: Path, adata: AnnData, plan: dict[str, Any]) -> None:
-    """Write an AnnData-zarr whose embedding has no values yet."""
-    import zarr
+def _fill(
+    root: Any, adata: AnnData, parts: Iterator[np.ndarray], plan: dict[str, Any], *, create: Callable[[Any], Any]
+) -> None:
     from anndata.io import write_elem
 
-    root = zarr.open_group(path, mode="w", zarr_format=3)
     write_elem(root, "/", adata)
-    shape, chunks = (plan["n_cells"], plan["n_latent"]), (plan["block_size"], plan["n_latent"])
-    obsm: Any = root["obsm"]
-    array = obsm.create_array(plan["key"], shape=shape, chunks=chunks, dtype=np.float32)
+    array, start = create(root["obsm"]), 0
     array.attrs.update(_ENCODING)
+    for part in parts:
+        array[start : start + len(part)] = part
+        start += len(part)
     root.attrs[_MARK] = _hash(plan)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Consolidated metadata is currently not part")
-        zarr.consolidate_metadata(root.store)
 
 
 def _zarr_mark(path: Path) -> str | None:
@@ -396,12 +327,13 @@ def _hash(plan: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
-def _difference(name: str, begun: dict[str, Any], plan: dict[str, Any]) -> str:
-    if name == "model":
-        return "with other weights, options or genes"
-    if name == "source":
-        return "of other cells, or they have changed since"
-    return f"with {name}={begun.get(name)!r}, not {plan[name]!r}"
+def _difference(begun: dict[str, Any], plan: dict[str, Any]) -> str:
+    name = next(name for name in plan if begun.get(name) != plan[name])
+    how = {
+        "model": "with other weights, options or genes",
+        "source": "of other cells, or they have changed since",
+    }.get(name, f"with {name}={begun.get(name)!r}, not {plan[name]!r}")
+    return f"has another {name}: it was begun {how}"
 
 
 _BLOCK = 8192
@@ -541,10 +473,10 @@ def embed_to(
         raise OptionError(f"key={key!r} is not a name in obsm; give text without a slash.")
     if is_url(output):
         raise OptionError(f"output={output!r} is a URL; give a path, and copy the result from there.")
-    files = EmbeddingFiles(Path(output), overwrite=check_bool("overwrite", overwrite))
+    files = EmbeddingFiles(Path(output), overwrite=overwrite)
     where = device_for(device)
     if not isinstance(model, CellModel):
-        model = _load(model)
+        model = load_named(model, f"model={str(model)!r} (--model)")
     check_filled(model.module)
     key = model._obsm_key if key == AUTO_KEY else key
     if not model.is_trained_:
@@ -565,7 +497,9 @@ def embed_to(
     before = model.device
     move_to(model, where)
     try:
-        return _Worker(model, cells, batch_size).work(
+        return _embed_blocks(
+            model,
+            cells,
             files,
             {
                 "model": model_identity(model),
@@ -576,78 +510,65 @@ def embed_to(
             },
             rank,
             world_size,
-            hidden=not check_bool("progress_bar", progress_bar) or rank != 0,
+            batch_size=batch_size,
+            hidden=not progress_bar or rank != 0,
         )
     finally:
         move_to(model, before)
 
 
-def _load(path: str | os.PathLike[str]) -> CellModel:
-    """Load a model; say so if its folder is that of a whole training."""
-    return load_named(path, f"model={str(path)!r} (--model)")
+def _embed_blocks(
+    model: CellModel,
+    cells: Cells,
+    files: EmbeddingFiles,
+    plan: dict[str, Any],
+    rank: int,
+    world_size: int,
+    *,
+    batch_size: int,
+    hidden: bool,
+) -> EmbeddingInfo:
+    """Embed the blocks of this process that are not done yet, and finish if it is the last."""
+    from tqdm import tqdm
 
-
-@dataclass(frozen=True)
-class _Worker:
-    """One process of an embedding."""
-
-    model: CellModel
-    cells: Cells
-    batch_size: int
-
-    def embed(self, rows: np.ndarray) -> np.ndarray:
-        """Return the embedding of the cells at `rows`, float32, shape (len(rows), D)."""
-        model = self.model
-        objective = model.spec.build_objective()
+    def embedded(rows: np.ndarray) -> np.ndarray:
         try:
-            return embed(
-                model.module, self.cells, model.tokenizer, objective=objective, batch_size=self.batch_size, rows=rows
-            )
+            return embed(model.module, cells, model.tokenizer, objective=objective, batch_size=batch_size, rows=rows)
         except torch.OutOfMemoryError as error:
             raise OptionError(
-                f"batch_size={self.batch_size} needs more memory than the device {str(model.device)!r} has; pass a "
+                f"batch_size={batch_size} needs more memory than the device {str(model.device)!r} has; pass a "
                 "smaller one (--batch-size)."
             ) from error
 
-    def work(
-        self, files: EmbeddingFiles, plan: dict[str, Any], rank: int, world_size: int, *, hidden: bool
-    ) -> EmbeddingInfo:
-        """Embed the blocks of this process that are not done yet, and finish if it is the last."""
-        from tqdm import tqdm
+    def frame() -> AnnData:
+        obs = embedded_adata(cells, np.empty((len(cells), 0), dtype=np.float32), plan["key"]).obs
+        return AnnData(obs=obs, uns={UNS_KEY: {plan["key"]: model._provenance(cells, plan["n_latent"])}})
 
-        plan["n_latent"] = self.embed(np.zeros(1, dtype=np.int64)).shape[1]
-        plan = json.loads(json.dumps(plan))  # as it is read from the journal
-        n_cells, size = plan["n_cells"], plan["block_size"]
-        blocks = [np.arange(start, min(start + size, n_cells)) for start in range(0, n_cells, size)]
-        n_embedded, began = 0, time.perf_counter()
-        with files.at_work(plan, rank, world_size, lambda: self._frame(plan)) as needed:
-            mine = range(rank, len(blocks), world_size) if needed else range(0)
-            todo = sorted(set(mine) - files.done()) if needed else []
-            total, left = (sum(len(blocks[block]) for block in some) for some in (mine, todo))
-            with tqdm(total=total, initial=total - left, desc="Embedding", unit="cell", disable=hidden or None) as bar:
-                while needed:
-                    for block in todo:
-                        files.write(block, self.embed(blocks[block]))
-                        n_embedded += len(blocks[block])
-                        bar.update(len(blocks[block]))
-                    # Also with nothing to do: all may be done, but for the last step.
-                    todo = files.finish(plan, len(blocks))
-                    needed = bool(todo)
-        return EmbeddingInfo(
-            output=files.output,
-            key=plan["key"],
-            n_cells=n_cells,
-            n_latent=plan["n_latent"],
-            n_embedded=n_embedded,
-            seconds=time.perf_counter() - began,
-            complete=files.is_complete(plan),
-        )
-
-    def _frame(self, plan: dict[str, Any]) -> AnnData:
-        """Return what the output holds besides the embedding."""
-        adata = embedded_adata(self.cells, np.empty((len(self.cells), 0), dtype=np.float32), plan["key"])
-        made_with = self.model._provenance(self.cells, plan["n_latent"])
-        return AnnData(obs=adata.obs, uns={UNS_KEY: {plan["key"]: made_with}})
+    objective = model.objective
+    plan = json.loads(json.dumps(plan | {"n_latent": embedded(np.zeros(1, dtype=np.int64)).shape[1]}))
+    n_cells, size = plan["n_cells"], plan["block_size"]
+    blocks = [np.arange(start, min(start + size, n_cells)) for start in range(0, n_cells, size)]
+    n_embedded, began = 0, time.perf_counter()
+    if files.begin(plan, alone=world_size == 1):
+        mine = range(rank, len(blocks), world_size)
+        todo = [block for block in mine if not files.path_of(block).exists()]
+        total, left = (sum(len(blocks[block]) for block in some) for some in (mine, todo))
+        with tqdm(total=total, initial=total - left, desc="Embedding", unit="cell", disable=hidden or None) as bar:
+            for block in todo:
+                files.write(block, embedded(blocks[block]))
+                n_embedded += len(blocks[block])
+                bar.update(len(blocks[block]))
+        # Also with nothing to do: all may be done, but for the last step.
+        files.finish(plan, len(blocks), frame)
+    return EmbeddingInfo(
+        output=files.output,
+        key=plan["key"],
+        n_cells=n_cells,
+        n_latent=plan["n_latent"],
+        n_embedded=n_embedded,
+        seconds=time.perf_counter() - began,
+        complete=files.is_complete(plan),
+    )
 
 
 def _open(model: CellModel, source: Any) -> Cells:
@@ -656,7 +577,7 @@ def _open(model: CellModel, source: Any) -> Cells:
         return open_cells(source, model.vocab)
     if isinstance(source, list | tuple):
         return open_cells(source, model.vocab, **_setup(model))
-    return model.cells(source)
+    return model._cells(source)
 
 
 def _setup(model: CellModel) -> dict[str, Any]:

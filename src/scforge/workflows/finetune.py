@@ -166,7 +166,7 @@ def finetuning_report(result: FinetuningResult, config: Config) -> list[str]:
     lines.append("Cells:       " + ", ".join(f"{len(rows):,} to {part}" for part, rows in sizes.items()))
     trained, all_ = (count_parameters(model.module, trainable_only=only) for only in (True, False))
     lines.append(f"Trained:     {trained:,} of {all_:,} weights ({trained / all_:.1%})")
-    task = model.spec.build_objective()
+    task = model.objective
     lines += best_epoch(model, task.monitor if len(split.validation) else "loss", task.monitor_mode)
     lines += written_files(config)
     if result.metrics is not None:

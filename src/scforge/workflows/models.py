@@ -100,7 +100,7 @@ def push_folder(
     folder: str | os.PathLike[str],
     repo_id: str,
     *,
-    licence: str | None = None,
+    license: str | None = None,
     data: Sequence[str] | None = None,
     citation: str | None = None,
     metrics: str | os.PathLike[str] | None = None,
@@ -115,7 +115,7 @@ def push_folder(
     ----------
     folder, repo_id
         As for :func:`scforge.hub.upload`.
-    licence, data, citation
+    license, data, citation
         For the card; see :meth:`scforge.models.Encoder.push_to_hub`.
     metrics
         Table of ``scforge evaluate``, a CSV file, for the card.
@@ -146,9 +146,9 @@ def push_folder(
         check_holds_model(path, said)
         if base is not None:
             raise OptionError(f"base={base!r} (--base) has no use where {said} is a whole model; leave it out.")
-    flags = {"licence": licence, "data": data, "citation": citation, "metrics": metrics}
+    flags = {"license": license, "data": data, "citation": citation, "metrics": metrics}
     given = [name for name, value in flags.items() if value is not None]
-    told: dict[str, Any] = {"license": licence, "data": data, "citation": citation}
+    told: dict[str, Any] = {"license": license, "data": data, "citation": citation}
     told["metrics"] = None if metrics is None else _table(metrics)
     card = _card_of_others(path)
     if card is not None and given:
@@ -161,7 +161,7 @@ def push_folder(
         return upload(path, repo_id, **options)
     tell_left_behind(path)  # what is sent is written anew, elsewhere
     # The name is for others, so it is not a folder here.
-    model = Encoder.from_pretrained(path, base=None if base is None else place_of(base) or base)
+    model = Encoder.load(path, base=None if base is None else place_of(base) or base)
     return push_model(model, repo_id, told=told, adapter_only=is_adapter, base=base, card=card, **options)
 
 

@@ -70,7 +70,7 @@ def predict_to(
     """
     path = checked_output(output, [_TABLE, _CELLS], overwrite=overwrite, inputs=[source])
     tuned = load_tuned(model, device)
-    task = tuned._own_task() or tuned.spec.build_objective()
+    task = tuned._own_task() or tuned.objective
     assert isinstance(task, Task)
     adata = in_memory(source)
     if adata is None and path.suffix == _CELLS and not task.makes_cells:
@@ -93,7 +93,7 @@ def predict_to(
     else:
         table = pd.DataFrame(found)
         if adata is None:
-            cells = tuned.cells(source)
+            cells = tuned._cells(source)
             table.index = embedded_adata(cells, np.empty((len(cells), 0), dtype=np.float32), "none").obs_names
         write(path, table.rename_axis("cell"))
     return f"{len(found):,} cells"

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 from scforge._checks import check_count, check_positive
 from scforge.data.cells import CellBlock, Cells, CellSource
 from scforge.errors import DataError, ModelFileError, OptionError, TrainingError, listing, warn
-from scforge.eval.scib import integration_baselines, integration_scores
+from scforge.eval.baselines import embedding_baselines
+from scforge.eval.scib import integration_scores
 from scforge.finetuning.base import Evaluated, Task, register_task
 from scforge.finetuning.baselines import FROZEN
 from scforge.finetuning.labels import check_classes, check_key, codes_of, text_labels
@@ -254,7 +255,7 @@ def _baselines(task: Integration, context: EvaluationContext) -> dict[str, np.nd
     batches = pd.concat([cells.column(task.batch_key).iloc[rows].astype(str) for cells, rows in parts])
     names = pd.RangeIndex(len(batches)).astype(str)  # scored and training cells may have the same
     adata = anndata.AnnData(counts, obs=pd.DataFrame({task.batch_key: batches.to_numpy()}, index=names))
-    found = integration_baselines(adata, task.batch_key, seed=context.seed)
+    found = embedding_baselines(adata, ("pca", "harmony", "scvi"), batch_key=task.batch_key, seed=context.seed)
     return {name: embedding[: len(scored)] for name, embedding in found.items()}
 
 

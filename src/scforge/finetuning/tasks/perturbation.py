@@ -465,7 +465,7 @@ class Perturbation(Task):
     Parameters
     ----------
     perturbation_key
-        Column of obs with what a cell was perturbed with, see :func:`scforge.data.parse_perturbations`.
+        Column of obs with what a cell was perturbed with, see ``scforge.data.perturbation.parse_perturbations``.
     control
         The label of control cells there, e.g. ``"control"`` or ``"non-targeting"``.
     separator

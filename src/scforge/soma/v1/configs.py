@@ -185,6 +185,11 @@ class SIGRegConfig:
     coefficient: float = V1_SIG_REG_COEFFICIENT
 
 
+def part_of[C](config: Any, kind: type[C]) -> C:
+    """Return a configuration of a part with the numbers of that of the whole."""
+    return kind(**{field.name: getattr(config, field.name) for field in fields(kind)})  # type: ignore[arg-type]
+
+
 _COUNTS = {
     "embedding_dim": "dimensions",
     "pwff_hidden_dim": "hidden units",

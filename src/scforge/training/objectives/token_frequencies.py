@@ -18,7 +18,7 @@ def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
     Parameters
     ----------
     cells
-        The cells, as :meth:`scforge.models.Encoder.cells` gives them; of more than 10,000 as many are drawn.
+        The cells, as :func:`scforge.data.open_cells` gives them; of more than 10,000 as many are drawn.
     tokenizer
         Makes the tokens.
 
@@ -32,7 +32,7 @@ def token_counts(cells: CellSource, tokenizer: Tokenizer) -> np.ndarray:
     >>> adata = scforge.datasets.pbmc3k()[:60, :300].copy()
     >>> scforge.models.Encoder.setup_anndata(adata)
     >>> model = scforge.models.Encoder(adata, "transformer_encoder", hidden_dim=8, num_layers=1, num_heads=2)
-    >>> counts = scforge.training.token_counts(model.cells(), model.tokenizer)
+    >>> counts = scforge.training.token_counts(scforge.data.open_cells(adata, model.vocab), model.tokenizer)
     >>> len(counts) == len(model.tokenizer.vocab)
     True
     """

@@ -4,7 +4,6 @@ import torch
 from scforge.errors import DataError, OptionError
 from scforge.models.components import SIGReg as OverSamples
 from scforge.soma.v1.torch import SIGReg, SIGRegConfig
-from scforge.soma.v1.torch import sigreg as module
 
 
 @pytest.fixture
@@ -49,17 +48,11 @@ def test_same_directions_of_the_same_seed(regularisers, dtype):
     assert one.dtype == torch.promote_types(dtype, torch.float32)
 
 
-def test_rows_at_a_time_and_autocast_change_no_number(monkeypatch):
+def test_autocast_changes_no_number():
     regulariser, x, noise = SIGReg(SIGRegConfig()), torch.randn(50, 8), torch.randn(8, 256)
     expected = regulariser.compute(x, noise)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(regulariser.compute(x, noise), expected)
-    monkeypatch.setitem(module._NUMBERS, "cpu", 1)
-    torch.testing.assert_close(regulariser.compute(x, noise), expected)
-    monkeypatch.setitem(module._NUMBERS, "cpu", 30)  # three rows at a time
-    regulariser = SIGReg(SIGRegConfig(slices=10, points=5, t_max=4.0)).double()
-    x, noise = (2 * torch.randn(7, 4).double()).requires_grad_(), torch.randn(4, 10).double()
-    assert torch.autograd.gradcheck(lambda x: regulariser.compute(x, noise), (x,))
 
 
 def test_sees_norms_and_no_collapse():

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 
 from scforge.errors import DataError
-from scforge.soma.v1.configs import EncoderConfig, ModelConfig, check_config
+from scforge.soma.v1.configs import EncoderConfig, ModelConfig, check_config, part_of
 from scforge.soma.v1.flax.modules.encoder import Encoder
 from scforge.soma.v1.flax.modules.layer import layer_norm
 from scforge.soma.v1.flax.serde import Serializable
@@ -52,15 +52,7 @@ class Model(Serializable, nnx.Module):
         self.config = config
         self.embedding = nnx.Embed(config.vocab_size, config.embedding_dim, rngs=rngs)
         self.encoder = Encoder(
-            EncoderConfig(
-                dropout_rate=config.dropout_rate,
-                embedding_dim=config.embedding_dim,
-                pwff_hidden_dim=config.pwff_hidden_dim,
-                num_layers=config.num_layers,
-                num_heads=config.num_heads,
-                max_wavelength=config.max_wavelength,
-                scale_factor=config.scale_factor,
-            ),
+            part_of(config, EncoderConfig),
             rngs,
         )
         self.final_norm = layer_norm(config.embedding_dim, rngs)

@@ -11,7 +11,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from scforge._checks import check_bool
 from scforge.errors import DataError
-from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, EncoderConfig, ModelConfig, check_config
+from scforge.soma.v1.configs import V1_PAD_TOKEN_ID, EncoderConfig, ModelConfig, check_config, part_of
 from scforge.soma.v1.torch.modules.encoder import Encoder
 from scforge.soma.v1.torch.serde import Serializable
 
@@ -49,15 +49,7 @@ class Model(Serializable, nn.Module):
         self.config = config
         self.pad_mask = check_bool("pad_mask", pad_mask)
         self.embedding = nn.Embedding(config.vocab_size, config.embedding_dim)
-        encoder = EncoderConfig(
-            dropout_rate=config.dropout_rate,
-            embedding_dim=config.embedding_dim,
-            pwff_hidden_dim=config.pwff_hidden_dim,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            max_wavelength=config.max_wavelength,
-            scale_factor=config.scale_factor,
-        )
+        encoder = part_of(config, EncoderConfig)
         self.encoder = Encoder(encoder, gradient_checkpointing=gradient_checkpointing)
         self.final_norm = nn.LayerNorm(config.embedding_dim, eps=1e-5)
         self.predictor = nn.Linear(config.embedding_dim, config.vocab_size)

@@ -5,18 +5,11 @@ Shapes: ... states, H width, K directions, T points.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from scforge.errors import DataError
 from scforge.soma.v1.configs import SIGRegConfig, check_config
-
-_NUMBERS = {"cpu": 2**17}
-"""Projections at a time. On a CPU they stay within its cache."""
-_NUMBERS_ELSEWHERE = 2**24
 
 
 class SIGReg(nn.Module):
@@ -83,92 +76,14 @@ class SIGReg(nn.Module):
             directions = noise.to(wide) / noise.to(wide).norm(dim=0)
             projections_mk = x.to(wide).reshape(-1, x.shape[-1]) @ directions
             t, phi, weights = (buffer.to(wide) for buffer in (self.t, self.phi, self.weights))
-            with_slope = torch.is_grad_enabled() and projections_mk.requires_grad
-            return _Statistic.apply(projections_mk, t, phi, weights, with_slope)[0] * self.config.coefficient
+            statistic_m = projections_mk.new_zeros(len(projections_mk))
+            for at, normal, weight in zip(t, phi, weights, strict=True):
+                angles_mk = projections_mk * at
+                real_m, imaginary_m = angles_mk.cos().mean(dim=1), angles_mk.sin().mean(dim=1)
+                statistic_m = statistic_m + weight * ((real_m - normal).square() + imaginary_m.square())
+            return statistic_m.mean() * noise.shape[1] * self.config.coefficient
 
 
 def _check_states(x: torch.Tensor) -> None:
     if not x.is_floating_point() or x.dim() < 1:
         raise DataError(f"x has dtype {x.dtype} and shape {tuple(x.shape)}; pass states of shape (..., width).")
-
-
-class _Statistic(torch.autograd.Function):
-    """The mean over rows of the Epps-Pulley statistic of their projections, some rows at a time.
-
-    The gradient is computed together with it, so that only one number a projection is kept, and not two for each of
-    the points. Cosines and sines of multiples come from their recurrence, and are computed once.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        projections_mk: torch.Tensor, t: torch.Tensor, phi: torch.Tensor, weights: torch.Tensor, with_slope: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        n_rows, n_slices = projections_mk.shape
-        grad_mk = torch.empty_like(projections_mk) if with_slope else projections_mk.new_empty(0)
-        total = projections_mk.new_zeros(())
-        rows = max(1, _NUMBERS.get(projections_mk.device.type, _NUMBERS_ELSEWHERE) // max(1, n_slices))
-        for start in range(0, n_rows, rows):
-            part = projections_mk[start : start + rows]
-            value, slope = _statistic(part, t, phi, weights, with_slope=with_slope)
-            total += value
-            if slope is not None:
-                grad_mk[start : start + rows] = slope
-        return total / n_rows, grad_mk
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-        ctx.n_rows = len(inputs[0])
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(output[1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor | None, _: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if grad is None:
-            return None, None, None, None, None
-        (grad_mk,) = ctx.saved_tensors
-        return grad_mk * (grad / ctx.n_rows), None, None, None, None
-
-
-def _statistic(
-    p_mk: torch.Tensor, t: torch.Tensor, phi: torch.Tensor, weights: torch.Tensor, *, with_slope: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the sum over rows of the statistic, and its slope by the projections."""
-    angle_mk = p_mk * t[1]
-    cos_mk, sin_mk = angle_mk.cos(), angle_mk.sin()
-    double_mk = 2 * cos_mk
-    error_mt, sine_mt = _means_of_multiples(cos_mk, sin_mk, double_mk, len(t))
-    error_mt -= phi
-    value = ((error_mt.square() + sine_mt.square()) @ weights).sum() * p_mk.shape[1]
-    if not with_slope:
-        return value, None
-    # d/dp of K w (C - phi)^2 + K w S^2 is 2 w t (S cos(t p) - (C - phi) sin(t p)), and t = j t_1: a sum of cosines and
-    # one of sines of multiples, which Clenshaw's recurrence adds up from the last to the first.
-    factors = 2 * weights * t
-    of_cos_jm = (sine_mt * factors).t().unsqueeze(-1)
-    of_sin_jm = (error_mt * -factors).t().unsqueeze(-1)
-    both = p_mk.new_zeros((4, *p_mk.shape))
-    cos_1, cos_2, sin_1, sin_2 = both
-    for j in range(len(t) - 1, 0, -1):
-        cos_1, cos_2 = cos_2.neg_().addcmul_(double_mk, cos_1).add_(of_cos_jm[j]), cos_1
-        sin_1, sin_2 = sin_2.neg_().addcmul_(double_mk, sin_1).add_(of_sin_jm[j]), sin_1
-    # The term of j = 0 is none, for t = 0 there.
-    return value, cos_1 * cos_mk - cos_2 + sin_1 * sin_mk
-
-
-def _means_of_multiples(
-    cos_mk: torch.Tensor, sin_mk: torch.Tensor, double_mk: torch.Tensor, points: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the means over K of cos(j a) and sin(j a) for j = 0 .. points - 1, each of shape (M, T)."""
-    real = cos_mk.new_ones((len(cos_mk), points))
-    imaginary = cos_mk.new_zeros((len(cos_mk), points))
-    cos, sin = cos_mk.clone(), sin_mk.clone()
-    cos_before, sin_before = torch.ones_like(cos), torch.zeros_like(sin)
-    for j in range(1, points):
-        real[:, j], imaginary[:, j] = cos.mean(dim=1), sin.mean(dim=1)
-        cos, cos_before = cos_before.neg_().addcmul_(double_mk, cos), cos
-        sin, sin_before = sin_before.neg_().addcmul_(double_mk, sin), sin
-    return real, imaginary

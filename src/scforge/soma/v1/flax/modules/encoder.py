@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax import nnx
 from jax import Array
 
-from scforge.soma.v1.configs import EncoderConfig, LayerConfig, check_config
+from scforge.soma.v1.configs import EncoderConfig, LayerConfig, check_config, part_of
 from scforge.soma.v1.flax.modules.layer import Layer
 
 
@@ -23,14 +23,7 @@ class Encoder(nnx.Module):
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs | None = None) -> None:
         check_config(config, EncoderConfig)
         rngs = nnx.Rngs(0) if rngs is None else rngs
-        layer = LayerConfig(
-            dropout_rate=config.dropout_rate,
-            embedding_dim=config.embedding_dim,
-            pwff_hidden_dim=config.pwff_hidden_dim,
-            num_heads=config.num_heads,
-            max_wavelength=config.max_wavelength,
-            scale_factor=config.scale_factor,
-        )
+        layer = part_of(config, LayerConfig)
         self.layers = nnx.List([Layer(layer, rngs) for _ in range(config.num_layers)])
 
     def __call__(self, input: Array, positions: Array) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax import nnx
 from jax import Array
 
-from scforge.soma.v1.configs import LayerConfig, PositionWiseFeedForwardConfig, check_config
+from scforge.soma.v1.configs import LayerConfig, PositionWiseFeedForwardConfig, check_config, part_of
 from scforge.soma.v1.flax.modules.attention import MultiHeadAttention
 from scforge.soma.v1.flax.modules.pwff import PositionWiseFeedForward
 
@@ -42,11 +42,7 @@ class Layer(nnx.Module):
         )
         self.norm_2 = layer_norm(config.embedding_dim, rngs)
         self.pwff = PositionWiseFeedForward(
-            PositionWiseFeedForwardConfig(
-                dropout_rate=config.dropout_rate,
-                embedding_dim=config.embedding_dim,
-                pwff_hidden_dim=config.pwff_hidden_dim,
-            ),
+            part_of(config, PositionWiseFeedForwardConfig),
             rngs,
         )
         self.dropout = nnx.Dropout(config.dropout_rate, rngs=rngs)

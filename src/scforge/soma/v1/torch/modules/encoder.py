@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scforge._checks import check_bool
-from scforge.soma.v1.configs import EncoderConfig, LayerConfig, check_config
+from scforge.soma.v1.configs import EncoderConfig, LayerConfig, check_config, part_of
 from scforge.soma.v1.torch.modules.attention import rotation_of
 from scforge.soma.v1.torch.modules.layer import Layer
 
@@ -40,14 +40,7 @@ class Encoder(nn.Module):
         self.head_dim = config.embedding_dim // config.num_heads
         self.max_wavelength = config.max_wavelength
         self.scale_factor = config.scale_factor
-        layer = LayerConfig(
-            dropout_rate=config.dropout_rate,
-            embedding_dim=config.embedding_dim,
-            pwff_hidden_dim=config.pwff_hidden_dim,
-            num_heads=config.num_heads,
-            max_wavelength=config.max_wavelength,
-            scale_factor=config.scale_factor,
-        )
+        layer = part_of(config, LayerConfig)
         self.layers = nn.ModuleList(Layer(layer) for _ in range(config.num_layers))
 
     def forward(

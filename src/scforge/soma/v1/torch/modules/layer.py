@@ -8,9 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from scforge.soma.v1.configs import LayerConfig, PositionWiseFeedForwardConfig, check_config
+from scforge.soma.v1.configs import LayerConfig, PositionWiseFeedForwardConfig, check_config, part_of
 from scforge.soma.v1.torch.modules.attention import MultiHeadAttention, Rotation
-from scforge.soma.v1.torch.modules.dropout import Dropout
 from scforge.soma.v1.torch.modules.pwff import PositionWiseFeedForward
 
 
@@ -42,10 +41,8 @@ class Layer(nn.Module):
             scale_factor=config.scale_factor,
         )
         self.norm_2 = nn.LayerNorm(config.embedding_dim, eps=1e-5)
-        self.pwff = PositionWiseFeedForward(
-            PositionWiseFeedForwardConfig(config.dropout_rate, config.embedding_dim, config.pwff_hidden_dim)
-        )
-        self.dropout = Dropout(config.dropout_rate)
+        self.pwff = PositionWiseFeedForward(part_of(config, PositionWiseFeedForwardConfig))
+        self.dropout = nn.Dropout(config.dropout_rate)
 
     def forward(
         self,
