@@ -94,7 +94,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, said: str = "metrics") -> tuple
         names = [str(name) for name in table.index]
         if names.count(_MODEL) != 1 or len(names) < 2:
             raise OptionError(
-                f"{said} needs one row called {_MODEL!r}, that of the model, and baselines beside it (rows: {listing(names)})."
+                f"{said} needs one row called {_MODEL!r}, that of the model, and baselines beside it ({listing(names)})."
             )
         data = facts.get("data", facts.get(f"{benchmark}: data"))
         for metric, column in table.select_dtypes("floating").items():  # whole numbers count cells
@@ -298,8 +298,13 @@ def model_card(
         losses=_shown({key: value for key, value in (last_figures or {}).items() if "loss" in key}, "{:.4g}"),
         shown=_shown,
         mark=CARD_MARK,
-        **{"spec": spec, "facts": facts, "name": name, "parameters": parameters, "trained": trained},
-        **{"is_adapter": is_adapter, "is_trained": is_trained},
+        spec=spec,
+        facts=facts,
+        name=name,
+        parameters=parameters,
+        trained=trained,
+        is_adapter=is_adapter,
+        is_trained=is_trained,
     )
     return f"{card.content}\n"
 
