@@ -94,7 +94,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, said: str = "metrics") -> tuple
         names = [str(name) for name in table.index]
         if names.count(_MODEL) != 1 or len(names) < 2:
             raise OptionError(
-                f"{said} needs one row called {_MODEL!r}, that of the model, and baselines beside it ({listing(names)})."
+                f"{said} needs one row called {_MODEL!r}, the model, and baselines beside it ({listing(names)})."
             )
         data = facts.get("data", facts.get(f"{benchmark}: data"))
         for metric, column in table.select_dtypes("floating").items():  # whole numbers count cells
