@@ -114,7 +114,7 @@ def test_an_export_that_computes_something_else(weight: float, models, tmp_path:
         return whole(model, wrong, *rest)
 
     monkeypatch.setattr(exporting, "_program", other)
-    with pytest.raises(ModelFileError, match=r"exported to 'model\.pt2' computes other embeddings than encode, by"):
+    with pytest.raises(ModelFileError, match=r"exported to 'model\.pt2' computes something else than encode, by"):
         models["light"].export(tmp_path / "out", "torch")
     assert not list(tmp_path.iterdir())
 

@@ -106,7 +106,7 @@ def test_the_options_of_other_architectures(custom_architecture: str, tiny_adata
 def test_weights_of_other_sizes(folder: Callable[[str], Path]) -> None:
     path = folder("base")
     say(path / "config.json", "architecture", num_layers=2, ffn_dim=16)
-    with pytest.raises(ModelFileError, match=r"in its config: Missing key.* \"encoder.layers.1.norm_attention"):
+    with pytest.raises(ModelFileError, match="in its config: size mismatch for encoder.layers.0.ffn_in"):
         Encoder.load(path)
 
 

@@ -126,7 +126,7 @@ def test_figures_of_a_report(hub, model: Encoder, metrics: object, data: str, na
         ({"metrics": LONG.drop(columns="kind")}, "metrics needs one row called 'scforge'"),
         ({"metrics": LONG[LONG["kind"] == "model"]}, "metrics needs one row called 'scforge', .* and baselines beside"),
         ({"base": "org/other"}, "base='org/other' has no use where the model was not fine-tuned"),
-        ({"metrics": TABLE[:1]}, "and baselines beside it, without which its figures say little"),
+        ({"metrics": TABLE[:1]}, "and baselines beside it .'scforge'"),
         ({"metrics": {"f1": 1.0}}, r"no table of evaluate\(\)"),
         ({"adapter_only": True}, "the model has no adapters|not known where others find"),
         ({"base": "somewhere"}, "base='somewhere' is no name that others can use"),

@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from scforge._version import __version__
 from scforge.errors import ModelFileError, OptionError, listing
 from scforge.estimators.spec import ModelSpec
-from scforge.hub.uploading import CARD_MARK
+from scforge.hub.uploading import marked
 from scforge.models._utils import count_parameters
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def scores_of(metrics: Report | pd.DataFrame, *, said: str = "metrics") -> tuple
         names = [str(name) for name in table.index]
         if names.count(_MODEL) != 1 or len(names) < 2:
             raise OptionError(
-                f"{said} needs one row called {_MODEL!r}, that of the model, and baselines beside it (rows: {listing(names)})."
+                f"{said} needs one row called {_MODEL!r}, the model, and baselines beside it ({listing(names)})."
             )
         data = facts.get("data", facts.get(f"{benchmark}: data"))
         for metric, column in table.select_dtypes("floating").items():  # whole numbers count cells
@@ -297,16 +297,15 @@ def model_card(
         version=__version__,
         losses=_shown({key: value for key, value in (last_figures or {}).items() if "loss" in key}, "{:.4g}"),
         shown=_shown,
-        mark=CARD_MARK,
-        **{"spec": spec, "facts": facts, "name": name, "parameters": parameters, "trained": trained},
-        **{"is_adapter": is_adapter, "is_trained": is_trained},
+        spec=spec,
+        facts=facts,
+        name=name,
+        parameters=parameters,
+        trained=trained,
+        is_adapter=is_adapter,
+        is_trained=is_trained,
     )
-    return f"{card.content}\n"
-
-
-def is_own_card(text: str) -> bool:
-    """Return whether a card is one of :func:`model_card` that nobody has claimed."""
-    return CARD_MARK in text
+    return marked(f"{card.content}\n")
 
 
 def _epochs(n_epochs: int) -> str:

@@ -219,8 +219,8 @@ def _parity(
         scale = max(scale, float(np.abs(wanted).max()))
     if not worst <= _TOLERANCE * scale:
         raise ModelFileError(
-            f"architecture={model.spec.architecture!r} exported to {file.name!r} computes other embeddings than encode, by "
-            f"{worst:.1g}; report it."
+            f"architecture={model.spec.architecture!r} exported to {file.name!r} computes something else than encode, "
+            f"by {worst:.1g}; report it."
         )
     return {
         "max_abs_difference": worst,

@@ -52,7 +52,7 @@ def push_model(
                 below = model._card_facts().base
                 if below is None or below.name is None:
                     raise OptionError(
-                        "adapter_only=True, but not known where others find the model below; push it first, or name it with base=."
+                        "adapter_only=True, but not known where others find the model below; push it, or give base=."
                     )
                 save_adapter(model, folder, overwrite=False)
                 atomic_write_text(folder / "README.md", text)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy._core.multiarray import scalar
 
 from scforge import _io
 from scforge._registry import Registry, check_options
@@ -344,8 +345,8 @@ class _PlainUnpickler(pickle.Unpickler):
         ("collections", "OrderedDict"): collections.OrderedDict,
         ("_codecs", "encode"): codecs.encode,
         ("numpy", "dtype"): np.dtype,
-        ("numpy.core.multiarray", "scalar"): np._core.multiarray.scalar,
-        ("numpy._core.multiarray", "scalar"): np._core.multiarray.scalar,
+        ("numpy.core.multiarray", "scalar"): scalar,
+        ("numpy._core.multiarray", "scalar"): scalar,
     }
 
     def find_class(self, module: str, name: str) -> Any:

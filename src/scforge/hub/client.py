@@ -58,8 +58,11 @@ def hub_errors(said: str, repo_id: str, revision: str | None = None) -> Iterator
     except ScforgeError:
         raise
     except (errors.HTTPError, OSError, ValueError, RuntimeError) as error:
+        for cls, kind, why in known:
+            if isinstance(error, cls):
+                raise kind(f"{said}: {why}.") from safe_cause(error)
         text = " ".join((getattr(error, "server_message", None) or str(error)).split())[:300].rstrip(".")
         status = f"{error.response.status_code}, " if isinstance(error, errors.HfHubHTTPError) else ""
-        failed = f"{place} fails ({status}{text}); check the connection, HF_ENDPOINT, or pass {token}"
-        kind, why = next(((kind, why) for cls, kind, why in known if isinstance(error, cls)), (HubError, failed))
-        raise kind(f"{said}: {why}.") from safe_cause(error)
+        raise HubError(
+            f"{said}: {place} fails ({status}{text}); check the connection, HF_ENDPOINT, or pass {token}."
+        ) from safe_cause(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -12,8 +13,19 @@ from scforge.hub.finding import CARD, ORIGIN_FILE, SHARED_FILES, described_kind,
 
 logger = logging.getLogger("scforge")
 
-CARD_MARK = "<!-- Written by scforge"
-"""How the last line of a card begins; whoever takes it out keeps the card."""
+_MARK = "<!-- Written by scforge ({}). -->\n"
+"""Last line of a card, with a checksum of all above it: a card that somebody has edited is not replaced."""
+
+
+def marked(card: str) -> str:
+    """Return the text of a card that scforge wrote, with the mark by which :func:`is_own_card` knows it."""
+    return card + _MARK.format(hashlib.sha256(card.encode()).hexdigest()[:16])
+
+
+def is_own_card(card: str) -> bool:
+    """Return whether a card is one of scforge that nobody has edited."""
+    *above, _ = card.splitlines(keepends=True) or [""]
+    return card == marked("".join(above))
 
 
 def upload(
@@ -34,8 +46,8 @@ def upload(
         The folder. Files that are not of scforge, such as ``adata.h5ad``, stay here.
     repo_id
         Repository, ``"org/name"``; it is made if there is none. Files of scforge that it has and `folder` lacks are
-        removed from it; others stay, and so does a ``README.md`` there without the mark of scforge in its last line,
-        unless that of `folder` has none, too.
+        removed from it; others stay, and so does a ``README.md`` that somebody has written or edited there, unless
+        that of `folder` is, too.
     private
         Whether only you and your organization see it; None leaves it to the hub's settings. It cannot change a
         repository that exists.
@@ -112,9 +124,9 @@ def send_model(
         there = {file.rfilename for file in info.siblings or ()}
         if "config.json" in there and kind_of(there) is None:
             raise OptionError(f"{said} has a model of another package, which would be lost; push to another one.")
-        if {CARD} <= there & set(names) and _is_ours(folder / CARD):
+        if {CARD} <= there & set(names) and is_own_card(_text(folder / CARD)):
             theirs = Path(api.hf_hub_download(repo_id, CARD, revision=info.sha))
-            if not _is_ours(theirs):
+            if not is_own_card(_text(theirs)):
                 names.remove(CARD)
                 logger.warning("The %s of %s was written or edited by somebody, and stays as it is.", CARD, repo_id)
         stale = sorted((there & set(SHARED_FILES)) - {*names, CARD})
@@ -139,9 +151,8 @@ def send_model(
     return page, done.oid
 
 
-def _is_ours(card: Path) -> bool:
-    """Return whether a card has the mark of scforge."""
-    return CARD_MARK in card.read_text(encoding="utf-8", errors="replace")
+def _text(card: Path) -> str:
+    return card.read_text(encoding="utf-8", errors="replace")
 
 
 def tell_left_behind(folder: Path) -> None:
