@@ -10,7 +10,7 @@ import yaml
 
 from scforge.errors import HubError, MissingFileError, ModelFileError, NotTrainedWarning, OptionError
 from scforge.estimators import Encoder
-from scforge.estimators.card import is_own_card
+from scforge.hub.uploading import is_own_card
 from scforge.eval.report import Report, Row
 from scforge.hub import upload
 from scforge.hub.finding import copy_model

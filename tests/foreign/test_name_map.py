@@ -40,7 +40,7 @@ def test_parts_there_and_back() -> None:
 NAMES = NameMap(
     "Tiny",
     (Rule("layer.{i}.{p}", "layers.{i}.{p}"), Rule(("a", "b"), "ab", stacked(2))),
-    (LeftOut("old.*", "an optimiser's"),),
+    (LeftOut("old.*", "an optimizer's"),),
 )
 
 

@@ -740,14 +740,14 @@ _SPECIES_OF = {"": "human", "MUS": "mouse"}
 _SAMPLE = 2000
 """Names that are looked at, spread over all of them."""
 
-_LEAST_SYMBOLS = 0.2
+_MIN_SYMBOLS = 0.2
 """Share of names that are symbols of a species from which on the names are taken for its symbols.
 
 Names of an old annotation still have some 0.6; those of the other species have less than 0.02.
 """
 
 
-def recognise_ids(names: Sequence[str] | np.ndarray) -> str:
+def recognize_ids(names: Sequence[str] | np.ndarray) -> str:
     """Return what most of `names` are.
 
     Returns
@@ -757,7 +757,7 @@ def recognise_ids(names: Sequence[str] | np.ndarray) -> str:
 
     Examples
     --------
-    >>> recognise_ids(["ENSMUSG00000032094.8", "ENSMUSG00000059552"]), recognise_ids(["CD3D", "LYZ", "my gene"])
+    >>> recognize_ids(["ENSMUSG00000032094.8", "ENSMUSG00000059552"]), recognize_ids(["CD3D", "LYZ", "my gene"])
     ('mouse Ensembl ids', 'human gene symbols')
     """
     step = max(1, len(names) // _SAMPLE)
@@ -774,7 +774,7 @@ def recognise_ids(names: Sequence[str] | np.ndarray) -> str:
         return kind
     symbols = {species: sum(name in gene_table(species).ids for name in sample) for species in SPECIES}
     species = max(symbols, key=lambda key: symbols[key])
-    return f"{species} gene symbols" if symbols[species] > _LEAST_SYMBOLS * len(sample) else OTHER_NAMES
+    return f"{species} gene symbols" if symbols[species] > _MIN_SYMBOLS * len(sample) else OTHER_NAMES
 
 
 def n_of_species(names: Sequence[str] | np.ndarray) -> dict[str, int]:

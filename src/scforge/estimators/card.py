@@ -229,8 +229,8 @@ class CardFacts:
         if content is None:
             return cls()
         try:
-            # Folders of the time before releases say "licence".
-            return TypeAdapter(cls).validate_python({"license": content.get("licence"), **content})
+            # Folders of the time before releases say "license".
+            return TypeAdapter(cls).validate_python({"license": content.get("license"), **content})
         except ValidationError as error:
             raise ModelFileError(f"the card in the description of {source!r} cannot be read; copy it again.") from error
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from scforge._io import check_folder, check_writable
 from scforge.data.readers import is_url
 from scforge.errors import DataError, MissingFileError, OptionError, first_line
-from scforge.estimators.card import is_long, is_own_card, scores_of
+from scforge.estimators.card import is_long, scores_of
 from scforge.estimators.hub import place_of, push_model
 from scforge.estimators.serialize import read_folder
 from scforge.hub.finding import (
